@@ -1,0 +1,30 @@
+"""The routed experts of Mixture-of-Experts models on x86-64 CPUs, straight from the checkpoint's own weights.
+
+Importing starts no thread and changes no state of the process.
+"""
+
+from ktmoe import backends, loaders
+from ktmoe.activation import SILU, GatedActivation
+from ktmoe.config import show_config
+from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.formats import MXFP4, Scale, WeightFormat
+from ktmoe.layer import MoELayer
+from ktmoe.loaders.base import load_experts
+from ktmoe.threads import get_num_threads, set_num_threads
+
+__all__ = [
+    "MXFP4",
+    "SILU",
+    "ExpertWeights",
+    "GatedActivation",
+    "Matrix",
+    "MoELayer",
+    "Scale",
+    "WeightFormat",
+    "backends",
+    "get_num_threads",
+    "load_experts",
+    "loaders",
+    "set_num_threads",
+    "show_config",
+]

@@ -1,0 +1,1 @@
+"""Native code: the driver (core) and one thin module per instruction set."""

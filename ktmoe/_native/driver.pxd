@@ -1,0 +1,77 @@
+# The driver's own interfaces (driver.h); for core.pyx alone.
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+from ktmoe._native.core cimport kt_activate, kt_activation, kt_codebook, kt_kernel
+
+
+cdef extern from "driver.h" nogil:
+    ctypedef struct kt_cpu_feature:
+        const char *name
+        bint present
+    const kt_cpu_feature *kt_cpu_features(size_t *count)
+    unsigned kt_fp_enter()
+    void kt_fp_leave(unsigned state)
+
+    void *kt_os_map(size_t bytes)
+    void kt_os_unmap(void *p, size_t bytes)
+    uint64_t kt_os_nanoseconds()
+
+    ctypedef void (*kt_task)(void *context, size_t worker, size_t workers) noexcept nogil
+    void kt_pool_lock()
+    void kt_pool_unlock()
+    void kt_pool_configure(size_t threads, uint64_t spin_ns)
+    size_t kt_pool_threads()
+    int kt_pool_run(kt_task task, void *context)
+
+    ctypedef struct kt_q4_source:
+        const uint8_t *codes
+        const uint8_t *scales
+        size_t n, k
+        uint8_t zero_code
+    ctypedef struct kt_q4_scale_range:
+        uint8_t low, high
+    size_t kt_q4_panel_bytes(size_t k)
+    int kt_q4_pack(const kt_q4_source *source, uint8_t *packed, kt_q4_scale_range *range)
+    void kt_q4_unpack(const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales)
+
+    ctypedef struct kt_matrix:
+        const uint8_t *data
+        size_t panel_bytes
+        const kt_kernel *kernel
+        const kt_codebook *codebook
+        const float *bias
+    ctypedef struct kt_expert:
+        kt_matrix gate, up, down
+    enum kt_router_weight:
+        KT_DOWN_OUTPUT
+        KT_DOWN_INPUT
+        KT_EXPERT_INPUT
+    enum kt_dtype:
+        KT_BF16
+        KT_F32
+    ctypedef struct kt_layer:
+        size_t num_experts, hidden, intermediate
+        kt_expert *experts
+        kt_activation act
+        void (*activate)(const kt_activate *) nogil
+        kt_router_weight router_weight
+        size_t kernel_scratch_bytes
+    ctypedef struct kt_batch:
+        size_t tokens, top_k
+        const void *x
+        kt_dtype dtype
+        const int64_t *ids
+        const float *weights
+        const uint8_t *mask
+        void *y
+    ctypedef struct kt_tuning:
+        size_t scratch_bytes
+        size_t reduce_slots
+        uint32_t uneven
+        bint only_many
+    kt_tuning kt_moe_tuning
+    int kt_moe_forward(const kt_layer *layer, const kt_batch *batch)
+    size_t kt_moe_scratch_bytes()
+
+    double kt_limit_read(void (*read)(const void *, size_t) nogil, const uint8_t *p, size_t bytes)
+    double kt_limit_peak(double (*peak)(size_t) nogil, size_t iterations, double *flops)

@@ -1,0 +1,247 @@
+/* q4 weights with UE8M0 scales per 32 k, bf16 activations, VDPBF16PS.
+ *
+ * SHAPES      x bf16 [m][k] by row pointers, W packed panels of 64 columns, out fp32 [m][64]
+ * DEFINITION  for each panel, column c, row i:
+ *                 acc = 0
+ *                 for k pairs ascending: acc = fma(x[k+1], w[c][k+1], acc); acc = fma(x[k], w[c][k], acc)   (VDPBF16PS)
+ *             folded: w = codebook[code] * 2^(b-127), exact in bf16
+ *             else:   w = codebook[code], acc per group of 32 from zero, then total = fma(acc, 2^(b-127), total)
+ * LAYOUT      pack_q4.c. A vector of codes is 8 k of 16 columns; word shifts 0, 4, 8, 12 and VPERMW give the k-pairs.
+ * REGULARITIES lane = column: x is broadcast, nothing is shuffled after the lookup, every m sums in the same order.
+ *
+ * few():  codes go straight to registers and serve all rows of a pass (up to 6 x 64 columns: 24 chains; one row takes
+ *         gate and up together, so that 8 chains hide VDPBF16PS's latency).
+ * many(): a panel of K_BLOCK k is decoded once into L1, in pair layout, then 6 rows x 64 columns run over it; fp32 sums are
+ *         spilled and reloaded, exactly, between K blocks.
+ */
+#include <immintrin.h>
+
+#include "kernels/avx512_bf16/kernels.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum {
+    VECTORS = KT_PANEL / 16,         /* of 16 columns a panel */
+    OCTETS = KT_GROUP / 8,           /* code vectors of a block of 16 columns */
+    PAIRS = KT_GROUP / 2,            /* k-pairs of a superblock */
+    SUPERBLOCK_BYTES = KT_PANEL + KT_PANEL * KT_GROUP / 2,
+    PASS_ROWS = 6,                   /* x 4 vectors = 24 accumulators */
+    PASS_ROWS_GROUPED = 3,           /* x 4 vectors x (group sum, total) */
+    K_BLOCK = 256,                   /* of a decoded panel: 32 KiB */
+    BLOCK_GROUPS = K_BLOCK / KT_GROUP,
+    LINE = 64,
+};
+
+/* UE8M0 as what VPSUBUSW takes from both bf16 of a pair: (253 - b) << 7. */
+INLINE __m512i fold_shift(const uint8_t *scales) {
+    const __m512i spread = _mm512_set_epi8(-1, 15, -1, 15, -1, 14, -1, 14, -1, 13, -1, 13, -1, 12, -1, 12, -1, 11, -1, 11, -1, 10,
+                                           -1, 10, -1, 9, -1, 9, -1, 8, -1, 8, -1, 7, -1, 7, -1, 6, -1, 6, -1, 5, -1, 5, -1, 4, -1,
+                                           4, -1, 3, -1, 3, -1, 2, -1, 2, -1, 1, -1, 1, -1, 0, -1, 0);
+    const __m512i b = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)scales)), spread);
+    return _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(253), b), 7);
+}
+
+/* UE8M0 as fp32; byte 0 is 2^-127, a denormal, where the shift alone would give 0. */
+INLINE __m512 scale_f32x16(const uint8_t *scales) {
+    const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)scales));
+    const __m512i bits = _mm512_slli_epi32(b, 23);
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, _mm512_testn_epi32_mask(b, b), _mm512_set1_epi32(0x00400000)));
+}
+
+INLINE __m512i load_codebook(const kt_dot *a, const int folded) {
+    return _mm512_loadu_si512(folded ? a->codebook->folded : a->codebook->plain);
+}
+
+/* k-pair j (0..3) of a code vector, as bf16. */
+INLINE __m512i decode(const __m512i codes, const int j, const __m512i codebook, const __m512i shift, const int folded) {
+    const __m512i w = _mm512_permutexvar_epi16(j ? _mm512_srli_epi16(codes, 4 * j) : codes, codebook);
+    return folded ? _mm512_subs_epu16(w, shift) : w;
+}
+
+INLINE __m512 dot(const __m512 acc, const __m512i w, const uint16_t *pair) {
+    int32_t x;
+    __builtin_memcpy(&x, pair, sizeof x);
+    return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
+}
+
+/* rows x (panels * 64 columns) straight from the codes. rows, panels and folded are constants at every call. */
+INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, const int panels, const int panel0, const int folded) {
+    const __m512i codebook = load_codebook(a, folded);
+    __m512 total[2][PASS_ROWS][VECTORS];
+    for (int p = 0; p < panels; p++)
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < VECTORS; v++) total[p][i][v] = _mm512_setzero_ps();
+
+    const uint16_t *x[PASS_ROWS];
+    for (int i = 0; i < rows; i++) x[i] = a->x[first + i];
+    const uint8_t *w[2] = {a->w[panel0], a->w[panels == 2 ? 1 : panel0]};
+    const size_t groups = a->k / KT_GROUP;
+
+    for (size_t g = 0; g < groups; g++) {
+#pragma GCC unroll 2
+        for (int p = 0; p < panels; p++) {
+            const uint8_t *scales = w[p] + g * SUPERBLOCK_BYTES;
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                const __m512i shift = folded ? fold_shift(scales + 16 * v) : _mm512_setzero_si512();
+                __m512 acc[PASS_ROWS];
+                /* Or GCC keeps all 16 broadcasts of a row for the next vector, on the stack; VDPBF16PS broadcasts for free. */
+                for (int i = 0; i < rows; i++) __asm__("" : "+r"(x[i]));
+                for (int i = 0; i < rows; i++) acc[i] = folded ? total[p][i][v] : _mm512_setzero_ps();
+#pragma GCC unroll 4
+                for (int o = 0; o < OCTETS; o++) {
+                    const __m512i codes = _mm512_loadu_si512(scales + KT_PANEL + (v * OCTETS + o) * LINE);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) {
+                        const __m512i wj = decode(codes, j, codebook, shift, folded);
+#pragma GCC unroll 6
+                        for (int i = 0; i < rows; i++) acc[i] = dot(acc[i], wj, x[i] + g * KT_GROUP + o * 8 + j * 2);
+                    }
+                }
+                const __m512 scale = folded ? _mm512_setzero_ps() : scale_f32x16(scales + 16 * v);
+#pragma GCC unroll 6
+                for (int i = 0; i < rows; i++) total[p][i][v] = folded ? acc[i] : _mm512_fmadd_ps(acc[i], scale, total[p][i][v]);
+            }
+        }
+    }
+    for (int p = 0; p < panels; p++)
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < VECTORS; v++)
+                _mm512_store_ps(a->out[panels == 2 ? p : panel0] + (first + i) * KT_PANEL + 16 * v, total[p][i][v]);
+}
+
+/* Rows [first, first + rows) of every panel. */
+INLINE void passes(const kt_dot *a, size_t first, size_t rows, const int folded) {
+    if (rows == 1 && a->panels == 2) {
+        pass(a, first, 1, 2, 0, folded);
+        return;
+    }
+    for (int p = 0; p < (int)a->panels; p++) {
+        switch (rows) {
+            case 1: pass(a, first, 1, 1, p, folded); break;
+            case 2: pass(a, first, 2, 1, p, folded); break;
+            case 3: pass(a, first, 3, 1, p, folded); break;
+            case 4: if (folded) pass(a, first, 4, 1, p, 1); break;
+            case 5: if (folded) pass(a, first, 5, 1, p, 1); break;
+            case 6: if (folded) pass(a, first, 6, 1, p, 1); break;
+        }
+    }
+}
+
+/* The next step's rows when `left` are to go in equal steps of at most `most`: 7 are 4 + 3, not 6 + 1, since few chains
+ * would wait for their own latency. */
+INLINE size_t step_rows(size_t left, size_t most) {
+    const size_t steps = (left + most - 1) / most;
+    return (left + steps - 1) / steps;
+}
+
+INLINE void few(const kt_dot *a, const int folded) {
+    for (size_t first = 0, rows; first < a->m; first += rows) {
+        rows = step_rows(a->m - first, folded ? PASS_ROWS : PASS_ROWS_GROUPED);
+        passes(a, first, rows, folded);
+    }
+}
+
+/* A decoded K block: bf16 [pair][column][2], and the scales where they are not folded. */
+typedef struct panel_block {
+    uint16_t w[K_BLOCK / 2][KT_PANEL][2];
+    float scale[BLOCK_GROUPS][KT_PANEL];
+} panel_block;
+
+INLINE void decode_block(const uint8_t *restrict w, size_t groups, const __m512i codebook, panel_block *restrict b, const int folded) {
+    for (size_t g = 0; g < groups; g++, w += SUPERBLOCK_BYTES) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            const __m512i shift = folded ? fold_shift(w + 16 * v) : _mm512_setzero_si512();
+            if (!folded) _mm512_store_ps(&b->scale[g][16 * v], scale_f32x16(w + 16 * v));
+#pragma GCC unroll 4
+            for (int o = 0; o < OCTETS; o++) {
+                const __m512i codes = _mm512_loadu_si512(w + KT_PANEL + (v * OCTETS + o) * LINE);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++)
+                    _mm512_store_si512(b->w[g * PAIRS + o * 4 + j][16 * v], decode(codes, j, codebook, shift, folded));
+            }
+        }
+    }
+}
+
+/* rows x 64 columns over a decoded block. */
+INLINE void tile(const panel_block *restrict b, size_t groups, const uint16_t *const *restrict rows_x, size_t k0, float *restrict out,
+                 const int rows, const int folded) {
+    __m512 total[PASS_ROWS][VECTORS];
+    const uint16_t *x[PASS_ROWS];
+    for (int i = 0; i < rows; i++) {
+        x[i] = rows_x[i] + k0;
+        for (int v = 0; v < VECTORS; v++) total[i][v] = k0 ? _mm512_load_ps(out + i * KT_PANEL + 16 * v) : _mm512_setzero_ps();
+    }
+    for (size_t g = 0; g < groups; g++) {
+        __m512 acc[PASS_ROWS][VECTORS];
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < VECTORS; v++) acc[i][v] = folded ? total[i][v] : _mm512_setzero_ps();
+        for (size_t pair = g * PAIRS; pair < (g + 1) * PAIRS; pair++) {
+            __m512i w[VECTORS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) w[v] = _mm512_load_si512(b->w[pair][16 * v]);
+#pragma GCC unroll 6
+            for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) acc[i][v] = dot(acc[i][v], w[v], x[i] + pair * 2);
+        }
+        for (int i = 0; i < rows; i++)
+            for (int v = 0; v < VECTORS; v++)
+                total[i][v] =
+                    folded ? acc[i][v] : _mm512_fmadd_ps(acc[i][v], _mm512_load_ps(&b->scale[g][16 * v]), total[i][v]);
+    }
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(out + i * KT_PANEL + 16 * v, total[i][v]);
+}
+
+INLINE void many(const kt_dot *a, const int folded) {
+    const size_t groups = a->k / KT_GROUP, m = a->m;
+    const __m512i codebook = load_codebook(a, folded);
+    panel_block *block = a->scratch;
+    const size_t most = folded ? PASS_ROWS : PASS_ROWS_GROUPED, tiles = (m + most - 1) / most;
+    for (size_t p = 0; p < a->panels; p++) {
+        for (size_t g0 = 0; g0 < groups; g0 += BLOCK_GROUPS) {
+            const size_t count = groups - g0 < BLOCK_GROUPS ? groups - g0 : BLOCK_GROUPS;
+            const uint8_t *w = a->w[p] + g0 * SUPERBLOCK_BYTES;
+            decode_block(w, count, codebook, block, folded);
+            /* While this block is multiplied, the next one's codes come to L2, a share with each tile. */
+            const uint8_t *next = w + count * SUPERBLOCK_BYTES;
+            size_t next_bytes = (groups - g0 - count < BLOCK_GROUPS ? groups - g0 - count : BLOCK_GROUPS) * SUPERBLOCK_BYTES;
+            if (!next_bytes && p + 1 < a->panels) {
+                next = a->w[p + 1];
+                next_bytes = (groups < BLOCK_GROUPS ? groups : BLOCK_GROUPS) * SUPERBLOCK_BYTES;
+            }
+            const size_t share = (next_bytes / tiles + LINE) / LINE * LINE;
+            size_t fetched = 0;
+            for (size_t first = 0, rows; first < m; first += rows) {
+                rows = step_rows(m - first, most);
+                for (size_t end = fetched + share; fetched < end && fetched < next_bytes; fetched += LINE)
+                    _mm_prefetch((const char *)next + fetched, _MM_HINT_T1);
+                float *out = a->out[p] + first * KT_PANEL;
+                const uint16_t *const *x = a->x + first;
+                switch (rows) {
+                    case 1: tile(block, count, x, g0 * KT_GROUP, out, 1, folded); break;
+                    case 2: tile(block, count, x, g0 * KT_GROUP, out, 2, folded); break;
+                    case 3: tile(block, count, x, g0 * KT_GROUP, out, 3, folded); break;
+                    case 4: if (folded) tile(block, count, x, g0 * KT_GROUP, out, 4, 1); break;
+                    case 5: if (folded) tile(block, count, x, g0 * KT_GROUP, out, 5, 1); break;
+                    case 6: if (folded) tile(block, count, x, g0 * KT_GROUP, out, 6, 1); break;
+                }
+            }
+        }
+    }
+}
+
+static void few_folded(const kt_dot *a) { few(a, 1); }
+static void few_grouped(const kt_dot *a) { few(a, 0); }
+static void many_folded(const kt_dot *a) { many(a, 1); }
+static void many_grouped(const kt_dot *a) { many(a, 0); }
+
+#define Q4_UE8M0 .family = "q4", .scale = "ue8m0", .extent = {1, 32}, .activations = "bf16", .scratch_bytes = sizeof(panel_block)
+const kt_kernel kt_q4_avx512_bf16[] = {
+    {Q4_UE8M0, .folded = 1, .few_max = 12, .few = few_folded, .many = many_folded},
+    {Q4_UE8M0, .folded = 0, .few_max = 6, .few = few_grouped, .many = many_grouped},
+    {0},
+};

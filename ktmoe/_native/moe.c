@@ -1,0 +1,338 @@
+/* One layer's forward pass: two phases under one pool dispatch.
+ *
+ * SHAPES      x [tokens][hidden], ids and weights [tokens][top_k], y [tokens][hidden]; slots as in moe.h
+ * DEFINITION  A: h[slot] = bf16(act(x[token] Wg^T + bg, x[token] Wu^T + bu))             items (expert, 64 columns of h)
+ *             B: y[token] = sum over its slots, ascending expert, equal ones in slot order, of r * (h[slot] Wd^T + bd)
+ * REGULARITIES the thread count and the rest of the batch decide only in which order independent items run, and which of
+ *             two functions with equal bits computes them; every sum has one order.
+ *
+ * Phase B has two forms with the same sums. Many slots: an item is a panel of y; its worker walks the experts and adds to a
+ * private fp32 slab. Few slots: an item is (expert, panel) and writes d; the last to finish a panel adds it up. The second
+ * keeps more cores busy at decode, the first needs no memory for d.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "moe.h"
+
+typedef float panel_row[KT_PANEL];
+
+/* Items are handed out by a counter on a cache line of its own. */
+typedef struct counter {
+    _Alignas(64) _Atomic size_t next;
+} counter;
+
+typedef struct worker_scratch {
+    panel_row *g, *u; /* [KT_M_BLOCK] each; phase B has d in g */
+    panel_row *slab;  /* [tokens] */
+    void *kernel;
+} worker_scratch;
+
+typedef struct job {
+    const kt_layer *layer;
+    kt_batch batch;
+    route route;
+    size_t x_stride, h_stride, hidden_panels, inter_panels; /* padded sizes */
+    bool stage, reduce;
+    uint16_t *staged;          /* [tokens][x_stride], or [slots] where the router weight goes in first */
+    const uint16_t **x;        /* [slots] rows of bf16 */
+    uint16_t *h;               /* [slots][h_stride] */
+    const uint16_t **h_rows;   /* [slots] */
+    float *d;                  /* [slots][hidden_panels * KT_PANEL] */
+    _Atomic uint32_t *arrived; /* [hidden_panels] */
+    worker_scratch *workers;
+    counter a, b;
+} job;
+
+kt_tuning kt_moe_tuning = {.scratch_bytes = (size_t)256 << 20, .reduce_slots = 256};
+
+/* The arena: one for all layers, kept between calls, under the pool's lock. */
+static struct {
+    uint8_t *base;
+    size_t bytes;
+} arena;
+
+size_t kt_round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+size_t kt_moe_scratch_bytes(void) { return arena.bytes; }
+
+void *kt_carve(carver *c, size_t count, size_t size) {
+    void *p = c->base ? c->base + c->used : NULL;
+    c->used += kt_round_up(count * size, 64);
+    return p;
+}
+
+/* Gives every array of the job its place for a batch of `tokens`; returns the bytes. */
+static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
+    const kt_layer *l = j->layer;
+    const size_t slots = tokens * j->batch.top_k, threads = kt_pool_width();
+    carver c = {base, 0};
+    j->reduce = slots <= kt_moe_tuning.reduce_slots;
+    kt_route_carve(&j->route, &c, l->num_experts, tokens, j->batch.top_k);
+    j->x = kt_carve(&c, slots, sizeof *j->x);
+    j->h_rows = kt_carve(&c, slots, sizeof *j->h_rows);
+    const size_t staged = !j->stage ? 0 : l->router_weight == KT_EXPERT_INPUT ? slots : tokens;
+    j->staged = kt_carve(&c, staged * j->x_stride, sizeof *j->staged);
+    j->h = kt_carve(&c, slots * j->h_stride, sizeof *j->h);
+    j->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(panel_row));
+    j->arrived = kt_carve(&c, j->hidden_panels, sizeof *j->arrived);
+    j->workers = kt_carve(&c, threads, sizeof *j->workers);
+    for (size_t i = 0; i < threads; i++) {
+        const worker_scratch w = {
+            .g = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
+            .u = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
+            .slab = kt_carve(&c, j->reduce ? 0 : tokens, sizeof(panel_row)),
+            .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
+        };
+        if (base) j->workers[i] = w;
+    }
+    return c.used;
+}
+
+static inline float bf16_to_f32(uint16_t b) {
+    const uint32_t bits = (uint32_t)b << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint16_t bf16_from_f32(float v) {
+    uint32_t bits;
+    memcpy(&bits, &v, sizeof bits);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+    return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? quiet : rounded);
+}
+
+/* x as bf16 rows that kernels may read up to x_stride: rounded, scaled or padded as needed. */
+static void stage_row(const job *j, size_t row) {
+    const size_t hidden = j->layer->hidden;
+    const bool scaled = j->layer->router_weight == KT_EXPERT_INPUT;
+    const size_t token = scaled ? j->route.slot_token[row] : row;
+    uint16_t *restrict to = j->staged + row * j->x_stride;
+    const uint16_t *restrict bf16 = (const uint16_t *)j->batch.x + token * hidden;
+    const float *restrict f32 = (const float *)j->batch.x + token * hidden;
+    if (j->batch.dtype == KT_BF16)
+        memcpy(to, bf16, hidden * sizeof *to);
+    else
+        for (size_t c = 0; c < hidden; c++) to[c] = bf16_from_f32(f32[c]);
+    if (scaled) {
+        const float r = j->route.slot_weight[row];
+        for (size_t c = 0; c < hidden; c++) to[c] = bf16_from_f32(bf16_to_f32(to[c]) * r);
+    }
+    memset(to + hidden, 0, (j->x_stride - hidden) * sizeof *to);
+}
+
+/* The next run of items: [*first, end). Tests force uneven runs; otherwise one item at a time evens the load best. */
+static size_t grab(counter *c, size_t items, size_t *first) {
+    size_t run = 1;
+    if (kt_moe_tuning.uneven) {
+        const size_t seen = atomic_load_explicit(&c->next, memory_order_relaxed);
+        run += (size_t)(((uint64_t)(seen + 1) * kt_moe_tuning.uneven * 0x9E3779B97F4A7C15u) >> 61);
+    }
+    *first = atomic_fetch_add_explicit(&c->next, run, memory_order_relaxed);
+    return *first + run < items ? *first + run : items;
+}
+
+static void multiply(const kt_dot *dot, const kt_kernel *kernel) {
+    (!kt_moe_tuning.only_many && dot->m <= kernel->few_max ? kernel->few : kernel->many)(dot);
+}
+
+/* Rows in equal blocks of at most KT_M_BLOCK. */
+static size_t block_rows(size_t left) {
+    const size_t blocks = (left + KT_M_BLOCK - 1) / KT_M_BLOCK;
+    return (left + blocks - 1) / blocks;
+}
+
+static void gate_up(const job *j, const worker_scratch *s, const group *g, size_t panel) {
+    const kt_layer *l = j->layer;
+    const kt_expert *e = &l->experts[g->expert];
+    const size_t columns = l->intermediate - panel * KT_PANEL;
+    for (size_t i = 0, m; i < g->count; i += m) {
+        m = block_rows(g->count - i);
+        const size_t row = g->first + i;
+        kt_dot dot = {
+            .x = j->x + row,
+            .m = m,
+            .k = j->x_stride,
+            .w = {e->gate.data + panel * e->gate.panel_bytes, e->up.data + panel * e->up.panel_bytes},
+            .panels = 2,
+            .codebook = e->gate.codebook,
+            .out = {*s->g, *s->u},
+            .scratch = s->kernel,
+        };
+        if (e->gate.kernel == e->up.kernel && e->gate.codebook == e->up.codebook) {
+            multiply(&dot, e->gate.kernel);
+        } else {
+            dot.panels = 1;
+            multiply(&dot, e->gate.kernel);
+            dot.w[0] = dot.w[1];
+            dot.out[0] = dot.out[1];
+            dot.codebook = e->up.codebook;
+            multiply(&dot, e->up.kernel);
+        }
+        l->activate(&(kt_activate){
+            .g = *s->g,
+            .u = *s->u,
+            .bias_g = e->gate.bias ? e->gate.bias + panel * KT_PANEL : NULL,
+            .bias_u = e->up.bias ? e->up.bias + panel * KT_PANEL : NULL,
+            .r = l->router_weight == KT_DOWN_INPUT ? j->route.slot_weight + row : NULL,
+            .m = m,
+            .columns = columns < KT_PANEL ? columns : KT_PANEL,
+            .act = l->act,
+            .h = j->h + row * j->h_stride + panel * KT_PANEL,
+            .h_stride = j->h_stride,
+        });
+    }
+}
+
+static void down(const job *j, const worker_scratch *s, const group *g, size_t panel, size_t row, size_t m) {
+    const kt_matrix *w = &j->layer->experts[g->expert].down;
+    const kt_dot dot = {
+        .x = j->h_rows + row,
+        .m = m,
+        .k = kt_round_up(j->layer->intermediate, KT_GROUP),
+        .w = {w->data + panel * w->panel_bytes},
+        .panels = 1,
+        .codebook = w->codebook,
+        .out = {*s->g},
+        .scratch = s->kernel,
+    };
+    multiply(&dot, w->kernel);
+    if (w->bias)
+        for (size_t i = 0; i < m; i++)
+            for (size_t c = 0; c < KT_PANEL; c++) s->g[i][c] += w->bias[panel * KT_PANEL + c];
+}
+
+/* y += r * d, each rounded: the one order of both forms of phase B. */
+static void add(float *restrict y, const float *restrict d, float r) {
+    for (size_t c = 0; c < KT_PANEL; c++) y[c] += r * d[c];
+}
+
+static float output_weight(const job *j, size_t slot) {
+    return j->layer->router_weight == KT_DOWN_OUTPUT ? j->route.slot_weight[slot] : 1.0f;
+}
+
+static void store(const job *j, size_t token, size_t panel, const float *restrict y) {
+    const size_t hidden = j->layer->hidden, first = panel * KT_PANEL, left = hidden - first;
+    const size_t columns = left < KT_PANEL ? left : KT_PANEL, at = token * hidden + first;
+    if (j->batch.dtype == KT_F32) {
+        memcpy((float *)j->batch.y + at, y, columns * sizeof *y);
+        return;
+    }
+    uint16_t *restrict to = (uint16_t *)j->batch.y + at;
+    for (size_t c = 0; c < columns; c++) to[c] = bf16_from_f32(y[c]);
+}
+
+static void panel_of_y(const job *j, const worker_scratch *s, size_t panel) {
+    memset(s->slab, 0, j->batch.tokens * sizeof *s->slab);
+    for (size_t n = 0; n < j->route.num_groups; n++) {
+        const group *g = &j->route.groups[n];
+        for (size_t i = 0, m; i < g->count; i += m) {
+            m = block_rows(g->count - i);
+            const size_t row = g->first + i;
+            down(j, s, g, panel, row, m);
+            for (size_t r = 0; r < m; r++) add(s->slab[j->route.slot_token[row + r]], s->g[r], output_weight(j, row + r));
+        }
+    }
+    for (size_t t = 0; t < j->batch.tokens; t++) store(j, t, panel, s->slab[t]);
+}
+
+static panel_row *d_row(const job *j, size_t slot, size_t panel) {
+    return (panel_row *)j->d + slot * j->hidden_panels + panel;
+}
+
+static void add_up_panel(const job *j, size_t panel) {
+    for (size_t t = 0; t < j->batch.tokens; t++) {
+        panel_row y = {0};
+        for (size_t s = 0; s < j->route.token_count[t]; s++) {
+            const size_t slot = j->route.token_slots[t * j->batch.top_k + s];
+            add(y, *d_row(j, slot, panel), output_weight(j, slot));
+        }
+        store(j, t, panel, y);
+    }
+}
+
+static void part_of_d(const job *j, const worker_scratch *s, const group *g, size_t panel) {
+    for (size_t i = 0, m; i < g->count; i += m) {
+        m = block_rows(g->count - i);
+        down(j, s, g, panel, g->first + i, m);
+        for (size_t r = 0; r < m; r++) memcpy(d_row(j, g->first + i + r, panel), s->g[r], sizeof(panel_row));
+    }
+    if (atomic_fetch_add_explicit(&j->arrived[panel], 1, memory_order_acq_rel) + 1 == j->route.num_groups) add_up_panel(j, panel);
+}
+
+static void work(void *context, size_t worker, size_t workers) {
+    job *j = context;
+    const worker_scratch *s = &j->workers[worker];
+    const route *r = &j->route;
+    if (j->stage) {
+        const size_t rows = j->layer->router_weight == KT_EXPERT_INPUT ? r->num_slots : j->batch.tokens;
+        for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(j, i);
+        kt_pool_barrier();
+    }
+    size_t first, end;
+    const size_t items_a = r->num_groups * j->inter_panels;
+    while ((end = grab(&j->a, items_a, &first)) > first)
+        for (size_t i = first; i < end; i++) gate_up(j, s, &r->groups[r->by_cost[i / j->inter_panels]], i % j->inter_panels);
+    kt_pool_barrier();
+    const size_t items_b = j->hidden_panels * (j->reduce ? r->num_groups : 1);
+    while ((end = grab(&j->b, items_b, &first)) > first)
+        for (size_t i = first; i < end; i++) {
+            if (j->reduce)
+                part_of_d(j, s, &r->groups[r->by_cost[i / j->hidden_panels]], i % j->hidden_panels);
+            else
+                panel_of_y(j, s, i);
+        }
+}
+
+static int chunk(job *j) {
+    route *r = &j->route;
+    kt_route_fill(r, &j->batch, j->layer->num_experts);
+    if (!r->num_slots) {
+        memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
+        return 0;
+    }
+    const bool by_slot = j->layer->router_weight == KT_EXPERT_INPUT;
+    for (size_t slot = 0; slot < r->num_slots; slot++) {
+        j->x[slot] = j->stage ? j->staged + (by_slot ? slot : r->slot_token[slot]) * j->x_stride
+                              : (const uint16_t *)j->batch.x + r->slot_token[slot] * j->x_stride;
+        j->h_rows[slot] = j->h + slot * j->h_stride;
+    }
+    memset((void *)j->arrived, 0, j->hidden_panels * sizeof *j->arrived);
+    j->a.next = j->b.next = 0;
+    return kt_pool_run(work, j);
+}
+
+int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
+    job j = {
+        .layer = l,
+        .batch = *batch,
+        .x_stride = kt_round_up(l->hidden, KT_GROUP),
+        .h_stride = kt_round_up(l->intermediate, KT_PANEL),
+        .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
+        .inter_panels = kt_round_up(l->intermediate, KT_PANEL) / KT_PANEL,
+    };
+    j.stage = batch->dtype != KT_BF16 || j.x_stride != l->hidden || l->router_weight == KT_EXPERT_INPUT;
+
+    size_t most = batch->tokens; /* a chunk's */
+    while (most > 1 && lay_out(&j, NULL, most) > kt_moe_tuning.scratch_bytes) most = (most + 1) / 2;
+    const size_t bytes = lay_out(&j, NULL, most);
+    if (bytes > arena.bytes) {
+        kt_os_unmap(arena.base, arena.bytes);
+        arena.base = kt_os_map(bytes);
+        arena.bytes = arena.base ? bytes : 0;
+        if (!arena.base) return ENOMEM;
+    }
+    lay_out(&j, arena.base, most);
+
+    const size_t row_bytes = l->hidden * (batch->dtype == KT_F32 ? 4 : 2);
+    for (size_t t = 0; t < batch->tokens; t += most) {
+        j.batch.tokens = batch->tokens - t < most ? batch->tokens - t : most;
+        j.batch.x = (const uint8_t *)batch->x + t * row_bytes;
+        j.batch.y = (uint8_t *)batch->y + t * row_bytes;
+        j.batch.ids = batch->ids + t * batch->top_k;
+        j.batch.weights = batch->weights + t * batch->top_k;
+        const int error = chunk(&j);
+        if (error) return error;
+    }
+    return 0;
+}

@@ -1,0 +1,42 @@
+/* Pages, sleeping and the clock: the only file that knows the operating system (Linux). */
+#define _GNU_SOURCE
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "driver.h"
+
+enum { HUGE_BYTES = 2 << 20 };
+
+void *kt_os_map(size_t bytes) {
+    bytes = kt_round_up(bytes, HUGE_BYTES);
+    if (bytes == 0 || bytes > SIZE_MAX / 2) return NULL;
+    const size_t span = bytes + HUGE_BYTES;
+    uint8_t *p = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    /* Give back what lies before and behind the aligned part. */
+    const size_t before = kt_round_up((uintptr_t)p, HUGE_BYTES) - (uintptr_t)p;
+    if (before) munmap(p, before);
+    if (span - before - bytes) munmap(p + before + bytes, span - before - bytes);
+    p += before;
+    madvise(p, bytes, MADV_HUGEPAGE); /* advice: where it is refused, 4 KiB pages serve */
+    return p;
+}
+
+void kt_os_unmap(void *p, size_t bytes) {
+    if (p) munmap(p, kt_round_up(bytes, HUGE_BYTES));
+}
+
+void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, while_equal, NULL, NULL, 0);
+}
+
+void kt_os_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
+
+uint64_t kt_os_nanoseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}

@@ -1,0 +1,180 @@
+/* A small thread pool: wake-up in microseconds, a bounded spin before sleeping, sound after fork.
+ *
+ * All workers take part in every task, so a task is published by one counter (epoch) and finished by another
+ * (finished); both are words that a waiter first spins on and then sleeps on. The number of threads changes only
+ * between tasks, by stopping all workers and starting the new number.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include "driver.h"
+
+/* A counter that threads wait on. sleepers tells the other side whether a system call is needed to wake them. */
+typedef struct event {
+    _Alignas(64) _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+} event;
+
+static struct pool {
+    event epoch;    /* bumped to publish a task, or to stop */
+    event finished; /* bumped by the last worker of a task */
+    event passed;   /* bumped by the last worker at a barrier */
+    _Alignas(64) _Atomic size_t running;
+    _Alignas(64) _Atomic size_t arrived;
+    _Alignas(64) kt_task task; /* NULL: stop */
+    void *context;
+    size_t workers; /* threads, the caller's included; 0 before the first run and after fork */
+    pthread_t *threads;
+    _Atomic uint64_t spin_ns; /* idle workers may be reading it */
+} pool;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static size_t wanted_threads = 1; /* under lock, as everything below */
+static uint64_t wanted_spin_ns;
+
+/* By this symbol threadpoolctl tells this library from others of its file name (ktmoe/threads.py). */
+__attribute__((visibility("default"))) const int ktmoe_threadpool = 1;
+
+static void wait_change(event *e, uint32_t old) {
+    enum { POLL = 64 }; /* polls between looks at the clock */
+    const uint64_t spin_ns = atomic_load_explicit(&pool.spin_ns, memory_order_relaxed);
+    if (spin_ns) {
+        const uint64_t start = kt_os_nanoseconds();
+        do {
+            for (int i = 0; i < POLL; i++) {
+                if (atomic_load_explicit(&e->value, memory_order_acquire) != old) return;
+                kt_cpu_relax();
+            }
+        } while (kt_os_nanoseconds() - start < spin_ns);
+    }
+    atomic_fetch_add(&e->sleepers, 1);
+    while (atomic_load(&e->value) == old) kt_os_wait(&e->value, old);
+    atomic_fetch_sub(&e->sleepers, 1);
+}
+
+static void bump(event *e) {
+    atomic_fetch_add(&e->value, 1);
+    if (atomic_load(&e->sleepers)) kt_os_wake(&e->value);
+}
+
+static void run_part(size_t worker) {
+    const unsigned state = kt_fp_enter();
+    pool.task(pool.context, worker, pool.workers);
+    kt_fp_leave(state);
+}
+
+typedef struct start {
+    size_t worker;
+    uint32_t epoch;
+} start;
+
+static void *work(void *argument) {
+    const start s = *(start *)argument;
+    free(argument);
+    for (uint32_t seen = s.epoch;; seen++) {
+        wait_change(&pool.epoch, seen);
+        if (!pool.task) return NULL;
+        run_part(s.worker);
+        if (atomic_fetch_sub(&pool.running, 1) == 1) bump(&pool.finished);
+    }
+}
+
+static void stop(void) {
+    if (pool.workers > 1) {
+        pool.task = NULL;
+        bump(&pool.epoch);
+        for (size_t i = 1; i < pool.workers; i++) pthread_join(pool.threads[i], NULL);
+    }
+    free(pool.threads);
+    pool.threads = NULL;
+    pool.workers = 0;
+}
+
+/* The child has only the thread that forked: forget the workers and whoever held the lock. */
+static void after_fork(void) {
+    pool = (struct pool){0};
+    lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}
+
+static int start_workers(size_t threads) {
+    static bool fork_handled;
+    if (!fork_handled) fork_handled = pthread_atfork(NULL, NULL, after_fork) == 0;
+    pool.threads = calloc(threads, sizeof *pool.threads);
+    if (!pool.threads) return ENOMEM;
+    /* Signals are the interpreter's; only the ones that a worker's own instructions raise stay with it. */
+    sigset_t block, old;
+    sigfillset(&block);
+    sigdelset(&block, SIGILL);
+    sigdelset(&block, SIGSEGV);
+    sigdelset(&block, SIGBUS);
+    sigdelset(&block, SIGFPE);
+    sigdelset(&block, SIGTRAP);
+    pthread_sigmask(SIG_SETMASK, &block, &old);
+    int error = 0;
+    for (pool.workers = 1; pool.workers < threads; pool.workers++) {
+        start *s = malloc(sizeof *s);
+        if (!s) {
+            error = ENOMEM;
+            break;
+        }
+        *s = (start){pool.workers, atomic_load(&pool.epoch.value)};
+        error = pthread_create(&pool.threads[pool.workers], NULL, work, s);
+        if (error) {
+            free(s);
+            break;
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (error) stop();
+    return error;
+}
+
+void kt_pool_lock(void) { pthread_mutex_lock(&lock); }
+void kt_pool_unlock(void) { pthread_mutex_unlock(&lock); }
+
+void kt_pool_configure(size_t threads, uint64_t spin_ns) {
+    kt_pool_lock();
+    wanted_threads = threads;
+    wanted_spin_ns = spin_ns;
+    kt_pool_unlock();
+}
+
+size_t kt_pool_width(void) { return wanted_threads; }
+
+size_t kt_pool_threads(void) {
+    kt_pool_lock();
+    const size_t threads = wanted_threads;
+    kt_pool_unlock();
+    return threads;
+}
+
+int kt_pool_run(kt_task task, void *context) {
+    if (pool.workers != wanted_threads) {
+        stop();
+        const int error = start_workers(wanted_threads);
+        if (error) return error;
+    }
+    pool.spin_ns = wanted_spin_ns;
+    pool.task = task;
+    pool.context = context;
+    const uint32_t finished = atomic_load(&pool.finished.value);
+    atomic_store(&pool.running, pool.workers - 1);
+    if (pool.workers > 1) bump(&pool.epoch);
+    run_part(0);
+    if (pool.workers > 1) wait_change(&pool.finished, finished);
+    return 0;
+}
+
+void kt_pool_barrier(void) {
+    if (pool.workers == 1) return;
+    const uint32_t passed = atomic_load(&pool.passed.value);
+    if (atomic_fetch_add(&pool.arrived, 1) + 1 == pool.workers) {
+        atomic_store(&pool.arrived, 0);
+        bump(&pool.passed);
+    } else {
+        wait_change(&pool.passed, passed);
+    }
+}

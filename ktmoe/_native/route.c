@@ -1,0 +1,64 @@
+/* Routing: from ids by token to rows by expert, by counting sort. */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <string.h>
+
+#include "moe.h"
+
+void kt_route_carve(route *r, carver *c, size_t num_experts, size_t tokens, size_t top_k) {
+    r->groups = kt_carve(c, num_experts, sizeof *r->groups);
+    r->by_cost = kt_carve(c, num_experts, sizeof *r->by_cost);
+    r->slot_token = kt_carve(c, tokens * top_k, sizeof *r->slot_token);
+    r->slot_weight = kt_carve(c, tokens * top_k, sizeof *r->slot_weight);
+    r->token_slots = kt_carve(c, tokens * top_k, sizeof *r->token_slots);
+    r->token_count = kt_carve(c, tokens, sizeof *r->token_count);
+    r->active = kt_carve(c, num_experts, 1);
+}
+
+static bool selected(const route *r, int64_t id, size_t num_experts) {
+    return id >= 0 && (uint64_t)id < num_experts && r->active[id];
+}
+
+static int more_rows_first(const void *a, const void *b, void *context) {
+    const group *groups = context, *x = &groups[*(const uint32_t *)a], *y = &groups[*(const uint32_t *)b];
+    if (x->count != y->count) return x->count < y->count ? 1 : -1;
+    return x->expert < y->expert ? -1 : 1;
+}
+
+void kt_route_fill(route *r, const kt_batch *b, size_t num_experts) {
+    memcpy(r->active, b->mask, num_experts); /* once: the owner may change it while we run */
+    for (size_t e = 0; e < num_experts; e++) r->groups[e] = (group){.expert = e};
+    for (size_t i = 0; i < b->tokens * b->top_k; i++)
+        if (selected(r, b->ids[i], num_experts)) r->groups[b->ids[i]].count++;
+
+    size_t first = 0;
+    for (size_t e = 0; e < num_experts; e++) {
+        r->groups[e].first = first;
+        first += r->groups[e].count;
+        r->groups[e].count = 0;
+    }
+    r->num_slots = first;
+    for (size_t t = 0; t < b->tokens; t++)
+        for (size_t s = 0; s < b->top_k; s++) {
+            const int64_t id = b->ids[t * b->top_k + s];
+            if (!selected(r, id, num_experts)) continue;
+            group *g = &r->groups[id];
+            const size_t slot = g->first + g->count++;
+            r->slot_token[slot] = (uint32_t)t;
+            r->slot_weight[slot] = b->weights[t * b->top_k + s];
+        }
+
+    r->num_groups = 0;
+    for (size_t e = 0; e < num_experts; e++)
+        if (r->groups[e].count) {
+            r->by_cost[r->num_groups] = (uint32_t)r->num_groups;
+            r->groups[r->num_groups++] = r->groups[e];
+        }
+    qsort_r(r->by_cost, r->num_groups, sizeof *r->by_cost, more_rows_first, r->groups);
+
+    memset(r->token_count, 0, b->tokens * sizeof *r->token_count);
+    for (size_t slot = 0; slot < r->num_slots; slot++) {
+        const size_t t = r->slot_token[slot];
+        r->token_slots[t * b->top_k + r->token_count[t]++] = (uint32_t)slot;
+    }
+}

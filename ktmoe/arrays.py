@@ -1,0 +1,71 @@
+"""bfloat16 in its guises: what a user hands in becomes bits or float32 for the backend, and goes back as it came."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from ktmoe.errors import InputError
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+_KINDS = "bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32, or a torch CPU tensor of bfloat16 or float32"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """array: uint16 (bfloat16 bits) or float32, a view of what was given. kind: what was given, for messages.
+    restore: turns an array like it into the kind that was given, sharing memory."""
+
+    array: np.ndarray
+    kind: str
+    restore: Callable[[np.ndarray], object]
+
+
+def view(value, name: str) -> Activations:
+    """Raises InputError for any other type or dtype."""
+    if isinstance(value, np.ndarray):
+        if value.dtype == BF16:
+            return Activations(value.view(np.uint16), "bfloat16 array", lambda a: a.view(BF16))
+        if value.dtype in (np.uint16, np.float32):
+            return Activations(value, f"{value.dtype} array", lambda a: a)
+        raise InputError(f"{name} must be {_KINDS}; found an array of {value.dtype}")
+    if is_torch(value):
+        return _view_torch(value, name)
+    raise InputError(f"{name} must be {_KINDS}; found {type(value).__name__}")
+
+
+def is_torch(value) -> bool:
+    """Whether value is a torch tensor; torch is not imported for it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _view_torch(tensor, name: str) -> Activations:
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        raise InputError(f"{name} must be on the CPU; found a torch tensor on {tensor.device}")
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        # numpy has no bfloat16 of torch's, so the bits pass as int16.
+        bits = tensor.view(torch.int16).numpy().view(np.uint16)
+        return Activations(
+            bits, "torch bfloat16 tensor", lambda a: torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+        )
+    if tensor.dtype == torch.float32:
+        return Activations(tensor.numpy(), "torch float32 tensor", torch.from_numpy)
+    raise InputError(f"{name} must be {_KINDS}; found a torch tensor of {tensor.dtype}")
+
+
+def as_numpy(value, name: str) -> np.ndarray:
+    """An array or a torch CPU tensor as an array; InputError for anything else."""
+    if is_torch(value):
+        if value.device.type != "cpu":
+            raise InputError(f"{name} must be on the CPU; found a torch tensor on {value.device}")
+        return value.detach().numpy()
+    if isinstance(value, np.ndarray):
+        return value
+    raise InputError(f"{name} must be a numpy array or a torch CPU tensor; found {type(value).__name__}")

@@ -1,0 +1,19 @@
+"""Backends: one file per way to compute. `ktmoe.backends.register(name, backend)` adds one at run time."""
+
+from ktmoe.registry import Registry
+
+registry: Registry = Registry("backend", __name__, "ktmoe.backends")
+register = registry.register
+unregister = registry.unregister
+get = registry.get
+names = registry.names
+
+
+def ranked() -> list[str]:
+    """All names, best first, whether or not they can run here."""
+    return sorted(names(), key=lambda name: -get(name).rank)
+
+
+def available() -> list[str]:
+    """Names of the backends that can run on this CPU, best first."""
+    return [name for name in ranked() if get(name).unavailable() is None]

@@ -1,0 +1,12 @@
+"""Backend avx512_bf16: VDPBF16PS on weights decoded to bf16, exactly. Zen 4 and later, Cooper Lake, Sapphire Rapids and later."""
+
+from ktmoe.backends import registry
+from ktmoe.backends.native import NativeBackend
+
+
+class Avx512Bf16(NativeBackend):
+    rank = 300
+    isas = ("avx512_bf16",)
+
+
+registry.register("avx512_bf16", Avx512Bf16())

@@ -1,0 +1,80 @@
+"""Backend: packs ExpertWeights for one way to compute and runs them; and the choice between backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from ktmoe import backends, config
+from ktmoe.errors import UnavailableError
+from ktmoe.experts import ExpertWeights
+
+Progress = Callable[[int, int], None]
+
+
+class Packed(Protocol):
+    """One layer's experts, ready to compute: what Backend.pack returns."""
+
+    nbytes: int
+
+    def forward(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
+        """Write y into out. x, out: uint16 (bfloat16 bits) or float32, both alike, [tokens, hidden]; ids: int64 [tokens, top_k];
+        weights: float32 [tokens, top_k]; mask: uint8 [num_experts], 0 = skip. All C-contiguous; tokens and top_k at least 1."""
+
+    def close(self) -> None:
+        """Give the memory back once running forward calls are done."""
+
+
+class Backend(ABC):
+    """One way to compute. rank: "auto" takes the highest that is available. activations: the activation modes it has."""
+
+    rank: int = 0
+    activations: tuple[str, ...] = ("bf16",)
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why it cannot run here (the CPU, the build), or None if it can."""
+
+    @abstractmethod
+    def unsupported(self, experts: ExpertWeights) -> str | None:
+        """Why it cannot run these weights (their format), or None if it can."""
+
+    @abstractmethod
+    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, progress: Progress | None = None) -> Packed:
+        """Read and pack all matrices. progress(done_bytes, total_bytes) may raise to cancel; nothing is kept then."""
+
+    def details(self) -> dict:
+        """For show_config(): {"note": text}."""
+        return {"note": ""}
+
+
+def choose(name: str = "auto", experts: ExpertWeights | None = None) -> tuple[str, str]:
+    """(name, why) of the backend to use. "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
+
+    Raises UnknownNameError for a name that does not exist, UnavailableError for one that cannot run; both say what can.
+    """
+    why = "asked for by name"
+    if name == "auto":
+        name, why = config.backend_override() or "auto", "KTMOE_BACKEND"
+    if name != "auto":
+        reason = _obstacle(name, experts)
+        if reason:
+            raise UnavailableError(
+                f"backend {name!r} ({why}) cannot be used: {reason}. Available: {', '.join(backends.available()) or 'none'}"
+            )
+        return name, why
+    reasons = {}
+    for candidate in backends.ranked():
+        reasons[candidate] = _obstacle(candidate, experts)
+        if reasons[candidate] is None:
+            passed_over = "; ".join(f"{other}: {reason}" for other, reason in reasons.items() if reason)
+            return candidate, f"the best available{'; ' if passed_over else ''}{passed_over}"
+    raise UnavailableError("no backend can be used: " + "; ".join(f"{other}: {reason}" for other, reason in reasons.items()))
+
+
+def _obstacle(name: str, experts: ExpertWeights | None) -> str | None:
+    backend = backends.get(name)
+    return backend.unavailable() or (backend.unsupported(experts) if experts is not None else None)

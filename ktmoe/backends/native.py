@@ -1,0 +1,121 @@
+"""NativeBackend: what the backends built on kernel tables share. A backend of this kind is an ordered list of ISAs."""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+from ktmoe import memory, threads
+from ktmoe._native import core
+from ktmoe._native.isa import required_features
+from ktmoe.backends.base import Backend, Progress
+from ktmoe.errors import UnavailableError
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+
+#: Experts that are read ahead while one is packed: what bounds the staging memory.
+READ_AHEAD = 2
+
+
+def missing_features(isa: str) -> list[str]:
+    """CPU features that an ISA needs and this CPU lacks."""
+    present = core.cpu_features()
+    return [feature for feature in required_features(isa) if not present.get(feature)]
+
+
+def load_table(isa: str) -> core.KernelTable:
+    """An ISA's kernel table. Raises UnavailableError if the compiler that built this package did not know it."""
+    try:
+        module = importlib.import_module(f"ktmoe._native.{isa}")
+    except ImportError as error:
+        raise UnavailableError(f"{isa} was not compiled into this build ({error})") from error
+    return core.KernelTable(module.table)
+
+
+class NativeBackend(Backend):
+    """isas: the ISAs it may use, best first; the first that is compiled, that the CPU has and that knows the format is used."""
+
+    isas: tuple[str, ...] = ()
+
+    def usable(self) -> tuple[list[core.KernelTable], list[str]]:
+        """The kernel tables that can run here, best first, and why the other ISAs cannot."""
+        tables, reasons = [], []
+        for isa in self.isas:
+            missing = missing_features(isa)
+            if missing:
+                reasons.append(f"this CPU lacks {' '.join(missing)} (needed by {isa})")
+                continue
+            try:
+                tables.append(load_table(isa))
+            except UnavailableError as error:
+                reasons.append(str(error))
+        return tables, reasons
+
+    def unavailable(self) -> str | None:
+        tables, reasons = self.usable()
+        return None if tables else "; ".join(reasons)
+
+    def unsupported(self, experts: ExpertWeights) -> str | None:
+        tables, _ = self.usable()
+        if any(_serves(table, experts) for table in tables):
+            return None
+        formats = sorted({weight_format.description for weight_format in experts.formats.values()})
+        return f"it has no kernels for {', '.join(formats)}"
+
+    def details(self) -> dict:
+        tables, _ = self.usable()
+        return {"isa": tables[0].name, "note": f", kernels of {tables[0].name}"} if tables else {"isa": None, "note": ""}
+
+    def table(self, experts: ExpertWeights) -> core.KernelTable:
+        """The kernel table that serves these weights here. Raises UnavailableError if none does."""
+        for table in self.usable()[0]:
+            if _serves(table, experts):
+                return table
+        raise UnavailableError(self.unavailable() or self.unsupported(experts))
+
+    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, progress: Progress | None = None):
+        threads.configure()
+        threads.register_with_threadpoolctl()
+        memory.require(experts.nbytes, f"{experts.name}: packing {experts.num_experts} experts")
+        packed = core.PackedLayer(
+            self.table(experts),
+            experts.num_experts,
+            experts.hidden,
+            experts.intermediate,
+            experts.formats,
+            experts.activation,
+            router_weight,
+            activations,
+        )
+        expert_bytes = experts.nbytes // experts.num_experts
+        for expert, matrices in enumerate(_read_ahead(experts)):
+            for projection, matrix in matrices.items():
+                packed.pack(expert, projection, matrix)
+            if progress:
+                progress((expert + 1) * expert_bytes, experts.nbytes)
+        return packed
+
+
+def _read_ahead(experts: ExpertWeights):
+    """Yields {projection: Matrix} by expert, reading the next ones while the caller packs."""
+
+    def read(expert):
+        return {projection: experts.matrix(expert, projection) for projection in PROJECTIONS}
+
+    with ThreadPoolExecutor(READ_AHEAD, "ktmoe-read") as pool:
+        pending = deque()
+        try:
+            for expert in range(experts.num_experts):
+                pending.append(pool.submit(read, expert))
+                if len(pending) > READ_AHEAD:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _serves(table: core.KernelTable, experts: ExpertWeights) -> bool:
+    known = {key[:3] for key in table.kernels()}
+    return all((f.family, f.scale.kind, f.scale.extent) in known for f in experts.formats.values())

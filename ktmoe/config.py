@@ -1,0 +1,86 @@
+"""Environment variables, read when they are needed and strictly; and show_config()."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+
+from ktmoe.errors import InputError
+
+
+def _number(name: str, default: float, low: float, high: float) -> float:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise InputError(f"environment variable {name} must be a number from {low:g} to {high:g}, found {text!r}")
+    return value
+
+
+def backend_override() -> str | None:
+    """KTMOE_BACKEND: the backend that "auto" means."""
+    return os.environ.get("KTMOE_BACKEND")
+
+
+def num_threads() -> int | None:
+    """KTMOE_NUM_THREADS: threads of the pool, the caller's included."""
+    if "KTMOE_NUM_THREADS" not in os.environ:
+        return None
+    return int(_number("KTMOE_NUM_THREADS", 1, 1, 4096))
+
+
+def spin_us() -> float:
+    """KTMOE_SPIN_US: microseconds for which an idle worker spins before it sleeps."""
+    return _number("KTMOE_SPIN_US", 100.0, 0, 1e6)
+
+
+def scratch_bytes() -> int:
+    """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share; larger batches go in chunks."""
+    return int(_number("KTMOE_SCRATCH_MB", 256, 1, 2**20)) << 20
+
+
+def config() -> dict:
+    """What show_config() prints, as data."""
+    from ktmoe import backends, loaders, threads
+    from ktmoe._native import core
+    from ktmoe.backends.base import choose
+
+    rows = {}
+    for name in backends.ranked():
+        backend = backends.get(name)
+        rows[name] = {"available": backend.unavailable() is None, "why_not": backend.unavailable(), **backend.details()}
+    try:
+        chosen, why = choose("auto")
+    except Exception as error:  # a wrong KTMOE_BACKEND is what show_config is asked about
+        chosen, why = None, str(error)
+    return {
+        "version": version("ktmoe"),
+        "python": platform.python_version(),
+        "cpu": threads.cpu_name(),
+        "features": [name for name, present in core.cpu_features().items() if present],
+        "threads": threads.get_num_threads(),
+        "threads_why": threads.explain_default(),
+        "backends": rows,
+        "chosen": chosen,
+        "chosen_why": why,
+        "loaders": loaders.names(),
+    }
+
+
+def show_config() -> None:
+    """Print what was compiled, what this CPU supports, and what would be chosen and why."""
+    c = config()
+    print(f"ktmoe {c['version']}, Python {c['python']}")
+    print(f"CPU: {c['cpu']}; {' '.join(c['features']) or 'no feature beyond the baseline'}")
+    print(f"threads: {c['threads']} ({c['threads_why']})")
+    print("backends, best first:")
+    for name, row in c["backends"].items():
+        state = "available" if row["available"] else f"not available: {row['why_not']}"
+        print(f"  {name}: {state}{row['note']}")
+    print(f"chosen: {c['chosen'] or 'none'} ({c['chosen_why']})")
+    print(f"loaders: {', '.join(c['loaders'])}")

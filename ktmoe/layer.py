@@ -1,0 +1,183 @@
+"""MoELayer: what a user holds. It checks what comes in, hands it to the packed experts, and gives back the same kind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from ktmoe import arrays, backends
+from ktmoe.backends.base import Progress, choose
+from ktmoe.errors import ClosedError, InputError, UnavailableError
+from ktmoe.experts import ExpertWeights
+from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.checkpoint import Checkpoint
+
+#: Where a router weight is multiplied in: onto the down projection's output, onto its input, or onto the expert's input.
+ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
+
+
+class MoELayer:
+    """The routed experts of one layer, packed for one backend.
+
+    experts: ExpertWeights, from a loader or from arrays; read once, here.
+    backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
+    activations: "auto" or "bf16": the activations take part exactly, as bfloat16.
+    router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
+    progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
+
+    Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
+    in place at any time and is read when a forward call begins. backend: the name. nbytes: of the packed weights.
+
+    Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
+    """
+
+    def __init__(
+        self,
+        experts: ExpertWeights,
+        backend: str = "auto",
+        activations: str = "auto",
+        *,
+        router_weight: str = "down_output",
+        progress: Progress | None = None,
+    ):
+        if not isinstance(experts, ExpertWeights):
+            raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
+        if router_weight not in ROUTER_WEIGHTS:
+            raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
+        self.backend, _ = choose(backend, experts)
+        chosen = backends.get(self.backend)
+        mode = "bf16" if activations == "auto" else activations
+        if mode not in chosen.activations:
+            raise UnavailableError(
+                f"backend {self.backend!r} has no activation mode {activations!r}; it has auto, {', '.join(chosen.activations)}"
+            )
+        self.activations = mode
+        self.router_weight = router_weight
+        self.num_experts = experts.num_experts
+        self.hidden = experts.hidden
+        self.intermediate = experts.intermediate
+        self.name = experts.name
+        self.expert_mask = np.ones(experts.num_experts, bool)
+        self._packed = chosen.pack(experts, router_weight, mode, progress)
+        self.nbytes = self._packed.nbytes
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike,
+        layer: int | str,
+        backend: str = "auto",
+        activations: str = "auto",
+        *,
+        loader: str = "auto",
+        router_weight: str = "down_output",
+        progress: Progress | None = None,
+    ) -> MoELayer:
+        """One layer of a checkpoint folder (or a single .safetensors file). layer: its number, or a name such as "mtp.0".
+
+        loader: a name, or "auto" to go by the tensors. Raises CheckpointError and MissingTensorError besides what MoELayer raises.
+        """
+        with Checkpoint(path) as checkpoint:
+            experts = choose_loader(checkpoint, loader).load(checkpoint, layer)
+            return cls(experts, backend, activations, router_weight=router_weight, progress=progress)
+
+    def forward(self, x, expert_ids, expert_weights, out=None):
+        """y [tokens, hidden], in x's kind and dtype.
+
+        x: [tokens, hidden]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
+        even), or a torch CPU tensor of bfloat16 or float32. expert_ids: integers [tokens, top_k]; an id outside
+        [0, num_experts) or masked adds zero; a repeated one counts twice. expert_weights: float32 [tokens, top_k].
+        out: written and returned if given; x's kind, dtype and shape, C-contiguous; it may be x itself.
+        Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
+        """
+        if self._packed is None:
+            raise ClosedError(f"{self.name}: forward after close()")
+        given = arrays.view(x, "x")
+        _expect("x", given.array, (None, self.hidden))
+        tokens = given.array.shape[0]
+        ids = arrays.as_numpy(expert_ids, "expert_ids")
+        if ids.dtype.kind not in "iu":
+            raise InputError(f"expert_ids must be integers, found {ids.dtype}")
+        _expect("expert_ids", ids, (tokens, None))
+        weights = arrays.as_numpy(expert_weights, "expert_weights")
+        if weights.dtype != np.float32:
+            raise InputError(f"expert_weights must be float32, found {weights.dtype}")
+        _expect("expert_weights", weights, ids.shape)
+        if out is None:
+            target, result = np.empty(given.array.shape, given.array.dtype), None
+        else:
+            target, result = self._checked_out(out, given), out
+        mask = self.expert_mask
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (self.num_experts,):
+            found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
+            raise InputError(f"expert_mask must be a bool array [{self.num_experts}], found {found}")
+        if ids.size == 0:
+            target[...] = 0
+        else:
+            self._packed.forward(
+                np.ascontiguousarray(given.array),
+                np.ascontiguousarray(ids, np.int64),
+                np.ascontiguousarray(weights),
+                np.ascontiguousarray(mask).view(np.uint8),
+                target,
+            )
+        return given.restore(target) if result is None else result
+
+    def submit(self, x, expert_ids, expert_weights, out=None) -> Future:
+        """forward() on a thread of its own: job.result() gives y, or raises. Leave the arguments unchanged until then.
+
+        Jobs run in the order of submission. The GIL is free while they compute.
+        """
+        return _executor().submit(self.forward, x, expert_ids, expert_weights, out)
+
+    def close(self) -> None:
+        """Give the memory back, after forward calls that are running. A second call does nothing."""
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            packed.close()
+
+    def __enter__(self) -> MoELayer:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def _checked_out(self, out, given: arrays.Activations) -> np.ndarray:
+        like = arrays.view(out, "out")
+        if like.kind != given.kind:
+            raise InputError(f"out must be of x's kind, a {given.kind}; found a {like.kind}")
+        _expect("out", like.array, given.array.shape)
+        if not (like.array.flags.c_contiguous and like.array.flags.writeable):
+            raise InputError(f"out must be C-contiguous and writeable; found strides {like.array.strides}, {like.array.flags}")
+        same = like.array.__array_interface__["data"][0] == given.array.__array_interface__["data"][0]
+        if not same and np.may_share_memory(like.array, given.array):
+            raise InputError("out must be x itself or not overlap it; found a partial overlap")
+        return like.array
+
+
+def _expect(name: str, array: np.ndarray, shape: tuple[int | None, ...]) -> None:
+    fits = array.ndim == len(shape) and all(want is None or want == have for want, have in zip(shape, array.shape, strict=True))
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InputError(f"{name} must have shape [{wanted}], found {list(array.shape)}")
+
+
+_jobs: ThreadPoolExecutor | None = None
+_jobs_lock = threading.Lock()
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _jobs
+    with _jobs_lock:
+        if _jobs is None:
+            _jobs = ThreadPoolExecutor(1, "ktmoe-submit")
+            os.register_at_fork(after_in_child=_forget_executor)
+        return _jobs
+
+
+def _forget_executor() -> None:
+    global _jobs, _jobs_lock
+    _jobs, _jobs_lock = None, threading.Lock()

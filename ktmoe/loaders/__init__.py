@@ -1,0 +1,9 @@
+"""Loaders: one file per checkpoint naming scheme. `ktmoe.loaders.register(name, loader)` adds one at run time."""
+
+from ktmoe.registry import Registry
+
+registry: Registry = Registry("loader", __name__, "ktmoe.loaders")
+register = registry.register
+unregister = registry.unregister
+get = registry.get
+names = registry.names

@@ -1,0 +1,175 @@
+"""Checkpoint: a folder of safetensors files, opened once; tensors come out as raw bytes, read with pread.
+
+Index, headers and config are treated as hostile. Nothing is memory-mapped, so a file that shrinks while it is read raises
+CheckpointError instead of killing the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import KeysView
+from pathlib import Path
+
+import numpy as np
+
+from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError
+from ktmoe.loaders.safetensors_file import SafetensorsFile, TensorInfo, read_json_object
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """The tensors of a folder with *.safetensors files, or of one such file, by name.
+
+    path: a folder with model.safetensors.index.json, whose weight_map then decides which file holds which tensor; or a
+    folder without it, whose *.safetensors files must not share a tensor name; or one .safetensors file.
+    config: the folder's config.json as a dict, empty if there is none.
+
+    With an index, a file is opened and its header checked when one of its tensors is first asked for, so a partial download
+    serves what it has. One descriptor is kept per opened file until close() or garbage collection.
+    Reads may come from several threads, and from a forked child. Raises CheckpointError, which names the file or the tensor.
+    """
+
+    config: dict
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._open_files: dict[str, SafetensorsFile] = {}
+        self._file_of: dict[str, str] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def names(self) -> KeysView[str]:
+        """The names of all tensors."""
+        return self._file_of.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says about a tensor. Raises MissingTensorError if there is none of that name."""
+        return self._find(name)[1]
+
+    def read(self, name: str, out: np.ndarray | None = None, *, release: bool = False) -> np.ndarray:
+        """A tensor's bytes as they are in the file: uint8 [nbytes].
+
+        out: C-contiguous, writable uint8 array of exactly nbytes bytes, of any shape, to read into; it is returned.
+        release: let the kernel drop the tensor's pages from its file cache afterwards.
+        Raises CheckpointError if the file ends early or cannot be read, InputError for an `out` that does not fit.
+        """
+        file, info = self._find(name)
+        if out is None:
+            out = np.empty(info.nbytes, np.uint8)
+        elif not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.nbytes != info.nbytes:
+            found = f"{out.dtype} {list(out.shape)}" if isinstance(out, np.ndarray) else type(out).__name__
+            raise InputError(f"{name}: out: expected a uint8 array of {info.nbytes} bytes, found {found}")
+        elif not out.flags.carray:
+            found = f"strides {out.strides}, writable {out.flags.writeable}"
+            raise InputError(f"{name}: out: expected a C-contiguous, writable array, found {found}")
+        file.read_into(out, info, release=release)
+        return out
+
+    def release(self, name: str) -> None:
+        """Let the kernel drop a tensor's pages from its file cache (posix_fadvise); only ever a hint."""
+        file, info = self._find(name)
+        file.release(info)
+
+    def close(self) -> None:
+        """Close all files, each as soon as no thread reads from it. Reading afterwards raises ClosedError."""
+        with self._lock:
+            self._closed = True
+            for file in self._open_files.values():
+                file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {len(self)} tensors)"
+
+    def _open(self) -> None:
+        folder, files = self.path, []
+        if os.path.isdir(folder):
+            index = folder / INDEX_NAME
+            if os.path.lexists(index):
+                self._file_of = _parse_index(index)
+            else:
+                files = _list_files(folder)
+        elif os.path.exists(self.path):
+            folder, files = self.path.parent, [self.path.name]
+        else:
+            raise CheckpointError(f"{self.path}: expected a folder or a .safetensors file, found nothing of that name")
+        self._folder = folder
+        for name in files:
+            file = self._open_files[name] = SafetensorsFile(folder / name)
+            for tensor in file.tensors:
+                other = self._file_of.setdefault(tensor, name)
+                if other != name:
+                    raise CheckpointError(f"{folder}: tensor {tensor!r:.200}: expected in one file, found in {other}, {name}")
+        config = folder / "config.json"
+        self.config = read_json_object(config) if os.path.lexists(config) else {}
+
+    def _find(self, name: str) -> tuple[SafetensorsFile, TensorInfo]:
+        file_name = self._file_of.get(name)
+        if file_name is None:
+            raise MissingTensorError(f"{self.path}: tensor {name!r}: expected in this checkpoint, found {len(self)} others")
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self.path}: tensor {name!r} was asked for after close()")
+            file = self._open_files.get(file_name)
+            if file is None:
+                file = self._open_files[file_name] = self._open_indexed(file_name, name)
+        info = file.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{file.path}: tensor {name!r}: expected here by {INDEX_NAME}, found no such tensor")
+        return file, info
+
+    def _open_indexed(self, file_name: str, wanted: str) -> SafetensorsFile:
+        path = self._folder / file_name
+        if not os.path.exists(path):
+            raise MissingTensorError(f"{path}: expected by {INDEX_NAME} for tensor {wanted!r}, found no such file")
+        file = SafetensorsFile(path)
+        for tensor in file.tensors:
+            owner = self._file_of.get(tensor, file_name)  # a tensor that the index leaves out is not the checkpoint's
+            if owner != file_name:
+                file.close()
+                raise CheckpointError(f"{path}: tensor {tensor!r:.200}: expected in {owner} by {INDEX_NAME}, found here")
+        return file
+
+
+def _list_files(folder: Path) -> list[str]:
+    try:
+        files = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected a readable folder, found {error}") from error
+    files = sorted(name for name in files if not name.startswith("."))  # macOS leaves "._model.safetensors" on foreign disks
+    if not files:
+        raise CheckpointError(f"{folder}: expected {INDEX_NAME} or *.safetensors files in this folder, found none")
+    return files
+
+
+def _parse_index(path: Path) -> dict[str, str]:
+    """weight_map of an index: tensor name -> file name in the same folder."""
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path}: weight_map: expected an object, found {weight_map!r:.200}")
+    good: set[str] = set()
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str):
+            raise CheckpointError(f"{path}: weight_map: tensor {tensor!r:.200}: expected a file name, found {file!r:.200}")
+        if file not in good and (file in ("", ".", "..") or "/" in file or "\\" in file):
+            raise CheckpointError(f"{path}: weight_map: tensor {tensor!r:.200}: expected a bare file name, found {file!r:.200}")
+        good.add(file)
+    return weight_map

@@ -1,0 +1,82 @@
+"""Registry[T]: named plugins of one kind, built in or found through entry points, loaded when first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+import warnings
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from ktmoe.errors import UnknownNameError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Plugins of one kind by name.
+
+    kind: what messages call one ("backend"). package: every module in it registers its own plugin with its last line;
+    so does, under its entry point's name, every installed distribution with entry points in `group`.
+    A built-in wins over an entry point of the same name. A plugin that cannot be loaded warns and is left out.
+    """
+
+    def __init__(self, kind: str, package: str, group: str):
+        self._kind = kind
+        self._package = package
+        self._group = group
+        self._plugins: dict[str, T] = {}
+        self._lock = threading.RLock()
+        self._loaded = False
+
+    def register(self, name: str, plugin: T, *, overwrite: bool = False) -> None:
+        """Add a plugin. Raises ValueError if the name is taken, unless overwrite."""
+        with self._lock:
+            if name in self._plugins and not overwrite:
+                raise ValueError(f"{self._kind} {name!r} is already registered; pass overwrite=True to replace it")
+            self._plugins[name] = plugin
+
+    def unregister(self, name: str) -> None:
+        """Take a plugin out. Raises UnknownNameError if there is none of that name."""
+        with self._lock:
+            self.get(name)
+            del self._plugins[name]
+
+    def get(self, name: str) -> T:
+        """The plugin of that name. Raises UnknownNameError, which lists the known names."""
+        self._load()
+        try:
+            return self._plugins[name]
+        except KeyError:
+            raise UnknownNameError(f"unknown {self._kind} {name!r}; known are {', '.join(self.names())}") from None
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        self._load()
+        return sorted(self._plugins)
+
+    def values(self) -> list[T]:
+        """All plugins, in the order of their names."""
+        return [self._plugins[name] for name in self.names()]
+
+    def _load(self) -> None:
+        with self._lock:
+            if self._loaded:
+                return
+            self._loaded = True
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+            for entry_point in entry_points(group=self._group):
+                if entry_point.name in self._plugins:
+                    continue
+                try:
+                    plugin = entry_point.load()
+                    self._plugins.setdefault(entry_point.name, plugin)
+                except Exception as error:  # a broken plugin must not take the others down
+                    warnings.warn(
+                        f"{self._kind} {entry_point.name!r} ({entry_point.value}) was left out: {type(error).__name__}: {error}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )

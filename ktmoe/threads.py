@@ -1,0 +1,140 @@
+"""How many threads: physical cores within the affinity mask and the cgroup's quota, or what the user says."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import threadpoolctl
+
+from ktmoe import config
+from ktmoe._native import core
+from ktmoe.errors import InputError
+
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+_chosen: int | None = None  # by set_num_threads
+
+
+def cpu_name() -> str:
+    """The CPU's name as /proc/cpuinfo has it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def usable_cpus() -> set[int]:
+    """Logical CPUs that this process may run on."""
+    return os.sched_getaffinity(0)
+
+
+def physical_cores(cpus: set[int]) -> int:
+    """Distinct cores among logical CPUs; every CPU is one where the system does not say which are siblings."""
+    cores = set()
+    for cpu in cpus:
+        try:
+            cores.add(Path(_TOPOLOGY.format(cpu)).read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def cgroup_quota() -> float:
+    """CPUs' worth of time that the cgroup grants, infinity where it sets no limit (cgroup v2 cpu.max, v1 cfs_quota_us)."""
+    root = Path("/sys/fs/cgroup")
+    quota = math.inf
+    try:
+        own = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        own = []
+    for line in own:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            # Every ancestor's limit counts.
+            folder = root / path.lstrip("/")
+            for level in (folder, *folder.parents):
+                if root not in (level, *level.parents):
+                    break
+                quota = min(quota, _ratio(level / "cpu.max"))
+        elif "cpu" in controllers.split(","):
+            for base in (root / "cpu", root / controllers):
+                quota = min(quota, _ratio(base / path.lstrip("/") / "cpu.cfs_quota_us", base / path.lstrip("/") / "cpu.cfs_period_us"))
+    return quota
+
+
+def _ratio(*files: Path) -> float:
+    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
+        return float(quota) / float(period) if float(quota) > 0 else math.inf
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf
+
+
+def default_num_threads() -> int:
+    """Physical cores within the affinity mask, at most the cgroup's quota, at least 1."""
+    return max(1, min(physical_cores(usable_cpus()), math.floor(min(cgroup_quota(), 2**20))))
+
+
+def explain_default() -> str:
+    """Where the number of threads comes from, for show_config()."""
+    if _chosen is not None:
+        return "set by ktmoe.set_num_threads or threadpoolctl"
+    if config.num_threads() is not None:
+        return "KTMOE_NUM_THREADS"
+    cpus = usable_cpus()
+    quota = cgroup_quota()
+    limit = "no cgroup quota" if quota == math.inf else f"cgroup quota {quota:g}"
+    return f"{physical_cores(cpus)} physical cores within {len(cpus)} usable CPUs, {limit}"
+
+
+def get_num_threads() -> int:
+    """Threads that a forward call uses, the caller's included."""
+    return _chosen or config.num_threads() or default_num_threads()
+
+
+def set_num_threads(n: int) -> None:
+    """Use n threads from the next forward call on, in every layer. The results do not depend on it, bit for bit."""
+    global _chosen
+    if not isinstance(n, int) or not 1 <= n <= 4096:
+        raise InputError(f"the number of threads must be an int from 1 to 4096, found {n!r}")
+    _chosen = n
+    configure()
+
+
+def configure() -> None:
+    """Tell the native pool; it starts threads only when there is work."""
+    threads = get_num_threads()
+    # A spinning worker would take the CPU from the one it waits for.
+    spin = config.spin_us() if threads <= len(usable_cpus()) else 0.0
+    core.configure_pool(threads, spin)
+    core.tune(scratch_bytes=config.scratch_bytes())
+
+
+class ThreadpoolController(threadpoolctl.LibController):
+    """Lets threadpoolctl's threadpool_info() see and threadpool_limits() limit the pool."""
+
+    user_api = "ktmoe"
+    internal_api = "ktmoe"
+    filename_prefixes = ("core.",)
+    check_symbols = ("ktmoe_threadpool",)
+
+    def get_num_threads(self):
+        return get_num_threads()
+
+    def set_num_threads(self, num_threads):
+        set_num_threads(num_threads)
+
+    def get_version(self):
+        return config.version("ktmoe")
+
+
+def register_with_threadpoolctl() -> None:
+    """Once, when the first layer is made: importing ktmoe changes nothing."""
+    global _registered
+    if not _registered:
+        _registered = True
+        threadpoolctl.register(ThreadpoolController)
+
+
+_registered = False
