@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: For every C file. Numerics: no contraction of a * b + c, whose rounding the contract fixes; GCC contracts intrinsics, too.
+C_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")
+
 
 @dataclass(frozen=True)
 class Isa:

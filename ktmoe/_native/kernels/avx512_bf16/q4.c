@@ -25,8 +25,10 @@ enum {
     OCTETS = KT_GROUP / 8,           /* code vectors of a block of 16 columns */
     PAIRS = KT_GROUP / 2,            /* k-pairs of a superblock */
     SUPERBLOCK_BYTES = KT_PANEL + KT_PANEL * KT_GROUP / 2,
-    PASS_ROWS = 6,                   /* x 4 vectors = 24 accumulators */
-    PASS_ROWS_GROUPED = 3,           /* x 4 vectors x (group sum, total) */
+    PASS_ROWS = 10,                  /* x 2 vectors = 20 accumulators */
+    PASS_ROWS_GROUPED = 5,           /* x 2 vectors x (group sum, total) */
+    TILE_ROWS = 6,                   /* x 4 vectors = 24 accumulators */
+    TILE_ROWS_GROUPED = 3,           /* x 4 vectors x (group sum, total) */
     K_BLOCK = 256,                   /* of a decoded panel: 32 KiB */
     BLOCK_GROUPS = K_BLOCK / KT_GROUP,
     LINE = 64,
@@ -64,67 +66,69 @@ INLINE __m512 dot(const __m512 acc, const __m512i w, const uint16_t *pair) {
     return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
 }
 
-/* rows x (panels * 64 columns) straight from the codes. rows, panels and folded are constants at every call. */
-INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, const int panels, const int panel0, const int folded) {
+/* rows x (vectors * 16 columns) straight from the codes. All but a and first are constants at every call: vectors is 8 (both
+ * panels), 4 (one panel) or 2 (half of it, from vector v0), so that rows * vectors chains hide the latency of VDPBF16PS and
+ * their accumulators stay in registers. A broadcast of x serves all vectors. */
+INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, const int panel, const int v0, const int vectors,
+                 const int folded) {
     const __m512i codebook = load_codebook(a, folded);
-    __m512 total[2][PASS_ROWS][VECTORS];
-    for (int p = 0; p < panels; p++)
-        for (int i = 0; i < rows; i++)
-            for (int v = 0; v < VECTORS; v++) total[p][i][v] = _mm512_setzero_ps();
-
+    const uint8_t *w[2] = {a->w[panel], a->w[vectors > VECTORS ? 1 : panel]};
     const uint16_t *x[PASS_ROWS];
-    for (int i = 0; i < rows; i++) x[i] = a->x[first + i];
-    const uint8_t *w[2] = {a->w[panel0], a->w[panels == 2 ? 1 : panel0]};
-    const size_t groups = a->k / KT_GROUP;
-
-    for (size_t g = 0; g < groups; g++) {
-#pragma GCC unroll 2
-        for (int p = 0; p < panels; p++) {
-            const uint8_t *scales = w[p] + g * SUPERBLOCK_BYTES;
+    __m512 total[PASS_ROWS][2 * VECTORS];
+    for (int i = 0; i < rows; i++) {
+        x[i] = a->x[first + i];
+        for (int v = 0; v < vectors; v++) total[i][v] = _mm512_setzero_ps();
+    }
+    for (size_t k = 0; k < a->k; k += KT_GROUP) {
+        __m512i shift[2 * VECTORS];
+        __m512 acc[PASS_ROWS][2 * VECTORS];
+        for (int v = 0; v < vectors; v++) {
+            if (folded) shift[v] = fold_shift(w[v / VECTORS] + 16 * (v0 + v % VECTORS));
+            for (int i = 0; i < rows; i++) acc[i][v] = folded ? total[i][v] : _mm512_setzero_ps();
+        }
+#pragma GCC unroll 1
+        for (int o = 0; o < OCTETS; o++) {
+            __m512i codes[2 * VECTORS];
+            for (int v = 0; v < vectors; v++)
+                codes[v] = _mm512_loadu_si512(w[v / VECTORS] + KT_PANEL + ((v0 + v % VECTORS) * OCTETS + o) * LINE);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) {
-                const __m512i shift = folded ? fold_shift(scales + 16 * v) : _mm512_setzero_si512();
-                __m512 acc[PASS_ROWS];
-                /* Or GCC keeps all 16 broadcasts of a row for the next vector, on the stack; VDPBF16PS broadcasts for free. */
-                for (int i = 0; i < rows; i++) __asm__("" : "+r"(x[i]));
-                for (int i = 0; i < rows; i++) acc[i] = folded ? total[p][i][v] : _mm512_setzero_ps();
-#pragma GCC unroll 4
-                for (int o = 0; o < OCTETS; o++) {
-                    const __m512i codes = _mm512_loadu_si512(scales + KT_PANEL + (v * OCTETS + o) * LINE);
-#pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++) {
-                        const __m512i wj = decode(codes, j, codebook, shift, folded);
-#pragma GCC unroll 6
-                        for (int i = 0; i < rows; i++) acc[i] = dot(acc[i], wj, x[i] + g * KT_GROUP + o * 8 + j * 2);
-                    }
-                }
-                const __m512 scale = folded ? _mm512_setzero_ps() : scale_f32x16(scales + 16 * v);
-#pragma GCC unroll 6
-                for (int i = 0; i < rows; i++) total[p][i][v] = folded ? acc[i] : _mm512_fmadd_ps(acc[i], scale, total[p][i][v]);
+            for (int j = 0; j < 4; j++) {
+                __m512i wj[2 * VECTORS];
+                for (int v = 0; v < vectors; v++) wj[v] = decode(codes[v], j, codebook, shift[v], folded);
+                for (int i = 0; i < rows; i++)
+                    for (int v = 0; v < vectors; v++) acc[i][v] = dot(acc[i][v], wj[v], x[i] + k + o * 8 + j * 2);
             }
         }
+        for (int v = 0; v < vectors; v++) {
+            const __m512 scale = folded ? _mm512_setzero_ps() : scale_f32x16(w[v / VECTORS] + 16 * (v0 + v % VECTORS));
+            for (int i = 0; i < rows; i++) total[i][v] = folded ? acc[i][v] : _mm512_fmadd_ps(acc[i][v], scale, total[i][v]);
+        }
+        w[0] += SUPERBLOCK_BYTES;
+        w[1] += SUPERBLOCK_BYTES;
     }
-    for (int p = 0; p < panels; p++)
-        for (int i = 0; i < rows; i++)
-            for (int v = 0; v < VECTORS; v++)
-                _mm512_store_ps(a->out[panels == 2 ? p : panel0] + (first + i) * KT_PANEL + 16 * v, total[p][i][v]);
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < vectors; v++)
+            _mm512_store_ps(a->out[vectors > VECTORS ? v / VECTORS : panel] + (first + i) * KT_PANEL + 16 * (v0 + v % VECTORS),
+                            total[i][v]);
 }
 
-/* Rows [first, first + rows) of every panel. */
-INLINE void passes(const kt_dot *a, size_t first, size_t rows, const int folded) {
+#define WHOLE(rows) \
+    case rows: pass(a, first, rows, panel, 0, VECTORS, folded); break
+#define HALVES(rows)                                    \
+    case rows:                                          \
+        pass(a, first, rows, panel, 0, VECTORS / 2, folded); \
+        pass(a, first, rows, panel, VECTORS / 2, VECTORS / 2, folded); \
+        break
+
+/* Rows [first, first + rows) of every panel; rows up to PASS_ROWS, or PASS_ROWS_GROUPED. */
+INLINE void passes(const kt_dot *a, const size_t first, const size_t rows, const int folded) {
     if (rows == 1 && a->panels == 2) {
-        pass(a, first, 1, 2, 0, folded);
+        pass(a, first, 1, 0, 0, 2 * VECTORS, folded);
         return;
     }
-    for (int p = 0; p < (int)a->panels; p++) {
-        switch (rows) {
-            case 1: pass(a, first, 1, 1, p, folded); break;
-            case 2: pass(a, first, 2, 1, p, folded); break;
-            case 3: pass(a, first, 3, 1, p, folded); break;
-            case 4: if (folded) pass(a, first, 4, 1, p, 1); break;
-            case 5: if (folded) pass(a, first, 5, 1, p, 1); break;
-            case 6: if (folded) pass(a, first, 6, 1, p, 1); break;
-        }
+    for (int panel = 0; panel < (int)a->panels; panel++) {
+        if (folded) switch (rows) { WHOLE(1); WHOLE(2); WHOLE(3); WHOLE(4); WHOLE(5); HALVES(6); HALVES(7); HALVES(8); HALVES(9); HALVES(10); }
+        else switch (rows) { WHOLE(1); WHOLE(2); HALVES(3); HALVES(4); HALVES(5); }
     }
 }
 
@@ -168,14 +172,14 @@ INLINE void decode_block(const uint8_t *restrict w, size_t groups, const __m512i
 /* rows x 64 columns over a decoded block. */
 INLINE void tile(const panel_block *restrict b, size_t groups, const uint16_t *const *restrict rows_x, size_t k0, float *restrict out,
                  const int rows, const int folded) {
-    __m512 total[PASS_ROWS][VECTORS];
-    const uint16_t *x[PASS_ROWS];
+    __m512 total[TILE_ROWS][VECTORS];
+    const uint16_t *x[TILE_ROWS];
     for (int i = 0; i < rows; i++) {
         x[i] = rows_x[i] + k0;
         for (int v = 0; v < VECTORS; v++) total[i][v] = k0 ? _mm512_load_ps(out + i * KT_PANEL + 16 * v) : _mm512_setzero_ps();
     }
     for (size_t g = 0; g < groups; g++) {
-        __m512 acc[PASS_ROWS][VECTORS];
+        __m512 acc[TILE_ROWS][VECTORS];
         for (int i = 0; i < rows; i++)
             for (int v = 0; v < VECTORS; v++) acc[i][v] = folded ? total[i][v] : _mm512_setzero_ps();
         for (size_t pair = g * PAIRS; pair < (g + 1) * PAIRS; pair++) {
@@ -200,7 +204,7 @@ INLINE void many(const kt_dot *a, const int folded) {
     const size_t groups = a->k / KT_GROUP, m = a->m;
     const __m512i codebook = load_codebook(a, folded);
     panel_block *block = a->scratch;
-    const size_t most = folded ? PASS_ROWS : PASS_ROWS_GROUPED, tiles = (m + most - 1) / most;
+    const size_t most = folded ? TILE_ROWS : TILE_ROWS_GROUPED, tiles = (m + most - 1) / most;
     for (size_t p = 0; p < a->panels; p++) {
         for (size_t g0 = 0; g0 < groups; g0 += BLOCK_GROUPS) {
             const size_t count = groups - g0 < BLOCK_GROUPS ? groups - g0 : BLOCK_GROUPS;
@@ -241,7 +245,7 @@ static void many_grouped(const kt_dot *a) { many(a, 0); }
 
 #define Q4_UE8M0 .family = "q4", .scale = "ue8m0", .extent = {1, 32}, .activations = "bf16", .scratch_bytes = sizeof(panel_block)
 const kt_kernel kt_q4_avx512_bf16[] = {
-    {Q4_UE8M0, .folded = 1, .few_max = 12, .few = few_folded, .many = many_folded},
-    {Q4_UE8M0, .folded = 0, .few_max = 6, .few = few_grouped, .many = many_grouped},
+    {Q4_UE8M0, .folded = 1, .few_max = 10, .few = few_folded, .many = many_folded},
+    {Q4_UE8M0, .folded = 0, .few_max = 5, .few = few_grouped, .many = many_grouped},
     {0},
 };
