@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The driver's face to Python: CPU features, the pool, kernel tables, packed layers. Checks, one nogil block, checks."""
+"""The driver's face to Python: CPU features, the pool, kernel tables, packed layers. Checks, one nogil block, checks.
+
+The pool's lock is never held together with the GIL: fork takes both.
+"""
 
 import errno
 import os
@@ -43,37 +46,32 @@ def pool_threads():
 
 
 def tune(**settings):
-    """Set fields of kt_tuning (driver.h); returns the old values of those. None of them changes a bit of any result."""
-    old = {}
-    with_lock = _PoolLock()
-    with with_lock:
-        for name, value in settings.items():
-            if name == "scratch_bytes":
-                old[name], kt_moe_tuning.scratch_bytes = kt_moe_tuning.scratch_bytes, value
-            elif name == "reduce_slots":
-                old[name], kt_moe_tuning.reduce_slots = kt_moe_tuning.reduce_slots, value
-            elif name == "uneven":
-                old[name], kt_moe_tuning.uneven = kt_moe_tuning.uneven, value
-            elif name == "only_many":
-                old[name], kt_moe_tuning.only_many = kt_moe_tuning.only_many, value
-            else:
-                raise InputError(f"unknown tuning {name!r}")
+    """Set fields of kt_tuning (driver.h); returns all fields as they were. None of them changes a bit of any result."""
+    cdef kt_tuning tuning
+    with nogil:
+        kt_pool_lock()
+        tuning = kt_moe_tuning
+        kt_pool_unlock()
+    old = dict(tuning)
+    unknown = settings.keys() - old.keys()
+    if unknown:
+        raise InputError(f"unknown tuning {sorted(unknown)}; known are {sorted(old)}")
+    tuning = {**old, **settings}
+    with nogil:
+        kt_pool_lock()
+        memcpy(&kt_moe_tuning, &tuning, sizeof(tuning))
+        kt_pool_unlock()
     return old
 
 
 def scratch_bytes():
     """Bytes of scratch memory that the runtime holds, for all layers together."""
-    with _PoolLock():
-        return kt_moe_scratch_bytes()
-
-
-class _PoolLock:
-    def __enter__(self):
-        with nogil:
-            kt_pool_lock()
-
-    def __exit__(self, *error):
+    cdef size_t held
+    with nogil:
+        kt_pool_lock()
+        held = kt_moe_scratch_bytes()
         kt_pool_unlock()
+    return held
 
 
 cdef object _raise(int error, str doing):
@@ -208,7 +206,7 @@ cdef class PackedLayer:
     def __dealloc__(self):
         self._free()
 
-    cdef void _free(self) noexcept:
+    cdef void _free(self) noexcept nogil:
         kt_os_unmap(self.arena, self.nbytes)
         free(self.layer.experts)
         self.arena = NULL
@@ -216,8 +214,10 @@ cdef class PackedLayer:
 
     def close(self):
         """Give the memory back, after the forward calls that are running."""
-        with _PoolLock():
+        with nogil:
+            kt_pool_lock()
             self._free()
+            kt_pool_unlock()
 
     cdef kt_matrix *_matrix(self, size_t expert, int projection) except NULL:
         if not self.layer.experts:

@@ -15,6 +15,10 @@
 
 #include "moe.h"
 
+/* Rows are a cache line apart from a power of two: 12 rows of 8 KiB would fall on one set of an L1 that has 8 ways. Copying x for
+ * that pays from a few tokens on. */
+enum { ROW_PAD = 32, STAGE_TOKENS = 6 };
+
 typedef float panel_row[KT_PANEL];
 
 /* Items are handed out by a counter on a cache line of its own. */
@@ -32,7 +36,7 @@ typedef struct job {
     const kt_layer *layer;
     kt_batch batch;
     route route;
-    size_t x_stride, h_stride, hidden_panels, inter_panels; /* padded sizes */
+    size_t k_hidden, x_stride, h_stride, hidden_panels, inter_panels; /* padded sizes */
     bool stage, reduce;
     uint16_t *staged;          /* [tokens][x_stride], or [slots] where the router weight goes in first */
     const uint16_t **x;        /* [slots] rows of bf16 */
@@ -118,7 +122,7 @@ static void stage_row(const job *j, size_t row) {
         const float r = j->route.slot_weight[row];
         for (size_t c = 0; c < hidden; c++) to[c] = bf16_from_f32(bf16_to_f32(to[c]) * r);
     }
-    memset(to + hidden, 0, (j->x_stride - hidden) * sizeof *to);
+    memset(to + hidden, 0, (j->k_hidden - hidden) * sizeof *to);
 }
 
 /* The next run of items: [*first, end). Tests force uneven runs; otherwise one item at a time evens the load best. */
@@ -152,7 +156,7 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
         kt_dot dot = {
             .x = j->x + row,
             .m = m,
-            .k = j->x_stride,
+            .k = j->k_hidden,
             .w = {e->gate.data + panel * e->gate.panel_bytes, e->up.data + panel * e->up.panel_bytes},
             .panels = 2,
             .codebook = e->gate.codebook,
@@ -306,12 +310,14 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
     job j = {
         .layer = l,
         .batch = *batch,
-        .x_stride = kt_round_up(l->hidden, KT_GROUP),
-        .h_stride = kt_round_up(l->intermediate, KT_PANEL),
+        .k_hidden = kt_round_up(l->hidden, KT_GROUP),
+        .h_stride = kt_round_up(l->intermediate, KT_PANEL) + ROW_PAD,
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
         .inter_panels = kt_round_up(l->intermediate, KT_PANEL) / KT_PANEL,
     };
-    j.stage = batch->dtype != KT_BF16 || j.x_stride != l->hidden || l->router_weight == KT_EXPERT_INPUT;
+    j.stage = batch->dtype != KT_BF16 || j.k_hidden != l->hidden || l->router_weight == KT_EXPERT_INPUT ||
+              batch->tokens >= STAGE_TOKENS;
+    j.x_stride = j.stage ? j.k_hidden + ROW_PAD : l->hidden;
 
     size_t most = batch->tokens; /* a chunk's */
     while (most > 1 && lay_out(&j, NULL, most) > kt_moe_tuning.scratch_bytes) most = (most + 1) / 2;

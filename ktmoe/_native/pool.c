@@ -93,15 +93,18 @@ static void stop(void) {
     pool.workers = 0;
 }
 
-/* The child has only the thread that forked: forget the workers and whoever held the lock. */
-static void after_fork(void) {
+/* Fork waits for the running task, so that the child gets the driver's memory in order. The child has only the thread that
+ * forked: it forgets the workers. */
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+static void after_fork_parent(void) { pthread_mutex_unlock(&lock); }
+static void after_fork_child(void) {
     pool = (struct pool){0};
     lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
 static int start_workers(size_t threads) {
     static bool fork_handled;
-    if (!fork_handled) fork_handled = pthread_atfork(NULL, NULL, after_fork) == 0;
+    if (!fork_handled) fork_handled = pthread_atfork(before_fork, after_fork_parent, after_fork_child) == 0;
     pool.threads = calloc(threads, sizeof *pool.threads);
     if (!pool.threads) return ENOMEM;
     /* Signals are the interpreter's; only the ones that a worker's own instructions raise stay with it. */

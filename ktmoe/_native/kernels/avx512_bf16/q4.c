@@ -25,7 +25,7 @@ enum {
     OCTETS = KT_GROUP / 8,           /* code vectors of a block of 16 columns */
     PAIRS = KT_GROUP / 2,            /* k-pairs of a superblock */
     SUPERBLOCK_BYTES = KT_PANEL + KT_PANEL * KT_GROUP / 2,
-    PASS_ROWS = 10,                  /* x 2 vectors = 20 accumulators */
+    PASS_ROWS = 12,                  /* x 2 vectors = 24 accumulators */
     PASS_ROWS_GROUPED = 5,           /* x 2 vectors x (group sum, total) */
     TILE_ROWS = 6,                   /* x 4 vectors = 24 accumulators */
     TILE_ROWS_GROUPED = 3,           /* x 4 vectors x (group sum, total) */
@@ -127,7 +127,7 @@ INLINE void passes(const kt_dot *a, const size_t first, const size_t rows, const
         return;
     }
     for (int panel = 0; panel < (int)a->panels; panel++) {
-        if (folded) switch (rows) { WHOLE(1); WHOLE(2); WHOLE(3); WHOLE(4); WHOLE(5); HALVES(6); HALVES(7); HALVES(8); HALVES(9); HALVES(10); }
+        if (folded) switch (rows) { WHOLE(1); WHOLE(2); WHOLE(3); WHOLE(4); WHOLE(5); HALVES(6); HALVES(7); HALVES(8); HALVES(9); HALVES(10); HALVES(11); HALVES(12); }
         else switch (rows) { WHOLE(1); WHOLE(2); HALVES(3); HALVES(4); HALVES(5); }
     }
 }
@@ -245,7 +245,7 @@ static void many_grouped(const kt_dot *a) { many(a, 0); }
 
 #define Q4_UE8M0 .family = "q4", .scale = "ue8m0", .extent = {1, 32}, .activations = "bf16", .scratch_bytes = sizeof(panel_block)
 const kt_kernel kt_q4_avx512_bf16[] = {
-    {Q4_UE8M0, .folded = 1, .few_max = 10, .few = few_folded, .many = many_folded},
+    {Q4_UE8M0, .folded = 1, .few_max = 12, .few = few_folded, .many = many_folded},
     {Q4_UE8M0, .folded = 0, .few_max = 5, .few = few_grouped, .many = many_grouped},
     {0},
 };
