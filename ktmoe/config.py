@@ -9,17 +9,13 @@ from importlib.metadata import version
 from ktmoe.errors import InputError
 
 
-def _number(name: str, default: float, low: float, high: float) -> float:
+def _whole_number(name: str, default: int | None, low: int, high: int) -> int | None:
     text = os.environ.get(name)
     if text is None:
         return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise InputError(f"environment variable {name} must be a number from {low:g} to {high:g}, found {text!r}")
-    return value
+    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
+        raise InputError(f"environment variable {name} must be a whole number from {low} to {high}, found {text!r}")
+    return int(text)
 
 
 def backend_override() -> str | None:
@@ -29,19 +25,17 @@ def backend_override() -> str | None:
 
 def num_threads() -> int | None:
     """KTMOE_NUM_THREADS: threads of the pool, the caller's included."""
-    if "KTMOE_NUM_THREADS" not in os.environ:
-        return None
-    return int(_number("KTMOE_NUM_THREADS", 1, 1, 4096))
+    return _whole_number("KTMOE_NUM_THREADS", None, 1, 4096)
 
 
-def spin_us() -> float:
+def spin_us() -> int:
     """KTMOE_SPIN_US: microseconds for which an idle worker spins before it sleeps."""
-    return _number("KTMOE_SPIN_US", 100.0, 0, 1e6)
+    return _whole_number("KTMOE_SPIN_US", 100, 0, 1_000_000)
 
 
 def scratch_bytes() -> int:
     """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share; larger batches go in chunks."""
-    return int(_number("KTMOE_SCRATCH_MB", 256, 1, 2**20)) << 20
+    return _whole_number("KTMOE_SCRATCH_MB", 256, 1, 2**20) << 20
 
 
 def config() -> dict:

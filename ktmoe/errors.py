@@ -35,3 +35,7 @@ class ClosedError(KtmoeError, RuntimeError):
 
 class OutOfMemoryError(KtmoeError, MemoryError):
     """The operating system refused memory; nothing was kept of what was being built."""
+
+
+class OutOfSpaceError(KtmoeError, OSError):
+    """A disk has too little free space for what is about to be written; nothing was."""

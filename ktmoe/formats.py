@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
+import numpy as np
+
 from ktmoe.errors import FormatError
 
 #: OCP Microscaling Formats (MX) v1.0, table 5: FP4 E2M1, sign in bit 3.
@@ -52,6 +55,12 @@ class WeightFormat:
             raise FormatError(f"weight family {self.family!r} is unknown; known is 'q4'")
         if len(self.codebook) != 16:
             raise FormatError(f"a q4 codebook has 16 entries, found {len(self.codebook)}")
+        values = np.array(self.codebook, np.float64)
+        wrong = ~np.isfinite(values) | (values.astype(ml_dtypes.bfloat16) != values)
+        if wrong.any():
+            raise FormatError(f"a q4 codebook's entries must be finite bfloat16 numbers, found {values[wrong][0]}")
+        if 0.0 not in self.codebook:
+            raise FormatError("a q4 codebook must contain 0, which pads")
 
     @property
     def description(self) -> str:

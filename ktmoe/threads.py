@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import threadpoolctl
@@ -96,9 +98,13 @@ def get_num_threads() -> int:
 def set_num_threads(n: int) -> None:
     """Use n threads from the next forward call on, in every layer. The results do not depend on it, bit for bit."""
     global _chosen
-    if not isinstance(n, int) or not 1 <= n <= 4096:
-        raise InputError(f"the number of threads must be an int from 1 to 4096, found {n!r}")
-    _chosen = n
+    try:
+        threads = operator.index(n)
+    except TypeError:
+        threads = 0
+    if not 1 <= threads <= 4096:
+        raise InputError(f"the number of threads must be a whole number from 1 to 4096, found {n!r}")
+    _chosen = threads
     configure()
 
 
@@ -106,7 +112,7 @@ def configure() -> None:
     """Tell the native pool; it starts threads only when there is work."""
     threads = get_num_threads()
     # A spinning worker would take the CPU from the one it waits for.
-    spin = config.spin_us() if threads <= len(usable_cpus()) else 0.0
+    spin = config.spin_us() if threads <= len(usable_cpus()) else 0
     core.configure_pool(threads, spin)
     core.tune(scratch_bytes=config.scratch_bytes())
 
@@ -126,7 +132,7 @@ class ThreadpoolController(threadpoolctl.LibController):
         set_num_threads(num_threads)
 
     def get_version(self):
-        return config.version("ktmoe")
+        return version("ktmoe")
 
 
 def register_with_threadpoolctl() -> None:

@@ -30,11 +30,10 @@ def cpu_features():
     return {features[i].name.decode(): bool(features[i].present) for i in range(count)}
 
 
-def configure_pool(size_t threads, double spin_us):
+def configure_pool(size_t threads, uint64_t spin_us):
     """Threads, the caller's included, and how long idle ones spin before they sleep; from the next run on."""
-    cdef uint64_t spin_ns = <uint64_t>(spin_us * 1000)
     with nogil:
-        kt_pool_configure(threads, spin_ns)
+        kt_pool_configure(threads, spin_us * 1000)
 
 
 def pool_threads():

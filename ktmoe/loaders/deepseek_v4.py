@@ -126,7 +126,7 @@ class DeepSeekV4(Loader):
             key = operator.index(layer)
         if key not in layers:
             raise MissingTensorError(
-                f"{checkpoint.path}: layer {layer!r}: expected a layer that has routed experts, found {_list(list(layers))}"
+                f"{checkpoint.path}: layer {layer!r:.200}: expected a layer that has routed experts, found {_list(list(layers))}"
             )
         bases = layers[key]
         if len(bases) > 1:
