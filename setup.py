@@ -10,11 +10,8 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("ktmoe/_native")
 DRIVER = sorted(NATIVE.glob("*.c"))
-# Numerics: no contraction of a * b + c, whose rounding the contract fixes; GCC contracts intrinsics, too.
-FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
-
-
 ISA = runpy.run_path(str(NATIVE / "isa.py"))  # by its path, since the package is not built yet
+FLAGS = list(ISA["C_FLAGS"])
 
 
 class BuildNative(build_ext):

@@ -5,6 +5,7 @@ The pool's lock is never held together with the GIL: fork takes both.
 """
 
 import errno
+import math
 import os
 
 import numpy as np
@@ -246,7 +247,8 @@ cdef class PackedLayer:
         if scale_range.high == 255:
             row, column = np.argwhere(np.asarray(matrix.scales) == 255)[0]
             raise FormatError(f"{matrix.name}: scale [{row}, {column}] is byte 255, which is NaN in UE8M0; expected 0 to 254")
-        folded = scale_range.low >= 2 and scale_range.high <= 252
+        low, high = fold_range(weight_format.codebook)
+        folded = low <= scale_range.low and scale_range.high <= high
         scale = weight_format.scale
         key = (weight_format.family, scale.kind, scale.extent, self._activations, folded)
         cdef const kt_kernel *kernel = self._table.find(key)
@@ -345,6 +347,13 @@ cdef class PackedLayer:
         if seconds < 0:
             _raise(<int>-seconds, "measuring the read bandwidth")
         return seconds
+
+
+def fold_range(codebook):
+    """(low, high): the UE8M0 bytes whose scale times any entry is a normal bfloat16, so that folding is exact; 2 to 252 for E2M1."""
+    exponents = [math.frexp(value)[1] - 1 for value in codebook if value]
+    # kt_codebook.folded holds an exponent field raised by 126; beyond 255 it would run into the sign.
+    return (1 - min(exponents), 254 - max(exponents)) if max(exponents) <= 2 else (255, 0)
 
 
 cdef void _fill_codebook(kt_codebook *book, weight_format):
