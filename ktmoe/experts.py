@@ -93,18 +93,21 @@ class ExpertWeights:
         biases: optional float32 arrays by projection, [E, I] for gate and up, [E, H] for down.
         """
         pairs = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
-        for projection, pair in pairs.items():
-            for label, array in zip(("codes", "scales"), pair, strict=True):
-                if not isinstance(array, np.ndarray) or array.ndim != 3:
-                    found = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else type(array).__name__
-                    raise FormatError(f"{name}: {projection} {label} must be an array [experts, rows, bytes], found {found}")
+        biases = dict(biases or {})
+        if unknown := biases.keys() - pairs.keys():
+            raise FormatError(f"{name}: biases must be by projection, one of {PROJECTIONS}, found {sorted(unknown)}")
+        arrays = {f"{p} {label}": a for p, pair in pairs.items() for label, a in zip(("codes", "scales"), pair, strict=True)}
+        arrays |= {f"{projection} bias": array for projection, array in biases.items()}
+        for label, array in arrays.items():
+            dimensions = ("experts", "rows") if label.endswith("bias") else ("experts", "rows", "bytes")
+            if not isinstance(array, np.ndarray) or array.ndim != len(dimensions):
+                found = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else type(array).__name__
+                raise FormatError(f"{name}: {label} must be an array [{', '.join(dimensions)}], found {found}")
         num_experts, intermediate, half_hidden = gate[0].shape
         hidden = 2 * half_hidden
-        biases = biases or {}
-        for projection, (codes, scales) in pairs.items():
-            for label, array in (("codes", codes), ("scales", scales), ("bias", biases.get(projection))):
-                if array is not None and array.shape[0] != num_experts:
-                    raise FormatError(f"{name}: {projection} {label} must hold {num_experts} experts, found {array.shape[0]}")
+        for label, array in arrays.items():
+            if array.shape[0] != num_experts:
+                raise FormatError(f"{name}: {label} must hold {num_experts} experts, found {array.shape[0]}")
 
         def read(expert: int, projection: str) -> Matrix:
             codes, scales = pairs[projection]

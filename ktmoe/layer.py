@@ -93,7 +93,8 @@ class MoELayer:
         out: written and returned if given; x's kind, dtype and shape, C-contiguous; it may be x itself.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
         """
-        if self._packed is None:
+        packed = self._packed  # once: close() may come from another thread
+        if packed is None:
             raise ClosedError(f"{self.name}: forward after close()")
         given = arrays.view(x, "x")
         _expect("x", given.array, (None, self.hidden))
@@ -117,7 +118,7 @@ class MoELayer:
         if ids.size == 0:
             target[...] = 0
         else:
-            self._packed.forward(
+            packed.forward(
                 np.ascontiguousarray(given.array),
                 np.ascontiguousarray(ids, np.int64),
                 np.ascontiguousarray(weights),

@@ -282,7 +282,7 @@ cdef class PackedLayer:
         cdef size_t k = self.layer.intermediate if p == 2 else self.layer.hidden
         if not matrix.data:
             raise InputError(f"expert {expert}'s {projection} was not packed")
-        codes, scales = np.empty((n, k // 2), np.uint8), np.empty((n, -(-k // KT_GROUP)), np.uint8)
+        codes, scales = np.empty((n, k // 2), np.uint8), np.empty((n, (k + KT_GROUP - 1) // KT_GROUP), np.uint8)
         cdef uint8_t[:, ::1] codes_to = codes
         cdef uint8_t[:, ::1] scales_to = scales
         with nogil:
@@ -294,7 +294,7 @@ cdef class PackedLayer:
         cdef int p = ("gate", "up", "down").index(projection)
         cdef kt_matrix *matrix = self._matrix(expert, p)
         cdef size_t n = self.layer.hidden if p == 2 else self.layer.intermediate
-        copy = np.empty((-(-n // KT_PANEL), matrix.panel_bytes), np.uint8)
+        copy = np.empty(((n + KT_PANEL - 1) // KT_PANEL, matrix.panel_bytes), np.uint8)
         cdef uint8_t[:, ::1] to = copy
         memcpy(&to[0, 0], matrix.data, copy.nbytes)
         return copy

@@ -329,6 +329,7 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
         if (!arena.base) return ENOMEM;
     }
     lay_out(&j, arena.base, most);
+    memcpy(j.route.active, batch->mask, l->num_experts); /* once: its owner may change it while we run */
 
     const size_t row_bytes = l->hidden * (batch->dtype == KT_F32 ? 4 : 2);
     for (size_t t = 0; t < batch->tokens; t += most) {

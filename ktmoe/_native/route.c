@@ -26,7 +26,6 @@ static int more_rows_first(const void *a, const void *b, void *context) {
 }
 
 void kt_route_fill(route *r, const kt_batch *b, size_t num_experts) {
-    memcpy(r->active, b->mask, num_experts); /* once: the owner may change it while we run */
     for (size_t e = 0; e < num_experts; e++) r->groups[e] = (group){.expert = e};
     for (size_t i = 0; i < b->tokens * b->top_k; i++)
         if (selected(r, b->ids[i], num_experts)) r->groups[b->ids[i]].count++;

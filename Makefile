@@ -1,0 +1,80 @@
+# Each target does all of its own set-up in .venv. PYTHON=python3.12 chooses the interpreter that .venv is made with.
+
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PIP_ENV) $(PY) -m pip install -q
+STAMPS := $(VENV)/stamps
+EXTRAS := build package cli test bench lint
+NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd') ktmoe/_native/isa.py
+ARGS ?=# more arguments for pytest
+
+# .venv is made again where it does not run, and where PYTHON is given and is another version.
+VERSION := -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])'
+HAVE := $(shell $(PY) $(VERSION) 2>/dev/null)
+ifeq ($(origin PYTHON),undefined)
+  PYTHON := python3
+  WANT := $(HAVE)
+else
+  WANT := $(shell $(PYTHON) $(VERSION) 2>/dev/null)
+endif
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(STAMPS)/native $(STAMPS)/cli ## write a layer, load, check and measure it; MODEL=dir LAYER=3 takes a real one
+	@$(PY) -m ktmoe.cli demo $(if $(MODEL),--model "$(MODEL)") $(if $(LAYER),--layer "$(LAYER)")
+
+test: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## the test suite; ARGS="-k pack" goes to pytest
+	@$(PY) -m pytest -q $(ARGS)
+
+bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 5 minutes
+	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave $(ARGS)
+
+bench-proxy: $(STAMPS)/native ## a structural proxy of avx512_bf16 for CPUs that lack AVX512_BF16; see bench/proxy/run.py
+	@$(PY) bench/proxy/run.py $(ARGS)
+
+lint: $(STAMPS)/native $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
+	@$(PY) -m ruff check -q .
+	@$(PY) -m ruff format -q --check .
+	@$(PY) tools/lint_c.py
+
+format: $(STAMPS)/native $(STAMPS)/lint ## rewrite the sources as lint wants them
+	@$(PY) -m ruff check -q --fix .
+	@$(PY) -m ruff format -q .
+	@$(PY) tools/lint_c.py --fix
+
+config: $(STAMPS)/native ## what was compiled, what this CPU supports, what was chosen and why
+	@$(PY) -m ktmoe.cli config
+
+clean: ## remove .venv and everything that was built
+	@rm -rf $(VENV) build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help demo test bench bench-proxy lint format config clean FORCE
+
+ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
+$(STAMPS)/venv: FORCE
+endif
+CHECK = $(if $(filter environment command,$(firstword $(origin CC))),CC='$(CC)') sh tools/check_machine.sh '$(PYTHON)'
+$(STAMPS)/venv:
+	$(eval LACKS := $(shell $(CHECK)))$(if $(LACKS),$(error $(LACKS)))
+	@echo 'ktmoe: making $(VENV) with $(PYTHON)'
+	@$(PYTHON) -m venv --clear $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(EXTRAS:%=$(STAMPS)/%): $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
+	@$(PIP) $$($(PY) tools/requirements.py $*)
+	@touch $@
+
+# Editable: an edit of Python needs no build, an edit of C or Cython does.
+$(STAMPS)/native: $(STAMPS)/build $(STAMPS)/package setup.py $(NATIVE)
+	@echo 'ktmoe: building the native modules'
+	@$(PIP:-q=-v) --no-build-isolation --no-deps -e . >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+	@sed -n 's/^ *\(ktmoe: .*\)/\1/p' $(VENV)/build.log
+	@touch $@

@@ -1,0 +1,128 @@
+"""Loading: how fast weights are packed and loaded, and what memory that takes. Memory is asserted, speed is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import EXPERTS, HIDDEN, INTERMEDIATE
+
+import ktmoe
+from ktmoe import synthetic
+from ktmoe.experts import PROJECTIONS
+from ktmoe.layer import MoELayer
+
+PEAK_RSS_LIMIT = 1.15  # of the packed bytes
+OVERHEAD_LIMIT = 1.01  # packed over checkpoint bytes
+STAGED = 8  # experts in memory to pack from
+
+#: In a process of its own, since VmHWM only ever rises.
+LOAD = """
+import json, sys, time
+import ktmoe
+from pathlib import Path
+start = time.perf_counter()
+with ktmoe.MoELayer.from_checkpoint(sys.argv[1], 0) as layer:
+    seconds = time.perf_counter() - start
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    print(json.dumps({"seconds": seconds, "peak": 1024 * int(status["VmHWM"].split()[0]), "packed": layer.nbytes}))
+"""
+
+
+def test_packing(benchmark, machine):
+    """Packing from memory, against copying the same bytes with as many threads in the same rounds."""
+    experts = synthetic.deepseek_v4_experts(num_experts=STAGED, hidden=HIDDEN, intermediate=INTERMEDIATE)
+    matrices = [(e, p, experts.matrix(e, p)) for e in range(STAGED) for p in PROJECTIONS]
+    source = np.frombuffer(b"".join(m.codes.tobytes() + m.scales.tobytes() for _, _, m in matrices), np.uint8)
+    target = np.ones_like(source)
+    threads = ktmoe.get_num_threads()
+    parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
+    copied = []
+
+    with MoELayer(experts) as layer, ThreadPoolExecutor(threads) as pool:
+
+        def copy():
+            start = time.perf_counter()
+            list(pool.map(lambda part: np.copyto(*part), parts))
+            copied.append(time.perf_counter() - start)
+
+        def pack():
+            for expert, projection, matrix in matrices:
+                layer._packed.pack(expert, projection, matrix)
+
+        benchmark.pedantic(pack, setup=copy, rounds=10, warmup_rounds=1)
+        codes, scales = layer._packed.unpack(*matrices[-1][:2])
+    assert np.array_equal(codes, matrices[-1][2].codes)
+    assert np.array_equal(scales, matrices[-1][2].scales)
+    packing = benchmark.stats.stats.data
+    share = statistics.median(copy / pack for copy, pack in zip(copied[-len(packing) :], packing, strict=True))
+    rate = experts.nbytes / statistics.median(packing) / 1e9
+    benchmark.extra_info.update(
+        kind="load",
+        work="packing from memory",
+        pack_gb_s=rate,
+        share_of_memcpy=share,
+        figure=f"{rate:.2f} GB/s, {share:.0%} of memcpy with {threads} threads",
+        contract="at least 50 %",
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    try:
+        synthetic.write_deepseek_v4(path, num_experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE)
+        yield path
+    finally:
+        for file in path.iterdir():
+            file.unlink()
+
+
+def test_load_from_page_cache(benchmark, machine, checkpoint):
+    reports = []
+
+    def warm():
+        for file in checkpoint.iterdir():  # loading releases them from the page cache
+            with open(file, "rb", buffering=0) as opened:
+                while opened.read(1 << 22):
+                    pass
+
+    def load():
+        done = subprocess.run([sys.executable, "-c", LOAD, checkpoint], check=True, capture_output=True, text=True)
+        reports.append(json.loads(done.stdout))
+
+    benchmark.pedantic(load, setup=warm, rounds=3)
+    packed = reports[0]["packed"]
+    seconds = statistics.median(report["seconds"] for report in reports)
+    peak = max(report["peak"] for report in reports) / packed
+    benchmark.extra_info.update(
+        kind="load",
+        work=f"loading {packed / 1e9:.2f} GB from the page cache",
+        load_seconds=seconds,
+        peak_rss_of_packed=peak,
+        figure=f"{seconds:.2f} s, {packed / seconds / 1e9:.2f} GB/s; peak RSS {peak:.3f} x packed",
+        contract=f"peak RSS at most {PEAK_RSS_LIMIT} x",
+    )
+    assert peak <= PEAK_RSS_LIMIT
+
+
+def test_memory_overhead(benchmark, machine, checkpoint):
+    stored = sum(os.stat(file).st_size for file in Path(checkpoint).glob("*.safetensors"))
+    with benchmark.pedantic(MoELayer.from_checkpoint, args=(checkpoint, 0), rounds=1) as layer:
+        ratio = layer.nbytes / stored
+    benchmark.extra_info.update(
+        kind="load",
+        work="memory of a loaded layer",
+        packed_of_checkpoint=ratio,
+        figure=f"{ratio:.4f} x the checkpoint's files",
+        contract=f"at most {OVERHEAD_LIMIT} x",
+    )
+    assert ratio <= OVERHEAD_LIMIT

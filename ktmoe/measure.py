@@ -1,0 +1,198 @@
+"""Measures a layer against the machine: its calls and the machine's limits, interleaved round by round.
+
+A speed alone says little on a machine that others share. So each round measures the read bandwidth, on the same pages as
+the packed weights, and the multiply peak, both with the pool's own threads, and then the call; what counts is the median
+over rounds of the call's share of that round's limits. `make demo` and `make bench` both measure with this module.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from ktmoe import backends, reference
+from ktmoe._native import core
+from ktmoe.backends.native import NativeBackend
+from ktmoe.experts import ExpertWeights
+from ktmoe.layer import MoELayer
+
+#: What a round spends on the limits: long against waking the pool.
+PEAK_SECONDS = 0.01
+READ_BYTES = 128 << 20
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call's input, x [tokens, hidden] bfloat16, and what it costs.
+
+    experts: the distinct ones that it uses, whose packed weights it must read. slots: (token, expert) pairs to multiply.
+    """
+
+    x: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+    experts: np.ndarray
+    slots: int
+
+
+def random_batches(
+    tokens: int, top_k: int, num_experts: int, hidden: int, *, among: int | None = None, seed: int = 0
+) -> Iterator[Batch]:
+    """Endless batches with random routing: a token's experts are distinct, every set of them is equally likely.
+
+    Experts rotate, so that the weights come from memory and not from a cache: a batch avoids the experts of the one before
+    it as far as there are enough others. among: use so many experts a batch, to bound its work; all by default.
+    """
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((tokens, hidden), np.float32).astype(ml_dtypes.bfloat16)
+    among = min(among or num_experts, num_experts)
+    top_k = min(top_k, among)
+    last = np.empty(0, np.int64)
+    while True:
+        order = random.permutation(num_experts)
+        order = order[np.argsort(np.isin(order, last), kind="stable")]  # those that were not used last come first
+        # few tokens cannot use more experts than they have slots, so that the others would only dilute the rotation
+        pool = order[: min(among, max(top_k, num_experts - len(last)))]
+        ids = pool[np.argsort(random.random((tokens, len(pool))), axis=1)[:, :top_k]].astype(np.int64)
+        weights = random.random(ids.shape, np.float32)
+        weights /= weights.sum(axis=1, keepdims=True)
+        last = np.unique(ids)
+        yield Batch(x, ids, weights, last, ids.size)
+
+
+class Limits:
+    """The machine's limits as one backend meets them: with its instructions, on its threads and on its packed pages.
+
+    layer: of a native backend. table: the kernel table that serves it.
+    """
+
+    def __init__(self, layer: MoELayer, table: core.KernelTable):
+        self._packed, self._table = layer._packed, table
+        self._at = 0
+        iterations, seconds = 1 << 10, 0.0
+        while seconds < PEAK_SECONDS / 4:
+            iterations *= 2
+            _, seconds = table.peak(iterations)
+        self._iterations = max(1, round(iterations * PEAK_SECONDS / seconds))
+
+    def read(self) -> float:
+        """Bytes per second that all threads read of the packed weights; each call reads the pages after the last one's."""
+        nbytes = min(READ_BYTES, self._packed.nbytes)
+        if self._at + nbytes > self._packed.nbytes:
+            self._at = 0
+        seconds = self._packed.read_seconds(self._table, self._at, nbytes)
+        self._at += -(-nbytes // _PAGE) * _PAGE
+        return nbytes / seconds
+
+    def peak(self) -> float:
+        """FLOPs per second of multiplies from registers, on all threads."""
+        flops, seconds = self._table.peak(self._iterations)
+        return flops / seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over the rounds; shares are medians of each round's own ratio. Rates are per second."""
+
+    tokens: int
+    seconds: float
+    bytes_rate: float
+    flops_rate: float
+    read_limit: float
+    peak_limit: float
+    read_share: float
+    peak_share: float
+
+
+class Rounds:
+    """One measurement: prepare() before each call, finish() with the seconds of the last calls.
+
+    batches: endless. A batch is counted as the packed bytes of the distinct experts that it uses, once each, and
+    2 FLOPs for each of an expert's 3 * hidden * intermediate weights and each (token, expert) pair.
+    """
+
+    def __init__(self, layer: MoELayer, limits: Limits, batches: Iterator[Batch]):
+        self._limits, self._batches = limits, batches
+        self._expert_bytes = layer.nbytes / layer.num_experts
+        self._slot_flops = 2 * 3 * layer.hidden * layer.intermediate
+        self._rounds: list[tuple[Batch, float, float]] = []
+
+    def prepare(self) -> Batch:
+        """Measure the limits, which also takes the last batch's weights out of the caches; the next call's batch."""
+        batch = next(self._batches)
+        self._rounds.append((batch, self._limits.peak(), self._limits.read()))
+        return batch
+
+    def finish(self, seconds: list[float]) -> Result:
+        """seconds: of the last len(seconds) prepared calls; earlier ones were for warming up."""
+        rows, tokens = [], 0
+        for (batch, peak, read), took in zip(self._rounds[-len(seconds) :], seconds, strict=True):
+            tokens = len(batch.x)
+            nbytes, flops = len(batch.experts) * self._expert_bytes / took, batch.slots * self._slot_flops / took
+            rows.append((took, nbytes, flops, read, peak, nbytes / read, flops / peak))
+        return Result(tokens, *(statistics.median(column) for column in zip(*rows, strict=True)))
+
+
+def run(
+    layer: MoELayer,
+    limits: Limits,
+    batches: Iterator[Batch],
+    *,
+    seconds: float = 2.0,
+    least: int = 3,
+    most: int = 50,
+    progress: Callable[[float], object] | None = None,
+) -> Result:
+    """Measure forward calls of a layer: rounds for about so many seconds, but at least and at most so many.
+
+    progress: called with the share that is done, after each round.
+    """
+    measurement, took = Rounds(layer, limits, batches), []
+    start = time.perf_counter()
+    while len(took) <= least or (len(took) <= most and time.perf_counter() - start < seconds):
+        batch = measurement.prepare()
+        called = time.perf_counter()
+        layer.forward(batch.x, batch.ids, batch.weights)
+        took.append(time.perf_counter() - called)
+        if progress:
+            progress(min(1.0, max((time.perf_counter() - start) / seconds, len(took) / (most + 1))))
+    return measurement.finish(took[1:])  # the first was for warming up
+
+
+def backends_for(experts: ExpertWeights) -> dict[str, core.KernelTable]:
+    """The backends that can run these experts here, best first, each with the kernel table that it serves them with.
+
+    Only native ones: another one's limits cannot be measured from here.
+    """
+    found = {}
+    for name in backends.available():
+        backend = backends.get(name)
+        if isinstance(backend, NativeBackend) and backend.unsupported(experts) is None:
+            found[name] = backend.table(experts)
+    return found
+
+
+def worst_error(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int = 1, columns: int = 64) -> float:
+    """The largest error of a call's sampled outputs against the float64 reference, as a share of its bound: above 1 is wrong.
+
+    The sample is taken with float32 outputs, whose bound is the computation's own; rounded, all of them must equal the
+    measured call's bfloat16 outputs bit for bit, or the error is infinite. The reference takes seconds for a token.
+    """
+    y = layer.forward(batch.x, batch.ids, batch.weights)
+    y32 = layer.forward(batch.x.astype(np.float32), batch.ids, batch.weights)
+    if not np.array_equal(y32.astype(y.dtype).view(np.uint16), y.view(np.uint16)):
+        return math.inf
+    random = np.random.default_rng(len(batch.x))
+    rows = random.choice(len(batch.x), min(tokens, len(batch.x)), replace=False)
+    outputs = np.sort(random.choice(experts.hidden, min(columns, experts.hidden), replace=False))
+    expected = reference.forward(
+        experts, batch.x[rows], batch.ids[rows], batch.weights[rows], out_dtype="float32", columns=outputs
+    )
+    return expected.worst(y32[rows][:, outputs])

@@ -1,0 +1,260 @@
+"""The routed experts in float64, and a rigorous bound on a backend's error: what docs/numerics.md says, as code to be read.
+
+Nothing here is shared with a kernel. Names follow the text: for one expert, g = gate(x), u = up(x), h = activation(g, u),
+d = down(h); r is a router weight. Every `eps_v` bounds |what a backend has for v - v|, elementwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ktmoe.activation import GatedActivation
+from ktmoe.errors import FormatError, InputError
+from ktmoe.experts import ExpertWeights, Matrix
+
+#: Unit roundoff of float32, round to nearest.
+UNIT = 2.0**-24
+#: Smallest normal number of float32 and bfloat16: what a flush to zero can change a number by.
+TINY = 2.0**-126
+#: Largest finite float32.
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+#: A backend adds blocks of this many products in ascending k; within a block it may add them in any order.
+BLOCK = 32
+
+#: A backend's exp(z), z float32: relative error at most this where 2**-126 <= exp(z) <= 2**126. Below, the result lies in
+#: [0, 2**-126 * (1 + this)]; above, it is at least 2**126 * (1 - this), infinity included; exp(NaN) is NaN.
+EXP_RELATIVE_ERROR = 2.0**-22
+#: Roundings of an activation apart from its exp and the exp's argument: 1 + e, 1 / (1 + e), g * sigmoid, u + offset, product.
+ACTIVATION_ROUNDINGS = 5
+
+#: Where v * sigmoid(v) has its only minimum; it falls before and rises after.
+SILU_MINIMUM = -1.2784645427610738
+
+ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """y: float64 [tokens, columns], not rounded to the output dtype. bound: float64, |a backend's output - y| <= bound.
+
+    The bound is infinite where a non-finite input or a possible overflow of float32 or bfloat16 leaves nothing to compare.
+    """
+
+    y: np.ndarray
+    bound: np.ndarray
+
+    def error(self, actual: np.ndarray) -> np.ndarray:
+        """|actual - y| / bound, elementwise: at most 1 if a backend is right; NaN is infinite, unless the bound is: then 0."""
+        difference = np.abs(np.asarray(actual).astype(np.float64) - self.y)
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(difference == 0, 0.0, difference / self.bound)
+        return np.where(np.isinf(self.bound), 0.0, ratio)
+
+    def worst(self, actual: np.ndarray) -> float:
+        """The largest error(actual)."""
+        return float(self.error(actual).max(initial=0.0))
+
+
+def dequantize(matrix: Matrix, rows=slice(None)) -> np.ndarray:
+    """The real numbers codebook[code] * scale that a matrix stands for, exactly, float64 [n, k].
+
+    rows: an index along n, to read only some rows. Raises FormatError, which names the tensor, if a scale read is NaN.
+    """
+    codebook = np.array(matrix.format.codebook)
+    byte = np.arange(256)
+    pairs = np.stack([codebook[byte & 15], codebook[byte >> 4]], axis=1)  # low nibble = even k
+    weights = pairs.take(matrix.codes[rows], axis=0).reshape(-1, matrix.shape[1])
+    weights *= np.repeat(_scales(matrix, rows), matrix.format.scale.extent[1], axis=1)[:, : matrix.shape[1]]
+    return weights
+
+
+def round_bfloat16(a: np.ndarray) -> np.ndarray:
+    """The bfloat16 numbers nearest to float64 a, ties to even, as float64; denormals are kept, beyond the range is infinite."""
+    a = np.asarray(a, dtype=np.float64)
+    exponent = np.frexp(a)[1]  # |a| in [2**(exponent-1), 2**exponent); bfloat16 has 8 significant bits
+    quantum = np.maximum(exponent - 8, -133)
+    with np.errstate(invalid="ignore", over="ignore"):
+        rounded = np.ldexp(np.rint(np.ldexp(a, -quantum)), quantum)
+    return np.where(np.isfinite(a), np.where(np.abs(rounded) < 2.0**128, rounded, np.copysign(np.inf, a)), a)
+
+
+def forward(
+    experts: ExpertWeights,
+    x: np.ndarray,
+    expert_ids: np.ndarray,
+    expert_weights: np.ndarray,
+    *,
+    expert_mask: np.ndarray | None = None,
+    router_weight: str = "down_output",
+    out_dtype: str = "bfloat16",
+    columns: np.ndarray | slice = slice(None),
+    block: int = BLOCK,
+) -> Reference:
+    """The layer's output in float64 and the bound on the error of a backend that rounds its output to out_dtype.
+
+    x: [tokens, hidden] bfloat16, uint16 that holds bfloat16 bits, or floats that are rounded to bfloat16.
+    expert_ids: integers [tokens, top_k]; an id outside [0, num_experts), or whose expert_mask is False, adds zero.
+    expert_weights: [tokens, top_k], float32. router_weight: what they multiply, one of ROUTER_WEIGHTS.
+    columns: which outputs to compute, an index along hidden. To check samples, pass a few tokens' rows and a few columns.
+    block: products that a backend may add in any order, see BLOCK; intermediate or hidden, whichever is larger, allows any.
+    Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
+    """
+    x, ids, weights, active = _inputs(experts, x, expert_ids, expert_weights, expert_mask)
+    if router_weight not in ROUTER_WEIGHTS:
+        raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
+    if out_dtype not in ("bfloat16", "float32"):
+        raise InputError(f"out_dtype must be 'bfloat16' or 'float32', found {out_dtype!r}")
+    y = np.zeros((len(x), len(np.arange(experts.hidden)[columns])))
+    eps, size = np.zeros_like(y), np.zeros_like(y)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+        for expert in np.unique(ids[active]).tolist():
+            token, slot = np.nonzero(active & (ids == expert))
+            r = weights[token, slot][:, None]
+            a = x[token]
+            if router_weight == "expert_input":
+                a = round_bfloat16((a * r).astype(np.float32))
+            g, eps_g = _linear(experts.matrix(expert, "gate"), a, _flush(a, 0.0), block)
+            u, eps_u = _linear(experts.matrix(expert, "up"), a, _flush(a, 0.0), block)
+            h, eps_h = _activate(experts.activation, g, eps_g, u, eps_u)
+            if router_weight == "down_input":
+                h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
+            h, eps_h = _store_bfloat16(h, eps_h)
+            d, eps_d = _linear(experts.matrix(expert, "down"), h, eps_h, block, columns)
+            if router_weight != "down_output":
+                r = np.ones_like(r)
+            np.add.at(y, token, r * d)
+            np.add.at(eps, token, np.abs(r) * eps_d)
+            np.add.at(size, token, np.abs(r) * (np.abs(d) + eps_d))
+        # y = sum of r * d, in any order: one rounding for the product and one per sum (Higham 2002, eq. 4.4)
+        slots = active.sum(axis=1, keepdims=True)
+        eps = eps + _gamma(slots + 1) * size + (slots + 1) * (slots > 0) * TINY
+        eps = np.where(size + eps < MAX_FLOAT32, eps, np.inf)
+        if out_dtype == "bfloat16":
+            eps = np.maximum(round_bfloat16(y + eps) - y, y - round_bfloat16(y - eps)) + _flush(y, eps)
+        eps = np.where(np.isfinite(y) & np.isfinite(eps), eps, np.inf)
+    return Reference(y, eps)
+
+
+def _linear(matrix: Matrix, a: np.ndarray, eps_a: np.ndarray, block: int, rows=slice(None)) -> tuple[np.ndarray, np.ndarray]:
+    """a @ W.T + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
+
+    Before a block the sum is s; inside, every partial sum is at most |s| + sum |a w|. Adding count products takes count
+    roundings in any order, hence _gamma(count + 1) times that (Higham 2002, "Accuracy and Stability of Numerical Algorithms",
+    eq. 4.4); the one more pays for a scale applied to the block's sum in float64 and rounded again to float32.
+    """
+    weights, scales = dequantize(matrix, rows), _scales(matrix, rows)
+    group = matrix.format.scale.extent[1]
+    block = max(block, group)
+    shape = (len(a), len(weights))
+    total, eps, spread = np.zeros(shape), np.zeros(shape), np.zeros(shape)  # spread: what eps_a can have added so far
+    for start in range(0, matrix.shape[1], block):
+        k = slice(start, start + block)
+        w = weights[:, k].T
+        gamma = _gamma(len(w) + 1)
+        terms = (np.abs(a[:, k]) + eps_a[:, k]) @ np.abs(w)
+        reach = np.abs(total) + spread + terms
+        # a scale may be folded into the weight, or multiply the block's sum and with it what that flushed or overflowed
+        groups = scales[:, start // group : -(-(start + block) // group)]
+        smallest, largest = groups.min(axis=1), groups.max(axis=1)
+        overflow = np.maximum(reach + eps, terms / smallest) * (1 + gamma) >= MAX_FLOAT32
+        eps = eps + gamma * (reach + eps) + (1 + gamma) * (len(w) + 1) * TINY * np.maximum(largest, 1.0)
+        eps = np.where(overflow, np.inf, eps)
+        total = total + a[:, k] @ w
+        if eps_a[:, k].any():
+            spread = spread + eps_a[:, k] @ np.abs(w)
+    eps = eps + spread
+    if matrix.bias is not None:
+        total = total + matrix.bias[rows]
+        eps = _rounding(total, eps)
+    return total, eps
+
+
+def _activate(
+    activation: GatedActivation, g: np.ndarray, eps_g: np.ndarray, u: np.ndarray, eps_u: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(u' + up_offset) * g' * sigmoid(alpha * g') before its rounding to bfloat16; GatedActivation has the formula's source.
+
+    The inputs' errors pass through as intervals: the clamps are monotone, and v * sigmoid(alpha * v) falls to its minimum
+    and then rises. Parameters are float32 numbers for a backend, so they are rounded to float32 here.
+    """
+    alpha, limit, offset = (float(np.float32(v)) for v in (activation.alpha, activation.limit, activation.up_offset))
+
+    def gate(v):
+        return v / (1 + np.exp(-alpha * v))
+
+    low, middle, high = (np.minimum(v, limit) for v in (g - eps_g, g, g + eps_g))
+    s, lowest = gate(middle), np.clip(SILU_MINIMUM / alpha, low, high)
+    eps_s = np.maximum(s - gate(lowest), np.maximum(np.abs(gate(low) - s), np.abs(gate(high) - s)))
+    # e = exp(-alpha g) has a relative error from its rounded argument and its own; 1 + e has e / (1 + e) of it. Beyond
+    # |alpha g| = 100 sigmoid or e is below 2**-126 whatever their errors, which the last term covers.
+    largest = np.maximum(np.abs(low), np.abs(high))
+    error_e = np.exp(UNIT * np.minimum(alpha * largest, 100.0)) * (1 + EXP_RELATIVE_ERROR) - 1
+    error_divisor = error_e / (1 + np.exp(alpha * low))
+    relative = (1 + _gamma(ACTIVATION_ROUNDINGS)) / (1 - error_divisor) - 1
+    eps_s = eps_s + relative * (np.abs(s) + eps_s) + 2 * TINY * (1 + largest)
+
+    t_low, t, t_high = (np.clip(v, -limit, limit) + offset for v in (u - eps_u, u, u + eps_u))
+    eps_t = np.maximum(t_high - t, t - t_low)
+    eps = np.abs(t) * eps_s + eps_t * (np.abs(s) + eps_s) + 2 * TINY
+    return t * s, np.where((np.abs(t) + eps_t) * (1 + largest) < MAX_FLOAT32, eps, np.inf)
+
+
+def _store_bfloat16(a: np.ndarray, eps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """a rounded to bfloat16, and the error of a backend that rounds, and may flush, a number within eps of a.
+
+    Rounding is monotone, so that the number lands between the roundings of a - eps and a + eps: this counts every flip.
+    """
+    h = round_bfloat16(a)
+    eps = np.maximum(round_bfloat16(a + eps) - h, h - round_bfloat16(a - eps))
+    return h, eps + _flush(h, eps)
+
+
+def _gamma(roundings):
+    """Higham's gamma_n = n u / (1 - n u): the relative error of n float32 roundings. The last factor pays for float64's own."""
+    return roundings * UNIT / (1 - roundings * UNIT) * (1 + 2.0**-20)
+
+
+def _rounding(value: np.ndarray, eps: np.ndarray) -> np.ndarray:
+    """The error after one more float32 operation whose exact result is value and whose operands' error amounts to eps."""
+    eps = eps + _gamma(1) * (np.abs(value) + eps) + TINY
+    return np.where(np.abs(value) + eps < MAX_FLOAT32, eps, np.inf)
+
+
+def _flush(value: np.ndarray, eps) -> np.ndarray:
+    """What flushing a denormal number to zero can change, for a number within eps of value."""
+    size = np.abs(value)
+    return np.where(size - eps <= TINY, np.minimum(size + eps, TINY), 0.0)  # TINY itself may be a denormal that was rounded up
+
+
+def _scales(matrix: Matrix, rows=slice(None)) -> np.ndarray:
+    """2**(byte - 127) for the groups of each of the rows, float64 [n, groups]. Raises FormatError for byte 255."""
+    row = np.arange(matrix.shape[0])[rows] // matrix.format.scale.extent[0]
+    stored = matrix.scales[row]
+    for at, group in np.argwhere(stored == 255):
+        raise FormatError(f"{matrix.name}: expected UE8M0 scale bytes 0 to 254, found 255 (NaN) at [{row[at]}, {group}]")
+    return np.ldexp(1.0, stored.astype(np.int32) - 127)
+
+
+def _inputs(experts: ExpertWeights, x, expert_ids, expert_weights, expert_mask):
+    """x as float64 bfloat16 numbers, ids, weights as float64 float32 numbers, and which slots count."""
+    x, ids = np.asarray(x), np.asarray(expert_ids)
+    if x.dtype == np.uint16:
+        x = (x.astype(np.uint32) << 16).view(np.float32)
+    weights = np.asarray(expert_weights).astype(np.float32).astype(np.float64)
+    if x.ndim != 2 or x.shape[1] != experts.hidden:
+        raise InputError(f"x must be [tokens, {experts.hidden}], found {list(x.shape)}")
+    if ids.ndim != 2 or len(ids) != len(x) or ids.dtype.kind not in "iu" or ids.shape != weights.shape:
+        raise InputError(
+            f"expert_ids and expert_weights must be [{len(x)}, top_k], ids integer,"
+            f" found {ids.dtype} {list(ids.shape)} and {list(weights.shape)}"
+        )
+    active = (ids >= 0) & (ids < experts.num_experts)
+    if expert_mask is not None:
+        mask = np.asarray(expert_mask)
+        if mask.dtype != bool or mask.shape != (experts.num_experts,):
+            raise InputError(f"expert_mask must be bool [{experts.num_experts}], found {mask.dtype} {list(mask.shape)}")
+        active &= mask[np.where(active, ids, 0)]
+    return round_bfloat16(x.astype(np.float64)), ids, weights, active

@@ -1,0 +1,53 @@
+"""Fixtures that run a test on every backend, whichever way this machine allows, and the summary that says which way it was."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import ways
+from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
+
+from ktmoe import threads
+from ktmoe._native import core
+from ktmoe.backends import native
+
+TUNING = core.tune()
+
+
+@pytest.fixture(scope="session")
+def emulator_folder(tmp_path_factory):
+    """Where the emulator is compiled to, once for all modules."""
+    return tmp_path_factory.mktemp("emulator")
+
+
+@pytest.fixture(scope="module", params=ways.BACKENDS)
+def backend(request, emulator_folder):
+    """The name of a backend that can be used."""
+    with ways.prepared(ways.BACKENDS[request.param], emulator_folder):
+        yield request.param
+
+
+@pytest.fixture(scope="module", params=ways.ISA_TABLES)
+def table(request, emulator_folder):
+    """The kernel table of an instruction set that can be used."""
+    with ways.prepared(ways.ISA_TABLES[request.param], emulator_folder):
+        yield native.load_table(request.param)
+
+
+@pytest.fixture(autouse=True)
+def defaults(monkeypatch):
+    """No KTMOE_ variable from outside, and threads and tuning as they are by default, before and after."""
+    for name in [name for name in os.environ if name.startswith("KTMOE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(threads, "_chosen", None)
+    threads.configure()
+    core.tune(**TUNING)
+    yield
+    core.tune(**TUNING)
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("ktmoe backends")
+    for name, way in ways.BACKENDS.items():
+        terminalreporter.write_line(f"{name}: {way}")

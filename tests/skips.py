@@ -1,0 +1,45 @@
+"""A skip is a promise: it must have one of these reasons, or it counts as a failure. CI therefore cannot skip unnoticed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+#: Every reason for which a test may be skipped, as a regular expression that must match from the reason's start.
+ALLOWED = (
+    r"this CPU lacks avx512\w*( |,|$)",  # neither AVX512_BF16 nor what its emulator builds on
+    r"there is no C compiler",
+    r"this CPU has the instructions",  # so that nothing is emulated
+    r"the system's assembler does not know AVX512_BF16",
+    r"this system has no posix_fadvise",
+    r"objdump is not installed",
+    r"torch is not installed",
+    r"needs two CPUs",
+)
+
+
+def allowed(reason: str) -> bool:
+    """Whether a test may be skipped for this reason."""
+    return any(re.match(pattern, reason) for pattern in ALLOWED)
+
+
+def judge(report):
+    """The report of a test or of a file; an unexpected skip becomes a failure."""
+    if report.outcome == "skipped" and not hasattr(report, "wasxfail"):
+        *_, text = report.longrepr if isinstance(report.longrepr, tuple) else (str(report.longrepr),)
+        reason = text.removeprefix("Skipped: ")
+        if not allowed(reason):
+            report.outcome = "failed"
+            report.longrepr = f"skipped for a reason that tests/skips.py does not allow: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return judge((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return judge((yield))

@@ -1,0 +1,290 @@
+"""Bad input: every message names the thing, what was expected and what was found; nothing is ever misread."""
+
+import contextlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import BF16, random_batch, random_experts, same_bits
+
+import ktmoe
+from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
+from ktmoe.errors import ClosedError, FormatError, InputError, KtmoeError, UnavailableError, UnknownNameError
+
+TOKENS, HIDDEN, TOP_K, NUM_EXPERTS = 3, 64, 2, 4
+
+
+@pytest.fixture(scope="module")
+def layer():
+    with MoELayer(random_experts(np.random.default_rng(1), NUM_EXPERTS, HIDDEN, 96), "fp32_lut") as layer:
+        yield layer
+
+
+@pytest.fixture
+def good():
+    x = np.random.default_rng(2).standard_normal((TOKENS, HIDDEN)).astype(BF16)
+    return {"x": x, "expert_ids": np.array([[0, 1], [2, 3], [1, 1]]), "expert_weights": np.ones((TOKENS, TOP_K), np.float32)}
+
+
+def zeros(*shape, dtype=BF16):
+    return np.zeros(shape, dtype)
+
+
+X_KINDS = r"bfloat16.*uint16.*float32.*torch"
+
+# argument, its bad value, what the message must say
+FORWARD = [
+    ("x", zeros(TOKENS, HIDDEN - 1), r"x must have shape \[any, 64\], found \[3, 63\]"),
+    ("x", zeros(HIDDEN), r"x must have shape \[any, 64\], found \[64\]"),
+    ("x", zeros(1, TOKENS, HIDDEN), r"x must have shape \[any, 64\], found \[1, 3, 64\]"),
+    ("x", zeros(), r"x must have shape \[any, 64\], found \[\]"),
+    ("x", zeros(TOKENS, HIDDEN, dtype=np.float64), rf"x must be {X_KINDS}.*found an array of float64"),
+    ("x", zeros(TOKENS, HIDDEN, dtype=np.float16), rf"x must be {X_KINDS}.*found an array of float16"),
+    ("x", zeros(TOKENS, HIDDEN, dtype=np.int16), rf"x must be {X_KINDS}.*found an array of int16"),
+    ("x", zeros(TOKENS, HIDDEN, dtype=">f4"), rf"x must be {X_KINDS}.*found an array of >f4"),
+    ("x", zeros(TOKENS, HIDDEN, dtype=">u2"), rf"x must be {X_KINDS}.*found an array of >u2"),
+    ("x", zeros(TOKENS, HIDDEN, dtype=ml_dtypes.float8_e4m3fn), rf"x must be {X_KINDS}.*found an array of float8_e4m3fn"),
+    ("x", [[0.0] * HIDDEN] * TOKENS, rf"x must be {X_KINDS}.*found list"),
+    ("x", None, rf"x must be {X_KINDS}.*found NoneType"),
+    ("expert_ids", zeros(TOKENS + 1, TOP_K, dtype=int), r"expert_ids must have shape \[3, any\], found \[4, 2\]"),
+    ("expert_ids", zeros(TOKENS, dtype=int), r"expert_ids must have shape \[3, any\], found \[3\]"),
+    ("expert_ids", zeros(TOKENS, TOP_K, dtype=np.float32), r"expert_ids must be integers, found float32"),
+    ("expert_ids", zeros(TOKENS, TOP_K, dtype=bool), r"expert_ids must be integers, found bool"),
+    ("expert_ids", zeros(TOKENS, TOP_K, dtype=object), r"expert_ids must be integers, found object"),
+    ("expert_ids", [[0, 1]] * TOKENS, r"expert_ids must be a numpy array or a torch CPU tensor; found list"),
+    ("expert_weights", zeros(TOKENS, TOP_K + 1, dtype=np.float32), r"expert_weights must have shape \[3, 2\], found \[3, 3\]"),
+    ("expert_weights", zeros(TOP_K, dtype=np.float32), r"expert_weights must have shape \[3, 2\], found \[2\]"),
+    ("expert_weights", zeros(TOKENS, TOP_K, dtype=np.float64), r"expert_weights must be float32, found float64"),
+    ("expert_weights", zeros(TOKENS, TOP_K, dtype=BF16), r"expert_weights must be float32, found bfloat16"),
+    ("expert_weights", zeros(TOKENS, TOP_K, dtype=">f4"), r"expert_weights must be float32, found >f4"),
+    ("expert_weights", 1.0, r"expert_weights must be a numpy array or a torch CPU tensor; found float"),
+    ("out", zeros(TOKENS, HIDDEN + 1), r"out must have shape \[3, 64\], found \[3, 65\]"),
+    ("out", zeros(TOKENS, HIDDEN, dtype=np.float32), r"out must be of x's kind, a bfloat16 array; found a float32 array"),
+    ("out", zeros(TOKENS, HIDDEN, dtype=np.uint16), r"out must be of x's kind, a bfloat16 array; found a uint16 array"),
+    ("out", zeros(TOKENS, HIDDEN, dtype=int), rf"out must be {X_KINDS}.*found an array of int64"),
+    ("out", zeros(TOKENS, 2 * HIDDEN)[:, ::2], r"out must be C-contiguous and writeable; found strides \(256, 4\)"),
+    ("out", zeros(HIDDEN, TOKENS).T, r"out must be C-contiguous and writeable; found strides"),
+    ("out", "y", rf"out must be {X_KINDS}.*found str"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "message"), FORWARD, ids=[f"{case[0]}-{i}" for i, case in enumerate(FORWARD)])
+def test_forward_arguments(layer, good, argument, value, message):
+    with pytest.raises(InputError, match=message) as caught:
+        layer.forward(**good | {argument: value})
+    assert isinstance(caught.value, ValueError)
+    layer.forward(**good)  # and nothing is broken
+
+
+def test_out_that_cannot_be_written(layer, good):
+    out = zeros(TOKENS, HIDDEN)
+    out.flags.writeable = False
+    with pytest.raises(InputError, match=r"out must be C-contiguous and writeable"):
+        layer.forward(**good, out=out)
+
+
+def test_out_that_overlaps_x(layer, good):
+    memory = zeros(TOKENS + 1, HIDDEN)
+    good["x"], out = memory[1:], memory[:-1]
+    with pytest.raises(InputError, match="out must be x itself or not overlap it; found a partial overlap"):
+        layer.forward(**good, out=out)
+
+
+@pytest.mark.parametrize(
+    ("mask", "found"),
+    [(np.ones(3, bool), r"bool \[3\]"), (np.ones(4, np.uint8), r"uint8 \[4\]"), (np.ones((4, 1), bool), r"bool \[4, 1\]"),
+     ([True] * 4, "list"), (None, "NoneType")],
+)  # fmt: skip
+def test_expert_mask(layer, good, mask, found):
+    kept = layer.expert_mask
+    layer.expert_mask = mask
+    try:
+        with pytest.raises(InputError, match=rf"expert_mask must be a bool array \[4\], found {found}"):
+            layer.forward(**good)
+    finally:
+        layer.expert_mask = kept
+
+
+# Layouts: accepted and right
+
+
+def awkward_layouts(array):
+    rows, columns = array.shape
+    spread = np.zeros((2 * rows, 3 * columns), array.dtype)
+    spread[::2, ::3] = array
+    yield spread[::2, ::3]
+    yield np.asfortranarray(array)
+    yield array[::-1, ::-1].copy()[::-1, ::-1]
+    wide = np.zeros((rows, columns + 1), array.dtype)
+    wide[:, 1:] = array
+    yield wide[:, 1:]
+    unaligned = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    unaligned[...] = array
+    yield unaligned
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    yield frozen
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
+def test_arrays_of_any_layout_are_read_right(layer, good, dtype):
+    good["x"] = good["x"].astype(dtype)
+    y = layer.forward(**good)
+    for argument, array in good.items():
+        for awkward in awkward_layouts(array):
+            assert same_bits(layer.forward(**good | {argument: awkward}), y)
+    repeated = np.broadcast_to(good["x"][0], (TOKENS, HIDDEN))
+    assert same_bits(layer.forward(**good | {"x": repeated}), layer.forward(**good | {"x": repeated.copy()}))
+
+
+def test_an_unaligned_out_is_written_right_or_refused(layer, good):
+    out = np.zeros(TOKENS * HIDDEN * 2 + 1, np.uint8)[1:].view(BF16).reshape(TOKENS, HIDDEN)
+    with contextlib.suppress(InputError):
+        assert same_bits(layer.forward(**good, out=out), layer.forward(**good))
+
+
+# Making layers
+
+
+def matrix(n=4, k=64, **changed):
+    fields = {
+        "name": "layers.7.w1",
+        "format": MXFP4,
+        "shape": (n, k),
+        "codes": np.zeros((n, k // 2), np.uint8),
+        "scales": np.full((n, -(-k // 32)), 127, np.uint8),
+        "bias": None,
+    }
+    return Matrix(**fields | changed)
+
+
+MATRIX = [
+    ({"codes": np.zeros((4, 32), np.int8)}, r"codes: expected dtype uint8, found int8"),
+    ({"codes": np.zeros((4, 31), np.uint8)}, r"codes: expected shape \[4, 32\], found \[4, 31\]"),
+    ({"codes": np.zeros((32, 4), np.uint8).T}, r"codes: expected a C-contiguous array, found strides \(1, 4\)"),
+    ({"codes": [[0] * 32] * 4}, r"codes: expected a numpy array, found list"),
+    ({"scales": np.zeros((4, 2), np.float32)}, r"scales: expected dtype uint8, found float32"),
+    ({"scales": np.zeros((4, 3), np.uint8)}, r"scales: expected shape \[4, 2\], found \[4, 3\]"),
+    ({"scales": np.zeros((4, 4), np.uint8)[:, ::2]}, r"scales: expected a C-contiguous array, found strides \(4, 2\)"),
+    ({"bias": np.zeros(4)}, r"bias: expected dtype float32, found float64"),
+    ({"bias": np.zeros(5, np.float32)}, r"bias: expected shape \[4\], found \[5\]"),
+    ({"shape": (4, 63)}, r"needs n >= 1 and an even k >= 2, found \(4, 63\)"),
+    ({"shape": (0, 64)}, r"needs n >= 1 and an even k >= 2, found \(0, 64\)"),
+    ({"shape": (4, 0)}, r"needs n >= 1 and an even k >= 2, found \(4, 0\)"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), MATRIX, ids=[str(i) for i in range(len(MATRIX))])
+def test_matrix(changed, message):
+    matrix()
+    with pytest.raises(FormatError, match=r"layers\.7\.w1.*" + message):
+        matrix(**changed)
+
+
+def experts_of(read, formats=MXFP4, sizes=(2, 64, 64)):
+    return ExpertWeights(*sizes, read, formats, name="layers.7")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((0, 64, 64), "num_experts must be at least 1, found 0"), ((1, 0, 64), "hidden must be at least 1, found 0"),
+     ((1, 64, -2), "intermediate must be at least 1, found -2")],
+)  # fmt: skip
+def test_sizes_of_experts(sizes, message):
+    with pytest.raises(InputError, match="layers.7: " + message):
+        experts_of(None, sizes=sizes)
+
+
+def test_what_read_gives_is_checked():
+    wrong_shape = experts_of(lambda *_: matrix(64, 32))
+    with pytest.raises(FormatError, match=r"layers\.7\.w1: gate must be \[64, 64\], found \[64, 32\]"):
+        MoELayer(wrong_shape, "fp32_lut")
+    other = ktmoe.WeightFormat("q4", tuple(np.roll(MXFP4.codebook, 1).tolist()), ktmoe.Scale("ue8m0", (1, 64)))
+    wrong_format = experts_of(lambda *_: matrix(64, 64, format=other, scales=np.zeros((64, 1), np.uint8)))
+    with pytest.raises(FormatError, match=r"layers\.7\.w1: gate must be .* per 1x32, found .* per 1x64"):
+        MoELayer(wrong_format, "fp32_lut")
+    with pytest.raises(InputError, match=r"layers\.7: projection must be .*gate.*up.*down.*, found 'w1'"):
+        wrong_shape.matrix(0, "w1")
+    for expert in (-1, 2):
+        with pytest.raises(InputError, match=rf"layers\.7: expert must be in \[0, 2\), found {expert}"):
+            wrong_shape.matrix(expert, "gate")
+
+
+ARRAYS = {
+    "gate": (np.zeros((2, 64, 32), np.uint8), np.zeros((2, 64, 2), np.uint8)),
+    "up": (np.zeros((2, 64, 32), np.uint8), np.zeros((2, 64, 2), np.uint8)),
+    "down": (np.zeros((2, 64, 32), np.uint8), np.zeros((2, 64, 2), np.uint8)),
+}
+FROM_ARRAYS = [
+    ({"up": (np.zeros((2, 64, 32)), ARRAYS["up"][1])}, r"experts\.0\.up codes: expected dtype uint8, found float64"),
+    ({"up": (np.zeros((64, 32), np.uint8), ARRAYS["up"][1])}, r"up codes must be an array \[experts.*found 2 dimensions"),
+    ({"down": ([1], ARRAYS["down"][1])}, r"down codes must be an array \[experts.*found list"),
+    ({"down": (np.zeros((3, 64, 32), np.uint8), ARRAYS["down"][1])}, r"down codes must hold 2 experts, found 3"),
+    ({"gate": (ARRAYS["gate"][0], np.zeros((1, 64, 2), np.uint8))}, r"gate scales must hold 2 experts, found 1"),
+    ({"down": (np.zeros((2, 64, 16), np.uint8), ARRAYS["down"][1])}, r"down codes: expected shape \[64, 32\], found \[64, 16\]"),
+    ({"biases": {"up": np.zeros((3, 64), np.float32)}}, r"up bias must hold 2 experts, found 3"),
+    ({"biases": {"up": np.zeros((2, 63), np.float32)}}, r"experts\.0\.up bias: expected shape \[64\], found \[63\]"),
+    ({"biases": {"up": [0.0] * 64}}, r"up bias.*found list"),
+    ({"biases": {"w1": np.zeros((2, 64), np.float32)}}, r"biases.*gate.*up.*down.*found.*w1"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), FROM_ARRAYS, ids=[str(i) for i in range(len(FROM_ARRAYS))])
+def test_from_arrays(changed, message):
+    with pytest.raises(FormatError, match=message):
+        MoELayer(ExpertWeights.from_arrays(**ARRAYS | changed), "fp32_lut")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_bias_must_be_finite(backend, value):
+    experts = random_experts(np.random.default_rng(3), 2, 64, 64, biases=True)
+    experts._read(1, "down").bias[5] = value
+    with pytest.raises(FormatError, match=rf"experts\.1\.down: bias must be finite, found {value}"):
+        MoELayer(experts, backend)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"experts": {}}, InputError, r"experts must be ExpertWeights, found dict; see MoELayer\.from_checkpoint"),
+        ({"router_weight": "up"}, InputError, r"router_weight must be one of .*down_output.*, found 'up'"),
+        ({"activations": "int3"}, UnavailableError, r"'fp32_lut' has no activation mode 'int3'; it has auto, bf16"),
+        ({"backend": "cuda"}, UnknownNameError, r"unknown backend 'cuda'; known are avx512_bf16, fp32_lut"),
+    ],
+)
+def test_making_a_layer(arguments, error, message):
+    experts = random_experts(np.random.default_rng(4), 1, 64, 64)
+    with pytest.raises(error, match=message):
+        MoELayer(**{"experts": experts, "backend": "fp32_lut"} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("alpha", 0), ("alpha", -1), ("alpha", np.nan), ("alpha", np.inf), ("limit", 0), ("limit", -1), ("limit", np.nan),
+     ("up_offset", np.nan), ("up_offset", np.inf)],
+)  # fmt: skip
+def test_gated_activation(field, value):
+    with pytest.raises(InputError, match=rf"activation {field} must be .*found {value}"):
+        GatedActivation(**{field: value})
+
+
+def test_a_closed_layer():
+    experts = random_experts(np.random.default_rng(5), 1, 64, 64)
+    with MoELayer(experts, "fp32_lut") as layer:
+        packed = layer._packed
+    layer.close()  # a second time
+    for call in (layer.forward, lambda *a: layer.submit(*a).result()):
+        with pytest.raises(ClosedError, match="experts: forward after close") as caught:
+            call(*random_batch(np.random.default_rng(6), experts, 1, 1))
+        assert isinstance(caught.value, RuntimeError)
+    for call in (packed.kernels, lambda: packed.unpack(0, "gate"), lambda: packed.pack(0, "gate", experts.matrix(0, "gate"))):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_every_error_is_a_ktmoe_error():
+    for name in dir(ktmoe.errors):
+        error = getattr(ktmoe.errors, name)
+        if isinstance(error, type) and issubclass(error, Exception) and error is not KtmoeError:
+            assert issubclass(error, KtmoeError)
+            assert any(base.__module__ == "builtins" and issubclass(base, Exception) for base in error.__mro__[2:-3])

@@ -1,0 +1,134 @@
+"""A token's output has the same bits whatever else is in the batch, wherever it stands, and however the work is split."""
+
+import itertools
+
+import numpy as np
+import pytest
+from helpers import BF16, DEEPSEEK, MANY_THREADS, assert_right, random_batch, random_experts, same_bits
+
+from ktmoe import MoELayer, set_num_threads
+from ktmoe._native import core
+from ktmoe.layer import ROUTER_WEIGHTS
+
+POOL, TOP_K = 24, 3  # different tokens that batches are drawn from
+SETTINGS = {
+    "scratch_bytes": (256 << 20, 1 << 19, 1),  # all at once, in a few chunks, a token a chunk
+    "reduce_slots": (0, 20, 10**9),
+    "uneven": (0, 1, 0xDEADBEEF),
+    "only_many": (False, True),
+}
+
+
+def random_settings(rng):
+    return {name: values[rng.integers(len(values))] for name, values in SETTINGS.items()}
+
+
+class Case:
+    """A layer, tokens, and each token's output when it is alone, on one thread, under the default settings."""
+
+    def __init__(self, backend, fold, router_weight="down_output", dtype=BF16):
+        rng = np.random.default_rng(1)
+        self.experts = random_experts(rng, 5, 100, 80, fold=fold, activation=DEEPSEEK, biases=True)
+        self.x, self.ids, self.weights = random_batch(rng, self.experts, POOL, TOP_K, dtype)
+        self.ids[:8] = [0, 1, 2]  # one crowd, so that few() and many() both serve the same tokens
+        self.ids[8] = [4, 4, 4]
+        self.ids[9] = [-1, 5, 3]
+        self.ids[10] = -1
+        self.layer = MoELayer(self.experts, backend, router_weight=router_weight)
+        assert set(self.layer._packed.kernels().values()) == {fold}
+        set_num_threads(1)
+        self.alone = np.concatenate([self.forward([token]) for token in range(POOL)])
+        assert_right(self.layer, self.experts, self.x, self.ids, self.weights, self.alone)
+
+    def forward(self, tokens):
+        return self.layer.forward(self.x[tokens], self.ids[tokens], self.weights[tokens])
+
+    def check(self, tokens):
+        assert same_bits(self.forward(tokens), self.alone[tokens])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["folded", "unfolded"])
+def case(request, backend):
+    case = Case(backend, request.param)
+    yield case
+    case.layer.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_batches(case, seed):
+    rng = np.random.default_rng(seed)
+    set_num_threads(int(rng.integers(1, MANY_THREADS, endpoint=True)))
+    core.tune(**random_settings(rng))
+    for _ in range(3):
+        case.check(rng.integers(0, POOL, rng.integers(1, 60)))
+
+
+@pytest.mark.parametrize("threads", range(1, MANY_THREADS + 1))
+def test_every_thread_count(case, threads):
+    set_num_threads(threads)
+    for reduce_slots, uneven in itertools.product((0, 10**9), (0, 7)):
+        core.tune(reduce_slots=reduce_slots, uneven=uneven)
+        case.check(np.arange(POOL))
+        case.check([3])
+
+
+def test_every_setting_matters_to_no_bit(case):
+    set_num_threads(2)
+    for values in itertools.product(*SETTINGS.values()):
+        core.tune(**dict(zip(SETTINGS, values, strict=True)))
+        case.check(np.arange(POOL)[::-2])
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 12, 13, 25, core.M_BLOCK + 8])
+def test_duplicates_of_one_token(case, count):
+    """All of them have the same row in every kernel of every height."""
+    for only_many in (False, True):
+        core.tune(only_many=only_many)
+        case.check(np.zeros(count, int))
+
+
+def test_every_position(case):
+    others = np.arange(POOL)
+    for position in range(0, POOL, 5):
+        case.check(np.roll(others, position))
+        case.check(np.delete(others, position))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
+@pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
+def test_router_weights_and_kinds(backend, router_weight, dtype):
+    case = Case(backend, True, router_weight, dtype)
+    rng = np.random.default_rng(2)
+    with case.layer:
+        for _ in range(6):
+            set_num_threads(int(rng.integers(1, MANY_THREADS, endpoint=True)))
+            core.tune(**random_settings(rng))
+            case.check(rng.integers(0, POOL, rng.integers(1, 40)))
+
+
+def test_skipped_slots_change_nothing(case):
+    """A token's own list may hold any number of skipped ids, anywhere."""
+    rng = np.random.default_rng(3)
+    ids, weights = np.full((POOL, 2 * TOP_K), -1), rng.standard_normal((POOL, 2 * TOP_K)).astype(np.float32)
+    for token in range(POOL):
+        at = np.sort(rng.choice(2 * TOP_K, TOP_K, replace=False))
+        ids[token, at], weights[token, at] = case.ids[token], case.weights[token]
+    assert same_bits(case.layer.forward(case.x, ids, weights), case.alone)
+
+
+def test_the_last_chunk_may_be_short(case):
+    """Chunks hold a power-of-two share of the batch; 2 << 17 bytes and odd counts make the last one shorter."""
+    set_num_threads(1)
+    for count in (3, 11, 23, 59):
+        core.tune(scratch_bytes=1 << 18)
+        case.check(np.arange(count) % POOL)
+
+
+def test_two_layers_share_the_scratch(case, backend):
+    other = random_experts(np.random.default_rng(4), 2, 256, 192)
+    with MoELayer(other, backend) as layer:
+        x, ids, weights = random_batch(np.random.default_rng(5), other, 3, 2)
+        y = layer.forward(x, ids, weights)
+        for _ in range(3):
+            case.check(np.arange(POOL))
+            assert same_bits(layer.forward(x, ids, weights), y)

@@ -1,0 +1,411 @@
+"""Checkpoint: folders, indexes, raw reads, and what happens when files are hostile, missing, cut off or closed."""
+
+import gc
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError
+from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
+
+
+def write_file(path, tensors):
+    """tensors: name -> (dtype, shape, bytes)."""
+    header, start = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + len(data)]}
+        start += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
+    return path
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+
+
+def descriptors():
+    gc.collect()  # earlier tests' garbage
+    return set(os.listdir("/proc/self/fd"))
+
+
+CODES = bytes(range(1, 33))
+SCALES = b"\x7e\x7f\x80\xff"
+
+
+@pytest.fixture
+def two_shards(tmp_path):
+    write_file(tmp_path / "model-1.safetensors", {"a": ("I8", [2, 16], CODES), "b": ("F4", [2, 32], CODES[::-1])})
+    write_file(tmp_path / "model-2.safetensors", {"c": ("F8_E8M0", [2, 2], SCALES), "empty": ("BF16", [0], b"")})
+    write_index(tmp_path, dict.fromkeys("ab", "model-1.safetensors") | dict.fromkeys(("c", "empty"), "model-2.safetensors"))
+    (tmp_path / "config.json").write_text('{"model_type": "x", "nested": {"y": 1}}')
+    return tmp_path
+
+
+@pytest.fixture(params=["index", "no index"])
+def folder(request, two_shards):
+    if request.param == "no index":
+        (two_shards / INDEX_NAME).unlink()
+    return two_shards
+
+
+def test_reads_raw_bytes(folder):
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.path == folder
+        assert checkpoint.config == {"model_type": "x", "nested": {"y": 1}}
+        assert set(checkpoint.names()) == {"a", "b", "c", "empty"}
+        assert len(checkpoint) == 4
+        assert "a" in checkpoint
+        assert "d" not in checkpoint
+        info = checkpoint.info("c")
+        assert (info.name, info.dtype, info.shape, info.nbytes) == ("c", "F8_E8M0", (2, 2), 4)
+        assert info.file == folder / "model-2.safetensors"
+        assert info.file.read_bytes()[info.offset :] == SCALES
+        assert checkpoint.info("b").shape == (2, 32)  # F4 counts elements
+        for name, data in (("a", CODES), ("b", CODES[::-1]), ("c", SCALES), ("empty", b"")):
+            for release in (False, True):
+                array = checkpoint.read(name, release=release)
+                assert array.dtype == np.uint8
+                assert array.shape == (len(data),)
+                assert array.tobytes() == data
+            checkpoint.release(name)
+
+
+def test_one_file(two_shards):
+    checkpoint = Checkpoint(str(two_shards / "model-2.safetensors"))
+    assert set(checkpoint.names()) == {"c", "empty"}
+    assert checkpoint.config["model_type"] == "x"
+    assert checkpoint.read("c").tobytes() == SCALES
+
+
+def test_no_config(two_shards):
+    (two_shards / "config.json").unlink()
+    assert Checkpoint(two_shards).config == {}
+
+
+def test_hugging_face_cache_is_symlinks(two_shards, tmp_path_factory):
+    blobs, snapshot = tmp_path_factory.mktemp("blobs"), tmp_path_factory.mktemp("snapshots")
+    for number, file in enumerate(sorted(two_shards.iterdir())):
+        (blobs / f"{number:064x}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(os.path.relpath(blobs / f"{number:064x}", snapshot))
+    with Checkpoint(snapshot) as checkpoint:
+        assert checkpoint.read("a").tobytes() == CODES
+        assert checkpoint.config["model_type"] == "x"
+
+
+def test_hidden_files_are_not_the_models(two_shards):
+    (two_shards / INDEX_NAME).unlink()
+    (two_shards / "._model-1.safetensors").write_bytes(b"\0\5\x16\7")
+    assert len(Checkpoint(two_shards)) == 4
+
+
+def test_out(folder):
+    checkpoint = Checkpoint(folder)
+    out = np.zeros((4, 8), np.uint8)
+    assert checkpoint.read("a", out) is out
+    assert out.tobytes() == CODES
+    read_only = np.zeros(32, np.uint8)
+    read_only.flags.writeable = False
+    for bad, words in (
+        (np.zeros(31, np.uint8), ["a: out", "32 bytes", "uint8 [31]"]),
+        (np.zeros(32, np.int8), ["a: out", "uint8 array of 32 bytes", "int8 [32]"]),
+        (bytearray(32), ["a: out", "uint8 array of 32 bytes", "bytearray"]),
+        (np.zeros(64, np.uint8)[::2], ["a: out", "C-contiguous", "strides (2,)"]),
+        (read_only, ["a: out", "writable", "writable False"]),
+    ):
+        with pytest.raises(InputError) as caught:
+            checkpoint.read("a", bad)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_missing_tensor(folder):
+    checkpoint = Checkpoint(folder)
+    for call in (checkpoint.info, checkpoint.read, checkpoint.release):
+        with pytest.raises(MissingTensorError) as caught:
+            call("nobody")
+        assert all(word in str(caught.value) for word in (str(folder), "'nobody'", "expected", "found 4 others"))
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"a": 1, "a": 2}', b"\xff", b""])
+@pytest.mark.parametrize("name", ["config.json", INDEX_NAME])
+def test_malformed_json(two_shards, name, text):
+    (two_shards / name).write_bytes(text)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(two_shards)
+    assert all(word in str(caught.value) for word in (str(two_shards / name), "expected", "found"))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({}, ["weight_map", "expected an object", "None"]),
+        ({"weight_map": ["a"]}, ["weight_map", "expected an object", "['a']"]),
+        ({"weight_map": {"a": 1}}, ["tensor 'a'", "expected a file name", "found 1"]),
+        ({"weight_map": {"a": None}}, ["tensor 'a'", "expected a file name", "None"]),
+        ({"weight_map": {"a": ["model-1.safetensors"]}}, ["tensor 'a'", "expected a file name", "['model-1"]),
+        *(
+            ({"weight_map": {"b": "model-1.safetensors", "a": file}}, ["tensor 'a'", "bare file name", repr(file)])
+            for file in ("../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x", "", ".", "..")
+        ),
+    ],
+)
+def test_hostile_index(two_shards, index, words):
+    (two_shards / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(two_shards)
+    assert all(word in str(caught.value) for word in [INDEX_NAME, *words]), str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["gone.safetensors", "nul\0", "\ud800", "x" * 5000])
+def test_index_names_a_file_that_is_not_there(two_shards, file):
+    write_index(two_shards, {"a": "model-1.safetensors", "d": file})
+    checkpoint = Checkpoint(two_shards)
+    assert checkpoint.read("a").tobytes() == CODES  # a partial download serves what it has
+    with pytest.raises(MissingTensorError, match=rf"expected by {INDEX_NAME} for tensor 'd', found no such file"):
+        checkpoint.info("d")
+
+
+def test_dangling_symlink(two_shards):
+    (two_shards / "model-2.safetensors").unlink()
+    (two_shards / "model-2.safetensors").symlink_to("nowhere")
+    with pytest.raises(MissingTensorError, match=r"model-2.safetensors: expected .* tensor 'c', found no such file"):
+        Checkpoint(two_shards).read("c")
+
+
+def test_index_and_header_disagree(two_shards):
+    write_index(two_shards, {"a": "model-2.safetensors", "c": "model-2.safetensors", "b": "model-1.safetensors"})
+    checkpoint = Checkpoint(two_shards)
+    with pytest.raises(CheckpointError, match=r"model-2.safetensors: tensor 'a': expected here .* found no such tensor"):
+        checkpoint.info("a")
+    assert checkpoint.read("c").tobytes() == SCALES
+    with pytest.raises(
+        CheckpointError, match=r"model-1.safetensors: tensor 'a': expected in model-2.safetensors .* found here"
+    ):
+        checkpoint.info("b")
+    with pytest.raises(MissingTensorError, match=r"'empty': expected in this checkpoint, found 3 others"):
+        checkpoint.info("empty")
+
+
+def test_one_name_in_two_files(two_shards):
+    (two_shards / INDEX_NAME).unlink()
+    write_file(two_shards / "model-3.safetensors", {"a": ("U8", [1], b"x")})
+    before = descriptors()
+    with pytest.raises(CheckpointError, match=r"tensor 'a': expected in one file, found in model-1.\w+, model-3.safetensors"):
+        Checkpoint(two_shards)
+    assert descriptors() == before
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"absent: expected a folder or a .safetensors file, found nothing"):
+        Checkpoint(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=rf"expected {INDEX_NAME} or \*.safetensors files .* found none"):
+        Checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model.safetensors: expected a regular file, found d"):
+        Checkpoint(tmp_path)
+
+
+def test_a_fifo_does_not_hang(two_shards):
+    (two_shards / "model-2.safetensors").unlink()
+    os.mkfifo(two_shards / "model-2.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-2.safetensors: expected a regular file, found p"):
+        Checkpoint(two_shards).read("c")
+
+
+def test_unreadable_file(two_shards, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)  # root may open anything
+    with pytest.raises(CheckpointError, match=rf"{INDEX_NAME}: expected a readable file, found .*Permission denied"):
+        Checkpoint(two_shards)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 31])
+def test_file_shrinks_while_open(folder, kept):
+    checkpoint = Checkpoint(folder)
+    info = checkpoint.info("a")
+    os.truncate(info.file, info.offset + kept)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.read("a")
+    words = (str(info.file), "truncated", "tensor 'a'", "expected 32 bytes", f"at {info.offset}", f"found {kept}")
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert checkpoint.read("c").tobytes() == SCALES
+
+
+def test_truncated_before_it_is_opened(two_shards):
+    file = two_shards / "model-1.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    checkpoint = Checkpoint(two_shards)
+    with pytest.raises(CheckpointError, match=rf"truncated: expected {size} bytes by its header, found {size - 1}"):
+        checkpoint.read("a")
+
+
+def test_short_reads_are_continued(folder, monkeypatch):
+    checkpoint = Checkpoint(folder)
+    checkpoint.info("a")
+    preadv = os.preadv
+    counts = []
+
+    def dribble(fd, buffers, offset):
+        counts.append(preadv(fd, [buffers[0][:5]], offset))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", dribble)
+    assert checkpoint.read("a").tobytes() == CODES
+    assert counts == [5, 5, 5, 5, 5, 5, 2]
+
+
+def test_read_error_names_the_tensor(folder, monkeypatch):
+    checkpoint = Checkpoint(folder)
+    checkpoint.info("a")
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(
+        CheckpointError, match=r"model-1.safetensors: tensor 'a': expected 32 bytes .* found .*Input/output error"
+    ):
+        checkpoint.read("a")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
+def test_release_is_asked_for_after_the_read(folder, monkeypatch):
+    checkpoint = Checkpoint(folder)
+    info = checkpoint.info("a")
+    calls = []
+    preadv, advise = os.preadv, os.posix_fadvise
+    monkeypatch.setattr(os, "preadv", lambda *args: calls.append("read") or preadv(*args))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: calls.append(args[1:]) or advise(*args))
+    checkpoint.read("a")
+    assert calls == ["read"]
+    checkpoint.read("a", release=True)
+    checkpoint.release("a")
+    assert [call == "read" for call in calls] == [True, True, False, False]
+    for start, length, advice in calls[2:]:
+        assert start <= info.offset
+        assert start + length >= info.offset + info.nbytes
+        assert advice == os.POSIX_FADV_DONTNEED
+
+    def refuse(*_):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert checkpoint.read("a", release=True).tobytes() == CODES
+
+
+def test_close(folder):
+    before = descriptors()
+    checkpoint = Checkpoint(folder)
+    checkpoint.read("a")
+    checkpoint.read("c")
+    assert len(descriptors()) == len(before) + 2
+    checkpoint.close()
+    checkpoint.close()
+    assert descriptors() == before
+    for call in (checkpoint.info, checkpoint.read, checkpoint.release):
+        with pytest.raises(ClosedError, match=r"tensor 'a' was asked for after close\(\)"):
+            call("a")
+
+
+def test_garbage_collection_closes_without_a_warning(folder):
+    before = descriptors()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint = Checkpoint(folder)
+        checkpoint.read("a")
+        assert descriptors() != before
+        del checkpoint
+    assert descriptors() == before
+
+
+def test_no_descriptor_leaks_on_errors(folder):
+    write_file(folder / "model-1.safetensors", {"a": ("I8", [3, 16], CODES)})
+    before = descriptors()
+
+    def read():
+        with Checkpoint(folder) as checkpoint:
+            assert checkpoint.read("c").tobytes() == SCALES
+            checkpoint.read("a")
+
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match="48 bytes for I8"):
+            read()
+    (folder / "model-1.safetensors").unlink()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json"):
+        Checkpoint(folder)
+    assert descriptors() == before
+
+
+def test_close_waits_for_a_read_in_progress(folder, monkeypatch):
+    """A descriptor must not be closed, and its number reused, under a read in another thread."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.info("a")
+    before = descriptors()
+    preadv = os.preadv
+
+    def close_first(fd, *args):
+        thread = threading.Thread(target=checkpoint.close)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        os.fstat(fd)
+        return preadv(fd, *args)
+
+    monkeypatch.setattr(os, "preadv", close_first)
+    assert checkpoint.read("a").tobytes() == CODES
+    assert len(descriptors()) < len(before)
+
+
+def test_threads(tmp_path):
+    random_bytes = np.random.default_rng(0).bytes(1 << 16)
+    tensors = {f"t{i}": random_bytes[i : i + 1000 * (i + 1)] for i in range(24)}
+    for shard in range(6):
+        chosen = {name: ("U8", [len(data)], data) for name, data in list(tensors.items())[shard::6]}
+        write_file(tmp_path / f"{shard}.safetensors", chosen)
+    write_index(tmp_path, {name: f"{i % 6}.safetensors" for i, name in enumerate(tensors)})
+    before = descriptors()
+    with Checkpoint(tmp_path) as checkpoint, ThreadPoolExecutor(8) as pool:
+        names = random.Random(0).choices(list(tensors), k=2000)
+        for name, data in zip(names, pool.map(checkpoint.read, names), strict=True):
+            assert data.tobytes() == tensors[name]
+        assert len(descriptors()) <= len(before) + 6
+    assert descriptors() == before
+
+
+def test_works_in_a_forked_child(folder):
+    script = f"""if True:
+        import os
+        from ktmoe.loaders.checkpoint import Checkpoint
+        checkpoint = Checkpoint({str(folder)!r})
+        first = checkpoint.read("a").tobytes()
+        child = os.fork()
+        same = checkpoint.read("a").tobytes() == first and checkpoint.read("c").tobytes() == {SCALES!r}
+        if not child:
+            os._exit(0 if same else 1)
+        assert same and os.waitpid(child, 0)[1] == 0
+        """
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
+
+
+def test_many_tensors(tmp_path):
+    """As many as DeepSeek-V4-Flash has, in one file and by one index."""
+    names = [f"layers.{layer}.ffn.experts.{expert}.w1.weight" for layer in range(43) for expert in range(1536)]
+    write_file(tmp_path / "model.safetensors", {name: ("U8", [1], b"x") for name in names})
+    write_index(tmp_path, dict.fromkeys(names, "model.safetensors"))
+    with Checkpoint(tmp_path) as checkpoint:
+        assert len(checkpoint) == 66048
+        infos = [checkpoint.info(name) for name in names]
+        assert [info.offset for info in infos] == list(range(infos[0].offset, infos[0].offset + 66048))

@@ -1,0 +1,202 @@
+"""MoELayer.forward against the float64 reference, on every backend: shapes, tokens per expert, kinds of x, activations."""
+
+import emulator
+import numpy as np
+import pytest
+import ways
+from helpers import BF16, DEEPSEEK, GPT_OSS, SCALES, assert_right, bits, random_batch, random_experts, same_bits
+
+from ktmoe import SILU, MoELayer
+from ktmoe._native import core
+from ktmoe.layer import ROUTER_WEIGHTS
+
+# hidden, intermediate: tails of panels (64), groups (32) and codes; hidden 100 and 34 make the driver copy x to pad it.
+SHAPES = [(32, 64), (64, 100), (100, 64), (34, 2), (2, 34), (2880, 64), (64, 1440), (7200, 32), (96, 288)]
+# On both sides of where the kernels change: rows of a register tile, few() and many(), rows of one kernel call.
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25]
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(backend, shape, fold):
+    rng = np.random.default_rng(shape)
+    experts = random_experts(rng, 3, *shape, fold=fold)
+    with MoELayer(experts, backend) as layer:
+        assert set(layer._packed.kernels().values()) == {fold}
+        for tokens, dtype in ((1, BF16), (3, BF16), (9, np.float32)):
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_tokens_per_expert(backend, tokens, fold):
+    rng = np.random.default_rng(tokens)
+    experts = random_experts(rng, 2, 288, 96, fold=fold)
+    with MoELayer(experts, backend) as layer:
+        x, _, weights = random_batch(rng, experts, tokens, 2)
+        assert_right(layer, experts, x, np.tile([1, 0], (tokens, 1)), weights)
+
+
+@pytest.mark.parametrize("tokens", [core.M_BLOCK, core.M_BLOCK + 1, 2 * core.M_BLOCK + 1])
+def test_more_tokens_per_expert_than_a_kernel_call_takes(backend, tokens):
+    rng = np.random.default_rng(tokens)
+    experts = random_experts(rng, 1, 64, 32)
+    with MoELayer(experts, backend) as layer:
+        x, ids, weights = random_batch(rng, experts, tokens, 1)
+        y = assert_right(layer, experts, x, ids, weights)
+        core.tune(reduce_slots=10**6)
+        assert same_bits(layer.forward(x, ids, weights), y)
+
+
+@pytest.mark.parametrize("activation", [SILU, DEEPSEEK, GPT_OSS], ids=["silu", "deepseek", "gpt-oss"])
+@pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biased"])
+def test_activations_router_weights_and_biases(backend, activation, router_weight, biases):
+    rng = np.random.default_rng(5)
+    experts = random_experts(rng, 3, 100, 72, biases=biases, activation=activation, scales=(124, 128))  # large: clamps matter
+    with MoELayer(experts, backend, router_weight=router_weight) as layer:
+        for tokens, dtype in ((1, BF16), (30, BF16), (30, np.float32)):
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
+
+
+def test_the_clamp_is_reached(backend):
+    """What the test before relies on."""
+    outputs = []
+    for activation in (SILU, DEEPSEEK):
+        experts = random_experts(np.random.default_rng(5), 3, 100, 72, activation=activation, scales=(124, 128))
+        with MoELayer(experts, backend) as layer:
+            outputs.append(layer.forward(*random_batch(np.random.default_rng(6), experts, 4, 2)))
+    assert not same_bits(*outputs)
+
+
+def test_gate_and_up_may_be_folded_apart(backend):
+    """One kernel call takes both only where one kernel serves both."""
+    rng = np.random.default_rng(7)
+    experts = random_experts(rng, 3, 64, 96)
+    read = experts._read
+
+    def mixed(expert, projection):
+        matrix = read(expert, projection)
+        if (expert, projection) in ((0, "gate"), (1, "up"), (2, "down")):
+            matrix.scales[0, 0] = 1
+        return matrix
+
+    experts._read = mixed
+    with MoELayer(experts, backend) as layer:
+        unfolded = {key for key, folded in layer._packed.kernels().items() if not folded}
+        assert unfolded == {(0, "gate"), (1, "up"), (2, "down")}
+        for tokens in (1, 8, 40):
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 3))
+
+
+# Scale bytes outside 2..252, where the folded weight would leave bfloat16's normal range. x brings the sums back to about 1.
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_least_scale_bytes(backend, tokens):
+    rng = np.random.default_rng(8)
+    experts = random_experts(rng, 2, 96, 64, scales=(0, 2), down_scales=SCALES)
+    x, ids, weights = random_batch(rng, experts, tokens, 2, np.float32)
+    with MoELayer(experts, backend) as layer:
+        y = assert_right(layer, experts, x * np.float32(2.0**119), ids, weights)
+        assert layer._packed.kernels() == {(e, p): p == "down" for e in range(2) for p in ("gate", "up", "down")}
+    assert np.abs(y).min() > 2.0**-100  # not lost to the scale's being a denormal
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_greatest_scale_bytes(backend, tokens):
+    rng = np.random.default_rng(9)
+    experts = random_experts(rng, 2, 64, 96, scales=(112, 115), down_scales=(252, 254))
+    x, ids, weights = random_batch(rng, experts, tokens, 2, np.float32)
+    with MoELayer(experts, backend) as layer:
+        assert_right(layer, experts, x, ids, weights * np.float32(2.0**-100))
+        assert layer._packed.kernels() == {(e, p): p != "down" for e in range(2) for p in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(("byte", "folds"), [(0, False), (1, False), (2, True), (252, True), (253, False), (254, False)])
+def test_which_scale_bytes_fold(backend, byte, folds):
+    experts = random_experts(np.random.default_rng(0), 1, 64, 64)
+    for projection, at in (("gate", (0, 0)), ("up", (63, 1)), ("down", (17, 0))):
+        experts._read(0, projection).scales[at] = byte
+    with MoELayer(experts, backend) as layer:
+        assert set(layer._packed.kernels().values()) == {folds}
+
+
+# Kinds of x
+
+
+def test_kinds_of_x_agree(backend):
+    rng = np.random.default_rng(10)
+    for hidden in (64, 100):
+        experts = random_experts(rng, 2, hidden, 64)
+        x, ids, weights = random_batch(rng, experts, 5, 2)
+        with MoELayer(experts, backend) as layer:
+            y = layer.forward(x, ids, weights)
+            as_bits = layer.forward(x.view(np.uint16), ids, weights)
+            as_float = layer.forward(x.astype(np.float32), ids, weights)
+        assert (y.dtype, as_bits.dtype, as_float.dtype) == (BF16, np.uint16, np.float32)
+        assert np.array_equal(bits(y), as_bits)
+        assert same_bits(as_float.astype(BF16), y)  # both round the same sums, once
+
+
+def test_float32_is_rounded_to_nearest_even(backend):
+    rng = np.random.default_rng(11)
+    experts = random_experts(rng, 1, 64, 64)
+    halfway = (np.arange(0x3F00, 0x3F00 + 6 * 64, dtype=np.uint32) << 16 | 0x8000).view(np.float32).reshape(6, 64)
+    near = [np.nextafter(halfway, np.float32(0)), np.nextafter(halfway, np.float32(np.inf))]
+    x = np.concatenate([halfway, -halfway, *near, rng.standard_normal((6, 64)).astype(np.float32)])
+    ids, weights = np.zeros((len(x), 1), int), np.ones((len(x), 1), np.float32)
+    with MoELayer(experts, backend) as layer:
+        y = layer.forward(x, ids, weights)
+        assert same_bits(y, layer.forward(x.astype(BF16).astype(np.float32), ids, weights))
+        truncated = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        assert not same_bits(y, layer.forward(truncated, ids, weights))
+
+
+@pytest.mark.parametrize("hidden", [64, 100])
+@pytest.mark.parametrize("dtype", [BF16, np.uint16, np.float32], ids=str)
+def test_out(backend, hidden, dtype):
+    rng = np.random.default_rng(12)
+    experts = random_experts(rng, 3, hidden, 64)
+    x, ids, weights = random_batch(rng, experts, 6, 2, np.float32)
+    x = x.astype(BF16).view(np.uint16) if dtype == np.uint16 else x.astype(dtype)
+    ids[2] = -1  # a token that no expert writes
+    with MoELayer(experts, backend) as layer:
+        y = layer.forward(x, ids, weights)
+        out = np.full_like(x, 0x7FC0 if dtype == np.uint16 else np.nan)
+        assert layer.forward(x, ids, weights, out=out) is out
+        assert same_bits(out, y)
+        core.tune(scratch_bytes=1)  # in chunks: a chunk's output must not be another one's input
+        in_place = x.copy()
+        assert layer.forward(in_place, ids, weights, out=in_place) is in_place
+        assert same_bits(in_place, y)
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (3, 0), (0, 0)])
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
+def test_nothing_to_compute(backend, tokens, top_k, dtype):
+    experts = random_experts(np.random.default_rng(0), 2, 64, 64)
+    x = np.ones((tokens, 64), dtype)
+    ids, weights = np.zeros((tokens, top_k), int), np.ones((tokens, top_k), np.float32)
+    with MoELayer(experts, backend) as layer:
+        out = np.full((tokens, 64), np.nan, dtype)
+        for y in (layer.forward(x, ids, weights), layer.forward(x, ids, weights, out=out)):
+            assert y.shape == (tokens, 64)
+            assert y.dtype == dtype
+            assert not bits(y).any()
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 13, 200])
+def test_no_multiply_is_done_in_vain(emulator_folder, tokens):
+    """And none is left out, of course. An instruction multiplies one k-pair of 16 columns; only padding is extra."""
+    way = ways.BACKENDS["avx512_bf16"]
+    if way == "native":
+        pytest.skip("this CPU has the instructions")  # so that nobody counts them
+    rng = np.random.default_rng(13)
+    experts = random_experts(rng, 2, 100, 160)
+    with ways.prepared(way, emulator_folder), MoELayer(experts, "avx512_bf16") as layer:
+        x, _, weights = random_batch(rng, experts, tokens, 1)
+        emulator.reset()
+        layer.forward(x, np.zeros((tokens, 1), int), weights)
+        gate_up, down = (2 * 192 // 16) * (128 // 2), (128 // 16) * (160 // 2)
+        assert emulator.counts()["vdpbf16ps"] == tokens * (gate_up + down)

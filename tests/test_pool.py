@@ -1,0 +1,338 @@
+"""The thread pool: callers side by side, thread counts, threadpoolctl, the GIL, fork, close() while running, idling."""
+
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import threadpoolctl
+from helpers import MANY_THREADS, random_batch, random_experts, same_bits
+
+from ktmoe import MoELayer, get_num_threads, set_num_threads, threads
+from ktmoe._native import core
+from ktmoe.errors import ClosedError, InputError
+
+TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def batch(backend):
+    """A layer, a batch, and its output."""
+    rng = np.random.default_rng(1)
+    experts = random_experts(rng, 4, 64, 96)
+    with MoELayer(experts, backend) as layer:
+        arguments = random_batch(rng, experts, TOKENS, 2)
+        yield layer, arguments, layer.forward(*arguments)
+
+
+def own_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+# Callers
+
+
+def test_concurrent_callers_get_what_serial_ones_get(batch, backend):
+    """Of two layers, with batches of their own, while another thread changes the number of threads."""
+    layer, arguments, y = batch
+    other_experts = random_experts(np.random.default_rng(2), 2, 100, 32)
+    with MoELayer(other_experts, backend) as other:
+        other_arguments = random_batch(np.random.default_rng(3), other_experts, 5, 1)
+        other_y = other.forward(*other_arguments)
+        stop = threading.Event()
+
+        def change():
+            while not stop.is_set():
+                for n in (1, 2, 3):
+                    set_num_threads(n)
+                    time.sleep(0.001)
+
+        def call(number):
+            if number % 3 == 0:
+                return same_bits(other.forward(*other_arguments), other_y)
+            tokens = slice(number % TOKENS, None)
+            return same_bits(layer.forward(*(a[tokens] for a in arguments)), y[tokens])
+
+        changer = threading.Thread(target=change)
+        changer.start()
+        with ThreadPoolExecutor(6) as pool:
+            results = list(pool.map(call, range(120)))
+        stop.set()
+        changer.join()
+    assert all(results)
+
+
+def test_submit(batch):
+    layer, arguments, y = batch
+    out = np.empty_like(y)
+    jobs = [layer.submit(*arguments) for _ in range(5)] + [layer.submit(*arguments, out=out)]
+    assert all(isinstance(job, Future) for job in jobs)
+    assert all(same_bits(job.result(), y) for job in jobs)
+    assert jobs[-1].result() is out
+
+
+def test_submitted_jobs_run_in_order(batch):
+    """Each reads what the one before it wrote."""
+    layer, (x, ids, weights), _ = batch
+    expected, buffer = x.copy(), x.copy()
+    for _ in range(4):
+        expected = layer.forward(expected, ids, weights)
+    jobs = [layer.submit(buffer, ids, weights, out=buffer) for _ in range(4)]
+    assert jobs[-1].result() is buffer
+    assert same_bits(buffer, expected)
+
+
+def test_a_jobs_exception_comes_with_its_result(batch):
+    layer, (x, ids, weights), y = batch
+    bad, good = layer.submit(x[:, :-1], ids, weights), layer.submit(x, ids, weights)
+    assert isinstance(bad.exception(), InputError)
+    with pytest.raises(InputError, match="x must have shape"):
+        bad.result()
+    assert same_bits(good.result(), y)
+
+
+def test_close_waits_for_running_calls_and_refuses_later_ones(backend):
+    """Calls from several threads while the layer is closed: each is right or refused, and none reads freed memory."""
+    rng = np.random.default_rng(4)
+    experts = random_experts(rng, 2, 64, 64)
+    arguments = random_batch(rng, experts, TOKENS, 2)
+    outcomes = []
+    for _ in range(10):
+        layer = MoELayer(experts, backend)
+        y = layer.forward(*arguments)
+        started = threading.Barrier(4)
+
+        def call(layer=layer, y=y, started=started):
+            started.wait()
+            while True:
+                try:
+                    outcomes.append(same_bits(layer.forward(*arguments), y))
+                except ClosedError:
+                    return
+                except Exception as error:
+                    outcomes.append(error)
+                    return
+
+        callers = [threading.Thread(target=call) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        started.wait()
+        time.sleep(0.002)
+        layer.close()
+        for caller in callers:
+            caller.join()
+    assert set(outcomes) == {True}
+
+
+def test_close_between_a_calls_checks_and_its_work(backend):
+    """The same race, at its narrowest."""
+
+    class ClosedByItsMask(MoELayer):
+        @property
+        def expert_mask(self):
+            self.close()
+            return np.ones(self.num_experts, bool)
+
+        @expert_mask.setter
+        def expert_mask(self, value):
+            pass
+
+    rng = np.random.default_rng(5)
+    experts = random_experts(rng, 2, 64, 64)
+    layer = ClosedByItsMask(experts, backend)
+    with pytest.raises(ClosedError):
+        layer.forward(*random_batch(rng, experts, 2, 2))
+
+
+# Threads
+
+
+def test_the_number_of_threads_is_what_was_set(batch):
+    layer, arguments, y = batch
+    set_num_threads(1)
+    layer.forward(*arguments)
+    alone = own_threads()
+    for n in range(1, MANY_THREADS + 1):
+        set_num_threads(n)
+        assert get_num_threads() == core.pool_threads() == n
+        assert same_bits(layer.forward(*arguments), y)
+        assert own_threads() == alone + n - 1  # the caller is one of them
+
+
+def test_the_default_is_within_the_cpus_we_may_use():
+    assert 1 <= get_num_threads() == threads.default_num_threads() <= len(os.sched_getaffinity(0))
+
+
+def test_threadpoolctl_sees_and_limits_the_pool(batch):
+    layer, arguments, y = batch
+    set_num_threads(3)
+
+    def seen():
+        return [i for i in threadpoolctl.threadpool_info() if i["user_api"] == "ktmoe"]
+
+    (info,) = seen()
+    assert info["num_threads"] == 3
+    assert info["internal_api"] == "ktmoe"
+    for limits in (2, {"ktmoe": 2}):
+        with threadpoolctl.threadpool_limits(limits):
+            assert core.pool_threads() == get_num_threads() == seen()[0]["num_threads"] == 2
+            assert same_bits(layer.forward(*arguments), y)
+        assert core.pool_threads() == get_num_threads() == 3
+
+
+def cpu_seconds():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize("environment", [{}, {"KTMOE_SPIN_US": "0"}, {"KTMOE_SPIN_US": "1000"}], ids=str)
+def test_an_idle_pool_uses_no_cpu(batch, monkeypatch, environment):
+    """A worker that went on spinning would use the whole time that we look; what is left is this test's own."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    layer, arguments, _ = batch
+    set_num_threads(3)
+    layer.forward(*arguments)
+    time.sleep(0.05)  # more than the spin
+    before = cpu_seconds()
+    time.sleep(0.5)
+    assert cpu_seconds() - before < 0.1
+
+
+def test_the_gil_is_free_while_a_call_computes(batch):
+    """Another thread counts; it could not, between the two looks at its counter, if forward kept the GIL."""
+    layer, arguments, _ = batch
+    set_num_threads(1)
+    arguments = [np.tile(a, (20, 1)) for a in arguments]
+    counted, stop, progress = [0], threading.Event(), []
+
+    def count():
+        while not stop.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    counter = threading.Thread(target=count)
+    packed = layer._packed
+
+    class Watched:
+        def forward(self, *args):
+            before = counted[0]
+            packed.forward(*args)
+            progress.append(counted[0] - before)
+
+    interval = sys.getswitchinterval()
+    layer._packed = Watched()
+    sys.setswitchinterval(60)  # nobody must give the GIL up, but who sleeps or computes without it
+    try:
+        counter.start()
+        layer.forward(*arguments)
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        layer._packed = packed
+        counter.join()
+    assert progress[0] > 0
+
+
+# fork
+
+
+def in_child(function):
+    """What function returns in a forked child; the child's exit is checked."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(function()))
+    child.start()
+    sender.close()
+    try:
+        assert receiver.poll(60), "the child hangs"
+        return receiver.recv()
+    finally:
+        child.join(5)
+        child.kill()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_fork(batch):
+    """After use, with workers and a submit thread about; the child computes the same, its own child too, and so do we."""
+    layer, arguments, y = batch
+    set_num_threads(3)
+    layer.forward(*arguments)
+    layer.submit(*arguments).result()
+
+    def compute():
+        results = [layer.forward(*arguments), layer.submit(*arguments).result()]
+        set_num_threads(2)
+        results.append(layer.forward(*arguments))
+        return [same_bits(result, y) for result in results] + [own_threads() > 1]
+
+    assert in_child(compute) == [True] * 4
+    assert in_child(lambda: in_child(compute)) == [True] * 4
+    assert same_bits(layer.forward(*arguments), y)
+    assert same_bits(layer.submit(*arguments).result(), y)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_fork_while_another_thread_computes(batch):
+    """The child must not wait for a lock whose holder it does not have."""
+    layer, arguments, y = batch
+    set_num_threads(2)
+    stop = threading.Event()
+
+    def call():
+        while not stop.is_set():
+            layer.forward(*arguments)
+
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    try:
+        for _ in range(8):
+            assert in_child(lambda: same_bits(layer.forward(*arguments), y))
+    finally:
+        stop.set()
+        for caller in callers:
+            caller.join()
+
+
+# Import
+
+IMPORT = """
+import atexit, concurrent.futures, json, os, signal, sys, threading
+import ml_dtypes, numpy, safetensors.numpy, threadpoolctl
+
+def state():
+    return {
+        "threads": sorted(os.listdir("/proc/self/task")),
+        "python threads": [thread.name for thread in threading.enumerate()],
+        "atexit": atexit._ncallbacks(),
+        "environment": dict(os.environ),
+        "signals": [str(signal.getsignal(s)) for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)],
+        "masks": [line for line in open("/proc/self/status") if line.startswith("Sig") or line.startswith("Cpus_allowed")],
+        "directory": os.getcwd(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "numpy errors": numpy.geterr(),
+        "float formatting": [hook.__name__ for hook in (sys.excepthook, sys.displayhook, threading.excepthook)],
+        "threadpoolctl": len(threadpoolctl.threadpool_info()),
+    }
+
+before = state()
+import ktmoe
+after = state()
+assert "torch" not in sys.modules
+print(json.dumps([before, after]))
+"""
+
+
+def test_importing_changes_nothing():
+    result = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    before, after = json.loads(result.stdout)
+    assert after == before
+    assert len(before["threads"]) >= 1

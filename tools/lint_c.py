@@ -1,0 +1,69 @@
+"""Compiles every C file as the build does, warnings being errors, and runs clang-format over it; the objects are thrown away.
+
+--fix: let clang-format rewrite the files instead.
+"""
+
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE = ROOT / "ktmoe" / "_native"
+ISA = runpy.run_path(str(NATIVE / "isa.py"))
+CC = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+STRICT = ("-Wall", "-Wextra", "-Werror", "-fPIC", "-c", f"-I{NATIVE}", f"-I{sysconfig.get_path('include')}")
+
+
+def flags_of(source: Path) -> tuple[str, ...]:
+    """The flags that a file is built with: its ISA's, by its folder; the driver's are the baseline's."""
+    if source.parent.parent == NATIVE / "kernels":
+        return ISA["compile_flags"](source.parent.name)
+    if source.parent == ROOT / "bench" / "proxy":
+        return ISA["compile_flags"]("avx512_bf16")
+    if source.parent == ROOT / "tests" / "emulator":
+        return ("-std=gnu11",)  # it handles signals, beyond C11
+    return ()
+
+
+def accepts(flags: tuple[str, ...]) -> bool:
+    """Whether this compiler knows the flags; a build without them is allowed, see setup.py."""
+    probe = subprocess.run([*CC, *flags, "-Werror", "-E", "-xc", "-", "-o", os.devnull], input=b"", capture_output=True)
+    return probe.returncode == 0
+
+
+def compiles(source: Path, folder: str) -> bool:
+    """Whether a file compiles without a warning; prints the compiler's words if not."""
+    flags = flags_of(source)
+    name = source.relative_to(ROOT)
+    if not accepts(flags):
+        print(f"{name}: not compiled, since this compiler does not know {' '.join(flags)}")
+        return True
+    target = Path(folder, str(name).replace("/", "_") + ".o")
+    command = [*CC, *ISA["C_FLAGS"], *STRICT, *flags, str(source), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stderr, end="")
+    return done.returncode == 0
+
+
+def main() -> int:
+    folders = (NATIVE, ROOT / "tests" / "emulator", ROOT / "bench" / "proxy")
+    files = sorted(path for folder in folders for path in folder.rglob("*.[ch]"))
+    arguments = ["-i"] if "--fix" in sys.argv else ["--dry-run", "--Werror"]
+    clang_format = Path(sysconfig.get_path("scripts"), "clang-format")
+    good = subprocess.run([clang_format, *arguments, *files]).returncode == 0
+    if "--fix" in sys.argv:
+        return not good
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        sources = [path for path in files if path.suffix == ".c"]
+        good &= all(list(pool.map(lambda source: compiles(source, folder), sources)))
+    return not good
+
+
+if __name__ == "__main__":
+    sys.exit(main())
