@@ -33,18 +33,18 @@ demo: $(STAMPS)/native $(STAMPS)/cli ## write a layer, load, check and measure i
 test: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## the test suite; ARGS="-k pack" goes to pytest
 	@$(PY) -m pytest -q $(ARGS)
 
-bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 5 minutes
+bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, 3 to 5 minutes on 2 cores
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave $(ARGS)
 
 bench-proxy: $(STAMPS)/native ## a structural proxy of avx512_bf16 for CPUs that lack AVX512_BF16; see bench/proxy/run.py
 	@$(PY) bench/proxy/run.py $(ARGS)
 
-lint: $(STAMPS)/native $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
+lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .
 	@$(PY) -m ruff format -q --check .
 	@$(PY) tools/lint_c.py
 
-format: $(STAMPS)/native $(STAMPS)/lint ## rewrite the sources as lint wants them
+format: $(STAMPS)/lint ## rewrite the sources as lint wants them
 	@$(PY) -m ruff check -q --fix .
 	@$(PY) -m ruff format -q .
 	@$(PY) tools/lint_c.py --fix

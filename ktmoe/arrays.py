@@ -52,9 +52,7 @@ def _view_torch(tensor, name: str) -> Activations:
     if tensor.dtype == torch.bfloat16:
         # numpy has no bfloat16 of torch's, so the bits pass as int16.
         bits = tensor.view(torch.int16).numpy().view(np.uint16)
-        return Activations(
-            bits, "torch bfloat16 tensor", lambda a: torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
-        )
+        return Activations(bits, "torch bfloat16 tensor", lambda a: torch.from_numpy(a.view(np.int16)).view(torch.bfloat16))
     if tensor.dtype == torch.float32:
         return Activations(tensor.numpy(), "torch float32 tensor", torch.from_numpy)
     raise InputError(f"{name} must be {_KINDS}; found a torch tensor of {tensor.dtype}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -69,12 +70,15 @@ def run(
                 rows += _rows(loaded, packed, measure.Limits(packed, table), seconds, progress)
             peaks.append(f"{rows[-1].result.peak_limit / 1e9:.3g} GFLOP/s with the instructions of {name}")
     console.print(_table(rows))
+    reads = [row.result.read_limit / 1e9 for row in rows]
     notes = [
         "",
         f"{_describe(loaded)}",
-        f"{threads.cpu_name()}, {threads.get_num_threads()} threads; medians over rounds, each with limits of its own:",
-        f"  read bandwidth, of the packed weights: {', '.join(f'{r.result.read_limit / 1e9:.3g}' for r in rows)} GB/s",
-        f"  multiply peak: {', '.join(peaks)}",
+        f"{threads.cpu_name()}, {threads.get_num_threads()} threads",
+        "1 token is decode, more are prefill; all figures are medians over rounds, each with limits measured in it:",
+        f"  of read: of the bandwidth of reading packed weights, {', '.join(f'{r:.3g}' for r in reads)} GB/s row by row",
+        f"  of peak: of the multiply peak, {', '.join(peaks)}",
+        "error of bound: the worst of sampled outputs against a float64 reference; 100% is the most that rounding explains",
     ]
     for name in backends.ranked():
         if name not in tables:
@@ -90,7 +94,7 @@ def run(
 def wide_console() -> Console:
     """stdout, wide enough for the table where it is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=130)
+    return console if console.is_terminal else Console(width=100)
 
 
 def _write(folder: Path, experts: int, hidden: int, intermediate: int, progress: Progress) -> None:
@@ -142,27 +146,31 @@ def _describe(experts: ExpertWeights) -> str:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("backend")
-    table.add_column("phase")
-    rates = ("tokens", "ms", "tokens/s", "GB/s", "of read\nbandwidth", "GFLOP/s", "of multiply\npeak")
-    for head in (*rates, "worst error\nof its bound"):
-        table.add_column(head, justify="right")
+    """At most 80 columns wide."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("\nbackend", no_wrap=True)
+    heads = ("\ntokens", "\nms", "\ntokens/s", "\nGB/s", "of\nread", "\nGFLOP/s", "of\npeak", "error\nof bound")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         r = row.result
         table.add_row(
             row.backend,
-            row.phase,
             str(r.tokens),
-            f"{r.seconds * 1e3:.2f}",
-            f"{r.tokens / r.seconds:.4g}",
+            _number(r.seconds * 1e3),
+            _number(r.tokens / r.seconds),
             f"{r.bytes_rate / 1e9:.2f}",
             _share(r.read_share),
-            f"{r.flops_rate / 1e9:.1f}",
+            _number(r.flops_rate / 1e9),
             _share(r.peak_share),
-            f"{100 * row.error:.2g}%" if row.error <= 1 else f"[red]{row.error:.3g}x: WRONG[/red]",
+            f"{100 * row.error:.2g}%" if row.error <= 1 else "[red]WRONG[/red]",
         )
     return table
+
+
+def _number(value: float) -> str:
+    """Four digits or more, no exponent."""
+    return f"{value:.{max(0, 3 - math.floor(math.log10(value)))}f}"
 
 
 def _share(share: float) -> str:

@@ -89,7 +89,8 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """From arrays in memory that hold all experts.
 
-        gate, up: (codes uint8 [E, I, H/2], scales uint8 [E, I, ceil(H/32)]); down: (codes [E, H, I/2], scales [E, H, ceil(I/32)]).
+        gate, up: (codes uint8 [E, I, H/2], scales uint8 [E, I, ceil(H/32)]);
+        down: (codes uint8 [E, H, I/2], scales uint8 [E, H, ceil(I/32)]).
         biases: optional float32 arrays by projection, [E, I] for gate and up, [E, H] for down.
         """
         pairs = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
@@ -129,7 +130,10 @@ class ExpertWeights:
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
 
     def matrix(self, expert: int, projection: str) -> Matrix:
-        """Read one matrix. Raises InputError for an expert or projection that does not exist, FormatError if it is not what it should be."""
+        """Read one matrix.
+
+        Raises InputError for an expert or projection that does not exist, FormatError if it is not what it should be.
+        """
         if projection not in PROJECTIONS:
             raise InputError(f"{self.name}: projection must be one of {PROJECTIONS}, found {projection!r}")
         if not 0 <= expert < self.num_experts:

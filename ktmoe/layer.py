@@ -78,7 +78,8 @@ class MoELayer:
     ) -> MoELayer:
         """One layer of a checkpoint folder (or a single .safetensors file). layer: its number, or a name such as "mtp.0".
 
-        loader: a name, or "auto" to go by the tensors. Raises CheckpointError and MissingTensorError besides what MoELayer raises.
+        loader: a name, or "auto" to go by the tensors.
+        Raises CheckpointError and MissingTensorError besides what MoELayer raises.
         """
         with Checkpoint(path) as checkpoint:
             experts = choose_loader(checkpoint, loader).load(checkpoint, layer)

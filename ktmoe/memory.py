@@ -8,7 +8,7 @@ from ktmoe.errors import OutOfMemoryError
 
 
 def available_bytes() -> int | None:
-    """Bytes available without swapping (MemAvailable, and the cgroup's limit less its use); None where the system does not say."""
+    """Bytes available without swapping: MemAvailable, and the cgroup's limit less its use; None where nothing says."""
     candidates = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -29,4 +29,5 @@ def require(nbytes: int, what: str) -> None:
     """Raise OutOfMemoryError if nbytes are not available."""
     available = available_bytes()
     if available is not None and nbytes > available:
-        raise OutOfMemoryError(f"{what} needs {nbytes / 2**30:.2f} GiB of memory, {max(available, 0) / 2**30:.2f} GiB is available")
+        found = max(available, 0)
+        raise OutOfMemoryError(f"{what} needs {nbytes / 2**30:.2f} GiB of memory, {found / 2**30:.2f} GiB is available")

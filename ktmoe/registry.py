@@ -75,8 +75,5 @@ class Registry(Generic[T]):
                     plugin = entry_point.load()
                     self._plugins.setdefault(entry_point.name, plugin)
                 except Exception as error:  # a broken plugin must not take the others down
-                    warnings.warn(
-                        f"{self._kind} {entry_point.name!r} ({entry_point.value}) was left out: {type(error).__name__}: {error}",
-                        RuntimeWarning,
-                        stacklevel=3,
-                    )
+                    plugin = f"{self._kind} {entry_point.name!r} ({entry_point.value})"
+                    warnings.warn(f"{plugin} was left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)

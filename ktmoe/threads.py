@@ -61,7 +61,8 @@ def cgroup_quota() -> float:
                 quota = min(quota, _ratio(level / "cpu.max"))
         elif "cpu" in controllers.split(","):
             for base in (root / "cpu", root / controllers):
-                quota = min(quota, _ratio(base / path.lstrip("/") / "cpu.cfs_quota_us", base / path.lstrip("/") / "cpu.cfs_period_us"))
+                folder = base / path.lstrip("/")
+                quota = min(quota, _ratio(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"))
     return quota
 
 

@@ -221,7 +221,7 @@ FROM_ARRAYS = [
     ({"down": ([1], ARRAYS["down"][1])}, r"down codes must be an array \[experts.*found list"),
     ({"down": (np.zeros((3, 64, 32), np.uint8), ARRAYS["down"][1])}, r"down codes must hold 2 experts, found 3"),
     ({"gate": (ARRAYS["gate"][0], np.zeros((1, 64, 2), np.uint8))}, r"gate scales must hold 2 experts, found 1"),
-    ({"down": (np.zeros((2, 64, 16), np.uint8), ARRAYS["down"][1])}, r"down codes: expected shape \[64, 32\], found \[64, 16\]"),
+    ({"down": (np.zeros((2, 64, 16), np.uint8), ARRAYS["down"][1])}, r"down codes: expected shape \[64, 32\], found.*16\]"),
     ({"biases": {"up": np.zeros((3, 64), np.float32)}}, r"up bias must hold 2 experts, found 3"),
     ({"biases": {"up": np.zeros((2, 63), np.float32)}}, r"experts\.0\.up bias: expected shape \[64\], found \[63\]"),
     ({"biases": {"up": [0.0] * 64}}, r"up bias.*found list"),
@@ -249,7 +249,7 @@ def test_a_bias_must_be_finite(backend, value):
         ({"experts": {}}, InputError, r"experts must be ExpertWeights, found dict; see MoELayer\.from_checkpoint"),
         ({"router_weight": "up"}, InputError, r"router_weight must be one of .*down_output.*, found 'up'"),
         ({"activations": "int3"}, UnavailableError, r"'fp32_lut' has no activation mode 'int3'; it has auto, bf16"),
-        ({"backend": "cuda"}, UnknownNameError, r"unknown backend 'cuda'; known are avx512_bf16, fp32_lut"),
+        ({"backend": "cuda"}, UnknownNameError, r"unknown backend 'cuda'; known are .*avx512_bf16.*fp32_lut"),
     ],
 )
 def test_making_a_layer(arguments, error, message):

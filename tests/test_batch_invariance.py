@@ -47,14 +47,16 @@ class Case:
         assert same_bits(self.forward(tokens), self.alone[tokens])
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["folded", "unfolded"])
+@pytest.fixture(scope="module", params=[(f, d) for f in (True, False) for d in (BF16, np.float32)], ids=str)
 def case(request, backend):
-    case = Case(backend, request.param)
+    """float32 shows every bit of the sums; bfloat16 is what small batches multiply without a copy."""
+    fold, dtype = request.param
+    case = Case(backend, fold, dtype=dtype)
     yield case
     case.layer.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_batches(case, seed):
     rng = np.random.default_rng(seed)
     set_num_threads(int(rng.integers(1, MANY_THREADS, endpoint=True)))
@@ -76,7 +78,7 @@ def test_every_setting_matters_to_no_bit(case):
     set_num_threads(2)
     for values in itertools.product(*SETTINGS.values()):
         core.tune(**dict(zip(SETTINGS, values, strict=True)))
-        case.check(np.arange(POOL)[::-2])
+        case.check(np.arange(POOL)[::-3])
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 12, 13, 25, core.M_BLOCK + 8])

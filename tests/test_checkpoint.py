@@ -187,10 +187,12 @@ def test_index_and_header_disagree(two_shards):
     with pytest.raises(CheckpointError, match=r"model-2.safetensors: tensor 'a': expected here .* found no such tensor"):
         checkpoint.info("a")
     assert checkpoint.read("c").tobytes() == SCALES
-    with pytest.raises(
-        CheckpointError, match=r"model-1.safetensors: tensor 'a': expected in model-2.safetensors .* found here"
-    ):
+    before = descriptors()
+    match = r"model-1.safetensors: tensor 'a': expected in model-2.safetensors .* found here"
+    with pytest.raises(CheckpointError, match=match) as caught:
         checkpoint.info("b")
+    assert descriptors() == before
+    assert caught
     with pytest.raises(MissingTensorError, match=r"'empty': expected in this checkpoint, found 3 others"):
         checkpoint.info("empty")
 
@@ -199,9 +201,11 @@ def test_one_name_in_two_files(two_shards):
     (two_shards / INDEX_NAME).unlink()
     write_file(two_shards / "model-3.safetensors", {"a": ("U8", [1], b"x")})
     before = descriptors()
-    with pytest.raises(CheckpointError, match=r"tensor 'a': expected in one file, found in model-1.\w+, model-3.safetensors"):
+    match = r"tensor 'a': expected in one file, found in model-1.\w+, model-3.safetensors"
+    with pytest.raises(CheckpointError, match=match) as caught:
         Checkpoint(two_shards)
     assert descriptors() == before
+    assert caught  # whose traceback keeps the failed object alive: it was closed, not collected
 
 
 def test_nothing_there(tmp_path):
@@ -217,8 +221,11 @@ def test_nothing_there(tmp_path):
 def test_a_fifo_does_not_hang(two_shards):
     (two_shards / "model-2.safetensors").unlink()
     os.mkfifo(two_shards / "model-2.safetensors")
+    checkpoint = Checkpoint(two_shards)
+    before = descriptors()
     with pytest.raises(CheckpointError, match=r"model-2.safetensors: expected a regular file, found p"):
-        Checkpoint(two_shards).read("c")
+        checkpoint.read("c")
+    assert descriptors() == before
 
 
 def test_unreadable_file(two_shards, monkeypatch):

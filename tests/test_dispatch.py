@@ -54,7 +54,7 @@ def test_a_cpu_that_lacks_one_of_a_rows_features(cpu, row, missing):
     assert name not in backends.available()
     why = f"this CPU lacks {missing} (needed by {row})"
     assert backends.get(name).unavailable() == why
-    with pytest.raises(UnavailableError, match=rf"'{name}' \(asked for by name\) cannot be used: {re.escape(why)}\. Available: "):
+    with pytest.raises(UnavailableError, match=rf"'{name}' .*cannot be used: {re.escape(why)}\. Available: "):
         choose(name)
     assert f"{name}: {why}" in choose("auto")[1]
 
@@ -126,7 +126,7 @@ def test_a_module_that_was_not_compiled_says_so(cpu, monkeypatch):
 def test_nothing_can_be_used(cpu, monkeypatch):
     cpu()
     monkeypatch.setitem(sys.modules, "ktmoe._native.portable", None)
-    with pytest.raises(UnavailableError, match=r"no backend can be used: avx512_bf16: this CPU lacks .*; fp32_lut: .*not compiled"):
+    with pytest.raises(UnavailableError, match=r"no backend can be used: avx512_bf16: this CPU .*; fp32_lut: .*not compiled"):
         choose("auto")
 
 

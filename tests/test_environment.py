@@ -39,18 +39,19 @@ def test_backend_override_does_not_override_a_name(backend, monkeypatch, experts
 @pytest.mark.parametrize("make", [choose, lambda: choose("auto")])
 def test_an_unknown_override_is_refused(monkeypatch, make):
     monkeypatch.setenv("KTMOE_BACKEND", "avx3")
-    with pytest.raises(UnknownNameError, match=r"unknown backend 'avx3'.*avx512_bf16, fp32_lut") as caught:
+    with pytest.raises(UnknownNameError, match=r"unknown backend 'avx3'.*avx512_bf16.*fp32_lut") as caught:
         make()
     assert "KTMOE_BACKEND" in str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
 
 
 @pytest.mark.parametrize("by", ["name", "KTMOE_BACKEND"])
 def test_a_backend_that_this_cpu_lacks_is_refused(monkeypatch, experts, by):
-    monkeypatch.setattr(native, "missing_features", lambda isa: ["avx512_bf16"] if isa == "avx512_bf16" else [])
+    monkeypatch.setattr(native, "missing_features", lambda isa: [] if isa == "portable" else ["avx512_bf16"])
     if by == "KTMOE_BACKEND":
         monkeypatch.setenv("KTMOE_BACKEND", "avx512_bf16")
-    message = rf"'avx512_bf16' \({'KTMOE_BACKEND' if by != 'name' else 'asked for by name'}\) cannot be used: this CPU lacks avx512_bf16"
-    with pytest.raises(UnavailableError, match=message + r".*Available: fp32_lut"):
+    why = "asked for by name" if by == "name" else by
+    message = rf"'avx512_bf16' \({why}\) cannot be used: this CPU lacks avx512_bf16.*Available: fp32_lut"
+    with pytest.raises(UnavailableError, match=message):
         MoELayer(experts, "avx512_bf16" if by == "name" else "auto")
     monkeypatch.delenv("KTMOE_BACKEND", raising=False)
     with MoELayer(experts) as layer:
@@ -67,7 +68,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "read", "text"), [(name, read, text) for name, read, texts in NUMBERS for text in texts], ids=lambda value: repr(value)
+    ("name", "read", "text"), [(name, read, text) for name, read, texts in NUMBERS for text in texts], ids=repr
 )
 def test_malformed_numbers_are_refused(monkeypatch, experts, name, read, text):
     monkeypatch.setenv(name, text)
@@ -108,18 +109,21 @@ def test_unknown_tuning():
         core.tune(speed=11)
 
 
-def test_scratch_is_bounded(backend):
-    """A batch whose scratch would take 20 MB stays within the bound, and gives the same."""
+def test_scratch_is_bounded():
+    """A batch that takes more than what is held already goes in chunks: h alone is over 1 KB a token."""
     rng = np.random.default_rng(2)
-    experts = random_experts(rng, 2, 64, 64)
-    with MoELayer(experts, backend) as layer:
-        arguments = random_batch(rng, experts, 40, 2)
+    experts = random_experts(rng, 2, 32, 2)
+    with MoELayer(experts, "fp32_lut") as layer:
+        arguments = random_batch(rng, experts, 40, 8)
         y = layer.forward(*arguments)
-        arguments = [np.tile(a, (25, 1)) for a in arguments]
         held = core.scratch_bytes()
+        times = held // (40 * 8 * 64 * 2) + 1
         core.tune(scratch_bytes=held)
-        assert same_bits(layer.forward(*arguments), np.tile(y, (25, 1)))
+        assert same_bits(layer.forward(*(np.tile(a, (times, 1)) for a in arguments)), np.tile(y, (times, 1)))
         assert core.scratch_bytes() == held
+        core.tune(scratch_bytes=10 * held)
+        layer.forward(*(np.tile(a, (times, 1)) for a in arguments))
+        assert held < core.scratch_bytes() <= 10 * held  # what the bound was there for
 
 
 # Memory
@@ -152,7 +156,7 @@ def test_a_refusal_by_the_system_leaves_nothing_behind(monkeypatch, backend):
             MoELayer(huge, backend)
         gc.collect()
         attempts.append(mapped())
-    assert attempts[-1] <= attempts[0]
+    assert attempts[-1] <= attempts[0] + 256
     with MoELayer(random_experts(np.random.default_rng(4), 1, 64, 64), backend):
         pass
 
@@ -167,7 +171,7 @@ def test_available_memory_is_plausible():
 
 
 def test_show_config_says_what_was_chosen_and_why(monkeypatch, capsys):
-    monkeypatch.setattr(native, "missing_features", lambda isa: ["avx512_bf16"] if isa == "avx512_bf16" else [])
+    monkeypatch.setattr(native, "missing_features", lambda isa: [] if isa == "portable" else ["avx512_bf16"])
     show_config()
     printed = capsys.readouterr().out
     assert "avx512_bf16: not available: this CPU lacks avx512_bf16 (needed by avx512_bf16)" in printed

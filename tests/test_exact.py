@@ -81,7 +81,7 @@ def shift_for(byte):
 @pytest.mark.parametrize("tokens", [1, 5, 16], ids=lambda tokens: f"{tokens} tokens")
 @pytest.mark.parametrize("size", [32, 100, 192])
 def test_dense_integers(backend, size, tokens):
-    """Scales differ by row and group: 3 bits of x, 4 of code, 4 of scale and 8 of length, 19 in all, so every order is exact."""
+    """Scales differ by row and group: 3 bits of x, 4 of code, 4 of scale, 8 of length: 19, so that every order is exact."""
     rng = np.random.default_rng((size, tokens))
     codes = rng.integers(0, 16, (size, size), dtype=np.uint8)
     for low in (0, 2, 125, 248):
@@ -173,7 +173,7 @@ def test_up_with_scales_far_apart(backend, low, tokens):
 @pytest.mark.parametrize("projection", ["gate", "up"])
 @pytest.mark.parametrize("block", range(0, 255, 17))
 def test_every_scale_byte_in_gate_and_up(backend, projection, block):
-    """Sums of 4 products of x in -2..2 and a code: multiples of 1/2 up to 48, exact in bfloat16 with a bias of 64 on the gate."""
+    """Sums of 4 products of x in -2..2 and a code: multiples of 1/2 up to 36, exact in bfloat16 with the gate's bias of 64."""
     rng = np.random.default_rng(block)
     codes = rng.permuted(np.tile(np.arange(32, dtype=np.uint8) % 16, (32, 1)), axis=1)
     x = rng.permuted(np.tile([2, -2, 1, -1] + [0] * 28, (6, 1)), axis=1).astype(float)

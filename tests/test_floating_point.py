@@ -53,6 +53,21 @@ def test_a_skipped_slot_is_zero_even_where_x_and_weight_are_nan(backend, experts
     assert np.isfinite(y.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
+def test_what_earlier_calls_left_in_the_scratch_does_not_matter(backend, experts, router_weight):
+    """NaN everywhere, from a layer of other sizes: padding that nobody wrote would make of it NaN times zero."""
+    rng = np.random.default_rng(7)
+    other = random_experts(rng, 3, 192, 160)
+    poison = np.full((24, 192), NAN, np.float32), *random_batch(rng, other, 24, 2)[1:]
+    with MoELayer(other, backend) as poisoner, MoELayer(experts, backend, router_weight=router_weight) as layer:
+        for tokens, dtype in ((1, BF16), (7, np.float32), (15, BF16)):
+            batch = random_batch(rng, experts, tokens, 2, dtype)
+            clean = layer.forward(*batch)
+            assert np.isfinite(clean.astype(np.float32)).all()
+            poisoner.forward(*poison)
+            assert same_bits(layer.forward(*batch), clean)
+
+
 def test_every_nan_is_still_nan_when_rounded(backend, experts):
     """Also the ones whose payload lies in the bits that bfloat16 cuts off: they must not become infinity."""
     x, ids, weights = random_batch(np.random.default_rng(4), experts, 4, 1, np.float32)

@@ -13,7 +13,7 @@ UE8M0 = Scale("ue8m0", (1, 32))
 CODEBOOKS = {
     "E2M1 in another order": tuple(np.roll(E2M1, 5).tolist()),
     "integers": tuple(float(n) for n in range(-8, 8)),
-    "NF4-like": tuple(np.linspace(-1, 1, 16).astype(ml_dtypes.bfloat16).astype(float).tolist()[:15]) + (0.0,),
+    "NF4-like": (*np.linspace(-1, 1, 15).astype(ml_dtypes.bfloat16).astype(float).tolist(), 0.0),
     "large": tuple(float(n) * 2.0**60 for n in range(-8, 8)),
     "small": tuple(float(n) * 2.0**-60 for n in range(-8, 8)),
     "positive": tuple(float(n) for n in range(16)),

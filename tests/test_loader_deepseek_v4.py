@@ -239,7 +239,9 @@ def test_config_disagrees_on_the_number_of_experts(tmp_path, stated, nested):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize("layer", [3, 5, -1, "mtp.1", "4", "x", "-1", "", "\u0660", "mtp.0 ", "9" * 5000])
+@pytest.mark.parametrize(
+    "layer", [3, 5, -1, "mtp.1", "4", "x", "-1", "", "\u0660", "mtp.0 ", "9" * 5000], ids=lambda layer: f"{layer!r:.20}"
+)
 def test_layer_that_does_not_exist(tmp_path, layer):
     tensors = {}
     for base in ("layers.0", "layers.1", "layers.2", "layers.6", "mtp.0"):
@@ -288,10 +290,20 @@ def test_two_names_for_one_layer(tmp_path):
         choose(checkpoint).load(checkpoint, 0)
 
 
-@pytest.mark.parametrize("alias", ["layers.00", "layers.0x", "xlayers.0", "layers.1000000", "layers.\u0660", "foo.layers.0"])
+@pytest.mark.parametrize(
+    "alias", ["layers.09", "layers.9x", "xlayers.9", "layers.1000000", "layers.\u0669", "foo.layers.9", "mtp.0."]
+)
 def test_names_that_only_look_alike_are_left_alone(tmp_path, alias):
-    checkpoint = write(tmp_path, experts("layers.0") | experts(alias))
+    tensors = experts("layers.0")
+    more = {f"{name}{end}": tensor for end in ("_inv", "\n") for name, tensor in experts("layers.9").items()}
+    checkpoint = write(tmp_path, tensors | experts(alias) | more)
     assert choose(checkpoint).layers(checkpoint) == [0]
+    check_layer(checkpoint, 0, tensors, "layers.0")
+
+
+def test_weights_without_scales_are_another_format(tmp_path):
+    checkpoint = write(tmp_path, {name: tensor for name, tensor in experts("layers.0").items() if name.endswith("weight")})
+    assert registry.get("deepseek_v4").detect(checkpoint) == 0
 
 
 def zeros(dtype, *shape):
@@ -325,6 +337,22 @@ def test_not_mxfp4(tmp_path, label):
         loader.load(checkpoint, 0)
     named = name.rsplit(".", 2)[0]
     assert all(word in str(caught.value) for word in [named, "expected", "found", *words]), str(caught.value)
+
+
+def test_odd_f4_rows_would_share_a_byte(tmp_path):
+    """64 x 95 codes fill whole bytes as a tensor, but not as rows."""
+    header = {}
+    for stem in STEMS.values():
+        for kind, dtype, shape, nbytes in (("weight", "F4", [64, 95], 64 * 95 // 2), ("scale", "F8_E8M0", [64, 3], 64 * 3)):
+            start = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
+            entry = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + nbytes]}
+            header[f"layers.0.ffn.experts.0.{stem}.{kind}"] = entry
+    text, data = json.dumps(header).encode(), bytes(start + nbytes)
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    checkpoint = Checkpoint(tmp_path)
+    assert registry.get("deepseek_v4").detect(checkpoint) == 0
+    with pytest.raises(FormatError, match=r"w1.weight: shape: expected an even number of F4 columns, found \[64, 95\]"):
+        registry.get("deepseek_v4").load(checkpoint, 0)
 
 
 def test_flash_base_is_not_mxfp4(tmp_path):

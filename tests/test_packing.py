@@ -199,7 +199,9 @@ def test_memory_is_given_back(backend, how):
         attempt()
     gc.collect()
     layer_bytes = big_experts().nbytes
-    assert (memory_bytes() - before < layer_bytes / 2).all()
+    mapped, resident = memory_bytes() - before
+    assert resident < layer_bytes / 2
+    assert mapped < 2 * layer_bytes  # an idle thread's heap maps more than it holds
 
 
 def test_progress_counts_the_checkpoints_bytes(backend):

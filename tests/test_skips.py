@@ -29,17 +29,16 @@ def test_xfail(): assert False
 
 def run_pytest(folder, *files):
     environment = os.environ | {"PYTHONPATH": str(Path(skips.__file__).parent)}
-    command = [sys.executable, "-m", "pytest", "-p", "skips", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, "-v"]
-    return subprocess.run([*command, *files], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    alone = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "skips", *alone, *files]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_an_unexpected_skip_fails(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
     result = run_pytest(tmp_path, "test_some.py")
     assert result.returncode == 1
-    for name in ("mark", "call", "import", "empty"):
-        assert f"test_{name}" in result.stdout.partition("short test summary")[2]
-    assert "1 passed, 1 skipped, 1 xfailed" in result.stdout.replace("4 failed, ", "").replace(", 1 error", "")
+    assert "2 failed, 1 passed, 1 skipped, 1 xfailed, 3 errors" in result.stdout
     assert "tests/skips.py does not allow: it is Tuesday" in result.stdout
     assert "tests/skips.py does not allow: avx512_bf16 was not compiled" in result.stdout
 

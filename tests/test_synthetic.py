@@ -1,5 +1,6 @@
 """The synthetic checkpoint: true names, dtypes and sizes, readable by safetensors and by the loader."""
 
+import itertools
 import json
 import math
 
@@ -55,7 +56,9 @@ def test_shards_hold_the_same_bytes_as_one_file(tmp_path):
     assert not (one / INDEX_NAME).exists()
     index = json.loads((many / INDEX_NAME).read_text())
     files = sorted(many.glob("*.safetensors"))
-    assert len(files) > 3
+    sizes = [sum(Checkpoint(file).info(name).nbytes for name in Checkpoint(file).names()) for file in files]
+    assert max(sizes) <= EXPERT_BYTES // 2
+    assert all(first + second > EXPERT_BYTES // 2 for first, second in itertools.pairwise(sizes))
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert set(index["weight_map"].values()) == {file.name for file in files}
     assert index["metadata"]["total_size"] == 3 * EXPERT_BYTES

@@ -18,10 +18,10 @@ unsigned kt_fp_enter(void);       /* IEEE defaults: round to nearest, denormals 
 void kt_fp_leave(unsigned state); /* puts it back */
 
 /* os.c: the only file that knows the operating system. */
-void *kt_os_map(size_t bytes);            /* zeroed, 2 MiB aligned, huge pages asked for; NULL when refused */
+void *kt_os_map(size_t bytes); /* zeroed, 2 MiB aligned, huge pages asked for; NULL when refused */
 void kt_os_unmap(void *p, size_t bytes);
 void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal);
-void kt_os_wake(_Atomic uint32_t *word);  /* all waiters */
+void kt_os_wake(_Atomic uint32_t *word); /* all waiters */
 uint64_t kt_os_nanoseconds(void);
 
 /* pool.c: one pool for the process. Callers serialise on its lock; the caller is worker 0. */
@@ -30,7 +30,7 @@ void kt_pool_lock(void);
 void kt_pool_unlock(void);
 void kt_pool_configure(size_t threads, uint64_t spin_ns); /* takes effect at the next run */
 size_t kt_pool_threads(void);
-size_t kt_pool_width(void); /* with the lock held: threads that the next run has */
+size_t kt_pool_width(void);                   /* with the lock held: threads that the next run has */
 int kt_pool_run(kt_task task, void *context); /* with the lock held; 0, or the errno of a thread that could not start */
 void kt_pool_barrier(void);                   /* inside a task: all workers */
 

@@ -73,13 +73,13 @@ typedef struct kt_activate {
 
 /* What one instruction set offers. */
 typedef struct kt_isa {
-    uint32_t abi_version; /* KT_ABI_VERSION */
-    const char *name;     /* a row of isa.py */
+    uint32_t abi_version;             /* KT_ABI_VERSION */
+    const char *name;                 /* a row of isa.py */
     const kt_kernel *const *families; /* arrays that end with an empty row; NULL ends the list */
     void (*activate)(const kt_activate *);
-    void (*exp)(const float *x, float *y, size_t count);     /* the activation's exp, for its error test */
-    void (*read)(const void *p, size_t bytes);               /* touches every line: the read-bandwidth limit */
-    double (*peak)(size_t iterations);                       /* dense multiplies from registers; returns the FLOPs it did */
+    void (*exp)(const float *x, float *y, size_t count); /* the activation's exp, for its error test */
+    void (*read)(const void *p, size_t bytes);           /* touches every line: the read-bandwidth limit */
+    double (*peak)(size_t iterations);                   /* dense multiplies from registers; returns the FLOPs it did */
 } kt_isa;
 
 #endif

@@ -14,7 +14,8 @@ static void read_all(void *context, size_t worker, size_t workers) {
     (void)worker, (void)workers;
     enum { RUN = 256 << 10 }; /* bytes at a time: a packed panel's order of magnitude */
     limit_job *j = context;
-    for (size_t at; (at = atomic_fetch_add(&j->next, RUN)) < j->bytes;) j->read(j->p + at, j->bytes - at < RUN ? j->bytes - at : RUN);
+    for (size_t at; (at = atomic_fetch_add(&j->next, RUN)) < j->bytes;)
+        j->read(j->p + at, j->bytes - at < RUN ? j->bytes - at : RUN);
 }
 
 static void multiply_all(void *context, size_t worker, size_t workers) {

@@ -240,9 +240,7 @@ static void panel_of_y(const job *j, const worker_scratch *s, size_t panel) {
     for (size_t t = 0; t < j->batch.tokens; t++) store(j, t, panel, s->slab[t]);
 }
 
-static panel_row *d_row(const job *j, size_t slot, size_t panel) {
-    return (panel_row *)j->d + slot * j->hidden_panels + panel;
-}
+static panel_row *d_row(const job *j, size_t slot, size_t panel) { return (panel_row *)j->d + slot * j->hidden_panels + panel; }
 
 static void add_up_panel(const job *j, size_t panel) {
     for (size_t t = 0; t < j->batch.tokens; t++) {
@@ -261,7 +259,8 @@ static void part_of_d(const job *j, const worker_scratch *s, const group *g, siz
         down(j, s, g, panel, g->first + i, m);
         for (size_t r = 0; r < m; r++) memcpy(d_row(j, g->first + i + r, panel), s->g[r], sizeof(panel_row));
     }
-    if (atomic_fetch_add_explicit(&j->arrived[panel], 1, memory_order_acq_rel) + 1 == j->route.num_groups) add_up_panel(j, panel);
+    if (atomic_fetch_add_explicit(&j->arrived[panel], 1, memory_order_acq_rel) + 1 == j->route.num_groups)
+        add_up_panel(j, panel);
 }
 
 static void work(void *context, size_t worker, size_t workers) {

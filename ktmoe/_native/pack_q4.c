@@ -163,5 +163,6 @@ int kt_q4_pack(const kt_q4_source *s, uint8_t *packed, kt_q4_scale_range *range)
 
 void kt_q4_unpack(const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales) {
     const size_t panel_bytes = kt_q4_panel_bytes(k);
-    for (size_t panel = 0; panel * KT_PANEL < n; panel++) unpack_panel(packed + panel * panel_bytes, n, k, panel, codes, scales);
+    for (size_t panel = 0; panel * KT_PANEL < n; panel++)
+        unpack_panel(packed + panel * panel_bytes, n, k, panel, codes, scales);
 }

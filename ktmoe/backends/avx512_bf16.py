@@ -1,4 +1,4 @@
-"""Backend avx512_bf16: VDPBF16PS on weights decoded to bf16, exactly. Zen 4 and later, Cooper Lake, Sapphire Rapids and later."""
+"""Backend avx512_bf16: VDPBF16PS on weights decoded to bf16, exactly. Zen 4 and later; Cooper Lake; Sapphire Rapids on."""
 
 from ktmoe.backends import registry
 from ktmoe.backends.native import NativeBackend

@@ -21,8 +21,8 @@ class Packed(Protocol):
     nbytes: int
 
     def forward(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
-        """Write y into out. x, out: uint16 (bfloat16 bits) or float32, both alike, [tokens, hidden]; ids: int64 [tokens, top_k];
-        weights: float32 [tokens, top_k]; mask: uint8 [num_experts], 0 = skip. All C-contiguous; tokens and top_k at least 1."""
+        """Write y into out. x, out: uint16 (bfloat16 bits) or float32, alike, [tokens, hidden]; ids: int64 [tokens, top_k];
+        weights: float32 [tokens, top_k]; mask: uint8 [num_experts], 0 = skip. C-contiguous; tokens and top_k at least 1."""
 
     def close(self) -> None:
         """Give the memory back once running forward calls are done."""

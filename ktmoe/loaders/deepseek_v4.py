@@ -125,8 +125,9 @@ class DeepSeekV4(Loader):
         else:
             key = operator.index(layer)
         if key not in layers:
+            found = f"found {_list(list(layers))}"
             raise MissingTensorError(
-                f"{checkpoint.path}: layer {layer!r:.200}: expected a layer that has routed experts, found {_list(list(layers))}"
+                f"{checkpoint.path}: layer {layer!r:.200}: expected a layer that has routed experts, {found}"
             )
         bases = layers[key]
         if len(bases) > 1:

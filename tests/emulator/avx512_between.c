@@ -7,9 +7,7 @@
 
 #include <immintrin.h>
 
-static int full_vector(const struct kt_insn *insn) {
-    return insn->vector_bytes;
-}
+static int full_vector(const struct kt_insn *insn) { return insn->vector_bytes; }
 
 static int one_dword(const struct kt_insn *insn) {
     (void)insn;
@@ -20,17 +18,11 @@ static bool plain(const struct kt_insn *insn) {
     return insn->vector_bytes == 64 && !insn->mask && !insn->zeroing && !insn->broadcast;
 }
 
-static bool plain_unary(const struct kt_insn *insn) {
-    return plain(insn) && !insn->vvvv;
-}
+static bool plain_unary(const struct kt_insn *insn) { return plain(insn) && !insn->vvvv; }
 
-static bool plain_unary_w0(const struct kt_insn *insn) {
-    return plain_unary(insn) && !insn->w;
-}
+static bool plain_unary_w0(const struct kt_insn *insn) { return plain_unary(insn) && !insn->w; }
 
-static bool plain_w1(const struct kt_insn *insn) {
-    return plain(insn) && insn->w;
-}
+static bool plain_w1(const struct kt_insn *insn) { return plain(insn) && insn->w; }
 
 static bool plain_shift_right(const struct kt_insn *insn) {
     return plain(insn) && insn->modrm_reg == 2; /* the opcode is a group of shifts */
@@ -51,8 +43,7 @@ static void move_aligned(const struct kt_insn *insn, struct kt_frame *frame) {
 static void vpbroadcastd(const struct kt_insn *insn, struct kt_frame *frame) {
     uint32_t value[16];
     kt_rm_read(insn, frame, 1, value);
-    for (int i = 1; i < 16; i++)
-        value[i] = value[0];
+    for (int i = 1; i < 16; i++) value[i] = value[0];
     kt_zmm_write(frame, insn->reg, value, sizeof value);
 }
 
@@ -79,9 +70,17 @@ __attribute__((target("avx512bw"))) static void vpsubusw(const struct kt_insn *i
     kt_zmm_write(frame, insn->reg, a, sizeof a);
 }
 
-#define NATIVE(name_, map_, prefix_, opcode_, immediate_bytes_, accepts_, disp8_, execute_)                               \
-    {.name = name_, .encoding = KT_EVEX, .map = map_, .prefix = prefix_, .opcode = opcode_,                               \
-     .immediate_bytes = immediate_bytes_, .native = true, .accepts = accepts_, .disp8_bytes = disp8_, .execute = execute_}
+#define NATIVE(name_, map_, prefix_, opcode_, immediate_bytes_, accepts_, disp8_, execute_) \
+    {.name = name_,                                                                         \
+     .encoding = KT_EVEX,                                                                   \
+     .map = map_,                                                                           \
+     .prefix = prefix_,                                                                     \
+     .opcode = opcode_,                                                                     \
+     .immediate_bytes = immediate_bytes_,                                                   \
+     .native = true,                                                                        \
+     .accepts = accepts_,                                                                   \
+     .disp8_bytes = disp8_,                                                                 \
+     .execute = execute_}
 
 /* 6F, unmasked: the element's width, which prefix and W tell, does not matter. */
 static struct kt_opcode opcodes[] = {

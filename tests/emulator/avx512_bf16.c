@@ -12,17 +12,13 @@
 #include <immintrin.h>
 #include <string.h>
 
-static int full_tuple(const struct kt_insn *insn) {
-    return insn->broadcast ? 4 : insn->vector_bytes;
-}
+static int full_tuple(const struct kt_insn *insn) { return insn->broadcast ? 4 : insn->vector_bytes; }
 
 static bool accepts_two_operands(const struct kt_insn *insn) {
     return !insn->w && insn->vector_bytes && !(insn->zeroing && !insn->mask) && !(insn->broadcast && !insn->is_memory);
 }
 
-static bool accepts_one_operand(const struct kt_insn *insn) {
-    return accepts_two_operands(insn) && !insn->vvvv;
-}
+static bool accepts_one_operand(const struct kt_insn *insn) { return accepts_two_operands(insn) && !insn->vvvv; }
 
 static uint64_t write_mask(const struct kt_insn *insn, const struct kt_frame *frame) {
     return insn->mask ? kt_mask_read(frame, insn->mask) : ~0ull;
@@ -54,26 +50,23 @@ static void vdpbf16ps(const struct kt_insn *insn, struct kt_frame *frame) {
     kt_rm_read(insn, frame, mask, b);
     memcpy(acc, dest, sizeof acc);
     dot_pairs(acc, a, b);
-    for (int i = 0; i < insn->vector_bytes / 4; i++)
-        dest[i] = mask >> i & 1 ? acc[i] : insn->zeroing ? 0 : dest[i];
+    for (int i = 0; i < insn->vector_bytes / 4; i++) dest[i] = mask >> i & 1 ? acc[i] : insn->zeroing ? 0 : dest[i];
     kt_zmm_write(frame, insn->reg, dest, insn->vector_bytes);
 }
 
 /* The manual's convert_fp32_to_bfloat16. */
 static uint16_t to_bf16(uint32_t x) {
     const uint32_t exponent = x & 0x7F800000, fraction = x & 0x007FFFFF;
-    if (!exponent)
-        return x >> 16 & 0x8000;
-    if (exponent == 0x7F800000)
-        return x >> 16 | (fraction ? 0x0040 : 0); /* infinity as it is; a NaN cut and made quiet */
+    if (!exponent) return x >> 16 & 0x8000;
+    if (exponent == 0x7F800000) return x >> 16 | (fraction ? 0x0040 : 0); /* infinity as it is; a NaN cut and made quiet */
     return (x + 0x7FFF + (x >> 16 & 1)) >> 16;
 }
 
-static void write_bf16(const struct kt_insn *insn, struct kt_frame *frame, uint64_t mask, const uint32_t *source, int elements) {
+static void write_bf16(const struct kt_insn *insn, struct kt_frame *frame, uint64_t mask, const uint32_t *source,
+                       int elements) {
     uint16_t dest[32];
     kt_zmm_read(frame, insn->reg, dest);
-    for (int i = 0; i < elements; i++)
-        dest[i] = mask >> i & 1 ? to_bf16(source[i]) : insn->zeroing ? 0 : dest[i];
+    for (int i = 0; i < elements; i++) dest[i] = mask >> i & 1 ? to_bf16(source[i]) : insn->zeroing ? 0 : dest[i];
     kt_zmm_write(frame, insn->reg, dest, 2 * elements);
 }
 
@@ -92,9 +85,15 @@ static void vcvtneps2bf16(const struct kt_insn *insn, struct kt_frame *frame) {
     write_bf16(insn, frame, mask, source, insn->vector_bytes / 4);
 }
 
-#define EVEX_0F38_W0(name_, prefix_, opcode_, accepts_)                                                                   \
-    {.name = #name_, .encoding = KT_EVEX, .map = 2, .prefix = prefix_, .opcode = opcode_, .accepts = accepts_,            \
-     .disp8_bytes = full_tuple, .execute = name_}
+#define EVEX_0F38_W0(name_, prefix_, opcode_, accepts_) \
+    {.name = #name_,                                    \
+     .encoding = KT_EVEX,                               \
+     .map = 2,                                          \
+     .prefix = prefix_,                                 \
+     .opcode = opcode_,                                 \
+     .accepts = accepts_,                               \
+     .disp8_bytes = full_tuple,                         \
+     .execute = name_}
 
 static struct kt_opcode opcodes[] = {
     EVEX_0F38_W0(vdpbf16ps, 2, 0x52, accepts_two_operands),

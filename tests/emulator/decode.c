@@ -18,8 +18,7 @@ static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_between};
 
 struct kt_opcode *kt_opcode_at(size_t i) {
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
-        if (i < groups[g]->count)
-            return &groups[g]->opcodes[i];
+        if (i < groups[g]->count) return &groups[g]->opcodes[i];
         i -= groups[g]->count;
     }
     return NULL;
@@ -30,7 +29,8 @@ static struct kt_opcode *next_row(const struct kt_opcode *key, size_t *group, si
     for (; *group < sizeof groups / sizeof *groups; ++*group, *i = 0)
         while (*i < groups[*group]->count) {
             struct kt_opcode *row = &groups[*group]->opcodes[(*i)++];
-            if (row->opcode == key->opcode && row->map == key->map && row->prefix == key->prefix && row->encoding == key->encoding)
+            if (row->opcode == key->opcode && row->map == key->map && row->prefix == key->prefix &&
+                row->encoding == key->encoding)
                 return row;
         }
     return NULL;
@@ -46,14 +46,11 @@ struct extension {
 /* Reads the prefix, up to and including the opcode byte; 0 if it is none, else the bytes read. */
 static int parse_evex(const uint8_t *code, struct kt_insn *insn, struct kt_opcode *key, struct extension *extension) {
     /* One byte at a time: the code may end, and its page with it, right after an instruction that is not ours. */
-    if (code[0] != 0x62)
-        return 0;
+    if (code[0] != 0x62) return 0;
     const int p0 = code[1];
-    if (p0 & 0x08)
-        return 0;
+    if (p0 & 0x08) return 0;
     const int p1 = code[2];
-    if (!(p1 & 0x04))
-        return 0;
+    if (!(p1 & 0x04)) return 0;
     const int p2 = code[3];
     const int r = !(p0 & 0x80), x = !(p0 & 0x40), b = !(p0 & 0x20), r_high = !(p0 & 0x10), v_high = !(p2 & 0x08);
     const int length = p2 >> 5 & 3;
@@ -67,7 +64,8 @@ static int parse_evex(const uint8_t *code, struct kt_insn *insn, struct kt_opcod
     insn->zeroing = p2 >> 7;
     insn->broadcast = p2 >> 4 & 1;
     insn->mask = p2 & 7;
-    *extension = (struct extension){.reg = r << 3 | r_high << 4, .rm_register = b << 3 | x << 4, .base = b << 3, .index = x << 3};
+    *extension =
+        (struct extension){.reg = r << 3 | r_high << 4, .rm_register = b << 3 | x << 4, .base = b << 3, .index = x << 3};
     return 5;
 }
 
@@ -116,12 +114,10 @@ bool kt_decode(const uint8_t *code, struct kt_insn *insn) {
     insn->scale = 1;
 
     int at = parse_evex(code, insn, &key, &extension);
-    if (!at)
-        return false;
+    if (!at) return false;
     /* Before looking at the ModRM byte: an opcode without one may end its page here. */
     insn->opcode = next_row(&key, &group, &i);
-    if (!insn->opcode)
-        return false;
+    if (!insn->opcode) return false;
 
     const int modrm = code[at++];
     insn->modrm_mod = modrm >> 6;
@@ -131,14 +127,10 @@ bool kt_decode(const uint8_t *code, struct kt_insn *insn) {
     insn->reg = insn->modrm_reg | extension.reg;
     insn->rm = insn->modrm_rm | extension.rm_register;
 
-    while (insn->opcode && !insn->opcode->accepts(insn))
-        insn->opcode = next_row(&key, &group, &i);
-    if (!insn->opcode)
-        return false;
-    if (insn->is_memory)
-        at += parse_address(code + at, insn, &extension, insn->opcode->disp8_bytes(insn));
-    if (insn->opcode->immediate_bytes)
-        insn->immediate = code[at++];
+    while (insn->opcode && !insn->opcode->accepts(insn)) insn->opcode = next_row(&key, &group, &i);
+    if (!insn->opcode) return false;
+    if (insn->is_memory) at += parse_address(code + at, insn, &extension, insn->opcode->disp8_bytes(insn));
+    if (insn->opcode->immediate_bytes) insn->immediate = code[at++];
     insn->length = at;
     return true;
 }

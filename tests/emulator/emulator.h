@@ -40,7 +40,7 @@ struct kt_opcode {
     uint8_t map, prefix, opcode; /* map: 1 = 0F, 2 = 0F38, 3 = 0F3A; prefix (pp): 0 = none, 1 = 66, 2 = F3, 3 = F2 */
     uint8_t immediate_bytes;     /* 0 or 1 */
     bool native;                 /* the CPU has it: emulated only right behind one that it lacks */
-    bool (*accepts)(const struct kt_insn *); /* false = the encoding is #UD, or another row's; sees all but the address */
+    bool (*accepts)(const struct kt_insn *);    /* false = the encoding is #UD, or another row's; sees all but the address */
     int (*disp8_bytes)(const struct kt_insn *); /* N of EVEX's disp8*N */
     void (*execute)(const struct kt_insn *, struct kt_frame *);
     _Atomic uint64_t executed;

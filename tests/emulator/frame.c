@@ -31,14 +31,12 @@ struct software_bytes {
 };
 
 bool kt_frame_layout(void) {
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw"))
-        return false;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return false;
     component[SSE].offset = XMM_OFFSET;
     component[SSE].bytes = 16 * 16;
     for (int c = AVX; c < COMPONENTS; c++) {
         uint32_t eax, ebx, ecx, edx;
-        if (!__get_cpuid_count(0xD, c, &eax, &ebx, &ecx, &edx))
-            return false;
+        if (!__get_cpuid_count(0xD, c, &eax, &ebx, &ecx, &edx)) return false;
         component[c].offset = ebx;
         component[c].bytes = eax;
     }
@@ -49,8 +47,7 @@ bool kt_frame_open(struct kt_frame *frame, void *ucontext) {
     const uint64_t needed = 1 << SSE | 1 << AVX | 1 << OPMASK | 1 << ZMM_HI256 | 1 << HI16_ZMM;
     mcontext_t *context = &((ucontext_t *)ucontext)->uc_mcontext;
     struct software_bytes software;
-    if (!context->fpregs)
-        return false;
+    if (!context->fpregs) return false;
     frame->general = context->gregs;
     frame->xsave = (uint8_t *)context->fpregs;
     memcpy(&software, frame->xsave + SOFTWARE_OFFSET, sizeof software);
@@ -121,8 +118,7 @@ uintptr_t kt_address(const struct kt_insn *insn, const struct kt_frame *frame) {
         address += (uint64_t)frame->general[REG_RIP] + (uint64_t)insn->length;
     else if (insn->base != KT_NO_REGISTER)
         address += kt_general(frame, insn->base);
-    if (insn->index != KT_NO_REGISTER)
-        address += kt_general(frame, insn->index) * (uint64_t)insn->scale;
+    if (insn->index != KT_NO_REGISTER) address += kt_general(frame, insn->index) * (uint64_t)insn->scale;
     return address;
 }
 
@@ -139,6 +135,5 @@ void kt_rm_read(const struct kt_insn *insn, const struct kt_frame *frame, uint64
     }
     memset(value, 0, KT_ZMM_BYTES);
     for (int i = 0; i < elements; i++)
-        if (wanted >> i & 1)
-            memcpy(&value[i], insn->broadcast ? memory : memory + 4 * i, 4);
+        if (wanted >> i & 1) memcpy(&value[i], insn->broadcast ? memory : memory + 4 * i, 4);
 }

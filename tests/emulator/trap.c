@@ -30,17 +30,14 @@ static unsigned exchange_mxcsr(unsigned value) {
 /* Does what would have happened without us. */
 static void pass_on(int signal, siginfo_t *info, void *context) {
     const bool sent = info->si_code <= 0; /* by kill() and the like, not by an instruction */
-    if (previous.sa_handler == SIG_IGN && sent)
-        return;
+    if (previous.sa_handler == SIG_IGN && sent) return;
     if (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN) { /* the kernel overrides IGN for an instruction */
         sigaction(signal, &(struct sigaction){.sa_handler = SIG_DFL}, NULL);
-        if (sent)
-            raise(signal); /* delivered on return; an instruction raises it again by itself */
+        if (sent) raise(signal); /* delivered on return; an instruction raises it again by itself */
         return;
     }
     const struct sigaction action = previous;
-    if (action.sa_flags & SA_RESETHAND)
-        previous = (struct sigaction){.sa_handler = SIG_DFL};
+    if (action.sa_flags & SA_RESETHAND) previous = (struct sigaction){.sa_handler = SIG_DFL};
     pthread_sigmask(SIG_BLOCK, &action.sa_mask, NULL);
     if (action.sa_flags & SA_NODEFER) {
         sigset_t only;
@@ -59,8 +56,7 @@ static bool emulate(void *context) {
     struct kt_frame frame;
     struct kt_insn insn;
     bool any = false;
-    if (!kt_frame_open(&frame, context))
-        return false;
+    if (!kt_frame_open(&frame, context)) return false;
     const unsigned mxcsr = exchange_mxcsr(EMULATION_MXCSR);
     while (kt_decode((const uint8_t *)frame.general[REG_RIP], &insn) && (any || !insn.opcode->native)) {
         insn.opcode->execute(&insn, &frame);
@@ -86,12 +82,9 @@ static bool is_ours(const struct sigaction *action) {
 /* 0, or an errno: ENOTSUP = no AVX-512 here, EALREADY = installed before. */
 EXPORT int kt_emulator_install(void) {
     struct sigaction action = {.sa_sigaction = on_sigill, .sa_flags = SA_SIGINFO}, found;
-    if (!kt_frame_layout())
-        return ENOTSUP;
-    if (sigaction(SIGILL, NULL, &found))
-        return errno;
-    if (is_ours(&found))
-        return EALREADY;
+    if (!kt_frame_layout()) return ENOTSUP;
+    if (sigaction(SIGILL, NULL, &found)) return errno;
+    if (is_ours(&found)) return EALREADY;
     previous = found; /* before the handler can run */
     return sigaction(SIGILL, &action, NULL) ? errno : 0;
 }
@@ -99,43 +92,34 @@ EXPORT int kt_emulator_install(void) {
 /* 0, or an errno: EBUSY = somebody put another handler over ours, and taking that away is not our business. */
 EXPORT int kt_emulator_uninstall(void) {
     struct sigaction found;
-    if (sigaction(SIGILL, NULL, &found))
-        return errno;
-    if (!is_ours(&found))
-        return EBUSY;
+    if (sigaction(SIGILL, NULL, &found)) return errno;
+    if (!is_ours(&found)) return EBUSY;
     return sigaction(SIGILL, &previous, NULL) ? errno : 0;
 }
 
 /* Name and count of opcode i, and whether the CPU has it; NULL past the last. */
 EXPORT const char *kt_emulator_count(size_t i, uint64_t *executed, bool *native) {
     struct kt_opcode *opcode = kt_opcode_at(i);
-    if (!opcode)
-        return NULL;
+    if (!opcode) return NULL;
     *executed = atomic_load_explicit(&opcode->executed, memory_order_relaxed);
     *native = opcode->native;
     return opcode->name;
 }
 
-EXPORT uint64_t kt_emulator_traps(void) {
-    return atomic_load_explicit(&traps, memory_order_relaxed);
-}
+EXPORT uint64_t kt_emulator_traps(void) { return atomic_load_explicit(&traps, memory_order_relaxed); }
 
 EXPORT void kt_emulator_reset(void) {
-    for (size_t i = 0; kt_opcode_at(i); i++)
-        atomic_store_explicit(&kt_opcode_at(i)->executed, 0, memory_order_relaxed);
+    for (size_t i = 0; kt_opcode_at(i); i++) atomic_store_explicit(&kt_opcode_at(i)->executed, 0, memory_order_relaxed);
     atomic_store_explicit(&traps, 0, memory_order_relaxed);
 }
 
 /* Name and length of the instruction at the start of code (which must hold KT_MAX_INSN_BYTES), or NULL. */
 EXPORT const char *kt_emulator_decode(const uint8_t *code, int *length) {
     struct kt_insn insn;
-    if (!kt_decode(code, &insn))
-        return NULL;
+    if (!kt_decode(code, &insn)) return NULL;
     *length = insn.length;
     return insn.opcode->name;
 }
 
 /* For tests of what no kernel can be made to do: emulates on a made-up ucontext_t, without a signal. */
-EXPORT bool kt_emulator_emulate(void *context) {
-    return kt_frame_layout() && emulate(context);
-}
+EXPORT bool kt_emulator_emulate(void *context) { return kt_frame_layout() && emulate(context); }

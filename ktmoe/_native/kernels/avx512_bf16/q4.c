@@ -9,8 +9,8 @@
  * LAYOUT      pack_q4.c. A vector of codes is 8 k of 16 columns; word shifts 0, 4, 8, 12 and VPERMW give the k-pairs.
  * REGULARITIES lane = column: x is broadcast, nothing is shuffled after the lookup, every m sums in the same order.
  *
- * few():  codes go straight to registers and serve all rows of a pass (up to 6 x 64 columns: 24 chains; one row takes
- *         gate and up together, so that 8 chains hide VDPBF16PS's latency).
+ * few():  codes go straight to registers and serve all rows of a pass: one row takes gate and up together, 2 to 5 rows a panel,
+ *         6 to 12 rows half a panel at a time; so 8 to 24 chains hide VDPBF16PS's latency, and fit into registers.
  * many(): a panel of K_BLOCK k is decoded once into L1, in pair layout, then 6 rows x 64 columns run over it; fp32 sums are
  *         spilled and reloaded, exactly, between K blocks.
  */
@@ -21,24 +21,26 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    VECTORS = KT_PANEL / 16,         /* of 16 columns a panel */
-    OCTETS = KT_GROUP / 8,           /* code vectors of a block of 16 columns */
-    PAIRS = KT_GROUP / 2,            /* k-pairs of a superblock */
+    VECTORS = KT_PANEL / 16, /* of 16 columns a panel */
+    OCTETS = KT_GROUP / 8,   /* code vectors of a block of 16 columns */
+    PAIRS = KT_GROUP / 2,    /* k-pairs of a superblock */
     SUPERBLOCK_BYTES = KT_PANEL + KT_PANEL * KT_GROUP / 2,
-    PASS_ROWS = 12,                  /* x 2 vectors = 24 accumulators */
-    PASS_ROWS_GROUPED = 5,           /* x 2 vectors x (group sum, total) */
-    TILE_ROWS = 6,                   /* x 4 vectors = 24 accumulators */
-    TILE_ROWS_GROUPED = 3,           /* x 4 vectors x (group sum, total) */
-    K_BLOCK = 256,                   /* of a decoded panel: 32 KiB */
+    PASS_ROWS = 12,        /* x 2 vectors = 24 accumulators */
+    PASS_ROWS_GROUPED = 5, /* x 2 vectors x (group sum, total) */
+    TILE_ROWS = 6,         /* x 4 vectors = 24 accumulators */
+    TILE_ROWS_GROUPED = 3, /* x 4 vectors x (group sum, total) */
+    K_BLOCK = 256,         /* of a decoded panel: 32 KiB */
     BLOCK_GROUPS = K_BLOCK / KT_GROUP,
     LINE = 64,
 };
 
 /* UE8M0 as what VPSUBUSW takes from both bf16 of a pair: (253 - b) << 7. */
 INLINE __m512i fold_shift(const uint8_t *scales) {
-    const __m512i spread = _mm512_set_epi8(-1, 15, -1, 15, -1, 14, -1, 14, -1, 13, -1, 13, -1, 12, -1, 12, -1, 11, -1, 11, -1, 10,
-                                           -1, 10, -1, 9, -1, 9, -1, 8, -1, 8, -1, 7, -1, 7, -1, 6, -1, 6, -1, 5, -1, 5, -1, 4, -1,
-                                           4, -1, 3, -1, 3, -1, 2, -1, 2, -1, 1, -1, 1, -1, 0, -1, 0);
+/* Byte i to both words of lane i, zero above it. */
+#define LANE(i) (int)(0x80008000u | (i) * 0x00010001u)
+    const __m512i spread = _mm512_setr_epi32(LANE(0), LANE(1), LANE(2), LANE(3), LANE(4), LANE(5), LANE(6), LANE(7), LANE(8),
+                                             LANE(9), LANE(10), LANE(11), LANE(12), LANE(13), LANE(14), LANE(15));
+#undef LANE
     const __m512i b = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)scales)), spread);
     return _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(253), b), 7);
 }
@@ -114,9 +116,9 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
 
 #define WHOLE(rows) \
     case rows: pass(a, first, rows, panel, 0, VECTORS, folded); break
-#define HALVES(rows)                                    \
-    case rows:                                          \
-        pass(a, first, rows, panel, 0, VECTORS / 2, folded); \
+#define HALVES(rows)                                                   \
+    case rows:                                                         \
+        pass(a, first, rows, panel, 0, VECTORS / 2, folded);           \
         pass(a, first, rows, panel, VECTORS / 2, VECTORS / 2, folded); \
         break
 
@@ -127,8 +129,30 @@ INLINE void passes(const kt_dot *a, const size_t first, const size_t rows, const
         return;
     }
     for (int panel = 0; panel < (int)a->panels; panel++) {
-        if (folded) switch (rows) { WHOLE(1); WHOLE(2); WHOLE(3); WHOLE(4); WHOLE(5); HALVES(6); HALVES(7); HALVES(8); HALVES(9); HALVES(10); HALVES(11); HALVES(12); }
-        else switch (rows) { WHOLE(1); WHOLE(2); HALVES(3); HALVES(4); HALVES(5); }
+        if (folded) {
+            switch (rows) {
+                WHOLE(1);
+                WHOLE(2);
+                WHOLE(3);
+                WHOLE(4);
+                WHOLE(5);
+                HALVES(6);
+                HALVES(7);
+                HALVES(8);
+                HALVES(9);
+                HALVES(10);
+                HALVES(11);
+                HALVES(12);
+            }
+        } else {
+            switch (rows) {
+                WHOLE(1);
+                WHOLE(2);
+                HALVES(3);
+                HALVES(4);
+                HALVES(5);
+            }
+        }
     }
 }
 
@@ -152,7 +176,8 @@ typedef struct panel_block {
     float scale[BLOCK_GROUPS][KT_PANEL];
 } panel_block;
 
-INLINE void decode_block(const uint8_t *restrict w, size_t groups, const __m512i codebook, panel_block *restrict b, const int folded) {
+INLINE void decode_block(const uint8_t *restrict w, size_t groups, const __m512i codebook, panel_block *restrict b,
+                         const int folded) {
     for (size_t g = 0; g < groups; g++, w += SUPERBLOCK_BYTES) {
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
@@ -170,8 +195,8 @@ INLINE void decode_block(const uint8_t *restrict w, size_t groups, const __m512i
 }
 
 /* rows x 64 columns over a decoded block. */
-INLINE void tile(const panel_block *restrict b, size_t groups, const uint16_t *const *restrict rows_x, size_t k0, float *restrict out,
-                 const int rows, const int folded) {
+INLINE void tile(const panel_block *restrict b, size_t groups, const uint16_t *const *restrict rows_x, size_t k0,
+                 float *restrict out, const int rows, const int folded) {
     __m512 total[TILE_ROWS][VECTORS];
     const uint16_t *x[TILE_ROWS];
     for (int i = 0; i < rows; i++) {
@@ -229,9 +254,15 @@ INLINE void many(const kt_dot *a, const int folded) {
                     case 1: tile(block, count, x, g0 * KT_GROUP, out, 1, folded); break;
                     case 2: tile(block, count, x, g0 * KT_GROUP, out, 2, folded); break;
                     case 3: tile(block, count, x, g0 * KT_GROUP, out, 3, folded); break;
-                    case 4: if (folded) tile(block, count, x, g0 * KT_GROUP, out, 4, 1); break;
-                    case 5: if (folded) tile(block, count, x, g0 * KT_GROUP, out, 5, 1); break;
-                    case 6: if (folded) tile(block, count, x, g0 * KT_GROUP, out, 6, 1); break;
+                    case 4:
+                        if (folded) tile(block, count, x, g0 * KT_GROUP, out, 4, 1);
+                        break;
+                    case 5:
+                        if (folded) tile(block, count, x, g0 * KT_GROUP, out, 5, 1);
+                        break;
+                    case 6:
+                        if (folded) tile(block, count, x, g0 * KT_GROUP, out, 6, 1);
+                        break;
                 }
             }
         }
@@ -243,7 +274,8 @@ static void few_grouped(const kt_dot *a) { few(a, 0); }
 static void many_folded(const kt_dot *a) { many(a, 1); }
 static void many_grouped(const kt_dot *a) { many(a, 0); }
 
-#define Q4_UE8M0 .family = "q4", .scale = "ue8m0", .extent = {1, 32}, .activations = "bf16", .scratch_bytes = sizeof(panel_block)
+#define Q4_UE8M0 \
+    .family = "q4", .scale = "ue8m0", .extent = {1, 32}, .activations = "bf16", .scratch_bytes = sizeof(panel_block)
 const kt_kernel kt_q4_avx512_bf16[] = {
     {Q4_UE8M0, .folded = 1, .few_max = 12, .few = few_folded, .many = many_folded},
     {Q4_UE8M0, .folded = 0, .few_max = 5, .few = few_grouped, .many = many_grouped},

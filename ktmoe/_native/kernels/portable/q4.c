@@ -48,8 +48,8 @@ static inline float bf16(uint16_t b) {
     return value;
 }
 
-static inline __attribute__((always_inline)) void decode(const uint8_t *restrict w, size_t groups, const float *restrict codebook,
-                                                         block *restrict b, const int folded) {
+static inline __attribute__((always_inline)) void decode(const uint8_t *restrict w, size_t groups,
+                                                         const float *restrict codebook, block *restrict b, const int folded) {
     for (size_t g = 0; g < groups; g++, w += SUPERBLOCK_BYTES) {
         for (int c = 0; c < KT_PANEL; c++) b->scale[g][c] = ue8m0(w[c]);
         for (int c = 0; c < KT_PANEL; c += 4) {
