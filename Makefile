@@ -34,7 +34,7 @@ test: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## the test suite; ARGS="-k 
 	@$(PY) -m pytest -q $(ARGS)
 
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, 3 to 5 minutes on 2 cores
-	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave $(ARGS)
+	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
 bench-proxy: $(STAMPS)/native ## a structural proxy of avx512_bf16 for CPUs that lack AVX512_BF16; see bench/proxy/run.py
 	@$(PY) bench/proxy/run.py $(ARGS)

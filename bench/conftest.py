@@ -58,7 +58,7 @@ def pytest_terminal_summary(terminalreporter, config):
     console = Console(width=130)
     with console.capture() as capture:
         for kind, left, heads, cells in TABLES:
-            table = Table(box=SIMPLE_HEAD, pad_edge=False)
+            table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
             for number, head in enumerate(heads):
                 table.add_column(head, justify="left" if number < left else "right", no_wrap=True)
             for row in rows:

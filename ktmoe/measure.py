@@ -22,8 +22,11 @@ from ktmoe.backends.native import NativeBackend
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
-#: What a round spends on the limits: long against waking the pool.
-PEAK_SECONDS = 0.01
+#: For how long a round measures each limit: long against waking the pool, and a share of a call, so that both meet alike
+#: whatever else the machine is doing.
+LEAST_SECONDS = 0.01
+MOST_SECONDS = 0.2
+SHARE_OF_CALL = 0.1
 READ_BYTES = 128 << 20
 _PAGE = 4096
 
@@ -45,10 +48,10 @@ class Batch:
 def random_batches(
     tokens: int, top_k: int, num_experts: int, hidden: int, *, among: int | None = None, seed: int = 0
 ) -> Iterator[Batch]:
-    """Endless batches with random routing: a token's experts are distinct, every set of them is equally likely.
+    """Endless batches with random routing: a token's experts are distinct, and every set of them is equally likely.
 
-    Experts rotate, so that the weights come from memory and not from a cache: a batch avoids the experts of the one before
-    it as far as there are enough others. among: use so many experts a batch, to bound its work; all by default.
+    Experts rotate, so that the weights come from memory and not from a cache; one token alone also avoids the experts of the
+    call before. among: use so many experts a batch, others every time, to bound its work; all by default.
     """
     random = np.random.default_rng(seed)
     x = random.standard_normal((tokens, hidden), np.float32).astype(ml_dtypes.bfloat16)
@@ -56,10 +59,10 @@ def random_batches(
     top_k = min(top_k, among)
     last = np.empty(0, np.int64)
     while True:
-        order = random.permutation(num_experts)
-        order = order[np.argsort(np.isin(order, last), kind="stable")]  # those that were not used last come first
-        # few tokens cannot use more experts than they have slots, so that the others would only dilute the rotation
-        pool = order[: min(among, max(top_k, num_experts - len(last)))]
+        pool = random.permutation(num_experts)
+        if tokens == 1:
+            pool = pool[np.argsort(np.isin(pool, last), kind="stable")][: max(top_k, num_experts - len(last))]
+        pool = pool[:among]
         ids = pool[np.argsort(random.random((tokens, len(pool))), axis=1)[:, :top_k]].astype(np.int64)
         weights = random.random(ids.shape, np.float32)
         weights /= weights.sum(axis=1, keepdims=True)
@@ -77,24 +80,27 @@ class Limits:
         self._packed, self._table = layer._packed, table
         self._at = 0
         iterations, seconds = 1 << 10, 0.0
-        while seconds < PEAK_SECONDS / 4:
+        while seconds < LEAST_SECONDS / 4:
             iterations *= 2
             _, seconds = table.peak(iterations)
-        self._iterations = max(1, round(iterations * PEAK_SECONDS / seconds))
+        self._iterations_per_second = iterations / seconds
 
-    def read(self) -> float:
-        """Bytes per second that all threads read of the packed weights; each call reads the pages after the last one's."""
+    def read(self, seconds: float) -> float:
+        """Bytes per second that all threads read of the packed weights, for about so long; it goes on where it stopped."""
         nbytes = min(READ_BYTES, self._packed.nbytes)
-        if self._at + nbytes > self._packed.nbytes:
-            self._at = 0
-        seconds = self._packed.read_seconds(self._table, self._at, nbytes)
-        self._at += -(-nbytes // _PAGE) * _PAGE
-        return nbytes / seconds
+        total, took = 0, 0.0
+        while took < seconds:
+            if self._at + nbytes > self._packed.nbytes:
+                self._at = 0
+            took += self._packed.read_seconds(self._table, self._at, nbytes)
+            total += nbytes
+            self._at += -(-nbytes // _PAGE) * _PAGE
+        return total / took
 
-    def peak(self) -> float:
-        """FLOPs per second of multiplies from registers, on all threads."""
-        flops, seconds = self._table.peak(self._iterations)
-        return flops / seconds
+    def peak(self, seconds: float) -> float:
+        """FLOPs per second of multiplies from registers, on all threads, for about so long."""
+        flops, took = self._table.peak(max(1, round(self._iterations_per_second * seconds)))
+        return flops / took
 
 
 @dataclass(frozen=True)
@@ -123,11 +129,15 @@ class Rounds:
         self._expert_bytes = layer.nbytes / layer.num_experts
         self._slot_flops = 2 * 3 * layer.hidden * layer.intermediate
         self._rounds: list[tuple[Batch, float, float]] = []
+        self._prepared = time.perf_counter()
 
     def prepare(self) -> Batch:
         """Measure the limits, which also takes the last batch's weights out of the caches; the next call's batch."""
         batch = next(self._batches)
-        self._rounds.append((batch, self._limits.peak(), self._limits.read()))
+        call = time.perf_counter() - self._prepared
+        seconds = min(max(LEAST_SECONDS, SHARE_OF_CALL * call), MOST_SECONDS)
+        self._rounds.append((batch, self._limits.peak(seconds), self._limits.read(seconds)))
+        self._prepared = time.perf_counter()
         return batch
 
     def finish(self, seconds: list[float]) -> Result:

@@ -28,11 +28,12 @@ class Registry(Generic[T]):
         self._group = group
         self._plugins: dict[str, T] = {}
         self._lock = threading.RLock()
-        self._loaded = False
+        self._loaded = self._loading = False
 
     def register(self, name: str, plugin: T, *, overwrite: bool = False) -> None:
         """Add a plugin. Raises ValueError if the name is taken, unless overwrite."""
         with self._lock:
+            self._load()  # the built-ins take their names first; while they do, this does nothing
             if name in self._plugins and not overwrite:
                 raise ValueError(f"{self._kind} {name!r} is already registered; pass overwrite=True to replace it")
             self._plugins[name] = plugin
@@ -62,18 +63,27 @@ class Registry(Generic[T]):
 
     def _load(self) -> None:
         with self._lock:
-            if self._loaded:
+            if self._loaded or self._loading:
                 return
-            self._loaded = True
-            package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
-            for entry_point in entry_points(group=self._group):
-                if entry_point.name in self._plugins:
-                    continue
-                try:
-                    plugin = entry_point.load()
-                    self._plugins.setdefault(entry_point.name, plugin)
-                except Exception as error:  # a broken plugin must not take the others down
-                    plugin = f"{self._kind} {entry_point.name!r} ({entry_point.value})"
-                    warnings.warn(f"{plugin} was left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+            self._loading = True
+            try:
+                package = importlib.import_module(self._package)
+                for module in pkgutil.iter_modules(package.__path__):
+                    importlib.import_module(f"{self._package}.{module.name}")
+                self._load_entry_points()
+                self._loaded = True
+            finally:
+                self._loading = False
+
+    def _load_entry_points(self) -> None:
+        for entry_point in entry_points(group=self._group):
+            if entry_point.name in self._plugins:
+                continue
+            try:
+                self._plugins[entry_point.name] = entry_point.load()
+            except Exception as error:  # a broken plugin must not take the others down
+                warnings.warn(
+                    f"{self._kind} {entry_point.name!r} ({entry_point.value}) was left out: {type(error).__name__}: {error}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )

@@ -26,9 +26,9 @@ def random_settings(rng):
 class Case:
     """A layer, tokens, and each token's output when it is alone, on one thread, under the default settings."""
 
-    def __init__(self, backend, fold, router_weight="down_output", dtype=BF16):
+    def __init__(self, backend, fold, router_weight="down_output", dtype=BF16, shape=(100, 80)):
         rng = np.random.default_rng(1)
-        self.experts = random_experts(rng, 5, 100, 80, fold=fold, activation=DEEPSEEK, biases=True)
+        self.experts = random_experts(rng, 5, *shape, fold=fold, activation=DEEPSEEK, biases=True)
         self.x, self.ids, self.weights = random_batch(rng, self.experts, POOL, TOP_K, dtype)
         self.ids[:8] = [0, 1, 2]  # one crowd, so that few() and many() both serve the same tokens
         self.ids[8] = [4, 4, 4]
@@ -87,6 +87,19 @@ def test_duplicates_of_one_token(case, count):
     for only_many in (False, True):
         core.tune(only_many=only_many)
         case.check(np.zeros(count, int))
+
+
+@pytest.mark.parametrize("shape", [(544, 32), (32, 544)], ids=str)
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
+def test_sums_longer_than_a_kernels_block(backend, fold, shape):
+    """Kernels for many rows put sums aside between blocks of k, and those for few do not."""
+    case = Case(backend, fold, dtype=np.float32, shape=shape)
+    with case.layer:
+        for only_many in (False, True):
+            core.tune(only_many=only_many)
+            for count in (1, 2, 4, 13):
+                case.check(np.zeros(count, int))
+            case.check(np.arange(12))
 
 
 def test_every_position(case):

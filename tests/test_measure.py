@@ -32,7 +32,7 @@ def test_routing_is_random_and_rotates(tokens, top_k, num_experts, among):
         assert batch.experts.tolist() == sorted(set(batch.ids.ravel().tolist()))
         if among:
             assert len(batch.experts) <= among
-        if 2 * tokens * top_k <= num_experts:
+        if tokens == 1:
             assert not np.isin(batch.experts, last).any()
         last = batch.experts
         np.add.at(used, batch.ids.ravel(), 1)
@@ -47,11 +47,11 @@ class FakeLimits:
     def __init__(self):
         self.rounds = 0
 
-    def peak(self):
+    def peak(self, seconds):
         self.rounds += 1
         return 1e9 * 2**self.rounds
 
-    def read(self):
+    def read(self, seconds):
         return 1e6 * 2**self.rounds
 
 
@@ -75,8 +75,8 @@ def test_shares_are_medians_of_each_rounds_own(experts):
 def test_limits_are_measured_on_this_machine(experts):
     with MoELayer(experts, "fp32_lut") as layer:
         limits = measure.Limits(layer, measure.backends_for(experts)["fp32_lut"])
-        assert 1e6 < limits.peak() < 1e14
-        assert 1e6 < limits.read() < 1e13
+        assert 1e6 < limits.peak(1e-4) < 1e14
+        assert 1e6 < limits.read(1e-4) < 1e13
 
 
 def test_worst_error(experts, backend):

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from ktmoe import backends, config
-from ktmoe.errors import UnavailableError
+from ktmoe.errors import UnavailableError, UnknownNameError
 from ktmoe.experts import ExpertWeights
 
 Progress = Callable[[int, int], None]
@@ -60,7 +60,10 @@ def choose(name: str = "auto", experts: ExpertWeights | None = None) -> tuple[st
     if name == "auto":
         name, why = config.backend_override() or "auto", "KTMOE_BACKEND"
     if name != "auto":
-        reason = _obstacle(name, experts)
+        try:
+            reason = _obstacle(name, experts)
+        except UnknownNameError as error:
+            raise UnknownNameError(f"{error} ({why})") from None
         if reason:
             raise UnavailableError(
                 f"backend {name!r} ({why}) cannot be used: {reason}. Available: {', '.join(backends.available()) or 'none'}"
