@@ -123,7 +123,7 @@ def state():
         "atexit": atexit._ncallbacks(),
         "environment": dict(os.environ),
         "signals": [str(signal.getsignal(s)) for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)],
-        "masks": [line for line in open("/proc/self/status") if line.startswith(("SigBlk", "SigIgn", "SigCgt", "Cpus_allowed"))],
+        "masks": [line for line in open("/proc/self/status") if line.startswith(("SigBlk", "SigIgn", "SigCgt", "Cpus"))],
         "directory": os.getcwd(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "numpy errors": numpy.geterr(),

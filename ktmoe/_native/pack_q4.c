@@ -15,16 +15,18 @@
 
 enum { SUPERBLOCK_BYTES = KT_PANEL + KT_PANEL * KT_GROUP / 2, ROW_BYTES = KT_GROUP / 2, SCALE_ONE = 127 };
 
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+
 size_t kt_q4_panel_bytes(size_t k) { return kt_round_up(k, KT_GROUP) / KT_GROUP * SUPERBLOCK_BYTES; }
 
-/* k0 k1 .. k7 from the lowest nibble up -> k0 k2 k4 k6 k1 k3 k5 k7. */
-static uint32_t split_pairs(uint32_t v) {
-    uint32_t even = v & 0x0F0F0F0F, odd = v >> 4 & 0x0F0F0F0F;
+/* k0 k1 .. k7 from the lowest nibble up -> k0 k2 k4 k6 k1 k3 k5 k7, in four dwords: a dword is 8 k of one row. */
+static inline u32x4 split_pairs(u32x4 v) {
+    u32x4 even = v & 0x0F0F0F0F, odd = v >> 4 & 0x0F0F0F0F;
     even = (even | even >> 4) & 0x00FF00FF;
     odd = (odd | odd >> 4) & 0x00FF00FF;
     even = (even | even >> 8) & 0x0000FFFF;
-    odd = (odd | odd >> 8) & 0x0000FFFF;
-    return even | odd << 16;
+    odd = (odd | odd >> 8) << 16;
+    return even | odd;
 }
 
 static uint32_t join_pairs(uint32_t v) {
@@ -40,18 +42,19 @@ static uint8_t *code_dwords(uint8_t *superblock, size_t column) {
     return superblock + KT_PANEL + column / 16 * 256 + column % 16 * 4;
 }
 
-/* Four columns of one superblock, 16 code bytes each: rows of four dwords become columns of four, so that the compiler
- * transposes in registers. */
-static void pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *superblock, size_t column) {
-    uint32_t v[4][4];
-    for (int i = 0; i < 4; i++) memcpy(v[i], rows[i] + offset, ROW_BYTES);
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 4; j++) v[i][j] = split_pairs(v[i][j]);
-    uint8_t *to = code_dwords(superblock, column);
-    for (int j = 0; j < 4; j++) {
-        const uint32_t t[4] = {v[0][j], v[1][j], v[2][j], v[3][j]};
-        memcpy(to + j * 64, t, sizeof t);
+/* Four columns of one superblock, 16 code bytes each: rows of four dwords become columns of four. */
+static inline void pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *superblock, size_t column) {
+    u32x4 v[4];
+    for (int i = 0; i < 4; i++) {
+        memcpy(&v[i], rows[i] + offset, sizeof v[i]);
+        v[i] = split_pairs(v[i]);
     }
+    const u32x4 low01 = __builtin_shuffle(v[0], v[1], (u32x4){0, 4, 1, 5}), high01 = __builtin_shuffle(v[0], v[1], (u32x4){2, 6, 3, 7});
+    const u32x4 low23 = __builtin_shuffle(v[2], v[3], (u32x4){0, 4, 1, 5}), high23 = __builtin_shuffle(v[2], v[3], (u32x4){2, 6, 3, 7});
+    const u32x4 columns[4] = {
+        __builtin_shuffle(low01, low23, (u32x4){0, 1, 4, 5}), __builtin_shuffle(low01, low23, (u32x4){2, 3, 6, 7}),
+        __builtin_shuffle(high01, high23, (u32x4){0, 1, 4, 5}), __builtin_shuffle(high01, high23, (u32x4){2, 3, 6, 7})};
+    for (int j = 0; j < 4; j++) memcpy(code_dwords(superblock, column) + j * 64, &columns[j], sizeof columns[j]);
 }
 
 static void pack_tail(const kt_q4_source *s, size_t row, size_t group, uint8_t *superblock, size_t column) {
@@ -62,51 +65,55 @@ static void pack_tail(const kt_q4_source *s, size_t row, size_t group, uint8_t *
         const size_t row_bytes = s->k / 2, offset = group * ROW_BYTES, left = row_bytes - offset;
         memcpy(bytes, s->codes + row * row_bytes + offset, left < ROW_BYTES ? left : ROW_BYTES);
     }
-    uint8_t *to = code_dwords(superblock, column);
-    for (int j = 0; j < 4; j++) {
-        uint32_t v;
-        memcpy(&v, bytes + j * 4, 4);
-        v = split_pairs(v);
-        memcpy(to + j * 64, &v, 4);
-    }
+    u32x4 v;
+    memcpy(&v, bytes, sizeof v);
+    v = split_pairs(v);
+    for (int j = 0; j < 4; j++) memcpy(code_dwords(superblock, column) + j * 64, (uint32_t *)&v + j, 4);
 }
 
-/* Groups innermost within four rows: the source is read a cache line at a time, and the few superblocks that a line
- * feeds stay in L1. */
-static void pack_panel(const kt_q4_source *s, size_t panel, uint8_t *packed, kt_q4_scale_range *range) {
-    enum { RUN = 8 }; /* superblocks that are filled together: 8 * 1088 bytes */
-    const size_t groups = kt_round_up(s->k, KT_GROUP) / KT_GROUP, whole = s->k / KT_GROUP, row_bytes = s->k / 2;
-    const size_t first = panel * KT_PANEL;
+/* 16 rows together, since 16 columns fill a cache line of the panel; within them four groups together, since they fill one of
+ * the source. So a line of either is in L1 until it is done with, and memory sees 16 ascending streams. */
+static void pack_codes(const kt_q4_source *s, size_t first, size_t groups, uint8_t *packed) {
+    enum { LINE_GROUPS = 64 / ROW_BYTES };
+    const size_t whole = s->k / KT_GROUP, row_bytes = s->k / 2;
+    for (size_t block = 0; block < KT_PANEL; block += 16)
+        for (size_t line = 0; line < groups; line += LINE_GROUPS)
+            for (size_t column = block; column < block + 16; column += 4) {
+                const size_t row = first + column, end = line + LINE_GROUPS < groups ? line + LINE_GROUPS : groups;
+                const uint8_t *rows[4];
+                for (size_t i = 0; i < 4; i++) rows[i] = s->codes + (row + i) * row_bytes;
+                for (size_t g = line; g < end; g++) {
+                    uint8_t *superblock = packed + g * SUPERBLOCK_BYTES;
+                    if (row + 4 <= s->n && g < whole)
+                        pack_four(rows, g * ROW_BYTES, superblock, column);
+                    else
+                        for (size_t i = 0; i < 4; i++) pack_tail(s, row + i, g, superblock, column + i);
+                }
+            }
+}
+
+static kt_q4_scale_range pack_scales(const kt_q4_source *s, size_t first, size_t groups, uint8_t *packed) {
     uint8_t low = 255, high = 0;
-    for (size_t run = 0; run < groups; run += RUN) {
-        const size_t end = run + RUN < groups ? run + RUN : groups;
-        for (size_t column = 0; column < KT_PANEL; column += 4) {
-            const size_t row = first + column;
-            const uint8_t *rows[4];
-            for (size_t i = 0; i < 4; i++) rows[i] = s->codes + (row + i) * row_bytes;
-            for (size_t g = run; g < end; g++) {
-                uint8_t *superblock = packed + g * SUPERBLOCK_BYTES;
-                if (row + 4 <= s->n && g < whole)
-                    pack_four(rows, g * ROW_BYTES, superblock, column);
-                else
-                    for (size_t i = 0; i < 4; i++) pack_tail(s, row + i, g, superblock, column + i);
-            }
+    for (size_t column = 0; column < KT_PANEL; column++) {
+        uint8_t *to = packed + column;
+        if (first + column >= s->n) {
+            for (size_t g = 0; g < groups; g++) to[g * SUPERBLOCK_BYTES] = SCALE_ONE;
+            continue;
         }
-        for (size_t column = 0; column < KT_PANEL; column++) {
-            uint8_t *to = packed + run * SUPERBLOCK_BYTES + column;
-            if (first + column >= s->n) {
-                for (size_t g = run; g < end; g++, to += SUPERBLOCK_BYTES) *to = SCALE_ONE;
-                continue;
-            }
-            const uint8_t *from = s->scales + (first + column) * groups + run;
-            for (size_t g = run; g < end; g++, from++, to += SUPERBLOCK_BYTES) {
-                *to = *from;
-                low = *from < low ? *from : low;
-                high = *from > high ? *from : high;
-            }
+        const uint8_t *from = s->scales + (first + column) * groups;
+        for (size_t g = 0; g < groups; g++) to[g * SUPERBLOCK_BYTES] = from[g];
+        for (size_t g = 0; g < groups; g++) { /* apart from the copy, so that it vectorises */
+            low = from[g] < low ? from[g] : low;
+            high = from[g] > high ? from[g] : high;
         }
     }
-    *range = (kt_q4_scale_range){low, high};
+    return (kt_q4_scale_range){low, high};
+}
+
+static kt_q4_scale_range pack_panel(const kt_q4_source *s, size_t panel, uint8_t *packed) {
+    const size_t groups = kt_round_up(s->k, KT_GROUP) / KT_GROUP;
+    pack_codes(s, panel * KT_PANEL, groups, packed);
+    return pack_scales(s, panel * KT_PANEL, groups, packed);
 }
 
 static void unpack_panel(const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes, uint8_t *scales) {
@@ -143,8 +150,7 @@ static void pack_panels(void *context, size_t worker, size_t workers) {
     pack_job *j = context;
     const size_t panel_bytes = kt_q4_panel_bytes(j->source->k);
     for (size_t panel; (panel = atomic_fetch_add(&j->next, 1)) < j->panels;) {
-        kt_q4_scale_range r;
-        pack_panel(j->source, panel, j->packed + panel * panel_bytes, &r);
+        const kt_q4_scale_range r = pack_panel(j->source, panel, j->packed + panel * panel_bytes);
         uint8_t seen = atomic_load(&j->low);
         while (r.low < seen && !atomic_compare_exchange_weak(&j->low, &seen, r.low)) continue;
         seen = atomic_load(&j->high);
