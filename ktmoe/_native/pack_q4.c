@@ -42,6 +42,14 @@ static uint8_t *code_dwords(uint8_t *superblock, size_t column) {
     return superblock + KT_PANEL + column / 16 * 256 + column % 16 * 4;
 }
 
+/* a[i] b[i] a[i+1] b[i+1]. GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle; without either, GCC
+ * shuffles through memory, at 0.6 times the speed. */
+#if __has_builtin(__builtin_shufflevector)
+#define INTERLEAVE(a, b, i) __builtin_shufflevector(a, b, i, (i) + 4, (i) + 1, (i) + 5)
+#else
+#define INTERLEAVE(a, b, i) __builtin_shuffle(a, b, (u32x4){i, (i) + 4, (i) + 1, (i) + 5})
+#endif
+
 /* Four columns of one superblock, 16 code bytes each: rows of four dwords become columns of four. */
 static inline void pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *superblock, size_t column) {
     u32x4 v[4];
@@ -49,11 +57,10 @@ static inline void pack_four(const uint8_t *const rows[4], size_t offset, uint8_
         memcpy(&v[i], rows[i] + offset, sizeof v[i]);
         v[i] = split_pairs(v[i]);
     }
-    const u32x4 low01 = __builtin_shuffle(v[0], v[1], (u32x4){0, 4, 1, 5}), high01 = __builtin_shuffle(v[0], v[1], (u32x4){2, 6, 3, 7});
-    const u32x4 low23 = __builtin_shuffle(v[2], v[3], (u32x4){0, 4, 1, 5}), high23 = __builtin_shuffle(v[2], v[3], (u32x4){2, 6, 3, 7});
-    const u32x4 columns[4] = {
-        __builtin_shuffle(low01, low23, (u32x4){0, 1, 4, 5}), __builtin_shuffle(low01, low23, (u32x4){2, 3, 6, 7}),
-        __builtin_shuffle(high01, high23, (u32x4){0, 1, 4, 5}), __builtin_shuffle(high01, high23, (u32x4){2, 3, 6, 7})};
+    const u32x4 low02 = INTERLEAVE(v[0], v[2], 0), low13 = INTERLEAVE(v[1], v[3], 0);
+    const u32x4 high02 = INTERLEAVE(v[0], v[2], 2), high13 = INTERLEAVE(v[1], v[3], 2);
+    const u32x4 columns[4] = {INTERLEAVE(low02, low13, 0), INTERLEAVE(low02, low13, 2), INTERLEAVE(high02, high13, 0),
+                              INTERLEAVE(high02, high13, 2)};
     for (int j = 0; j < 4; j++) memcpy(code_dwords(superblock, column) + j * 64, &columns[j], sizeof columns[j]);
 }
 
