@@ -225,45 +225,52 @@ INLINE void tile(const panel_block *restrict b, size_t groups, const uint16_t *c
         for (int v = 0; v < VECTORS; v++) _mm512_store_ps(out + i * KT_PANEL + 16 * v, total[i][v]);
 }
 
+/* One K block of one panel. Panels are innermost, so that the second finds the rows' x in L2. */
+typedef struct step {
+    size_t panel, k0, groups;
+    const uint8_t *w;
+} step;
+
+INLINE step step_at(const kt_dot *a, size_t s) {
+    const size_t panel = s % a->panels, k0 = s / a->panels * K_BLOCK, left = (a->k - k0) / KT_GROUP;
+    return (step){panel, k0, left < BLOCK_GROUPS ? left : BLOCK_GROUPS, a->w[panel] + k0 / KT_GROUP * SUPERBLOCK_BYTES};
+}
+
 INLINE void many(const kt_dot *a, const int folded) {
-    const size_t groups = a->k / KT_GROUP, m = a->m;
     const __m512i codebook = load_codebook(a, folded);
     panel_block *block = a->scratch;
-    const size_t most = folded ? TILE_ROWS : TILE_ROWS_GROUPED, tiles = (m + most - 1) / most;
-    for (size_t p = 0; p < a->panels; p++) {
-        for (size_t g0 = 0; g0 < groups; g0 += BLOCK_GROUPS) {
-            const size_t count = groups - g0 < BLOCK_GROUPS ? groups - g0 : BLOCK_GROUPS;
-            const uint8_t *w = a->w[p] + g0 * SUPERBLOCK_BYTES;
-            decode_block(w, count, codebook, block, folded);
-            /* While this block is multiplied, the next one's codes come to L2, a share with each tile. */
-            const uint8_t *next = w + count * SUPERBLOCK_BYTES;
-            size_t next_bytes = (groups - g0 - count < BLOCK_GROUPS ? groups - g0 - count : BLOCK_GROUPS) * SUPERBLOCK_BYTES;
-            if (!next_bytes && p + 1 < a->panels) {
-                next = a->w[p + 1];
-                next_bytes = (groups < BLOCK_GROUPS ? groups : BLOCK_GROUPS) * SUPERBLOCK_BYTES;
-            }
-            const size_t share = (next_bytes / tiles + LINE) / LINE * LINE;
-            size_t fetched = 0;
-            for (size_t first = 0, rows; first < m; first += rows) {
-                rows = step_rows(m - first, most);
-                for (size_t end = fetched + share; fetched < end && fetched < next_bytes; fetched += LINE)
-                    _mm_prefetch((const char *)next + fetched, _MM_HINT_T1);
-                float *out = a->out[p] + first * KT_PANEL;
-                const uint16_t *const *x = a->x + first;
-                switch (rows) {
-                    case 1: tile(block, count, x, g0 * KT_GROUP, out, 1, folded); break;
-                    case 2: tile(block, count, x, g0 * KT_GROUP, out, 2, folded); break;
-                    case 3: tile(block, count, x, g0 * KT_GROUP, out, 3, folded); break;
-                    case 4:
-                        if (folded) tile(block, count, x, g0 * KT_GROUP, out, 4, 1);
-                        break;
-                    case 5:
-                        if (folded) tile(block, count, x, g0 * KT_GROUP, out, 5, 1);
-                        break;
-                    case 6:
-                        if (folded) tile(block, count, x, g0 * KT_GROUP, out, 6, 1);
-                        break;
-                }
+    const size_t m = a->m, most = folded ? TILE_ROWS : TILE_ROWS_GROUPED, tiles = (m + most - 1) / most;
+    const size_t steps = (a->k + K_BLOCK - 1) / K_BLOCK * a->panels;
+    for (size_t s = 0; s < steps; s++) {
+        const step now = step_at(a, s), next = step_at(a, s + 1 < steps ? s + 1 : s);
+        decode_block(now.w, now.groups, codebook, block, folded);
+        /* While this block is multiplied, the next one's codes and x come to L2, a share with each tile: the rows' pieces are too
+         * short for the hardware to foresee. */
+        const size_t next_bytes = next.groups * SUPERBLOCK_BYTES, share = (next_bytes / tiles + LINE) / LINE * LINE;
+        size_t fetched = 0;
+        for (size_t first = 0, rows; first < m; first += rows) {
+            rows = step_rows(m - first, most);
+            for (size_t end = fetched + share; fetched < end && fetched < next_bytes; fetched += LINE)
+                _mm_prefetch((const char *)next.w + fetched, _MM_HINT_T1);
+            if (next.k0 != now.k0)
+                for (size_t i = first; i < first + rows; i++)
+                    for (size_t k = next.k0; k < next.k0 + next.groups * KT_GROUP; k += LINE / sizeof *a->x[i])
+                        _mm_prefetch((const char *)(a->x[i] + k), _MM_HINT_T1);
+            float *out = a->out[now.panel] + first * KT_PANEL;
+            const uint16_t *const *x = a->x + first;
+            switch (rows) {
+                case 1: tile(block, now.groups, x, now.k0, out, 1, folded); break;
+                case 2: tile(block, now.groups, x, now.k0, out, 2, folded); break;
+                case 3: tile(block, now.groups, x, now.k0, out, 3, folded); break;
+                case 4:
+                    if (folded) tile(block, now.groups, x, now.k0, out, 4, 1);
+                    break;
+                case 5:
+                    if (folded) tile(block, now.groups, x, now.k0, out, 5, 1);
+                    break;
+                case 6:
+                    if (folded) tile(block, now.groups, x, now.k0, out, 6, 1);
+                    break;
             }
         }
     }
