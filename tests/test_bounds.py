@@ -13,6 +13,9 @@ import pytest
 from helpers import random_batch, random_experts
 
 from ktmoe import ExpertWeights, MoELayer, set_num_threads
+from ktmoe._native import core
+from ktmoe.backends import native
+from ktmoe.errors import InputError
 
 PAGE = 4096
 PROT_NONE, READ_WRITE, PRIVATE_ANONYMOUS = 0, 3, 0x22
@@ -56,6 +59,34 @@ def test_the_fence_holds():
             ctypes.c_uint8.from_address(address).value += 1
 
         assert exit_code(touch) == -signal.SIGSEGV
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda packed: packed.kernels(),
+        lambda packed: packed.packed_bytes(0, "up"),
+        lambda packed: packed.unpack(0, "up"),
+        lambda packed: packed.unpack(1, "gate"),
+        lambda packed: packed.unpack(10**9, "gate"),
+        lambda packed: packed.packed_bytes(10**9, "gate"),
+    ],
+    ids=["kernels", "packed_bytes", "unpack", "expert 1", "expert 10**9", "its bytes"],
+)
+def test_a_matrix_that_was_not_packed_or_does_not_exist(call):
+    """Of an unfinished layer with one expert, of which only the gate is packed."""
+    experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+
+    def run():
+        faulthandler.disable()
+        table = native.load_table("portable")
+        packed = core.PackedLayer(table, 1, 64, 64, experts.formats, experts.activation, "down_output", "bf16")
+        packed.pack(0, "gate", experts.matrix(0, "gate"))
+        with pytest.raises(InputError):
+            call(packed)
+
+    assert exit_code(run) == 0
 
 
 def fence_experts(experts, side):
