@@ -222,8 +222,16 @@ cdef class PackedLayer:
     cdef kt_matrix *_matrix(self, size_t expert, int projection) except NULL:
         if not self.layer.experts:
             raise ClosedError("this layer was closed")
+        if expert >= self.layer.num_experts:
+            raise InputError(f"expert must be in [0, {self.layer.num_experts}), found {expert}")
         cdef kt_expert *e = &self.layer.experts[expert]
         return &e.gate if projection == 0 else &e.up if projection == 1 else &e.down
+
+    cdef kt_matrix *_packed(self, size_t expert, int projection) except NULL:
+        cdef kt_matrix *matrix = self._matrix(expert, projection)
+        if not matrix.data:
+            raise InputError(f"expert {expert}'s {('gate', 'up', 'down')[projection]} was not packed")
+        return matrix
 
     def pack(self, size_t expert, str projection, matrix):
         """Pack one Matrix. Raises FormatError, which names the tensor, for a scale that is NaN."""
@@ -236,6 +244,14 @@ cdef class PackedLayer:
         cdef uint8_t *packed = self.arena + expert * self.expert_bytes + self.offsets[p]
         cdef int error
         weight_format = self._formats[projection]
+        n, k = self.layer.intermediate, self.layer.hidden
+        if p == 2:
+            n, k = k, n
+        if matrix.shape != (n, k) or matrix.format != weight_format:
+            raise FormatError(
+                f"{matrix.name}: {projection} must be {weight_format.description} [{n}, {k}], "
+                f"found {matrix.format.description} {list(matrix.shape)}"
+            )
         source.codes = &codes[0, 0]
         source.scales = &scales[0, 0]
         source.n, source.k = matrix.shape
@@ -277,11 +293,9 @@ cdef class PackedLayer:
     def unpack(self, size_t expert, str projection):
         """(codes uint8 [n, k/2], scales uint8 [n, ceil(k/32)]): the checkpoint's own bytes again."""
         cdef int p = ("gate", "up", "down").index(projection)
-        cdef kt_matrix *matrix = self._matrix(expert, p)
+        cdef kt_matrix *matrix = self._packed(expert, p)
         cdef size_t n = self.layer.hidden if p == 2 else self.layer.intermediate
         cdef size_t k = self.layer.intermediate if p == 2 else self.layer.hidden
-        if not matrix.data:
-            raise InputError(f"expert {expert}'s {projection} was not packed")
         codes, scales = np.empty((n, k // 2), np.uint8), np.empty((n, (k + KT_GROUP - 1) // KT_GROUP), np.uint8)
         cdef uint8_t[:, ::1] codes_to = codes
         cdef uint8_t[:, ::1] scales_to = scales
@@ -292,7 +306,7 @@ cdef class PackedLayer:
     def packed_bytes(self, size_t expert, str projection):
         """A copy of one matrix's packed bytes, uint8 [panels, panel bytes]: for the layout's golden tests."""
         cdef int p = ("gate", "up", "down").index(projection)
-        cdef kt_matrix *matrix = self._matrix(expert, p)
+        cdef kt_matrix *matrix = self._packed(expert, p)
         cdef size_t n = self.layer.hidden if p == 2 else self.layer.intermediate
         copy = np.empty(((n + KT_PANEL - 1) // KT_PANEL, matrix.panel_bytes), np.uint8)
         cdef uint8_t[:, ::1] to = copy
@@ -302,7 +316,7 @@ cdef class PackedLayer:
     def kernels(self):
         """{(expert, projection): whether its scales are folded}."""
         return {
-            (e, name): bool(self._matrix(e, p).kernel.folded)
+            (e, name): bool(self._packed(e, p).kernel.folded)
             for e in range(self.layer.num_experts)
             for p, name in enumerate(("gate", "up", "down"))
         }
@@ -325,6 +339,15 @@ cdef class PackedLayer:
             batch.dtype, batch.x, batch.y = KT_BF16, &x16[0, 0], &y16[0, 0]
         batch.tokens, batch.top_k = ids.shape[0], ids.shape[1]
         batch.ids, batch.weights, batch.mask = &ids[0, 0], &weights[0, 0], &mask[0]
+        if (
+            x.shape != (ids.shape[0], self.layer.hidden) or out.shape != x.shape or out.dtype != x.dtype
+            or weights.shape[0] != ids.shape[0] or weights.shape[1] != ids.shape[1] or mask.shape[0] != self.layer.num_experts
+        ):
+            raise InputError(
+                f"x and out must be [{ids.shape[0]}, {self.layer.hidden}] and alike, found {x.dtype} {list(x.shape)} and "
+                f"{out.dtype} {list(out.shape)}; weights and mask {[ids.shape[0], ids.shape[1]]} and [{self.layer.num_experts}], "
+                f"found {[weights.shape[0], weights.shape[1]]} and [{mask.shape[0]}]"
+            )
         if self.missing:
             raise InputError(f"{self.missing} matrices of this layer were not packed")
         with nogil:
