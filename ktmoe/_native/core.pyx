@@ -18,9 +18,7 @@ from ktmoe._native.driver cimport *
 
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 
-ABI_VERSION = KT_ABI_VERSION
 Q4_LAYOUT_VERSION = KT_Q4_LAYOUT_VERSION
-PANEL = KT_PANEL
 M_BLOCK = KT_M_BLOCK
 
 

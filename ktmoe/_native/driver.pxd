@@ -9,12 +9,9 @@ cdef extern from "driver.h" nogil:
         const char *name
         bint present
     const kt_cpu_feature *kt_cpu_features(size_t *count)
-    unsigned kt_fp_enter()
-    void kt_fp_leave(unsigned state)
 
     void *kt_os_map(size_t bytes)
     void kt_os_unmap(void *p, size_t bytes)
-    uint64_t kt_os_nanoseconds()
 
     ctypedef void (*kt_task)(void *context, size_t worker, size_t workers) noexcept nogil
     void kt_pool_lock()
