@@ -7,12 +7,13 @@ from ktmoe import backends, loaders
 from ktmoe.activation import SILU, GatedActivation
 from ktmoe.config import show_config
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import MXFP4, Scale, WeightFormat
+from ktmoe.formats import BF16, MXFP4, Scale, WeightFormat, int4
 from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
 from ktmoe.threads import get_num_threads, set_num_threads
 
 __all__ = [
+    "BF16",
     "MXFP4",
     "SILU",
     "ExpertWeights",
@@ -23,6 +24,7 @@ __all__ = [
     "WeightFormat",
     "backends",
     "get_num_threads",
+    "int4",
     "load_experts",
     "loaders",
     "set_num_threads",

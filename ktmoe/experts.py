@@ -20,8 +20,8 @@ class Matrix:
     """One weight matrix [n outputs, k inputs] in its checkpoint's own bytes.
 
     name: the tensor's name, for messages.
-    codes: uint8 [n, k/2] for family q4, C-contiguous, two codes a byte, low nibble = even k.
-    scales: uint8 [ceil(n/rows), ceil(k/columns)] for scale kind ue8m0, C-contiguous, bytes viewed and never cast.
+    codes: C-contiguous, of format.codes_dtype; uint8 [n, k/2] for family q4, bfloat16 (ml_dtypes) [n, k] for b16.
+    scales: C-contiguous, of format.scale.dtype, [ceil(n/rows), ceil(k/columns)], bytes viewed and never cast; None for b16.
     bias: float32 [n], or None.
     Raises FormatError, which names the tensor, on a wrong dtype, shape or layout. The bytes are checked when packed.
     """
@@ -30,17 +30,40 @@ class Matrix:
     format: WeightFormat
     shape: tuple[int, int]
     codes: np.ndarray
-    scales: np.ndarray
+    scales: np.ndarray | None = None
     bias: np.ndarray | None = None
 
     def __post_init__(self):
         n, k = self.shape
-        if n < 1 or k < 2 or k % 2:
-            raise FormatError(f"{self.name}: a {self.format.family} matrix needs n >= 1 and an even k >= 2, found {self.shape}")
-        _expect(f"{self.name} codes", self.codes, np.uint8, self.format.codes_shape(n, k))
-        _expect(f"{self.name} scales", self.scales, np.uint8, self.format.scale.shape(n, k))
+        step = self.format.codes_per_item
+        if n < 1 or k < 1 or k % step:
+            wanted = f"n >= 1 and a k that is a multiple of {step}" if step > 1 else "n >= 1 and k >= 1"
+            raise FormatError(f"{self.name}: a {self.format.family} matrix needs {wanted}, found {self.shape}")
+        _expect(f"{self.name} codes", self.codes, self.format.codes_dtype, self.format.codes_shape(n, k))
+        scale = self.format.scale
+        if scale is not None:
+            _expect(f"{self.name} scales", self.scales, scale.dtype, scale.shape(n, k))
+        elif self.scales is not None:
+            raise FormatError(f"{self.name} scales: expected none for {self.format.family}, found {self.scales!r:.80}")
         if self.bias is not None:
             _expect(f"{self.name} bias", self.bias, np.float32, (n,))
+
+    def refuse(self) -> None:
+        """Raise FormatError for the first scale or weight that stands for no real number; it names the tensor and the place."""
+        scale, bias = self.format.scale, self.bias
+        if scale is not None and (at := np.argwhere(scale.invalid(self.scales))).size:
+            row, column = at[0]
+            meaning = (
+                "byte 255, which is NaN in UE8M0; expected 0 to 254"
+                if scale.kind == "ue8m0"
+                else (f"{self.scales[row, column]}; expected a finite number")
+            )
+            raise FormatError(f"{self.name}: scale [{row}, {column}] is {meaning}")
+        if self.format.family == "b16" and (at := np.argwhere(~np.isfinite(self.codes.astype(np.float32)))).size:
+            row, column = at[0]
+            raise FormatError(f"{self.name}: weight [{row}, {column}] is {self.codes[row, column]}; expected a finite number")
+        if bias is not None and not np.isfinite(bias).all():
+            raise FormatError(f"{self.name}: bias must be finite, found {bias[~np.isfinite(bias)][0]}")
 
 
 class ExpertWeights:
@@ -78,50 +101,48 @@ class ExpertWeights:
     @classmethod
     def from_arrays(
         cls,
-        gate: tuple[np.ndarray, np.ndarray],
-        up: tuple[np.ndarray, np.ndarray],
-        down: tuple[np.ndarray, np.ndarray],
+        gate: np.ndarray | tuple[np.ndarray, np.ndarray],
+        up: np.ndarray | tuple[np.ndarray, np.ndarray],
+        down: np.ndarray | tuple[np.ndarray, np.ndarray],
         *,
         biases: Mapping[str, np.ndarray] | None = None,
         format: WeightFormat = MXFP4,
         activation: GatedActivation = SILU,
         name: str = "experts",
     ) -> ExpertWeights:
-        """From arrays in memory that hold all experts.
+        """From arrays in memory that hold all experts, E along the first axis; dtypes and shapes as Matrix has them.
 
-        gate, up: (codes uint8 [E, I, H/2], scales uint8 [E, I, ceil(H/32)]);
-        down: (codes uint8 [E, H, I/2], scales uint8 [E, H, ceil(I/32)]).
+        gate, up: (codes [E, I, ...], scales [E, I, ...]); down: (codes [E, H, ...], scales [E, H, ...]). For MXFP4 that is
+        (uint8 [E, I, H/2], uint8 [E, I, ceil(H/32)]) and (uint8 [E, H, I/2], uint8 [E, H, ceil(I/32)]).
+        A format without scales takes the codes alone: bfloat16 [E, I, H] and [E, H, I] for b16.
         biases: optional float32 arrays by projection, [E, I] for gate and up, [E, H] for down.
         """
-        pairs = dict(zip(PROJECTIONS, (gate, up, down), strict=True))
+        labels = ("codes",) if format.scale is None else ("codes", "scales")
+        given = {p: v if isinstance(v, tuple) else (v,) for p, v in zip(PROJECTIONS, (gate, up, down), strict=True)}
+        for projection, arrays in given.items():
+            if len(arrays) != len(labels):
+                raise FormatError(f"{name}: {projection} must be ({', '.join(labels)}), found {len(arrays)} arrays")
         biases = dict(biases or {})
-        if unknown := biases.keys() - pairs.keys():
+        if unknown := biases.keys() - given.keys():
             raise FormatError(f"{name}: biases must be by projection, one of {PROJECTIONS}, found {sorted(unknown)}")
-        arrays = {f"{p} {label}": a for p, pair in pairs.items() for label, a in zip(("codes", "scales"), pair, strict=True)}
+        arrays = {f"{p} {label}": a for p, pair in given.items() for label, a in zip(labels, pair, strict=True)}
         arrays |= {f"{projection} bias": array for projection, array in biases.items()}
         for label, array in arrays.items():
-            dimensions = ("experts", "rows") if label.endswith("bias") else ("experts", "rows", "bytes")
+            dimensions = ("experts", "rows") if label.endswith("bias") else ("experts", "rows", "columns")
             if not isinstance(array, np.ndarray) or array.ndim != len(dimensions):
                 found = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else type(array).__name__
                 raise FormatError(f"{name}: {label} must be an array [{', '.join(dimensions)}], found {found}")
-        num_experts, intermediate, half_hidden = gate[0].shape
-        hidden = 2 * half_hidden
+        num_experts, intermediate, columns = given["gate"][0].shape
+        hidden = columns * format.codes_per_item
         for label, array in arrays.items():
             if array.shape[0] != num_experts:
                 raise FormatError(f"{name}: {label} must hold {num_experts} experts, found {array.shape[0]}")
 
         def read(expert: int, projection: str) -> Matrix:
-            codes, scales = pairs[projection]
             shape = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
-            bias = biases.get(projection)
-            return Matrix(
-                f"{name}.{expert}.{projection}",
-                format,
-                shape,
-                codes[expert],
-                scales[expert],
-                None if bias is None else bias[expert],
-            )
+            codes, *scales = (array[expert] for array in given[projection])
+            bias = biases[projection][expert] if projection in biases else None
+            return Matrix(f"{name}.{expert}.{projection}", format, shape, codes, *(scales or [None]), bias)
 
         return cls(num_experts, hidden, intermediate, read, format, activation, name)
 
@@ -153,7 +174,7 @@ class ExpertWeights:
         return self.num_experts * sum(self.formats[p].nbytes(*self.shape(p)) for p in PROJECTIONS)
 
 
-def _expect(name: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:
+def _expect(name: str, array: np.ndarray | None, dtype: np.dtype | type, shape: tuple[int, ...]) -> None:
     if not isinstance(array, np.ndarray):
         raise FormatError(f"{name}: expected a numpy array, found {type(array).__name__}")
     if array.dtype != dtype:

@@ -168,9 +168,9 @@ MATRIX = [
     ({"scales": np.zeros((4, 4), np.uint8)[:, ::2]}, r"scales: expected a C-contiguous array, found strides \(4, 2\)"),
     ({"bias": np.zeros(4)}, r"bias: expected dtype float32, found float64"),
     ({"bias": np.zeros(5, np.float32)}, r"bias: expected shape \[4\], found \[5\]"),
-    ({"shape": (4, 63)}, r"needs n >= 1 and an even k >= 2, found \(4, 63\)"),
-    ({"shape": (0, 64)}, r"needs n >= 1 and an even k >= 2, found \(0, 64\)"),
-    ({"shape": (4, 0)}, r"needs n >= 1 and an even k >= 2, found \(4, 0\)"),
+    ({"shape": (4, 63)}, r"needs n >= 1 and a k that is a multiple of 2, found \(4, 63\)"),
+    ({"shape": (0, 64)}, r"needs n >= 1 and a k that is a multiple of 2, found \(0, 64\)"),
+    ({"shape": (4, 0)}, r"needs n >= 1 and a k that is a multiple of 2, found \(4, 0\)"),
 ]
 
 
