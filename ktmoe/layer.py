@@ -24,7 +24,8 @@ class MoELayer:
 
     experts: ExpertWeights, from a loader or from arrays; read once, here.
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
-    activations: "auto" or "bf16": the activations take part exactly, as bfloat16.
+    activations: "bf16": they take part exactly, as bfloat16; "int16": rounded to 16-bit integers, per token and group of 32
+    along k (docs/numerics.md); "auto": the backend's own choice, which the attribute of that name then says.
     router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
 
@@ -49,10 +50,12 @@ class MoELayer:
             raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
         self.backend, _ = choose(backend, experts)
         chosen = backends.get(self.backend)
-        mode = "bf16" if activations == "auto" else activations
-        if mode not in chosen.activations:
+        modes = chosen.modes(experts)
+        mode = modes[0] if activations == "auto" else activations
+        if mode not in modes:
             raise UnavailableError(
-                f"backend {self.backend!r} has no activation mode {activations!r}; it has auto, {', '.join(chosen.activations)}"
+                f"{experts.name}: backend {self.backend!r} has no activation mode {activations!r} for these weights; "
+                f"it has auto, {', '.join(modes)}"
             )
         self.activations = mode
         self.router_weight = router_weight

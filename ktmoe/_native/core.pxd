@@ -1,26 +1,31 @@
 # What native backends cimport: the types of ktmoe.h.
-from libc.stdint cimport uint8_t, uint16_t, uint32_t
+from libc.stdint cimport int8_t, uint8_t, uint16_t, uint32_t
 
 
 cdef extern from "ktmoe.h":
     enum:
         KT_ABI_VERSION
         KT_Q4_LAYOUT_VERSION
+        KT_B16_LAYOUT_VERSION
         KT_PANEL
         KT_GROUP
+        KT_GROUP_MAX
         KT_M_BLOCK
 
     ctypedef struct kt_codebook:
         uint16_t plain[32]
         uint16_t folded[32]
         float value[16]
+        int8_t whole[16]
+        float unit
 
     ctypedef struct kt_dot:
-        const uint16_t **x
+        const void **x
         size_t m
         size_t k
         const uint8_t *w[2]
         size_t panels
+        size_t group
         const kt_codebook *codebook
         float *out[2]
         void *scratch
@@ -28,13 +33,19 @@ cdef extern from "ktmoe.h":
     ctypedef struct kt_kernel:
         const char *family
         const char *scale
-        uint32_t extent[2]
+        size_t group_max
         const char *activations
         int folded
+        int whole
         size_t few_max
         size_t scratch_bytes
         void (*few)(const kt_dot *) nogil
         void (*many)(const kt_dot *) nogil
+
+    ctypedef struct kt_rows:
+        const char *activations
+        size_t group_bytes
+        void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row) nogil
 
     ctypedef struct kt_activation:
         float alpha, limit, up_offset
@@ -54,6 +65,7 @@ cdef extern from "ktmoe.h":
         uint32_t abi_version
         const char *name
         const kt_kernel *const *families
+        const kt_rows *rows
         void (*activate)(const kt_activate *) nogil
         void (*exp)(const float *, float *, size_t) nogil
         void (*read)(const void *, size_t) nogil

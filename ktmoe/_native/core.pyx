@@ -18,7 +18,7 @@ from ktmoe._native.driver cimport *
 
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 
-Q4_LAYOUT_VERSION = KT_Q4_LAYOUT_VERSION
+LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
 M_BLOCK = KT_M_BLOCK
 
 
@@ -102,29 +102,67 @@ cdef class KernelTable:
         return self.isa.name.decode()
 
     def kernels(self):
-        """[(family, scale kind, (rows, columns), activations, folded)] of every kernel."""
+        """[(family, scale kind, longest group, activations, folded)] of every kernel."""
         rows = []
         cdef const kt_kernel *const *family = self.isa.families
         cdef const kt_kernel *kernel
         while family[0]:
             kernel = family[0]
             while kernel.family:
-                rows.append(_key(kernel))
+                rows.append((
+                    kernel.family.decode(),
+                    kernel.scale.decode(),
+                    kernel.group_max,
+                    kernel.activations.decode(),
+                    bool(kernel.folded),
+                ))
                 kernel += 1
             family += 1
         return rows
 
-    cdef const kt_kernel *find(self, key):
+    def serves(self, weight_format, str activations):
+        """Whether it has a kernel for these weights, whatever their scales are."""
+        return self.find(weight_format, activations, False) != NULL
+
+    cdef const kt_kernel *find(self, weight_format, str activations, bint folded):
         cdef const kt_kernel *const *family = self.isa.families
         cdef const kt_kernel *kernel
+        scale = weight_format.scale
+        kind, rows, group = (scale.kind, *scale.extent) if scale else ("none", 1, 0)
+        if rows != 1 or (group and (group % KT_GROUP or group & (group - 1))):
+            return NULL
+        whole = activations == "bf16" or codebook_unit(weight_format.codebook) > 0
         while family[0]:
             kernel = family[0]
             while kernel.family:
-                if _key(kernel) == key:
+                if (
+                    kernel.family.decode() == weight_format.family and kernel.scale.decode() == kind
+                    and group <= kernel.group_max and kernel.activations.decode() == activations
+                    and kernel.folded == folded and (whole or not kernel.whole)
+                ):
                     return kernel
                 kernel += 1
             family += 1
         return NULL
+
+    cdef const kt_rows *rows(self, str activations):
+        cdef const kt_rows *rows = self.isa.rows
+        while rows.activations and rows.activations.decode() != activations:
+            rows += 1
+        return rows if rows.activations else NULL
+
+    def encode(self, str activations, const uint16_t[::1] row):
+        """One row of bfloat16 bits [k], k a multiple of 32, as kernels of that mode take it: uint8 [bytes]."""
+        cdef const kt_rows *rows = self.rows(activations)
+        if not rows or row.shape[0] % KT_GROUP:
+            raise InputError(f"{self.name} has no rows of {row.shape[0]} for {activations!r}")
+        if not rows.encode:
+            return np.asarray(row).view(np.uint8).copy()
+        encoded = np.empty(row.shape[0] // KT_GROUP * rows.group_bytes, np.uint8)
+        cdef uint8_t[::1] to = encoded
+        if row.shape[0]:
+            rows.encode(&row[0], 0, row.shape[0], row.shape[0], &to[0])
+        return encoded
 
     def exp(self, const float[::1] x):
         """The activation's exponential, float32 [n]."""
@@ -144,16 +182,6 @@ cdef class KernelTable:
         return flops, seconds
 
 
-cdef tuple _key(const kt_kernel *kernel):
-    return (
-        kernel.family.decode(),
-        kernel.scale.decode(),
-        (kernel.extent[0], kernel.extent[1]),
-        kernel.activations.decode(),
-        bool(kernel.folded),
-    )
-
-
 cdef class PackedLayer:
     """All experts of one layer in the packed layout, in one arena, and how to compute them.
 
@@ -168,6 +196,7 @@ cdef class PackedLayer:
     cdef size_t offsets[3]
     cdef size_t missing
     cdef kt_codebook codebooks[3]
+    cdef kt_format layouts[3]
     cdef dict _formats
     cdef str _activations
     cdef KernelTable _table
@@ -183,8 +212,9 @@ cdef class PackedLayer:
         for i, projection in enumerate(("gate", "up", "down")):
             n, k = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
             _fill_codebook(&self.codebooks[i], formats[projection])
+            _fill_layout(&self.layouts[i], formats[projection])
             self.offsets[i] = at
-            at += (n + KT_PANEL - 1) // KT_PANEL * kt_q4_panel_bytes(k)
+            at += (n + KT_PANEL - 1) // KT_PANEL * self.layouts[i].packing.panel_bytes(&self.layouts[i], k)
         self.expert_bytes = at
         self.nbytes = at * num_experts
         self.missing = 3 * num_experts
@@ -193,6 +223,9 @@ cdef class PackedLayer:
         self.layer.intermediate = intermediate
         self.layer.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
         self.layer.activate = table.isa.activate
+        self.layer.rows = table.rows(activations)
+        if not self.layer.rows:
+            raise UnavailableError(f"{table.name} has no activation mode {activations!r}")
         self.layer.router_weight = {
             "down_output": KT_DOWN_OUTPUT, "down_input": KT_DOWN_INPUT, "expert_input": KT_EXPERT_INPUT
         }[router_weight]
@@ -232,13 +265,12 @@ cdef class PackedLayer:
         return matrix
 
     def pack(self, size_t expert, str projection, matrix):
-        """Pack one Matrix. Raises FormatError, which names the tensor, for a scale that is NaN."""
+        """Pack one Matrix. Raises FormatError, which names the tensor, for a scale or a weight that is not finite."""
         cdef int p = ("gate", "up", "down").index(projection)
         cdef kt_matrix *to = self._matrix(expert, p)
-        cdef const uint8_t[:, ::1] codes = matrix.codes
-        cdef const uint8_t[:, ::1] scales = matrix.scales
-        cdef kt_q4_source source
-        cdef kt_q4_scale_range scale_range
+        cdef const uint8_t[::1] codes, scales
+        cdef kt_source source
+        cdef kt_scan scan
         cdef uint8_t *packed = self.arena + expert * self.expert_bytes + self.offsets[p]
         cdef int error
         weight_format = self._formats[projection]
@@ -250,28 +282,35 @@ cdef class PackedLayer:
                 f"{matrix.name}: {projection} must be {weight_format.description} [{n}, {k}], "
                 f"found {matrix.format.description} {list(matrix.shape)}"
             )
-        source.codes = &codes[0, 0]
-        source.scales = &scales[0, 0]
+        source.format = self.layouts[p]
+        codes = matrix.codes.reshape(-1).view(np.uint8)
+        source.codes, source.scales = &codes[0], NULL
+        if matrix.scales is not None:
+            scales = matrix.scales.reshape(-1).view(np.uint8)
+            source.scales = &scales[0]
         source.n, source.k = matrix.shape
-        source.zero_code = weight_format.codebook.index(0.0)
         with nogil:
-            error = kt_q4_pack(&source, packed, &scale_range)
+            error = kt_pack(&source, packed, &scan)
         if error:
             _raise(error, f"packing {matrix.name}")
-        if scale_range.high == 255:
-            row, column = np.argwhere(np.asarray(matrix.scales) == 255)[0]
-            raise FormatError(f"{matrix.name}: scale [{row}, {column}] is byte 255, which is NaN in UE8M0; expected 0 to 254")
-        low, high = fold_range(weight_format.codebook)
-        folded = low <= scale_range.low and scale_range.high <= high
-        scale = weight_format.scale
-        key = (weight_format.family, scale.kind, scale.extent, self._activations, folded)
-        cdef const kt_kernel *kernel = self._table.find(key)
+        if scan.refused or matrix.bias is not None:
+            matrix.refuse()
+        folded = False
+        if weight_format.scale is not None and weight_format.scale.kind == "ue8m0":
+            low, high = fold_range(weight_format.codebook)
+            folded = low <= scan.low and scan.high <= high
+        cdef const kt_kernel *kernel = self._table.find(weight_format, self._activations, folded)
+        if not kernel:  # those for any scale serve these, too
+            kernel = self._table.find(weight_format, self._activations, False)
         if not kernel:
-            raise UnavailableError(f"{matrix.name}: {self._table.name} has no kernel for {key}")
+            raise UnavailableError(
+                f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, activations {self._activations}"
+            )
         self.missing -= to.kernel == NULL
         to.kernel = kernel
         to.data = packed
-        to.panel_bytes = kt_q4_panel_bytes(source.k)
+        to.panel_bytes = source.format.packing.panel_bytes(&source.format, source.k)
+        to.group = source.format.group
         # Gate and up of one format share a codebook, so that one kernel call can take both.
         to.codebook = &self.codebooks[0 if weight_format == self._formats["gate"] else p]
         to.bias = self._keep_bias(matrix)
@@ -280,8 +319,6 @@ cdef class PackedLayer:
     cdef const float *_keep_bias(self, matrix) except? NULL:
         if matrix.bias is None:
             return NULL
-        if not np.isfinite(matrix.bias).all():
-            raise FormatError(f"{matrix.name}: bias must be finite, found {matrix.bias[~np.isfinite(matrix.bias)][0]}")
         padded = np.zeros(-(-matrix.shape[0] // KT_PANEL) * KT_PANEL, np.float32)
         padded[: matrix.shape[0]] = matrix.bias
         self._biases.append(padded)
@@ -289,16 +326,19 @@ cdef class PackedLayer:
         return &view[0]
 
     def unpack(self, size_t expert, str projection):
-        """(codes uint8 [n, k/2], scales uint8 [n, ceil(k/32)]): the checkpoint's own bytes again."""
+        """(codes, scales or None): the checkpoint's own bytes again, in Matrix's dtypes and shapes."""
         cdef int p = ("gate", "up", "down").index(projection)
         cdef kt_matrix *matrix = self._packed(expert, p)
         cdef size_t n = self.layer.hidden if p == 2 else self.layer.intermediate
         cdef size_t k = self.layer.intermediate if p == 2 else self.layer.hidden
-        codes, scales = np.empty((n, k // 2), np.uint8), np.empty((n, (k + KT_GROUP - 1) // KT_GROUP), np.uint8)
-        cdef uint8_t[:, ::1] codes_to = codes
-        cdef uint8_t[:, ::1] scales_to = scales
+        weight_format = self._formats[projection]
+        scale = weight_format.scale
+        codes = np.empty(weight_format.codes_shape(n, k), weight_format.codes_dtype)
+        scales = None if scale is None else np.empty(scale.shape(n, k), scale.dtype)
+        cdef uint8_t[::1] codes_to = codes.reshape(-1).view(np.uint8)
+        cdef uint8_t[::1] scales_to = codes_to if scale is None else scales.reshape(-1).view(np.uint8)
         with nogil:
-            kt_q4_unpack(matrix.data, n, k, &codes_to[0, 0], &scales_to[0, 0])
+            kt_unpack(&self.layouts[p], matrix.data, n, k, &codes_to[0], &scales_to[0])
         return codes, scales
 
     def packed_bytes(self, size_t expert, str projection):
@@ -377,13 +417,44 @@ def fold_range(codebook):
     return (1 - min(exponents), 254 - max(exponents)) if max(exponents) <= 2 else (255, 0)
 
 
+def codebook_unit(codebook):
+    """The largest power of two from 2**-8 to 1 of which every entry is a multiple, by at most 16; 0.0 if there is none."""
+    for exponent in range(0, -9, -1):
+        wholes = [value / 2.0**exponent for value in codebook]
+        if all(whole == int(whole) and abs(whole) <= 16 for whole in wholes):
+            return 2.0**exponent
+    return 0.0
+
+
 cdef void _fill_codebook(kt_codebook *book, weight_format):
     cdef int i
     cdef uint16_t sign, magnitude
+    memset(book, 0, sizeof(kt_codebook))
+    if not weight_format.codebook:
+        return
     values = np.asarray(weight_format.codebook, np.float32)
     bits = values.view(np.uint32) >> 16
+    book.unit = codebook_unit(weight_format.codebook)
     for i in range(32):
         book.plain[i] = bits[i % 16]
         sign, magnitude = bits[i % 16] & 0x8000, bits[i % 16] & 0x7FFF
         book.folded[i] = sign | (magnitude + (126 << 7)) if magnitude else 0
         book.value[i % 16] = values[i % 16]
+        book.whole[i % 16] = int(values[i % 16] / book.unit) if book.unit else 0
+
+
+cdef _fill_layout(kt_format *layout, weight_format):
+    memset(layout, 0, sizeof(kt_format))
+    layout.packing = kt_packing_of(weight_format.family.encode())
+    if not layout.packing:
+        raise FormatError(f"weights of family {weight_format.family!r} cannot be packed")
+    scale = weight_format.scale
+    if scale is None:
+        return
+    rows, group = scale.extent
+    if rows != 1 or group % KT_GROUP or group & (group - 1):
+        raise FormatError(f"{weight_format.description}: packed scales must be per 1x{KT_GROUP} times a power of two")
+    layout.group = group
+    layout.scale_bytes = scale.dtype.itemsize
+    layout.scale_one = {"ue8m0": 127, "bf16": 0x3F80}[scale.kind]
+    layout.zero_code = weight_format.codebook.index(0.0)

@@ -34,20 +34,36 @@ size_t kt_pool_width(void);                   /* with the lock held: threads tha
 int kt_pool_run(kt_task task, void *context); /* with the lock held; 0, or the errno of a thread that could not start */
 void kt_pool_barrier(void);                   /* inside a task: all workers */
 
-/* pack_q4.c: between a checkpoint's bytes and the packed layout. */
-typedef struct kt_q4_source {
-    const uint8_t *codes;  /* [n][k / 2], low nibble = even k */
-    const uint8_t *scales; /* [n][ceil(k / 32)], UE8M0 */
+/* pack.c: between a checkpoint's bytes and the packed layout. */
+typedef struct kt_packing kt_packing;
+typedef struct kt_format {
+    const kt_packing *packing; /* the family's */
+    size_t group;              /* k that share a scale; 0 without scales */
+    size_t scale_bytes;        /* of a stored scale: 1, 2; 0 without */
+    uint16_t scale_one;        /* its bits for 1, which pads */
+    uint8_t zero_code;         /* pads, too: its value is 0 */
+} kt_format;
+typedef struct kt_source {
+    kt_format format;
+    const uint8_t *codes;  /* n rows */
+    const uint8_t *scales; /* [n][ceil(k / group)] */
     size_t n, k;
-    uint8_t zero_code; /* the code that pads: its value is 0 */
-} kt_q4_source;
-typedef struct kt_q4_scale_range {
-    uint8_t low, high;
-} kt_q4_scale_range;
-size_t kt_q4_panel_bytes(size_t k);
-/* All panels, by the pool; 0 or an errno. range: over the source's scales. */
-int kt_q4_pack(const kt_q4_source *source, uint8_t *packed, kt_q4_scale_range *range);
-void kt_q4_unpack(const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales);
+} kt_source;
+typedef struct kt_scan {
+    uint8_t low, high; /* of one-byte scales; low > high: none were seen */
+    bool refused;      /* a scale or a weight is no real number */
+} kt_scan;
+/* One family's layout. Panels are packed one by one, by any thread; scan is that thread's own and is added to. */
+struct kt_packing {
+    const char *family;
+    size_t (*panel_bytes)(const kt_format *format, size_t k);
+    void (*pack)(const kt_source *source, size_t panel, uint8_t *packed, kt_scan *scan);
+    void (*unpack)(const kt_format *format, const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes, uint8_t *scales);
+};
+extern const kt_packing kt_pack_q4, kt_pack_b16;
+const kt_packing *kt_packing_of(const char *family);                      /* NULL: no such family */
+int kt_pack(const kt_source *source, uint8_t *packed, kt_scan *scan); /* all panels, by the pool; 0 or an errno */
+void kt_unpack(const kt_format *format, const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales);
 
 /* limits.c: the machine's limits, measured with the pool's threads; seconds, or a negative errno. */
 double kt_limit_read(void (*read)(const void *, size_t), const uint8_t *p, size_t bytes);
@@ -57,6 +73,7 @@ double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops);
 typedef struct kt_matrix {
     const uint8_t *data; /* NULL until packed */
     size_t panel_bytes;
+    size_t group; /* k that share a scale; 0 without scales */
     const kt_kernel *kernel;
     const kt_codebook *codebook;
     const float *bias; /* fp32, padded to whole panels, or NULL */
@@ -74,6 +91,7 @@ typedef struct kt_layer {
     kt_expert *experts;
     kt_activation act;
     void (*activate)(const kt_activate *);
+    const kt_rows *rows; /* of the activation mode */
     enum kt_router_weight router_weight;
     size_t kernel_scratch_bytes; /* the most that any of its kernels asks for */
 } kt_layer;

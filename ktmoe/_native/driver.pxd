@@ -1,7 +1,7 @@
 # The driver's own interfaces (driver.h); for core.pyx alone.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from ktmoe._native.core cimport kt_activate, kt_activation, kt_codebook, kt_kernel
+from ktmoe._native.core cimport kt_activate, kt_activation, kt_codebook, kt_kernel, kt_rows
 
 
 cdef extern from "driver.h" nogil:
@@ -20,20 +20,31 @@ cdef extern from "driver.h" nogil:
     size_t kt_pool_threads()
     int kt_pool_run(kt_task task, void *context)
 
-    ctypedef struct kt_q4_source:
+    ctypedef struct kt_format
+    ctypedef struct kt_packing:
+        size_t (*panel_bytes)(const kt_format *format, size_t k)
+    ctypedef struct kt_format:
+        const kt_packing *packing
+        size_t group
+        size_t scale_bytes
+        uint16_t scale_one
+        uint8_t zero_code
+    ctypedef struct kt_source:
+        kt_format format
         const uint8_t *codes
         const uint8_t *scales
         size_t n, k
-        uint8_t zero_code
-    ctypedef struct kt_q4_scale_range:
+    ctypedef struct kt_scan:
         uint8_t low, high
-    size_t kt_q4_panel_bytes(size_t k)
-    int kt_q4_pack(const kt_q4_source *source, uint8_t *packed, kt_q4_scale_range *range)
-    void kt_q4_unpack(const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales)
+        bint refused
+    const kt_packing *kt_packing_of(const char *family)
+    int kt_pack(const kt_source *source, uint8_t *packed, kt_scan *scan)
+    void kt_unpack(const kt_format *format, const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales)
 
     ctypedef struct kt_matrix:
         const uint8_t *data
         size_t panel_bytes
+        size_t group
         const kt_kernel *kernel
         const kt_codebook *codebook
         const float *bias
@@ -51,6 +62,7 @@ cdef extern from "driver.h" nogil:
         kt_expert *experts
         kt_activation act
         void (*activate)(const kt_activate *) nogil
+        const kt_rows *rows
         kt_router_weight router_weight
         size_t kernel_scratch_bytes
     ctypedef struct kt_batch:

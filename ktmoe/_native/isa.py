@@ -15,21 +15,26 @@ C_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthr
 class Isa:
     """An instruction set.
 
+    rank: how fast its kernels are beside the others' on the CPUs that have it; a backend ranks as the best that it can use.
     flags: the compiler's, for kernels/<name>/*.c and nothing else. requires: CPU features, as core.cpu_features() names them.
     implies: rows of ISAS whose features and flags come with it.
     """
 
-    flags: tuple[str, ...]
-    requires: tuple[str, ...]
+    rank: int
+    flags: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
     implies: tuple[str, ...] = ()
 
 
 ISAS = {
-    "portable": Isa(flags=(), requires=()),
+    "portable": Isa(100),
+    "avx2": Isa(200, flags=("-mavx2", "-mfma"), requires=("avx2", "fma"), implies=("portable",)),
+    "avx512f": Isa(250, flags=("-mavx512f",), requires=("avx512f",), implies=("avx2",)),
     "avx512_bf16": Isa(
-        flags=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma"),
-        requires=("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "fma"),
-        implies=("portable",),
+        300,
+        flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
+        requires=("avx512bw", "avx512vl", "avx512_bf16"),
+        implies=("avx512f",),
     ),
 }
 

@@ -1,7 +1,7 @@
 /* Types shared by the driver, the kernels and third-party native backends.
  *
- * Terms: n = outputs, k = inputs, m = tokens (rows); a panel is KT_PANEL output columns of a packed matrix; a superblock
- * is one panel by KT_GROUP k with its scales in front. Counts are elements; byte quantities end in _bytes.
+ * Terms: n = outputs, k = inputs, m = tokens (rows); a panel is KT_PANEL output columns of a packed matrix; a block is one
+ * panel by KT_GROUP k. Counts are elements; byte quantities end in _bytes.
  */
 #ifndef KTMOE_H
 #define KTMOE_H
@@ -9,51 +9,65 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Changes whenever a struct below or the packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 1
-/* Version of the packed q4 layout, golden-tested. */
+/* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
+#define KT_ABI_VERSION 2
+/* Versions of the packed layouts, golden-tested: pack_q4.c, pack_b16.c. */
 #define KT_Q4_LAYOUT_VERSION 1
+#define KT_B16_LAYOUT_VERSION 1
 
 enum {
-    KT_PANEL = 64,   /* output columns of a panel */
-    KT_GROUP = 32,   /* k of a superblock; x rows are readable up to a multiple of it */
-    KT_M_BLOCK = 192 /* rows that one kernel call sees at most: its fp32 results stay in L2 */
+    KT_PANEL = 64,      /* output columns of a panel */
+    KT_GROUP = 32,      /* k of a block; every k is padded to a multiple of it */
+    KT_GROUP_MAX = 256, /* k that share a scale: KT_GROUP times a power of two, up to this */
+    KT_M_BLOCK = 192    /* rows that one kernel call sees at most: its fp32 results stay in L2 */
 };
 
-/* A 16-entry codebook in the three forms that kernels look up. The bf16 tables stand there twice, since VPERMW reads five
- * index bits and the fifth is the neighbour's. */
+/* A 16-entry codebook in the forms that kernels look up. The bf16 tables stand there twice, since VPERMW reads five index
+ * bits and the fifth is the neighbour's. */
 typedef struct kt_codebook {
     uint16_t plain[32];  /* bf16 bits of the value */
     uint16_t folded[32]; /* sign | (bf16 bits of |value| + (126 << 7)), zero for zero: minus (253 - b) << 7, saturating,
                             is the bf16 of value * 2^(b-127), exactly, for 2 <= b <= 252 */
     float value[16];
+    int8_t whole[16]; /* value = whole * unit, |whole| <= 16 */
+    float unit;       /* a power of two, 2^-8 to 1; 0 where there is none */
 } kt_codebook;
 
 /* out[p][i][c] = sum over k ascending of x[i][k] * W_p[c][k], for p < panels, i < m, c < KT_PANEL.
  * One fp32 chain per output column: the bits do not depend on m, nor on which of a kernel's functions ran. */
 typedef struct kt_dot {
-    const uint16_t *const *x; /* m rows of bf16, k readable each */
+    const void *const *x; /* m rows as the activation mode's kt_rows has them */
     size_t m;
     size_t k;            /* multiple of KT_GROUP */
-    const uint8_t *w[2]; /* packed panels, k / KT_GROUP superblocks each */
+    const uint8_t *w[2]; /* packed panels */
     size_t panels;       /* 1, or 2 (gate and up) */
+    size_t group;        /* k that share a scale; the last group may be shorter. 0 without scales */
     const kt_codebook *codebook;
     float *out[2]; /* fp32 [m][KT_PANEL], dense, 64-byte aligned */
     void *scratch; /* kt_kernel.scratch_bytes, 64-byte aligned, this thread's own */
 } kt_dot;
 
-/* One kernel: a weight family and scale class, and the functions that serve it. */
+/* One kernel: a weight family, scale kind and activation mode, and the functions that serve them. */
 typedef struct kt_kernel {
-    const char *family;      /* "q4" */
-    const char *scale;       /* "ue8m0" */
-    uint32_t extent[2];      /* rows and columns that share a scale */
-    const char *activations; /* "bf16" */
-    int folded;              /* 1: needs every scale byte in 2..252; 0: takes any, one partial sum per group */
+    const char *family;      /* "q4", "b16" */
+    const char *scale;       /* "ue8m0", "bf16", "none" */
+    size_t group_max;        /* k that share a scale, at most; at least KT_GROUP. 0 without scales */
+    const char *activations; /* a row of kt_isa.rows */
+    int folded;              /* 1: needs every scale to be one that folds into a bf16 weight exactly; 0: takes any */
+    int whole;               /* 1: needs a codebook that has a unit */
     size_t few_max;          /* rows from which many() is the faster */
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
     void (*many)(const kt_dot *); /* any m <= KT_M_BLOCK */
 } kt_kernel;
+
+/* What an activation mode's kernels take as a row of k inputs: KT_GROUP of them take group_bytes, a row k / KT_GROUP as many. */
+typedef struct kt_rows {
+    const char *activations; /* "bf16", "int16" */
+    size_t group_bytes;
+    /* Inputs [first, first + count) of a row of k, all multiples of KT_GROUP, from x bf16 [count]. NULL: bf16, as it is. */
+    void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
+} kt_rows;
 
 /* GatedActivation's parameters; see ktmoe/activation.py. */
 typedef struct kt_activation {
@@ -76,6 +90,7 @@ typedef struct kt_isa {
     uint32_t abi_version;             /* KT_ABI_VERSION */
     const char *name;                 /* a row of isa.py */
     const kt_kernel *const *families; /* arrays that end with an empty row; NULL ends the list */
+    const kt_rows *rows;              /* by activation mode; an empty row ends it */
     void (*activate)(const kt_activate *);
     void (*exp)(const float *x, float *y, size_t count); /* the activation's exp, for its error test */
     void (*read)(const void *p, size_t bytes);           /* touches every line: the read-bandwidth limit */

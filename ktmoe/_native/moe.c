@@ -17,9 +17,10 @@
 
 /* Rows are a cache line apart from a power of two: 12 rows of 8 KiB would fall on one set of an L1 that has 8 ways. Copying x for
  * that pays from a few tokens on. */
-enum { ROW_PAD = 32, STAGE_TOKENS = 6 };
+enum { ROW_PAD_BYTES = 64, STAGE_TOKENS = 6 };
 
 typedef float panel_row[KT_PANEL];
+typedef uint16_t panel_h[KT_PANEL]; /* bf16 */
 
 /* Items are handed out by a counter on a cache line of its own. */
 typedef struct counter {
@@ -29,6 +30,8 @@ typedef struct counter {
 typedef struct worker_scratch {
     panel_row *g, *u; /* [KT_M_BLOCK] each; phase B has d in g */
     panel_row *slab;  /* [tokens] */
+    panel_h *h;       /* [KT_M_BLOCK], where rows are encoded */
+    uint16_t *row;    /* [k_hidden], likewise */
     void *kernel;
 } worker_scratch;
 
@@ -36,12 +39,13 @@ typedef struct job {
     const kt_layer *layer;
     kt_batch batch;
     route route;
-    size_t k_hidden, x_stride, h_stride, hidden_panels, inter_panels; /* padded sizes */
-    bool stage, reduce;
-    uint16_t *staged;          /* [tokens][x_stride], or [slots] where the router weight goes in first */
-    const uint16_t **x;        /* [slots] rows of bf16 */
-    uint16_t *h;               /* [slots][h_stride] */
-    const uint16_t **h_rows;   /* [slots] */
+    size_t k_hidden, k_inter, hidden_panels, inter_panels; /* padded sizes */
+    size_t x_stride_bytes, h_stride_bytes;
+    bool encode, stage, reduce;
+    uint8_t *staged;           /* [tokens] rows of x, or [slots] where the router weight goes in first */
+    const void **x;            /* [slots] rows */
+    uint8_t *h;                /* [slots] rows */
+    const void **h_rows;       /* [slots] */
     float *d;                  /* [slots][hidden_panels * KT_PANEL] */
     _Atomic uint32_t *arrived; /* [hidden_panels] */
     worker_scratch *workers;
@@ -75,8 +79,8 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
     j->x = kt_carve(&c, slots, sizeof *j->x);
     j->h_rows = kt_carve(&c, slots, sizeof *j->h_rows);
     const size_t staged = !j->stage ? 0 : l->router_weight == KT_EXPERT_INPUT ? slots : tokens;
-    j->staged = kt_carve(&c, staged * j->x_stride, sizeof *j->staged);
-    j->h = kt_carve(&c, slots * j->h_stride, sizeof *j->h);
+    j->staged = kt_carve(&c, staged, j->x_stride_bytes);
+    j->h = kt_carve(&c, slots, j->h_stride_bytes);
     j->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(panel_row));
     j->arrived = kt_carve(&c, j->hidden_panels, sizeof *j->arrived);
     j->workers = kt_carve(&c, threads, sizeof *j->workers);
@@ -85,6 +89,8 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
             .g = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
             .u = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
             .slab = kt_carve(&c, j->reduce ? 0 : tokens, sizeof(panel_row)),
+            .h = kt_carve(&c, j->encode ? KT_M_BLOCK : 0, sizeof(panel_h)),
+            .row = kt_carve(&c, j->encode ? j->k_hidden : 0, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
         };
         if (base) j->workers[i] = w;
@@ -106,12 +112,13 @@ static inline uint16_t bf16_from_f32(float v) {
     return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? quiet : rounded);
 }
 
-/* x as bf16 rows that kernels may read up to x_stride: rounded, scaled or padded as needed. */
-static void stage_row(const job *j, size_t row) {
+/* A row of x as kernels take it: rounded to bf16, scaled, padded and encoded as needed. */
+static void stage_row(const job *j, const worker_scratch *s, size_t row) {
     const size_t hidden = j->layer->hidden;
     const bool scaled = j->layer->router_weight == KT_EXPERT_INPUT;
     const size_t token = scaled ? j->route.slot_token[row] : row;
-    uint16_t *restrict to = j->staged + row * j->x_stride;
+    uint8_t *staged = j->staged + row * j->x_stride_bytes;
+    uint16_t *restrict to = j->encode ? s->row : (uint16_t *)staged;
     const uint16_t *restrict bf16 = (const uint16_t *)j->batch.x + token * hidden;
     const float *restrict f32 = (const float *)j->batch.x + token * hidden;
     if (j->batch.dtype == KT_BF16)
@@ -123,6 +130,7 @@ static void stage_row(const job *j, size_t row) {
         for (size_t c = 0; c < hidden; c++) to[c] = bf16_from_f32(bf16_to_f32(to[c]) * r);
     }
     memset(to + hidden, 0, (j->k_hidden - hidden) * sizeof *to);
+    if (j->encode) j->layer->rows->encode(to, 0, j->k_hidden, j->k_hidden, staged);
 }
 
 /* The next run of items: [*first, end). Tests force uneven runs; otherwise one item at a time evens the load best. */
@@ -159,20 +167,23 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
             .k = j->k_hidden,
             .w = {e->gate.data + panel * e->gate.panel_bytes, e->up.data + panel * e->up.panel_bytes},
             .panels = 2,
+            .group = e->gate.group,
             .codebook = e->gate.codebook,
             .out = {*s->g, *s->u},
             .scratch = s->kernel,
         };
-        if (e->gate.kernel == e->up.kernel && e->gate.codebook == e->up.codebook) {
+        if (e->gate.kernel == e->up.kernel && e->gate.codebook == e->up.codebook && e->gate.group == e->up.group) {
             multiply(&dot, e->gate.kernel);
         } else {
             dot.panels = 1;
             multiply(&dot, e->gate.kernel);
             dot.w[0] = dot.w[1];
             dot.out[0] = dot.out[1];
+            dot.group = e->up.group;
             dot.codebook = e->up.codebook;
             multiply(&dot, e->up.kernel);
         }
+        uint16_t *h = (uint16_t *)(j->h + row * j->h_stride_bytes) + panel * KT_PANEL;
         l->activate(&(kt_activate){
             .g = *s->g,
             .u = *s->u,
@@ -182,9 +193,12 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
             .m = m,
             .columns = columns < KT_PANEL ? columns : KT_PANEL,
             .act = l->act,
-            .h = j->h + row * j->h_stride + panel * KT_PANEL,
-            .h_stride = j->h_stride,
+            .h = j->encode ? *s->h : h,
+            .h_stride = j->encode ? KT_PANEL : j->h_stride_bytes / sizeof *h,
         });
+        const size_t first = panel * KT_PANEL, left = j->k_inter - first;
+        for (size_t r = 0; j->encode && r < m; r++)
+            l->rows->encode(s->h[r], first, left < KT_PANEL ? left : KT_PANEL, j->k_inter, j->h + (row + r) * j->h_stride_bytes);
     }
 }
 
@@ -193,9 +207,10 @@ static void down(const job *j, const worker_scratch *s, const group *g, size_t p
     const kt_dot dot = {
         .x = j->h_rows + row,
         .m = m,
-        .k = kt_round_up(j->layer->intermediate, KT_GROUP),
+        .k = j->k_inter,
         .w = {w->data + panel * w->panel_bytes},
         .panels = 1,
+        .group = w->group,
         .codebook = w->codebook,
         .out = {*s->g},
         .scratch = s->kernel,
@@ -269,7 +284,7 @@ static void work(void *context, size_t worker, size_t workers) {
     const route *r = &j->route;
     if (j->stage) {
         const size_t rows = j->layer->router_weight == KT_EXPERT_INPUT ? r->num_slots : j->batch.tokens;
-        for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(j, i);
+        for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(j, s, i);
         kt_pool_barrier();
     }
     size_t first, end;
@@ -296,13 +311,17 @@ static int chunk(job *j) {
     }
     const bool by_slot = j->layer->router_weight == KT_EXPERT_INPUT;
     for (size_t slot = 0; slot < r->num_slots; slot++) {
-        j->x[slot] = j->stage ? j->staged + (by_slot ? slot : r->slot_token[slot]) * j->x_stride
-                              : (const uint16_t *)j->batch.x + r->slot_token[slot] * j->x_stride;
-        j->h_rows[slot] = j->h + slot * j->h_stride;
+        const size_t row = by_slot ? slot : r->slot_token[slot];
+        j->x[slot] = (j->stage ? j->staged : (const uint8_t *)j->batch.x) + row * j->x_stride_bytes;
+        j->h_rows[slot] = j->h + slot * j->h_stride_bytes;
     }
     memset((void *)j->arrived, 0, j->hidden_panels * sizeof *j->arrived);
     j->a.next = j->b.next = 0;
     return kt_pool_run(work, j);
+}
+
+static size_t row_bytes(const kt_layer *l, size_t k) {
+    return kt_round_up(k / KT_GROUP * l->rows->group_bytes, 64) + ROW_PAD_BYTES;
 }
 
 int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
@@ -310,13 +329,15 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
         .layer = l,
         .batch = *batch,
         .k_hidden = kt_round_up(l->hidden, KT_GROUP),
-        .h_stride = kt_round_up(l->intermediate, KT_PANEL) + ROW_PAD,
+        .k_inter = kt_round_up(l->intermediate, KT_GROUP),
+        .encode = l->rows->encode != NULL,
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
         .inter_panels = kt_round_up(l->intermediate, KT_PANEL) / KT_PANEL,
     };
-    j.stage = batch->dtype != KT_BF16 || j.k_hidden != l->hidden || l->router_weight == KT_EXPERT_INPUT ||
+    j.stage = j.encode || batch->dtype != KT_BF16 || j.k_hidden != l->hidden || l->router_weight == KT_EXPERT_INPUT ||
               batch->tokens >= STAGE_TOKENS;
-    j.x_stride = j.stage ? j.k_hidden + ROW_PAD : l->hidden;
+    j.x_stride_bytes = j.stage ? row_bytes(l, j.k_hidden) : l->hidden * sizeof(uint16_t);
+    j.h_stride_bytes = row_bytes(l, j.inter_panels * KT_PANEL); /* whole panels are written */
 
     size_t most = batch->tokens; /* a chunk's */
     while (most > 1 && lay_out(&j, NULL, most) > kt_moe_tuning.scratch_bytes) most = (most + 1) / 2;

@@ -1,23 +1,36 @@
-/* Packing q4 with one-byte scales per 32 k: a checkpoint's bytes to panels and back, exactly.
+/* Packing q4, 4-bit codes with a scale per group of k: a checkpoint's bytes to panels and back, exactly.
  *
- * LAYOUT of a panel: superblocks in ascending k, each 64 scale bytes (one a column), then 1024 bytes of codes:
+ * LAYOUT of a panel: groups in ascending k, each the 64 scales of its columns in their native bytes, then its blocks of 32 k:
  *
- *     code dword of (column c, k..k+7) at  64 + (c / 16) * 256 + (k / 8) * 64 + (c % 16) * 4
- *     its nibbles, low to high:            k0 k2 k4 k6 | k1 k3 k5 k7
+ *     scale of (column c, group g) at        g * (64 * scale_bytes + group / 32 * 1024) + c * scale_bytes
+ *     block b (k = 32 b ...) at              b * 1024 + (b / (group / 32) + 1) * 64 * scale_bytes
+ *     code dword of (column c, k..k+7) at    its block + (c / 16) * 256 + (k % 32 / 8) * 64 + (c % 16) * 4
+ *     its nibbles, low to high:              k0 k2 k4 k6 | k1 k3 k5 k7
  *
  * so a 64-byte vector holds 8 k of 16 columns, and its words shifted right by 0, 4, 8, 12 hold the k-pairs (0,1), (2,3),
- * (4,5), (6,7) in the low bits of each column's two words: the pair order of VDPBF16PS and TDPBF16PS.
- * Padding (columns beyond n, k beyond the matrix) has the code of zero and the scale 1 (byte 127).
+ * (4,5), (6,7) in the low bits of each column's two words: the pair order of VDPBF16PS and TDPBF16PS. k is padded to 32, so
+ * that the last group may be shorter. Padding (columns beyond n, k beyond the matrix) has the code of zero and the scale 1.
  */
-#include <string.h>
+#include "pack.h"
 
-#include "driver.h"
+enum { BLOCK_BYTES = KT_PANEL * KT_GROUP / 2, ROW_BYTES = KT_GROUP / 2 };
 
-enum { SUPERBLOCK_BYTES = KT_PANEL + KT_PANEL * KT_GROUP / 2, ROW_BYTES = KT_GROUP / 2, SCALE_ONE = 127 };
+typedef struct shape {
+    size_t blocks, per_group, scales_bytes; /* of a panel; blocks a group; bytes of a group's scales */
+} shape;
 
-typedef uint32_t u32x4 __attribute__((vector_size(16)));
+static shape shape_of(const kt_format *f, size_t k) {
+    return (shape){kt_round_up(k, KT_GROUP) / KT_GROUP, f->group / KT_GROUP, KT_PANEL * f->scale_bytes};
+}
 
-size_t kt_q4_panel_bytes(size_t k) { return kt_round_up(k, KT_GROUP) / KT_GROUP * SUPERBLOCK_BYTES; }
+static size_t groups_of(shape s) { return (s.blocks + s.per_group - 1) / s.per_group; }
+static size_t block_at(shape s, size_t b) { return b * BLOCK_BYTES + (b / s.per_group + 1) * s.scales_bytes; }
+static size_t scales_at(shape s, size_t g) { return g * (s.scales_bytes + s.per_group * BLOCK_BYTES); }
+
+static size_t panel_bytes(const kt_format *f, size_t k) {
+    const shape s = shape_of(f, k);
+    return s.blocks * BLOCK_BYTES + groups_of(s) * s.scales_bytes;
+}
 
 /* k0 k1 .. k7 from the lowest nibble up -> k0 k2 k4 k6 k1 k3 k5 k7, in four dwords: a dword is 8 k of one row. */
 static inline u32x4 split_pairs(u32x4 v) {
@@ -38,144 +51,113 @@ static uint32_t join_pairs(uint32_t v) {
     return even | odd << 4;
 }
 
-static uint8_t *code_dwords(uint8_t *superblock, size_t column) {
-    return superblock + KT_PANEL + column / 16 * 256 + column % 16 * 4;
-}
+static size_t column_at(size_t column) { return column / 16 * 256 + column % 16 * 4; }
 
-/* a[i] b[i] a[i+1] b[i+1]. GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle; without either, GCC
- * shuffles through memory, at 0.6 times the speed. */
-#if __has_builtin(__builtin_shufflevector)
-#define INTERLEAVE(a, b, i) __builtin_shufflevector(a, b, i, (i) + 4, (i) + 1, (i) + 5)
-#else
-#define INTERLEAVE(a, b, i) __builtin_shuffle(a, b, (u32x4){i, (i) + 4, (i) + 1, (i) + 5})
-#endif
-
-/* Four columns of one superblock, 16 code bytes each: rows of four dwords become columns of four. */
-static inline void pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *superblock, size_t column) {
+/* Four columns of one block, 16 code bytes each. */
+static inline void pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *to) {
     u32x4 v[4];
     for (int i = 0; i < 4; i++) {
         memcpy(&v[i], rows[i] + offset, sizeof v[i]);
         v[i] = split_pairs(v[i]);
     }
-    const u32x4 low02 = INTERLEAVE(v[0], v[2], 0), low13 = INTERLEAVE(v[1], v[3], 0);
-    const u32x4 high02 = INTERLEAVE(v[0], v[2], 2), high13 = INTERLEAVE(v[1], v[3], 2);
-    const u32x4 columns[4] = {INTERLEAVE(low02, low13, 0), INTERLEAVE(low02, low13, 2), INTERLEAVE(high02, high13, 0),
-                              INTERLEAVE(high02, high13, 2)};
-    for (int j = 0; j < 4; j++) memcpy(code_dwords(superblock, column) + j * 64, &columns[j], sizeof columns[j]);
+    store_transposed(v, to, 64);
 }
 
-static void pack_tail(const kt_q4_source *s, size_t row, size_t group, uint8_t *superblock, size_t column) {
-    const uint8_t padding = s->zero_code | (uint8_t)(s->zero_code << 4);
+static void pack_tail(const kt_source *s, size_t row, size_t block, uint8_t *to) {
+    const uint8_t padding = s->format.zero_code | (uint8_t)(s->format.zero_code << 4);
     uint8_t bytes[ROW_BYTES];
     memset(bytes, padding, sizeof bytes);
     if (row < s->n) {
-        const size_t row_bytes = s->k / 2, offset = group * ROW_BYTES, left = row_bytes - offset;
+        const size_t row_bytes = s->k / 2, offset = block * ROW_BYTES, left = row_bytes - offset;
         memcpy(bytes, s->codes + row * row_bytes + offset, left < ROW_BYTES ? left : ROW_BYTES);
     }
     u32x4 v;
     memcpy(&v, bytes, sizeof v);
     v = split_pairs(v);
-    for (int j = 0; j < 4; j++) memcpy(code_dwords(superblock, column) + j * 64, (uint32_t *)&v + j, 4);
+    for (int j = 0; j < 4; j++) memcpy(to + j * 64, (uint32_t *)&v + j, 4);
 }
 
-/* 16 rows together, since 16 columns fill a cache line of the panel; within them four groups together, since they fill one of
+/* 16 rows together, since 16 columns fill a cache line of the panel; within them four blocks together, since they fill one of
  * the source. So a line of either is in L1 until it is done with, and memory sees 16 ascending streams. */
-static void pack_codes(const kt_q4_source *s, size_t first, size_t groups, uint8_t *packed) {
-    enum { LINE_GROUPS = 64 / ROW_BYTES };
+static void pack_codes(const kt_source *s, shape p, size_t first, uint8_t *packed) {
+    enum { LINE_BLOCKS = 64 / ROW_BYTES };
     const size_t whole = s->k / KT_GROUP, row_bytes = s->k / 2;
-    for (size_t block = 0; block < KT_PANEL; block += 16)
-        for (size_t line = 0; line < groups; line += LINE_GROUPS)
-            for (size_t column = block; column < block + 16; column += 4) {
-                const size_t row = first + column, end = line + LINE_GROUPS < groups ? line + LINE_GROUPS : groups;
+    for (size_t sixteen = 0; sixteen < KT_PANEL; sixteen += 16)
+        for (size_t line = 0; line < p.blocks; line += LINE_BLOCKS)
+            for (size_t column = sixteen; column < sixteen + 16; column += 4) {
+                const size_t row = first + column, end = line + LINE_BLOCKS < p.blocks ? line + LINE_BLOCKS : p.blocks;
                 const uint8_t *rows[4];
                 for (size_t i = 0; i < 4; i++) rows[i] = s->codes + (row + i) * row_bytes;
-                for (size_t g = line; g < end; g++) {
-                    uint8_t *superblock = packed + g * SUPERBLOCK_BYTES;
-                    if (row + 4 <= s->n && g < whole)
-                        pack_four(rows, g * ROW_BYTES, superblock, column);
+                for (size_t b = line; b < end; b++) {
+                    uint8_t *to = packed + block_at(p, b);
+                    if (row + 4 <= s->n && b < whole)
+                        pack_four(rows, b * ROW_BYTES, to + column_at(column));
                     else
-                        for (size_t i = 0; i < 4; i++) pack_tail(s, row + i, g, superblock, column + i);
+                        for (size_t i = 0; i < 4; i++) pack_tail(s, row + i, b, to + column_at(column + i));
                 }
             }
 }
 
-static kt_q4_scale_range pack_scales(const kt_q4_source *s, size_t first, size_t groups, uint8_t *packed) {
-    uint8_t low = 255, high = 0;
+static inline __attribute__((always_inline)) void pack_scales(const kt_source *s, shape p, size_t first, uint8_t *packed,
+                                                              kt_scan *scan, const size_t bytes) {
+    const size_t groups = groups_of(p), stride = scales_at(p, 1);
     for (size_t column = 0; column < KT_PANEL; column++) {
-        uint8_t *to = packed + column;
+        uint8_t *to = packed + column * bytes;
         if (first + column >= s->n) {
-            for (size_t g = 0; g < groups; g++) to[g * SUPERBLOCK_BYTES] = SCALE_ONE;
+            for (size_t g = 0; g < groups; g++) memcpy(to + g * stride, &s->format.scale_one, bytes);
             continue;
         }
-        const uint8_t *from = s->scales + (first + column) * groups;
-        for (size_t g = 0; g < groups; g++) to[g * SUPERBLOCK_BYTES] = from[g];
-        for (size_t g = 0; g < groups; g++) { /* apart from the copy, so that it vectorises */
-            low = from[g] < low ? from[g] : low;
-            high = from[g] > high ? from[g] : high;
+        const uint8_t *from = s->scales + (first + column) * groups * bytes;
+        for (size_t g = 0; g < groups; g++) memcpy(to + g * stride, from + g * bytes, bytes);
+        /* Apart from the copy, so that it vectorises. */
+        if (bytes == 1) {
+            uint8_t low = scan->low, high = scan->high;
+            for (size_t g = 0; g < groups; g++) {
+                low = from[g] < low ? from[g] : low;
+                high = from[g] > high ? from[g] : high;
+            }
+            *scan = (kt_scan){low, high, scan->refused || high == 255}; /* UE8M0's NaN */
+        } else {
+            uint16_t infinite = 0; /* bit 15: an exponent of all ones was seen */
+            for (size_t g = 0; g < groups; g++) {
+                uint16_t scale;
+                memcpy(&scale, from + 2 * g, 2);
+                infinite |= (uint16_t)((scale & 0x7F80) + 0x80);
+            }
+            scan->refused |= infinite >> 15;
         }
     }
-    return (kt_q4_scale_range){low, high};
 }
 
-static kt_q4_scale_range pack_panel(const kt_q4_source *s, size_t panel, uint8_t *packed) {
-    const size_t groups = kt_round_up(s->k, KT_GROUP) / KT_GROUP;
-    pack_codes(s, panel * KT_PANEL, groups, packed);
-    return pack_scales(s, panel * KT_PANEL, groups, packed);
+static void pack_panel(const kt_source *s, size_t panel, uint8_t *packed, kt_scan *scan) {
+    const shape p = shape_of(&s->format, s->k);
+    pack_codes(s, p, panel * KT_PANEL, packed);
+    if (s->format.scale_bytes == 1)
+        pack_scales(s, p, panel * KT_PANEL, packed, scan, 1);
+    else
+        pack_scales(s, p, panel * KT_PANEL, packed, scan, 2);
 }
 
-static void unpack_panel(const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes, uint8_t *scales) {
-    const size_t groups = kt_round_up(k, KT_GROUP) / KT_GROUP, row_bytes = k / 2;
+static void unpack_panel(const kt_format *f, const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes,
+                         uint8_t *scales) {
+    const shape p = shape_of(f, k);
+    const size_t groups = groups_of(p), row_bytes = k / 2;
     for (size_t column = 0; column < KT_PANEL && panel * KT_PANEL + column < n; column++) {
         const size_t row = panel * KT_PANEL + column;
-        for (size_t g = 0; g < groups; g++) {
-            const uint8_t *superblock = packed + g * SUPERBLOCK_BYTES;
-            scales[row * groups + g] = superblock[column];
+        for (size_t g = 0; g < groups; g++)
+            memcpy(scales + (row * groups + g) * f->scale_bytes, packed + scales_at(p, g) + column * f->scale_bytes, f->scale_bytes);
+        for (size_t b = 0; b < p.blocks; b++) {
             uint8_t bytes[ROW_BYTES];
-            const uint8_t *from = superblock + KT_PANEL + column / 16 * 256 + column % 16 * 4;
             for (int j = 0; j < 4; j++) {
                 uint32_t v;
-                memcpy(&v, from + j * 64, 4);
+                memcpy(&v, packed + block_at(p, b) + column_at(column) + j * 64, 4);
                 v = join_pairs(v);
                 memcpy(bytes + j * 4, &v, 4);
             }
-            const size_t left = row_bytes - g * ROW_BYTES;
-            memcpy(codes + row * row_bytes + g * ROW_BYTES, bytes, left < ROW_BYTES ? left : ROW_BYTES);
+            const size_t left = row_bytes - b * ROW_BYTES;
+            memcpy(codes + row * row_bytes + b * ROW_BYTES, bytes, left < ROW_BYTES ? left : ROW_BYTES);
         }
     }
 }
 
-typedef struct pack_job {
-    const kt_q4_source *source;
-    uint8_t *packed;
-    size_t panels;
-    _Atomic size_t next;
-    _Atomic uint8_t low, high;
-} pack_job;
-
-static void pack_panels(void *context, size_t worker, size_t workers) {
-    (void)worker, (void)workers;
-    pack_job *j = context;
-    const size_t panel_bytes = kt_q4_panel_bytes(j->source->k);
-    for (size_t panel; (panel = atomic_fetch_add(&j->next, 1)) < j->panels;) {
-        const kt_q4_scale_range r = pack_panel(j->source, panel, j->packed + panel * panel_bytes);
-        uint8_t seen = atomic_load(&j->low);
-        while (r.low < seen && !atomic_compare_exchange_weak(&j->low, &seen, r.low)) continue;
-        seen = atomic_load(&j->high);
-        while (r.high > seen && !atomic_compare_exchange_weak(&j->high, &seen, r.high)) continue;
-    }
-}
-
-int kt_q4_pack(const kt_q4_source *s, uint8_t *packed, kt_q4_scale_range *range) {
-    pack_job j = {.source = s, .packed = packed, .panels = kt_round_up(s->n, KT_PANEL) / KT_PANEL, .low = 255};
-    kt_pool_lock();
-    const int error = kt_pool_run(pack_panels, &j);
-    kt_pool_unlock();
-    *range = (kt_q4_scale_range){j.low, j.high};
-    return error;
-}
-
-void kt_q4_unpack(const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales) {
-    const size_t panel_bytes = kt_q4_panel_bytes(k);
-    for (size_t panel = 0; panel * KT_PANEL < n; panel++)
-        unpack_panel(packed + panel * panel_bytes, n, k, panel, codes, scales);
-}
+const kt_packing kt_pack_q4 = {"q4", panel_bytes, pack_panel, unpack_panel};

@@ -5,7 +5,6 @@ from ktmoe.backends.native import NativeBackend
 
 
 class Avx512Bf16(NativeBackend):
-    rank = 300
     isas = ("avx512_bf16",)
 
 

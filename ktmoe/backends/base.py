@@ -29,7 +29,7 @@ class Packed(Protocol):
 
 
 class Backend(ABC):
-    """One way to compute. rank: "auto" takes the highest that is available. activations: the activation modes it has."""
+    """One way to compute. rank: "auto" takes the highest that is available. activations: the modes it has, its own choice first."""
 
     rank: int = 0
     activations: tuple[str, ...] = ("bf16",)
@@ -41,6 +41,10 @@ class Backend(ABC):
     @abstractmethod
     def unsupported(self, experts: ExpertWeights) -> str | None:
         """Why it cannot run these weights (their format), or None if it can."""
+
+    def modes(self, experts: ExpertWeights) -> list[str]:
+        """The activation modes in which it can run these weights; the first is what "auto" means."""
+        return list(self.activations)
 
     @abstractmethod
     def pack(self, experts: ExpertWeights, router_weight: str, activations: str, progress: Progress | None = None) -> Packed:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ktmoe import memory, threads
 from ktmoe._native import core
-from ktmoe._native.isa import required_features
+from ktmoe._native.isa import ISAS, required_features
 from ktmoe.backends.base import Backend, Progress
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
@@ -37,6 +37,12 @@ class NativeBackend(Backend):
 
     isas: tuple[str, ...] = ()
 
+    @property
+    def rank(self) -> int:
+        """That of the best ISA that it can use here; of the best at all if there is none."""
+        names = [table.name for table in self.usable()[0]] or self.isas
+        return ISAS[names[0]].rank
+
     def usable(self) -> tuple[list[core.KernelTable], list[str]]:
         """The kernel tables that can run here, best first, and why the other ISAs cannot."""
         tables, reasons = [], []
@@ -56,8 +62,7 @@ class NativeBackend(Backend):
         return None if tables else "; ".join(reasons)
 
     def unsupported(self, experts: ExpertWeights) -> str | None:
-        tables, _ = self.usable()
-        if any(_serves(table, experts) for table in tables):
+        if self.modes(experts):
             return None
         formats = sorted({weight_format.description for weight_format in experts.formats.values()})
         return f"it has no kernels for {', '.join(formats)}"
@@ -66,19 +71,24 @@ class NativeBackend(Backend):
         tables, _ = self.usable()
         return {"isa": tables[0].name, "note": f", kernels of {tables[0].name}"} if tables else {"isa": None, "note": ""}
 
-    def table(self, experts: ExpertWeights) -> core.KernelTable:
+    def modes(self, experts: ExpertWeights) -> list[str]:
+        tables, _ = self.usable()
+        return [mode for mode in self.activations if any(_serves(table, experts, mode) for table in tables)]
+
+    def table(self, experts: ExpertWeights, activations: str = "auto") -> core.KernelTable:
         """The kernel table that serves these weights here. Raises UnavailableError if none does."""
+        modes = self.modes(experts) if activations == "auto" else [activations]
         for table in self.usable()[0]:
-            if _serves(table, experts):
+            if modes and _serves(table, experts, modes[0]):
                 return table
-        raise UnavailableError(self.unavailable() or self.unsupported(experts))
+        raise UnavailableError(self.unavailable() or self.unsupported(experts) or f"it has no activation mode {activations!r}")
 
     def pack(self, experts: ExpertWeights, router_weight: str, activations: str, progress: Progress | None = None):
         threads.configure()
         threads.register_with_threadpoolctl()
         memory.require(experts.nbytes, f"{experts.name}: packing {experts.num_experts} experts")
         packed = core.PackedLayer(
-            self.table(experts),
+            self.table(experts, activations),
             experts.num_experts,
             experts.hidden,
             experts.intermediate,
@@ -116,6 +126,5 @@ def _read_ahead(experts: ExpertWeights):
                 future.cancel()
 
 
-def _serves(table: core.KernelTable, experts: ExpertWeights) -> bool:
-    known = {key[:3] for key in table.kernels()}
-    return all((f.family, f.scale.kind, f.scale.extent) in known for f in experts.formats.values())
+def _serves(table: core.KernelTable, experts: ExpertWeights, activations: str) -> bool:
+    return all(table.serves(weight_format, activations) for weight_format in experts.formats.values())

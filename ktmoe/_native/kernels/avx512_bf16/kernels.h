@@ -4,7 +4,7 @@
 
 #include "ktmoe.h"
 
-extern const kt_kernel kt_q4_avx512_bf16[]; /* ends with an empty row */
+extern const kt_kernel kt_q4_avx512_bf16[], kt_b16_avx512_bf16[]; /* end with an empty row */
 void kt_activate_avx512_bf16(const kt_activate *a);
 void kt_exp_avx512_bf16(const float *x, float *y, size_t count);
 void kt_read_avx512_bf16(const void *p, size_t bytes);

@@ -1,16 +1,9 @@
-/* What the machine can do at most with these instructions: the figures that benchmarks divide by. */
-#include <immintrin.h>
-
+/* The machine's limits by avx512_bf16: reading as in limits.h, multiplying with VDPBF16PS. */
 #include "kernels/avx512_bf16/kernels.h"
 
-void kt_read_avx512_bf16(const void *p, size_t bytes) {
-    const uint8_t *from = p;
-    __m512i sum[4] = {0};
-    size_t i = 0;
-    for (; i + 256 <= bytes; i += 256)
-        for (int j = 0; j < 4; j++) sum[j] = _mm512_xor_si512(sum[j], _mm512_loadu_si512(from + i + 64 * j));
-    for (int j = 0; j < 4; j++) __asm__ volatile("" : : "v"(sum[j]));
-}
+#define READ kt_read_avx512_bf16
+
+#include "kernels/limits.h"
 
 /* 12 chains: enough for a latency of 6 at two a cycle. 64 FLOPs an instruction. */
 double kt_peak_avx512_bf16(size_t iterations) {

@@ -1,0 +1,7 @@
+/* q4 on avx2; all of it is in f32_q4.h. */
+#include "kernels/avx2/kernels.h"
+
+#define KERNELS kt_q4_avx2
+enum { FEW_MAX = 4 };
+
+#include "kernels/f32_q4.h"

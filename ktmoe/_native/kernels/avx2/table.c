@@ -1,0 +1,17 @@
+/* The kernel table of avx2: one row a kernel file. */
+#include "kernels/avx2/kernels.h"
+#include "kernels/rows.h"
+
+static const kt_kernel *const families[] = {kt_q4_avx2, kt_b16_avx2, NULL};
+static const kt_rows rows[] = {ROWS_F32, {0}};
+
+const kt_isa kt_isa_avx2 = {
+    .abi_version = KT_ABI_VERSION,
+    .name = "avx2",
+    .families = families,
+    .rows = rows,
+    .activate = kt_activate_avx2,
+    .exp = kt_exp_avx2,
+    .read = kt_read_avx2,
+    .peak = kt_peak_avx2,
+};

@@ -1,0 +1,7 @@
+/* b16 on avx512f; all of it is in f32_b16.h. */
+#include "kernels/avx512f/kernels.h"
+
+#define KERNELS kt_b16_avx512f
+enum { FEW_MAX = 12 };
+
+#include "kernels/f32_b16.h"

@@ -1,0 +1,7 @@
+/* q4 on avx512f; all of it is in f32_q4.h. */
+#include "kernels/avx512f/kernels.h"
+
+#define KERNELS kt_q4_avx512f
+enum { FEW_MAX = 12 };
+
+#include "kernels/f32_q4.h"

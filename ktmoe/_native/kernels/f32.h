@@ -1,0 +1,38 @@
+/* What kernels that multiply in fp32 give to panel.h: a dword of x is a float, a product is exact (8 + 8 bits) but for fp32's
+ * range, and dot() is multiply_add(), which says whether the product is rounded. A power of two that scales a group's sum, and
+ * not each weight, costs a multiplication in 32 k instead of one a weight.
+ */
+#include "kernels/vector.h"
+
+enum {
+    STEP_K = 1,
+    IN_PLACE = 0,
+    BLOCK_SUMS = 0,
+    TILE_VECTORS = 2,
+#if VECTOR_BYTES == 64
+    TILE_ROWS = 12, /* 24 accumulators of 32 registers; a strip of 256 k is 32 KiB; x is an operand in memory */
+    FEW_ROWS = 12,
+#elif VECTOR_BYTES == 32
+    TILE_ROWS = 6, /* 12 of 16; a strip is 16 KiB */
+    FEW_ROWS = 4,
+#else
+    TILE_ROWS = 4, /* 8 of 16; a strip is 8 KiB */
+    FEW_ROWS = 1,
+#endif
+};
+
+#if VECTOR_BYTES == 64
+#define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
+#elif VECTOR_BYTES == 32
+#define PASSES(P) P(1, 8) P(2, 4) P(3, 2) P(4, 2)
+#else
+#define PASSES(P) P(1, 2)
+#endif
+
+typedef f32v sums;
+typedef char fold;
+
+INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
+INLINE sums zero_sums(void) { return splat(0); }
+INLINE sums dot(const sums sum, const u32v w, const u32v x) { return multiply_add((f32v)x, (f32v)w, sum); }
+INLINE float x_scale(const uint32_t *row, const size_t k, const size_t block) { return (void)row, (void)k, (void)block, 1.0f; }

@@ -1,0 +1,40 @@
+/* b16 in fp32: a bfloat16 is the upper half of a float; see f32.h and panel.h. The includer defines KERNELS, the name of the
+ * array of kernels that this defines, and FEW_MAX.
+ *
+ * LAYOUT      pack_b16.c. A dword holds two k of one column, the even one below.
+ */
+#include "kernels/f32.h"
+
+enum { BLOCK_BYTES = KT_PANEL * KT_GROUP * 2 };
+
+typedef char table;
+
+INLINE table load_table(const kt_dot *a, const enum scales kind) { return (void)a, (void)kind, 0; }
+
+INLINE u32v decode(const uint8_t *block, const int v, const int k, const enum scales kind, const table *t, const fold *f) {
+    (void)kind, (void)t, (void)f;
+    const u32v pair = load_u32(block + k / 2 * KT_PANEL * 4 + v * LANES * 4);
+    return k % 2 ? pair & 0xFFFF0000 : pair << 16;
+}
+
+INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out, const table *t) {
+    return (void)sum, (void)scale, (void)x_scale, (void)t, out; /* there are no scales */
+}
+
+#include "kernels/panel.h"
+
+static void few_b16(const kt_dot *a) { few(a, NO_SCALES); }
+static void many_b16(const kt_dot *a) { many(a, NO_SCALES); }
+
+const kt_kernel KERNELS[] = {
+    {
+        .family = "b16",
+        .scale = "none",
+        .activations = "bf16",
+        .few_max = FEW_MAX,
+        .scratch_bytes = sizeof(panel_block),
+        .few = few_b16,
+        .many = many_b16,
+    },
+    {0},
+};

@@ -1,0 +1,74 @@
+/* q4 in fp32: a vector lookup gives fp32 weights; see f32.h and panel.h. The includer defines KERNELS, the name of the array of
+ * kernels that this defines, and FEW_MAX.
+ *
+ * LAYOUT      pack_q4.c. A code dword holds 8 k of one column; the nibble of k is at bit nibble_bit(k).
+ */
+#include "kernels/f32.h"
+
+enum { BLOCK_BYTES = KT_PANEL * KT_GROUP / 2 };
+
+INLINE int nibble_bit(const int k) { return k % 8 / 2 * 4 + k % 2 * 16; }
+
+#if VECTOR_BYTES == 64
+typedef __m512 table;
+
+INLINE table load_table(const kt_dot *a, const enum scales kind) {
+    return (void)kind, _mm512_loadu_ps(a->codebook->value);
+}
+
+/* VPERMPS reads four index bits, so that what stands above the nibble does not matter. */
+INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
+    return (f32v)_mm512_permutexvar_ps((__m512i)(codes >> bit), *t);
+}
+#elif VECTOR_BYTES == 32
+typedef struct table {
+    __m256 low, high;
+} table;
+
+INLINE table load_table(const kt_dot *a, const enum scales kind) {
+    (void)kind;
+    return (table){_mm256_loadu_ps(a->codebook->value), _mm256_loadu_ps(a->codebook->value + 8)};
+}
+
+/* VPERMPS reads three index bits; the nibble's fourth chooses between two lookups, as the sign that VBLENDVPS reads. */
+INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
+    const __m256i index = (__m256i)(codes >> bit);
+    const __m256 low = _mm256_permutevar8x32_ps(t->low, index), high = _mm256_permutevar8x32_ps(t->high, index);
+    return (f32v)_mm256_blendv_ps(low, high, (__m256)(codes << (28 - bit)));
+}
+#else
+typedef const float *table;
+
+INLINE table load_table(const kt_dot *a, const enum scales kind) { return (void)kind, a->codebook->value; }
+
+INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
+    f32v v;
+    for (int l = 0; l < LANES; l++) v[l] = (*t)[codes[l] >> bit & 15];
+    return v;
+}
+#endif
+
+INLINE u32v decode(const uint8_t *block, const int v, const int k, const enum scales kind, const table *t, const fold *f) {
+    (void)kind, (void)f;
+    const int column = v * LANES;
+    return (u32v)lookup(load_u32(block + column / 16 * 256 + k / 8 * 64 + column % 16 * 4), nibble_bit(k), t);
+}
+
+INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out, const table *t) {
+    (void)x_scale, (void)t;
+    return scale_and_add(sum, scale, out);
+}
+
+#include "kernels/panel.h"
+
+static void few_ue8m0(const kt_dot *a) { few(a, UE8M0_SCALES); }
+static void many_ue8m0(const kt_dot *a) { many(a, UE8M0_SCALES); }
+static void few_bf16(const kt_dot *a) { few(a, BF16_SCALES); }
+static void many_bf16(const kt_dot *a) { many(a, BF16_SCALES); }
+
+#define Q4 .family = "q4", .activations = "bf16", .few_max = FEW_MAX, .scratch_bytes = sizeof(panel_block)
+const kt_kernel KERNELS[] = {
+    {Q4, .scale = "ue8m0", .group_max = KT_GROUP, .few = few_ue8m0, .many = many_ue8m0},
+    {Q4, .scale = "bf16", .group_max = KT_GROUP_MAX, .few = few_bf16, .many = many_bf16},
+    {0},
+};

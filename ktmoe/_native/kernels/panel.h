@@ -1,0 +1,263 @@
+/* Packed panels times rows: the one loop nest of all kernels.
+ *
+ * SHAPES      m rows of k inputs, as the activation mode encodes them; W packed panels of 64 columns; out fp32 [m][64]
+ * DEFINITION  for each panel, column c, row i:
+ *                 in groups: for each group: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
+ *                            out = finish(sum, scale[c], x[i]'s own scale, out), rounded once
+ *                 else:      out = 0; for k ascending: out = dot(out, w[c][k], x[i][k])
+ * LAYOUT      the family's packing. Decoded: strips of TILE_VECTORS vectors of columns, each [step][columns] dwords.
+ * REGULARITIES lane = column: a dword of x, one step of k, is broadcast; nothing is shuffled after the lookup; every m sums in
+ *             the same order. Totals of groups stay in out, so that the registers hold chains.
+ *
+ * few():  weights go straight from the packed codes to registers and serve all rows of a pass; rows * vectors chains hide the
+ *         latency of dot().
+ * many(): K_BLOCK k of a panel are decoded once; then TILE_ROWS rows at a time run over each strip, which stays in L1.
+ *
+ * A kernel file defines, before it includes this:
+ *     STEP_K                    k in a dword of x and of the decoded weights: 1 of fp32, 2 of 16 bits
+ *     TILE_ROWS, TILE_VECTORS   of a tile of many()
+ *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
+ *     BLOCK_BYTES               of 32 k of a packed panel, without scales
+ *     IN_PLACE                  1: packed weights are as decode() would leave them, with all vectors in one strip
+ *     BLOCK_SUMS                1: a group's sum is finished with every block, since x has a scale for each
+ *     table, load_table(a, scales)     what decode() needs all the time
+ *     fold, load_fold(scales, v)       what it needs of a group's scales, if they are folded
+ *     decode(block, v, step, scales, t, f)  u32v of the weights of a step of a block in the columns of vector v
+ *     sums                      the type of a vector of sums; zero_sums(), dot(sums, u32v w, u32v x)
+ *     x_scale(row, k, block)    the scale of a block of a row of k
+ *     finish(sums, f32v scale, float x_scale, f32v out, t)
+ */
+#include "kernels/vector.h"
+
+enum {
+    STEPS = KT_GROUP / STEP_K, /* of a block */
+    K_BLOCK = KT_GROUP_MAX,
+    BLOCKS = K_BLOCK / KT_GROUP,
+    STRIP = TILE_VECTORS * LANES,
+    STRIPS = KT_PANEL / STRIP,
+    BOTH = 2 * VECTORS, /* panels */
+    OCTET = 8 / STEP_K, /* steps that share a vector of 4-bit codes */
+    LINE = 64,
+};
+
+/* Blocks that share scales: of UE8M0 always one. */
+INLINE size_t group_blocks(const kt_dot *a, const enum scales kind) {
+    return kind == BF16_SCALES ? a->group / KT_GROUP : kind == NO_SCALES ? BLOCKS : 1;
+}
+
+INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+INLINE u32v broadcast(const uint32_t *x) {
+    float bits;
+    memcpy(&bits, x, sizeof bits);
+    return (u32v)splat(bits);
+}
+
+/* rows x (vectors * LANES columns) straight from the codes: from vector v0 of one panel, or BOTH panels. All but a and first are
+ * constants at every call. */
+INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, const int panel, const int v0, const int vectors,
+                 const enum scales kind) {
+    const table t = load_table(a, kind);
+    const uint8_t *w[2] = {a->w[panel], a->w[vectors == BOTH ? 1 : panel]};
+    const uint32_t *x[FEW_ROWS];
+    float *out[2] = {a->out[panel] + first * KT_PANEL, a->out[vectors == BOTH ? 1 : panel] + first * KT_PANEL};
+    sums sum[FEW_ROWS][BOTH];
+#define OUT(i, v) (out[(v) / VECTORS] + (i) * KT_PANEL + (v0 + (v) % VECTORS) * LANES)
+    for (int i = 0; i < rows; i++) {
+        x[i] = a->x[first + i];
+        for (int v = 0; v < vectors; v++) {
+            sum[i][v] = zero_sums();
+            if (in_groups(kind)) store_f32(OUT(i, v), splat(0));
+        }
+    }
+    const size_t per = group_blocks(a, kind), bytes = scales_bytes(kind);
+    for (size_t k = 0; k < a->k;) {
+        const uint8_t *scales[2] = {w[0], w[1]};
+        w[0] += bytes, w[1] += bytes;
+        fold f[BOTH];
+        if (kind == FOLDED_UE8M0)
+            for (int v = 0; v < vectors; v++) f[v] = load_fold(scales[v / VECTORS], v0 + v % VECTORS);
+        for (size_t b = least(per, (a->k - k) / KT_GROUP); b; b--, k += KT_GROUP) {
+#pragma GCC unroll 1
+            for (int octet = 0; octet < STEPS; octet += OCTET) {
+#pragma GCC unroll 8
+                for (int j = 0; j < OCTET; j++) {
+                    u32v wj[BOTH];
+                    for (int v = 0; v < vectors; v++) wj[v] = decode(w[v / VECTORS], v0 + v % VECTORS, octet + j, kind, &t, &f[v]);
+                    for (int i = 0; i < rows; i++) {
+                        const u32v xj = broadcast(x[i] + k / STEP_K + octet + j);
+                        for (int v = 0; v < vectors; v++) sum[i][v] = dot(sum[i][v], wj[v], xj);
+                    }
+                }
+            }
+            w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
+            if (!in_groups(kind) || (!BLOCK_SUMS && b > 1)) continue;
+            for (int v = 0; v < vectors; v++) {
+                const f32v scale = load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind);
+                for (int i = 0; i < rows; i++) {
+                    const float xs = x_scale(x[i], a->k, k / KT_GROUP);
+                    store_f32(OUT(i, v), finish(sum[i][v], scale, xs, load_f32(OUT(i, v)), &t));
+                    sum[i][v] = zero_sums();
+                }
+            }
+        }
+    }
+    for (int i = 0; !in_groups(kind) && i < rows; i++)
+        for (int v = 0; v < vectors; v++) store_f32(OUT(i, v), (f32v)sum[i][v]);
+#undef OUT
+}
+
+/* The next step's rows when `left` are to go in equal steps of at most `most`: 7 are 4 + 3, not 6 + 1, since few chains
+ * would wait for their own latency. */
+INLINE size_t step_rows(size_t left, size_t most) {
+    const size_t steps = (left + most - 1) / most;
+    return (left + steps - 1) / steps;
+}
+
+#define PASS(rows, vectors)                                                                             \
+    case rows:                                                                                          \
+        for (int v0 = 0; v0 < VECTORS; v0 += (vectors)) pass(a, first, rows, panel, v0, vectors, kind); \
+        break;
+
+INLINE void few(const kt_dot *a, const enum scales kind) {
+    for (size_t first = 0, rows; first < a->m; first += rows) {
+        rows = step_rows(a->m - first, FEW_ROWS);
+        if (VECTORS < 8 && rows == 1 && a->panels == 2) { /* a panel's vectors alone are too few chains */
+            pass(a, first, 1, 0, 0, BOTH, kind);
+            continue;
+        }
+        for (int panel = 0; panel < (int)a->panels; panel++) switch (rows) { PASSES(PASS) }
+    }
+}
+
+/* A decoded K block. */
+typedef struct panel_block {
+    uint32_t w[STRIPS][K_BLOCK / STEP_K][STRIP];
+    float scale[BLOCKS][KT_PANEL];
+} panel_block;
+
+INLINE size_t packed_bytes(const size_t blocks, const size_t per, const enum scales kind) {
+    return blocks * BLOCK_BYTES + (blocks + per - 1) / per * scales_bytes(kind);
+}
+
+INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_t blocks, panel_block *restrict to,
+                         const enum scales kind) {
+    const table t = load_table(a, kind);
+    const size_t per = group_blocks(a, kind);
+    const uint8_t *scales = w;
+    for (size_t b = 0; b < blocks; b++, w += BLOCK_BYTES) {
+        if (b % per == 0) {
+            scales = w;
+            w += scales_bytes(kind);
+            for (int v = 0; in_groups(kind) && v < VECTORS; v++)
+                store_f32(to->scale[b / per] + v * LANES, load_scales(scales, v, kind));
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            fold f;
+            if (kind == FOLDED_UE8M0) f = load_fold(scales, v);
+#pragma GCC unroll 32
+            for (int j = 0; j < STEPS; j++) {
+                const u32v wj = decode(w, v, j, kind, &t, &f);
+                memcpy(to->w[v / TILE_VECTORS][b * STEPS + j] + v % TILE_VECTORS * LANES, &wj, sizeof wj);
+            }
+        }
+    }
+}
+
+/* rows x a strip's columns over a decoded block: w [steps][STRIP]; scale [groups][KT_PANEL] from the strip's first column. */
+INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restrict scale, const size_t blocks,
+                 const void *const *restrict rows_x, const size_t k0, float *restrict out, const int rows, const enum scales kind) {
+    const table t = load_table(a, kind);
+    const size_t per = BLOCK_SUMS ? 1 : group_blocks(a, kind);
+    const uint32_t *x[TILE_ROWS];
+    sums sum[TILE_ROWS][TILE_VECTORS];
+    for (int i = 0; i < rows; i++) {
+        x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
+        for (int v = 0; v < TILE_VECTORS; v++)
+            sum[i][v] = in_groups(kind) || !k0 ? zero_sums() : (sums)load_f32(out + i * KT_PANEL + v * LANES);
+    }
+    for (size_t b = 0; b < blocks;) {
+        const size_t last = least(b + per, blocks);
+#pragma GCC unroll 2
+        for (size_t step = b * STEPS; step < last * STEPS; step++) {
+            u32v ws[TILE_VECTORS];
+            for (int v = 0; v < TILE_VECTORS; v++) ws[v] = load_u32(w + step * STRIP + v * LANES);
+#pragma GCC unroll 12
+            for (int i = 0; i < rows; i++) {
+                const u32v xs = broadcast(x[i] + step);
+                for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = dot(sum[i][v], ws[v], xs);
+            }
+        }
+        if (in_groups(kind)) {
+            const size_t group = BLOCK_SUMS ? b / group_blocks(a, kind) : b / per;
+            for (int v = 0; v < TILE_VECTORS; v++) {
+                const f32v s = load_f32(scale + group * KT_PANEL + v * LANES);
+#pragma GCC unroll 12
+                for (int i = 0; i < rows; i++) {
+                    float *to = out + i * KT_PANEL + v * LANES;
+                    const f32v before = k0 || b ? load_f32(to) : splat(0);
+                    store_f32(to, finish(sum[i][v], s, x_scale(rows_x[i], a->k, k0 / KT_GROUP + b), before, &t));
+                    sum[i][v] = zero_sums();
+                }
+            }
+        }
+        b = last;
+    }
+    for (int i = 0; !in_groups(kind) && i < rows; i++)
+        for (int v = 0; v < TILE_VECTORS; v++) store_f32(out + i * KT_PANEL + v * LANES, (f32v)sum[i][v]);
+}
+
+#define TILE(rows)                                                                                              \
+    case rows:                                                                                                  \
+        if ((rows) <= TILE_ROWS) tile(a, w, scale, blocks, a->x + first, k0, out + strip * STRIP, rows, kind); \
+        break
+
+/* Panels are innermost, so that the second finds the rows' x in L2. While a block is multiplied, the next one's codes and x come
+ * to L2, a share with each tile: the rows' pieces are too short for the hardware to foresee. */
+INLINE void many(const kt_dot *a, const enum scales kind) {
+    panel_block *block = a->scratch;
+    const size_t per = group_blocks(a, kind), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
+    const size_t full_bytes = packed_bytes(BLOCKS, per, kind);
+    for (size_t k0 = 0; k0 < a->k; k0 += K_BLOCK) {
+        const size_t blocks = least(K_BLOCK, a->k - k0) / KT_GROUP, left = a->k - k0 - blocks * KT_GROUP;
+        for (size_t p = 0; p < a->panels; p++) {
+            const uint8_t *packed = a->w[p] + k0 / K_BLOCK * full_bytes;
+            if (!IN_PLACE) decode_block(a, packed, blocks, block, kind);
+            const int last_panel = p + 1 == a->panels;
+            const uint8_t *next = last_panel ? a->w[0] + (k0 / K_BLOCK + 1) * full_bytes : a->w[p + 1] + k0 / K_BLOCK * full_bytes;
+            const size_t next_k = last_panel ? least(K_BLOCK, left) : 0;
+            const size_t next_bytes = packed_bytes(last_panel ? next_k / KT_GROUP : blocks, per, kind);
+            const size_t share = (next_bytes / tiles + LINE) / LINE * LINE;
+            size_t fetched = 0;
+            for (int strip = 0; strip < STRIPS; strip++) {
+                const uint32_t *w = IN_PLACE ? (const uint32_t *)packed : block->w[strip][0];
+                const float *scale = block->scale[0] + strip * STRIP;
+                for (size_t first = 0, rows; first < m; first += rows) {
+                    rows = step_rows(m - first, TILE_ROWS);
+                    for (size_t end = fetched + share; fetched < end && fetched < next_bytes; fetched += LINE)
+                        __builtin_prefetch(next + fetched, 0, 2);
+                    if (strip == 0)
+                        for (size_t i = first; i < first + rows; i++)
+                            for (size_t at = 0; at < next_k * 4 / STEP_K; at += LINE)
+                                __builtin_prefetch((const uint8_t *)a->x[i] + (k0 + K_BLOCK) * 4 / STEP_K + at, 0, 2);
+                    float *out = a->out[p] + first * KT_PANEL;
+                    switch (rows) {
+                        TILE(1);
+                        TILE(2);
+                        TILE(3);
+                        TILE(4);
+                        TILE(5);
+                        TILE(6);
+                        TILE(7);
+                        TILE(8);
+                        TILE(9);
+                        TILE(10);
+                        TILE(11);
+                        TILE(12);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+/* The widest vectors of the instruction set that this is compiled for, by the compiler's vector extension: what the kernels of
+ * all instruction sets that multiply in fp32 share. Only what the extension cannot say is an intrinsic.
+ */
+#ifndef KT_VECTOR_H
+#define KT_VECTOR_H
+
+#include <string.h>
+
+#include "ktmoe.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum {
+    LANES = VECTOR_BYTES / 4,
+    VECTORS = KT_PANEL / LANES, /* a panel's */
+};
+
+typedef float f32v __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t u32v __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t i32v __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t u16v __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint8_t u8v __attribute__((vector_size(VECTOR_BYTES / 4)));
+
+INLINE f32v load_f32(const void *p) {
+    f32v v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE u32v load_u32(const void *p) {
+    u32v v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store_f32(void *p, f32v v) { memcpy(p, &v, sizeof v); }
+
+#if VECTOR_BYTES == 64
+INLINE f32v splat(float x) { return (f32v)_mm512_set1_ps(x); }
+/* a * b + c, rounded once; portably, rounded twice. */
+INLINE f32v multiply_add(f32v a, f32v b, f32v c) { return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif VECTOR_BYTES == 32
+INLINE f32v splat(float x) { return (f32v)_mm256_set1_ps(x); }
+INLINE f32v multiply_add(f32v a, f32v b, f32v c) { return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#else
+INLINE f32v splat(float x) { return (f32v){x, x, x, x}; }
+INLINE f32v multiply_add(f32v a, f32v b, f32v c) { return a * b + c; }
+#endif
+
+/* sum * scale + total, rounded once. The portable way rounds to fp64 on its way. */
+INLINE f32v scale_and_add(f32v sum, f32v scale, f32v total) {
+#if VECTOR_BYTES > 16
+    return multiply_add(sum, scale, total);
+#else
+    for (int l = 0; l < LANES; l++) total[l] = (float)(total[l] + (double)sum[l] * scale[l]);
+    return total;
+#endif
+}
+
+INLINE f32v select_f32(i32v where, f32v a, f32v b) { return (f32v)((where & (i32v)a) | (~where & (i32v)b)); }
+
+/* NaN in v passes, as comparisons with it are false. */
+INLINE f32v at_most(f32v v, f32v limit) { return select_f32(v > limit, limit, v); }
+INLINE f32v at_least(f32v v, f32v limit) { return select_f32(v < limit, limit, v); }
+
+/* Scales of a vector of columns as fp32. UE8M0's byte 0 is 2^-127, a denormal, where the shift alone would give 0. */
+INLINE f32v load_ue8m0(const uint8_t *p) {
+    u8v bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    const u32v b = __builtin_convertvector(bytes, u32v);
+    return (f32v)(b << 23 | ((u32v)(b == 0) & 0x00400000));
+}
+
+INLINE f32v load_bf16(const uint8_t *p) {
+    u16v words;
+    memcpy(&words, p, sizeof words);
+    return (f32v)(__builtin_convertvector(words, u32v) << 16);
+}
+
+/* How scales are stored and used; a constant at every call. */
+enum scales { NO_SCALES, FOLDED_UE8M0, UE8M0_SCALES, BF16_SCALES };
+
+INLINE int in_groups(const enum scales kind) { return kind >= UE8M0_SCALES; }
+
+INLINE size_t scales_bytes(const enum scales kind) {
+    return kind == NO_SCALES ? 0 : kind == BF16_SCALES ? KT_PANEL * 2 : KT_PANEL;
+}
+
+INLINE f32v load_scales(const uint8_t *scales, const int v, const enum scales kind) {
+    return kind == BF16_SCALES ? load_bf16(scales + 2 * LANES * v) : load_ue8m0(scales + LANES * v);
+}
+
+#endif

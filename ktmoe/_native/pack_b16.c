@@ -1,0 +1,55 @@
+/* Packing b16, bfloat16 weights: a checkpoint's bytes to panels and back, exactly.
+ *
+ * LAYOUT of a panel: k-pairs in ascending k, each 64 columns of two bf16:
+ *
+ *     weight of (column c, k) at  (k / 2) * 256 + c * 4 + (k % 2) * 2
+ *
+ * the pair order of VDPBF16PS and TDPBF16PS. k is padded to 32; padding is zero.
+ */
+#include "pack.h"
+
+enum { PAIR_BYTES = KT_PANEL * 4, STEP = 8 /* k of four dwords */ };
+
+static size_t panel_bytes(const kt_format *f, size_t k) {
+    (void)f;
+    return kt_round_up(k, KT_GROUP) / 2 * PAIR_BYTES;
+}
+
+static inline u32x4 load_tail(const kt_source *s, size_t row, size_t k) {
+    u32x4 v = {0};
+    if (row < s->n && k < s->k) memcpy(&v, s->codes + (row * s->k + k) * 2, (s->k - k < STEP ? s->k - k : STEP) * 2);
+    return v;
+}
+
+/* 16 rows together fill a cache line of the panel; 32 k of each fill one of the source. */
+static void pack_panel(const kt_source *s, size_t panel, uint8_t *packed, kt_scan *scan) {
+    const size_t k_padded = kt_round_up(s->k, KT_GROUP);
+    u32x4 infinite = {0}; /* bits 15 and 31: an exponent of all ones was seen */
+    for (size_t sixteen = 0; sixteen < KT_PANEL; sixteen += 16)
+        for (size_t line = 0; line < k_padded; line += KT_GROUP)
+            for (size_t column = sixteen; column < sixteen + 16; column += 4) {
+                const size_t row = panel * KT_PANEL + column;
+                for (size_t k = line; k < line + KT_GROUP; k += STEP) {
+                    u32x4 v[4];
+                    for (size_t i = 0; i < 4; i++) {
+                        if (row + 4 <= s->n && k + STEP <= s->k)
+                            memcpy(&v[i], s->codes + ((row + i) * s->k + k) * 2, sizeof v[i]);
+                        else
+                            v[i] = load_tail(s, row + i, k);
+                        infinite |= (v[i] & 0x7F807F80) + 0x00800080;
+                    }
+                    store_transposed(v, packed + k / 2 * PAIR_BYTES + column * 4, PAIR_BYTES);
+                }
+            }
+    scan->refused |= ((infinite[0] | infinite[1] | infinite[2] | infinite[3]) & 0x80008000) != 0;
+}
+
+static void unpack_panel(const kt_format *f, const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes,
+                         uint8_t *scales) {
+    (void)f, (void)scales;
+    for (size_t column = 0; column < KT_PANEL && panel * KT_PANEL + column < n; column++)
+        for (size_t i = 0; i < k; i++)
+            memcpy(codes + ((panel * KT_PANEL + column) * k + i) * 2, packed + i / 2 * PAIR_BYTES + column * 4 + i % 2 * 2, 2);
+}
+
+const kt_packing kt_pack_b16 = {"b16", panel_bytes, pack_panel, unpack_panel};

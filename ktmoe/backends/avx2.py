@@ -1,0 +1,11 @@
+"""Backend avx2: CPUs with AVX2 and FMA, which is almost all since 2015."""
+
+from ktmoe.backends import registry
+from ktmoe.backends.native import NativeBackend
+
+
+class Avx2(NativeBackend):
+    isas = ("avx2",)
+
+
+registry.register("avx2", Avx2())
