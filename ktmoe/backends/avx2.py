@@ -6,6 +6,7 @@ from ktmoe.backends.native import NativeBackend
 
 class Avx2(NativeBackend):
     isas = ("avx2",)
+    activations = ("int16", "bf16")
 
 
 registry.register("avx2", Avx2())

@@ -17,10 +17,6 @@ INLINE u32v decode(const uint8_t *block, const int v, const int k, const enum sc
     return k % 2 ? pair & 0xFFFF0000 : pair << 16;
 }
 
-INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out, const table *t) {
-    return (void)sum, (void)scale, (void)x_scale, (void)t, out; /* there are no scales */
-}
-
 #include "kernels/panel.h"
 
 static void few_b16(const kt_dot *a) { few(a, NO_SCALES); }

@@ -54,11 +54,6 @@ INLINE u32v decode(const uint8_t *block, const int v, const int k, const enum sc
     return (u32v)lookup(load_u32(block + column / 16 * 256 + k / 8 * 64 + column % 16 * 4), nibble_bit(k), t);
 }
 
-INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out, const table *t) {
-    (void)x_scale, (void)t;
-    return scale_and_add(sum, scale, out);
-}
-
 #include "kernels/panel.h"
 
 static void few_ue8m0(const kt_dot *a) { few(a, UE8M0_SCALES); }

@@ -19,13 +19,16 @@
  *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
  *     BLOCK_BYTES               of 32 k of a packed panel, without scales
  *     IN_PLACE                  1: packed weights are as decode() would leave them, with all vectors in one strip
+ *     BY_VECTOR                 1: few() does a vector's steps one after another, since they share what decode() does, and dot()
+ *                               has a latency of 1; 0: a step's vectors, so that chains take turns
  *     BLOCK_SUMS                1: a group's sum is finished with every block, since x has a scale for each
  *     table, load_table(a, scales)     what decode() needs all the time
  *     fold, load_fold(scales, v)       what it needs of a group's scales, if they are folded
  *     decode(block, v, step, scales, t, f)  u32v of the weights of a step of a block in the columns of vector v
  *     sums                      the type of a vector of sums; zero_sums(), dot(sums, u32v w, u32v x)
+ *     in_units(f32v scale, t)   a group's scale as finish() wants it
  *     x_scale(row, k, block)    the scale of a block of a row of k
- *     finish(sums, f32v scale, float x_scale, f32v out, t)
+ *     finish(sums, f32v scale, float x_scale, f32v out)
  */
 #include "kernels/vector.h"
 
@@ -81,7 +84,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
 #pragma GCC unroll 1
             for (int octet = 0; octet < STEPS; octet += OCTET) {
 #pragma GCC unroll 8
-                for (int j = 0; j < OCTET; j++) {
+                for (int j = 0; j < OCTET && !BY_VECTOR; j++) {
                     u32v wj[BOTH];
                     for (int v = 0; v < vectors; v++) wj[v] = decode(w[v / VECTORS], v0 + v % VECTORS, octet + j, kind, &t, &f[v]);
                     for (int i = 0; i < rows; i++) {
@@ -89,14 +92,22 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                         for (int v = 0; v < vectors; v++) sum[i][v] = dot(sum[i][v], wj[v], xj);
                     }
                 }
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors && BY_VECTOR; v++)
+#pragma GCC unroll 8
+                    for (int j = 0; j < OCTET; j++) {
+                        const u32v wj = decode(w[v / VECTORS], v0 + v % VECTORS, octet + j, kind, &t, &f[v]);
+                        for (int i = 0; i < rows; i++)
+                            sum[i][v] = dot(sum[i][v], wj, broadcast(x[i] + k / STEP_K + octet + j));
+                    }
             }
             w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
             if (!in_groups(kind) || (!BLOCK_SUMS && b > 1)) continue;
             for (int v = 0; v < vectors; v++) {
-                const f32v scale = load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind);
+                const f32v scale = in_units(load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind), &t);
                 for (int i = 0; i < rows; i++) {
                     const float xs = x_scale(x[i], a->k, k / KT_GROUP);
-                    store_f32(OUT(i, v), finish(sum[i][v], scale, xs, load_f32(OUT(i, v)), &t));
+                    store_f32(OUT(i, v), finish(sum[i][v], scale, xs, load_f32(OUT(i, v))));
                     sum[i][v] = zero_sums();
                 }
             }
@@ -150,7 +161,7 @@ INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_
             scales = w;
             w += scales_bytes(kind);
             for (int v = 0; in_groups(kind) && v < VECTORS; v++)
-                store_f32(to->scale[b / per] + v * LANES, load_scales(scales, v, kind));
+                store_f32(to->scale[b / per] + v * LANES, in_units(load_scales(scales, v, kind), &t));
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
@@ -168,7 +179,6 @@ INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_
 /* rows x a strip's columns over a decoded block: w [steps][STRIP]; scale [groups][KT_PANEL] from the strip's first column. */
 INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restrict scale, const size_t blocks,
                  const void *const *restrict rows_x, const size_t k0, float *restrict out, const int rows, const enum scales kind) {
-    const table t = load_table(a, kind);
     const size_t per = BLOCK_SUMS ? 1 : group_blocks(a, kind);
     const uint32_t *x[TILE_ROWS];
     sums sum[TILE_ROWS][TILE_VECTORS];
@@ -197,7 +207,7 @@ INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restr
                 for (int i = 0; i < rows; i++) {
                     float *to = out + i * KT_PANEL + v * LANES;
                     const f32v before = k0 || b ? load_f32(to) : splat(0);
-                    store_f32(to, finish(sum[i][v], s, x_scale(rows_x[i], a->k, k0 / KT_GROUP + b), before, &t));
+                    store_f32(to, finish(sum[i][v], s, x_scale(rows_x[i], a->k, k0 / KT_GROUP + b), before));
                     sum[i][v] = zero_sums();
                 }
             }

@@ -4,7 +4,8 @@
 
 #include "ktmoe.h"
 
-extern const kt_kernel kt_q4_avx2[], kt_b16_avx2[]; /* end with an empty row */
+extern const kt_kernel kt_q4_avx2[], kt_b16_avx2[], kt_q4_int16_avx2[]; /* end with an empty row */
+void kt_encode_int16_avx2(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
 void kt_activate_avx2(const kt_activate *a);
 void kt_exp_avx2(const float *x, float *y, size_t count);
 void kt_read_avx2(const void *p, size_t bytes);

@@ -2,8 +2,12 @@
 #include "kernels/avx2/kernels.h"
 #include "kernels/rows.h"
 
-static const kt_kernel *const families[] = {kt_q4_avx2, kt_b16_avx2, NULL};
-static const kt_rows rows[] = {ROWS_F32, {0}};
+static const kt_kernel *const families[] = {kt_q4_avx2, kt_b16_avx2, kt_q4_int16_avx2, NULL};
+static const kt_rows rows[] = {
+    ROWS_F32,
+    {.activations = "int16", .group_bytes = KT_GROUP * sizeof(int16_t) + sizeof(float), .encode = kt_encode_int16_avx2},
+    {0},
+};
 
 const kt_isa kt_isa_avx2 = {
     .abi_version = KT_ABI_VERSION,

@@ -19,10 +19,6 @@ INLINE u32v decode(const uint8_t *block, const int v, const int pair, const enum
     return load_u32(block + (pair * KT_PANEL + v * LANES) * 4);
 }
 
-INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out, const table *t) {
-    return (void)sum, (void)scale, (void)x_scale, (void)t, out; /* there are no scales */
-}
-
 #include "kernels/panel.h"
 
 static void few_b16(const kt_dot *a) { few(a, NO_SCALES); }

@@ -5,6 +5,7 @@
 
 enum {
     STEP_K = 2,
+    BY_VECTOR = 0,
     BLOCK_SUMS = 0,
     TILE_VECTORS = 4,
     TILE_ROWS = 6, /* 24 accumulators of 32 registers; a strip of 256 k is 32 KiB */
@@ -22,4 +23,10 @@ INLINE sums dot(const sums sum, const u32v w, const u32v x) {
     return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
 }
 
-INLINE float x_scale(const uint32_t *row, const size_t k, const size_t block) { return (void)row, (void)k, (void)block, 1.0f; }
+INLINE float x_scale(const void *row, const size_t k, const size_t block) { return (void)row, (void)k, (void)block, 1.0f; }
+
+INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out) {
+    return (void)x_scale, scale_and_add(sum, scale, out);
+}
+
+#define in_units(scale, t) ((void)(t), (scale))

@@ -35,11 +35,6 @@ INLINE u32v decode(const uint8_t *block, const int v, const int pair, const enum
     return (u32v)(kind == FOLDED_UE8M0 ? _mm512_subs_epu16(w, *f) : w);
 }
 
-INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out, const table *t) {
-    (void)x_scale, (void)t;
-    return scale_and_add(sum, scale, out);
-}
-
 #include "kernels/panel.h"
 
 static void few_folded(const kt_dot *a) { few(a, FOLDED_UE8M0); }
