@@ -34,12 +34,10 @@ typedef f32v sums;
 typedef char fold;
 
 INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
-INLINE sums zero_sums(void) { return splat(0); }
+INLINE sums start(const void *x, const size_t k, const size_t block) { return (void)x, (void)k, (void)block, splat(0); }
 INLINE sums dot(const sums sum, const u32v w, const u32v x) { return multiply_add((f32v)x, (f32v)w, sum); }
-INLINE float x_scale(const void *row, const size_t k, const size_t block) { return (void)row, (void)k, (void)block, 1.0f; }
-
-INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out) {
-    return (void)x_scale, scale_and_add(sum, scale, out);
+INLINE f32v finish(const sums sum, const f32v scale, const void *x, const size_t k, const size_t block, const f32v out) {
+    return (void)x, (void)k, (void)block, scale_and_add(sum, scale, out);
 }
 
 #define in_units(scale, t) ((void)(t), (scale))

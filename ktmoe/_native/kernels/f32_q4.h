@@ -5,9 +5,9 @@
  */
 #include "kernels/f32.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_GROUP / 2 };
+enum { BLOCK_BYTES = KT_PANEL * KT_GROUP / 2, OCTET_BYTES = 64 };
 
-INLINE int nibble_bit(const int k) { return k % 8 / 2 * 4 + k % 2 * 16; }
+INLINE int nibble_bit(const int k) { return k / 2 * 4 + k % 2 * 16; }
 
 #if VECTOR_BYTES == 64
 typedef __m512 table;
@@ -48,10 +48,10 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 }
 #endif
 
-INLINE u32v decode(const uint8_t *block, const int v, const int k, const enum scales kind, const table *t, const fold *f) {
+INLINE u32v decode(const uint8_t *octet, const int v, const int k, const enum scales kind, const table *t, const fold *f) {
     (void)kind, (void)f;
     const int column = v * LANES;
-    return (u32v)lookup(load_u32(block + column / 16 * 256 + k / 8 * 64 + column % 16 * 4), nibble_bit(k), t);
+    return (u32v)lookup(load_u32(octet + column / 16 * 256 + column % 16 * 4), nibble_bit(k), t);
 }
 
 #include "kernels/panel.h"

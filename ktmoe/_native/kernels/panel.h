@@ -3,7 +3,7 @@
  * SHAPES      m rows of k inputs, as the activation mode encodes them; W packed panels of 64 columns; out fp32 [m][64]
  * DEFINITION  for each panel, column c, row i:
  *                 in groups: for each group: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
- *                            out = finish(sum, scale[c], x[i]'s own scale, out), rounded once
+ *                            out = finish(sum, scale[c], out), rounded once
  *                 else:      out = 0; for k ascending: out = dot(out, w[c][k], x[i][k])
  * LAYOUT      the family's packing. Decoded: strips of TILE_VECTORS vectors of columns, each [step][columns] dwords.
  * REGULARITIES lane = column: a dword of x, one step of k, is broadcast; nothing is shuffled after the lookup; every m sums in
@@ -18,17 +18,18 @@
  *     TILE_ROWS, TILE_VECTORS   of a tile of many()
  *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
  *     BLOCK_BYTES               of 32 k of a packed panel, without scales
+ *     OCTET_BYTES               from 8 k of a block to the next 8
  *     IN_PLACE                  1: packed weights are as decode() would leave them, with all vectors in one strip
  *     BY_VECTOR                 1: few() does a vector's steps one after another, since they share what decode() does, and dot()
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
  *     BLOCK_SUMS                1: a group's sum is finished with every block, since x has a scale for each
  *     table, load_table(a, scales)     what decode() needs all the time
  *     fold, load_fold(scales, v)       what it needs of a group's scales, if they are folded
- *     decode(block, v, step, scales, t, f)  u32v of the weights of a step of a block in the columns of vector v
- *     sums                      the type of a vector of sums; zero_sums(), dot(sums, u32v w, u32v x)
+ *     decode(octet, v, j, scales, t, f)  u32v of the weights of step j of 8 k of a block, in the columns of vector v
+ *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
+ *     start(x, k, block)        a sum before its first step: x is a row of k, its block the first one
  *     in_units(f32v scale, t)   a group's scale as finish() wants it
- *     x_scale(row, k, block)    the scale of a block of a row of k
- *     finish(sums, f32v scale, float x_scale, f32v out)
+ *     finish(sums, f32v scale, x, k, block, f32v out)
  */
 #include "kernels/vector.h"
 
@@ -41,6 +42,7 @@ enum {
     BOTH = 2 * VECTORS, /* panels */
     OCTET = 8 / STEP_K, /* steps that share a vector of 4-bit codes */
     LINE = 64,
+    AHEAD_BYTES = 4096, /* of a panel, between what few() uses and what it prefetches */
 };
 
 /* Blocks that share scales: of UE8M0 always one. */
@@ -49,6 +51,9 @@ INLINE size_t group_blocks(const kt_dot *a, const enum scales kind) {
 }
 
 INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* To L2. */
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 INLINE u32v broadcast(const uint32_t *x) {
     float bits;
@@ -69,47 +74,57 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
     for (int i = 0; i < rows; i++) {
         x[i] = a->x[first + i];
         for (int v = 0; v < vectors; v++) {
-            sum[i][v] = zero_sums();
+            sum[i][v] = start(x[i], a->k, 0);
             if (in_groups(kind)) store_f32(OUT(i, v), splat(0));
         }
     }
     const size_t per = group_blocks(a, kind), bytes = scales_bytes(kind);
     for (size_t k = 0; k < a->k;) {
         const uint8_t *scales[2] = {w[0], w[1]};
+        for (size_t line = 0; line < bytes; line += LINE)
+            for (int p = 0; p < (vectors == BOTH ? 2 : 1); p++) prefetch(w[p] + AHEAD_BYTES + line);
         w[0] += bytes, w[1] += bytes;
         fold f[BOTH];
         if (kind == FOLDED_UE8M0)
             for (int v = 0; v < vectors; v++) f[v] = load_fold(scales[v / VECTORS], v0 + v % VECTORS);
-        for (size_t b = least(per, (a->k - k) / KT_GROUP); b; b--, k += KT_GROUP) {
+        const size_t blocks = least(per, (a->k - k) / KT_GROUP);
+        for (size_t b = 0; b < blocks; b++, k += KT_GROUP) {
+            if (in_groups(kind) && (BLOCK_SUMS || !b))
+                for (int i = 0; i < rows; i++)
+                    for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_GROUP);
 #pragma GCC unroll 1
-            for (int octet = 0; octet < STEPS; octet += OCTET) {
+            for (int octet = 0; octet < KT_GROUP / 8; octet++) {
+                const uint8_t *at[2] = {w[0] + octet * OCTET_BYTES, w[1] + octet * OCTET_BYTES};
+                const size_t x_at = (k + octet * 8) / STEP_K;
+                /* The hardware does not fetch ahead far enough, if at all: without this, reading and computing add up. */
+                for (int v = 0; v < vectors; v += LINE / VECTOR_BYTES)
+                    prefetch(at[v / VECTORS] + AHEAD_BYTES + (v0 + v % VECTORS) * (BLOCK_BYTES / VECTORS));
 #pragma GCC unroll 8
                 for (int j = 0; j < OCTET && !BY_VECTOR; j++) {
                     u32v wj[BOTH];
-                    for (int v = 0; v < vectors; v++) wj[v] = decode(w[v / VECTORS], v0 + v % VECTORS, octet + j, kind, &t, &f[v]);
+                    for (int v = 0; v < vectors; v++) wj[v] = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
                     for (int i = 0; i < rows; i++) {
-                        const u32v xj = broadcast(x[i] + k / STEP_K + octet + j);
+                        const u32v xj = broadcast(x[i] + x_at + j);
                         for (int v = 0; v < vectors; v++) sum[i][v] = dot(sum[i][v], wj[v], xj);
                     }
                 }
 #pragma GCC unroll 8
-                for (int v = 0; v < vectors && BY_VECTOR; v++)
+                for (int v = 0; v < vectors && BY_VECTOR; v++) {
 #pragma GCC unroll 8
                     for (int j = 0; j < OCTET; j++) {
-                        const u32v wj = decode(w[v / VECTORS], v0 + v % VECTORS, octet + j, kind, &t, &f[v]);
+                        const u32v wj = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
                         for (int i = 0; i < rows; i++)
-                            sum[i][v] = dot(sum[i][v], wj, broadcast(x[i] + k / STEP_K + octet + j));
+                            sum[i][v] = dot(sum[i][v], wj, broadcast(x[i] + x_at + j));
                     }
+                    __asm__ volatile("" : : : "memory"); /* x is broadcast again, so that sums keep their registers */
+                }
             }
             w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
-            if (!in_groups(kind) || (!BLOCK_SUMS && b > 1)) continue;
+            if (!in_groups(kind) || (!BLOCK_SUMS && b + 1 < blocks)) continue;
             for (int v = 0; v < vectors; v++) {
                 const f32v scale = in_units(load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind), &t);
-                for (int i = 0; i < rows; i++) {
-                    const float xs = x_scale(x[i], a->k, k / KT_GROUP);
-                    store_f32(OUT(i, v), finish(sum[i][v], scale, xs, load_f32(OUT(i, v))));
-                    sum[i][v] = zero_sums();
-                }
+                for (int i = 0; i < rows; i++)
+                    store_f32(OUT(i, v), finish(sum[i][v], scale, x[i], a->k, k / KT_GROUP, load_f32(OUT(i, v))));
             }
         }
     }
@@ -169,7 +184,7 @@ INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_
             if (kind == FOLDED_UE8M0) f = load_fold(scales, v);
 #pragma GCC unroll 32
             for (int j = 0; j < STEPS; j++) {
-                const u32v wj = decode(w, v, j, kind, &t, &f);
+                const u32v wj = decode(w + j / OCTET * OCTET_BYTES, v, j % OCTET, kind, &t, &f);
                 memcpy(to->w[v / TILE_VECTORS][b * STEPS + j] + v % TILE_VECTORS * LANES, &wj, sizeof wj);
             }
         }
@@ -184,11 +199,13 @@ INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restr
     sums sum[TILE_ROWS][TILE_VECTORS];
     for (int i = 0; i < rows; i++) {
         x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
-        for (int v = 0; v < TILE_VECTORS; v++)
-            sum[i][v] = in_groups(kind) || !k0 ? zero_sums() : (sums)load_f32(out + i * KT_PANEL + v * LANES);
+        for (int v = 0; !in_groups(kind) && v < TILE_VECTORS; v++)
+            sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0);
     }
     for (size_t b = 0; b < blocks;) {
         const size_t last = least(b + per, blocks);
+        for (int i = 0; in_groups(kind) && i < rows; i++)
+            for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = start(rows_x[i], a->k, k0 / KT_GROUP + b);
 #pragma GCC unroll 2
         for (size_t step = b * STEPS; step < last * STEPS; step++) {
             u32v ws[TILE_VECTORS];
@@ -207,8 +224,7 @@ INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restr
                 for (int i = 0; i < rows; i++) {
                     float *to = out + i * KT_PANEL + v * LANES;
                     const f32v before = k0 || b ? load_f32(to) : splat(0);
-                    store_f32(to, finish(sum[i][v], s, x_scale(rows_x[i], a->k, k0 / KT_GROUP + b), before));
-                    sum[i][v] = zero_sums();
+                    store_f32(to, finish(sum[i][v], s, rows_x[i], a->k, k0 / KT_GROUP + b, before));
                 }
             }
         }
@@ -246,11 +262,11 @@ INLINE void many(const kt_dot *a, const enum scales kind) {
                 for (size_t first = 0, rows; first < m; first += rows) {
                     rows = step_rows(m - first, TILE_ROWS);
                     for (size_t end = fetched + share; fetched < end && fetched < next_bytes; fetched += LINE)
-                        __builtin_prefetch(next + fetched, 0, 2);
+                        prefetch(next + fetched);
                     if (strip == 0)
                         for (size_t i = first; i < first + rows; i++)
                             for (size_t at = 0; at < next_k * 4 / STEP_K; at += LINE)
-                                __builtin_prefetch((const uint8_t *)a->x[i] + (k0 + K_BLOCK) * 4 / STEP_K + at, 0, 2);
+                                prefetch((const uint8_t *)a->x[i] + (k0 + K_BLOCK) * 4 / STEP_K + at);
                     float *out = a->out[p] + first * KT_PANEL;
                     switch (rows) {
                         TILE(1);

@@ -77,8 +77,14 @@ INLINE f32v at_least(f32v v, f32v limit) { return select_f32(v < limit, limit, v
 INLINE f32v load_ue8m0(const uint8_t *p) {
     u8v bytes;
     memcpy(&bytes, p, sizeof bytes);
-    const u32v b = __builtin_convertvector(bytes, u32v);
-    return (f32v)(b << 23 | ((u32v)(b == 0) & 0x00400000));
+    const u32v bits = __builtin_convertvector(bytes, u32v) << 23;
+#if VECTOR_BYTES == 64
+    return (f32v)_mm512_max_epu32((__m512i)bits, _mm512_set1_epi32(0x00400000));
+#elif VECTOR_BYTES == 32
+    return (f32v)_mm256_max_epu32((__m256i)bits, _mm256_set1_epi32(0x00400000));
+#else
+    return (f32v)(bits | ((u32v)(bits == 0) & 0x00400000));
+#endif
 }
 
 INLINE f32v load_bf16(const uint8_t *p) {

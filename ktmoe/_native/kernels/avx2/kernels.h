@@ -5,6 +5,11 @@
 #include "ktmoe.h"
 
 extern const kt_kernel kt_q4_avx2[], kt_b16_avx2[], kt_q4_int16_avx2[]; /* end with an empty row */
+/* What a row of int16 has for each 32 k behind its integers. */
+typedef struct int16_block {
+    float scale;
+    int32_t minus_16_sums; /* -16 times the sum of the 32 integers */
+} int16_block;
 void kt_encode_int16_avx2(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
 void kt_activate_avx2(const kt_activate *a);
 void kt_exp_avx2(const float *x, float *y, size_t count);

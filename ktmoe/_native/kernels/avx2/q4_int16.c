@@ -1,9 +1,11 @@
 /* q4 with VPMADDWD: codes stand for small integers, x for 16-bit ones; see encode_int16.c and panel.h.
  *
- * DEFINITION  for each 32 k: sum of whole[code] * q, exact in int32 and in fp32 (32 * 16 * 32640 < 2^24);
- *             out = fma(sum * (scale of x), scale * unit, out), where both products are exact but for fp32's range
+ * DEFINITION  for each 32 k: sum of (whole[code] + 16) * q, begun at -16 * sum of q, exact in int32;
+ *             out = fma(sum * (scale of x), scale * unit, out): sum is exact in fp32, since 32 * 16 * 32640 < 2^24, and both
+ *             products are but for fp32's range
  * LAYOUT      pack_q4.c. The low nibbles of a dword's bytes are k0 k4 k1 k5, the high ones k2 k6 k3 k7: one VPSHUFB looks up
- *             two k-pairs, one of them in the lower, one in the upper bytes of its words.
+ *             two k-pairs, one of them in the lower, one in the upper bytes of its words. Bytes that are not negative become
+ *             words by one instruction.
  */
 #include "kernels/avx2/kernels.h"
 #include "kernels/vector.h"
@@ -12,6 +14,7 @@ enum {
     STEP_K = 2,
     IN_PLACE = 0,
     BLOCK_BYTES = KT_PANEL * KT_GROUP / 2,
+    OCTET_BYTES = 64,
     BY_VECTOR = 1,
     BLOCK_SUMS = 1,
     TILE_ROWS = 6, /* x 2 vectors = 12 accumulators of 16; a strip of 256 k is 16 KiB */
@@ -30,30 +33,34 @@ typedef i32v sums;
 
 INLINE table load_table(const kt_dot *a, const enum scales kind) {
     (void)kind;
-    return (table){_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)a->codebook->whole)), a->codebook->unit};
+    const __m256i whole = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)a->codebook->whole));
+    return (table){_mm256_add_epi8(whole, _mm256_set1_epi8(16)), a->codebook->unit};
 }
 
 INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
 
-INLINE u32v decode(const uint8_t *block, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
+INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
     (void)kind, (void)f;
     const int column = v * LANES;
-    const u32v codes = load_u32(block + column / 16 * 256 + pair / 4 * 64 + column % 16 * 4);
+    const u32v codes = load_u32(octet + column / 16 * 256 + column % 16 * 4);
     const u32v nibbles = (pair % 2 ? codes >> 4 : codes) & 0x0F0F0F0F;
     const __m256i whole = _mm256_shuffle_epi8(t->whole, (__m256i)nibbles);
-    return (u32v)_mm256_srai_epi16(pair % 4 < 2 ? _mm256_slli_epi16(whole, 8) : whole, 8);
+    return (u32v)(pair < 2 ? _mm256_and_si256(whole, _mm256_set1_epi16(0xFF)) : _mm256_srli_epi16(whole, 8));
 }
 
-INLINE sums zero_sums(void) { return (sums){0}; }
+INLINE const int16_block *tail(const void *x, const size_t k, const size_t block) {
+    return (const int16_block *)((const int16_t *)x + k) + block;
+}
+
+INLINE sums start(const void *x, const size_t k, const size_t block) {
+    return (sums)_mm256_set1_epi32(tail(x, k, block)->minus_16_sums);
+}
+
 INLINE sums dot(const sums sum, const u32v w, const u32v x) { return sum + (i32v)_mm256_madd_epi16((__m256i)w, (__m256i)x); }
 INLINE f32v in_units(const f32v scale, const table *t) { return scale * splat(t->unit); }
 
-INLINE float x_scale(const void *row, const size_t k, const size_t block) {
-    return ((const float *)((const int16_t *)row + k))[block];
-}
-
-INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out) {
-    return multiply_add(__builtin_convertvector(sum, f32v) * splat(x_scale), scale, out);
+INLINE f32v finish(const sums sum, const f32v scale, const void *x, const size_t k, const size_t block, const f32v out) {
+    return multiply_add(__builtin_convertvector(sum, f32v) * splat(tail(x, k, block)->scale), scale, out);
 }
 
 #include "kernels/panel.h"

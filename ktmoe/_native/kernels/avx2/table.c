@@ -5,7 +5,7 @@
 static const kt_kernel *const families[] = {kt_q4_avx2, kt_b16_avx2, kt_q4_int16_avx2, NULL};
 static const kt_rows rows[] = {
     ROWS_F32,
-    {.activations = "int16", .group_bytes = KT_GROUP * sizeof(int16_t) + sizeof(float), .encode = kt_encode_int16_avx2},
+    {.activations = "int16", .group_bytes = KT_GROUP * sizeof(int16_t) + sizeof(int16_block), .encode = kt_encode_int16_avx2},
     {0},
 };
 

@@ -6,7 +6,7 @@
 
 #include "kernels/avx512_bf16/bf16.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_GROUP * 2, IN_PLACE = 1 };
+enum { BLOCK_BYTES = KT_PANEL * KT_GROUP * 2, OCTET_BYTES = BLOCK_BYTES / 4, IN_PLACE = 1 };
 
 typedef char table;
 typedef char fold;
@@ -14,9 +14,9 @@ typedef char fold;
 INLINE table load_table(const kt_dot *a, const enum scales kind) { return (void)a, (void)kind, 0; }
 INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
 
-INLINE u32v decode(const uint8_t *block, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
+INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
     (void)kind, (void)t, (void)f;
-    return load_u32(block + (pair * KT_PANEL + v * LANES) * 4);
+    return load_u32(octet + (pair * KT_PANEL + v * LANES) * 4);
 }
 
 #include "kernels/panel.h"

@@ -17,16 +17,14 @@ enum {
 
 typedef f32v sums;
 
-INLINE sums zero_sums(void) { return splat(0); }
+INLINE sums start(const void *x, const size_t k, const size_t block) { return (void)x, (void)k, (void)block, splat(0); }
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) {
     return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
 }
 
-INLINE float x_scale(const void *row, const size_t k, const size_t block) { return (void)row, (void)k, (void)block, 1.0f; }
-
-INLINE f32v finish(const sums sum, const f32v scale, const float x_scale, const f32v out) {
-    return (void)x_scale, scale_and_add(sum, scale, out);
+INLINE f32v finish(const sums sum, const f32v scale, const void *x, const size_t k, const size_t block, const f32v out) {
+    return (void)x, (void)k, (void)block, scale_and_add(sum, scale, out);
 }
 
 #define in_units(scale, t) ((void)(t), (scale))

@@ -8,7 +8,7 @@
 
 #include "kernels/avx512_bf16/bf16.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_GROUP / 2, IN_PLACE = 0 };
+enum { BLOCK_BYTES = KT_PANEL * KT_GROUP / 2, OCTET_BYTES = 64, IN_PLACE = 0 };
 
 typedef __m512i table;
 typedef __m512i fold;
@@ -29,9 +29,9 @@ INLINE fold load_fold(const uint8_t *scales, const int v) {
     return _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(253), b), 7);
 }
 
-INLINE u32v decode(const uint8_t *block, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
-    const __m512i codes = _mm512_loadu_si512(block + (v * 4 + pair / 4) * 64);
-    const __m512i w = _mm512_permutexvar_epi16(pair % 4 ? _mm512_srli_epi16(codes, pair % 4 * 4) : codes, *t);
+INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
+    const __m512i codes = _mm512_loadu_si512(octet + v * 256);
+    const __m512i w = _mm512_permutexvar_epi16(pair ? _mm512_srli_epi16(codes, pair * 4) : codes, *t);
     return (u32v)(kind == FOLDED_UE8M0 ? _mm512_subs_epu16(w, *f) : w);
 }
 
