@@ -203,6 +203,12 @@ def worst_error(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens
     rows = random.choice(len(batch.x), min(tokens, len(batch.x)), replace=False)
     outputs = np.sort(random.choice(experts.hidden, min(columns, experts.hidden), replace=False))
     expected = reference.forward(
-        experts, batch.x[rows], batch.ids[rows], batch.weights[rows], out_dtype="float32", columns=outputs
+        experts,
+        batch.x[rows],
+        batch.ids[rows],
+        batch.weights[rows],
+        out_dtype="float32",
+        columns=outputs,
+        activations=layer.activations,
     )
     return expected.worst(y32[rows][:, outputs])

@@ -6,13 +6,14 @@ d = down(h); r is a router weight. Every `eps_v` bounds |what a backend has for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ktmoe.activation import GatedActivation
-from ktmoe.errors import FormatError, InputError
+from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.formats import WeightFormat
 
 #: Unit roundoff of float32, round to nearest.
 UNIT = 2.0**-24
@@ -20,7 +21,7 @@ UNIT = 2.0**-24
 TINY = 2.0**-126
 #: Largest finite float32.
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: A backend adds blocks of this many products in ascending k; within a block it may add them in any order.
+#: A backend adds blocks of this many products in ascending k; within a block any order will do. "int16" quantises by it.
 BLOCK = 32
 
 #: A backend's exp(z), z float32: relative error at most this where 2**-126 <= exp(z) <= 2**126. Below, the result lies in
@@ -33,6 +34,8 @@ ACTIVATION_ROUNDINGS = 5
 SILU_MINIMUM = -1.2784645427610738
 
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
+#: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two.
+ACTIVATIONS = ("bf16", "int16")
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,17 @@ class Reference:
 
 
 def dequantize(matrix: Matrix, rows=slice(None)) -> np.ndarray:
-    """The real numbers codebook[code] * scale that a matrix stands for, exactly, float64 [n, k].
+    """The real numbers that a matrix stands for, codebook[code] * scale or bfloat16, exactly, float64 [n, k].
 
-    rows: an index along n, to read only some rows. Raises FormatError, which names the tensor, if a scale read is NaN.
+    rows: an index along n, to read only some rows. Raises FormatError, which names the tensor, if the matrix holds a NaN.
     """
-    codebook = np.array(matrix.format.codebook)
-    byte = np.arange(256)
+    matrix.refuse()
+    codes = matrix.codes[rows]
+    if matrix.format.family == "b16":
+        return codes.astype(np.float64)
+    codebook, byte = np.array(matrix.format.codebook), np.arange(256)
     pairs = np.stack([codebook[byte & 15], codebook[byte >> 4]], axis=1)  # low nibble = even k
-    weights = pairs.take(matrix.codes[rows], axis=0).reshape(-1, matrix.shape[1])
+    weights = pairs.take(codes, axis=0).reshape(-1, matrix.shape[1])
     weights *= np.repeat(_scales(matrix, rows), matrix.format.scale.extent[1], axis=1)[:, : matrix.shape[1]]
     return weights
 
@@ -81,6 +87,16 @@ def round_bfloat16(a: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(a), np.where(np.abs(rounded) < 2.0**128, rounded, np.copysign(np.inf, a)), a)
 
 
+def int16_unit(format: WeightFormat) -> float | None:
+    """The largest power of two, 2**-8 to 1, of which a codebook is multiples, by 16 at most; None if there is no int16."""
+    if format.family == "q4" and format.scale.extent[1] % BLOCK == 0:
+        for unit in 2.0 ** -np.arange(9):
+            entries = np.array(format.codebook) / unit
+            if (entries == np.rint(entries)).all() and np.abs(entries).max() <= 16:
+                return float(unit)
+    return None
+
+
 def forward(
     experts: ExpertWeights,
     x: np.ndarray,
@@ -92,6 +108,7 @@ def forward(
     out_dtype: str = "bfloat16",
     columns: np.ndarray | slice = slice(None),
     block: int = BLOCK,
+    activations: str = "bf16",
 ) -> Reference:
     """The layer's output in float64 and the bound on the error of a backend that rounds its output to out_dtype.
 
@@ -100,6 +117,7 @@ def forward(
     expert_weights: [tokens, top_k], float32. router_weight: what they multiply, one of ROUTER_WEIGHTS.
     columns: which outputs to compute, an index along hidden. To check samples, pass a few tokens' rows and a few columns.
     block: products that a backend may add in any order, see BLOCK; intermediate or hidden, whichever is larger, allows any.
+    activations: what the linear maps take, one of ACTIVATIONS. "int16" exists for the formats that have an int16_unit.
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
     """
     x, ids, weights, active = _inputs(experts, x, expert_ids, expert_weights, expert_mask)
@@ -107,6 +125,14 @@ def forward(
         raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
     if out_dtype not in ("bfloat16", "float32"):
         raise InputError(f"out_dtype must be 'bfloat16' or 'float32', found {out_dtype!r}")
+    if activations not in ACTIVATIONS:
+        raise InputError(f"activations must be one of {ACTIVATIONS}, found {activations!r}")
+    for projection, format in experts.formats.items():
+        if activations == "int16" and int16_unit(format) is None:
+            raise InputError(
+                f"activations 'int16' need a codebook of integers up to 16 times one power of two from 2**-8 to 1, and scales"
+                f" for groups of 32; {projection} of {experts.name} is {format.description}"
+            )
     y = np.zeros((len(x), len(np.arange(experts.hidden)[columns])))
     eps, size = np.zeros_like(y), np.zeros_like(y)
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
@@ -116,13 +142,15 @@ def forward(
             a = x[token]
             if router_weight == "expert_input":
                 a = round_bfloat16((a * r).astype(np.float32))
-            g, eps_g = _linear(experts.matrix(expert, "gate"), a, _flush(a, 0.0), block)
-            u, eps_u = _linear(experts.matrix(expert, "up"), a, _flush(a, 0.0), block)
+            a, eps_a = _operand(a, a, a, activations)
+            g, eps_g = _linear(experts.matrix(expert, "gate"), a, eps_a, block, activations)
+            u, eps_u = _linear(experts.matrix(expert, "up"), a, eps_a, block, activations)
             h, eps_h = _activate(experts.activation, g, eps_g, u, eps_u)
             if router_weight == "down_input":
                 h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
-            h, eps_h = _store_bfloat16(h, eps_h)
-            d, eps_d = _linear(experts.matrix(expert, "down"), h, eps_h, block, columns)
+            # rounding is monotone: a backend's h lies between the roundings of h - eps_h and h + eps_h
+            h, eps_h = _operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), activations)
+            d, eps_d = _linear(experts.matrix(expert, "down"), h, eps_h, block, activations, columns)
             if router_weight != "down_output":
                 r = np.ones_like(r)
             np.add.at(y, token, r * d)
@@ -138,33 +166,82 @@ def forward(
     return Reference(y, eps)
 
 
-def _linear(matrix: Matrix, a: np.ndarray, eps_a: np.ndarray, block: int, rows=slice(None)) -> tuple[np.ndarray, np.ndarray]:
+def _operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a linear map takes for bfloat16 rows a, and its error, given that a backend's rows lie between low and high."""
+    if activations == "int16":
+        return _quantise(a, low, high)
+    eps = np.maximum(high - a, a - low)
+    return a, eps + _flush(a, eps)
+
+
+def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each group of 32, whose maximum is M: RNE(a / s) * s, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
+    tokens, k = a.shape
+    a, low, high = (np.pad(v, ((0, 0), (0, -k % BLOCK))).reshape(tokens, -(-k // BLOCK), BLOCK) for v in (a, low, high))
+    finite = np.isfinite(low + high).all(axis=2, keepdims=True)
+    a, low, high = (np.where(finite, v, 0.0) for v in (a, low, high))
+
+    def exponent(sizes):
+        return np.frexp(np.maximum(sizes.max(axis=2, keepdims=True), TINY))[1] - 1
+
+    def nearest(v, e):
+        return np.ldexp(np.rint(np.ldexp(v, 14 - e)), e - 14)
+
+    quantised, eps = nearest(a, exponent(np.abs(a))), np.zeros_like(a)
+    # nearest is monotone for one E; where M may be on either side of a power of two, it may be either E
+    least, most = exponent(np.maximum(low, -high)), exponent(np.maximum(-low, high))
+    for step in range(int((most - least).max(initial=0)) + 1):
+        e = np.minimum(least + step, most)
+        eps = np.maximum(eps, np.maximum(nearest(high, e) - quantised, quantised - nearest(low, e)))
+    quantised, eps = np.where(finite, quantised, np.nan), np.where(finite, eps, np.inf)
+    return quantised.reshape(tokens, -1)[:, :k], eps.reshape(tokens, -1)[:, :k]
+
+
+def _linear(
+    matrix: Matrix, a: np.ndarray, eps_a: np.ndarray, block: int = BLOCK, activations: str = "bf16", rows=slice(None)
+) -> tuple[np.ndarray, np.ndarray]:
     """a @ W.T + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
 
-    Before a block the sum is s; inside, every partial sum is at most |s| + sum |a w|. Adding count products takes count
-    roundings in any order, hence _gamma(count + 1) times that (Higham 2002, "Accuracy and Stability of Numerical Algorithms",
-    eq. 4.4); the one more pays for a scale applied to the block's sum in float64 and rounded again to float32.
+    Where a sum before a block is s, none inside it exceeds |s| + sum |a w|, and adding n products takes n roundings in any
+    order: an error of gamma(n) times that (Higham 2002, "Accuracy and Stability of Numerical Algorithms", eq. 4.4). s is of all
+    k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total.
     """
-    weights, scales = dequantize(matrix, rows), _scales(matrix, rows)
-    group = matrix.format.scale.extent[1]
-    block = max(block, group)
-    shape = (len(a), len(weights))
-    total, eps, spread = np.zeros(shape), np.zeros(shape), np.zeros(shape)  # spread: what eps_a can have added so far
+    weights, flushed, scale = dequantize(matrix, rows), _denormal_weights(matrix, rows), matrix.format.scale
+    scales = np.abs(_scales(matrix, rows)) if scale else None
+    group = scale.extent[1] if scale else -(-matrix.shape[1] // block) * block
+    if group % block:
+        block = -(-block // group) * group  # blocks are parts of groups, or whole groups
+    unit = int16_unit(matrix.format) if activations == "int16" else 1.0
+    limit = MAX_FLOAT32 / (1 + _gamma(matrix.shape[1] + 1))
+    total, eps, spread = (np.zeros((len(a), len(weights))) for _ in range(3))  # spread: what changed operands can have added
     for start in range(0, matrix.shape[1], block):
+        if start % group == 0:
+            before, in_group, sizes = total, 0.0, 0.0
         k = slice(start, start + block)
-        w = weights[:, k].T
-        gamma = _gamma(len(w) + 1)
-        terms = (np.abs(a[:, k]) + eps_a[:, k]) @ np.abs(w)
-        reach = np.abs(total) + spread + terms
-        # a scale may be folded into the weight, or multiply the block's sum and with it what that flushed or overflowed
-        groups = scales[:, start // group : -(-(start + block) // group)]
-        smallest, largest = groups.min(axis=1), groups.max(axis=1)
-        overflow = np.maximum(reach + eps, terms / smallest) * (1 + gamma) >= MAX_FLOAT32
-        eps = eps + gamma * (reach + eps) + (1 + gamma) * (len(w) + 1) * TINY * np.maximum(largest, 1.0)
-        eps = np.where(overflow, np.inf, eps)
+        w, size = weights[:, k].T, np.abs(a[:, k]) + eps_a[:, k]
+        terms = size @ np.abs(w)
+        of_all, of_group = (np.abs(s) + spread + terms + eps for s in (total, total - before))
+        n = len(w) + 1  # one for the scale
+        overflow, flush = of_all >= limit, (1 + _gamma(n)) * n * TINY
+        if scale:  # it may multiply the group's sum, and with it what that flushed or overflowed
+            groups = scales[:, start // group : -(-(start + block) // group)]
+            smallest, largest = groups.min(axis=1), groups.max(axis=1)
+            in_group, sizes = in_group + terms, sizes + size.sum(axis=1, keepdims=True)
+            unscaled = np.where(smallest > 0, in_group / smallest, sizes * np.abs(matrix.format.codebook).max())
+            overflow, flush = overflow | (unscaled / unit >= limit), flush * np.maximum(largest, 1.0)
+        sums = -(-len(w) // min(group, BLOCK))  # that are scaled and added to the total
+        if activations == "int16":  # each of them is exact
+            error = _gamma(sums) * of_all + sums * TINY
+        elif scale and scale.kind == "bf16":
+            error = _gamma(n) * of_group + _gamma(sums) * of_all + flush
+        else:  # a power of two may also be folded into the weights, whose products are then added to the total
+            error = _gamma(n) * np.maximum(of_group, of_all) + flush
+        eps = np.where(overflow, np.inf, eps + error)
         total = total + a[:, k] @ w
         if eps_a[:, k].any():
             spread = spread + eps_a[:, k] @ np.abs(w)
+        if flushed is not None:
+            spread = spread + size @ flushed[:, k].T
     eps = eps + spread
     if matrix.bias is not None:
         total = total + matrix.bias[rows]
@@ -202,16 +279,6 @@ def _activate(
     return t * s, np.where((np.abs(t) + eps_t) * (1 + largest) < MAX_FLOAT32, eps, np.inf)
 
 
-def _store_bfloat16(a: np.ndarray, eps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """a rounded to bfloat16, and the error of a backend that rounds, and may flush, a number within eps of a.
-
-    Rounding is monotone, so that the number lands between the roundings of a - eps and a + eps: this counts every flip.
-    """
-    h = round_bfloat16(a)
-    eps = np.maximum(round_bfloat16(a + eps) - h, h - round_bfloat16(a - eps))
-    return h, eps + _flush(h, eps)
-
-
 def _gamma(roundings):
     """Higham's gamma_n = n u / (1 - n u): the relative error of n float32 roundings. The last factor pays for float64's own."""
     return roundings * UNIT / (1 - roundings * UNIT) * (1 + 2.0**-20)
@@ -229,13 +296,23 @@ def _flush(value: np.ndarray, eps) -> np.ndarray:
     return np.where(size - eps <= TINY, np.minimum(size + eps, TINY), 0.0)  # TINY itself may be a denormal that was rounded up
 
 
-def _scales(matrix: Matrix, rows=slice(None)) -> np.ndarray:
-    """2**(byte - 127) for the groups of each of the rows, float64 [n, groups]. Raises FormatError for byte 255."""
-    row = np.arange(matrix.shape[0])[rows] // matrix.format.scale.extent[0]
-    stored = matrix.scales[row]
-    for at, group in np.argwhere(stored == 255):
-        raise FormatError(f"{matrix.name}: expected UE8M0 scale bytes 0 to 254, found 255 (NaN) at [{row[at]}, {group}]")
-    return np.ldexp(1.0, stored.astype(np.int32) - 127)
+def _scales(matrix: Matrix, rows) -> np.ndarray:
+    """The scales of the groups of each of the rows, float64 [n, groups]."""
+    scale = matrix.format.scale
+    stored = matrix.scales[np.arange(matrix.shape[0])[rows] // scale.extent[0]]
+    return np.ldexp(1.0, stored.astype(np.int32) - 127) if scale.kind == "ue8m0" else stored.astype(np.float64)
+
+
+def _denormal_weights(matrix: Matrix, rows) -> np.ndarray | None:
+    """|w| where the bfloat16 number of the weight, or of its code, is denormal and may count as 0; else 0. None if none is."""
+    if matrix.format.family == "b16":
+        size = np.abs(dequantize(matrix, rows))
+        size[size >= TINY] = 0
+        return size if size.any() else None
+    codebook = tuple(v if abs(v) < TINY else 0.0 for v in matrix.format.codebook)
+    if not any(codebook):
+        return None
+    return np.abs(dequantize(replace(matrix, format=replace(matrix.format, codebook=codebook)), rows))
 
 
 def _inputs(experts: ExpertWeights, x, expert_ids, expert_weights, expert_mask):

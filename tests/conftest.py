@@ -21,17 +21,17 @@ def emulator_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("emulator")
 
 
-@pytest.fixture(scope="module", params=ways.BACKENDS)
+@pytest.fixture(scope="module", params=ways.SUBJECTS)
 def backend(request, emulator_folder):
-    """The name of a backend that can be used."""
-    with ways.prepared(ways.BACKENDS[request.param], emulator_folder):
-        yield request.param
+    """The name of a backend that can be used, on each of its instruction sets and in each of its activation modes."""
+    with ways.chosen(ways.SUBJECTS[request.param], emulator_folder) as name:
+        yield name
 
 
-@pytest.fixture(scope="module", params=ways.ISA_TABLES)
+@pytest.fixture(scope="module", params=ways.WAYS)
 def table(request, emulator_folder):
     """The kernel table of an instruction set that can be used."""
-    with ways.prepared(ways.ISA_TABLES[request.param], emulator_folder):
+    with ways.prepared(request.param, emulator_folder):
         yield native.load_table(request.param)
 
 
@@ -49,5 +49,5 @@ def defaults(monkeypatch):
 
 def pytest_terminal_summary(terminalreporter):
     terminalreporter.section("ktmoe backends")
-    for name, way in ways.BACKENDS.items():
-        terminalreporter.write_line(f"{name}: {way}")
+    for name, subject in ways.SUBJECTS.items():
+        terminalreporter.write_line(f"{name}: {ways.WAYS[subject.isa]}")

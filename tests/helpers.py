@@ -58,6 +58,11 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and np.array_equal(bits(a), bits(b))
 
 
+def folds(layer: MoELayer, fold: bool = True) -> bool:
+    """Whether a layer's kernels fold scales that can be folded: those that multiply in bfloat16 do."""
+    return fold and layer.backend == "avx512_bf16"
+
+
 def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=None) -> np.ndarray:
     """forward() against the reference; returns y. All of the reference's bounds must be finite, or nothing was compared."""
     if y is None:
@@ -70,6 +75,7 @@ def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=Non
         expert_mask=layer.expert_mask,
         router_weight=layer.router_weight,
         out_dtype="float32" if x.dtype == np.float32 else "bfloat16",
+        activations=layer.activations,
     )
     assert np.isfinite(expected.bound).all()
     actual = y.view(BF16) if y.dtype == np.uint16 else y

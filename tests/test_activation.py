@@ -90,7 +90,7 @@ def activate(backend, activation, g, u):
     identity = pack_nibbles(2 * np.eye(POINTS, dtype=np.uint8))[None], zero[1]
     biases = {p: np.pad(v, (0, POINTS - n))[None].astype(np.float32) for p, v in (("gate", g), ("up", u))}
     experts = ExpertWeights.from_arrays(zero, zero, identity, biases=biases, activation=activation)
-    with MoELayer(experts, backend) as layer:
+    with MoELayer(experts, backend, "bf16") as layer:
         y = layer.forward(np.zeros((1, POINTS), np.float32), np.zeros((1, 1), int), np.ones((1, 1), np.float32))
     return y[0, :n]
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import BF16, DEEPSEEK, MANY_THREADS, assert_right, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, MANY_THREADS, assert_right, folds, random_batch, random_experts, same_bits
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
@@ -35,7 +35,7 @@ class Case:
         self.ids[9] = [-1, 5, 3]
         self.ids[10] = -1
         self.layer = MoELayer(self.experts, backend, router_weight=router_weight)
-        assert set(self.layer._packed.kernels().values()) == {fold}
+        assert set(self.layer._packed.kernels().values()) == {folds(self.layer, fold)}
         set_num_threads(1)
         self.alone = np.concatenate([self.forward([token]) for token in range(POOL)])
         assert_right(self.layer, self.experts, self.x, self.ids, self.weights, self.alone)

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -127,6 +128,30 @@ def test_out(folder):
         assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+@pytest.mark.parametrize("part", [(0, 32), (0, 5), (3, 17), (31, 32), (0, 0), (32, 32), (np.int64(8), np.uint8(16))])
+def test_part(folder, part):
+    """Only these bytes are read, into `out` too; whatever else is asked for."""
+    checkpoint = Checkpoint(folder)
+    start, stop = map(int, part)
+    for release in (False, True):
+        assert checkpoint.read("a", part=part, release=release).tobytes() == CODES[start:stop]
+    out = np.zeros(stop - start, np.uint8)
+    assert checkpoint.read("a", out, part=part) is out
+    assert out.tobytes() == CODES[start:stop]
+    with pytest.raises(InputError, match=rf"a: out: expected a uint8 array of {stop - start} bytes, found uint8 \[33\]"):
+        checkpoint.read("a", np.zeros(33, np.uint8), part=part)
+
+
+@pytest.mark.parametrize("part", [(0, 33), (-1, 4), (5, 4), (33, 33), (-2, -1), (0, 2**70)])
+def test_part_outside_the_tensor(folder, part):
+    """Nothing is read, and nothing is released, beyond a tensor's own bytes."""
+    checkpoint = Checkpoint(folder)
+    message = re.escape(f"a: part: expected 0 <= start <= stop <= 32 bytes, found {part}")
+    for call in (checkpoint.read, checkpoint.release):
+        with pytest.raises(InputError, match=message):
+            call("a", part=part)
+
+
 def test_missing_tensor(folder):
     checkpoint = Checkpoint(folder)
     for call in (checkpoint.info, checkpoint.read, checkpoint.release):
@@ -246,6 +271,18 @@ def test_file_shrinks_while_open(folder, kept):
         checkpoint.read("a")
     words = (str(info.file), "truncated", "tensor 'a'", "expected 32 bytes", f"at {info.offset}", f"found {kept}")
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    words = (
+        str(info.file),
+        "truncated",
+        "tensor 'a'",
+        "expected 31 bytes",
+        f"at {info.offset + 1}",
+        f"found {max(kept - 1, 0)}",
+    )
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.read("a", part=(1, 32))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert checkpoint.read("a", part=(0, kept)).tobytes() == CODES[:kept]
     assert checkpoint.read("c").tobytes() == SCALES
 
 
@@ -310,6 +347,32 @@ def test_release_is_asked_for_after_the_read(folder, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)
     assert checkpoint.read("a", release=True).tobytes() == CODES
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
+def test_released_parts_cover_the_tensor_and_spare_what_comes_next(tmp_path, monkeypatch):
+    """Part by part: what lies behind the part in hand may have been read ahead."""
+    size = (5 << 20) + 12345
+    write_file(tmp_path / "model.safetensors", {"a": ("U8", [size], bytes(size)), "z": ("U8", [9], bytes(9))})
+    checkpoint = Checkpoint(tmp_path)
+    info = checkpoint.info("a")
+    calls = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, length, advice: calls.append((start, start + length)))
+    covered = info.offset
+    for start in range(0, size, 300_000):
+        stop = min(start + 300_000, size)
+        calls.clear()
+        checkpoint.read("a", part=(start, stop), release=True)
+        for first, end in calls:
+            assert first <= covered
+            assert end <= info.offset + stop or stop == size
+            covered = max(covered, end)
+        assert covered > info.offset + stop - (2 << 20)
+    assert covered >= info.offset + size
+    calls.clear()
+    checkpoint.release("a", part=(0, size))
+    checkpoint.release("a")
+    assert calls[0] == calls[1]
 
 
 def test_close(folder):

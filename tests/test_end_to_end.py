@@ -9,9 +9,21 @@ from helpers import assert_right, random_batch, same_bits
 import ktmoe
 from ktmoe import MoELayer
 from ktmoe.errors import CheckpointError, MissingTensorError, UnknownNameError
-from ktmoe.synthetic import write_deepseek_v4
+from ktmoe.loaders.base import choose
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.synthetic import write_deepseek_v4, write_gpt_oss, write_kimi_k2, write_qwen3
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 96, 64, 4
+#: label: (writes it, options, its loader). 320 is no multiple of 128, like gpt-oss's 2880; clamps are so low that they show.
+SCHEMES = {
+    "DeepSeek-V4": (write_deepseek_v4, {"hidden": 320, "intermediate": 192, "swiglu_limit": 0.5}, "deepseek_v4"),
+    "gpt-oss": (write_gpt_oss, {"hidden": 320, "intermediate": 320, "swiglu_limit": 0.5}, "gpt_oss"),
+    "Kimi-K2": (write_kimi_k2, {"hidden": 320, "intermediate": 192}, "compressed_tensors"),
+    "Kimi-K2, groups of 64": (write_kimi_k2, {"hidden": 320, "intermediate": 192, "group": 64}, "compressed_tensors"),
+    "Kimi-K2, groups of 128": (write_kimi_k2, {"hidden": 384, "intermediate": 256, "group": 128}, "compressed_tensors"),
+    "Qwen3": (write_qwen3, {"hidden": 320, "intermediate": 192}, "bf16"),
+    "Qwen3, odd": (write_qwen3, {"hidden": 67, "intermediate": 31}, "bf16"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +45,22 @@ def test_a_layers_output(backend, folder, layer):
         assert (made.hidden, made.intermediate, made.num_experts) == (HIDDEN, INTERMEDIATE, NUM_EXPERTS)
         for tokens, dtype in ((1, np.float32), (9, ktmoe.arrays.BF16)):
             assert_right(made, experts, *random_batch(rng, experts, tokens, 3, dtype))
+
+
+@pytest.mark.parametrize("label", SCHEMES)
+def test_every_scheme(backend, tmp_path, label):
+    """Written, recognised, loaded and computed; layer 1, of several files."""
+    write, options, loader = SCHEMES[label]
+    write(tmp_path, **options, num_experts=NUM_EXPERTS, layers=2, shard_bytes=100_000)
+    checkpoint = Checkpoint(tmp_path)
+    assert choose(checkpoint) is ktmoe.loaders.get(loader)
+    experts = ktmoe.load_experts(tmp_path, 1)
+    assert (experts.hidden, experts.intermediate) == (options["hidden"], options["intermediate"])
+    rng = np.random.default_rng(1)
+    with MoELayer.from_checkpoint(tmp_path, 1, backend) as made:
+        for tokens, dtype in ((1, np.float32), (9, ktmoe.arrays.BF16)):
+            y = assert_right(made, experts, *random_batch(rng, experts, tokens, 3, dtype))
+            assert 0.01 < np.abs(y.astype(np.float32)).mean() < 10
 
 
 def test_layers_differ_and_a_layer_is_always_the_same(backend, folder):

@@ -4,7 +4,7 @@ import emulator
 import numpy as np
 import pytest
 import ways
-from helpers import BF16, DEEPSEEK, GPT_OSS, SCALES, assert_right, bits, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, GPT_OSS, SCALES, assert_right, bits, folds, random_batch, random_experts, same_bits
 
 from ktmoe import SILU, MoELayer
 from ktmoe._native import core
@@ -22,7 +22,7 @@ def test_shapes(backend, shape, fold):
     rng = np.random.default_rng(shape)
     experts = random_experts(rng, 3, *shape, fold=fold)
     with MoELayer(experts, backend) as layer:
-        assert set(layer._packed.kernels().values()) == {fold}
+        assert set(layer._packed.kernels().values()) == {folds(layer, fold)}
         for tokens, dtype in ((1, BF16), (3, BF16), (9, np.float32)):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
@@ -84,7 +84,8 @@ def test_gate_and_up_may_be_folded_apart(backend):
     experts._read = mixed
     with MoELayer(experts, backend) as layer:
         unfolded = {key for key, folded in layer._packed.kernels().items() if not folded}
-        assert unfolded == {(0, "gate"), (1, "up"), (2, "down")}
+        assert unfolded >= {(0, "gate"), (1, "up"), (2, "down")}
+        assert (len(unfolded) == 3) == folds(layer)
         for tokens in (1, 8, 40):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 3))
 
@@ -99,7 +100,7 @@ def test_least_scale_bytes(backend, tokens):
     x, ids, weights = random_batch(rng, experts, tokens, 2, np.float32)
     with MoELayer(experts, backend) as layer:
         y = assert_right(layer, experts, x * np.float32(2.0**119), ids, weights)
-        assert layer._packed.kernels() == {(e, p): p == "down" for e in range(2) for p in ("gate", "up", "down")}
+        assert layer._packed.kernels() == {(e, p): folds(layer, p == "down") for e in range(2) for p in ("gate", "up", "down")}
     assert np.abs(y).min() > 2.0**-100  # not lost to the scale's being a denormal
 
 
@@ -110,16 +111,16 @@ def test_greatest_scale_bytes(backend, tokens):
     x, ids, weights = random_batch(rng, experts, tokens, 2, np.float32)
     with MoELayer(experts, backend) as layer:
         assert_right(layer, experts, x, ids, weights * np.float32(2.0**-100))
-        assert layer._packed.kernels() == {(e, p): p != "down" for e in range(2) for p in ("gate", "up", "down")}
+        assert layer._packed.kernels() == {(e, p): folds(layer, p != "down") for e in range(2) for p in ("gate", "up", "down")}
 
 
-@pytest.mark.parametrize(("byte", "folds"), [(0, False), (1, False), (2, True), (252, True), (253, False), (254, False)])
-def test_which_scale_bytes_fold(backend, byte, folds):
+@pytest.mark.parametrize(("byte", "fold"), [(0, False), (1, False), (2, True), (252, True), (253, False), (254, False)])
+def test_which_scale_bytes_fold(backend, byte, fold):
     experts = random_experts(np.random.default_rng(0), 1, 64, 64)
     for projection, at in (("gate", (0, 0)), ("up", (63, 1)), ("down", (17, 0))):
         experts._read(0, projection).scales[at] = byte
     with MoELayer(experts, backend) as layer:
-        assert set(layer._packed.kernels().values()) == {folds}
+        assert set(layer._packed.kernels().values()) == {folds(layer, fold)}
 
 
 # Kinds of x
@@ -189,12 +190,11 @@ def test_nothing_to_compute(backend, tokens, top_k, dtype):
 @pytest.mark.parametrize("tokens", [1, 6, 13, 200])
 def test_no_multiply_is_done_in_vain(emulator_folder, tokens):
     """And none is left out, of course. An instruction multiplies one k-pair of 16 columns; only padding is extra."""
-    way = ways.BACKENDS["avx512_bf16"]
-    if way == "native":
+    if ways.WAYS["avx512_bf16"] == "native":
         pytest.skip("this CPU has the instructions")  # so that nobody counts them
     rng = np.random.default_rng(13)
     experts = random_experts(rng, 2, 100, 160)
-    with ways.prepared(way, emulator_folder), MoELayer(experts, "avx512_bf16") as layer:
+    with ways.prepared("avx512_bf16", emulator_folder), MoELayer(experts, "avx512_bf16") as layer:
         x, _, weights = random_batch(rng, experts, tokens, 1)
         emulator.reset()
         layer.forward(x, np.zeros((tokens, 1), int), weights)

@@ -68,7 +68,7 @@ def golden_source():
 
 def test_golden_bytes():
     """A layout that changes needs a new KT_Q4_LAYOUT_VERSION and a new file beside the old one."""
-    golden = json.loads((GOLDEN / f"q4_layout_v{core.Q4_LAYOUT_VERSION}.json").read_text())
+    golden = json.loads((GOLDEN / f"q4_layout_v{core.LAYOUT_VERSIONS['q4']}.json").read_text())
     codes, scales = golden_source()
     assert (golden["n"], golden["k"]) == (65, 66)
     assert codes.tobytes().hex() == golden["codes"]

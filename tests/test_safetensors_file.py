@@ -47,6 +47,8 @@ def test_every_dtype(tmp_path, dtype):
     out = np.empty(nbytes, np.uint8)
     file.read_into(out, info)
     assert out.tobytes() == bytes(range(5, 5 + nbytes))
+    file.read_into(out[1:3], info, start=nbytes - 2)
+    assert out[:3].tolist() == [5, 5 + nbytes - 2, 5 + nbytes - 1]
 
 
 @pytest.mark.parametrize(

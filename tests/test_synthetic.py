@@ -1,4 +1,4 @@
-"""The synthetic checkpoint: true names, dtypes and sizes, readable by safetensors and by the loader."""
+"""The synthetic checkpoints: true names, dtypes and sizes, readable by safetensors and by the loaders."""
 
 import itertools
 import json
@@ -9,16 +9,32 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ktmoe import synthetic
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.formats import MXFP4
+from ktmoe.formats import MXFP4, int4
 from ktmoe.loaders.base import choose
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
-from ktmoe.synthetic import write_deepseek_v4
+from ktmoe.synthetic import (
+    deepseek_v4_experts,
+    files,
+    gpt_oss_experts,
+    kimi_k2_experts,
+    qwen3_experts,
+    write_deepseek_v4,
+    write_gpt_oss,
+    write_kimi_k2,
+    write_qwen3,
+)
 
 SMALL = {"num_experts": 3, "hidden": 128, "intermediate": 96}
 EXPERT_BYTES = 3 * (128 * 96 // 2 + 128 * 96 // 32)
+#: by loader: what writes one, what makes its layer 0 in memory, bytes of codes, scales, biases and shapes of an expert
+MODELS = {
+    "deepseek_v4": (write_deepseek_v4, deepseek_v4_experts, EXPERT_BYTES),
+    "gpt_oss": (write_gpt_oss, gpt_oss_experts, EXPERT_BYTES + 2 * (96 + 96 + 128)),
+    "compressed_tensors": (write_kimi_k2, kimi_k2_experts, 3 * (128 * 96 // 2 + 2 * 128 * 96 // 32 + 8)),
+    "bf16": (write_qwen3, qwen3_experts, 3 * 2 * 128 * 96),
+}
 
 
 def tensor_bytes(folder):
@@ -49,49 +65,119 @@ def test_names_dtypes_sizes(tmp_path, prefix):
         assert set(file.keys()) == set(checkpoint.names())
 
 
-def test_shards_hold_the_same_bytes_as_one_file(tmp_path):
+# The other models' tensors, [n, k] = [96, 128] for gate: (suffix of the name, dtype, shape)
+TRUE_NAMES = {
+    "gpt_oss": [
+        ("gate_up_proj_blocks", "U8", (3, 192, 4, 16)),
+        ("gate_up_proj_scales", "U8", (3, 192, 4)),
+        ("gate_up_proj_bias", "BF16", (3, 192)),
+        ("down_proj_blocks", "U8", (3, 128, 3, 16)),
+        ("down_proj_scales", "U8", (3, 128, 3)),
+        ("down_proj_bias", "BF16", (3, 128)),
+    ],
+    "compressed_tensors": [
+        ("2.up_proj.weight_packed", "I32", (96, 16)),
+        ("2.up_proj.weight_scale", "BF16", (96, 4)),
+        ("2.up_proj.weight_shape", "I32", (2,)),
+        ("0.down_proj.weight_packed", "I32", (128, 12)),
+        ("0.down_proj.weight_scale", "BF16", (128, 3)),
+    ],
+    "bf16": [("2.gate_proj.weight", "BF16", (96, 128)), ("1.down_proj.weight", "BF16", (128, 96))],
+}
+
+
+@pytest.mark.parametrize("name", TRUE_NAMES)
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_names_dtypes_sizes_of_the_others(tmp_path, name, prefix):
+    MODELS[name][0](tmp_path, **SMALL, layers=2, prefix=prefix, top_k=2)
+    checkpoint = Checkpoint(tmp_path)
+    for suffix, dtype, shape in TRUE_NAMES[name]:
+        info = checkpoint.info(f"{prefix}layers.1.mlp.experts.{suffix}")
+        assert (info.dtype, info.shape) == (dtype, shape)
+    assert checkpoint.config["num_experts_per_tok"] == 2
+    assert 3 in (checkpoint.config.get(key) for key in ("num_local_experts", "n_routed_experts", "num_experts"))
+    assert choose(checkpoint).layers(checkpoint) == [0, 1]
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        assert set(file.keys()) == set(checkpoint.names())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shards_hold_the_same_bytes_as_one_file(tmp_path, name):
     one, many = tmp_path / "one", tmp_path / "many"
-    write_deepseek_v4(one, **SMALL)
-    write_deepseek_v4(many, **SMALL, shard_bytes=EXPERT_BYTES // 2)
+    write, _, expert_bytes = MODELS[name]
+    most = 3 * expert_bytes // 2
+    write(one, **SMALL)
+    write(many, **SMALL, shard_bytes=most)
     assert not (one / INDEX_NAME).exists()
     index = json.loads((many / INDEX_NAME).read_text())
-    files = sorted(many.glob("*.safetensors"))
-    sizes = [sum(Checkpoint(file).info(name).nbytes for name in Checkpoint(file).names()) for file in files]
-    assert max(sizes) <= EXPERT_BYTES // 2
-    assert all(first + second > EXPERT_BYTES // 2 for first, second in itertools.pairwise(sizes))
-    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
-    assert set(index["weight_map"].values()) == {file.name for file in files}
-    assert index["metadata"]["total_size"] == 3 * EXPERT_BYTES
-    for file in files:
+    found = sorted(many.glob("*.safetensors"))
+    tensors = [[Checkpoint(file).info(name).nbytes for name in Checkpoint(file).names()] for file in found]
+    sizes = list(map(sum, tensors))
+    assert all(size <= most or len(alone) == 1 for size, alone in zip(sizes, tensors, strict=True))
+    assert all(first + second > most for first, second in itertools.pairwise(sizes))
+    assert found[0].name == f"model-00001-of-{len(found):05}.safetensors"
+    assert set(index["weight_map"].values()) == {file.name for file in found}
+    assert index["metadata"]["total_size"] == sum(sizes) == 3 * expert_bytes
+    for file in found:
         with safe_open(file, "np") as reference:
             assert set(reference.keys()) == {name for name, where in index["weight_map"].items() if where == file.name}
     assert tensor_bytes(one) == tensor_bytes(many)
 
 
-def test_seed(tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        write_deepseek_v4(tmp_path / name, **SMALL, seed=seed)
-    a, b, c = (tensor_bytes(tmp_path / name) for name in "abc")
+@pytest.mark.parametrize("name", MODELS)
+def test_seed(tmp_path, name):
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        MODELS[name][0](tmp_path / folder, **SMALL, seed=seed)
+    a, b, c = (tensor_bytes(tmp_path / folder) for folder in "abc")
     assert a == b
-    assert all(a[name] != c[name] for name in a)
-    assert len(set(a.values())) == len(a)
+    made = {name for name in a if not name.endswith("weight_shape")}
+    assert all(a[name] != c[name] for name in made)
+    assert len({a[name] for name in made}) == len(made)
 
 
-def test_values_are_realistic(tmp_path):
-    """Every code and four scales occur; weights have a mean near 0 and a standard deviation near 1/sqrt(k)."""
-    write_deepseek_v4(tmp_path, num_experts=1, hidden=1024, intermediate=256)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_memory_it_is_what_loads(tmp_path, name):
+    write, in_memory, _ = MODELS[name]
+    write(tmp_path, **SMALL, seed=5)
     checkpoint = Checkpoint(tmp_path)
-    weights = choose(checkpoint).load(checkpoint, 0)
+    loaded, made = choose(checkpoint, name).load(checkpoint, 0), in_memory(**SMALL, seed=5)
+    assert (made.name, made.formats, made.activation) == (loaded.name, loaded.formats, loaded.activation)
+    assert (made.num_experts, made.hidden, made.intermediate) == (3, 128, 96)
+    different = set()
+    for expert in (2, 0, 1):
+        for projection in PROJECTIONS:
+            expected, found = loaded.matrix(expert, projection), made.matrix(expert, projection)
+            assert found.name == expected.name
+            for kind in ("codes", "scales", "bias"):
+                assert np.array_equal(getattr(found, kind), getattr(expected, kind))
+            different.add(found.codes.tobytes())
+    assert len(different) == 9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_realistic(name):
+    """Uniform codes; weights of a mean near 0 and a standard deviation near 1/sqrt(k); scales as they are said to be."""
+    experts = MODELS[name][1](num_experts=1, hidden=1024, intermediate=256)
     for projection in PROJECTIONS:
-        matrix = weights.matrix(0, projection)
+        matrix = experts.matrix(0, projection)
         n, k = matrix.shape
-        codes = np.stack([matrix.codes & 15, matrix.codes >> 4], -1).reshape(n, k)
-        assert np.bincount(codes.ravel(), minlength=16).min() > n * k / 16 * 0.9
-        scales = matrix.scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        assert len(np.unique(scales)) == 4
-        values = np.array(MXFP4.codebook)[codes] * np.repeat(scales, 32, 1)
+        values = matrix.codes.astype(np.float64)
+        if matrix.format.family == "q4":
+            codes = np.stack([matrix.codes & 15, matrix.codes >> 4], -1).reshape(n, k)
+            assert np.bincount(codes.ravel(), minlength=16).min() > n * k / 16 * 0.9
+            if matrix.format == MXFP4:
+                scales = matrix.scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+                assert len(np.unique(scales)) == 4
+            else:
+                assert matrix.format == int4(32)
+                scales = matrix.scales.astype(np.float64)
+                assert np.mean(np.frexp(scales)[0] == 0.5) < 0.02  # powers of two
+                assert scales.min() > 0
+            values = np.array(matrix.format.codebook)[codes] * np.repeat(scales, 32, 1)
         assert 0.5 < values.std() * math.sqrt(k) < 2
-        assert abs(values.mean()) < 0.05 * values.std()
+        assert abs(values.mean()) < (0.15 if matrix.format == int4(32) else 0.05) * values.std()  # -8 has no counterpart
+        if matrix.bias is not None:
+            assert 0.4 < matrix.bias.std() < 0.6
 
 
 def test_progress(tmp_path):
@@ -139,6 +225,23 @@ def test_bad_sizes(tmp_path, name, value, expected):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("write", "sizes", "message"),
+    [
+        (write_gpt_oss, {"hidden": 80}, "hidden: expected a positive multiple of 32, found 80"),
+        (write_gpt_oss, {"layers": 0}, "layers: expected a positive multiple of 1, found 0"),
+        (write_kimi_k2, {"intermediate": 80}, "intermediate: expected a positive multiple of 32, found 80"),
+        (write_kimi_k2, {"hidden": 36, "group": 12}, "hidden: expected a positive multiple of 24, found 36"),
+        (write_kimi_k2, {"group": 0}, "group: expected a positive multiple of 1, found 0"),
+        (write_qwen3, {"num_experts": 0}, "num_experts: expected a positive multiple of 1, found 0"),
+    ],
+)
+def test_bad_sizes_of_the_others(tmp_path, write, sizes, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
+        write(tmp_path / "new", **{**SMALL, **sizes})
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("when", ["progress", "write"])
 def test_interrupted_writing_leaves_nothing(tmp_path, monkeypatch, when):
     (tmp_path / "README.md").write_text("mine")
@@ -155,9 +258,9 @@ def test_interrupted_writing_leaves_nothing(tmp_path, monkeypatch, when):
         written.append(file)
         write(tensors, file, metadata)
 
-    write = synthetic.serialize_file
+    write = files.serialize_file
     if when == "write":
-        monkeypatch.setattr(synthetic, "serialize_file", fail)
+        monkeypatch.setattr(files, "serialize_file", fail)
     with pytest.raises(KeyboardInterrupt if when == "progress" else OSError):
         write_deepseek_v4(tmp_path, **SMALL, shard_bytes=EXPERT_BYTES // 2, progress=stop if when == "progress" else None)
     assert [file.name for file in tmp_path.iterdir()] == ["README.md"]

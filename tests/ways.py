@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import emulator
 import pytest
@@ -15,8 +16,9 @@ from ktmoe.backends import native
 EMULATED_FEATURES = {"avx512_bf16"}
 
 
-def _way(missing: set[str]) -> str:
-    """ "native", "emulated" or "skipped: reason", where these CPU features are missing."""
+def _way(isa: str) -> str:
+    """ "native", "emulated" or "skipped: reason" for an instruction set."""
+    missing = set(native.missing_features(isa))
     if not missing:
         return "native"
     if missing <= EMULATED_FEATURES and emulator.needed():
@@ -24,20 +26,40 @@ def _way(missing: set[str]) -> str:
     return f"skipped: {emulator.unavailable() or 'this CPU lacks ' + ' '.join(sorted(missing))}"
 
 
-def _way_of_backend(name: str) -> str:
-    """The same for a backend: the best that one of its instruction sets allows."""
-    ways = [_way(set(native.missing_features(isa))) for isa in backends.get(name).isas]
-    return min(ways, key=lambda way: ("native", "emulated").index(way) if way in ("native", "emulated") else 2)
+@dataclass(frozen=True)
+class Subject:
+    """One backend on one of its instruction sets, with one of its activation modes as "auto"."""
+
+    backend: str
+    isa: str
+    activations: str
+
+    @property
+    def id(self) -> str:
+        """The backend's name, and what it leaves open."""
+        backend = backends.get(self.backend)
+        words = [self.backend]
+        if len(backend.isas) > 1:
+            words.append(self.isa)
+        if len(backend.activations) > 1:
+            words.append(self.activations)
+        return "-".join(words)
 
 
 # Found out once, before any test changes what is detected.
-BACKENDS = {name: _way_of_backend(name) for name in backends.ranked()}
-ISA_TABLES = {name: _way(set(native.missing_features(name))) for name in ISAS}
+SUBJECTS = {
+    subject.id: subject
+    for name in backends.ranked()
+    for isa in backends.get(name).isas
+    for subject in [Subject(name, isa, mode) for mode in backends.get(name).activations]
+}
+WAYS = {isa: _way(isa) for isa in ISAS}
 
 
 @contextmanager
-def prepared(way: str, folder):
-    """What that way takes, or a skip. Here, and nowhere else, tests override detection. folder: keeps the compiled emulator."""
+def prepared(isa: str, folder):
+    """What that instruction set takes, or a skip. Here, and nowhere else, tests override detection. folder: keeps the emulator."""
+    way = WAYS[isa]
     if way.startswith("skipped: "):
         pytest.skip(way.removeprefix("skipped: "))
     if way == "native":
@@ -47,3 +69,14 @@ def prepared(way: str, folder):
         detected = native.missing_features
         patch.setattr(native, "missing_features", lambda isa: [f for f in detected(isa) if f not in EMULATED_FEATURES])
         yield
+
+
+@contextmanager
+def chosen(subject: Subject, folder):
+    """The backend as that subject: its only instruction set, and its "auto" mode wherever that exists."""
+    with prepared(subject.isa, folder), pytest.MonkeyPatch.context() as patch:
+        backend = backends.get(subject.backend)
+        others = [mode for mode in ("bf16",) if mode != subject.activations]
+        patch.setattr(backend, "isas", (subject.isa,))
+        patch.setattr(backend, "activations", (subject.activations, *others))
+        yield subject.backend

@@ -6,6 +6,7 @@ CheckpointError instead of killing the process.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import KeysView
@@ -59,29 +60,33 @@ class Checkpoint:
         """What the header says about a tensor. Raises MissingTensorError if there is none of that name."""
         return self._find(name)[1]
 
-    def read(self, name: str, out: np.ndarray | None = None, *, release: bool = False) -> np.ndarray:
+    def read(
+        self, name: str, out: np.ndarray | None = None, *, part: tuple[int, int] | None = None, release: bool = False
+    ) -> np.ndarray:
         """A tensor's bytes as they are in the file: uint8 [nbytes].
 
-        out: C-contiguous, writable uint8 array of exactly nbytes bytes, of any shape, to read into; it is returned.
-        release: let the kernel drop the tensor's pages from its file cache afterwards.
-        Raises CheckpointError if the file ends early or cannot be read, InputError for an `out` that does not fit.
+        out: C-contiguous, writable uint8 array of exactly as many bytes, of any shape, to read into; it is returned.
+        part: (start, stop), to read only the tensor's bytes [start, stop).
+        release: let the kernel drop the pages of what was read from its file cache afterwards.
+        Raises CheckpointError if the file ends early or cannot be read, InputError for an `out` or a `part` that does not fit.
         """
         file, info = self._find(name)
+        start, stop = _part(info, part)
         if out is None:
-            out = np.empty(info.nbytes, np.uint8)
-        elif not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.nbytes != info.nbytes:
+            out = np.empty(stop - start, np.uint8)
+        elif not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.nbytes != stop - start:
             found = f"{out.dtype} {list(out.shape)}" if isinstance(out, np.ndarray) else type(out).__name__
-            raise InputError(f"{name}: out: expected a uint8 array of {info.nbytes} bytes, found {found}")
+            raise InputError(f"{name}: out: expected a uint8 array of {stop - start} bytes, found {found}")
         elif not out.flags.carray:
             found = f"strides {out.strides}, writable {out.flags.writeable}"
             raise InputError(f"{name}: out: expected a C-contiguous, writable array, found {found}")
-        file.read_into(out, info, release=release)
+        file.read_into(out, info, start=start, release=release)
         return out
 
-    def release(self, name: str) -> None:
-        """Let the kernel drop a tensor's pages from its file cache (posix_fadvise); only ever a hint."""
+    def release(self, name: str, *, part: tuple[int, int] | None = None) -> None:
+        """Let the kernel drop a tensor's pages, or those of a part, from its file cache (posix_fadvise); only ever a hint."""
         file, info = self._find(name)
-        file.release(info)
+        file.release(info, *_part(info, part))
 
     def close(self) -> None:
         """Close all files, each as soon as no thread reads from it. Reading afterwards raises ClosedError."""
@@ -147,6 +152,16 @@ class Checkpoint:
                 file.close()
                 raise CheckpointError(f"{path}: tensor {tensor!r:.200}: expected in {owner} by {INDEX_NAME}, found here")
         return file
+
+
+def _part(info: TensorInfo, part: tuple[int, int] | None) -> tuple[int, int]:
+    """(start, stop) within a tensor's bytes."""
+    if part is None:
+        return 0, info.nbytes
+    start, stop = map(operator.index, part)
+    if not 0 <= start <= stop <= info.nbytes:
+        raise InputError(f"{info.name}: part: expected 0 <= start <= stop <= {info.nbytes} bytes, found {(start, stop)}")
+    return start, stop
 
 
 def _list_files(folder: Path) -> list[str]:

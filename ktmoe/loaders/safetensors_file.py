@@ -70,21 +70,26 @@ class SafetensorsFile:
             self.close()
             raise
 
-    def read_into(self, out: np.ndarray, info: TensorInfo, *, release: bool = False) -> None:
-        """Fill `out`, C-contiguous uint8 of info.nbytes bytes, with a tensor's bytes; then release its pages if asked to."""
+    def read_into(self, out: np.ndarray, info: TensorInfo, *, start: int = 0, release: bool = False) -> None:
+        """Fill `out`, C-contiguous uint8, with a tensor's bytes from `start` on; then release their pages if asked to.
+
+        start + out.nbytes: at most info.nbytes.
+        """
+        stop = start + out.nbytes
         with self._descriptor() as fd:
-            found = _fill(fd, out, info.offset, f"{self.path}: tensor {info.name!r}")
+            found = _fill(fd, out, info.offset + start, f"{self.path}: tensor {info.name!r}")
             if release:
-                _drop_pages(fd, info)
-        if found < info.nbytes:
+                _drop_pages(fd, info, start, stop)
+        if found < out.nbytes:
             raise CheckpointError(
-                f"{self.path}: truncated: tensor {info.name!r}: expected {info.nbytes} bytes at {info.offset}, found {found}"
+                f"{self.path}: truncated: tensor {info.name!r}: expected {out.nbytes} bytes at {info.offset + start}, "
+                f"found {found}"
             )
 
-    def release(self, info: TensorInfo) -> None:
-        """Let the kernel drop a tensor's pages from its file cache; only ever a hint."""
+    def release(self, info: TensorInfo, start: int, stop: int) -> None:
+        """Let the kernel drop the pages of a tensor's bytes [start, stop) from its file cache; only ever a hint."""
         with self._descriptor() as fd:
-            _drop_pages(fd, info)
+            _drop_pages(fd, info, start, stop)
 
     def close(self) -> None:
         """Close the file as soon as no thread reads from it."""
@@ -159,14 +164,17 @@ def _fill(fd: int, out: np.ndarray, offset: int, what: str) -> int:
     return done
 
 
-def _drop_pages(fd: int, info: TensorInfo) -> None:
-    if not info.nbytes or not hasattr(os, "posix_fadvise"):
+def _drop_pages(fd: int, info: TensorInfo, start: int, stop: int) -> None:
+    if start == stop or not hasattr(os, "posix_fadvise"):
         return
-    # the kernel keeps a folio that is covered in part: widen to the largest folio's bounds, at worst a neighbour is read again
-    start = info.offset // _FOLIO_BYTES * _FOLIO_BYTES
-    end = -(-(info.offset + info.nbytes) // _FOLIO_BYTES) * _FOLIO_BYTES
-    with suppress(OSError):  # a hint that some file systems refuse
-        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+    # the kernel keeps a folio that is covered in part: widen to the largest folio's bounds, at worst a neighbour is read again.
+    # A part's last folio is left to the part behind it, which is likely to be read next and may be there already.
+    first = (info.offset + start) // _FOLIO_BYTES * _FOLIO_BYTES
+    end = info.offset + stop
+    end += -end % _FOLIO_BYTES if stop == info.nbytes else -(end % _FOLIO_BYTES)
+    if first < end:
+        with suppress(OSError):  # a hint that some file systems refuse
+            os.posix_fadvise(fd, first, end - first, os.POSIX_FADV_DONTNEED)
 
 
 def _parse_object(data: bytes, path: Path) -> dict:

@@ -1,0 +1,312 @@
+"""What naming schemes share: finding a layer's experts among the tensor names, and what must hold of names, headers and config.
+
+A base is what the names of a layer's expert tensors have in common, such as "model.layers.3.mlp.experts".
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ktmoe.activation import SILU, GatedActivation
+from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
+from ktmoe.experts import PROJECTIONS
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.safetensors_file import TensorInfo
+
+#: The usual stems of an expert's matrices, by projection: those of transformers, and those of Mixtral and DeepSeek's own names.
+PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+W = {"gate": "w1", "up": "w3", "down": "w2"}
+#: One tensor holds gate and up of all experts, one down.
+FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_FLOAT32_MAX = (2 - 2**-23) * 2**127
+_NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
+_NAME = re.compile(
+    rf"((?:language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\.(?:[a-z_]+\.)?experts)\.(?:{_NUMBER}\.)?([a-z].*)"
+)
+
+#: expert, or None for tensors that hold all experts -> the suffixes that exist.
+_Tensors = dict[int | None, set[str]]
+#: checkpoint -> layer -> base -> tensors.
+_found: weakref.WeakKeyDictionary[Checkpoint, dict[int | str, dict[str, _Tensors]]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How tensors are called: {base}.{E}.{stem}{part}, or {base}.{stem}{part} where one tensor holds all experts.
+
+    stems: by projection. parts: what every matrix has. optional: what all matrices have or none.
+    foreign: parts that change what the others mean, and what to say about them; any other part is refused without a reason.
+    module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
+    """
+
+    stems: Mapping[str, str]
+    parts: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    foreign: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""
+    stacked: bool = False
+
+    def suffixes(self, parts: tuple[str, ...]) -> dict[str, None]:
+        """stem + part for all stems, an ordered set."""
+        return dict.fromkeys(stem + part for stem in self.stems.values() for part in parts)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's experts are; the names have been checked to be complete.
+
+    parts: the spelling's, and the optional ones that are there. num_experts: by the names; None where stacked.
+    """
+
+    checkpoint: Checkpoint
+    base: str
+    spelling: Spelling
+    parts: tuple[str, ...]
+    num_experts: int | None
+
+    def name(self, projection: str, expert: int) -> str:
+        """{base}.{E}.{stem} or {base}.{stem}."""
+        return _prefix(self.base, None if self.spelling.stacked else expert) + self.spelling.stems[projection]
+
+    def shapes(self, shape: Callable[[str], tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """(n, k) by projection. shape: gives them for a matrix's name, from its headers, which it checks.
+
+        Raises CheckpointError if gate, up and down do not fit, or if another expert's headers are not those of expert 0.
+        """
+        names = {projection: self.name(projection, 0) for projection in PROJECTIONS}
+        shapes = {projection: shape(name) for projection, name in names.items()}
+        intermediate, hidden = shapes["gate"]
+        for projection, expected in (("up", (intermediate, hidden)), ("down", (hidden, intermediate))):
+            if shapes[projection] != expected:
+                gate, name = names["gate"] + self.parts[0], names[projection] + self.parts[0]
+                raise CheckpointError(
+                    f"{name}: expected [n, k] = {list(expected)}, as {gate} is {[intermediate, hidden]}, "
+                    f"found {list(shapes[projection])}"
+                )
+        for suffix in self.spelling.suffixes(self.parts):
+            like = self.checkpoint.info(f"{self.base}.0.{suffix}")
+            for expert in range(1, self.num_experts):
+                found = self.checkpoint.info(f"{self.base}.{expert}.{suffix}")
+                if (found.dtype, found.shape) != (like.dtype, like.shape):
+                    raise CheckpointError(f"{found.name}: expected {describe(like)} as in expert 0, found {describe(found)}")
+        return shapes
+
+    def fused_shapes(self, gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> tuple[int, int, int]:
+        """(num_experts, hidden, intermediate), where gate_up is [E, 2I, H] and down [E, H, I].
+
+        Raises CheckpointError if they do not fit, or if config.json has another number of experts.
+        """
+        num_experts, rows, hidden = gate_up
+        name = self.name("gate", 0) + self.parts[0]
+        if rows % 2:
+            raise CheckpointError(f"{name}: expected an even number of rows, gate and up, found [E, n, k] = {list(gate_up)}")
+        expected = (num_experts, hidden, rows // 2)
+        if down != expected:
+            raise CheckpointError(
+                f"{self.name('down', 0)}{self.parts[0]}: expected [E, n, k] = {list(expected)}, as {name} is {list(gate_up)}, "
+                f"found {list(down)}"
+            )
+        _check_count(self.checkpoint, self.base, num_experts)
+        return expected
+
+
+class Names:
+    """The experts of one naming scheme. owner: whose names these are, for messages ("DeepSeek-V4")."""
+
+    def __init__(self, owner: str, *spellings: Spelling):
+        self._owner = owner
+        self._spellings = spellings
+
+    def layers(self, checkpoint: Checkpoint) -> list[int | str]:
+        """The layers that have tensors of these names: ints in ascending order, then "mtp.0" and so on."""
+        return [layer for layer, bases in _find(checkpoint).items() if self._spelled(bases)]
+
+    def detect(self, checkpoint: Checkpoint, score: Callable[[Spelling, str], float], refused: float = 0.0) -> float:
+        """score(spelling, prefix) of the first layer that can be read; `refused` if it raises FormatError; 0 if there is none.
+
+        prefix: what comes before the stems of an expert, "{base}.{E}." or "{base}.".
+        Raises MissingTensorError if there are such names, but none of their files.
+        """
+        absent = None
+        for bases in _find(checkpoint).values():
+            for base, spelling, tensors in self._spelled(bases)[:1]:
+                expert, suffixes = next(iter(tensors.items()))
+                if not spelling.suffixes(spelling.parts).keys() <= suffixes:
+                    continue
+                try:
+                    return score(spelling, _prefix(base, expert))
+                except MissingTensorError as error:  # a partial download: another layer may be there
+                    absent = absent or error
+                except FormatError:
+                    return refused
+        if absent is not None:
+            raise absent
+        return 0.0
+
+    def locate(self, checkpoint: Checkpoint, layer: int | str) -> Place:
+        """Where a layer's experts are. layer: int, or its digits, or a name such as "mtp.0".
+
+        Raises MissingTensorError for a layer, an expert or a tensor that does not exist; FormatError for a tensor beside
+        them that would change what they mean; CheckpointError for a layer that has two names, and if config.json has another
+        number of experts.
+        """
+        if isinstance(layer, str):
+            key = int(layer) if layer.isdecimal() and layer.isascii() and len(layer) < 10 else layer
+        else:
+            key = operator.index(layer)
+        candidates = self._spelled(_find(checkpoint).get(key, {}))
+        if not candidates:
+            found = _list(self.layers(checkpoint)) or f"no layer with tensors of {self._owner}'s names"
+            raise MissingTensorError(
+                f"{checkpoint.path}: layer {layer!r:.200}: expected a layer that has routed experts, found {found}"
+            )
+        if len(candidates) > 1:
+            found = " and ".join(sorted(f"{base} ({spelling.stems['gate']})" for base, spelling, _ in candidates))
+            raise CheckpointError(f"{checkpoint.path}: layer {layer!r}: expected one name, found {found}")
+        ((base, spelling, tensors),) = candidates
+        parts = spelling.parts + tuple(
+            part
+            for part in spelling.optional
+            if any(not spelling.suffixes((part,)).keys().isdisjoint(suffixes) for suffixes in tensors.values())
+        )
+        _check_complete(checkpoint, base, spelling, parts, tensors)
+        count = None if spelling.stacked else len(tensors)
+        if count is not None:
+            _check_count(checkpoint, base, count)
+        return Place(checkpoint, base, spelling, parts, count)
+
+    def _spelled(self, bases: dict[str, _Tensors]) -> list[tuple[str, Spelling, _Tensors]]:
+        """Every base and spelling of which a layer has a tensor; a sound checkpoint has one of each."""
+        found = []
+        for base, tensors in bases.items():
+            for spelling in self._spellings:
+                if base.endswith(spelling.module):
+                    mine = {expert: suffixes for expert, suffixes in tensors.items() if (expert is None) == spelling.stacked}
+                    wanted = spelling.suffixes(spelling.parts).keys()
+                    if any(not wanted.isdisjoint(suffixes) for suffixes in mine.values()):
+                        found.append((base, spelling, mine))
+        return found
+
+
+def config(checkpoint: Checkpoint, key: str) -> object:
+    """A value of config.json, at the top or else in text_config; None if it is in neither."""
+    nested = checkpoint.config.get("text_config")
+    return checkpoint.config.get(key, nested.get(key) if isinstance(nested, dict) else None)
+
+
+def swiglu_limit(checkpoint: Checkpoint, default: float) -> float:
+    """config.json's swiglu_limit, 0 or more; `default` where it is absent or null. Raises CheckpointError."""
+    limit = config(checkpoint, "swiglu_limit")
+    if limit is None:
+        return default
+    if type(limit) not in (int, float) or not 0 <= limit <= _FLOAT32_MAX:
+        expected = "a float32 number, 0 or more"
+        raise CheckpointError(f"{checkpoint.path}: swiglu_limit of config.json: expected {expected}, found {limit!r:.200}")
+    return float(limit)
+
+
+def silu(checkpoint: Checkpoint) -> GatedActivation:
+    """SILU, if config.json does not say otherwise. Raises FormatError, which names the key, if it does."""
+    for key in ("hidden_act", "hidden_activation"):
+        if (found := config(checkpoint, key)) not in (None, "silu", "swish"):
+            raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {found!r:.200}")
+    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha"):
+        if found := config(checkpoint, key):
+            raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {found!r:.200}")
+    return SILU
+
+
+def check_dtype(info: TensorInfo, *dtypes: str) -> None:
+    """Raise FormatError, which names the tensor, if its dtype is none of these."""
+    if info.dtype not in dtypes:
+        raise FormatError(f"{info.name}: dtype: expected {' or '.join(dtypes)}, found {describe(info)}")
+
+
+def check_dimensions(info: TensorInfo, count: int) -> None:
+    """Raise FormatError, which names the tensor, if it has not as many dimensions, or no elements."""
+    if len(info.shape) != count or 0 in info.shape:
+        number = {2: "two", 3: "three", 4: "four"}[count]
+        raise FormatError(f"{info.name}: shape: expected {number} dimensions above 0, found {list(info.shape)}")
+
+
+def check_shape(info: TensorInfo, expected: tuple[int, ...], why: str) -> None:
+    """Raise FormatError, which names the tensor and says why, if its shape is another."""
+    if info.shape != expected:
+        raise FormatError(f"{info.name}: shape: expected {list(expected)} ({why}), found {list(info.shape)}")
+
+
+def read_share(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.ndarray:
+    """The index-th of `count` equal parts of a tensor's bytes, uint8; its pages are released."""
+    size = checkpoint.info(name).nbytes // count
+    return checkpoint.read(name, part=(index * size, (index + 1) * size), release=True)
+
+
+def describe(info: TensorInfo) -> str:
+    """'BF16 [64, 96]'."""
+    return f"{info.dtype} {list(info.shape)}"
+
+
+def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
+    """All expert tensors by layer, ints first; found once per checkpoint, for all schemes and all layers."""
+    found = _found.get(checkpoint)
+    if found is None:
+        layers: dict[int | str, dict[str, _Tensors]] = {}
+        for name in checkpoint.names():
+            if match := _NAME.fullmatch(name):
+                base, kind, number, expert, suffix = match.groups()
+                layer = int(number) if kind == "layers" else f"mtp.{number}"
+                tensors = layers.setdefault(layer, {}).setdefault(base, {})
+                tensors.setdefault(None if expert is None else int(expert), set()).add(sys.intern(suffix))
+        order = sorted(layers, key=lambda layer: (0, layer) if isinstance(layer, int) else (1, int(layer[4:])))
+        found = _found[checkpoint] = {layer: layers[layer] for layer in order}
+    return found
+
+
+def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, parts: tuple[str, ...], tensors: _Tensors) -> None:
+    wanted = spelling.suffixes(parts)
+    beside = "the others of this layer" if spelling.stacked else f"experts 0-{max(tensors)}"
+    for expert in [None] if spelling.stacked else range(max(tensors) + 1):
+        suffixes = tensors.get(expert, set())
+        for suffix in wanted:
+            if suffix not in suffixes:
+                name = _prefix(base, expert) + suffix
+                raise MissingTensorError(f"{checkpoint.path}: {name}: expected with {beside}, found no such tensor")
+        for suffix in sorted(suffixes - wanted.keys()):
+            why = next((why for part, why in spelling.foreign.items() if suffix.endswith(part)), "its meaning is not known")
+            known = ", ".join(dict.fromkeys(part.lstrip("._") or "the weights" for part in spelling.parts + spelling.optional))
+            raise FormatError(f"{_prefix(base, expert)}{suffix}: expected none beside {known}, found one: {why}")
+
+
+def _check_count(checkpoint: Checkpoint, base: str, count: int) -> None:
+    for key in _EXPERT_COUNTS:
+        stated = config(checkpoint, key)
+        if stated is not None and (type(stated) is not int or stated != count):
+            found = f"found {count} experts"
+            raise CheckpointError(f"{checkpoint.path}: {base}: expected {stated!r:.200} by {key} of config.json, {found}")
+
+
+def _prefix(base: str, expert: int | None) -> str:
+    return f"{base}." if expert is None else f"{base}.{expert}."
+
+
+def _list(layers: list[int | str]) -> str:
+    """'layers 0-42, mtp.0'; empty if there are none."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if isinstance(layer, int):
+            if runs and runs[-1][1] == layer - 1:
+                runs[-1][1] = layer
+            else:
+                runs.append([layer, layer])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    names = [layer for layer in layers if isinstance(layer, str)]
+    return ", ".join((["layers " + ", ".join(words)] if words else []) + names)

@@ -1,0 +1,228 @@
+"""What the loaders' tests share: small checkpoints of every naming scheme, and what their tensors mean, by the definitions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from safetensors import TensorSpec, serialize_file
+
+from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
+
+HIDDEN, INTERMEDIATE, EXPERTS = 96, 64, 3
+BF16 = np.dtype(ml_dtypes.bfloat16)
+PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+W = {"gate": "w1", "up": "w3", "down": "w2"}
+# how safetensors' writer calls a dtype, and its bytes per element
+WRITER = {
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "F4": ("float4_e2m1fn_x2", 1),  # whose shape the writer takes in bytes
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
+}
+
+#: name -> [dtype, array]; the header's shape is the array's, in elements of dtype.
+Tensors = dict[str, list]
+
+
+def zeros(dtype, *shape) -> list:
+    """A tensor; shape in elements (of F4: in bytes)."""
+    return [dtype, np.zeros((*shape[:-1], shape[-1] * WRITER[dtype][1]), np.uint8)]
+
+
+def write(folder, tensors: Tensors, config: dict | None = None, file="model.safetensors") -> Checkpoint:
+    specs = {}
+    for name, (dtype, array) in tensors.items():
+        writer, size = WRITER[dtype]
+        shape = [*array.shape[:-1], array.shape[-1] * array.itemsize // size]
+        specs[name] = TensorSpec(dtype=writer, shape=shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+    serialize_file(specs, folder / file)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return Checkpoint(folder)
+
+
+def write_index(folder, weight_map: dict[str, str]) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def shape_of(projection, hidden=HIDDEN, intermediate=INTERMEDIATE) -> tuple[int, int]:
+    return (hidden, intermediate) if projection == "down" else (intermediate, hidden)
+
+
+def nibbles(codes: np.ndarray) -> np.ndarray:
+    """[..., k/2] -> [..., k], low nibble = even k."""
+    return np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+
+
+def mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """uint8 [n, k/2] and [n, k/32] as real numbers, by ml_dtypes."""
+    weights = nibbles(codes).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    return weights * np.repeat(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), 32, 1)
+
+
+# What each scheme's tensors are, and what they mean: (weights float64 [n, k], bias float32 [n] or None).
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """loader: its name. module: between layer and tensors. count: config.json's key for the number of experts.
+
+    tensors: (base, random, hidden, intermediate) -> one layer's. meaning: (tensors, base, expert, projection).
+    config: what config.json has to say.
+    """
+
+    loader: str
+    module: str
+    count: str
+    tensors: Callable[..., Tensors]
+    meaning: Callable[[Tensors, str, int, str], tuple[np.ndarray, np.ndarray | None]]
+    stacked: bool = False
+
+    def layer(self, layer: str, seed=0, hidden=HIDDEN, intermediate=INTERMEDIATE) -> Tensors:
+        """layer: such as "model.layers.0"."""
+        return self.tensors(f"{layer}.{self.module}", np.random.default_rng(seed), hidden, intermediate)
+
+    def check(self, weights: ExpertWeights, tensors: Tensors, layer: str) -> None:
+        """Every matrix stands for the numbers that went in."""
+        base = f"{layer}.{self.module}"
+        assert weights.name == base
+        assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, HIDDEN, INTERMEDIATE)
+        for expert in reversed(range(EXPERTS)):
+            for projection in PROJECTIONS:
+                check_matrix(weights.matrix(expert, projection), *self.meaning(tensors, base, expert, projection))
+
+
+def check_matrix(matrix: Matrix, weights: np.ndarray, bias: np.ndarray | None) -> None:
+    """A Matrix stands for these numbers, by what its format says."""
+    codes = matrix.codes
+    if matrix.format.family == "q4":
+        stored = matrix.scales.view(ml_dtypes.float8_e8m0fnu) if matrix.format.scale.kind == "ue8m0" else matrix.scales
+        scales = np.repeat(stored.astype(np.float64), matrix.format.scale.extent[1], 1)[:, : matrix.shape[1]]
+        found = np.array(matrix.format.codebook)[nibbles(codes)] * scales
+    else:
+        found = codes.astype(np.float64)
+    np.testing.assert_array_equal(found, weights)
+    if bias is None:
+        assert matrix.bias is None
+    else:
+        np.testing.assert_array_equal(matrix.bias, bias)
+
+
+def _each(stems, hidden, intermediate):
+    for expert in range(EXPERTS):
+        for projection, stem in stems.items():
+            yield f"{expert}.{stem}", *shape_of(projection, hidden, intermediate)
+
+
+def _scale_bytes(random, *shape):
+    return random.integers(0, 255, shape, np.uint8)  # all but 255, which is NaN
+
+
+def _deepseek_v4(base, random, hidden, intermediate):
+    tensors = {}
+    for name, n, k in _each(W, hidden, intermediate):
+        tensors[f"{base}.{name}.weight"] = ["I8", random.integers(0, 256, (n, k // 2), np.uint8)]
+        tensors[f"{base}.{name}.scale"] = ["F8_E8M0", _scale_bytes(random, n, k // 32)]
+    return tensors
+
+
+def _deepseek_v4_meaning(tensors, base, expert, projection):
+    name = f"{base}.{expert}.{W[projection]}"
+    return mxfp4(tensors[f"{name}.weight"][1], tensors[f"{name}.scale"][1]), None
+
+
+def _gpt_oss(base, random, hidden, intermediate):
+    tensors = {}
+    for stem, n, k in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
+        tensors[f"{base}.{stem}_blocks"] = ["U8", random.integers(0, 256, (EXPERTS, n, k // 32, 16), np.uint8)]
+        tensors[f"{base}.{stem}_scales"] = ["U8", _scale_bytes(random, EXPERTS, n, k // 32)]
+        tensors[f"{base}.{stem}_bias"] = ["BF16", random.standard_normal((EXPERTS, n)).astype(BF16)]
+    return tensors
+
+
+def _gpt_oss_meaning(tensors, base, expert, projection):
+    name = f"{base}.{'down_proj' if projection == 'down' else 'gate_up_proj'}"
+    rows = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[projection]
+    blocks, scales = tensors[f"{name}_blocks"][1][expert, rows], tensors[f"{name}_scales"][1][expert, rows]
+    weights = mxfp4(blocks.reshape(len(blocks), -1), scales)
+    bias = tensors.get(f"{name}_bias")
+    return weights, None if bias is None else bias[1][expert, rows].astype(np.float32)
+
+
+def int4(stems, group=32, shape_dtype="I32"):
+    """tensors of compressed-tensors' pack-quantized."""
+
+    def tensors(base, random, hidden, intermediate):
+        made = {}
+        for name, n, k in _each(stems, hidden, intermediate):
+            packed = random.integers(-(2**31), 2**31, (n, k // 8), np.int32)
+            made[f"{base}.{name}.weight_packed"] = ["I32", packed]
+            made[f"{base}.{name}.weight_scale"] = ["BF16", random.uniform(0.01, 0.1, (n, -(-k // group))).astype(BF16)]
+            made[f"{base}.{name}.weight_shape"] = [shape_dtype, np.array([n, k], f"<i{WRITER[shape_dtype][1]}")]
+        return made
+
+    return tensors
+
+
+def int4_meaning(stems, group=32):
+    def meaning(tensors, base, expert, projection):
+        name = f"{base}.{expert}.{stems[projection]}"
+        packed, scales = tensors[f"{name}.weight_packed"][1], tensors[f"{name}.weight_scale"][1].astype(np.float64)
+        codes = packed.astype(np.int64)[..., None] >> 4 * np.arange(8) & 15
+        q = codes.reshape(len(packed), -1) - 8
+        return q * np.repeat(scales, group, 1)[:, : q.shape[1]], None
+
+    return meaning
+
+
+def _bf16(stems):
+    def tensors(base, random, hidden, intermediate):
+        return {
+            f"{base}.{name}.weight": ["BF16", random.standard_normal((n, k)).astype(BF16)]
+            for name, n, k in _each(stems, hidden, intermediate)
+        }
+
+    return tensors
+
+
+def _bf16_meaning(stems):
+    return lambda tensors, base, expert, projection: (
+        tensors[f"{base}.{expert}.{stems[projection]}.weight"][1].astype(np.float64),
+        None,
+    )
+
+
+def _fused(base, random, hidden, intermediate):
+    shapes = {"gate_up_proj": (EXPERTS, 2 * intermediate, hidden), "down_proj": (EXPERTS, hidden, intermediate)}
+    return {f"{base}.{stem}": ["BF16", random.standard_normal(shape).astype(BF16)] for stem, shape in shapes.items()}
+
+
+def _fused_meaning(tensors, base, expert, projection):
+    if projection == "down":
+        return tensors[f"{base}.down_proj"][1][expert].astype(np.float64), None
+    half = len(tensors[f"{base}.gate_up_proj"][1][expert]) // 2
+    rows = slice(half) if projection == "gate" else slice(half, None)
+    return tensors[f"{base}.gate_up_proj"][1][expert, rows].astype(np.float64), None
+
+
+SCHEMES = {
+    "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
+    "gpt_oss": Scheme("gpt_oss", "mlp.experts", "num_local_experts", _gpt_oss, _gpt_oss_meaning, stacked=True),
+    "int4": Scheme("compressed_tensors", "mlp.experts", "n_routed_experts", int4(PROJ), int4_meaning(PROJ)),
+    "int4 w1": Scheme("compressed_tensors", "block_sparse_moe.experts", "num_local_experts", int4(W), int4_meaning(W)),
+    "bf16": Scheme("bf16", "mlp.experts", "num_experts", _bf16(PROJ), _bf16_meaning(PROJ)),
+    "bf16 w1": Scheme("bf16", "block_sparse_moe.experts", "num_local_experts", _bf16(W), _bf16_meaning(W)),
+    "bf16 native": Scheme("bf16", "experts", "num_experts", _bf16(W), _bf16_meaning(W)),
+    "bf16 fused": Scheme("bf16", "mlp.experts", "num_experts", _fused, _fused_meaning, stacked=True),
+}

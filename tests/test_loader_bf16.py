@@ -1,0 +1,150 @@
+"""The bf16 loader beyond what tests/test_loader_schemes.py asks of all: fused tensors, and what only looks like them."""
+
+import numpy as np
+import pytest
+from checkpoints import BF16 as BFLOAT16
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, write, zeros
+
+from ktmoe import loaders
+from ktmoe.activation import SILU
+from ktmoe.errors import CheckpointError, FormatError, UnavailableError
+from ktmoe.experts import PROJECTIONS
+from ktmoe.formats import BF16
+from ktmoe.loaders.base import choose
+
+BASE = "model.layers.0.mlp.experts"
+ROWS = 2 * INTERMEDIATE
+
+
+def load(folder, tensors, config=None):
+    checkpoint = write(folder, tensors, config)
+    loader = choose(checkpoint)
+    assert loader is loaders.get("bf16")
+    return loader.load(checkpoint, 0)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16 fused"])
+def test_layout(tmp_path, name):
+    tensors = SCHEMES[name].layer("model.layers.0")
+    weights = load(tmp_path, tensors, {"hidden_act": "silu", "swiglu_limit": None})
+    assert weights.formats == dict.fromkeys(PROJECTIONS, BF16)
+    assert weights.activation == SILU
+    for projection in PROJECTIONS:
+        matrix = weights.matrix(1, projection)
+        stem = "down_proj" if projection == "down" else "gate_up_proj"
+        assert matrix.name == (f"{BASE}.{stem}[1] {projection}" if name == "bf16 fused" else f"{BASE}.1.{projection}_proj")
+        assert matrix.codes.dtype == BFLOAT16
+        assert matrix.codes.flags.c_contiguous
+
+
+def test_fused_gate_rows_come_first(tmp_path):
+    gate_up = np.arange(EXPERTS * ROWS, dtype=np.float32).reshape(EXPERTS, ROWS, 1).repeat(HIDDEN, 2)
+    tensors = {
+        f"{BASE}.gate_up_proj": ["BF16", gate_up.astype(BFLOAT16)],
+        f"{BASE}.down_proj": zeros("BF16", EXPERTS, HIDDEN, INTERMEDIATE),
+    }
+    weights = load(tmp_path, tensors)
+    assert weights.matrix(0, "gate").codes[:, 0].astype(int).tolist() == list(range(INTERMEDIATE))
+    assert weights.matrix(0, "up").codes[:, 0].astype(int).tolist() == list(range(INTERMEDIATE, ROWS))
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (7, 3), (96, 48), (48, 96), (64, 32)])
+def test_fused_shapes_are_told_from_transposed_ones(tmp_path, hidden, intermediate):
+    """Also where a dimension of one is a dimension of the other."""
+    straight = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
+    for kind in ("straight", "transposed"):
+        (tmp_path / kind).mkdir()
+        shapes = {stem: shape if kind == "straight" else shape[::-1] for stem, shape in straight.items()}
+        tensors = {f"{BASE}.{stem}": zeros("BF16", EXPERTS, *shape) for stem, shape in shapes.items()}
+        if kind == "straight":
+            weights = load(tmp_path / kind, tensors)
+            assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, hidden, intermediate)
+        else:
+            with pytest.raises(FormatError, match=rf"{BASE}.gate_up_proj: shape: expected .*, found it transposed"):
+                load(tmp_path / kind, tensors)
+
+
+FUSED, PER_EXPERT = SCHEMES["bf16 fused"].layer("model.layers.0"), SCHEMES["bf16"].layer("model.layers.0")
+GATE, DOWN = f"{BASE}.0.gate_proj.weight", f"{BASE}.0.down_proj.weight"
+GATE_UP, ALL_DOWN = f"{BASE}.gate_up_proj", f"{BASE}.down_proj"
+# label: (tensors, the one that is changed, what it is instead, error, what the message must hold)
+REFUSED = {
+    "F16": (PER_EXPERT, GATE, zeros("F16", 64, 96), FormatError, ["dtype: expected BF16, found F16 [64, 96]"]),
+    "F32": (PER_EXPERT, GATE, zeros("F32", 64, 96), FormatError, ["dtype: expected BF16, found F32 [64, 96]"]),
+    "F32 down": (PER_EXPERT, DOWN, zeros("F32", 96, 64), FormatError, ["dtype: expected BF16, found F32 [96, 64]"]),
+    "flat": (PER_EXPERT, GATE, zeros("BF16", 64 * 96), FormatError, ["expected two dimensions above 0, found [6144]"]),
+    "no rows": (PER_EXPERT, GATE, zeros("BF16", 0, 96), FormatError, ["expected two dimensions above 0, found [0, 96]"]),
+    "bias": (PER_EXPERT, f"{BASE}.2.up_proj.bias", zeros("BF16", 64), FormatError, ["found one: biases"]),
+    "scale": (PER_EXPERT, f"{BASE}.1.up_proj.weight_scale_inv", zeros("F32", 1, 1), FormatError, ["found one: scales"]),
+    "fused F16": (FUSED, GATE_UP, zeros("F16", EXPERTS, ROWS, 96), FormatError, ["dtype: expected BF16, found F16"]),
+    "fused F32 down": (FUSED, ALL_DOWN, zeros("F32", EXPERTS, 96, 64), FormatError, ["dtype: expected BF16, found F32"]),
+    "fused bias": (FUSED, f"{GATE_UP}_bias", zeros("BF16", EXPERTS, ROWS), FormatError, ["found one: biases"]),
+    "two dimensions": (FUSED, GATE_UP, zeros("BF16", ROWS, 96), FormatError, ["three dimensions above 0", "[128, 96]"]),
+    "no experts": (FUSED, ALL_DOWN, zeros("BF16", 0, 96, 64), FormatError, ["three dimensions above 0", "[0, 96, 64]"]),
+    "fewer experts": (FUSED, ALL_DOWN, zeros("BF16", 2, 96, 64), CheckpointError, ["= [3, 96, 64]", "found [2, 96, 64]"]),
+    "odd rows": (FUSED, GATE_UP, zeros("BF16", EXPERTS, 127, 96), CheckpointError, ["even number of rows", "[3, 127, 96]"]),
+    "down transposed": (
+        FUSED,
+        ALL_DOWN,
+        zeros("BF16", EXPERTS, 64, 96),
+        CheckpointError,
+        ["= [3, 96, 64]", "found [3, 64, 96]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_refused(tmp_path, label):
+    tensors, name, tensor, error, words = REFUSED[label]
+    with pytest.raises(error) as caught:
+        load(tmp_path, tensors | {name: tensor})
+    assert all(word in str(caught.value) for word in [f"{name}: ", "expected", *words]), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("projection", "n", "k", "words"),
+    [
+        ("up", 64, 64, ["up_proj.weight: expected [n, k] = [64, 96]", "found [64, 64]"]),
+        ("down", 64, 96, ["down_proj.weight: expected [n, k] = [96, 64]", "found [64, 96]"]),
+    ],
+)
+def test_projections_that_do_not_fit(tmp_path, projection, n, k, words):
+    changed = {f"{BASE}.{expert}.{projection}_proj.weight": zeros("BF16", n, k) for expert in range(EXPERTS)}
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, PER_EXPERT | changed)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu_pytorch_tanh"),
+        ("hidden_activation", "gelu"),
+        ("hidden_act", "swigluoai"),
+        ("swiglu_limit", 7.0),
+        ("swiglu_alpha", 1.702),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_another_activation(tmp_path, key, value, nested):
+    config = {"text_config": {key: value}} if nested else {key: value}
+    with pytest.raises(FormatError, match=rf"{key} of config.json: expected .*, found {value!r}"):
+        load(tmp_path, PER_EXPERT, config)
+
+
+def test_quantized_experts_of_the_same_names_are_no_business_of_this_loader(tmp_path):
+    """FP8 as DeepSeek-V3 has it."""
+    tensors = {}
+    for name in PER_EXPERT:
+        tensors |= {name: zeros("F8_E4M3", 128, 128), f"{name}_scale_inv": zeros("F32", 1, 1)}
+    checkpoint = write(tmp_path, tensors)
+    assert loaders.get("bf16").detect(checkpoint) == 0
+    with pytest.raises(UnavailableError, match="no loader recognises"):
+        choose(checkpoint)
+    with pytest.raises(FormatError, match=rf"{BASE}.0.down_proj.weight_scale_inv: expected none .*: scales mean quantized"):
+        loaders.get("bf16").load(checkpoint, 0)
+
+
+def test_two_spellings_in_one_layer(tmp_path):
+    with pytest.raises(CheckpointError, match=rf"expected one name, found {BASE} \(gate_proj\) and {BASE} \(gate_up_proj\)"):
+        load(tmp_path, PER_EXPERT | FUSED)

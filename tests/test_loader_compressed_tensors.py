@@ -1,0 +1,224 @@
+"""The compressed_tensors loader beyond what tests/test_loader_schemes.py asks of all: groups, config, its refusals."""
+
+import numpy as np
+import pytest
+from checkpoints import EXPERTS, PROJ, SCHEMES, Scheme, int4, int4_meaning, write, zeros
+
+from ktmoe import loaders
+from ktmoe.activation import SILU
+from ktmoe.errors import CheckpointError, FormatError, UnavailableError
+from ktmoe.experts import PROJECTIONS
+from ktmoe.loaders.base import choose
+
+SCHEME = SCHEMES["int4"]
+EXPERT = "model.layers.0.mlp.experts.0"
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
+
+
+@pytest.fixture
+def tensors():
+    return SCHEME.layer("model.layers.0")
+
+
+def config(**changes):
+    """config.json, of which config_groups.group_0.weights is changed."""
+    weights = {key: value for key, value in {**WEIGHTS, **changes}.items() if value != "absent"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}}
+
+
+def load(folder, tensors, config=None):
+    checkpoint = write(folder, tensors, config)
+    loader = choose(checkpoint)
+    assert loader is loaders.get("compressed_tensors")
+    return loader.load(checkpoint, 0)
+
+
+def test_codes_are_the_tensors_bytes(tmp_path, tensors):
+    weights = load(tmp_path, tensors)
+    matrix = weights.matrix(0, "down")
+    assert matrix.name == f"{EXPERT}.down_proj"
+    assert matrix.codes.tobytes() == tensors[f"{EXPERT}.down_proj.weight_packed"][1].tobytes()
+    assert weights.activation == SILU
+    one = np.zeros_like(tensors[f"{EXPERT}.gate_proj.weight_packed"][1])
+    one[0, 0] = 0x76543210  # q + 8 = 0 to 7 for k = 0 to 7
+    tensors[f"{EXPERT}.gate_proj.weight_packed"][1] = one
+    (tmp_path / "one").mkdir()
+    matrix = load(tmp_path / "one", tensors).matrix(0, "gate")
+    values = np.array(matrix.format.codebook)[np.stack([matrix.codes[0, :4] & 15, matrix.codes[0, :4] >> 4], 1).ravel()]
+    assert values.tolist() == [-8, -7, -6, -5, -4, -3, -2, -1]
+
+
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("shape_dtype", ["I32", "I64"])
+def test_group_sizes(tmp_path, group, stated, shape_dtype):
+    hidden, intermediate = 512, 256  # at 256, gate_proj tells that down_proj's one scale per row is one per group
+    scheme = Scheme(
+        "compressed_tensors", "mlp.experts", "num_experts", int4(PROJ, group, shape_dtype), int4_meaning(PROJ, group)
+    )
+    tensors = scheme.layer("model.layers.0", hidden=hidden, intermediate=intermediate)
+    weights = load(tmp_path, tensors, config(group_size=group) if stated else None)
+    assert (weights.hidden, weights.intermediate) == (hidden, intermediate)
+    assert {weights.formats[projection].scale.extent for projection in PROJECTIONS} == {(1, group)}
+    for projection in PROJECTIONS:
+        found = weights.matrix(1, projection)
+        expected, _ = scheme.meaning(tensors, weights.name, 1, projection)
+        codes = np.stack([found.codes & 15, found.codes >> 4], -1).reshape(found.shape).astype(np.float64) - 8
+        np.testing.assert_array_equal(codes * np.repeat(found.scales.astype(np.float64), group, 1), expected)
+
+
+def test_a_last_group_that_is_cut_short_needs_the_config(tmp_path):
+    """k = 96 in groups of 64: two scales a row, which by themselves would mean groups of 48."""
+    scheme = Scheme("compressed_tensors", "mlp.experts", "num_experts", int4(PROJ, 64), int4_meaning(PROJ, 64))
+    tensors = scheme.layer("model.layers.0")
+    scheme.check(load(tmp_path, tensors, config(group_size=64)), tensors, "model.layers.0")
+    (tmp_path / "unstated").mkdir()
+    with pytest.raises(FormatError, match=rf"{EXPERT}.down_proj.weight_scale: shape: expected \[96, 2\] .*48 along k = 64"):
+        load(tmp_path / "unstated", tensors)
+
+
+def test_without_weight_shape(tmp_path, tensors):
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("weight_shape")}
+    SCHEME.check(load(tmp_path, tensors), tensors, "model.layers.0")
+
+
+@pytest.mark.parametrize("stated", [[64, 95], [96, 64], [-64, 96]])
+def test_weight_shape_disagrees(tmp_path, tensors, stated):
+    name = f"{EXPERT}.up_proj.weight_shape"
+    weights = load(tmp_path, tensors | {name: ["I32", np.array(stated, np.int32)]})
+    with pytest.raises(CheckpointError) as caught:
+        weights.matrix(0, "up")
+    assert str(caught.value) == f"{name}: expected [64, 96] by weight_packed, found {stated}"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        config(),
+        config(actorder="weight"),
+        config(actorder="static"),
+        config(actorder="absent", type="absent", strategy=None),
+        {"text_config": config()},
+        config() | {"hidden_act": "swish"},
+        {"quantization_config": {"quant_method": "compressed-tensors"}},
+        {"quantization_config": {"config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": WEIGHTS}}}},
+        {"quantization_config": {"config_groups": {"a": {"weights": None}, "b": None}}},
+    ],
+)
+def test_configs_that_agree(tmp_path, tensors, stated):
+    SCHEME.check(load(tmp_path, tensors, stated), tensors, "model.layers.0")
+
+
+WHERE = "quantization_config.config_groups.group_0.weights"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_bits": 8}, [f"{WHERE}.num_bits", "expected 4", "found 8"]),
+        ({"num_bits": True}, [f"{WHERE}.num_bits", "found True"]),
+        ({"type": "float"}, [f"{WHERE}.type", "expected 'int'", "found 'float'"]),
+        ({"symmetric": False}, [f"{WHERE}.symmetric", "expected True", "found False"]),
+        ({"strategy": "channel"}, [f"{WHERE}.strategy", "expected 'group'", "found 'channel'"]),
+        ({"strategy": "tensor_group"}, [f"{WHERE}.strategy", "found 'tensor_group'"]),
+        ({"actorder": "group"}, [f"{WHERE}.actorder", "'weight'", "found 'group'"]),
+        ({"actorder": True}, [f"{WHERE}.actorder", "found True"]),
+        ({"group_size": -1}, [f"{WHERE}.group_size", "expected a count", "found -1"]),
+        ({"group_size": "32"}, [f"{WHERE}.group_size", "expected a count", "found '32'"]),
+        ({"group_size": 64}, [f"{EXPERT}.gate_proj.weight_scale", "expected [64, 2]", "per 64 along k = 96", "found [64, 3]"]),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_configs_that_are_refused(tmp_path, tensors, changes, words, nested):
+    stated = {"text_config": config(**changes)} if nested else config(**changes)
+    with pytest.raises(FormatError) as caught:
+        load(tmp_path, tensors, stated)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "error", "words"),
+    [
+        ({"quantization_config": [1]}, CheckpointError, ["quantization_config: expected an object", "[1]"]),
+        ({"quantization_config": {"config_groups": 3}}, CheckpointError, ["config_groups: expected an object", "3"]),
+        ({"hidden_act": "gelu"}, FormatError, ["hidden_act of config.json: expected 'silu', found 'gelu'"]),
+        ({"text_config": {"hidden_act": "relu2"}}, FormatError, ["hidden_act of config.json", "found 'relu2'"]),
+        ({"hidden_act": ["silu"]}, FormatError, ["hidden_act of config.json", "found ['silu']"]),
+        ({"swiglu_limit": 7.0}, FormatError, ["swiglu_limit of config.json", "found 7.0"]),
+    ],
+)
+def test_other_configs_that_are_refused(tmp_path, tensors, stated, error, words):
+    with pytest.raises(error) as caught:
+        load(tmp_path, tensors, stated)
+    assert all(word in str(caught.value) for word in [str(tmp_path), *words]), str(caught.value)
+
+
+# label: (tensor of expert 0, what it is instead, what the message must hold)
+REFUSED = {
+    "flat": ("gate_proj.weight_packed", zeros("I32", 768), ["two dimensions", "[768]"]),
+    "no rows": ("gate_proj.weight_packed", zeros("I32", 0, 12), ["above 0", "[0, 12]"]),
+    "U8 weights": ("up_proj.weight_packed", zeros("U8", 64, 48), ["dtype", "expected I32", "U8 [64, 48]"]),
+    "F16 scale": ("gate_proj.weight_scale", zeros("F16", 64, 3), ["dtype", "expected BF16", "F16 [64, 3]"]),
+    "F32 scale": ("down_proj.weight_scale", zeros("F32", 96, 2), ["dtype", "expected BF16", "F32 [96, 2]"]),
+    "one scale per row": ("gate_proj.weight_scale", zeros("BF16", 64, 1), ["one per row (channel)", "[64, 1]"]),
+    "no group fits": ("gate_proj.weight_scale", zeros("BF16", 64, 5), ["divides k = 96", "group_size", "[64, 5]"]),
+    "flat scale": ("gate_proj.weight_scale", zeros("BF16", 192), ["two dimensions", "[192]"]),
+    "too few rows": ("gate_proj.weight_scale", zeros("BF16", 63, 3), ["expected [64, 3]", "[63, 3]"]),
+    "another group": ("down_proj.weight_scale", zeros("BF16", 96, 4), ["expected [96, 2]", "per 32", "[96, 4]"]),
+    "F32 shape": ("up_proj.weight_shape", zeros("F32", 2), ["expected I32 or I64", "F32 [2]"]),
+    "long shape": ("up_proj.weight_shape", zeros("I64", 3), ["expected [2]", "[3]"]),
+    "zero points": ("gate_proj.weight_zero_point", zeros("I32", 8, 3), ["found one: asymmetric"]),
+    "activation order": ("gate_proj.weight_g_idx", zeros("I32", 96), ["found one: activation reordering"]),
+    "global scale": ("gate_proj.weight_global_scale", zeros("F32", 1), ["found one: FP4"]),
+    "bias": ("down_proj.bias", zeros("BF16", 96), ["found one: biases"]),
+}
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_refused_tensors(tmp_path, tensors, label):
+    suffix, tensor, words = REFUSED[label]
+    with pytest.raises(FormatError) as caught:
+        load(tmp_path, tensors | {f"{EXPERT}.{suffix}": tensor})
+    assert all(word in str(caught.value) for word in [f"{EXPERT}.{suffix}: ", "expected", *words]), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("projection", "n", "k", "words"),
+    [
+        ("up", 64, 64, ["up_proj.weight_packed: expected [n, k] = [64, 96]", "found [64, 64]"]),
+        ("down", 64, 96, ["down_proj.weight_packed: expected [n, k] = [96, 64]", "found [64, 96]"]),
+    ],
+)
+def test_projections_that_do_not_fit(tmp_path, tensors, projection, n, k, words):
+    for expert in range(EXPERTS):
+        name = f"model.layers.0.mlp.experts.{expert}.{projection}_proj"
+        tensors |= {f"{name}.weight_packed": zeros("I32", n, k // 8), f"{name}.weight_scale": zeros("BF16", n, k // 32)}
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, tensors)
+    assert all(word in str(caught.value) for word in [EXPERT, *words]), str(caught.value)
+
+
+def per_expert(**parts):
+    return {
+        f"model.layers.0.mlp.experts.{expert}.{stem}.{part}": tensor
+        for expert in range(EXPERTS)
+        for stem in PROJ.values()
+        for part, tensor in parts.items()
+    }
+
+
+def test_other_formats_of_compressed_tensors(tmp_path):
+    """FP8 has other names; FP4 has these, and is refused by its dtype."""
+    fp8 = per_expert(weight=zeros("F8_E4M3", 96, 96), weight_scale=zeros("BF16", 96, 1))
+    checkpoint = write(tmp_path, fp8)
+    assert loaders.get("compressed_tensors").detect(checkpoint) == 0
+    with pytest.raises(UnavailableError, match="no loader recognises"):
+        choose(checkpoint)
+    (tmp_path / "fp4").mkdir()
+    fp4 = per_expert(weight_packed=zeros("U8", 96, 48), weight_scale=zeros("F8_E4M3", 96, 6))
+    with pytest.raises(FormatError, match=rf"{EXPERT}.gate_proj.weight_packed: dtype: expected I32, found U8 \[96, 48\]"):
+        load(tmp_path / "fp4", fp4)
+    (tmp_path / "nvfp4").mkdir()
+    with pytest.raises(FormatError, match=r"weight_global_scale: expected none .*: FP4"):
+        load(tmp_path / "nvfp4", fp4 | per_expert(weight_global_scale=zeros("F32", 1)))
