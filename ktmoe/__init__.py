@@ -5,7 +5,7 @@ Importing starts no thread and changes no state of the process.
 
 from ktmoe import backends, loaders
 from ktmoe.activation import SILU, GatedActivation
-from ktmoe.config import show_config
+from ktmoe.config import get_include, show_config
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.formats import BF16, MXFP4, Scale, WeightFormat, int4
 from ktmoe.layer import MoELayer
@@ -23,6 +23,7 @@ __all__ = [
     "Scale",
     "WeightFormat",
     "backends",
+    "get_include",
     "get_num_threads",
     "int4",
     "load_experts",

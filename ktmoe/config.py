@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import version
+from pathlib import Path
 
 from ktmoe.errors import InputError
 
@@ -36,6 +37,11 @@ def spin_us() -> int:
 def scratch_bytes() -> int:
     """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share; larger batches go in chunks."""
     return _whole_number("KTMOE_SCRATCH_MB", 256, 1, 2**20) << 20
+
+
+def get_include() -> str:
+    """The folder with ktmoe.h, for a native backend's C compiler: ktmoe/_native, which holds core.pxd for Cython, too."""
+    return str(Path(__file__).parent / "_native")
 
 
 def config() -> dict:

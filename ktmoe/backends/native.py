@@ -33,7 +33,10 @@ def load_table(isa: str) -> core.KernelTable:
 
 
 class NativeBackend(Backend):
-    """isas: the ISAs it may use, best first; the first that is compiled, that the CPU has and that knows the format is used."""
+    """isas: the ISAs it may use, best first; the first that is compiled, that the CPU has and that knows the format is used.
+
+    A backend outside ktmoe has ISAs of its own names: it sets rank, and overrides missing() and load(), which know isa.py's.
+    """
 
     isas: tuple[str, ...] = ()
 
@@ -43,16 +46,24 @@ class NativeBackend(Backend):
         names = [table.name for table in self.usable()[0]] or self.isas
         return ISAS[names[0]].rank
 
+    def missing(self, isa: str) -> list[str]:
+        """CPU features that one of its ISAs needs and this CPU lacks."""
+        return missing_features(isa)
+
+    def load(self, isa: str) -> core.KernelTable:
+        """The kernel table of one of its ISAs. Raises UnavailableError if this build does not have it."""
+        return load_table(isa)
+
     def usable(self) -> tuple[list[core.KernelTable], list[str]]:
         """The kernel tables that can run here, best first, and why the other ISAs cannot."""
         tables, reasons = [], []
         for isa in self.isas:
-            missing = missing_features(isa)
+            missing = self.missing(isa)
             if missing:
                 reasons.append(f"this CPU lacks {' '.join(missing)} (needed by {isa})")
                 continue
             try:
-                tables.append(load_table(isa))
+                tables.append(self.load(isa))
             except UnavailableError as error:
                 reasons.append(str(error))
         return tables, reasons

@@ -1,0 +1,391 @@
+"""The plugins in examples/, built and installed as third parties would, and the documents that quote them."""
+
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from environments import NEEDS_COMPILER, ROOT, Environment
+from helpers import BF16, DEEPSEEK, GPT_OSS, assert_right, random_batch, random_experts, same_bits
+
+import ktmoe
+from ktmoe import MoELayer, backends, loaders, reference
+from ktmoe.backends.base import choose
+
+EXAMPLES = ROOT / "examples"
+DOCUMENTS = [ROOT / "docs" / f"add-a-{kind}.md" for kind in ("loader", "backend", "kernel")]
+PYTHON = ("loader_plugin", "python_backend")
+DISTRIBUTIONS = {"loader_plugin": "ktmoe-blocks", "python_backend": "ktmoe-float64", "native_backend": "ktmoe-plain"}
+
+
+# The documents
+
+
+def quotations(document):
+    """[(link, text)] of a document's fenced code that has a language, with the last link before it; shell is nobody's file."""
+    text = document.read_text()
+    blocks = re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(re.findall(r"\]\(([^)]+)\)", text[: b.start()])[-1], b[2]) for b in blocks if b[1] != "sh"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_document_quotes_is_what_the_file_says(document):
+    quoted = quotations(document)
+    assert quoted
+    for link, text in quoted:
+        source = (document.parent / link).resolve()
+        assert source.is_relative_to(EXAMPLES)
+        assert text in source.read_text(), f"{document.name}: not in {link}:\n{text}"
+
+
+def test_every_line_of_the_examples_is_quoted():
+    """A reader of the documents has seen all there is."""
+    quoted = {}
+    for document in DOCUMENTS:
+        for link, text in quotations(document):
+            quoted.setdefault((document.parent / link).resolve(), []).append(text)
+    for file in sorted(EXAMPLES.rglob("*")):
+        if not file.is_file() or {"build", "__pycache__"} & {*file.parts} or ".egg-info" in str(file):
+            continue
+        rest = file.read_text()
+        for text in sorted(quoted.get(file, []), key=len, reverse=True):
+            rest = rest.replace(text, "")
+        assert not rest.strip(), f"{file}: in no document:\n{rest}"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+        assert (document.parent / link).exists(), link
+
+
+# Environments; what they share is built once
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory):
+    """An environment to build in, and a function that gives an example's copy: a build leaves files beside its sources."""
+    folder = tmp_path_factory.mktemp("builder")
+
+    def copy(example, name=""):
+        ignored = shutil.ignore_patterns("build", "*.egg-info")
+        return shutil.copytree(EXAMPLES / example, folder / (name or example), ignore=ignored)
+
+    return Environment(folder / "environment"), copy
+
+
+@pytest.fixture(scope="module")
+def python_wheels(builder, tmp_path_factory):
+    environment, copy = builder
+    folder = tmp_path_factory.mktemp("wheels")
+    for example in PYTHON:
+        environment.wheel(copy(example), folder)
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def native_wheel(builder, tmp_path_factory):
+    environment, copy = builder
+    folder = tmp_path_factory.mktemp("wheels")
+    environment.wheel(copy("native_backend"), folder)
+    return next(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def python_plugins(python_wheels, tmp_path_factory):
+    """An environment with the loader and the Python backend."""
+    environment = Environment(tmp_path_factory.mktemp("python"))
+    environment.install(*python_wheels)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def native_plugin(native_wheel, tmp_path_factory):
+    """An environment with the native backend."""
+    environment = Environment(tmp_path_factory.mktemp("native"))
+    environment.install(native_wheel)
+    return environment
+
+
+# The loader
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """A checkpoint of two layers in the example's naming scheme, and what layer 7 is."""
+    folder = tmp_path_factory.mktemp("blocks")
+    experts = random_experts(np.random.default_rng(7), 3, 64, 96)
+    tensors = {}
+    for layer in (7, 12):
+        for projection in ("gate", "up", "down"):
+            matrices = [experts.matrix(expert, projection) for expert in range(3)]
+            name = f"blocks.{layer}.moe.{projection}"
+            tensors[f"{name}.codes"] = np.stack([matrix.codes for matrix in matrices])
+            tensors[f"{name}.scales"] = np.stack([matrix.scales for matrix in matrices])
+    save(folder, tensors)
+    return folder, tensors
+
+
+def save(folder, tensors):
+    from safetensors.numpy import save_file
+
+    save_file(tensors, folder / "model.safetensors")
+
+
+def use_loader(path):
+    from ktmoe.cli import main
+    from ktmoe.loaders.checkpoint import Checkpoint
+
+    loader = loaders.get("blocks")
+    with Checkpoint(path) as checkpoint:
+        assert loader.detect(checkpoint) > 0
+        assert loader.layers(checkpoint) == [7, 12]
+        same = [loader.load(checkpoint, layer).matrix(2, "down") for layer in (7, "7")]
+        assert np.array_equal(same[0].codes, same[1].codes)
+    ours = random_experts(np.random.default_rng(7), 3, 64, 96)
+    experts = ktmoe.load_experts(path, 7)  # the loader is found by the tensors
+    for expert in range(3):
+        for projection in ("gate", "up", "down"):
+            theirs, wanted = experts.matrix(expert, projection), ours.matrix(expert, projection)
+            assert np.array_equal(theirs.codes, wanted.codes)
+            assert np.array_equal(theirs.scales, wanted.scales)
+    with MoELayer.from_checkpoint(path, 7, "fp32_lut") as layer:
+        assert_right(layer, ours, *random_batch(np.random.default_rng(1), ours, 5, 2))
+    return main(["inspect", path])
+
+
+def test_the_loader(python_plugins, blocks):
+    assert python_plugins.call(use_loader, str(blocks[0])) == 0
+
+
+def refusal_of(path):
+    with pytest.raises(ktmoe.errors.KtmoeError) as caught:
+        ktmoe.load_experts(path, 7, loader="blocks")
+    return caught.type.__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"blocks.7.moe.up.codes": None}, ["MissingTensorError", r"'blocks\.7\.moe\.up\.codes'"]),
+        ({"blocks.7.moe.gate.codes": None}, ["MissingTensorError", r"layer 7: expected one of \[12\]"]),
+        (
+            {"blocks.7.moe.down.scales": np.zeros((3, 64, 2), np.uint8)},
+            ["FormatError", r"7\.moe\.down\.scales: expected U8 or F8_E8M0 \[3, 64, 3\], found U8 \[3, 64, 2\]"],
+        ),
+        (
+            {"blocks.7.moe.gate.codes": np.zeros((3, 96, 32), np.float32)},
+            ["FormatError", r"gate\.codes: expected U8 .* found F32"],
+        ),
+        ({"blocks.7.moe.gate.codes": np.zeros((3, 96), np.uint8)}, ["FormatError", "expected three dimensions"]),
+    ],
+    ids=["tensor", "layer", "shape", "dtype", "dimensions"],
+)
+def test_the_loader_refuses(python_plugins, blocks, tmp_path, change, why):
+    tensors = {name: change.get(name, tensor) for name, tensor in blocks[1].items()}
+    save(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    kind, message = python_plugins.call(refusal_of, str(tmp_path))
+    assert kind == why[0]
+    assert re.search(why[1], message)
+
+
+# The backends
+
+
+def use_backend(name):
+    """A backend against the reference: formats, activations, router weights, dtypes, masks, ids; and the same bits by token."""
+    assert name in backends.available()
+    rng = np.random.default_rng(1)
+    cases = [
+        random_experts(rng, 4, 96, 160, activation=DEEPSEEK),
+        random_experts(rng, 4, 64, 64, fold=False, biases=True, activation=GPT_OSS),
+        random_experts(rng, 4, 64, 320, scales=(138, 142), down_scales=(0, 2)),  # large h, so that byte 0 counts
+    ]
+    for experts in cases:
+        x, ids, weights = random_batch(rng, experts, 9, 3)
+        ids[2, 1], ids[3] = -1, 4  # no expert has these ids
+        for router_weight in reference.ROUTER_WEIGHTS:
+            with MoELayer(experts, name, router_weight=router_weight) as layer:
+                for given in (x, x.astype(np.float32)):
+                    y = assert_right(layer, experts, given, ids, weights)
+                    assert not y[3].any()
+                    for i in range(len(x)):
+                        assert same_bits(layer.forward(given[i : i + 1], ids[i : i + 1], weights[i : i + 1]), y[i : i + 1])
+                layer.expert_mask[1:3] = False
+                assert_right(layer, experts, x, ids, weights)
+                y, in_place = layer.forward(x, ids, weights), x.copy()
+                assert same_bits(layer.forward(in_place, ids, weights, out=in_place), y)
+        poisoned = x.copy()
+        poisoned[0] = np.nan
+        with MoELayer(experts, name) as layer:
+            clean, y = layer.forward(x, ids, weights), layer.forward(poisoned, ids, weights)
+            assert np.isnan(y[0]).all()
+            assert same_bits(y[1:], clean[1:])
+    experts.matrix(0, "up").scales[5, 1] = 255
+    with pytest.raises(ktmoe.errors.FormatError, match=r"experts\.0\.up: scale \[5, 1\] is byte 255"):
+        MoELayer(experts, name)
+
+
+def chosen_backend():
+    with MoELayer(random_experts(np.random.default_rng(1), 2, 64, 64)) as layer:
+        return layer.backend
+
+
+def everything():
+    """What ktmoe knows here, and what "auto" is."""
+    return {"backends": backends.names(), "loaders": loaders.names(), "auto": choose("auto")}
+
+
+def use_formats(name):
+    """Weights other than MXFP4."""
+    rng = np.random.default_rng(1)
+
+    def arrays(weight_format, n, k):
+        if weight_format is ktmoe.BF16:
+            return (rng.standard_normal((3, n, k)) / np.sqrt(k)).astype(BF16)
+        codes = rng.integers(0, 256, (3, *weight_format.codes_shape(n, k)), np.uint8)
+        return codes, rng.uniform(0.005, 0.02, (3, *weight_format.scale.shape(n, k))).astype(BF16)
+
+    for weight_format in (ktmoe.BF16, ktmoe.int4(32), ktmoe.int4(128)):
+        gate, up, down = (arrays(weight_format, *shape) for shape in ((96, 160), (96, 160), (160, 96)))
+        experts = ktmoe.ExpertWeights.from_arrays(gate, up, down, format=weight_format)
+        with MoELayer(experts, name) as layer:
+            assert_right(layer, experts, *random_batch(rng, experts, 5, 2))
+
+
+def test_the_python_backend(python_plugins):
+    python_plugins.call(use_backend, "float64")
+
+
+def test_the_python_backend_reads_every_format(python_plugins):
+    python_plugins.call(use_formats, "float64")
+
+
+def test_the_python_backend_by_its_variable(python_plugins):
+    assert python_plugins.call(chosen_backend, KTMOE_BACKEND="float64") == "float64"
+
+
+@NEEDS_COMPILER
+def test_the_native_backend(native_plugin):
+    native_plugin.call(use_backend, "plain")
+
+
+@NEEDS_COMPILER
+def test_the_native_backend_by_its_variable(native_plugin):
+    assert native_plugin.call(chosen_backend, KTMOE_BACKEND="plain") == "plain"
+
+
+def native_limits():
+    """The rest of a kernel table: exp, and what measures the machine."""
+    from ktmoe import measure
+
+    experts = random_experts(np.random.default_rng(1), 2, 64, 64)
+    table = backends.get("plain").table(experts)
+    x = np.linspace(-87, 87, 100_001, dtype=np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(table.exp(x) - exact) <= reference.EXP_RELATIVE_ERROR * exact).all()
+    extreme = table.exp(np.array([-np.inf, -1e4, 1e4, np.inf, np.nan], np.float32))
+    assert np.array_equal(extreme, [0, 0, np.inf, np.inf, np.nan], equal_nan=True)
+    with MoELayer(experts, "plain") as layer:
+        limits = measure.Limits(layer, table)
+        assert 1e6 < limits.peak(1e-3) < 1e14
+        assert 1e3 < limits.read(1e-3) < 1e14
+        unsupported = backends.get("plain").unsupported(ktmoe.ExpertWeights(1, 64, 64, None, ktmoe.BF16))
+    return table.name, table.kernels(), unsupported
+
+
+@NEEDS_COMPILER
+def test_the_native_table(native_plugin):
+    assert native_plugin.call(native_limits) == [
+        "plain",
+        [["q4", "ue8m0", 32, "bf16", False]],
+        "it has no kernels for b16",
+    ]
+
+
+def refused():
+    """Why "plain" cannot be used, by itself and when it is asked for; and what "auto" is."""
+    with pytest.raises(ktmoe.errors.UnavailableError) as caught:
+        MoELayer(random_experts(np.random.default_rng(1), 1, 64, 64), "plain")
+    return backends.get("plain").unavailable(), str(caught.value), backends.available(), choose("auto")[0]
+
+
+@NEEDS_COMPILER
+def test_a_native_backend_of_another_version_is_refused(builder, tmp_path):
+    """Built against a header that is this one but for its version."""
+    environment, copy = builder
+    header = (Path(ktmoe.get_include()) / "ktmoe.h").read_text()
+    version = int(re.search(r"^#define KT_ABI_VERSION (\d+)$", header, re.MULTILINE)[1])
+    folder = tmp_path / "headers"
+    folder.mkdir()
+    (folder / "ktmoe.h").write_text(header.replace(f"KT_ABI_VERSION {version}", "KT_ABI_VERSION 99"))
+    environment.wheel(copy("native_backend", "old"), tmp_path, CFLAGS=f"-I{folder}")
+    there = Environment(tmp_path / "environment")
+    there.install(*tmp_path.glob("*.whl"))
+    why, message, available, auto = there.call(refused)
+    assert why == f"kernel table 'plain' was built for version 99 of ktmoe.h, this is {version}"
+    assert message.startswith(f"backend 'plain' (asked for by name) cannot be used: {why}. Available: ")
+    assert "plain" not in available
+    assert auto == choose("auto")[0]
+
+
+# Presence
+
+
+@NEEDS_COMPILER
+def test_a_native_backend_changes_nothing_else(native_plugin):
+    here, there = everything(), native_plugin.call(everything)
+    assert set(there["backends"]) == {*here["backends"], "plain"}
+    assert there["loaders"] == here["loaders"]
+    assert there["auto"][0] == here["auto"][0]
+
+
+def test_plugins_change_nothing_else_and_go_when_uninstalled(python_plugins, python_wheels, tmp_path):
+    here = everything()
+    there = python_plugins.call(everything)
+    assert set(there["backends"]) == {*here["backends"], "float64"}
+    assert set(there["loaders"]) == {*here["loaders"], "blocks"}
+    assert there["auto"] == list(here["auto"])
+
+    environment = Environment(tmp_path)
+    environment.install(*python_wheels)
+    assert environment.call(everything) == there
+    environment.uninstall(*(DISTRIBUTIONS[example] for example in PYTHON))
+    assert environment.call(everything) == here | {"auto": list(here["auto"])}
+
+
+def who_is(name):
+    return type(backends.get(name)).__module__
+
+
+def test_a_built_in_wins_over_an_installed_backend_of_its_name(builder, tmp_path):
+    environment, copy = builder
+    project = copy("python_backend", "impostor") / "pyproject.toml"
+    text = project.read_text()
+    project.write_text(text.replace("float64 =", "fp32_lut =").replace("ktmoe-float64", "impostor"))
+    environment.wheel(project.parent, tmp_path)
+    there = Environment(tmp_path / "environment")
+    there.install(*tmp_path.glob("*.whl"))
+    assert there.call(who_is, "fp32_lut") == "ktmoe.backends.fp32_lut"
+
+
+def names_and_warnings():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = [*backends.names(), *loaders.names()]
+    return names, [str(warning.message) for warning in caught]
+
+
+def test_a_plugin_that_cannot_be_imported_warns_and_is_left_out(python_plugins, tmp_path):
+    """One of two: the other one works."""
+    (tmp_path / "ktmoe_float64.py").write_text("import a_module_that_is_not_there\n")
+    tests = str(Path(__file__).parent)
+    names, messages = python_plugins.call(names_and_warnings, PYTHONPATH=f"{tmp_path}:{tests}")
+    assert "float64" not in names
+    assert {"blocks", "fp32_lut", "deepseek_v4"} <= set(names)
+    assert messages == [
+        "backend 'float64' (ktmoe_float64:backend) was left out: "
+        "ModuleNotFoundError: No module named 'a_module_that_is_not_there'"
+    ]

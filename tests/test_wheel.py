@@ -1,0 +1,113 @@
+"""ktmoe's own wheel: what is in it, and one that a compiler built which does not know the best instruction set."""
+
+import contextlib
+import io
+import re
+import shlex
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from environments import COMPILER, NEEDS_COMPILER, ROOT, Environment
+from helpers import assert_right, random_batch, random_experts
+
+import ktmoe
+from ktmoe import MoELayer, backends
+from ktmoe._native.isa import ISAS, compile_flags
+from ktmoe.backends import native
+from ktmoe.backends.base import choose
+from ktmoe.errors import UnavailableError
+
+pytestmark = NEEDS_COMPILER
+#: The instruction set that the compiler lacks, the backend that cannot do without it, and the flag that gives it away.
+LACKING = max(ISAS, key=lambda name: ISAS[name].rank)
+BACKEND = next(name for name in backends.names() if getattr(backends.get(name), "isas", None) == (LACKING,))
+FLAG = next(flag for flag in ISAS[LACKING].flags if not any(flag in compile_flags(name) for name in ISAS if name != LACKING))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, what its build printed, and an environment that it is installed in.
+
+    Built from a copy of the tree. The compiler optimises less than it is told, since only what is compiled matters here.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "ktmoe", source / "ktmoe", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    compiler = folder / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case " $* " in *" {FLAG} "*) echo "unrecognized option {FLAG}" >&2; exit 1;; *cython*) o=-O0;; *) o=-O1;; esac\n'
+        f'exec {shlex.join(COMPILER)} "$@" $o\n'
+    )
+    compiler.chmod(0o755)
+    environment = Environment(folder / "environment")
+    printed = environment.wheel(source, folder, CC=str(compiler))
+    (path,) = folder.glob("*.whl")
+    environment.install(path)
+    return path, printed, environment
+
+
+def test_the_build_says_what_it_left_out(wheel):
+    assert re.findall("built WITHOUT (.*)", wheel[1]) == [LACKING]
+
+
+def test_what_the_wheel_holds(wheel):
+    """All that runs, what a third party compiles against, and nothing beside the package."""
+    names = zipfile.ZipFile(wheel[0]).namelist()
+    modules = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
+    assert modules == {"core", *ISAS} - {LACKING}
+    assert {"ktmoe/_native/__init__.py", "ktmoe/_native/core.pxd", "ktmoe/_native/ktmoe.h"} <= set(names)
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "ktmoe").rglob("*.py")} <= set(names)
+    assert {re.match(r"ktmoe(-[^/]*\.dist-info)?/", name)[0].partition("-")[0].rstrip("/") for name in names} == {"ktmoe"}
+
+
+def without(why):
+    """What the wheel makes of a CPU that would have the instructions; the forward pass on the next best backend is right."""
+    detected = native.missing_features
+    native.missing_features = lambda isa: [] if isa == LACKING else detected(isa)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        ktmoe.show_config()
+    with pytest.raises(UnavailableError) as caught:
+        choose("auto" if why == "KTMOE_BACKEND" else BACKEND)
+    experts = random_experts(np.random.default_rng(1), 3, 96, 160)
+    arguments = random_batch(np.random.default_rng(2), experts, 9, 2)
+    for name in backends.available():
+        with MoELayer(experts, name, "bf16") as layer:
+            assert_right(layer, experts, *arguments)
+    return ktmoe.__file__, shown.getvalue(), str(caught.value), backends.available()
+
+
+@pytest.mark.parametrize("why", ["asked for by name", "KTMOE_BACKEND"])
+def test_a_build_without_an_instruction_set(wheel, why):
+    variables = {"KTMOE_BACKEND": BACKEND} if why == "KTMOE_BACKEND" else {}
+    where, shown, refused, available = wheel[2].call(without, why, **variables)
+    assert Path(where).is_relative_to(wheel[2].folder)
+    reason = f"{LACKING} was not compiled into this build (No module named 'ktmoe._native.{LACKING}')"
+    assert f"\n  {BACKEND}: not available: {reason}\n" in shown
+    assert refused == f"backend {BACKEND!r} ({why}) cannot be used: {reason}. Available: {', '.join(available)}"
+    assert BACKEND not in available
+    assert "fp32_lut" in available
+    if why != "KTMOE_BACKEND":
+        assert f"\nchosen: {available[0]} (the best available; {BACKEND}: {reason}" in shown
+
+
+def plain_is_right():
+    experts = random_experts(np.random.default_rng(1), 2, 64, 64)
+    with MoELayer(experts, "plain") as layer:
+        assert_right(layer, experts, *random_batch(np.random.default_rng(2), experts, 5, 2))
+
+
+def test_a_native_plugin_compiles_against_the_installed_wheel(wheel, tmp_path):
+    """tests/test_plugins.py has the running interpreter's ktmoe, which may be editable: its headers are the source tree's."""
+    environment = wheel[2]
+    example, ignored = ROOT / "examples" / "native_backend", shutil.ignore_patterns("build", "*.egg-info")
+    project = shutil.copytree(example, tmp_path / "native_backend", ignore=ignored)
+    environment.wheel(project, tmp_path)
+    environment.install(*tmp_path.glob("*.whl"))
+    environment.call(plain_is_right)
+    environment.uninstall("ktmoe-plain")
