@@ -133,13 +133,14 @@ static void stage_row(const job *j, const worker_scratch *s, size_t row) {
     if (j->encode) j->layer->rows->encode(to, 0, j->k_hidden, j->k_hidden, staged);
 }
 
-/* The next run of items: [*first, end). Tests force uneven runs; otherwise one item at a time evens the load best. */
-static size_t grab(counter *c, size_t items, size_t *first) {
-    size_t run = 1;
-    if (kt_moe_tuning.uneven) {
-        const size_t seen = atomic_load_explicit(&c->next, memory_order_relaxed);
-        run += (size_t)(((uint64_t)(seen + 1) * kt_moe_tuning.uneven * 0x9E3779B97F4A7C15u) >> 61);
-    }
+/* The next run of items: [*first, end). Neighbours are neighbours in memory, so that what a kernel prefetches beyond its panel is
+ * the same worker's next; runs shrink towards the end, so that all workers end together. Tests force uneven ones. */
+static size_t grab(counter *c, size_t items, size_t workers, size_t *first) {
+    enum { LONGEST = 8, RUNS_LEFT = 4 };
+    const size_t seen = atomic_load_explicit(&c->next, memory_order_relaxed), left = seen < items ? items - seen : 0;
+    size_t run = left / (RUNS_LEFT * workers);
+    run = run < 1 ? 1 : run > LONGEST ? LONGEST : run;
+    if (kt_moe_tuning.uneven) run = 1 + (size_t)(((uint64_t)(seen + 1) * kt_moe_tuning.uneven * 0x9E3779B97F4A7C15u) >> 61);
     *first = atomic_fetch_add_explicit(&c->next, run, memory_order_relaxed);
     return *first + run < items ? *first + run : items;
 }
@@ -289,11 +290,11 @@ static void work(void *context, size_t worker, size_t workers) {
     }
     size_t first, end;
     const size_t items_a = r->num_groups * j->inter_panels;
-    while ((end = grab(&j->a, items_a, &first)) > first)
+    while ((end = grab(&j->a, items_a, workers, &first)) > first)
         for (size_t i = first; i < end; i++) gate_up(j, s, &r->groups[r->by_cost[i / j->inter_panels]], i % j->inter_panels);
     kt_pool_barrier();
     const size_t items_b = j->hidden_panels * (j->reduce ? r->num_groups : 1);
-    while ((end = grab(&j->b, items_b, &first)) > first)
+    while ((end = grab(&j->b, items_b, workers, &first)) > first)
         for (size_t i = first; i < end; i++) {
             if (j->reduce)
                 part_of_d(j, s, &r->groups[r->by_cost[i / j->hidden_panels]], i % j->hidden_panels);

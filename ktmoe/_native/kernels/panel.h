@@ -28,8 +28,8 @@
  *     decode(octet, v, j, scales, t, f)  u32v of the weights of step j of 8 k of a block, in the columns of vector v
  *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
  *     start(x, k, block)        a sum before its first step: x is a row of k, its block the first one
- *     in_units(f32v scale, t)   a group's scale as finish() wants it
- *     finish(sums, f32v scale, x, k, block, f32v out)
+ *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
+ *     finish(sums, f32v scale, f32v factor, f32v out)
  */
 #include "kernels/vector.h"
 
@@ -42,7 +42,7 @@ enum {
     BOTH = 2 * VECTORS, /* panels */
     OCTET = 8 / STEP_K, /* steps that share a vector of 4-bit codes */
     LINE = 64,
-    AHEAD_BYTES = 4096, /* of a panel, between what few() uses and what it prefetches */
+    AHEAD_BYTES = 2048, /* of a panel, between what few() uses and what it prefetches to L1 */
 };
 
 /* Blocks that share scales: of UE8M0 always one. */
@@ -52,8 +52,8 @@ INLINE size_t group_blocks(const kt_dot *a, const enum scales kind) {
 
 INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-/* To L2. */
-INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+INLINE void prefetch_l1(const void *p) { __builtin_prefetch(p, 0, 3); }
+INLINE void prefetch_l2(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 INLINE u32v broadcast(const uint32_t *x) {
     float bits;
@@ -82,7 +82,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
     for (size_t k = 0; k < a->k;) {
         const uint8_t *scales[2] = {w[0], w[1]};
         for (size_t line = 0; line < bytes; line += LINE)
-            for (int p = 0; p < (vectors == BOTH ? 2 : 1); p++) prefetch(w[p] + AHEAD_BYTES + line);
+            for (int p = 0; p < (vectors == BOTH ? 2 : 1); p++) prefetch_l1(w[p] + AHEAD_BYTES + line);
         w[0] += bytes, w[1] += bytes;
         fold f[BOTH];
         if (kind == FOLDED_UE8M0)
@@ -98,7 +98,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                 const size_t x_at = (k + octet * 8) / STEP_K;
                 /* The hardware does not fetch ahead far enough, if at all: without this, reading and computing add up. */
                 for (int v = 0; v < vectors; v += LINE / VECTOR_BYTES)
-                    prefetch(at[v / VECTORS] + AHEAD_BYTES + (v0 + v % VECTORS) * (BLOCK_BYTES / VECTORS));
+                    prefetch_l1(at[v / VECTORS] + AHEAD_BYTES + (v0 + v % VECTORS) * (BLOCK_BYTES / VECTORS));
 #pragma GCC unroll 8
                 for (int j = 0; j < OCTET && !BY_VECTOR; j++) {
                     u32v wj[BOTH];
@@ -121,10 +121,12 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
             }
             w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
             if (!in_groups(kind) || (!BLOCK_SUMS && b + 1 < blocks)) continue;
+            f32v of_x[FEW_ROWS];
+            for (int i = 0; i < rows; i++) of_x[i] = factor(x[i], a->k, k / KT_GROUP, &t);
             for (int v = 0; v < vectors; v++) {
-                const f32v scale = in_units(load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind), &t);
+                const f32v scale = load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind);
                 for (int i = 0; i < rows; i++)
-                    store_f32(OUT(i, v), finish(sum[i][v], scale, x[i], a->k, k / KT_GROUP, load_f32(OUT(i, v))));
+                    store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
             }
         }
     }
@@ -176,7 +178,7 @@ INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_
             scales = w;
             w += scales_bytes(kind);
             for (int v = 0; in_groups(kind) && v < VECTORS; v++)
-                store_f32(to->scale[b / per] + v * LANES, in_units(load_scales(scales, v, kind), &t));
+                store_f32(to->scale[b / per] + v * LANES, load_scales(scales, v, kind));
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
@@ -194,6 +196,7 @@ INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_
 /* rows x a strip's columns over a decoded block: w [steps][STRIP]; scale [groups][KT_PANEL] from the strip's first column. */
 INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restrict scale, const size_t blocks,
                  const void *const *restrict rows_x, const size_t k0, float *restrict out, const int rows, const enum scales kind) {
+    const table t = load_table(a, kind);
     const size_t per = BLOCK_SUMS ? 1 : group_blocks(a, kind);
     const uint32_t *x[TILE_ROWS];
     sums sum[TILE_ROWS][TILE_VECTORS];
@@ -224,7 +227,7 @@ INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restr
                 for (int i = 0; i < rows; i++) {
                     float *to = out + i * KT_PANEL + v * LANES;
                     const f32v before = k0 || b ? load_f32(to) : splat(0);
-                    store_f32(to, finish(sum[i][v], s, rows_x[i], a->k, k0 / KT_GROUP + b, before));
+                    store_f32(to, finish(sum[i][v], s, factor(rows_x[i], a->k, k0 / KT_GROUP + b, &t), before));
                 }
             }
         }
@@ -262,11 +265,11 @@ INLINE void many(const kt_dot *a, const enum scales kind) {
                 for (size_t first = 0, rows; first < m; first += rows) {
                     rows = step_rows(m - first, TILE_ROWS);
                     for (size_t end = fetched + share; fetched < end && fetched < next_bytes; fetched += LINE)
-                        prefetch(next + fetched);
+                        prefetch_l2(next + fetched);
                     if (strip == 0)
                         for (size_t i = first; i < first + rows; i++)
                             for (size_t at = 0; at < next_k * 4 / STEP_K; at += LINE)
-                                prefetch((const uint8_t *)a->x[i] + (k0 + K_BLOCK) * 4 / STEP_K + at);
+                                prefetch_l2((const uint8_t *)a->x[i] + (k0 + K_BLOCK) * 4 / STEP_K + at);
                     float *out = a->out[p] + first * KT_PANEL;
                     switch (rows) {
                         TILE(1);

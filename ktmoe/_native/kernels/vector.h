@@ -29,7 +29,6 @@ typedef float f32v __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t u32v __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t i32v __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t u16v __attribute__((vector_size(VECTOR_BYTES / 2)));
-typedef uint8_t u8v __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 INLINE f32v load_f32(const void *p) {
     f32v v;
@@ -73,11 +72,32 @@ INLINE f32v select_f32(i32v where, f32v a, f32v b) { return (f32v)((where & (i32
 INLINE f32v at_most(f32v v, f32v limit) { return select_f32(v > limit, limit, v); }
 INLINE f32v at_least(f32v v, f32v limit) { return select_f32(v < limit, limit, v); }
 
+/* Unsigned integers of a vector of columns as 32 bits. By __builtin_convertvector, GCC 12 does it one by one. */
+INLINE u32v widen_u8(const uint8_t *p) {
+#if VECTOR_BYTES == 64
+    return (u32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif VECTOR_BYTES == 32
+    return (u32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    return (u32v){p[0], p[1], p[2], p[3]};
+#endif
+}
+
+INLINE u32v widen_u16(const uint8_t *p) {
+#if VECTOR_BYTES == 64
+    return (u32v)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#elif VECTOR_BYTES == 32
+    return (u32v)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    uint16_t words[LANES];
+    memcpy(words, p, sizeof words);
+    return (u32v){words[0], words[1], words[2], words[3]};
+#endif
+}
+
 /* Scales of a vector of columns as fp32. UE8M0's byte 0 is 2^-127, a denormal, where the shift alone would give 0. */
 INLINE f32v load_ue8m0(const uint8_t *p) {
-    u8v bytes;
-    memcpy(&bytes, p, sizeof bytes);
-    const u32v bits = __builtin_convertvector(bytes, u32v) << 23;
+    const u32v bits = widen_u8(p) << 23;
 #if VECTOR_BYTES == 64
     return (f32v)_mm512_max_epu32((__m512i)bits, _mm512_set1_epi32(0x00400000));
 #elif VECTOR_BYTES == 32
@@ -87,11 +107,7 @@ INLINE f32v load_ue8m0(const uint8_t *p) {
 #endif
 }
 
-INLINE f32v load_bf16(const uint8_t *p) {
-    u16v words;
-    memcpy(&words, p, sizeof words);
-    return (f32v)(__builtin_convertvector(words, u32v) << 16);
-}
+INLINE f32v load_bf16(const uint8_t *p) { return (f32v)(widen_u16(p) << 16); }
 
 /* How scales are stored and used; a constant at every call. */
 enum scales { NO_SCALES, FOLDED_UE8M0, UE8M0_SCALES, BF16_SCALES };

@@ -1,8 +1,8 @@
 /* q4 with VPMADDWD: codes stand for small integers, x for 16-bit ones; see encode_int16.c and panel.h.
  *
  * DEFINITION  for each 32 k: sum of (whole[code] + 16) * q, begun at -16 * sum of q, exact in int32;
- *             out = fma(sum * (scale of x), scale * unit, out): sum is exact in fp32, since 32 * 16 * 32640 < 2^24, and both
- *             products are but for fp32's range
+ *             out = fma(sum * (scale of x * unit), scale, out): sum is exact in fp32, since 32 * 16 * 32640 < 2^24, and
+ *             both products are but for fp32's range
  * LAYOUT      pack_q4.c. The low nibbles of a dword's bytes are k0 k4 k1 k5, the high ones k2 k6 k3 k7: one VPSHUFB looks up
  *             two k-pairs, one of them in the lower, one in the upper bytes of its words. Bytes that are not negative become
  *             words by one instruction.
@@ -57,10 +57,13 @@ INLINE sums start(const void *x, const size_t k, const size_t block) {
 }
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) { return sum + (i32v)_mm256_madd_epi16((__m256i)w, (__m256i)x); }
-INLINE f32v in_units(const f32v scale, const table *t) { return scale * splat(t->unit); }
 
-INLINE f32v finish(const sums sum, const f32v scale, const void *x, const size_t k, const size_t block, const f32v out) {
-    return multiply_add(__builtin_convertvector(sum, f32v) * splat(tail(x, k, block)->scale), scale, out);
+INLINE f32v factor(const void *x, const size_t k, const size_t block, const table *t) {
+    return splat(tail(x, k, block)->scale) * t->unit;
+}
+
+INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v out) {
+    return multiply_add(__builtin_convertvector(sum, f32v) * of_x, scale, out);
 }
 
 #include "kernels/panel.h"
