@@ -4,7 +4,7 @@
 
 #include "driver.h"
 
-enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xe6 };
+enum { XCR0_AVX = 0x6, XCR0_AVX512 = 0xe6, XCR0_AMX = 0x60000 };
 
 static uint64_t enabled_state(bool osxsave) {
     if (!osxsave) return 0;
@@ -23,10 +23,12 @@ const kt_cpu_feature *kt_cpu_features(size_t *count) {
 
     const uint64_t state = enabled_state(leaf1[2] >> 27 & 1);
     const bool avx = (state & XCR0_AVX) == XCR0_AVX, avx512 = (state & XCR0_AVX512) == XCR0_AVX512;
+    const bool amx = (state & XCR0_AMX) == XCR0_AMX;
     const kt_cpu_feature found[] = {
         {"avx2", avx && (leaf7[1] >> 5 & 1)},         {"fma", avx && (leaf1[2] >> 12 & 1)},
         {"avx512f", avx512 && (leaf7[1] >> 16 & 1)},  {"avx512bw", avx512 && (leaf7[1] >> 30 & 1)},
         {"avx512vl", avx512 && (leaf7[1] >> 31 & 1)}, {"avx512_bf16", avx512 && (leaf71[0] >> 5 & 1)},
+        {"amx_tile", amx && (leaf7[3] >> 24 & 1)},
     };
     *count = sizeof found / sizeof found[0];
     for (size_t i = 0; i < *count; i++) features[i] = found[i]; /* same bytes every time: a race is harmless */

@@ -5,6 +5,7 @@ setup.py reads it for compile flags, the backends for CPU requirements, the docs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 #: For every C file. Numerics: no contraction of a * b + c, whose rounding the contract fixes; GCC contracts intrinsics, too.
@@ -16,6 +17,7 @@ class Isa:
     """An instruction set.
 
     rank: how fast its kernels are beside the others' on the CPUs that have it; a backend ranks as the best that it can use.
+    rank_with: (CPU feature, the rank on CPUs that have that, too), the first that applies.
     flags: the compiler's, for kernels/<name>/*.c and nothing else. requires: CPU features, as core.cpu_features() names them.
     implies: rows of ISAS whose features and flags come with it.
     """
@@ -24,6 +26,7 @@ class Isa:
     flags: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     implies: tuple[str, ...] = ()
+    rank_with: tuple[tuple[str, int], ...] = ()
 
 
 ISAS = {
@@ -35,8 +38,15 @@ ISAS = {
         flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
         requires=("avx512bw", "avx512vl", "avx512_bf16"),
         implies=("avx512f",),
+        # Intel's cores with AMX start a VDPBF16PS every second cycle, two FMAs every cycle: half the FLOPs, measured on one of them.
+        rank_with=(("amx_tile", 225),),
     ),
 }
+
+
+def rank(name: str, features: Mapping[str, bool]) -> int:
+    """A row's rank on a CPU with these features, {name: whether it has it}."""
+    return next((rank for feature, rank in ISAS[name].rank_with if features.get(feature)), ISAS[name].rank)
 
 
 def compile_flags(name: str) -> tuple[str, ...]:

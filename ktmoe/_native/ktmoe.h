@@ -18,7 +18,7 @@
 enum {
     KT_PANEL = 64,      /* output columns of a panel */
     KT_GROUP = 32,      /* k of a block; every k is padded to a multiple of it */
-    KT_GROUP_MAX = 256, /* k that share a scale: KT_GROUP times a power of two, up to this */
+    KT_GROUP_MAX = 128, /* k that share a scale: KT_GROUP times a power of two, up to this */
     KT_M_BLOCK = 192    /* rows that one kernel call sees at most: its fp32 results stay in L2 */
 };
 

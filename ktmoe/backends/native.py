@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ktmoe import memory, threads
 from ktmoe._native import core
-from ktmoe._native.isa import ISAS, required_features
+from ktmoe._native import isa as instruction_sets
+from ktmoe._native.isa import required_features
 from ktmoe.backends.base import Backend, Progress
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
@@ -44,7 +45,7 @@ class NativeBackend(Backend):
     def rank(self) -> int:
         """That of the best ISA that it can use here; of the best at all if there is none."""
         names = [table.name for table in self.usable()[0]] or self.isas
-        return ISAS[names[0]].rank
+        return instruction_sets.rank(names[0], core.cpu_features())
 
     def missing(self, isa: str) -> list[str]:
         """CPU features that one of its ISAs needs and this CPU lacks."""

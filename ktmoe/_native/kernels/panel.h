@@ -15,6 +15,7 @@
  *
  * A kernel file defines, before it includes this:
  *     STEP_K                    k in a dword of x and of the decoded weights: 1 of fp32, 2 of 16 bits
+ *     K_BLOCK                   of many(), a multiple of KT_GROUP_MAX: a decoded strip leaves half of an L1 to x
  *     TILE_ROWS, TILE_VECTORS   of a tile of many()
  *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
  *     BLOCK_BYTES               of 32 k of a packed panel, without scales
@@ -35,7 +36,6 @@
 
 enum {
     STEPS = KT_GROUP / STEP_K, /* of a block */
-    K_BLOCK = KT_GROUP_MAX,
     BLOCKS = K_BLOCK / KT_GROUP,
     STRIP = TILE_VECTORS * LANES,
     STRIPS = KT_PANEL / STRIP,

@@ -12,12 +12,13 @@
 
 enum {
     STEP_K = 2,
+    K_BLOCK = 256, /* a strip is 16 KiB */
     IN_PLACE = 0,
     BLOCK_BYTES = KT_PANEL * KT_GROUP / 2,
     OCTET_BYTES = 64,
     BY_VECTOR = 1,
     BLOCK_SUMS = 1,
-    TILE_ROWS = 6, /* x 2 vectors = 12 accumulators of 16; a strip of 256 k is 16 KiB */
+    TILE_ROWS = 6, /* x 2 vectors = 12 accumulators of 16 */
     TILE_VECTORS = 2,
     FEW_ROWS = 4,
 };
