@@ -33,11 +33,8 @@ demo: $(STAMPS)/native $(STAMPS)/cli ## write a layer, load, check and measure i
 test: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## the test suite; ARGS="-k pack" goes to pytest
 	@$(PY) -m pytest -q $(ARGS)
 
-bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, 3 to 5 minutes on 2 cores
+bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 10 minutes on 2 cores
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
-
-bench-proxy: $(STAMPS)/native ## a structural proxy of avx512_bf16 for CPUs that lack AVX512_BF16; see bench/proxy/run.py
-	@$(PY) bench/proxy/run.py $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .
@@ -56,7 +53,7 @@ clean: ## remove .venv and everything that was built
 	@rm -rf $(VENV) build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test bench bench-proxy lint format config clean FORCE
+.PHONY: help demo test bench lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

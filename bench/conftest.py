@@ -1,10 +1,13 @@
 """Layers to measure, what is recorded of each measurement, and the table at the end.
 
-Shapes are DeepSeek-V4-Flash's: 64 of its experts, hidden 4096, intermediate 2048, top-6, 0.86 GB packed.
+Every backend, on the best of its instruction sets and in each of its activation modes, with each weight format that it has;
+and every instruction set with MXFP4. Shapes are DeepSeek-V4-Flash's for all formats, so that they compare: hidden 4096,
+intermediate 2048, top-6; 64 experts of 4 bits are 0.86 GB packed, 32 of bfloat16 1.6 GB.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,34 +18,64 @@ from rich.table import Table
 import ktmoe
 from ktmoe import measure, synthetic, threads
 from ktmoe.backends.base import choose
+from ktmoe.backends.native import NativeBackend
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 64, 4096, 2048, 6
+SHAPE = {"hidden": HIDDEN, "intermediate": INTERMEDIATE}
+FORMATS = {
+    "MXFP4": lambda: synthetic.deepseek_v4_experts(num_experts=EXPERTS, **SHAPE),
+    "INT4": lambda: synthetic.kimi_k2_experts(num_experts=EXPERTS, **SHAPE),
+    "BF16": lambda: synthetic.qwen3_experts(num_experts=EXPERTS // 2, **SHAPE),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to measure. isa: one of the backend's."""
+
+    format: str
+    backend: str
+    isa: str
+    activations: str
+
+
+def cases() -> Iterator[Case]:
+    """All that run on this CPU, a backend's on worse instruction sets last."""
+    for format in FORMATS:
+        for name in ktmoe.backends.available():
+            backend = ktmoe.backends.get(name)
+            if not isinstance(backend, NativeBackend):
+                continue
+            tables, _ = backend.usable()
+            for table in tables if format == "MXFP4" else tables[:1]:
+                for mode in backend.activations:
+                    if not (format == "BF16" and mode == "int16"):
+                        yield Case(format, name, table.name, mode)
 
 
 @dataclass(frozen=True)
 class Subject:
     """A layer to measure, and what the machine allows it."""
 
+    case: Case
     experts: ExpertWeights
     layer: MoELayer
     limits: measure.Limits
-    isa: str
 
 
-@pytest.fixture(scope="session", params=ktmoe.backends.ranked())
+@pytest.fixture(scope="session", params=cases(), ids=lambda case: f"{case.format}-{case.backend}-{case.isa}-{case.activations}")
 def subject(request):
-    """The same experts, packed for each backend in turn."""
-    backend = ktmoe.backends.get(request.param)
-    if reason := backend.unavailable():
-        pytest.skip(f"{request.param}: {reason}")
-    experts = synthetic.deepseek_v4_experts(num_experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE)
-    table = measure.backends_for(experts).get(request.param)
-    if table is None:
-        pytest.skip(f"{request.param}: {backend.unsupported(experts) or 'its limits cannot be measured'}")
-    with MoELayer(experts, request.param) as layer:
-        yield Subject(experts, layer, measure.Limits(layer, table), table.name)
+    """Experts packed for each case in turn."""
+    case = request.param
+    backend = ktmoe.backends.get(case.backend)
+    experts = FORMATS[case.format]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "isas", (case.isa,))
+        table = backend.table(experts, case.activations)
+        with MoELayer(experts, case.backend, case.activations) as layer:
+            yield Subject(case, experts, layer, measure.Limits(layer, table))
 
 
 @pytest.fixture
@@ -55,7 +88,7 @@ def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     rows = [benchmark.extra_info for benchmark in session.benchmarks] if session else []
     rows = [row for row in rows if "kind" in row]  # a test that failed recorded nothing
-    console = Console(width=130)
+    console = Console(width=150)
     with console.capture() as capture:
         for kind, left, heads, cells in TABLES:
             table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
@@ -73,8 +106,10 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def _forward_row(row) -> tuple[str, ...]:
     return (
+        row["format"],
         row["backend"],
         row["isa"],
+        row["activations"],
         row["work"],
         f"{row['tokens']}",
         f"{row['experts']}",
@@ -95,8 +130,23 @@ def _load_row(row) -> tuple[str, ...]:
 TABLES = (
     (
         "forward",
-        3,
-        ("backend", "ISA", "work", "tokens", "experts", "ms", "GB/s", "of read", "GFLOP/s", "of peak", "limits", "error/bound"),
+        5,
+        (
+            "weights",
+            "backend",
+            "ISA",
+            "mode",
+            "work",
+            "tokens",
+            "experts",
+            "ms",
+            "GB/s",
+            "of read",
+            "GFLOP/s",
+            "of peak",
+            "limits",
+            "error/bound",
+        ),
         _forward_row,
     ),
     ("load", 3, ("loading", "measured", "contract"), _load_row),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import EXPERTS, HIDDEN, TOP_K
+from conftest import HIDDEN, TOP_K
 
 from ktmoe import measure
 
@@ -16,22 +16,23 @@ FEWEST_EXPERTS = 2 * TOP_K
 
 @pytest.mark.parametrize("tokens", DECODE_TOKENS)
 def test_decode(benchmark, machine, subject, tokens):
-    batches = measure.random_batches(tokens, TOP_K, EXPERTS, HIDDEN)
+    batches = measure.random_batches(tokens, TOP_K, subject.experts.num_experts, HIDDEN)
     run(benchmark, subject, batches, "decode", rounds=30)
 
 
 @pytest.mark.parametrize("mean", TOKENS_PER_EXPERT)
 def test_prefill(benchmark, machine, subject, mean):
-    experts = EXPERTS
+    experts = subject.experts.num_experts
     while experts > FEWEST_EXPERTS and mean * experts / slots_per_second(subject) > MOST_SECONDS:
         experts = max(FEWEST_EXPERTS, experts // 2)
-    batches = measure.random_batches(mean * experts // TOP_K, TOP_K, EXPERTS, HIDDEN, among=experts)
-    run(benchmark, subject, batches, f"prefill, {mean}/expert", rounds=5 if experts == EXPERTS else 2)
+    whole = experts == subject.experts.num_experts
+    batches = measure.random_batches(mean * experts // TOP_K, TOP_K, subject.experts.num_experts, HIDDEN, among=experts)
+    run(benchmark, subject, batches, f"prefill, {mean}/expert", rounds=5 if whole else 2)
 
 
 def slots_per_second(subject) -> float:
     """How many (token, expert) pairs a backend serves, roughly."""
-    batches = measure.random_batches(32, TOP_K, EXPERTS, HIDDEN, among=FEWEST_EXPERTS)
+    batches = measure.random_batches(32, TOP_K, subject.experts.num_experts, HIDDEN, among=FEWEST_EXPERTS)
     result = measure.run(subject.layer, subject.limits, batches, seconds=0, least=1)
     return 32 * TOP_K / result.seconds
 
@@ -50,8 +51,10 @@ def run(benchmark, subject, batches, work, rounds):
     assert error <= 1
     benchmark.extra_info.update(
         kind="forward",
-        backend=subject.layer.backend,
-        isa=subject.isa,
+        format=subject.case.format,
+        backend=subject.case.backend,
+        isa=subject.case.isa,
+        activations=subject.case.activations,
         work=work,
         tokens=result.tokens,
         experts=len(batch.experts),

@@ -17,15 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "ktmoe" / "_native"
 ISA = runpy.run_path(str(NATIVE / "isa.py"))
 CC = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-STRICT = ("-Wall", "-Wextra", "-Werror", "-fPIC", "-c", f"-I{NATIVE}", f"-I{sysconfig.get_path('include')}")
+INCLUDES = (NATIVE, ROOT / "examples" / "native_backend", sysconfig.get_path("include"))
+STRICT = ("-Wall", "-Wextra", "-Werror", "-fPIC", "-c", *(f"-I{folder}" for folder in INCLUDES))
 
 
 def flags_of(source: Path) -> tuple[str, ...]:
     """The flags that a file is built with: its ISA's, by its folder; the driver's are the baseline's."""
     if source.parent.parent == NATIVE / "kernels":
         return ISA["compile_flags"](source.parent.name)
-    if source.parent == ROOT / "bench" / "proxy":
-        return ISA["compile_flags"]("avx512_bf16")
     if source.parent == ROOT / "tests" / "emulator":
         return ("-std=gnu11",)  # it handles signals, beyond C11
     return ()
@@ -52,7 +51,7 @@ def compiles(source: Path, folder: str) -> bool:
 
 
 def main() -> int:
-    folders = (NATIVE, ROOT / "tests" / "emulator", ROOT / "bench" / "proxy")
+    folders = (NATIVE, ROOT / "tests" / "emulator", ROOT / "examples")
     files = sorted(path for folder in folders for path in folder.rglob("*.[ch]"))
     arguments = ["-i"] if "--fix" in sys.argv else ["--dry-run", "--Werror"]
     clang_format = Path(sysconfig.get_path("scripts"), "clang-format")

@@ -58,10 +58,11 @@ struct kt_packing {
     const char *family;
     size_t (*panel_bytes)(const kt_format *format, size_t k);
     void (*pack)(const kt_source *source, size_t panel, uint8_t *packed, kt_scan *scan);
-    void (*unpack)(const kt_format *format, const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes, uint8_t *scales);
+    void (*unpack)(const kt_format *format, const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes,
+                   uint8_t *scales);
 };
 extern const kt_packing kt_pack_q4, kt_pack_b16;
-const kt_packing *kt_packing_of(const char *family);                      /* NULL: no such family */
+const kt_packing *kt_packing_of(const char *family);                  /* NULL: no such family */
 int kt_pack(const kt_source *source, uint8_t *packed, kt_scan *scan); /* all panels, by the pool; 0 or an errno */
 void kt_unpack(const kt_format *format, const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales);
 

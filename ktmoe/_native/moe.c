@@ -199,7 +199,8 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
         });
         const size_t first = panel * KT_PANEL, left = j->k_inter - first;
         for (size_t r = 0; j->encode && r < m; r++)
-            l->rows->encode(s->h[r], first, left < KT_PANEL ? left : KT_PANEL, j->k_inter, j->h + (row + r) * j->h_stride_bytes);
+            l->rows->encode(s->h[r], first, left < KT_PANEL ? left : KT_PANEL, j->k_inter,
+                            j->h + (row + r) * j->h_stride_bytes);
     }
 }
 

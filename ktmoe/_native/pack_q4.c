@@ -145,7 +145,8 @@ static void unpack_panel(const kt_format *f, const uint8_t *packed, size_t n, si
     for (size_t column = 0; column < KT_PANEL && panel * KT_PANEL + column < n; column++) {
         const size_t row = panel * KT_PANEL + column;
         for (size_t g = 0; g < groups; g++)
-            memcpy(scales + (row * groups + g) * f->scale_bytes, packed + scales_at(p, g) + column * f->scale_bytes, f->scale_bytes);
+            memcpy(scales + (row * groups + g) * f->scale_bytes, packed + scales_at(p, g) + column * f->scale_bytes,
+                   f->scale_bytes);
         for (size_t b = 0; b < p.blocks; b++) {
             uint8_t bytes[ROW_BYTES];
             for (int j = 0; j < 4; j++) {

@@ -29,7 +29,7 @@ const kt_kernel KERNELS[] = {
         .activations = "bf16",
         .few_max = FEW_MAX,
         .scratch_bytes = sizeof(panel_block),
-        .few = few_b16,
+        .few = FEW_MAX ? few_b16 : many_b16,
         .many = many_b16,
     },
     {0},

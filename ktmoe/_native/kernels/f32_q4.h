@@ -12,9 +12,7 @@ INLINE int nibble_bit(const int k) { return k / 2 * 4 + k % 2 * 16; }
 #if VECTOR_BYTES == 64
 typedef __m512 table;
 
-INLINE table load_table(const kt_dot *a, const enum scales kind) {
-    return (void)kind, _mm512_loadu_ps(a->codebook->value);
-}
+INLINE table load_table(const kt_dot *a, const enum scales kind) { return (void)kind, _mm512_loadu_ps(a->codebook->value); }
 
 /* VPERMPS reads four index bits, so that what stands above the nibble does not matter. */
 INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
@@ -63,7 +61,7 @@ static void many_bf16(const kt_dot *a) { many(a, BF16_SCALES); }
 
 #define Q4 .family = "q4", .activations = "bf16", .few_max = FEW_MAX, .scratch_bytes = sizeof(panel_block)
 const kt_kernel KERNELS[] = {
-    {Q4, .scale = "ue8m0", .group_max = KT_GROUP, .few = few_ue8m0, .many = many_ue8m0},
-    {Q4, .scale = "bf16", .group_max = KT_GROUP_MAX, .few = few_bf16, .many = many_bf16},
+    {Q4, .scale = "ue8m0", .group_max = KT_GROUP, .few = FEW_MAX ? few_ue8m0 : many_ue8m0, .many = many_ue8m0},
+    {Q4, .scale = "bf16", .group_max = KT_GROUP_MAX, .few = FEW_MAX ? few_bf16 : many_bf16, .many = many_bf16},
     {0},
 };

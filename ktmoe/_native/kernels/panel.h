@@ -113,8 +113,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
 #pragma GCC unroll 8
                     for (int j = 0; j < OCTET; j++) {
                         const u32v wj = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
-                        for (int i = 0; i < rows; i++)
-                            sum[i][v] = dot(sum[i][v], wj, broadcast(x[i] + x_at + j));
+                        for (int i = 0; i < rows; i++) sum[i][v] = dot(sum[i][v], wj, broadcast(x[i] + x_at + j));
                     }
                     __asm__ volatile("" : : : "memory"); /* x is broadcast again, so that sums keep their registers */
                 }
@@ -125,8 +124,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
             for (int i = 0; i < rows; i++) of_x[i] = factor(x[i], a->k, k / KT_GROUP, &t);
             for (int v = 0; v < vectors; v++) {
                 const f32v scale = load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind);
-                for (int i = 0; i < rows; i++)
-                    store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
+                for (int i = 0; i < rows; i++) store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
             }
         }
     }
@@ -154,7 +152,9 @@ INLINE void few(const kt_dot *a, const enum scales kind) {
             pass(a, first, 1, 0, 0, BOTH, kind);
             continue;
         }
-        for (int panel = 0; panel < (int)a->panels; panel++) switch (rows) { PASSES(PASS) }
+        for (int panel = 0; panel < (int)a->panels; panel++) switch (rows) {
+                PASSES(PASS)
+            }
     }
 }
 
@@ -193,9 +193,19 @@ INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_
     }
 }
 
-/* rows x a strip's columns over a decoded block: w [steps][STRIP]; scale [groups][KT_PANEL] from the strip's first column. */
-INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restrict scale, const size_t blocks,
-                 const void *const *restrict rows_x, const size_t k0, float *restrict out, const int rows, const enum scales kind) {
+/* A strip of a decoded K block: w [steps][STRIP]; scale [groups][KT_PANEL], from the strip's first column. */
+typedef struct strip {
+    const uint32_t *w;
+    const float *scale;
+    size_t k0, blocks;
+} strip;
+
+/* rows x a strip's columns, from row `first`; out from the strip's first column. */
+INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int rows,
+                 const enum scales kind) {
+    const void *const *rows_x = a->x + first;
+    const size_t k0 = s->k0, blocks = s->blocks;
+    out += first * KT_PANEL;
     const table t = load_table(a, kind);
     const size_t per = BLOCK_SUMS ? 1 : group_blocks(a, kind);
     const uint32_t *x[TILE_ROWS];
@@ -212,7 +222,7 @@ INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restr
 #pragma GCC unroll 2
         for (size_t step = b * STEPS; step < last * STEPS; step++) {
             u32v ws[TILE_VECTORS];
-            for (int v = 0; v < TILE_VECTORS; v++) ws[v] = load_u32(w + step * STRIP + v * LANES);
+            for (int v = 0; v < TILE_VECTORS; v++) ws[v] = load_u32(s->w + step * STRIP + v * LANES);
 #pragma GCC unroll 12
             for (int i = 0; i < rows; i++) {
                 const u32v xs = broadcast(x[i] + step);
@@ -222,12 +232,12 @@ INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restr
         if (in_groups(kind)) {
             const size_t group = BLOCK_SUMS ? b / group_blocks(a, kind) : b / per;
             for (int v = 0; v < TILE_VECTORS; v++) {
-                const f32v s = load_f32(scale + group * KT_PANEL + v * LANES);
+                const f32v scale = load_f32(s->scale + group * KT_PANEL + v * LANES);
 #pragma GCC unroll 12
                 for (int i = 0; i < rows; i++) {
                     float *to = out + i * KT_PANEL + v * LANES;
                     const f32v before = k0 || b ? load_f32(to) : splat(0);
-                    store_f32(to, finish(sum[i][v], s, factor(rows_x[i], a->k, k0 / KT_GROUP + b, &t), before));
+                    store_f32(to, finish(sum[i][v], scale, factor(rows_x[i], a->k, k0 / KT_GROUP + b, &t), before));
                 }
             }
         }
@@ -237,9 +247,9 @@ INLINE void tile(const kt_dot *a, const uint32_t *restrict w, const float *restr
         for (int v = 0; v < TILE_VECTORS; v++) store_f32(out + i * KT_PANEL + v * LANES, (f32v)sum[i][v]);
 }
 
-#define TILE(rows)                                                                                              \
-    case rows:                                                                                                  \
-        if ((rows) <= TILE_ROWS) tile(a, w, scale, blocks, a->x + first, k0, out + strip * STRIP, rows, kind); \
+#define TILE(rows)                                                    \
+    case rows:                                                        \
+        if ((rows) <= TILE_ROWS) tile(a, &s, first, out, rows, kind); \
         break
 
 /* Panels are innermost, so that the second finds the rows' x in L2. While a block is multiplied, the next one's codes and x come
@@ -254,23 +264,28 @@ INLINE void many(const kt_dot *a, const enum scales kind) {
             const uint8_t *packed = a->w[p] + k0 / K_BLOCK * full_bytes;
             if (!IN_PLACE) decode_block(a, packed, blocks, block, kind);
             const int last_panel = p + 1 == a->panels;
-            const uint8_t *next = last_panel ? a->w[0] + (k0 / K_BLOCK + 1) * full_bytes : a->w[p + 1] + k0 / K_BLOCK * full_bytes;
+            const uint8_t *next =
+                last_panel ? a->w[0] + (k0 / K_BLOCK + 1) * full_bytes : a->w[p + 1] + k0 / K_BLOCK * full_bytes;
             const size_t next_k = last_panel ? least(K_BLOCK, left) : 0;
             const size_t next_bytes = packed_bytes(last_panel ? next_k / KT_GROUP : blocks, per, kind);
             const size_t share = (next_bytes / tiles + LINE) / LINE * LINE;
             size_t fetched = 0;
-            for (int strip = 0; strip < STRIPS; strip++) {
-                const uint32_t *w = IN_PLACE ? (const uint32_t *)packed : block->w[strip][0];
-                const float *scale = block->scale[0] + strip * STRIP;
+            for (int n = 0; n < STRIPS; n++) {
+                const strip s = {
+                    .w = IN_PLACE ? (const uint32_t *)packed : block->w[n][0],
+                    .scale = block->scale[0] + n * STRIP,
+                    .k0 = k0,
+                    .blocks = blocks,
+                };
+                float *out = a->out[p] + n * STRIP;
                 for (size_t first = 0, rows; first < m; first += rows) {
                     rows = step_rows(m - first, TILE_ROWS);
                     for (size_t end = fetched + share; fetched < end && fetched < next_bytes; fetched += LINE)
                         prefetch_l2(next + fetched);
-                    if (strip == 0)
+                    if (n == 0)
                         for (size_t i = first; i < first + rows; i++)
                             for (size_t at = 0; at < next_k * 4 / STEP_K; at += LINE)
                                 prefetch_l2((const uint8_t *)a->x[i] + (k0 + K_BLOCK) * 4 / STEP_K + at);
-                    float *out = a->out[p] + first * KT_PANEL;
                     switch (rows) {
                         TILE(1);
                         TILE(2);

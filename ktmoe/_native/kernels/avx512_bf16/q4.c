@@ -24,8 +24,7 @@ INLINE fold load_fold(const uint8_t *scales, const int v) {
     const __m512i spread = _mm512_setr_epi32(LANE(0), LANE(1), LANE(2), LANE(3), LANE(4), LANE(5), LANE(6), LANE(7), LANE(8),
                                              LANE(9), LANE(10), LANE(11), LANE(12), LANE(13), LANE(14), LANE(15));
 #undef LANE
-    const __m512i b =
-        _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(scales + 16 * v))), spread);
+    const __m512i b = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(scales + 16 * v))), spread);
     return _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(253), b), 7);
 }
 
