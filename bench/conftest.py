@@ -120,6 +120,7 @@ def _forward_row(row) -> tuple[str, ...]:
         f"{row['share_of_multiply_peak']:.1%}",
         f"{row['limit_read_gb_s']:.1f}, {row['limit_gflop_s']:.0f}",
         f"{100 * row['worst_error_of_bound']:.2g}%",
+        f"{100 * row['bound_of_output']:.2g}%",
     )
 
 

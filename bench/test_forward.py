@@ -47,8 +47,8 @@ def run(benchmark, subject, batches, work, rounds):
     benchmark.pedantic(subject.layer.forward, setup=prepare, rounds=rounds, warmup_rounds=1)
     result = measurement.finish(benchmark.stats.stats.data)
     batch = next(batches)
-    error = measure.worst_error(subject.experts, subject.layer, batch)
-    assert error <= 1
+    check = measure.check(subject.experts, subject.layer, batch)
+    assert check.error <= 1
     benchmark.extra_info.update(
         kind="forward",
         format=subject.case.format,
@@ -65,5 +65,6 @@ def run(benchmark, subject, batches, work, rounds):
         limit_gflop_s=result.peak_limit / 1e9,
         share_of_read_bandwidth=result.read_share,
         share_of_multiply_peak=result.peak_share,
-        worst_error_of_bound=error,
+        worst_error_of_bound=check.error,
+        bound_of_output=check.bound,
     )

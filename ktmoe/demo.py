@@ -135,7 +135,7 @@ def _rows(experts: ExpertWeights, layer: MoELayer, limits: measure.Limits, secon
         with _task(progress, f"measure {layer.backend} {phase}", None) as advance:
             result = measure.run(layer, limits, batches, seconds=seconds, progress=lambda share: advance(share, 1.0))
         with _task(progress, f"check {layer.backend} {phase}", None):
-            error = measure.worst_error(experts, layer, next(batches), tokens=checked)
+            error = measure.check(experts, layer, next(batches), tokens=checked).error
         yield Row(layer.backend, phase, result, error)
 
 

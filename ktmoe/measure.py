@@ -189,8 +189,19 @@ def backends_for(experts: ExpertWeights) -> dict[str, core.KernelTable]:
     return found
 
 
-def worst_error(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int = 1, columns: int = 64) -> float:
-    """The largest error of a call's sampled outputs against the float64 reference, as a share of its bound: above 1 is wrong.
+@dataclass(frozen=True)
+class Check:
+    """A call's sampled outputs against the float64 reference.
+
+    error: the largest as a share of its bound: above 1 is wrong. bound: the median bound as a share of the outputs' rms.
+    """
+
+    error: float
+    bound: float
+
+
+def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int = 1, columns: int = 64) -> Check:
+    """Compare a sample of a call's outputs with the reference.
 
     The sample is taken with float32 outputs, whose bound is the computation's own; rounded, all of them must equal the
     measured call's bfloat16 outputs bit for bit, or the error is infinite. The reference takes seconds for a token.
@@ -198,7 +209,7 @@ def worst_error(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens
     y = layer.forward(batch.x, batch.ids, batch.weights)
     y32 = layer.forward(batch.x.astype(np.float32), batch.ids, batch.weights)
     if not np.array_equal(y32.astype(y.dtype).view(np.uint16), y.view(np.uint16)):
-        return math.inf
+        return Check(math.inf, math.nan)
     random = np.random.default_rng(len(batch.x))
     rows = random.choice(len(batch.x), min(tokens, len(batch.x)), replace=False)
     outputs = np.sort(random.choice(experts.hidden, min(columns, experts.hidden), replace=False))
@@ -211,4 +222,5 @@ def worst_error(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens
         columns=outputs,
         activations=layer.activations,
     )
-    return expected.worst(y32[rows][:, outputs])
+    scale = np.sqrt(np.mean(np.square(expected.y)))
+    return Check(expected.worst(y32[rows][:, outputs]), float(np.median(expected.bound) / scale) if scale else math.nan)

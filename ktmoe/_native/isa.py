@@ -38,7 +38,7 @@ ISAS = {
         flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
         requires=("avx512bw", "avx512vl", "avx512_bf16"),
         implies=("avx512f",),
-        # Intel's cores with AMX start a VDPBF16PS every second cycle, two FMAs every cycle: half the FLOPs, measured on one of them.
+        # Intel's cores with AMX start a VDPBF16PS every second cycle and two FMAs every cycle: half the FLOPs (measured).
         rank_with=(("amx_tile", 225),),
     ),
 }

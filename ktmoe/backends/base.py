@@ -29,7 +29,7 @@ class Packed(Protocol):
 
 
 class Backend(ABC):
-    """One way to compute. rank: "auto" takes the highest that is available. activations: the modes it has, its own choice first."""
+    """One way to compute. rank: "auto" takes the highest available. activations: the modes it has, its own choice first."""
 
     rank: int = 0
     activations: tuple[str, ...] = ("bf16",)
