@@ -13,7 +13,7 @@ enum {
     TILE_VECTORS = 2,
 #if VECTOR_BYTES == 64
     TILE_ROWS = 12, /* 24 accumulators of 32 registers; x is an operand in memory */
-    FEW_ROWS = 12,
+    FEW_ROWS = 6,
 #elif VECTOR_BYTES == 32
     TILE_ROWS = 6, /* 12 of 16 */
     FEW_ROWS = 4,
@@ -24,7 +24,7 @@ enum {
 };
 
 #if VECTOR_BYTES == 64
-#define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
+#define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4)
 #elif VECTOR_BYTES == 32
 #define PASSES(P) P(1, 8) P(2, 4) P(3, 2) P(4, 2)
 #else

@@ -2,6 +2,6 @@
 #include "kernels/avx512f/kernels.h"
 
 #define KERNELS kt_b16_avx512f
-enum { FEW_MAX = 12 };
+enum { FEW_MAX = 6 };
 
 #include "kernels/f32_b16.h"
