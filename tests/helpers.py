@@ -7,13 +7,37 @@ import os
 import ml_dtypes
 import numpy as np
 
-from ktmoe import SILU, ExpertWeights, GatedActivation, MoELayer, reference
+from ktmoe import BF16 as B16
+from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, Scale, WeightFormat, int4, reference
+from ktmoe.experts import PROJECTIONS
+from ktmoe.formats import E2M1
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DEEPSEEK = GatedActivation(limit=10.0)
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
-#: Scale bytes for weights of about 1/sqrt(k) at a k of a few hundred.
+#: Scale bytes, or exponent fields of bfloat16 numbers, for weights of about 1/sqrt(k) at a k of a few hundred.
 SCALES = (119, 124)
+#: The groups that may share a bfloat16 scale.
+GROUPS = (32, 64, 128)
+LONGEST = int4(GROUPS[-1])
+FORMATS = {"mxfp4": MXFP4, **{f"int4-{group}": int4(group) for group in GROUPS}, "b16": B16}
+#: What to pass to random_experts for weights that kernels treat apart: each format, and formats that differ by projection.
+WEIGHTS = {
+    "folded": {},
+    "unfolded": {"fold": False},
+    **{name: {"formats": weight_format} for name, weight_format in FORMATS.items() if weight_format != MXFP4},
+    "all three": {"formats": {"gate": MXFP4, "up": LONGEST, "down": B16}},
+    "group lengths": {"formats": {"gate": int4(64), "up": LONGEST, "down": MXFP4}},
+}
+#: More of those that differ by projection.
+MIXED = {
+    "gate and up alike": {"formats": {"gate": int4(128), "up": int4(128), "down": int4(32)}},
+    "b16 and int4": {"formats": {"gate": B16, "up": B16, "down": int4(128)}},
+    "int4 and b16": {"formats": {"gate": int4(32), "up": B16, "down": LONGEST}},
+    "int4 and mxfp4": {"formats": {"gate": LONGEST, "up": MXFP4, "down": int4(64)}},
+    "codebooks": {"formats": {"gate": WeightFormat("q4", E2M1, Scale("bf16", (1, 64))), "up": int4(64), "down": MXFP4}},
+    "unfolded and int4": {"formats": {"gate": MXFP4, "up": MXFP4, "down": int4(32)}, "fold": False},
+}
 MANY_THREADS = 2 * (os.cpu_count() or 1)
 
 
@@ -23,23 +47,57 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
+def random_bfloat16(rng, shape, low, high) -> np.ndarray:
+    """Numbers of both signs whose exponent fields are uniform in [low, high]; one in 16 is a zero of either sign."""
+    fields = rng.integers(low, high, shape, dtype=np.uint16, endpoint=True)
+    bits_ = fields << 7 | rng.integers(0, 128, shape, dtype=np.uint16)
+    return (np.where(rng.integers(0, 16, shape), bits_, 0) | rng.integers(0, 2, shape) << 15).astype(np.uint16).view(BF16)
+
+
 def random_experts(
-    rng, num_experts, hidden, intermediate, *, scales=SCALES, down_scales=None, fold=True, biases=False, activation=SILU
+    rng,
+    num_experts,
+    hidden,
+    intermediate,
+    *,
+    formats: WeightFormat | dict[str, WeightFormat] = MXFP4,
+    scales=SCALES,
+    down_scales=None,
+    fold=True,
+    biases=False,
+    activation=SILU,
 ) -> ExpertWeights:
-    """Uniform codes and scale bytes. scales: the least and the greatest byte. Not fold: byte 0 occurs once in every matrix, so
-    that no kernel may fold its scales."""
+    """Uniform codes and scale bytes; random_bfloat16() where scales, or weights of b16, are bfloat16 numbers.
 
-    def pair(n, k, low, high):
-        bytes_ = rng.integers(low, high, (num_experts, n, -(-k // 32)), dtype=np.uint8, endpoint=True)
-        if not fold:
-            bytes_[:, 0, 0] = 0
-        return rng.integers(0, 256, (num_experts, n, k // 2), dtype=np.uint8), bytes_
+    formats: of all matrices, or by projection. scales: the least and the greatest byte, or exponent field. Not fold: byte 0
+    occurs once in every matrix with UE8M0 scales, so that no kernel may fold them.
+    """
+    formats = dict.fromkeys(PROJECTIONS, formats) if isinstance(formats, WeightFormat) else formats
+    shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
 
-    gate, up = pair(intermediate, hidden, *scales), pair(intermediate, hidden, *scales)
-    down = pair(hidden, intermediate, *(down_scales or scales))
-    rows = {"gate": intermediate, "up": intermediate, "down": hidden}
-    added = {p: rng.standard_normal((num_experts, n)).astype(np.float32) for p, n in rows.items()} if biases else None
-    return ExpertWeights.from_arrays(gate, up, down, biases=added, activation=activation)
+    def stored(projection, low, high):
+        """(codes, scales) of all experts."""
+        weight_format, shape = formats[projection], shapes[projection]
+        if weight_format.scale is None:
+            return random_bfloat16(rng, (num_experts, *shape), low, high), [None] * num_experts
+        scales_shape = (num_experts, *weight_format.scale.shape(*shape))
+        if weight_format.scale.kind == "bf16":
+            scales_ = random_bfloat16(rng, scales_shape, low, high)
+        else:
+            scales_ = rng.integers(low, high, scales_shape, dtype=np.uint8, endpoint=True)
+            if not fold:
+                scales_[:, 0, 0] = 0
+        return rng.integers(0, 256, (num_experts, *weight_format.codes_shape(*shape)), dtype=np.uint8), scales_
+
+    arrays = {p: stored(p, *((down_scales or scales) if p == "down" else scales)) for p in PROJECTIONS}
+    added = {p: rng.standard_normal((num_experts, shapes[p][0])).astype(np.float32) for p in PROJECTIONS} if biases else None
+
+    def read(expert, projection):
+        codes, scales_ = (array[expert] for array in arrays[projection])
+        bias = added[projection][expert] if added else None
+        return Matrix(f"experts.{expert}.{projection}", formats[projection], shapes[projection], codes, scales_, bias)
+
+    return ExpertWeights(num_experts, hidden, intermediate, read, formats, activation)
 
 
 def random_batch(rng, experts, tokens, top_k, dtype=BF16):
@@ -61,6 +119,13 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def folds(layer: MoELayer, fold: bool = True) -> bool:
     """Whether a layer's kernels fold scales that can be folded: those that multiply in bfloat16 do."""
     return fold and layer.backend == "avx512_bf16"
+
+
+def assert_folds(layer: MoELayer, experts: ExpertWeights, fold: bool = True) -> None:
+    """A layer's kernels fold the scales that can be folded, UE8M0's, and no others; fold as in random_experts()."""
+    scales = {p: weight_format.scale for p, weight_format in experts.formats.items()}
+    expected = {p: folds(layer, fold) and scale is not None and scale.kind == "ue8m0" for p, scale in scales.items()}
+    assert layer._packed.kernels() == {(e, p): expected[p] for e in range(experts.num_experts) for p in PROJECTIONS}
 
 
 def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=None) -> np.ndarray:

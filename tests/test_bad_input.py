@@ -8,7 +8,7 @@ import pytest
 from helpers import BF16, random_batch, random_experts, same_bits
 
 import ktmoe
-from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
+from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4
 from ktmoe.errors import ClosedError, FormatError, InputError, KtmoeError, UnavailableError, UnknownNameError
 
 TOKENS, HIDDEN, TOP_K, NUM_EXPERTS = 3, 64, 2, 4
@@ -181,6 +181,33 @@ def test_matrix(changed, message):
         matrix(**changed)
 
 
+OF_INT4 = {"format": int4(64), "codes": np.zeros((4, 50), np.uint8), "scales": np.ones((4, 2), BF16)}
+OF_B16 = {"format": ktmoe.BF16, "codes": np.zeros((4, 33), BF16), "scales": None}
+OTHER_MATRICES = [
+    (100, OF_INT4, {"scales": np.ones((4, 2), np.uint16)}, r"scales: expected dtype bfloat16, found uint16"),
+    (100, OF_INT4, {"scales": np.ones((4, 2), np.float32)}, r"scales: expected dtype bfloat16, found float32"),
+    (100, OF_INT4, {"scales": np.ones((4, 4), BF16)}, r"scales: expected shape \[4, 2\], found \[4, 4\]"),
+    (100, OF_INT4, {"scales": None}, r"scales: expected a numpy array, found NoneType"),
+    (100, OF_INT4, {"codes": np.zeros((4, 50), np.int8)}, r"codes: expected dtype uint8, found int8"),
+    (101, OF_INT4, {}, r"needs n >= 1 and a k that is a multiple of 2, found \(4, 101\)"),
+    (33, OF_B16, {"scales": np.ones((4, 2), BF16)}, r"scales: expected none for b16, found"),
+    (33, OF_B16, {"codes": np.zeros((4, 33), np.uint16)}, r"codes: expected dtype bfloat16, found uint16"),
+    (33, OF_B16, {"codes": np.zeros((4, 33), np.float32)}, r"codes: expected dtype bfloat16, found float32"),
+    (33, OF_B16, {"codes": np.zeros((4, 66), np.uint8)}, r"codes: expected dtype bfloat16, found uint8"),
+    (33, OF_B16, {"codes": np.zeros((4, 34), BF16)}, r"codes: expected shape \[4, 33\], found \[4, 34\]"),
+    (33, OF_B16, {"codes": np.zeros((33, 4), BF16).T}, r"codes: expected a C-contiguous array"),
+    (0, OF_B16, {}, r"needs n >= 1 and k >= 1, found \(4, 0\)"),
+]
+
+
+@pytest.mark.parametrize(("k", "right", "changed", "message"), OTHER_MATRICES, ids=[str(i) for i in range(len(OTHER_MATRICES))])
+def test_matrix_of_other_formats(k, right, changed, message):
+    matrix(4, 100, **OF_INT4)
+    matrix(4, 33, **OF_B16)
+    with pytest.raises(FormatError, match=r"layers\.7\.w1.*" + message):
+        matrix(4, k, **right | changed)
+
+
 def experts_of(read, formats=MXFP4, sizes=(2, 64, 64)):
     return ExpertWeights(*sizes, read, formats, name="layers.7")
 
@@ -235,6 +262,31 @@ def test_from_arrays(changed, message):
         MoELayer(ExpertWeights.from_arrays(**ARRAYS | changed), "fp32_lut")
 
 
+def test_from_arrays_of_other_formats(backend):
+    """The same layer as from matrices; b16 has codes alone, as they are or in a tuple."""
+    rng = np.random.default_rng(7)
+    for weight_format in (int4(64), ktmoe.BF16):
+        experts = random_experts(rng, 2, 100, 64, formats=weight_format)
+        arrays = {}
+        for projection in ("gate", "up", "down"):
+            matrices = [experts.matrix(expert, projection) for expert in range(2)]
+            codes, scales = np.stack([m.codes for m in matrices]), [m.scales for m in matrices]
+            arrays[projection] = (codes,) if weight_format.scale is None else (codes, np.stack(scales))
+        batch = random_batch(rng, experts, 3, 2)
+        with MoELayer(experts, backend) as layer:
+            y = layer.forward(*batch)
+        with MoELayer(ExpertWeights.from_arrays(**arrays, format=weight_format), backend) as layer:
+            assert (layer.hidden, layer.intermediate) == (100, 64)
+            assert same_bits(layer.forward(*batch), y)
+        if weight_format.scale is None:
+            bare = {projection: codes for projection, (codes,) in arrays.items()}
+            with MoELayer(ExpertWeights.from_arrays(**bare, format=weight_format), backend) as layer:
+                assert same_bits(layer.forward(*batch), y)
+        wrong = arrays | {"up": arrays["up"] * 2 if weight_format.scale is None else arrays["up"][:1]}
+        with pytest.raises(FormatError, match=r"experts: up must be \(codes.*\), found \d arrays"):
+            ExpertWeights.from_arrays(**wrong, format=weight_format)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_bias_must_be_finite(backend, value):
     experts = random_experts(np.random.default_rng(3), 2, 64, 64, biases=True)
@@ -248,7 +300,7 @@ def test_a_bias_must_be_finite(backend, value):
     [
         ({"experts": {}}, InputError, r"experts must be ExpertWeights, found dict; see MoELayer\.from_checkpoint"),
         ({"router_weight": "up"}, InputError, r"router_weight must be one of .*down_output.*, found 'up'"),
-        ({"activations": "int3"}, UnavailableError, r"'fp32_lut' has no activation mode 'int3'; it has auto, bf16"),
+        ({"activations": "int3"}, UnavailableError, r"'fp32_lut' has no activation mode 'int3' .*; it has auto, bf16"),
         ({"backend": "cuda"}, UnknownNameError, r"unknown backend 'cuda'; known are .*avx512_bf16.*fp32_lut"),
     ],
 )

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import BF16, DEEPSEEK, MANY_THREADS, assert_right, folds, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, MANY_THREADS, WEIGHTS, assert_folds, assert_right, random_batch, random_experts, same_bits
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
@@ -26,16 +26,16 @@ def random_settings(rng):
 class Case:
     """A layer, tokens, and each token's output when it is alone, on one thread, under the default settings."""
 
-    def __init__(self, backend, fold, router_weight="down_output", dtype=BF16, shape=(100, 80)):
+    def __init__(self, backend, weights, router_weight="down_output", dtype=BF16, shape=(100, 80)):
         rng = np.random.default_rng(1)
-        self.experts = random_experts(rng, 5, *shape, fold=fold, activation=DEEPSEEK, biases=True)
+        self.experts = random_experts(rng, 5, *shape, activation=DEEPSEEK, biases=True, **weights)
         self.x, self.ids, self.weights = random_batch(rng, self.experts, POOL, TOP_K, dtype)
         self.ids[:8] = [0, 1, 2]  # one crowd, so that few() and many() both serve the same tokens
         self.ids[8] = [4, 4, 4]
         self.ids[9] = [-1, 5, 3]
         self.ids[10] = -1
         self.layer = MoELayer(self.experts, backend, router_weight=router_weight)
-        assert set(self.layer._packed.kernels().values()) == {folds(self.layer, fold)}
+        assert_folds(self.layer, self.experts, weights.get("fold", True))
         set_num_threads(1)
         self.alone = np.concatenate([self.forward([token]) for token in range(POOL)])
         assert_right(self.layer, self.experts, self.x, self.ids, self.weights, self.alone)
@@ -47,16 +47,18 @@ class Case:
         assert same_bits(self.forward(tokens), self.alone[tokens])
 
 
-@pytest.fixture(scope="module", params=[(f, d) for f in (True, False) for d in (BF16, np.float32)], ids=str)
+@pytest.fixture(
+    scope="module", params=[("folded", BF16), ("unfolded", BF16), *((name, np.float32) for name in WEIGHTS)], ids=str
+)
 def case(request, backend):
     """float32 shows every bit of the sums; bfloat16 is what small batches multiply without a copy."""
-    fold, dtype = request.param
-    case = Case(backend, fold, dtype=dtype)
+    name, dtype = request.param
+    case = Case(backend, WEIGHTS[name], dtype=dtype)
     yield case
     case.layer.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_batches(case, seed):
     rng = np.random.default_rng(seed)
     set_num_threads(int(rng.integers(1, MANY_THREADS, endpoint=True)))
@@ -90,10 +92,10 @@ def test_duplicates_of_one_token(case, count):
 
 
 @pytest.mark.parametrize("shape", [(544, 32), (32, 544)], ids=str)
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
-def test_sums_longer_than_a_kernels_block(backend, fold, shape):
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_sums_longer_than_a_kernels_block(backend, weights, shape):
     """Kernels for many rows put sums aside between blocks of k, and those for few do not."""
-    case = Case(backend, fold, dtype=np.float32, shape=shape)
+    case = Case(backend, weights, dtype=np.float32, shape=shape)
     with case.layer:
         for only_many in (False, True):
             core.tune(only_many=only_many)
@@ -112,7 +114,7 @@ def test_every_position(case):
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 def test_router_weights_and_kinds(backend, router_weight, dtype):
-    case = Case(backend, True, router_weight, dtype)
+    case = Case(backend, {}, router_weight, dtype)
     rng = np.random.default_rng(2)
     with case.layer:
         for _ in range(6):

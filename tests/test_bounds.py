@@ -7,15 +7,17 @@ import ctypes
 import faulthandler
 import multiprocessing
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import random_batch, random_experts
+from helpers import WEIGHTS, random_batch, random_experts
 
 from ktmoe import ExpertWeights, MoELayer, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.errors import InputError
+from ktmoe.experts import PROJECTIONS
 
 PAGE = 4096
 PROT_NONE, READ_WRITE, PRIVATE_ANONYMOUS = 0, 3, 0x22
@@ -90,29 +92,41 @@ def test_a_matrix_that_was_not_packed_or_does_not_exist(call):
 
 
 def fence_experts(experts, side):
-    def matrices(projection):
-        pairs = [experts._read(expert, projection) for expert in range(experts.num_experts)]
-        return fenced(np.stack([m.codes for m in pairs]), side), fenced(np.stack([m.scales for m in pairs]), side)
+    """Each matrix's codes, scales and bias by themselves."""
 
-    return ExpertWeights.from_arrays(*(matrices(projection) for projection in ("gate", "up", "down")))
+    def fence(matrix):
+        arrays = {name: getattr(matrix, name) for name in ("codes", "scales", "bias")}
+        return replace(matrix, **{name: fenced(array, side) for name, array in arrays.items() if array is not None})
+
+    matrices = {(e, p): fence(experts.matrix(e, p)) for e in range(experts.num_experts) for p in PROJECTIONS}
+    sizes = experts.num_experts, experts.hidden, experts.intermediate
+    return ExpertWeights(*sizes, lambda *key: matrices[key], experts.formats)
+
+
+SHAPES = [(64, 96), (100, 34), (2, 2), (288, 64)]
+CASES = [
+    *((shape, name) for shape in SHAPES for name in ("folded", "int4-64", "b16")),
+    *((shape, name) for shape in SHAPES[1::2] for name in ("int4-32", "int4-128", "all three", "group lengths")),
+    *((shape, "b16") for shape in ((1, 1), (33, 7), (7, 289))),  # 4-bit codes have no odd k
+]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("side", ["end", "start"])
-@pytest.mark.parametrize("shape", [(64, 96), (100, 34), (2, 2), (288, 64)], ids=str)
-def test_every_array(backend, shape, side):
+@pytest.mark.parametrize(("shape", "weights"), CASES, ids=str)
+def test_every_array(backend, shape, weights, side):
     rng = np.random.default_rng(shape)
-    experts = random_experts(rng, 2, *shape)
+    experts = random_experts(rng, 2, *shape, biases=True, **WEIGHTS[weights])
 
     def run():
         set_num_threads(2)
         with MoELayer(fence_experts(experts, side), backend) as layer:
             layer.expert_mask = fenced(layer.expert_mask, side)
             for tokens, dtype in ((1, np.uint16), (3, np.uint16), (15, np.uint16), (2, np.float32)):
-                x, ids, weights = random_batch(rng, experts, tokens, 2, np.float32)
+                x, ids, router_weights = random_batch(rng, experts, tokens, 2, np.float32)
                 x = fenced((x.view(np.uint32) >> 16).astype(np.uint16) if dtype == np.uint16 else x, side)
                 out = fenced(np.zeros_like(x), side)
-                y = layer.forward(x, fenced(ids, side), fenced(weights, side), out=out)
+                y = layer.forward(x, fenced(ids, side), fenced(router_weights, side), out=out)
                 assert y is out
                 assert y.any()
 

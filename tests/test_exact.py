@@ -5,40 +5,54 @@ a time is made visible: h = g * sigmoid(alpha * g) * u is exactly u where a bias
 u = 1 and g > 0, since ALPHA saturates the sigmoid; and identities carry x to h, or h to y.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
-from helpers import BF16, folds, pack_nibbles
+from helpers import B16, BF16, FORMATS, LONGEST, folds, pack_nibbles
 
-from ktmoe import ExpertWeights, GatedActivation, MoELayer
-from ktmoe.formats import E2M1
+from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4
+from ktmoe.experts import PROJECTIONS
+from ktmoe.formats import E2M1, OFFSET_INT4, Scale, WeightFormat
 
 ALPHA = 2.0**30
-ONE = 2  # the code of 1
-VALUES = np.array(E2M1)
-EVERY_BYTE = range(255)
+#: What packs as nibbles, and what a group's length may be.
+INTEGERS = {name: weight_format for name, weight_format in FORMATS.items() if name.startswith("int4")}
+#: The largest codebook that int16 knows.
+SIXTEENS = WeightFormat("q4", (-16.0, 16.0, *OFFSET_INT4[2:]), Scale("bf16", (1, 64)))
 
 
-def zeros(n, k):
-    """codes, scales of a matrix that is zero."""
-    return np.zeros((n, k), np.uint8), np.full((n, -(-k // 32)), 127, np.uint8)
+def zeros(n, k, weight_format=MXFP4):
+    """codes, scales of a matrix that is zero; of a format that every layer can have."""
+    return np.full((n, k), weight_format.codebook.index(0), np.uint8), np.full((n, -(-k // 32)), 127, np.uint8)
 
 
 def identity(n):
-    return ONE * np.eye(n, dtype=np.uint8), zeros(n, n)[1]
+    return E2M1.index(1) * np.eye(n, dtype=np.uint8), zeros(n, n)[1]
 
 
-def weights_of(codes, scales):
+def weights_of(codes, scales, weight_format=MXFP4):
     """float64 [n, k]."""
-    return VALUES[codes] * np.repeat(np.ldexp(1.0, scales.astype(int) - 127), 32, axis=1)[:, : codes.shape[1]]
+    if weight_format == B16:
+        return codes.astype(float)
+    values = np.ldexp(1.0, scales.astype(int) - 127) if scales.dtype == np.uint8 else scales.astype(float)
+    group = weight_format.scale.extent[1]
+    return np.array(weight_format.codebook)[codes] * np.repeat(values, group, axis=1)[:, : codes.shape[1]]
 
 
 def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto"):
-    """One expert, from (codes [n, k], scales) and the biases' one value."""
-    intermediate, matrices = len(gate[0]), []
-    for codes, scales in (gate, up, down):
-        matrices.append((pack_nibbles(codes)[None], scales[None]))
-    biases = {p: np.full((1, intermediate), value, np.float32) for p, value in (("gate", gate_bias), ("up", up_bias))}
-    experts = ExpertWeights.from_arrays(*matrices, biases=biases, activation=GatedActivation(alpha=ALPHA))
+    """One expert, from (codes [n, k], scales, its format or MXFP4) and the biases' one value."""
+    intermediate, hidden = gate[0].shape
+    biases = {"gate": gate_bias, "up": up_bias}
+    matrices = {}
+    for projection, (codes, scales, *rest) in zip(PROJECTIONS, (gate, up, down), strict=True):
+        (weight_format,) = rest or (MXFP4,)
+        stored = pack_nibbles(codes) if weight_format.family == "q4" else codes
+        bias = np.full(intermediate, biases[projection], np.float32) if projection in biases else None
+        matrices[projection] = Matrix(projection, weight_format, codes.shape, stored, scales, bias)
+    formats = {projection: matrix.format for projection, matrix in matrices.items()}
+    activation = GatedActivation(alpha=ALPHA)
+    experts = ExpertWeights(1, hidden, intermediate, lambda _, projection: matrices[projection], formats, activation)
     return MoELayer(experts, backend, activations)
 
 
@@ -50,30 +64,49 @@ def forward(layer, x):
     return y.astype(np.float64)
 
 
-def down_layer(backend, codes, scales):
+def down_layer(backend, codes, scales, weight_format=MXFP4):
     """y = x W^T: gate is 1 by its bias, up an identity."""
     hidden, intermediate = codes.shape
-    if hidden < intermediate:  # x has as many numbers as y: pad W's rows with zeros
+    if hidden < intermediate:  # x has as many numbers as y: pad W with rows of zeros, or of anything
         codes = np.pad(codes, ((0, intermediate - hidden), (0, 0)))
-        scales = np.pad(scales, ((0, intermediate - hidden), (0, 0)), constant_values=127)
+        if scales is not None:
+            scales = np.pad(scales, ((0, intermediate - hidden), (0, 0)), mode="edge")
     hidden = len(codes)
     up = identity(hidden)
     up = (up[0][:intermediate], up[1][:intermediate])
-    return make_layer(backend, zeros(intermediate, hidden), up, (codes, scales), 1, 0)
+    return make_layer(backend, zeros(intermediate, hidden), up, (codes, scales, weight_format), 1, 0)
 
 
-def visible_layer(backend, projection, codes, scales, gate_bias=1, activations="auto"):
-    """y = x W^T for W = up; y = x W^T + gate_bias for W = gate. Down is an identity: y and h have as many numbers."""
+def visible_layer(backend, projection, codes, scales, weight_format=MXFP4, gate_bias=1, activations="auto"):
+    """y = x W^T for W = up; y = x W^T + gate_bias for W = gate. Down is an identity: y has as many numbers as x, at least as
+    many as h; those that are more are zero."""
     n, k = codes.shape
-    assert n == k
+    down = identity(k)
+    down = np.ascontiguousarray(down[0][:, :n]), np.ascontiguousarray(down[1][:, : -(-n // 32)])
+    shown = codes, scales, weight_format
     if projection == "up":
-        return make_layer(backend, zeros(n, k), (codes, scales), identity(n), 1, 0, activations)
-    return make_layer(backend, (codes, scales), zeros(n, k), identity(n), gate_bias, 1, activations)
+        return make_layer(backend, zeros(n, k), shown, down, 1, 0, activations)
+    return make_layer(backend, shown, zeros(n, k), down, gate_bias, 1, activations)
 
 
 def shift_for(byte):
     """Exponent of x that keeps sums of x * codebook[code] * 2**(byte - 127) in float32's normal range."""
     return int(np.clip(127 - byte, -96, 96))
+
+
+def random_codes(rng, n, k, weight_format):
+    """Codes [n, k], or for b16 integers of at most 4 bits."""
+    if weight_format == B16:
+        return rng.integers(-15, 16, (n, k)).astype(BF16)
+    return rng.integers(0, 16, (n, k), dtype=np.uint8)
+
+
+def odd_scales(rng, n, k, weight_format, largest=7):
+    """Scales with as many significant bits as largest has, of both signs, some zero; None for b16."""
+    if weight_format == B16:
+        return None
+    values = rng.choice([v for v in range(-largest, largest + 1) if v % 2] + [0], weight_format.scale.shape(n, k))
+    return values.astype(BF16)
 
 
 # Down: h is any small integers, and float32 outputs show 24 bits.
@@ -91,6 +124,67 @@ def test_dense_integers(backend, size, tokens):
         with down_layer(backend, codes, scales) as layer:
             assert layer._packed.kernels()[0, "down"] == folds(layer, low in (2, 125, 248))
             assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales).T)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16], ids=lambda tokens: f"{tokens} tokens")
+@pytest.mark.parametrize("size", [32, 100, 320])
+@pytest.mark.parametrize("weight_format", [*INTEGERS.values(), B16], ids=[*INTEGERS, "b16"])
+def test_dense_integers_of_other_formats(backend, weight_format, size, tokens):
+    """3 bits of x, 4 of code, 3 of an odd scale and 2 of its exponent, 9 of length: 21. Groups are cut short by every size."""
+    rng = np.random.default_rng((size, tokens))
+    codes, scales = random_codes(rng, size, size, weight_format), odd_scales(rng, size, size, weight_format)
+    if scales is not None:
+        scales = scales * np.ldexp(1.0, rng.integers(0, 3, scales.shape)).astype(BF16)
+    x = rng.integers(-7, 8, (tokens, size)).astype(float)
+    with down_layer(backend, codes, scales, weight_format) as layer:
+        assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales, weight_format).T)
+
+
+@pytest.mark.parametrize("weight_format", [MXFP4, LONGEST, SIXTEENS, B16], ids=["mxfp4", "int4", "sixteens", "b16"])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_the_largest_sums(backend, weight_format, tokens):
+    """x of 255, all of one sign, and the largest codes of either: of int16's sums, the greatest that there are."""
+    k, row = 64, np.arange(4)
+    if weight_format == B16:
+        codes, scales = np.array([15, -15, 3, -7])[row][:, None].repeat(k, 1).astype(BF16), None
+    else:
+        values = np.array(weight_format.codebook)
+        ends = [values.argmin(), values.argmax(), weight_format.codebook.index(0), values.argmax()]
+        codes = np.array(ends, np.uint8)[row][:, None].repeat(k, 1)
+        codes[3, 1::2] = values.argmin()
+        scales = np.full(weight_format.scale.shape(4, k), 127 if weight_format == MXFP4 else 1).astype(
+            weight_format.scale.dtype
+        )
+    x = np.concatenate([np.full((1, k), 255.0), np.full((1, k), -255.0), np.resize([255.0, -255.0], (5, k))])[:tokens]
+    expected = x @ weights_of(codes, scales, weight_format).T
+    with down_layer(backend, codes, scales, weight_format) as layer:
+        assert np.array_equal(forward(layer, x)[:, :4], expected)
+    assert np.abs(expected).max() >= 255 * k * 6
+
+
+EXPONENTS_AT_ONCE = 8
+
+
+@pytest.mark.parametrize("first", range(0, 255, 4 * EXPONENTS_AT_ONCE))
+def test_every_bfloat16_scale(backend, first):
+    """A row for each mantissa and sign, a group for each exponent, and a token that sees that group alone: every finite scale
+    with every code. 3 bits of x, 4 of code, 8 of scale, 5 of length: 20."""
+    rng = np.random.default_rng(first)
+    weight_format = int4(32)
+    for low in range(first, min(first + 4 * EXPONENTS_AT_ONCE, 255), EXPONENTS_AT_ONCE):
+        fields = np.arange(low, min(low + EXPONENTS_AT_ONCE, 255))
+        k = 32 * len(fields)
+        codes = rng.permuted(np.tile(np.arange(32, dtype=np.uint8) % 16, (256, len(fields))).reshape(256, -1, 32), axis=2)
+        codes = codes.reshape(256, k)
+        mantissas = np.arange(256)[:, None]
+        scales = (mantissas >> 7 << 15 | fields << 7 | mantissas & 127).astype(np.uint16).view(BF16)
+        x = np.zeros((len(fields), 256))
+        for token, field in enumerate(fields):
+            x[token, 32 * token : 32 * token + 32] = np.ldexp(rng.integers(-7, 8, 32).astype(float), shift_for(field))
+        with down_layer(backend, codes, scales, weight_format) as layer:
+            y = forward(layer, x)
+        assert np.array_equal(y, x[:, :k] @ weights_of(codes, scales, weight_format).T)
+        assert np.count_nonzero(y) > 0.9 * y.size
 
 
 @pytest.mark.parametrize("block", range(0, 255, 15))
@@ -150,11 +244,91 @@ def test_every_weight_by_itself(backend, projection, size):
     scales = rng.integers(126, 129, (size, -(-size // 32)), dtype=np.uint8)
     bias = 16 if projection == "gate" else 0  # keeps the gate above 0: multiples of 1/4 up to 28
     expected = weights_of(codes, scales).T + bias
-    with visible_layer(backend, projection, codes, scales, bias or 1) as layer:
+    with visible_layer(backend, projection, codes, scales, gate_bias=bias or 1) as layer:
         assert np.array_equal(forward(layer, np.eye(size)), expected)
         for first in range(0, size, 4 * 7):
             tokens = slice(first, first + 4)
             assert np.array_equal(forward(layer, np.eye(size)[tokens]), expected[tokens])
+
+
+@pytest.mark.parametrize("projection", ["gate", "up"])
+@pytest.mark.parametrize("shape", [(34, 34), (66, 70), (64, 290)], ids=str)
+@pytest.mark.parametrize("weight_format", [*INTEGERS.values(), B16], ids=[*INTEGERS, "b16"])
+def test_every_weight_of_other_formats_by_itself(backend, projection, shape, weight_format):
+    """Weights are integers of at most 56, and the gate's bias of 64 keeps it above 0. Of many k, those at ends of blocks and
+    groups and some others."""
+    rng = np.random.default_rng(shape)
+    n, size = shape
+    codes, scales = random_codes(rng, *shape, weight_format), odd_scales(rng, *shape, weight_format)
+    bias = 64 if projection == "gate" else 0
+    k = np.arange(size) if size < 100 else np.unique([0, 31, 32, 63, 64, 127, 128, 255, 256, size - 1, *rng.choice(size, 30)])
+    expected = weights_of(codes, scales, weight_format).T[k] + bias
+    with visible_layer(backend, projection, codes, scales, weight_format, bias or 1) as layer:
+        assert np.array_equal(forward(layer, np.eye(size)[k])[:, :n], expected)
+        for first in range(0, len(k), 4 * 7):
+            tokens = slice(first, first + 4)
+            assert np.array_equal(forward(layer, np.eye(size)[k[tokens]])[:, :n], expected[tokens])
+
+
+@pytest.mark.parametrize("first", range(0, 255, 32))
+def test_every_bfloat16_weight(backend, first):
+    """Column k of W has one exponent for each k, a row for each mantissa and sign; token k is a power of two at k. What is
+    denormal is taken as zero by those that multiply in bfloat16, and kept by the others."""
+    fields = np.arange(first, min(first + 32, 255))
+    mantissas = np.arange(256)[:, None]
+    codes = (mantissas >> 7 << 15 | fields << 7 | mantissas & 127).astype(np.uint16).view(BF16)
+    x = np.zeros((len(fields), 256))
+    x[np.arange(len(fields)), np.arange(len(fields))] = [2.0 ** shift_for(field) for field in fields]
+    expected = x[:, : len(fields)] @ codes.astype(float).T
+    if backend == "avx512_bf16":
+        expected[fields == 0] = 0
+    assert np.count_nonzero(expected) >= 254 * (len(fields) - 1)
+    with down_layer(backend, codes, None, B16) as layer:
+        assert np.array_equal(forward(layer, x), expected)
+    if first in (0, 128):
+        square = np.zeros((256, 256), BF16)
+        square[:, : len(fields)] = codes
+        with visible_layer(backend, "up", square, None, B16) as layer:
+            assert np.array_equal(forward(layer, x), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 127])
+@pytest.mark.parametrize(("of", "power"), [("x", 0), ("x", -8), ("codebook", -133)], ids=["x", "x, small units", "codebook"])
+def test_denormal_factors(backend, of, power, tokens):
+    """Of x and of a codebook: zero for those that multiply in bfloat16, kept by the others."""
+    rng = np.random.default_rng(5)
+    weight_format = WeightFormat("q4", tuple(np.ldexp(n, power) for n in range(-8, 8)), Scale("bf16", (1, 64)))
+    codes = rng.integers(0, 16, (64, 128), dtype=np.uint8)
+    scales = np.full((64, 2), 2.0**100).astype(BF16)
+    x = np.zeros((tokens, 128))
+    numbers = np.arange(1.0, tokens + 1) * (-1) ** np.arange(tokens)
+    x[np.arange(tokens), np.arange(tokens)] = np.ldexp(numbers, -133 if of == "x" else 0)
+    expected = (x @ weights_of(codes, scales, weight_format).T).astype(np.float32).astype(BF16).astype(float)
+    assert expected.any()
+    with visible_layer(backend, "up", codes, scales, weight_format, activations="bf16") as layer:
+        y = forward(layer, x)
+    assert np.array_equal(y[:, :64], expected if backend != "avx512_bf16" else np.zeros_like(expected))
+    if of == "x":  # one number in a group: its integer is exact
+        with visible_layer(backend, "up", codes, scales, weight_format) as layer:
+            assert np.array_equal(forward(layer, x), y)
+
+
+@pytest.mark.parametrize("low", [0, 60, 127, 190, 246])
+@pytest.mark.parametrize("tokens", [5, 40])
+@pytest.mark.parametrize("group", [32, 128])
+def test_up_with_bfloat16_scales_far_apart(backend, group, low, tokens):
+    """One product a sum: 8 bits of scale and 4 of code, which h rounds to bfloat16, once."""
+    rng = np.random.default_rng(low)
+    codes = rng.integers(0, 16, (192, 192), dtype=np.uint8)
+    shape = (192, -(-192 // group))
+    fields = rng.integers(low, min(low + 64, 254), shape, dtype=np.uint16, endpoint=True)
+    signs_and_mantissas = rng.integers(0, 256, shape, dtype=np.uint16)
+    scales = (signs_and_mantissas >> 7 << 15 | fields << 7 | signs_and_mantissas & 127).view(BF16)
+    x = np.zeros((tokens, 192))
+    x[np.arange(tokens), rng.choice(192, tokens, replace=False)] = 2.0 ** shift_for(low + 32)
+    expected = (x @ weights_of(codes, scales, int4(group)).T).astype(np.float32)  # exact: 12 bits
+    with visible_layer(backend, "up", codes, scales, int4(group), activations="bf16") as layer:
+        assert np.array_equal(forward(layer, x), expected.astype(BF16).astype(float))
 
 
 @pytest.mark.parametrize("low", [0, 60, 127, 190, 247])
@@ -184,7 +358,7 @@ def test_every_scale_byte_in_gate_and_up(backend, projection, block):
         shift = shift_for(byte)
         bias = 2.0 ** (6 + byte - 127 + shift)
         scaled = np.ldexp(x, shift)
-        with visible_layer(backend, projection, codes, scales, bias if projection == "gate" else 1) as layer:
+        with visible_layer(backend, projection, codes, scales, gate_bias=bias if projection == "gate" else 1) as layer:
             expected = scaled @ weights_of(codes, scales).T + (bias if projection == "gate" else 0)
             assert np.array_equal(forward(layer, scaled), expected)
 
@@ -215,3 +389,44 @@ def test_mistakes_are_seen(backend, mistake):
         assert np.array_equal(forward(layer, x), expected)
     with down_layer(backend, *mistake(codes, scales)) as layer:
         assert not np.array_equal(forward(layer, x), expected)
+
+
+def swap_pairs(codes):
+    return codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
+
+
+def change_one(codes):
+    codes = codes.copy()
+    codes[37, 53] = codes[codes != codes[37, 53]][0]
+    return codes
+
+
+OF_CODES = {
+    "pairs": lambda codes, scales: (swap_pairs(codes), scales),
+    "one code": lambda codes, scales: (change_one(codes), scales),
+    "column": lambda codes, scales: (np.roll(codes, 1, axis=0), scales),
+    "k": lambda codes, scales: (np.roll(codes, 32, axis=1), scales),
+}
+OF_SCALES = {
+    "group": lambda codes, scales: (codes, np.roll(scales, 1, axis=1)),
+    "row": lambda codes, scales: (codes, np.roll(scales, 1, axis=0)),
+    "sign": lambda codes, scales: (codes, np.abs(scales)),
+    "last bit": lambda codes, scales: (codes, (scales.view(np.uint16) ^ np.eye(*scales.shape, dtype=np.uint16)).view(BF16)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"), [*product(("int4-32", "int4-128"), {**OF_CODES, **OF_SCALES}), *product(("b16",), OF_CODES)]
+)
+def test_mistakes_are_seen_in_other_formats(backend, name, mistake):
+    rng = np.random.default_rng(4)
+    weight_format = FORMATS[name]
+    codes, scales = random_codes(rng, 64, 288, weight_format), odd_scales(rng, 64, 288, weight_format)
+    if scales is not None:
+        scales[scales == 0] = 1  # what they scale counts
+    x = rng.choice([-3.0, -1.0, 2.0, 5.0], (3, 288))
+    expected = x @ weights_of(codes, scales, weight_format).T
+    with down_layer(backend, codes, scales, weight_format) as layer:
+        assert np.array_equal(forward(layer, x)[:, :64], expected)
+    with down_layer(backend, *(OF_CODES | OF_SCALES)[mistake](codes, scales), weight_format) as layer:
+        assert not np.array_equal(forward(layer, x)[:, :64], expected)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from helpers import BF16, DEEPSEEK, bits, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, WEIGHTS, bits, random_batch, random_experts, same_bits
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
@@ -15,9 +15,9 @@ from ktmoe.layer import ROUTER_WEIGHTS
 NAN, INF = np.nan, np.inf
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["folded", "unfolded"])
+@pytest.fixture(scope="module", params=["folded", "unfolded", "int4-32", "int4-128", "b16", "all three"])
 def experts(request):
-    return random_experts(np.random.default_rng(1), 3, 100, 64, fold=request.param, activation=DEEPSEEK)
+    return random_experts(np.random.default_rng(1), 3, 100, 64, activation=DEEPSEEK, **WEIGHTS[request.param])
 
 
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
@@ -39,6 +39,8 @@ def test_nan_and_infinity_touch_only_their_own_token(backend, experts, router_we
                         y = layer.forward(x, ids, weights)
                         assert same_bits(np.delete(y, bad, 0), np.delete(clean, bad, 0))
                         assert not np.isfinite(y[bad].astype(np.float32)).any()
+                        if np.isnan(value) or (layer.activations == "int16" and spoil is x):
+                            assert np.isnan(y[bad].astype(np.float32)).all()  # integers know no infinity
                     spoil[bad] = kept
         assert same_bits(layer.forward(x, ids, weights), clean)
 
@@ -78,8 +80,9 @@ def test_every_nan_is_still_nan_when_rounded(backend, experts):
 
 def test_an_output_beyond_bfloat16_is_infinite(backend, experts):
     x, ids, _ = random_batch(np.random.default_rng(5), experts, 4, 1)
+    x *= BF16.type(4)
     with MoELayer(experts, backend) as layer:
-        weights = np.full((4, 1), 2.0**127, np.float32)
+        weights = np.array([[2.0**120], [2.0**120], [2.0**127], [2.0**127]], np.float32)
         y = layer.forward(x.astype(np.float32), ids, weights)
         rounded = layer.forward(x, ids, weights)
     with np.errstate(over="ignore"):
@@ -130,10 +133,11 @@ class FloatingPoint:
 
 @pytest.mark.parametrize("mxcsr", WEIRD.values(), ids=WEIRD.keys())
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_callers_floating_point_state(backend, mxcsr, threads):
+@pytest.mark.parametrize("weights", [WEIGHTS[name] for name in ("folded", "int4-64", "b16")], ids=["folded", "int4", "b16"])
+def test_the_callers_floating_point_state(backend, weights, mxcsr, threads):
     """Same bits under every state, and the state is what it was. Outputs include denormals, which flushing would lose."""
     rng = np.random.default_rng(6)
-    experts = random_experts(rng, 2, 100, 64, scales=(100, 124))
+    experts = random_experts(rng, 2, 100, 64, scales=(100, 124), **weights)
     x, ids, weights = random_batch(rng, experts, 16, 2, np.float32)
     weights[:4] *= np.float32(2.0**-126)
     floating_point = FloatingPoint()

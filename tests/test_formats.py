@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import DEEPSEEK, assert_right, random_batch, random_experts
 
-from ktmoe import MXFP4, ExpertWeights, Matrix, MoELayer, Scale, WeightFormat
+from ktmoe import BF16, MXFP4, ExpertWeights, Matrix, MoELayer, Scale, WeightFormat, backends, int4
 from ktmoe.errors import FormatError
 from ktmoe.formats import E2M1
 
@@ -18,7 +18,14 @@ CODEBOOKS = {
     "small": tuple(float(n) * 2.0**-60 for n in range(-8, 8)),
     "positive": tuple(float(n) for n in range(16)),
     "negative": tuple(-float(n) for n in range(16)),
+    "sixteens": (-16.0, 16.0, *(float(n) for n in range(-6, 8))),
+    "seventeens": (-17.0, 17.0, *(float(n) for n in range(-6, 8))),
+    "the least unit": tuple(float(n) * 2.0**-8 for n in range(-8, 8)),
+    "less than that": tuple(float(n) * 2.0**-9 for n in range(-8, 8)),
 }
+#: Those that int16 can compute: integers of at most 16 times a power of two from 2**-8 to 1.
+WHOLE = {"E2M1 in another order", "integers", "positive", "negative", "sixteens", "the least unit"}
+SCALES = {"folded": UE8M0, "unfolded": UE8M0, "bf16": Scale("bf16", (1, 64))}
 
 
 def with_codebooks(experts, **codebooks):
@@ -32,16 +39,19 @@ def with_codebooks(experts, **codebooks):
     return ExpertWeights(experts.num_experts, experts.hidden, experts.intermediate, read, formats, experts.activation)
 
 
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
-@pytest.mark.parametrize("codebook", CODEBOOKS.values(), ids=CODEBOOKS.keys())
-def test_codebooks(backend, codebook, fold):
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_codebooks(backend, codebook, scale):
     """The scales bring a codebook's values back to where outputs are moderate."""
     rng = np.random.default_rng(1)
-    shift = -round(np.log2(np.abs(codebook).max() / 6))
-    low, high = 119 + shift, 124 + shift
-    experts = random_experts(rng, 2, 100, 72, scales=(low, high), fold=fold, activation=DEEPSEEK)
-    experts = with_codebooks(experts, gate=codebook, up=codebook, down=codebook)
+    values = CODEBOOKS[codebook]
+    shift = -round(np.log2(np.abs(values).max() / 6))
+    weight_format = WeightFormat("q4", values, SCALES[scale])
+    scales = 119 + shift, 124 + shift
+    experts = random_experts(rng, 2, 100, 72, formats=weight_format, scales=scales, fold=scale == "folded", activation=DEEPSEEK)
     with MoELayer(experts, backend) as layer:
+        has_int16 = "int16" in backends.get(backend).activations
+        assert layer.activations == ("int16" if has_int16 and codebook in WHOLE else "bf16")
         for tokens in (1, 20):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, np.float32))
 
@@ -86,9 +96,24 @@ def test_what_a_format_says_of_itself():
     assert MXFP4.nbytes(3, 34) == 3 * (17 + 2)
     assert MXFP4.codes_shape(3, 34) == (3, 17)
     assert Scale("ue8m0", (128, 128)).shape(129, 100) == (2, 1)
+    assert int4(128).description == "q4 with bf16 scales per 1x128"
+    assert int4(128).nbytes(7168, 2048) == 7168 * 2048 // 2 + 7168 * 16 * 2
+    assert int4(128).nbytes(3, 130) == 3 * (65 + 2 * 2)
+    assert int4(32).codebook == tuple(range(-8, 8))
+    assert BF16.description == "b16"
+    assert BF16.nbytes(3, 33) == 2 * 3 * 33
+    assert BF16.codes_shape(3, 33) == (3, 33)
+    assert (MXFP4.codes_per_item, int4(64).codes_per_item, BF16.codes_per_item) == (2, 2, 1)
     with pytest.raises(FormatError, match=r"family 'q5' is unknown"):
         WeightFormat("q5", E2M1, UE8M0)
     with pytest.raises(FormatError, match="16 entries, found 15"):
         WeightFormat("q4", E2M1[:15], UE8M0)
-    with pytest.raises(FormatError, match=r"kind 'fp3' is unknown.*ue8m0"):
+    with pytest.raises(FormatError, match=r"kind 'fp3' is unknown.*ue8m0.*bf16"):
         Scale("fp3", (1, 32))
+    with pytest.raises(FormatError, match=r"extent must be at least 1 x 1, found \(1, 0\)"):
+        int4(0)
+    with pytest.raises(FormatError, match="q4 weights need a scale"):
+        WeightFormat("q4", E2M1)
+    for surplus in ({"codebook": E2M1}, {"scale": UE8M0}):
+        with pytest.raises(FormatError, match="b16 weights have neither a codebook nor a scale"):
+            WeightFormat("b16", **surplus)

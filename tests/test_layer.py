@@ -4,48 +4,120 @@ import emulator
 import numpy as np
 import pytest
 import ways
-from helpers import BF16, DEEPSEEK, GPT_OSS, SCALES, assert_right, bits, folds, random_batch, random_experts, same_bits
+from helpers import (
+    B16,
+    BF16,
+    DEEPSEEK,
+    GPT_OSS,
+    LONGEST,
+    MIXED,
+    SCALES,
+    WEIGHTS,
+    assert_folds,
+    assert_right,
+    bits,
+    folds,
+    random_batch,
+    random_experts,
+    same_bits,
+)
 
-from ktmoe import SILU, MoELayer
+from ktmoe import MXFP4, SILU, MoELayer, int4
 from ktmoe._native import core
+from ktmoe.errors import UnavailableError
 from ktmoe.layer import ROUTER_WEIGHTS
 
-# hidden, intermediate: tails of panels (64), groups (32) and codes; hidden 100 and 34 make the driver copy x to pad it.
-SHAPES = [(32, 64), (64, 100), (100, 64), (34, 2), (2, 34), (2880, 64), (64, 1440), (7200, 32), (96, 288)]
+# hidden, intermediate: tails of panels (64), blocks of k (32, 128, 256), groups (up to 128) and codes; hidden 100 and 34 make
+# the driver copy x to pad it.
+SHAPES = [(32, 64), (64, 100), (100, 64), (34, 2), (2, 34), (2880, 64), (64, 1440), (96, 288)]
 # On both sides of where the kernels change: rows of a register tile, few() and many(), rows of one kernel call.
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25]
 
+every_weights = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
+
+@every_weights
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(backend, shape, fold):
+def test_shapes(backend, shape, weights):
     rng = np.random.default_rng(shape)
-    experts = random_experts(rng, 3, *shape, fold=fold)
+    experts = random_experts(rng, 3, *shape, **weights)
     with MoELayer(experts, backend) as layer:
-        assert set(layer._packed.kernels().values()) == {folds(layer, fold)}
+        assert_folds(layer, experts, weights.get("fold", True))
+        batches = ((1, BF16), (3, BF16), (9, np.float32)) if max(shape) < 1000 else ((1, BF16), (9, np.float32))
+        for tokens, dtype in batches:
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS["folded"], WEIGHTS["b16"]], ids=["mxfp4", "b16"])
+def test_a_long_sum(backend, weights):
+    rng = np.random.default_rng(1)
+    experts = random_experts(rng, 2, 7200, 32, **weights)
+    with MoELayer(experts, backend) as layer:
+        for tokens in (1, 9):
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 1, np.float32))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 7), (101, 65), (259, 1)], ids=str)
+def test_odd_shapes(backend, shape):
+    """For b16 only, since two 4-bit codes make a byte."""
+    rng = np.random.default_rng(shape)
+    experts = random_experts(rng, 3, *shape, formats=B16, scales=(126, 128), biases=True)
+    with MoELayer(experts, backend) as layer:
         for tokens, dtype in ((1, BF16), (3, BF16), (9, np.float32)):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
+@every_weights
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_tokens_per_expert(backend, tokens, fold):
+def test_tokens_per_expert(backend, tokens, weights):
+    """k of 288 and 96: more than a kernel's block of 128 or 256, and less than the longest group."""
     rng = np.random.default_rng(tokens)
-    experts = random_experts(rng, 2, 288, 96, fold=fold)
+    experts = random_experts(rng, 2, 288, 96, **weights)
     with MoELayer(experts, backend) as layer:
-        x, _, weights = random_batch(rng, experts, tokens, 2)
-        assert_right(layer, experts, x, np.tile([1, 0], (tokens, 1)), weights)
+        x, _, router_weights = random_batch(rng, experts, tokens, 2)
+        assert_right(layer, experts, x, np.tile([1, 0], (tokens, 1)), router_weights)
 
 
-@pytest.mark.parametrize("tokens", [core.M_BLOCK, core.M_BLOCK + 1, 2 * core.M_BLOCK + 1])
-def test_more_tokens_per_expert_than_a_kernel_call_takes(backend, tokens):
+@pytest.mark.parametrize(
+    ("tokens", "weights"),
+    [
+        *((tokens, {}) for tokens in (core.M_BLOCK, core.M_BLOCK + 1, 2 * core.M_BLOCK + 1)),
+        *((core.M_BLOCK + 1, WEIGHTS[name]) for name in ("int4-64", "b16", "all three")),
+    ],
+    ids=str,
+)
+def test_more_tokens_per_expert_than_a_kernel_call_takes(backend, tokens, weights):
     rng = np.random.default_rng(tokens)
-    experts = random_experts(rng, 1, 64, 32)
+    experts = random_experts(rng, 1, 64, 32, **weights)
     with MoELayer(experts, backend) as layer:
-        x, ids, weights = random_batch(rng, experts, tokens, 1)
-        y = assert_right(layer, experts, x, ids, weights)
+        x, ids, router_weights = random_batch(rng, experts, tokens, 1)
+        y = assert_right(layer, experts, x, ids, router_weights)
         core.tune(reduce_slots=10**6)
-        assert same_bits(layer.forward(x, ids, weights), y)
+        assert same_bits(layer.forward(x, ids, router_weights), y)
+
+
+@pytest.mark.parametrize("weights", MIXED.values(), ids=MIXED)
+def test_formats_differ_by_projection(backend, weights):
+    rng = np.random.default_rng(14)
+    experts = random_experts(rng, 3, 388, 160, biases=True, activation=DEEPSEEK, **weights)
+    with MoELayer(experts, backend) as layer:
+        assert_folds(layer, experts, weights.get("fold", True))
+        for tokens in (1, 4, 30):
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, np.float32))
+
+
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+def test_one_matrix_without_integers_makes_a_layer_bf16(backend, projection):
+    """int16 exists for 4-bit codes; a backend that has it falls back on bf16, and says so where int16 was asked for."""
+    rng = np.random.default_rng(15)
+    experts = random_experts(rng, 2, 64, 64, formats=dict.fromkeys(("gate", "up", "down"), int4(32)) | {projection: B16})
+    with MoELayer(experts, backend) as layer:
+        assert layer.activations == "bf16"
+        assert_right(layer, experts, *random_batch(rng, experts, 3, 2, np.float32))
+    with pytest.raises(
+        UnavailableError, match=rf"{backend}.* no activation mode 'int16' for these weights; it has auto, bf16$"
+    ):
+        MoELayer(experts, backend, "int16")
 
 
 @pytest.mark.parametrize("activation", [SILU, DEEPSEEK, GPT_OSS], ids=["silu", "deepseek", "gpt-oss"])
@@ -56,6 +128,16 @@ def test_activations_router_weights_and_biases(backend, activation, router_weigh
     experts = random_experts(rng, 3, 100, 72, biases=biases, activation=activation, scales=(124, 128))  # large: clamps matter
     with MoELayer(experts, backend, router_weight=router_weight) as layer:
         for tokens, dtype in ((1, BF16), (30, BF16), (30, np.float32)):
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS[name] for name in ("int4-32", "int4-128", "b16", "all three")], ids=str)
+@pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
+def test_router_weights_of_other_formats(backend, router_weight, weights):
+    rng = np.random.default_rng(5)
+    experts = random_experts(rng, 3, 100, 72, biases=True, activation=GPT_OSS, scales=(122, 126), **weights)
+    with MoELayer(experts, backend, router_weight=router_weight) as layer:
+        for tokens, dtype in ((1, BF16), (30, np.float32)):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
@@ -112,6 +194,39 @@ def test_greatest_scale_bytes(backend, tokens):
     with MoELayer(experts, backend) as layer:
         assert_right(layer, experts, x, ids, weights * np.float32(2.0**-100))
         assert layer._packed.kernels() == {(e, p): folds(layer, p != "down") for e in range(2) for p in ("gate", "up", "down")}
+
+
+# bfloat16 scales and weights at the ends of their range.
+
+INTEGERS = [int4(32), LONGEST]
+
+
+@pytest.mark.parametrize("weight_format", INTEGERS, ids=lambda weight_format: weight_format.description)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_least_bfloat16_scales(backend, weight_format, tokens):
+    """Denormal ones among them. x is no larger than where a group's sum, before it is scaled, fits float32."""
+    rng = np.random.default_rng(16)
+    formats = {"gate": weight_format, "up": weight_format, "down": MXFP4}
+    experts = random_experts(rng, 2, 96, 64, formats=formats, scales=(0, 2), down_scales=SCALES)
+    assert ((np.abs(experts.matrix(0, "up").scales.astype(float)) < 2.0**-126) & (experts.matrix(0, "up").scales != 0)).any()
+    x, ids, router_weights = random_batch(rng, experts, tokens, 2, np.float32)
+    with MoELayer(experts, backend) as layer:
+        y = assert_right(layer, experts, x * np.float32(2.0**113), ids, router_weights)
+    assert np.abs(y).max() > 2.0**-30
+
+
+@pytest.mark.parametrize("weight_format", [*INTEGERS, B16], ids=lambda weight_format: weight_format.description)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_greatest_bfloat16_scales_and_weights(backend, weight_format, tokens):
+    """Up to 2**101 for gate and up, whose sums x of 2**-103 brings back; almost 2**128 for down."""
+    rng = np.random.default_rng(17)
+    experts = random_experts(rng, 2, 96, 64, formats=weight_format, scales=(220, 227))
+    x, ids, router_weights = random_batch(rng, experts, tokens, 2, np.float32)
+    with MoELayer(experts, backend) as layer:
+        assert_right(layer, experts, x * np.float32(2.0**-103), ids, router_weights * np.float32(2.0**-60))
+    experts = random_experts(rng, 2, 96, 64, formats=weight_format, scales=(112, 115), down_scales=(248, 254))
+    with MoELayer(experts, backend) as layer:
+        assert_right(layer, experts, x, ids, router_weights * np.float32(2.0**-100))
 
 
 @pytest.mark.parametrize(("byte", "fold"), [(0, False), (1, False), (2, True), (252, True), (253, False), (254, False)])

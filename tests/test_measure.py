@@ -79,9 +79,9 @@ def test_limits_are_measured_on_this_machine(experts):
         assert 1e6 < limits.read(1e-4) < 1e13
 
 
-def test_worst_error(experts, backend):
+def test_check(experts, backend):
     batch = next(measure.random_batches(9, 6, 8, 64))
     with MoELayer(experts, backend) as layer:
-        assert 0 < measure.worst_error(experts, layer, batch, tokens=9) <= 1
+        assert 0 < measure.check(experts, layer, batch, tokens=9).error <= 1
         other = synthetic.deepseek_v4_experts(num_experts=8, hidden=64, intermediate=96, seed=1)
-        assert measure.worst_error(other, layer, batch) > 100
+        assert measure.check(other, layer, batch).error > 100

@@ -58,7 +58,7 @@ WAYS = {isa: _way(isa) for isa in ISAS}
 
 @contextmanager
 def prepared(isa: str, folder):
-    """What that instruction set takes, or a skip. Here, and nowhere else, tests override detection. folder: keeps the emulator."""
+    """What that instruction set takes, or a skip. Only here do tests override detection. folder: keeps the emulator."""
     way = WAYS[isa]
     if way.startswith("skipped: "):
         pytest.skip(way.removeprefix("skipped: "))
