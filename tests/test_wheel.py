@@ -93,7 +93,7 @@ def test_a_build_without_an_instruction_set(wheel, why):
     assert BACKEND not in available
     assert "fp32_lut" in available
     if why != "KTMOE_BACKEND":
-        assert f"\nchosen: {available[0]} (the best available; {BACKEND}: {reason}" in shown
+        assert f"\nchosen: {available[0]} (the best available" in shown
 
 
 def plain_is_right():

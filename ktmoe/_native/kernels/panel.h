@@ -42,7 +42,7 @@ enum {
     BOTH = 2 * VECTORS, /* panels */
     OCTET = 8 / STEP_K, /* steps that share a vector of 4-bit codes */
     LINE = 64,
-    AHEAD_BYTES = 2048, /* of a panel, between what few() uses and what it prefetches to L1 */
+    AHEAD_BYTES = 3072, /* of a panel, between what few() uses and what it prefetches to L1 */
 };
 
 /* Blocks that share scales: of UE8M0 always one. */
