@@ -27,14 +27,14 @@ enum {
 typedef struct kt_codebook {
     uint16_t plain[32];  /* bf16 bits of the value */
     uint16_t folded[32]; /* sign | (bf16 bits of |value| + (126 << 7)), zero for zero: minus (253 - b) << 7, saturating,
-                            is the bf16 of value * 2^(b-127), exactly, for 2 <= b <= 252 */
+                            is the bf16 of value * 2^(b-127), exactly, for the b of fold_range() in core.pyx */
     float value[16];
     int8_t whole[16]; /* value = whole * unit, |whole| <= 16 */
     float unit;       /* a power of two, 2^-8 to 1; 0 where there is none */
 } kt_codebook;
 
 /* out[p][i][c] = sum over k ascending of x[i][k] * W_p[c][k], for p < panels, i < m, c < KT_PANEL.
- * One fp32 chain per output column: the bits do not depend on m, nor on which of a kernel's functions ran. */
+ * Every output has one order of sums: its bits do not depend on m, nor on which of a kernel's functions ran. */
 typedef struct kt_dot {
     const void *const *x; /* m rows as the activation mode's kt_rows has them */
     size_t m;
@@ -55,7 +55,7 @@ typedef struct kt_kernel {
     const char *activations; /* a row of kt_isa.rows */
     int folded;              /* 1: needs every scale to be one that folds into a bf16 weight exactly; 0: takes any */
     int whole;               /* 1: needs a codebook that has a unit */
-    size_t few_max;          /* rows from which many() is the faster */
+    size_t few_max;          /* rows up to which few() is the faster */
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
     void (*many)(const kt_dot *); /* any m <= KT_M_BLOCK */
@@ -88,7 +88,7 @@ typedef struct kt_activate {
 /* What one instruction set offers. */
 typedef struct kt_isa {
     uint32_t abi_version;             /* KT_ABI_VERSION */
-    const char *name;                 /* a row of isa.py */
+    const char *name;                 /* in ktmoe, a row of isa.py */
     const kt_kernel *const *families; /* arrays that end with an empty row; NULL ends the list */
     const kt_rows *rows;              /* by activation mode; an empty row ends it */
     void (*activate)(const kt_activate *);

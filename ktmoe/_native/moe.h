@@ -1,4 +1,4 @@
-/* Between the parts of the forward pass: route.c fills a route, scratch.c holds memory, moe.c runs the phases. */
+/* Between the parts of the forward pass: route.c fills a route, moe.c holds the memory and runs the phases. */
 #ifndef KTMOE_MOE_H
 #define KTMOE_MOE_H
 

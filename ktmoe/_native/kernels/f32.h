@@ -2,7 +2,7 @@
  * range, and dot() is multiply_add(), which says whether the product is rounded. A power of two that scales a group's sum, and
  * not each weight, costs a multiplication in 32 k instead of one a weight.
  */
-#include "kernels/vector.h"
+#include "kernels/float_sums.h"
 
 enum {
     STEP_K = 1,
@@ -19,7 +19,7 @@ enum {
     FEW_ROWS = 4,
 #else
     TILE_ROWS = 4, /* 8 of 16 */
-    FEW_ROWS = 1,
+    FEW_ROWS = 1,  /* not used: without a vector lookup, decoding once always pays */
 #endif
 };
 
@@ -31,16 +31,7 @@ enum {
 #define PASSES(P) P(1, 2)
 #endif
 
-typedef f32v sums;
 typedef char fold;
 
 INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
-INLINE sums start(const void *x, const size_t k, const size_t block) { return (void)x, (void)k, (void)block, splat(0); }
 INLINE sums dot(const sums sum, const u32v w, const u32v x) { return multiply_add((f32v)x, (f32v)w, sum); }
-INLINE f32v factor(const void *x, const size_t k, const size_t block, const void *t) {
-    return (void)x, (void)k, (void)block, (void)t, splat(1);
-}
-
-INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v out) {
-    return (void)of_x, scale_and_add(sum, scale, out);
-}

@@ -3,9 +3,8 @@
  *
  * LAYOUT      pack_b16.c. A dword holds two k of one column, the even one below.
  */
+#include "kernels/b16_layout.h"
 #include "kernels/f32.h"
-
-enum { BLOCK_BYTES = KT_PANEL * KT_GROUP * 2, OCTET_BYTES = BLOCK_BYTES / 4 };
 
 typedef char table;
 
@@ -13,7 +12,7 @@ INLINE table load_table(const kt_dot *a, const enum scales kind) { return (void)
 
 INLINE u32v decode(const uint8_t *octet, const int v, const int k, const enum scales kind, const table *t, const fold *f) {
     (void)kind, (void)t, (void)f;
-    const u32v pair = load_u32(octet + k / 2 * KT_PANEL * 4 + v * LANES * 4);
+    const u32v pair = load_u32(pair_at(octet, v, k / 2));
     return k % 2 ? pair & 0xFFFF0000 : pair << 16;
 }
 

@@ -4,8 +4,7 @@
  * LAYOUT      pack_q4.c. A code dword holds 8 k of one column; the nibble of k is at bit nibble_bit(k).
  */
 #include "kernels/f32.h"
-
-enum { BLOCK_BYTES = KT_PANEL * KT_GROUP / 2, OCTET_BYTES = 64 };
+#include "kernels/q4_layout.h"
 
 INLINE int nibble_bit(const int k) { return k / 2 * 4 + k % 2 * 16; }
 
@@ -48,8 +47,7 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 
 INLINE u32v decode(const uint8_t *octet, const int v, const int k, const enum scales kind, const table *t, const fold *f) {
     (void)kind, (void)f;
-    const int column = v * LANES;
-    return (u32v)lookup(load_u32(octet + column / 16 * 256 + column % 16 * 4), nibble_bit(k), t);
+    return (u32v)lookup(load_u32(codes_at(octet, v)), nibble_bit(k), t);
 }
 
 #include "kernels/panel.h"

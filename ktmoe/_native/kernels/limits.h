@@ -4,11 +4,14 @@
 #include "kernels/vector.h"
 
 void READ(const void *p, size_t bytes) {
-    enum { STEP = 4 * VECTOR_BYTES };
+    enum { STEP = 4 * VECTOR_BYTES, AHEAD_BYTES = 3072 };
     const uint8_t *from = p;
     u32v sum[4] = {0};
     for (size_t i = 0; i + STEP <= bytes; i += STEP)
-        for (int j = 0; j < 4; j++) sum[j] ^= load_u32(from + i + VECTOR_BYTES * j);
+        for (int j = 0; j < 4; j++) {
+            if (j * VECTOR_BYTES % 64 == 0) prefetch_l1(from + i + AHEAD_BYTES + j * VECTOR_BYTES); /* as kernels do */
+            sum[j] ^= load_u32(from + i + VECTOR_BYTES * j);
+        }
     const u32v all = sum[0] ^ sum[1] ^ sum[2] ^ sum[3];
     volatile uint32_t sink = 0;
     for (int l = 0; l < LANES; l++) sink ^= all[l];

@@ -18,8 +18,7 @@
  *     K_BLOCK                   of many(), a multiple of KT_GROUP_MAX: a decoded strip leaves half of an L1 to x
  *     TILE_ROWS, TILE_VECTORS   of a tile of many()
  *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
- *     BLOCK_BYTES               of 32 k of a packed panel, without scales
- *     OCTET_BYTES               from 8 k of a block to the next 8
+ *     BLOCK_BYTES, OCTET_BYTES  of 32 k and of 8 k of a packed panel, without scales: from one to the next
  *     IN_PLACE                  1: packed weights are as decode() would leave them, with all vectors in one strip
  *     BY_VECTOR                 1: few() does a vector's steps one after another, since they share what decode() does, and dot()
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
@@ -42,7 +41,8 @@ enum {
     BOTH = 2 * VECTORS, /* panels */
     OCTET = 8 / STEP_K, /* steps that share a vector of 4-bit codes */
     LINE = 64,
-    AHEAD_BYTES = 3072, /* of a panel, between what few() uses and what it prefetches to L1 */
+    OCTET_LINES = BLOCK_BYTES / 4 / LINE, /* a quarter of a block's, for each 8 k */
+    AHEAD_BYTES = 3072,                   /* of a panel, between what few() uses and what it prefetches to L1 */
 };
 
 /* Blocks that share scales: of UE8M0 always one. */
@@ -51,9 +51,6 @@ INLINE size_t group_blocks(const kt_dot *a, const enum scales kind) {
 }
 
 INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
-
-INLINE void prefetch_l1(const void *p) { __builtin_prefetch(p, 0, 3); }
-INLINE void prefetch_l2(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 INLINE u32v broadcast(const uint32_t *x) {
     float bits;
@@ -70,6 +67,12 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
     const uint32_t *x[FEW_ROWS];
     float *out[2] = {a->out[panel] + first * KT_PANEL, a->out[vectors == BOTH ? 1 : panel] + first * KT_PANEL};
     sums sum[FEW_ROWS][BOTH];
+/* The hardware does not fetch ahead far enough, if at all: without this, reading and computing add up. In ascending order, since
+ * that is what the hardware helps with, and one line at a time, since a prefetch that finds all fill buffers taken holds up what
+ * is behind it. A panel's first pass does it for all. */
+#define FETCH(slot, slots)                                                                              \
+    for (int line = (slot); v0 == 0 && line < (vectors == BOTH ? 2 : 1) * OCTET_LINES; line += (slots)) \
+    prefetch_l1(w[line / OCTET_LINES] + AHEAD_BYTES + (octet * OCTET_LINES + line % OCTET_LINES) * LINE)
 #define OUT(i, v) (out[(v) / VECTORS] + (i) * KT_PANEL + (v0 + (v) % VECTORS) * LANES)
     for (int i = 0; i < rows; i++) {
         x[i] = a->x[first + i];
@@ -96,11 +99,9 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
             for (int octet = 0; octet < KT_GROUP / 8; octet++) {
                 const uint8_t *at[2] = {w[0] + octet * OCTET_BYTES, w[1] + octet * OCTET_BYTES};
                 const size_t x_at = (k + octet * 8) / STEP_K;
-                /* The hardware does not fetch ahead far enough, if at all: without this, reading and computing add up. */
-                for (int v = 0; v < vectors; v += LINE / VECTOR_BYTES)
-                    prefetch_l1(at[v / VECTORS] + AHEAD_BYTES + (v0 + v % VECTORS) * (BLOCK_BYTES / VECTORS));
 #pragma GCC unroll 8
                 for (int j = 0; j < OCTET && !BY_VECTOR; j++) {
+                    FETCH(j, OCTET);
                     u32v wj[BOTH];
                     for (int v = 0; v < vectors; v++) wj[v] = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
                     for (int i = 0; i < rows; i++) {
@@ -110,6 +111,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                 }
 #pragma GCC unroll 8
                 for (int v = 0; v < vectors && BY_VECTOR; v++) {
+                    FETCH(v, vectors);
 #pragma GCC unroll 8
                     for (int j = 0; j < OCTET; j++) {
                         const u32v wj = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
@@ -131,6 +133,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
     for (int i = 0; !in_groups(kind) && i < rows; i++)
         for (int v = 0; v < vectors; v++) store_f32(OUT(i, v), (f32v)sum[i][v]);
 #undef OUT
+#undef FETCH
 }
 
 /* The next step's rows when `left` are to go in equal steps of at most `most`: 7 are 4 + 3, not 6 + 1, since few chains

@@ -44,6 +44,9 @@ INLINE u32v load_u32(const void *p) {
 
 INLINE void store_f32(void *p, f32v v) { memcpy(p, &v, sizeof v); }
 
+INLINE void prefetch_l1(const void *p) { __builtin_prefetch(p, 0, 3); }
+INLINE void prefetch_l2(const void *p) { __builtin_prefetch(p, 0, 2); }
+
 #if VECTOR_BYTES == 64
 INLINE f32v splat(float x) { return (f32v)_mm512_set1_ps(x); }
 /* a * b + c, rounded once; portably, rounded twice. */

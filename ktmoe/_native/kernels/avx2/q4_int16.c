@@ -8,14 +8,12 @@
  *             words by one instruction.
  */
 #include "kernels/avx2/kernels.h"
-#include "kernels/vector.h"
+#include "kernels/q4_layout.h"
 
 enum {
     STEP_K = 2,
     K_BLOCK = 256, /* a strip is 16 KiB */
     IN_PLACE = 0,
-    BLOCK_BYTES = KT_PANEL * KT_GROUP / 2,
-    OCTET_BYTES = 64,
     BY_VECTOR = 1,
     BLOCK_SUMS = 1,
     TILE_ROWS = 6, /* x 2 vectors = 12 accumulators of 16 */
@@ -42,8 +40,7 @@ INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales,
 
 INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
     (void)kind, (void)f;
-    const int column = v * LANES;
-    const u32v codes = load_u32(octet + column / 16 * 256 + column % 16 * 4);
+    const u32v codes = load_u32(codes_at(octet, v));
     const u32v nibbles = (pair % 2 ? codes >> 4 : codes) & 0x0F0F0F0F;
     const __m256i whole = _mm256_shuffle_epi8(t->whole, (__m256i)nibbles);
     return (u32v)(pair < 2 ? _mm256_and_si256(whole, _mm256_set1_epi16(0xFF)) : _mm256_srli_epi16(whole, 8));

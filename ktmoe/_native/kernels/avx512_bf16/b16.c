@@ -5,8 +5,9 @@
 #include "kernels/avx512_bf16/kernels.h"
 
 #include "kernels/avx512_bf16/bf16.h"
+#include "kernels/b16_layout.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_GROUP * 2, OCTET_BYTES = BLOCK_BYTES / 4, IN_PLACE = 1 };
+enum { IN_PLACE = 1 };
 
 typedef char table;
 typedef char fold;
@@ -16,7 +17,7 @@ INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales,
 
 INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
     (void)kind, (void)t, (void)f;
-    return load_u32(octet + (pair * KT_PANEL + v * LANES) * 4);
+    return load_u32(pair_at(octet, v, pair));
 }
 
 #include "kernels/panel.h"

@@ -1,7 +1,7 @@
 /* What kernels that multiply with VDPBF16PS give to panel.h: a dword of x is two bf16, and dot() is, rounding after each step
  * and flushing denormals: sum = x[k+1] * w[k+1] + sum; sum = x[k] * w[k] + sum.
  */
-#include "kernels/vector.h"
+#include "kernels/float_sums.h"
 
 enum {
     STEP_K = 2,
@@ -16,18 +16,6 @@ enum {
 /* So that 4 to 24 chains hide the latency and fit into registers; a broadcast of x serves all vectors. */
 #define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 2) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
 
-typedef f32v sums;
-
-INLINE sums start(const void *x, const size_t k, const size_t block) { return (void)x, (void)k, (void)block, splat(0); }
-
 INLINE sums dot(const sums sum, const u32v w, const u32v x) {
     return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-}
-
-INLINE f32v factor(const void *x, const size_t k, const size_t block, const void *t) {
-    return (void)x, (void)k, (void)block, (void)t, splat(1);
-}
-
-INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v out) {
-    return (void)of_x, scale_and_add(sum, scale, out);
 }

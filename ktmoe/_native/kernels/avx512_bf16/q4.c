@@ -7,8 +7,9 @@
 #include "kernels/avx512_bf16/kernels.h"
 
 #include "kernels/avx512_bf16/bf16.h"
+#include "kernels/q4_layout.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_GROUP / 2, OCTET_BYTES = 64, IN_PLACE = 0 };
+enum { IN_PLACE = 0 };
 
 typedef __m512i table;
 typedef __m512i fold;
@@ -29,7 +30,7 @@ INLINE fold load_fold(const uint8_t *scales, const int v) {
 }
 
 INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
-    const __m512i codes = _mm512_loadu_si512(octet + v * 256);
+    const __m512i codes = _mm512_loadu_si512(codes_at(octet, v));
     const __m512i w = _mm512_permutexvar_epi16(pair ? _mm512_srli_epi16(codes, pair * 4) : codes, *t);
     return (u32v)(kind == FOLDED_UE8M0 ? _mm512_subs_epu16(w, *f) : w);
 }
