@@ -68,7 +68,7 @@ def run(
         for name, table in tables.items():
             with _packed(loaded, name, progress) as packed:
                 rows += _rows(loaded, packed, measure.Limits(packed, table), seconds, progress)
-            peaks.append(f"{rows[-1].result.peak_limit / 1e9:.3g} GFLOP/s with the instructions of {name}")
+            peaks.append(f"{rows[-1].result.peak_limit / 1e9:.3g} GFLOP/s by floats of {table.name}")
     console.print(_table(rows))
     reads = [row.result.read_limit / 1e9 for row in rows]
     notes = [
@@ -136,7 +136,12 @@ def _rows(experts: ExpertWeights, layer: MoELayer, limits: measure.Limits, secon
             result = measure.run(layer, limits, batches, seconds=seconds, progress=lambda share: advance(share, 1.0))
         with _task(progress, f"check {layer.backend} {phase}", None):
             error = measure.check(experts, layer, next(batches), tokens=checked).error
-        yield Row(layer.backend, phase, result, error)
+        yield Row(_label(layer), phase, result, error)
+
+
+def _label(layer: MoELayer) -> str:
+    """The backend, and its activation mode where that is not exact."""
+    return layer.backend if layer.activations == "bf16" else f"{layer.backend} {layer.activations}"
 
 
 def _describe(experts: ExpertWeights) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ktmoe import arrays, backends
 from ktmoe.backends.base import Progress, choose
-from ktmoe.errors import ClosedError, InputError, UnavailableError
+from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -48,15 +48,9 @@ class MoELayer:
             raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
         if router_weight not in ROUTER_WEIGHTS:
             raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
-        self.backend, _ = choose(backend, experts)
+        self.backend, _ = choose(backend, experts, activations)
         chosen = backends.get(self.backend)
-        modes = chosen.modes(experts)
-        mode = modes[0] if activations == "auto" else activations
-        if mode not in modes:
-            raise UnavailableError(
-                f"{experts.name}: backend {self.backend!r} has no activation mode {activations!r} for these weights; "
-                f"it has auto, {', '.join(modes)}"
-            )
+        mode = chosen.modes(experts)[0] if activations == "auto" else activations
         self.activations = mode
         self.router_weight = router_weight
         self.num_experts = experts.num_experts

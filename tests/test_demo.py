@@ -54,7 +54,7 @@ def test_table(folder):
     assert measured == ktmoe.backends.available()
     for name in measured:
         for tokens in (1, PREFILL_TOKENS):
-            (row,) = re.findall(rf"^{name} +{tokens} +(.*)$", output, re.MULTILINE)
+            (row,) = re.findall(rf"^{name}(?: int16)? +{tokens} +(.*)$", output, re.MULTILINE)
             milliseconds, rate, *_, error = row.split()
             assert float(rate) == pytest.approx(tokens / float(milliseconds) * 1e3, rel=0.2)
             assert 0 <= float(error.rstrip("%")) <= 100

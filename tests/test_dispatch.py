@@ -274,8 +274,31 @@ def test_a_layer_says_its_mode():
             with MoELayer(experts, name, "bf16") as layer:
                 assert layer.activations == "bf16"
             if name != "avx2" or "int16" not in modes:
-                with pytest.raises(UnavailableError, match=rf"'{name}' has no activation mode 'int16' .* it has auto, bf16$"):
+                with pytest.raises(
+                    UnavailableError, match=rf"'{name}' .* no activation mode 'int16' for these weights, only bf16\."
+                ):
                     MoELayer(experts, name, "int16")
+
+
+def test_auto_takes_a_backend_that_has_the_mode_asked_for():
+    experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+    able = [name for name in backends.available() if "int16" in backends.get(name).modes(experts)]
+    if able:
+        with MoELayer(experts, activations="int16") as layer:
+            assert (layer.backend, layer.activations) == (able[0], "int16")
+    else:
+        with pytest.raises(UnavailableError, match=r"no backend can be used: .*'int16'"):
+            MoELayer(experts, activations="int16")
+
+
+def test_a_backend_with_instruction_sets_of_its_own_needs_no_rank():
+    class Foreign(native.NativeBackend):
+        isas = ("abacus",)
+
+        def missing(self, isa):
+            return ["fingers"]
+
+    assert Foreign().rank == native.NativeBackend().rank == 0
 
 
 def test_weights_that_no_kernel_serves(cpu):

@@ -117,3 +117,18 @@ def test_what_a_format_says_of_itself():
     for surplus in ({"codebook": E2M1}, {"scale": UE8M0}):
         with pytest.raises(FormatError, match="b16 weights have neither a codebook nor a scale"):
             WeightFormat("b16", **surplus)
+
+
+@pytest.mark.parametrize("byte", [1, 2, 126, 128, 252, 253, 254])
+@pytest.mark.parametrize("codebook", ["NF4-like", "with a denormal", "zeros"])
+def test_no_scale_byte_is_folded_that_would_not_be_exact(backend, codebook, byte):
+    """Where the largest entry is below 2, the range of bytes ends with what the subtraction allows, not with bfloat16's."""
+    rng = np.random.default_rng(byte)
+    values = {"with a denormal": (*CODEBOOKS["NF4-like"][:14], 2.0**-130, 0.0), "zeros": (0.0,) * 16}.get(codebook)
+    values = values or CODEBOOKS[codebook]
+    experts = random_experts(rng, 1, 64, 64, scales=(byte, byte), down_scales=(119, 124))
+    experts = with_codebooks(experts, gate=values, up=values)
+    x, ids, weights = random_batch(rng, experts, 3, 1, np.float32)
+    x *= np.float32(2.0 ** np.clip(127 - byte, -100, 100))
+    with MoELayer(experts, backend) as layer:
+        assert_right(layer, experts, x, ids, weights)

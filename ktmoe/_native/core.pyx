@@ -131,7 +131,7 @@ cdef class KernelTable:
         kind, rows, group = (scale.kind, *scale.extent) if scale else ("none", 1, 0)
         if rows != 1 or (group and (group % KT_GROUP or group & (group - 1))):
             return NULL
-        whole = activations == "bf16" or codebook_unit(weight_format.codebook) > 0
+        whole = codebook_unit(weight_format.codebook) > 0
         while family[0]:
             kernel = family[0]
             while kernel.family:
@@ -293,7 +293,7 @@ cdef class PackedLayer:
             error = kt_pack(&source, packed, &scan)
         if error:
             _raise(error, f"packing {matrix.name}")
-        if scan.refused or matrix.bias is not None:
+        if scan.refused:
             matrix.refuse()
         folded = False
         if weight_format.scale is not None and weight_format.scale.kind == "ue8m0":
@@ -319,6 +319,8 @@ cdef class PackedLayer:
     cdef const float *_keep_bias(self, matrix) except? NULL:
         if matrix.bias is None:
             return NULL
+        if not np.isfinite(matrix.bias).all():
+            matrix.refuse()
         padded = np.zeros(-(-matrix.shape[0] // KT_PANEL) * KT_PANEL, np.float32)
         padded[: matrix.shape[0]] = matrix.bias
         self._biases.append(padded)
@@ -411,10 +413,16 @@ cdef class PackedLayer:
 
 
 def fold_range(codebook):
-    """(low, high): the UE8M0 bytes whose scale times any entry is a normal bfloat16, so that folding is exact; 2 to 252 for E2M1."""
+    """(low, high): the UE8M0 bytes whose scale times any entry is a normal bfloat16, so that folding is exact; 2 to 252 for E2M1.
+
+    (255, 0), which no byte is in, if there are none.
+    """
     exponents = [math.frexp(value)[1] - 1 for value in codebook if value]
-    # kt_codebook.folded holds an exponent field raised by 126; beyond 255 it would run into the sign.
-    return (1 - min(exponents), 254 - max(exponents)) if max(exponents) <= 2 else (255, 0)
+    # kt_codebook.folded holds the exponent field of a normal number raised by 126; beyond 255 it would run into the sign. What is
+    # subtracted from it, (253 - byte) << 7, must not be negative.
+    if not exponents or max(exponents) > 2 or min(exponents) < -126:
+        return 255, 0
+    return 1 - min(exponents), min(253, 254 - max(exponents))
 
 
 def codebook_unit(codebook):

@@ -55,8 +55,10 @@ class Backend(ABC):
         return {"note": ""}
 
 
-def choose(name: str = "auto", experts: ExpertWeights | None = None) -> tuple[str, str]:
+def choose(name: str = "auto", experts: ExpertWeights | None = None, activations: str = "auto") -> tuple[str, str]:
     """(name, why) of the backend to use. "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
+
+    activations: the mode that it has to have for these weights, or "auto" for its own choice.
 
     Raises UnknownNameError for a name that does not exist, UnavailableError for one that cannot run; both say what can.
     """
@@ -65,7 +67,7 @@ def choose(name: str = "auto", experts: ExpertWeights | None = None) -> tuple[st
         name, why = config.backend_override() or "auto", "KTMOE_BACKEND"
     if name != "auto":
         try:
-            reason = _obstacle(name, experts)
+            reason = _obstacle(name, experts, activations)
         except UnknownNameError as error:
             raise UnknownNameError(f"{error} ({why})") from None
         if reason:
@@ -75,13 +77,21 @@ def choose(name: str = "auto", experts: ExpertWeights | None = None) -> tuple[st
         return name, why
     reasons = {}
     for candidate in backends.ranked():
-        reasons[candidate] = _obstacle(candidate, experts)
+        reasons[candidate] = _obstacle(candidate, experts, activations)
         if reasons[candidate] is None:
             passed_over = "; ".join(f"{other}: {reason}" for other, reason in reasons.items() if reason)
             return candidate, f"the best available{'; ' if passed_over else ''}{passed_over}"
     raise UnavailableError("no backend can be used: " + "; ".join(f"{other}: {reason}" for other, reason in reasons.items()))
 
 
-def _obstacle(name: str, experts: ExpertWeights | None) -> str | None:
+def _obstacle(name: str, experts: ExpertWeights | None, activations: str) -> str | None:
     backend = backends.get(name)
-    return backend.unavailable() or (backend.unsupported(experts) if experts is not None else None)
+    reason = backend.unavailable() or (backend.unsupported(experts) if experts is not None else None)
+    if reason or experts is None or activations == "auto":
+        return reason
+    modes = backend.modes(experts)
+    return (
+        None
+        if activations in modes
+        else f"it has no activation mode {activations!r} for these weights, only {', '.join(modes)}"
+    )

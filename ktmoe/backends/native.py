@@ -36,6 +36,7 @@ def load_table(isa: str) -> core.KernelTable:
 class NativeBackend(Backend):
     """isas: the ISAs it may use, best first; the first that is compiled, that the CPU has and that knows the format is used.
 
+    activations: the modes that it offers, its own choice first, where a table has kernels for them.
     A backend outside ktmoe has ISAs of its own names: it sets rank, and overrides missing() and load(), which know isa.py's.
     """
 
@@ -44,8 +45,9 @@ class NativeBackend(Backend):
     @property
     def rank(self) -> int:
         """That of the best ISA that it can use here; of the best at all if there is none."""
-        names = [table.name for table in self.usable()[0]] or self.isas
-        return instruction_sets.rank(names[0], core.cpu_features())
+        names = [table.name for table in self.usable()[0]] or [*self.isas]
+        known = [name for name in names[:1] if name in instruction_sets.ISAS]
+        return instruction_sets.rank(known[0], core.cpu_features()) if known else 0
 
     def missing(self, isa: str) -> list[str]:
         """CPU features that one of its ISAs needs and this CPU lacks."""

@@ -198,9 +198,9 @@ class Names:
 
 
 def config(checkpoint: Checkpoint, key: str) -> object:
-    """A value of config.json, at the top or else in text_config; None if it is in neither."""
-    nested = checkpoint.config.get("text_config")
-    return checkpoint.config.get(key, nested.get(key) if isinstance(nested, dict) else None)
+    """A value of config.json, at the top or else in text_config; None if it is in neither, or null."""
+    value, nested = checkpoint.config.get(key), checkpoint.config.get("text_config")
+    return nested.get(key) if value is None and isinstance(nested, dict) else value
 
 
 def swiglu_limit(checkpoint: Checkpoint, default: float) -> float:
