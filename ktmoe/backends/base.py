@@ -90,8 +90,6 @@ def _obstacle(name: str, experts: ExpertWeights | None, activations: str) -> str
     if reason or experts is None or activations == "auto":
         return reason
     modes = backend.modes(experts)
-    return (
-        None
-        if activations in modes
-        else f"it has no activation mode {activations!r} for these weights, only {', '.join(modes)}"
-    )
+    if activations in modes:
+        return None
+    return f"it has no activation mode {activations!r} for these weights, only {', '.join(modes)}"
