@@ -88,7 +88,7 @@ def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     rows = [benchmark.extra_info for benchmark in session.benchmarks] if session else []
     rows = [row for row in rows if "kind" in row]  # a test that failed recorded nothing
-    console = Console(width=150)
+    console = Console(width=170)
     with console.capture() as capture:
         for kind, left, heads, cells in TABLES:
             table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
