@@ -7,10 +7,10 @@ from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, write, zeros
 
 from ktmoe import loaders
 from ktmoe.activation import SILU
-from ktmoe.errors import CheckpointError, FormatError
+from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.formats import BF16
-from ktmoe.loaders.base import NAMED, choose
+from ktmoe.loaders.base import choose
 
 BASE = "model.layers.0.mlp.experts"
 ROWS = 2 * INTERMEDIATE
@@ -132,14 +132,15 @@ def test_another_activation(tmp_path, key, value, nested):
         load(tmp_path, PER_EXPERT, config)
 
 
-def test_quantized_experts_of_the_same_names_are_refused_by_this_loader(tmp_path):
-    """FP8 as DeepSeek-V3 has it: until another loader claims it, this one says what is wrong."""
+def test_quantized_experts_of_the_same_names_are_no_business_of_this_loader(tmp_path):
+    """FP8 as DeepSeek-V3 has it."""
     tensors = {}
     for name in PER_EXPERT:
         tensors |= {name: zeros("F8_E4M3", 128, 128), f"{name}_scale_inv": zeros("F32", 1, 1)}
     checkpoint = write(tmp_path, tensors)
-    assert loaders.get("bf16").detect(checkpoint) == NAMED
-    assert choose(checkpoint) is loaders.get("bf16")
+    assert loaders.get("bf16").detect(checkpoint) == 0
+    with pytest.raises(UnavailableError, match="no loader recognises"):
+        choose(checkpoint)
     with pytest.raises(FormatError, match=rf"{BASE}.0.down_proj.weight_scale_inv: expected none .*: scales mean quantized"):
         loaders.get("bf16").load(checkpoint, 0)
 

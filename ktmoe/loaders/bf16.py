@@ -39,14 +39,14 @@ class Bf16(Loader):
     """
 
     def detect(self, checkpoint: Checkpoint) -> float:
-        """0.8 if the first layer that can be read has BF16 tensors of these names; NAMED if F16, F32, FP8, transposed; else 0.
+        """0.8 if the first layer that can be read has BF16 tensors of these names; NAMED if F16, F32, transposed; else 0.
 
         Less than the loaders of quantized experts give: beside those, BF16 ones are those of an extra layer (MTP).
         """
 
         def score(spelling: naming.Spelling, prefix: str) -> float:
             gate, _, down = (checkpoint.info(f"{prefix}{stem}{spelling.parts[0]}") for stem in spelling.stems.values())
-            naming.check_dtype(gate, "BF16", "F16", "F32", "F8_E4M3")
+            naming.check_dtype(gate, "BF16", "F16", "F32")
             if gate.dtype != "BF16" or (spelling.stacked and _transposed(gate.shape, down.shape)):
                 return NAMED
             return 0.8
