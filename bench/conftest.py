@@ -20,14 +20,15 @@ from ktmoe import measure, synthetic, threads
 from ktmoe.backends.base import choose
 from ktmoe.backends.native import NativeBackend
 from ktmoe.experts import ExpertWeights
+from ktmoe.formats import BF16, MXFP4, int4
 from ktmoe.layer import MoELayer
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 64, 4096, 2048, 6
 SHAPE = {"hidden": HIDDEN, "intermediate": INTERMEDIATE}
 FORMATS = {
-    "MXFP4": lambda: synthetic.deepseek_v4_experts(num_experts=EXPERTS, **SHAPE),
-    "INT4": lambda: synthetic.kimi_k2_experts(num_experts=EXPERTS, **SHAPE),
-    "BF16": lambda: synthetic.qwen3_experts(num_experts=EXPERTS // 2, **SHAPE),
+    "MXFP4": (MXFP4, lambda: synthetic.deepseek_v4_experts(num_experts=EXPERTS, **SHAPE)),
+    "INT4": (int4(32), lambda: synthetic.kimi_k2_experts(num_experts=EXPERTS, **SHAPE)),
+    "BF16": (BF16, lambda: synthetic.qwen3_experts(num_experts=EXPERTS // 2, **SHAPE)),
 }
 
 
@@ -43,7 +44,7 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """All that run on this CPU, a backend's on worse instruction sets last."""
-    for format in FORMATS:
+    for format, (weight_format, _) in FORMATS.items():
         for name in ktmoe.backends.available():
             backend = ktmoe.backends.get(name)
             if not isinstance(backend, NativeBackend):
@@ -51,7 +52,7 @@ def cases() -> Iterator[Case]:
             tables, _ = backend.usable()
             for table in tables if format == "MXFP4" else tables[:1]:
                 for mode in backend.activations:
-                    if not (format == "BF16" and mode == "int16"):
+                    if table.serves(weight_format, mode):
                         yield Case(format, name, table.name, mode)
 
 
@@ -70,7 +71,7 @@ def subject(request):
     """Experts packed for each case in turn."""
     case = request.param
     backend = ktmoe.backends.get(case.backend)
-    experts = FORMATS[case.format]()
+    experts = FORMATS[case.format][1]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "isas", (case.isa,))
         table = backend.table(experts, case.activations)
@@ -147,6 +148,7 @@ TABLES = (
             "of peak",
             "limits",
             "error/bound",
+            "bound/output",
         ),
         _forward_row,
     ),
