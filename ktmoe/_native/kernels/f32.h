@@ -6,7 +6,7 @@
 
 enum {
     STEP_K = 1,
-    K_BLOCK = 128, /* a strip is 16 KiB with AVX-512; 256 took 1.2 times as long for up to 24 rows */
+    K_BLOCK = 128, /* a strip is 16 KiB with AVX-512; 256 was slower for up to 24 rows */
     IN_PLACE = 0,
     BY_VECTOR = 0,
     BLOCK_SUMS = 0,
