@@ -50,14 +50,14 @@ def config() -> dict:
     from ktmoe._native import core
     from ktmoe.backends.base import choose
 
-    rows = {}
-    for name in backends.ranked():
-        backend = backends.get(name)
-        rows[name] = {"available": backend.unavailable() is None, "why_not": backend.unavailable(), **backend.details()}
     try:
         chosen, why = choose("auto")
     except Exception as error:  # a wrong KTMOE_BACKEND is what show_config is asked about
         chosen, why = None, str(error)
+    rows = {}
+    for name in backends.ranked():  # after the choice, which may be told that one must not run
+        backend = backends.get(name)
+        rows[name] = {"available": backend.unavailable() is None, "why_not": backend.unavailable(), **backend.details()}
     return {
         "version": version("ktmoe"),
         "python": platform.python_version(),

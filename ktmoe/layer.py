@@ -10,6 +10,7 @@ import numpy as np
 
 from ktmoe import arrays, backends
 from ktmoe.backends.base import Progress, choose
+from ktmoe.codebook import ROUNDING
 from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.base import choose as choose_loader
@@ -26,6 +27,8 @@ class MoELayer:
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
     activations: "bf16": they take part exactly, as bfloat16; "int16": rounded to 16-bit integers, per token and group of 32
     along k (docs/numerics.md); "auto": the backend's own choice, which the attribute of that name then says.
+    scales: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error at most
+    2^-9) where that lets it multiply faster; the attribute of that name says whether any are.
     router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
 
@@ -41,11 +44,14 @@ class MoELayer:
         backend: str = "auto",
         activations: str = "auto",
         *,
+        scales: str = "exact",
         router_weight: str = "down_output",
         progress: Progress | None = None,
     ):
         if not isinstance(experts, ExpertWeights):
             raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
+        if scales not in ROUNDING:
+            raise InputError(f"scales must be one of {ROUNDING}, found {scales!r}")
         if router_weight not in ROUTER_WEIGHTS:
             raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
         self.backend, _ = choose(backend, experts, activations)
@@ -58,7 +64,8 @@ class MoELayer:
         self.intermediate = experts.intermediate
         self.name = experts.name
         self.expert_mask = np.ones(experts.num_experts, bool)
-        self._packed = chosen.pack(experts, router_weight, mode, progress)
+        self._packed = chosen.pack(experts, router_weight, mode, scales, progress)
+        self.scales = self._packed.scales
         self.nbytes = self._packed.nbytes
 
     @classmethod
@@ -70,6 +77,7 @@ class MoELayer:
         activations: str = "auto",
         *,
         loader: str = "auto",
+        scales: str = "exact",
         router_weight: str = "down_output",
         progress: Progress | None = None,
     ) -> MoELayer:
@@ -80,7 +88,7 @@ class MoELayer:
         """
         with Checkpoint(path) as checkpoint:
             experts = choose_loader(checkpoint, loader).load(checkpoint, layer)
-            return cls(experts, backend, activations, router_weight=router_weight, progress=progress)
+            return cls(experts, backend, activations, scales=scales, router_weight=router_weight, progress=progress)
 
     def forward(self, x, expert_ids, expert_weights, out=None):
         """y [tokens, hidden], in x's kind and dtype.

@@ -184,7 +184,7 @@ def backends_for(experts: ExpertWeights) -> dict[str, core.KernelTable]:
     found = {}
     for name in backends.available():
         backend = backends.get(name)
-        if isinstance(backend, NativeBackend) and backend.unsupported(experts) is None:
+        if isinstance(backend, NativeBackend) and backend.admit() is None and backend.unsupported(experts) is None:
             found[name] = backend.table(experts)
     return found
 
@@ -221,6 +221,7 @@ def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int 
         out_dtype="float32",
         columns=outputs,
         activations=layer.activations,
+        scales=layer.scales,
     )
     scale = np.sqrt(np.mean(np.square(expected.y)))
     return Check(expected.worst(y32[rows][:, outputs]), float(np.median(expected.bound) / scale) if scale else math.nan)

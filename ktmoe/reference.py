@@ -36,6 +36,8 @@ SILU_MINIMUM = -1.2784645427610738
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
 #: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two.
 ACTIVATIONS = ("bf16", "int16")
+#: What bfloat16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that folds().
+SCALES = ("exact", "folded")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,25 @@ def int16_unit(format: WeightFormat) -> float | None:
     return None
 
 
+def folds(matrix: Matrix) -> bool:
+    """Whether scales="folded" rounds the weights of a matrix to bfloat16: if its scales are bfloat16, each normal or zero, and
+    by their exponents and the codebook's no product, whether it occurs or not, is denormal, or above 2**127 when rounded.
+    """
+    if matrix.format.scale is None or matrix.format.scale.kind != "bf16":
+        return False
+    matrix.refuse()
+
+    def exponents(values):
+        sizes = np.abs(np.asarray(values, np.float64))
+        return np.frexp(sizes[sizes > 0])[1] - 1  # floor(log2)
+
+    scales, entries = exponents(matrix.scales), exponents(matrix.format.codebook)
+    if not scales.size or not entries.size:
+        return True
+    least, most = scales.min() + entries.min(), scales.max() + entries.max()
+    return bool(scales.min() >= -126 and least >= -126 and most + 2 <= 127)
+
+
 def forward(
     experts: ExpertWeights,
     x: np.ndarray,
@@ -109,6 +130,7 @@ def forward(
     columns: np.ndarray | slice = slice(None),
     block: int = BLOCK,
     activations: str = "bf16",
+    scales: str = "exact",
 ) -> Reference:
     """The layer's output in float64 and the bound on the error of a backend that rounds its output to out_dtype.
 
@@ -118,6 +140,7 @@ def forward(
     columns: which outputs to compute, an index along hidden. To check samples, pass a few tokens' rows and a few columns.
     block: products that a backend may add in any order, see BLOCK; intermediate or hidden, whichever is larger, allows any.
     activations: what the linear maps take, one of ACTIVATIONS. "int16" exists for the formats that have an int16_unit.
+    scales: one of SCALES. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
     """
     x, ids, weights, active = _inputs(experts, x, expert_ids, expert_weights, expert_mask)
@@ -127,6 +150,10 @@ def forward(
         raise InputError(f"out_dtype must be 'bfloat16' or 'float32', found {out_dtype!r}")
     if activations not in ACTIVATIONS:
         raise InputError(f"activations must be one of {ACTIVATIONS}, found {activations!r}")
+    if scales not in SCALES:
+        raise InputError(f"scales must be one of {SCALES}, found {scales!r}")
+    if scales == "folded" and activations == "int16":
+        raise InputError("scales 'folded' need activations 'bf16', found 'int16', which multiplies integers and folds no scale")
     for projection, format in experts.formats.items():
         if activations == "int16" and int16_unit(format) is None:
             raise InputError(
@@ -143,14 +170,14 @@ def forward(
             if router_weight == "expert_input":
                 a = round_bfloat16((a * r).astype(np.float32))
             a, eps_a = _operand(a, a, a, activations)
-            g, eps_g = _linear(experts.matrix(expert, "gate"), a, eps_a, block, activations)
-            u, eps_u = _linear(experts.matrix(expert, "up"), a, eps_a, block, activations)
+            g, eps_g = _linear(experts.matrix(expert, "gate"), a, eps_a, block, activations, scales)
+            u, eps_u = _linear(experts.matrix(expert, "up"), a, eps_a, block, activations, scales)
             h, eps_h = _activate(experts.activation, g, eps_g, u, eps_u)
             if router_weight == "down_input":
                 h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
             # rounding is monotone: a backend's h lies between the roundings of h - eps_h and h + eps_h
             h, eps_h = _operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), activations)
-            d, eps_d = _linear(experts.matrix(expert, "down"), h, eps_h, block, activations, columns)
+            d, eps_d = _linear(experts.matrix(expert, "down"), h, eps_h, block, activations, scales, columns)
             if router_weight != "down_output":
                 r = np.ones_like(r)
             np.add.at(y, token, r * d)
@@ -198,7 +225,13 @@ def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndar
 
 
 def _linear(
-    matrix: Matrix, a: np.ndarray, eps_a: np.ndarray, block: int = BLOCK, activations: str = "bf16", rows=slice(None)
+    matrix: Matrix,
+    a: np.ndarray,
+    eps_a: np.ndarray,
+    block: int = BLOCK,
+    activations: str = "bf16",
+    scales: str = "exact",
+    rows=slice(None),
 ) -> tuple[np.ndarray, np.ndarray]:
     """a @ W.T + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
 
@@ -207,7 +240,9 @@ def _linear(
     k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total.
     """
     weights, flushed, scale = dequantize(matrix, rows), _denormal_weights(matrix, rows), matrix.format.scale
-    scales = np.abs(_scales(matrix, rows)) if scale else None
+    if scales == "folded" and folds(matrix):
+        weights, flushed, scale = round_bfloat16(weights), None, None  # as those of b16, and all normal or zero
+    factors = np.abs(_scales(matrix, rows)) if scale else None
     group = scale.extent[1] if scale else -(-matrix.shape[1] // block) * block
     if group % block:
         block = -(-block // group) * group  # blocks are parts of groups, or whole groups
@@ -224,7 +259,7 @@ def _linear(
         n = len(w) + 1  # one for the scale
         overflow, flush = of_all >= limit, (1 + _gamma(n)) * n * TINY
         if scale:  # it may multiply the group's sum, and with it what that flushed or overflowed
-            groups = scales[:, start // group : -(-(start + block) // group)]
+            groups = factors[:, start // group : -(-(start + block) // group)]
             smallest, largest = groups.min(axis=1), groups.max(axis=1)
             in_group, sizes = in_group + terms, sizes + size.sum(axis=1, keepdims=True)
             unscaled = np.where(smallest > 0, in_group / smallest, sizes * np.abs(matrix.format.codebook).max())

@@ -1,5 +1,6 @@
 """The values of the float64 reference against simpler statements of them, in rationals. Its bound: test_reference_bound.py."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -297,6 +298,7 @@ def test_which_formats_have_int16():
 # forward against rational arithmetic
 
 
+@functools.cache
 def nearest_bfloat16(a: Fraction) -> Fraction:
     """Round half to even with 8 significant bits, in rationals; normal numbers and zero only."""
     if a == 0:
@@ -310,15 +312,19 @@ def nearest_bfloat16(a: Fraction) -> Fraction:
     return round(a / quantum) * quantum  # round() of a Fraction is half to even
 
 
-def naive_forward(experts, x, ids, weights, mask, router_weight, activations="bf16"):
-    """The definition, one scalar at a time: exact but for the activation, which is Python's float."""
+def naive_forward(experts, x, ids, weights, mask, router_weight, activations="bf16", rounded=()):
+    """The definition, one scalar at a time: exact but for the activation, which is Python's float.
+
+    rounded: the names of the matrices whose weights scales="folded" rounds to bfloat16.
+    """
 
     def weight(matrix, row, k):
         if matrix.format.scale is None:
             return Fraction(float(matrix.codes[row, k]))
         byte, scale = int(matrix.codes[row, k // 2]), matrix.scales[row, k // matrix.format.scale.extent[1]]
         scale = Fraction(2) ** (int(scale) - 127) if scale.dtype == np.uint8 else Fraction(float(scale))
-        return Fraction(matrix.format.codebook[byte >> 4 if k % 2 else byte & 15]) * scale
+        product = Fraction(matrix.format.codebook[byte >> 4 if k % 2 else byte & 15]) * scale
+        return nearest_bfloat16(product) if matrix.name in rounded else product
 
     def linear(matrix, a):
         a = quantised_by_rationals(a) if activations == "int16" else a
@@ -500,6 +506,8 @@ def test_wrong_inputs_are_refused():
         ({"router_weight": "down"}, "router_weight.*'down'"),
         ({"out_dtype": "float16"}, "out_dtype.*'float16'"),
         ({"activations": "int8"}, "activations.*'int8'"),
+        ({"scales": "rounded"}, "scales.*'rounded'"),
+        ({"scales": "folded", "activations": "int16"}, "'folded'.*'int16'"),
     ):
         with pytest.raises(InputError, match=message):
             forward(**{"experts": experts, "x": x, "expert_ids": ids, "expert_weights": weights} | change)

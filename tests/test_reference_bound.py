@@ -53,9 +53,35 @@ def int16_rows(a):
     return np.where(bits >> 15, -q, q).reshape(tokens, -1)[:, :k], step[..., 0]
 
 
+def tdpbf16ps(x, w):
+    """x @ w.T, float32: for each 32 k a chain over the even ones and a chain over the odd, whose sum is added to the total."""
+    x, w = flushed(x), flushed(w)
+    total = np.zeros((len(x), len(w)), np.float32)
+    for start in range(0, x.shape[1], 32):
+        chains = [np.zeros_like(total), np.zeros_like(total)]
+        for at in range(start, min(start + 32, x.shape[1])):
+            chains[at % 2] = flushed(fma(x[:, at, None], w[:, at], chains[at % 2]))
+        total = flushed(total + flushed(chains[0] + chains[1]))
+    return total
+
+
 #: portable: fp32_lut in C; fma: fp32_lut with AVX-512F and avx2, a group's sum as a whole or by 32 products; vdpbf16ps:
-#: avx512_bf16; int16: avx2. None folds a scale but vdpbf16ps, which folds powers of two where it can.
-KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16")
+#: avx512_bf16; int16: avx2; amx, amx folded: amx, whose group sums are those of fma. None folds a scale but vdpbf16ps and amx,
+#: which fold powers of two where they can, and "amx folded", which folds bfloat16 scales where they allow it.
+KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16", "amx", "amx folded")
+
+
+def options(kind):
+    """What the reference is to be asked for."""
+    return {"activations": "int16" if kind == "int16" else "bf16", "scales": "folded" if kind == "amx folded" else "exact"}
+
+
+def allow_folding(scales, codebook):
+    """The rule of scales="folded", for each pair of a scale and a codebook entry."""
+    powers = [np.ldexp(1.0, np.frexp(np.float64(v))[1] - 1) * (v != 0) for v in (scales.ravel(), np.array(codebook))]
+    products = np.outer(*powers)  # of a scale and an entry without their significands, each of which is below 2
+    normal = (products == 0) | (products >= TINY) & (4 * products <= 2.0**127)
+    return normal.all() and not (np.abs(scales[scales != 0]) < TINY).any()
 
 
 @np.errstate(all="ignore")
@@ -74,7 +100,10 @@ def simulated_linear(matrix, a, kind):
         folded = weights * np.repeat(scales, width, axis=1)[:, :k]
         entries = np.abs(np.outer(np.array(matrix.format.codebook, np.float32), scales))  # each, whether it occurs or not
         normal = (entries == 0) | (entries >= TINY) & np.isfinite(entries.astype(BFLOAT16))
-        if kind == "descending" or (kind == "vdpbf16ps" and scale.kind == "ue8m0" and normal.all()):
+        fold = kind == "descending" or (kind in ("vdpbf16ps", "amx") and scale.kind == "ue8m0" and normal.all())
+        if kind == "amx folded" and allow_folding(scales, matrix.format.codebook):
+            fold, folded = True, folded.astype(BFLOAT16).astype(np.float32)
+        if fold:
             weights, scale, width = folded, None, k
         elif "32" in kind or kind == "int16":
             width = 32
@@ -97,7 +126,7 @@ def simulated_linear(matrix, a, kind):
         return total
 
     if scale is None:
-        total = chain(0)
+        total = tdpbf16ps(a, weights) if kind.startswith("amx") else chain(0)
     else:
         unit = np.float32(0.5 if matrix.format.codebook == E2M1 else 1.0)
         total = np.zeros((len(a), n), np.float32)
@@ -150,8 +179,8 @@ def simulated_forward(experts, x, ids, weights, router_weight, kind, rng):
 def worst(experts, x, ids, weights, kind, rng, router_weight="down_output"):
     """The worst error against the bound for both output dtypes, and the float32 reference."""
     y = simulated_forward(experts, x, ids, weights, router_weight, kind, rng)
-    options = {"router_weight": router_weight, "activations": "int16" if kind == "int16" else "bf16"}
-    float32, bfloat16 = (forward(experts, x, ids, weights, out_dtype=d, **options) for d in ("float32", "bfloat16"))
+    given = {"router_weight": router_weight} | options(kind)
+    float32, bfloat16 = (forward(experts, x, ids, weights, out_dtype=d, **given) for d in ("float32", "bfloat16"))
     assert np.array_equal(float32.y, bfloat16.y, equal_nan=True)
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = (flushed(y) if kind == "vdpbf16ps" else y).astype(BFLOAT16)
@@ -164,8 +193,9 @@ FORMATS = (MXFP4, WeightFormat("q4", E2M1, Scale("ue8m0", (1, 64))), int4(32), i
 
 def kinds_of(format):
     if format.scale is None:
-        return ("portable", "fma", "vdpbf16ps")
-    return tuple(kind for kind in KINDS if kind != "fma by 32" or format.scale.extent[1] > 32)
+        return ("portable", "fma", "vdpbf16ps", "amx")
+    absent = {"fma by 32": format.scale.extent[1] == 32, "amx folded": format.scale.kind == "ue8m0"}
+    return tuple(kind for kind in KINDS if not absent.get(kind))
 
 
 PAIRS = [(format, kind) for format in FORMATS for kind in kinds_of(format)]
@@ -241,15 +271,15 @@ def one_expert(gate, up, down, x):
 
 
 @np.errstate(all="ignore")
-def linear(matrix, a, activations="bf16"):
+def linear(matrix, a, activations="bf16", scales="exact"):
     """The reference's y and bound for a linear map of bfloat16 or other float32 numbers that are known exactly."""
     operand, eps = _operand(a, a, a, "int16") if activations == "int16" else (a, np.zeros_like(a))
-    return _linear(matrix, operand, eps, BLOCK, activations)
+    return _linear(matrix, operand, eps, BLOCK, activations, scales)
 
 
 def linear_ratio(matrix, a, kind):
     """A simulated linear map's largest error by its bound."""
-    y, bound = linear(matrix, a, "int16" if kind == "int16" else "bf16")
+    y, bound = linear(matrix, a, **options(kind))
     return (np.abs(simulated_linear(matrix, a, kind) - y) / bound).max()
 
 
@@ -264,6 +294,16 @@ def test_the_accumulation_bound_is_almost_attained():
     assert reference.y[0, 0] == 4096 + 63 * 4096 * UNIT
     assert simulated[0, 0] == 4096
     assert 0.9 < reference.worst(simulated) <= 1
+
+
+def test_half_of_the_bound_within_32_k_is_attained_by_two_chains():
+    # each chain is 1, then u many times, each of which it loses; the odd one ends by 2 u, which the sum of the two loses: of 31
+    # roundings each loses all it can, but a product goes through 17 at most, where the bound has 33 for one chain
+    a = np.array([[1.0, 1.0] + [UNIT, UNIT] * 15])
+    a[0, 31] = 2 * UNIT
+    matrix = Matrix("w", BF16, (1, 32), np.ones((1, 32), BFLOAT16))
+    assert simulated_linear(matrix, a, "amx") == 2
+    assert 0.46 < linear_ratio(matrix, a, "amx") < 0.5
 
 
 def ones_int4(group, k):
@@ -303,16 +343,40 @@ def test_the_bound_of_the_sum_over_slots_is_almost_attained():
     assert 0.9 < reference.worst(simulated) <= 1
 
 
-@pytest.mark.parametrize("byte", [127, 254])
-def test_a_flushed_partial_sum_is_within_the_bound(byte):
+@pytest.mark.parametrize(("byte", "kind"), [(127, "vdpbf16ps"), (254, "vdpbf16ps"), (127, "amx")])
+def test_a_flushed_partial_sum_is_within_the_bound(byte, kind):
     # the products +-2**-126 and their neighbours are normal numbers, their difference is not
     scale = Fraction(2) ** (byte - 127)
     a = np.ldexp([[1 + 2.0**-7, -1.0]], -120 if byte == 254 else -126)
     matrix = Matrix("w", MXFP4, (1, 2), pack([[2, 2]]), np.array([[byte]], np.uint8))
     y, bound = linear(matrix, a)
     assert Fraction(float(y[0, 0])) == Fraction(float(a.sum())) * scale
-    assert simulated_linear(matrix, a, "vdpbf16ps") == 0
+    assert simulated_linear(matrix, a, kind) == 0
     assert y <= bound <= float(4 * Fraction(TINY) * max(scale, 1)) * 1.01
+
+
+@pytest.mark.parametrize("kind", ["vdpbf16ps", "amx"])
+def test_the_bound_of_flushed_sums_is_almost_attained(kind):
+    # each product is the greatest below 2**-126 that two bfloat16 numbers have, and is lost
+    a = np.full((1, 96), 255 / 128 * 2.0**-64)
+    matrix = Matrix("w", BF16, (1, 96), np.full((1, 96), 255 / 128 * 2.0**-64, BFLOAT16))
+    assert simulated_linear(matrix, a, kind) == 0
+    assert 0.95 < linear_ratio(matrix, a, kind) <= 1
+
+
+def test_a_total_is_flushed_by_amx_only_where_the_step_that_it_adds_is_not():
+    tiny = np.zeros((1, 64))
+    for values, lost in (
+        ({0: 1 + 2.0**-7, 1: -1.0}, 2.0**-7),  # the chains' sum
+        ({0: 1 + 2.0**-7, 32: -1.0}, 2.0**-7),  # the total
+        ({0: 1.0, 32: 1 + 2.0**-7, 33: -1.0}, 2.0**-7),  # the chains' sum; the total then gets zero
+        ({0: 1 + 2.0**-7, 2: -1.0, 1: 1.5, 3: -1.0, 32: 1.0}, 2.0**-7 + 0.5),  # both chains
+    ):
+        a = tiny.copy()
+        a[0, list(values)] = list(values.values())
+        matrix = Matrix("w", BF16, (1, 64), np.full((1, 64), TINY, BFLOAT16))
+        y, bound = linear(matrix, a)
+        assert np.abs(y - simulated_linear(matrix, a, "amx")) == lost * TINY < bound
 
 
 def test_a_group_whose_unscaled_sum_overflows_has_no_bound():
@@ -474,7 +538,12 @@ def differ_somewhere(rng, arrays, where):
 @pytest.mark.parametrize("projection", ["gate", "up", "down"])
 @pytest.mark.parametrize(
     ("format", "kind"),
-    [(MXFP4, "vdpbf16ps"), (MXFP4, "int16"), (int4(32), "fma"), (int4(32), "int16"), (BF16, "fma")],
+    [
+        *((MXFP4, kind) for kind in ("vdpbf16ps", "amx", "int16")),
+        *((int4(32), kind) for kind in ("fma", "int16", "amx folded")),
+        (BF16, "fma"),
+        (BF16, "amx"),
+    ],
     ids=label,
 )
 def test_one_mistake_leaves_the_bound(format, kind, projection):
@@ -482,8 +551,7 @@ def test_one_mistake_leaves_the_bound(format, kind, projection):
     experts = random_experts(rng, 1, 64, 64, format=format)
     x, ids, _ = random_batch(rng, experts, tokens=16, top_k=1)
     weights = np.ones((16, 1))
-    activations = "int16" if kind == "int16" else "bf16"
-    reference = forward(experts, x, ids, weights, out_dtype="float32", activations=activations)
+    reference = forward(experts, x, ids, weights, out_dtype="float32", **options(kind))
     matrices = {p: experts.matrix(0, p) for p in ("gate", "up", "down")}
     arrays = {p: tuple(v[None] for v in (m.codes, m.scales) if v is not None) for p, m in matrices.items()}
 

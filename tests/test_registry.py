@@ -187,7 +187,7 @@ class Float64(Backend):
     def unsupported(self, experts):
         return "too many experts" if experts.num_experts > 9 else None
 
-    def pack(self, experts, router_weight, activations, progress=None):
+    def pack(self, experts, router_weight, activations, scales, progress=None):
         return Float64Packed(experts, router_weight)
 
 

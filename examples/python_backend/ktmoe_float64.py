@@ -22,7 +22,9 @@ class Float64(Backend):
     def unsupported(self, experts: ExpertWeights) -> str | None:
         return None  # reference.dequantize reads every format
 
-    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, progress: Progress | None = None):
+    def pack(
+        self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None
+    ):
         matrices = {}
         for expert in range(experts.num_experts):
             for projection in PROJECTIONS:
@@ -35,6 +37,8 @@ class Float64(Backend):
 
 class PackedFloat64:
     """Keeps the checkpoint's own bytes; nbytes is theirs."""
+
+    scales = "exact"  # no weight is rounded, even if that is allowed
 
     def __init__(self, experts: ExpertWeights, matrices: dict, router_weight: str):
         self.nbytes = experts.nbytes

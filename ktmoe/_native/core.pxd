@@ -10,6 +10,7 @@ cdef extern from "ktmoe.h":
         KT_PANEL
         KT_GROUP
         KT_GROUP_MAX
+        KT_TILE_ROWS
         KT_M_BLOCK
 
     ctypedef struct kt_codebook:
@@ -18,6 +19,12 @@ cdef extern from "ktmoe.h":
         float value[16]
         int8_t whole[16]
         float unit
+
+    ctypedef struct kt_rows:
+        const char *activations
+        size_t group_bytes
+        int tiled
+        void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row) nogil
 
     ctypedef struct kt_dot:
         const void **x
@@ -34,18 +41,13 @@ cdef extern from "ktmoe.h":
         const char *family
         const char *scale
         size_t group_max
-        const char *activations
+        const kt_rows *rows
         int folded
         int whole
         size_t few_max
         size_t scratch_bytes
         void (*few)(const kt_dot *) nogil
         void (*many)(const kt_dot *) nogil
-
-    ctypedef struct kt_rows:
-        const char *activations
-        size_t group_bytes
-        void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row) nogil
 
     ctypedef struct kt_activation:
         float alpha, limit, up_offset
@@ -65,7 +67,8 @@ cdef extern from "ktmoe.h":
         uint32_t abi_version
         const char *name
         const kt_kernel *const *families
-        const kt_rows *rows
+        void (*enter)() nogil
+        void (*leave)() nogil
         void (*activate)(const kt_activate *) nogil
         void (*exp)(const float *, float *, size_t) nogil
         void (*read)(const void *, size_t) nogil

@@ -5,7 +5,6 @@ The pool's lock is never held together with the GIL: fork takes both.
 """
 
 import errno
-import math
 import os
 
 import numpy as np
@@ -16,6 +15,7 @@ from libc.string cimport memcpy, memset
 
 from ktmoe._native.driver cimport *
 
+from ktmoe import codebook
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 
 LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
@@ -27,6 +27,11 @@ def cpu_features():
     cdef size_t count = 0
     cdef const kt_cpu_feature *features = kt_cpu_features(&count)
     return {features[i].name.decode(): bool(features[i].present) for i in range(count)}
+
+
+def permit_tiles():
+    """Ask the operating system to let this process use AMX's tiles; 0, or the errno of a refusal. It cannot be undone."""
+    return kt_os_permit_tiles()
 
 
 def configure_pool(size_t threads, uint64_t spin_us):
@@ -113,7 +118,7 @@ cdef class KernelTable:
                     kernel.family.decode(),
                     kernel.scale.decode(),
                     kernel.group_max,
-                    kernel.activations.decode(),
+                    kernel.rows.activations.decode(),
                     bool(kernel.folded),
                 ))
                 kernel += 1
@@ -131,13 +136,13 @@ cdef class KernelTable:
         kind, rows, group = (scale.kind, *scale.extent) if scale else ("none", 1, 0)
         if rows != 1 or (group and (group % KT_GROUP or group & (group - 1))):
             return NULL
-        whole = codebook_unit(weight_format.codebook) > 0
+        whole = codebook.unit(weight_format.codebook) > 0
         while family[0]:
             kernel = family[0]
             while kernel.family:
                 if (
                     kernel.family.decode() == weight_format.family and kernel.scale.decode() == kind
-                    and group <= kernel.group_max and kernel.activations.decode() == activations
+                    and group <= kernel.group_max and kernel.rows.activations.decode() == activations
                     and kernel.folded == folded and (whole or not kernel.whole)
                 ):
                     return kernel
@@ -145,15 +150,10 @@ cdef class KernelTable:
             family += 1
         return NULL
 
-    cdef const kt_rows *rows(self, str activations):
-        cdef const kt_rows *rows = self.isa.rows
-        while rows.activations and rows.activations.decode() != activations:
-            rows += 1
-        return rows if rows.activations else NULL
-
-    def encode(self, str activations, const uint16_t[::1] row):
-        """One row of bfloat16 bits [k], k a multiple of 32, as kernels of that mode take it: uint8 [bytes]."""
-        cdef const kt_rows *rows = self.rows(activations)
+    def encode(self, weight_format, str activations, const uint16_t[::1] row):
+        """One row of bfloat16 bits [k], k a multiple of 32, as the kernel for any scale takes it: uint8 [bytes]."""
+        cdef const kt_kernel *kernel = self.find(weight_format, activations, False)
+        cdef const kt_rows *rows = kernel.rows if kernel else NULL
         if not rows or row.shape[0] % KT_GROUP:
             raise InputError(f"{self.name} has no rows of {row.shape[0]} for {activations!r}")
         if not rows.encode:
@@ -185,7 +185,7 @@ cdef class KernelTable:
 cdef class PackedLayer:
     """All experts of one layer in the packed layout, in one arena, and how to compute them.
 
-    formats: {projection: WeightFormat}. router_weight: a value of layer.ROUTER_WEIGHTS.
+    formats: {projection: WeightFormat}. router_weight: a value of layer.ROUTER_WEIGHTS. scales: one of codebook.ROUNDING.
     Raises OutOfMemoryError if the arena cannot be had. Every matrix must be packed before forward().
     """
 
@@ -198,16 +198,16 @@ cdef class PackedLayer:
     cdef kt_codebook codebooks[3]
     cdef kt_format layouts[3]
     cdef dict _formats
-    cdef str _activations
+    cdef str _activations, _scales
     cdef KernelTable _table
     cdef list _biases
 
     def __cinit__(self, KernelTable table, size_t num_experts, size_t hidden, size_t intermediate, dict formats, activation,
-                  str router_weight, str activations):
+                  str router_weight, str activations, str scales):
         cdef size_t n, k, at = 0
         self._table = table
         self._formats = formats
-        self._activations = activations
+        self._activations, self._scales = activations, scales
         self._biases = []
         for i, projection in enumerate(("gate", "up", "down")):
             n, k = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
@@ -222,10 +222,7 @@ cdef class PackedLayer:
         self.layer.hidden = hidden
         self.layer.intermediate = intermediate
         self.layer.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
-        self.layer.activate = table.isa.activate
-        self.layer.rows = table.rows(activations)
-        if not self.layer.rows:
-            raise UnavailableError(f"{table.name} has no activation mode {activations!r}")
+        self.layer.isa = table.isa
         self.layer.router_weight = {
             "down_output": KT_DOWN_OUTPUT, "down_input": KT_DOWN_INPUT, "expert_input": KT_EXPERT_INPUT
         }[router_weight]
@@ -295,9 +292,10 @@ cdef class PackedLayer:
             _raise(error, f"packing {matrix.name}")
         if scan.refused:
             matrix.refuse()
+        kind = weight_format.scale.kind if weight_format.scale else None
         folded = False
-        if weight_format.scale is not None and weight_format.scale.kind == "ue8m0":
-            low, high = fold_range(weight_format.codebook)
+        if kind == "ue8m0" or (kind == "bf16" and self._scales == "folded"):
+            low, high = codebook.fold_range(weight_format.codebook, kind)
             folded = low <= scan.low and scan.high <= high
         cdef const kt_kernel *kernel = self._table.find(weight_format, self._activations, folded)
         if not kernel:  # those for any scale serve these, too
@@ -306,15 +304,16 @@ cdef class PackedLayer:
             raise UnavailableError(
                 f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, activations {self._activations}"
             )
-        self.missing -= to.kernel == NULL
-        to.kernel = kernel
+        packed_before = to.kernel != NULL
+        if not kt_moe_use(&self.layer, to, p == 2, kernel):
+            raise UnavailableError(f"{self._table.name}'s kernels take x in more ways than one layer can have: {KT_X_KINDS}")
+        self.missing -= not packed_before
         to.data = packed
         to.panel_bytes = source.format.packing.panel_bytes(&source.format, source.k)
         to.group = source.format.group
         # Gate and up of one format share a codebook, so that one kernel call can take both.
         to.codebook = &self.codebooks[0 if weight_format == self._formats["gate"] else p]
         to.bias = self._keep_bias(matrix)
-        self.layer.kernel_scratch_bytes = max(self.layer.kernel_scratch_bytes, kernel.scratch_bytes)
 
     cdef const float *_keep_bias(self, matrix) except? NULL:
         if matrix.bias is None:
@@ -360,6 +359,15 @@ cdef class PackedLayer:
             for e in range(self.layer.num_experts)
             for p, name in enumerate(("gate", "up", "down"))
         }
+
+    @property
+    def scales(self):
+        """"folded" if any scaled weight is rounded to bfloat16, else "exact"."""
+        rounded = {
+            projection for (_, projection), folded in self.kernels().items()
+            if folded and self._formats[projection].scale.kind == "bf16"
+        }
+        return "folded" if rounded else "exact"
 
     def forward(self, x, const int64_t[:, ::1] ids, const float[:, ::1] weights, const uint8_t[::1] mask, out):
         """y into out. x, out: uint16 (bf16 bits) or float32 [tokens, hidden], C-contiguous, alike; tokens and top_k above 0."""
@@ -412,28 +420,6 @@ cdef class PackedLayer:
         return seconds
 
 
-def fold_range(codebook):
-    """(low, high): the UE8M0 bytes whose scale times any entry is a normal bfloat16, so that folding is exact; 2 to 252 for E2M1.
-
-    (255, 0), which no byte is in, if there are none.
-    """
-    exponents = [math.frexp(value)[1] - 1 for value in codebook if value]
-    # kt_codebook.folded holds the exponent field of a normal number raised by 126; beyond 255 it would run into the sign. What is
-    # subtracted from it, (253 - byte) << 7, must not be negative.
-    if not exponents or max(exponents) > 2 or min(exponents) < -126:
-        return 255, 0
-    return 1 - min(exponents), min(253, 254 - max(exponents))
-
-
-def codebook_unit(codebook):
-    """The largest power of two from 2**-8 to 1 of which every entry is a multiple, by at most 16; 0.0 if there is none."""
-    for exponent in range(0, -9, -1):
-        wholes = [value / 2.0**exponent for value in codebook]
-        if all(whole == int(whole) and abs(whole) <= 16 for whole in wholes):
-            return 2.0**exponent
-    return 0.0
-
-
 cdef void _fill_codebook(kt_codebook *book, weight_format):
     cdef int i
     cdef uint16_t sign, magnitude
@@ -442,7 +428,7 @@ cdef void _fill_codebook(kt_codebook *book, weight_format):
         return
     values = np.asarray(weight_format.codebook, np.float32)
     bits = values.view(np.uint32) >> 16
-    book.unit = codebook_unit(weight_format.codebook)
+    book.unit = codebook.unit(weight_format.codebook)
     for i in range(32):
         book.plain[i] = bits[i % 16]
         sign, magnitude = bits[i % 16] & 0x8000, bits[i % 16] & 0x7FFF

@@ -15,7 +15,7 @@ static uint64_t enabled_state(bool osxsave) {
 
 /* Sources: Intel SDM volume 2, CPUID leaves 1, 7.0 and 7.1; volume 1, 14.3 and 15.2 for the XCR0 checks. */
 const kt_cpu_feature *kt_cpu_features(size_t *count) {
-    static kt_cpu_feature features[8];
+    static kt_cpu_feature features[16];
     uint32_t leaf1[4] = {0}, leaf7[4] = {0}, leaf71[4] = {0};
     __get_cpuid(1, &leaf1[0], &leaf1[1], &leaf1[2], &leaf1[3]);
     __get_cpuid_count(7, 0, &leaf7[0], &leaf7[1], &leaf7[2], &leaf7[3]);
@@ -28,7 +28,7 @@ const kt_cpu_feature *kt_cpu_features(size_t *count) {
         {"avx2", avx && (leaf7[1] >> 5 & 1)},         {"fma", avx && (leaf1[2] >> 12 & 1)},
         {"avx512f", avx512 && (leaf7[1] >> 16 & 1)},  {"avx512bw", avx512 && (leaf7[1] >> 30 & 1)},
         {"avx512vl", avx512 && (leaf7[1] >> 31 & 1)}, {"avx512_bf16", avx512 && (leaf71[0] >> 5 & 1)},
-        {"amx_tile", amx && (leaf7[3] >> 24 & 1)},
+        {"avx512vbmi", avx512 && (leaf7[2] >> 1 & 1)}, {"amx_tile", amx && (leaf7[3] >> 24 & 1)},    {"amx_bf16", amx && (leaf7[3] >> 22 & 1)},
     };
     *count = sizeof found / sizeof found[0];
     for (size_t i = 0; i < *count; i++) features[i] = found[i]; /* same bytes every time: a race is harmless */

@@ -23,6 +23,8 @@ void kt_os_unmap(void *p, size_t bytes);
 void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal);
 void kt_os_wake(_Atomic uint32_t *word); /* all waiters */
 uint64_t kt_os_nanoseconds(void);
+/* Ask, for the whole process, to use AMX's tiles, which make signal frames 8 KiB larger; 0 or the errno of a refusal. */
+int kt_os_permit_tiles(void);
 
 /* pool.c: one pool for the process. Callers serialise on its lock; the caller is worker 0. */
 typedef void (*kt_task)(void *context, size_t worker, size_t workers);
@@ -50,7 +52,7 @@ typedef struct kt_source {
     size_t n, k;
 } kt_source;
 typedef struct kt_scan {
-    uint8_t low, high; /* of one-byte scales; low > high: none were seen */
+    uint8_t low, high; /* of one-byte scales; of bf16 scales that are not 0, their exponent fields; low > high: none were seen */
     bool refused;      /* a scale or a weight is no real number */
 } kt_scan;
 /* One family's layout. Panels are packed one by one, by any thread; scan is that thread's own and is added to. */
@@ -76,6 +78,7 @@ typedef struct kt_matrix {
     size_t panel_bytes;
     size_t group; /* k that share a scale; 0 without scales */
     const kt_kernel *kernel;
+    size_t x_kind; /* of gate and up: which of the layer's x_rows its kernel takes */
     const kt_codebook *codebook;
     const float *bias; /* fp32, padded to whole panels, or NULL */
 } kt_matrix;
@@ -87,15 +90,19 @@ typedef struct kt_expert {
 enum kt_router_weight { KT_DOWN_OUTPUT, KT_DOWN_INPUT, KT_EXPERT_INPUT };
 enum kt_dtype { KT_BF16, KT_F32 };
 
+enum { KT_X_KINDS = 4 };
+
 typedef struct kt_layer {
     size_t num_experts, hidden, intermediate;
     kt_expert *experts;
     kt_activation act;
-    void (*activate)(const kt_activate *);
-    const kt_rows *rows; /* of the activation mode */
+    const kt_isa *isa;
     enum kt_router_weight router_weight;
-    size_t kernel_scratch_bytes; /* the most that any of its kernels asks for */
+    const kt_rows *x_rows[KT_X_KINDS]; /* what the kernels of gate and up take, each once; NULL beyond */
+    size_t h_group_bytes;              /* the most that any kernel of down takes for KT_GROUP */
+    size_t kernel_scratch_bytes;       /* the most that any of its kernels asks for */
 } kt_layer;
+
 
 typedef struct kt_batch {
     size_t tokens, top_k;
@@ -117,6 +124,8 @@ typedef struct kt_tuning {
 extern kt_tuning kt_moe_tuning; /* read under the pool's lock */
 
 size_t kt_round_up(size_t value, size_t multiple);
+/* A packed matrix of the layer, down or not, is computed by this kernel. False: that would be too many kinds of rows. */
+bool kt_moe_use(kt_layer *layer, kt_matrix *matrix, bool down, const kt_kernel *kernel);
 int kt_moe_forward(const kt_layer *layer, const kt_batch *batch); /* with the lock held; 0 or an errno */
 size_t kt_moe_scratch_bytes(void);                                /* what the arena holds now */
 

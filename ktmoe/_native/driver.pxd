@@ -1,7 +1,7 @@
 # The driver's own interfaces (driver.h); for core.pyx alone.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from ktmoe._native.core cimport kt_activate, kt_activation, kt_codebook, kt_kernel, kt_rows
+from ktmoe._native.core cimport kt_activation, kt_codebook, kt_isa, kt_kernel
 
 
 cdef extern from "driver.h" nogil:
@@ -12,6 +12,7 @@ cdef extern from "driver.h" nogil:
 
     void *kt_os_map(size_t bytes)
     void kt_os_unmap(void *p, size_t bytes)
+    int kt_os_permit_tiles()
 
     ctypedef void (*kt_task)(void *context, size_t worker, size_t workers) noexcept nogil
     void kt_pool_lock()
@@ -57,14 +58,14 @@ cdef extern from "driver.h" nogil:
     enum kt_dtype:
         KT_BF16
         KT_F32
+    enum:
+        KT_X_KINDS
     ctypedef struct kt_layer:
         size_t num_experts, hidden, intermediate
         kt_expert *experts
         kt_activation act
-        void (*activate)(const kt_activate *) nogil
-        const kt_rows *rows
+        const kt_isa *isa
         kt_router_weight router_weight
-        size_t kernel_scratch_bytes
     ctypedef struct kt_batch:
         size_t tokens, top_k
         const void *x
@@ -79,6 +80,7 @@ cdef extern from "driver.h" nogil:
         uint32_t uneven
         bint only_many
     kt_tuning kt_moe_tuning
+    bint kt_moe_use(kt_layer *layer, kt_matrix *matrix, bint down, const kt_kernel *kernel)
     int kt_moe_forward(const kt_layer *layer, const kt_batch *batch)
     size_t kt_moe_scratch_bytes()
 

@@ -20,6 +20,7 @@ class Isa:
     rank_with: (CPU feature, the rank on CPUs that have that, too), the first that applies.
     flags: the compiler's, for kernels/<name>/*.c and nothing else. requires: CPU features, as core.cpu_features() names them.
     implies: rows of ISAS whose features and flags come with it.
+    tiles: it uses AMX's tiles, for which a process has to ask the operating system.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Isa:
     requires: tuple[str, ...] = ()
     implies: tuple[str, ...] = ()
     rank_with: tuple[tuple[str, int], ...] = ()
+    tiles: bool = False
 
 
 ISAS = {
@@ -40,6 +42,13 @@ ISAS = {
         implies=("avx512f",),
         # Intel's cores with AMX start a VDPBF16PS every second cycle and two FMAs every cycle: half the FLOPs (measured).
         rank_with=(("amx_tile", 225),),
+    ),
+    "amx": Isa(
+        400,
+        flags=("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
+        requires=("avx512vbmi", "amx_tile", "amx_bf16"),
+        implies=("avx512_bf16",),
+        tiles=True,
     ),
 }
 

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 2
+#define KT_ABI_VERSION 3
 /* Versions of the packed layouts, golden-tested: pack_q4.c, pack_b16.c. */
 #define KT_Q4_LAYOUT_VERSION 1
 #define KT_B16_LAYOUT_VERSION 1
@@ -19,7 +19,8 @@ enum {
     KT_PANEL = 64,      /* output columns of a panel */
     KT_GROUP = 32,      /* k of a block; every k is padded to a multiple of it */
     KT_GROUP_MAX = 128, /* k that share a scale: KT_GROUP times a power of two, up to this */
-    KT_M_BLOCK = 192    /* rows that one kernel call sees at most: its fp32 results stay in L2 */
+    KT_TILE_ROWS = 16,  /* rows that stand together where a kernel wants tiles of them */
+    KT_M_BLOCK = 192    /* rows that one kernel call sees at most, a multiple of it: its fp32 results stay in L2 */
 };
 
 /* A 16-entry codebook in the forms that kernels look up. The bf16 tables stand there twice, since VPERMW reads five index
@@ -27,23 +28,37 @@ enum {
 typedef struct kt_codebook {
     uint16_t plain[32];  /* bf16 bits of the value */
     uint16_t folded[32]; /* sign | (bf16 bits of |value| + (126 << 7)), zero for zero: minus (253 - b) << 7, saturating,
-                            is the bf16 of value * 2^(b-127), exactly, for the b of fold_range() in core.pyx */
+                            is the bf16 of value * 2^(b-127), exactly, for the b of codebook.fold_range() */
     float value[16];
     int8_t whole[16]; /* value = whole * unit, |whole| <= 16 */
     float unit;       /* a power of two, 2^-8 to 1; 0 where there is none */
 } kt_codebook;
 
+/* What a kernel takes as a row of k inputs: a piece of group_bytes for each KT_GROUP of them. Kernels that share one object of
+ * these share the encoded rows.
+ *
+ * tiled: up to KT_TILE_ROWS rows of an expert stand together, by pieces: piece g of row i of r is at (g * r + i) * group_bytes,
+ * so that with any r, KT_TILE_ROWS lines from piece g of row 0 on are a tile whose first r rows are the rows'. What is beyond
+ * the last may be read, KT_TILE_ROWS * group_bytes in all; rows 16, 32, ... of a call begin the next ones. Else a row is whole. */
+typedef struct kt_rows {
+    const char *activations; /* the mode that it belongs to: "bf16", "int16" */
+    size_t group_bytes;
+    int tiled; /* only with encode NULL */
+    /* Inputs [first, first + count) of a row of k, all multiples of KT_GROUP, from x bf16 [count]. NULL: bf16, as it is. */
+    void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
+} kt_rows;
+
 /* out[p][i][c] = sum over k ascending of x[i][k] * W_p[c][k], for p < panels, i < m, c < KT_PANEL.
  * Every output has one order of sums: its bits do not depend on m, nor on which of a kernel's functions ran. */
 typedef struct kt_dot {
-    const void *const *x; /* m rows as the activation mode's kt_rows has them */
+    const void *const *x; /* m rows as the kernel's kt_rows has them; of tiled ones, their first pieces */
     size_t m;
     size_t k;            /* multiple of KT_GROUP */
     const uint8_t *w[2]; /* packed panels */
     size_t panels;       /* 1, or 2 (gate and up) */
     size_t group;        /* k that share a scale; the last group may be shorter. 0 without scales */
     const kt_codebook *codebook;
-    float *out[2]; /* fp32 [m][KT_PANEL], dense, 64-byte aligned */
+    float *out[2]; /* fp32 [m][KT_PANEL], dense, 64-byte aligned; of tiled rows, whole tiles may be written */
     void *scratch; /* kt_kernel.scratch_bytes, 64-byte aligned, this thread's own */
 } kt_dot;
 
@@ -51,23 +66,15 @@ typedef struct kt_dot {
 typedef struct kt_kernel {
     const char *family;      /* "q4", "b16" */
     const char *scale;       /* "ue8m0", "bf16", "none" */
-    size_t group_max;        /* k that share a scale, at most; at least KT_GROUP. 0 without scales */
-    const char *activations; /* a row of kt_isa.rows */
-    int folded;              /* 1: needs every scale to be one that folds into a bf16 weight exactly; 0: takes any */
-    int whole;               /* 1: needs a codebook that has a unit */
-    size_t few_max;          /* rows up to which few() is the faster */
+    size_t group_max;    /* k that share a scale, at most; at least KT_GROUP. 0 without scales */
+    const kt_rows *rows; /* what it takes, and so its activation mode */
+    int folded;          /* 1: needs every scale to be one that folds into a bf16 weight; 0: takes any. See codebook.py */
+    int whole;           /* 1: needs a codebook that has a unit */
+    size_t few_max;      /* rows up to which few() is the faster */
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
     void (*many)(const kt_dot *); /* any m <= KT_M_BLOCK */
 } kt_kernel;
-
-/* What an activation mode's kernels take as a row of k inputs: KT_GROUP of them take group_bytes, a row k / KT_GROUP as many. */
-typedef struct kt_rows {
-    const char *activations; /* "bf16", "int16" */
-    size_t group_bytes;
-    /* Inputs [first, first + count) of a row of k, all multiples of KT_GROUP, from x bf16 [count]. NULL: bf16, as it is. */
-    void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
-} kt_rows;
 
 /* GatedActivation's parameters; see ktmoe/activation.py. */
 typedef struct kt_activation {
@@ -90,7 +97,8 @@ typedef struct kt_isa {
     uint32_t abi_version;             /* KT_ABI_VERSION */
     const char *name;                 /* in ktmoe, a row of isa.py */
     const kt_kernel *const *families; /* arrays that end with an empty row; NULL ends the list */
-    const kt_rows *rows;              /* by activation mode; an empty row ends it */
+    void (*enter)(void); /* each thread, before and after it computes with these: state that kernels need. NULL: none */
+    void (*leave)(void);
     void (*activate)(const kt_activate *);
     void (*exp)(const float *x, float *y, size_t count); /* the activation's exp, for its error test */
     void (*read)(const void *p, size_t bytes);           /* touches every line: the read-bandwidth limit */

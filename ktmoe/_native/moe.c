@@ -30,22 +30,33 @@ typedef struct counter {
 typedef struct worker_scratch {
     panel_row *g, *u; /* [KT_M_BLOCK] each; phase B has d in g */
     panel_row *slab;  /* [tokens] */
-    panel_h *h;       /* [KT_M_BLOCK], where rows are encoded */
+    panel_h *h;       /* [KT_M_BLOCK], before rows are encoded */
     uint16_t *row;    /* [k_hidden], likewise */
     void *kernel;
 } worker_scratch;
+
+/* x as kernels of gate and up take it. */
+typedef struct x_kind {
+    const kt_rows *rows;
+    bool stage;   /* rows are copied; else those of the caller's x are used where they are */
+    bool by_slot; /* one a slot, else one a token */
+    size_t stride_bytes;
+    uint8_t *staged;
+    const void **x; /* [slots] rows */
+} x_kind;
 
 typedef struct job {
     const kt_layer *layer;
     kt_batch batch;
     route route;
     size_t k_hidden, k_inter, hidden_panels, inter_panels; /* padded sizes */
-    size_t x_stride_bytes, h_stride_bytes;
-    bool encode, stage, reduce;
-    uint8_t *staged;           /* [tokens] rows of x, or [slots] where the router weight goes in first */
-    const void **x;            /* [slots] rows */
+    bool reduce;
+    x_kind x[KT_X_KINDS];
+    size_t x_kinds;
+    size_t h_stride_bytes;
     uint8_t *h;                /* [slots] rows */
     const void **h_rows;       /* [slots] */
+    uint8_t *together;         /* [slots]: rows of the tile that the slot's row is in, where there are tiles */
     float *d;                  /* [slots][hidden_panels * KT_PANEL] */
     _Atomic uint32_t *arrived; /* [hidden_panels] */
     worker_scratch *workers;
@@ -76,11 +87,15 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
     carver c = {base, 0};
     j->reduce = slots <= kt_moe_tuning.reduce_slots;
     kt_route_carve(&j->route, &c, l->num_experts, tokens, j->batch.top_k);
-    j->x = kt_carve(&c, slots, sizeof *j->x);
+    for (x_kind *x = j->x; x < j->x + j->x_kinds; x++) {
+        x->x = kt_carve(&c, slots, sizeof *x->x);
+        x->staged = kt_carve(&c, x->by_slot ? slots : tokens, x->stride_bytes);
+        kt_carve(&c, x->rows->tiled, KT_TILE_ROWS * x->rows->group_bytes); /* may be read */
+    }
     j->h_rows = kt_carve(&c, slots, sizeof *j->h_rows);
-    const size_t staged = !j->stage ? 0 : l->router_weight == KT_EXPERT_INPUT ? slots : tokens;
-    j->staged = kt_carve(&c, staged, j->x_stride_bytes);
+    j->together = kt_carve(&c, slots, sizeof *j->together);
     j->h = kt_carve(&c, slots, j->h_stride_bytes);
+    kt_carve(&c, KT_TILE_ROWS, l->h_group_bytes); /* may be read */
     j->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(panel_row));
     j->arrived = kt_carve(&c, j->hidden_panels, sizeof *j->arrived);
     j->workers = kt_carve(&c, threads, sizeof *j->workers);
@@ -89,8 +104,8 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
             .g = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
             .u = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
             .slab = kt_carve(&c, j->reduce ? 0 : tokens, sizeof(panel_row)),
-            .h = kt_carve(&c, j->encode ? KT_M_BLOCK : 0, sizeof(panel_h)),
-            .row = kt_carve(&c, j->encode ? j->k_hidden : 0, sizeof(uint16_t)),
+            .h = kt_carve(&c, KT_M_BLOCK, sizeof(panel_h)),
+            .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
         };
         if (base) j->workers[i] = w;
@@ -112,25 +127,47 @@ static inline uint16_t bf16_from_f32(float v) {
     return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? quiet : rounded);
 }
 
-/* A row of x as kernels take it: rounded to bf16, scaled, padded and encoded as needed. */
-static void stage_row(const job *j, const worker_scratch *s, size_t row) {
+/* Where row i of a group is, or its first piece, in an array of rows by slot. */
+static uint8_t *row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const group *g, size_t i) {
+    if (!rows->tiled) return base + (g->first + i) * stride_bytes;
+    return base + (g->first + i / KT_TILE_ROWS * KT_TILE_ROWS) * stride_bytes + i % KT_TILE_ROWS * rows->group_bytes;
+}
+
+/* Inputs [first, first + count) of a row, bf16, to where a kernel looks for them. together: the rows of its tile. */
+static void put(const kt_rows *rows, const uint16_t *x, size_t first, size_t count, size_t k, size_t together, void *row) {
+    if (rows->encode) {
+        rows->encode(x, first, count, k, row);
+        return;
+    }
+    const size_t stride = rows->group_bytes * (rows->tiled ? together : 1);
+    for (size_t at = 0; at < count; at += KT_GROUP)
+        memcpy((uint8_t *)row + (first + at) / KT_GROUP * stride, x + at, KT_GROUP * sizeof *x);
+}
+
+/* A row of x as kernels take it: rounded to bf16, scaled and padded as needed. */
+static void stage_row(const job *j, const worker_scratch *s, const x_kind *to, size_t row) {
     const size_t hidden = j->layer->hidden;
     const bool scaled = j->layer->router_weight == KT_EXPERT_INPUT;
-    const size_t token = scaled ? j->route.slot_token[row] : row;
-    uint8_t *staged = j->staged + row * j->x_stride_bytes;
-    uint16_t *restrict to = j->encode ? s->row : (uint16_t *)staged;
-    const uint16_t *restrict bf16 = (const uint16_t *)j->batch.x + token * hidden;
-    const float *restrict f32 = (const float *)j->batch.x + token * hidden;
-    if (j->batch.dtype == KT_BF16)
-        memcpy(to, bf16, hidden * sizeof *to);
-    else
-        for (size_t c = 0; c < hidden; c++) to[c] = bf16_from_f32(f32[c]);
-    if (scaled) {
-        const float r = j->route.slot_weight[row];
-        for (size_t c = 0; c < hidden; c++) to[c] = bf16_from_f32(bf16_to_f32(to[c]) * r);
+    const size_t token = to->by_slot ? j->route.slot_token[row] : row;
+    const uint16_t *bf16 = (const uint16_t *)j->batch.x + token * hidden;
+    if (j->batch.dtype != KT_BF16 || scaled || hidden != j->k_hidden) {
+        uint16_t *restrict own = s->row;
+        const float *restrict f32 = (const float *)j->batch.x + token * hidden;
+        if (j->batch.dtype == KT_BF16)
+            memcpy(own, bf16, hidden * sizeof *own);
+        else
+            for (size_t c = 0; c < hidden; c++) own[c] = bf16_from_f32(f32[c]);
+        if (scaled) {
+            const float r = j->route.slot_weight[row];
+            for (size_t c = 0; c < hidden; c++) own[c] = bf16_from_f32(bf16_to_f32(own[c]) * r);
+        }
+        memset(own + hidden, 0, (j->k_hidden - hidden) * sizeof *own);
+        bf16 = own;
     }
-    memset(to + hidden, 0, (j->k_hidden - hidden) * sizeof *to);
-    if (j->encode) j->layer->rows->encode(to, 0, j->k_hidden, j->k_hidden, staged);
+    if (to->by_slot)
+        put(to->rows, bf16, 0, j->k_hidden, j->k_hidden, j->together[row], (void *)to->x[row]);
+    else
+        put(to->rows, bf16, 0, j->k_hidden, j->k_hidden, 1, to->staged + row * to->stride_bytes);
 }
 
 /* The next run of items: [*first, end). Neighbours are neighbours in memory, so that what a kernel prefetches beyond its panel is
@@ -149,21 +186,23 @@ static void multiply(const kt_dot *dot, const kt_kernel *kernel) {
     (!kt_moe_tuning.only_many && dot->m <= kernel->few_max ? kernel->few : kernel->many)(dot);
 }
 
-/* Rows in equal blocks of at most KT_M_BLOCK. */
+/* Rows in equal blocks of at most KT_M_BLOCK, and of whole tiles but for the last. */
 static size_t block_rows(size_t left) {
     const size_t blocks = (left + KT_M_BLOCK - 1) / KT_M_BLOCK;
-    return (left + blocks - 1) / blocks;
+    return blocks == 1 ? left : kt_round_up((left + blocks - 1) / blocks, KT_TILE_ROWS);
 }
 
 static void gate_up(const job *j, const worker_scratch *s, const group *g, size_t panel) {
     const kt_layer *l = j->layer;
     const kt_expert *e = &l->experts[g->expert];
+    const kt_rows *rows = e->down.kernel->rows;
+    const bool put_h = rows->encode || rows->tiled;
     const size_t columns = l->intermediate - panel * KT_PANEL;
     for (size_t i = 0, m; i < g->count; i += m) {
         m = block_rows(g->count - i);
         const size_t row = g->first + i;
         kt_dot dot = {
-            .x = j->x + row,
+            .x = j->x[e->gate.x_kind].x + row,
             .m = m,
             .k = j->k_hidden,
             .w = {e->gate.data + panel * e->gate.panel_bytes, e->up.data + panel * e->up.panel_bytes},
@@ -178,6 +217,7 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
         } else {
             dot.panels = 1;
             multiply(&dot, e->gate.kernel);
+            dot.x = j->x[e->up.x_kind].x + row;
             dot.w[0] = dot.w[1];
             dot.out[0] = dot.out[1];
             dot.group = e->up.group;
@@ -185,7 +225,7 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
             multiply(&dot, e->up.kernel);
         }
         uint16_t *h = (uint16_t *)(j->h + row * j->h_stride_bytes) + panel * KT_PANEL;
-        l->activate(&(kt_activate){
+        l->isa->activate(&(kt_activate){
             .g = *s->g,
             .u = *s->u,
             .bias_g = e->gate.bias ? e->gate.bias + panel * KT_PANEL : NULL,
@@ -194,13 +234,12 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
             .m = m,
             .columns = columns < KT_PANEL ? columns : KT_PANEL,
             .act = l->act,
-            .h = j->encode ? *s->h : h,
-            .h_stride = j->encode ? KT_PANEL : j->h_stride_bytes / sizeof *h,
+            .h = put_h ? *s->h : h,
+            .h_stride = put_h ? KT_PANEL : j->h_stride_bytes / sizeof *h,
         });
-        const size_t first = panel * KT_PANEL, left = j->k_inter - first;
-        for (size_t r = 0; j->encode && r < m; r++)
-            l->rows->encode(s->h[r], first, left < KT_PANEL ? left : KT_PANEL, j->k_inter,
-                            j->h + (row + r) * j->h_stride_bytes);
+        const size_t first = panel * KT_PANEL, left = j->k_inter - first, count = left < KT_PANEL ? left : KT_PANEL;
+        for (size_t r = row; put_h && r < row + m; r++)
+            put(rows, s->h[r - row], first, count, j->k_inter, j->together[r], (void *)j->h_rows[r]);
     }
 }
 
@@ -284,11 +323,15 @@ static void work(void *context, size_t worker, size_t workers) {
     job *j = context;
     const worker_scratch *s = &j->workers[worker];
     const route *r = &j->route;
-    if (j->stage) {
-        const size_t rows = j->layer->router_weight == KT_EXPERT_INPUT ? r->num_slots : j->batch.tokens;
-        for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(j, s, i);
-        kt_pool_barrier();
+    if (j->layer->isa->enter) j->layer->isa->enter();
+    bool staged = false;
+    for (const x_kind *x = j->x; x < j->x + j->x_kinds; x++) {
+        if (!x->stage) continue;
+        const size_t rows = x->by_slot ? r->num_slots : j->batch.tokens;
+        for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(j, s, x, i);
+        staged = true;
     }
+    if (staged) kt_pool_barrier();
     size_t first, end;
     const size_t items_a = r->num_groups * j->inter_panels;
     while ((end = grab(&j->a, items_a, workers, &first)) > first)
@@ -302,6 +345,25 @@ static void work(void *context, size_t worker, size_t workers) {
             else
                 panel_of_y(j, s, i);
         }
+    if (j->layer->isa->leave) j->layer->isa->leave();
+}
+
+static void point_at_x(const job *j, x_kind *x) {
+    const route *r = &j->route;
+    const kt_layer *l = j->layer;
+    const bool as_it_is = !x->rows->encode && j->batch.dtype == KT_BF16 && j->k_hidden == l->hidden &&
+                          l->router_weight != KT_EXPERT_INPUT;
+    /* A row alone is a tile, too. */
+    x->stage = !as_it_is || (x->rows->tiled ? r->num_slots > r->num_groups : j->batch.tokens >= STAGE_TOKENS);
+    for (const group *g = r->groups; g < r->groups + r->num_groups; g++)
+        for (size_t slot = g->first, i = 0; i < g->count; slot++, i++) {
+            if (!x->stage)
+                x->x[slot] = (const uint16_t *)j->batch.x + r->slot_token[slot] * l->hidden;
+            else if (x->by_slot)
+                x->x[slot] = row_of(x->rows, x->staged, x->stride_bytes, g, i);
+            else
+                x->x[slot] = x->staged + r->slot_token[slot] * x->stride_bytes;
+        }
 }
 
 static int chunk(job *j) {
@@ -311,19 +373,33 @@ static int chunk(job *j) {
         memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
         return 0;
     }
-    const bool by_slot = j->layer->router_weight == KT_EXPERT_INPUT;
-    for (size_t slot = 0; slot < r->num_slots; slot++) {
-        const size_t row = by_slot ? slot : r->slot_token[slot];
-        j->x[slot] = (j->stage ? j->staged : (const uint8_t *)j->batch.x) + row * j->x_stride_bytes;
-        j->h_rows[slot] = j->h + slot * j->h_stride_bytes;
-    }
+    for (const group *g = r->groups; g < r->groups + r->num_groups; g++)
+        for (size_t i = 0; i < g->count; i++) {
+            const size_t left = g->count - i / KT_TILE_ROWS * KT_TILE_ROWS;
+            j->together[g->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
+            j->h_rows[g->first + i] = row_of(j->layer->experts[g->expert].down.kernel->rows, j->h, j->h_stride_bytes, g, i);
+        }
+    for (x_kind *x = j->x; x < j->x + j->x_kinds; x++) point_at_x(j, x);
     memset((void *)j->arrived, 0, j->hidden_panels * sizeof *j->arrived);
     j->a.next = j->b.next = 0;
     return kt_pool_run(work, j);
 }
 
-static size_t row_bytes(const kt_layer *l, size_t k) {
-    return kt_round_up(k / KT_GROUP * l->rows->group_bytes, 64) + ROW_PAD_BYTES;
+static size_t row_bytes(size_t group_bytes, size_t k) { return kt_round_up(k / KT_GROUP * group_bytes, 64) + ROW_PAD_BYTES; }
+
+bool kt_moe_use(kt_layer *l, kt_matrix *matrix, bool down, const kt_kernel *kernel) {
+    if (down) {
+        if (kernel->rows->group_bytes > l->h_group_bytes) l->h_group_bytes = kernel->rows->group_bytes;
+    } else {
+        size_t kind = 0;
+        while (kind < KT_X_KINDS && l->x_rows[kind] && l->x_rows[kind] != kernel->rows) kind++;
+        if (kind == KT_X_KINDS) return false;
+        l->x_rows[kind] = kernel->rows;
+        matrix->x_kind = kind;
+    }
+    matrix->kernel = kernel;
+    if (kernel->scratch_bytes > l->kernel_scratch_bytes) l->kernel_scratch_bytes = kernel->scratch_bytes;
+    return true;
 }
 
 int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
@@ -332,14 +408,18 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
         .batch = *batch,
         .k_hidden = kt_round_up(l->hidden, KT_GROUP),
         .k_inter = kt_round_up(l->intermediate, KT_GROUP),
-        .encode = l->rows->encode != NULL,
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
         .inter_panels = kt_round_up(l->intermediate, KT_PANEL) / KT_PANEL,
     };
-    j.stage = j.encode || batch->dtype != KT_BF16 || j.k_hidden != l->hidden || l->router_weight == KT_EXPERT_INPUT ||
-              batch->tokens >= STAGE_TOKENS;
-    j.x_stride_bytes = j.stage ? row_bytes(l, j.k_hidden) : l->hidden * sizeof(uint16_t);
-    j.h_stride_bytes = row_bytes(l, j.inter_panels * KT_PANEL); /* whole panels are written */
+    for (; j.x_kinds < KT_X_KINDS && l->x_rows[j.x_kinds]; j.x_kinds++) {
+        const kt_rows *rows = l->x_rows[j.x_kinds];
+        j.x[j.x_kinds] = (x_kind){
+            .rows = rows,
+            .by_slot = rows->tiled || l->router_weight == KT_EXPERT_INPUT,
+            .stride_bytes = row_bytes(rows->group_bytes, j.k_hidden),
+        };
+    }
+    j.h_stride_bytes = row_bytes(l->h_group_bytes, j.inter_panels * KT_PANEL); /* whole panels are written */
 
     size_t most = batch->tokens; /* a chunk's */
     while (most > 1 && lay_out(&j, NULL, most) > kt_moe_tuning.scratch_bytes) most = (most + 1) / 2;

@@ -1,5 +1,6 @@
 /* Pages, sleeping and the clock: the only file that knows the operating system (Linux). */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -34,6 +35,11 @@ void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal) {
 }
 
 void kt_os_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
+
+int kt_os_permit_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 }; /* asm/prctl.h may be older than the running system */
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
+}
 
 uint64_t kt_os_nanoseconds(void) {
     struct timespec t;

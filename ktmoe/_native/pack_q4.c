@@ -118,13 +118,19 @@ static inline __attribute__((always_inline)) void pack_scales(const kt_source *s
             }
             *scan = (kt_scan){low, high, scan->refused || high == 255}; /* UE8M0's NaN */
         } else {
-            uint16_t infinite = 0; /* bit 15: an exponent of all ones was seen */
+            uint16_t low = 0xFFFF, high = 0; /* of magnitudes; low is one less, so that zero is not the least */
             for (size_t g = 0; g < groups; g++) {
                 uint16_t scale;
                 memcpy(&scale, from + 2 * g, 2);
-                infinite |= (uint16_t)((scale & 0x7F80) + 0x80);
+                scale &= 0x7FFF;
+                low = (uint16_t)(scale - 1) < low ? (uint16_t)(scale - 1) : low;
+                high = scale > high ? scale : high;
             }
-            scan->refused |= infinite >> 15;
+            if (!high) continue;
+            const uint8_t least = (uint8_t)((low + 1) >> 7), most = (uint8_t)(high >> 7);
+            scan->low = least < scan->low ? least : scan->low;
+            scan->high = most > scan->high ? most : scan->high;
+            scan->refused |= most == 255; /* infinity, NaN */
         }
     }
 }

@@ -19,6 +19,7 @@ class Packed(Protocol):
     """One layer's experts, ready to compute: what Backend.pack returns."""
 
     nbytes: int
+    scales: str  # "folded" if any scaled weight is rounded, else "exact"
 
     def forward(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
         """Write y into out. x, out: uint16 (bfloat16 bits) or float32, alike, [tokens, hidden]; ids: int64 [tokens, top_k];
@@ -38,6 +39,10 @@ class Backend(ABC):
     def unavailable(self) -> str | None:
         """Why it cannot run here (the CPU, the build), or None if it can."""
 
+    def admit(self) -> str | None:
+        """Ask the operating system for what has to be asked for, now that this is chosen; why it cannot run, or None if it can."""
+        return self.unavailable()
+
     @abstractmethod
     def unsupported(self, experts: ExpertWeights) -> str | None:
         """Why it cannot run these weights (their format), or None if it can."""
@@ -47,8 +52,13 @@ class Backend(ABC):
         return list(self.activations)
 
     @abstractmethod
-    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, progress: Progress | None = None) -> Packed:
-        """Read and pack all matrices. progress(done_bytes, total_bytes) may raise to cancel; nothing is kept then."""
+    def pack(
+        self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None
+    ) -> Packed:
+        """Read and pack all matrices. progress(done_bytes, total_bytes) may raise to cancel; nothing is kept then.
+
+        scales: "exact", or "folded": it may round scaled weights to bfloat16, as docs/numerics.md has it.
+        """
 
     def details(self) -> dict:
         """For show_config(): {"note": text}."""
@@ -86,7 +96,7 @@ def choose(name: str = "auto", experts: ExpertWeights | None = None, activations
 
 def _obstacle(name: str, experts: ExpertWeights | None, activations: str) -> str | None:
     backend = backends.get(name)
-    reason = backend.unavailable() or (backend.unsupported(experts) if experts is not None else None)
+    reason = backend.admit() or (backend.unsupported(experts) if experts is not None else None)
     if reason or experts is None or activations == "auto":
         return reason
     modes = backend.modes(experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +25,13 @@ def missing_features(isa: str) -> list[str]:
     return [feature for feature in required_features(isa) if not present.get(feature)]
 
 
+def refusal(isa: str) -> str | None:
+    """Ask the operating system for what an ISA needs of it; why it refused, or None."""
+    row = instruction_sets.ISAS.get(isa)
+    error = core.permit_tiles() if row and row.tiles else 0
+    return f"the operating system refused AMX's tiles: {os.strerror(error)} (needed by {isa})" if error else None
+
+
 def load_table(isa: str) -> core.KernelTable:
     """An ISA's kernel table. Raises UnavailableError if the compiler that built this package did not know it."""
     try:
@@ -41,6 +49,9 @@ class NativeBackend(Backend):
     """
 
     isas: tuple[str, ...] = ()
+
+    def __init__(self):
+        self._refused: dict[str, str] = {}  # by ISA, why
 
     @property
     def rank(self) -> int:
@@ -62,6 +73,9 @@ class NativeBackend(Backend):
         tables, reasons = [], []
         for isa in self.isas:
             missing = self.missing(isa)
+            if isa in self._refused:
+                reasons.append(self._refused[isa])
+                continue
             if missing:
                 reasons.append(f"this CPU lacks {' '.join(missing)} (needed by {isa})")
                 continue
@@ -74,6 +88,15 @@ class NativeBackend(Backend):
     def unavailable(self) -> str | None:
         tables, reasons = self.usable()
         return None if tables else "; ".join(reasons)
+
+    def admit(self) -> str | None:
+        """Asks for the ISA that it would use; one that is refused is not asked for again, and the next has its turn."""
+        while tables := self.usable()[0]:
+            reason = refusal(tables[0].name)
+            if reason is None:
+                break
+            self._refused[tables[0].name] = reason
+        return self.unavailable()
 
     def unsupported(self, experts: ExpertWeights) -> str | None:
         if self.modes(experts):
@@ -97,7 +120,9 @@ class NativeBackend(Backend):
                 return table
         raise UnavailableError(self.unavailable() or self.unsupported(experts) or f"it has no activation mode {activations!r}")
 
-    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, progress: Progress | None = None):
+    def pack(
+        self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None
+    ):
         threads.configure()
         threads.register_with_threadpoolctl()
         memory.require(experts.nbytes, f"{experts.name}: packing {experts.num_experts} experts")
@@ -110,6 +135,7 @@ class NativeBackend(Backend):
             experts.activation,
             router_weight,
             activations,
+            scales,
         )
         expert_bytes = experts.nbytes // experts.num_experts
         for expert, matrices in enumerate(_read_ahead(experts)):

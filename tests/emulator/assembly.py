@@ -1,16 +1,19 @@
-"""Assembler programs for test_emulator.py: random instances of each instruction, and fixed routines around them.
+"""The AVX-512 assembler program of the emulator's tests: random instances of each instruction, and fixed routines around them.
 
 The system assembler turns them into machine code, so that the emulator's decoder is checked against an encoder it knows
 nothing about. A routine of the table below, or `case_<i>(state, target)` for the i-th case::
 
     case_<i>         loads all vector and mask registers from `state`, executes the instruction with its memory operand (if it
                      has one) at `target`, stores the registers back
+    tile_case_<i>    the same behind an AMX instruction
     dot, cvt2, cvt   loop over arrays of `count` vectors under a given MXCSR; return the MXCSR they end with
     run              as dot, but 48 instructions of three kinds in a row
     masked_*         load with all but the first element masked out
     initial_*        start from vector registers in their initial state (XRSTOR of an empty area)
     illegal          UD2
     mixed            UD2, an instruction of ours, UD2, two of ours
+    mixed_tiles      the same with AMX
+    tilezero         an AMX instruction with all that it takes
     skip_ud2         a SIGILL handler that steps over UD2 and counts in `skipped`
 """
 
@@ -26,7 +29,13 @@ STATE_BYTES = 32 * 64 + 8 * 8  # zmm0-31, k0-7
 RIP_DATA_BYTES = 1024
 RUN_LENGTH = 48
 MOVES = ["vmovaps", "vmovdqa32", "vmovdqa64", "vmovdqu8", "vmovdqu16", "vmovdqu32", "vmovdqu64"]
-BETWEEN = [*MOVES, "vpbroadcastd", "vpsrlw", "vpermw", "vpsubusw"]  # avx512_between.c
+STORES = [f"{op} store" for op in MOVES[1:]]
+BETWEEN = [*MOVES, *STORES, "vpbroadcastd", "vpsrlw", "vpermw", "vpsubusw"]  # avx512_between.c
+# Bytes, as the assembler need not know AMX: ldtilecfg (%rax); tilezero %tmm0; tilerelease.
+LDTILECFG, TILEZERO, TILERELEASE = (
+    f".byte 0xc4, 0xe2, {rest};" for rest in ("0x78, 0x49, 0", "0x7b, 0x49, 0xc0", "0x78, 0x49, 0xc0")
+)
+CONFIGURE = f"lea tile_config(%rip), %rax; {LDTILECFG}"
 
 
 @dataclasses.dataclass
@@ -35,7 +44,7 @@ class Case:
 
     op: str
     vector_bytes: int
-    dest: int
+    dest: int  # of a store, what it stores
     first: int  # unused by those of one operand
     source: int | None
     mask: int
@@ -63,6 +72,8 @@ class Case:
             source = self.address + (f"{{1to{self.vector_bytes // 4}}}" if self.broadcast else "")
             if narrows and letter != "z" and not self.broadcast:
                 mnemonic += letter  # the length shows in no operand
+        if self.op in STORES:
+            return f"{mnemonic.removesuffix(' store')} {dest}, {source}"
         if self.op == "vpsrlw":
             source = f"${self.immediate}, {source}"
         return f"{mnemonic} {source}, {dest}" if unary else f"{mnemonic} {source}, %{letter}mm{self.first}, {dest}"
@@ -80,7 +91,7 @@ def _place(case: Case, rng: np.random.Generator, low_address: int) -> None:
         rng.choice([0, rng.integers(-128, 128) * unit, rng.integers(-128, 128), rng.integers(-(1 << 13), 1 << 13), 127 * unit])
     )
     case.offset = int(rng.integers(0, 256))
-    if case.op in ("vmovaps", "vmovdqa32", "vmovdqa64"):
+    if case.op.startswith(("vmovaps", "vmovdqa")):
         case.offset &= ~63
     if form == "rip":
         case.area = "rip_data"
@@ -121,7 +132,7 @@ def random_cases(rng: np.random.Generator, op: str, count: int, low_address: int
         if op in BETWEEN:
             case.vector_bytes, case.mask, case.zeroing = 64, 0, False
             case.immediate = int(rng.choice([rng.integers(0, 18), rng.integers(0, 256)]))
-        if rng.integers(3):
+        if op in STORES or rng.integers(3):
             case.source = None
             case.broadcast = bool(rng.integers(2)) and op not in BETWEEN
             _place(case, rng, low_address)
@@ -191,6 +202,10 @@ def program(cases: list[Case]) -> str:
             _with_registers(f"case_{i}", "\n".join([*case.setup, *([TRIGGER.text] * (case.op in BETWEEN)), case.text]))
             for i, case in enumerate(cases)
         ),
+        *(
+            _with_registers(f"tile_case_{i}", "\n".join([CONFIGURE, *case.setup, TILEZERO, case.text, TILERELEASE]))
+            for i, case in enumerate(cases)
+        ),
         _array_loop(
             "dot", "vmovups (%rdi), %zmm0; vmovups (%rsi), %zmm1; vdpbf16ps (%rdx), %zmm1, %zmm0; vmovups %zmm0, (%rdi)"
         ),
@@ -219,10 +234,13 @@ def program(cases: list[Case]) -> str:
     ours = "vcvtneps2bf16 (%rsi), %ymm1;"
     parts += [
         _with_registers("mixed", f"ud2; {ours} ud2; {ours} vcvtneps2bf16 %zmm2, %ymm3"),
+        _with_registers("mixed_tiles", f"{CONFIGURE} ud2; {TILEZERO} ud2; {TILEZERO} {TILEZERO} {TILERELEASE}"),
+        f".globl tilezero\ntilezero: {CONFIGURE} {TILEZERO} {TILERELEASE} ret",
         ".globl illegal\nillegal: ud2; ret",
         ".globl skip_ud2\nskip_ud2: addq $2, 168(%rdx); incl .Lskipped(%rip); ret",  # 168: RIP within ucontext_t
         f".data\n.balign 64\n.globl rip_data\nrip_data:\n.Lrip_data: .zero {RIP_DATA_BYTES}",
         ".balign 64\nempty: .zero 24; .long 0x1f80, 0xffff; .zero 4064",  # MXCSR and its mask
+        "tile_config: .byte 1; .zero 15; .short 64; .zero 30; .byte 16; .zero 15",  # tmm0 is 16 rows of 64 bytes
         "state: .quad 0\nstack: .quad 0\n.globl skipped\nskipped: .Lskipped: .long 0",
         '.section .note.GNU-stack,"",@progbits\n',
     ]

@@ -1,4 +1,4 @@
-/* What kernels put between the emulated instructions: loads, broadcasts, shifts and table lookups.
+/* What kernels put between the emulated instructions: loads, stores, broadcasts, shifts and table lookups.
  *
  * Compilers spread them so that few emulated instructions follow each other directly, and each would cost a trap of its own.
  * This table holds the most frequent ones in their plainest form (512 bits, no mask), and they are emulated when they follow
@@ -6,6 +6,7 @@
 #include "emulator.h"
 
 #include <immintrin.h>
+#include <string.h>
 
 static int full_vector(const struct kt_insn *insn) { return insn->vector_bytes; }
 
@@ -22,6 +23,8 @@ static bool plain_unary(const struct kt_insn *insn) { return plain(insn) && !ins
 
 static bool plain_unary_w0(const struct kt_insn *insn) { return plain_unary(insn) && !insn->w; }
 
+static bool plain_store(const struct kt_insn *insn) { return plain_unary(insn) && insn->is_memory; }
+
 static bool plain_w1(const struct kt_insn *insn) { return plain(insn) && insn->w; }
 
 static bool plain_shift_right(const struct kt_insn *insn) {
@@ -34,10 +37,25 @@ static void move(const struct kt_insn *insn, struct kt_frame *frame) {
     kt_zmm_write(frame, insn->reg, value, sizeof value);
 }
 
-static void move_aligned(const struct kt_insn *insn, struct kt_frame *frame) {
+static void check_alignment(const struct kt_insn *insn, const struct kt_frame *frame) {
     if (insn->is_memory && kt_address(insn, frame) % KT_ZMM_BYTES)
         __builtin_trap(); /* #GP on a CPU; the process dies here as there */
+}
+
+static void move_aligned(const struct kt_insn *insn, struct kt_frame *frame) {
+    check_alignment(insn, frame);
     move(insn, frame);
+}
+
+static void store(const struct kt_insn *insn, struct kt_frame *frame) {
+    uint8_t value[KT_ZMM_BYTES];
+    kt_zmm_read(frame, insn->reg, value);
+    memcpy((void *)kt_address(insn, frame), value, sizeof value);
+}
+
+static void store_aligned(const struct kt_insn *insn, struct kt_frame *frame) {
+    check_alignment(insn, frame);
+    store(insn, frame);
 }
 
 static void vpbroadcastd(const struct kt_insn *insn, struct kt_frame *frame) {
@@ -82,12 +100,15 @@ __attribute__((target("avx512bw"))) static void vpsubusw(const struct kt_insn *i
      .disp8_bytes = disp8_,                                                                 \
      .execute = execute_}
 
-/* 6F, unmasked: the element's width, which prefix and W tell, does not matter. */
+/* 6F and 7F, unmasked: the element's width, which prefix and W tell, does not matter. */
 static struct kt_opcode opcodes[] = {
     NATIVE("vmovaps", 1, 0, 0x28, 0, plain_unary_w0, full_vector, move_aligned),
     NATIVE("vmovdqa", 1, 1, 0x6F, 0, plain_unary, full_vector, move_aligned),
     NATIVE("vmovdqu32/64", 1, 2, 0x6F, 0, plain_unary, full_vector, move),
     NATIVE("vmovdqu8/16", 1, 3, 0x6F, 0, plain_unary, full_vector, move),
+    NATIVE("vmovdqa store", 1, 1, 0x7F, 0, plain_store, full_vector, store_aligned),
+    NATIVE("vmovdqu32/64 store", 1, 2, 0x7F, 0, plain_store, full_vector, store),
+    NATIVE("vmovdqu8/16 store", 1, 3, 0x7F, 0, plain_store, full_vector, store),
     NATIVE("vpbroadcastd", 2, 1, 0x58, 0, plain_unary_w0, one_dword, vpbroadcastd),
     NATIVE("vpsrlw", 1, 1, 0x71, 1, plain_shift_right, full_vector, vpsrlw),
     NATIVE("vpermw", 2, 1, 0x8D, 0, plain_w1, full_vector, vpermw),

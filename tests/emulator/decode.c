@@ -7,6 +7,12 @@
  *   byte 3   z L' L b ~V' a a a         V' vvvv: second source; L'L: length; b: broadcast; aaa: mask register
  *   byte 4   opcode, then ModRM [SIB] [disp8*N | disp32]
  *
+ * A VEX instruction of AMX, after its C4 byte (the two-byte form, C5, cannot express the map that AMX lies in):
+ *
+ *   byte 1   ~R ~X ~B m m m m m         R X B: bit 3 of ModRM.reg, of index, and of base or a register ModRM.rm
+ *   byte 2   W ~v ~v ~v ~v L p p
+ *   byte 3   opcode, then ModRM [SIB] [disp8 | disp32]
+ *
  * What the CPU refuses (#UD) must not be emulated either, or a test would pass with code that no CPU runs: reserved bits are
  * checked here, the rules of an instruction in its row's accepts(). Not decoded, as compilers do not emit them for these
  * instructions: segment and address-size prefixes, and APX's use of the reserved EVEX bits. */
@@ -14,7 +20,7 @@
 
 #include <string.h>
 
-static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_between};
+static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_amx_tiles, &kt_amx_dot, &kt_avx512_between};
 
 struct kt_opcode *kt_opcode_at(size_t i) {
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
@@ -69,6 +75,22 @@ static int parse_evex(const uint8_t *code, struct kt_insn *insn, struct kt_opcod
     return 5;
 }
 
+/* The same for VEX in its three-byte form. */
+static int parse_vex(const uint8_t *code, struct kt_insn *insn, struct kt_opcode *key, struct extension *extension) {
+    if (code[0] != 0xC4) return 0;
+    const int p0 = code[1], p1 = code[2];
+    const int r = !(p0 & 0x80), x = !(p0 & 0x40), b = !(p0 & 0x20);
+
+    key->map = p0 & 31;
+    key->prefix = p1 & 3;
+    key->opcode = code[3];
+    insn->w = p1 >> 7;
+    insn->vvvv = ~p1 >> 3 & 15;
+    insn->vector_bytes = 16 << (p1 >> 2 & 1);
+    *extension = (struct extension){.reg = r << 3, .rm_register = b << 3, .base = b << 3, .index = x << 3};
+    return 4;
+}
+
 static int32_t load_disp32(const uint8_t *code) {
     int32_t value;
     memcpy(&value, code, sizeof value);
@@ -114,6 +136,10 @@ bool kt_decode(const uint8_t *code, struct kt_insn *insn) {
     insn->scale = 1;
 
     int at = parse_evex(code, insn, &key, &extension);
+    if (!at) {
+        key.encoding = KT_VEX;
+        at = parse_vex(code, insn, &key, &extension);
+    }
     if (!at) return false;
     /* Before looking at the ModRM byte: an opcode without one may end its page here. */
     insn->opcode = next_row(&key, &group, &i);
@@ -129,7 +155,8 @@ bool kt_decode(const uint8_t *code, struct kt_insn *insn) {
 
     while (insn->opcode && !insn->opcode->accepts(insn)) insn->opcode = next_row(&key, &group, &i);
     if (!insn->opcode) return false;
-    if (insn->is_memory) at += parse_address(code + at, insn, &extension, insn->opcode->disp8_bytes(insn));
+    const int disp8_bytes = insn->opcode->disp8_bytes ? insn->opcode->disp8_bytes(insn) : 1;
+    if (insn->is_memory) at += parse_address(code + at, insn, &extension, disp8_bytes);
     if (insn->opcode->immediate_bytes) insn->immediate = code[at++];
     insn->length = at;
     return true;

@@ -6,6 +6,7 @@
  *   512    XSAVE header: XSTATE_BV (8 bytes), a bit per component; clear = initial state, whatever the bytes say
  *   576    AVX (2): upper halves of ymm0-15
  *   CPUID  opmask (5): k0-7; ZMM_Hi256 (6): upper halves of zmm0-15; Hi16_ZMM (7): zmm16-31, whole
+ *          XTILECFG (17): AMX configuration, on a CPU that has AMX; XTILEDATA (18) if the process may use it
  *
  * On return the kernel restores from it, so a component that is written must have its bit set, and the rest of it zeroed
  * first if the bit was clear. */
@@ -14,7 +15,7 @@
 #include <cpuid.h>
 #include <string.h>
 
-enum { SSE = 1, AVX = 2, OPMASK = 5, ZMM_HI256 = 6, HI16_ZMM = 7, COMPONENTS = 8 };
+enum { SSE = 1, AVX = 2, OPMASK = 5, ZMM_HI256 = 6, HI16_ZMM = 7, XTILECFG = 17, XTILEDATA = 18, COMPONENTS = XTILEDATA };
 enum { XMM_OFFSET = 160, SOFTWARE_OFFSET = 464, HEADER_OFFSET = 512 };
 #define INLINE static inline __attribute__((always_inline)) /* the copies' lengths become constants */
 #define FP_XSTATE_MAGIC1 0x46505853u
@@ -31,6 +32,8 @@ struct software_bytes {
 };
 
 bool kt_frame_layout(void) {
+    static _Atomic bool known; /* a virtual machine takes long to answer */
+    if (atomic_load(&known)) return true;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return false;
     component[SSE].offset = XMM_OFFSET;
     component[SSE].bytes = 16 * 16;
@@ -40,6 +43,7 @@ bool kt_frame_layout(void) {
         component[c].offset = ebx;
         component[c].bytes = eax;
     }
+    atomic_store(&known, true);
     return true;
 }
 
@@ -51,6 +55,8 @@ bool kt_frame_open(struct kt_frame *frame, void *ucontext) {
     frame->general = context->gregs;
     frame->xsave = (uint8_t *)context->fpregs;
     memcpy(&software, frame->xsave + SOFTWARE_OFFSET, sizeof software);
+    frame->features = software.features;
+    frame->tiles = NULL;
     return software.magic1 == FP_XSTATE_MAGIC1 && (software.features & needed) == needed;
 }
 
@@ -106,10 +112,26 @@ uint64_t kt_mask_read(const struct kt_frame *frame, int n) {
     return value;
 }
 
+bool kt_cpu_holds_tile_config(const struct kt_frame *frame) { return frame->features >> XTILECFG & 1; }
+
+bool kt_cpu_holds_tile_data(const struct kt_frame *frame) { return frame->features >> XTILEDATA & 1; }
+
+void kt_tile_config_read(const struct kt_frame *frame, struct kt_tile_config *config) {
+    read_part(frame, XTILECFG, 0, config, sizeof *config);
+}
+
+void kt_tile_config_write(struct kt_frame *frame, const struct kt_tile_config *config) {
+    write_part(frame, XTILECFG, 0, config, sizeof *config);
+}
+
 uint64_t kt_general(const struct kt_frame *frame, int n) {
     static const int8_t slot[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                     REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
     return (uint64_t)frame->general[slot[n]];
+}
+
+uint64_t kt_scaled_index(const struct kt_insn *insn, const struct kt_frame *frame) {
+    return insn->index == KT_NO_REGISTER ? 0 : kt_general(frame, insn->index) * (uint64_t)insn->scale;
 }
 
 uintptr_t kt_address(const struct kt_insn *insn, const struct kt_frame *frame) {
@@ -118,8 +140,7 @@ uintptr_t kt_address(const struct kt_insn *insn, const struct kt_frame *frame) {
         address += (uint64_t)frame->general[REG_RIP] + (uint64_t)insn->length;
     else if (insn->base != KT_NO_REGISTER)
         address += kt_general(frame, insn->base);
-    if (insn->index != KT_NO_REGISTER) address += kt_general(frame, insn->index) * (uint64_t)insn->scale;
-    return address;
+    return address + kt_scaled_index(insn, frame);
 }
 
 void kt_rm_read(const struct kt_insn *insn, const struct kt_frame *frame, uint64_t wanted, uint32_t value[16]) {

@@ -58,12 +58,14 @@ static bool emulate(void *context) {
     bool any = false;
     if (!kt_frame_open(&frame, context)) return false;
     const unsigned mxcsr = exchange_mxcsr(EMULATION_MXCSR);
-    while (kt_decode((const uint8_t *)frame.general[REG_RIP], &insn) && (any || !insn.opcode->native)) {
+    while (kt_decode((const uint8_t *)frame.general[REG_RIP], &insn) && (any || !insn.opcode->native) &&
+           (!insn.opcode->tiles || kt_tiles_open(&frame))) {
         insn.opcode->execute(&insn, &frame);
         frame.general[REG_RIP] += insn.length;
         atomic_fetch_add_explicit(&insn.opcode->executed, 1, memory_order_relaxed);
         any = true;
     }
+    kt_tiles_close(&frame);
     exchange_mxcsr(mxcsr);
     return any;
 }
@@ -111,6 +113,7 @@ EXPORT uint64_t kt_emulator_traps(void) { return atomic_load_explicit(&traps, me
 EXPORT void kt_emulator_reset(void) {
     for (size_t i = 0; kt_opcode_at(i); i++) atomic_store_explicit(&kt_opcode_at(i)->executed, 0, memory_order_relaxed);
     atomic_store_explicit(&traps, 0, memory_order_relaxed);
+    kt_errors_reset();
 }
 
 /* Name and length of the instruction at the start of code (which must hold KT_MAX_INSN_BYTES), or NULL. */

@@ -1,5 +1,5 @@
-/* b16 in fp32: a bfloat16 is the upper half of a float; see f32.h and panel.h. The includer defines KERNELS, the name of the
- * array of kernels that this defines, and FEW_MAX.
+/* b16 in fp32: a bfloat16 is the upper half of a float; see f32.h and panel.h. The includer defines ROWS, the kt_rows of fp32,
+ * KERNELS, the name of the array of kernels that this defines, and FEW_MAX.
  *
  * LAYOUT      pack_b16.c. A dword holds two k of one column, the even one below.
  */
@@ -25,7 +25,7 @@ const kt_kernel KERNELS[] = {
     {
         .family = "b16",
         .scale = "none",
-        .activations = "bf16",
+        .rows = &ROWS,
         .few_max = FEW_MAX,
         .scratch_bytes = sizeof(panel_block),
         .few = FEW_MAX ? few_b16 : many_b16,

@@ -1,5 +1,5 @@
-/* q4 in fp32: a vector lookup gives fp32 weights; see f32.h and panel.h. The includer defines KERNELS, the name of the array of
- * kernels that this defines, and FEW_MAX.
+/* q4 in fp32: a vector lookup gives fp32 weights; see f32.h and panel.h. The includer defines ROWS, the kt_rows of fp32, KERNELS,
+ * the name of the array of kernels that this defines, and FEW_MAX.
  *
  * LAYOUT      pack_q4.c. A code dword holds 8 k of one column; the nibble of k is at bit nibble_bit(k).
  */
@@ -57,7 +57,7 @@ static void many_ue8m0(const kt_dot *a) { many(a, UE8M0_SCALES); }
 static void few_bf16(const kt_dot *a) { few(a, BF16_SCALES); }
 static void many_bf16(const kt_dot *a) { many(a, BF16_SCALES); }
 
-#define Q4 .family = "q4", .activations = "bf16", .few_max = FEW_MAX, .scratch_bytes = sizeof(panel_block)
+#define Q4 .family = "q4", .rows = &ROWS, .few_max = FEW_MAX, .scratch_bytes = sizeof(panel_block)
 const kt_kernel KERNELS[] = {
     {Q4, .scale = "ue8m0", .group_max = KT_GROUP, .few = FEW_MAX ? few_ue8m0 : many_ue8m0, .many = many_ue8m0},
     {Q4, .scale = "bf16", .group_max = KT_GROUP_MAX, .few = FEW_MAX ? few_bf16 : many_bf16, .many = many_bf16},

@@ -4,6 +4,7 @@
 
 #include "ktmoe.h"
 
+extern const kt_rows kt_rows_plain;
 extern const kt_kernel kt_q4_plain[]; /* ends with an empty row */
 void kt_activate_plain(const kt_activate *a);
 void kt_exp_plain(const float *x, float *y, size_t count);

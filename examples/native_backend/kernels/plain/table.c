@@ -4,13 +4,12 @@
 static const kt_kernel *const families[] = {kt_q4_plain, NULL};
 
 /* Rows as they come: bf16, 64 bytes for 32 of them. */
-static const kt_rows rows[] = {{.activations = "bf16", .group_bytes = KT_GROUP * sizeof(uint16_t)}, {0}};
+const kt_rows kt_rows_plain = {.activations = "bf16", .group_bytes = KT_GROUP * sizeof(uint16_t)};
 
 const kt_isa kt_isa_plain = {
     .abi_version = KT_ABI_VERSION,
     .name = "plain",
     .families = families,
-    .rows = rows,
     .activate = kt_activate_plain,
     .exp = kt_exp_plain,
     .read = kt_read_plain,

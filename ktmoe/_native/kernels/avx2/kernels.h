@@ -4,6 +4,7 @@
 
 #include "ktmoe.h"
 
+extern const kt_rows kt_rows_avx2, kt_rows_int16_avx2;
 extern const kt_kernel kt_q4_avx2[], kt_b16_avx2[], kt_q4_int16_avx2[]; /* end with an empty row */
 /* What a row of int16 has for each 32 k behind its integers. */
 typedef struct int16_block {

@@ -71,7 +71,7 @@ static void many_ue8m0(const kt_dot *a) { many(a, UE8M0_SCALES); }
 static void few_bf16(const kt_dot *a) { few(a, BF16_SCALES); }
 static void many_bf16(const kt_dot *a) { many(a, BF16_SCALES); }
 
-#define Q4 .family = "q4", .activations = "int16", .whole = 1, .few_max = FEW_ROWS, .scratch_bytes = sizeof(panel_block)
+#define Q4 .family = "q4", .rows = &kt_rows_int16_avx2, .whole = 1, .few_max = FEW_ROWS, .scratch_bytes = sizeof(panel_block)
 const kt_kernel kt_q4_int16_avx2[] = {
     {Q4, .scale = "ue8m0", .group_max = KT_GROUP, .few = few_ue8m0, .many = many_ue8m0},
     {Q4, .scale = "bf16", .group_max = KT_GROUP_MAX, .few = few_bf16, .many = many_bf16},

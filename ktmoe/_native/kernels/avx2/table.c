@@ -3,17 +3,17 @@
 #include "kernels/rows.h"
 
 static const kt_kernel *const families[] = {kt_q4_avx2, kt_b16_avx2, kt_q4_int16_avx2, NULL};
-static const kt_rows rows[] = {
-    ROWS_F32,
-    {.activations = "int16", .group_bytes = KT_GROUP * sizeof(int16_t) + sizeof(int16_block), .encode = kt_encode_int16_avx2},
-    {0},
+const kt_rows kt_rows_avx2 = ROWS_F32;
+const kt_rows kt_rows_int16_avx2 = {
+    .activations = "int16",
+    .group_bytes = KT_GROUP * sizeof(int16_t) + sizeof(int16_block),
+    .encode = kt_encode_int16_avx2,
 };
 
 const kt_isa kt_isa_avx2 = {
     .abi_version = KT_ABI_VERSION,
     .name = "avx2",
     .families = families,
-    .rows = rows,
     .activate = kt_activate_avx2,
     .exp = kt_exp_avx2,
     .read = kt_read_avx2,

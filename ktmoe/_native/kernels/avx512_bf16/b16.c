@@ -29,7 +29,7 @@ const kt_kernel kt_b16_avx512_bf16[] = {
     {
         .family = "b16",
         .scale = "none",
-        .activations = "bf16",
+        .rows = &kt_rows_avx512_bf16,
         .few_max = 12,
         .scratch_bytes = sizeof(panel_block),
         .few = few_b16,

@@ -4,6 +4,7 @@
 
 #include "ktmoe.h"
 
+extern const kt_rows kt_rows_avx512_bf16;
 extern const kt_kernel kt_q4_avx512_bf16[], kt_b16_avx512_bf16[]; /* end with an empty row */
 void kt_activate_avx512_bf16(const kt_activate *a);
 void kt_exp_avx512_bf16(const float *x, float *y, size_t count);

@@ -8,6 +8,7 @@
 
 #include "kernels/avx512_bf16/bf16.h"
 #include "kernels/q4_layout.h"
+#include "kernels/ue8m0_fold.h"
 
 enum { IN_PLACE = 0 };
 
@@ -18,16 +19,7 @@ INLINE table load_table(const kt_dot *a, const enum scales kind) {
     return _mm512_loadu_si512(kind == FOLDED_UE8M0 ? a->codebook->folded : a->codebook->plain);
 }
 
-/* UE8M0 as what VPSUBUSW takes from both bf16 of a pair: (253 - b) << 7. */
-INLINE fold load_fold(const uint8_t *scales, const int v) {
-/* Byte i to both words of lane i, zero above it. */
-#define LANE(i) (int)(0x80008000u | (i) * 0x00010001u)
-    const __m512i spread = _mm512_setr_epi32(LANE(0), LANE(1), LANE(2), LANE(3), LANE(4), LANE(5), LANE(6), LANE(7), LANE(8),
-                                             LANE(9), LANE(10), LANE(11), LANE(12), LANE(13), LANE(14), LANE(15));
-#undef LANE
-    const __m512i b = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(scales + 16 * v))), spread);
-    return _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(253), b), 7);
-}
+INLINE fold load_fold(const uint8_t *scales, const int v) { return ue8m0_fold(scales + 16 * v); }
 
 INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scales kind, const table *t, const fold *f) {
     const __m512i codes = _mm512_loadu_si512(codes_at(octet, v));
@@ -44,7 +36,7 @@ static void many_ue8m0(const kt_dot *a) { many(a, UE8M0_SCALES); }
 static void few_bf16(const kt_dot *a) { few(a, BF16_SCALES); }
 static void many_bf16(const kt_dot *a) { many(a, BF16_SCALES); }
 
-#define Q4 .family = "q4", .activations = "bf16", .few_max = 12, .scratch_bytes = sizeof(panel_block)
+#define Q4 .family = "q4", .rows = &kt_rows_avx512_bf16, .few_max = 12, .scratch_bytes = sizeof(panel_block)
 const kt_kernel kt_q4_avx512_bf16[] = {
     {Q4, .scale = "ue8m0", .group_max = KT_GROUP, .folded = 1, .few = few_folded, .many = many_folded},
     {Q4, .scale = "ue8m0", .group_max = KT_GROUP, .few = few_ue8m0, .many = many_ue8m0},

@@ -2,13 +2,12 @@
 #include "kernels/avx512_bf16/kernels.h"
 
 static const kt_kernel *const families[] = {kt_q4_avx512_bf16, kt_b16_avx512_bf16, NULL};
-static const kt_rows rows[] = {{.activations = "bf16", .group_bytes = KT_GROUP * sizeof(uint16_t)}, {0}};
+const kt_rows kt_rows_avx512_bf16 = {.activations = "bf16", .group_bytes = KT_GROUP * sizeof(uint16_t)};
 
 const kt_isa kt_isa_avx512_bf16 = {
     .abi_version = KT_ABI_VERSION,
     .name = "avx512_bf16",
     .families = families,
-    .rows = rows,
     .activate = kt_activate_avx512_bf16,
     .exp = kt_exp_avx512_bf16,
     .read = kt_read_avx512_bf16,

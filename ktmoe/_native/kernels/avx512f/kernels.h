@@ -4,6 +4,7 @@
 
 #include "ktmoe.h"
 
+extern const kt_rows kt_rows_avx512f;
 extern const kt_kernel kt_q4_avx512f[], kt_b16_avx512f[]; /* end with an empty row */
 void kt_activate_avx512f(const kt_activate *a);
 void kt_exp_avx512f(const float *x, float *y, size_t count);

@@ -1,6 +1,7 @@
 /* b16 on portable; all of it is in f32_b16.h. */
 #include "kernels/portable/kernels.h"
 
+#define ROWS kt_rows_portable
 #define KERNELS kt_b16_portable
 enum { FEW_MAX = 0 };
 

@@ -4,6 +4,7 @@
 
 #include "ktmoe.h"
 
+extern const kt_rows kt_rows_portable;
 extern const kt_kernel kt_q4_portable[], kt_b16_portable[]; /* end with an empty row */
 void kt_activate_portable(const kt_activate *a);
 void kt_exp_portable(const float *x, float *y, size_t count);

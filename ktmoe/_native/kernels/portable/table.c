@@ -3,13 +3,12 @@
 #include "kernels/rows.h"
 
 static const kt_kernel *const families[] = {kt_q4_portable, kt_b16_portable, NULL};
-static const kt_rows rows[] = {ROWS_F32, {0}};
+const kt_rows kt_rows_portable = ROWS_F32;
 
 const kt_isa kt_isa_portable = {
     .abi_version = KT_ABI_VERSION,
     .name = "portable",
     .families = families,
-    .rows = rows,
     .activate = kt_activate_portable,
     .exp = kt_exp_portable,
     .read = kt_read_portable,

@@ -1,0 +1,64 @@
+/* q4 with UE8M0 scales that fold, by TDPBF16PS: VPERMW looks up bf16 weights in k-pairs; see tiles.h.
+ *
+ * DEFINITION  w = codebook[code] * 2^(b-127), exact in bf16
+ * LAYOUT      pack_q4.c. A vector of codes is 8 k of 16 columns; word shifts 0, 4, 8, 12 and VPERMW give the k-pairs.
+ */
+#include <immintrin.h>
+
+#include "kernels/amx/kernels.h"
+#include "kernels/amx/tile.h"
+#include "kernels/q4_layout.h"
+#include "kernels/ue8m0_fold.h"
+
+enum { IN_PLACE = 0, B_STRIDE = 0, STEP_BYTES = KT_PANEL + BLOCK_BYTES };
+
+typedef struct weights {
+    const uint8_t *packed;
+    __m512i table;
+} weights;
+
+INLINE weights open_panel(const kt_dot *a, const size_t p) {
+    return (weights){a->w[p], _mm512_loadu_si512(a->codebook->folded)};
+}
+
+INLINE const uint8_t *step_at(const weights *w, const size_t step) { return w->packed + step * STEP_BYTES; }
+
+INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) {
+    return step_at(w, step) + KT_PANEL + n * SIXTEEN_BYTES;
+}
+
+INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
+    const __m512i fold = ue8m0_fold(step_at(w, step) + 16 * n);
+    const __m512i bytes = _mm512_set1_epi64(0x3830282018100800);
+    const uint8_t *from = tile_at(w, step, n);
+#pragma GCC unroll 4
+    for (int octet = 0; octet < KT_GROUP / 8; octet++, from += OCTET_BYTES, to += 4 * TILE_ROW_BYTES) {
+        const __m512i codes = _mm512_loadu_si512(from);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; pair++) {
+            const __m512i down = pair ? _mm512_multishift_epi64_epi8(_mm512_add_epi8(bytes, _mm512_set1_epi8(4 * pair)), codes) : codes;
+            const __m512i w16 = _mm512_permutexvar_epi16(down, w->table);
+            _mm512_storeu_si512(to + pair * TILE_ROW_BYTES, _mm512_subs_epu16(w16, fold));
+        }
+    }
+}
+
+#include "kernels/amx/tiles.h"
+
+static void few_folded(const kt_dot *a) { few(a); }
+static void many_folded(const kt_dot *a) { many(a); }
+
+const kt_kernel kt_q4_amx[] = {
+    {
+        .family = "q4",
+        .scale = "ue8m0",
+        .group_max = KT_GROUP,
+        .rows = &kt_rows_amx,
+        .folded = 1,
+        .few_max = KT_TILE_ROWS,
+        .scratch_bytes = RING * sizeof(step_tiles),
+        .few = few_folded,
+        .many = many_folded,
+    },
+    {0},
+};

@@ -1,0 +1,11 @@
+"""Backend amx: TDPBF16PS on tiles of weights decoded to bf16. Intel Xeon from Sapphire Rapids on."""
+
+from ktmoe.backends import registry
+from ktmoe.backends.native import NativeBackend
+
+
+class Amx(NativeBackend):
+    isas = ("amx",)
+
+
+registry.register("amx", Amx())
