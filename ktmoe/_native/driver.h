@@ -52,8 +52,9 @@ typedef struct kt_source {
     size_t n, k;
 } kt_source;
 typedef struct kt_scan {
-    uint8_t low, high; /* of one-byte scales; of bf16 scales that are not 0, their exponent fields; low > high: none were seen */
-    bool refused;      /* a scale or a weight is no real number */
+    uint8_t low,
+        high;     /* of one-byte scales; of bf16 scales that are not 0, their exponent fields; low > high: none were seen */
+    bool refused; /* a scale or a weight is no real number */
 } kt_scan;
 /* One family's layout. Panels are packed one by one, by any thread; scan is that thread's own and is added to. */
 struct kt_packing {
@@ -102,7 +103,6 @@ typedef struct kt_layer {
     size_t h_group_bytes;              /* the most that any kernel of down takes for KT_GROUP */
     size_t kernel_scratch_bytes;       /* the most that any of its kernels asks for */
 } kt_layer;
-
 
 typedef struct kt_batch {
     size_t tokens, top_k;

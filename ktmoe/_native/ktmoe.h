@@ -64,8 +64,8 @@ typedef struct kt_dot {
 
 /* One kernel: a weight family, scale kind and activation mode, and the functions that serve them. */
 typedef struct kt_kernel {
-    const char *family;      /* "q4", "b16" */
-    const char *scale;       /* "ue8m0", "bf16", "none" */
+    const char *family;  /* "q4", "b16" */
+    const char *scale;   /* "ue8m0", "bf16", "none" */
     size_t group_max;    /* k that share a scale, at most; at least KT_GROUP. 0 without scales */
     const kt_rows *rows; /* what it takes, and so its activation mode */
     int folded;          /* 1: needs every scale to be one that folds into a bf16 weight; 0: takes any. See codebook.py */

@@ -6,18 +6,16 @@
  * REGULARITIES the thread count and the rest of the batch decide only in which order independent items run, and which of
  *             two functions with equal bits computes them; every sum has one order.
  *
- * Phase B has two forms with the same sums. Many slots: an item is a panel of y; its worker walks the experts and adds to a
- * private fp32 slab. Few slots: an item is (expert, panel) and writes d; the last to finish a panel adds it up. The second
- * keeps more cores busy at decode, the first needs no memory for d.
+ * Phase B has two forms with the same sums. Many slots: an item is a panel of y; a worker walks the experts for a run of panels at
+ * once, since an expert's h is more than a cache keeps, and adds to private fp32 slabs. Few slots: an item is (expert, panel) and
+ * writes d; the last to finish a panel adds it up. The second keeps more cores busy at decode, the first needs no memory for d.
  */
 #include <errno.h>
 #include <string.h>
 
 #include "moe.h"
 
-/* Rows are a cache line apart from a power of two: 12 rows of 8 KiB would fall on one set of an L1 that has 8 ways. Copying x for
- * that pays from a few tokens on. */
-enum { ROW_PAD_BYTES = 64, STAGE_TOKENS = 6 };
+enum { LONGEST_RUN = 8 }; /* of items that one worker takes */
 
 typedef float panel_row[KT_PANEL];
 typedef uint16_t panel_h[KT_PANEL]; /* bf16 */
@@ -29,21 +27,11 @@ typedef struct counter {
 
 typedef struct worker_scratch {
     panel_row *g, *u; /* [KT_M_BLOCK] each; phase B has d in g */
-    panel_row *slab;  /* [tokens] */
+    panel_row *slab;  /* [run_b][tokens] */
     panel_h *h;       /* [KT_M_BLOCK], before rows are encoded */
     uint16_t *row;    /* [k_hidden], likewise */
     void *kernel;
 } worker_scratch;
-
-/* x as kernels of gate and up take it. */
-typedef struct x_kind {
-    const kt_rows *rows;
-    bool stage;   /* rows are copied; else those of the caller's x are used where they are */
-    bool by_slot; /* one a slot, else one a token */
-    size_t stride_bytes;
-    uint8_t *staged;
-    const void **x; /* [slots] rows */
-} x_kind;
 
 typedef struct job {
     const kt_layer *layer;
@@ -51,12 +39,14 @@ typedef struct job {
     route route;
     size_t k_hidden, k_inter, hidden_panels, inter_panels; /* padded sizes */
     bool reduce;
+    x_source source;
     x_kind x[KT_X_KINDS];
     size_t x_kinds;
     size_t h_stride_bytes;
     uint8_t *h;                /* [slots] rows */
     const void **h_rows;       /* [slots] */
-    uint8_t *together;         /* [slots]: rows of the tile that the slot's row is in, where there are tiles */
+    uint8_t *together;         /* [slots]: see x_source */
+    size_t run_b;              /* panels of y that one worker does together, at most */
     float *d;                  /* [slots][hidden_panels * KT_PANEL] */
     _Atomic uint32_t *arrived; /* [hidden_panels] */
     worker_scratch *workers;
@@ -86,6 +76,8 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
     const size_t slots = tokens * j->batch.top_k, threads = kt_pool_width();
     carver c = {base, 0};
     j->reduce = slots <= kt_moe_tuning.reduce_slots;
+    j->run_b = j->hidden_panels / (2 * threads);
+    j->run_b = j->reduce || j->run_b > LONGEST_RUN ? LONGEST_RUN : j->run_b < 1 ? 1 : j->run_b;
     kt_route_carve(&j->route, &c, l->num_experts, tokens, j->batch.top_k);
     for (x_kind *x = j->x; x < j->x + j->x_kinds; x++) {
         x->x = kt_carve(&c, slots, sizeof *x->x);
@@ -103,7 +95,7 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
         const worker_scratch w = {
             .g = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
             .u = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
-            .slab = kt_carve(&c, j->reduce ? 0 : tokens, sizeof(panel_row)),
+            .slab = kt_carve(&c, j->reduce ? 0 : j->run_b * tokens, sizeof(panel_row)),
             .h = kt_carve(&c, KT_M_BLOCK, sizeof(panel_h)),
             .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
@@ -113,71 +105,14 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
     return c.used;
 }
 
-static inline float bf16_to_f32(uint16_t b) {
-    const uint32_t bits = (uint32_t)b << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint16_t bf16_from_f32(float v) {
-    uint32_t bits;
-    memcpy(&bits, &v, sizeof bits);
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
-    return (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? quiet : rounded);
-}
-
-/* Where row i of a group is, or its first piece, in an array of rows by slot. */
-static uint8_t *row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const group *g, size_t i) {
-    if (!rows->tiled) return base + (g->first + i) * stride_bytes;
-    return base + (g->first + i / KT_TILE_ROWS * KT_TILE_ROWS) * stride_bytes + i % KT_TILE_ROWS * rows->group_bytes;
-}
-
-/* Inputs [first, first + count) of a row, bf16, to where a kernel looks for them. together: the rows of its tile. */
-static void put(const kt_rows *rows, const uint16_t *x, size_t first, size_t count, size_t k, size_t together, void *row) {
-    if (rows->encode) {
-        rows->encode(x, first, count, k, row);
-        return;
-    }
-    const size_t stride = rows->group_bytes * (rows->tiled ? together : 1);
-    for (size_t at = 0; at < count; at += KT_GROUP)
-        memcpy((uint8_t *)row + (first + at) / KT_GROUP * stride, x + at, KT_GROUP * sizeof *x);
-}
-
-/* A row of x as kernels take it: rounded to bf16, scaled and padded as needed. */
-static void stage_row(const job *j, const worker_scratch *s, const x_kind *to, size_t row) {
-    const size_t hidden = j->layer->hidden;
-    const bool scaled = j->layer->router_weight == KT_EXPERT_INPUT;
-    const size_t token = to->by_slot ? j->route.slot_token[row] : row;
-    const uint16_t *bf16 = (const uint16_t *)j->batch.x + token * hidden;
-    if (j->batch.dtype != KT_BF16 || scaled || hidden != j->k_hidden) {
-        uint16_t *restrict own = s->row;
-        const float *restrict f32 = (const float *)j->batch.x + token * hidden;
-        if (j->batch.dtype == KT_BF16)
-            memcpy(own, bf16, hidden * sizeof *own);
-        else
-            for (size_t c = 0; c < hidden; c++) own[c] = bf16_from_f32(f32[c]);
-        if (scaled) {
-            const float r = j->route.slot_weight[row];
-            for (size_t c = 0; c < hidden; c++) own[c] = bf16_from_f32(bf16_to_f32(own[c]) * r);
-        }
-        memset(own + hidden, 0, (j->k_hidden - hidden) * sizeof *own);
-        bf16 = own;
-    }
-    if (to->by_slot)
-        put(to->rows, bf16, 0, j->k_hidden, j->k_hidden, j->together[row], (void *)to->x[row]);
-    else
-        put(to->rows, bf16, 0, j->k_hidden, j->k_hidden, 1, to->staged + row * to->stride_bytes);
-}
-
-/* The next run of items: [*first, end). Neighbours are neighbours in memory, so that what a kernel prefetches beyond its panel is
+/* The next run of items, `longest` at most: [*first, end). Neighbours are neighbours in memory, so that what a kernel prefetches beyond its panel is
  * the same worker's next; runs shrink towards the end, so that all workers end together. Tests force uneven ones. */
-static size_t grab(counter *c, size_t items, size_t workers, size_t *first) {
-    enum { LONGEST = 8, RUNS_LEFT = 4 };
+static size_t grab(counter *c, size_t items, size_t workers, size_t longest, size_t *first) {
+    enum { RUNS_LEFT = 4 };
     const size_t seen = atomic_load_explicit(&c->next, memory_order_relaxed), left = seen < items ? items - seen : 0;
     size_t run = left / (RUNS_LEFT * workers);
-    run = run < 1 ? 1 : run > LONGEST ? LONGEST : run;
     if (kt_moe_tuning.uneven) run = 1 + (size_t)(((uint64_t)(seen + 1) * kt_moe_tuning.uneven * 0x9E3779B97F4A7C15u) >> 61);
+    run = run < 1 ? 1 : run > longest ? longest : run;
     *first = atomic_fetch_add_explicit(&c->next, run, memory_order_relaxed);
     return *first + run < items ? *first + run : items;
 }
@@ -239,7 +174,7 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
         });
         const size_t first = panel * KT_PANEL, left = j->k_inter - first, count = left < KT_PANEL ? left : KT_PANEL;
         for (size_t r = row; put_h && r < row + m; r++)
-            put(rows, s->h[r - row], first, count, j->k_inter, j->together[r], (void *)j->h_rows[r]);
+            kt_row_put(rows, s->h[r - row], first, count, j->k_inter, j->together[r], (void *)j->h_rows[r]);
     }
 }
 
@@ -279,21 +214,26 @@ static void store(const job *j, size_t token, size_t panel, const float *restric
         return;
     }
     uint16_t *restrict to = (uint16_t *)j->batch.y + at;
-    for (size_t c = 0; c < columns; c++) to[c] = bf16_from_f32(y[c]);
+    for (size_t c = 0; c < columns; c++) to[c] = kt_bf16_from_f32(y[c]);
 }
 
-static void panel_of_y(const job *j, const worker_scratch *s, size_t panel) {
-    memset(s->slab, 0, j->batch.tokens * sizeof *s->slab);
+static void panels_of_y(const job *j, const worker_scratch *s, size_t first, size_t end) {
+    const size_t tokens = j->batch.tokens;
+    memset(s->slab, 0, (end - first) * tokens * sizeof *s->slab);
     for (size_t n = 0; n < j->route.num_groups; n++) {
         const group *g = &j->route.groups[n];
         for (size_t i = 0, m; i < g->count; i += m) {
             m = block_rows(g->count - i);
             const size_t row = g->first + i;
-            down(j, s, g, panel, row, m);
-            for (size_t r = 0; r < m; r++) add(s->slab[j->route.slot_token[row + r]], s->g[r], output_weight(j, row + r));
+            for (size_t panel = first; panel < end; panel++) {
+                panel_row *slab = s->slab + (panel - first) * tokens;
+                down(j, s, g, panel, row, m);
+                for (size_t r = 0; r < m; r++) add(slab[j->route.slot_token[row + r]], s->g[r], output_weight(j, row + r));
+            }
         }
     }
-    for (size_t t = 0; t < j->batch.tokens; t++) store(j, t, panel, s->slab[t]);
+    for (size_t panel = first; panel < end; panel++)
+        for (size_t t = 0; t < tokens; t++) store(j, t, panel, s->slab[(panel - first) * tokens + t]);
 }
 
 static panel_row *d_row(const job *j, size_t slot, size_t panel) { return (panel_row *)j->d + slot * j->hidden_panels + panel; }
@@ -327,48 +267,28 @@ static void work(void *context, size_t worker, size_t workers) {
     bool staged = false;
     for (const x_kind *x = j->x; x < j->x + j->x_kinds; x++) {
         if (!x->stage) continue;
-        const size_t rows = x->by_slot ? r->num_slots : j->batch.tokens;
-        for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(j, s, x, i);
+        kt_x_stage(&j->source, x, worker, workers, s->row);
         staged = true;
     }
     if (staged) kt_pool_barrier();
     size_t first, end;
     const size_t items_a = r->num_groups * j->inter_panels;
-    while ((end = grab(&j->a, items_a, workers, &first)) > first)
+    while ((end = grab(&j->a, items_a, workers, LONGEST_RUN, &first)) > first)
         for (size_t i = first; i < end; i++) gate_up(j, s, &r->groups[r->by_cost[i / j->inter_panels]], i % j->inter_panels);
     kt_pool_barrier();
     const size_t items_b = j->hidden_panels * (j->reduce ? r->num_groups : 1);
-    while ((end = grab(&j->b, items_b, workers, &first)) > first)
-        for (size_t i = first; i < end; i++) {
-            if (j->reduce)
-                part_of_d(j, s, &r->groups[r->by_cost[i / j->hidden_panels]], i % j->hidden_panels);
-            else
-                panel_of_y(j, s, i);
-        }
+    while ((end = grab(&j->b, items_b, workers, j->run_b, &first)) > first) {
+        if (!j->reduce) panels_of_y(j, s, first, end);
+        for (size_t i = first; j->reduce && i < end; i++)
+            part_of_d(j, s, &r->groups[r->by_cost[i / j->hidden_panels]], i % j->hidden_panels);
+    }
     if (j->layer->isa->leave) j->layer->isa->leave();
-}
-
-static void point_at_x(const job *j, x_kind *x) {
-    const route *r = &j->route;
-    const kt_layer *l = j->layer;
-    const bool as_it_is = !x->rows->encode && j->batch.dtype == KT_BF16 && j->k_hidden == l->hidden &&
-                          l->router_weight != KT_EXPERT_INPUT;
-    /* A row alone is a tile, too. */
-    x->stage = !as_it_is || (x->rows->tiled ? r->num_slots > r->num_groups : j->batch.tokens >= STAGE_TOKENS);
-    for (const group *g = r->groups; g < r->groups + r->num_groups; g++)
-        for (size_t slot = g->first, i = 0; i < g->count; slot++, i++) {
-            if (!x->stage)
-                x->x[slot] = (const uint16_t *)j->batch.x + r->slot_token[slot] * l->hidden;
-            else if (x->by_slot)
-                x->x[slot] = row_of(x->rows, x->staged, x->stride_bytes, g, i);
-            else
-                x->x[slot] = x->staged + r->slot_token[slot] * x->stride_bytes;
-        }
 }
 
 static int chunk(job *j) {
     route *r = &j->route;
     kt_route_fill(r, &j->batch, j->layer->num_experts);
+    j->source = (x_source){j->layer, &j->batch, r, j->together, j->k_hidden};
     if (!r->num_slots) {
         memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
         return 0;
@@ -377,15 +297,13 @@ static int chunk(job *j) {
         for (size_t i = 0; i < g->count; i++) {
             const size_t left = g->count - i / KT_TILE_ROWS * KT_TILE_ROWS;
             j->together[g->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
-            j->h_rows[g->first + i] = row_of(j->layer->experts[g->expert].down.kernel->rows, j->h, j->h_stride_bytes, g, i);
+            j->h_rows[g->first + i] = kt_row_of(j->layer->experts[g->expert].down.kernel->rows, j->h, j->h_stride_bytes, g, i);
         }
-    for (x_kind *x = j->x; x < j->x + j->x_kinds; x++) point_at_x(j, x);
+    for (x_kind *x = j->x; x < j->x + j->x_kinds; x++) kt_x_point(&j->source, x);
     memset((void *)j->arrived, 0, j->hidden_panels * sizeof *j->arrived);
     j->a.next = j->b.next = 0;
     return kt_pool_run(work, j);
 }
-
-static size_t row_bytes(size_t group_bytes, size_t k) { return kt_round_up(k / KT_GROUP * group_bytes, 64) + ROW_PAD_BYTES; }
 
 bool kt_moe_use(kt_layer *l, kt_matrix *matrix, bool down, const kt_kernel *kernel) {
     if (down) {
@@ -416,10 +334,10 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
         j.x[j.x_kinds] = (x_kind){
             .rows = rows,
             .by_slot = rows->tiled || l->router_weight == KT_EXPERT_INPUT,
-            .stride_bytes = row_bytes(rows->group_bytes, j.k_hidden),
+            .stride_bytes = kt_row_bytes(rows->group_bytes, j.k_hidden),
         };
     }
-    j.h_stride_bytes = row_bytes(l->h_group_bytes, j.inter_panels * KT_PANEL); /* whole panels are written */
+    j.h_stride_bytes = kt_row_bytes(l->h_group_bytes, j.inter_panels * KT_PANEL); /* whole panels are written */
 
     size_t most = batch->tokens; /* a chunk's */
     while (most > 1 && lay_out(&j, NULL, most) > kt_moe_tuning.scratch_bytes) most = (most + 1) / 2;

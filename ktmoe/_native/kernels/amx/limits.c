@@ -9,8 +9,9 @@
 /* Four chains, as kernels have them: enough, since a TDPBF16PS takes 16 cycles and its result 52. */
 double kt_peak_amx(size_t iterations) {
     enum { FLOPS = 2 * 16 * 16 * KT_GROUP };
-    static const uint32_t ones[] = {0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80,
-                                    0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80};
+    static const uint32_t ones[] = {0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80,
+                                    0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80,
+                                    0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80};
     tiles_configure();
     TILE_LOAD(4, ones, 0); /* not zeros, which might cost less power */
     TILE_LOAD(5, ones, 0);

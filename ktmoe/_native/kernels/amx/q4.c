@@ -1,5 +1,7 @@
 /* q4 with UE8M0 scales that fold, by TDPBF16PS: VPERMW looks up bf16 weights in k-pairs; see tiles.h.
  *
+ * VPMULTISHIFTQB, not a word shift, moves nibbles down: shifts, VPSUBUSW and half of a VPERMW share a port on Granite Rapids.
+ *
  * DEFINITION  w = codebook[code] * 2^(b-127), exact in bf16
  * LAYOUT      pack_q4.c. A vector of codes is 8 k of 16 columns; word shifts 0, 4, 8, 12 and VPERMW give the k-pairs.
  */
@@ -29,14 +31,15 @@ INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) 
 
 INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
     const __m512i fold = ue8m0_fold(step_at(w, step) + 16 * n);
-    const __m512i bytes = _mm512_set1_epi64(0x3830282018100800);
+    const __m512i bytes = _mm512_set1_epi64(0x3830282018100800); /* bit offsets of a qword's bytes */
     const uint8_t *from = tile_at(w, step, n);
 #pragma GCC unroll 4
     for (int octet = 0; octet < KT_GROUP / 8; octet++, from += OCTET_BYTES, to += 4 * TILE_ROW_BYTES) {
         const __m512i codes = _mm512_loadu_si512(from);
 #pragma GCC unroll 4
         for (int pair = 0; pair < 4; pair++) {
-            const __m512i down = pair ? _mm512_multishift_epi64_epi8(_mm512_add_epi8(bytes, _mm512_set1_epi8(4 * pair)), codes) : codes;
+            const __m512i offsets = _mm512_add_epi8(bytes, _mm512_set1_epi8(4 * pair));
+            const __m512i down = pair ? _mm512_multishift_epi64_epi8(offsets, codes) : codes;
             const __m512i w16 = _mm512_permutexvar_epi16(down, w->table);
             _mm512_storeu_si512(to + pair * TILE_ROW_BYTES, _mm512_subs_epu16(w16, fold));
         }
@@ -56,7 +59,7 @@ const kt_kernel kt_q4_amx[] = {
         .rows = &kt_rows_amx,
         .folded = 1,
         .few_max = KT_TILE_ROWS,
-        .scratch_bytes = RING * sizeof(step_tiles),
+        .scratch_bytes = RING_BYTES,
         .few = few_folded,
         .many = many_folded,
     },

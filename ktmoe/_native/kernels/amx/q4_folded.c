@@ -61,7 +61,7 @@ const kt_kernel kt_q4_folded_amx[] = {
         .rows = &kt_rows_amx,
         .folded = 1,
         .few_max = KT_TILE_ROWS,
-        .scratch_bytes = RING * sizeof(step_tiles),
+        .scratch_bytes = RING_BYTES,
         .few = few_rounded,
         .many = many_rounded,
     },

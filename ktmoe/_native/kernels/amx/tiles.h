@@ -7,12 +7,13 @@
  *                     out = out + (even + odd)
  *             each step rounded to nearest even, denormals taken as and flushed to zero: Intel SDM, TDPBF16PS
  * LAYOUT      the family's packing. A tile of B is 16 k-pairs of 16 columns: 32 k, a step; a panel has 4 a step.
- * REGULARITIES scales are part of the weights, so that C stays in tiles over all of k, or a K block, whatever a group is. Rows
- *             beyond m are computed with whatever is there, and written where nobody looks: no row needs another configuration.
+ * REGULARITIES scales are part of the weights, so that C stays in tiles over all of k, whatever a group is, and is stored once.
+ *             Rows beyond m are computed with whatever is there, and stored where nobody looks: one configuration does for all m.
  *
- * few():  up to 16 rows: C has all 64 columns, and over all k. While a step's tiles are multiplied, the next one's are decoded.
- * many(): 32 rows by 32 columns at a time; C is put aside between K blocks. While a block is multiplied, the next one is decoded,
- *         a tile each step: TDPBF16PS takes 16 cycles and no other unit, decoding a tile about 25 of the others.
+ * Three shapes of C, that each leave tiles for A and B: wide() 16 x 64, square() 32 x 32, tall() 48 x 32. Every pass decodes its
+ * columns anew, while it multiplies: decoding a tile takes 34 cycles of the vector ports and TDPBF16PS 16 of its own, which goes on
+ * beside them. The alternative, to decode a block of k once for all rows, has to put C aside between blocks: a spilled C of four
+ * tiles took 90 ns, as long as 14 TDPBF16PS, and 64 KiB of decoded weights do not fit into L1 beside x.
  *
  * A kernel file defines, before it includes this:
  *     IN_PLACE                  1: packed weights are tiles of B, B_STRIDE bytes from k-pair to k-pair; decode_tile() is not used
@@ -27,79 +28,84 @@
 
 enum {
     WIDTH = KT_PANEL / 16, /* tiles */
-    AHEAD_STEPS = 1,         /* that few() decodes ahead */
-    RING = 2,
     LINE = 64,
     STEP_LINES = STEP_BYTES / LINE,
-    FEW_AHEAD_BYTES = 2048,   /* of a panel, between what few() uses and what it prefetches to L1 */
-    MANY_AHEAD_BYTES = 16384, /* likewise, many() to L2 */
+    FEW_AHEAD_BYTES = 2048, /* of a panel, between what few() uses and what it prefetches to L1 */
+    OUT_BYTES = KT_PANEL * sizeof(float),
 };
 
-/* A decoded step, and what many() has of them: two blocks, one that is multiplied and one that is being decoded. */
-typedef uint8_t step_tiles[WIDTH][TILE_BYTES];
+/* Decoded tiles go through a ring of 8 in L1: as few as may be, since what streams by evicts them, but enough for a tile to have
+ * left the store buffer when it is loaded. */
+typedef uint8_t step_tiles[WIDTH][TILE_BYTES]; /* 2: all of a step */
+typedef uint8_t pair_tiles[2][TILE_BYTES];     /* PAIRS: two of a step */
+enum { PAIRS = 4, PAIRS_AHEAD = 3, RING_BYTES = IN_PLACE ? 0 : 8 * TILE_BYTES };
 
 INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-INLINE const uint8_t *b_tile(const weights *w, const size_t step, const int n, const step_tiles *decoded) {
-    return IN_PLACE ? tile_at(w, step, n) : (*decoded)[n];
+INLINE const uint8_t *b_tile(const weights *w, const size_t step, const int n, const uint8_t *decoded) {
+    return IN_PLACE ? tile_at(w, step, n) : decoded;
 }
 
 enum { B_BYTES = IN_PLACE ? B_STRIDE : TILE_ROW_BYTES };
 
-/* A tile of rows: `together` of them, from row `first` on. A row alone has nothing behind it that may be read. */
+/* The tile of rows that begins at row `first`. A row alone has nothing behind it that may be read: it is loaded 16 times. */
 typedef struct row_tile {
     const uint8_t *x;
     size_t step_bytes, stride;
 } row_tile;
 
-INLINE row_tile rows_at(const kt_dot *a, const size_t first) {
+INLINE row_tile rows_from(const kt_dot *a, const size_t first) {
     const size_t together = least(KT_TILE_ROWS, a->m - first);
     return (row_tile){a->x[first], together * TILE_ROW_BYTES, together > 1 ? TILE_ROW_BYTES : 0};
 }
 
 /* A tile's share of the lines that are a given distance ahead. */
-#define FETCH(prefetch, w, step, n, ahead)                                                            \
+#define FETCH(prefetch, w, step, n, ahead)                                                              \
     for (int line = (n) * STEP_LINES / WIDTH, end = ((n) + 1) * STEP_LINES / WIDTH; line < end; line++) \
     prefetch(step_at(w, step) + (ahead) + line * LINE)
 
-INLINE void few(const kt_dot *a) {
-    step_tiles *ring = a->scratch; /* AHEAD_STEPS + 1 */
+/* Rows [first, first + 16), all columns of a panel: a step's four tiles of B take turns in two. */
+INLINE void wide(const kt_dot *a, const weights *w, const size_t first, float *out) {
+    step_tiles *ring = a->scratch;
     const size_t steps = a->k / KT_GROUP;
-    const row_tile x = rows_at(a, 0);
+    const row_tile x = rows_from(a, first);
+    for (int n = 0; n < WIDTH && !IN_PLACE; n++) decode_tile(w, 0, n, ring[0][n]);
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    for (size_t step = 0; step < steps; step++) {
+        const step_tiles *now = &ring[step % 2];
+        step_tiles *next = &ring[(step + 1) % 2];
+        const int more = !IN_PLACE && step + 1 < steps;
+#define COLUMNS(n, b)                                     \
+    TILE_LOAD(b, b_tile(w, step, n, (*now)[n]), B_BYTES); \
+    TILE_DOT(n, 4, b);                                    \
+    FETCH(prefetch_l1, w, step, n, FEW_AHEAD_BYTES);      \
+    if (more) decode_tile(w, step + 1, n, (*next)[n])
+        TILE_LOAD(4, x.x + step * x.step_bytes, x.stride);
+        COLUMNS(0, 6);
+        COLUMNS(1, 7);
+        COLUMNS(2, 6);
+        COLUMNS(3, 7);
+#undef COLUMNS
+    }
+    out += first * KT_PANEL;
+    TILE_STORE(0, out, OUT_BYTES);
+    TILE_STORE(1, out + 16, OUT_BYTES);
+    TILE_STORE(2, out + 32, OUT_BYTES);
+    TILE_STORE(3, out + 48, OUT_BYTES);
+}
+
+INLINE void few(const kt_dot *a) {
     for (size_t p = 0; p < a->panels; p++) {
         const weights w = open_panel(a, p);
-        for (size_t step = 0; step < least(AHEAD_STEPS, steps) && !IN_PLACE; step++)
-            for (int n = 0; n < WIDTH; n++) decode_tile(&w, step, n, ring[step][n]);
-        TILE_ZERO(0);
-        TILE_ZERO(1);
-        TILE_ZERO(2);
-        TILE_ZERO(3);
-        for (size_t step = 0; step < steps; step++) {
-            const step_tiles *now = &ring[step % RING];
-            step_tiles *next = &ring[(step + AHEAD_STEPS) % RING];
-            const int more = step + AHEAD_STEPS < steps;
-/* Two tiles of B take turns. */
-#define COLUMNS(n, b)                                                   \
-    TILE_LOAD(b, b_tile(&w, step, n, now), B_BYTES);                    \
-    TILE_DOT(n, 4, b);                                                  \
-    FETCH(prefetch_l1, &w, step, n, FEW_AHEAD_BYTES);                   \
-    if (!IN_PLACE && more) decode_tile(&w, step + AHEAD_STEPS, n, (*next)[n])
-            TILE_LOAD(4, x.x + step * x.step_bytes, x.stride);
-            COLUMNS(0, 6);
-            COLUMNS(1, 7);
-            COLUMNS(2, 6);
-            COLUMNS(3, 7);
-#undef COLUMNS
-        }
-        TILE_STORE(0, a->out[p], KT_PANEL * sizeof(float));
-        TILE_STORE(1, a->out[p] + 16, KT_PANEL * sizeof(float));
-        TILE_STORE(2, a->out[p] + 32, KT_PANEL * sizeof(float));
-        TILE_STORE(3, a->out[p] + 48, KT_PANEL * sizeof(float));
+        wide(a, &w, 0, a->out[p]);
     }
 }
 
-
-/* What many() prefetches to L2 while it works on a panel: the next one, a share with each step. */
+/* What many() prefetches to L2 while it works on a panel: the next one, a share with each step. Nearer, prefetches and the loads of
+ * x from L2 would wait for the same few line buffers. */
 typedef struct stream {
     const uint8_t *at, *end;
     size_t share;
@@ -109,69 +115,98 @@ INLINE void fetch(stream *s) {
     for (size_t line = 0; line < s->share && s->at < s->end; line++, s->at += LINE) prefetch_l2(s->at);
 }
 
-/* C of `tiles` x 16 rows from `first` on, by columns 16 n to 16 n + 31, over all k. Three tiles of rows leave one for A and one for B:
- * each row tile is loaded for both of B's, the second time from L1. */
-INLINE void multiply(const kt_dot *a, const weights *w, const size_t first, const int tiles, const int n, float *out, stream *s) {
-    step_tiles *ring = a->scratch;
+/* Rows [first, first + 32), columns 16 n to 16 n + 31 of a panel. */
+INLINE void square(const kt_dot *a, const weights *w, const size_t first, const int n, float *out, stream *s) {
+    pair_tiles *ring = a->scratch;
     const size_t steps = a->k / KT_GROUP;
-    const row_tile x0 = rows_at(a, first), x1 = tiles > 1 ? rows_at(a, first + 16) : x0,
-                   x2 = tiles > 2 ? rows_at(a, first + 32) : x0;
-    for (size_t step = 0; step < least(AHEAD_STEPS, steps) && !IN_PLACE; step++)
-        for (int i = n; i < n + 2; i++) decode_tile(w, step, i, ring[step][i]);
+    const row_tile x0 = rows_from(a, first), x1 = rows_from(a, first + KT_TILE_ROWS);
+    for (size_t step = 0; step < least(PAIRS_AHEAD, steps) && !IN_PLACE; step++)
+        for (int i = 0; i < 2; i++) decode_tile(w, step, n + i, ring[step][i]);
     TILE_ZERO(0);
     TILE_ZERO(1);
-    if (tiles > 1) TILE_ZERO(2);
-    if (tiles > 1) TILE_ZERO(3);
-    if (tiles > 2) TILE_ZERO(4);
-    if (tiles > 2) TILE_ZERO(5);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
     for (size_t step = 0; step < steps; step++) {
-        const step_tiles *now = &ring[step % RING];
-        step_tiles *next = &ring[(step + AHEAD_STEPS) % RING];
-        const int more = !IN_PLACE && step + AHEAD_STEPS < steps;
-        const uint8_t *a0 = x0.x + step * x0.step_bytes, *a1 = x1.x + step * x1.step_bytes, *a2 = x2.x + step * x2.step_bytes;
-        TILE_LOAD(6, b_tile(w, step, n, now), B_BYTES);
-        TILE_LOAD(7, a0, x0.stride);
-        TILE_DOT(0, 7, 6);
-        if (tiles > 1) TILE_LOAD(7, a1, x1.stride);
-        if (tiles > 1) TILE_DOT(2, 7, 6);
-        if (tiles > 2) TILE_LOAD(7, a2, x2.stride);
-        if (tiles > 2) TILE_DOT(4, 7, 6);
-        if (more) decode_tile(w, step + AHEAD_STEPS, n, (*next)[n]);
-        TILE_LOAD(6, b_tile(w, step, n + 1, now), B_BYTES);
-        TILE_LOAD(7, a0, x0.stride);
-        TILE_DOT(1, 7, 6);
-        if (tiles > 1) TILE_LOAD(7, a1, x1.stride);
-        if (tiles > 1) TILE_DOT(3, 7, 6);
-        if (tiles > 2) TILE_LOAD(7, a2, x2.stride);
-        if (tiles > 2) TILE_DOT(5, 7, 6);
-        if (more) decode_tile(w, step + AHEAD_STEPS, n + 1, (*next)[n + 1]);
+        uint8_t (*now)[TILE_BYTES] = ring[step % PAIRS], (*next)[TILE_BYTES] = ring[(step + PAIRS_AHEAD) % PAIRS];
+        const int more = !IN_PLACE && step + PAIRS_AHEAD < steps;
+        TILE_LOAD(4, x0.x + step * x0.step_bytes, x0.stride);
+        TILE_LOAD(6, b_tile(w, step, n, now[0]), B_BYTES);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(5, x1.x + step * x1.step_bytes, x1.stride);
+        TILE_DOT(2, 5, 6);
+        if (more) decode_tile(w, step + PAIRS_AHEAD, n, next[0]);
+        TILE_LOAD(7, b_tile(w, step, n + 1, now[1]), B_BYTES);
+        TILE_DOT(1, 4, 7);
+        TILE_DOT(3, 5, 7);
+        if (more) decode_tile(w, step + PAIRS_AHEAD, n + 1, next[1]);
         fetch(s);
     }
-    enum { OUT_BYTES = KT_PANEL * sizeof(float) };
-    float *c0 = out + first * KT_PANEL + 16 * n, *c1 = c0 + KT_TILE_ROWS * KT_PANEL, *c2 = c1 + KT_TILE_ROWS * KT_PANEL;
-    TILE_STORE(0, c0, OUT_BYTES);
-    TILE_STORE(1, c0 + 16, OUT_BYTES);
-    if (tiles > 1) TILE_STORE(2, c1, OUT_BYTES);
-    if (tiles > 1) TILE_STORE(3, c1 + 16, OUT_BYTES);
-    if (tiles > 2) TILE_STORE(4, c2, OUT_BYTES);
-    if (tiles > 2) TILE_STORE(5, c2 + 16, OUT_BYTES);
+    float *upper = out + first * KT_PANEL + 16 * n, *lower = upper + KT_TILE_ROWS * KT_PANEL;
+    TILE_STORE(0, upper, OUT_BYTES);
+    TILE_STORE(1, upper + 16, OUT_BYTES);
+    TILE_STORE(2, lower, OUT_BYTES);
+    TILE_STORE(3, lower + 16, OUT_BYTES);
 }
 
+/* Rows [first, first + 48), columns 16 n to 16 n + 31 of a panel: one tile is left for A and one for B, so that A is loaded twice, the
+ * second time from L1. It multiplies 1.2 times as fast as square(), since decoding serves more rows. */
+INLINE void tall(const kt_dot *a, const weights *w, const size_t first, const int n, float *out, stream *s) {
+    pair_tiles *ring = a->scratch;
+    const size_t steps = a->k / KT_GROUP;
+    const row_tile x0 = rows_from(a, first), x1 = rows_from(a, first + KT_TILE_ROWS),
+                   x2 = rows_from(a, first + 2 * KT_TILE_ROWS);
+    for (size_t step = 0; step < least(PAIRS_AHEAD, steps) && !IN_PLACE; step++)
+        for (int i = 0; i < 2; i++) decode_tile(w, step, n + i, ring[step][i]);
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    TILE_ZERO(4);
+    TILE_ZERO(5);
+    for (size_t step = 0; step < steps; step++) {
+        uint8_t (*now)[TILE_BYTES] = ring[step % PAIRS], (*next)[TILE_BYTES] = ring[(step + PAIRS_AHEAD) % PAIRS];
+        const int more = !IN_PLACE && step + PAIRS_AHEAD < steps;
+        TILE_LOAD(6, b_tile(w, step, n, now[0]), B_BYTES);
+        TILE_LOAD(7, x0.x + step * x0.step_bytes, x0.stride);
+        TILE_DOT(0, 7, 6);
+        TILE_LOAD(7, x1.x + step * x1.step_bytes, x1.stride);
+        TILE_DOT(2, 7, 6);
+        TILE_LOAD(7, x2.x + step * x2.step_bytes, x2.stride);
+        TILE_DOT(4, 7, 6);
+        if (more) decode_tile(w, step + PAIRS_AHEAD, n, next[0]);
+        TILE_LOAD(6, b_tile(w, step, n + 1, now[1]), B_BYTES);
+        TILE_DOT(5, 7, 6);
+        TILE_LOAD(7, x1.x + step * x1.step_bytes, x1.stride);
+        TILE_DOT(3, 7, 6);
+        TILE_LOAD(7, x0.x + step * x0.step_bytes, x0.stride);
+        TILE_DOT(1, 7, 6);
+        if (more) decode_tile(w, step + PAIRS_AHEAD, n + 1, next[1]);
+        fetch(s);
+    }
+    float *upper = out + first * KT_PANEL + 16 * n, *middle = upper + KT_TILE_ROWS * KT_PANEL;
+    float *lower = middle + KT_TILE_ROWS * KT_PANEL;
+    TILE_STORE(0, upper, OUT_BYTES);
+    TILE_STORE(1, upper + 16, OUT_BYTES);
+    TILE_STORE(2, middle, OUT_BYTES);
+    TILE_STORE(3, middle + 16, OUT_BYTES);
+    TILE_STORE(4, lower, OUT_BYTES);
+    TILE_STORE(5, lower + 16, OUT_BYTES);
+}
+
+/* Three tiles of rows at a time, but for a rest of 2, or of 4 in twos, or of 1. */
 INLINE void many(const kt_dot *a) {
-    const size_t steps = a->k / KT_GROUP, passes = (a->m + 3 * KT_TILE_ROWS - 1) / (3 * KT_TILE_ROWS);
+    const size_t steps = a->k / KT_GROUP, tiles = (a->m + KT_TILE_ROWS - 1) / KT_TILE_ROWS;
     for (size_t p = 0; p < a->panels; p++) {
         const weights w = open_panel(a, p);
         const size_t bytes = (size_t)(step_at(&w, steps) - a->w[p]);
         const uint8_t *next = p + 1 < a->panels ? a->w[p + 1] : a->w[0] + bytes;
-        stream s = {next, next + bytes, (bytes / LINE + passes * 2 * steps - 1) / (passes * 2 * steps)};
-        size_t left = (a->m + KT_TILE_ROWS - 1) / KT_TILE_ROWS;
-        for (size_t first = 0, tiles, pass = passes; pass; first += tiles * KT_TILE_ROWS, left -= tiles, pass--) {
-            tiles = (left + pass - 1) / pass;
-            for (int n = 0; n < WIDTH; n += 2) {
-                if (tiles == 3) multiply(a, &w, first, 3, n, a->out[p], &s);
-                if (tiles == 2) multiply(a, &w, first, 2, n, a->out[p], &s);
-                if (tiles == 1) multiply(a, &w, first, 1, n, a->out[p], &s);
-            }
+        stream s = {next, next + bytes, bytes / LINE / ((tiles + 2) / 3 * 2 * steps) + 1};
+        for (size_t done = 0, now; done < tiles; done += now) {
+            const size_t left = tiles - done;
+            now = left == 4 || left == 2 ? 2 : left == 1 ? 1 : 3;
+            for (int n = 0; n < WIDTH && now == 3; n += 2) tall(a, &w, done * KT_TILE_ROWS, n, a->out[p], &s);
+            for (int n = 0; n < WIDTH && now == 2; n += 2) square(a, &w, done * KT_TILE_ROWS, n, a->out[p], &s);
+            if (now == 1) wide(a, &w, done * KT_TILE_ROWS, a->out[p]);
         }
     }
 }
