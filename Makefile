@@ -32,6 +32,10 @@ demo: $(STAMPS)/native $(STAMPS)/cli ## write a layer, load, check and measure i
 
 test: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## the test suite; ARGS="-k pack" goes to pytest
 	@$(PY) -m pytest -q $(ARGS)
+	@if grep -qw amx_tile /proc/cpuinfo; then \
+	  echo 'ktmoe: amx again, emulated as on CPUs without it'; \
+	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(ARGS); \
+	fi
 
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 10 minutes on 2 cores
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)

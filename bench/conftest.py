@@ -40,6 +40,12 @@ class Case:
     backend: str
     isa: str
     activations: str
+    scales: str
+
+    @property
+    def id(self) -> str:
+        words = [self.format, self.backend, self.isa, self.activations]
+        return "-".join([*words, *([self.scales] if self.scales != "exact" else [])])
 
 
 def cases() -> Iterator[Case]:
@@ -53,7 +59,16 @@ def cases() -> Iterator[Case]:
             for table in tables if format == "MXFP4" else tables[:1]:
                 for mode in backend.activations:
                     if table.serves(weight_format, mode):
-                        yield Case(format, name, table.name, mode)
+                        yield Case(format, name, table.name, mode, "exact")
+                    if _rounds(table, weight_format, mode):
+                        yield Case(format, name, table.name, mode, "folded")
+
+
+def _rounds(table, weight_format, mode) -> bool:
+    """Whether it has kernels that round scaled weights to bfloat16."""
+    scale = weight_format.scale
+    kernels = {(family, kind, activations) for family, kind, _, activations, folded in table.kernels() if folded}
+    return scale is not None and scale.kind == "bf16" and (weight_format.family, "bf16", mode) in kernels
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ class Subject:
     limits: measure.Limits
 
 
-@pytest.fixture(scope="session", params=cases(), ids=lambda case: f"{case.format}-{case.backend}-{case.isa}-{case.activations}")
+@pytest.fixture(scope="session", params=cases(), ids=lambda case: case.id)
 def subject(request):
     """Experts packed for each case in turn."""
     case = request.param
@@ -75,7 +90,7 @@ def subject(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "isas", (case.isa,))
         table = backend.table(experts, case.activations)
-        with MoELayer(experts, case.backend, case.activations) as layer:
+        with MoELayer(experts, case.backend, case.activations, scales=case.scales) as layer:
             yield Subject(case, experts, layer, measure.Limits(layer, table))
 
 
@@ -89,7 +104,7 @@ def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     rows = [benchmark.extra_info for benchmark in session.benchmarks] if session else []
     rows = [row for row in rows if "kind" in row]  # a test that failed recorded nothing
-    console = Console(width=170)
+    console = Console(width=180)
     with console.capture() as capture:
         for kind, left, heads, cells in TABLES:
             table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
@@ -111,6 +126,7 @@ def _forward_row(row) -> tuple[str, ...]:
         row["backend"],
         row["isa"],
         row["activations"],
+        row["scales"],
         row["work"],
         f"{row['tokens']}",
         f"{row['experts']}",
@@ -132,12 +148,13 @@ def _load_row(row) -> tuple[str, ...]:
 TABLES = (
     (
         "forward",
-        5,
+        6,
         (
             "weights",
             "backend",
             "ISA",
             "mode",
+            "scales",
             "work",
             "tokens",
             "experts",

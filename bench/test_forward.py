@@ -55,6 +55,7 @@ def run(benchmark, subject, batches, work, rounds):
         backend=subject.case.backend,
         isa=subject.case.isa,
         activations=subject.case.activations,
+        scales=subject.case.scales,
         work=work,
         tokens=result.tokens,
         experts=len(batch.experts),

@@ -15,7 +15,7 @@ def fold_range(codebook, kind: str) -> tuple[int, int]:
     are not zero, and the product is to be rounded to bfloat16, which must not overflow either.
     """
     exponents = [math.frexp(value)[1] - 1 for value in codebook if value]
-    if not exponents or min(exponents) < -126:
+    if not exponents:
         return 255, 0
     low, high = min(exponents), max(exponents)
     if kind == "bf16":
@@ -24,7 +24,7 @@ def fold_range(codebook, kind: str) -> tuple[int, int]:
         return max(1, 1 - low), min(254, 252 - high)
     # kt_codebook.folded holds the exponent field of a normal number raised by 126; beyond 255 it would run into the sign. What is
     # subtracted from it, (253 - byte) << 7, must not be negative.
-    return (1 - low, min(253, 254 - high)) if high <= 2 else (255, 0)
+    return (1 - low, min(253, 254 - high)) if low >= -126 and high <= 2 else (255, 0)
 
 
 def unit(codebook) -> float:

@@ -118,7 +118,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 def folds(layer: MoELayer, fold: bool = True) -> bool:
     """Whether a layer's kernels fold scales that can be folded: those that multiply in bfloat16 do."""
-    return fold and layer.backend == "avx512_bf16"
+    return fold and layer.backend in ("amx", "avx512_bf16")
 
 
 def assert_folds(layer: MoELayer, experts: ExpertWeights, fold: bool = True) -> None:
@@ -141,6 +141,7 @@ def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=Non
         router_weight=layer.router_weight,
         out_dtype="float32" if x.dtype == np.float32 else "bfloat16",
         activations=layer.activations,
+        scales=layer.scales,
     )
     assert np.isfinite(expected.bound).all()
     actual = y.view(BF16) if y.dtype == np.uint16 else y

@@ -8,10 +8,10 @@ import pytest
 
 #: Every reason for which a test may be skipped, as a regular expression that must match from the reason's start.
 ALLOWED = (
-    r"this CPU lacks (avx2|avx512\w*|fma)( |,|$)",  # of AVX512_BF16's, neither it nor what its emulator builds on
+    r"this CPU lacks (avx2|avx512\w*|fma)( |,|$)",  # not what is emulated, but what the emulator builds on
     r"there is no C compiler",
     r"this CPU has the instructions",  # so that nothing is emulated
-    r"the system's assembler does not know AVX512_BF16",
+    r"the system's assembler does not know (AVX512_BF16|AMX)",
     r"this system has no posix_fadvise",
     r"objdump is not installed",
     r"torch is not installed",

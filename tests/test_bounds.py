@@ -83,7 +83,7 @@ def test_a_matrix_that_was_not_packed_or_does_not_exist(call):
     def run():
         faulthandler.disable()
         table = native.load_table("portable")
-        packed = core.PackedLayer(table, 1, 64, 64, experts.formats, experts.activation, "down_output", "bf16")
+        packed = core.PackedLayer(table, 1, 64, 64, experts.formats, experts.activation, "down_output", "bf16", "exact")
         packed.pack(0, "gate", experts.matrix(0, "gate"))
         with pytest.raises(InputError):
             call(packed)

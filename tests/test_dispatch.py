@@ -23,7 +23,7 @@ ALL_FEATURES = sorted(core.cpu_features())
 #: CPUs that have exactly the features of a row; and with AMX, where VDPBF16PS is slower than two FMAs.
 CPUS = {row: isa.required_features(row) for row in isa.ISAS}
 CPUS["avx512_bf16 with AMX"] = (*CPUS["avx512_bf16"], "amx_tile")
-EVERYTHING = CPUS["avx512_bf16"]
+EVERYTHING = CPUS["amx"]
 #: What each can use, best first: {backend: the row of its kernels}. The first is what "auto" takes.
 BEST = {
     "portable": {"fp32_lut": "portable"},
@@ -31,16 +31,19 @@ BEST = {
     "avx512f": {"fp32_lut": "avx512f", "avx2": "avx2"},
     "avx512_bf16": {"avx512_bf16": "avx512_bf16", "fp32_lut": "avx512f", "avx2": "avx2"},
     "avx512_bf16 with AMX": {"fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"},
+    "amx": {"amx": "amx", "fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"},
 }
 #: CPU feature -> the backends that need it.
 NEEDED_BY = {
-    "avx2": {"avx2", "avx512_bf16"},
-    "fma": {"avx2", "avx512_bf16"},
-    "avx512f": {"avx512_bf16"},
-    "avx512bw": {"avx512_bf16"},
-    "avx512vl": {"avx512_bf16"},
-    "avx512_bf16": {"avx512_bf16"},
-    "amx_tile": set(),
+    "avx2": {"avx2", "avx512_bf16", "amx"},
+    "fma": {"avx2", "avx512_bf16", "amx"},
+    "avx512f": {"avx512_bf16", "amx"},
+    "avx512bw": {"avx512_bf16", "amx"},
+    "avx512vl": {"avx512_bf16", "amx"},
+    "avx512_bf16": {"avx512_bf16", "amx"},
+    "avx512vbmi": {"amx"},
+    "amx_tile": {"amx"},
+    "amx_bf16": {"amx"},
 }
 #: A codebook that integers of at most 16 cannot stand for.
 UNEVEN = WeightFormat("q4", tuple(v * 0.0625 + (v > 0) * 2.0**-8 for v in range(-8, 8)), Scale("bf16", (1, 64)))
@@ -48,7 +51,10 @@ UNEVEN = WeightFormat("q4", tuple(v * 0.0625 + (v > 0) * 2.0**-8 for v in range(
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """A function that makes this a CPU with just these features."""
+    """A function that makes this a CPU with just these features, under an operating system that refuses none."""
+    monkeypatch.setattr(native, "refusal", lambda isa: None)
+    for name in backends.names():
+        monkeypatch.setattr(backends.get(name), "_refused", {})
 
     def pretend(*features):
         assert set(features) <= set(ALL_FEATURES)
@@ -96,18 +102,19 @@ def test_a_cpu_with_exactly_one_rows_features(cpu, name):
         assert backends.get(usable).rank == isa.rank(BEST[name][usable], core.cpu_features())
 
 
-@pytest.mark.parametrize("missing", EVERYTHING)
-def test_a_cpu_that_lacks_one_feature(cpu, missing):
+@pytest.mark.parametrize(("row", "missing"), [(row, feature) for row in ("avx512_bf16", "amx") for feature in CPUS[row]])
+def test_a_cpu_that_lacks_one_feature(cpu, row, missing):
     """By far the most telling message a user can get; and there is always a backend."""
-    cpu(*(feature for feature in EVERYTHING if feature != missing))
-    assert set(backends.available()) == set(backends.names()) - NEEDED_BY[missing]
+    cpu(*(feature for feature in CPUS[row] if feature != missing))
+    lost = NEEDED_BY[missing] & set(BEST[row])
+    assert set(backends.available()) == set(BEST[row]) - lost
     assert isas()["fp32_lut"] == ("portable" if missing in ("avx2", "fma", "avx512f") else "avx512f")
-    for name in NEEDED_BY[missing]:
+    for name in lost:
         why = f"this CPU lacks {missing} (needed by {name})"
         assert backends.get(name).unavailable() == why
         with pytest.raises(UnavailableError, match=rf"'{name}' .*cannot be used: {re.escape(why)}\. Available: .*fp32_lut"):
             choose(name)
-    assert f"avx512_bf16: this CPU lacks {missing} (needed by avx512_bf16)" in choose("auto")[1]
+    assert f"{row}: this CPU lacks {missing} (needed by {row})" in choose("auto")[1]
 
 
 @pytest.mark.parametrize("row", isa.ISAS)
@@ -132,29 +139,31 @@ def test_a_cpu_with_nothing_and_one_with_everything(cpu):
 def test_ranks(cpu):
     """A backend that cannot run ranks as the best of its instruction sets, so that it is passed over, and named, first."""
     ranks = {name: row.rank for name, row in isa.ISAS.items()}
-    assert ranks["portable"] < ranks["avx2"] < ranks["avx512f"] < ranks["avx512_bf16"]
+    assert ranks["portable"] < ranks["avx2"] < ranks["avx512f"] < ranks["avx512_bf16"] < ranks["amx"]
     cpu()
     assert {name: backends.get(name).rank for name in backends.names()} == {
-        "fp32_lut": ranks["portable"], "avx2": ranks["avx2"], "avx512_bf16": ranks["avx512_bf16"]
+        "fp32_lut": ranks["portable"], **{name: ranks[name] for name in ("avx2", "avx512_bf16", "amx")}
     }  # fmt: skip
-    assert backends.ranked() == ["avx512_bf16", "avx2", "fp32_lut"]
+    assert backends.ranked() == ["amx", "avx512_bf16", "avx2", "fp32_lut"]
     cpu(*EVERYTHING)
     assert backends.get("fp32_lut").rank == ranks["avx512f"]
 
 
 def test_ranks_that_a_feature_changes(cpu):
-    """One that no kernel needs: it says how fast others are."""
+    """One that the row does not ask for: it says how fast others are there."""
     changed = {row: isa.ISAS[row].rank_with for row in isa.ISAS if isa.ISAS[row].rank_with}
     assert set(changed) == {"avx512_bf16"}
     ((feature, rank),) = changed["avx512_bf16"]
     assert feature == "amx_tile"
+    assert feature not in isa.required_features("avx512_bf16")
     assert isa.ISAS["avx2"].rank < rank < isa.ISAS["avx512f"].rank
     for row in isa.ISAS:
         assert isa.rank(row, {}) == isa.rank(row, {feature: False}) == isa.ISAS[row].rank
         assert isa.rank(row, {feature: True}) == (rank if row in changed else isa.ISAS[row].rank)
-    cpu(*EVERYTHING, feature)
-    assert backends.get("avx512_bf16").rank == rank
-    cpu(*EVERYTHING)
+    for name in ("avx512_bf16 with AMX", "amx"):
+        cpu(*CPUS[name])
+        assert backends.get("avx512_bf16").rank == rank
+    cpu(*CPUS["avx512_bf16"])
     assert backends.get("avx512_bf16").rank == isa.ISAS["avx512_bf16"].rank
 
 
@@ -162,8 +171,11 @@ def test_the_choice_says_who_was_passed_over(cpu):
     cpu(*isa.required_features("avx512f"))
     name, why = choose("auto")
     assert name == "fp32_lut"
-    assert why.startswith("the best available; avx512_bf16: this CPU lacks avx512bw avx512vl avx512_bf16")
-    assert "avx2" not in re.sub(r"avx512\w*", "", why)
+    reasons = (
+        "amx: this CPU lacks avx512bw avx512vl avx512_bf16 avx512vbmi amx_tile amx_bf16 (needed by amx); "
+        "avx512_bf16: this CPU lacks avx512bw avx512vl avx512_bf16 (needed by avx512_bf16)"
+    )
+    assert why == f"the best available; {reasons}"
 
 
 def test_a_row_asks_for_what_it_implies():
@@ -179,9 +191,14 @@ def test_a_row_asks_for_what_it_implies():
 def test_compile_flags_are_within_the_requirement(row):
     """What the compiler may use, the CPU was asked for."""
     for flag in isa.compile_flags(row):
-        feature = flag.removeprefix("-m")
+        feature = flag.removeprefix("-m").replace("-", "_")
         assert flag.startswith("-m")
         assert {feature, feature.replace("avx512", "avx512_")} & set(isa.required_features(row)), flag
+
+
+def test_tiles_are_asked_for_where_they_are_used():
+    for name, row in isa.ISAS.items():
+        assert row.tiles == ("amx_tile" in isa.required_features(name))
 
 
 def test_flags_of_all_c_files_name_no_instruction_set():
@@ -204,14 +221,17 @@ def test_every_row_has_kernels_and_a_module():
 
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
-    """All formats in bf16; 4-bit integers in int16 where that exists; folded scales where weights are bfloat16."""
+    """All formats in bf16; 4-bit integers in int16 where that exists; folded scales where weights are bfloat16, of amx rounded
+    ones, too."""
     table = native.load_table(row)
     keys = table.kernels()
     expected = {("b16", "none", 0, "bf16", False)}
     for mode in ("bf16", "int16") if row == "avx2" else ("bf16",):
         expected |= {("q4", "ue8m0", 32, mode, False), ("q4", "bf16", GROUPS[-1], mode, False)}
-    if row == "avx512_bf16":
+    if row in ("avx512_bf16", "amx"):
         expected |= {("q4", "ue8m0", 32, "bf16", True)}
+    if row == "amx":
+        expected |= {("q4", "bf16", GROUPS[-1], "bf16", True)}
     assert set(keys) == expected
     assert len(keys) == len(expected)
     for weight_format in FORMATS.values():
@@ -361,12 +381,13 @@ def test_features_agree_with_the_systems():
 @pytest.mark.parametrize(
     ("rows", "left"),
     [
-        (["avx512_bf16"], {"fp32_lut": "avx512f", "avx2": "avx2"}),
-        (["avx512f"], {"avx512_bf16": "avx512_bf16", "avx2": "avx2", "fp32_lut": "portable"}),
-        (["avx2"], {"avx512_bf16": "avx512_bf16", "fp32_lut": "avx512f"}),
-        (["portable"], {"avx512_bf16": "avx512_bf16", "fp32_lut": "avx512f", "avx2": "avx2"}),
-        (["avx512_bf16", "avx512f", "avx2"], {"fp32_lut": "portable"}),
-        (["avx512f", "portable"], {"avx512_bf16": "avx512_bf16", "avx2": "avx2"}),
+        (["amx"], {"fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"}),
+        (["avx512_bf16"], {"amx": "amx", "fp32_lut": "avx512f", "avx2": "avx2"}),
+        (["avx512f"], {"amx": "amx", "avx512_bf16": "avx512_bf16", "avx2": "avx2", "fp32_lut": "portable"}),
+        (["avx2"], {"amx": "amx", "fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16"}),
+        (["portable"], BEST["amx"]),
+        (["amx", "avx512_bf16", "avx512f", "avx2"], {"fp32_lut": "portable"}),
+        (["avx512f", "portable"], {"amx": "amx", "avx512_bf16": "avx512_bf16", "avx2": "avx2"}),
     ],
     ids=" ".join,
 )
@@ -387,7 +408,8 @@ def test_nothing_can_be_used(cpu, uncompiled):
     cpu()
     uncompiled("portable")
     reasons = (
-        r"avx512_bf16: this CPU .*; fp32_lut: this CPU .*\(needed by avx512f\); portable was not compiled.*; avx2: this CPU "
+        r"amx: this CPU .*; avx512_bf16: this CPU .*; fp32_lut: this CPU .*\(needed by avx512f\); portable was not compiled.*; "
+        r"avx2: this CPU "
     )
     with pytest.raises(UnavailableError, match=f"no backend can be used: {reasons}"):
         choose("auto")

@@ -15,7 +15,7 @@ import emulator
 import numpy as np
 import pytest
 from emulator import assembly, features
-from emulator.avx512 import OPS, loop
+from emulator.avx512 import BF16, OPS, loop
 from emulator.machine import aligned, in_process
 from emulator.model import bf16_values, bits, dot_pairs
 
@@ -29,7 +29,7 @@ def test_one_trap_for_instructions_in_a_row(program, emulated, trapping):
     loop(program, "run", acc, a, a)
     assert emulator.traps() == (10 if trapping else 0)
     counts = emulator.counts()
-    assert {op: n for op, n in counts.items() if n} == (dict.fromkeys(OPS, 10 * assembly.RUN_LENGTH // 3) if trapping else {})
+    assert {op: n for op, n in counts.items() if n} == (dict.fromkeys(BF16, 10 * assembly.RUN_LENGTH // 3) if trapping else {})
     assert set(OPS) < set(counts)
 
 
@@ -98,6 +98,7 @@ def test_features(monkeypatch):
     assert emulator.needed("amx_tile")
     assert not emulator.native("amx_tile", "avx512_bf16")
     assert emulator.native("avx512_bf16")
+    assert emulator.needed("avx512vbmi")
     with pytest.raises(RuntimeError, match="forced"):
         emulator.permit()
 
@@ -224,16 +225,17 @@ def test_without_the_emulator_an_amx_instruction_kills(program, emulator_folder)
     assert done.returncode == -signal.SIGILL
 
 
-def test_a_bad_address_faults(program, emulator_folder):
-    """VCVTNE2PS2BF16 does not spare masked-out elements; the process gets the SIGSEGV it would get from a CPU."""
-    script = """
+@pytest.mark.parametrize("op", ["vcvtne2ps2bf16", "vpmultishiftqb"])
+def test_a_bad_address_faults(program, emulator_folder, op):
+    """These do not spare masked-out elements; the process gets the SIGSEGV it would get from a CPU."""
+    script = f"""
 area = mmap.mmap(-1, 2 * mmap.PAGESIZE)
 start = np.frombuffer(area, np.uint8).ctypes.data + mmap.PAGESIZE
 assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
 INSTALL
 execute('masked_vdpbf16ps', start - 4)
 print('so far', flush=True)
-execute('masked_vcvtne2ps2bf16', start - 4)
+execute('masked_{op}', start - 4)
 """
     done = in_process(program.path, emulator_folder, script)
     assert done.returncode == -signal.SIGSEGV, done.stderr

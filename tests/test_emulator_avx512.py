@@ -1,6 +1,7 @@
-"""AVX512_BF16 and what is emulated between, against the system's assembler and a numpy model.
+"""AVX512_BF16, AVX512_VBMI and what is emulated between, against the system's assembler and a numpy model.
 
-On a CPU that has the instructions nothing traps, and the same tests compare the CPU itself with the model.
+On a CPU that has the instructions nothing traps, and the same tests compare the CPU itself with the model; frames made up for the
+emulator alone compare it with the model on any CPU.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import emulator
 import numpy as np
 import pytest
 from emulator import assembly
-from emulator.avx512 import OPS, execute, loop
+from emulator.avx512 import BF16, OPS, VBMI, emulate, execute, loop
 from emulator.machine import STALE, Frame, aligned
-from emulator.model import SPECIAL, bf16_values, bits, dot_pairs, to_bf16
+from emulator.model import SPECIAL, bf16_values, bits, dot_pairs, multishift, to_bf16
 
 pytest_plugins = ("emulator.fixtures",)
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
@@ -44,12 +45,13 @@ def expected_registers(case, zmm, k, memory):
     """What the registers hold after the instruction; zmm: uint8 [32, 64], memory: the 64 bytes at the operand."""
     if case.op in assembly.BETWEEN:
         return expected_between(case, zmm, memory)
-    lanes = case.vector_bytes // 4
-    source = np.array(memory if case.source is None else zmm[case.source]).view(np.uint32)[:lanes]
+    source = np.array(memory if case.source is None else zmm[case.source])
     if case.broadcast:
-        source = np.full(lanes, source[0])
-    first, dest = zmm[case.first].view(np.uint32)[:lanes], zmm[case.dest].view(np.uint32)[:lanes]
-    if case.op == "vdpbf16ps":
+        source = np.tile(source[: case.element_bytes], 64 // case.element_bytes)
+    source, first, dest = (x[: case.vector_bytes].view(np.uint32) for x in (source, zmm[case.first], zmm[case.dest]))
+    if case.op == "vpmultishiftqb":
+        result = multishift(first.view(np.uint8), source.view(np.uint8))
+    elif case.op == "vdpbf16ps":
         result = dot_pairs(dest.view(np.float32), first, source).view(np.uint32)
     elif case.op == "vcvtne2ps2bf16":
         result = to_bf16(np.concatenate([source, first]).view(np.float32))
@@ -57,7 +59,7 @@ def expected_registers(case, zmm, k, memory):
         result = to_bf16(source.view(np.float32))
     if case.mask:
         kept = np.zeros_like(result) if case.zeroing else zmm[case.dest].view(result.dtype)[: len(result)]
-        result = np.where(int(k[case.mask]) >> np.arange(len(result)) & 1, result, kept)
+        result = np.where(k[case.mask] >> np.arange(len(result), dtype=np.uint64) & np.uint64(1), result, kept)
     after = zmm.copy()
     after[case.dest] = 0
     after[case.dest, : result.nbytes] = result.view(np.uint8)
@@ -66,14 +68,17 @@ def expected_registers(case, zmm, k, memory):
 
 def random_state(rng):
     zmm = bf16_values(rng, 32 * 32).view(np.uint8).reshape(32, 64)
-    return zmm, rng.integers(0, 1 << 63, 8, dtype=np.uint64)
+    return zmm, rng.integers(0, 1 << 64, 8, dtype=np.uint64)
 
 
 # --- decoding and operands ---
 
 
-def run_cases(program, op, routine, before):
-    """Run all cases of op as routine_<i> and compare registers and memory with the model; returns how many there were."""
+MADE_UP = "made-up frames"
+
+
+def run_cases(program, op, way, before):
+    """Run all cases of op as way_<i>, or in frames, and compare registers and memory with the model; returns their number."""
     rng = np.random.default_rng(6)
     done = 0
     for i, case in enumerate(program.cases):
@@ -83,7 +88,10 @@ def run_cases(program, op, routine, before):
         area[case.offset : case.offset + 64] = bf16_values(rng, 32).view(np.uint8)
         memory = area[case.offset : case.offset + 64].copy()
         zmm, k = random_state(rng)
-        after, k_after = execute(program, f"{routine}_{i}", zmm, k, area.ctypes.data + case.offset)
+        target = area.ctypes.data + case.offset
+        after, k_after = (
+            emulate(program, i, zmm, k, target) if way == MADE_UP else execute(program, f"{way}_{i}", zmm, k, target)
+        )
         np.testing.assert_array_equal(after, expected_registers(case, before(zmm), k, memory), err_msg=case.text)
         np.testing.assert_array_equal(k_after, k, err_msg=case.text)
         stored = before(zmm)[case.dest] if op in assembly.STORES else memory
@@ -94,16 +102,25 @@ def run_cases(program, op, routine, before):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_operand_form(program, emulated, trapping, op):
+def test_every_operand_form(program, emulated, trapping, multishift_traps, op):
     """Random registers, lengths, masks, broadcasts and addresses: all 32 registers and 8 masks are as the model says."""
     done = run_cases(program, op, "case", lambda zmm: zmm)
-    assert emulator.counts()[op] == (done if trapping else 0)
+    assert emulator.counts()[op] == (done if (multishift_traps if op in VBMI else trapping) else 0)
 
 
 @pytest.mark.parametrize("op", assembly.BETWEEN)
 def test_every_operand_form_behind_a_conversion(program, emulated, trapping, op):
     done = run_cases(program, op, "case", lambda zmm: expected_registers(assembly.TRIGGER, zmm, None, None))
     assert sum(emulator.counts(native=True).values()) == (done if trapping else 0)
+
+
+@pytest.mark.parametrize("op", OPS + assembly.BETWEEN)
+def test_every_operand_form_in_made_up_frames(program, emulated, op):
+    between = op in assembly.BETWEEN
+    done = run_cases(
+        program, op, MADE_UP, lambda zmm: expected_registers(assembly.TRIGGER, zmm, None, None) if between else zmm
+    )
+    assert (sum(emulator.counts(native=True).values()) if between else emulator.counts()[op]) == done
 
 
 @pytest.mark.parametrize("op", OPS + assembly.BETWEEN)
@@ -131,9 +148,7 @@ def test_cases_cover_the_forms(program):
             "ymm",
             "zmm",
             "{z}",
-            "1to4",
-            "1to8",
-            "1to16",
+            *(["1to2", "1to4", "1to8"] if op in VBMI else ["1to4", "1to8", "1to16"]),
         ]:
             assert any(part in text for text in texts), (op, part)
         for register in range(32):
@@ -159,6 +174,13 @@ def test_cases_cover_the_forms(program):
         ("62 f2 6a 48 52 d9", None),
         ("62 f2 6e 48 72 d9", None),  # vcvtneps2bf16 with a register in vvvv
         ("62 f2 7e 40 72 d9", None),  # and in V'
+        ("62 f2 ed 48 83 d9", ("vpmultishiftqb", 6)),
+        ("62 f2 ed d9 83 58 10", ("vpmultishiftqb", 7)),  # {1to8}, disp8, {k1}{z}
+        ("62 f2 ed 58 83 d9", None),  # broadcast of a register
+        ("62 f2 ed c8 83 d9", None),  # zeroing without a mask
+        ("62 f2 ed 68 83 d9", None),  # reserved length
+        ("62 f2 6d 48 83 d9", None),  # W0
+        ("62 f2 ee 48 83 d9", None),  # another prefix
         ("62 f2 f5 48 8d d0", ("vpermw", 6)),
         ("62 f1 75 48 71 d0 04", ("vpsrlw", 7)),
         ("62 f1 75 48 71 e0 04", None),  # vpsraw

@@ -23,7 +23,7 @@ def pack(codes, scales, weight_format=MXFP4):
     """A layer of one expert whose gate is the matrix [n, k] of those bytes."""
     n, k = codes.shape[0], weight_format.codes_per_item * codes.shape[1]
     formats = dict.fromkeys(("gate", "up", "down"), weight_format)
-    layer = core.PackedLayer(native.load_table("portable"), 1, k, n, formats, SILU, "down_output", "bf16")
+    layer = core.PackedLayer(native.load_table("portable"), 1, k, n, formats, SILU, "down_output", "bf16", "exact")
     layer.pack(0, "gate", Matrix("w", weight_format, (n, k), codes, scales))
     return layer
 

@@ -42,7 +42,7 @@ def test_built_in_names():
     """Of modules and plugins alike; the backends' are part of the API."""
     for module, others in ((backends, {"base", "native"}), (loaders, {"base", "checkpoint", "naming", "safetensors_file"})):
         assert set(module.names()) == {found.name for found in pkgutil.iter_modules(module.__path__)} - others
-    assert {"avx2", "avx512_bf16", "fp32_lut"} <= set(backends.names())
+    assert {"amx", "avx2", "avx512_bf16", "fp32_lut"} <= set(backends.names())
     assert {"bf16", "compressed_tensors", "deepseek_v4", "gpt_oss"} <= set(loaders.names())
 
 
@@ -192,6 +192,8 @@ class Float64(Backend):
 
 
 class Float64Packed:
+    scales = "exact"
+
     def __init__(self, experts, router_weight):
         self.experts, self.router_weight, self.nbytes = experts, router_weight, 0
 

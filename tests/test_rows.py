@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import ways
-from helpers import BF16, same_bits
+from helpers import B16, BF16, same_bits
 
+from ktmoe import MXFP4
 from ktmoe.backends import native
 from ktmoe.errors import InputError
 
@@ -24,7 +25,7 @@ def int16(request, emulator_folder):
         table = native.load_table(request.param)
 
     def encode(bits):
-        row = table.encode("int16", bits)
+        row = table.encode(MXFP4, "int16", bits)
         k = len(bits)
         assert row.nbytes == 2 * k + 8 * (k // GROUP)
         behind = row[2 * k :].reshape(-1, 8)
@@ -39,7 +40,7 @@ def test_who_has_int16(table):
     assert ("int16" in modes) == (table.name in INT16)
     if table.name not in INT16:
         with pytest.raises(InputError, match=rf"{table.name} has no rows of 32 for 'int16'"):
-            table.encode("int16", np.zeros(32, np.uint16))
+            table.encode(MXFP4, "int16", np.zeros(32, np.uint16))
 
 
 def split(bits):
@@ -162,12 +163,18 @@ def test_the_bound_of_the_error(int16):
     assert error.any()
 
 
+#: (instruction set, family of weights) whose kernels take bfloat16 as it stands; the others widen it to float32. amx's for any scale have
+#: sums in float32.
+AS_THEY_STAND = {("avx512_bf16", "q4"), ("avx512_bf16", "b16"), ("amx", "b16")}
+
+
 @pytest.mark.parametrize("k", [0, 32, 96])
-def test_bf16_rows_hold_the_same_numbers(table, k):
+@pytest.mark.parametrize("weight_format", [MXFP4, B16], ids=["mxfp4", "b16"])
+def test_bf16_rows_hold_the_same_numbers(table, weight_format, k):
     """As they are, or widened to float32: whichever it is, the upper or the only half of each item."""
     bits = np.random.default_rng(5).integers(0, 1 << 16, k).astype(np.uint16)
-    row = table.encode("bf16", bits)
-    if table.name == "avx512_bf16":
+    row = table.encode(weight_format, "bf16", bits)
+    if (table.name, weight_format.family) in AS_THEY_STAND:
         assert np.array_equal(row.view(np.uint16), bits)
     else:
         assert np.array_equal(row.view(np.uint32), bits.astype(np.uint32) << 16)
@@ -176,4 +183,4 @@ def test_bf16_rows_hold_the_same_numbers(table, k):
 def test_what_is_no_row(table):
     for mode, k in (("bf16", 31), ("int8", 32), ("", 32)):
         with pytest.raises(InputError, match=f"{table.name} has no rows of {k} for '{mode}'"):
-            table.encode(mode, np.zeros(k, np.uint16))
+            table.encode(MXFP4, mode, np.zeros(k, np.uint16))

@@ -9,19 +9,24 @@ import emulator
 import pytest
 
 from ktmoe import backends
-from ktmoe._native.isa import ISAS
+from ktmoe._native import core
+from ktmoe._native.isa import ISAS, required_features
 from ktmoe.backends import native
 
-#: CPU features that tests/emulator stands in for.
-EMULATED_FEATURES = {"avx512_bf16"}
+_detected = core.cpu_features()
+
+
+def missing_features(isa: str) -> list[str]:
+    """What this CPU lacks, or has to be taken to lack since the emulator was forced to stand in for it."""
+    return [f for f in required_features(isa) if not _detected.get(f) or (f in emulator.EMULATED and not emulator.native(f))]
 
 
 def _way(isa: str) -> str:
     """ "native", "emulated" or "skipped: reason" for an instruction set."""
-    missing = set(native.missing_features(isa))
+    missing = set(missing_features(isa))
     if not missing:
         return "native"
-    if missing <= EMULATED_FEATURES and emulator.needed():
+    if missing <= emulator.EMULATED and emulator.needed(*missing):
         return "emulated"
     return f"skipped: {emulator.unavailable() or 'this CPU lacks ' + ' '.join(sorted(missing))}"
 
@@ -63,12 +68,15 @@ def prepared(isa: str, folder):
     if way.startswith("skipped: "):
         pytest.skip(way.removeprefix("skipped: "))
     if way == "native":
+        assert native.refusal(isa) is None  # AMX's tiles have to be asked for
         yield
         return
     with emulator.installed(folder), pytest.MonkeyPatch.context() as patch:
-        detected = native.missing_features
-        patch.setattr(native, "missing_features", lambda isa: [f for f in detected(isa) if f not in EMULATED_FEATURES])
+        emulator.reset()
+        patch.setattr(native, "missing_features", lambda isa: [f for f in missing_features(isa) if f not in emulator.EMULATED])
+        patch.setattr(native, "refusal", lambda isa: None)
         yield
+        assert emulator.errors() == []
 
 
 @contextmanager

@@ -4,8 +4,10 @@ The system assembler turns them into machine code, so that the emulator's decode
 nothing about. A routine of the table below, or `case_<i>(state, target)` for the i-th case::
 
     case_<i>         loads all vector and mask registers from `state`, executes the instruction with its memory operand (if it
-                     has one) at `target`, stores the registers back
+                     has one) at `target`, stores the registers back; code_<i> is the instruction, with what stands in front of it
     tile_case_<i>    the same behind an AMX instruction
+    save             loads the registers from `state` and saves them to the XSAVE area at `target`, where a frame may hold them
+    restore          takes them from there and stores them to `state`
     dot, cvt2, cvt   loop over arrays of `count` vectors under a given MXCSR; return the MXCSR they end with
     run              as dot, but 48 instructions of three kinds in a row
     masked_*         load with all but the first element masked out
@@ -14,12 +16,14 @@ nothing about. A routine of the table below, or `case_<i>(state, target)` for th
     mixed            UD2, an instruction of ours, UD2, two of ours
     mixed_tiles      the same with AMX
     tilezero         an AMX instruction with all that it takes
+    multishift       a VPMULTISHIFTQB
     skip_ud2         a SIGILL handler that steps over UD2 and counts in `skipped`
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -55,6 +59,12 @@ class Case:
     offset: int = 0
     address: str = ""
     setup: tuple[str, ...] = ()  # puts the address's registers into place; target is in rsi
+    registers: Callable[[int], dict[str, int]] = lambda target: {}  # what they then hold
+
+    @property
+    def element_bytes(self) -> int:
+        """Of what is broadcast."""
+        return 8 if self.op == "vpmultishiftqb" else 4
 
     @property
     def text(self) -> str:
@@ -69,7 +79,7 @@ class Case:
         if self.source is not None:
             source = f"%{'x' if self.op == 'vpbroadcastd' else letter}mm{self.source}"
         else:
-            source = self.address + (f"{{1to{self.vector_bytes // 4}}}" if self.broadcast else "")
+            source = self.address + (f"{{1to{self.vector_bytes // self.element_bytes}}}" if self.broadcast else "")
             if narrows and letter != "z" and not self.broadcast:
                 mnemonic += letter  # the length shows in no operand
         if self.op in STORES:
@@ -86,7 +96,7 @@ TRIGGER = Case("vcvtneps2bf16", 64, dest=31, first=0, source=30, mask=0, zeroing
 def _place(case: Case, rng: np.random.Generator, low_address: int) -> None:
     """Choose an addressing form and its registers."""
     form = rng.choice(["base", "base", "base", "base+index", "base+index", "base+index", "index", "rip", "absolute"])
-    unit = 4 if case.broadcast or case.op == "vpbroadcastd" else case.vector_bytes
+    unit = case.element_bytes if case.broadcast or case.op == "vpbroadcastd" else case.vector_bytes
     displacement = int(
         rng.choice([0, rng.integers(-128, 128) * unit, rng.integers(-128, 128), rng.integers(-(1 << 13), 1 << 13), 127 * unit])
     )
@@ -110,11 +120,13 @@ def _place(case: Case, rng: np.random.Generator, low_address: int) -> None:
         displacement &= ~7
         case.address = f"{displacement}(,%{index},{scale})"
         case.setup = (f"lea {-displacement}(%rsi), %{index}", f"shr ${scale.bit_length() - 1}, %{index}")
+        case.registers = lambda target: {index: (target - displacement) // scale}
         return
     count = int(rng.integers(-1000, 1000)) if form == "base+index" else 0
     if base == "rsp":  # the signal frame grows down from it: keep it below the operand
         displacement, count = abs(displacement), abs(count)
     case.setup = (f"lea {-displacement - count * scale}(%rsi), %{base}",)
+    case.registers = lambda target: {base: target - displacement - count * scale, index: count}
     if form == "base+index":
         case.setup += (f"mov ${count}, %{index}",)
         case.address = f"{displacement}(%{base},%{index},{scale})"
@@ -199,7 +211,10 @@ def program(cases: list[Case]) -> str:
         *store,
         "ret",
         *(
-            _with_registers(f"case_{i}", "\n".join([*case.setup, *([TRIGGER.text] * (case.op in BETWEEN)), case.text]))
+            _with_registers(
+                f"case_{i}",
+                "\n".join([*case.setup, f".globl code_{i}; code_{i}:", *([TRIGGER.text] * (case.op in BETWEEN)), case.text]),
+            )
             for i, case in enumerate(cases)
         ),
         *(
@@ -221,9 +236,11 @@ def program(cases: list[Case]) -> str:
         "vdpbf16ps": "(%rsi), %zmm1, %zmm2{%k1}",
         "vcvtneps2bf16": "(%rsi), %ymm2{%k1}",
         "vcvtne2ps2bf16": "(%rsi), %zmm1, %zmm2{%k1}",
+        "vpmultishiftqb": "(%rsi), %zmm1, %zmm2{%k1}",
     }.items():
         parts.append(_with_registers(f"masked_{op}", f"{first_only} {op} {operands}"))
-    empty = "mov $0xe6, %eax; xor %edx, %edx; xrstor empty(%rip);"  # SSE, AVX, opmask and the rest of AVX-512
+    components = "mov $0xe6, %eax; xor %edx, %edx;"  # SSE, AVX, opmask and the rest of AVX-512
+    empty = f"{components} xrstor empty(%rip);"
     for name, body in {
         "low": "vcvtneps2bf16 (%rsi), %ymm3",
         "high": "vcvtneps2bf16 (%rsi), %ymm20",
@@ -233,9 +250,12 @@ def program(cases: list[Case]) -> str:
         parts.append(_with_registers(f"initial_{name}", f"{empty} {body}"))
     ours = "vcvtneps2bf16 (%rsi), %ymm1;"
     parts += [
+        _with_registers("save", f"{components} xsave (%rsi)"),
+        _with_registers("restore", f"{components} xrstor (%rsi)"),
         _with_registers("mixed", f"ud2; {ours} ud2; {ours} vcvtneps2bf16 %zmm2, %ymm3"),
         _with_registers("mixed_tiles", f"{CONFIGURE} ud2; {TILEZERO} ud2; {TILEZERO} {TILEZERO} {TILERELEASE}"),
         f".globl tilezero\ntilezero: {CONFIGURE} {TILEZERO} {TILERELEASE} ret",
+        ".globl multishift\nmultishift: vpmultishiftqb %zmm0, %zmm0, %zmm0; ret",
         ".globl illegal\nillegal: ud2; ret",
         ".globl skip_ud2\nskip_ud2: addq $2, 168(%rdx); incl .Lskipped(%rip); ret",  # 168: RIP within ucontext_t
         f".data\n.balign 64\n.globl rip_data\nrip_data:\n.Lrip_data: .zero {RIP_DATA_BYTES}",

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from . import assembly
-from .machine import DEFAULT_MXCSR, NotAssembledError, aligned, assemble, low_memory
+from .machine import DEFAULT_MXCSR, Frame, NotAssembledError, aligned, assemble, low_memory
 
-OPS = ["vdpbf16ps", "vcvtne2ps2bf16", "vcvtneps2bf16"]
+BF16 = ["vdpbf16ps", "vcvtne2ps2bf16", "vcvtneps2bf16"]
+VBMI = ["vpmultishiftqb"]
+OPS = BF16 + VBMI
 _CASES_PER_OP = 250
 
 
@@ -43,6 +45,15 @@ def execute(program, name, zmm, k, target):
     state[2048:] = k.view(np.uint8)
     getattr(program.library, name)(ctypes.c_void_p(state.ctypes.data), ctypes.c_void_p(target))
     return state[:2048].reshape(32, 64), state[2048:].view(np.uint64)
+
+
+def emulate(program, i, zmm, k, target):
+    """The same of case i in a made-up frame: the emulator runs it on any CPU."""
+    code = ctypes.cast(getattr(program.library, f"code_{i}"), ctypes.c_void_p).value
+    frame = Frame(code, program.cases[i].registers(target))
+    execute(program, "save", zmm, k, frame.xsave.ctypes.data)
+    assert frame.emulate(), program.cases[i].text
+    return execute(program, "restore", np.zeros_like(zmm), np.zeros_like(k), frame.xsave.ctypes.data)
 
 
 def loop(program, name, out, a, b, mxcsr=DEFAULT_MXCSR):

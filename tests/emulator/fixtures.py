@@ -48,6 +48,15 @@ def trapping(program, emulated):
 
 
 @pytest.fixture
+def multishift_traps(program, emulated):
+    """The same of AVX512_VBMI."""
+    program.library.multishift()
+    did = emulator.traps() == 1
+    emulator.reset()
+    return did
+
+
+@pytest.fixture
 def tiles_trap(program, emulated):
     """The same of AMX, which the process asks for unless emulation is forced."""
     if emulator.native("amx_tile"):

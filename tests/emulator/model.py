@@ -77,6 +77,15 @@ def to_bf16(x):
     return (rounded.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def multishift(control, source):
+    """VPMULTISHIFTQB of whole qwords: uint8 [8 n], of which source's are taken apart into bits."""
+    bits = np.unpackbits(source.reshape(-1, 8), axis=1, bitorder="little")
+    first = control.reshape(-1, 8, 1) % 64
+    return np.packbits(
+        bits[np.arange(len(bits))[:, None, None], (first + np.arange(8)) % 64], axis=2, bitorder="little"
+    ).ravel()
+
+
 def add(a, b):
     """float32 a + b with one rounding, DAZ, FTZ; NaN priority a, b."""
     a, b = flush(a), flush(b)
