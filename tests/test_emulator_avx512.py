@@ -1,7 +1,7 @@
 """AVX512_BF16, AVX512_VBMI and what is emulated between, against the system's assembler and a numpy model.
 
-On a CPU that has the instructions nothing traps, and the same tests compare the CPU itself with the model; frames made up for the
-emulator alone compare it with the model on any CPU.
+On a CPU that has the instructions nothing traps, and the same tests compare the CPU itself with the model. In frames made up for
+the emulator alone it is compared with the model on any CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import emulator
 import numpy as np
 import pytest
 from emulator import assembly
-from emulator.avx512 import BF16, OPS, VBMI, emulate, execute, loop
+from emulator.avx512 import OPS, VBMI, emulate, execute, loop
 from emulator.machine import STALE, Frame, aligned
 from emulator.model import SPECIAL, bf16_values, bits, dot_pairs, multishift, to_bf16
 

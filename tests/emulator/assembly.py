@@ -4,7 +4,8 @@ The system assembler turns them into machine code, so that the emulator's decode
 nothing about. A routine of the table below, or `case_<i>(state, target)` for the i-th case::
 
     case_<i>         loads all vector and mask registers from `state`, executes the instruction with its memory operand (if it
-                     has one) at `target`, stores the registers back; code_<i> is the instruction, with what stands in front of it
+                     has one) at `target`, stores the registers back; code_<i> lies in front of the instruction, or of
+                     the one that it is to follow
     tile_case_<i>    the same behind an AMX instruction
     save             loads the registers from `state` and saves them to the XSAVE area at `target`, where a frame may hold them
     restore          takes them from there and stores them to `state`
