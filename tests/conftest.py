@@ -54,7 +54,7 @@ def defaults(monkeypatch):
 
 
 def _emulated(item) -> bool:
-    if item.path.name.startswith(("test_amx", "test_emulator_amx")):
+    if item.path.name.startswith(("test_amx", "test_emulator")):
         return True
     params = item.callspec.params if hasattr(item, "callspec") else {}
     subject = ways.SUBJECTS.get(params.get("backend"))

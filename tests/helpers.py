@@ -107,6 +107,13 @@ def random_batch(rng, experts, tokens, top_k, dtype=BF16):
     return x, ids, rng.standard_normal((tokens, top_k)).astype(np.float32)
 
 
+def crowd(layer: MoELayer, tokens, dtype=BF16):
+    """x, expert_ids, expert_weights of tokens that all have one expert, 0, so that it has as many rows."""
+    rng = np.random.default_rng(tokens)
+    x = rng.standard_normal((tokens, layer.hidden)).astype(dtype)
+    return x, np.zeros((tokens, 1), int), rng.standard_normal((tokens, 1)).astype(np.float32)
+
+
 def bits(array: np.ndarray) -> np.ndarray:
     """An array's bits as unsigned integers, so that NaN equals itself and -0 does not equal 0."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
@@ -119,6 +126,11 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def folds(layer: MoELayer, fold: bool = True) -> bool:
     """Whether a layer's kernels fold scales that can be folded: those that multiply in bfloat16 do."""
     return fold and layer.backend in ("amx", "avx512_bf16")
+
+
+def rounds(layer: MoELayer, scales: str = "folded") -> bool:
+    """Whether a layer made with these `scales` rounds weights whose scales are bfloat16 numbers, where it can."""
+    return scales == "folded" and layer.backend == "amx"
 
 
 def assert_folds(layer: MoELayer, experts: ExpertWeights, fold: bool = True) -> None:

@@ -1,7 +1,7 @@
 """AVX512_BF16, AVX512_VBMI and what is emulated between, against the system's assembler and a numpy model.
 
-On a CPU that has the instructions nothing traps, and the same tests compare the CPU itself with the model. In frames made up for
-the emulator alone it is compared with the model on any CPU.
+On a CPU that has the instructions nothing traps, and the same tests compare the CPU itself with the model. In frames made up
+for the emulator it is compared on any CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from emulator import assembly
 from emulator.avx512 import OPS, VBMI, emulate, execute, loop
 from emulator.machine import STALE, Frame, aligned
-from emulator.model import SPECIAL, bf16_values, bits, dot_pairs, multishift, to_bf16
+from emulator.model import SPECIAL, bf16_values, bits, dot_pairs, multiply, multishift, to_bf16
 
 pytest_plugins = ("emulator.fixtures",)
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
@@ -25,6 +25,7 @@ def expected_between(case, before, memory):
     """The same for what is emulated between the others; before: registers behind the instruction in front of it."""
     source = np.array(memory if case.source is None else before[case.source])
     words, first = source.view(np.uint16), before[case.first].view(np.uint16)
+    dwords, firsts = source.view(np.uint32), before[case.first].view(np.uint32)
     after = before.copy()
     if case.op in assembly.STORES:
         return after
@@ -32,6 +33,12 @@ def expected_between(case, before, memory):
         after[case.dest] = np.tile(source[:4], 16)
     elif case.op == "vpsrlw":
         after[case.dest] = (words >> case.immediate if case.immediate < 16 else words * 0).view(np.uint8)
+    elif case.op == "vpsrld":
+        after[case.dest] = (dwords >> case.immediate if case.immediate < 32 else dwords * 0).view(np.uint8)
+    elif case.op == "vpermps":
+        after[case.dest] = dwords[firsts & 15].view(np.uint8)
+    elif case.op == "vmulps":
+        after[case.dest] = multiply(firsts.view(np.float32), dwords.view(np.float32)).view(np.uint8)
     elif case.op == "vpermw":
         after[case.dest] = words[first & 31].view(np.uint8)
     elif case.op == "vpsubusw":
@@ -184,6 +191,14 @@ def test_cases_cover_the_forms(program):
         ("62 f2 f5 48 8d d0", ("vpermw", 6)),
         ("62 f1 75 48 71 d0 04", ("vpsrlw", 7)),
         ("62 f1 75 48 71 e0 04", None),  # vpsraw
+        ("62 f1 45 48 72 d3 10", ("vpsrld", 7)),
+        ("62 f1 c5 48 72 d3 10", None),  # W1
+        ("62 f1 6d 48 72 f2 10", None),  # vpslld
+        ("62 72 65 48 16 c0", ("vpermps", 6)),
+        ("62 72 e5 48 16 c0", None),  # vpermpd
+        ("62 71 3c 48 59 c2", ("vmulps", 6)),
+        ("62 71 3c 58 59 c2", None),  # with a rounding of its own
+        ("62 71 bd 48 59 c2", None),  # vmulpd
         ("62 f1 fd 48 7f 07", ("vmovdqa store", 6)),
         ("62 f1 fe 48 7f 47 01", ("vmovdqu32/64 store", 7)),
         ("62 f1 fd 48 7f c7", None),  # the store's opcode between registers

@@ -188,7 +188,8 @@ def test_show_config_says_what_was_chosen_and_why(monkeypatch, capsys):
     assert "avx512_bf16: not available: this CPU lacks avx512_bf16 (needed by avx512_bf16)" in printed
     assert "fp32_lut: available, kernels of portable" in printed
     assert "avx2: not available: this CPU lacks avx512_bf16 (needed by avx2)" in printed
-    assert "chosen: fp32_lut (the best available; avx512_bf16: this CPU lacks" in printed
+    assert "amx: not available: this CPU lacks avx512_bf16 (needed by amx)" in printed
+    assert "chosen: fp32_lut (the best available; amx: this CPU lacks" in printed
     assert f"threads: {get_num_threads()}" in printed
     assert f"loaders: {', '.join(loaders.names())}" in printed
 

@@ -9,9 +9,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from helpers import B16, BF16, FORMATS, LONGEST, folds, pack_nibbles
+from helpers import B16, BF16, FORMATS, LONGEST, folds, pack_nibbles, rounds
 
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4
+from ktmoe.codebook import ROUNDING
 from ktmoe.experts import PROJECTIONS
 from ktmoe.formats import E2M1, OFFSET_INT4, Scale, WeightFormat
 
@@ -40,7 +41,7 @@ def weights_of(codes, scales, weight_format=MXFP4):
     return np.array(weight_format.codebook)[codes] * np.repeat(values, group, axis=1)[:, : codes.shape[1]]
 
 
-def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto"):
+def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto", rounding="exact"):
     """One expert, from (codes [n, k], scales, its format or MXFP4) and the biases' one value."""
     intermediate, hidden = gate[0].shape
     biases = {"gate": gate_bias, "up": up_bias}
@@ -53,7 +54,7 @@ def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto"):
     formats = {projection: matrix.format for projection, matrix in matrices.items()}
     activation = GatedActivation(alpha=ALPHA)
     experts = ExpertWeights(1, hidden, intermediate, lambda _, projection: matrices[projection], formats, activation)
-    return MoELayer(experts, backend, activations)
+    return MoELayer(experts, backend, activations, scales=rounding)
 
 
 def forward(layer, x):
@@ -64,7 +65,7 @@ def forward(layer, x):
     return y.astype(np.float64)
 
 
-def down_layer(backend, codes, scales, weight_format=MXFP4):
+def down_layer(backend, codes, scales, weight_format=MXFP4, rounding="exact"):
     """y = x W^T: gate is 1 by its bias, up an identity."""
     hidden, intermediate = codes.shape
     if hidden < intermediate:  # x has as many numbers as y: pad W with rows of zeros, or of anything
@@ -74,10 +75,10 @@ def down_layer(backend, codes, scales, weight_format=MXFP4):
     hidden = len(codes)
     up = identity(hidden)
     up = (up[0][:intermediate], up[1][:intermediate])
-    return make_layer(backend, zeros(intermediate, hidden), up, (codes, scales, weight_format), 1, 0)
+    return make_layer(backend, zeros(intermediate, hidden), up, (codes, scales, weight_format), 1, 0, rounding=rounding)
 
 
-def visible_layer(backend, projection, codes, scales, weight_format=MXFP4, gate_bias=1, activations="auto"):
+def visible_layer(backend, projection, codes, scales, weight_format=MXFP4, gate_bias=1, activations="auto", rounding="exact"):
     """y = x W^T for W = up; y = x W^T + gate_bias for W = gate. Down is an identity: y has as many numbers as x, at least as
     many as h; those that are more are zero."""
     n, k = codes.shape
@@ -85,8 +86,8 @@ def visible_layer(backend, projection, codes, scales, weight_format=MXFP4, gate_
     down = np.ascontiguousarray(down[0][:, :n]), np.ascontiguousarray(down[1][:, : -(-n // 32)])
     shown = codes, scales, weight_format
     if projection == "up":
-        return make_layer(backend, zeros(n, k), shown, down, 1, 0, activations)
-    return make_layer(backend, shown, zeros(n, k), down, gate_bias, 1, activations)
+        return make_layer(backend, zeros(n, k), shown, down, 1, 0, activations, rounding)
+    return make_layer(backend, shown, zeros(n, k), down, gate_bias, 1, activations, rounding)
 
 
 def shift_for(byte):
@@ -136,8 +137,9 @@ def test_dense_integers_of_other_formats(backend, weight_format, size, tokens):
     if scales is not None:
         scales = scales * np.ldexp(1.0, rng.integers(0, 3, scales.shape)).astype(BF16)
     x = rng.integers(-7, 8, (tokens, size)).astype(float)
-    with down_layer(backend, codes, scales, weight_format) as layer:
-        assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales, weight_format).T)
+    for rounding in ROUNDING:  # products of a code and a scale have 6 bits
+        with down_layer(backend, codes, scales, weight_format, rounding) as layer:
+            assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales, weight_format).T)
 
 
 @pytest.mark.parametrize("weight_format", [MXFP4, LONGEST, SIXTEENS, B16], ids=["mxfp4", "int4", "sixteens", "b16"])
@@ -168,7 +170,8 @@ EXPONENTS_AT_ONCE = 8
 @pytest.mark.parametrize("first", range(0, 255, 4 * EXPONENTS_AT_ONCE))
 def test_every_bfloat16_scale(backend, first):
     """A row for each mantissa and sign, a group for each exponent, and a token that sees that group alone: every finite scale
-    with every code. 3 bits of x, 4 of code, 8 of scale, 5 of length: 20."""
+    with every code. 3 bits of x, 4 of code, 8 of scale, 5 of length: 20. Where scales may be folded, products are rounded once,
+    to nearest even."""
     rng = np.random.default_rng(first)
     weight_format = int4(32)
     for low in range(first, min(first + 4 * EXPONENTS_AT_ONCE, 255), EXPONENTS_AT_ONCE):
@@ -181,10 +184,14 @@ def test_every_bfloat16_scale(backend, first):
         x = np.zeros((len(fields), 256))
         for token, field in enumerate(fields):
             x[token, 32 * token : 32 * token + 32] = np.ldexp(rng.integers(-7, 8, 32).astype(float), shift_for(field))
-        with down_layer(backend, codes, scales, weight_format) as layer:
-            y = forward(layer, x)
-        assert np.array_equal(y, x[:, :k] @ weights_of(codes, scales, weight_format).T)
-        assert np.count_nonzero(y) > 0.9 * y.size
+        weights = weights_of(codes, scales, weight_format)
+        for rounding in ROUNDING:
+            with down_layer(backend, codes, scales, weight_format, rounding) as layer:
+                y = forward(layer, x)
+                assert layer.scales == ("folded" if rounds(layer, rounding) and low > 0 and max(fields) < 250 else "exact")
+                seen = weights.astype(np.float32).astype(BF16).astype(float) if layer.scales == "folded" else weights
+            assert np.array_equal(y, x[:, :k] @ seen.T)
+            assert np.count_nonzero(y) > 0.9 * y.size
 
 
 @pytest.mark.parametrize("block", range(0, 255, 15))
@@ -295,7 +302,8 @@ def test_every_bfloat16_weight(backend, first):
 @pytest.mark.parametrize("tokens", [1, 127])
 @pytest.mark.parametrize(("of", "power"), [("x", 0), ("x", -8), ("codebook", -133)], ids=["x", "x, small units", "codebook"])
 def test_denormal_factors(backend, of, power, tokens):
-    """Of x and of a codebook: zero for those that multiply in bfloat16, kept by the others."""
+    """Of x and of a codebook: zero for those that multiply in bfloat16, kept by the others. amx is one of these here: scales
+    that are bfloat16 numbers do not fold, so that it has sums in float32."""
     rng = np.random.default_rng(5)
     weight_format = WeightFormat("q4", tuple(np.ldexp(n, power) for n in range(-8, 8)), Scale("bf16", (1, 64)))
     codes = rng.integers(0, 16, (64, 128), dtype=np.uint8)
@@ -311,6 +319,28 @@ def test_denormal_factors(backend, of, power, tokens):
     if of == "x":  # one number in a group: its integer is exact
         with visible_layer(backend, "up", codes, scales, weight_format) as layer:
             assert np.array_equal(forward(layer, x), y)
+    with visible_layer(backend, "up", codes, scales, weight_format, activations="bf16", rounding="folded") as layer:
+        if layer.scales == "folded" and of == "x":
+            y = np.zeros_like(y)  # a denormal entry of a codebook still makes a normal weight
+        assert np.array_equal(forward(layer, x), y)
+
+
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "unfolded"])
+@pytest.mark.parametrize("tokens", [1, 63])
+def test_denormal_x(backend, tokens, fold):
+    """With UE8M0 scales, which those that multiply in bfloat16 fold: then amx, too, takes it as zero."""
+    codes = np.random.default_rng(6).integers(0, 16, (64, 64), dtype=np.uint8)
+    scales = np.full((64, 2), 227, np.uint8)
+    scales[-1, -1] = 227 if fold else 0
+    x = np.zeros((tokens, 64))
+    x[np.arange(tokens), np.arange(tokens)] = np.ldexp(np.arange(1.0, tokens + 1), -133)
+    expected = (x @ weights_of(codes, scales).T).astype(np.float32).astype(BF16).astype(float)
+    assert expected.any()
+    with visible_layer(backend, "up", codes, scales, activations="bf16") as layer:
+        assert layer._packed.kernels()[0, "up"] == folds(layer, fold)
+        if folds(layer, fold) or backend == "avx512_bf16":
+            expected[:] = 0
+        assert np.array_equal(forward(layer, x), expected)
 
 
 @pytest.mark.parametrize("low", [0, 60, 127, 190, 246])

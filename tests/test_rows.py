@@ -163,8 +163,7 @@ def test_the_bound_of_the_error(int16):
     assert error.any()
 
 
-#: (instruction set, family of weights) whose kernels take bfloat16 as it stands; the others widen it to float32. amx's for any scale have
-#: sums in float32.
+#: (instruction set, family of weights) whose kernels for any scale take bfloat16 as it stands; the others widen it to float32.
 AS_THEY_STAND = {("avx512_bf16", "q4"), ("avx512_bf16", "b16"), ("amx", "b16")}
 
 

@@ -38,8 +38,9 @@ typedef struct kt_codebook {
  * these share the encoded rows.
  *
  * tiled: up to KT_TILE_ROWS rows of an expert stand together, by pieces: piece g of row i of r is at (g * r + i) * group_bytes,
- * so that with any r, KT_TILE_ROWS lines from piece g of row 0 on are a tile whose first r rows are the rows'. What is beyond
- * the last may be read, KT_TILE_ROWS * group_bytes in all; rows 16, 32, ... of a call begin the next ones. Else a row is whole. */
+ * so that with any r, KT_TILE_ROWS lines from piece g of row 0 on are a tile whose first r rows are the rows'. Rows 16, 32, ... of
+ * a call begin the next ones. What is beyond the last may be read, KT_TILE_ROWS * group_bytes in all, but behind a row alone, r = 1,
+ * there is nothing: it may be the caller's own x. Not tiled: a row is whole. */
 typedef struct kt_rows {
     const char *activations; /* the mode that it belongs to: "bf16", "int16" */
     size_t group_bytes;

@@ -90,12 +90,10 @@ class NativeBackend(Backend):
         return None if tables else "; ".join(reasons)
 
     def admit(self) -> str | None:
-        """Asks for the ISA that it would use; one that is refused is not asked for again, and the next has its turn."""
-        while tables := self.usable()[0]:
-            reason = refusal(tables[0].name)
-            if reason is None:
-                break
-            self._refused[tables[0].name] = reason
+        """Asks for all ISAs that it may use; one that is refused is not asked for again, and the next has its turn."""
+        for table in self.usable()[0]:
+            if reason := refusal(table.name):
+                self._refused[table.name] = reason
         return self.unavailable()
 
     def unsupported(self, experts: ExpertWeights) -> str | None:
@@ -123,6 +121,8 @@ class NativeBackend(Backend):
     def pack(
         self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None
     ):
+        if reason := self.admit():  # whoever calls this may not have chosen
+            raise UnavailableError(reason)
         threads.configure()
         threads.register_with_threadpoolctl()
         memory.require(experts.nbytes, f"{experts.name}: packing {experts.num_experts} experts")

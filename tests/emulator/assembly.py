@@ -35,7 +35,8 @@ RIP_DATA_BYTES = 1024
 RUN_LENGTH = 48
 MOVES = ["vmovaps", "vmovdqa32", "vmovdqa64", "vmovdqu8", "vmovdqu16", "vmovdqu32", "vmovdqu64"]
 STORES = [f"{op} store" for op in MOVES[1:]]
-BETWEEN = [*MOVES, *STORES, "vpbroadcastd", "vpsrlw", "vpermw", "vpsubusw"]  # avx512_between.c
+SHIFTS = ["vpsrlw", "vpsrld"]
+BETWEEN = [*MOVES, *STORES, "vpbroadcastd", *SHIFTS, "vpermps", "vmulps", "vpermw", "vpsubusw"]  # avx512_between.c
 # Bytes, as the assembler need not know AMX: ldtilecfg (%rax); tilezero %tmm0; tilerelease.
 LDTILECFG, TILEZERO, TILERELEASE = (
     f".byte 0xc4, 0xe2, {rest};" for rest in ("0x78, 0x49, 0", "0x7b, 0x49, 0xc0", "0x78, 0x49, 0xc0")
@@ -72,7 +73,7 @@ class Case:
         """The instruction in AT&T syntax."""
         letter = LETTER[self.vector_bytes]
         narrows = self.op == "vcvtneps2bf16"
-        unary = narrows or self.op in MOVES or self.op in ("vpbroadcastd", "vpsrlw")
+        unary = narrows or self.op in MOVES or self.op in ("vpbroadcastd", *SHIFTS)
         dest = f"%{LETTER[max(self.vector_bytes // 2, 16)] if narrows else letter}mm{self.dest}"
         if self.mask:
             dest += f"{{%k{self.mask}}}" + ("{z}" if self.zeroing else "")
@@ -85,7 +86,7 @@ class Case:
                 mnemonic += letter  # the length shows in no operand
         if self.op in STORES:
             return f"{mnemonic.removesuffix(' store')} {dest}, {source}"
-        if self.op == "vpsrlw":
+        if self.op in SHIFTS:
             source = f"${self.immediate}, {source}"
         return f"{mnemonic} {source}, {dest}" if unary else f"{mnemonic} {source}, %{letter}mm{self.first}, {dest}"
 
@@ -144,7 +145,7 @@ def random_cases(rng: np.random.Generator, op: str, count: int, low_address: int
         case = Case(op, int(rng.choice([16, 32, 64])), dest, first, source, mask, bool(mask and rng.integers(2)))
         if op in BETWEEN:
             case.vector_bytes, case.mask, case.zeroing = 64, 0, False
-            case.immediate = int(rng.choice([rng.integers(0, 18), rng.integers(0, 256)]))
+            case.immediate = int(rng.choice([rng.integers(0, 34), rng.integers(0, 256)]))
         if op in STORES or rng.integers(3):
             case.source = None
             case.broadcast = bool(rng.integers(2)) and op not in BETWEEN

@@ -1,4 +1,4 @@
-/* What kernels put between the emulated instructions: loads, stores, broadcasts, shifts and table lookups.
+/* What kernels put between the emulated instructions: loads, stores, broadcasts, shifts, table lookups and a multiplication.
  *
  * Compilers spread them so that few emulated instructions follow each other directly, and each would cost a trap of its own.
  * This table holds the most frequent ones in their plainest form (512 bits, no mask), and they are emulated when they follow
@@ -25,11 +25,15 @@ static bool plain_unary_w0(const struct kt_insn *insn) { return plain_unary(insn
 
 static bool plain_store(const struct kt_insn *insn) { return plain_unary(insn) && insn->is_memory; }
 
+static bool plain_w0(const struct kt_insn *insn) { return plain(insn) && !insn->w; }
+
 static bool plain_w1(const struct kt_insn *insn) { return plain(insn) && insn->w; }
 
 static bool plain_shift_right(const struct kt_insn *insn) {
     return plain(insn) && insn->modrm_reg == 2; /* the opcode is a group of shifts */
 }
+
+static bool plain_shift_right_w0(const struct kt_insn *insn) { return plain_shift_right(insn) && !insn->w; }
 
 static void move(const struct kt_insn *insn, struct kt_frame *frame) {
     uint32_t value[16];
@@ -72,6 +76,34 @@ __attribute__((target("avx512bw"))) static void vpsrlw(const struct kt_insn *ins
     kt_zmm_write(frame, insn->vvvv, value, sizeof value); /* ModRM.reg being taken, vvvv is the destination */
 }
 
+__attribute__((target("avx512f"))) static void vpsrld(const struct kt_insn *insn, struct kt_frame *frame) {
+    uint32_t value[16];
+    kt_rm_read(insn, frame, ~0ull, value);
+    _mm512_storeu_si512(value, _mm512_srl_epi32(_mm512_loadu_si512(value), _mm_cvtsi32_si128(insn->immediate)));
+    kt_zmm_write(frame, insn->vvvv, value, sizeof value);
+}
+
+__attribute__((target("avx512f"))) static void vpermps(const struct kt_insn *insn, struct kt_frame *frame) {
+    uint32_t index[16], table[16];
+    kt_zmm_read(frame, insn->vvvv, index);
+    kt_rm_read(insn, frame, ~0ull, table);
+    _mm512_storeu_si512(table, _mm512_permutexvar_epi32(_mm512_loadu_si512(index), _mm512_loadu_si512(table)));
+    kt_zmm_write(frame, insn->reg, table, sizeof table);
+}
+
+/* Under the caller's MXCSR, whose exception flags it does not set. Inline assembly, as in avx512_bf16.c. */
+__attribute__((target("avx512f"))) static void vmulps(const struct kt_insn *insn, struct kt_frame *frame) {
+    uint32_t a[16], b[16], emulation, caller = kt_mxcsr_read(frame);
+    kt_zmm_read(frame, insn->vvvv, a);
+    kt_rm_read(insn, frame, ~0ull, b);
+    __m512 product = _mm512_loadu_ps(a);
+    __asm__ volatile("stmxcsr %1; ldmxcsr %2; vmulps %3, %0, %0; ldmxcsr %1"
+                     : "+v"(product), "=&m"(emulation)
+                     : "m"(caller), "v"(_mm512_loadu_ps(b)));
+    _mm512_storeu_ps(a, product);
+    kt_zmm_write(frame, insn->reg, a, sizeof a);
+}
+
 __attribute__((target("avx512bw"))) static void vpermw(const struct kt_insn *insn, struct kt_frame *frame) {
     uint32_t index[16], table[16];
     kt_zmm_read(frame, insn->vvvv, index);
@@ -111,6 +143,9 @@ static struct kt_opcode opcodes[] = {
     NATIVE("vmovdqu8/16 store", 1, 3, 0x7F, 0, plain_store, full_vector, store),
     NATIVE("vpbroadcastd", 2, 1, 0x58, 0, plain_unary_w0, one_dword, vpbroadcastd),
     NATIVE("vpsrlw", 1, 1, 0x71, 1, plain_shift_right, full_vector, vpsrlw),
+    NATIVE("vpsrld", 1, 1, 0x72, 1, plain_shift_right_w0, full_vector, vpsrld),
+    NATIVE("vpermps", 2, 1, 0x16, 0, plain_w0, full_vector, vpermps),
+    NATIVE("vmulps", 1, 0, 0x59, 0, plain_w0, full_vector, vmulps),
     NATIVE("vpermw", 2, 1, 0x8D, 0, plain_w1, full_vector, vpermw),
     NATIVE("vpsubusw", 1, 1, 0xD9, 0, plain, full_vector, vpsubusw),
 };

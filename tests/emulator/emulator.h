@@ -117,6 +117,7 @@ uint64_t kt_scaled_index(const struct kt_insn *insn, const struct kt_frame *fram
 void kt_rm_read(const struct kt_insn *insn, const struct kt_frame *frame, uint64_t wanted, uint32_t value[16]);
 void kt_zmm_read(const struct kt_frame *frame, int n, void *value_64_bytes);
 void kt_zmm_write(struct kt_frame *frame, int n, const void *value, int bytes); /* zeroes the rest of the register */
+uint32_t kt_mxcsr_read(const struct kt_frame *frame);
 uint64_t kt_mask_read(const struct kt_frame *frame, int n);
 bool kt_cpu_holds_tile_config(const struct kt_frame *frame);
 bool kt_cpu_holds_tile_data(const struct kt_frame *frame);

@@ -2,7 +2,7 @@
  *
  * The kernel leaves the vector state there as an XSAVE area in standard format:
  *
- *   0      FXSAVE: x87, xmm0-15 at 160, and software bytes at 464 that say what follows
+ *   0      FXSAVE: x87, MXCSR at 24, xmm0-15 at 160, and software bytes at 464 that say what follows
  *   512    XSAVE header: XSTATE_BV (8 bytes), a bit per component; clear = initial state, whatever the bytes say
  *   576    AVX (2): upper halves of ymm0-15
  *   CPUID  opmask (5): k0-7; ZMM_Hi256 (6): upper halves of zmm0-15; Hi16_ZMM (7): zmm16-31, whole
@@ -16,7 +16,7 @@
 #include <string.h>
 
 enum { SSE = 1, AVX = 2, OPMASK = 5, ZMM_HI256 = 6, HI16_ZMM = 7, XTILECFG = 17, XTILEDATA = 18, COMPONENTS = XTILEDATA };
-enum { XMM_OFFSET = 160, SOFTWARE_OFFSET = 464, HEADER_OFFSET = 512 };
+enum { MXCSR_OFFSET = 24, XMM_OFFSET = 160, SOFTWARE_OFFSET = 464, HEADER_OFFSET = 512 };
 #define INLINE static inline __attribute__((always_inline)) /* the copies' lengths become constants */
 #define FP_XSTATE_MAGIC1 0x46505853u
 
@@ -104,6 +104,12 @@ void kt_zmm_write(struct kt_frame *frame, int n, const void *value, int bytes) {
     write_part(frame, SSE, n * 16, whole, 16);
     write_part(frame, AVX, n * 16, whole + 16, 16);
     write_part(frame, ZMM_HI256, n * 32, whole + 32, 32);
+}
+
+uint32_t kt_mxcsr_read(const struct kt_frame *frame) {
+    uint32_t value;
+    memcpy(&value, frame->xsave + MXCSR_OFFSET, sizeof value);
+    return value;
 }
 
 uint64_t kt_mask_read(const struct kt_frame *frame, int n) {

@@ -77,6 +77,16 @@ def to_bf16(x):
     return (rounded.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def multiply(a, b):
+    """VMULPS under the default MXCSR: float32 a * b; NaN priority a, b."""
+    with np.errstate(all="ignore"):
+        result = a * b
+    result = np.where(np.isnan(result), np.uint32(0xFFC00000).view(np.float32), result)
+    for operand in (b, a):
+        result = np.where(np.isnan(operand), quiet(operand), result)
+    return result
+
+
 def multishift(control, source):
     """VPMULTISHIFTQB of whole qwords: uint8 [8 n], of which source's are taken apart into bits."""
     bits = np.unpackbits(source.reshape(-1, 8), axis=1, bitorder="little")

@@ -1,0 +1,143 @@
+"""How often amx's kernels multiply, load and store tiles: formulas in rows, columns and k. Only the emulator counts."""
+
+from collections import Counter
+
+import emulator
+import numpy as np
+import pytest
+import ways
+from helpers import FORMATS, GROUPS, assert_right, crowd, random_experts
+
+from ktmoe import MXFP4, MoELayer, int4
+from ktmoe._native import core
+
+ON_AMX = pytest.mark.parametrize("backend", ["amx"], indirect=True)
+EMULATED = pytest.mark.skipif(ways.WAYS["amx"] == "native", reason="this CPU has the instructions")
+TILE, WIDTH, STEP = 16, 64, 32
+#: By tiles of rows: (passes for the columns of a panel, tiles of C, loads of A and of B a step). The tallest loads A twice, but
+#: for the tile at which it turns round.
+PASSES = {1: (1, 4, 1 + 4), 2: (2, 4, 2 + 2), 3: (2, 6, 5 + 2)}
+ROWS = [1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 80, 100, core.M_BLOCK, core.M_BLOCK + 1, 2 * core.M_BLOCK + 1]
+
+
+def ceil(a, b):
+    return -(-a // b)
+
+
+def blocks(m):
+    """Rows of each kernel call."""
+    while m:
+        count = ceil(m, core.M_BLOCK)
+        rows = m if count == 1 else ceil(ceil(m, count), TILE) * TILE
+        yield rows
+        m -= rows
+
+
+def passes(rows):
+    """The tiles of rows that each pass over a panel takes."""
+    tiles = ceil(rows, TILE)
+    while tiles:
+        now = {1: 1, 2: 2, 4: 2}.get(tiles, 3)
+        yield now
+        tiles -= now
+
+
+def formula(m, n, k):
+    """Of m rows times the transpose of W [n, k]."""
+    counts, steps = Counter(), ceil(k, STEP)
+    for now in [now for rows in blocks(m) for now in passes(rows)]:
+        times, tiles, loads = PASSES[now]
+        times *= ceil(n, WIDTH)
+        counts["tdpbf16ps"] += times * tiles * steps
+        counts["tileloadd"] += times * loads * steps
+        counts["tilezero"] += times * tiles
+        counts["tilestored"] += times * tiles
+    return counts
+
+
+def counted(layer, m):
+    """Of a forward pass of m rows: every instruction on tiles' data that was executed at all."""
+    x, ids, weights = crowd(layer, m)
+    emulator.reset()
+    layer.forward(x, ids, weights)
+    assert not emulator.errors()
+    of_tiles = {name: count for name, count in emulator.counts().items() if name.startswith(("tdp", "tile")) and count}
+    of_tiles.pop("tilerelease", None)  # where emulation is forced, the CPU runs it
+    return of_tiles
+
+
+def expected(layer, m):
+    """Of a forward pass of m rows."""
+    gate = up = formula(m, layer.intermediate, layer.hidden)
+    return gate + up + formula(m, layer.hidden, layer.intermediate)
+
+
+@ON_AMX
+@EMULATED
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("shape", [(32, 64), (96, 100), (100, 34)], ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "int4-64", "b16"])
+def test_every_instruction_is_accounted_for(backend, name, shape, m):
+    experts = random_experts(np.random.default_rng(1), 1, *shape, formats=FORMATS[name])
+    with MoELayer(experts, backend, scales="folded") as layer:
+        for only_many in (False, True):  # which takes the same pass for one tile of rows
+            core.tune(only_many=only_many)
+            assert counted(layer, m) == expected(layer, m)
+
+
+def test_the_formula():
+    """By hand, for a panel of two steps."""
+    names = ("tdpbf16ps", "tileloadd", "tilezero", "tilestored")
+    for m, counts in {
+        16: (8, 10, 4, 4),
+        32: (16, 16, 8, 8),
+        48: (24, 28, 12, 12),
+        64: (32, 32, 16, 16),
+        65: (24 + 16, 28 + 16, 20, 20),
+        112: (24 + 32, 28 + 32, 12 + 16, 12 + 16),
+    }.items():
+        assert formula(m, 64, 64) == dict(zip(names, counts, strict=True))
+
+
+@ON_AMX
+@EMULATED
+@pytest.mark.parametrize("m", [5, 40])
+def test_stores_depend_neither_on_k_nor_on_groups(backend, m):
+    stores = set()
+    for hidden in (64, 256):
+        counts = []
+        for weight_format in (MXFP4, *map(int4, GROUPS)):
+            experts = random_experts(np.random.default_rng(2), 1, hidden, 64, formats=weight_format)
+            with MoELayer(experts, backend, scales="folded") as layer:
+                counts.append(counted(layer, m))
+        assert all(count == counts[0] for count in counts)
+        stores.add(
+            counts[0]["tilestored"] - formula(m, hidden, 64)["tilestored"]
+        )  # without down, of which hidden are the columns
+    assert len(stores) == 1
+
+
+@ON_AMX
+@EMULATED
+@pytest.mark.parametrize("weights", [{"fold": False}, {"formats": int4(64)}], ids=["mxfp4", "int4"])
+def test_what_does_not_fold_uses_no_tile(backend, weights):
+    experts = random_experts(np.random.default_rng(3), 1, 64, 64, **weights)
+    with MoELayer(experts, backend) as layer:
+        assert counted(layer, 20) == {}
+        assert_right(layer, experts, *crowd(layer, 20))
+
+
+@ON_AMX
+@EMULATED
+def test_rows_of_several_experts(backend):
+    """Each expert's rows are counted for themselves: 1, 17 and 48 of them."""
+    experts = random_experts(np.random.default_rng(4), 3, 64, 64)
+    rows = (1, 17, 48)
+    with MoELayer(experts, backend) as layer:
+        x, _, weights = crowd(layer, sum(rows))
+        ids = np.repeat(np.arange(3), rows)[::-1, None].copy()
+        emulator.reset()
+        layer.forward(x, ids, weights)
+        counts = emulator.counts()
+        for name, count in sum((expected(layer, m) for m in rows), Counter()).items():
+            assert counts[name] == count

@@ -1,0 +1,136 @@
+"""AMX's tiles have to be asked for: when, how often, and what happens if the operating system refuses."""
+
+import errno
+import os
+import re
+import sys
+
+import pytest
+from environments import ROOT, run
+
+from ktmoe import backends, show_config
+from ktmoe._native import core, isa
+from ktmoe.backends import native
+from ktmoe.backends.base import choose
+from ktmoe.errors import UnavailableError
+
+REFUSED = f"the operating system refused AMX's tiles: {os.strerror(errno.ENOSPC)} (needed by amx)"
+
+
+class System:
+    """An operating system: what it answers, and how often it was asked."""
+
+    answer, times = 0, 0
+
+    def permit_tiles(self):
+        self.times += 1
+        return self.answer
+
+
+@pytest.fixture
+def system(monkeypatch):
+    """On a CPU with AMX, in a process that has asked for nothing."""
+    monkeypatch.setattr(core, "cpu_features", lambda: dict.fromkeys(isa.required_features("amx"), True))
+    for name in backends.names():
+        monkeypatch.setattr(backends.get(name), "_refused", {})
+    system = System()
+    monkeypatch.setattr(core, "permit_tiles", system.permit_tiles)
+    return system
+
+
+def test_a_choice_asks_and_a_look_does_not(system):
+    assert backends.available()[0] == backends.ranked()[0] == "amx"
+    assert backends.get("amx").unavailable() is None
+    assert backends.get("amx").details()["isa"] == "amx"
+    for name in set(backends.names()) - {"amx"}:
+        assert choose(name) == (name, "asked for by name")
+    assert system.times == 0
+    assert choose("auto") == ("amx", "the best available")
+    assert system.times == 1
+    assert choose("amx") == ("amx", "asked for by name")
+
+
+def test_a_refusal_is_passed_over(system):
+    """And is not asked about again."""
+    system.answer = errno.ENOSPC
+    assert choose("auto") == ("fp32_lut", f"the best available; amx: {REFUSED}")
+    assert system.times == 1
+    system.answer = 0
+    assert choose("auto") == ("fp32_lut", f"the best available; amx: {REFUSED}")
+    assert backends.get("amx").unavailable() == REFUSED
+    assert "amx" not in backends.available()
+    assert backends.get("amx").details() == {"isa": None, "note": ""}
+    assert system.times == 1
+
+
+@pytest.mark.parametrize("by", ["asked for by name", "KTMOE_BACKEND"])
+def test_a_refusal_by_name(system, monkeypatch, by):
+    system.answer = errno.ENOSPC
+    if by == "KTMOE_BACKEND":
+        monkeypatch.setenv(by, "amx")
+    message = f"backend 'amx' ({by}) cannot be used: {REFUSED}. Available: fp32_lut, avx512_bf16, avx2"
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match=f"^{re.escape(message)}$"):
+            choose("auto" if by == "KTMOE_BACKEND" else "amx")
+    assert system.times == 1
+    assert choose("avx2") == ("avx2", "asked for by name")
+
+
+def test_a_refusal_is_shown(system, capsys):
+    system.answer = errno.ENOSPC
+    show_config()
+    printed = capsys.readouterr().out
+    assert f"\n  amx: not available: {REFUSED}\n" in printed
+    assert f"\nchosen: fp32_lut (the best available; amx: {REFUSED})\n" in printed
+
+
+def test_a_backend_with_another_instruction_set_falls_back_to_it(system):
+    class Both(native.NativeBackend):
+        isas = ("amx", "avx512f")
+
+    system.answer = errno.EPERM
+    backend = Both()
+    assert backend.rank == isa.ISAS["amx"].rank
+    assert backend.admit() is None
+    assert [table.name for table in backend.usable()[0]] == ["avx512f"]
+    assert backend.usable()[1] == [REFUSED.replace(os.strerror(errno.ENOSPC), os.strerror(errno.EPERM))]
+    assert backend.rank == isa.ISAS["avx512f"].rank
+
+
+def test_instruction_sets_without_tiles_ask_for_nothing(system):
+    system.answer = errno.ENOSPC
+    for name, row in isa.ISAS.items():
+        assert (native.refusal(name) is None) == (not row.tiles)
+    assert native.refusal("a plugin's own") is None
+    assert system.times == 1
+
+
+#: Linux's answers, in a process of its own, since it never takes a permission back.
+FRESH = """
+import emulator
+assert not emulator.permitted()
+import ktmoe
+from ktmoe import backends
+from ktmoe.backends.base import choose
+available = backends.available()
+choose("fp32_lut")
+assert not emulator.permitted()
+import numpy as np
+from helpers import random_experts
+assert not emulator.permitted()
+experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+ktmoe.MoELayer(experts, "fp32_lut").close()
+assert not emulator.permitted()
+with ktmoe.MoELayer(experts) as layer:
+    print(layer.backend, emulator.permitted(), backends.available() == available)
+"""
+
+
+def test_linux_is_asked_when_a_layer_is_made():
+    """On a CPU without AMX, never."""
+    done = run([sys.executable, "-c", FRESH], PYTHONPATH=str(ROOT / "tests"))
+    backend, permitted, same = done.stdout.split()
+    assert same == "True"
+    assert permitted == str(backend == "amx")
+    if not native.missing_features("amx"):
+        assert backend == "amx"

@@ -1,0 +1,185 @@
+"""Kernels of amx with one mistake each, compiled from a changed copy: what tests compare must tell them from the right ones."""
+
+import ctypes
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ways
+from environments import COMPILER, NEEDS_COMPILER, run
+from helpers import FORMATS, assert_right, crowd, random_experts, same_bits
+from test_amx import tiles  # noqa: F401
+from test_amx_counts import counted, expected
+
+from ktmoe import MoELayer, backends
+from ktmoe._native import core, isa
+
+pytestmark = [pytest.mark.parametrize("backend", ["amx"], indirect=True), NEEDS_COMPILER]
+NATIVE = Path(core.__file__).parent
+CAPSULE = b"ktmoe.isa"  # a capsule keeps the pointer
+SHAPE = 160, 100  # five steps of k, and four: more than are decoded ahead
+ROWS = {"wide": 5, "square": 20, "tall": 40}
+
+
+class Kernels:
+    """Compiles amx's kernels: less optimised than by setup.py, and with a name that can be found."""
+
+    def __init__(self, folder):
+        self.folder = folder / "right"
+        shutil.copytree(NATIVE / "kernels" / "amx", self.folder / "kernels" / "amx")
+        for source in sorted(self.folder.rglob("*.c")):
+            self.compile(source)
+        self.right = self.link(self.folder)
+
+    def compile(self, source):
+        root = source.parents[2]
+        flags = [
+            *(flag for flag in isa.C_FLAGS if "visibility" not in flag),
+            *isa.compile_flags("amx"),
+            "-O1",
+            "-fPIC",
+            "-I",
+            root,
+        ]
+        run([*COMPILER, *flags, "-I", NATIVE, "-c", source, "-o", source.with_suffix(".o")])
+
+    def link(self, folder):
+        """A kernel table."""
+        library = folder / "amx.so"
+        run([*COMPILER, "-shared", "-o", library, *sorted(folder.rglob("*.o"))])
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        address = ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(str(library)), "kt_isa_amx"))
+        return core.KernelTable(new(address, CAPSULE, None))
+
+    def wrong(self, folder, mistake):
+        """A kernel table with a mistake; of the objects, only the kernel's own is compiled anew."""
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        changed = folder / "kernels" / "amx" / mistake.file
+        text = changed.read_text()
+        assert text.count(mistake.old) == mistake.times
+        changed.write_text(text.replace(mistake.old, mistake.new))
+        self.compile(folder / "kernels" / "amx" / mistake.kernel)
+        return self.link(folder)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return Kernels(tmp_path_factory.mktemp("kernels"))
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Text to replace in a file, how often it is there, the file to compile, and a format that its kernel serves.
+
+    seen: names of ROWS with which it shows.
+    """
+
+    file: str
+    old: str
+    new: str
+    kernel: str
+    weights: str
+    times: int = 1
+    seen: tuple[str, ...] = tuple(ROWS)
+
+
+STEPS = {"old": "step < steps; step++) {", "new": "step + 1 < steps; step++) {", "times": 3}
+MISTAKES = {
+    "even and odd k, ue8m0": Mistake(
+        "q4.c", "_mm512_subs_epu16(w16, fold))", "_mm512_rol_epi32(_mm512_subs_epu16(w16, fold), 16))", "q4.c", "mxfp4"
+    ),
+    "even and odd k, bf16": Mistake(
+        "q4_folded.c", "(__m512)odd, (__m512)even", "(__m512)even, (__m512)odd", "q4_folded.c", "int4-64"
+    ),
+    "a group without its scale, ue8m0": Mistake(
+        "q4.c",
+        "ue8m0_fold(step_at(w, step) + 16 * n);",
+        "step == 1 ? _mm512_set1_epi16((253 - 127) << 7) : ue8m0_fold(step_at(w, step) + 16 * n);",
+        "q4.c",
+        "mxfp4",
+    ),
+    "a group without its scale, bf16": Mistake(
+        "q4_folded.c", "f32v scale = load_bf16(", "f32v scale = step >> w->group_shift == 1 ? (f32v){0} + 1 : load_bf16(",
+        "q4_folded.c", "int4-64",
+    ),
+    "a group with another's scale": Mistake(
+        "q4_folded.c", "load_bf16(w->packed + (step", "load_bf16(w->packed + (step / 3 * 3", "q4_folded.c", "int4-32"
+    ),
+    "the last step, q4": Mistake("tiles.h", **STEPS, kernel="q4.c", weights="mxfp4"),
+    "the last step, b16": Mistake("tiles.h", **STEPS, kernel="b16.c", weights="b16"),
+    "the next step's tile": Mistake(
+        "tiles.h", "uint8_t (*now)[TILE_BYTES] = ring[step % PAIRS]", "uint8_t (*now)[TILE_BYTES] = ring[(step + 1) % PAIRS]",
+        "q4.c", "mxfp4", times=2, seen=("square", "tall"),
+    ),
+    "rows of another tile": Mistake("tiles.h", "TILE_DOT(3, 5, 7)", "TILE_DOT(3, 4, 7)", "b16.c", "b16", seen=("square",)),
+    "rows of a third tile": Mistake("tiles.h", "TILE_DOT(5, 7, 6)", "TILE_DOT(3, 7, 6)", "b16.c", "b16", seen=("tall",)),
+    "C of the pass before": Mistake("tiles.h", "    TILE_ZERO(3);\n", "", "q4.c", "mxfp4", times=3),
+}  # fmt: skip
+
+
+def layer_with(monkeypatch, backend, table, name):
+    """A layer on these kernels, and its experts."""
+    monkeypatch.setattr(backends.get(backend), "load", lambda isa: table)
+    experts = random_experts(np.random.default_rng(1), 1, *SHAPE, formats=FORMATS[name])
+    return MoELayer(experts, backend, scales="folded"), experts
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_unchanged_copy_is_right(backend, kernels, monkeypatch, name):
+    """And has the bits of those that were built."""
+    with MoELayer(
+        random_experts(np.random.default_rng(1), 1, *SHAPE, formats=FORMATS[name]), backend, scales="folded"
+    ) as built:
+        batches = [crowd(built, rows) for rows in ROWS.values()]
+        bits = [built.forward(*batch) for batch in batches]
+    layer, experts = layer_with(monkeypatch, backend, kernels.right, name)
+    with layer:
+        for batch, expected_bits in zip(batches, bits, strict=True):
+            assert same_bits(assert_right(layer, experts, *batch), expected_bits)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen(backend, kernels, monkeypatch, tmp_path, name):
+    mistake = MISTAKES[name]
+    layer, experts = layer_with(monkeypatch, backend, kernels.wrong(tmp_path, mistake), mistake.weights)
+    with layer:
+        for shape, rows in ROWS.items():
+            batch = crowd(layer, rows)
+            if shape in mistake.seen:
+                with pytest.raises(AssertionError, match="of its bound"):
+                    assert_right(layer, experts, *batch)
+            else:
+                assert_right(layer, experts, *batch)
+
+
+@pytest.mark.skipif(ways.WAYS["amx"] == "native", reason="this CPU has the instructions")
+def test_stores_that_nobody_needs_are_counted(backend, kernels, monkeypatch, tmp_path):
+    """The results are right."""
+    mistake = Mistake(
+        "tiles.h", "TILE_DOT(n, 4, b); ", "TILE_DOT(n, 4, b); TILE_STORE(n, out + first * KT_PANEL + 16 * n, OUT_BYTES); ",
+        "q4.c", "mxfp4",
+    )  # fmt: skip
+    layer, experts = layer_with(monkeypatch, backend, kernels.right, "mxfp4")
+    with layer:
+        assert counted(layer, 5) == expected(layer, 5)
+    layer, experts = layer_with(monkeypatch, backend, kernels.wrong(tmp_path, mistake), "mxfp4")
+    with layer:
+        assert_right(layer, experts, *crowd(layer, 5))
+        counts, right = counted(layer, 5), expected(layer, 5)
+        assert counts.pop("tilestored") > right.pop("tilestored")
+        assert counts == right
+
+
+def test_tiles_that_are_kept_are_seen(backend, kernels, monkeypatch, tmp_path, tiles):  # noqa: F811
+    mistake = Mistake("tiles.c", "{ tiles_release(); }", "{}", "tiles.c", "mxfp4")
+    layer, experts = layer_with(monkeypatch, backend, kernels.wrong(tmp_path, mistake), "mxfp4")
+    with layer:
+        assert_right(layer, experts, *crowd(layer, 5))
+        assert tiles.read()[0] == 1
+    layer, _ = layer_with(monkeypatch, backend, kernels.right, "mxfp4")
+    with layer:
+        layer.forward(*crowd(layer, 5))
+        assert not tiles.read().any()
