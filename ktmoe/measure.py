@@ -184,7 +184,7 @@ def backends_for(experts: ExpertWeights) -> dict[str, core.KernelTable]:
     found = {}
     for name in backends.available():
         backend = backends.get(name)
-        if isinstance(backend, NativeBackend) and backend.admit() is None and backend.unsupported(experts) is None:
+        if isinstance(backend, NativeBackend) and backend.unsupported(experts) is None and backend.admit() is None:
             found[name] = backend.table(experts)
     return found
 

@@ -304,6 +304,7 @@ cdef class PackedLayer:
             raise UnavailableError(
                 f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, activations {self._activations}"
             )
+        cdef const float *bias = self._keep_bias(matrix)
         packed_before = to.kernel != NULL
         if not kt_moe_use(&self.layer, to, p == 2, kernel):
             raise UnavailableError(f"{self._table.name}'s kernels take x in more ways than one layer can have: {KT_X_KINDS}")
@@ -313,7 +314,7 @@ cdef class PackedLayer:
         to.group = source.format.group
         # Gate and up of one format share a codebook, so that one kernel call can take both.
         to.codebook = &self.codebooks[0 if weight_format == self._formats["gate"] else p]
-        to.bias = self._keep_bias(matrix)
+        to.bias = bias
 
     cdef const float *_keep_bias(self, matrix) except? NULL:
         if matrix.bias is None:

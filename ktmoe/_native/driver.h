@@ -52,8 +52,8 @@ typedef struct kt_source {
     size_t n, k;
 } kt_source;
 typedef struct kt_scan {
-    uint8_t low,
-        high;     /* of one-byte scales; of bf16 scales that are not 0, their exponent fields; low > high: none were seen */
+    /* Of one-byte scales; of bf16 scales that are not 0, the least and the greatest exponent field. low > high: none were seen. */
+    uint8_t low, high;
     bool refused; /* a scale or a weight is no real number */
 } kt_scan;
 /* One family's layout. Panels are packed one by one, by any thread; scan is that thread's own and is added to. */

@@ -15,7 +15,8 @@
 
 #include "moe.h"
 
-enum { LONGEST_RUN = 8 }; /* of items that one worker takes */
+/* Of items that one worker takes: the longest run, and how many each worker may still expect. */
+enum { LONGEST_RUN = 8, RUNS_LEFT = 4 };
 
 typedef float panel_row[KT_PANEL];
 typedef uint16_t panel_h[KT_PANEL]; /* bf16 */
@@ -76,7 +77,7 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
     const size_t slots = tokens * j->batch.top_k, threads = kt_pool_width();
     carver c = {base, 0};
     j->reduce = slots <= kt_moe_tuning.reduce_slots;
-    j->run_b = j->hidden_panels / (2 * threads);
+    j->run_b = j->hidden_panels / (RUNS_LEFT * threads); /* grab()'s first */
     j->run_b = j->reduce || j->run_b > LONGEST_RUN ? LONGEST_RUN : j->run_b < 1 ? 1 : j->run_b;
     kt_route_carve(&j->route, &c, l->num_experts, tokens, j->batch.top_k);
     for (x_kind *x = j->x; x < j->x + j->x_kinds; x++) {
@@ -108,7 +109,6 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
 /* The next run of items, `longest` at most: [*first, end). Neighbours are neighbours in memory, so that what a kernel prefetches beyond its panel is
  * the same worker's next; runs shrink towards the end, so that all workers end together. Tests force uneven ones. */
 static size_t grab(counter *c, size_t items, size_t workers, size_t longest, size_t *first) {
-    enum { RUNS_LEFT = 4 };
     const size_t seen = atomic_load_explicit(&c->next, memory_order_relaxed), left = seen < items ? items - seen : 0;
     size_t run = left / (RUNS_LEFT * workers);
     if (kt_moe_tuning.uneven) run = 1 + (size_t)(((uint64_t)(seen + 1) * kt_moe_tuning.uneven * 0x9E3779B97F4A7C15u) >> 61);
@@ -299,7 +299,13 @@ static int chunk(job *j) {
             j->together[g->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
             j->h_rows[g->first + i] = kt_row_of(j->layer->experts[g->expert].down.kernel->rows, j->h, j->h_stride_bytes, g, i);
         }
-    for (x_kind *x = j->x; x < j->x + j->x_kinds; x++) kt_x_point(&j->source, x);
+    bool used[KT_X_KINDS] = {false}; /* by an expert that has rows */
+    for (const group *g = r->groups; g < r->groups + r->num_groups; g++)
+        used[j->layer->experts[g->expert].gate.x_kind] = used[j->layer->experts[g->expert].up.x_kind] = true;
+    for (size_t kind = 0; kind < j->x_kinds; kind++) {
+        j->x[kind].stage = false;
+        if (used[kind]) kt_x_point(&j->source, &j->x[kind]);
+    }
     memset((void *)j->arrived, 0, j->hidden_panels * sizeof *j->arrived);
     j->a.next = j->b.next = 0;
     return kt_pool_run(work, j);

@@ -40,7 +40,7 @@ class Backend(ABC):
         """Why it cannot run here (the CPU, the build), or None if it can."""
 
     def admit(self) -> str | None:
-        """Ask the operating system for what has to be asked for, now that this is chosen; why it cannot run, or None if it can."""
+        """Ask the operating system for what has to be asked for, now that this is chosen; why it cannot run, or None."""
         return self.unavailable()
 
     @abstractmethod
@@ -96,7 +96,12 @@ def choose(name: str = "auto", experts: ExpertWeights | None = None, activations
 
 def _obstacle(name: str, experts: ExpertWeights | None, activations: str) -> str | None:
     backend = backends.get(name)
-    reason = backend.admit() or (backend.unsupported(experts) if experts is not None else None)
+    # Looking comes first, since asking cannot be undone; and again, since what it would have used may have been refused.
+    return _unfit(backend, experts, activations) or backend.admit() or _unfit(backend, experts, activations)
+
+
+def _unfit(backend: Backend, experts: ExpertWeights | None, activations: str) -> str | None:
+    reason = backend.unavailable() or (backend.unsupported(experts) if experts is not None else None)
     if reason or experts is None or activations == "auto":
         return reason
     modes = backend.modes(experts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 from collections import deque
@@ -14,6 +15,9 @@ from ktmoe._native.isa import required_features
 from ktmoe.backends.base import Backend, Progress
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
+
+#: Why the operating system refused an ISA what it has to be asked for: the process was told, and does not ask again.
+_refused: dict[str, str] = {}
 
 #: Experts that are read ahead while one is packed: what bounds the staging memory.
 READ_AHEAD = 2
@@ -29,7 +33,10 @@ def refusal(isa: str) -> str | None:
     """Ask the operating system for what an ISA needs of it; why it refused, or None."""
     row = instruction_sets.ISAS.get(isa)
     error = core.permit_tiles() if row and row.tiles else 0
-    return f"the operating system refused AMX's tiles: {os.strerror(error)} (needed by {isa})" if error else None
+    if not error:
+        return None
+    why = "a thread's alternate signal stack is too small for them" if error == errno.ENOSPC else os.strerror(error)
+    return f"the operating system refused AMX's tiles: {why} (needed by {isa})"
 
 
 def load_table(isa: str) -> core.KernelTable:
@@ -49,9 +56,6 @@ class NativeBackend(Backend):
     """
 
     isas: tuple[str, ...] = ()
-
-    def __init__(self):
-        self._refused: dict[str, str] = {}  # by ISA, why
 
     @property
     def rank(self) -> int:
@@ -73,8 +77,8 @@ class NativeBackend(Backend):
         tables, reasons = [], []
         for isa in self.isas:
             missing = self.missing(isa)
-            if isa in self._refused:
-                reasons.append(self._refused[isa])
+            if isa in _refused:
+                reasons.append(_refused[isa])
                 continue
             if missing:
                 reasons.append(f"this CPU lacks {' '.join(missing)} (needed by {isa})")
@@ -93,7 +97,7 @@ class NativeBackend(Backend):
         """Asks for all ISAs that it may use; one that is refused is not asked for again, and the next has its turn."""
         for table in self.usable()[0]:
             if reason := refusal(table.name):
-                self._refused[table.name] = reason
+                _refused[table.name] = reason
         return self.unavailable()
 
     def unsupported(self, experts: ExpertWeights) -> str | None:
@@ -118,9 +122,7 @@ class NativeBackend(Backend):
                 return table
         raise UnavailableError(self.unavailable() or self.unsupported(experts) or f"it has no activation mode {activations!r}")
 
-    def pack(
-        self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None
-    ):
+    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None):
         if reason := self.admit():  # whoever calls this may not have chosen
             raise UnavailableError(reason)
         threads.configure()

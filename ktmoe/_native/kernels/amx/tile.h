@@ -1,7 +1,7 @@
 /* AMX instructions. Not the compiler's intrinsics: GCC 12's load of a configuration reads 8 of its 64 bytes as far as the
  * optimiser knows, and its tile loads may be moved before the stores that they depend on.
  *
- * Tiles are named by number, as instructions want them: 0 to 3 of C, 4 and 5 of A, 6 and 7 of B, all 16 rows of 64 bytes.
+ * Tiles are named by number, as instructions want them; all have 16 rows of 64 bytes.
  */
 #ifndef KT_TILE_H
 #define KT_TILE_H

@@ -17,7 +17,7 @@
  *
  * A kernel file defines, before it includes this:
  *     IN_PLACE                  1: packed weights are tiles of B, B_STRIDE bytes from k-pair to k-pair; decode_tile() is not used
- *     STEP_BYTES                of a packed panel, as a rule
+ *     STEP_BYTES                of a packed panel, from the last step_at() to its end
  *     weights, open_panel(a, p) what is needed of panel p all the time
  *     step_at(w, step)          where the packed step is
  *     tile_at(w, step, n)       and a tile of it, columns 16 n to 16 n + 15
@@ -29,7 +29,6 @@
 enum {
     WIDTH = KT_PANEL / 16, /* tiles */
     LINE = 64,
-    STEP_LINES = STEP_BYTES / LINE,
     FEW_AHEAD_BYTES = 2048, /* of a panel, between what few() uses and what it prefetches to L1 */
     OUT_BYTES = KT_PANEL * sizeof(float),
 };
@@ -59,10 +58,13 @@ INLINE row_tile rows_from(const kt_dot *a, const size_t first) {
     return (row_tile){a->x[first], together * TILE_ROW_BYTES, together > 1 ? TILE_ROW_BYTES : 0};
 }
 
-/* A tile's share of the lines that are a given distance ahead. */
-#define FETCH(prefetch, w, step, n, ahead)                                                              \
-    for (int line = (n) * STEP_LINES / WIDTH, end = ((n) + 1) * STEP_LINES / WIDTH; line < end; line++) \
-    prefetch(step_at(w, step) + (ahead) + line * LINE)
+/* A tile's share of a step's lines, a given distance ahead. */
+INLINE void fetch_ahead(const weights *w, const size_t step, const int n) {
+    const uint8_t *from = step_at(w, step);
+    const size_t lines = (size_t)(step_at(w, step + 1) - from) / LINE;
+    for (size_t line = n * lines / WIDTH; line < (n + 1) * lines / WIDTH; line++)
+        prefetch_l1(from + FEW_AHEAD_BYTES + line * LINE);
+}
 
 /* Rows [first, first + 16), all columns of a panel: a step's four tiles of B take turns in two. */
 INLINE void wide(const kt_dot *a, const weights *w, const size_t first, float *out) {
@@ -81,7 +83,7 @@ INLINE void wide(const kt_dot *a, const weights *w, const size_t first, float *o
 #define COLUMNS(n, b)                                     \
     TILE_LOAD(b, b_tile(w, step, n, (*now)[n]), B_BYTES); \
     TILE_DOT(n, 4, b);                                    \
-    FETCH(prefetch_l1, w, step, n, FEW_AHEAD_BYTES);      \
+    fetch_ahead(w, step, n);                              \
     if (more) decode_tile(w, step + 1, n, (*next)[n])
         TILE_LOAD(4, x.x + step * x.step_bytes, x.stride);
         COLUMNS(0, 6);
@@ -193,12 +195,12 @@ INLINE void tall(const kt_dot *a, const weights *w, const size_t first, const in
     TILE_STORE(5, lower + 16, OUT_BYTES);
 }
 
-/* Three tiles of rows at a time, but for a rest of 2, or of 4 in twos, or of 1. */
+/* Three tiles of rows at a time, but for a rest of 2 and one of 4, which is done in twos. A single one is few()'s, as a rule. */
 INLINE void many(const kt_dot *a) {
     const size_t steps = a->k / KT_GROUP, tiles = (a->m + KT_TILE_ROWS - 1) / KT_TILE_ROWS;
     for (size_t p = 0; p < a->panels; p++) {
         const weights w = open_panel(a, p);
-        const size_t bytes = (size_t)(step_at(&w, steps) - a->w[p]);
+        const size_t bytes = (size_t)(step_at(&w, steps - 1) - a->w[p]) + STEP_BYTES;
         const uint8_t *next = p + 1 < a->panels ? a->w[p + 1] : a->w[0] + bytes;
         stream s = {next, next + bytes, bytes / LINE / ((tiles + 2) / 3 * 2 * steps) + 1};
         for (size_t done = 0, now; done < tiles; done += now) {
