@@ -22,9 +22,7 @@ class Float64(Backend):
     def unsupported(self, experts: ExpertWeights) -> str | None:
         return None  # reference.dequantize reads every format
 
-    def pack(
-        self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None
-    ):
+    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None):
         matrices = {}
         for expert in range(experts.num_experts):
             for projection in PROJECTIONS:
