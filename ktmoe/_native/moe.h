@@ -1,5 +1,5 @@
-/* Between the parts of the forward pass: route.c fills a route, rows.c puts rows where kernels look for them, moe.c holds the memory
- * and runs the phases. */
+/* Between the parts of the forward pass: route.c fills a route, rows.c puts rows where kernels look for them, moe.c holds the
+ * memory and runs the phases. */
 #ifndef KTMOE_MOE_H
 #define KTMOE_MOE_H
 
