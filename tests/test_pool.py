@@ -226,10 +226,11 @@ def test_the_gil_is_free_while_a_call_computes(batch):
     sys.setswitchinterval(60)  # nobody must give the GIL up, but who sleeps or computes without it
     try:
         counter.start()
-        layer.forward(*arguments)
+        while len(progress) < 100 and not any(progress):  # the other thread has to be given a CPU meanwhile
+            layer.forward(*arguments)
     finally:
         stop.set()
         sys.setswitchinterval(interval)
         layer._packed = packed
         counter.join()
-    assert progress[0] > 0
+    assert any(progress)
