@@ -6,6 +6,7 @@ import os
 
 import emulator
 import pytest
+import ways
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 
 from ktmoe import threads
@@ -13,12 +14,6 @@ from ktmoe._native import core
 from ktmoe.backends import native
 
 TUNING = core.tune()
-#: Set by make test's second run, on a CPU with AMX: only what can be emulated instead, emulated.
-EMULATE = "KTMOE_TEST_EMULATE_AMX"
-if os.environ.get(EMULATE):
-    emulator.force()  # before ways finds out what runs how
-
-import ways  # noqa: E402
 
 
 @pytest.fixture(scope="session")

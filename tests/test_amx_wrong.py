@@ -10,7 +10,7 @@ import pytest
 import ways
 from environments import COMPILER, NEEDS_COMPILER, run
 from helpers import FORMATS, assert_right, crowd, random_experts, same_bits
-from test_amx import tiles  # noqa: F401
+from test_amx import Tiles
 from test_amx_counts import counted, expected
 
 from ktmoe import MoELayer, backends
@@ -173,7 +173,8 @@ def test_stores_that_nobody_needs_are_counted(backend, kernels, monkeypatch, tmp
         assert counts == right
 
 
-def test_tiles_that_are_kept_are_seen(backend, kernels, monkeypatch, tmp_path, tiles):  # noqa: F811
+def test_tiles_that_are_kept_are_seen(backend, kernels, monkeypatch, tmp_path, tmp_path_factory):
+    tiles = Tiles(tmp_path_factory.mktemp("tiles"))
     mistake = Mistake("tiles.c", "{ tiles_release(); }", "{}", "tiles.c", "mxfp4")
     layer, experts = layer_with(monkeypatch, backend, kernels.wrong(tmp_path, mistake), "mxfp4")
     with layer:
