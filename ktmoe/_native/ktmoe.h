@@ -56,7 +56,7 @@ typedef struct kt_dot {
     size_t m;
     size_t k;            /* multiple of KT_GROUP */
     const uint8_t *w[2]; /* packed panels */
-    size_t panels;       /* 1, or 2 (gate and up) */
+    size_t panels;       /* 1, or 2: gate and up, or neighbours of down */
     size_t group;        /* k that share a scale; the last group may be shorter. 0 without scales */
     const kt_codebook *codebook;
     float *out[2]; /* fp32 [m][KT_PANEL], dense, 64-byte aligned; of tiled rows, whole tiles may be written */

@@ -27,7 +27,7 @@ typedef struct counter {
 } counter;
 
 typedef struct worker_scratch {
-    panel_row *g, *u; /* [KT_M_BLOCK] each; phase B has d in g */
+    panel_row *g, *u; /* [KT_M_BLOCK] each; phase B has d in them, of two panels */
     panel_row *slab;  /* [run_b][tokens] */
     panel_h *h;       /* [KT_M_BLOCK], before rows are encoded */
     uint16_t *row;    /* [k_hidden], likewise */
@@ -179,23 +179,25 @@ static void gate_up(const job *j, const worker_scratch *s, const group *g, size_
     }
 }
 
-static void down(const job *j, const worker_scratch *s, const group *g, size_t panel, size_t row, size_t m) {
+/* d of one panel, or of two neighbours, into s->g and s->u: two streams of weights are read faster than one. */
+static void down(const job *j, const worker_scratch *s, const group *g, size_t panel, size_t panels, size_t row, size_t m) {
     const kt_matrix *w = &j->layer->experts[g->expert].down;
+    panel_row *const d[2] = {s->g, s->u};
     const kt_dot dot = {
         .x = j->h_rows + row,
         .m = m,
         .k = j->k_inter,
-        .w = {w->data + panel * w->panel_bytes},
-        .panels = 1,
+        .w = {w->data + panel * w->panel_bytes, w->data + (panel + panels - 1) * w->panel_bytes},
+        .panels = panels,
         .group = w->group,
         .codebook = w->codebook,
-        .out = {*s->g},
+        .out = {*d[0], *d[1]},
         .scratch = s->kernel,
     };
     multiply(&dot, w->kernel);
-    if (w->bias)
+    for (size_t p = 0; w->bias && p < panels; p++)
         for (size_t i = 0; i < m; i++)
-            for (size_t c = 0; c < KT_PANEL; c++) s->g[i][c] += w->bias[panel * KT_PANEL + c];
+            for (size_t c = 0; c < KT_PANEL; c++) d[p][i][c] += w->bias[(panel + p) * KT_PANEL + c];
 }
 
 /* y += r * d, each rounded: the one order of both forms of phase B. */
@@ -226,10 +228,16 @@ static void panels_of_y(const job *j, const worker_scratch *s, size_t first, siz
         for (size_t i = 0, m; i < g->count; i += m) {
             m = block_rows(g->count - i);
             const size_t row = g->first + i;
-            for (size_t panel = first; panel < end; panel++) {
+            for (size_t panel = first, panels; panel < end; panel += panels) {
+                panels = panel + 1 < end ? 2 : 1;
                 panel_row *slab = s->slab + (panel - first) * tokens;
-                down(j, s, g, panel, row, m);
-                for (size_t r = 0; r < m; r++) add(slab[j->route.slot_token[row + r]], s->g[r], output_weight(j, row + r));
+                down(j, s, g, panel, panels, row, m);
+                for (size_t r = 0; r < m; r++) {
+                    panel_row *y = slab + j->route.slot_token[row + r];
+                    const float weight = output_weight(j, row + r);
+                    add(*y, s->g[r], weight);
+                    if (panels == 2) add(y[tokens], s->u[r], weight);
+                }
             }
         }
     }
@@ -250,14 +258,17 @@ static void add_up_panel(const job *j, size_t panel) {
     }
 }
 
-static void part_of_d(const job *j, const worker_scratch *s, const group *g, size_t panel) {
+static void part_of_d(const job *j, const worker_scratch *s, const group *g, size_t panel, size_t panels) {
     for (size_t i = 0, m; i < g->count; i += m) {
         m = block_rows(g->count - i);
-        down(j, s, g, panel, g->first + i, m);
-        for (size_t r = 0; r < m; r++) memcpy(d_row(j, g->first + i + r, panel), s->g[r], sizeof(panel_row));
+        down(j, s, g, panel, panels, g->first + i, m);
+        for (size_t r = 0; r < m; r++) {
+            memcpy(d_row(j, g->first + i + r, panel), s->g[r], sizeof(panel_row));
+            if (panels == 2) memcpy(d_row(j, g->first + i + r, panel + 1), s->u[r], sizeof(panel_row));
+        }
     }
-    if (atomic_fetch_add_explicit(&j->arrived[panel], 1, memory_order_acq_rel) + 1 == j->route.num_groups)
-        add_up_panel(j, panel);
+    for (size_t p = panel; p < panel + panels; p++)
+        if (atomic_fetch_add_explicit(&j->arrived[p], 1, memory_order_acq_rel) + 1 == j->route.num_groups) add_up_panel(j, p);
 }
 
 static void work(void *context, size_t worker, size_t workers) {
@@ -280,8 +291,11 @@ static void work(void *context, size_t worker, size_t workers) {
     const size_t items_b = j->hidden_panels * (j->reduce ? r->num_groups : 1);
     while ((end = grab(&j->b, items_b, workers, j->run_b, &first)) > first) {
         if (!j->reduce) panels_of_y(j, s, first, end);
-        for (size_t i = first; j->reduce && i < end; i++)
-            part_of_d(j, s, &r->groups[r->by_cost[i / j->hidden_panels]], i % j->hidden_panels);
+        for (size_t i = first, panels; j->reduce && i < end; i += panels) {
+            const size_t panel = i % j->hidden_panels;
+            panels = i + 1 < end && panel + 1 < j->hidden_panels ? 2 : 1;
+            part_of_d(j, s, &r->groups[r->by_cost[i / j->hidden_panels]], panel, panels);
+        }
     }
     if (j->layer->isa->leave) j->layer->isa->leave();
 }
