@@ -60,7 +60,7 @@ def _layer(rows: list[Row]) -> Table:
             f"{row['share_of_multiply_peak']:.1%}",
             f"{row['limit_read_gb_s']:.1f}, {row['limit_gflop_s']:.0f}",
             f"{row['footprint_of_llc']:.1f} LLC",
-            f"{row['worst_error_of_bound']:.2%}",
+            f"{100 * row['worst_error_of_bound']:.2g}%",
         )
 
     return _table("Layers", len(heads), heads + numbers, map(cells, rows))
