@@ -14,9 +14,10 @@ What is compared is never a time but a point's shares of limits that its own rou
 3. Runs differ by more than rounds do: other pages, other neighbours on the host. What most points show is taken for that: all
    errors are multiplied by 1.4826 * the median absolute deviation of d / e over all points, where that is above 1. It is taken
    around the median of d / e, so that what slows all points alike is not taken for noise.
-4. A point regressed if d < -max(z * e, FLOOR), and improved if d > max(z * e, FLOOR). With hundreds of points some are always
-   unlucky: z is such that a run in which nothing changed has a regression with probability FALSE_ALARM, over all points
-   together (Bonferroni: each has FALSE_ALARM / points of a normal distribution's tail).
+4. A point regressed if d < -max(t * e, FLOOR), and improved if d > max(t * e, FLOOR). With hundreds of points some are always
+   unlucky: t is such that a run in which nothing changed has a regression with probability FALSE_ALARM, over all points
+   together (Bonferroni: each has FALSE_ALARM / points). It is a quantile of Student's distribution, since the spread is an
+   estimate itself: by the median absolute deviation, a round is worth MAD_EFFICIENCY of a degree of freedom.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ FALSE_ALARM = 0.01
 #: A share that changed by less than this factor is never reported.
 FLOOR = math.log(1.03)
 MAD_TO_DEVIATION = 1.4826
+MAD_EFFICIENCY = 0.37
 MEDIAN_ERROR = 1.2533
 STORAGE = Path(".benchmarks")
 #: What has to be alike in both runs.
@@ -122,16 +124,28 @@ def changes(old: Run, new: Run) -> list[Change]:
     sizes = {point: statistics.median(new.points[point]) - statistics.median(old.points[point]) for point in common}
     errors = {point: math.hypot(_error(old, point), _error(new, point)) for point in common}
     scale = max(1.0, spread([sizes[point] / errors[point] for point in common if errors[point]] or [0.0]))
-    z = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM / len(common))
-    return [
-        Change(
-            point,
-            (middle := statistics.median(old.points[point])),
-            middle + sizes[point],
-            max(z * scale * errors[point], FLOOR),
-        )
-        for point in common
-    ]
+    rounds = statistics.median([len(old.points[point]) + len(new.points[point]) - 2 for point in common])
+    factor = scale * student(FALSE_ALARM / len(common), max(1.0, MAD_EFFICIENCY * rounds))
+    noise = {point: max(factor * errors[point], FLOOR) for point in common}
+    before = {point: statistics.median(old.points[point]) for point in common}
+    return [Change(point, before[point], before[point] + sizes[point], noise[point]) for point in common]
+
+
+def student(tail: float, freedom: float) -> float:
+    """The number that a variable of Student's distribution exceeds with probability `tail`, below 1/2."""
+    steps = 1000
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+
+    def exceeds(angle: float) -> float:
+        """With x = sqrt(freedom) * tan(u), the density is scale * cos(u) ** (freedom - 1); by midpoints."""
+        width = (math.pi / 2 - angle) / steps
+        return scale * width * sum(math.cos(angle + (i + 0.5) * width) ** (freedom - 1) for i in range(steps))
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if exceeds(middle) > tail else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
 
 
 def _error(run: Run, point: str) -> float:
@@ -176,7 +190,12 @@ def report(old: Run, new: Run, found: list[Change], console: Console) -> None:
                 table.add_column(head, justify="right", no_wrap=True)
             for change in sorted(picked, key=lambda change: -abs(change.size)):
                 shares = (f"{math.exp(log):.1%}" for log in (change.old, change.new))
-                table.add_row(change.point, *shares, f"{math.expm1(change.size):+.1%}", f"{math.expm1(change.noise):.1%}")
+                table.add_row(
+                    change.point,
+                    *shares,
+                    f"{math.expm1(change.size):+.1%}",
+                    f"{math.expm1(math.copysign(change.noise, change.size)):+.1%}",
+                )
             console.print(table)
     for run, other in ((old, new), (new, old)):
         if alone := [point for point in run.points if point not in other.points]:

@@ -10,6 +10,7 @@ import machine
 import models
 import probe
 from cases import EVERYWHERE, Way, every_way, native_backends
+from subjects import settled
 
 import ktmoe
 from ktmoe import measure
@@ -102,7 +103,7 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
             used = set(layer._packed.kernels().values())
             assert used == {kernel.folds}, f"{kernel.id}: the layer uses other kernels"
             check = probe.make(experts, [0], kernel.way.activations, kernel.way.scales)
-            yield Subject(kernel, layer, measure.Limits(layer, table), check)
+            yield Subject(kernel, layer, settled(layer, table), check)
     finally:
         ktmoe.set_num_threads(threads)
 

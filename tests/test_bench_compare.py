@@ -127,6 +127,15 @@ def test_points_that_only_one_run_has(tmp_path, compare, capsys):
     assert out[out.index(f"only in {files[0]}:") + 1].strip() == "bench/test_x.py::test[1]"
 
 
+@pytest.mark.parametrize(
+    ("tail", "freedom", "quantile"),
+    # of printed tables
+    [(0.05, 1, 6.314), (0.01, 4, 3.747), (0.001, 10, 4.144), (0.0005, 30, 3.646), (0.005, 120, 2.617)],
+)
+def test_students_distribution(compare, tail, freedom, quantile):
+    assert compare.student(tail, freedom) == pytest.approx(quantile, abs=6e-4)
+
+
 # Refusals
 
 
