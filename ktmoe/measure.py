@@ -29,6 +29,10 @@ MOST_SECONDS = 0.2
 SHARE_OF_CALL = 0.1
 READ_BYTES = 128 << 20
 _PAGE = 4096
+#: Exponent of skewed routing's popularity, by Zipf's law: the r-th most popular expert is asked for in proportion to r^-SKEW.
+#: 1 is what vLLM's benchmark_moe.py takes for skewed load (its pull request 57100 adds -log(rank) to the router's logits).
+#: Among 256 experts and 6 a token, the most popular one then serves two tokens of three.
+SKEW = 1.0
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,13 @@ class Batch:
 
 
 def random_batches(
-    tokens: int, top_k: int, num_experts: int, hidden: int, *, among: int | None = None, seed: int = 0
+    tokens: int, top_k: int, num_experts: int, hidden: int, *, among: int | None = None, skew: float = 0.0, seed: int = 0
 ) -> Iterator[Batch]:
     """Endless batches with random routing: a token's experts are distinct, and every set of them is equally likely.
 
     Experts rotate, so that the weights come from memory and not from a cache; one token alone also avoids the experts of the
     call before. among: use so many experts a batch, others every time, to bound its work; all by default.
+    skew: draw a token's experts one after the other by popularity, r^-skew for the r-th in an order that each batch has anew.
     """
     random = np.random.default_rng(seed)
     x = random.standard_normal((tokens, hidden), np.float32).astype(ml_dtypes.bfloat16)
@@ -63,7 +68,9 @@ def random_batches(
         if tokens == 1:
             pool = pool[np.argsort(np.isin(pool, last), kind="stable")][: max(top_k, num_experts - len(last))]
         pool = pool[:among]
-        ids = pool[np.argsort(random.random((tokens, len(pool))), axis=1)[:, :top_k]].astype(np.int64)
+        # Whoever's exponential clock of rate r^-skew rings first: the same as drawing by popularity without replacement.
+        clocks = random.standard_exponential((tokens, len(pool))) * np.arange(1, len(pool) + 1) ** skew
+        ids = pool[np.argsort(clocks, axis=1)[:, :top_k]].astype(np.int64)
         weights = random.random(ids.shape, np.float32)
         weights /= weights.sum(axis=1, keepdims=True)
         last = np.unique(ids)
@@ -105,7 +112,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the rounds; shares are medians of each round's own ratio. Rates are per second."""
+    """Medians over the rounds; shares are medians of each round's own ratio. Rates are per second.
+
+    limit_shares: of each round, the share of the nearer limit, which is the larger one.
+    """
 
     tokens: int
     seconds: float
@@ -115,6 +125,7 @@ class Result:
     peak_limit: float
     read_share: float
     peak_share: float
+    limit_shares: tuple[float, ...]
 
 
 class Rounds:
@@ -122,10 +133,11 @@ class Rounds:
 
     batches: endless. A batch is counted as the packed bytes of the distinct experts that it uses, once each, and
     2 FLOPs for each of an expert's 3 * hidden * intermediate weights and each (token, expert) pair.
+    least: seconds for which a round measures each limit, at least.
     """
 
-    def __init__(self, layer: MoELayer, limits: Limits, batches: Iterator[Batch]):
-        self._limits, self._batches = limits, batches
+    def __init__(self, layer: MoELayer, limits: Limits, batches: Iterator[Batch], *, least: float = LEAST_SECONDS):
+        self._limits, self._batches, self._least = limits, batches, least
         self._expert_bytes = layer.nbytes / layer.num_experts
         self._slot_flops = 2 * 3 * layer.hidden * layer.intermediate
         self._rounds: list[tuple[Batch, float, float]] = []
@@ -135,7 +147,7 @@ class Rounds:
         """Measure the limits, which also takes the last batch's weights out of the caches; the next call's batch."""
         batch = next(self._batches)
         call = time.perf_counter() - self._prepared
-        seconds = min(max(LEAST_SECONDS, SHARE_OF_CALL * call), MOST_SECONDS)
+        seconds = min(max(self._least, SHARE_OF_CALL * call), MOST_SECONDS)
         self._rounds.append((batch, self._limits.peak(seconds), self._limits.read(seconds)))
         self._prepared = time.perf_counter()
         return batch
@@ -147,7 +159,8 @@ class Rounds:
             tokens = len(batch.x)
             nbytes, flops = len(batch.experts) * self._expert_bytes / took, batch.slots * self._slot_flops / took
             rows.append((took, nbytes, flops, read, peak, nbytes / read, flops / peak))
-        return Result(tokens, *(statistics.median(column) for column in zip(*rows, strict=True)))
+        limit_shares = tuple(max(row[-2:]) for row in rows)
+        return Result(tokens, *(statistics.median(column) for column in zip(*rows, strict=True)), limit_shares)
 
 
 def run(

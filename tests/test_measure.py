@@ -8,7 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from ktmoe import MoELayer, measure, synthetic
+from ktmoe import MoELayer, measure, set_num_threads, synthetic
+from ktmoe._native import core
+from ktmoe.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,32 @@ def test_routing_is_random_and_rotates(tokens, top_k, num_experts, among):
     assert np.abs(used - expected).max() <= 6 * math.sqrt(expected * (tokens if among else 1))
 
 
+def test_skewed_routing_follows_zipfs_law():
+    """One expert a token: the r-th most popular one has a share of r^-skew; and which one that is changes."""
+    tokens, num_experts, skew = 20_000, 8, 1.5
+    shares = np.arange(1, num_experts + 1) ** -skew
+    expected = tokens * shares / shares.sum()
+    orders = set()
+    for batch in itertools.islice(measure.random_batches(tokens, 1, num_experts, 32, skew=skew), 5):
+        counts = np.bincount(batch.ids.ravel(), minlength=num_experts)
+        order = np.argsort(-counts)
+        orders.add(tuple(order))
+        assert np.all(np.abs(counts[order] - expected) <= 6 * np.sqrt(expected))
+    assert len(orders) > 1
+
+
+def test_skewed_routing_without_replacement():
+    """Two of three experts, drawn one after the other: an expert is left out when the other two are drawn in either order."""
+    tokens = 20_000
+    batch = next(measure.random_batches(tokens, 2, 3, 32, skew=1.0))
+    p = np.array([6, 3, 2]) / 11
+    left_out = [p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j]) for i, j in ((1, 2), (0, 2), (0, 1))]
+    expected = tokens * (1 - np.array(left_out))
+    counts = np.sort(np.bincount(batch.ids.ravel(), minlength=3))[::-1]
+    assert np.all(np.abs(counts - expected) <= 6 * np.sqrt(tokens / 4))
+    assert all(len(set(row)) == 2 for row in batch.ids.tolist())
+
+
 class FakeLimits:
     """Limits that double in every round."""
 
@@ -70,6 +98,7 @@ def test_shares_are_medians_of_each_rounds_own(experts):
     assert result.read_share == nbytes / 0.25 / 8e6
     assert result.peak_share == flops / 0.25 / 8e9
     assert (result.read_limit, result.peak_limit) == (8e6, 8e9)
+    assert result.limit_shares == pytest.approx([max(result.read_share, result.peak_share)] * 3)
 
 
 def test_limits_are_measured_on_this_machine(experts):
@@ -85,3 +114,16 @@ def test_check(experts, backend):
         assert 0 < measure.check(experts, layer, batch, tokens=9).error <= 1
         other = synthetic.deepseek_v4_experts(num_experts=8, hidden=64, intermediate=96, seed=1)
         assert measure.check(other, layer, batch).error > 100
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_latencies_of_the_pool(number):
+    set_num_threads(number)
+    assert 0 < core.pool_wake(0) < 10
+    assert 0 < core.pool_wake(200) < 10
+    assert 0 <= core.pool_barrier(20) < 10
+    if number > 1:
+        assert 0 < core.pool_handoff(20) < 10
+    else:
+        with pytest.raises(InputError, match="needs 2 threads or more"):
+            core.pool_handoff(20)

@@ -85,6 +85,41 @@ cdef object _raise(int error, str doing):
     raise OSError(error, f"{doing}: {os.strerror(error)}")
 
 
+def pool_wake(uint64_t idle_us):
+    """Seconds from handing the pool a task to its last thread's beginning, the threads having been idle for idle_us."""
+    cdef double seconds
+    with nogil:
+        seconds = kt_latency_wake(idle_us * 1000)
+    return _latency(seconds)
+
+
+def pool_barrier(size_t count):
+    """Seconds of a barrier of all threads, the mean of count."""
+    cdef double seconds
+    with nogil:
+        seconds = kt_latency_barrier(count)
+    return _latency(seconds)
+
+
+def pool_handoff(size_t count):
+    """Seconds in which one thread sees what another one wrote, the mean of 2 * count: no wake-up and no barrier can be faster.
+
+    Raises InputError where the pool has one thread.
+    """
+    cdef double seconds
+    if pool_threads() < 2:
+        raise InputError("a handoff needs 2 threads or more, the pool has 1; see ktmoe.set_num_threads")
+    with nogil:
+        seconds = kt_latency_handoff(count)
+    return _latency(seconds)
+
+
+cdef double _latency(double seconds) except *:
+    if seconds < 0:
+        _raise(<int>-seconds, "measuring the pool's latency")
+    return seconds
+
+
 cdef class KernelTable:
     """One instruction set's kernels, from the `table` of a module such as ktmoe._native.avx512_bf16.
 

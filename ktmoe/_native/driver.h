@@ -69,9 +69,14 @@ const kt_packing *kt_packing_of(const char *family);                  /* NULL: n
 int kt_pack(const kt_source *source, uint8_t *packed, kt_scan *scan); /* all panels, by the pool; 0 or an errno */
 void kt_unpack(const kt_format *format, const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales);
 
-/* limits.c: the machine's limits, measured with the pool's threads; seconds, or a negative errno. */
+/* limits.c: the machine's limits and the pool's latencies, measured with its threads; seconds, or a negative errno. */
 double kt_limit_read(void (*read)(const void *, size_t), const uint8_t *p, size_t bytes);
 double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops);
+/* Latencies: until a run's last worker begins, all having been idle for so long; of a barrier; and the least that any of
+ * them can be: of handing one cache line from a worker to another, with two workers or more. Means over count. */
+double kt_latency_wake(uint64_t idle_ns);
+double kt_latency_barrier(size_t count);
+double kt_latency_handoff(size_t count);
 
 /* moe.c: one layer's forward pass. */
 typedef struct kt_matrix {

@@ -86,3 +86,6 @@ cdef extern from "driver.h" nogil:
 
     double kt_limit_read(void (*read)(const void *, size_t) nogil, const uint8_t *p, size_t bytes)
     double kt_limit_peak(double (*peak)(size_t) nogil, size_t iterations, double *flops)
+    double kt_latency_wake(uint64_t idle_ns)
+    double kt_latency_barrier(size_t count)
+    double kt_latency_handoff(size_t count)

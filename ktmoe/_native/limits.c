@@ -1,4 +1,4 @@
-/* Measures the machine's limits with the pool's own threads: what benchmarks divide by. */
+/* Measures, with the pool's own threads, the machine's limits, which benchmarks divide by, and the pool's latencies. */
 #include "driver.h"
 
 typedef struct limit_job {
@@ -43,4 +43,63 @@ double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops) {
     const double seconds = timed(multiply_all, &j);
     *flops = (double)j.flops;
     return seconds;
+}
+
+typedef struct latency_job {
+    _Alignas(64) _Atomic size_t ball;   /* even: worker 0 has it, odd: worker 1 */
+    _Alignas(64) _Atomic uint64_t last; /* when the last worker began */
+    size_t count;
+    uint64_t took; /* worker 0's nanoseconds for all of them */
+} latency_job;
+
+static void begin(void *context, size_t worker, size_t workers) {
+    (void)worker, (void)workers;
+    latency_job *j = context;
+    const uint64_t now = kt_os_nanoseconds();
+    uint64_t last = atomic_load(&j->last);
+    while (last < now && !atomic_compare_exchange_weak(&j->last, &last, now)) {
+    }
+}
+
+static void pass_barriers(void *context, size_t worker, size_t workers) {
+    (void)workers;
+    latency_job *j = context;
+    kt_pool_barrier();
+    const uint64_t start = kt_os_nanoseconds();
+    for (size_t i = 0; i < j->count; i++) kt_pool_barrier();
+    if (worker == 0) j->took = kt_os_nanoseconds() - start;
+}
+
+static void play(void *context, size_t worker, size_t workers) {
+    (void)workers;
+    latency_job *j = context;
+    kt_pool_barrier();
+    const uint64_t start = kt_os_nanoseconds();
+    for (size_t turn = worker; worker < 2 && turn < 2 * j->count; turn += 2) {
+        while (atomic_load_explicit(&j->ball, memory_order_acquire) != turn) kt_cpu_relax();
+        atomic_store_explicit(&j->ball, turn + 1, memory_order_release);
+    }
+    if (worker == 0) j->took = kt_os_nanoseconds() - start;
+}
+
+static double each(kt_task task, size_t count) {
+    latency_job j = {.count = count};
+    kt_pool_lock();
+    const int error = kt_pool_run(task, &j);
+    kt_pool_unlock();
+    return error ? -(double)error : (double)j.took * 1e-9 / (double)count;
+}
+
+double kt_latency_barrier(size_t count) { return each(pass_barriers, count); }
+double kt_latency_handoff(size_t count) { return each(play, count) / 2; }
+
+double kt_latency_wake(uint64_t idle_ns) {
+    latency_job before = {0}, j = {0};
+    kt_pool_lock();
+    int error = kt_pool_run(begin, &before); /* the workers' idle time begins */
+    uint64_t start = kt_os_nanoseconds();
+    for (const uint64_t end = start + idle_ns; start < end; start = kt_os_nanoseconds()) kt_cpu_relax();
+    if (!error) error = kt_pool_run(begin, &j);
+    kt_pool_unlock();
+    return error ? -(double)error : (double)(j.last - start) * 1e-9;
 }

@@ -1,0 +1,101 @@
+"""What runs on this CPU: instruction sets, activation modes and ways to take scales, as the backends themselves say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+from models import Model
+
+import ktmoe
+from ktmoe._native import core
+from ktmoe.backends.base import choose
+from ktmoe.backends.native import NativeBackend
+from ktmoe.experts import ExpertWeights
+
+#: The model that every backend is measured with; the others are measured with the backend that "auto" chooses.
+EVERYWHERE = "V4-Flash"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute. isa: one of the backend's. scales: as MoELayer takes them."""
+
+    backend: str
+    isa: str
+    activations: str
+    scales: str = "exact"
+
+    @property
+    def id(self) -> str:
+        words = [self.backend, self.isa, self.activations]
+        return "-".join([*words, *([self.scales] if self.scales != "exact" else [])])
+
+    @contextmanager
+    def table(self, experts: ExpertWeights) -> Iterator[core.KernelTable]:
+        """While it lasts, the backend has no other instruction set. Yields the kernel table."""
+        backend = ktmoe.backends.get(self.backend)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "isas", (self.isa,))
+            yield backend.table(experts, self.activations)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, computed in one way."""
+
+    model: Model
+    way: Way
+
+    @property
+    def id(self) -> str:
+        return f"{self.model.name}-{self.way.id}"
+
+
+def native_backends() -> Iterator[tuple[str, NativeBackend]]:
+    """Those that can run here; others have no limits that could be measured."""
+    for name in ktmoe.backends.available():
+        backend = ktmoe.backends.get(name)
+        if isinstance(backend, NativeBackend):
+            yield name, backend
+
+
+def layer_cases(models: list[Model], *, full: bool) -> Iterator[Case]:
+    """Every way for EVERYWHERE, that of "auto" for the others. full: every way for all."""
+    for model in models:
+        experts = model.make(1)
+        for way in every_way(experts) if full or model.name == EVERYWHERE else auto_ways(experts):
+            yield Case(model, way)
+
+
+def every_way(experts: ExpertWeights) -> Iterator[Way]:
+    """All that can compute these experts here."""
+    for name, backend in native_backends():
+        for mode in backend.activations:
+            for table in backend.usable()[0]:
+                yield from _ways(name, table, experts, mode)
+
+
+def auto_ways(experts: ExpertWeights) -> Iterator[Way]:
+    """What "auto" chooses, and the same with folded scales where those make a difference."""
+    name, _ = choose("auto", experts)
+    backend = ktmoe.backends.get(name)
+    if isinstance(backend, NativeBackend):
+        mode = backend.modes(experts)[0]
+        yield from _ways(name, backend.table(experts, mode), experts, mode)
+
+
+def _ways(backend: str, table: core.KernelTable, experts: ExpertWeights, mode: str) -> Iterator[Way]:
+    if all(table.serves(weight_format, mode) for weight_format in experts.formats.values()):
+        yield Way(backend, table.name, mode)
+    if any(_rounds(table, weight_format, mode) for weight_format in experts.formats.values()):
+        yield Way(backend, table.name, mode, "folded")
+
+
+def _rounds(table: core.KernelTable, weight_format, mode: str) -> bool:
+    """Whether it has kernels that round scaled weights to bfloat16."""
+    scale = weight_format.scale
+    kernels = {(family, kind, activations) for family, kind, _, activations, folded in table.kernels() if folded}
+    return scale is not None and scale.kind == "bf16" and (weight_format.family, "bf16", mode) in kernels

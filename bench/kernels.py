@@ -1,0 +1,124 @@
+"""Kernels to measure: layers of one expert's weights that use no other kernel, in memory and in a core's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import machine
+import models
+import probe
+from cases import EVERYWHERE, Way, every_way, native_backends
+from subjects import settled
+
+import ktmoe
+from ktmoe import measure
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.layer import MoELayer
+
+WEIGHTS = ("MXFP4", "INT4", "BF16")
+#: Where the weights are: rotated through a footprint that no cache holds, or in one core's L2, for one thread.
+SOURCES = ("memory", "L2")
+#: The part of L2 that the weights of an expert take there, which leaves some for rows.
+_SHARE_OF_L2 = 0.75
+_HIDDEN_IN_L2 = 1024
+_PANEL = 64
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of an instruction set's table. folds: whether it takes weights that already hold their scales."""
+
+    weights: str
+    way: Way
+    folds: bool
+    source: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.weights}-{self.way.isa}-{self.way.activations}-{self.scales}-{self.source}"
+
+    @property
+    def scales(self) -> str:
+        """Onto each weight, onto each group's sum, or none."""
+        return "none" if self.weights == "BF16" else "in weights" if self.folds else "of sums"
+
+
+def kernels() -> Iterator[Kernel]:
+    """Each one of each table that runs here, once."""
+    tables = {table.name: table for _, backend in native_backends() for table in backend.usable()[0]}
+    seen = set()
+    for weights in WEIGHTS:
+        experts = replace(models.models()[EVERYWHERE], weights=weights).make(1)
+        family, scale = experts.formats["gate"].family, experts.formats["gate"].scale
+        for way in every_way(experts):
+            folding = {
+                folded
+                for name, kind, _, activations, folded in tables[way.isa].kernels()
+                if (name, kind, activations) == (family, scale.kind if scale else "none", way.activations)
+            }
+            if scale and scale.kind == "bf16":
+                folding &= {way.scales == "folded"}
+            for folds in sorted(folding, reverse=True):
+                for source in SOURCES:
+                    kernel = Kernel(weights, way, folds, source)
+                    if kernel.id not in seen:
+                        seen.add(kernel.id)
+                        yield kernel
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel's layer, and what the machine allows it."""
+
+    kernel: Kernel
+    layer: MoELayer
+    limits: measure.Limits
+    probe: probe.Probe
+
+    @property
+    def footprint_of_llc(self) -> float:
+        return self.layer.nbytes / machine.last_cache_bytes()
+
+
+@contextmanager
+def packed(kernel: Kernel) -> Iterator[Subject]:
+    """One expert, or as many copies of it as CACHE_TIMES caches take."""
+    threads = ktmoe.get_num_threads()
+    model = replace(models.models()[EVERYWHERE], weights=kernel.weights)
+    if kernel.source == "L2":
+        ktmoe.set_num_threads(1)
+        smallest = replace(model, hidden=_HIDDEN_IN_L2, intermediate=_PANEL)
+        panels = max(1, int(_SHARE_OF_L2 * machine.l2_bytes() / smallest.expert_bytes))
+        experts = copies(replace(smallest, intermediate=panels * _PANEL), 1, kernel.folds)
+    else:
+        most = min(models.CACHE_TIMES * machine.last_cache_bytes(), machine.usable_bytes(models.MEMORY_SHARE))
+        experts = copies(model, int(most // model.expert_bytes) + 1, kernel.folds)
+    try:
+        with (
+            kernel.way.table(experts) as table,
+            MoELayer(experts, kernel.way.backend, kernel.way.activations, scales=kernel.way.scales) as layer,
+        ):
+            used = set(layer._packed.kernels().values())
+            assert used == {kernel.folds}, f"{kernel.id}: the layer uses other kernels"
+            check = probe.make(experts, [0], kernel.way.activations, kernel.way.scales)
+            yield Subject(kernel, layer, settled(layer, table), check)
+    finally:
+        ktmoe.set_num_threads(threads)
+
+
+def copies(model: models.Model, count: int, folds: bool = True) -> ExpertWeights:
+    """So many experts of the same weights. Not folds: one scale byte is 0 in each matrix, which no kernel may fold."""
+    one = model.make(1)
+    matrices = {projection: one.matrix(0, projection) for projection in PROJECTIONS}
+    for projection, matrix in matrices.items():
+        if not folds and matrix.format.scale is not None and matrix.format.scale.kind == "ue8m0":
+            scales = matrix.scales.copy()
+            scales[0, 0] = 0
+            matrices[projection] = replace(matrix, scales=scales)
+
+    def read(_expert, projection):
+        return matrices[projection]
+
+    return ExpertWeights(count, model.hidden, model.intermediate, read, one.formats, one.activation, one.name)

@@ -1,0 +1,90 @@
+"""Layers to measure: packed, with their limits, and with a probe that says whether their results are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import machine
+import models
+import numpy as np
+import probe
+from cases import Case, Way
+
+from ktmoe import measure
+from ktmoe._native import core
+from ktmoe.experts import ExpertWeights
+from ktmoe.layer import MoELayer
+
+#: By a batch of so many tokens for each of so many experts it is found out how fast a layer multiplies.
+_TRIAL = (48, 12)
+#: Reading has settled when three looks in a row agree.
+_LOOK_SECONDS, _MOST_LOOKS, _ALIKE = 0.1, 20, 1.02
+
+
+@dataclass
+class Subject:
+    """A model's layers, which take turns and hold the same weights, and what the machine allows them."""
+
+    model: models.Model
+    way: Way
+    num_experts: int
+    layers: list[MoELayer]
+    limits: measure.Limits
+    probe: probe.Probe
+
+    def batches(self, tokens: int, **how) -> Iterator[measure.Batch]:
+        """how: as measure.random_batches takes it."""
+        return measure.random_batches(tokens, self.model.top_k, self.num_experts, self.model.hidden, **how)
+
+    @cached_property
+    def slots_per_second(self) -> float:
+        """(token, expert) pairs that it serves, roughly."""
+        tokens = _TRIAL[0] * _TRIAL[1] // self.model.top_k
+        result = measure.run(self.layers[0], self.limits, self.batches(tokens, among=_TRIAL[1]), seconds=0, least=1)
+        return tokens * self.model.top_k / result.seconds
+
+    @property
+    def footprint_of_llc(self) -> float:
+        """The packed weights as a multiple of the last-level cache."""
+        return sum(layer.nbytes for layer in self.layers) / machine.last_cache_bytes()
+
+
+def settled(layer: MoELayer, table: core.KernelTable) -> measure.Limits:
+    """The limits, once reading is as fast as just before: for a second or so after packing it was found to be slower."""
+    limits, rates = measure.Limits(layer, table), []
+    while len(rates) < _MOST_LOOKS:
+        rates.append(limits.read(_LOOK_SECONDS))
+        if len(rates) > 2 and max(rates[-3:]) < _ALIKE * min(rates[-3:]):
+            break
+    return limits
+
+
+@contextmanager
+def packed(case: Case, *, full: bool) -> Iterator[Subject]:
+    """A model's footprint, as models.footprint() has it, packed for one way to compute."""
+    size = models.footprint(case.model, full=full)
+    experts = case.model.make(size.experts)
+    layers = []
+    try:
+        with case.way.table(experts) as table:
+            for _ in range(size.layers):
+                layers.append(MoELayer(experts, case.way.backend, case.way.activations, scales=case.way.scales))
+            limits = settled(layers[0], table)
+            yield Subject(case.model, case.way, size.experts, layers, limits, _probe(case, experts))
+    finally:
+        for layer in layers:
+            layer.close()
+
+
+_probes: dict[tuple, probe.Probe] = {}
+
+
+def _probe(case: Case, experts: ExpertWeights) -> probe.Probe:
+    key = case.model, experts.num_experts, case.way.activations, case.way.scales
+    if key not in _probes:
+        ids = np.linspace(0, experts.num_experts - 1, case.model.top_k).astype(int).tolist()
+        _probes[key] = probe.make(experts, ids, case.way.activations, case.way.scales)
+    return _probes[key]
