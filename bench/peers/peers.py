@@ -11,7 +11,7 @@ BF16, INT8 = "bf16", "int8"
 
 @dataclass(frozen=True)
 class Way:
-    """numerics: of x and h. bits: of memory for a weight, scales included."""
+    """numerics: of x and h. bits: of memory for a weight, in all copies that it has for its settings."""
 
     name: str
     numerics: str
@@ -39,7 +39,7 @@ PEERS = (
         "worker_kt_kernel.py",
         # alone, since it would bring another torch, triton and a command line
         (("numpy", TORCH, "safetensors", "gguf"), ("--no-deps", "kt-kernel==0.7.2")),
-        (Way("MXFP4 amx", BF16), Way("MXFP4 avx2", BF16), Way("BF16 amx", BF16, 16)),
+        (Way("MXFP4", BF16, 17), Way("BF16", BF16, 16)),
         notes=("kt-kernel's LLAMAFILE class is left out: the extension's ggml_type ends at BF16, and MXFP4 tensors crash it",),
     ),
     Peer(

@@ -22,6 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+#: How often a setting is tried, and how long a call is tried but once.
+TRIES, LONG_SECONDS = 4, 0.5
+FEW_TOKENS = 16
 #: DeepSeek-V4's names of an expert's matrices.
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -62,6 +65,15 @@ class Calls:
         raise NotImplementedError
 
 
+def thread_counts(threads: int, tokens: int) -> list[int]:
+    """All threads, and one where calls are small enough that others may only be in its way."""
+    return [threads, 1] if threads > 1 and tokens <= FEW_TOKENS else [threads]
+
+
+def count(threads: int) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}"
+
+
 class Worker:
     """A peer's way to run the experts. about: what the result's file says of it."""
 
@@ -71,7 +83,7 @@ class Worker:
         raise NotImplementedError
 
     def settings(self, tokens: int) -> list[str]:
-        """Ways to run calls of this size on the same weights, of which the fastest is used."""
+        """Ways to run calls of this size, of which the fastest is used. All of them can run a call of one token."""
         raise NotImplementedError
 
     def prepare(self, batches: Batches) -> Calls:
@@ -150,19 +162,18 @@ class _Session:
     def _point(self, batches: Batches) -> dict:
         self._calls = None  # frees the last point's first
         if self._warm is None:
-            one = Batches.load(self._folder / "warm.npz")
-            self._warm, self._warm_setting = self._worker.prepare(one), self._worker.settings(one.tokens)[0]
+            self._warm = self._worker.prepare(Batches.load(self._folder / "warm.npz"))
         self._calls = self._worker.prepare(batches)
-        names, last = self._worker.settings(batches.tokens), len(batches.ids) - 1
         seconds = {}
-        for name in names:
-            self._call(name, last)
-            seconds[name] = min(self._call(name, batch % (last + 1)) for batch in range(2 if len(names) > 1 else 1))
+        for name in self._worker.settings(batches.tokens):
+            seconds[name] = self._call(name, 0)
+            for batch in range(1, TRIES if seconds[name] < LONG_SECONDS else 1):
+                seconds[name] = min(seconds[name], self._call(name, batch % len(batches.ids)))
         return {"settings": seconds, "best": min(seconds, key=seconds.get)}
 
     def _call(self, setting: str, batch: int) -> float:
         self._warm.stage(0)
-        self._warm.run(self._warm_setting)  # wakes the threads
+        self._warm.run(setting)  # wakes the threads
         self._calls.stage(batch)
         start = time.perf_counter()
         self._calls.run(setting)

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def mxfp4_blocks(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """ggml's block_mxfp4, uint8 [n, k / 32, 17]: the scale, then 16 bytes, of the first 16 codes in low nibbles, the others in high.
+    """ggml's block_mxfp4, uint8 [n, k / 32, 17]: the scale, then 16 bytes; the first 16 codes are low nibbles, the others high.
 
     The same values: its table is twice E2M1's, and it halves the scale.
     """

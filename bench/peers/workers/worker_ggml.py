@@ -13,7 +13,7 @@ from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 import numpy as np
-from protocol import Batches, Calls, Model, Worker, serve
+from protocol import Batches, Calls, Model, Worker, count, serve, thread_counts
 from weights import float32, mxfp4_blocks
 
 F32, I32, MXFP4 = 0, 26, 39  # enum ggml_type
@@ -120,7 +120,7 @@ class GgmlWorker(Worker):
         }
 
     def settings(self, tokens: int) -> list[str]:
-        return [f"{threads} thread{'s' * (threads > 1)}" for threads in sorted({1, self.threads}, reverse=True)]
+        return [count(threads) for threads in thread_counts(self.threads, tokens)]
 
     def prepare(self, batches: Batches) -> GgmlCalls:
         return GgmlCalls(self, batches)

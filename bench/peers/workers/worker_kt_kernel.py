@@ -1,7 +1,8 @@
 """kt-kernel: its C++ classes on its thread pool, driven as its Python wrappers do, but for their copies to and from a GPU.
 
-Ways: "MXFP4 amx" is AMXFP4_KGroup_MOE, which its wrapper prefers, "MXFP4 avx2" is AVX2MXFP4_MOE, "BF16 amx" is AMXBF16_MOE,
-"GGUF llamafile" is MOE. Experts are read by its own loader, or made from the same bytes where it wants bfloat16 or GGUF.
+Ways: "MXFP4" is AMXFP4_KGroup_MOE, which its wrapper prefers, and AVX2MXFP4_MOE; "BF16" is AMXBF16_MOE or AVX2BF16_MOE. A
+class is bound to a pool, and a pool has a thread more, which spins while the others work. So where CPUs are few, fewer
+threads may be faster: "MXFP4" has each class with all threads and with one, and a copy of the weights for each.
 """
 
 from __future__ import annotations
@@ -12,81 +13,84 @@ import numpy as np
 import torch
 from kt_kernel import __cpu_variant__, kt_kernel_ext
 from kt_kernel.utils.loader import MXFP4SafeTensorLoader
-from protocol import Batches, Calls, Model, Worker, serve
-from weights import bfloat16_weights, float32, mxfp4_blocks
+from protocol import Batches, Calls, Model, Worker, count, serve, thread_counts
+from weights import bfloat16_weights, float32
 
 CLASSES = {
-    "MXFP4 amx": "AMXFP4_KGroup_MOE",
-    "MXFP4 avx2": "AVX2MXFP4_MOE",
-    "BF16 amx": "AMXBF16_MOE",
-    "GGUF llamafile": "MOE",
+    "MXFP4": {"amx": "AMXFP4_KGroup_MOE", "avx2": "AVX2MXFP4_MOE"},
+    "BF16": {"amx": "AMXBF16_MOE", "avx2": "AVX2BF16_MOE"},
 }
-GGUF_MXFP4 = 39
-MOST_TOKENS = 1024
+#: What its buffers are made for.
+MOST_TOKENS = 4096
 
 
 class KtWorker(Worker):
     def __init__(self, way: str, model: Model, threads: int):
-        self.model, self.threads = model, threads
-        name = CLASSES[way]
-        if not hasattr(kt_kernel_ext.moe, name):
-            raise RuntimeError(f"the extension for {__cpu_variant__} has no class {name}")
-        pool = kt_kernel_ext.WorkerPoolConfig()
-        pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [threads]
-        self.cpu = kt_kernel_ext.CPUInfer(pool)
-        on_gpu = torch.zeros(model.experts, dtype=torch.bool)
-        config = kt_kernel_ext.moe.MOEConfig(model.experts, model.top_k, model.hidden, model.intermediate, on_gpu.data_ptr())
-        config.layer_idx = 0
-        config.pool = self.cpu.backend_
-        config.max_len = MOST_TOKENS
-        kept = {"MXFP4": self._mxfp4, "BF16": self._bf16, "GGUF": self._gguf}[way.split()[0]](config)
-        self.moe = getattr(kt_kernel_ext.moe, name)(config)
-        identity = torch.arange(model.experts, dtype=torch.int64)
-        self._do(self.moe.load_weights_task(identity.data_ptr()))
-        self._keep = (on_gpu, identity)
-        del kept  # load_weights copied
+        self.model, self.threads, self.way = model, threads, way
+        self.classes = {name: kind for name, kind in CLASSES[way].items() if hasattr(kt_kernel_ext.moe, kind)}
+        if way == "BF16":  # its wrapper takes the first, and another would double so much memory
+            self.classes = dict([*self.classes.items()][:1])
+        if not self.classes:
+            raise RuntimeError(f"the extension for {__cpu_variant__} has none of {', '.join(CLASSES[way].values())}")
+        self.on_gpu = torch.zeros(model.experts, dtype=torch.bool)
+        self.identity = torch.arange(model.experts, dtype=torch.int64)
+        weights, scales = self._mxfp4() if way == "MXFP4" else self._bf16()
+        self.layers = {}
+        for threads in self._counts(tokens=1):
+            for name, kind in self.classes.items():
+                self.layers[f"{name}, {count(threads)}"] = self._layer(kind, threads, weights, scales)
         self.about = {
             "version": f"kt-kernel {version('kt-kernel')}",
-            "weights": way.split()[0],
-            "class": f"{name} of the extension for {__cpu_variant__}",
+            "weights": way,
+            "classes": [*self.classes.values()],
+            "extension for": __cpu_variant__,
         }
 
-    def _mxfp4(self, config) -> object:
-        loaded = MXFP4SafeTensorLoader(str(self.model.folder)).load_experts("model.layers.0")
+    def _layer(self, kind: str, threads: int, weights: dict, scales: dict) -> tuple:
+        """(pool, instance of the class). It copies the weights."""
+        model = self.model
+        pool = kt_kernel_ext.WorkerPoolConfig()
+        pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [threads]
+        cpu = kt_kernel_ext.CPUInfer(pool)
+        config = kt_kernel_ext.moe.MOEConfig(
+            model.experts, model.top_k, model.hidden, model.intermediate, self.on_gpu.data_ptr()
+        )
+        config.layer_idx = 0
+        config.pool = cpu.backend_
+        config.max_len = MOST_TOKENS
         for name in ("gate", "up", "down"):
-            setattr(config, f"{name}_projs", [[tensor.data_ptr() for tensor in loaded[name]]])
-            setattr(config, f"{name}_scales", [[tensor.data_ptr() for tensor in loaded[f"{name}_scale"]]])
-        config.quant_config.bits = 4
-        config.quant_config.group_size = 32
-        config.quant_config.zero_point = False
-        return loaded
+            setattr(config, f"{name}_projs", [[tensor.data_ptr() for tensor in weights[name]]])
+            setattr(config, f"{name}_scales", [[tensor.data_ptr() for tensor in scales[name]] or [0] * model.experts])
+        if self.way == "MXFP4":
+            config.quant_config.bits = 4
+            config.quant_config.group_size = 32
+            config.quant_config.zero_point = False
+        layer = getattr(kt_kernel_ext.moe, kind)(config)
+        cpu.submit(layer.load_weights_task(self.identity.data_ptr()))
+        cpu.sync()
+        return cpu, layer
 
-    def _bf16(self, config) -> object:
-        experts = range(self.model.experts)
-        loaded = {n: [bfloat16_weights(*self.model.matrix(e, n)) for e in experts] for n in ("gate", "up", "down")}
-        for name, arrays in loaded.items():
-            setattr(config, f"{name}_projs", [[array.ctypes.data for array in arrays]])
-            setattr(config, f"{name}_scales", [[0] * self.model.experts])
-        return loaded
+    def _mxfp4(self) -> tuple[dict, dict]:
+        loaded = MXFP4SafeTensorLoader(str(self.model.folder)).load_experts("model.layers.0")
+        return loaded, {name: loaded[f"{name}_scale"] for name in ("gate", "up", "down")}
 
-    def _gguf(self, config) -> object:
-        experts = range(self.model.experts)
-        loaded = {n: np.concatenate([mxfp4_blocks(*self.model.matrix(e, n)) for e in experts]) for n in ("gate", "up", "down")}
-        for name, array in loaded.items():
-            setattr(config, f"{name}_proj", array.ctypes.data)
-            setattr(config, f"{name}_type", GGUF_MXFP4)
-        config.hidden_type = kt_kernel_ext.kvcache.ggml_type.BF16
-        config.m_block, config.group_min_len, config.group_max_len = 32, 10, MOST_TOKENS  # as its wrapper sets them
-        return loaded
+    def _bf16(self) -> tuple[dict, dict]:
+        def tensor(expert: int, name: str) -> torch.Tensor:
+            return torch.from_numpy(bfloat16_weights(*self.model.matrix(expert, name)).view(np.int16))
 
-    def _do(self, task) -> None:
-        self.cpu.submit(task)
-        self.cpu.sync()
+        names = ("gate", "up", "down")
+        loaded = {name: [tensor(expert, name) for expert in range(self.model.experts)] for name in names}
+        return loaded, {name: [] for name in names}
+
+    def _counts(self, tokens: int) -> list[int]:
+        return thread_counts(self.threads, tokens) if self.way == "MXFP4" else [self.threads]
 
     def settings(self, tokens: int) -> list[str]:
-        return [f"{self.threads} threads"]
+        return [f"{name}, {count(threads)}" for name in self.classes for threads in self._counts(tokens)]
 
     def prepare(self, batches: Batches) -> KtCalls:
+        if batches.tokens > MOST_TOKENS:
+            raise ValueError(f"expected at most {MOST_TOKENS} tokens, found {batches.tokens}")
         return KtCalls(self, batches)
 
 
@@ -101,9 +105,10 @@ class KtCalls(Calls):
         self.ids, self.weights = self.batches.ids[batch], self.batches.weights[batch]
 
     def run(self, setting: str) -> None:
-        arrays = (self.ids, self.weights, self.x, self.y)
-        addresses = [array.ctypes.data for array in arrays]
-        self.worker._do(self.worker.moe.forward_task(self.tokens.ctypes.data, self.ids.shape[1], *addresses, False))
+        cpu, layer = self.worker.layers[setting]
+        addresses = [array.ctypes.data for array in (self.ids, self.weights, self.x, self.y)]
+        cpu.submit(layer.forward_task(self.tokens.ctypes.data, self.ids.shape[1], *addresses, False))
+        cpu.sync()
 
     def output(self) -> np.ndarray:
         return float32(self.y)

@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import ml_dtypes
 import numpy as np
-from protocol import Batches, Calls, Model, Worker, serve
+from protocol import Batches, Calls, Model, Worker, count, serve
 from weights import float32
 
 import ktmoe
@@ -26,7 +26,7 @@ class KtmoeWorker(Worker):
         }
 
     def settings(self, tokens: int) -> list[str]:
-        return [f"{self.threads} threads"]
+        return [count(self.threads)]
 
     def prepare(self, batches: Batches) -> KtmoeCalls:
         return KtmoeCalls(self.layer, batches)

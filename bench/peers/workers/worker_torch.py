@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-from protocol import Batches, Calls, Model, Worker, serve
+from protocol import Batches, Calls, Model, Worker, count, serve, thread_counts
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from weights import bfloat16_weights
@@ -45,8 +45,7 @@ class TorchWorker(Worker):
     def settings(self, tokens: int) -> list[str]:
         copied = tokens * self.model.top_k * 2 * 3 * self.model.hidden * self.model.intermediate
         names = ["eager", "grouped_mm", *(["batched_mm"] if copied <= COPIED_BYTES else [])]
-        counts = [f"{count} thread{'s' * (count > 1)}" for count in sorted({1, self.threads}, reverse=True)]
-        return [f"{name}, {count}" for name in names for count in counts]
+        return [f"{name}, {count(threads)}" for name in names for threads in thread_counts(self.threads, tokens)]
 
     def prepare(self, batches: Batches) -> TorchCalls:
         return TorchCalls(self, batches)
