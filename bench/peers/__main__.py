@@ -8,8 +8,10 @@ import json
 import platform
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,9 +34,16 @@ TOKENS_PER_EXPERT = (6, 24, 96)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, or 1 if an output was wrong."""
+    """The exit status: 0, or 1 if an output was wrong or nothing could be measured, or 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except WorkerError as error:
+        print(f"peers: nothing to measure: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("peers: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,14 +71,24 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     shape = tomllib.loads((HERE.parent / "models.toml").read_text())[MODEL]
     shape = {name: shape[name] for name in ("hidden", "intermediate", "top_k")} | {"experts": options.experts}
-    console = Console(stderr=True)
-    with console.status("starting") as status, tempfile.TemporaryDirectory(prefix="ktmoe-peers-") as folder:
-        result = measure_all(shape, options, Path(folder), status.update)
+    with _progress() as progress, tempfile.TemporaryDirectory(prefix="ktmoe-peers-") as folder:
+        result = measure_all(shape, options, Path(folder), progress)
     options.save.parent.mkdir(parents=True, exist_ok=True)
     options.save.write_text(json.dumps(result, indent=1) + "\n")
     report.show(result)
     print(f"saved: {options.save}")
     return 1 if report.wrong(result) else 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], object]]:
+    """Says on stderr what is being done: in one line that changes, or in one line each where stderr is no terminal."""
+    console, start = Console(stderr=True), time.monotonic()
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield lambda text: console.print(f"{time.monotonic() - start:5.0f} s  {text}", highlight=False, markup=False)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -100,7 +119,7 @@ def measure_all(shape: dict, options: argparse.Namespace, folder: Path, progress
             participants.append(participant)
             progress(f"loading {participant.key}")
             _load(participant, worker, interpreter, experts, folder)
-        base = next((p for p in participants if p.key == _base(experts)), participants[0])
+        base = _base(experts, participants)
         measured = []
         for point in points(shape, options.points):
             living = [participant for participant in participants if not participant.failure]
@@ -172,10 +191,14 @@ def _participants(
                 yield participant, "worker_ktmoe.py", Path(sys.executable)
 
 
-def _base(experts: ExpertWeights) -> str:
-    """What ktmoe runs if nothing is asked for."""
+def _base(experts: ExpertWeights, participants: list[Participant]) -> Participant:
+    """What ktmoe runs if nothing is asked for; or else ktmoe's first. Raises WorkerError if there is none."""
     name, _ = choose("auto", experts)
-    return f"ktmoe {name} {ktmoe.backends.get(name).modes(experts)[0]}"
+    auto = f"ktmoe {name} {ktmoe.backends.get(name).modes(experts)[0]}"
+    living = [participant for participant in participants if participant.bound and not participant.failure]
+    if not living:
+        raise WorkerError("; ".join(f"{p.key}: {p.failure}" for p in participants) or "no participant is of these names")
+    return next((participant for participant in living if participant.key == auto), living[0])
 
 
 def _load(participant: Participant, worker: str, interpreter: Path, experts: ExpertWeights, folder: Path) -> None:

@@ -14,6 +14,8 @@ A wrong scale, a swapped nibble or a missed expert makes 10 % at least.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -30,25 +32,22 @@ COLUMNS = 256
 
 @dataclass(frozen=True)
 class Sample:
-    """Some tokens' outputs in some columns, of one batch, in float64."""
+    """Some tokens' outputs in some columns, of one batch. forward: their reference, by ktmoe's activation mode."""
 
-    experts: ExpertWeights
-    batches: Batches
     batch: int
     tokens: np.ndarray
     columns: np.ndarray
-    y: np.ndarray
+    forward: Callable[[str], reference.Reference]
 
     def error(self, y: np.ndarray) -> float:
         """|y - float64| / |float64| of a call's outputs, as norms over the sample."""
-        ours = y[self.tokens][:, self.columns].astype(np.float64)
-        error = np.linalg.norm(ours - self.y) / np.linalg.norm(self.y)
+        expected = self.forward("bf16").y
+        error = np.linalg.norm(y[self.tokens][:, self.columns] - expected) / np.linalg.norm(expected)
         return float(error) if np.isfinite(error) else float("inf")
 
     def of_bound(self, y: np.ndarray, activations: str) -> float:
         """The largest error of bfloat16 outputs as a share of ktmoe's bound for its mode: above 1 is wrong."""
-        expected = forward(self.experts, self.batches, self.batch, self.tokens, self.columns, activations)
-        return expected.worst(y[self.tokens][:, self.columns])
+        return self.forward(activations).worst(y[self.tokens][:, self.columns])
 
 
 def sample(experts: ExpertWeights, batches: Batches, batch: int) -> Sample:
@@ -56,23 +55,16 @@ def sample(experts: ExpertWeights, batches: Batches, batch: int) -> Sample:
     random = np.random.default_rng(batches.tokens)
     tokens = np.sort(random.choice(batches.tokens, min(batches.tokens, 2 if batches.tokens > 16 else 1), replace=False))
     columns = np.sort(random.choice(experts.hidden, min(experts.hidden, COLUMNS), replace=False))
-    return Sample(experts, batches, batch, tokens, columns, forward(experts, batches, batch, tokens, columns).y)
 
+    @functools.cache
+    def forward(activations: str) -> reference.Reference:
+        return reference.forward(
+            experts,
+            batches.x[tokens].view(ml_dtypes.bfloat16),
+            batches.ids[batch][tokens],
+            batches.weights[batch][tokens],
+            columns=columns,
+            activations=activations,
+        )
 
-def forward(
-    experts: ExpertWeights,
-    batches: Batches,
-    batch: int,
-    tokens: np.ndarray,
-    columns: np.ndarray,
-    activations: str = "bf16",
-) -> reference.Reference:
-    """The reference's outputs and ktmoe's bound on them."""
-    return reference.forward(
-        experts,
-        batches.x[tokens].view(ml_dtypes.bfloat16),
-        batches.ids[batch][tokens],
-        batches.weights[batch][tokens],
-        columns=columns,
-        activations=activations,
-    )
+    return Sample(batch, tokens, columns, forward)

@@ -39,7 +39,7 @@ PEERS = (
         "worker_kt_kernel.py",
         # alone, since it would bring another torch, triton and a command line
         (("numpy", TORCH, "safetensors", "gguf"), ("--no-deps", "kt-kernel==0.7.2")),
-        (Way("MXFP4", BF16, 17), Way("BF16", BF16, 16)),
+        (Way("MXFP4", BF16, 9), Way("BF16", BF16, 16)),
         notes=("kt-kernel's LLAMAFILE class is left out: the extension's ggml_type ends at BF16, and MXFP4 tensors crash it",),
     ),
     Peer(

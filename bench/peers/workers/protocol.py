@@ -13,8 +13,10 @@ and the points' inputs. What libraries print goes to stderr.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ import numpy as np
 #: How often a setting is tried, and how long a call is tried but once.
 TRIES, LONG_SECONDS = 4, 0.5
 FEW_TOKENS = 16
+PR_SET_PDEATHSIG = 1
 #: DeepSeek-V4's names of an expert's matrices.
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -122,7 +125,8 @@ class Model:
 
 
 def serve(worker: type[Worker]) -> None:
-    """Answer the driver until it closes the pipe."""
+    """Answer the driver until it closes the pipe or ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped worker would not notice
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     way, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

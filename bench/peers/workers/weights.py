@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 
@@ -17,14 +19,18 @@ def mxfp4_blocks(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def bfloat16_weights(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """The same real numbers in bfloat16, whose bits these are, uint16 [n, k]: exact for scales from 2**-125 to 2**125."""
+    byte = scales.astype(np.uint16)[..., None] << 8 | codes.reshape(*scales.shape, 16)
+    return _pairs()[byte].view(np.uint16).reshape(len(scales), -1)
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """By scale and byte of codes: two bfloat16 weights, the low nibble's first."""
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    bits = np.concatenate([e2m1, -e2m1]).view(np.uint32).astype(np.uint32) >> 16
-    byte = np.arange(256)
-    pairs = (bits[byte & 15] | bits[byte >> 4] << 16).astype(np.uint32)
-    weights = pairs[codes].view(np.uint16).reshape(*scales.shape, 32)
-    steps = (scales.astype(np.int32) - 127 << 7)[..., None]
-    scaled = np.where(weights & 0x7FFF, weights + steps, weights)
-    return scaled.astype(np.uint16).reshape(len(scales), -1)
+    with np.errstate(over="ignore"):
+        values = np.ldexp(np.concatenate([e2m1, -e2m1]), np.arange(256)[:, None] - 127)
+    bits, byte = values.view(np.uint32) >> 16, np.arange(256)
+    return (bits[:, byte & 15] | bits[:, byte >> 4] << 16).reshape(-1)
 
 
 def float32(bits: np.ndarray) -> np.ndarray:

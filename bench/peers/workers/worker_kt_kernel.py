@@ -1,8 +1,7 @@
 """kt-kernel: its C++ classes on its thread pool, driven as its Python wrappers do, but for their copies to and from a GPU.
 
-Ways: "MXFP4" is AMXFP4_KGroup_MOE, which its wrapper prefers, and AVX2MXFP4_MOE; "BF16" is AMXBF16_MOE or AVX2BF16_MOE. A
-class is bound to a pool, and a pool has a thread more, which spins while the others work. So where CPUs are few, fewer
-threads may be faster: "MXFP4" has each class with all threads and with one, and a copy of the weights for each.
+Ways: "MXFP4" is AMXFP4_KGroup_MOE, which its wrapper prefers, and AVX2MXFP4_MOE, whichever is faster for a size of calls;
+"BF16" is AMXBF16_MOE, or AVX2BF16_MOE where the extension lacks that.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from kt_kernel import __cpu_variant__, kt_kernel_ext
 from kt_kernel.utils.loader import MXFP4SafeTensorLoader
-from protocol import Batches, Calls, Model, Worker, count, serve, thread_counts
+from protocol import Batches, Calls, Model, Worker, count, serve
 from weights import bfloat16_weights, float32
 
 CLASSES = {
@@ -26,7 +25,7 @@ MOST_TOKENS = 4096
 
 class KtWorker(Worker):
     def __init__(self, way: str, model: Model, threads: int):
-        self.model, self.threads, self.way = model, threads, way
+        self.model, self.way = model, way
         self.classes = {name: kind for name, kind in CLASSES[way].items() if hasattr(kt_kernel_ext.moe, kind)}
         if way == "BF16":  # its wrapper takes the first, and another would double so much memory
             self.classes = dict([*self.classes.items()][:1])
@@ -36,9 +35,8 @@ class KtWorker(Worker):
         self.identity = torch.arange(model.experts, dtype=torch.int64)
         weights, scales = self._mxfp4() if way == "MXFP4" else self._bf16()
         self.layers = {}
-        for threads in self._counts(tokens=1):
-            for name, kind in self.classes.items():
-                self.layers[f"{name}, {count(threads)}"] = self._layer(kind, threads, weights, scales)
+        for name, kind in self.classes.items():
+            self.layers[f"{name}, {count(threads)}"] = self._layer(kind, threads, weights, scales)
         self.about = {
             "version": f"kt-kernel {version('kt-kernel')}",
             "weights": way,
@@ -82,11 +80,8 @@ class KtWorker(Worker):
         loaded = {name: [tensor(expert, name) for expert in range(self.model.experts)] for name in names}
         return loaded, {name: [] for name in names}
 
-    def _counts(self, tokens: int) -> list[int]:
-        return thread_counts(self.threads, tokens) if self.way == "MXFP4" else [self.threads]
-
     def settings(self, tokens: int) -> list[str]:
-        return [f"{name}, {count(threads)}" for name in self.classes for threads in self._counts(tokens)]
+        return [*self.layers]
 
     def prepare(self, batches: Batches) -> KtCalls:
         if batches.tokens > MOST_TOKENS:
