@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -95,10 +96,11 @@ def _roofline(result: dict, axes: Axes) -> None:
     peaks = {name: statistics.median(r["peaks"][name] for r in rounds) for name in rounds[0]["peaks"] if name in used}
     left = min(row["intensity"] for rows in series.values() for row in rows) / 1.6
     right = max(row["intensity"] for rows in series.values() for row in rows) * 2.2
-    for name, peak in peaks.items():
+    right = max(right, 1.6 * max(peaks.values(), default=0.0) / read)
+    for (name, peak), at in zip(peaks.items(), _apart([*peaks.values()]), strict=True):
         axes.plot([max(left, peak / read), right], [peak / 1e9] * 2, color=PALE, linewidth=1, zorder=1)
-        label = f"{INSTRUCTIONS.get(name, name)}  {_rate(peak)}"
-        axes.text(right, peak / 1e9 * 1.03, label, ha="right", va="bottom", fontsize=8, color=PALE)
+        label = f"{INSTRUCTIONS.get(name, name)}\n{_rate(peak)}"
+        axes.text(right * 1.03, at / 1e9, label, ha="left", va="center", fontsize=8, color=PALE, linespacing=1.0)
     top = max(peaks.values(), default=read * right)
     axes.plot([left, top / read], [left * read / 1e9, top / 1e9], color=PALE, linewidth=1, zorder=1)
 
@@ -117,19 +119,32 @@ def _roofline(result: dict, axes: Axes) -> None:
     axes.set(xscale="log", yscale="log", xlim=(left, right))
     axes.set_xlabel("FLOPs per byte of packed 4-bit weights read  (one token on the left, long prefill on the right)")
     axes.set_ylabel("GFLOP/s")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     axes.grid(True, which="major", color="#eeeeee", zorder=0)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
+    axes.legend(loc="lower right", ncols=2, fontsize=8.5)
     _title(axes, result, "How near to the machine's limits")
-    _label_slope(axes, f"memory  {read / 1e9:.0f} GB/s", left * 1.15, left * 1.15 * read / 1e9)
-
-
-def _label_slope(axes: Axes, text: str, x: float, y: float) -> None:
-    """Text along a line of slope 1 in log-log axes."""
+    at = left * 1.25
     axes.text(
-        x, y * 1.12, text, rotation=45, rotation_mode="anchor", transform_rotates_text=True, fontsize=8, color=PALE, va="bottom"
+        at,
+        1.1 * at * read / 1e9,
+        f"memory, {read / 1e9:.0f} GB/s",
+        rotation=45,
+        rotation_mode="anchor",
+        transform_rotates_text=True,
+        fontsize=8,
+        color=PALE,
     )
+
+
+def _apart(values: list[float], least: float = 1.42) -> list[float]:
+    """Where to put labels of lines at these heights, in their order: at least a factor apart."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    places = list(values)
+    for below, above in itertools.pairwise(order):
+        places[above] = max(places[above], places[below] * least)
+    return places
 
 
 def _rate(flops: float) -> str:
