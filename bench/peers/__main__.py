@@ -163,7 +163,8 @@ def measure_all(shape: dict, options: argparse.Namespace, folder: Path, progress
 def points(shape: dict, patterns: list[str] | None) -> list[Point]:
     every = [Point(f"decode-{tokens}", tokens) for tokens in DECODE_TOKENS]
     every += [Point(f"prefill-{mean}", mean * shape["experts"] // shape["top_k"]) for mean in TOKENS_PER_EXPERT]
-    return [point for point in every if _matches(point.name, patterns)]
+    different = {point.tokens: point for point in reversed(every)}  # with 64 experts, prefill-6 is decode-64
+    return [point for point in every if point in different.values() and _matches(point.name, patterns)]
 
 
 def _participants(

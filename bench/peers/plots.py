@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from bench.peers.rounds import figures
 OURS = ("#0b6e4f", "#2a9d8f", "#57a773", "#7fb069", "#a3b18a", "#c2c5aa")
 PEERS = {"kt-kernel": ("#d1495b", "s"), "ggml": ("#edae49", "D"), "torch": ("#7d6b91", "^")}
 OTHER = ("#888888", "v")
+TINT = "#bfe3d0"
 INK, PALE = "#222222", "#8a8a8a"
 #: By the table of kernels, as readers know the instruction.
 INSTRUCTIONS = {
@@ -112,7 +114,7 @@ def _roofline(result: dict, axes: Axes) -> None:
             axes.plot(x, y, color=color, marker=marker, markersize=6, linewidth=1.1, linestyle="--", label=name, zorder=3)
         else:
             width, size = (2.4, 8) if name == result["base"] else (1.2, 5)
-            label = f"{name} (auto)" if name == result["base"] else name
+            label = f"{_short(name)} (auto)" if name == result["base"] else _short(name)
             color = OURS[min(ours, len(OURS) - 1)]
             axes.plot(x, y, color=color, marker="o", markersize=size, linewidth=width, label=label, zorder=4 - 0.1 * ours)
             ours += 1
@@ -122,7 +124,8 @@ def _roofline(result: dict, axes: Axes) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
-    axes.grid(True, which="major", color="#eeeeee", zorder=0)
+    axes.grid(True, which="major", color="#eeeeee")
+    axes.set_axisbelow(True)
     axes.legend(loc="lower right", ncols=2, fontsize=8.5)
     _title(axes, result, "How near to the machine's limits")
     at = left * 1.25
@@ -130,7 +133,7 @@ def _roofline(result: dict, axes: Axes) -> None:
         at,
         1.1 * at * read / 1e9,
         f"memory, {read / 1e9:.0f} GB/s",
-        rotation=45,
+        rotation=math.degrees(math.atan2(read / 1e9, 1.0)),  # of the line's direction in data
         rotation_mode="anchor",
         transform_rotates_text=True,
         fontsize=8,
@@ -154,7 +157,8 @@ def _rate(flops: float) -> str:
 def _bars(result: dict, axes: Axes) -> None:
     owners = _owners(result)
     peers = [owner for owner in owners if owner != "ktmoe"]
-    width = 0.8 / (1 + len(peers))
+    wide = 0.3
+    narrow = (0.86 - wide) / max(1, len(peers))
     names, places, tallest = [], [], 0.0
     for place, point in enumerate(result["points"]):
         base = figures(result, point, result["base"])
@@ -165,53 +169,58 @@ def _bars(result: dict, axes: Axes) -> None:
         lead = min(row["ratio"] for row in rows.values())
         ours = _best(result, point, owners["ktmoe"])
         fastest = lead / (ours[1]["ratio"] or 1.0)
-        left = place - 0.4 + width / 2
+        left = place - 0.43 + wide / 2
         if fastest > 1.03 * lead:
-            axes.bar(left, fastest, width * 0.94, color="#bfe3d0", zorder=2)
-            name = ours[0].removeprefix("ktmoe ")
-            axes.text(left, fastest, f"{fastest:.1f}x\n{name}", ha="center", va="bottom", fontsize=7.5, color=OURS[1])
-        axes.bar(left, lead, width * 0.94, color=OURS[0], zorder=3)
+            axes.bar(left, fastest, wide * 0.95, color=TINT, zorder=2)
+            name = _short(ours[0]).removeprefix("ktmoe ")
+            axes.text(left, fastest, f"{fastest:.1f}x\n{name}", ha="center", va="bottom", fontsize=8, color=OURS[1])
+        axes.bar(left, lead, wide * 0.95, color=OURS[0], zorder=3)
         inside = fastest > 1.03 * lead
-        axes.text(
-            left,
-            lead - 0.06 if inside else lead,
+        axes.annotate(
             f"{lead:.1f}x",
+            (left, lead),
+            xytext=(0, -3 if inside else 2),
+            textcoords="offset points",
             ha="center",
             va="top" if inside else "bottom",
-            fontsize=10,
+            fontsize=9.5,
             fontweight="bold",
             color="white" if inside else OURS[0],
             zorder=5,
         )
         for number, owner in enumerate(peers, 1):
+            middle = left + wide / 2 + (number - 0.5) * narrow
             if owner in rows:
-                axes.bar(left + number * width, lead / rows[owner]["ratio"], width * 0.94, color=_color(owner), zorder=2)
+                axes.bar(middle, lead / rows[owner]["ratio"], narrow * 0.92, color=_color(owner), zorder=2)
             else:
-                axes.text(left + number * width, 0.02, "none", ha="center", va="bottom", fontsize=7, rotation=90, color=PALE)
+                axes.text(middle, 0.02, "none", ha="center", va="bottom", fontsize=7, rotation=90, color=PALE)
         tallest = max(tallest, fastest, lead)
         names.append(f"{_words(point)}\n{base['tokens_rate']:,.0f} tokens/s")
         places.append(place)
     if not places:
         raise ValueError("expected a result in which ktmoe and a peer were measured at the same point, found none")
     axes.axhline(1, color=PALE, linewidth=1, linestyle=":", zorder=1)
-    axes.bar(0, 0, color=OURS[0], label=f"ktmoe, auto ({result['base'].removeprefix('ktmoe ')})")
-    axes.bar(0, 0, color="#bfe3d0", label="ktmoe, its best backend")
+    axes.bar(0, 0, color=OURS[0], label=f"{_short(result['base'])}, as auto takes it")
+    axes.bar(0, 0, color=TINT, label="ktmoe, its fastest backend there")
     for owner in peers:
-        axes.bar(0, 0, color=_color(owner), label=f"{owner}, its best way")
+        axes.bar(0, 0, color=_color(owner), label=f"{owner}, its fastest way")
     axes.set_xticks(places, names, fontsize=9)
     axes.tick_params(axis="x", length=0)
     axes.set_ylim(0, tallest * 1.18)
     axes.set_ylabel("speed, fastest peer = 1")
-    axes.grid(True, axis="y", color="#eeeeee", zorder=0)
+    axes.grid(True, axis="y", color="#eeeeee")
+    axes.set_axisbelow(True)
     axes.legend(loc="upper left", ncols=2, fontsize=9)
     _title(axes, result, "Times as fast as the fastest peer")
 
 
 def _words(point: dict) -> str:
-    kind, _, number = point["name"].partition("-")
-    if kind == "decode":
-        return f"decode\n{number} token{'s' * (number != '1')}"
-    return f"prefill\n{number} an expert"
+    return f"{point['name'].partition('-')[0]}\n{point['tokens']} token{'s' * (point['tokens'] > 1)}"
+
+
+def _short(key: str) -> str:
+    """A participant of ours, by its mode only where it is another than the exact one."""
+    return key.removesuffix(" bf16")
 
 
 def _color(owner: str) -> str:
