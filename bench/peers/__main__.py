@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--points", metavar="PATTERN", action="append", help="points such as 'decode*' or 'prefill-24'")
     run.add_argument("--experts", metavar="N", type=int, default=64, help="of the layer (%(default)s)")
     run.add_argument("--seconds", metavar="S", type=float, default=40, help="to measure each point for, about (%(default)s)")
-    run.add_argument("--rounds", metavar="N", type=int, default=24, help="at most, for each point (%(default)s)")
+    run.add_argument("--rounds", metavar="N", type=int, default=40, help="at most, for each point (%(default)s)")
     run.add_argument("--save", metavar="FILE", type=Path, default=Path(".benchmarks/peers.json"), help="(%(default)s)")
     run.set_defaults(run=_run)
     show = commands.add_parser("show", help="print the table of a saved result")
