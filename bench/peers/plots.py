@@ -61,7 +61,7 @@ def _save(result: dict, file: Path, drawing: Callable[[dict, Axes], None]) -> Pa
 def _title(axes: Axes, result: dict, text: str) -> None:
     machine, shape = result["machine"], result["shape"]
     where = f"{machine['cpu']}, {machine['threads']} threads, {result['date']}"
-    what = f"{shape['experts']} MXFP4 experts of {shape['hidden']} x {shape['intermediate']}, top-{shape['top_k']}"
+    what = f"one layer, {shape['experts']} MXFP4 experts of {shape['hidden']} x {shape['intermediate']}, top-{shape['top_k']}"
     axes.set_title(text, loc="left", fontsize=13, fontweight="bold", pad=24)
     axes.text(0, 1.025, f"{what}; {where}", transform=axes.transAxes, fontsize=9, color=PALE)
 
@@ -195,7 +195,7 @@ def _bars(result: dict, axes: Axes) -> None:
             else:
                 axes.text(middle, 0.02, "none", ha="center", va="bottom", fontsize=7, rotation=90, color=PALE)
         tallest = max(tallest, fastest, lead)
-        names.append(f"{_words(point)}\n{base['tokens_rate']:,.0f} tokens/s")
+        names.append(f"{_words(point)}\nktmoe {base['tokens_rate']:,.0f} tokens/s")
         places.append(place)
     if not places:
         raise ValueError("expected a result in which ktmoe and a peer were measured at the same point, found none")
@@ -204,9 +204,9 @@ def _bars(result: dict, axes: Axes) -> None:
     axes.bar(0, 0, color=TINT, label="ktmoe, its fastest backend there")
     for owner in peers:
         axes.bar(0, 0, color=_color(owner), label=f"{owner}, its fastest way")
-    axes.set_xticks(places, names, fontsize=9)
+    axes.set_xticks(places, names, fontsize=8)
     axes.tick_params(axis="x", length=0)
-    axes.set_ylim(0, tallest * 1.18)
+    axes.set_ylim(0, tallest * 1.3)
     axes.set_ylabel("speed, fastest peer = 1")
     axes.grid(True, axis="y", color="#eeeeee")
     axes.set_axisbelow(True)
