@@ -1,0 +1,184 @@
+"""What the driver and its workers say to each other, and what all workers share. Needs numpy alone.
+
+A worker is a script that the driver starts in its peer's environment: `worker_x.py WAY FOLDER THREADS`. It reads one JSON
+object a line from stdin and answers each with one line on stdout, {"error": text} if it cannot. FOLDER holds a checkpoint
+and the points' inputs. What libraries print goes to stderr.
+
+    {"do": "load"}                                     -> {"about": {...}}
+    {"do": "point", "inputs": name}                    -> {"settings": {name: seconds}, "best": name}
+    {"do": "call", "setting": name, "batch": 3}        -> {"seconds": 0.0123}
+    {"do": "output", "into": name}                     -> {}    float32 [tokens, hidden] of the last call, as .npy
+    {"do": "limits", "seconds": 0.05}                  -> {"read": bytes a second, "peaks": {kernels: FLOPs a second}}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+#: How often a setting is tried, and how long a call is tried but once.
+TRIES, LONG_SECONDS = 4, 0.5
+FEW_TOKENS = 16
+PR_SET_PDEATHSIG = 1
+#: DeepSeek-V4's names of an expert's matrices.
+NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Calls of one size. x: bfloat16 bits, uint16 [tokens, hidden]; ids int64 and weights float32: [batches, tokens, top_k]."""
+
+    x: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return len(self.x)
+
+    def save(self, file: Path) -> None:
+        np.savez(file, x=self.x, ids=self.ids, weights=self.weights)
+
+    @classmethod
+    def load(cls, file: Path) -> Batches:
+        with np.load(file) as arrays:
+            return cls(arrays["x"], arrays["ids"], arrays["weights"])
+
+
+class Calls:
+    """One size of calls, ready to run. A worker's own class; stage() is not timed, run() is."""
+
+    def stage(self, batch: int) -> None:
+        """Put a batch's inputs where run() takes them."""
+
+    def run(self, setting: str) -> None:
+        """One call."""
+        raise NotImplementedError
+
+    def output(self) -> np.ndarray:
+        """The last call's, float32 [tokens, hidden]."""
+        raise NotImplementedError
+
+
+def thread_counts(threads: int, tokens: int) -> list[int]:
+    """All threads, and one where calls are small enough that others may only be in its way."""
+    return [threads, 1] if threads > 1 and tokens <= FEW_TOKENS else [threads]
+
+
+def count(threads: int) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}"
+
+
+class Worker:
+    """A peer's way to run the experts. about: what the result's file says of it."""
+
+    about: dict
+
+    def __init__(self, way: str, model: Model, threads: int):
+        raise NotImplementedError
+
+    def settings(self, tokens: int) -> list[str]:
+        """Ways to run calls of this size, of which the fastest is used. All of them can run a call of one token."""
+        raise NotImplementedError
+
+    def prepare(self, batches: Batches) -> Calls:
+        raise NotImplementedError
+
+    def limits(self, seconds: float) -> dict:
+        """The machine's read bandwidth and multiply peaks; only worker_limits.py measures them."""
+        raise NotImplementedError
+
+
+class Model:
+    """The checkpoint in a folder: one layer of MXFP4 experts."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        config = json.loads((folder / "config.json").read_text())
+        self.experts, self.top_k = config["n_routed_experts"], config["num_experts_per_tok"]
+        self.hidden, self.intermediate = config["hidden_size"], config["moe_intermediate_size"]
+        self._tensors = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            for name, info in header.items():
+                self._tensors[name] = (file, 8 + length + info["data_offsets"][0], tuple(info["shape"]))
+
+    def matrix(self, expert: int, projection: str) -> tuple[np.ndarray, np.ndarray]:
+        """Codes uint8 [n, k / 2], even k in the low nibble, and UE8M0 scales uint8 [n, k / 32]."""
+        name = f"layers.0.ffn.experts.{expert}.{NAMES[projection]}"
+        return self._read(f"{name}.weight"), self._read(f"{name}.scale")
+
+    def _read(self, name: str) -> np.ndarray:
+        file, offset, shape = self._tensors[name]
+        return np.fromfile(file, np.uint8, int(np.prod(shape)), offset=offset).reshape(shape)
+
+
+def serve(worker: type[Worker]) -> None:
+    """Answer the driver until it closes the pipe or ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped worker would not notice
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    way, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    session = _Session(worker, way, folder, threads)
+    for line in sys.stdin:
+        try:
+            answer = session.answer(json.loads(line))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+class _Session:
+    def __init__(self, worker: type[Worker], way: str, folder: Path, threads: int):
+        self._start = lambda: worker(way, Model(folder), threads)
+        self._folder = folder
+        self._warm: Calls | None = None
+        self._calls: Calls | None = None
+
+    def answer(self, message: dict) -> dict:
+        match message["do"]:
+            case "load":
+                self._worker = self._start()
+                return {"about": self._worker.about}
+            case "point":
+                return self._point(Batches.load(self._folder / message["inputs"]))
+            case "call":
+                return {"seconds": self._call(message["setting"], message["batch"])}
+            case "output":
+                np.save(self._folder / message["into"], self._calls.output())
+                return {}
+            case "limits":
+                return self._worker.limits(message["seconds"])
+        raise ValueError(f"unknown message {message}")
+
+    def _point(self, batches: Batches) -> dict:
+        self._calls = None  # frees the last point's first
+        if self._warm is None:
+            self._warm = self._worker.prepare(Batches.load(self._folder / "warm.npz"))
+        self._calls = self._worker.prepare(batches)
+        seconds = {}
+        for name in self._worker.settings(batches.tokens):
+            seconds[name] = self._call(name, 0)
+            for batch in range(1, TRIES if seconds[name] < LONG_SECONDS else 1):
+                seconds[name] = min(seconds[name], self._call(name, batch % len(batches.ids)))
+        return {"settings": seconds, "best": min(seconds, key=seconds.get)}
+
+    def _call(self, setting: str, batch: int) -> float:
+        self._warm.stage(0)
+        self._warm.run(setting)  # wakes the threads
+        self._calls.stage(batch)
+        start = time.perf_counter()
+        self._calls.run(setting)
+        return time.perf_counter() - start

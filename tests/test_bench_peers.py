@@ -1,0 +1,182 @@
+"""bench/peers with peers made for this: who is wrong, dies or cannot be installed is in the result with the reason, untimed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import ktmoe
+from bench.peers import __main__ as peers
+from bench.peers import environments, report, rounds
+from bench.peers.peers import BF16, INT8, Peer, Way
+from bench.peers.workers import weights
+from ktmoe import reference, synthetic
+
+SHAPE = {"hidden": 128, "intermediate": 96, "top_k": 2, "experts": 8}
+WORKER = """
+import os, signal, sys
+sys.path.insert(0, {workers!r})
+import ktmoe, ml_dtypes, numpy as np
+from ktmoe import MoELayer
+from protocol import Calls, Worker, serve
+
+class Fake(Worker):
+    about = {{"version": "fake 1"}}
+    def __init__(self, way, model, threads):
+        if way == "does not load":
+            raise ValueError("the moon is not full")
+        print("a library's noise")
+        self.way, self.layer = way, MoELayer(ktmoe.load_experts(model.folder, 0), "fp32_lut")
+    def settings(self, tokens):
+        return ["slow", "fast"]
+    def prepare(self, batches):
+        if self.way == "one token only" and batches.tokens > 1:
+            raise ValueError("one token, please")
+        calls = FakeCalls()
+        calls.worker, calls.batches = self, batches
+        return calls
+
+class FakeCalls(Calls):
+    def stage(self, batch):
+        self.batch = batch
+    def run(self, setting):
+        b, layer = self.batches, self.worker.layer
+        for _ in range(200 if setting == "slow" else 1):
+            self.y = layer.forward(b.x.view(ml_dtypes.bfloat16), b.ids[self.batch], b.weights[self.batch])
+        if self.worker.way == "dies" and b.tokens > 1:
+            print("last words", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGILL)
+    def output(self):
+        y = self.y.astype(np.float32)
+        return y * np.float32({{"3 % off": 1.03, "1.5 % off": 1.015, "NaN": np.nan}}.get(self.worker.way, 1))
+
+serve(Fake)
+"""
+WAYS = {
+    "right": BF16,
+    "1.5 % off": INT8,
+    "3 % off": INT8,
+    "NaN": BF16,
+    "dies": BF16,
+    "does not load": BF16,
+    "one token only": BF16,
+}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """That of one decode and one prefill point, as it is after a trip through JSON."""
+    folder = tmp_path_factory.mktemp("peers")
+    worker = folder / "worker_fake.py"
+    worker.write_text(WORKER.format(workers=str(peers.HERE / "workers")))
+    fake = Peer("fake", "fake", str(worker), (), tuple(Way(name, numerics) for name, numerics in WAYS.items()))
+    absent = Peer("absent", "absent", str(worker), (("--no-index", "no-such-package"),), (Way("way", BF16),))
+    words = ["run", "--seconds", "0.1", "--rounds", "4", "--points", "decode-1", "--points", "prefill-6"]
+    words += ["--only", "fake *", "--only", "absent *", "--only", "ktmoe fp32_lut *"]
+    model = folder / "model"
+    install = environments.python
+
+    def interpreter(peer, progress):
+        return Path(sys.executable) if peer is fake else install(peer, progress, folder / "environments")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "PEERS", (fake, absent))
+        patch.setattr(environments, "python", interpreter)
+        measured = peers.measure_all(SHAPE, peers._parser().parse_args(words), model, lambda text: None)
+    return json.loads(json.dumps(measured))
+
+
+def timed(point) -> set[str]:
+    return {key for row in point["rounds"] for key in row["seconds"]}
+
+
+def test_only_right_answers_are_timed(result):
+    ours = next(key for key in result["participants"] if key.startswith("ktmoe fp32_lut"))
+    assert result["base"] == ours
+    decode, prefill = result["points"]
+    assert timed(decode) == {ours, "fake right", "fake 1.5 % off", "fake dies", "fake one token only"}
+    assert timed(prefill) == {ours, "fake right", "fake 1.5 % off"}
+    for point in result["points"]:
+        assert 3 <= len(point["rounds"]) <= 4
+        assert all(ours in row["seconds"] and row["read"] > 0 and row["peaks"] for row in point["rounds"])
+
+
+def test_who_is_out_is_told_why(result):
+    decode, prefill = (point["participants"] for point in result["points"])
+    assert re.fullmatch(r"WRONG: error [23]\.\d\d% of the output, more than 2%", decode["fake 3 % off"]["failure"])
+    assert decode["fake NaN"]["failure"].startswith("WRONG: error inf")
+    assert prefill["fake dies"]["failure"] == "the worker was killed by SIGILL: last words"
+    assert prefill["fake one token only"]["failure"] == "ValueError: one token, please"
+    assert result["participants"]["fake does not load"]["failure"] == "ValueError: the moon is not full"
+    assert "pip install --no-index no-such-package failed" in result["participants"]["absent way"]["failure"]
+    assert report.wrong(result) == [f"{name}: fake {way}" for name in ("decode-1", "prefill-6") for way in ("3 % off", "NaN")]
+
+
+def test_the_fastest_setting_is_taken(result):
+    for point in result["points"]:
+        assert point["participants"]["fake right"]["best"] == "fast"
+
+
+def test_the_table_has_all_of_them(result):
+    console = Console(width=200, record=True, force_terminal=True)
+    with console.capture() as capture:
+        report.show(result, console)
+    text = capture.get()
+    for word in (
+        "fake right",
+        "decode-1",
+        "prefill-6",
+        "out: decode-1: fake NaN: WRONG",
+        "SIGILL: last words",
+        "moon",
+    ):
+        assert word in text
+
+
+def test_a_ratio_is_the_median_of_rounds_ratios():
+    """Not a ratio of medians, which the machine's changes between rounds would be part of."""
+    seconds = [(1.0, 2.0), (3.0, 9.0), (8.0, 8.0)]
+    result = {
+        "shape": {"bytes an expert": 10},
+        "base": "ours",
+        "participants": {"ours": {"about": {"kernels": "k"}}, "theirs": {"about": {}}},
+    }
+    point = {
+        "flops": 480.0,
+        "tokens": 4,
+        "experts": [6],
+        "rounds": [{"batch": 0, "read": 60.0, "peaks": {"k": 480.0}, "seconds": {"ours": a, "theirs": b}} for a, b in seconds],
+    }
+    theirs, ours = rounds.figures(result, point, "theirs"), rounds.figures(result, point, "ours")
+    assert theirs["ratio"] == 2.0
+    assert ours["ratio"] is None
+    assert (ours["seconds"], ours["bytes_rate"], ours["flops_rate"], ours["intensity"]) == (3.0, 20.0, 160.0, 8.0)
+    assert (ours["read_share"], ours["peak_share"], theirs["peak_share"]) == (1 / 3, 1 / 3, None)
+
+
+def test_peers_get_the_same_weights():
+    """In bfloat16 and in ggml's blocks, whose table is twice E2M1's and whose scales are halved."""
+    matrix = synthetic.deepseek_v4_experts(num_experts=1, hidden=64, intermediate=96).matrix(0, "up")
+    expected = reference.dequantize(matrix)
+    bits = weights.bfloat16_weights(matrix.codes, matrix.scales)
+    assert np.array_equal(weights.float32(bits), expected)
+    blocks = weights.mxfp4_blocks(matrix.codes, matrix.scales)
+    codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+    doubled = 2 * np.array(ktmoe.MXFP4.codebook)
+    values = doubled[codes] * np.exp2(blocks[..., :1].astype(np.float64) - 128)
+    assert np.array_equal(values.reshape(expected.shape), expected)
+
+
+def test_both_pictures_are_drawn(result, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    saved = tmp_path / "result.json"
+    saved.write_text(json.dumps(result))
+    assert peers.main(["plot", str(saved), "--into", str(tmp_path / "img")]) == 0
+    for name in ("roofline.png", "peers.png"):
+        assert (tmp_path / "img" / name).read_bytes().startswith(b"\x89PNG")
