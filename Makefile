@@ -12,7 +12,7 @@ PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
 EXTRAS := build package cli test bench lint
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd') ktmoe/_native/isa.py
-ARGS ?=# more arguments for pytest
+ARGS ?=# more arguments for pytest, or for bench/scaling.py
 
 # .venv is made again where it does not run, and where PYTHON is given and is another version.
 VERSION := -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])'
@@ -40,6 +40,9 @@ test: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## the test suite; ARGS="-k 
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 10 minutes on 2 cores
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
+scaling: $(STAMPS)/native $(STAMPS)/bench ## predict what calls cost here and on other CPUs, and check it; ARGS=--write for docs
+	@$(PY) bench/scaling.py $(ARGS)
+
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .
 	@$(PY) -m ruff format -q --check .
@@ -57,7 +60,7 @@ clean: ## remove .venv and everything that was built
 	@rm -rf $(VENV) build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test bench lint format config clean FORCE
+.PHONY: help demo test bench scaling lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE
