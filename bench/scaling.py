@@ -350,13 +350,15 @@ def draw(measured: Measured, kernels: dict[str, Kernel], path: Path) -> None:
         flops = [t * shape.top_k * shape.slot_flops / machine.peak / kernel.efficiency for t in tokens]
         if backend == "fp32_lut":
             reading = [1e3 * shape.expert_bytes * u / machine.read for u in used]
-            axes.plot(tokens, reading, color="0.55", lw=1, ls="--", label="reading the weights alone")
-        axes.plot(tokens, [1e3 * f for f in flops], color=color, lw=1, ls=":", label=f"{backend}: multiplying alone")
+            axes.plot(tokens, reading, color="0.55", lw=1, ls="--", label="reading alone")
+        axes.plot(
+            tokens, [1e3 * f for f in flops], color=color, lw=1, ls=":", label="multiplying alone" if backend == "amx" else None
+        )
         curve = [1e3 * cost_model.seconds(shape, t, kernel, machine) for t in tokens]
         axes.plot(tokens, curve, color=color, lw=1.8, label=f"{backend}: predicted")
         for fitted, fill in ((True, color), (False, "white")):
             some = [p for p in points if (p.case in FITS) == fitted]
-            label = f"{backend}: measured{', found with' if fitted else ''}"
+            label = f"{backend}: measured{', fitted to' if fitted else ''}"
             at = [p.tokens for p in some], [1e3 * p.seconds for p in some]
             axes.plot(*at, "o", ms=5.5, mfc=fill, mec=color, mew=1.4, label=label)
     axes.set(xscale="log", yscale="log", xlabel="tokens in a call", ylabel="ms", ylim=(1.5, None))
