@@ -286,7 +286,7 @@ def test_tables():
     kernels = scaling.fits(measured)
     assert list(kernels) == ["avx2"]
     rows = scaling.compare(measured, kernels)
-    assert [row.fitted for row in rows].count(True) == 4
+    assert [row.fitted for row in rows].count(True) == 5
     assert all(row.ratio == pytest.approx(1, abs=0.05) for row in rows)
     heads, cells = scaling.prediction_table(cost_model.read_cpus(BENCH / "cpus.toml"), kernels, measured.call)
     assert {row[1] for row in cells} == {"`avx2`"}
