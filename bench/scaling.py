@@ -205,7 +205,8 @@ def fits(measured: Measured) -> dict[str, Kernel]:
 
 def compare(measured: Measured, kernels: dict[str, Kernel]) -> list[Row]:
     """All points beside their predictions, each with the machine's limits of the same rounds."""
-    points = sorted(measured.points, key=lambda p: (FITS + CHECKS).index(p.case))
+    order = {case: number for number, case in enumerate(FITS + CHECKS)}
+    points = sorted((p for p in measured.points if p.case in order), key=lambda p: order[p.case])
     return [
         Row(p, cost_model.seconds(SHAPES[p.shape], p.tokens, kernels[p.backend], p.machine(measured.call)), p.case in FITS)
         for p in points
