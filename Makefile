@@ -10,7 +10,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
-EXTRAS := build package cli test bench peers lint
+EXTRAS := build package cli test bench lint
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd') ktmoe/_native/isa.py
 ARGS ?=# more arguments for pytest or the tool that a target runs
 
@@ -43,9 +43,12 @@ bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2
 bench-compare: $(STAMPS)/bench ## the last saved benchmarks against those before; ARGS="3 1": number 3 against number 1
 	@$(PY) bench/compare.py $(ARGS)
 
-bench-peers: $(STAMPS)/native $(STAMPS)/peers ## kt-kernel, ggml and torch beside ktmoe: first installs them, then about 8 minutes
+bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe: first installs them, then about 8 minutes
 	@$(PY) -m bench.peers run --save .benchmarks/peers.json $(ARGS)
 	@$(PY) -m bench.peers plot .benchmarks/peers.json
+
+scaling: $(STAMPS)/native $(STAMPS)/bench ## predict what calls cost here and on other CPUs, and check it; ARGS=--write for docs
+	@$(PY) bench/scaling.py $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .
@@ -64,7 +67,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test bench bench-compare bench-peers lint format config clean FORCE
+.PHONY: help demo test bench bench-compare bench-peers scaling lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE
