@@ -48,21 +48,31 @@ class Subject:
     def id(self) -> str:
         """The backend's name, and what it leaves open."""
         backend = backends.get(self.backend)
+        own = [mode for mode in backend.activations if mode not in backend.also]
         words = [self.backend]
-        if len(backend.isas) > 1:
+        if len(backend.also.get(self.activations, backend.isas)) > 1:
             words.append(self.isa)
-        if len(backend.activations) > 1:
+        if len(own) > 1 or self.activations not in own:
             words.append(self.activations)
         return "-".join(words)
 
 
+def _subjects() -> list[Subject]:
+    """Each backend in each mode of its own; and what several share, a mode that another instruction set serves, once: on the
+    last of them, which runs on more CPUs than the first."""
+    own, shared = [], {}
+    for name in backends.ranked():
+        backend = backends.get(name)
+        for mode in backend.activations:
+            if mode in backend.also:
+                shared |= {(isa, mode): Subject(name, isa, mode) for isa in backend.also[mode]}
+        modes = [mode for mode in backend.activations if mode not in backend.also]
+        own += [Subject(name, isa, mode) for isa in backend.isas for mode in modes]
+    return own + list(shared.values())
+
+
 # Found out once, before any test changes what is detected.
-SUBJECTS = {
-    subject.id: subject
-    for name in backends.ranked()
-    for isa in backends.get(name).isas
-    for subject in [Subject(name, isa, mode) for mode in backends.get(name).activations]
-}
+SUBJECTS = {subject.id: subject for subject in _subjects()}
 WAYS = {isa: _way(isa) for isa in ISAS}
 
 
@@ -90,6 +100,9 @@ def chosen(subject: Subject, folder):
     with prepared(subject.isa, folder), pytest.MonkeyPatch.context() as patch:
         backend = backends.get(subject.backend)
         others = [mode for mode in ("bf16",) if mode != subject.activations]
-        patch.setattr(backend, "isas", (subject.isa,))
+        if subject.activations in backend.also:
+            patch.setattr(backend, "also", {subject.activations: (subject.isa,)})
+        else:
+            patch.setattr(backend, "isas", (subject.isa,))
         patch.setattr(backend, "activations", (subject.activations, *others))
         yield subject.backend

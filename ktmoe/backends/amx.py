@@ -6,6 +6,8 @@ from ktmoe.backends.native import NativeBackend
 
 class Amx(NativeBackend):
     isas = ("amx",)
+    activations = ("bf16", "int8")
+    also = {"int8": ("avx512_vnni",)}
 
 
 registry.register("amx", Amx())

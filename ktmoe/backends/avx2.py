@@ -6,7 +6,8 @@ from ktmoe.backends.native import NativeBackend
 
 class Avx2(NativeBackend):
     isas = ("avx2",)
-    activations = ("int16", "bf16")
+    activations = ("int16", "bf16", "int8")
+    also = {"int8": ("avx_vnni", "avx2")}
 
 
 registry.register("avx2", Avx2())

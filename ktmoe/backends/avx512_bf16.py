@@ -6,6 +6,8 @@ from ktmoe.backends.native import NativeBackend
 
 class Avx512Bf16(NativeBackend):
     isas = ("avx512_bf16",)
+    activations = ("bf16", "int8")
+    also = {"int8": ("avx512_vnni",)}
 
 
 registry.register("avx512_bf16", Avx512Bf16())

@@ -6,6 +6,8 @@ from ktmoe.backends.native import NativeBackend
 
 class Fp32Lut(NativeBackend):
     isas = ("avx512f", "portable")
+    activations = ("bf16", "int8")
+    also = {"int8": ("avx512_vnni",)}
 
 
 registry.register("fp32_lut", Fp32Lut())
