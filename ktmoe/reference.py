@@ -34,13 +34,13 @@ ACTIVATION_ROUNDINGS = 5
 SILU_MINIMUM = -1.2784645427610738
 
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
-#: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two, or as 8-bit
-#: integers times one bfloat16 number.
+#: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two, or as
+#: 8-bit integers times one bfloat16 number.
 ACTIVATIONS = ("bf16", "int16", "int8")
 #: "int8": the largest integer, and the least maximum of a group, whose scale is 2**-118.
 LARGEST_INT8 = 127
 LEAST_INT8_MAXIMUM = 127 * 2.0**-118
-#: Scales, in steps of bfloat16, that are tried where a group's scale is not certain; beyond, an error of half of one is assumed.
+#: Scales, neighbouring bfloat16 numbers, that are tried where a group's is not certain; beyond, half of the largest is added.
 INT8_SCALES = 8
 #: What bfloat16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that folds().
 SCALES = ("exact", "folded")
@@ -165,8 +165,8 @@ def forward(
     for projection, format in experts.formats.items():
         if activations != "bf16" and integer_unit(format) is None:
             raise InputError(
-                f"activations {activations!r} need a codebook of integers up to 16 times one power of two from 2**-8 to 1, and scales"
-                f" for groups of 32; {projection} of {experts.name} is {format.description}"
+                f"activations {activations!r} need a codebook of integers up to 16 times one power of two from 2**-8 to 1,"
+                f" and scales for groups of 32; {projection} of {experts.name} is {format.description}"
             )
     y = np.zeros((len(x), len(np.arange(experts.hidden)[columns])))
     eps, size = np.zeros_like(y), np.zeros_like(y)
@@ -240,7 +240,7 @@ def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray
 
 
 def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each group, whose maximum is M, at least LEAST_INT8_MAXIMUM: RNE(a / s) * s, where s = M / 127 rounded to bfloat16."""
+    """For each group, whose maximum is M, at least LEAST_INT8_MAXIMUM: RNE(a / s) * s, where s = M / 127, to bfloat16."""
 
     def nearest(v, s):
         # float64 rounds the quotient of two numbers of 8 bits neither to half an integer nor away from it

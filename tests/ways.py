@@ -58,17 +58,20 @@ class Subject:
 
 
 def _subjects() -> list[Subject]:
-    """Each backend in each mode of its own; and what several share, a mode that another instruction set serves, once: on the
-    last of them, which runs on more CPUs than the first."""
+    """Each backend in each mode of its own; and a mode that other instruction sets serve once on each of these, for the backend
+    that runs on most CPUs."""
     own, shared = [], {}
     for name in backends.ranked():
         backend = backends.get(name)
-        for mode in backend.activations:
-            if mode in backend.also:
-                shared |= {(isa, mode): Subject(name, isa, mode) for isa in backend.also[mode]}
-        modes = [mode for mode in backend.activations if mode not in backend.also]
-        own += [Subject(name, isa, mode) for isa in backend.isas for mode in modes]
-    return own + list(shared.values())
+        own += [Subject(name, isa, mode) for isa in backend.isas for mode in backend.activations if mode not in backend.also]
+        for mode, isas in backend.also.items():
+            for isa in isas:
+                shared.setdefault((isa, mode), []).append(name)
+
+    def needs(name):
+        return min(len(required_features(isa)) for isa in backends.get(name).isas)
+
+    return own + [Subject(min(names, key=needs), isa, mode) for (isa, mode), names in shared.items()]
 
 
 # Found out once, before any test changes what is detected.

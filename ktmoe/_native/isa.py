@@ -16,8 +16,7 @@ C_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthr
 class Isa:
     """An instruction set.
 
-    rank: how fast its kernels are beside the others' on the CPUs that have it; a backend ranks as the best that it can use. 0:
-    it only serves an activation mode of backends that rank by others.
+    rank: how fast its kernels are beside the others' on the CPUs that have it; a backend ranks as the best that it can use.
     rank_with: (CPU feature, the rank on CPUs that have that, too), the first that applies.
     flags: the compiler's, for kernels/<name>/*.c and nothing else. requires: CPU features, as core.cpu_features() names them.
     implies: rows of ISAS whose features and flags come with it.
@@ -35,7 +34,7 @@ class Isa:
 ISAS = {
     "portable": Isa(100),
     "avx2": Isa(200, flags=("-mavx2", "-mfma"), requires=("avx2", "fma"), implies=("portable",)),
-    "avx_vnni": Isa(0, flags=("-mavxvnni",), requires=("avx_vnni",), implies=("avx2",)),
+    "avx_vnni": Isa(210, flags=("-mavxvnni",), requires=("avx_vnni",), implies=("avx2",)),
     "avx512f": Isa(250, flags=("-mavx512f",), requires=("avx512f",), implies=("avx2",)),
     "avx512_bf16": Isa(
         300,
@@ -45,9 +44,7 @@ ISAS = {
         # Intel's cores with AMX start a VDPBF16PS every second cycle and two FMAs every cycle: half the FLOPs (measured).
         rank_with=(("amx_tile", 225),),
     ),
-    "avx512_vnni": Isa(
-        0, flags=("-mavx512bw", "-mavx512vnni"), requires=("avx512bw", "avx512_vnni"), implies=("avx512f",)
-    ),
+    "avx512_vnni": Isa(260, flags=("-mavx512bw", "-mavx512vnni"), requires=("avx512bw", "avx512_vnni"), implies=("avx512f",)),
     "amx": Isa(
         400,
         flags=("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
