@@ -5,7 +5,7 @@
  *             an integer, both to nearest, ties to even: |q| <= 127. A NaN or an infinity makes scale NaN.
  *
  * A quotient in fp32 is rounded twice and yet right: a number of 8 bits over one of 8 bits is half an integer, or further from
- * one than 2^-13, and over 127 it is never half a unit of bf16.
+ * one than 2^-11, and over 127 it is never half a unit of bf16.
  */
 #ifndef KT_INT8_ROWS_H
 #define KT_INT8_ROWS_H
