@@ -49,15 +49,17 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All that run on this CPU, a backend's on worse instruction sets last."""
+    """All that run on this CPU, a backend's on worse instruction sets last; what several backends share, once."""
+    shared = set()
     for format, (weight_format, _) in FORMATS.items():
         for name in ktmoe.backends.available():
             backend = ktmoe.backends.get(name)
             if not isinstance(backend, NativeBackend):
                 continue
-            tables, _ = backend.usable()
-            for table in tables if format == "MXFP4" else tables[:1]:
-                for mode in backend.activations:
+            for mode in backend.activations:
+                tables = [table for table in backend.usable(mode)[0] if (format, table.name, mode) not in shared]
+                shared |= {(format, isa, mode) for isa in backend.also.get(mode, ())}
+                for table in tables if format == "MXFP4" else tables[:1]:
                     if table.serves(weight_format, mode):
                         yield Case(format, name, table.name, mode, "exact")
                     if _rounds(table, weight_format, mode):
@@ -88,7 +90,10 @@ def subject(request):
     backend = ktmoe.backends.get(case.backend)
     experts = FORMATS[case.format][1]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "isas", (case.isa,))
+        if case.activations in backend.also:
+            patch.setattr(backend, "also", {case.activations: (case.isa,)})
+        else:
+            patch.setattr(backend, "isas", (case.isa,))
         table = backend.table(experts, case.activations)
         with MoELayer(experts, case.backend, case.activations, scales=case.scales) as layer:
             yield Subject(case, experts, layer, measure.Limits(layer, table))

@@ -319,7 +319,7 @@ def test_mxcsr_is_neither_read_nor_written(program, emulated, mxcsr):
 
 
 def test_dot_of_bytes_by_vex(program, emulated):
-    """vpdpbusd of xmm or ymm: {vex} vpdpbusd %ymm9, %ymm2, %ymm11 and others, byte by byte; the rest of the register is zeroed."""
+    """vpdpbusd of xmm or ymm, as {vex} vpdpbusd %ymm9, %ymm2, %ymm11, by its bytes; the rest of the register is zeroed."""
     rng = np.random.default_rng(8)
     area = aligned(64, np.uint8)
     for code, dest, first, source in (
