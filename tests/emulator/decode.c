@@ -21,7 +21,7 @@
 #include <string.h>
 
 static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_vnni,
-                                        &kt_amx_tiles,   &kt_amx_dot,     &kt_avx512_between};
+                                          &kt_amx_tiles,   &kt_amx_dot,     &kt_avx512_between};
 
 struct kt_opcode *kt_opcode_at(size_t i) {
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
