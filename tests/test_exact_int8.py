@@ -12,7 +12,7 @@ from ktmoe import MXFP4
 
 FOUR_BITS = {name: weight_format for name, weight_format in FORMATS.items() if weight_format.family == "q4"}
 #: Rows of an expert that are served apart: few() in passes of each size, many() in tiles of each.
-TOKENS = (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 14, 15, 40, 97)
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 21)
 
 
 @pytest.fixture(scope="module", params=[name for name, subject in ways.SUBJECTS.items() if subject.activations == "int8"])
@@ -49,7 +49,7 @@ def quantised(h):
 def test_down(backend, name, tokens):
     rng = np.random.default_rng(tokens)
     weight_format = FOUR_BITS[name]
-    for n, k in ((64, 32), (70, 70), (130, 322), (64, 608)):
+    for n, k in ((64, 32), (70, 70), (66, 290)):
         codes, scales = random_codes(rng, n, k, weight_format), scales_of(rng, n, k, weight_format)
         with down_layer(backend, codes, scales, weight_format) as layer:
             assert layer.activations == "int8"
