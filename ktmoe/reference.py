@@ -21,7 +21,7 @@ UNIT = 2.0**-24
 TINY = 2.0**-126
 #: Largest finite float32.
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: A backend adds blocks of this many products in ascending k; within a block any order will do. "int16" quantises by it.
+#: A backend adds blocks of this many products in ascending k; within a block any order will do. Integers are quantised by it.
 BLOCK = 32
 
 #: A backend's exp(z), z float32: relative error at most this where 2**-126 <= exp(z) <= 2**126. Below, the result lies in
@@ -34,8 +34,14 @@ ACTIVATION_ROUNDINGS = 5
 SILU_MINIMUM = -1.2784645427610738
 
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
-#: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two.
-ACTIVATIONS = ("bf16", "int16")
+#: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two, or as
+#: 8-bit integers times one bfloat16 number.
+ACTIVATIONS = ("bf16", "int16", "int8")
+#: "int8": the largest integer, and the least maximum of a group, whose scale is 2**-118.
+LARGEST_INT8 = 127
+LEAST_INT8_MAXIMUM = 127 * 2.0**-118
+#: Scales, neighbouring bfloat16 numbers, that are tried where a group's is not certain; beyond, half of the largest is added.
+INT8_SCALES = 8
 #: What bfloat16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that folds().
 SCALES = ("exact", "folded")
 
@@ -89,8 +95,8 @@ def round_bfloat16(a: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(a), np.where(np.abs(rounded) < 2.0**128, rounded, np.copysign(np.inf, a)), a)
 
 
-def int16_unit(format: WeightFormat) -> float | None:
-    """The largest power of two, 2**-8 to 1, of which a codebook is multiples, by 16 at most; None if there is no int16."""
+def integer_unit(format: WeightFormat) -> float | None:
+    """The largest power of two, 2**-8 to 1, of which a codebook is multiples, by 16 at most; None if there is none."""
     if format.family == "q4" and format.scale.extent[1] % BLOCK == 0:
         for unit in 2.0 ** -np.arange(9):
             entries = np.array(format.codebook) / unit
@@ -139,7 +145,7 @@ def forward(
     expert_weights: [tokens, top_k], float32. router_weight: what they multiply, one of ROUTER_WEIGHTS.
     columns: which outputs to compute, an index along hidden. To check samples, pass a few tokens' rows and a few columns.
     block: products that a backend may add in any order, see BLOCK; intermediate or hidden, whichever is larger, allows any.
-    activations: what the linear maps take, one of ACTIVATIONS. "int16" exists for the formats that have an int16_unit.
+    activations: what the linear maps take, one of ACTIVATIONS. Integers exist for the formats that have an integer_unit.
     scales: one of SCALES. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
     """
@@ -152,13 +158,15 @@ def forward(
         raise InputError(f"activations must be one of {ACTIVATIONS}, found {activations!r}")
     if scales not in SCALES:
         raise InputError(f"scales must be one of {SCALES}, found {scales!r}")
-    if scales == "folded" and activations == "int16":
-        raise InputError("scales 'folded' need activations 'bf16', found 'int16', which multiplies integers and folds no scale")
+    if scales == "folded" and activations != "bf16":
+        raise InputError(
+            f"scales 'folded' need activations 'bf16', found {activations!r}, which multiplies integers and folds no scale"
+        )
     for projection, format in experts.formats.items():
-        if activations == "int16" and int16_unit(format) is None:
+        if activations != "bf16" and integer_unit(format) is None:
             raise InputError(
-                f"activations 'int16' need a codebook of integers up to 16 times one power of two from 2**-8 to 1, and scales"
-                f" for groups of 32; {projection} of {experts.name} is {format.description}"
+                f"activations {activations!r} need a codebook of integers up to 16 times one power of two from 2**-8 to 1,"
+                f" and scales for groups of 32; {projection} of {experts.name} is {format.description}"
             )
     y = np.zeros((len(x), len(np.arange(experts.hidden)[columns])))
     eps, size = np.zeros_like(y), np.zeros_like(y)
@@ -195,33 +203,62 @@ def forward(
 
 def _operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
     """What a linear map takes for bfloat16 rows a, and its error, given that a backend's rows lie between low and high."""
-    if activations == "int16":
-        return _quantise(a, low, high)
+    if activations != "bf16":
+        return _quantise(a, low, high, _int16 if activations == "int16" else _int8)
     eps = np.maximum(high - a, a - low)
     return a, eps + _flush(a, eps)
 
 
-def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each group of 32, whose maximum is M: RNE(a / s) * s, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
+def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray, integers) -> tuple[np.ndarray, np.ndarray]:
+    """Each group of 32 as _int16 or _int8 make it, and what that can be off for rows between low and high."""
     tokens, k = a.shape
     a, low, high = (np.pad(v, ((0, 0), (0, -k % BLOCK))).reshape(tokens, -(-k // BLOCK), BLOCK) for v in (a, low, high))
     finite = np.isfinite(low + high).all(axis=2, keepdims=True)
-    a, low, high = (np.where(finite, v, 0.0) for v in (a, low, high))
+    quantised, eps = integers(*(np.where(finite, v, 0.0) for v in (a, low, high)))
+    quantised, eps = np.where(finite, quantised, np.nan), np.where(finite, eps, np.inf)
+    return quantised.reshape(tokens, -1)[:, :k], eps.reshape(tokens, -1)[:, :k]
 
-    def exponent(sizes):
-        return np.frexp(np.maximum(sizes.max(axis=2, keepdims=True), TINY))[1] - 1
+
+def _maxima(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The groups' maximum magnitudes: of a, and the least and the largest of anything between low and high."""
+    return tuple(v.max(axis=2, keepdims=True) for v in (np.abs(a), np.maximum(low, -high), np.maximum(-low, high)))
+
+
+def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each group, whose maximum is M: RNE(a / s) * s, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
 
     def nearest(v, e):
         return np.ldexp(np.rint(np.ldexp(v, 14 - e)), e - 14)
 
-    quantised, eps = nearest(a, exponent(np.abs(a))), np.zeros_like(a)
+    own, least, most = (np.frexp(np.maximum(maximum, TINY))[1] - 1 for maximum in _maxima(a, low, high))
+    quantised, eps = nearest(a, own), np.zeros_like(a)
     # nearest is monotone for one E; where M may be on either side of a power of two, it may be either E
-    least, most = exponent(np.maximum(low, -high)), exponent(np.maximum(-low, high))
     for step in range(int((most - least).max(initial=0)) + 1):
         e = np.minimum(least + step, most)
         eps = np.maximum(eps, np.maximum(nearest(high, e) - quantised, quantised - nearest(low, e)))
-    quantised, eps = np.where(finite, quantised, np.nan), np.where(finite, eps, np.inf)
-    return quantised.reshape(tokens, -1)[:, :k], eps.reshape(tokens, -1)[:, :k]
+    return quantised, eps
+
+
+def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each group, whose maximum is M, at least LEAST_INT8_MAXIMUM: RNE(a / s) * s, where s = M / 127, to bfloat16."""
+
+    def nearest(v, s):
+        # float64 rounds the quotient of two numbers of 8 bits neither to half an integer nor away from it
+        return np.rint(v / s) * s
+
+    own, least, most = (
+        round_bfloat16(np.maximum(maximum, LEAST_INT8_MAXIMUM) / LARGEST_INT8) for maximum in _maxima(a, low, high)
+    )
+    quantised, eps = nearest(a, own), np.zeros_like(a)
+    # nearest is monotone for one s; s is one of the bfloat16 numbers from least to most
+    s = least
+    for _ in range(INT8_SCALES):
+        eps = np.maximum(eps, np.maximum(nearest(high, s) - quantised, quantised - nearest(low, s)))
+        left = s < most
+        if not left.any():
+            break
+        s = np.minimum(s + np.ldexp(1.0, np.frexp(s)[1] - 8), most)
+    return quantised, np.where(left, np.maximum(high - quantised, quantised - low) + most / 2, eps)
 
 
 def _linear(
@@ -246,7 +283,7 @@ def _linear(
     group = scale.extent[1] if scale else -(-matrix.shape[1] // block) * block
     if group % block:
         block = -(-block // group) * group  # blocks are parts of groups, or whole groups
-    unit = int16_unit(matrix.format) if activations == "int16" else 1.0
+    unit = integer_unit(matrix.format) if activations != "bf16" else 1.0
     limit = MAX_FLOAT32 / (1 + _gamma(matrix.shape[1] + 1))
     total, eps, spread = (np.zeros((len(a), len(weights))) for _ in range(3))  # spread: what changed operands can have added
     for start in range(0, matrix.shape[1], block):
@@ -265,7 +302,7 @@ def _linear(
             unscaled = np.where(smallest > 0, in_group / smallest, sizes * np.abs(matrix.format.codebook).max())
             overflow, flush = overflow | (unscaled / unit >= limit), flush * np.maximum(largest, 1.0)
         sums = -(-len(w) // min(group, BLOCK))  # that are scaled and added to the total
-        if activations == "int16":  # each of them is exact
+        if activations != "bf16":  # each of them is exact
             error = _gamma(sums) * of_all + sums * TINY
         elif scale and scale.kind == "bf16":
             error = _gamma(n) * of_group + _gamma(sums) * of_all + flush

@@ -28,7 +28,9 @@ EVERYTHING = CPUS["amx"]
 BEST = {
     "portable": {"fp32_lut": "portable"},
     "avx2": {"avx2": "avx2", "fp32_lut": "portable"},
+    "avx_vnni": {"avx2": "avx2", "fp32_lut": "portable"},
     "avx512f": {"fp32_lut": "avx512f", "avx2": "avx2"},
+    "avx512_vnni": {"fp32_lut": "avx512f", "avx2": "avx2"},
     "avx512_bf16": {"avx512_bf16": "avx512_bf16", "fp32_lut": "avx512f", "avx2": "avx2"},
     "avx512_bf16 with AMX": {"fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"},
     "amx": {"amx": "amx", "fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"},
@@ -44,7 +46,11 @@ NEEDED_BY = {
     "avx512vbmi": {"amx"},
     "amx_tile": {"amx"},
     "amx_bf16": {"amx"},
+    "avx_vnni": set(),  # only a mode of avx2, which has other kernels for it
+    "avx512_vnni": set(),
 }
+#: Rows that serve nothing but an activation mode of other backends: {row: the mode}.
+OF_A_MODE = {"avx_vnni": "int8", "avx512_vnni": "int8"}
 #: A codebook that integers of at most 16 cannot stand for.
 UNEVEN = WeightFormat("q4", tuple(v * 0.0625 + (v > 0) * 2.0**-8 for v in range(-8, 8)), Scale("bf16", (1, 64)))
 
@@ -192,7 +198,9 @@ def test_compile_flags_are_within_the_requirement(row):
     for flag in isa.compile_flags(row):
         feature = flag.removeprefix("-m").replace("-", "_")
         assert flag.startswith("-m")
-        assert {feature, feature.replace("avx512", "avx512_")} & set(isa.required_features(row)), flag
+        assert {feature, feature.replace("avx512", "avx512_"), feature.replace("avxvnni", "avx_vnni")} & set(
+            isa.required_features(row)
+        ), flag
 
 
 def test_tiles_are_asked_for_where_they_are_used():
@@ -210,7 +218,10 @@ def test_every_row_has_kernels_and_a_module():
     rows = set(isa.ISAS)
     source = Path(native.__file__).parent.parent / "_native"
     assert {folder.name for folder in (source / "kernels").iterdir() if folder.is_dir()} == rows
-    assert rows == {isa_ for name in backends.ranked() for isa_ in getattr(backends.get(name), "isas", ())}
+    own = {isa_ for name in backends.ranked() for isa_ in backends.get(name).isas}
+    also = {(isa_, mode) for name in backends.ranked() for mode, isas in backends.get(name).also.items() for isa_ in isas}
+    assert {(isa_, mode) for isa_, mode in also if isa_ not in own} == set(OF_A_MODE.items())
+    assert rows == own | set(OF_A_MODE)
     for row in rows:
         assert native.load_table(row).name == row
 
@@ -220,12 +231,13 @@ def test_every_row_has_kernels_and_a_module():
 
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
-    """All formats in bf16; 4-bit integers in int16 where that exists; folded scales where weights are bfloat16, of amx rounded
-    ones, too."""
+    """All formats in bf16; 4-bit integers in int16 and int8 where those exist; folded scales where weights are bfloat16, of amx
+    rounded ones, too. Or int8 alone."""
     table = native.load_table(row)
     keys = table.kernels()
-    expected = {("b16", "none", 0, "bf16", False)}
-    for mode in ("bf16", "int16") if row == "avx2" else ("bf16",):
+    modes = [OF_A_MODE[row]] if row in OF_A_MODE else ["bf16", "int16", "int8"] if row == "avx2" else ["bf16"]
+    expected = {("b16", "none", 0, "bf16", False)} if "bf16" in modes else set()
+    for mode in modes:
         expected |= {("q4", "ue8m0", 32, mode, False), ("q4", "bf16", GROUPS[-1], mode, False)}
     if row in ("avx512_bf16", "amx"):
         expected |= {("q4", "ue8m0", 32, "bf16", True)}
@@ -234,11 +246,13 @@ def test_what_a_table_serves(row):
     assert set(keys) == expected
     assert len(keys) == len(expected)
     for weight_format in FORMATS.values():
-        assert table.serves(weight_format, "bf16")
-        assert table.serves(weight_format, "int16") == (row == "avx2" and weight_format != B16)
-        assert not table.serves(weight_format, "int8")
-    assert table.serves(UNEVEN, "bf16")
-    assert not table.serves(UNEVEN, "int16")
+        assert table.serves(weight_format, "bf16") == ("bf16" in modes)
+        for mode in ("int16", "int8"):
+            assert table.serves(weight_format, mode) == (mode in modes and weight_format != B16)
+        assert not table.serves(weight_format, "int4")
+    assert table.serves(UNEVEN, "bf16") == ("bf16" in modes)
+    for mode in ("int16", "int8"):
+        assert not table.serves(UNEVEN, mode)
 
 
 @pytest.mark.parametrize("row", isa.ISAS)
@@ -252,17 +266,17 @@ def test_what_a_table_serves(row):
 )
 def test_what_no_table_serves(row, kind, extent):
     weight_format = WeightFormat("q4", MXFP4.codebook, Scale(kind, extent))
-    for mode in ("bf16", "int16"):
+    for mode in ("bf16", "int16", "int8"):
         assert not native.load_table(row).serves(weight_format, mode)
 
 
 #: What the formats of gate, up and down are, and backend avx2's modes for them.
 AVX2_MODES = [
-    (MXFP4, ["int16", "bf16"]),
-    *((int4(group), ["int16", "bf16"]) for group in GROUPS),
+    (MXFP4, ["int16", "bf16", "int8"]),
+    *((int4(group), ["int16", "bf16", "int8"]) for group in GROUPS),
     (B16, ["bf16"]),
     (UNEVEN, ["bf16"]),
-    ({"gate": MXFP4, "up": int4(64), "down": int4(32)}, ["int16", "bf16"]),
+    ({"gate": MXFP4, "up": int4(64), "down": int4(32)}, ["int16", "bf16", "int8"]),
     ({"gate": B16, "up": MXFP4, "down": MXFP4}, ["bf16"]),
     ({"gate": MXFP4, "up": B16, "down": MXFP4}, ["bf16"]),
     ({"gate": MXFP4, "up": MXFP4, "down": B16}, ["bf16"]),
@@ -276,7 +290,7 @@ def test_modes(cpu, formats, modes):
     cpu(*ALL_FEATURES)
     experts = experts_of(formats)
     for name in backends.names():
-        expected = modes if name == "avx2" else ["bf16"]
+        expected = [mode for mode in modes if name == "avx2" or mode != "int16"]
         backend = backends.get(name)
         assert backend.modes(experts) == expected
         assert backend.unsupported(experts) is None
@@ -292,22 +306,53 @@ def test_a_layer_says_its_mode():
                 assert layer.activations == (modes[0] if name == "avx2" else "bf16")
             with MoELayer(experts, name, "bf16") as layer:
                 assert layer.activations == "bf16"
-            if name != "avx2" or "int16" not in modes:
-                with pytest.raises(
-                    UnavailableError, match=rf"'{name}' .* no activation mode 'int16' for these weights, only bf16\."
-                ):
-                    MoELayer(experts, name, "int16")
+            for mode in ("int16", "int8"):
+                if mode not in modes or (mode == "int16" and name != "avx2"):
+                    match = rf"'{name}' .* no activation mode '{mode}' for these weights, only bf16[,.]"
+                    with pytest.raises(UnavailableError, match=match):
+                        MoELayer(experts, name, mode)
 
 
-def test_auto_takes_a_backend_that_has_the_mode_asked_for():
+@pytest.mark.parametrize("mode", ["int16", "int8"])
+def test_auto_takes_a_backend_that_has_the_mode_asked_for(mode):
     experts = random_experts(np.random.default_rng(1), 1, 64, 64)
-    able = [name for name in backends.available() if "int16" in backends.get(name).modes(experts)]
+    able = [name for name in backends.available() if mode in backends.get(name).modes(experts)]
     if able:
-        with MoELayer(experts, activations="int16") as layer:
-            assert (layer.backend, layer.activations) == (able[0], "int16")
+        with MoELayer(experts, activations=mode) as layer:
+            assert (layer.backend, layer.activations) == (able[0], mode)
     else:
-        with pytest.raises(UnavailableError, match=r"no backend can be used: .*'int16'"):
-            MoELayer(experts, activations="int16")
+        with pytest.raises(UnavailableError, match=rf"no backend can be used: .*'{mode}'"):
+            MoELayer(experts, activations=mode)
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_int8_where_an_instruction_set_has_it(cpu, name):
+    """Served by its own table, and nobody's choice unless asked for. Cascade Lake and Ice Lake are avx512_vnni here."""
+    cpu(*CPUS[name])
+    experts = experts_of(MXFP4)
+    for usable in BEST[name]:
+        served_by = {"avx2": "avx_vnni" if "avx_vnni" in CPUS[name] else "avx2"}.get(
+            usable, "avx512_vnni" if "avx512_vnni" in CPUS[name] else None
+        )
+        backend = backends.get(usable)
+        assert ("int8" in backend.modes(experts)) == (served_by is not None)
+        assert backend.modes(experts)[0] != "int8"
+        if served_by:
+            assert choose(usable, experts, "int8")[0] == usable
+            assert backend.table(experts, "int8").name == served_by
+    able = [usable for usable in BEST[name] if usable == "avx2" or "avx512_vnni" in CPUS[name]]
+    if able:
+        assert choose("auto", experts, "int8")[0] == able[0]
+
+
+def test_a_mode_whose_instruction_set_was_not_compiled(cpu, uncompiled):
+    cpu(*ALL_FEATURES)
+    uncompiled("avx512_vnni", "avx_vnni")
+    experts = experts_of(MXFP4)
+    assert choose("auto", experts, "int8")[0] == "avx2"
+    assert backends.get("avx2").table(experts, "int8").name == "avx2"
+    assert backends.get("fp32_lut").modes(experts) == ["bf16"]
+    assert set(backends.available()) == set(backends.names())
 
 
 def test_a_backend_with_instruction_sets_of_its_own_needs_no_rank():

@@ -1,4 +1,4 @@
-"""AVX512_BF16, AVX512_VBMI and what is emulated between, against the system's assembler and a numpy model.
+"""AVX512_BF16, AVX512_VBMI, VPDPBUSD and what is emulated between, against the system's assembler and a numpy model.
 
 On a CPU that has the instructions nothing traps, and the same tests compare the CPU itself with the model. In frames made up
 for the emulator it is compared on any CPU.
@@ -13,9 +13,9 @@ import emulator
 import numpy as np
 import pytest
 from emulator import assembly
-from emulator.avx512 import OPS, VBMI, emulate, execute, loop
+from emulator.avx512 import OPS, VBMI, VNNI, emulate, execute, loop
 from emulator.machine import STALE, Frame, aligned
-from emulator.model import SPECIAL, bf16_values, bits, dot_pairs, multiply, multishift, to_bf16
+from emulator.model import SPECIAL, bf16_values, bits, dot_bytes, dot_pairs, multiply, multishift, to_bf16
 
 pytest_plugins = ("emulator.fixtures",)
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
@@ -58,6 +58,8 @@ def expected_registers(case, zmm, k, memory):
     source, first, dest = (x[: case.vector_bytes].view(np.uint32) for x in (source, zmm[case.first], zmm[case.dest]))
     if case.op == "vpmultishiftqb":
         result = multishift(first.view(np.uint8), source.view(np.uint8))
+    elif case.op == "vpdpbusd":
+        result = dot_bytes(dest.view(np.int32), first.view(np.uint8), source.view(np.int8)).view(np.uint32)
     elif case.op == "vdpbf16ps":
         result = dot_pairs(dest.view(np.float32), first, source).view(np.uint32)
     elif case.op == "vcvtne2ps2bf16":
@@ -109,10 +111,11 @@ def run_cases(program, op, way, before):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_operand_form(program, emulated, trapping, multishift_traps, op):
+def test_every_operand_form(program, emulated, trapping, multishift_traps, dot_bytes_traps, op):
     """Random registers, lengths, masks, broadcasts and addresses: all 32 registers and 8 masks are as the model says."""
     done = run_cases(program, op, "case", lambda zmm: zmm)
-    assert emulator.counts()[op] == (done if (multishift_traps if op in VBMI else trapping) else 0)
+    traps = multishift_traps if op in VBMI else dot_bytes_traps if op in VNNI else trapping
+    assert emulator.counts()[op] == (done if traps else 0)
 
 
 @pytest.mark.parametrize("op", assembly.BETWEEN)
@@ -188,6 +191,19 @@ def test_cases_cover_the_forms(program):
         ("62 f2 ed 68 83 d9", None),  # reserved length
         ("62 f2 6d 48 83 d9", None),  # W0
         ("62 f2 ee 48 83 d9", None),  # another prefix
+        ("62 f2 6d 48 50 d9", ("vpdpbusd", 6)),
+        ("62 f2 6d d9 50 58 10", ("vpdpbusd", 7)),  # {1to16}, disp8, {k1}{z}
+        ("62 f2 6d 58 50 d9", None),  # broadcast of a register
+        ("62 f2 6d c8 50 d9", None),  # zeroing without a mask
+        ("62 f2 6d 68 50 d9", None),  # reserved length
+        ("62 f2 ed 48 50 d9", None),  # W1
+        ("62 f2 6e 48 50 d9", None),  # another prefix
+        ("62 f2 6d 48 51 d9", None),  # vpdpbusds, which saturates
+        ("c4 e2 6d 50 d9", ("vpdpbusd, VEX", 5)),
+        ("c4 e2 69 50 58 10", ("vpdpbusd, VEX", 6)),  # of xmm, disp8
+        ("c4 e2 ed 50 d9", None),  # W1
+        ("c4 e2 6c 50 d9", None),  # no prefix
+        ("c4 e2 6d 51 d9", None),
         ("62 f2 f5 48 8d d0", ("vpermw", 6)),
         ("62 f1 75 48 71 d0 04", ("vpsrlw", 7)),
         ("62 f1 75 48 71 e0 04", None),  # vpsraw
@@ -300,6 +316,35 @@ def test_mxcsr_is_neither_read_nor_written(program, emulated, mxcsr):
     np.testing.assert_array_equal(bits(acc), bits(expected))
     assert loop(program, "cvt2", out, a, b, mxcsr) == mxcsr
     assert loop(program, "cvt", out, a, b, mxcsr) == mxcsr
+
+
+def test_dot_of_bytes_by_vex(program, emulated):
+    """vpdpbusd of xmm or ymm, as {vex} vpdpbusd %ymm9, %ymm2, %ymm11, by its bytes; the rest of the register is zeroed."""
+    rng = np.random.default_rng(8)
+    area = aligned(64, np.uint8)
+    for code, dest, first, source in (
+        ("c4 42 6d 50 d9", 11, 2, 9),
+        ("c4 e2 6d 50 d9", 3, 2, 1),
+        ("c4 e2 05 50 c7", 0, 15, 7),
+        ("c4 e2 69 50 d9", 3, 2, 1),
+        ("c4 e2 6d 50 5e 20", 3, 2, None),  # at 32(%rsi)
+    ):
+        size = 32 if int(code.split()[2], 16) & 4 else 16
+        zmm = rng.integers(0, 256, (32, 64), dtype=np.uint8)
+        zmm[source or 1, :4], zmm[first, :4] = 128, 255  # the least signed, the largest unsigned
+        area[:] = rng.integers(0, 256, 64)
+        frame = Frame.of(bytes.fromhex(code), {"rsi": area.ctypes.data})
+        k = np.zeros(8, np.uint64)
+        execute(program, "save", zmm, k, frame.xsave.ctypes.data)
+        assert frame.emulate()
+        after, _ = execute(program, "restore", np.zeros_like(zmm), k, frame.xsave.ctypes.data)
+        b = (area[32 : 32 + size] if source is None else zmm[source, :size]).copy().view(np.int8)
+        expected = zmm.copy()
+        expected[dest] = 0
+        sums = dot_bytes(zmm[dest, :size].copy().view(np.int32), zmm[first, :size], b)
+        expected[dest, :size] = sums.view(np.uint8)
+        np.testing.assert_array_equal(after, expected, err_msg=code)
+    assert emulator.counts()["vpdpbusd, VEX"] == 5
 
 
 # --- registers and memory ---

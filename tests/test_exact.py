@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import ways
 from helpers import B16, BF16, FORMATS, LONGEST, folds, pack_nibbles, rounds
 
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4
@@ -17,6 +18,15 @@ from ktmoe.experts import PROJECTIONS
 from ktmoe.formats import E2M1, OFFSET_INT4, Scale, WeightFormat
 
 ALPHA = 2.0**30
+
+
+@pytest.fixture(scope="module", params=[name for name, subject in ways.SUBJECTS.items() if subject.activations != "int8"])
+def backend(request, emulator_folder):
+    """Each backend in each mode that leaves these x and h as they are; test_exact_int8.py is for int8."""
+    with ways.chosen(ways.SUBJECTS[request.param], emulator_folder) as name:
+        yield name
+
+
 #: What packs as nibbles, and what a group's length may be.
 INTEGERS = {name: weight_format for name, weight_format in FORMATS.items() if name.startswith("int4")}
 #: The largest codebook that int16 knows.

@@ -15,10 +15,10 @@ from ktmoe.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
 from ktmoe.reference import (
     ROUTER_WEIGHTS,
     Reference,
-    _quantise,
+    _operand,
     dequantize,
     forward,
-    int16_unit,
+    integer_unit,
     round_bfloat16,
 )
 
@@ -196,43 +196,97 @@ def test_round_bfloat16_keeps_what_float32_would_lose():
     assert np.isnan(round_bfloat16(np.nan))
 
 
-# int16
+# int16, int8
 
 
-def quantised_by_rationals(row):
-    """What "int16" makes of one row of Fractions, one element at a time."""
+def int16_step(largest):
+    """Of a group with this maximum."""
+    exponent = -126
+    while largest >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    return Fraction(2) ** (exponent - 14)
+
+
+def int8_step(largest):
+    return nearest_bfloat16(max(largest, Fraction(127, 2**118)) / 127)
+
+
+def quantised_by_rationals(row, activations):
+    """What a mode makes of one row of Fractions, one element at a time."""
     result = []
     for start in range(0, len(row), 32):
         group = row[start : start + 32]
-        largest = max(map(abs, group))
-        exponent = -126
-        while largest >= Fraction(2) ** (exponent + 1):
-            exponent += 1
-        step = Fraction(2) ** (exponent - 14)
+        step = {"int16": int16_step, "int8": int8_step}[activations](max(map(abs, group)))
         integers = [round(v / step) for v in group]  # half to even
-        assert max(map(abs, integers)) <= 32640
+        assert max(map(abs, integers)) <= {"int16": 32640, "int8": 127}[activations]
         result += [q * step for q in integers]
     return result
 
 
 def int16(x):
-    return _quantise(x, x, x)[0]
+    return _operand(x, x, x, "int16")[0]
 
 
-def assert_quantised(bits):
+def int8(x):
+    return _operand(x, x, x, "int8")[0]
+
+
+def assert_quantised(bits, activations):
     """A few rows of bfloat16, by their bits."""
     rows = [bfloat16s(row) for row in bits]
-    expected = np.array([[float(v) for v in quantised_by_rationals(row)] for row in rows])
-    assert np.array_equal(int16(bits.view(BFLOAT16).astype(np.float64)), expected)
+    expected = np.array([[float(v) for v in quantised_by_rationals(row, activations)] for row in rows])
+    x = bits.view(BFLOAT16).astype(np.float64)
+    assert np.array_equal(_operand(x, x, x, activations)[0], expected)
 
 
-def test_int16_equals_rational_arithmetic_at_every_exponent():
+@pytest.mark.parametrize("activations", ["int16", "int8"])
+def test_integers_equal_rational_arithmetic_at_every_exponent(activations):
     """Each row: a maximum of one exponent, the rest from 20 exponents below up to it, of every kind: ties, zeros, denormals."""
     rng = np.random.default_rng(0)
     exponent = np.arange(255)[:, None]
     bits = np.maximum(exponent - rng.integers(0, 20, (255, 70)), 0) << 7 | rng.integers(0, 128, (255, 70))
     bits[:, [0, 32, 64]] = exponent << 7 | [0, 127, 64]  # the last group has 6 elements
-    assert_quantised((bits | rng.integers(0, 2, bits.shape) << 15).astype(np.uint16))
+    assert_quantised((bits | rng.integers(0, 2, bits.shape) << 15).astype(np.uint16), activations)
+
+
+def test_int8_equals_rational_arithmetic_at_every_maximum():
+    """Each row: the 128 numbers of a binade as maxima of a group each, and numbers of the binades below."""
+    for exponent in (9, 14, 15, 16, 100, 254):
+        others = np.maximum(exponent - 1 - np.arange(31) // 4, 0) << 7 | np.random.default_rng(exponent).integers(
+            0, 128, (128, 31)
+        )
+        bits = np.concatenate([(exponent << 7 | np.arange(128))[:, None], others], axis=1)
+        assert_quantised(bits.reshape(1, -1).astype(np.uint16), "int8")
+
+
+def test_int8_at_ties_and_limits():
+    x = np.array([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 0.498046875, 3.0, *[0.0] * 23])
+    expected = np.array([127.0, 0, 2, 2, 0, -2, 126, 0, 3, *[0.0] * 23])
+    assert np.array_equal(round_bfloat16(x), x)
+    for shift in (-118, -30, 0, 121):
+        assert np.array_equal(int8(np.ldexp([x], shift)), np.ldexp([expected], shift))
+    for largest, step in ((64.0, 129 / 256), (128.0, 129 / 128), (129.0, 1.015625), (254.0, 2.0), (255.0, 129 / 64)):
+        assert int8_step(Fraction(largest)) == step
+        assert np.array_equal(int8(np.array([[largest, -largest]])), [[127 * step, -127 * step]])
+    tiny = 2.0**-118  # the least step
+    x = np.array([[126.5 * tiny, tiny / 2, 1.5 * tiny, 2.0**-126, 2.0**-133]])
+    assert np.array_equal(int8(x), [[126 * tiny, 0, 2 * tiny, 0, 0]])
+    greatest = (2 - 2.0**-7) * 2.0**127
+    assert np.array_equal(int8(np.array([[0.0, greatest]])), [[0.0, 127 * 129 / 128 * 2.0**121]])
+    assert not int8(np.zeros((1, 40))).any()
+
+
+def test_int8_errs_by_at_most_half_a_step():
+    """A step is 1/127 of the group's maximum, to 2**-9 of itself: for Gaussian x the mean square error is 1 % of it."""
+    rng = np.random.default_rng(1)
+    x = np.ldexp(rng.standard_normal((400, 96)), rng.integers(-110, 120, (400, 1)) + rng.integers(-20, 1, (400, 96)))
+    x = round_bfloat16(x)
+    largest = np.repeat(np.abs(x).reshape(400, 3, 32).max(axis=2), 32, axis=1)
+    error = np.abs(int8(x) - x)
+    assert (error <= largest / 254 * (1 + 2.0**-8)).all()
+    assert (error > 0.99 * largest / 254).any()
+    x = round_bfloat16(rng.standard_normal((1000, 1024)))
+    assert 0.004 < np.sqrt(np.mean((int8(x) - x) ** 2)) < 0.006
 
 
 def test_int16_at_ties_and_limits():
@@ -268,15 +322,16 @@ def test_int16_represents_99_percent_of_gaussian_numbers_exactly():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_int16_of_a_group_that_is_not_finite_is_nan(value):
-    x = np.ones((2, 70))
+def test_a_group_of_integers_that_is_not_finite_is_nan(value):
+    x = np.full((2, 70), 127.0)
     x[1, 66] = value
-    expected = np.ones((2, 70))
+    expected = np.full((2, 70), 127.0)
     expected[1, 64:] = np.nan
     assert np.array_equal(int16(x), expected, equal_nan=True)
+    assert np.array_equal(int8(x), expected, equal_nan=True)
 
 
-def test_which_formats_have_int16():
+def test_which_formats_have_integers():
     ue8m0, per_16 = Scale("ue8m0", (1, 32)), Scale("bf16", (1, 16))
     sixteenths = tuple(n / 16 for n in range(16))
     for format, unit in (
@@ -292,7 +347,7 @@ def test_which_formats_have_int16():
         (WeightFormat("q4", E2M1, per_16), None),
         (BF16, None),
     ):
-        assert int16_unit(format) == unit
+        assert integer_unit(format) == unit
 
 
 # forward against rational arithmetic
@@ -327,7 +382,7 @@ def naive_forward(experts, x, ids, weights, mask, router_weight, activations="bf
         return nearest_bfloat16(product) if matrix.name in rounded else product
 
     def linear(matrix, a):
-        a = quantised_by_rationals(a) if activations == "int16" else a
+        a = a if activations == "bf16" else quantised_by_rationals(a, activations)
         bias = [Fraction(0)] * matrix.shape[0] if matrix.bias is None else [Fraction(float(b)) for b in matrix.bias]
         n, k = matrix.shape
         return [bias[row] + sum(weight(matrix, row, i) * a[i] for i in range(k)) for row in range(n)]
@@ -369,19 +424,20 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
 
 @pytest.mark.parametrize(
     ("format", "activations"),
-    [(format, "bf16") for format in (int4(32), int4(64), BF16)] + [(format, "int16") for format in (MXFP4, int4(64))],
+    [(format, "bf16") for format in (int4(32), int4(64), BF16)]
+    + [(format, mode) for format in (MXFP4, int4(64)) for mode in ("int16", "int8")],
     ids=lambda v: v if isinstance(v, str) else v.description,
 )
 def test_formats_and_activations_equal_rational_arithmetic(format, activations):
     rng = np.random.default_rng(15)
     experts = random_experts(rng, 2, 67 if format is BF16 else 68, 36, format=format, bias=True)
     x, ids, weights = random_batch(rng, experts, tokens=2, top_k=2)
-    x = (x.astype(np.float32) ** 5).astype(BFLOAT16)  # far apart, so that int16 rounds
+    x = (x.astype(np.float32) ** 5).astype(BFLOAT16)  # far apart, so that integers are rounded
     for router_weight in ROUTER_WEIGHTS:
         expected = naive_forward(experts, x, ids, weights, [True] * 2, router_weight, activations)
         y = forward(experts, x, ids, weights, router_weight=router_weight, activations=activations).y
         assert np.abs(y - expected).max() <= 1e-12 * np.abs(expected).max()
-    if activations == "int16":
+    if activations != "bf16":
         assert np.abs(forward(experts, x, ids, weights, router_weight=router_weight).y - y).max() > 1e-7 * np.abs(y).max()
 
 
@@ -505,9 +561,9 @@ def test_wrong_inputs_are_refused():
         ({"expert_mask": np.ones(3, bool)}, r"bool \[2\], found bool \[3\]"),
         ({"router_weight": "down"}, "router_weight.*'down'"),
         ({"out_dtype": "float16"}, "out_dtype.*'float16'"),
-        ({"activations": "int8"}, "activations.*'int8'"),
+        ({"activations": "int4"}, "activations.*'int4'"),
         ({"scales": "rounded"}, "scales.*'rounded'"),
-        ({"scales": "folded", "activations": "int16"}, "'folded'.*'int16'"),
+        *(({"scales": "folded", "activations": mode}, f"'folded'.*'{mode}'") for mode in ("int16", "int8")),
     ):
         with pytest.raises(InputError, match=message):
             forward(**{"experts": experts, "x": x, "expert_ids": ids, "expert_weights": weights} | change)
@@ -518,9 +574,10 @@ def test_wrong_inputs_are_refused():
 @pytest.mark.parametrize(
     "format", [BF16, WeightFormat("q4", (77 / 256, *[0.0] * 15), MXFP4.scale), int4(16)], ids=lambda v: v.description
 )
-def test_int16_is_refused_where_it_does_not_exist(format):
+def test_integers_are_refused_where_they_do_not_exist(format):
     experts = random_experts(np.random.default_rng(16), 1, 32, 32, format=format)
     arguments = experts, np.ones((1, 32)), np.zeros((1, 1), int), np.ones((1, 1))
-    with pytest.raises(InputError, match=f"'int16'.*gate.*{format.description}"):
-        forward(*arguments, activations="int16")
+    for mode in ("int16", "int8"):
+        with pytest.raises(InputError, match=f"'{mode}'.*gate.*{format.description}"):
+            forward(*arguments, activations=mode)
     assert np.isfinite(forward(*arguments).bound).all()

@@ -53,6 +53,17 @@ def int16_rows(a):
     return np.where(bits >> 15, -q, q).reshape(tokens, -1)[:, :k], step[..., 0]
 
 
+def int8_rows(a):
+    """The same for int8, in float32: what is rounded twice is rounded right, as docs/numerics.md has it."""
+    tokens, k = a.shape
+    groups = np.pad(a.astype(np.float32), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
+    largest = np.maximum(np.abs(groups).max(axis=2, keepdims=True), np.float32(127 * 2.0**-118))
+    step = (largest / np.float32(127)).astype(BFLOAT16).astype(np.float32)
+    step = np.where(np.isfinite(groups).all(axis=2, keepdims=True), step, np.float32(np.nan))
+    q = np.nan_to_num(np.rint(groups / step)).astype(np.int64)
+    return q.reshape(tokens, -1)[:, :k], step[..., 0]
+
+
 def tdpbf16ps(x, w):
     """x @ w.T, float32: for each 32 k a chain over the even ones and a chain over the odd, whose sum is added to the total."""
     x, w = flushed(x), flushed(w)
@@ -66,14 +77,15 @@ def tdpbf16ps(x, w):
 
 
 #: portable: fp32_lut in C; fma: fp32_lut with AVX-512F and avx2, a group's sum as a whole or by 32 products; vdpbf16ps:
-#: avx512_bf16; int16: avx2; amx, amx folded: amx, whose group sums are those of fma. None folds a scale but vdpbf16ps and amx,
-#: which fold powers of two where they can, and "amx folded", which folds bfloat16 scales where they allow it.
-KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16", "amx", "amx folded")
+#: avx512_bf16; int16: avx2; int8: all; amx, amx folded: amx, whose group sums are those of fma. None folds a scale but
+#: vdpbf16ps and amx, which fold powers of two where they can, and "amx folded", which folds bfloat16 scales where they allow.
+KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16", "int8", "amx", "amx folded")
+INTEGERS = ("int16", "int8")
 
 
 def options(kind):
     """What the reference is to be asked for."""
-    return {"activations": "int16" if kind == "int16" else "bf16", "scales": "folded" if kind == "amx folded" else "exact"}
+    return {"activations": kind if kind in INTEGERS else "bf16", "scales": "folded" if kind == "amx folded" else "exact"}
 
 
 def allow_folding(scales, codebook):
@@ -105,7 +117,7 @@ def simulated_linear(matrix, a, kind):
             fold, folded = True, folded.astype(BFLOAT16).astype(np.float32)
         if fold:
             weights, scale, width = folded, None, k
-        elif "32" in kind or kind == "int16":
+        elif "32" in kind or kind in INTEGERS:
             width = 32
 
     def chain(start):
@@ -130,10 +142,10 @@ def simulated_linear(matrix, a, kind):
     else:
         unit = np.float32(0.5 if matrix.format.codebook == E2M1 else 1.0)
         total = np.zeros((len(a), n), np.float32)
-        integers, steps = int16_rows(a)
+        integers, steps = (int8_rows if kind == "int8" else int16_rows)(a)
         for start in range(0, k, width):
             factor = scales[:, start // matrix.format.scale.extent[1]]
-            if kind == "int16":
+            if kind in INTEGERS:
                 at = slice(start, start + width)
                 sums = integers[:, at] @ (weights[:, at] / unit).astype(np.int64).T
                 assert np.abs(sums).max() < 2**24
@@ -273,7 +285,7 @@ def one_expert(gate, up, down, x):
 @np.errstate(all="ignore")
 def linear(matrix, a, activations="bf16", scales="exact"):
     """The reference's y and bound for a linear map of bfloat16 or other float32 numbers that are known exactly."""
-    operand, eps = _operand(a, a, a, "int16") if activations == "int16" else (a, np.zeros_like(a))
+    operand, eps = _operand(a, a, a, activations) if activations != "bf16" else (a, np.zeros_like(a))
     return _linear(matrix, operand, eps, BLOCK, activations, scales)
 
 
@@ -539,8 +551,8 @@ def differ_somewhere(rng, arrays, where):
 @pytest.mark.parametrize(
     ("format", "kind"),
     [
-        *((MXFP4, kind) for kind in ("vdpbf16ps", "amx", "int16")),
-        *((int4(32), kind) for kind in ("fma", "int16", "amx folded")),
+        *((MXFP4, kind) for kind in ("vdpbf16ps", "amx", "int16", "int8")),
+        *((int4(32), kind) for kind in ("fma", "int16", "int8", "amx folded")),
         (BF16, "fma"),
         (BF16, "amx"),
     ],
@@ -549,8 +561,9 @@ def differ_somewhere(rng, arrays, where):
 def test_one_mistake_leaves_the_bound(format, kind, projection):
     rng = np.random.default_rng(5)
     experts = random_experts(rng, 1, 64, 64, format=format)
-    x, ids, _ = random_batch(rng, experts, tokens=16, top_k=1)
-    weights = np.ones((16, 1))
+    tokens = 128 if kind == "int8" else 16  # of 8 bits, many an h stays the same
+    x, ids, _ = random_batch(rng, experts, tokens, top_k=1)
+    weights = np.ones((tokens, 1))
     reference = forward(experts, x, ids, weights, out_dtype="float32", **options(kind))
     matrices = {p: experts.matrix(0, p) for p in ("gate", "up", "down")}
     arrays = {p: tuple(v[None] for v in (m.codes, m.scales) if v is not None) for p, m in matrices.items()}
@@ -597,6 +610,46 @@ def test_a_quantised_h_that_is_uncertain_is_within_its_error_and_attains_it():
     assert not _operand(h, h, h, "int16")[1].any()
 
 
+def test_a_quantised_h_in_int8_that_is_uncertain_is_within_its_error_and_attains_it():
+    # the maximum is 1, or a number beside it: three steps; the second group is certain; in the third only one element is not
+    rng = np.random.default_rng(20)
+    h = round_bfloat16(np.ldexp(rng.uniform(0.5, 1, (1, 70)), -rng.integers(0, 9, (1, 70))))
+    h[0, [0, 33, 65]] = 1.0
+    low, high = neighbours(h)
+    uncertain = rng.random(h.shape) < 0.3
+    uncertain[0, :2], uncertain[0, 32:] = (True, False), False
+    uncertain[0, 66] = True
+    low, high = np.where(uncertain, low, h), np.where(uncertain, high, h)
+    quantised, eps = _operand(h, low, high, "int8")
+    assert np.array_equal(quantised, _operand(h, h, h, "int8")[0])
+    choice = rng.integers(3, size=(4000, 70))
+    chosen = np.choose(choice, [np.broadcast_to(v, choice.shape) for v in (low, h, high)])
+    integers, steps = int8_rows(chosen)
+    off = np.abs(integers * np.repeat(steps, 32, axis=1)[:, :70].astype(np.float64) - quantised)
+    assert np.array_equal(off.max(axis=0)[1:], eps[0, 1:])
+    assert 0 < off[:, 0].max() <= eps[0, 0]  # the maximum goes with its own step only, which the error does not know
+    assert not eps[0, 32:66].any()
+    assert not eps[0, 67:].any()
+    assert (eps[0, :32][~uncertain[0, :32]] > 0).any()  # an element that is certain, but whose step is not
+    assert not _operand(h, h, h, "int8")[1].any()
+
+
+@pytest.mark.parametrize("bits", range(1, 14))
+def test_a_maximum_in_int8_that_may_be_anything_is_covered(bits):
+    """The steps between its ends are tried one by one, or, where they are many, half of the largest is added."""
+    rng = np.random.default_rng(bits)
+    h = round_bfloat16(rng.uniform(0.1, 1, (3, 32)))
+    high = h.copy()
+    high[:, 5] = (h[:, 5].astype(BFLOAT16).view(np.uint16) + np.uint16(1 << bits)).view(BFLOAT16).astype(np.float64)
+    quantised, eps = _operand(h, h, high, "int8")
+    for step in rng.integers(0, 1 << bits, 200, endpoint=True):
+        one = h.copy()
+        one[:, 5] = (h[:, 5].astype(BFLOAT16).view(np.uint16) + np.uint16(step)).view(BFLOAT16).astype(np.float64)
+        integers, steps = int8_rows(one)
+        assert (np.abs(integers * steps.astype(np.float64) - quantised) <= eps).all()
+    assert np.isinf(_operand(h, h, np.full((3, 32), np.inf), "int8")[1]).all()
+
+
 def test_a_maximum_that_may_be_anything_has_every_step():
     h, low, high = np.zeros((1, 32)), np.full((1, 32), -(2.0**-126)), np.full((1, 32), 1.0)
     low[0, 1], h[0, 1], high[0, 1] = 3 * 2.0**-16, 3 * 2.0**-16, 3 * 2.0**-16
@@ -627,6 +680,46 @@ def test_a_mistake_in_int16_leaves_the_bound(mistake, monkeypatch):
     kind = "fma" if mistake == "no rounding" else "int16"
     ratio = reference.worst(simulated_forward(experts, x, ids, weights, "down_output", kind, rng))
     assert ratio <= 1 if mistake == "none" else ratio > 1
+
+
+@pytest.mark.parametrize(
+    "mistake", ["none", "no rounding", "truncated", "ties away", "step not rounded", "128", "one maximum a row"]
+)
+def test_a_mistake_in_int8_leaves_the_bound(mistake, monkeypatch):
+    def mistaken(a):
+        groups = a.astype(np.float64).reshape(len(a), -1, 32)
+        largest = np.abs(groups).max(axis=2 if mistake != "one maximum a row" else (1, 2), keepdims=True)
+        steps = largest / (128 if mistake == "128" else 127) * np.ones((1, groups.shape[1], 1))
+        steps = steps if mistake == "step not rounded" else round_bfloat16(steps)
+        nearest = {"truncated": np.trunc, "ties away": lambda v: np.copysign(np.floor(np.abs(v) + 0.5), v)}.get(
+            mistake, np.rint
+        )
+        return nearest(groups / steps).astype(np.int64).reshape(a.shape), steps[..., 0].astype(np.float32)
+
+    rng = np.random.default_rng(18)
+    experts = random_experts(rng, 1, 128, 64)
+    x, ids, weights = random_batch(rng, experts, tokens=8, top_k=1)
+    x = np.rint(8 * x.astype(np.float64)) / 2  # halves, of which many are ties
+    x[:, ::32] = 127.0
+    reference = forward(experts, x, ids, weights, out_dtype="float32", activations="int8")
+    monkeypatch.setattr(f"{__name__}.int8_rows", mistaken)
+    kind = "fma" if mistake == "no rounding" else "int8"
+    ratio = reference.worst(simulated_forward(experts, x, ids, weights, "down_output", kind, rng))
+    assert ratio <= 1 if mistake == "none" else ratio > 1
+
+
+def test_int8_is_within_half_a_step_of_bf16():
+    """A linear map of given x; and typically it is far nearer."""
+    rng = np.random.default_rng(21)
+    experts = random_experts(rng, 1, 256, 256, format=int4(64))
+    gate = experts.matrix(0, "gate")
+    a = random_batch(rng, experts, tokens=8, top_k=1)[0].astype(np.float64)
+    y = [linear(gate, a, v)[0] for v in ("bf16", "int8")]
+    largest = np.repeat(np.abs(a).reshape(8, -1, 32).max(axis=2), 32, axis=1)
+    most = (1 + 2.0**-8) / 254 * largest @ np.abs(dequantize(gate)).T
+    assert (np.abs(y[0] - y[1]) <= most).all()
+    assert np.median(np.abs(y[0] - y[1]) / most) < 0.1
+    assert 0.003 < np.sqrt(np.mean((y[0] - y[1]) ** 2) / np.mean(y[0] ** 2)) < 0.02
 
 
 def test_int16_is_near_bf16():

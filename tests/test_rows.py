@@ -1,4 +1,4 @@
-"""What an activation mode makes of a row of bfloat16: int16's integers and scales against integer arithmetic, bit for bit."""
+"""What an activation mode makes of a row of bfloat16: integers and scales against integer arithmetic, bit for bit."""
 
 from fractions import Fraction
 
@@ -14,8 +14,9 @@ from ktmoe.errors import InputError
 
 GROUP = 32
 LEAST_EXPONENT = -126
-#: Instruction sets whose kernels take int16.
+#: Instruction sets whose kernels take int16, and int8.
 INT16 = ["avx2"]
+INT8 = ["avx512_vnni", "avx_vnni", "avx2"]
 
 
 @pytest.fixture(scope="module", params=INT16)
@@ -35,12 +36,13 @@ def int16(request, emulator_folder):
     return encode
 
 
-def test_who_has_int16(table):
+def test_who_has_integers(table):
     modes = {activations for *_, activations, _ in table.kernels()}
-    assert ("int16" in modes) == (table.name in INT16)
-    if table.name not in INT16:
-        with pytest.raises(InputError, match=rf"{table.name} has no rows of 32 for 'int16'"):
-            table.encode(MXFP4, "int16", np.zeros(32, np.uint16))
+    for mode, who in (("int16", INT16), ("int8", INT8)):
+        assert (mode in modes) == (table.name in who)
+        if table.name not in who:
+            with pytest.raises(InputError, match=rf"{table.name} has no rows of 32 for '{mode}'"):
+                table.encode(MXFP4, mode, np.zeros(32, np.uint16))
 
 
 def split(bits):
@@ -163,6 +165,127 @@ def test_the_bound_of_the_error(int16):
     assert error.any()
 
 
+# int8
+
+
+#: Where the kernels want the k of each 8: what VPSHUFB leaves of a dword of codes.
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+#: 127 * 2**-118: maxima below count as it.
+LEAST_INT8 = (127, -118)
+
+
+@pytest.fixture(scope="module", params=INT8)
+def int8(request, emulator_folder):
+    """The same for int8: a function from bfloat16 bits [k] to (q int8 [k], scales' bits uint32, minus 16 sums int32)."""
+    with ways.prepared(request.param, emulator_folder):
+        table = native.load_table(request.param)
+
+    def encode(bits):
+        row = table.encode(MXFP4, "int8", bits)
+        k = len(bits)
+        assert row.nbytes == k + 8 * (k // GROUP)
+        behind = row[k:].reshape(-1, 8)
+        q = np.empty((k // 8, 8), np.int8)
+        q[:, ORDER] = row[:k].view(np.int8).reshape(-1, 8)
+        scales, sums = behind[:, :4].copy().view(np.uint32)[:, 0], behind[:, 4:].copy().view(np.int32)[:, 0]
+        if table.name == "avx2":  # of even k in the lower word, of odd k in the upper
+            words_ = behind[:, 4:].copy().view(np.int16).astype(int)
+            assert np.array_equal(words_[:, 0], -16 * q.reshape(-1, GROUP)[:, ::2].astype(int).sum(axis=1))
+            sums = words_.sum(axis=1)
+        return q.ravel(), scales, sums
+
+    return encode
+
+
+def rounded(numerator, denominator):
+    """numerator / denominator for integers, half to even."""
+    q, rest = numerator // denominator, numerator % denominator
+    return q + ((2 * rest > denominator) | ((2 * rest == denominator) & (q % 2 == 1)))
+
+
+def expected_int8(bits):
+    """(q, (m, e) of the scales m * 2**e) by the rule in docs/numerics.md, in integers."""
+    sign, m, e = (part.reshape(-1, GROUP) for part in split(bits))
+    largest = (bits.reshape(-1, GROUP) & 0x7FFF).argmax(axis=1)
+    top, power = (part[np.arange(len(part)), largest] for part in (m, e))
+    small = np.ldexp(top.astype(float), power) < np.ldexp(float(LEAST_INT8[0]), LEAST_INT8[1])
+    top, power = np.where(small, LEAST_INT8[0], top), np.where(small, LEAST_INT8[1], power)
+    # M / 127 with 8 significant bits: M is 127 or from 128 to 255
+    shift = np.where((top == 127) | (top < 254), 7, 6)
+    scale = rounded(top << shift, 127)
+    assert ((scale >= 128) & (scale < 256)).all()
+    power = power - shift
+    up = e - power[:, None]  # x / scale = m * 2**up / scale
+    q = rounded(m << np.maximum(up, 0), scale[:, None] << np.clip(-up, 0, 40))
+    return (sign * q).ravel(), scale, power
+
+
+def check_int8(int8, bits):
+    q, scales, sums = int8(bits)
+    expected_q, m, e = expected_int8(bits)
+    assert np.abs(expected_q).max() <= 127
+    assert np.array_equal(q, expected_q)
+    assert np.array_equal(scales.view(np.float32).astype(float), np.ldexp(m.astype(float), e))
+    assert not (scales & 0xFFFF).any()  # bfloat16 numbers
+    assert np.array_equal(sums, -16 * expected_q.reshape(-1, GROUP).sum(axis=1))
+    return q, scales.view(np.float32)
+
+
+@pytest.mark.parametrize("first", range(0, 255, 51))
+def test_int8_of_every_exponent_and_every_number_below_it(int8, first):
+    for top in range(first, first + 51):
+        check_int8(int8, numbers_below(top).ravel())
+
+
+def test_int8_of_every_maximum_and_its_ties(int8):
+    """Each number of a binade as a maximum, with all the others; and all multiples of half a scale."""
+    for top in (8, 15, 16, 120, 254):
+        for fraction in range(128):
+            group = words(np.arange(128) % 2, top, np.minimum(np.arange(128), fraction)).reshape(-1, 32)
+            group[:, 0] = words(1, top, fraction)
+            check_int8(int8, group.ravel())
+    halves = (np.arange(-254, 255) / 2).astype(ml_dtypes.bfloat16)
+    groups = np.full((17, GROUP), 127, ml_dtypes.bfloat16)
+    groups[:, 1:] = np.resize(halves, (17, 31))
+    for power in (-118, 0, 100):
+        scaled = np.ldexp(groups.astype(float), power).astype(ml_dtypes.bfloat16)
+        q, scales = check_int8(int8, scaled.view(np.uint16).ravel())
+        assert set(scales.tolist()) == {2.0**power}
+        assert np.array_equal(q.reshape(17, GROUP), np.rint(groups.astype(float)))
+
+
+def test_the_arithmetic_of_int8_in_this_file():
+    """expected_int8() against fractions, which Python rounds to even."""
+    rng = np.random.default_rng(1)
+    for top in (0, 1, 14, 15, 16, 17, 127, 254):
+        bits = numbers_below(top)[rng.permutation(8)].ravel()
+        q, scales, powers = expected_int8(bits)
+        sign, m, e = split(bits)
+        x = [Fraction(int(s * n)) * Fraction(2) ** int(power) for s, n, power in zip(sign, m, e, strict=True)]
+        for g in range(len(bits) // GROUP):
+            group = x[g * GROUP : (g + 1) * GROUP]
+            exact = max(*map(abs, group), Fraction(127, 2**118)) / 127
+            scale = Fraction(int(scales[g])) * Fraction(2) ** int(powers[g])
+            quantum = Fraction(2) ** int(powers[g])
+            assert scale == round(exact / quantum) * quantum
+            assert q[g * GROUP : (g + 1) * GROUP].tolist() == [round(v / scale) for v in group]
+
+
+def test_a_group_of_int8_that_is_not_finite_has_a_nan_as_scale(int8):
+    rng = np.random.default_rng(3)
+    clean = rng.standard_normal((4, GROUP)).astype(ml_dtypes.bfloat16).view(np.uint16)
+    before = int8(clean.ravel())
+    for word in (0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F81):
+        for at in range(GROUP):
+            bits = clean.copy()
+            bits[2, at] = word
+            after = int8(bits.ravel())
+            assert np.isnan(after[1].view(np.float32)[2])
+            for was, is_ in zip(before, after, strict=True):
+                others = [0, 1, 3]
+                assert np.array_equal(was.reshape(4, -1)[others], is_.reshape(4, -1)[others])
+
+
 #: (instruction set, family of weights) whose kernels for any scale take bfloat16 as it stands; the others widen it to float32.
 AS_THEY_STAND = {("avx512_bf16", "q4"), ("avx512_bf16", "b16"), ("amx", "b16")}
 
@@ -172,6 +295,10 @@ AS_THEY_STAND = {("avx512_bf16", "q4"), ("avx512_bf16", "b16"), ("amx", "b16")}
 def test_bf16_rows_hold_the_same_numbers(table, weight_format, k):
     """As they are, or widened to float32: whichever it is, the upper or the only half of each item."""
     bits = np.random.default_rng(5).integers(0, 1 << 16, k).astype(np.uint16)
+    if not table.serves(weight_format, "bf16"):
+        with pytest.raises(InputError, match=f"{table.name} has no rows of {k} for 'bf16'"):
+            table.encode(weight_format, "bf16", bits)
+        return
     row = table.encode(weight_format, "bf16", bits)
     if (table.name, weight_format.family) in AS_THEY_STAND:
         assert np.array_equal(row.view(np.uint16), bits)
@@ -180,6 +307,6 @@ def test_bf16_rows_hold_the_same_numbers(table, weight_format, k):
 
 
 def test_what_is_no_row(table):
-    for mode, k in (("bf16", 31), ("int8", 32), ("", 32)):
+    for mode, k in (("bf16", 31), ("int8", 31), ("int4", 32), ("", 32)):
         with pytest.raises(InputError, match=f"{table.name} has no rows of {k} for '{mode}'"):
             table.encode(MXFP4, mode, np.zeros(k, np.uint16))

@@ -48,21 +48,34 @@ class Subject:
     def id(self) -> str:
         """The backend's name, and what it leaves open."""
         backend = backends.get(self.backend)
+        own = [mode for mode in backend.activations if mode not in backend.also]
         words = [self.backend]
-        if len(backend.isas) > 1:
+        if len(backend.also.get(self.activations, backend.isas)) > 1:
             words.append(self.isa)
-        if len(backend.activations) > 1:
+        if len(own) > 1 or self.activations not in own:
             words.append(self.activations)
         return "-".join(words)
 
 
+def _subjects() -> list[Subject]:
+    """Each backend in each mode of its own; and a mode that other instruction sets serve once on each of these, for the backend
+    that runs on most CPUs."""
+    own, shared = [], {}
+    for name in backends.ranked():
+        backend = backends.get(name)
+        own += [Subject(name, isa, mode) for isa in backend.isas for mode in backend.activations if mode not in backend.also]
+        for mode, isas in backend.also.items():
+            for isa in isas:
+                shared.setdefault((isa, mode), []).append(name)
+
+    def needs(name):
+        return min(len(required_features(isa)) for isa in backends.get(name).isas)
+
+    return own + [Subject(min(names, key=needs), isa, mode) for (isa, mode), names in shared.items()]
+
+
 # Found out once, before any test changes what is detected.
-SUBJECTS = {
-    subject.id: subject
-    for name in backends.ranked()
-    for isa in backends.get(name).isas
-    for subject in [Subject(name, isa, mode) for mode in backends.get(name).activations]
-}
+SUBJECTS = {subject.id: subject for subject in _subjects()}
 WAYS = {isa: _way(isa) for isa in ISAS}
 
 
@@ -90,6 +103,9 @@ def chosen(subject: Subject, folder):
     with prepared(subject.isa, folder), pytest.MonkeyPatch.context() as patch:
         backend = backends.get(subject.backend)
         others = [mode for mode in ("bf16",) if mode != subject.activations]
-        patch.setattr(backend, "isas", (subject.isa,))
+        if subject.activations in backend.also:
+            patch.setattr(backend, "also", {subject.activations: (subject.isa,)})
+        else:
+            patch.setattr(backend, "isas", (subject.isa,))
         patch.setattr(backend, "activations", (subject.activations, *others))
         yield subject.backend

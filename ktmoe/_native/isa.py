@@ -34,6 +34,7 @@ class Isa:
 ISAS = {
     "portable": Isa(100),
     "avx2": Isa(200, flags=("-mavx2", "-mfma"), requires=("avx2", "fma"), implies=("portable",)),
+    "avx_vnni": Isa(210, flags=("-mavxvnni",), requires=("avx_vnni",), implies=("avx2",)),
     "avx512f": Isa(250, flags=("-mavx512f",), requires=("avx512f",), implies=("avx2",)),
     "avx512_bf16": Isa(
         300,
@@ -43,6 +44,7 @@ ISAS = {
         # Intel's cores with AMX start a VDPBF16PS every second cycle and two FMAs every cycle: half the FLOPs (measured).
         rank_with=(("amx_tile", 225),),
     ),
+    "avx512_vnni": Isa(260, flags=("-mavx512bw", "-mavx512vnni"), requires=("avx512bw", "avx512_vnni"), implies=("avx512f",)),
     "amx": Isa(
         400,
         flags=("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),

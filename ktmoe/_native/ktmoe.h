@@ -42,7 +42,7 @@ typedef struct kt_codebook {
  * a call begin the next ones. What is beyond the last may be read, KT_TILE_ROWS * group_bytes in all, but behind a row alone, r = 1,
  * there is nothing: it may be the caller's own x. Not tiled: a row is whole. */
 typedef struct kt_rows {
-    const char *activations; /* the mode that it belongs to: "bf16", "int16" */
+    const char *activations; /* the mode that it belongs to: "bf16", "int16", "int8" */
     size_t group_bytes;
     int tiled; /* only with encode NULL */
     /* Inputs [first, first + count) of a row of k, all multiples of KT_GROUP, from x bf16 [count]. NULL: bf16, as it is. */

@@ -6,7 +6,9 @@ import errno
 import importlib
 import os
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 from ktmoe import memory, threads
 from ktmoe._native import core
@@ -52,10 +54,13 @@ class NativeBackend(Backend):
     """isas: the ISAs it may use, best first; the first that is compiled, that the CPU has and that knows the format is used.
 
     activations: the modes that it offers, its own choice first, where a table has kernels for them.
+    also: {mode: ISAs that serve it instead, best first}. What the backend is otherwise, its rank and whether it is available,
+    goes by isas alone.
     A backend outside ktmoe has ISAs of its own names: it sets rank, and overrides missing() and load(), which know isa.py's.
     """
 
     isas: tuple[str, ...] = ()
+    also: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     @property
     def rank(self) -> int:
@@ -72,10 +77,10 @@ class NativeBackend(Backend):
         """The kernel table of one of its ISAs. Raises UnavailableError if this build does not have it."""
         return load_table(isa)
 
-    def usable(self) -> tuple[list[core.KernelTable], list[str]]:
-        """The kernel tables that can run here, best first, and why the other ISAs cannot."""
+    def usable(self, activations: str | None = None) -> tuple[list[core.KernelTable], list[str]]:
+        """The kernel tables that can run here, best first, and why the other ISAs cannot. activations: for that mode."""
         tables, reasons = [], []
-        for isa in self.isas:
+        for isa in self.also.get(activations, self.isas):
             missing = self.missing(isa)
             if isa in _refused:
                 reasons.append(_refused[isa])
@@ -111,15 +116,15 @@ class NativeBackend(Backend):
         return {"isa": tables[0].name, "note": f", kernels of {tables[0].name}"} if tables else {"isa": None, "note": ""}
 
     def modes(self, experts: ExpertWeights) -> list[str]:
-        tables, _ = self.usable()
-        return [mode for mode in self.activations if any(_serves(table, experts, mode) for table in tables)]
+        return [mode for mode in self.activations if any(_serves(table, experts, mode) for table in self.usable(mode)[0])]
 
     def table(self, experts: ExpertWeights, activations: str = "auto") -> core.KernelTable:
         """The kernel table that serves these weights here. Raises UnavailableError if none does."""
         modes = self.modes(experts) if activations == "auto" else [activations]
-        for table in self.usable()[0]:
-            if modes and _serves(table, experts, modes[0]):
-                return table
+        for mode in modes[:1]:
+            for table in self.usable(mode)[0]:
+                if _serves(table, experts, mode):
+                    return table
         raise UnavailableError(self.unavailable() or self.unsupported(experts) or f"it has no activation mode {activations!r}")
 
     def pack(self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None):

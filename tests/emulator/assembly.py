@@ -258,6 +258,7 @@ def program(cases: list[Case]) -> str:
         _with_registers("mixed_tiles", f"{CONFIGURE} ud2; {TILEZERO} ud2; {TILEZERO} {TILEZERO} {TILERELEASE}"),
         f".globl tilezero\ntilezero: {CONFIGURE} {TILEZERO} {TILERELEASE} ret",
         ".globl multishift\nmultishift: vpmultishiftqb %zmm0, %zmm0, %zmm0; ret",
+        ".globl dot_bytes\ndot_bytes: vpdpbusd %zmm0, %zmm0, %zmm0; ret",
         ".globl illegal\nillegal: ud2; ret",
         ".globl skip_ud2\nskip_ud2: addq $2, 168(%rdx); incl .Lskipped(%rip); ret",  # 168: RIP within ucontext_t
         f".data\n.balign 64\n.globl rip_data\nrip_data:\n.Lrip_data: .zero {RIP_DATA_BYTES}",

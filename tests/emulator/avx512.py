@@ -13,7 +13,8 @@ from .machine import DEFAULT_MXCSR, Frame, NotAssembledError, aligned, assemble,
 
 BF16 = ["vdpbf16ps", "vcvtne2ps2bf16", "vcvtneps2bf16"]
 VBMI = ["vpmultishiftqb"]
-OPS = BF16 + VBMI
+VNNI = ["vpdpbusd"]
+OPS = BF16 + VBMI + VNNI
 _CASES_PER_OP = 250
 
 

@@ -7,7 +7,7 @@
  *   byte 3   z L' L b ~V' a a a         V' vvvv: second source; L'L: length; b: broadcast; aaa: mask register
  *   byte 4   opcode, then ModRM [SIB] [disp8*N | disp32]
  *
- * A VEX instruction of AMX, after its C4 byte (the two-byte form, C5, cannot express the map that AMX lies in):
+ * A VEX instruction of AMX or AVX-VNNI, after its C4 byte (the two-byte form, C5, cannot express the map that they lie in):
  *
  *   byte 1   ~R ~X ~B m m m m m         R X B: bit 3 of ModRM.reg, of index, and of base or a register ModRM.rm
  *   byte 2   W ~v ~v ~v ~v L p p
@@ -20,7 +20,8 @@
 
 #include <string.h>
 
-static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_amx_tiles, &kt_amx_dot, &kt_avx512_between};
+static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_vnni,
+                                          &kt_amx_tiles,   &kt_amx_dot,     &kt_avx512_between};
 
 struct kt_opcode *kt_opcode_at(size_t i) {
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {

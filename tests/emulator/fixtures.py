@@ -57,6 +57,15 @@ def multishift_traps(program, emulated):
 
 
 @pytest.fixture
+def dot_bytes_traps(program, emulated):
+    """The same of AVX512_VNNI."""
+    program.library.dot_bytes()
+    did = emulator.traps() == 1
+    emulator.reset()
+    return did
+
+
+@pytest.fixture
 def tiles_trap(program, emulated):
     """The same of AMX, which the process asks for unless emulation is forced."""
     if emulator.native("amx_tile"):

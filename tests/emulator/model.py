@@ -96,6 +96,12 @@ def multishift(control, source):
     ).ravel()
 
 
+def dot_bytes(acc, a, b):
+    """VPDPBUSD: int32 acc [n] + unsigned bytes a [4 n] times signed bytes b [4 n], four at a time; wraps around."""
+    products = (a.astype(np.int64) * b.astype(np.int64)).reshape(-1, 4).sum(axis=1)
+    return (acc.astype(np.int64) + products).astype(np.uint64).astype(np.uint32).view(np.int32)
+
+
 def add(a, b):
     """float32 a + b with one rounding, DAZ, FTZ; NaN priority a, b."""
     a, b = flush(a), flush(b)

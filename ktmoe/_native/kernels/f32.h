@@ -9,6 +9,7 @@ enum {
     K_BLOCK = 128, /* a strip is 16 KiB with AVX-512; 256 was slower for up to 24 rows */
     IN_PLACE = 0,
     BY_VECTOR = 0,
+    HOLD_TOTALS = 0,
     BLOCK_SUMS = 0,
     TILE_VECTORS = 2,
 #if VECTOR_BYTES == 64

@@ -7,14 +7,14 @@
  *                 else:      out = 0; for k ascending: out = dot(out, w[c][k], x[i][k])
  * LAYOUT      the family's packing. Decoded: strips of TILE_VECTORS vectors of columns, each [step][columns] dwords.
  * REGULARITIES lane = column: a dword of x, one step of k, is broadcast; nothing is shuffled after the lookup; every m sums in
- *             the same order. Totals of groups stay in out, so that the registers hold chains.
+ *             the same order. Totals of groups stay in out, so that the registers hold chains, or a tile has registers for both.
  *
  * few():  weights go straight from the packed codes to registers and serve all rows of a pass; rows * vectors chains hide the
  *         latency of dot().
  * many(): K_BLOCK k of a panel are decoded once; then TILE_ROWS rows at a time run over each strip, which stays in L1.
  *
  * A kernel file defines, before it includes this:
- *     STEP_K                    k in a dword of x and of the decoded weights: 1 of fp32, 2 of 16 bits
+ *     STEP_K                    k in a dword of x and of the decoded weights: 1 of fp32, 2 of 16 bits, 4 of 8 bits
  *     K_BLOCK                   of many(), a multiple of KT_GROUP_MAX: a decoded strip leaves half of an L1 to x
  *     TILE_ROWS, TILE_VECTORS   of a tile of many()
  *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
@@ -23,6 +23,7 @@
  *     BY_VECTOR                 1: few() does a vector's steps one after another, since they share what decode() does, and dot()
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
  *     BLOCK_SUMS                1: a group's sum is finished with every block, since x has a scale for each
+ *     HOLD_TOTALS               1: a tile of many() keeps its groups' totals in registers beside the sums; 0: in out
  *     table, load_table(a, scales)     what decode() needs all the time
  *     fold, load_fold(scales, v)       what it needs of a group's scales, if they are folded
  *     decode(octet, v, j, scales, t, f)  u32v of the weights of step j of 8 k of a block, in the columns of vector v
@@ -213,7 +214,10 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
     const size_t per = BLOCK_SUMS ? 1 : group_blocks(a, kind);
     const uint32_t *x[TILE_ROWS];
     sums sum[TILE_ROWS][TILE_VECTORS];
+    f32v total[TILE_ROWS][TILE_VECTORS];
     for (int i = 0; i < rows; i++) {
+        for (int v = 0; in_groups(kind) && HOLD_TOTALS && v < TILE_VECTORS; v++)
+            total[i][v] = k0 ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
         x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
         for (int v = 0; !in_groups(kind) && v < TILE_VECTORS; v++)
             sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0);
@@ -238,16 +242,20 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
                 const f32v scale = load_f32(s->scale + group * KT_PANEL + v * LANES);
 #pragma GCC unroll 12
                 for (int i = 0; i < rows; i++) {
+                    const f32v of_x = factor(rows_x[i], a->k, k0 / KT_GROUP + b, &t);
                     float *to = out + i * KT_PANEL + v * LANES;
-                    const f32v before = k0 || b ? load_f32(to) : splat(0);
-                    store_f32(to, finish(sum[i][v], scale, factor(rows_x[i], a->k, k0 / KT_GROUP + b, &t), before));
+                    if (HOLD_TOTALS)
+                        total[i][v] = finish(sum[i][v], scale, of_x, total[i][v]);
+                    else
+                        store_f32(to, finish(sum[i][v], scale, of_x, k0 || b ? load_f32(to) : splat(0)));
                 }
             }
         }
         b = last;
     }
-    for (int i = 0; !in_groups(kind) && i < rows; i++)
-        for (int v = 0; v < TILE_VECTORS; v++) store_f32(out + i * KT_PANEL + v * LANES, (f32v)sum[i][v]);
+    for (int i = 0; (!in_groups(kind) || HOLD_TOTALS) && i < rows; i++)
+        for (int v = 0; v < TILE_VECTORS; v++)
+            store_f32(out + i * KT_PANEL + v * LANES, in_groups(kind) ? total[i][v] : (f32v)sum[i][v]);
 }
 
 #define TILE(rows)                                                    \

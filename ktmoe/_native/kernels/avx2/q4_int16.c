@@ -15,6 +15,7 @@ enum {
     K_BLOCK = 256, /* a strip is 16 KiB */
     IN_PLACE = 0,
     BY_VECTOR = 1,
+    HOLD_TOTALS = 0,
     BLOCK_SUMS = 1,
     TILE_ROWS = 6, /* x 2 vectors = 12 accumulators of 16 */
     TILE_VECTORS = 2,

@@ -7,6 +7,7 @@ enum {
     STEP_K = 2,
     K_BLOCK = 256, /* a strip is 32 KiB */
     BY_VECTOR = 0,
+    HOLD_TOTALS = 0,
     BLOCK_SUMS = 0,
     TILE_VECTORS = 4,
     TILE_ROWS = 6, /* 24 accumulators of 32 registers */

@@ -1,0 +1,49 @@
+/* AVX512_VNNI and AVX-VNNI: VPDPBUSD, after the operation section of Intel's Software Developer's Manual.
+ *
+ *   VPDPBUSD dest, a, b    dest[i] = dest[i] + a[4i] * b[4i] + ... + a[4i+3] * b[4i+3], modulo 2^32: a unsigned bytes, b signed
+ *
+ * EVEX has masks and broadcasts and 32 registers, VEX has none of them. */
+#include "emulator.h"
+
+#include <string.h>
+
+static int full_tuple(const struct kt_insn *insn) { return insn->broadcast ? 4 : insn->vector_bytes; }
+
+static bool accepts_evex(const struct kt_insn *insn) {
+    return !insn->w && insn->vector_bytes && !(insn->zeroing && !insn->mask) && !(insn->broadcast && !insn->is_memory);
+}
+
+static bool accepts_vex(const struct kt_insn *insn) { return !insn->w; }
+
+static uint32_t dot_bytes(uint32_t sum, uint32_t a, uint32_t b) {
+    for (int bit = 0; bit < 32; bit += 8) sum += (uint32_t)((int)(uint8_t)(a >> bit) * (int8_t)(b >> bit));
+    return sum;
+}
+
+static void vpdpbusd(const struct kt_insn *insn, struct kt_frame *frame) {
+    const uint64_t mask = insn->mask ? kt_mask_read(frame, insn->mask) : ~0ull;
+    uint32_t a[16], b[16], dest[16];
+    kt_zmm_read(frame, insn->reg, dest);
+    kt_zmm_read(frame, insn->vvvv, a);
+    kt_rm_read(insn, frame, mask, b);
+    for (int i = 0; i < insn->vector_bytes / 4; i++)
+        dest[i] = mask >> i & 1 ? dot_bytes(dest[i], a[i], b[i]) : insn->zeroing ? 0 : dest[i];
+    kt_zmm_write(frame, insn->reg, dest, insn->vector_bytes);
+}
+
+#define VPDPBUSD(name_, encoding_, accepts_, disp8_) \
+    {.name = name_,                                  \
+     .encoding = encoding_,                          \
+     .map = 2,                                       \
+     .prefix = 1,                                    \
+     .opcode = 0x50,                                 \
+     .accepts = accepts_,                            \
+     .disp8_bytes = disp8_,                          \
+     .execute = vpdpbusd}
+
+static struct kt_opcode opcodes[] = {
+    VPDPBUSD("vpdpbusd", KT_EVEX, accepts_evex, full_tuple),
+    VPDPBUSD("vpdpbusd, VEX", KT_VEX, accepts_vex, NULL),
+};
+
+struct kt_group kt_vnni = {opcodes, sizeof opcodes / sizeof *opcodes};

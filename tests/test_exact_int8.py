@@ -1,0 +1,156 @@
+"""Exact arithmetic in int8: x whose groups all have a maximum of 127 times a power of two are its integers, so that every sum
+is exact in float32 and compared bit for bit. h is quantised by arithmetic of this file's own.
+"""
+
+import numpy as np
+import pytest
+import ways
+from helpers import BF16, FORMATS
+from test_exact import SIXTEENS, down_layer, forward, identity, make_layer, odd_scales, random_codes, weights_of, zeros
+
+from ktmoe import MXFP4
+
+FOUR_BITS = {name: weight_format for name, weight_format in FORMATS.items() if weight_format.family == "q4"}
+#: Rows of an expert that are served apart: few() in passes of each size, many() in tiles of each.
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 21)
+
+
+@pytest.fixture(scope="module", params=[name for name, subject in ways.SUBJECTS.items() if subject.activations == "int8"])
+def backend(request, emulator_folder):
+    with ways.chosen(ways.SUBJECTS[request.param], emulator_folder) as name:
+        yield name
+
+
+def integers(rng, tokens, k, power=0):
+    """x [tokens, k] of integers up to 127 times 2**power, with a maximum of 127 in each group of 32."""
+    x = rng.integers(-127, 128, (tokens, k)).astype(float)
+    for start in range(0, k, 32):
+        x[np.arange(tokens), rng.integers(start, min(start + 32, k), tokens)] = rng.choice([-127.0, 127.0], tokens)
+    return np.ldexp(x, power)
+
+
+def scales_of(rng, n, k, weight_format):
+    if weight_format.scale.kind == "ue8m0":
+        return rng.integers(125, 130, weight_format.scale.shape(n, k)).astype(np.uint8)
+    return odd_scales(rng, n, k, weight_format)
+
+
+def quantised(h):
+    """bfloat16 numbers [tokens, n] as int8 takes them; none is below 2**-111."""
+    padded = np.pad(h, ((0, 0), (0, -h.shape[1] % 32)))
+    groups = padded.reshape(len(h), -1, 32)
+    steps = (np.abs(groups).max(axis=2, keepdims=True) / 127).astype(np.float32).astype(BF16).astype(float)
+    steps[steps == 0] = 1
+    return (np.rint(groups / steps) * steps).reshape(padded.shape)[:, : h.shape[1]]
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_down(backend, name, tokens):
+    rng = np.random.default_rng(tokens)
+    weight_format = FOUR_BITS[name]
+    for n, k in ((64, 32), (70, 70), (66, 290)):
+        codes, scales = random_codes(rng, n, k, weight_format), scales_of(rng, n, k, weight_format)
+        with down_layer(backend, codes, scales, weight_format) as layer:
+            assert layer.activations == "int8"
+            x = np.zeros((tokens, layer.hidden))
+            x[:, :k] = integers(rng, tokens, k, -3)
+            y = forward(layer, x)
+        assert np.array_equal(y[:, :n], x[:, :k] @ weights_of(codes, scales, weight_format).T)
+
+
+@pytest.mark.parametrize("projection", ["gate", "up"])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_gate_and_up(backend, projection, name, tokens):
+    """Both panels at once; h is rounded to bfloat16 and quantised, and down is an identity."""
+    rng = np.random.default_rng(tokens)
+    weight_format = FOUR_BITS[name]
+    n, k = 96, 160
+    codes, scales = random_codes(rng, n, k, weight_format), scales_of(rng, n, k, weight_format)
+    down = identity(k)
+    down = np.ascontiguousarray(down[0][:, :n]), np.ascontiguousarray(down[1][:, : n // 32])
+    x = integers(rng, tokens, k, -7)
+    h = x @ weights_of(codes, scales, weight_format).T
+    shown, zero = (codes, scales, weight_format), zeros(n, k)
+    bias = 1.0
+    if projection == "gate":  # keeps the gate above 0
+        bias = 2.0 ** (np.ceil(np.log2(np.abs(h).max())) + 1)
+        h = h + bias
+        layer = make_layer(backend, shown, zero, down, bias, 1)
+    else:
+        layer = make_layer(backend, zero, shown, down, 1, 0)
+    with layer:
+        y = forward(layer, x)
+    expected = quantised(h.astype(np.float32).astype(BF16).astype(float))
+    assert np.array_equal(y[:, :n], expected)
+    assert not y[:, n:].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 12, 40])
+def test_every_weight_by_itself(backend, tokens):
+    """Token k is 127 at k."""
+    rng = np.random.default_rng(5)
+    for weight_format in FOUR_BITS.values():
+        codes, scales = random_codes(rng, 160, 160, weight_format), scales_of(rng, 160, 160, weight_format)
+        expected = 127 * weights_of(codes, scales, weight_format).T
+        with down_layer(backend, codes, scales, weight_format) as layer:
+            for first in range(0, 160, tokens):
+                one_hot = 127 * np.eye(160)[first : first + tokens]
+                assert np.array_equal(forward(layer, one_hot), expected[first : first + tokens])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize(("code", "other"), [(0, 0), (1, 1), (0, 1), (7, 7), (15, 0)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums(backend, sign, code, other, tokens):
+    """x of 127, all of one sign, and codes of 16 and -16: 16 products of one word are +-32512."""
+    x = np.full((tokens, 256), 127.0 * sign)
+    codes = np.where(np.arange(256) % 2, other, code).astype(np.uint8) * np.ones((64, 1), np.uint8)
+    scales = np.ones((64, 4), BF16)
+    with down_layer(backend, codes, scales, SIXTEENS) as layer:
+        y = forward(layer, x)
+    assert np.array_equal(y[:, :64], x @ weights_of(codes, scales, SIXTEENS).T)
+
+
+@pytest.mark.parametrize("byte", [0, 1, 60, 127, 200, 253, 254])
+@pytest.mark.parametrize("tokens", [1, 2, 13])
+def test_scale_bytes(backend, byte, tokens):
+    rng = np.random.default_rng(byte)
+    codes, scales = random_codes(rng, 64, 64, MXFP4), np.full((64, 2), byte, np.uint8)
+    x = integers(rng, tokens, 64, int(np.clip(127 - byte, -96, 96)))
+    with down_layer(backend, codes, scales) as layer:
+        assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales).T)
+
+
+def test_groups_of_very_different_sizes(backend):
+    """Each group has a scale of its own, which no other group sees; zero groups add nothing."""
+    rng = np.random.default_rng(7)
+    codes, scales = random_codes(rng, 64, 256, MXFP4), np.full((64, 8), 127, np.uint8)
+    for tokens in (1, 2, 6, 30):
+        x = np.zeros((tokens, 256))
+        for token in range(tokens):
+            group = token % 8
+            x[token, 32 * group : 32 * group + 32] = integers(rng, 1, 32, -100 + 6 * token)
+        with down_layer(backend, codes, scales) as layer:
+            assert np.array_equal(forward(layer, x)[:, :64], x @ weights_of(codes, scales).T)
+
+
+MISTAKES = {
+    "nibbles": lambda codes, scales: (codes.reshape(64, 32, 2)[..., ::-1].reshape(64, 64), scales),
+    "one sign": lambda codes, scales: (codes ^ np.pad([[8]], ((5, 58), (40, 23))).astype(np.uint8), scales),
+    "group": lambda codes, scales: (codes, scales[:, ::-1].copy()),
+    "row": lambda codes, scales: (codes, np.roll(scales, 1, axis=0)),
+    "column": lambda codes, scales: (np.roll(codes, 1, axis=0), scales),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(backend, mistake):
+    rng = np.random.default_rng(4)
+    codes = rng.integers(1, 8, (64, 64), dtype=np.uint8) + 8 * rng.integers(0, 2, (64, 64), dtype=np.uint8)
+    scales = rng.integers(120, 130, (64, 2), dtype=np.uint8)
+    x = integers(rng, 3, 64)
+    expected = x @ weights_of(codes, scales).T
+    with down_layer(backend, *MISTAKES[mistake](codes, scales)) as layer:
+        assert not np.array_equal(forward(layer, x), expected)
