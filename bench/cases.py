@@ -35,10 +35,13 @@ class Way:
 
     @contextmanager
     def table(self, experts: ExpertWeights) -> Iterator[core.KernelTable]:
-        """While it lasts, the backend has no other instruction set. Yields the kernel table."""
+        """While it lasts, the backend has no other instruction set for the mode. Yields the kernel table."""
         backend = ktmoe.backends.get(self.backend)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "isas", (self.isa,))
+            if self.activations in backend.also:
+                patch.setattr(backend, "also", {self.activations: (self.isa,)})
+            else:
+                patch.setattr(backend, "isas", (self.isa,))
             yield backend.table(experts, self.activations)
 
 
@@ -71,10 +74,13 @@ def layer_cases(models: list[Model], *, full: bool) -> Iterator[Case]:
 
 
 def every_way(experts: ExpertWeights) -> Iterator[Way]:
-    """All that can compute these experts here."""
+    """All that can compute these experts here; kernels that several backends share, once."""
+    shared = set()
     for name, backend in native_backends():
         for mode in backend.activations:
-            for table in backend.usable()[0]:
+            tables = [table for table in backend.usable(mode)[0] if (table.name, mode) not in shared]
+            shared |= {(isa, mode) for isa in backend.also.get(mode, ())}
+            for table in tables:
                 yield from _ways(name, table, experts, mode)
 
 

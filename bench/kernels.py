@@ -47,7 +47,12 @@ class Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Each one of each table that runs here, once."""
-    tables = {table.name: table for _, backend in native_backends() for table in backend.usable()[0]}
+    tables = {
+        table.name: table
+        for _, backend in native_backends()
+        for mode in backend.activations
+        for table in backend.usable(mode)[0]
+    }
     seen = set()
     for weights in WEIGHTS:
         experts = replace(models.models()[EVERYWHERE], weights=weights).make(1)
