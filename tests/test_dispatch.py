@@ -28,7 +28,7 @@ EVERYTHING = CPUS["amx"]
 BEST = {
     "portable": {"fp32_lut": "portable"},
     "avx2": {"avx2": "avx2", "fp32_lut": "portable"},
-    "avx_vnni": {"avx2": "avx2", "fp32_lut": "portable"},
+    "avx_vnni": {"avx2": "avx_vnni", "fp32_lut": "portable"},
     "avx512f": {"fp32_lut": "avx512f", "avx2": "avx2"},
     "avx512_vnni": {"fp32_lut": "avx512f", "avx2": "avx2"},
     "avx512_bf16": {"avx512_bf16": "avx512_bf16", "fp32_lut": "avx512f", "avx2": "avx2"},
@@ -46,11 +46,11 @@ NEEDED_BY = {
     "avx512vbmi": {"amx"},
     "amx_tile": {"amx"},
     "amx_bf16": {"amx"},
-    "avx_vnni": set(),  # only a mode of avx2, which has other kernels for it
+    "avx_vnni": set(),  # only modes of avx2, which has other kernels for them
     "avx512_vnni": set(),
 }
-#: Rows that serve nothing but an activation mode of other backends: {row: the mode}.
-OF_A_MODE = {"avx_vnni": "int8", "avx512_vnni": "int8"}
+#: Rows that serve nothing but activation modes of other rows' backends.
+OF_MODES = {"avx_vnni": ["int16", "int8"], "avx512_vnni": ["int8"]}
 #: A codebook that integers of at most 16 cannot stand for.
 UNEVEN = WeightFormat("q4", tuple(v * 0.0625 + (v > 0) * 2.0**-8 for v in range(-8, 8)), Scale("bf16", (1, 64)))
 
@@ -104,7 +104,8 @@ def test_a_cpu_with_exactly_one_rows_features(cpu, name):
         assert choose("auto", experts_of(weight_format))[0] == best
     for usable in BEST[name]:
         assert choose(usable) == (usable, "asked for by name")
-        assert backends.get(usable).rank == isa.rank(BEST[name][usable], core.cpu_features())
+        row = "avx2" if usable == "avx2" else BEST[name][usable]  # AVX-VNNI serves modes of it and does not rank it
+        assert backends.get(usable).rank == isa.rank(row, core.cpu_features())
 
 
 @pytest.mark.parametrize(("row", "missing"), [(row, feature) for row in ("avx512_bf16", "amx") for feature in CPUS[row]])
@@ -220,8 +221,10 @@ def test_every_row_has_kernels_and_a_module():
     assert {folder.name for folder in (source / "kernels").iterdir() if folder.is_dir()} == rows
     own = {isa_ for name in backends.ranked() for isa_ in backends.get(name).isas}
     also = {(isa_, mode) for name in backends.ranked() for mode, isas in backends.get(name).also.items() for isa_ in isas}
-    assert {(isa_, mode) for isa_, mode in also if isa_ not in own} == set(OF_A_MODE.items())
-    assert rows == own | set(OF_A_MODE)
+    assert {(isa_, mode) for isa_, mode in also if isa_ not in own} == {
+        (isa_, mode) for isa_, modes in OF_MODES.items() for mode in modes
+    }
+    assert rows == own | set(OF_MODES)
     for row in rows:
         assert native.load_table(row).name == row
 
@@ -232,10 +235,10 @@ def test_every_row_has_kernels_and_a_module():
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
     """All formats in bf16; 4-bit integers in int16 and int8 where those exist; folded scales where weights are bfloat16, of amx
-    rounded ones, too. Or int8 alone."""
+    rounded ones, too. Or integers alone."""
     table = native.load_table(row)
     keys = table.kernels()
-    modes = [OF_A_MODE[row]] if row in OF_A_MODE else ["bf16", "int16", "int8"] if row == "avx2" else ["bf16"]
+    modes = OF_MODES.get(row) or (["bf16", "int16", "int8"] if row == "avx2" else ["bf16"])
     expected = {("b16", "none", 0, "bf16", False)} if "bf16" in modes else set()
     for mode in modes:
         expected |= {("q4", "ue8m0", 32, mode, False), ("q4", "bf16", GROUPS[-1], mode, False)}
@@ -294,7 +297,7 @@ def test_modes(cpu, formats, modes):
         backend = backends.get(name)
         assert backend.modes(experts) == expected
         assert backend.unsupported(experts) is None
-        assert backend.table(experts).name == backend.isas[0]
+        assert backend.table(experts).name == backend.also.get(expected[0], backend.isas)[0]
 
 
 def test_a_layer_says_its_mode():

@@ -15,7 +15,7 @@ import pytest
 from emulator import assembly
 from emulator.avx512 import OPS, VBMI, VNNI, emulate, execute, loop
 from emulator.machine import STALE, Frame, aligned
-from emulator.model import SPECIAL, bf16_values, bits, dot_bytes, dot_pairs, multiply, multishift, to_bf16
+from emulator.model import SPECIAL, bf16_values, bits, dot_bytes, dot_pairs, dot_words, multiply, multishift, to_bf16
 
 pytest_plugins = ("emulator.fixtures",)
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
@@ -200,6 +200,8 @@ def test_cases_cover_the_forms(program):
         ("62 f2 6e 48 50 d9", None),  # another prefix
         ("62 f2 6d 48 51 d9", None),  # vpdpbusds, which saturates
         ("c4 e2 6d 50 d9", ("vpdpbusd, VEX", 5)),
+        ("c4 e2 6d 52 d9", ("vpdpwssd, VEX", 5)),
+        ("c4 e2 6d 53 d9", None),  # vpdpwssds, which saturates
         ("c4 e2 69 50 58 10", ("vpdpbusd, VEX", 6)),  # of xmm, disp8
         ("c4 e2 ed 50 d9", None),  # W1
         ("c4 e2 6c 50 d9", None),  # no prefix
@@ -318,33 +320,36 @@ def test_mxcsr_is_neither_read_nor_written(program, emulated, mxcsr):
     assert loop(program, "cvt", out, a, b, mxcsr) == mxcsr
 
 
-def test_dot_of_bytes_by_vex(program, emulated):
-    """vpdpbusd of xmm or ymm, as {vex} vpdpbusd %ymm9, %ymm2, %ymm11, by its bytes; the rest of the register is zeroed."""
+@pytest.mark.parametrize("op", ["vpdpbusd", "vpdpwssd"])
+def test_dots_by_vex(program, emulated, op):
+    """Of xmm or ymm, as {vex} vpdpbusd %ymm9, %ymm2, %ymm11, by their bytes; the rest of the register is zeroed."""
+    opcode, model, types = {"vpdpbusd": ("50", dot_bytes, "u1 i1"), "vpdpwssd": ("52", dot_words, "i2 i2")}[op]
+    of_a, of_b = map(np.dtype, types.split())
     rng = np.random.default_rng(8)
     area = aligned(64, np.uint8)
     for code, dest, first, source in (
-        ("c4 42 6d 50 d9", 11, 2, 9),
-        ("c4 e2 6d 50 d9", 3, 2, 1),
-        ("c4 e2 05 50 c7", 0, 15, 7),
-        ("c4 e2 69 50 d9", 3, 2, 1),
-        ("c4 e2 6d 50 5e 20", 3, 2, None),  # at 32(%rsi)
+        (f"c4 42 6d {opcode} d9", 11, 2, 9),
+        (f"c4 e2 6d {opcode} d9", 3, 2, 1),
+        (f"c4 e2 05 {opcode} c7", 0, 15, 7),
+        (f"c4 e2 69 {opcode} d9", 3, 2, 1),
+        (f"c4 e2 6d {opcode} 5e 20", 3, 2, None),  # at 32(%rsi)
     ):
         size = 32 if int(code.split()[2], 16) & 4 else 16
         zmm = rng.integers(0, 256, (32, 64), dtype=np.uint8)
-        zmm[source or 1, :4], zmm[first, :4] = 128, 255  # the least signed, the largest unsigned
+        zmm[source or 1, :4], zmm[first, :4] = 128, 255  # of bytes, the least signed, the largest unsigned
         area[:] = rng.integers(0, 256, 64)
         frame = Frame.of(bytes.fromhex(code), {"rsi": area.ctypes.data})
         k = np.zeros(8, np.uint64)
         execute(program, "save", zmm, k, frame.xsave.ctypes.data)
         assert frame.emulate()
         after, _ = execute(program, "restore", np.zeros_like(zmm), k, frame.xsave.ctypes.data)
-        b = (area[32 : 32 + size] if source is None else zmm[source, :size]).copy().view(np.int8)
+        b = (area[32 : 32 + size] if source is None else zmm[source, :size]).copy().view(of_b)
         expected = zmm.copy()
         expected[dest] = 0
-        sums = dot_bytes(zmm[dest, :size].copy().view(np.int32), zmm[first, :size], b)
+        sums = model(zmm[dest, :size].copy().view(np.int32), zmm[first, :size].copy().view(of_a), b)
         expected[dest, :size] = sums.view(np.uint8)
         np.testing.assert_array_equal(after, expected, err_msg=code)
-    assert emulator.counts()["vpdpbusd, VEX"] == 5
+    assert emulator.counts()[f"{op}, VEX"] == 5
 
 
 # --- registers and memory ---

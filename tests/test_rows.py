@@ -15,7 +15,7 @@ from ktmoe.errors import InputError
 GROUP = 32
 LEAST_EXPONENT = -126
 #: Instruction sets whose kernels take int16, and int8.
-INT16 = ["avx2"]
+INT16 = ["avx_vnni", "avx2"]
 INT8 = ["avx512_vnni", "avx_vnni", "avx2"]
 
 

@@ -185,10 +185,14 @@ def _participants(
             for participant in chosen:
                 participant.fail(str(error))
         yield from ((participant, peer.worker, interpreter) for participant in chosen)
+    seen = set()
     for name in measure.backends_for(experts):
-        for mode in ktmoe.backends.get(name).modes(experts):
+        backend = ktmoe.backends.get(name)
+        for mode in backend.modes(experts):
+            kernels = backend.table(experts, mode).name, mode
             participant = Participant("ktmoe", Way(f"{name} {mode}", mode), bound=True)
-            if wanted(participant):
+            if wanted(participant) and kernels not in seen:  # some modes are served alike for several backends
+                seen.add(kernels)
                 yield participant, "worker_ktmoe.py", Path(sys.executable)
 
 

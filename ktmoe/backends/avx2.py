@@ -9,7 +9,7 @@ from ktmoe.backends.native import NativeBackend
 class Avx2(NativeBackend):
     isas = ("avx2",)
     activations = ("int16", "bf16", "int8")
-    also = MappingProxyType({"int8": ("avx_vnni", "avx2")})
+    also = MappingProxyType(dict.fromkeys(("int16", "int8"), ("avx_vnni", "avx2")))
 
 
 registry.register("avx2", Avx2())

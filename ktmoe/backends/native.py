@@ -112,7 +112,7 @@ class NativeBackend(Backend):
         return f"it has no kernels for {', '.join(formats)}"
 
     def details(self) -> dict:
-        tables, _ = self.usable()
+        tables = self.usable(self.activations[0])[0] or self.usable()[0]
         return {"isa": tables[0].name, "note": f", kernels of {tables[0].name}"} if tables else {"isa": None, "note": ""}
 
     def modes(self, experts: ExpertWeights) -> list[str]:

@@ -102,6 +102,12 @@ def dot_bytes(acc, a, b):
     return (acc.astype(np.int64) + products).astype(np.uint64).astype(np.uint32).view(np.int32)
 
 
+def dot_words(acc, a, b):
+    """VPDPWSSD: int32 acc [n] + signed words a [2 n] times signed words b [2 n], two at a time; wraps around."""
+    products = (a.astype(np.int64) * b.astype(np.int64)).reshape(-1, 2).sum(axis=1)
+    return (acc.astype(np.int64) + products).astype(np.uint64).astype(np.uint32).view(np.int32)
+
+
 def add(a, b):
     """float32 a + b with one rounding, DAZ, FTZ; NaN priority a, b."""
     a, b = flush(a), flush(b)

@@ -13,6 +13,7 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "kernels/magnitude.h"
 #include "ktmoe.h"
 
 /* What a row of int8 has for each 32 k behind its integers. start: minus 16 times the sum of the 32 integers; or, in words, that of
@@ -23,16 +24,6 @@ typedef struct int8_block {
 } int8_block;
 
 enum { LEAST_INT8_MAXIMUM = 15 << 7 | 126 }; /* bf16 bits of 127 * 2^-118: scale * unit is a normal number */
-
-static inline uint32_t largest_magnitude(const uint16_t *x) {
-    const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
-    const __m256i a = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)x), magnitude);
-    const __m256i b = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(x + 16)), magnitude);
-    const __m256i both = _mm256_max_epu16(a, b);
-    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-    /* The least of the complements, since only that has an instruction. */
-    return 0xFFFF - (uint32_t)_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
-}
 
 static inline float int8_scale(uint32_t largest) {
     uint32_t bits = (largest > LEAST_INT8_MAXIMUM ? largest : LEAST_INT8_MAXIMUM) << 16;

@@ -7,11 +7,6 @@
 extern const kt_rows kt_rows_avx2, kt_rows_int16_avx2, kt_rows_int8_avx2;
 /* Each ends with an empty row. */
 extern const kt_kernel kt_q4_avx2[], kt_b16_avx2[], kt_q4_int16_avx2[], kt_q4_int8_avx2[];
-/* What a row of int16 has for each 32 k behind its integers. */
-typedef struct int16_block {
-    float scale;
-    int32_t minus_16_sums; /* -16 times the sum of the 32 integers */
-} int16_block;
 void kt_encode_int16_avx2(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
 void kt_encode_int8_avx2(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
 void kt_activate_avx2(const kt_activate *a);
