@@ -78,7 +78,7 @@ def result(tmp_path_factory):
     fake = Peer("fake", "fake", str(worker), (), tuple(Way(name, numerics) for name, numerics in WAYS.items()))
     absent = Peer("absent", "absent", str(worker), (("--no-index", "no-such-package"),), (Way("way", BF16),))
     words = ["run", "--seconds", "0.1", "--rounds", "4", "--points", "decode-1", "--points", "prefill-6"]
-    words += ["--only", "fake *", "--only", "absent *", "--only", "ktmoe fp32_lut *"]
+    words += ["--only", "fake *", "--only", "absent *", "--only", "ktmoe fp32_lut bf16"]
     model = folder / "model"
     install = environments.python
 
