@@ -230,6 +230,8 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
         for (size_t step = b * STEPS; step < last * STEPS; step++) {
             u32v ws[TILE_VECTORS];
             for (int v = 0; v < TILE_VECTORS; v++) ws[v] = load_u32(s->w + step * STRIP + v * LANES);
+            /* GCC 12 would load them anew for each row, by way of the stack, with registers to spare. */
+            for (int v = 0; HOLD_TOTALS && v < TILE_VECTORS; v++) __asm__("" : "+v"(ws[v]));
 #pragma GCC unroll 12
             for (int i = 0; i < rows; i++) {
                 const u32v xs = broadcast(x[i] + step);
