@@ -41,7 +41,7 @@ bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
 bench-compare: $(STAMPS)/bench ## the last saved benchmarks against those before; ARGS="3 1": number 3 against number 1
-	@$(PY) bench/compare.py $(ARGS)
+	@$(PY) -m bench.compare $(ARGS)
 
 bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe: first installs them, then about 8 minutes
 	@$(PY) -m bench.peers run --save .benchmarks/peers.json $(ARGS)
