@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import cost_model
 import numpy as np
-from cost_model import Kernel, Machine
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 import ktmoe
+from bench import cost_model
+from bench.cost_model import Kernel, Machine
 from ktmoe import measure, synthetic, threads
 from ktmoe.layer import MoELayer
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from bench import tables
 
 WIDTH = 180
 Row = dict
@@ -17,25 +18,15 @@ def text(rows: list[Row]) -> str:
     """rows: extra_info of all points that were measured."""
     console = Console(width=WIDTH)
     with console.capture() as capture:
-        for suite, table in SUITES.items():
+        for suite, draw in SUITES.items():
             mine = [row for row in rows if row.get("suite") == suite]
             if mine:
-                console.print(table(mine))
+                console.print(draw(mine))
         for line in sorted({f"{row['cpu']}, {row['threads']} threads" for row in rows if "cpu" in row}):
             console.print(line, highlight=False)
         if rows:
             console.print("Medians over rounds; each round measures its own limits.")
     return capture.get()
-
-
-def _table(title: str, left: int, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Table:
-    """left: so many columns are names, the others are numbers."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number < left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _layer(rows: list[Row]) -> Table:
@@ -63,7 +54,7 @@ def _layer(rows: list[Row]) -> Table:
             f"{100 * row['worst_error_of_bound']:.2g}%",
         )
 
-    return _table("Layers", len(heads), heads + numbers, map(cells, rows))
+    return tables.table(heads + numbers, map(cells, rows), names=len(heads), title="Layers")
 
 
 def _kernels(rows: list[Row]) -> Table:
@@ -82,7 +73,7 @@ def _kernels(rows: list[Row]) -> Table:
         return (*key, *numbers)
 
     title = "Kernels (GFLOP/s, share of the nearer limit)"
-    return _table(title, 6, heads, (cells(key, points) for key, points in sorted(lines.items())))
+    return tables.table(heads, (cells(key, points) for key, points in sorted(lines.items())), names=6, title=title)
 
 
 def _latencies(rows: list[Row]) -> Table:
@@ -93,12 +84,12 @@ def _latencies(rows: list[Row]) -> Table:
         of_call = f"{row['share_of_call']:.2%}" if "share_of_call" in row else ""
         return row["work"], f"{row['us']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['handoff_us']:.3f}", of_call, row["target"]
 
-    return _table("Pool", 1, heads, map(cells, rows))
+    return tables.table(heads, map(cells, rows), title="Pool")
 
 
 def _load(rows: list[Row]) -> Table:
     cells = ((row["work"], row["figure"], row["contract"]) for row in rows)
-    return _table("Loading", 3, ("work", "measured", "contract"), cells)
+    return tables.table(("work", "measured", "contract"), cells, names=3, title="Loading")
 
 
 SUITES: dict[str, Callable[[list[Row]], Table]] = {"layer": _layer, "kernels": _kernels, "pool": _latencies, "load": _load}
