@@ -48,7 +48,7 @@ bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch besid
 	@$(PY) -m bench.peers plot .benchmarks/peers.json
 
 scaling: $(STAMPS)/native $(STAMPS)/bench ## predict what calls cost here and on other CPUs, and check it; ARGS=--write for docs
-	@$(PY) bench/scaling.py $(ARGS)
+	@$(PY) -m bench.scaling $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .
