@@ -44,8 +44,7 @@ bench-compare: $(STAMPS)/bench ## the last saved benchmarks against those before
 	@$(PY) -m bench.compare $(ARGS)
 
 bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe: first installs them, then about 8 minutes
-	@$(PY) -m bench.peers run --save .benchmarks/peers.json $(ARGS)
-	@$(PY) -m bench.peers plot .benchmarks/peers.json
+	@$(PY) -m bench.peers run $(ARGS)
 
 scaling: $(STAMPS)/native $(STAMPS)/bench ## predict what calls cost here and on other CPUs, and check it; ARGS=--write for docs
 	@$(PY) -m bench.scaling $(ARGS)
