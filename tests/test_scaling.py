@@ -15,6 +15,7 @@ from bench.cpus import cpus
 from bench.models import Model, models
 from bench.scaling import document, fit, points, report
 from ktmoe import measure
+from ktmoe._native import core
 
 SHAPE = Model("a model", "MXFP4", hidden=4096, intermediate=2048, experts=64, top_k=6)
 #: Nothing decoded, all of the peak, all hidden: times are limits.
@@ -122,6 +123,11 @@ def test_threads_that_items_do_not_divide_into():
     shape = replace(SHAPE, experts=1, top_k=1)
     even, odd = (cost_model.seconds(shape, 300, IDEAL, replace(slow, threads=threads)) for threads in (32, 48))
     assert odd / even == pytest.approx(2 / 3 * 1.5 + 1 / 3 * 1.5, rel=1e-3)  # A: 32 panels of h on 48, B: 64 of y
+
+
+def test_what_is_known_of_the_driver():
+    tuning = core.tune()
+    assert (tuning["scratch_bytes"], tuning["reduce_slots"]) == (cost_model.SCRATCH_BYTES, cost_model.FEW_SLOTS)
 
 
 def test_scratch_memory_cuts_a_batch():
