@@ -81,7 +81,9 @@ def test_call(benchmark):
     next to no work; only the encoding of x grows with the model. The two are called in turn."""
     shape = models()[EVERYWHERE]
     one = shape.make(1)
-    (way, *_) = auto_ways(one)
+    way = next(auto_ways(one), None)
+    if way is None:
+        pytest.skip("what auto takes is no native backend")
     count = footprints.footprint(shape, full=False).experts
     large, tiny = (kernels.copies(model, count) for model in (shape, replace(shape, hidden=TINY, intermediate=TINY)))
     with MoELayer(large, way.backend) as layer, MoELayer(tiny, way.backend) as least:
