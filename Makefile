@@ -41,14 +41,13 @@ bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
 bench-compare: $(STAMPS)/bench ## the last saved benchmarks against those before; ARGS="3 1": number 3 against number 1
-	@$(PY) bench/compare.py $(ARGS)
+	@$(PY) -m bench.compare $(ARGS)
 
 bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe: first installs them, then about 8 minutes
-	@$(PY) -m bench.peers run --save .benchmarks/peers.json $(ARGS)
-	@$(PY) -m bench.peers plot .benchmarks/peers.json
+	@$(PY) -m bench.peers run $(ARGS)
 
 scaling: $(STAMPS)/native $(STAMPS)/bench ## predict what calls cost here and on other CPUs, and check it; ARGS=--write for docs
-	@$(PY) bench/scaling.py $(ARGS)
+	@$(PY) -m bench.scaling $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from models import Model
 
 import ktmoe
+from bench.models import Model
 from ktmoe._native import core
 from ktmoe.backends.base import choose
 from ktmoe.backends.native import NativeBackend

@@ -1,20 +1,24 @@
 """Is a saved run of the benchmarks slower than another one, beyond the noise that the two runs themselves show?
 
-    python bench/compare.py [NEW [OLD]]
+    python -m bench.compare [NEW [OLD]]
 
 NEW and OLD are files that pytest-benchmark saved, or the numbers that their names begin with; by default the last one and the
-one before it. The exit status is 1 if a point regressed, 2 if the runs cannot be compared, else 0.
+one before it. The exit status is 1 if a point regressed, 2 if the runs cannot be compared, which they cannot either if no point
+is left to judge, else 0.
 
 What is compared is never a time but a point's shares of limits that its own rounds measured, by their logarithms.
 
-1. A point's change d is the difference of the medians over rounds, new less old.
-2. A median of n rounds is off by 1.2533 * s / sqrt(n) (the standard error of a median), where s is the rounds' spread, 1.4826 *
+1. A point whose limits of reading or multiplying, as its rounds measured them, differ by more than a factor of MOST_LIMITS
+   between the runs was measured on another machine state, such as with a CPU taken away for a while. It is listed, not judged,
+   and counts for nothing below: its rounds agree among themselves, so that no spread would tell.
+2. A point's change d is the difference of the medians over rounds, new less old.
+3. A median of n rounds is off by 1.2533 * s / sqrt(n) (the standard error of a median), where s is the rounds' spread, 1.4826 *
    their median absolute deviation, which outliers do not move. Few rounds may agree by chance: s is at least the median spread
    of all points of that run. Both runs' errors, as the root of the sum of squares, are the point's error e.
-3. Runs differ by more than rounds do: other pages, other neighbours on the host. What most points show is taken for that: all
+4. Runs differ by more than rounds do: other pages, other neighbours on the host. What most points show is taken for that: all
    errors are multiplied by 1.4826 * the median absolute deviation of d / e over all points, where that is above 1. It is taken
    around the median of d / e, so that what slows all points alike is not taken for noise.
-4. A point regressed if d < -max(t * e, FLOOR), and improved if d > max(t * e, FLOOR). With hundreds of points some are always
+5. A point regressed if d < -max(t * e, FLOOR), and improved if d > max(t * e, FLOOR). With hundreds of points some are always
    unlucky: t is such that a run in which nothing changed has a regression with probability FALSE_ALARM, over all points
    together (Bonferroni: each has FALSE_ALARM / points). It is a quantile of Student's distribution, since the spread is an
    estimate itself: by the median absolute deviation, a round is worth MAD_EFFICIENCY of a degree of freedom.
@@ -29,11 +33,12 @@ import re
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+
+from bench import tables
 
 FALSE_ALARM = 0.01
 #: A share that changed by less than this factor is never reported.
@@ -44,6 +49,10 @@ MEDIAN_ERROR = 1.2533
 STORAGE = Path(".benchmarks")
 #: What has to be alike in both runs.
 CONDITIONS = ("cpu", "threads")
+#: Limits that a point may have recorded, by what people call them.
+LIMITS = {"limit_read_gb_s": "GB/s", "limit_gflop_s": "GFLOP/s"}
+#: By what factor a limit may differ between the runs.
+MOST_LIMITS = 1.25
 
 
 class CannotCompareError(Exception):
@@ -52,13 +61,14 @@ class CannotCompareError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """A saved run: the logarithms of each point's shares, and the conditions that it was measured under, by its name."""
+    """A saved run. By a point's name: the logarithms of its shares, its CONDITIONS, and those LIMITS that it recorded."""
 
     path: Path
     points: dict[str, list[float]]
     conditions: dict[str, dict]
+    limits: dict[str, dict[str, float]]
 
-    @property
+    @cached_property
     def spread(self) -> float:
         """The median spread of its points, of those that have one."""
         return statistics.median([spread(logs) for logs in self.points.values() if len(logs) > 1] or [0.0])
@@ -94,6 +104,7 @@ def read(path: Path) -> Run:
         measured = {name: info for name, info in rows.items() if "shares" in info}  # a test that failed recorded none
         points = {name: [math.log(share) for share in info["shares"]] for name, info in measured.items()}
         conditions = {name: {key: info[key] for key in CONDITIONS} for name, info in measured.items()}
+        limits = {name: {key: float(info[key]) for key in LIMITS if key in info} for name, info in measured.items()}
     except OSError as error:
         raise CannotCompareError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -102,7 +113,9 @@ def read(path: Path) -> Run:
         ) from None
     if not all(points.values()) or not points:
         raise CannotCompareError(f"{path}: expected points with the shares of their rounds, found none")
-    return Run(path, points, conditions)
+    if not all(0 < limit < math.inf for found in limits.values() for limit in found.values()):
+        raise CannotCompareError(f"{path}: expected limits above 0, found others")
+    return Run(path, points, conditions, limits)
 
 
 def spread(logs: list[float]) -> float:
@@ -111,8 +124,25 @@ def spread(logs: list[float]) -> float:
     return MAD_TO_DEVIATION * statistics.median([abs(log - middle) for log in logs])
 
 
-def changes(old: Run, new: Run) -> list[Change]:
-    """Of all points that both runs have. Raises CannotCompareError if they have none, or under other conditions."""
+@dataclass(frozen=True)
+class OtherState:
+    """A point that is not judged: a limit's old and new value are too far apart."""
+
+    point: str
+    limit: str
+    old: float
+    new: float
+
+    @property
+    def change(self) -> float:
+        return self.new / self.old - 1
+
+
+def common_points(old: Run, new: Run) -> tuple[list[str], list[OtherState]]:
+    """Points of both runs: those to judge, and those of another machine state.
+
+    Raises CannotCompareError if there are none to judge, or if they were measured under other CONDITIONS.
+    """
     common = [point for point in new.points if point in old.points]
     if not common:
         raise CannotCompareError(f"{new.path} and {old.path} have no point in common")
@@ -121,6 +151,29 @@ def changes(old: Run, new: Run) -> list[Change]:
             was, found = old.conditions[point][key], new.conditions[point][key]
             if was != found:
                 raise CannotCompareError(f"{point}: {new.path} was measured with {key} {found}, {old.path} with {was}")
+    others = {point: other for point in common if (other := _other_state(old, new, point))}
+    judged = [point for point in common if point not in others]
+    if not judged:
+        farthest = max(others.values(), key=lambda other: abs(math.log1p(other.change)))
+        raise CannotCompareError(
+            f"{new.path} and {old.path} were measured on different states of the machine: at all {len(others)} points a limit"
+            f" differs by more than a factor of {MOST_LIMITS}, by {farthest.change:+.0%} at {farthest.point}"
+        )
+    return judged, [*others.values()]
+
+
+def _other_state(old: Run, new: Run, point: str) -> OtherState | None:
+    """By the limit that differs most, if it differs too much."""
+    were, are = old.limits[point], new.limits[point]
+    ratios = {name: abs(math.log(are[name] / were[name])) for name in LIMITS if name in were and name in are}
+    name = max(ratios, key=ratios.get, default=None)
+    if name is None or ratios[name] <= math.log(MOST_LIMITS):
+        return None
+    return OtherState(point, LIMITS[name], were[name], are[name])
+
+
+def changes(old: Run, new: Run, common: list[str]) -> list[Change]:
+    """Of the points to judge."""
     sizes = {point: statistics.median(new.points[point]) - statistics.median(old.points[point]) for point in common}
     errors = {point: math.hypot(_error(old, point), _error(new, point)) for point in common}
     scale = max(1.0, spread([sizes[point] / errors[point] for point in common if errors[point]] or [0.0]))
@@ -177,38 +230,37 @@ def _file(name: str, saved: list[Path]) -> Path:
     raise CannotCompareError(f"no saved run has the number {name}; there are {', '.join(p.name for p in saved) or 'none'}")
 
 
-def report(old: Run, new: Run, found: list[Change], console: Console) -> None:
-    """What regressed and what improved, the worst first, and the points that only one run has."""
-    for title, picked in (
-        ("regressed", [change for change in found if change.regressed]),
-        ("improved", [change for change in found if change.improved]),
-    ):
+def report(old: Run, new: Run, found: list[Change], others: list[OtherState], console: Console) -> None:
+    """What regressed and what improved, the worst first, what was not judged, and the points that only one run has."""
+    regressed = [change for change in found if change.regressed]
+    improved = [change for change in found if change.improved]
+    for title, picked in (("regressed", regressed), ("improved", improved)):
         if picked:
-            table = Table(title=f"{len(picked)} {title}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-            table.add_column("point", overflow="fold")
-            for head in ("old share", "new share", "change", "noise"):
-                table.add_column(head, justify="right", no_wrap=True)
-            for change in sorted(picked, key=lambda change: -abs(change.size)):
-                shares = (f"{math.exp(log):.1%}" for log in (change.old, change.new))
-                table.add_row(
-                    change.point,
-                    *shares,
-                    f"{math.expm1(change.size):+.1%}",
-                    f"{math.expm1(math.copysign(change.noise, change.size)):+.1%}",
-                )
-            console.print(table)
+            picked = sorted(picked, key=lambda change: -abs(change.size))
+            heads = ("point", "old share", "new share", "change", "noise")
+            console.print(tables.table(heads, map(_cells, picked), title=f"{len(picked)} {title}"))
+    if others:
+        heads = ("point", "old limit", "new limit", "change", "")
+        rows = ((o.point, f"{o.old:.1f}", f"{o.new:.1f}", f"{o.change:+.1%}", o.limit) for o in others)
+        console.print(tables.table(heads, rows, title=f"{len(others)} measured on another machine state, not judged"))
     for run, other in ((old, new), (new, old)):
         if alone := [point for point in run.points if point not in other.points]:
             console.print(f"only in {run.path}:", *alone, sep="\n  ", markup=False, highlight=False, soft_wrap=True)
-    regressed, improved = sum(change.regressed for change in found), sum(change.improved for change in found)
     typical = math.expm1(statistics.median([change.noise for change in found]))
+    not_judged = f", {len(others)} more not judged" if others else ""
     console.print(
-        f"{new.path} against {old.path}: {len(found)} points, {regressed} regressed, {improved} improved;"
+        f"{new.path} against {old.path}: {len(found)} points, {len(regressed)} regressed, {len(improved)} improved{not_judged};"
         f" changes up to {typical:.1%} are noise at half of them",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _cells(change: Change) -> tuple[str, ...]:
+    noise = math.copysign(change.noise, change.size)
+    shares = (f"{math.exp(log):.1%}" for log in (change.old, change.new))
+    return change.point, *shares, f"{math.expm1(change.size):+.1%}", f"{math.expm1(noise):+.1%}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -221,12 +273,12 @@ def main(arguments: list[str] | None = None) -> int:
         if len(given) > 2:
             raise CannotCompareError(f"expected a new run and an old one at most, found {len(given)} runs")
         new, old = (read(path) for path in find(given))
-        found = changes(old, new)
+        judged, others = common_points(old, new)
     except CannotCompareError as error:
         print(f"bench-compare: {error}", file=sys.stderr)
         return 2
-    console = Console()
-    report(old, new, found, console if console.is_terminal else Console(width=180))
+    found = changes(old, new, judged)
+    report(old, new, found, others, tables.console(180))
     return 1 if any(change.regressed for change in found) else 0
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import cases
-import models
 import pytest
-import subjects
-import tables
+
+from bench import cases, subjects, summary
+from bench.models import models
 
 
 def pytest_addoption(parser):
     group = parser.getgroup("ktmoe")
     group.addoption("--full", action="store_true", help="every model in every way, every number of rows, however long it takes")
-    group.addoption("--models", default="", metavar="NAMES", help=f"only these, comma-separated: {', '.join(models.models())}")
+    group.addoption("--models", default="", metavar="NAMES", help=f"only these, comma-separated: {', '.join(models())}")
 
 
 def pytest_configure(config):
-    if unknown := [name for name in _names(config) if name not in models.models()]:
-        raise pytest.UsageError(f"--models: expected names of {', '.join(models.models())}; found {', '.join(unknown)}")
+    if unknown := [name for name in _names(config) if name not in models()]:
+        raise pytest.UsageError(f"--models: expected names of {', '.join(models())}; found {', '.join(unknown)}")
 
 
 def _names(config) -> list[str]:
@@ -26,7 +25,7 @@ def _names(config) -> list[str]:
 
 def pytest_generate_tests(metafunc):
     if "subject" in metafunc.fixturenames:
-        chosen = [models.models()[name] for name in _names(metafunc.config) or models.models()]
+        chosen = [models()[name] for name in _names(metafunc.config) or models()]
         found = list(cases.layer_cases(chosen, full=metafunc.config.getoption("--full")))
         metafunc.parametrize("subject", found, ids=[case.id for case in found], indirect=True, scope="session")
 
@@ -42,4 +41,4 @@ def pytest_terminal_summary(terminalreporter):
     session = getattr(terminalreporter.config, "_benchmarksession", None)
     rows = [benchmark.extra_info for benchmark in session.benchmarks] if session else []
     rows = [row for row in rows if "suite" in row]  # a test that failed recorded nothing
-    terminalreporter.write("\n" + tables.text(rows) if rows else "")
+    terminalreporter.write("\n" + summary.text(rows) if rows else "")

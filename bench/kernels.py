@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import machine
-import models
-import probe
-from cases import EVERYWHERE, Way, every_way, native_backends
-from subjects import settled
-
 import ktmoe
+from bench import footprints, machine, probe
+from bench.cases import EVERYWHERE, Way, every_way, native_backends
+from bench.models import Model, models
+from bench.subjects import settled
 from ktmoe import measure
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
@@ -55,7 +53,7 @@ def kernels() -> Iterator[Kernel]:
     }
     seen = set()
     for weights in WEIGHTS:
-        experts = replace(models.models()[EVERYWHERE], weights=weights).make(1)
+        experts = replace(models()[EVERYWHERE], weights=weights).make(1)
         family, scale = experts.formats["gate"].family, experts.formats["gate"].scale
         for way in every_way(experts):
             folding = {
@@ -84,22 +82,22 @@ class Subject:
 
     @property
     def footprint_of_llc(self) -> float:
-        return self.layer.nbytes / machine.last_cache_bytes()
+        return footprints.of_cache(self.layer.nbytes)
 
 
 @contextmanager
 def packed(kernel: Kernel) -> Iterator[Subject]:
     """One expert, or as many copies of it as CACHE_TIMES caches take."""
     threads = ktmoe.get_num_threads()
-    model = replace(models.models()[EVERYWHERE], weights=kernel.weights)
+    model = replace(models()[EVERYWHERE], weights=kernel.weights)
     if kernel.source == "L2":
         ktmoe.set_num_threads(1)
         smallest = replace(model, hidden=_HIDDEN_IN_L2, intermediate=_PANEL)
         panels = max(1, int(_SHARE_OF_L2 * machine.l2_bytes() / smallest.expert_bytes))
         experts = copies(replace(smallest, intermediate=panels * _PANEL), 1, kernel.folds)
     else:
-        most = min(models.CACHE_TIMES * machine.last_cache_bytes(), machine.usable_bytes(models.MEMORY_SHARE))
-        experts = copies(model, int(most // model.expert_bytes) + 1, kernel.folds)
+        most = min(footprints.wanted_bytes(), machine.usable_bytes(footprints.MEMORY_SHARE))
+        experts = copies(model, most // model.expert_bytes + 1, kernel.folds)
     try:
         with (
             kernel.way.table(experts) as table,
@@ -113,7 +111,7 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
         ktmoe.set_num_threads(threads)
 
 
-def copies(model: models.Model, count: int, folds: bool = True) -> ExpertWeights:
+def copies(model: Model, count: int, folds: bool = True) -> ExpertWeights:
     """So many experts of the same weights. Not folds: one scale byte is 0 in each matrix, which no kernel may fold."""
     one = model.make(1)
     matrices = {projection: one.matrix(0, projection) for projection in PROJECTIONS}

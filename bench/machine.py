@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import ktmoe
@@ -34,10 +35,10 @@ def last_cache_bytes() -> int:
     return sizes[max(sizes)]
 
 
-def usable_bytes(share: float) -> float:
-    """That share of the memory that can be had."""
+def usable_bytes(share: float) -> int:
+    """That share of the memory that can be had; all that can be addressed where the system does not say."""
     available = memory.available_bytes()
-    return float("inf") if available is None else share * available
+    return sys.maxsize if available is None else max(0, int(share * available))
 
 
 def description() -> dict:

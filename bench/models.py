@@ -1,26 +1,17 @@
-"""The shapes of models.toml: experts of each, and how many of them make weights come from memory."""
+"""The shapes of models.toml, and random experts of them."""
 
 from __future__ import annotations
 
-import math
 import tomllib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
-import machine
-
-from ktmoe import synthetic
+from ktmoe import measure, synthetic
 from ktmoe.experts import ExpertWeights
 
-#: A footprint so many times the last-level cache is no longer found there when its turn comes again.
-CACHE_TIMES = 4
-#: At most so much of the available memory is packed at a time.
-MEMORY_SHARE = 0.5
-#: By default experts are left out of the models whose layer takes more than this (or CACHE_TIMES caches, if that is more).
-DEFAULT_BYTES = 4 << 30
-
-_FORMATS = {
+FILE = Path(__file__).with_name("models.toml")
+_MAKERS = {
     "MXFP4": synthetic.deepseek_v4_experts,
     "MXFP4, biases": synthetic.gpt_oss_experts,
     "INT4": synthetic.kimi_k2_experts,
@@ -30,7 +21,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Model:
-    """The routed experts of one model, as models.toml has them."""
+    """The routed experts of one model. weights: a key of _MAKERS. layers: those that have routed experts."""
 
     name: str
     weights: str
@@ -38,42 +29,46 @@ class Model:
     intermediate: int
     experts: int
     top_k: int
-    layers: int
+    layers: int = 1
+
+    def __post_init__(self):
+        if self.weights not in _MAKERS:
+            known = ", ".join(map(repr, _MAKERS))
+            raise ValueError(f"{self.name}: weights {self.weights!r} are unknown; known are {known}")
+        for name in ("hidden", "intermediate", "experts", "top_k", "layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{self.name}: {name}: expected a whole number of at least 1, found {value!r}")
+        if self.top_k > self.experts:
+            raise ValueError(f"{self.name}: top_k: expected at most the {self.experts} experts, found {self.top_k}")
 
     def make(self, experts: int) -> ExpertWeights:
-        """So many experts of one layer, with random weights."""
-        return _FORMATS[self.weights](num_experts=experts, hidden=self.hidden, intermediate=self.intermediate)
+        """So many experts of one layer, with random weights, which are drawn when they are read."""
+        return _MAKERS[self.weights](num_experts=experts, hidden=self.hidden, intermediate=self.intermediate)
 
-    @property
+    @cached_property
     def expert_bytes(self) -> int:
+        """Of an expert's codes and scales."""
         return self.make(1).nbytes
 
+    @cached_property
+    def slot_flops(self) -> int:
+        """Of one token in one expert."""
+        return measure.slot_flops(self)
 
-@dataclass(frozen=True)
-class Footprint:
-    """What is packed to measure a model: so many experts in each of so many layers, whose calls take turns."""
-
-    experts: int
-    layers: int
+    @property
+    def nbytes(self) -> int:
+        """All experts of all layers."""
+        return self.layers * self.experts * self.expert_bytes
 
 
 @cache
-def models() -> dict[str, Model]:
-    """By name, in the file's order."""
-    with open(Path(__file__).with_name("models.toml"), "rb") as file:
-        return {name: Model(name, **fields) for name, fields in tomllib.load(file).items()}
-
-
-def footprint(model: Model, *, full: bool) -> Footprint:
-    """The model's own number of experts where they fit, and as many layers as CACHE_TIMES caches take; fewer where memory ends.
-
-    full: what fits is what memory allows; else it is DEFAULT_BYTES or CACHE_TIMES caches, whichever is more.
-    """
-    wanted = CACHE_TIMES * machine.last_cache_bytes()
-    most = machine.usable_bytes(MEMORY_SHARE)
-    if not full:
-        most = min(most, max(wanted + model.expert_bytes, DEFAULT_BYTES))
-    experts = max(model.top_k, min(model.experts, most // model.expert_bytes))
-    layer_bytes = experts * model.expert_bytes
-    layers = max(1, min(model.layers, math.ceil(wanted / layer_bytes), most // layer_bytes))
-    return Footprint(int(experts), int(layers))
+def models(path: Path = FILE) -> dict[str, Model]:
+    """By name, in the file's order. Raises ValueError, which names the model, for fields that are wrong."""
+    found = {}
+    for name, fields in tomllib.loads(path.read_text()).items():
+        try:
+            found[name] = Model(name, **fields)
+        except TypeError as error:  # a field that is missing or unknown, which the text names
+            raise ValueError(f"{path.name} [{name}]: {error}") from None
+    return found

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import machine
-from cases import Way
-
+from bench import machine
+from bench.cases import Way
 from ktmoe import measure
 
 

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-import machine
-import models
 import numpy as np
-import probe
-from cases import Case, Way
 
+from bench import footprints, probe
+from bench.cases import Case, Way
+from bench.models import Model
 from ktmoe import measure
 from ktmoe._native import core
 from ktmoe.experts import ExpertWeights
@@ -28,7 +27,7 @@ _LOOK_SECONDS, _MOST_LOOKS, _ALIKE = 0.1, 20, 1.02
 class Subject:
     """A model's layers, which take turns and hold the same weights, and what the machine allows them."""
 
-    model: models.Model
+    model: Model
     way: Way
     num_experts: int
     layers: list[MoELayer]
@@ -49,7 +48,7 @@ class Subject:
     @property
     def footprint_of_llc(self) -> float:
         """The packed weights as a multiple of the last-level cache."""
-        return sum(layer.nbytes for layer in self.layers) / machine.last_cache_bytes()
+        return footprints.of_cache(sum(layer.nbytes for layer in self.layers))
 
 
 def settled(layer: MoELayer, table: core.KernelTable) -> measure.Limits:
@@ -64,8 +63,8 @@ def settled(layer: MoELayer, table: core.KernelTable) -> measure.Limits:
 
 @contextmanager
 def packed(case: Case, *, full: bool) -> Iterator[Subject]:
-    """A model's footprint, as models.footprint() has it, packed for one way to compute."""
-    size = models.footprint(case.model, full=full)
+    """A model's footprint, as footprints.footprint() has it, packed for one way to compute."""
+    size = footprints.footprint(case.model, full=full)
     experts = case.model.make(size.experts)
     layers = []
     try:

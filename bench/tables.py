@@ -1,104 +1,27 @@
-"""The tables after a run, one for each suite, at most 180 columns wide."""
+"""Tables for a terminal, or for a file of a fixed width."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-
-WIDTH = 180
-Row = dict
+from rich.text import Text
 
 
-def text(rows: list[Row]) -> str:
-    """rows: extra_info of all points that were measured."""
-    console = Console(width=WIDTH)
-    with console.capture() as capture:
-        for suite, table in SUITES.items():
-            mine = [row for row in rows if row.get("suite") == suite]
-            if mine:
-                console.print(table(mine))
-        for line in sorted({f"{row['cpu']}, {row['threads']} threads" for row in rows if "cpu" in row}):
-            console.print(line, highlight=False)
-        if rows:
-            console.print("Medians over rounds; each round measures its own limits.")
-    return capture.get()
+def console(width: int) -> Console:
+    """As wide as the terminal, or of that width where there is none."""
+    found = Console()
+    return found if found.is_terminal else Console(width=width)
 
 
-def _table(title: str, left: int, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Table:
-    """left: so many columns are names, the others are numbers."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1, title: str | None = None) -> Table:
+    """The first `names` columns are left-aligned, the others, which are numbers, right-aligned. Cells are plain text."""
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number < left else "right", no_wrap=True)
+        named = number < names
+        made.add_column(head, justify="left" if named else "right", no_wrap=not named, overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _layer(rows: list[Row]) -> Table:
-    heads = ("model", "backend", "ISA", "mode", "scales", "work", "routing")
-    numbers = ("tokens", "experts", "ms", "GB/s", "of read", "GFLOP/s", "of peak", "limits", "footprint", "error/bound")
-
-    def cells(row: Row) -> tuple[str, ...]:
-        return (
-            row["model"],
-            row["backend"],
-            row["isa"],
-            row["activations"],
-            row["scales"],
-            row["work"],
-            row["routing"],
-            f"{row['tokens']}",
-            f"{row['experts']}",
-            f"{row['ms']:.2f}",
-            f"{row['read_gb_s']:.2f}",
-            f"{row['share_of_read_bandwidth']:.1%}",
-            f"{row['gflop_s']:.1f}",
-            f"{row['share_of_multiply_peak']:.1%}",
-            f"{row['limit_read_gb_s']:.1f}, {row['limit_gflop_s']:.0f}",
-            f"{row['footprint_of_llc']:.1f} LLC",
-            f"{100 * row['worst_error_of_bound']:.2g}%",
-        )
-
-    return _table("Layers", len(heads), heads + numbers, map(cells, rows))
-
-
-def _kernels(rows: list[Row]) -> Table:
-    """A line for each kernel, its way of being called and where its weights are; a column for each number of rows."""
-    columns = sorted({row["rows"] for row in rows})
-    lines: dict[tuple[str, ...], dict[int, Row]] = {}
-    for row in rows:
-        key = (row["isa"], row["weights"], row["activations"], row["scales"], row["source"], row["called"])
-        lines.setdefault(key, {})[row["rows"]] = row
-    heads = ("ISA", "weights", "mode", "scales", "from", "called", *(f"{m} rows" for m in columns))
-
-    def cells(key: tuple[str, ...], points: dict[int, Row]) -> tuple[str, ...]:
-        numbers = (
-            f"{points[m]['gflop_s']:.0f} {statistics.median(points[m]['shares']):.0%}" if m in points else "" for m in columns
-        )
-        return (*key, *numbers)
-
-    title = "Kernels (GFLOP/s, share of the nearer limit)"
-    return _table(title, 6, heads, (cells(key, points) for key, points in sorted(lines.items())))
-
-
-def _latencies(rows: list[Row]) -> Table:
-    heads = ("work", "median, us", "8 of 10 rounds, us", "a handoff, us", "of a call", "target")
-
-    def cells(row: Row) -> tuple[str, ...]:
-        low, high = row["most_us"]
-        of_call = f"{row['share_of_call']:.2%}" if "share_of_call" in row else ""
-        return row["work"], f"{row['us']:.2f}", f"{low:.2f} to {high:.2f}", f"{row['handoff_us']:.3f}", of_call, row["target"]
-
-    return _table("Pool", 1, heads, map(cells, rows))
-
-
-def _load(rows: list[Row]) -> Table:
-    cells = ((row["work"], row["figure"], row["contract"]) for row in rows)
-    return _table("Loading", 3, ("work", "measured", "contract"), cells)
-
-
-SUITES: dict[str, Callable[[list[Row]], Table]] = {"layer": _layer, "kernels": _kernels, "pool": _latencies, "load": _load}
+        made.add_row(*map(Text, row))  # as it is: rich would take brackets for styles
+    return made

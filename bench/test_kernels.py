@@ -15,9 +15,9 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-import record
-from kernels import kernels, packed
 
+from bench import record
+from bench.kernels import kernels, packed
 from ktmoe import measure
 from ktmoe._native import core
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import record
-from cases import EVERYWHERE
 
+from bench import record
+from bench.cases import EVERYWHERE
 from ktmoe import measure
 
 DECODE_TOKENS = (1, 2, 4, 8, 16)

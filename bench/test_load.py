@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import record
-from cases import EVERYWHERE
-from models import models
 
 import ktmoe
+from bench import record
+from bench.cases import EVERYWHERE
+from bench.models import models
 from ktmoe import synthetic
 from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer

@@ -77,6 +77,11 @@ def random_batches(
         yield Batch(x, ids, weights, last, ids.size)
 
 
+def slot_flops(shape) -> int:
+    """Of one token in one expert. shape: whatever has `hidden` and `intermediate`."""
+    return 2 * 3 * shape.hidden * shape.intermediate
+
+
 class Limits:
     """The machine's limits as one backend meets them: with its instructions, on its threads and on its packed pages.
 
@@ -139,7 +144,7 @@ class Rounds:
     def __init__(self, layer: MoELayer, limits: Limits, batches: Iterator[Batch], *, least: float = LEAST_SECONDS):
         self._limits, self._batches, self._least = limits, batches, least
         self._expert_bytes = layer.nbytes / layer.num_experts
-        self._slot_flops = 2 * 3 * layer.hidden * layer.intermediate
+        self._slot_flops = slot_flops(layer)
         self._rounds: list[tuple[Batch, float, float]] = []
         self._prepared = time.perf_counter()
 
@@ -185,7 +190,8 @@ def run(
         layer.forward(batch.x, batch.ids, batch.weights)
         took.append(time.perf_counter() - called)
         if progress:
-            progress(min(1.0, max((time.perf_counter() - start) / seconds, len(took) / (most + 1))))
+            done = (time.perf_counter() - start) / seconds if seconds else len(took) / (least + 1)
+            progress(min(1.0, max(done, len(took) / (most + 1))))
     return measurement.finish(took[1:])  # the first was for warming up
 
 
@@ -212,6 +218,12 @@ class Check:
     error: float
     bound: float
 
+    @classmethod
+    def of(cls, y: np.ndarray, expected: reference.Reference) -> Check:
+        """Of float32 outputs, alike in shape."""
+        scale = float(np.sqrt(np.mean(np.square(expected.y))))
+        return cls(expected.worst(y), float(np.median(expected.bound)) / scale if scale else math.nan)
+
 
 def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int = 1, columns: int = 64) -> Check:
     """Compare a sample of a call's outputs with the reference.
@@ -236,5 +248,4 @@ def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int 
         activations=layer.activations,
         scales=layer.scales,
     )
-    scale = np.sqrt(np.mean(np.square(expected.y)))
-    return Check(expected.worst(y32[rows][:, outputs]), float(np.median(expected.bound) / scale) if scale else math.nan)
+    return Check.of(y32[rows][:, outputs], expected)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +16,15 @@ import pytest
 from rich.console import Console
 
 import ktmoe
+from bench.models import Model
 from bench.peers import __main__ as peers
-from bench.peers import environments, report, rounds
+from bench.peers import environments, report, rounds, session
 from bench.peers.peers import BF16, INT8, Peer, Way
+from bench.peers.processes import Process, WorkerError
 from bench.peers.workers import weights
 from ktmoe import reference, synthetic
 
-SHAPE = {"hidden": 128, "intermediate": 96, "top_k": 2, "experts": 8}
+MODEL = Model("small", "MXFP4", hidden=128, intermediate=96, experts=8, top_k=2)
 WORKER = """
 import os, signal, sys
 sys.path.insert(0, {workers!r})
@@ -74,7 +80,7 @@ def result(tmp_path_factory):
     """That of one decode and one prefill point, as it is after a trip through JSON."""
     folder = tmp_path_factory.mktemp("peers")
     worker = folder / "worker_fake.py"
-    worker.write_text(WORKER.format(workers=str(peers.HERE / "workers")))
+    worker.write_text(WORKER.format(workers=str(session.WORKERS)))
     fake = Peer("fake", "fake", str(worker), (), tuple(Way(name, numerics) for name, numerics in WAYS.items()))
     absent = Peer("absent", "absent", str(worker), (("--no-index", "no-such-package"),), (Way("way", BF16),))
     words = ["run", "--seconds", "0.1", "--rounds", "4", "--points", "decode-1", "--points", "prefill-6"]
@@ -86,9 +92,9 @@ def result(tmp_path_factory):
         return Path(sys.executable) if peer is fake else install(peer, progress, folder / "environments")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "PEERS", (fake, absent))
+        patch.setattr(session, "PEERS", (fake, absent))
         patch.setattr(environments, "python", interpreter)
-        measured = peers.measure_all(SHAPE, peers._parser().parse_args(words), model, lambda text: None)
+        measured = session.measure_all(MODEL, peers._parser().parse_args(words), model, lambda text: None)
     return json.loads(json.dumps(measured))
 
 
@@ -171,6 +177,104 @@ def test_peers_get_the_same_weights():
     doubled = 2 * np.array(ktmoe.MXFP4.codebook)
     values = doubled[codes] * np.exp2(blocks[..., :1].astype(np.float64) - 128)
     assert np.array_equal(values.reshape(expected.shape), expected)
+
+
+ECHO = """
+import sys
+sys.path.insert(0, {workers!r})
+from protocol import Worker, serve
+
+class Echo(Worker):
+    about = {{"version": "echo 1"}}
+    def __init__(self, way, model, threads):
+        pass
+
+serve(Echo)
+"""
+
+
+@pytest.fixture
+def echo(tmp_path):
+    """The command of a worker that loads at once."""
+    (tmp_path / "config.json").write_text(
+        '{"n_routed_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64, "moe_intermediate_size": 64}'
+    )
+    worker = tmp_path / "worker_echo.py"
+    worker.write_text(ECHO.format(workers=str(session.WORKERS)))
+    return [sys.executable, str(worker), "way", str(tmp_path), "1"]
+
+
+def state(pid: int) -> str:
+    """Of a process, as Linux has it: T is stopped; nothing where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def test_a_worker_that_dies_while_it_is_stopped(echo, tmp_path):
+    """As the kernel kills it when memory ends: the next message says so, and closing it is no failure."""
+    process = Process(echo, tmp_path / "log")
+    try:
+        assert process.ask(do="load") == {"about": {"version": "echo 1"}}
+        assert state(process._process.pid) == "T"
+        os.kill(process._process.pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="the worker was killed by SIGKILL"):
+                process.ask(do="load")
+    finally:
+        process.close()
+
+
+DRIVER = """
+import time
+from pathlib import Path
+from bench.peers.processes import Process
+process = Process({command!r}, Path({log!r}))
+process.ask(do="load")
+print(process._process.pid, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_stopped_workers_end_with_their_driver(echo, tmp_path, how):
+    code = DRIVER.format(command=echo, log=str(tmp_path / "log"))
+    root = session.WORKERS.parents[2]
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root) as driver:
+        worker = int(driver.stdout.readline())
+        assert state(worker) == "T"
+        driver.send_signal(how)
+        driver.wait(timeout=10)
+        until = time.monotonic() + 10
+        while state(worker) not in ("", "Z") and time.monotonic() < until:
+            time.sleep(0.01)
+        assert state(worker) in ("", "Z")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--points", "decode-3"], "nothing to measure: no point is of these names; there are decode-1, decode-4"),
+        (["run", "--experts", "5"], "top_k: expected at most the 5 experts, found 6"),
+        (["run", "--rounds", "0"], "expected --rounds and --seconds above 0, found 0 and 40"),
+        (["show", "no such file"], "No such file or directory: 'no such file'"),
+    ],
+)
+def test_what_cannot_be_done_is_said(capsys, words, message):
+    assert peers.main(words) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_without_a_peer_is_not_drawn(result, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    alone = {**result, "participants": {result["base"]: result["participants"][result["base"]]}}
+    saved = tmp_path / "result.json"
+    saved.write_text(json.dumps(alone))
+    assert peers.main(["plot", str(saved), "--into", str(tmp_path)]) == 0
+    assert "not drawn: peers.png: at no point were ktmoe and a peer measured" in capsys.readouterr().out
+    assert (tmp_path / "roofline.png").exists()
+    assert not (tmp_path / "peers.png").exists()
 
 
 def test_both_pictures_are_drawn(result, tmp_path):

@@ -101,6 +101,14 @@ def test_shares_are_medians_of_each_rounds_own(experts):
     assert result.limit_shares == pytest.approx([max(result.read_share, result.peak_share)] * 3)
 
 
+def test_progress_without_a_time(experts):
+    """Rounds are all that is asked for."""
+    done = []
+    with MoELayer(experts, "fp32_lut") as layer:
+        measure.run(layer, FakeLimits(), measure.random_batches(1, 2, 8, 64), seconds=0, least=3, progress=done.append)
+    assert done == [0.25, 0.5, 0.75, 1.0]
+
+
 def test_limits_are_measured_on_this_machine(experts):
     with MoELayer(experts, "fp32_lut") as layer:
         limits = measure.Limits(layer, measure.backends_for(experts)["fp32_lut"])
@@ -114,6 +122,13 @@ def test_check(experts, backend):
         assert 0 < measure.check(experts, layer, batch, tokens=9).error <= 1
         other = synthetic.deepseek_v4_experts(num_experts=8, hidden=64, intermediate=96, seed=1)
         assert measure.check(other, layer, batch).error > 100
+
+
+@pytest.mark.parametrize("latency", [core.pool_barrier, core.pool_handoff])
+def test_a_mean_of_none(latency):
+    set_num_threads(2)
+    with pytest.raises(InputError, match="count must be at least 1, found 0"):
+        latency(0)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ktmoe import measure, synthetic
+from bench import cost_model
+from bench.cpus import cpus
+from bench.models import Model, models
+from bench.scaling import document, fit, points, report
+from ktmoe import measure
+from ktmoe._native import core
 
-BENCH = Path(__file__).parent.parent / "bench"
-
-
-def _module(name):
-    """A module of bench/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cost_model = _module("cost_model")
-scaling = _module("scaling")
-
-SHAPE = cost_model.Shape("MXFP4", hidden=4096, intermediate=2048, experts=64, top_k=6)
+SHAPE = Model("a model", "MXFP4", hidden=4096, intermediate=2048, experts=64, top_k=6)
 #: Nothing decoded, all of the peak, all hidden: times are limits.
 IDEAL = cost_model.Kernel(tile_rows=1, pass_rows=192, x_bytes=2, x_by_slot=False)
 MACHINE = cost_model.Machine(threads=2, read=30e9, peak=400e9, hertz=3e9)
@@ -60,22 +48,12 @@ def test_limits_of_distinct_experts():
     assert all(a < b < 256 for a, b in itertools.pairwise(used))
 
 
-@pytest.mark.parametrize(
-    ("weights", "experts", "shape"),
-    [
-        ("MXFP4", synthetic.deepseek_v4_experts, {"hidden": 64, "intermediate": 96}),
-        ("MXFP4, biases", synthetic.gpt_oss_experts, {"hidden": 64, "intermediate": 96}),
-        ("INT4", synthetic.kimi_k2_experts, {"hidden": 64, "intermediate": 96}),
-        ("BF16", synthetic.qwen3_experts, {"hidden": 64, "intermediate": 96}),
-    ],
-)
-def test_bytes_are_those_of_the_weights(weights, experts, shape):
-    """Biases are not counted: 3 / 64 of a byte a weight at this size, nothing at true ones."""
-    loaded = experts(num_experts=3, **shape)
-    counted = cost_model.Shape(weights, **shape, experts=3, top_k=1)
-    biases = 3 * 2 * (64 + 2 * 96) if "biases" in weights else 0
-    assert 3 * counted.expert_bytes == pytest.approx(loaded.nbytes, abs=2 * biases)
-    assert counted.nbytes == 3 * counted.expert_bytes
+@pytest.mark.parametrize(("weights", "bits"), [("MXFP4", 4.25), ("MXFP4, biases", 4.25), ("INT4", 4.5), ("BF16", 16)])
+def test_bytes_are_those_of_the_weights(weights, bits):
+    """Biases are not counted."""
+    model = replace(SHAPE, weights=weights, experts=3, top_k=1, layers=5)
+    assert model.expert_bytes == WEIGHTS * bits / 8
+    assert model.nbytes == 15 * model.expert_bytes
 
 
 def test_one_token_is_its_experts_bytes():
@@ -147,6 +125,11 @@ def test_threads_that_items_do_not_divide_into():
     assert odd / even == pytest.approx(2 / 3 * 1.5 + 1 / 3 * 1.5, rel=1e-3)  # A: 32 panels of h on 48, B: 64 of y
 
 
+def test_what_is_known_of_the_driver():
+    tuning = core.tune()
+    assert (tuning["scratch_bytes"], tuning["reduce_slots"]) == (cost_model.SCRATCH_BYTES, cost_model.FEW_SLOTS)
+
+
 def test_scratch_memory_cuts_a_batch():
     most = cost_model.chunk_tokens(SHAPE, 1 << 16, IDEAL, 2)
     row = 6 * 2 * 2048 + 2 * 4096 + 2 * 8 * 256
@@ -175,42 +158,41 @@ def test_crossover_is_where_both_take_as_long():
 
 @pytest.mark.parametrize("true", [(0.25, 0.75, 0.9), (0.1, 1.05, 0.6)])
 def test_fit_finds_the_numbers_that_made_the_samples(true):
-    kernel = replace(IDEAL, **dict(zip(scaling.RANGES, true, strict=True)))
+    kernel = replace(IDEAL, **dict(zip(fit.RANGES, true, strict=True)))
     tokens = (1, 4, 16, 64, 128, 1024)
     samples = [(SHAPE, t, MACHINE, cost_model.seconds(SHAPE, t, kernel, MACHINE)) for t in tokens]
-    found = scaling.fit(IDEAL, samples)
+    found = fit.fit(IDEAL, samples)
     for t, took in ((t, took) for _, t, _, took in samples):
         assert cost_model.seconds(SHAPE, t, found, MACHINE) == pytest.approx(took, rel=0.02)
     assert found.efficiency == pytest.approx(true[1], rel=0.03)
 
 
 def test_models():
-    shapes = cost_model.read_shapes(BENCH / "models.toml")
-    assert set(scaling.MODELS) <= set(shapes)
-    assert set(scaling.MAKERS) == set(cost_model.BYTES_PER_WEIGHT)
+    shapes = models()
+    assert set(report.MODELS) <= set(shapes)
     for shape in shapes.values():
         assert shape.hidden % 32 == shape.intermediate % 32 == 0
     assert shapes["V4-Flash"].nbytes == 43 * 256 * WEIGHTS * 17 / 32
-    assert all(shape in scaling.SHAPES for _, shape, _, _ in scaling.FITS + scaling.CHECKS)
-    assert not set(scaling.FITS) & set(scaling.CHECKS)
+    assert all(shape in points.SHAPES for _, shape, _, _ in points.FITS + points.CHECKS)
+    assert not set(points.FITS) & set(points.CHECKS)
 
 
 def test_cpus():
-    cpus = cost_model.read_cpus(BENCH / "cpus.toml")
-    assert len(cpus) >= 10
-    for name, cpu in cpus.items():
-        assert cpu.backend in scaling.KERNELS, name
+    found = cpus()
+    assert len(found) >= 10
+    for name, cpu in found.items():
+        assert cpu.backend in points.KERNELS, name
         assert cpu.source, name
         assert (cpu.sockets > 1) == (cpu.link_gb_s < math.inf), name
-    machine = cpus["2 x EPYC 9654"].machine(0.8, 10e-6, 0.1e-6)
+    machine = found["2 x EPYC 9654"].machine(0.8, 10e-6, 0.1e-6)
     assert machine.threads == 192
     assert machine.read == pytest.approx(2 * 12 * 4800e6 * 8 * 0.8)
     assert machine.peak == pytest.approx(2 * 96 * 2.4e9 * 64)
     assert machine.call == pytest.approx(29.2e-6)
-    both_kinds = cpus["Core i9-14900K"].machine(0.8, 0, 0)
+    both_kinds = found["Core i9-14900K"].machine(0.8, 0, 0)
     assert both_kinds.peak == pytest.approx(8 * 3.2e9 * 32 + 16 * 2.4e9 * 16)
     assert both_kinds.threads * both_kinds.hertz == pytest.approx(8 * 3.2e9 + 16 * 2.4e9)
-    assert cpus["Ryzen AI Max+ 395"].machine(0.8, 0, 0).read == 128e9
+    assert found["Ryzen AI Max+ 395"].machine(0.8, 0, 0).read == 128e9
 
 
 CPU = """
@@ -236,10 +218,10 @@ source = "a page"
 def test_bad_cpus(tmp_path, line, other, message):
     file = tmp_path / "cpus.toml"
     file.write_text(CPU)
-    assert cost_model.read_cpus(file)["A"].channels == 2
+    assert cpus(file)["A"].channels == 2
     file.write_text(CPU.replace(line, other))
     with pytest.raises(ValueError, match=message):
-        cost_model.read_cpus(file)
+        cpus(file)
 
 
 @pytest.mark.parametrize(
@@ -272,37 +254,52 @@ def test_no_tokens():
 
 def _measured():
     """What a machine would measure that is exactly as the model says."""
-    kernel = replace(scaling.KERNELS["avx2"][0], decode_cycles=0.2, efficiency=1.0, overlap=0.8)
-    points = []
-    for case in [case for case in scaling.FITS + scaling.CHECKS if case[0] == "avx2"]:
-        machine = scaling.Point(*case, 0.0, 30e9, 220e9).machine(10e-6)
-        took = cost_model.seconds(scaling.SHAPES[case[1]], case[3], kernel, machine)
-        points.append(scaling.Point(*case, took, 30e9, 220e9))
-    return scaling.Measured("a CPU", 10e-6, tuple(points))
+    kernel = replace(points.KERNELS["avx2"][0], decode_cycles=0.2, efficiency=1.0, overlap=0.8)
+    made = []
+    for case in [case for case in points.FITS + points.CHECKS if case[0] == "avx2"]:
+        machine = points.Point(*case, 0.0, 30e9, 220e9).machine(10e-6)
+        took = cost_model.seconds(points.SHAPES[case[1]], case[3], kernel, machine)
+        made.append(points.Point(*case, took, 30e9, 220e9))
+    return points.Measured("a CPU", 10e-6, tuple(made))
 
 
 def test_tables():
     measured = _measured()
-    kernels = scaling.fits(measured)
+    kernels = fit.fits(measured)
     assert list(kernels) == ["avx2"]
-    rows = scaling.compare(measured, kernels)
+    rows = fit.compare(measured, kernels)
     assert [row.fitted for row in rows].count(True) == 5
     assert all(row.ratio == pytest.approx(1, abs=0.05) for row in rows)
-    heads, cells = scaling.prediction_table(cost_model.read_cpus(BENCH / "cpus.toml"), kernels, measured.call)
-    assert {row[1] for row in cells} == {"`avx2`"}
-    assert all(len(row) == len(heads) for row in cells)
-    epyc = next(row for row in cells if row[0] == "EPYC 7763")
-    decode = float(epyc[heads.index("V4-Flash")].split(" / ")[0])
+    predicted = report.prediction_table(cpus(), kernels, measured.call)
+    assert {row[1] for row in predicted.rows} == {"`avx2`"}
+    assert all(len(row) == len(predicted.heads) for row in predicted.rows)
+    epyc = next(row for row in predicted.rows if row[0] == "EPYC 7763")
+    decode = float(epyc[predicted.heads.index("V4-Flash")].split(" / ")[0])
     assert decode < 164e9 / (43 * 6 * WEIGHTS * 17 / 32)  # what memory allows
-    assert next(row for row in cells if row[0] == "Core i9-14900K")[heads.index("V4-Pro")] == "-"
-    table = scaling.markdown_table(scaling.check_table(rows))
-    assert table.splitlines()[1] == "| --- | --- | --: | --- | --: | --: |"
-    assert scaling.markdown_table((heads, cells)).splitlines()[1].startswith("| --- | --- | --: |")
+    assert next(row for row in predicted.rows if row[0] == "Core i9-14900K")[predicted.heads.index("V4-Pro")] == "-"
+    table = document.markdown_table(report.check_table(rows))
+    assert table.splitlines()[1] == "| --- | --- | --- | --- | --: | --: |"
+    assert document.markdown_table(predicted).splitlines()[1].startswith("| --- | --- | --: |")
+
+
+def test_a_backend_whose_numbers_cannot_be_found_is_left_out():
+    """Its calls of the shape that they are found with did not fit into memory."""
+    measured = _measured()
+    checks = tuple(p for p in measured.points if p.case in points.CHECKS)
+    assert checks
+    assert fit.fits(replace(measured, points=checks)) == {}
+    assert fit.compare(replace(measured, points=checks), {}) == []
+
+
+def test_points_are_saved_as_they_are(tmp_path):
+    measured = _measured()
+    points.save(measured, tmp_path / "new" / "scaling.json")
+    assert points.load(tmp_path / "new" / "scaling.json") == measured
 
 
 def test_tables_replace_what_stands_between_marks():
     text = "before\n<!-- scaling: a -->\nold\n<!-- end of a -->\nafter"
-    assert scaling.replace_part(text, "a", "new\n") == text.replace("old", "new")
+    assert document.replace_part(text, "a", "new\n") == text.replace("old", "new")
     for broken in ("no marks", "<!-- scaling: a -->\nno end"):
         with pytest.raises(ValueError, match="expected the marks '<!-- scaling: a -->' and '<!-- end of a -->'"):
-            scaling.replace_part(broken, "a", "new\n")
+            document.replace_part(broken, "a", "new\n")

@@ -26,7 +26,10 @@ def python(peer: Peer, progress: Callable[[str], object], folder: Path = FOLDER)
     interpreter = home / "bin" / "python"
     if not (stamp.exists() and stamp.read_text() == wanted):
         progress(f"installing {peer.title}")
-        venv.create(home, clear=True, with_pip=True)
+        try:
+            venv.create(home, clear=True, with_pip=True)
+        except subprocess.CalledProcessError as error:
+            raise SetUpError(f"{home}: could not be made a virtual environment with pip: {error}") from None
         environment = os.environ | peer.environment | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
         for arguments in peer.installs:
             command = [interpreter, "-m", "pip", "install", *arguments]

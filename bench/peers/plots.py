@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib as mpl
@@ -43,19 +42,18 @@ STYLE = {
 }
 
 
-def draw(result: dict, folder: Path) -> list[Path]:
-    """Write both into a folder, which is made if need be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = {"roofline.png": _roofline, "peers.png": _bars}
-    return [_save(result, folder / name, drawing) for name, drawing in pictures.items()]
+class NothingToDrawError(Exception):
+    """The result lacks what a picture shows."""
 
 
-def _save(result: dict, file: Path, drawing: Callable[[dict, Axes], None]) -> Path:
+def draw(result: dict, name: str, folder: Path) -> Path:
+    """Write one of PICTURES into a folder, which is made if need be."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 5.2), layout="constrained")
-        drawing(result, figure.add_subplot())
-        figure.savefig(file, dpi=180)
-    return file
+        PICTURES[name](result, figure.add_subplot())
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / name, dpi=180)
+    return folder / name
 
 
 def _title(axes: Axes, result: dict, text: str) -> None:
@@ -84,7 +82,7 @@ def _owners(result: dict) -> dict[str, list[str]]:
 def _roofline(result: dict, axes: Axes) -> None:
     owners, rounds = _owners(result), [row for point in result["points"] for row in point["rounds"]]
     if not rounds:
-        raise ValueError("expected a result with rounds, found none")
+        raise NothingToDrawError("no round was measured")
     series = {key: [figures(result, point, key) for point in result["points"]] for key in owners.get("ktmoe", [])}
     for owner, keys in owners.items():
         if owner != "ktmoe":
@@ -198,7 +196,7 @@ def _bars(result: dict, axes: Axes) -> None:
         names.append(f"{_words(point)}\nktmoe {base['tokens_rate']:,.0f} tokens/s")
         places.append(place)
     if not places:
-        raise ValueError("expected a result in which ktmoe and a peer were measured at the same point, found none")
+        raise NothingToDrawError("at no point were ktmoe and a peer measured")
     axes.axhline(1, color=PALE, linewidth=1, linestyle=":", zorder=1)
     axes.bar(0, 0, color=OURS[0], label=f"{_short(result['base'])}, as auto takes it")
     axes.bar(0, 0, color=TINT, label="ktmoe, its fastest backend there")
@@ -225,3 +223,6 @@ def _short(key: str) -> str:
 
 def _color(owner: str) -> str:
     return PEERS.get(owner, OTHER)[0]
+
+
+PICTURES = {"roofline.png": _roofline, "peers.png": _bars}

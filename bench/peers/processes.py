@@ -19,7 +19,10 @@ class WorkerError(Exception):
 
 
 class Process:
-    """A worker's process. It runs only while ask() waits for it: between, it is stopped, spinning threads and all."""
+    """A worker's process. Once asked, it runs only while ask() waits for it: else it is stopped, spinning threads and all.
+
+    It is not stopped before: until its first answer it may not have arranged to end with this process.
+    """
 
     def __init__(self, command: list[str | Path], log: Path, environment: dict[str, str] | None = None):
         self._log = log.open("w+")
@@ -29,9 +32,9 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            bufsize=0,  # a dead worker's unread message must not be written again when its pipe is closed
             env=os.environ | (environment or {}),
         )
-        self._pause()
 
     def ask(self, *, patience: float = PATIENCE_SECONDS, **message) -> dict:
         """The answer to a message. Raises WorkerError if it is an error, if the worker died, or if it takes too long."""
@@ -40,7 +43,6 @@ class Process:
         self._process.send_signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
             answer = json.loads(self._line(patience))
         except BrokenPipeError:
             self._process.wait()

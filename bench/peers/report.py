@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from bench import tables
 from bench.peers.rounds import figures
 
+NAMES = ("\npoint", "\nparticipant", "\nrun as")
 HEADS = ("\nms", "\ntokens/s", "\nGB/s", "of\nread", "\nGFLOP/s", "of\npeak", "our\nlead", "\nerror", "\nrounds")
 
 
 def show(result: dict, console: Console | None = None) -> None:
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(width=128)
+    console = console or tables.console(128)
     console.print(_table(result))
     for note in _notes(result):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
@@ -34,12 +34,7 @@ def wrong(result: dict) -> list[str]:
 
 
 def _table(result: dict) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("\npoint", no_wrap=True)
-    table.add_column("\nparticipant", no_wrap=True)
-    table.add_column("\nrun as", no_wrap=True)
-    for head in HEADS:
-        table.add_column(head, justify="right", no_wrap=True)
+    table = tables.table(NAMES + HEADS, (), names=len(NAMES))
     for point in result["points"]:
         rows = {key: figures(result, point, key) for key in point["participants"]}
         measured = sorted((key for key, row in rows.items() if row), key=lambda key: rows[key]["seconds"])
@@ -47,7 +42,7 @@ def _table(result: dict) -> Table:
             row, entry = rows[key], point["participants"][key]
             table.add_row(
                 point["name"] if number == 0 else "",
-                f"[bold]{key}[/bold]" if key.startswith("ktmoe") else key,
+                Text(key, style="bold" if key.startswith("ktmoe") else ""),
                 entry["best"],
                 _number(row["seconds"] * 1e3),
                 _number(row["tokens_rate"]),

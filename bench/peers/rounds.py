@@ -90,7 +90,7 @@ def run_point(
     record = {
         "name": point.name,
         "tokens": point.tokens,
-        "flops": 2 * 3 * experts.hidden * experts.intermediate * point.tokens * top_k,
+        "flops": measure.slot_flops(experts) * point.tokens * top_k,
         "experts": [len(np.unique(ids)) for ids in calls.ids],
         "participants": {},
         "rounds": [],

@@ -96,6 +96,7 @@ def pool_wake(uint64_t idle_us):
 def pool_barrier(size_t count):
     """Seconds of a barrier of all threads, the mean of count."""
     cdef double seconds
+    _at_least_one(count)
     with nogil:
         seconds = kt_latency_barrier(count)
     return _latency(seconds)
@@ -107,11 +108,17 @@ def pool_handoff(size_t count):
     Raises InputError where the pool has one thread.
     """
     cdef double seconds
-    if pool_threads() < 2:
-        raise InputError("a handoff needs 2 threads or more, the pool has 1; see ktmoe.set_num_threads")
+    _at_least_one(count)
     with nogil:
         seconds = kt_latency_handoff(count)
+    if seconds == -errno.EINVAL:
+        raise InputError("a handoff needs 2 threads or more, the pool has 1; see ktmoe.set_num_threads")
     return _latency(seconds)
+
+
+cdef _at_least_one(size_t count):
+    if count < 1:
+        raise InputError("count must be at least 1, found 0")
 
 
 cdef double _latency(double seconds) except *:

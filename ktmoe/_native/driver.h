@@ -73,7 +73,7 @@ void kt_unpack(const kt_format *format, const uint8_t *packed, size_t n, size_t 
 double kt_limit_read(void (*read)(const void *, size_t), const uint8_t *p, size_t bytes);
 double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops);
 /* Latencies: until a run's last worker begins, all having been idle for so long; of a barrier; and the least that any of
- * them can be: of handing one cache line from a worker to another, with two workers or more. Means over count. */
+ * them can be: of handing one cache line from a worker to another, -EINVAL with fewer than two. Means over count > 0. */
 double kt_latency_wake(uint64_t idle_ns);
 double kt_latency_barrier(size_t count);
 double kt_latency_handoff(size_t count);

@@ -1,4 +1,6 @@
 /* Measures, with the pool's own threads, the machine's limits, which benchmarks divide by, and the pool's latencies. */
+#include <errno.h>
+
 #include "driver.h"
 
 typedef struct limit_job {
@@ -46,10 +48,10 @@ double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops) {
 }
 
 typedef struct latency_job {
-    _Alignas(64) _Atomic size_t ball;   /* even: worker 0 has it, odd: worker 1 */
+    _Alignas(64) _Atomic size_t ball;   /* handoffs so far; even: worker 0 has it, odd: worker 1 */
     _Alignas(64) _Atomic uint64_t last; /* when the last worker began */
-    size_t count;
-    uint64_t took; /* worker 0's nanoseconds for all of them */
+    size_t count;                       /* of barriers, or of handoffs */
+    uint64_t took;                      /* worker 0's nanoseconds for all of them */
 } latency_job;
 
 static void begin(void *context, size_t worker, size_t workers) {
@@ -75,23 +77,24 @@ static void play(void *context, size_t worker, size_t workers) {
     latency_job *j = context;
     kt_pool_barrier();
     const uint64_t start = kt_os_nanoseconds();
-    for (size_t turn = worker; worker < 2 && turn < 2 * j->count; turn += 2) {
+    for (size_t turn = worker; worker < 2 && turn < j->count; turn += 2) {
         while (atomic_load_explicit(&j->ball, memory_order_acquire) != turn) kt_cpu_relax();
         atomic_store_explicit(&j->ball, turn + 1, memory_order_release);
     }
     if (worker == 0) j->took = kt_os_nanoseconds() - start;
 }
 
-static double each(kt_task task, size_t count) {
+/* Seconds of one of count; needs so many workers, or else it would wait for ever. */
+static double each(kt_task task, size_t workers, size_t count) {
     latency_job j = {.count = count};
     kt_pool_lock();
-    const int error = kt_pool_run(task, &j);
+    const int error = kt_pool_width() < workers ? EINVAL : kt_pool_run(task, &j);
     kt_pool_unlock();
     return error ? -(double)error : (double)j.took * 1e-9 / (double)count;
 }
 
-double kt_latency_barrier(size_t count) { return each(pass_barriers, count); }
-double kt_latency_handoff(size_t count) { return each(play, count) / 2; }
+double kt_latency_barrier(size_t count) { return each(pass_barriers, 1, count); }
+double kt_latency_handoff(size_t count) { return each(play, 2, 2 * count); } /* back and forth: the last one is seen */
 
 double kt_latency_wake(uint64_t idle_ns) {
     latency_job before = {0}, j = {0};
