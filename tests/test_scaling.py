@@ -282,6 +282,16 @@ def test_tables():
     assert document.markdown_table(predicted).splitlines()[1].startswith("| --- | --- | --: |")
 
 
+def test_a_backend_is_measured_with_the_instruction_set_that_its_numbers_are_of():
+    assert set(points.ISAS) == set(points.KERNELS)
+    experts = SHAPE.make(1)
+    ways = list(points._ways(points.KERNELS, experts))
+    assert [way.backend for way in ways] == [name for name in points.KERNELS if name in [way.backend for way in ways]]
+    for way in ways:
+        with way.table(experts) as table:
+            assert table.name == points.ISAS[way.backend]
+
+
 def test_a_backend_whose_numbers_cannot_be_found_is_left_out():
     """Its calls of the shape that they are found with did not fit into memory."""
     measured = _measured()

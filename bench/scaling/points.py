@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import ktmoe
+from bench.cases import Way
 from bench.cost_model import Kernel, Machine
 from bench.models import models
 from ktmoe import measure, synthetic, threads
 from ktmoe.errors import OutOfMemoryError
+from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
 #: What kernels are by construction, and the FLOPs a cycle of their instruction on Intel's server cores, which tell the clock.
@@ -23,6 +25,8 @@ KERNELS = {
     "avx512_bf16": (Kernel(tile_rows=1, pass_rows=192, x_bytes=2, x_by_slot=False), 32),
     "avx2": (Kernel(tile_rows=1, pass_rows=192, x_bytes=2, x_by_slot=False), 32),
 }
+#: The instruction set that these are of: a CPU with a better one for a backend is measured with this one all the same.
+ISAS = {"amx": "amx", "fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"}
 
 FIT_SHAPE = "V4-Flash, 64 experts"
 SHAPES = {**models(), FIT_SHAPE: replace(models()["V4-Flash"], name=FIT_SHAPE, experts=64)}
@@ -84,18 +88,26 @@ def run(backends: Iterable[str], progress: Callable[[str], object]) -> Measured:
     for name in dict.fromkeys(shape for _, shape, _, _ in FITS + CHECKS):
         cases = {b: found for b in backends if (found := [c for c in FITS + CHECKS if c[:2] == (b, name)])}
         experts = SHAPES[name].make(SHAPES[name].experts)
-        tables = measure.backends_for(experts) if cases else {}
-        for backend in (b for b in cases if b in tables):
+        for way in _ways(cases, experts):
             try:
-                layer = MoELayer(experts, backend)
+                with way.table(experts) as table, MoELayer(experts, way.backend, way.activations) as layer:
+                    for case in cases[way.backend]:
+                        points.append(_point(layer, table, *case))
+                        progress(f"{case}: {points[-1].seconds * 1e3:.2f} ms")
             except OutOfMemoryError as error:
-                progress(f"{backend}, {name}: left out: {error}")
-                continue
-            with layer:
-                for case in cases[backend]:
-                    points.append(_point(layer, tables[backend], *case))
-                    progress(f"{case}: {points[-1].seconds * 1e3:.2f} ms")
+                progress(f"{way.backend}, {name}: left out: {error}")
     return Measured(threads.cpu_name(), _call_seconds(), tuple(points))
+
+
+def _ways(backends: Iterable[str], experts: ExpertWeights) -> Iterator[Way]:
+    """Those of these backends that can run here, with the instruction sets of ISAS."""
+    runnable = measure.backends_for(experts)
+    for name in backends:
+        if name in runnable:
+            backend = ktmoe.backends.get(name)
+            mode = backend.modes(experts)[0]
+            if ISAS[name] in {table.name for table in backend.usable(mode)[0]}:
+                yield Way(name, ISAS[name], mode)
 
 
 def _point(layer: MoELayer, table, backend: str, name: str, count: int, tokens: int) -> Point:
