@@ -23,6 +23,8 @@ INSTRUCTIONS = {
     "amx": "AMX TDPBF16PS",
     "avx512f": "AVX-512 FMA",
     "avx512_bf16": "VDPBF16PS",
+    "avx512_vnni": "VPDPBUSD, AVX-512",
+    "avx_vnni": "VPDPBUSD, AVX",
     "avx2": "AVX2 FMA",
     "portable": "portable C",
 }
