@@ -311,7 +311,7 @@ def test_a_layer_says_its_mode():
                 assert layer.activations == "bf16"
             for mode in ("int16", "int8"):
                 if mode not in modes or (mode == "int16" and name != "avx2"):
-                    match = rf"'{name}' .* no activation mode '{mode}' for these weights, only bf16[,.]"
+                    match = rf"'{name}' .* no activation mode '{mode}' for these weights, only bf16[,. ]"
                     with pytest.raises(UnavailableError, match=match):
                         MoELayer(experts, name, mode)
 
@@ -348,10 +348,44 @@ def test_int8_where_an_instruction_set_has_it(cpu, name):
         assert choose("auto", experts, "int8")[0] == able[0]
 
 
+def test_a_mode_that_the_cpu_lacks_says_so(cpu):
+    """And not that it is because of the weights; for those that no kernel of the mode serves there is no more to say."""
+    cpu(*(feature for feature in ALL_FEATURES if feature != "avx512_vnni"))
+    lacks = "it has no activation mode 'int8' for these weights, only bf16"
+    for name in ("fp32_lut", "avx512_bf16", "amx"):
+        message = rf"'{name}' .*{lacks} \(this CPU lacks avx512_vnni \(needed by avx512_vnni\)\)\. Available"
+        with pytest.raises(UnavailableError, match=message):
+            choose(name, experts_of(MXFP4), "int8")
+    name, why = choose("auto", experts_of(MXFP4), "int8")
+    assert name == "avx2"
+    assert f"amx: {lacks} (this CPU lacks avx512_vnni (needed by avx512_vnni))" in why
+    cpu(*ALL_FEATURES)
+    with pytest.raises(UnavailableError, match=rf"'amx' .*{lacks}\. Available"):
+        choose("amx", experts_of(B16), "int8")
+
+
+def test_only_what_a_mode_needs_is_asked_for(cpu, monkeypatch):
+    """Not tiles, for int8 on backend amx; and what other instruction sets of a mode need, also where it is refused."""
+    cpu(*ALL_FEATURES)
+    asked = []
+    monkeypatch.setattr(native, "refusal", asked.append)
+    experts = experts_of(MXFP4)
+    assert choose("auto", experts, "int8")[0] == "amx"
+    assert asked == ["avx512_vnni"]
+    assert choose("auto", experts)[0] == "amx"
+    assert asked[1:] == ["amx"]
+    monkeypatch.setattr(native, "refusal", lambda isa: "no" if isa == "avx512_vnni" else None)
+    assert choose("auto", experts, "int8")[0] == "avx2"
+    assert "int8" not in backends.get("amx").modes(experts)
+    assert backends.get("amx").lacks("int8") == "no"
+    assert choose("auto", experts)[0] == "amx"
+
+
 def test_a_mode_whose_instruction_set_was_not_compiled(cpu, uncompiled):
     cpu(*ALL_FEATURES)
     uncompiled("avx512_vnni", "avx_vnni")
     experts = experts_of(MXFP4)
+    assert "avx512_vnni was not compiled into this build" in backends.get("fp32_lut").lacks("int8")
     assert choose("auto", experts, "int8")[0] == "avx2"
     assert backends.get("avx2").table(experts, "int8").name == "avx2"
     assert backends.get("fp32_lut").modes(experts) == ["bf16"]

@@ -39,8 +39,8 @@ class Backend(ABC):
     def unavailable(self) -> str | None:
         """Why it cannot run here (the CPU, the build), or None if it can."""
 
-    def admit(self) -> str | None:
-        """Ask the operating system for what has to be asked for, now that this is chosen; why it cannot run, or None."""
+    def admit(self, activations: str = "auto") -> str | None:
+        """Ask the operating system for what that mode needs of it, now that this is chosen; why it cannot run, or None."""
         return self.unavailable()
 
     @abstractmethod
@@ -50,6 +50,10 @@ class Backend(ABC):
     def modes(self, experts: ExpertWeights) -> list[str]:
         """The activation modes in which it can run these weights; the first is what "auto" means."""
         return list(self.activations)
+
+    def lacks(self, activations: str) -> str | None:
+        """What a mode needs that is not here (the CPU, the build), whatever the weights are; None if nothing is known."""
+        return None
 
     @abstractmethod
     def pack(
@@ -97,7 +101,7 @@ def choose(name: str = "auto", experts: ExpertWeights | None = None, activations
 def _obstacle(name: str, experts: ExpertWeights | None, activations: str) -> str | None:
     backend = backends.get(name)
     # Looking comes first, since asking cannot be undone; and again, since what it would have used may have been refused.
-    return _unfit(backend, experts, activations) or backend.admit() or _unfit(backend, experts, activations)
+    return _unfit(backend, experts, activations) or backend.admit(activations) or _unfit(backend, experts, activations)
 
 
 def _unfit(backend: Backend, experts: ExpertWeights | None, activations: str) -> str | None:
@@ -107,4 +111,5 @@ def _unfit(backend: Backend, experts: ExpertWeights | None, activations: str) ->
     modes = backend.modes(experts)
     if activations in modes:
         return None
-    return f"it has no activation mode {activations!r} for these weights, only {', '.join(modes)}"
+    why = backend.lacks(activations)
+    return f"it has no activation mode {activations!r} for these weights, only {', '.join(modes)}{f' ({why})' if why else ''}"

@@ -98,9 +98,9 @@ class NativeBackend(Backend):
         tables, reasons = self.usable()
         return None if tables else "; ".join(reasons)
 
-    def admit(self) -> str | None:
-        """Asks for all ISAs that it may use; one that is refused is not asked for again, and the next has its turn."""
-        for table in self.usable()[0]:
+    def admit(self, activations: str = "auto") -> str | None:
+        """Asks for all ISAs that may serve the mode; one that is refused is not asked for again, and the next has its turn."""
+        for table in self.usable(activations)[0]:
             if reason := refusal(table.name):
                 _refused[table.name] = reason
         return self.unavailable()
@@ -118,6 +118,10 @@ class NativeBackend(Backend):
     def modes(self, experts: ExpertWeights) -> list[str]:
         return [mode for mode in self.activations if any(_serves(table, experts, mode) for table in self.usable(mode)[0])]
 
+    def lacks(self, activations: str) -> str | None:
+        tables, reasons = self.usable(activations)
+        return None if tables or activations not in self.also else "; ".join(reasons)
+
     def table(self, experts: ExpertWeights, activations: str = "auto") -> core.KernelTable:
         """The kernel table that serves these weights here. Raises UnavailableError if none does."""
         modes = self.modes(experts) if activations == "auto" else [activations]
@@ -128,7 +132,7 @@ class NativeBackend(Backend):
         raise UnavailableError(self.unavailable() or self.unsupported(experts) or f"it has no activation mode {activations!r}")
 
     def pack(self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None):
-        if reason := self.admit():  # whoever calls this may not have chosen
+        if reason := self.admit(activations):  # whoever calls this may not have chosen
             raise UnavailableError(reason)
         threads.configure()
         threads.register_with_threadpoolctl()

@@ -6,9 +6,9 @@
  *             out = fma(sum * (scale of x * unit), scale, out): sum has 16 bits and the scale of x has 8, so that both products
  *             are exact but for fp32's range
  * LAYOUT      pack_q4.c. The low nibbles of a dword's bytes are k0 k4 k1 k5, the high ones k2 k6 k3 k7, and so are those of x.
- * REGULARITIES VPDPBUSD adds four products to a sum of 32 bits. VPMADDUBSW and VPADDW sum even and odd k in words, modulo 2^16:
- *             begun at -16 * sum of q, 16 products of at most 16 * 127 end within +-32512. Two products, at most 2 * 32 * 127,
- *             never saturate.
+ * REGULARITIES VPDPBUSD adds four products to a sum of 32 bits. VPMADDUBSW and VPADDW sum even and odd k in words of 16 k: of a
+ *             sum begun at -16 * sum of q, what is added counts whole * q and what is not -16 * q, each at most 16 * 127, so
+ *             that it is always within +-32512. Two products, at most 2 * 32 * 127, never saturate.
  */
 #include "kernels/int8_rows.h"
 #include "kernels/q4_layout.h"
