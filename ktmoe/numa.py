@@ -30,14 +30,6 @@ class Placement:
         """Into how many parts the intermediate dimension is cut."""
         return max(1, len(self.nodes))
 
-    @property
-    def description(self) -> str:
-        """For show_config()."""
-        if not self.nodes:
-            return "layers are not bound"
-        counts = (f"{node} ({len(cpus)} CPU{'s' * (len(cpus) != 1)})" for node, cpus in zip(self.nodes, self.cpus, strict=True))
-        return f"{len(self.nodes)}: {', '.join(counts)}"
-
 
 UNBOUND = Placement((), ())
 
@@ -88,6 +80,15 @@ def place(numa_nodes: Sequence[int] | None = None) -> Placement:
         if chosen.count(node) > 1:
             raise InputError(f"numa_nodes must be different nodes, found {node} more than once in {list(chosen)}")
     return Placement(chosen, tuple(usable[node] for node in chosen))
+
+
+def explain_default() -> str:
+    """The default placement and why it is, for show_config()."""
+    usable = nodes()
+    if len(usable) < 2:
+        return f"{'one' if usable else 'unknown here'}, layers are not bound"
+    sizes = (f"{node} ({len(cpus)} CPU{'s' * (len(cpus) > 1)})" for node, cpus in usable.items())
+    return f"{len(usable)}: {', '.join(sizes)}"
 
 
 def split(intermediate: int, unit: int, shards: int) -> list[tuple[int, int]]:

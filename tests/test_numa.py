@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from ktmoe import numa
+from ktmoe import config, numa, show_config
 from ktmoe.errors import InputError
 from ktmoe.numa import UNBOUND, Placement, nodes, place, split
 
@@ -176,11 +176,17 @@ def test_a_node_that_cannot_be_used_is_refused(fake_nodes, case):
         place([0, 2])
 
 
-def test_descriptions(fake_nodes):
+def test_the_default_is_explained(fake_nodes, monkeypatch, capsys):
     fake_nodes({0: set(range(16)), 1: {16}}, usable=set(range(32)))
-    assert place().description == "2: 0 (16 CPUs), 1 (1 CPU)"
-    assert place([1]).description == "1: 1 (1 CPU)"
-    assert UNBOUND.description == "layers are not bound"
+    assert numa.explain_default() == "2: 0 (16 CPUs), 1 (1 CPU)"
+    assert config.config()["numa_nodes"] == [0, 1]
+    show_config()
+    assert "NUMA nodes: 2: 0 (16 CPUs), 1 (1 CPU)\n" in capsys.readouterr().out
+    fake_nodes({0: EIGHT}, usable=EIGHT)
+    assert numa.explain_default() == "one, layers are not bound"
+    assert config.config()["numa_nodes"] == []
+    monkeypatch.setattr(numa, "NODES", numa.NODES / "none")
+    assert numa.explain_default() == "unknown here, layers are not bound"
 
 
 # Cutting the intermediate dimension
