@@ -51,8 +51,8 @@ class Packed(Protocol):
         """Put all three matrices in the place of an expert's; a forward call sees all of the old ones or all of the new."""
 
     def export(self, expert: int, parts: Sequence[Stored]) -> Mapping[str, np.ndarray]:
-        """Fill the arrays, C-contiguous and of Matrix's dtypes, with the checkpoint's own bytes: part i has the i-th rows of gate
-        and up and the i-th columns of down, as many as their shapes say. Returns whole biases, float32 [n], where there are any."""
+        """Fill the arrays, C-contiguous and of Matrix's dtypes, with the checkpoint's own bytes: part i has the i-th rows of
+        gate and up and the i-th columns of down, as many as their shapes say. Returns whole biases by projection, if any."""
 
 
 class Backend(ABC):
