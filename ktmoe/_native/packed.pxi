@@ -16,30 +16,6 @@ cdef enum outcome:
     TOO_MANY_KINDS
 
 
-def expert_nbytes(experts, spans):
-    """Bytes of one of these ExpertWeights' experts, packed, in all shards."""
-    cdef kt_format layouts[3]
-    cdef size_t offsets[3]
-    cdef size_t total = 0
-    for p, projection in enumerate(PROJECTIONS):
-        _fill_layout(&layouts[p], experts.formats[projection])
-    for first, last in spans:
-        total += _lay_out_expert(layouts, first, last, experts.hidden, offsets)
-    return total
-
-
-cdef size_t _lay_out_expert(const kt_format *layouts, size_t first, size_t last, size_t hidden, size_t *offsets) noexcept:
-    """Where a shard's three matrices of an expert begin; the bytes of all."""
-    cdef size_t at = 0
-    cdef kt_share share
-    cdef int p
-    for p in range(3):
-        share = _share(p, &layouts[p], first, last, hidden)
-        offsets[p] = at
-        at += (share.n + KT_PANEL - 1) // KT_PANEL * share.format.packing.panel_bytes(share.format, share.k)
-    return at
-
-
 cdef class PackedLayer:
     """All experts of one layer in the packed layout, one arena a shard, and how to compute them.
 
@@ -173,13 +149,17 @@ cdef class PackedLayer:
                     f"{matrix.name}: {projection} must be {weight_format.description} [{n}, {k}], "
                     f"found {matrix.format.description} {list(matrix.shape)}"
                 )
-            self._find_kernels(matrix, weight_format, kernels[p], &lows[p], &highs[p])
+            if not self._table.choose(weight_format, self._activations, self._scales, kernels[p], &lows[p], &highs[p]):
+                raise UnavailableError(
+                    f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, "
+                    f"activations {self._activations}"
+                )
             codes = matrix.codes.reshape(-1).view(np.uint8)
             scales_at = NULL
             if matrix.scales is not None:
                 scales = matrix.scales.reshape(-1).view(np.uint8)
                 scales_at = &scales[0]
-            biases[projection] = self._shard_biases(matrix, p)
+            biases[projection] = _shard_biases(matrix, p, self._spans)
             for i in range(self.num_shards):
                 first, last = self._spans[i]
                 shares[3 * i + p] = _share(p, &self.layouts[p], first, last, self.layer.hidden)
@@ -207,33 +187,6 @@ cdef class PackedLayer:
             raise UnavailableError(f"{self._table.name}'s kernels take x in more ways than one layer can have: {KT_X_KINDS}")
         for projection in matrices:
             self._biases[expert, projection] = biases[projection]
-
-    cdef int _find_kernels(self, matrix, weight_format, const kt_kernel **kernels, uint8_t *low, uint8_t *high) except -1:
-        """kernels[1] where all scales are in [low, high], which fold into the weights, else kernels[0]."""
-        kind = weight_format.scale.kind if weight_format.scale else None
-        kernels[0] = kernels[1] = self._table.find(weight_format, self._activations, False)
-        low[0], high[0] = 0, 255
-        if kind == "ue8m0" or (kind == "bf16" and self._scales == "folded"):
-            low[0], high[0] = codebook.fold_range(weight_format.codebook, kind)
-            kernels[1] = self._table.find(weight_format, self._activations, True)
-            if not kernels[1]:  # those for any scale serve these, too
-                kernels[1] = kernels[0]
-        if not kernels[0]:
-            raise UnavailableError(
-                f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, activations {self._activations}"
-            )
-
-    def _shard_biases(self, matrix, int projection):
-        """What is added to each shard's output, float32 padded to whole panels, or None; down's belongs to the first."""
-        if matrix.bias is None:
-            return [None for _ in self._spans]
-        if not np.isfinite(matrix.bias).all():
-            matrix.refuse()
-        if projection == 2:
-            parts = [matrix.bias, *(None for _ in self._spans[1:])]
-        else:
-            parts = [matrix.bias[first:last] for first, last in self._spans]
-        return [None if part is None else np.pad(part, (0, -len(part) % KT_PANEL)) for part in parts]
 
     cdef outcome _install(self, size_t expert, kt_share *shares, kt_matrix *fresh, const kt_kernel *(*kernels)[2],
                           const uint8_t *lows, const uint8_t *highs, kt_scan *scans, int *error) noexcept nogil:
@@ -330,13 +283,11 @@ cdef class PackedLayer:
             raise InputError(f"expert {expert} was not packed")
         if error:
             _raise(error, f"exporting expert {expert}")
-        biases = {}
-        for projection in PROJECTIONS:
-            parts = [part for part in self._biases.get((expert, projection), ()) if part is not None]
-            if parts:
-                spans = [(0, self.layer.hidden)] if projection == "down" else self._spans
-                biases[projection] = np.concatenate([part[: b - a] for part, (a, b) in zip(parts, spans, strict=True)])
-        return biases
+        biases = {
+            projection: _whole_bias(self._biases.get((expert, projection), ()), p, self._spans, self.layer.hidden)
+            for p, projection in enumerate(PROJECTIONS)
+        }
+        return {projection: bias for projection, bias in biases.items() if bias is not None}
 
     def unpack(self, size_t expert, str projection):
         """One matrix's (codes, scales or None) of export()."""

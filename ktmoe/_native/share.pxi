@@ -72,3 +72,47 @@ cdef int _fill_piece(kt_piece *piece, int projection, arrays, size_t first, size
         piece.rows, piece.column, piece.columns = hidden, first, count
     else:
         piece.row, piece.rows, piece.columns = first, count, hidden
+
+
+def expert_nbytes(experts, spans):
+    """Bytes of one of these ExpertWeights' experts, packed, in all shards."""
+    cdef kt_format layouts[3]
+    cdef size_t offsets[3]
+    cdef size_t total = 0
+    for p, projection in enumerate(PROJECTIONS):
+        _fill_layout(&layouts[p], experts.formats[projection])
+    for first, last in spans:
+        total += _lay_out_expert(layouts, first, last, experts.hidden, offsets)
+    return total
+
+
+cdef size_t _lay_out_expert(const kt_format *layouts, size_t first, size_t last, size_t hidden, size_t *offsets) noexcept:
+    """Where a shard's three matrices of an expert begin; the bytes of all."""
+    cdef size_t at = 0
+    cdef kt_share share
+    cdef int p
+    for p in range(3):
+        share = _share(p, &layouts[p], first, last, hidden)
+        offsets[p] = at
+        at += (share.n + KT_PANEL - 1) // KT_PANEL * share.format.packing.panel_bytes(share.format, share.k)
+    return at
+
+
+def _shard_biases(matrix, int projection, list spans):
+    """What is added to each shard's output, float32 padded to whole panels, or None; down's belongs to the first."""
+    if matrix.bias is None:
+        return [None for _ in spans]
+    if not np.isfinite(matrix.bias).all():
+        matrix.refuse()
+    if projection == 2:
+        parts = [matrix.bias, *(None for _ in spans[1:])]
+    else:
+        parts = [matrix.bias[first:last] for first, last in spans]
+    return [None if part is None else np.pad(part, (0, -len(part) % KT_PANEL)) for part in parts]
+
+
+def _whole_bias(biases, int projection, list spans, size_t hidden):
+    """The inverse of _shard_biases()."""
+    spans = [(0, hidden)] if projection == 2 else spans
+    parts = [part for part in biases if part is not None]
+    return np.concatenate([part[: last - first] for part, (first, last) in zip(parts, spans, strict=True)]) if parts else None
