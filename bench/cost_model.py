@@ -44,8 +44,8 @@ class Kernel:
 @dataclass(frozen=True)
 class Machine:
     """threads: of a call, on cores of their own. read, peak: rates of all threads together, from and beside memory. hertz: of a
-    core. call: seconds of a call besides reading and computing. nodes: of NUMA; read is their sum. link: bytes a second that a
-    node reads from the others. sharded: whether each node keeps and reads a share of each expert, which ktmoe does not do yet.
+    core. call: seconds of a call besides reading and computing. nodes: of NUMA, each of which keeps and reads its share of every
+    expert; read is their sum. link: bytes a second that a node reads from the others.
     """
 
     threads: int
@@ -55,7 +55,6 @@ class Machine:
     call: float = 0.0
     nodes: int = 1
     link: float = math.inf
-    sharded: bool = False
 
     def __post_init__(self):
         for name in ("threads", "read", "peak", "hertz", "nodes", "link"):
@@ -63,13 +62,6 @@ class Machine:
                 raise ValueError(f"{name}: expected more than 0, found {getattr(self, name)!r}")
         if not self.call >= 0:
             raise ValueError(f"call: expected at least 0, found {self.call!r}")
-
-    @property
-    def weight_read(self) -> float:
-        """The rate at which packed weights arrive: pages lie on all nodes alike, so that 1 - 1 / nodes of them are remote."""
-        if self.nodes == 1 or self.sharded:
-            return self.read
-        return min(self.read, self.nodes * self.link / (1 - 1 / self.nodes))
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
@@ -124,20 +116,19 @@ def _chunk_seconds(model: Model, tokens: int, kernel: Kernel, machine: Machine) 
     decode = 0 if model.weights == "BF16" else model.expert_bytes * kernel.decode_cycles / (machine.hertz * machine.threads)
     multiply = model.slot_flops / (machine.peak * kernel.efficiency)
     compute = np.ceil(m / kernel.pass_rows) * decode + np.ceil(m / kernel.tile_rows) * kernel.tile_rows * multiply
-    read = model.expert_bytes / machine.weight_read
-    nodes = machine.nodes if machine.sharded else 1
+    read = model.expert_bytes / machine.read
     items = {
-        "A": used * math.ceil(model.intermediate / nodes / PANEL),
+        "A": used * math.ceil(model.intermediate / machine.nodes / PANEL),
         "B": math.ceil(model.hidden / PANEL) * (used if slots <= FEW_SLOTS else 1),
     }
     total = 0.0
     for phase, share in PHASES.items():
-        busiest = compute * imbalance(items[phase], math.ceil(machine.threads / nodes))
+        busiest = compute * imbalance(items[phase], math.ceil(machine.threads / machine.nodes))
         hidden = kernel.overlap * np.minimum(read, busiest)
         total += share * float(experts @ (read + busiest - hidden))
     rows = tokens * model.hidden * 4 + slots * (model.hidden + 2 * model.intermediate) * kernel.x_bytes
     total += rows / machine.read
-    if machine.nodes > 1 and machine.sharded:
+    if machine.nodes > 1:
         total += tokens * model.hidden * 4 / machine.link
     return total
 

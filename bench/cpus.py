@@ -35,7 +35,7 @@ class Cpu:
     link_gb_s: float = math.inf
     read_limit_gb_s: float = math.inf
 
-    def machine(self, sustained: float, call: float, call_per_thread: float, sharded: bool = False) -> Machine:
+    def machine(self, sustained: float, call: float, call_per_thread: float) -> Machine:
         """sustained: the share of the nominal bandwidth that reading reaches. All sockets together."""
         read = min(self.channels * self.mega_transfers * 8e6 * sustained, self.read_limit_gb_s * 1e9)
         count = sum(kind.count for kind in self.cores)
@@ -47,7 +47,6 @@ class Cpu:
             call=call + call_per_thread * self.sockets * count,
             nodes=self.sockets,
             link=self.link_gb_s * 1e9,
-            sharded=sharded,
         )
 
 

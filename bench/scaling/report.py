@@ -94,7 +94,7 @@ def prediction_table(cpus: dict[str, Cpu], kernels: dict[str, Kernel], call: flo
             continue
         kernel, machine = kernels[cpu.backend], cpu.machine(SUSTAINED, call, CALL_PER_THREAD)
         rates = [_rates(SHAPES[model], kernel, machine, cpu.memory_gb) for model in MODELS]
-        limits = f"{machine.weight_read / 1e9:.0f}", f"{machine.peak / 1e12:.1f}"
+        limits = f"{machine.read / 1e9:.0f}", f"{machine.peak / 1e12:.1f}"
         rows.append((name, f"`{cpu.backend}`", f"{machine.threads}", *limits, *rates))
     return Cells(heads, 2, rows)
 
