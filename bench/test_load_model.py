@@ -1,4 +1,4 @@
-"""Loading a whole model, against reading the same files. Memory is asserted, speed is not."""
+"""Opening and loading a whole model, against reading the same files. Memory is asserted, speed is not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,6 +16,8 @@ from bench import machine, reading, record
 from bench.cases import EVERYWHERE
 from bench.models import models
 from ktmoe import model, synthetic
+from ktmoe.loaders.base import choose
+from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 
 SHAPE = models()[EVERYWHERE]
 LAYERS = 20
@@ -33,6 +36,43 @@ with ktmoe.MoEModel.from_checkpoint(sys.argv[1]) as model:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     print(json.dumps({"seconds": seconds, "peak": 1024 * int(status["VmHWM"].split()[0]), "packed": model.nbytes}))
 """
+
+
+OPEN_LAYERS, OPEN_EXPERTS = 43, 256  # DeepSeek-V4-Flash's, six tensors each
+OPEN_TARGET = 2.0  # seconds
+
+
+def test_open(benchmark, tmp_path):
+    """Index, headers and their checks, of 66,048 tiny tensors in 46 files; against reading and parsing their JSON alone."""
+    shape = {"num_experts": OPEN_EXPERTS, "hidden": 32, "intermediate": 32, "layers": OPEN_LAYERS}
+    synthetic.write_deepseek_v4(tmp_path, **shape, shard_bytes=400_000)
+    parsed = []
+
+    def parse():
+        start = time.perf_counter()
+        json.loads((tmp_path / INDEX_NAME).read_bytes())
+        for file in reading.files(tmp_path):
+            with open(file, "rb") as opened:
+                json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        parsed.append(time.perf_counter() - start)
+
+    def open_all():
+        with Checkpoint(tmp_path) as checkpoint:
+            loader = choose(checkpoint)
+            return [loader.load(checkpoint, layer) for layer in loader.layers(checkpoint)]
+
+    assert len(benchmark.pedantic(open_all, setup=parse, rounds=10, warmup_rounds=1)) == OPEN_LAYERS
+    seconds = benchmark.stats.stats.data
+    benchmark.extra_info.update(
+        record.shares(
+            "load",
+            [limit / opening for limit, opening in zip(parsed[-len(seconds) :], seconds, strict=True)],
+            work=f"opening {6 * OPEN_LAYERS * OPEN_EXPERTS:,} tensors",
+            open_seconds=statistics.median(seconds),
+            figure=f"{statistics.median(seconds):.2f} s, parsing JSON alone {statistics.median(parsed):.2f} s",
+            contract=f"below {OPEN_TARGET:g} s",
+        )
+    )
 
 
 @pytest.fixture(scope="module")
