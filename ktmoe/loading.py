@@ -117,7 +117,7 @@ class Loading:
     def orphan(self) -> None:
         """In a forked child: locks may have been held, and nothing more will be made."""
         self._changed, self._reporting = threading.Condition(), threading.Lock()
-        self._orphaned = self._running > 0
+        self._orphaned = self._orphaned or self._running > 0
         self._threads, self._running = [], 0
 
     def _complete(self) -> bool:
@@ -151,14 +151,14 @@ class Loading:
     def _work(self) -> None:
         try:
             while (key := self._next()) is not None:
+                made = error = None
                 try:
-                    made, error = self._make(key, lambda done, total, key=key: self._advance(key, done)), None
+                    made = self._make(key, lambda done, total, key=key: self._advance(key, done))
                     self._advance(key, self._sizes[key])
                 except BaseException as caught:
                     traceback.clear_frames(caught.__traceback__)  # else they keep the memory that was being filled
-                    made, error = None, caught
+                    error = caught
                 self._keep(key, made, error)
-                del made, error
         finally:
             self._leave()
 
