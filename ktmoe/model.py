@@ -21,8 +21,8 @@ from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loading import Loading, Progress
 
-#: Layers that are loaded at a time, so that one is read while another is packed.
-AT_ONCE = 2
+#: Layers that are loaded at a time, so that some are read while another is packed.
+AT_ONCE = 3
 #: Experts that each of them has read and not yet packed, at most.
 STAGED_EXPERTS = 4
 

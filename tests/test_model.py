@@ -331,7 +331,7 @@ def test_one_layer_is_wrong(broken, nothing_left):
 def test_too_little_memory(folder, monkeypatch, nothing_left):
     size = layer_bytes(folder)
     monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("read"))
-    staged = 8 * size // EXPERTS
+    staged = model_module.AT_ONCE * model_module.STAGED_EXPERTS * size // EXPERTS
     for available, fitting in ((6 * size + staged - 1, 5), (3 * size + staged, 3), (size, 0), (-1, 0)):
         monkeypatch.setattr(memory, "available_bytes", lambda available=available: available)
         with pytest.raises(
