@@ -11,6 +11,9 @@ from bench.models import models
 def pytest_addoption(parser):
     group = parser.getgroup("ktmoe")
     group.addoption("--full", action="store_true", help="every model in every way, every number of rows, however long it takes")
+    group.addoption(
+        "--load-gb", type=float, default=8.0, metavar="GB", help="size of the model that is loaded whole (%(default)s)"
+    )
     group.addoption("--models", default="", metavar="NAMES", help=f"only these, comma-separated: {', '.join(models())}")
 
 

@@ -10,6 +10,7 @@ from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.formats import BF16, MXFP4, Scale, WeightFormat, int4
 from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
+from ktmoe.model import MoEModel
 from ktmoe.threads import get_num_threads, set_num_threads
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "GatedActivation",
     "Matrix",
     "MoELayer",
+    "MoEModel",
     "Scale",
     "WeightFormat",
     "backends",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import ktmoe
 from ktmoe.errors import KtmoeError
@@ -38,6 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("model", metavar="DIR", help="a checkpoint folder or a .safetensors file")
     inspect.set_defaults(run=_inspect)
 
+    load = commands.add_parser("load", help="load a whole checkpoint: how fast it goes, what memory it takes, whether it fits")
+    load.add_argument("model", metavar="DIR", help="a checkpoint folder or a .safetensors file")
+    load.add_argument("--layers", metavar="0-3,7", type=_layers, help="by default all that have routed experts")
+    load.add_argument("--backend", metavar="NAME", default="auto", help="by default the best that runs here")
+    load.set_defaults(run=_load)
+
     demo = commands.add_parser("demo", help="load a layer, check it and measure it on every backend this CPU has")
     demo.add_argument("--model", metavar="DIR", help="a checkpoint; by default a synthetic one, written and removed again")
     demo.add_argument("--layer", metavar="L", type=_layer, help="its number, or a name such as mtp.0; by default the first")
@@ -69,6 +77,23 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _load(options: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    with ktmoe.MoEModel.from_checkpoint(options.model, options.layers, options.backend, progress=True) as model:
+        seconds = time.perf_counter() - start
+        _, total = model.loaded
+        backends = ", ".join(sorted({model[layer].backend for layer in model}))
+        print(f"{options.model}: {len(model)} layers, {total / 1e9:.2f} GB in the checkpoint, backend {backends}")
+        print(f"loaded in {seconds:.2f} s, {total / seconds / 1e9:.2f} GB/s")
+        print(f"packed weights {model.nbytes / 1e9:.2f} GB, peak RSS {_peak_rss_bytes() / 1e9:.2f} GB")
+    return 0
+
+
+def _peak_rss_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return 1024 * int(line.split()[1])
+
+
 def _demo(options: argparse.Namespace) -> int:
     try:
         from ktmoe import demo
@@ -94,6 +119,20 @@ def _signals_as_exit():
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _layers(text: str) -> list[int | str]:
+    """[0, 1, 2, 3, 7, "mtp.0"] for "0-3,7,mtp.0"."""
+    layers: list[int | str] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 10**6:
+            layers += range(int(first), int(last) + 1)
+        elif part and not dash:
+            layers.append(_layer(part))
+        else:
+            raise argparse.ArgumentTypeError(f"expected numbers, ranges such as 0-3 and names, found {part!r}")
+    return layers
 
 
 def _layer(text: str) -> int | str:

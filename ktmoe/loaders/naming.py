@@ -159,13 +159,10 @@ class Names:
         them that would change what they mean; CheckpointError for a layer that has two names, and if config.json has another
         number of experts.
         """
-        if isinstance(layer, str):
-            key = int(layer) if layer.isdecimal() and layer.isascii() and len(layer) < 10 else layer
-        else:
-            key = operator.index(layer)
+        key = layer_key(layer)
         candidates = self._spelled(_find(checkpoint).get(key, {}))
         if not candidates:
-            found = _list(self.layers(checkpoint)) or f"no layer with tensors of {self._owner}'s names"
+            found = listed(self.layers(checkpoint)) or f"no layer with tensors of {self._owner}'s names"
             raise MissingTensorError(
                 f"{checkpoint.path}: layer {layer!r:.200}: expected a layer that has routed experts, found {found}"
             )
@@ -298,7 +295,14 @@ def _prefix(base: str, expert: int | None) -> str:
     return f"{base}." if expert is None else f"{base}.{expert}."
 
 
-def _list(layers: list[int | str]) -> str:
+def layer_key(layer: int | str) -> int | str:
+    """A layer as Loader.layers() calls it: 3 for 3, "3" and numpy's 3; other strings as they are."""
+    if isinstance(layer, str):
+        return int(layer) if layer.isdecimal() and layer.isascii() and len(layer) < 10 else layer
+    return operator.index(layer)
+
+
+def listed(layers: list[int | str]) -> str:
     """'layers 0-42, mtp.0'; empty if there are none."""
     runs: list[list[int]] = []
     for layer in layers:

@@ -69,6 +69,8 @@ class SafetensorsFile:
         except BaseException:
             self.close()
             raise
+        # tensors are read whole, by several threads: what the kernel read ahead of one would be released before it is used
+        _advise(self._fd, 0, 0, "POSIX_FADV_RANDOM")
 
     def read_into(self, out: np.ndarray, info: TensorInfo, *, start: int = 0, release: bool = False) -> None:
         """Fill `out`, C-contiguous uint8, with a tensor's bytes from `start` on; then release their pages if asked to.
@@ -165,7 +167,7 @@ def _fill(fd: int, out: np.ndarray, offset: int, what: str) -> int:
 
 
 def _drop_pages(fd: int, info: TensorInfo, start: int, stop: int) -> None:
-    if start == stop or not hasattr(os, "posix_fadvise"):
+    if start == stop:
         return
     # the kernel keeps a folio that is covered in part: widen to the largest folio's bounds, at worst a neighbour is read again.
     # A part's last folio is left to the part behind it, which is likely to be read next and may be there already.
@@ -173,8 +175,13 @@ def _drop_pages(fd: int, info: TensorInfo, start: int, stop: int) -> None:
     end = info.offset + stop
     end += -end % _FOLIO_BYTES if stop == info.nbytes else -(end % _FOLIO_BYTES)
     if first < end:
+        _advise(fd, first, end - first, "POSIX_FADV_DONTNEED")
+
+
+def _advise(fd: int, offset: int, length: int, advice: str) -> None:
+    if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # a hint that some file systems refuse
-            os.posix_fadvise(fd, first, end - first, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, offset, length, getattr(os, advice))
 
 
 def _parse_object(data: bytes, path: Path) -> dict:

@@ -1,0 +1,230 @@
+"""Loading: makes things in the background, a few at a time; it can be waited for and stopped, and knows nothing of layers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
+from typing import Protocol
+
+from ktmoe.errors import ClosedError
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+#: Called with (done_bytes, total_bytes); an exception from it cancels.
+Progress = Callable[[int, int], object]
+
+
+class Loading:
+    """Makes one thing for each key of `sizes`, in that order, `at_once` at a time.
+
+    what: for messages. sizes: bytes of work by key. make: (key, its progress) -> the thing; it has to let exceptions from that
+    progress pass. progress: of all, called by one thread at a time. resources: closed when nothing is being made any more.
+    The threads end by themselves, and on stop(). They are daemons, so that an interpreter that exits does not wait for what
+    nobody will use: whoever owns this has to see to it that stop() is called before, as weakref.finalize does.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        sizes: Mapping[Hashable, int],
+        make: Callable[[Hashable, Progress], Closable],
+        at_once: int,
+        progress: Progress | None,
+        resources: ExitStack,
+    ):
+        self._what = what
+        self._sizes = dict(sizes)
+        self._make = make
+        self._report = progress
+        self._resources = resources
+        self._changed = threading.Condition()  # guards what follows, but for _done
+        self._waiting = list(reversed(self._sizes))
+        self._made: dict[Hashable, Closable] = {}
+        self._failed: dict[Hashable, BaseException] = {}
+        self._threads: list[threading.Thread] = []
+        self._running = 0
+        self._stopped: str | None = None  # why
+        self._cause: BaseException | None = None  # the exception from progress that stopped it
+        self._orphaned = False  # in a forked child, which has none of the threads
+        self._reporting = threading.Lock()  # guards _done, and is held while progress is called
+        self._done = dict.fromkeys(self._sizes, 0)
+        _watch_forks(self)
+        try:
+            for number in range(min(at_once, len(self._sizes))):
+                self._start(f"ktmoe-load-{number}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def get(self, key: Hashable) -> Closable:
+        """What was made for a key, as soon as it is. Raises the error of making it; ClosedError if it was not to be made."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._made or key in self._failed or self._ended())
+            if key in self._made:
+                return self._made[key]
+            if key in self._failed:
+                raise self._failed[key]
+            raise self._closed(f" {key}") from self._cause
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until all are made; False if that took longer. Raises the first error as soon as there is one."""
+        with self._changed:
+            everything = self._changed.wait_for(lambda: self._complete() or self._failed or self._ended(), timeout)
+            if self._cause is not None:
+                raise self._cause
+            for key in self._sizes:
+                if key in self._failed:
+                    raise self._failed[key]
+            if everything and not self._complete():
+                raise self._closed()
+            return bool(everything)
+
+    def cancel(self) -> None:
+        """stop(), unless everything that could be made was."""
+        with self._changed:
+            unfinished = len(self._made) + len(self._failed) < len(self._sizes)
+        if unfinished:
+            self.stop("loading was cancelled")
+
+    def stop(self, why: str = "it was closed") -> None:
+        """Make nothing more, wait until what is being made was given up, and close what was made. May be called again.
+
+        Called from progress, it does not wait: that has to return first.
+        """
+        self._end(why)
+        if threading.current_thread() in self._threads:
+            return
+        for thread in list(self._threads):
+            thread.join()
+        self._close_made()
+
+    def done(self) -> tuple[int, int]:
+        """(bytes done, bytes in all)."""
+        return sum(self._done.values()), sum(self._sizes.values())
+
+    def made(self) -> list[Closable]:
+        """What is there now, in order."""
+        with self._changed:
+            return [self._made[key] for key in self._sizes if key in self._made]
+
+    def orphan(self) -> None:
+        """In a forked child: locks may have been held, and nothing more will be made."""
+        self._changed, self._reporting = threading.Condition(), threading.Lock()
+        self._orphaned = self._orphaned or self._running > 0
+        self._threads, self._running = [], 0
+
+    def _complete(self) -> bool:
+        return self._stopped is None and len(self._made) == len(self._sizes)
+
+    def _ended(self) -> bool:
+        return self._stopped is not None or self._orphaned
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self._stopped = self._stopped or why
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _closed(self, key: str = "") -> ClosedError:
+        forked = "it was not loaded yet when this process was forked, and the parent alone goes on loading"
+        return ClosedError(f"{self._what}{key}: {self._stopped or forked}")
+
+    def _start(self, name: str) -> None:
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        with self._changed:
+            self._threads.append(thread)
+            self._running += 1
+        try:
+            thread.start()
+        except BaseException:
+            self._threads.remove(thread)
+            self._leave()
+            raise
+
+    def _work(self) -> None:
+        try:
+            while (key := self._next()) is not None:
+                made = error = None
+                try:
+                    made = self._make(key, lambda done, total, key=key: self._advance(key, done))
+                    self._advance(key, self._sizes[key])
+                except BaseException as caught:
+                    traceback.clear_frames(caught.__traceback__)  # else they keep the memory that was being filled
+                    error = caught
+                self._keep(key, made, error)
+        finally:
+            self._leave()
+
+    def _next(self) -> Hashable | None:
+        with self._changed:
+            return self._waiting.pop() if self._waiting else None
+
+    def _keep(self, key: Hashable, made: Closable | None, error: BaseException | None) -> None:
+        with self._changed:
+            if self._stopped is None and error is None:
+                self._made[key] = made
+            elif self._stopped is None:
+                self._failed[key] = error
+            self._changed.notify_all()
+            kept = key in self._made
+        if made is not None and not kept:
+            made.close()
+
+    def _advance(self, key: Hashable, done: int) -> None:
+        with self._reporting:
+            if self._stopped is not None:
+                raise _Stopped
+            before = self._done[key]
+            self._done[key] = max(before, min(done, self._sizes[key]))
+            if self._report is None or self._done[key] == before:
+                return
+            try:
+                self._report(*self.done())
+            except BaseException as error:
+                with self._changed:
+                    self._cause = self._cause or error
+                self._end("loading was cancelled")
+                raise
+
+    def _leave(self) -> None:
+        """The last thread tidies up."""
+        with self._changed:
+            self._running -= 1
+            last = not self._running
+        if last:
+            if self._stopped is not None:
+                self._close_made()
+            self._resources.close()
+
+    def _close_made(self) -> None:
+        with self._changed:
+            made, self._made = self._made, {}
+        for thing in made.values():
+            thing.close()
+
+
+class _Stopped(Exception):
+    """Ends what is being made; nobody outside sees it."""
+
+
+_alive: weakref.WeakSet[Loading] | None = None
+
+
+def _watch_forks(loading: Loading) -> None:
+    global _alive
+    if _alive is None:
+        _alive = weakref.WeakSet()
+        os.register_at_fork(after_in_child=_orphan_all)
+    _alive.add(loading)
+
+
+def _orphan_all() -> None:
+    for loading in list(_alive):
+        loading.orphan()

@@ -1,0 +1,201 @@
+"""MoEModel: the routed experts of all layers of a checkpoint, loaded in the background."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+
+from ktmoe import memory, progress_bar
+from ktmoe._native import core
+from ktmoe.arrays import as_numpy
+from ktmoe.backends.base import choose
+from ktmoe.errors import InputError, MissingTensorError, OutOfMemoryError
+from ktmoe.experts import ExpertWeights
+from ktmoe.layer import MoELayer
+from ktmoe.loaders import naming
+from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loading import Loading, Progress
+
+#: Layers that are loaded at a time, so that some are read while another is packed.
+AT_ONCE = 3
+#: Experts that each of them has read and not yet packed, at most.
+STAGED_EXPERTS = 4
+
+
+class MoEModel:
+    """The layers of one checkpoint by name: model[3], model["mtp.0"]. from_checkpoint() makes it.
+
+    layers: their names, in the order in which they are loaded; len() and iteration are of these. path: the checkpoint's.
+
+    Threads of its own load the layers. They end when all is loaded, on cancel() and close(), when the model is garbage, and
+    before the interpreter exits. The checkpoint's files are closed once all is loaded. A forked child has the layers that were
+    loaded by then; the others raise ClosedError in it, and what was half loaded takes memory until it ends.
+    """
+
+    def __init__(self, path: str | os.PathLike, loading: Loading, layers: list[int | str]):
+        self.path = path
+        self.layers = layers
+        self._loading = loading
+        weakref.finalize(self, loading.stop)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike,
+        layers: Iterable[int | str] | None = None,
+        backend: str = "auto",
+        activations: str = "auto",
+        *,
+        loader: str = "auto",
+        scales: str = "exact",
+        router_weight: str = "down_output",
+        numa_nodes=None,
+        physical_to_logical=None,
+        progress: Progress | bool | None = None,
+        wait: bool = True,
+    ) -> MoEModel:
+        """All layers of a checkpoint folder (or a single .safetensors file), or those named by `layers`.
+
+        All headers are checked here, and whether all layers fit into memory, before any weight is read.
+        physical_to_logical: integers [layers, slots], a row for each layer that is loaded, or [slots] for all of them: slot i
+        of a layer is its expert physical_to_logical[i].
+        progress: called with (done_bytes, total_bytes) from threads, one at a time; an exception from it cancels. True: a bar
+        on stderr, which needs rich. wait: return when all is loaded, and raise if that fails; nothing is kept then.
+        The other arguments are MoELayer.from_checkpoint's.
+        Raises what that raises, OutOfMemoryError if the layers do not fit, and what progress raises.
+        """
+        with ExitStack() as resources:
+            checkpoint = resources.enter_context(Checkpoint(path))
+            reader = choose_loader(checkpoint, loader)
+            names = reader.layers(checkpoint) if layers is None else _names(layers)
+            if not names:
+                raise InputError(f"{path}: layers: expected at least one, found none")
+            experts = {name: reader.load(checkpoint, name) for name in names}
+            if physical_to_logical is not None:
+                maps = _maps(physical_to_logical, len(names))
+                experts = {name: experts[name].take(ids) for name, ids in zip(names, maps, strict=True)}
+            chosen = {name: choose(backend, experts[name], activations)[0] for name in names}
+            _require_memory(path, [_packed_nbytes(chosen[name], experts[name]) for name in names], experts.values())
+            options = {"scales": scales, "router_weight": router_weight}
+            if numa_nodes is not None:
+                options["numa_nodes"] = numa_nodes
+
+            def make(name: int | str, progress: Progress) -> MoELayer:
+                return MoELayer(experts[name], chosen[name], activations, **options, progress=progress)
+
+            if progress is True:
+                progress = resources.enter_context(progress_bar.bytes_done("loading"))
+            sizes = {name: weights.nbytes for name, weights in experts.items()}
+            loading = Loading(f"{path}: layer", sizes, make, AT_ONCE, progress or None, resources.pop_all())
+        model = cls(path, loading, names)
+        if wait:
+            try:
+                model.wait()
+            except BaseException:
+                model.close()
+                raise
+        return model
+
+    def __getitem__(self, layer: int | str) -> MoELayer:
+        """A layer, once it is loaded. Raises its error if it could not be; MissingTensorError if there is none of that name."""
+        if layer not in self:
+            raise MissingTensorError(f"{self.path}: layer {layer!r:.200}: expected one of {naming.listed(self.layers)}")
+        return self._loading.get(naming.layer_key(layer))
+
+    def __contains__(self, layer: object) -> bool:
+        try:
+            return naming.layer_key(layer) in self.layers
+        except TypeError:  # nothing that names a layer
+            return False
+
+    def __iter__(self) -> Iterator[int | str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until all layers are loaded; False if `timeout` seconds were not enough.
+
+        Raises the error of a layer as soon as one fails; the others go on, and model[name] gives them.
+        """
+        return self._loading.wait(timeout)
+
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """(bytes of the checkpoint that are packed, bytes of all layers)."""
+        return self._loading.done()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed weights of the layers that are loaded."""
+        return sum(layer.nbytes for layer in self._loading.made())
+
+    def cancel(self) -> None:
+        """Stop loading and give everything back, as close() does; nothing happens if all layers are loaded or have failed."""
+        self._loading.cancel()
+
+    def close(self) -> None:
+        """Stop loading; give back all layers, files, scratch memory and idle threads. A second call does nothing.
+
+        Forward calls that are running are waited for.
+        """
+        self._loading.stop()
+        if release := getattr(core, "release", None):
+            release()
+
+    def __enter__(self) -> MoEModel:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        done, total = self.loaded
+        return f"MoEModel({str(self.path)!r}, {naming.listed(self.layers)}, {done / 1e9:.2f} of {total / 1e9:.2f} GB loaded)"
+
+
+def _names(layers: Iterable[int | str]) -> list[int | str]:
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise InputError(f"layers: expected an iterable of numbers and names, found {layers!r:.200}")
+    names = [naming.layer_key(layer) for layer in layers]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"layers: expected each once, found {name!r:.200} {names.count(name)} times")
+    return names
+
+
+def _maps(physical_to_logical, layers: int) -> np.ndarray:
+    """A row of ids for each layer."""
+    given = physical_to_logical
+    maps = np.asarray(given) if isinstance(given, (list, tuple)) else as_numpy(given, "physical_to_logical")
+    if maps.dtype.kind not in "iu" or not (maps.ndim == 1 or (maps.ndim == 2 and len(maps) == layers)):
+        expected = f"integers [slots] or [{layers} layers, slots]"
+        raise InputError(f"physical_to_logical: expected {expected}, found {maps.dtype} {list(maps.shape)}")
+    return np.broadcast_to(maps, (layers, maps.shape[-1]))
+
+
+def _packed_nbytes(backend: str, experts: ExpertWeights) -> int:
+    return experts.nbytes
+
+
+def _require_memory(path: str | os.PathLike, packed: list[int], experts: Iterable[ExpertWeights]) -> None:
+    """Raise OutOfMemoryError, which says how many layers would fit, if packed layers and what is read ahead do not."""
+    available = memory.available_bytes()
+    staged = min(AT_ONCE, len(packed)) * STAGED_EXPERTS * max(weights.nbytes // weights.num_experts for weights in experts)
+    needed = sum(packed) + staged
+    if available is None or needed <= available:
+        return
+    fitting, left = 0, available - staged
+    while packed[fitting] <= left:
+        left -= packed[fitting]
+        fitting += 1
+    raise OutOfMemoryError(
+        f"{path}: {len(packed)} layers need {needed / 2**30:.2f} GiB of memory, {staged / 2**30:.2f} GiB of it to read into; "
+        f"{max(available, 0) / 2**30:.2f} GiB is available, which is enough for {fitting} of them"
+    )
