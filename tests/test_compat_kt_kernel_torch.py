@@ -28,10 +28,9 @@ def folder(tmp_path_factory):
 
 
 def tensors(torch, case, device="cpu"):
-    x, ids, scores = case
-    return [
-        t.to(device) for t in (torch.from_numpy(x.view(np.int16)).view(torch.bfloat16), *map(torch.from_numpy, (ids, scores)))
-    ]
+    """Copies."""
+    x, ids, scores = (torch.from_numpy(array.copy()).to(device) for array in (case[0].view(np.int16), *case[1:]))
+    return x.view(torch.bfloat16), ids, scores
 
 
 def as_array(torch, y):
