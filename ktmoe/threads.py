@@ -103,7 +103,8 @@ def configure() -> None:
     threads = get_num_threads()
     # A spinning worker would take the CPU from the one it waits for.
     spin = config.spin_us() if threads <= len(usable_cpus()) else 0
-    core.configure_pool(threads, spin)
+    chosen = _chosen is not None or config.num_threads() is not None
+    core.configure_pool(threads, chosen, spin)
     core.tune(scratch_bytes=config.scratch_bytes())
 
 

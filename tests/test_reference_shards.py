@@ -286,7 +286,7 @@ HALVES = WeightFormat("q4", E2M1, Scale("bf16", (1, 64)))
         (HALVES, 64, [(0, 32), (32, 70)]),
         (BF16, 32, [(0, 48), (48, 70)]),
     ],
-    ids=str,
+    ids=label,
 )
 def test_shards_that_do_not_fit_are_refused(format, multiple, shards):
     rng = np.random.default_rng(9)
