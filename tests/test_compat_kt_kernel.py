@@ -249,8 +249,8 @@ def test_threads():
         ((0,), 1, [0], [0]),
         ((0,), 1, [1], [1]),  # which does not exist: MoELayer says so
         ((0, 1), 1, None, [0]),
-        ((0, 1), 2, None, [0, 1]),
-        ((0, 1), 4, None, [0, 1]),
+        ((0, 1), 2, None, None),  # all, which is the default
+        ((0, 1), 4, None, None),
         ((0, 1), 1, [1], [1]),
         ((0, 1), 2, [1, 0], [1, 0]),
         ((0, 1), 3, [2, 1, 0], [1, 0]),

@@ -325,10 +325,10 @@ def _count(name: str, value, least: int = 1) -> int:
 
 
 def _nodes(parts: int, wanted: Sequence[int] | None) -> list[int] | None:
-    """NUMA nodes for MoELayer. More parts than there are nodes mean those that there are; one node is not bound to."""
+    """NUMA nodes for MoELayer, None for its default, all. More parts than there are nodes mean those that there are."""
     there = sorted(numa.nodes())
     if wanted is None:
-        return there[:parts] if len(there) > 1 else None
+        return there[:parts] if parts < len(there) else None
     if len(wanted) != parts:
         raise InputError(f"numa_nodes must have threadpool_count = {parts} entries, found {list(wanted)}")
     if len(wanted) > len(there):
