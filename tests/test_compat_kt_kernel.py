@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import BF16, assert_right, same_bits
 from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, arguments, batch, nothing_is_left, wrapper, write  # noqa: F401
+from test_process import in_child
 
 import ktmoe
 from ktmoe import GatedActivation, MoELayer, load_experts, numa
@@ -437,6 +438,25 @@ def test_the_last_submission_counts(folder):
         assert same_bits(y, w.forward(*batch(2, 7)))
         with pytest.raises(InputError, match="needs a submit_forward"):
             w.sync_forward()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_fork(folder):
+    """The child has neither the worker nor what it was to do: its passes are its own, and ours go on."""
+    first, second = (wrapper(folder, layer, max_deferred_experts_per_token=2 - 2 * layer) for layer in range(2))
+    case = batch(0, 2)
+
+    def both(w):
+        w.submit_forward(*case)
+        return w.forward(*case).tobytes(), w.sync_forward().tobytes()
+
+    alone = both(second)
+    first.forward(*case)
+    assert in_child(lambda: both(second)) == alone
+    with_deferred, after = both(second)[::-1]
+    assert after == alone[0] != with_deferred
+    first.close()
+    second.close()
 
 
 # What is shared, and given back
