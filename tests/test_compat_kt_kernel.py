@@ -272,6 +272,21 @@ def test_numa_nodes(monkeypatch, folder, nodes, parts, wanted, expected):
     assert given == [expected]
 
 
+@pytest.mark.parametrize(
+    ("parts", "wanted", "expected"),
+    [(1, None, (0,)), (2, None, (0, 1)), (8, None, (0, 1)), (1, [1], (1,)), (2, [1, 0], (1, 0))],
+)
+def test_on_numa_nodes(checkpoint, fake_nodes, parts, wanted, expected):
+    """One part a node, added up within the bound."""
+    method, folder = checkpoint
+    fake_nodes({0: {0}, 1: {0}})
+    with wrapper(folder, method=method, threadpool_count=parts, numa_nodes=wanted) as w:
+        layer = w._loaded.layer
+        assert layer.placement.nodes == expected
+        x, ids, scores = batch(1, 9)
+        assert_right(layer, load_experts(folder, 0), x, ids, scores, w.forward(x, ids, scores))
+
+
 # What goes wrong with weights and calls
 
 
