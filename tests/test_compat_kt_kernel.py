@@ -186,6 +186,29 @@ def test_attributes_that_callers_read(folder):
     assert (w.chunked_prefill_size, w.max_deferred_experts_per_token, w.cpu_save) == (4, 0, False)
 
 
+def test_the_queue_that_callers_wait_for(folder, monkeypatch):
+    started, go, done = threading.Event(), threading.Event(), []
+
+    def slow(*_arguments, **_named):
+        started.set()
+        assert go.wait(60)
+        done.append(True)
+
+    w = KTMoEWrapper(**arguments(weight_path=folder))
+    assert w.moe is None
+    w.load_weights()
+    assert isinstance(w.moe, MoELayer)
+    with monkeypatch.context() as patch:
+        patch.setattr(MoELayer, "forward", slow)
+        w.submit_forward(*batch())
+        assert started.wait(60)
+        threading.Timer(0.05, go.set).start()
+        w.cpu_infer.sync()
+        assert done
+    assert w.cpu_infer is KTMoEWrapper(**arguments()).cpu_infer
+    w.close()
+
+
 @pytest.mark.parametrize("method", sorted(methods.MISSING))
 def test_methods_without_weights_here(method):
     with pytest.raises(UnavailableError, match=rf"method '{method}': .*yet: .*BF16, MXFP4, RAWINT4"):
@@ -281,7 +304,7 @@ def test_on_numa_nodes(checkpoint, fake_nodes, parts, wanted, expected):
     method, folder = checkpoint
     fake_nodes({0: {0}, 1: {0}})
     with wrapper(folder, method=method, threadpool_count=parts, numa_nodes=wanted) as w:
-        layer = w._loaded.layer
+        layer = w.moe
         assert layer.placement.nodes == expected
         x, ids, scores = batch(1, 9)
         assert_right(layer, load_experts(folder, 0), x, ids, scores, w.forward(x, ids, scores))
@@ -517,7 +540,7 @@ def test_loading_again_replaces(folder):
 def test_a_dropped_wrapper_gives_everything_back(folder):
     w = wrapper(folder)
     w.forward(*batch())
-    gone = weakref.ref(w), weakref.ref(w._loaded.layer)
+    gone = weakref.ref(w), weakref.ref(w.moe)
     del w
     gc.collect()
     assert [reference() for reference in gone] == [None, None]

@@ -96,7 +96,7 @@ def test_more_and_fewer_numa_nodes_than_ranks(checkpoint, fake_nodes, nodes, ran
     fake_nodes({node: {0} for node in range(nodes)})
     experts = load_experts(folder, 0)
     with wrapper(folder, method=method, threadpool_count=nodes) as w:
-        assert w._loaded.layer.placement.shards == nodes
+        assert w.moe.placement.shards == nodes
         for expert in range(2):
             check(w, experts, ranks, expert)
 
