@@ -1,0 +1,57 @@
+"""What all wrappers of a process share: one worker that runs tasks in order, buffers, and where forward passes stand."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ktmoe.compat.buffers import Pool
+from ktmoe.compat.deferral import Passes
+
+
+class Engine:
+    """order: held from taking what a layer is due until its tasks are queued, so that tasks run in the order of the passes."""
+
+    def __init__(self):
+        self.order = threading.RLock()
+        self.passes = Passes()
+        self.pool = Pool()
+        self._worker: ThreadPoolExecutor | None = None
+        self._forks = False
+
+    def submit(self, task: Callable, *arguments) -> Future:
+        """Queue a task. Nothing starts before the first one."""
+        with self.order:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, "ktmoe-kt-kernel")
+                if not self._forks:
+                    self._forks = True
+                    os.register_at_fork(after_in_child=self._forget)
+            return self._worker.submit(task, *arguments)
+
+    def sync(self) -> None:
+        """Wait until everything that was queued is done; whose result it is gets what it raised."""
+        self.submit(lambda: None).result()
+
+    def _forget(self) -> None:
+        """In a forked child: the worker and what it was about to do are the parent's."""
+        self.order = threading.RLock()
+        self.passes.abandon()
+        self.pool = Pool(self.pool.captured)
+        self._worker = None
+
+
+ENGINE = Engine()
+
+
+class CpuInfer:
+    """What callers find as cpu_infer on every wrapper: the queue of all layers, for those who wait until it is empty."""
+
+    def sync(self, allow_n_pending: int = 0) -> None:
+        """allow_n_pending: of so many tasks the end need not be waited for; here it is."""
+        ENGINE.sync()
+
+
+CPU_INFER = CpuInfer()
