@@ -17,6 +17,8 @@ ALLOWED = (
     r"torch is not installed",
     r"matplotlib is not installed",
     r"needs two CPUs",
+    r"kt-kernel is not installed",
+    r"this CPU lacks what kt-kernel's \w+ needs",
 )
 
 
