@@ -15,6 +15,7 @@ ALLOWED = (
     r"this system has no posix_fadvise",
     r"objdump is not installed",
     r"torch is not installed",
+    r"torch has no CUDA device here",
     r"matplotlib is not installed",
     r"needs two CPUs",
     r"kt-kernel is not installed",

@@ -1,0 +1,97 @@
+"""One expert's weights into a GPU rank's host buffers: the checkpoint's own packing, scales as bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ktmoe.arrays import BF16
+from ktmoe.errors import InputError
+from ktmoe.formats import WeightFormat
+from ktmoe.layer import MoELayer
+
+#: bfloat16 bits of each UE8M0 byte, 2**(byte - 127), exactly: byte 0 is a subnormal number, and 255, a NaN, is never loaded.
+_UE8M0_BITS = (np.arange(256, dtype=np.uint16) << 7) | (np.arange(256) == 0).astype(np.uint16) << 6
+
+
+class Target:
+    """The host buffers of all GPU ranks, as the arrays that MoELayer.export_expert writes.
+
+    Rank i has gate's rows [i*I/ranks, (i+1)*I/ranks), then up's, in w13, and those columns of down in w2; scales likewise.
+    Raises InputError for addresses that are not one to a rank, and for a split that falls within a row's bytes or a group.
+    """
+
+    def __init__(self, layer: MoELayer, formats: Mapping[str, WeightFormat], ranks: int, w13, w13_scales, w2, w2_scales):
+        ranks = _whole("gpu_tp_count", ranks)
+        rows, unit = layer.intermediate // max(ranks, 1), _unit(formats["down"])
+        if ranks < 1 or rows * ranks != layer.intermediate or rows % unit:
+            raise InputError(
+                f"gpu_tp_count must divide the intermediate size {layer.intermediate} into parts that are multiples of {unit}, "
+                f"found {ranks}"
+            )
+        scaled = {"gate": formats["gate"].scale, "up": formats["up"].scale, "down": formats["down"].scale}
+        codes = {"w13": _addresses("w13_weight_ptrs", w13, ranks), "w2": _addresses("w2_weight_ptrs", w2, ranks)}
+        scales = {
+            "w13": _addresses("w13_scale_ptrs", w13_scales, ranks, needed=bool(scaled["gate"] or scaled["up"])),
+            "w2": _addresses("w2_scale_ptrs", w2_scales, ranks, needed=bool(scaled["down"])),
+        }
+        self._convert: list[tuple[np.ndarray, np.ndarray]] = []
+        self.parts = [{} for _ in range(ranks)]
+        for rank, part in enumerate(self.parts):
+            offsets = {"codes": 0, "scales": 0}
+            for projection, buffer in (("gate", "w13"), ("up", "w13"), ("down", "w2")):
+                if buffer == "w2":
+                    offsets = {"codes": 0, "scales": 0}
+                n, k = (layer.hidden, rows) if projection == "down" else (rows, layer.hidden)
+                weight_format = formats[projection]
+                array = _at(codes[buffer][rank] + offsets["codes"], weight_format.codes_shape(n, k), weight_format.codes_dtype)
+                offsets["codes"] += array.nbytes
+                written = None
+                if weight_format.scale is not None:
+                    shape = weight_format.scale.shape(n, k)
+                    bits = _at(scales[buffer][rank] + offsets["scales"], shape, np.dtype(np.uint16))
+                    offsets["scales"] += bits.nbytes
+                    written = self._scales(weight_format.scale.kind, bits)
+                part[projection] = array, written
+
+    def _scales(self, kind: str, bits: np.ndarray) -> np.ndarray:
+        if kind == "bf16":
+            return bits.view(BF16)
+        self._convert.append((np.empty(bits.shape, np.uint8), bits))
+        return self._convert[-1][0]
+
+    def finish(self) -> None:
+        """Once the parts are written: turn the scales into what the buffers take."""
+        for stored, bits in self._convert:
+            np.take(_UE8M0_BITS, stored, out=bits)
+
+
+def _unit(weight_format: WeightFormat) -> int:
+    """What down's columns may be cut at a multiple of: a group of scales, or whole items of its codes' array."""
+    return weight_format.scale.extent[1] if weight_format.scale is not None else weight_format.codes_per_item
+
+
+def _addresses(name: str, given: Sequence[int], ranks: int, needed: bool = True) -> list[int]:
+    """One a rank. Formats without scales come with null addresses, or none."""
+    if not needed:
+        return []
+    addresses = [_whole(name, address) for address in given]
+    if len(addresses) != ranks or not all(address > 0 for address in addresses):
+        raise InputError(f"{name} must have {ranks} host addresses, one for each of gpu_tp_count, found {addresses}")
+    return addresses
+
+
+def _whole(name: str, value) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} must be a whole number, found {value!r}") from None
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The memory at an address as an array."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8).view(dtype).reshape(shape)

@@ -1,0 +1,115 @@
+"""Where a caller's arrays are: numpy arrays and torch CPU tensors; CUDA's are in cuda.py. torch is never imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ktmoe import arrays
+from ktmoe.compat.buffers import Buffers
+from ktmoe.errors import InputError
+
+_TORCH_DTYPES = {np.uint16: "bfloat16", np.int64: "int64", np.float32: "float32"}
+
+
+class Side(Protocol):
+    """Moves a call's arrays to host memory and back. x: [..., hidden]; equal sides may share buffers."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: type) -> tuple[np.ndarray, object]:
+        """Host memory as an array, and what the side itself works with. uint16 stands for bfloat16 bits."""
+
+    def bring(self, buffers: Buffers, x, ids, weights, stream) -> Callable[[], None]:
+        """Begin to copy the arguments into the buffers; what is returned waits for that, and until buffers.y may be written."""
+
+    def hand_back(self, buffers: Buffers, dtype, stream):
+        """buffers.y as x's kind, of x's dtype, [tokens, hidden]."""
+
+
+def side_of(x) -> Side:
+    """Raises InputError for what no side takes."""
+    if isinstance(x, np.ndarray):
+        return Numpy()
+    if arrays.is_torch(x):
+        if x.device.type == "cpu":
+            return TorchHost()
+        if x.device.type == "cuda":
+            from ktmoe.compat.cuda import Cuda
+
+            return Cuda(x.device)
+        raise InputError(f"hidden_states must be on the CPU or a CUDA device, found a torch tensor on {x.device}")
+    raise InputError(f"hidden_states must be a numpy array or a torch tensor, found {type(x).__name__}")
+
+
+@dataclass(frozen=True)
+class Numpy:
+    """numpy arrays; x: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or floats, rounded to bfloat16."""
+
+    def allocate(self, shape, dtype):
+        array = np.empty(shape, dtype)
+        return array, array
+
+    def bring(self, buffers, x, ids, weights, stream):
+        if x.dtype != np.uint16:
+            _expect_floats("hidden_states", x)
+            x = x.astype(arrays.BF16, copy=False).view(np.uint16)
+        ids, weights = arrays.as_numpy(ids, "topk_ids"), arrays.as_numpy(weights, "topk_weights")
+        if ids.dtype.kind not in "iu":
+            raise InputError(f"topk_ids must be integers, found {ids.dtype}")
+        _expect_floats("topk_weights", weights)
+        buffers.x[...] = x.reshape(buffers.x.shape)
+        buffers.ids[...] = ids
+        buffers.weights[...] = weights.astype(np.float32, copy=False)
+        return lambda: None
+
+    def hand_back(self, buffers, dtype, stream):
+        y = buffers.y
+        if not buffers.captured:  # the caller's from now on
+            buffers.y = buffers.y_owner = None
+        return y if dtype == np.uint16 else y.view(arrays.BF16).astype(dtype, copy=False)
+
+
+def _expect_floats(name: str, array: np.ndarray) -> None:
+    if array.dtype.kind != "f" and array.dtype != arrays.BF16:
+        raise InputError(f"{name} must be floating-point numbers, found {array.dtype}")
+
+
+@dataclass(frozen=True)
+class TorchHost:
+    """torch CPU tensors of any floating dtype, rounded to bfloat16."""
+
+    @property
+    def torch(self):
+        return sys.modules["torch"]
+
+    def empty(self, shape, dtype):
+        return self.torch.empty(shape, dtype=dtype)
+
+    def allocate(self, shape, dtype):
+        tensor = self.empty(shape, getattr(self.torch, _TORCH_DTYPES[dtype]))
+        if dtype == np.uint16:
+            return tensor.view(self.torch.int16).numpy().view(np.uint16), tensor
+        return tensor.numpy(), tensor
+
+    def bring(self, buffers, x, ids, weights, stream):
+        self.copy(buffers, x, ids, weights)
+        return lambda: None
+
+    def copy(self, buffers, x, ids, weights):
+        """Into the buffers; not waited for where that is not needed."""
+        for name, value, floating in (("hidden_states", x, True), ("topk_ids", ids, False), ("topk_weights", weights, True)):
+            if not arrays.is_torch(value) or value.is_floating_point() != floating:
+                found = value.dtype if arrays.is_torch(value) else type(value).__name__
+                raise InputError(f"{name} must be a torch tensor of {'floats' if floating else 'integers'}, found {found}")
+        buffers.x_owner.copy_(x.detach().reshape(buffers.x.shape), non_blocking=True)
+        buffers.ids_owner.copy_(ids.detach(), non_blocking=True)
+        buffers.weights_owner.copy_(weights.detach(), non_blocking=True)
+
+    def hand_back(self, buffers, dtype, stream):
+        y = buffers.y_owner
+        if not buffers.captured:
+            buffers.y = buffers.y_owner = None
+        return y.to(dtype)

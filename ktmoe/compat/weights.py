@@ -1,0 +1,106 @@
+"""Where a wrapper's weights come from: one open checkpoint a folder for all layers, or arrays in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from ktmoe import arrays
+from ktmoe.activation import SILU, GatedActivation
+from ktmoe.errors import InputError
+from ktmoe.experts import ExpertWeights
+from ktmoe.formats import BF16
+from ktmoe.loaders.base import Loader
+from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.checkpoint import Checkpoint
+
+
+@dataclass
+class _Shared:
+    """A checkpoint, its loader, and how many leases it is held by."""
+
+    checkpoint: Checkpoint
+    loader: Loader
+    leases: int = 0
+
+
+class Lease:
+    """A share in the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
+
+    _open: dict[str, _Shared] = {}  # noqa: RUF012 - the process's, on purpose
+    _lock = threading.RLock()  # a finalizer may close a lease while one is taken
+
+    def __init__(self, path: str | os.PathLike):
+        self._key = os.path.realpath(path)
+        with self._lock:
+            shared = self._open.get(self._key)
+            if shared is None:
+                checkpoint = Checkpoint(path)
+                try:
+                    shared = _Shared(checkpoint, choose_loader(checkpoint))
+                except BaseException:
+                    checkpoint.close()
+                    raise
+                self._open[self._key] = shared
+            shared.leases += 1
+        self._shared: _Shared | None = shared
+
+    def experts(self, layer: int) -> ExpertWeights:
+        """A layer's experts, by the loader that is surest of the checkpoint."""
+        return self._shared.loader.load(self._shared.checkpoint, layer)
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        with self._lock:
+            shared, self._shared = self._shared, None
+            if shared is None:
+                return
+            shared.leases -= 1
+            if not shared.leases:
+                del self._open[self._key]
+                shared.checkpoint.close()
+
+
+def from_tensors(gate, up, down, activation: GatedActivation | None, name: str) -> ExpertWeights:
+    """bfloat16 [E, I, H], [E, I, H], [E, H, I]: ml_dtypes, uint16 bits or torch on the CPU; not copied where contiguous."""
+    given = []
+    for label, value in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        viewed = arrays.view(value, label)
+        if viewed.array.dtype != np.uint16:
+            raise InputError(f"{label} must be bfloat16, found a {viewed.kind}")
+        given.append(np.ascontiguousarray(viewed.array).view(arrays.BF16))
+    return ExpertWeights.from_arrays(*given, format=BF16, activation=activation or SILU, name=name)
+
+
+def physical_map(value, slots: int, experts: int) -> np.ndarray:
+    """Which expert of the checkpoint fills each slot, int64 [slots]; None: each its own. Raises InputError."""
+    if value is None:
+        value = np.arange(slots)
+    found = arrays.as_numpy(value, "physical_to_logical_map")
+    if found.dtype.kind not in "iu" or found.shape != (slots,):
+        raise InputError(
+            f"physical_to_logical_map must be integers [{slots}], one per expert of the layer, "
+            f"found {found.dtype} {list(found.shape)}"
+        )
+    if wrong := [int(expert) for expert in found if not 0 <= expert < experts]:
+        raise InputError(f"physical_to_logical_map must be in [0, {experts}), the checkpoint's experts; found {wrong[0]}")
+    return found.astype(np.int64)
+
+
+def gated_activation(limit: float | None, alpha: float) -> GatedActivation | None:
+    """kt-kernel's swiglu_limit and swiglu_alpha as an activation; None: as the checkpoint says.
+
+    limit: 0 = no clamp. alpha: 0 = SiLU, else gate * sigmoid(alpha * gate) * (up + 1). If alpha is set, kt-kernel clamps the
+    gate from below, too; GPT-OSS, whose formula it is, does not, nor does this. They differ by at most
+    limit * sigmoid(-alpha * limit) * (limit + 1).
+    """
+    for name, value in (("swiglu_limit", limit), ("swiglu_alpha", alpha)):
+        if value is not None and not value >= 0:
+            raise InputError(f"{name} must be 0 or more, found {value}")
+    if limit is None and not alpha:
+        return None
+    clamp = {"limit": float(limit)} if limit else {}
+    return GatedActivation(alpha=float(alpha), up_offset=1.0, **clamp) if alpha else GatedActivation(**clamp)
