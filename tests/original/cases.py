@@ -67,6 +67,8 @@ CLAMPS = {
 }
 #: On kt-kernel's GPU: skipped here.
 ON_GPU = np.arange(EXPERTS) == 2
+#: Slot i has the checkpoint's expert of that number; one is there twice.
+MOVED = np.array([3, 0, 0, 7, 1, 2, 6, 5])
 
 
 @functools.cache

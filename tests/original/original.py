@@ -67,3 +67,26 @@ class Original:
         assert done.returncode == 0, f"kt-kernel ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         with np.load(answer) as file:
             return {name: file[name] for name in file.files}
+
+
+#: The buffers of an export, in the order of its arguments.
+BUFFERS = ("w13", "w13 scales", "w2", "w2 scales")
+
+
+def exported(weights: ExpertWeights, expert: int, parts: int) -> dict[str, np.ndarray]:
+    """An expert's bytes [parts, bytes] by the definition: gate's rows, then up's; of down a part of each row."""
+    matrices = {projection: weights.matrix(expert, projection) for projection in ("gate", "up", "down")}
+    bytes_ = {"": {p: np.ascontiguousarray(m.codes).view(np.uint8) for p, m in matrices.items()}}
+    if matrices["gate"].scales is not None:
+        bytes_[" scales"] = {p: bfloat16_scales(m.scales).view(np.uint8) for p, m in matrices.items()}
+    cut = {}
+    for kind, arrays in bytes_.items():
+        rows = [np.split(arrays[p], parts) for p in ("gate", "up")]
+        cut[f"w13{kind}"] = np.stack([np.concatenate(part).ravel() for part in zip(*rows, strict=True)])
+        cut[f"w2{kind}"] = np.stack([part.ravel() for part in np.split(arrays["down"], parts, axis=1)])
+    return cut
+
+
+def sizes(cut: dict[str, np.ndarray]) -> list[int]:
+    """Bytes of each of the BUFFERS of one part."""
+    return [cut[name][0].size if name in cut else 0 for name in BUFFERS]

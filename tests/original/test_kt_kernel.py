@@ -11,6 +11,7 @@ from cases import (
     FORMATS,
     KINDS,
     MOST_TOKENS,
+    MOVED,
     ON_GPU,
     TOP_K,
     batches,
@@ -19,14 +20,12 @@ from cases import (
     forward,
 )
 from helpers import BF16, random_experts
-from original import Original, bfloat16_scales, needed
+from original import Original, exported, needed, sizes
 
-from ktmoe import MXFP4, ExpertWeights, MoELayer
+from ktmoe import MXFP4, MoELayer
 
 pytestmark = needed
 IDENTITY = np.arange(EXPERTS)
-#: Slot i has the checkpoint's expert of that number; one is there twice.
-MOVED = np.array([3, 0, 0, 7, 1, 2, 6, 5])
 CASES = [(kind, clamps) for kind, (name, _) in KINDS.items() for clamps in (CLAMPS if name == "MXFP4" else ["silu"])]
 
 
@@ -37,14 +36,6 @@ def add_layer(original: Original, kind: str, clamps: str = "silu", **options) ->
     original.layer(
         name="layer", kind=kind, top_k=TOP_K, most_tokens=MOST_TOKENS, group=group, limit=limit, alpha=alpha, **keywords
     )
-
-
-@pytest.fixture(scope="module")
-def exists(tmp_path_factory):
-    """Whether the extension that kt-kernel chose for this CPU has a class; a class that it lacks is not compared."""
-    original = Original()
-    original.classes(out="classes")
-    return set(original.run(tmp_path_factory.mktemp("classes"))["classes"].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -118,20 +109,6 @@ def test_a_mask_that_changes(exists, tmp_path):
 # Export
 
 
-def exported(weights: ExpertWeights, expert: int, parts: int) -> dict[str, np.ndarray]:
-    """An expert's bytes [parts, bytes] by the definition: gate's rows, then up's; of down a part of each row."""
-    matrices = {projection: weights.matrix(expert, projection) for projection in ("gate", "up", "down")}
-    bytes_ = {"": {p: np.ascontiguousarray(m.codes).view(np.uint8) for p, m in matrices.items()}}
-    if matrices["gate"].scales is not None:
-        bytes_[" scales"] = {p: bfloat16_scales(m.scales).view(np.uint8) for p, m in matrices.items()}
-    cut = {}
-    for kind, arrays in bytes_.items():
-        rows = [np.split(arrays[p], parts) for p in ("gate", "up")]
-        cut[f"w13{kind}"] = np.stack([np.concatenate(part).ravel() for part in zip(*rows, strict=True)])
-        cut[f"w2{kind}"] = np.stack([part.ravel() for part in np.split(arrays["down"], parts, axis=1)])
-    return cut
-
-
 @pytest.mark.parametrize("cpu_parts", [1, 2])
 @pytest.mark.parametrize("kind", ["AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE", "AMXInt4_KGroup_MOE", "AMXBF16_MOE"])
 def test_export(exists, tmp_path, kind, cpu_parts):
@@ -147,8 +124,9 @@ def test_export(exists, tmp_path, kind, cpu_parts):
     slots, gpus = (0, 4), (1, 2, 4)
     for slot in slots:
         for parts in gpus:
-            sizes = [exported(weights, 0, parts).get(name, np.zeros((1, 0)))[0].size for name in ORDER]
-            original.export(layer="layer", expert=slot, parts=parts, sizes=sizes, out=f"{slot} {parts}")
+            original.export(
+                layer="layer", expert=slot, parts=parts, sizes=sizes(exported(weights, 0, parts)), out=f"{slot} {parts}"
+            )
     answer = original.run(tmp_path)
     for slot in slots:
         for parts in gpus:
@@ -160,9 +138,6 @@ def test_export(exists, tmp_path, kind, cpu_parts):
                     assert (wanted == 0x7F80).any()
                     wanted = np.where(wanted == 0x0040, 0, wanted)
                 assert np.array_equal(found, wanted), (slot, parts, name)
-
-
-ORDER = ("w13", "w13 scales", "w2", "w2 scales")
 
 
 def test_scale_byte_zero(exists, tmp_path):
