@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
 EXTRAS := build package cli test bench lint
-NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.pyx' -o -name '*.pxd') ktmoe/_native/isa.py
+NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.p[yx][xdi]') ktmoe/_native/isa.py
 ARGS ?=# more arguments for pytest or the tool that a target runs
 
 # .venv is made again where it does not run, and where PYTHON is given and is another version.

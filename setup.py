@@ -58,7 +58,7 @@ def extension(name):
         include_dirs=[str(NATIVE)],
         extra_compile_args=FLAGS,
         extra_link_args=["-pthread"],
-        depends=[str(path) for pattern in ("*.h", "*.c", "*.pxd") for path in NATIVE.rglob(pattern)],
+        depends=[str(path) for pattern in ("*.h", "*.c", "*.pxd", "*.pxi") for path in NATIVE.rglob(pattern)],
     )
 
 

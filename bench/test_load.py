@@ -45,8 +45,8 @@ with ktmoe.MoELayer.from_checkpoint(sys.argv[1], 0) as layer:
 def test_packing(benchmark):
     """Packing from memory, against copying the same bytes with as many threads in the same rounds."""
     experts = SHAPE.make(STAGED)
-    matrices = [(e, p, experts.matrix(e, p)) for e in range(STAGED) for p in PROJECTIONS]
-    source = np.frombuffer(b"".join(m.codes.tobytes() + m.scales.tobytes() for _, _, m in matrices), np.uint8)
+    staged = [{p: experts.matrix(e, p) for p in PROJECTIONS} for e in range(STAGED)]
+    source = np.frombuffer(b"".join(m.codes.tobytes() + m.scales.tobytes() for s in staged for m in s.values()), np.uint8)
     target = np.ones_like(source)
     threads = ktmoe.get_num_threads()
     parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
@@ -60,13 +60,13 @@ def test_packing(benchmark):
             copied.append(time.perf_counter() - start)
 
         def pack():
-            for expert, projection, matrix in matrices:
-                layer._packed.pack(expert, projection, matrix)
+            for expert, matrices in enumerate(staged):
+                layer._packed.pack(expert, matrices)
 
         benchmark.pedantic(pack, setup=copy, rounds=10, warmup_rounds=1)
-        codes, scales = layer._packed.unpack(*matrices[-1][:2])
-    assert np.array_equal(codes, matrices[-1][2].codes)
-    assert np.array_equal(scales, matrices[-1][2].scales)
+        codes, scales = layer._packed.unpack(STAGED - 1, "down")
+    assert np.array_equal(codes, staged[-1]["down"].codes)
+    assert np.array_equal(scales, staged[-1]["down"].scales)
     packing = benchmark.stats.stats.data
     shares = [copy / pack for copy, pack in zip(copied[-len(packing) :], packing, strict=True)]
     share = statistics.median(shares)

@@ -46,7 +46,7 @@ def get_include() -> str:
 
 def config() -> dict:
     """What show_config() prints, as data."""
-    from ktmoe import backends, loaders, threads
+    from ktmoe import backends, loaders, numa, threads
     from ktmoe._native import core
     from ktmoe.backends.base import choose
 
@@ -65,6 +65,8 @@ def config() -> dict:
         "features": [name for name, present in core.cpu_features().items() if present],
         "threads": threads.get_num_threads(),
         "threads_why": threads.explain_default(),
+        "numa_nodes": list(numa.place().nodes),
+        "numa_nodes_why": numa.explain_default(),
         "backends": rows,
         "chosen": chosen,
         "chosen_why": why,
@@ -78,6 +80,7 @@ def show_config() -> None:
     print(f"ktmoe {c['version']}, Python {c['python']}")
     print(f"CPU: {c['cpu']}; {' '.join(c['features']) or 'no feature beyond the baseline'}")
     print(f"threads: {c['threads']} ({c['threads_why']})")
+    print(f"NUMA nodes: {c['numa_nodes_why']}")
     print("backends, best first:")
     for name, row in c["backends"].items():
         state = "available" if row["available"] else f"not available: {row['why_not']}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,6 +146,36 @@ class ExpertWeights:
             return Matrix(f"{name}.{expert}.{projection}", format, shape, codes, *(scales or [None]), bias)
 
         return cls(num_experts, hidden, intermediate, read, format, activation, name)
+
+    def take(self, ids: Sequence[int]) -> ExpertWeights:
+        """Slot i of these is expert ids[i] of this one; ids may repeat, for experts that are there more than once.
+
+        ids: integers in [0, num_experts), at least one. Raises InputError.
+        """
+        try:
+            chosen = [operator.index(expert) for expert in ids]
+        except TypeError:
+            raise InputError(f"{self.name}: expected a sequence of expert ids, found {ids!r:.80}") from None
+        for slot, expert in enumerate(chosen):
+            if not 0 <= expert < self.num_experts:
+                raise InputError(f"{self.name}: slot {slot} must be an expert in [0, {self.num_experts}), found {expert}")
+
+        def read(slot: int, projection: str) -> Matrix:
+            return self.matrix(chosen[slot], projection)
+
+        return ExpertWeights(len(chosen), self.hidden, self.intermediate, read, self.formats, self.activation, self.name)
+
+    def with_activation(self, activation: GatedActivation) -> ExpertWeights:
+        """The same matrices under another activation."""
+        return ExpertWeights(
+            self.num_experts, self.hidden, self.intermediate, self._read, self.formats, activation, self.name
+        )
+
+    @property
+    def shard_unit(self) -> int:
+        """Columns of the intermediate dimension that stay together when it is cut: what shares a scale of down, 32 at least."""
+        scale = self.formats["down"].scale
+        return max(32, scale.extent[1] if scale else 1)
 
     def shape(self, projection: str) -> tuple[int, int]:
         """(n, k) of a projection's matrices."""

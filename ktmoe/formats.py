@@ -109,6 +109,11 @@ class WeightFormat:
         """Shape of the stored codes of a matrix [n, k]."""
         return n, k // self.codes_per_item
 
+    def empty(self, n: int, k: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """New arrays for the stored codes and scales of a matrix [n, k]; None where there are no scales."""
+        scales = None if self.scale is None else np.empty(self.scale.shape(n, k), self.scale.dtype)
+        return np.empty(self.codes_shape(n, k), self.codes_dtype), scales
+
     def nbytes(self, n: int, k: int) -> int:
         """Bytes that a checkpoint spends on a matrix [n, k]: codes and scales."""
         codes = n * (k // self.codes_per_item) * self.codes_dtype.itemsize

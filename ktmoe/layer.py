@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
-from ktmoe import arrays, backends
-from ktmoe.backends.base import Progress, choose
+from ktmoe import arrays, backends, numa
+from ktmoe.backends.base import Plan, Progress, Stored, choose
 from ktmoe.codebook import ROUNDING
-from ktmoe.errors import ClosedError, InputError
-from ktmoe.experts import ExpertWeights
+from ktmoe.errors import ClosedError, FormatError, InputError, UnavailableError
+from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 
@@ -31,10 +34,13 @@ class MoELayer:
     scales: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
     2^-8) where that lets it multiply faster; the attribute of that name says whether any are.
     router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
+    numa_nodes: the NUMA nodes that share this layer's intermediate dimension, such as [1] or [1, 0], in the order in which their
+    parts of y are added; their threads run there alone. None: all that can be used, or no binding where that is one.
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
-    in place at any time and is read when a forward call begins. backend: the name. nbytes: of the packed weights.
+    in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed weights.
+    placement: ktmoe.numa.Placement.
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -47,6 +53,7 @@ class MoELayer:
         *,
         scales: str = "exact",
         router_weight: str = "down_output",
+        numa_nodes: Sequence[int] | None = None,
         progress: Progress | None = None,
     ):
         if not isinstance(experts, ExpertWeights):
@@ -65,7 +72,9 @@ class MoELayer:
         self.intermediate = experts.intermediate
         self.name = experts.name
         self.expert_mask = np.ones(experts.num_experts, bool)
-        self._packed = chosen.pack(experts, router_weight, mode, scales, progress)
+        self.placement = _place(numa_nodes, experts)
+        self._formats = experts.formats
+        self._packed = chosen.pack(experts, Plan(router_weight, mode, scales, self.placement), progress)
         self.scales = self._packed.scales
         self.nbytes = self._packed.nbytes
 
@@ -80,16 +89,22 @@ class MoELayer:
         loader: str = "auto",
         scales: str = "exact",
         router_weight: str = "down_output",
+        numa_nodes: Sequence[int] | None = None,
+        physical_to_logical: Sequence[int] | None = None,
         progress: Progress | None = None,
     ) -> MoELayer:
         """One layer of a checkpoint folder (or a single .safetensors file). layer: its number, or a name such as "mtp.0".
 
-        loader: a name, or "auto" to go by the tensors.
+        loader: a name, or "auto" to go by the tensors. physical_to_logical: which of the checkpoint's experts each of the layer's
+        is; one may be there more than once (redundant experts). expert_ids, expert_mask and so on count the layer's.
         Raises CheckpointError and MissingTensorError besides what MoELayer raises.
         """
         with Checkpoint(path) as checkpoint:
             experts = choose_loader(checkpoint, loader).load(checkpoint, layer)
-            return cls(experts, backend, activations, scales=scales, router_weight=router_weight, progress=progress)
+            if physical_to_logical is not None:
+                experts = experts.take(physical_to_logical)
+            options = {"scales": scales, "router_weight": router_weight, "numa_nodes": numa_nodes, "progress": progress}
+            return cls(experts, backend, activations, **options)
 
     def forward(self, x, expert_ids, expert_weights, out=None):
         """y [tokens, hidden], in x's kind and dtype.
@@ -141,6 +156,52 @@ class MoELayer:
         """
         return _executor().submit(self.forward, x, expert_ids, expert_weights, out)
 
+    def replace_expert(self, expert: int, matrices: Mapping[str, Matrix]) -> None:
+        """Put other weights in the place of an expert's, while forward calls go on: each sees all of the old or all of the new.
+
+        matrices: {"gate", "up", "down": Matrix} of the layer's shapes and formats. The memory of one expert is kept beside the
+        layer's for this. Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
+        """
+        self._check_expert(expert)
+        if set(matrices) != set(PROJECTIONS):
+            raise InputError(f"matrices must be {PROJECTIONS}, found {tuple(matrices)}")
+        for projection, matrix in matrices.items():
+            shape, weight_format = self._shape(projection), self._formats[projection]
+            if matrix.shape != shape or matrix.format != weight_format:
+                raise FormatError(
+                    f"{matrix.name}: {projection} must be {weight_format.description} {list(shape)}, "
+                    f"found {matrix.format.description} {list(matrix.shape)}"
+                )
+        self._ask("replace")(expert, matrices)
+
+    def export_expert(self, expert: int, parts: int = 1, out: Sequence[Stored] | None = None) -> list[dict[str, Matrix]]:
+        """An expert in the checkpoint's own bytes, cut for tensor parallelism: part i has rows [i n / parts, (i + 1) n / parts)
+        of gate and up and those columns of down, n being the intermediate size. down's bias comes with part 0.
+
+        out: for each part {"gate", "up", "down": (codes, scales, None where the format has none)}, C-contiguous arrays of
+        Matrix's shapes and dtypes to write into. Raises InputError, which says what parts must divide, ClosedError.
+        """
+        self._check_expert(expert)
+        parts = operator.index(parts)
+        unit = self._formats["down"].scale.extent[1] if self._formats["down"].scale else self._formats["down"].codes_per_item
+        if parts < 1 or self.intermediate % parts or (parts > 1 and self.intermediate // parts % unit):
+            raise InputError(
+                f"parts must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {parts}"
+            )
+        shapes = {p: self._shape(p, self.intermediate // parts) for p in PROJECTIONS}
+        if out is None:
+            out = [{p: self._formats[p].empty(*shapes[p]) for p in PROJECTIONS} for _ in range(parts)]
+        elif len(out) != parts:
+            raise InputError(f"out must be a sequence of {parts} parts, found {len(out)}")
+        name = f"{self.name}.{expert}"
+        matrices = [{p: Matrix(f"{name}.{p}", self._formats[p], shapes[p], *part[p]) for p in PROJECTIONS} for part in out]
+        biases = self._ask("export")(expert, out)
+        for projection, bias in biases.items():
+            cut = [bias, *[None] * (parts - 1)] if projection == "down" else np.array_split(bias, parts)
+            for part, own in zip(matrices, cut, strict=True):
+                part[projection] = replace(part[projection], bias=own)
+        return matrices
+
     def close(self) -> None:
         """Give the memory back, after forward calls that are running. A second call does nothing."""
         packed, self._packed = self._packed, None
@@ -153,6 +214,23 @@ class MoELayer:
     def __exit__(self, *error) -> None:
         self.close()
 
+    def _check_expert(self, expert: int) -> None:
+        if not 0 <= operator.index(expert) < self.num_experts:
+            raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
+
+    def _shape(self, projection: str, intermediate: int | None = None) -> tuple[int, int]:
+        """(n, k) of a projection's matrices, or of a part of them."""
+        intermediate = self.intermediate if intermediate is None else intermediate
+        return (self.hidden, intermediate) if projection == "down" else (intermediate, self.hidden)
+
+    def _ask(self, method: str):
+        packed = self._packed  # once: close() may come from another thread
+        if packed is None:
+            raise ClosedError(f"{self.name}: {method} after close()")
+        if not hasattr(packed, method):
+            raise UnavailableError(f"{self.name}: backend {self.backend!r} cannot {method} an expert")
+        return getattr(packed, method)
+
     def _checked_out(self, out, given: arrays.Activations) -> np.ndarray:
         like = arrays.view(out, "out")
         if like.kind != given.kind:
@@ -164,6 +242,13 @@ class MoELayer:
         if not same and np.may_share_memory(like.array, given.array):
             raise InputError("out must be x itself or not overlap it; found a partial overlap")
         return like.array
+
+
+def _place(numa_nodes: Sequence[int] | None, experts: ExpertWeights) -> numa.Placement:
+    placement = numa.place(numa_nodes)
+    if numa_nodes is None:  # not on more nodes than there is something for
+        placement = placement.first(-(-experts.intermediate // experts.shard_unit))
+    return placement
 
 
 def _expect(name: str, array: np.ndarray, shape: tuple[int | None, ...]) -> None:

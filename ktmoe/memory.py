@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from ktmoe import cgroup, numa
 from ktmoe.errors import OutOfMemoryError
+
+MEMINFO = Path("/proc/meminfo")
+#: By version of the cgroup interface: the limit, what is used of it, and what memory.stat calls pages of files, which can go.
+_CGROUP_FILES = {
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
 
 
 def available_bytes() -> int | None:
-    """Bytes available without swapping: MemAvailable, and the cgroup's limit less its use; None where nothing says."""
-    candidates = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                candidates.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        root = Path("/sys/fs/cgroup")
-        try:
-            candidates.append(int((root / limit).read_text()) - int((root / used).read_text()))
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return min(candidates, default=None)
+    """Bytes available without swapping; None where nothing says.
+
+    The least of MemAvailable, of what each cgroup's limit leaves, and, if the cpuset allows some nodes' memory only, of theirs.
+    """
+    candidates = [_kilobytes(MEMINFO, ("MemAvailable:",)), *(_left(*group) for group in cgroup.folders("memory"))]
+    present, allowed = numa.memory_nodes()
+    if allowed < present:
+        candidates.append(free_on(allowed))
+    return min((candidate for candidate in candidates if candidate is not None), default=None)
+
+
+def free_on(nodes: Iterable[int]) -> int | None:
+    """Bytes that NUMA nodes have free or can free without swapping; None where they do not say."""
+    free = 0
+    for node in nodes:
+        names = (f"Node {node} {name}:" for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
+        of_node = _kilobytes(numa.NODES / f"node{node}/meminfo", tuple(names))
+        if of_node is None:
+            return None
+        free += of_node
+    return free
 
 
 def require(nbytes: int, what: str) -> None:
@@ -31,3 +46,31 @@ def require(nbytes: int, what: str) -> None:
     if available is not None and nbytes > available:
         found = max(available, 0)
         raise OutOfMemoryError(f"{what} needs {nbytes / 2**30:.2f} GiB of memory, {found / 2**30:.2f} GiB is available")
+
+
+def _left(version: int, folder: Path) -> int | None:
+    """What a cgroup's limit leaves, pages of files that are charged to it included; None if it has none."""
+    limit, used, file_pages = _CGROUP_FILES[version]
+    try:
+        left = int((folder / limit).read_text()) - int((folder / used).read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+    return left + (_sum(folder / "memory.stat", file_pages) or 0)
+
+
+def _kilobytes(file: Path, names: tuple[str, ...]) -> int | None:
+    total = _sum(file, names)
+    return None if total is None else total * 1024
+
+
+def _sum(file: Path, names: tuple[str, ...]) -> int | None:
+    """The sum of the numbers that follow these names at the beginnings of a file's lines; None if the first is not there."""
+    found = {}
+    try:
+        for line in file.read_text().splitlines():
+            for name in names:
+                if line.startswith(name + " "):
+                    found[name] = int(line[len(name) :].split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return sum(found.values()) if names[0] in found else None

@@ -6,6 +6,8 @@ d = down(h); r is a router weight. Every `eps_v` bounds |what a backend has for 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -137,6 +139,7 @@ def forward(
     block: int = BLOCK,
     activations: str = "bf16",
     scales: str = "exact",
+    shards: Sequence[tuple[int, int]] | None = None,
 ) -> Reference:
     """The layer's output in float64 and the bound on the error of a backend that rounds its output to out_dtype.
 
@@ -147,6 +150,8 @@ def forward(
     block: products that a backend may add in any order, see BLOCK; intermediate or hidden, whichever is larger, allows any.
     activations: what the linear maps take, one of ACTIVATIONS. Integers exist for the formats that have an integer_unit.
     scales: one of SCALES. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
+    shards: (first, last) of each part of the intermediate dimension, ascending, if a backend computes an output for each
+    part and then adds these in this order; y is the same.
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
     """
     x, ids, weights, active = _inputs(experts, x, expert_ids, expert_weights, expert_mask)
@@ -168,7 +173,8 @@ def forward(
                 f"activations {activations!r} need a codebook of integers up to 16 times one power of two from 2**-8 to 1,"
                 f" and scales for groups of 32; {projection} of {experts.name} is {format.description}"
             )
-    y = np.zeros((len(x), len(np.arange(experts.hidden)[columns])))
+    cuts = _cuts(experts, shards)
+    y = np.zeros((len(cuts), len(x), len(np.arange(experts.hidden)[columns])))  # of each shard
     eps, size = np.zeros_like(y), np.zeros_like(y)
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         for expert in np.unique(ids[active]).tolist():
@@ -185,20 +191,67 @@ def forward(
                 h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
             # rounding is monotone: a backend's h lies between the roundings of h - eps_h and h + eps_h
             h, eps_h = _operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), activations)
-            d, eps_d = _linear(experts.matrix(expert, "down"), h, eps_h, block, activations, scales, columns)
+            down = experts.matrix(expert, "down")
+            # the whole matrix folds or does not, whatever one of its parts might do
+            of_down = "folded" if scales == "folded" and folds(down) else "exact"
             if router_weight != "down_output":
                 r = np.ones_like(r)
-            np.add.at(y, token, r * d)
-            np.add.at(eps, token, np.abs(r) * eps_d)
-            np.add.at(size, token, np.abs(r) * (np.abs(d) + eps_d))
-        # y = sum of r * d, in any order: one rounding for the product and one per sum (Higham 2002, eq. 4.4)
+            for shard, (first, last) in enumerate(cuts):
+                part, k = _part(down, first, last), slice(first, last)
+                d, eps_d = _linear(part, h[:, k], eps_h[:, k], block, activations, of_down, columns)
+                np.add.at(y[shard], token, r * d)
+                np.add.at(eps[shard], token, np.abs(r) * eps_d)
+                np.add.at(size[shard], token, np.abs(r) * (np.abs(d) + eps_d))
+        # a shard's sum of r * d, in any order: one rounding for the product and one per sum (Higham 2002, eq. 4.4)
         slots = active.sum(axis=1, keepdims=True)
         eps = eps + _gamma(slots + 1) * size + (slots + 1) * (slots > 0) * TINY
         eps = np.where(size + eps < MAX_FLOAT32, eps, np.inf)
+        (y, *others), (eps, *eps_others) = y, eps
+        for other, eps_other in zip(others, eps_others, strict=True):
+            y = y + other
+            eps = np.where(slots > 0, _rounding(y, eps + eps_other), 0.0)
         if out_dtype == "bfloat16":
             eps = np.maximum(round_bfloat16(y + eps) - y, y - round_bfloat16(y - eps)) + _flush(y, eps)
         eps = np.where(np.isfinite(y) & np.isfinite(eps), eps, np.inf)
     return Reference(y, eps)
+
+
+def _cuts(experts: ExpertWeights, shards) -> list[tuple[int, int]]:
+    """The shards, checked; one that is everything if there are none."""
+    if shards is None:
+        return [(0, experts.intermediate)]
+    try:
+        cuts = [(operator.index(first), operator.index(last)) for first, last in shards]
+    except (TypeError, ValueError):
+        cuts = []
+    scale = experts.formats["down"].scale
+    units = (BLOCK, scale.extent[1] if scale else BLOCK)  # groups of integers, groups of scales: neither may be cut
+    ends = [0, *(last for _, last in cuts)]
+    if (
+        not cuts
+        or [first for first, _ in cuts] != ends[:-1]
+        or ends[-1] != experts.intermediate
+        or any(first >= last or any(first % unit for unit in units) for first, last in cuts)
+    ):
+        raise InputError(
+            f"shards must be (first, last) of parts that follow each other from 0 to {experts.intermediate}, each of them begun"
+            f" at a multiple of {max(units)} and not empty, found {shards!r}"
+        )
+    return cuts
+
+
+def _part(matrix: Matrix, first: int, last: int) -> Matrix:
+    """A matrix with k from first to last, which are whole groups of scales; the bias goes with k = 0."""
+    step, scale = matrix.format.codes_per_item, matrix.format.scale
+    return replace(
+        matrix,
+        shape=(matrix.shape[0], last - first),
+        codes=np.ascontiguousarray(matrix.codes[:, first // step : last // step]),
+        scales=np.ascontiguousarray(matrix.scales[:, first // scale.extent[1] : -(-last // scale.extent[1])])
+        if scale
+        else None,
+        bias=None if first else matrix.bias,
+    )
 
 
 def _operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import threadpoolctl
 
-from ktmoe import config
+from ktmoe import cgroup, config, numa
 from ktmoe._native import core
 from ktmoe.errors import InputError
 
@@ -43,27 +43,10 @@ def physical_cores(cpus: set[int]) -> int:
 
 
 def cgroup_quota() -> float:
-    """CPUs' worth of time that the cgroup grants, infinity where it sets no limit (cgroup v2 cpu.max, v1 cfs_quota_us)."""
-    root = Path("/sys/fs/cgroup")
-    quota = math.inf
-    try:
-        own = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        own = []
-    for line in own:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            # Every ancestor's limit counts.
-            folder = root / path.lstrip("/")
-            for level in (folder, *folder.parents):
-                if root not in (level, *level.parents):
-                    break
-                quota = min(quota, _ratio(level / "cpu.max"))
-        elif "cpu" in controllers.split(","):
-            for base in (root / "cpu", root / controllers):
-                folder = base / path.lstrip("/")
-                quota = min(quota, _ratio(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"))
-    return quota
+    """CPUs' worth of time that the cgroups grant, infinity where none sets a limit (version 2 cpu.max, 1 cfs_quota_us)."""
+    quotas = {2: ("cpu.max",), 1: ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
+    groups = cgroup.folders("cpu")
+    return min((_ratio(*(folder / file for file in quotas[version])) for version, folder in groups), default=math.inf)
 
 
 def _ratio(*files: Path) -> float:
@@ -74,9 +57,15 @@ def _ratio(*files: Path) -> float:
         return math.inf
 
 
+def threads_of(placement: numa.Placement) -> int:
+    """Physical cores among the usable CPUs of a placement's nodes, at most the cgroup's quota, at least 1."""
+    cpus = set().union(*placement.cpus) if placement.nodes else usable_cpus()
+    return max(1, math.floor(min(physical_cores(cpus), cgroup_quota())))
+
+
 def default_num_threads() -> int:
-    """Physical cores within the affinity mask, at most the cgroup's quota, at least 1."""
-    return max(1, min(physical_cores(usable_cpus()), math.floor(min(cgroup_quota(), 2**20))))
+    """threads_of() the placement that layers have by default."""
+    return threads_of(numa.place())
 
 
 def explain_default() -> str:
@@ -114,7 +103,8 @@ def configure() -> None:
     threads = get_num_threads()
     # A spinning worker would take the CPU from the one it waits for.
     spin = config.spin_us() if threads <= len(usable_cpus()) else 0
-    core.configure_pool(threads, spin)
+    chosen = _chosen is not None or config.num_threads() is not None
+    core.configure_pool(threads, chosen, spin)
     core.tune(scratch_bytes=config.scratch_bytes())
 
 

@@ -8,6 +8,7 @@ import emulator
 import pytest
 import ways
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
+from topology import fake_nodes  # noqa: F401
 
 from ktmoe import threads
 from ktmoe._native import core

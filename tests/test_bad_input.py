@@ -329,7 +329,7 @@ def test_a_closed_layer():
         with pytest.raises(ClosedError, match="experts: forward after close") as caught:
             call(*random_batch(np.random.default_rng(6), experts, 1, 1))
         assert isinstance(caught.value, RuntimeError)
-    for call in (packed.kernels, lambda: packed.unpack(0, "gate"), lambda: packed.pack(0, "gate", experts.matrix(0, "gate"))):
+    for call in (packed.kernels, lambda: packed.unpack(0, "gate"), lambda: packed.pack(0, {"gate": experts.matrix(0, "gate")})):
         with pytest.raises(ClosedError):
             call()
 

@@ -16,6 +16,7 @@ from helpers import WEIGHTS, random_batch, random_experts
 from ktmoe import ExpertWeights, MoELayer, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
+from ktmoe.backends.base import Plan
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
 
@@ -83,8 +84,8 @@ def test_a_matrix_that_was_not_packed_or_does_not_exist(call):
     def run():
         faulthandler.disable()
         table = native.load_table("portable")
-        packed = core.PackedLayer(table, 1, 64, 64, experts.formats, experts.activation, "down_output", "bf16", "exact")
-        packed.pack(0, "gate", experts.matrix(0, "gate"))
+        packed = core.PackedLayer(table, experts, Plan(), [(0, 64)], 1)
+        packed.pack(0, {"gate": experts.matrix(0, "gate")})
         with pytest.raises(InputError):
             call(packed)
 

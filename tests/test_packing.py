@@ -12,6 +12,7 @@ from helpers import B16, BF16, FORMATS, LONGEST, MIXED, WEIGHTS, bits, random_bf
 from ktmoe import MXFP4, SILU, ExpertWeights, Matrix, MoELayer, backends, int4, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
+from ktmoe.backends.base import Plan
 from ktmoe.errors import FormatError
 from ktmoe.formats import Scale, WeightFormat
 
@@ -23,8 +24,9 @@ def pack(codes, scales, weight_format=MXFP4):
     """A layer of one expert whose gate is the matrix [n, k] of those bytes."""
     n, k = codes.shape[0], weight_format.codes_per_item * codes.shape[1]
     formats = dict.fromkeys(("gate", "up", "down"), weight_format)
-    layer = core.PackedLayer(native.load_table("portable"), 1, k, n, formats, SILU, "down_output", "bf16", "exact")
-    layer.pack(0, "gate", Matrix("w", weight_format, (n, k), codes, scales))
+    experts = ExpertWeights(1, k, n, None, formats, SILU)
+    layer = core.PackedLayer(native.load_table("portable"), experts, Plan(), [(0, n)], 1)
+    layer.pack(0, {"gate": Matrix("w", weight_format, (n, k), codes, scales)})
     return layer
 
 

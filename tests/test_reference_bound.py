@@ -97,9 +97,13 @@ def allow_folding(scales, codebook):
 
 
 @np.errstate(all="ignore")
-def simulated_linear(matrix, a, kind):
-    """A backend's float32 [tokens, n]; kind is one of KINDS, or "descending": all products from the last k to the first."""
+def simulated_linear(matrix, a, kind, shard=None):
+    """A backend's float32 [tokens, n]; kind is one of KINDS, or "descending": all products from the last k to the first.
+
+    shard: (first, last), to add the products of these k only, and the bias if they begin at 0. All else is as for all k.
+    """
     n, k = matrix.shape
+    first, last = shard or (0, k)
     a, scale, width = a.astype(np.float32), matrix.format.scale, k
     if scale is None:
         weights = matrix.codes.astype(np.float32)
@@ -121,13 +125,13 @@ def simulated_linear(matrix, a, kind):
             width = 32
 
     def chain(start):
-        order = np.arange(start, min(start + width, k))
+        order = np.arange(start, min(start + width, last))
         if kind == "descending":
             order = order[::-1]
         elif kind == "vdpbf16ps":
             order = start + (np.arange(len(order) + len(order) % 2).reshape(-1, 2)[:, ::-1]).ravel()
         total = np.zeros((len(a), n), np.float32)
-        for at in order[order < k]:
+        for at in order[order < last]:
             x, w = a[:, at, None], weights[:, at]
             if kind == "portable":
                 total = total + x * w
@@ -138,15 +142,15 @@ def simulated_linear(matrix, a, kind):
         return total
 
     if scale is None:
-        total = tdpbf16ps(a, weights) if kind.startswith("amx") else chain(0)
+        total = tdpbf16ps(a[:, first:last], weights[:, first:last]) if kind.startswith("amx") else chain(first)
     else:
         unit = np.float32(0.5 if matrix.format.codebook == E2M1 else 1.0)
         total = np.zeros((len(a), n), np.float32)
         integers, steps = (int8_rows if kind == "int8" else int16_rows)(a)
-        for start in range(0, k, width):
+        for start in range(first, last, width):
             factor = scales[:, start // matrix.format.scale.extent[1]]
             if kind in INTEGERS:
-                at = slice(start, start + width)
+                at = slice(start, min(start + width, last))
                 sums = integers[:, at] @ (weights[:, at] / unit).astype(np.int64).T
                 assert np.abs(sums).max() < 2**24
                 total = fma(sums.astype(np.float32) * steps[:, start // 32, None], factor * unit, total)
@@ -154,11 +158,20 @@ def simulated_linear(matrix, a, kind):
                 total = (total + chain(start).astype(np.float64) * factor).astype(np.float32)
             else:
                 total = fma(chain(start), factor, total)
-    return total if matrix.bias is None else total + matrix.bias
+    return total if matrix.bias is None or first else total + matrix.bias
 
 
-def simulated_forward(experts, x, ids, weights, router_weight, kind, rng):
+def simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards=None):
     """A backend in float32 numpy. Its exp errs by almost all that a backend's may, at random."""
+    y, *others = simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards)
+    for other in others:
+        with np.errstate(over="ignore", invalid="ignore"):
+            y = y + other
+    return y
+
+
+def simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards=None):
+    """What simulated_forward() adds: an output for each shard of the intermediate dimension, one if there are none."""
 
     def exp(z):
         exact = np.exp(z.astype(np.float64))
@@ -167,7 +180,8 @@ def simulated_forward(experts, x, ids, weights, router_weight, kind, rng):
     alpha, limit, offset = (np.float32(getattr(experts.activation, v)) for v in ("alpha", "limit", "up_offset"))
     one = np.float32(1)
     x = np.asarray(x).astype(np.float32)
-    y = np.zeros((len(x), experts.hidden), np.float32)
+    shards = shards or [(0, experts.intermediate)]
+    y = np.zeros((len(shards), len(x), experts.hidden), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for expert in range(experts.num_experts):
             for slot in range(ids.shape[1]):
@@ -183,15 +197,16 @@ def simulated_forward(experts, x, ids, weights, router_weight, kind, rng):
                 e = exp(-alpha * g)
                 h = u * (g / (one + e)) if kind == "portable" else (u * g) * (one / (one + e))
                 h = (h * r if router_weight == "down_input" else h).astype(BFLOAT16)
-                d = simulated_linear(experts.matrix(expert, "down"), h, kind)
-                y[token] += r * d if router_weight == "down_output" else d
+                for of_shard, shard in zip(y, shards, strict=True):
+                    d = simulated_linear(experts.matrix(expert, "down"), h, kind, shard)
+                    of_shard[token] += r * d if router_weight == "down_output" else d
     return y
 
 
-def worst(experts, x, ids, weights, kind, rng, router_weight="down_output"):
+def worst(experts, x, ids, weights, kind, rng, router_weight="down_output", shards=None):
     """The worst error against the bound for both output dtypes, and the float32 reference."""
-    y = simulated_forward(experts, x, ids, weights, router_weight, kind, rng)
-    given = {"router_weight": router_weight} | options(kind)
+    y = simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards)
+    given = {"router_weight": router_weight, "shards": shards} | options(kind)
     float32, bfloat16 = (forward(experts, x, ids, weights, out_dtype=d, **given) for d in ("float32", "bfloat16"))
     assert np.array_equal(float32.y, bfloat16.y, equal_nan=True)
     with np.errstate(over="ignore", invalid="ignore"):

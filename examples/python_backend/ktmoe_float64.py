@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe import ExpertWeights, reference
-from ktmoe.backends.base import Backend, Progress
+from ktmoe.backends.base import Backend, Plan, Progress
 from ktmoe.experts import PROJECTIONS
 
 
@@ -22,7 +22,7 @@ class Float64(Backend):
     def unsupported(self, experts: ExpertWeights) -> str | None:
         return None  # reference.dequantize reads every format
 
-    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None):
+    def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None):
         matrices = {}
         for expert in range(experts.num_experts):
             for projection in PROJECTIONS:
@@ -30,7 +30,7 @@ class Float64(Backend):
                 matrix.refuse()
             if progress:
                 progress(experts.nbytes * (expert + 1) // experts.num_experts, experts.nbytes)
-        return PackedFloat64(experts, matrices, router_weight)
+        return PackedFloat64(experts, matrices, plan.router_weight)
 
 
 class PackedFloat64:

@@ -14,16 +14,26 @@ cdef extern from "driver.h" nogil:
     void kt_os_unmap(void *p, size_t bytes)
     int kt_os_permit_tiles()
 
-    ctypedef void (*kt_task)(void *context, size_t worker, size_t workers) noexcept nogil
+    ctypedef struct kt_cpus:
+        uint64_t words[64]
+    enum:
+        KT_CPU_WORDS
+        KT_SHARDS_MAX
+        KT_MATRICES
+    ctypedef struct kt_placement:
+        size_t shards, threads, num_cpus
+        kt_cpus *cpus
+
     void kt_pool_lock()
     void kt_pool_unlock()
-    void kt_pool_configure(size_t threads, uint64_t spin_ns)
+    void kt_pool_configure(size_t threads, bint chosen, uint64_t spin_ns)
     size_t kt_pool_threads()
-    int kt_pool_run(kt_task task, void *context)
+    void kt_pool_stop()
 
     ctypedef struct kt_format
     ctypedef struct kt_packing:
-        size_t (*panel_bytes)(const kt_format *format, size_t k)
+        size_t code_bits
+        size_t (*panel_bytes)(const kt_format *format, size_t k) noexcept nogil
     ctypedef struct kt_format:
         const kt_packing *packing
         size_t group
@@ -31,16 +41,25 @@ cdef extern from "driver.h" nogil:
         uint16_t scale_one
         uint8_t zero_code
     ctypedef struct kt_source:
-        kt_format format
+        const kt_format *format
         const uint8_t *codes
         const uint8_t *scales
-        size_t n, k
+        size_t n, k, codes_stride_bytes, scales_stride_bytes
     ctypedef struct kt_scan:
         uint8_t low, high
         bint refused
+    ctypedef struct kt_share:
+        const kt_format *format
+        uint8_t *packed
+        kt_source source
+        size_t row, column, n, k
+    ctypedef struct kt_piece:
+        size_t matrix, row, rows, column, columns
+        uint8_t *codes
+        uint8_t *scales
     const kt_packing *kt_packing_of(const char *family)
-    int kt_pack(const kt_source *source, uint8_t *packed, kt_scan *scan)
-    void kt_unpack(const kt_format *format, const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales)
+    int kt_pack(const kt_placement *where, const kt_share *shares, kt_scan *scans)
+    int kt_unpack(const kt_placement *where, const kt_share *shares, const kt_piece *pieces, size_t count)
 
     ctypedef struct kt_matrix:
         const uint8_t *data
@@ -60,9 +79,13 @@ cdef extern from "driver.h" nogil:
         KT_F32
     enum:
         KT_X_KINDS
-    ctypedef struct kt_layer:
-        size_t num_experts, hidden, intermediate
+    ctypedef struct kt_shard:
+        size_t intermediate
         kt_expert *experts
+    ctypedef struct kt_layer:
+        size_t num_experts, hidden
+        const kt_placement *where
+        kt_shard *shards
         kt_activation act
         const kt_isa *isa
         kt_router_weight router_weight
@@ -83,8 +106,10 @@ cdef extern from "driver.h" nogil:
     bint kt_moe_use(kt_layer *layer, kt_matrix *matrix, bint down, const kt_kernel *kernel)
     int kt_moe_forward(const kt_layer *layer, const kt_batch *batch)
     size_t kt_moe_scratch_bytes()
+    void kt_moe_release()
 
-    double kt_limit_read(void (*read)(const void *, size_t) nogil, const uint8_t *p, size_t bytes)
+    double kt_limit_read(void (*read)(const void *, size_t) nogil, const kt_placement *where, const uint8_t *const *p,
+                         const size_t *nbytes)
     double kt_limit_peak(double (*peak)(size_t) nogil, size_t iterations, double *flops)
     double kt_latency_wake(uint64_t idle_ns)
     double kt_latency_barrier(size_t count)

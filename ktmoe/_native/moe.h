@@ -1,5 +1,5 @@
-/* Between the parts of the forward pass: route.c fills a route, rows.c puts rows where kernels look for them, moe.c holds the
- * memory and runs the phases. */
+/* Between the parts of the forward pass: route.c fills a route, rows.c puts rows where kernels look for them, scratch.c has the
+ * memory, phases.c computes, moe.c has them do it chunk by chunk. */
 #ifndef KTMOE_MOE_H
 #define KTMOE_MOE_H
 
@@ -61,6 +61,60 @@ void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t cou
 void kt_x_point(const x_source *s, x_kind *x); /* fills x->stage and x->x */
 /* Part `worker` of `workers` of the copying. row: [k], the worker's own. */
 void kt_x_stage(const x_source *s, const x_kind *x, size_t worker, size_t workers, uint16_t *row);
+
+typedef float panel_row[KT_PANEL];
+typedef uint16_t panel_h[KT_PANEL]; /* bf16 */
+
+/* Items are handed out by a counter on a cache line of its own. */
+typedef struct counter {
+    _Alignas(64) _Atomic size_t next;
+} counter;
+
+typedef struct worker_scratch {
+    panel_row *g, *u; /* [KT_M_BLOCK] each; phase B has d in them, of two panels */
+    panel_row *slab;  /* [run_b][tokens] */
+    panel_h *h;       /* [KT_M_BLOCK], before rows are encoded */
+    uint16_t *row;    /* [k_hidden], likewise */
+    void *kernel;
+} worker_scratch;
+
+/* One shard's share of a job, in memory that its own threads touch first. */
+typedef struct part {
+    const kt_shard *shard;
+    size_t k_inter, inter_panels; /* padded sizes */
+    size_t threads;               /* of its team */
+    size_t run_b;                 /* panels of y that one worker does together, at most */
+    size_t h_stride_bytes;
+    uint8_t *h;                /* [slots] rows */
+    const void **h_rows;       /* [slots] */
+    float *d;                  /* [slots][hidden_panels * KT_PANEL] */
+    _Atomic uint32_t *arrived; /* [hidden_panels]: groups whose d is there */
+    panel_row *sums;           /* [hidden_panels][tokens]; none where it is the only shard */
+    worker_scratch *workers;   /* [threads] */
+    counter a, b;
+} part;
+
+typedef struct job {
+    const kt_layer *layer;
+    kt_batch batch;
+    route route;
+    size_t k_hidden, hidden_panels; /* padded sizes */
+    bool reduce;
+    x_source source;
+    x_kind x[KT_X_KINDS];
+    size_t x_kinds;
+    uint8_t *together;        /* [slots]: see x_source */
+    _Atomic uint32_t *summed; /* [hidden_panels]: shards whose sums are there */
+    size_t shards;
+    part parts[KT_SHARDS_MAX];
+} job;
+
+/* Of items that one worker takes: the longest run, and how many each worker may still expect. */
+enum { LONGEST_RUN = 8, RUNS_LEFT = 4 };
+
+size_t kt_scratch_need(job *j, size_t tokens); /* bytes, for a chunk of so many */
+bool kt_scratch_have(job *j, size_t tokens);   /* gives all arrays of a job their places; false where memory is refused */
+void kt_phases(void *job, size_t worker, size_t workers); /* a kt_task */
 
 static inline float kt_bf16_to_f32(uint16_t b) {
     const uint32_t bits = (uint32_t)b << 16;

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -28,6 +29,14 @@ void *kt_os_map(size_t bytes) {
 
 void kt_os_unmap(void *p, size_t bytes) {
     if (p) munmap(p, kt_round_up(bytes, HUGE_BYTES));
+}
+
+bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before) {
+    if (before) {
+        *before = (kt_cpus){{0}};
+        if (sched_getaffinity(0, sizeof before->words, (cpu_set_t *)before->words)) return false;
+    }
+    return sched_setaffinity(0, sizeof cpus->words, (const cpu_set_t *)cpus->words) == 0;
 }
 
 void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal) {

@@ -1,49 +1,114 @@
-/* Packing by the pool: panels are dealt one by one, and what each thread saw of the scales is merged. */
+/* Packing and unpacking by the pool: an expert's panels are dealt one by one, each shard's to its own threads, which so are the
+ * first to touch its memory. */
+#include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "driver.h"
 
 typedef struct pack_job {
-    const kt_source *source;
-    uint8_t *packed;
-    size_t panels, panel_bytes;
-    _Atomic size_t next;
-    _Atomic uint8_t low, high;
-    _Atomic bool refused;
+    size_t shards;
+    const kt_share *shares;
+    const kt_piece *pieces;
+    size_t num_pieces;
+    struct next {
+        _Alignas(64) _Atomic size_t panel; /* of all matrices, one after another */
+    } next[KT_SHARDS_MAX];
+    _Atomic uint8_t low[KT_MATRICES], high[KT_MATRICES];
+    _Atomic bool refused[KT_MATRICES];
+    _Atomic int error;
 } pack_job;
 
-static void pack_panels(void *context, size_t worker, size_t workers) {
-    (void)worker, (void)workers;
-    pack_job *j = context;
-    kt_scan scan = {.low = 255};
-    for (size_t panel; (panel = atomic_fetch_add(&j->next, 1)) < j->panels;)
-        j->source->format.packing->pack(j->source, panel, j->packed + panel * j->panel_bytes, &scan);
-    uint8_t seen = atomic_load(&j->low);
-    while (scan.low < seen && !atomic_compare_exchange_weak(&j->low, &seen, scan.low)) continue;
-    seen = atomic_load(&j->high);
-    while (scan.high > seen && !atomic_compare_exchange_weak(&j->high, &seen, scan.high)) continue;
-    if (scan.refused) atomic_store(&j->refused, true);
+static size_t panels_of(const kt_share *s) { return s->format ? kt_round_up(s->n, KT_PANEL) / KT_PANEL : 0; }
+
+/* The next panel of a shard and its matrix, or KT_MATRICES. */
+static size_t grab(pack_job *j, size_t shard, size_t *panel) {
+    *panel = atomic_fetch_add(&j->next[shard].panel, 1);
+    size_t matrix = 0;
+    for (size_t panels; matrix < KT_MATRICES && *panel >= (panels = panels_of(&j->shares[shard * KT_MATRICES + matrix]));
+         matrix++)
+        *panel -= panels;
+    return matrix;
 }
 
-int kt_pack(const kt_source *s, uint8_t *packed, kt_scan *scan) {
-    pack_job j = {
-        .source = s,
-        .packed = packed,
-        .panels = kt_round_up(s->n, KT_PANEL) / KT_PANEL,
-        .panel_bytes = s->format.packing->panel_bytes(&s->format, s->k),
-        .low = 255,
-    };
-    kt_pool_lock();
-    const int error = kt_pool_run(pack_panels, &j);
-    kt_pool_unlock();
-    *scan = (kt_scan){j.low, j.high, j.refused};
+static void pack_panels(void *context, size_t worker, size_t workers) {
+    pack_job *j = context;
+    kt_scan scans[KT_MATRICES];
+    for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){.low = 255};
+    for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
+        for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;) {
+            const kt_share *s = &j->shares[shard * KT_MATRICES + m];
+            const kt_packing *packing = s->format->packing;
+            packing->pack(&s->source, panel, s->packed + panel * packing->panel_bytes(s->format, s->k), &scans[m]);
+        }
+    for (size_t m = 0; m < KT_MATRICES; m++) {
+        uint8_t seen = atomic_load(&j->low[m]);
+        while (scans[m].low < seen && !atomic_compare_exchange_weak(&j->low[m], &seen, scans[m].low)) continue;
+        seen = atomic_load(&j->high[m]);
+        while (scans[m].high > seen && !atomic_compare_exchange_weak(&j->high[m], &seen, scans[m].high)) continue;
+        if (scans[m].refused) atomic_store(&j->refused[m], true);
+    }
+}
+
+int kt_pack(const kt_placement *where, const kt_share *shares, kt_scan *scans) {
+    pack_job j = {.shards = kt_shards_of(where), .shares = shares};
+    for (size_t m = 0; m < KT_MATRICES; m++) j.low[m] = 255;
+    const int error = kt_pool_run(pack_panels, &j, where);
+    for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){j.low[m], j.high[m], j.refused[m]};
     return error;
 }
 
-void kt_unpack(const kt_format *f, const uint8_t *packed, size_t n, size_t k, uint8_t *codes, uint8_t *scales) {
-    const size_t panel_bytes = f->packing->panel_bytes(f, k);
-    for (size_t panel = 0; panel * KT_PANEL < n; panel++)
-        f->packing->unpack(f, packed + panel * panel_bytes, n, k, panel, codes, scales);
+/* Bytes of a row of so many columns. */
+static size_t codes_bytes(const kt_format *f, size_t columns) { return columns * f->packing->code_bits / 8; }
+static size_t scales_bytes(const kt_format *f, size_t columns) {
+    return f->group ? (columns + f->group - 1) / f->group * f->scale_bytes : 0;
+}
+
+typedef size_t row_bytes(const kt_format *f, size_t columns);
+
+/* What `rows` of a share, from its row `first` on, have in common with a piece. bytes: codes_bytes or scales_bytes. */
+static void copy_rows(const kt_share *s, size_t first, size_t rows, const kt_piece *p, row_bytes *bytes, const uint8_t *from,
+                      uint8_t *to) {
+    const size_t begin = s->column > p->column ? s->column : p->column;
+    const size_t s_end = s->column + s->k, p_end = p->column + p->columns, end = s_end < p_end ? s_end : p_end;
+    if (begin >= end) return;
+    const size_t from_stride = bytes(s->format, s->k), to_stride = bytes(s->format, p->columns);
+    const size_t count = bytes(s->format, end - begin);
+    for (size_t i = 0; i < rows; i++) {
+        const size_t row = s->row + first + i;
+        if (row < p->row || row >= p->row + p->rows) continue;
+        memcpy(to + (row - p->row) * to_stride + bytes(s->format, begin - p->column),
+               from + i * from_stride + bytes(s->format, begin - s->column), count);
+    }
+}
+
+static void unpack_panels(void *context, size_t worker, size_t workers) {
+    pack_job *j = context;
+    for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
+        for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;) {
+            const kt_share *s = &j->shares[shard * KT_MATRICES + m];
+            const size_t first = panel * KT_PANEL, rows = s->n - first < KT_PANEL ? s->n - first : KT_PANEL;
+            uint8_t *codes = malloc(rows * (codes_bytes(s->format, s->k) + scales_bytes(s->format, s->k)));
+            if (!codes) {
+                atomic_store(&j->error, ENOMEM);
+                return;
+            }
+            uint8_t *scales = codes + rows * codes_bytes(s->format, s->k);
+            s->format->packing->unpack(s->format, s->packed + panel * s->format->packing->panel_bytes(s->format, s->k), rows,
+                                       s->k, codes, scales);
+            for (const kt_piece *p = j->pieces; p < j->pieces + j->num_pieces; p++) {
+                if (p->matrix != m) continue;
+                copy_rows(s, first, rows, p, codes_bytes, codes, p->codes);
+                if (s->format->group) copy_rows(s, first, rows, p, scales_bytes, scales, p->scales);
+            }
+            free(codes);
+        }
+}
+
+int kt_unpack(const kt_placement *where, const kt_share *shares, const kt_piece *pieces, size_t count) {
+    pack_job j = {.shards = kt_shards_of(where), .shares = shares, .pieces = pieces, .num_pieces = count};
+    const int error = kt_pool_run(unpack_panels, &j, where);
+    return error ? error : j.error;
 }
 
 const kt_packing *kt_packing_of(const char *family) {

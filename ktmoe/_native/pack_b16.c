@@ -17,7 +17,8 @@ static size_t panel_bytes(const kt_format *f, size_t k) {
 
 static inline u32x4 load_tail(const kt_source *s, size_t row, size_t k) {
     u32x4 v = {0};
-    if (row < s->n && k < s->k) memcpy(&v, s->codes + (row * s->k + k) * 2, (s->k - k < STEP ? s->k - k : STEP) * 2);
+    if (row < s->n && k < s->k)
+        memcpy(&v, s->codes + row * s->codes_stride_bytes + k * 2, (s->k - k < STEP ? s->k - k : STEP) * 2);
     return v;
 }
 
@@ -33,7 +34,7 @@ static void pack_panel(const kt_source *s, size_t panel, uint8_t *packed, kt_sca
                     u32x4 v[4];
                     for (size_t i = 0; i < 4; i++) {
                         if (row + 4 <= s->n && k + STEP <= s->k)
-                            memcpy(&v[i], s->codes + ((row + i) * s->k + k) * 2, sizeof v[i]);
+                            memcpy(&v[i], s->codes + (row + i) * s->codes_stride_bytes + k * 2, sizeof v[i]);
                         else
                             v[i] = load_tail(s, row + i, k);
                         infinite |= (v[i] & 0x7F807F80) + 0x00800080;
@@ -44,12 +45,22 @@ static void pack_panel(const kt_source *s, size_t panel, uint8_t *packed, kt_sca
     scan->refused |= ((infinite[0] | infinite[1] | infinite[2] | infinite[3]) & 0x80008000) != 0;
 }
 
-static void unpack_panel(const kt_format *f, const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes,
-                         uint8_t *scales) {
+static void unpack_panel(const kt_format *f, const uint8_t *packed, size_t rows, size_t k, uint8_t *codes, uint8_t *scales) {
     (void)f, (void)scales;
-    for (size_t column = 0; column < KT_PANEL && panel * KT_PANEL + column < n; column++)
-        for (size_t i = 0; i < k; i++)
-            memcpy(codes + ((panel * KT_PANEL + column) * k + i) * 2, packed + i / 2 * PAIR_BYTES + column * 4 + i % 2 * 2, 2);
+    for (size_t column = 0; column < rows; column += 4)
+        for (size_t i = 0; i < k; i += STEP) {
+            const size_t columns = rows - column < 4 ? rows - column : 4, count = k - i < STEP ? k - i : STEP;
+            uint8_t *to = codes + (column * k + i) * 2;
+            u32x4 v[4];
+            for (size_t j = 0; j < 4; j++) memcpy(&v[j], packed + (i / 2 + j) * PAIR_BYTES + column * 4, sizeof v[j]);
+            if (columns == 4 && count == STEP) {
+                store_transposed(v, to, k * 2);
+                continue;
+            }
+            uint8_t tail[4][STEP * 2];
+            store_transposed(v, tail[0], sizeof tail[0]);
+            for (size_t c = 0; c < columns; c++) memcpy(to + c * k * 2, tail[c], count * 2);
+        }
 }
 
-const kt_packing kt_pack_b16 = {"b16", panel_bytes, pack_panel, unpack_panel};
+const kt_packing kt_pack_b16 = {"b16", 16, panel_bytes, pack_panel, unpack_panel};

@@ -42,8 +42,8 @@ static inline u32x4 split_pairs(u32x4 v) {
     return even | odd;
 }
 
-static uint32_t join_pairs(uint32_t v) {
-    uint32_t even = v & 0x0000FFFF, odd = v >> 16;
+static inline u32x4 join_pairs(u32x4 v) {
+    u32x4 even = v & 0x0000FFFF, odd = v >> 16;
     even = (even | even << 8) & 0x00FF00FF;
     odd = (odd | odd << 8) & 0x00FF00FF;
     even = (even | even << 4) & 0x0F0F0F0F;
@@ -64,12 +64,12 @@ static inline void pack_four(const uint8_t *const rows[4], size_t offset, uint8_
 }
 
 static void pack_tail(const kt_source *s, size_t row, size_t block, uint8_t *to) {
-    const uint8_t padding = s->format.zero_code | (uint8_t)(s->format.zero_code << 4);
+    const uint8_t padding = s->format->zero_code | (uint8_t)(s->format->zero_code << 4);
     uint8_t bytes[ROW_BYTES];
     memset(bytes, padding, sizeof bytes);
     if (row < s->n) {
-        const size_t row_bytes = s->k / 2, offset = block * ROW_BYTES, left = row_bytes - offset;
-        memcpy(bytes, s->codes + row * row_bytes + offset, left < ROW_BYTES ? left : ROW_BYTES);
+        const size_t offset = block * ROW_BYTES, left = s->k / 2 - offset;
+        memcpy(bytes, s->codes + row * s->codes_stride_bytes + offset, left < ROW_BYTES ? left : ROW_BYTES);
     }
     u32x4 v;
     memcpy(&v, bytes, sizeof v);
@@ -81,13 +81,13 @@ static void pack_tail(const kt_source *s, size_t row, size_t block, uint8_t *to)
  * the source. So a line of either is in L1 until it is done with, and memory sees 16 ascending streams. */
 static void pack_codes(const kt_source *s, shape p, size_t first, uint8_t *packed) {
     enum { LINE_BLOCKS = 64 / ROW_BYTES };
-    const size_t whole = s->k / KT_GROUP, row_bytes = s->k / 2;
+    const size_t whole = s->k / KT_GROUP;
     for (size_t sixteen = 0; sixteen < KT_PANEL; sixteen += 16)
         for (size_t line = 0; line < p.blocks; line += LINE_BLOCKS)
             for (size_t column = sixteen; column < sixteen + 16; column += 4) {
                 const size_t row = first + column, end = line + LINE_BLOCKS < p.blocks ? line + LINE_BLOCKS : p.blocks;
                 const uint8_t *rows[4];
-                for (size_t i = 0; i < 4; i++) rows[i] = s->codes + (row + i) * row_bytes;
+                for (size_t i = 0; i < 4; i++) rows[i] = s->codes + (row + i) * s->codes_stride_bytes;
                 for (size_t b = line; b < end; b++) {
                     uint8_t *to = packed + block_at(p, b);
                     if (row + 4 <= s->n && b < whole)
@@ -104,10 +104,10 @@ static inline __attribute__((always_inline)) void pack_scales(const kt_source *s
     for (size_t column = 0; column < KT_PANEL; column++) {
         uint8_t *to = packed + column * bytes;
         if (first + column >= s->n) {
-            for (size_t g = 0; g < groups; g++) memcpy(to + g * stride, &s->format.scale_one, bytes);
+            for (size_t g = 0; g < groups; g++) memcpy(to + g * stride, &s->format->scale_one, bytes);
             continue;
         }
-        const uint8_t *from = s->scales + (first + column) * groups * bytes;
+        const uint8_t *from = s->scales + (first + column) * s->scales_stride_bytes;
         for (size_t g = 0; g < groups; g++) memcpy(to + g * stride, from + g * bytes, bytes);
         /* Apart from the copy, so that it vectorises. */
         if (bytes == 1) {
@@ -136,35 +136,42 @@ static inline __attribute__((always_inline)) void pack_scales(const kt_source *s
 }
 
 static void pack_panel(const kt_source *s, size_t panel, uint8_t *packed, kt_scan *scan) {
-    const shape p = shape_of(&s->format, s->k);
+    const shape p = shape_of(s->format, s->k);
     pack_codes(s, p, panel * KT_PANEL, packed);
-    if (s->format.scale_bytes == 1)
+    if (s->format->scale_bytes == 1)
         pack_scales(s, p, panel * KT_PANEL, packed, scan, 1);
     else
         pack_scales(s, p, panel * KT_PANEL, packed, scan, 2);
 }
 
-static void unpack_panel(const kt_format *f, const uint8_t *packed, size_t n, size_t k, size_t panel, uint8_t *codes,
-                         uint8_t *scales) {
-    const shape p = shape_of(f, k);
-    const size_t groups = groups_of(p), row_bytes = k / 2;
-    for (size_t column = 0; column < KT_PANEL && panel * KT_PANEL + column < n; column++) {
-        const size_t row = panel * KT_PANEL + column;
-        for (size_t g = 0; g < groups; g++)
-            memcpy(scales + (row * groups + g) * f->scale_bytes, packed + scales_at(p, g) + column * f->scale_bytes,
-                   f->scale_bytes);
-        for (size_t b = 0; b < p.blocks; b++) {
-            uint8_t bytes[ROW_BYTES];
-            for (int j = 0; j < 4; j++) {
-                uint32_t v;
-                memcpy(&v, packed + block_at(p, b) + column_at(column) + j * 64, 4);
-                v = join_pairs(v);
-                memcpy(bytes + j * 4, &v, 4);
-            }
-            const size_t left = row_bytes - b * ROW_BYTES;
-            memcpy(codes + row * row_bytes + b * ROW_BYTES, bytes, left < ROW_BYTES ? left : ROW_BYTES);
-        }
+/* Four columns of one block; the last three, and a block that k ends in, by way of bytes of their own. */
+static void unpack_four(const uint8_t *from, size_t columns, size_t count_bytes, uint8_t *to, size_t row_bytes) {
+    u32x4 v[4];
+    for (int j = 0; j < 4; j++) {
+        memcpy(&v[j], from + j * 64, sizeof v[j]);
+        v[j] = join_pairs(v[j]);
     }
+    if (columns == 4 && count_bytes == ROW_BYTES) {
+        store_transposed(v, to, row_bytes);
+        return;
+    }
+    uint8_t rows[4][ROW_BYTES];
+    store_transposed(v, rows[0], ROW_BYTES);
+    for (size_t i = 0; i < columns; i++) memcpy(to + i * row_bytes, rows[i], count_bytes);
 }
 
-const kt_packing kt_pack_q4 = {"q4", panel_bytes, pack_panel, unpack_panel};
+static void unpack_panel(const kt_format *f, const uint8_t *packed, size_t rows, size_t k, uint8_t *codes, uint8_t *scales) {
+    const shape p = shape_of(f, k);
+    const size_t groups = groups_of(p), row_bytes = k / 2, scale_bytes = f->scale_bytes;
+    for (size_t column = 0; column < rows; column++)
+        for (size_t g = 0; g < groups; g++)
+            memcpy(scales + (column * groups + g) * scale_bytes, packed + scales_at(p, g) + column * scale_bytes, scale_bytes);
+    for (size_t column = 0; column < rows; column += 4)
+        for (size_t b = 0; b < p.blocks; b++) {
+            const size_t left = row_bytes - b * ROW_BYTES;
+            unpack_four(packed + block_at(p, b) + column_at(column), rows - column < 4 ? rows - column : 4,
+                        left < ROW_BYTES ? left : ROW_BYTES, codes + column * row_bytes + b * ROW_BYTES, row_bytes);
+        }
+}
+
+const kt_packing kt_pack_q4 = {"q4", 4, panel_bytes, pack_panel, unpack_panel};

@@ -21,18 +21,22 @@ typedef struct event {
 static struct pool {
     event epoch;    /* bumped to publish a task, or to stop */
     event finished; /* bumped by the last worker of a task */
-    event passed;   /* bumped by the last worker at a barrier */
     _Alignas(64) _Atomic size_t running;
-    _Alignas(64) _Atomic size_t arrived;
+    struct barrier {
+        event passed; /* bumped by the last to arrive */
+        _Alignas(64) _Atomic size_t arrived;
+    } barriers[KT_SHARDS_MAX]; /* of the shards' teams */
     _Alignas(64) kt_task task; /* NULL: stop */
     void *context;
-    size_t workers; /* threads, the caller's included; 0 before the first run and after fork */
+    const kt_placement *where; /* what the workers were started for */
+    size_t workers;            /* threads, the caller's included; 0 before the first run and after fork */
     pthread_t *threads;
     _Atomic uint64_t spin_ns; /* idle workers may be reading it */
 } pool;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t wanted_threads = 1; /* under lock, as everything below */
+static bool threads_chosen;
 static uint64_t wanted_spin_ns;
 
 /* By this symbol threadpoolctl tells this library from others of its file name (ktmoe/threads.py). */
@@ -74,6 +78,7 @@ typedef struct start {
 static void *work(void *argument) {
     const start s = *(start *)argument;
     free(argument);
+    if (pool.where) kt_os_bind(&pool.where->cpus[s.worker % pool.where->shards], NULL);
     for (uint32_t seen = s.epoch;; seen++) {
         wait_change(&pool.epoch, seen);
         if (!pool.task) return NULL;
@@ -82,7 +87,7 @@ static void *work(void *argument) {
     }
 }
 
-static void stop(void) {
+void kt_pool_stop(void) {
     if (pool.workers > 1) {
         pool.task = NULL;
         bump(&pool.epoch);
@@ -131,21 +136,22 @@ static int start_workers(size_t threads) {
         }
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    if (error) stop();
+    if (error) kt_pool_stop();
     return error;
 }
 
 void kt_pool_lock(void) { pthread_mutex_lock(&lock); }
 void kt_pool_unlock(void) { pthread_mutex_unlock(&lock); }
 
-void kt_pool_configure(size_t threads, uint64_t spin_ns) {
+void kt_pool_configure(size_t threads, bool chosen, uint64_t spin_ns) {
     kt_pool_lock();
     wanted_threads = threads;
+    threads_chosen = chosen;
     wanted_spin_ns = spin_ns;
     kt_pool_unlock();
 }
 
-size_t kt_pool_width(void) { return wanted_threads; }
+size_t kt_pool_width(const kt_placement *where) { return where && !threads_chosen ? where->threads : wanted_threads; }
 
 size_t kt_pool_threads(void) {
     kt_pool_lock();
@@ -154,30 +160,37 @@ size_t kt_pool_threads(void) {
     return threads;
 }
 
-int kt_pool_run(kt_task task, void *context) {
-    if (pool.workers != wanted_threads) {
-        stop();
-        const int error = start_workers(wanted_threads);
+int kt_pool_run(kt_task task, void *context, const kt_placement *where) {
+    const size_t width = kt_pool_width(where);
+    if (pool.workers != width || pool.where != where) {
+        kt_pool_stop();
+        pool.where = where;
+        const int error = start_workers(width);
         if (error) return error;
     }
-    pool.spin_ns = wanted_spin_ns;
+    pool.spin_ns = where && width > where->num_cpus ? 0 : wanted_spin_ns;
     pool.task = task;
     pool.context = context;
+    /* The caller's thread is the user's: it is kept to the first shard's CPUs for this run only. */
+    kt_cpus before;
+    const bool bound = where && kt_os_bind(&where->cpus[0], &before);
     const uint32_t finished = atomic_load(&pool.finished.value);
     atomic_store(&pool.running, pool.workers - 1);
     if (pool.workers > 1) bump(&pool.epoch);
     run_part(0);
     if (pool.workers > 1) wait_change(&pool.finished, finished);
+    if (bound) kt_os_bind(&before, NULL);
     return 0;
 }
 
-void kt_pool_barrier(void) {
-    if (pool.workers == 1) return;
-    const uint32_t passed = atomic_load(&pool.passed.value);
-    if (atomic_fetch_add(&pool.arrived, 1) + 1 == pool.workers) {
-        atomic_store(&pool.arrived, 0);
-        bump(&pool.passed);
+void kt_pool_barrier(kt_team team) {
+    if (team.size == 1) return;
+    struct barrier *b = &pool.barriers[team.shard];
+    const uint32_t passed = atomic_load(&b->passed.value);
+    if (atomic_fetch_add(&b->arrived, 1) + 1 == team.size) {
+        atomic_store(&b->arrived, 0);
+        bump(&b->passed);
     } else {
-        wait_change(&pool.passed, passed);
+        wait_change(&b->passed, passed);
     }
 }

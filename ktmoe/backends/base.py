@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from ktmoe import backends, config
 from ktmoe.errors import UnavailableError, UnknownNameError
-from ktmoe.experts import ExpertWeights
+from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.numa import UNBOUND, Placement
 
 Progress = Callable[[int, int], None]
+#: The checkpoint's bytes of some matrices, by projection: codes, and scales where the format has them.
+Stored = Mapping[str, tuple[np.ndarray, np.ndarray | None]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a layer's experts are packed and computed.
+
+    router_weight: a value of ktmoe.layer.ROUTER_WEIGHTS. activations: the mode, one of Backend.modes(experts).
+    scales: "exact", or "folded": weights may be rounded to bfloat16, as docs/numerics.md has it.
+    placement: the NUMA nodes that hold the shards; a backend that does not know nodes ignores it.
+    """
+
+    router_weight: str = "down_output"
+    activations: str = "bf16"
+    scales: str = "exact"
+    placement: Placement = UNBOUND
 
 
 class Packed(Protocol):
-    """One layer's experts, ready to compute: what Backend.pack returns."""
+    """One layer's experts, ready to compute: what Backend.pack returns. Without replace() or export(), MoELayer refuses these."""
 
     nbytes: int
     scales: str  # "folded" if any scaled weight is rounded, else "exact"
@@ -27,6 +46,13 @@ class Packed(Protocol):
 
     def close(self) -> None:
         """Give the memory back once running forward calls are done."""
+
+    def replace(self, expert: int, matrices: Mapping[str, Matrix]) -> None:
+        """Put all three matrices in the place of an expert's; a forward call sees all of the old ones or all of the new."""
+
+    def export(self, expert: int, parts: Sequence[Stored]) -> Mapping[str, np.ndarray]:
+        """Fill the arrays with the checkpoint's own bytes: part i has the i-th rows of gate and up and the i-th columns of down,
+        as many as their shapes say. C-contiguous, of Matrix's dtypes. Returns the whole biases, float32 [n], where there are any."""
 
 
 class Backend(ABC):
@@ -56,13 +82,12 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def pack(
-        self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None
-    ) -> Packed:
-        """Read and pack all matrices. progress(done_bytes, total_bytes) may raise to cancel; nothing is kept then.
+    def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> Packed:
+        """Read and pack all matrices. progress(done_bytes, total_bytes) may raise to cancel; nothing is kept then."""
 
-        scales: "exact", or "folded": it may round scaled weights to bfloat16, as docs/numerics.md has it.
-        """
+    def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
+        """Bytes of memory that these experts take once they are packed; nothing is read."""
+        return experts.nbytes
 
     def details(self) -> dict:
         """For show_config(): {"note": text}."""

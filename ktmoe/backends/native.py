@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 
-from ktmoe import memory, threads
+from ktmoe import memory, numa, threads
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
-from ktmoe.backends.base import Backend, Progress
+from ktmoe.backends.base import Backend, Plan, Progress
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.numa import UNBOUND, Placement
 
 #: Why the operating system refused an ISA what it has to be asked for: the process was told, and does not ask again.
 _refused: dict[str, str] = {}
@@ -131,30 +132,28 @@ class NativeBackend(Backend):
                     return table
         raise UnavailableError(self.unavailable() or self.unsupported(experts) or f"it has no activation mode {activations!r}")
 
-    def pack(self, experts: ExpertWeights, router_weight: str, activations: str, scales: str, progress: Progress | None = None):
-        if reason := self.admit(activations):  # whoever calls this may not have chosen
+    def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:
+        if reason := self.admit(plan.activations):  # whoever calls this may not have chosen
             raise UnavailableError(reason)
         threads.configure()
         threads.register_with_threadpoolctl()
-        memory.require(experts.nbytes, f"{experts.name}: packing {experts.num_experts} experts")
-        packed = core.PackedLayer(
-            self.table(experts, activations),
-            experts.num_experts,
-            experts.hidden,
-            experts.intermediate,
-            experts.formats,
-            experts.activation,
-            router_weight,
-            activations,
-            scales,
-        )
+        memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.num_experts} experts")
+        table = self.table(experts, plan.activations)
+        packed = core.PackedLayer(table, experts, plan, _spans(experts, plan.placement), threads.threads_of(plan.placement))
         expert_bytes = experts.nbytes // experts.num_experts
         for expert, matrices in enumerate(_read_ahead(experts)):
-            for projection, matrix in matrices.items():
-                packed.pack(expert, projection, matrix)
+            packed.pack(expert, matrices)
             if progress:
                 progress((expert + 1) * expert_bytes, experts.nbytes)
         return packed
+
+    def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
+        return experts.num_experts * core.expert_nbytes(experts, _spans(experts, placement))
+
+
+def _spans(experts: ExpertWeights, placement: Placement) -> list[tuple[int, int]]:
+    """What each shard has of the intermediate dimension."""
+    return numa.split(experts.intermediate, experts.shard_unit, placement.shards)
 
 
 def _read_ahead(experts: ExpertWeights):

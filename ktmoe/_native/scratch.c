@@ -1,0 +1,104 @@
+/* Scratch memory of the forward pass: where each array of a job is. */
+#include "moe.h"
+
+/* For all layers, kept between calls, under the pool's lock: one arena of what all threads use, and one of each shard. */
+typedef struct arena {
+    uint8_t *base;
+    size_t bytes;
+} arena;
+static struct {
+    arena common, of[KT_SHARDS_MAX];
+    const kt_placement *where; /* that of[] was first touched on */
+} scratch;
+
+size_t kt_moe_scratch_bytes(void) {
+    size_t bytes = scratch.common.bytes;
+    for (size_t i = 0; i < KT_SHARDS_MAX; i++) bytes += scratch.of[i].bytes;
+    return bytes;
+}
+
+static bool resize(arena *a, size_t bytes) {
+    kt_os_unmap(a->base, a->bytes);
+    a->base = bytes ? kt_os_map(bytes) : NULL;
+    a->bytes = a->base ? bytes : 0;
+    return a->base || !bytes;
+}
+
+static void release_shards(void) {
+    for (size_t i = 0; i < KT_SHARDS_MAX; i++) resize(&scratch.of[i], 0);
+}
+
+void kt_moe_release(void) {
+    resize(&scratch.common, 0);
+    release_shards();
+}
+
+void *kt_carve(carver *c, size_t count, size_t size) {
+    void *p = c->base ? c->base + c->used : NULL;
+    c->used += kt_round_up(count * size, 64);
+    return p;
+}
+
+/* Gives every array that all shards use its place for a batch of `tokens`; returns the bytes. */
+static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
+    const size_t slots = tokens * j->batch.top_k;
+    carver c = {base, 0};
+    j->reduce = slots <= kt_moe_tuning.reduce_slots;
+    kt_route_carve(&j->route, &c, j->layer->num_experts, tokens, j->batch.top_k);
+    for (x_kind *x = j->x; x < j->x + j->x_kinds; x++) {
+        x->x = kt_carve(&c, slots, sizeof *x->x);
+        x->staged = kt_carve(&c, x->by_slot ? slots : tokens, x->stride_bytes);
+        kt_carve(&c, x->rows->tiled, KT_TILE_ROWS * x->rows->group_bytes); /* may be read */
+    }
+    j->together = kt_carve(&c, slots, sizeof *j->together);
+    j->summed = kt_carve(&c, j->hidden_panels, sizeof *j->summed);
+    return c.used;
+}
+
+/* Likewise, what one shard has by itself; lay_out() comes before. */
+static size_t lay_out_part(const job *j, part *p, uint8_t *base, size_t tokens) {
+    const kt_layer *l = j->layer;
+    const size_t slots = tokens * j->batch.top_k;
+    carver c = {base, 0};
+    p->run_b = j->hidden_panels / (RUNS_LEFT * p->threads); /* grab()'s first */
+    p->run_b = j->reduce || p->run_b > LONGEST_RUN ? LONGEST_RUN : p->run_b < 1 ? 1 : p->run_b;
+    p->h_rows = kt_carve(&c, slots, sizeof *p->h_rows);
+    p->h = kt_carve(&c, slots, p->h_stride_bytes);
+    kt_carve(&c, KT_TILE_ROWS, l->h_group_bytes); /* may be read */
+    p->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(panel_row));
+    p->arrived = kt_carve(&c, j->hidden_panels, sizeof *p->arrived);
+    p->sums = kt_carve(&c, j->shards > 1 ? j->hidden_panels * tokens : 0, sizeof(panel_row));
+    p->workers = kt_carve(&c, p->threads, sizeof *p->workers);
+    for (size_t i = 0; i < p->threads; i++) {
+        const worker_scratch w = {
+            .g = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
+            .u = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
+            .slab = kt_carve(&c, j->reduce || j->shards > 1 ? 0 : p->run_b * tokens, sizeof(panel_row)),
+            .h = kt_carve(&c, KT_M_BLOCK, sizeof(panel_h)),
+            .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
+            .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
+        };
+        if (base) p->workers[i] = w;
+    }
+    return c.used;
+}
+
+size_t kt_scratch_need(job *j, size_t tokens) {
+    size_t bytes = lay_out(j, NULL, tokens);
+    for (part *p = j->parts; p < j->parts + j->shards; p++) bytes += lay_out_part(j, p, NULL, tokens);
+    return bytes;
+}
+
+bool kt_scratch_have(job *j, size_t tokens) {
+    if (scratch.where != j->layer->where) release_shards(); /* theirs is on other nodes */
+    scratch.where = j->layer->where;
+    const size_t bytes = lay_out(j, NULL, tokens);
+    if (bytes > scratch.common.bytes && !resize(&scratch.common, bytes)) return false;
+    lay_out(j, scratch.common.base, tokens);
+    for (size_t i = 0; i < j->shards; i++) {
+        const size_t part_bytes = lay_out_part(j, &j->parts[i], NULL, tokens);
+        if (part_bytes > scratch.of[i].bytes && !resize(&scratch.of[i], part_bytes)) return false;
+        lay_out_part(j, &j->parts[i], scratch.of[i].base, tokens);
+    }
+    return true;
+}

@@ -1,0 +1,95 @@
+cdef class KernelTable:
+    """One instruction set's kernels, from the `table` of a module such as ktmoe._native.avx512_bf16.
+
+    Raises UnavailableError if it was built for another version of ktmoe.h.
+    """
+
+    cdef const kt_isa *isa
+    cdef object _capsule
+
+    def __cinit__(self, capsule):
+        self.isa = <const kt_isa *>PyCapsule_GetPointer(capsule, "ktmoe.isa")
+        self._capsule = capsule
+        if self.isa.abi_version != KT_ABI_VERSION:
+            raise UnavailableError(
+                f"kernel table {self.name!r} was built for version {self.isa.abi_version} of ktmoe.h, this is {KT_ABI_VERSION}"
+            )
+
+    @property
+    def name(self):
+        return self.isa.name.decode()
+
+    def kernels(self):
+        """[(family, scale kind, longest group, activations, folded)] of every kernel."""
+        rows = []
+        cdef const kt_kernel *const *family = self.isa.families
+        cdef const kt_kernel *kernel
+        while family[0]:
+            kernel = family[0]
+            while kernel.family:
+                rows.append((
+                    kernel.family.decode(),
+                    kernel.scale.decode(),
+                    kernel.group_max,
+                    kernel.rows.activations.decode(),
+                    bool(kernel.folded),
+                ))
+                kernel += 1
+            family += 1
+        return rows
+
+    def serves(self, weight_format, str activations):
+        """Whether it has a kernel for these weights, whatever their scales are."""
+        return self.find(weight_format, activations, False) != NULL
+
+    cdef const kt_kernel *find(self, weight_format, str activations, bint folded):
+        cdef const kt_kernel *const *family = self.isa.families
+        cdef const kt_kernel *kernel
+        scale = weight_format.scale
+        kind, rows, group = (scale.kind, *scale.extent) if scale else ("none", 1, 0)
+        if rows != 1 or (group and (group % KT_GROUP or group & (group - 1))):
+            return NULL
+        whole = codebook.unit(weight_format.codebook) > 0
+        while family[0]:
+            kernel = family[0]
+            while kernel.family:
+                if (
+                    kernel.family.decode() == weight_format.family and kernel.scale.decode() == kind
+                    and group <= kernel.group_max and kernel.rows.activations.decode() == activations
+                    and kernel.folded == folded and (whole or not kernel.whole)
+                ):
+                    return kernel
+                kernel += 1
+            family += 1
+        return NULL
+
+    def encode(self, weight_format, str activations, const uint16_t[::1] row):
+        """One row of bfloat16 bits [k], k a multiple of 32, as the kernel for any scale takes it: uint8 [bytes]."""
+        cdef const kt_kernel *kernel = self.find(weight_format, activations, False)
+        cdef const kt_rows *rows = kernel.rows if kernel else NULL
+        if not rows or row.shape[0] % KT_GROUP:
+            raise InputError(f"{self.name} has no rows of {row.shape[0]} for {activations!r}")
+        if not rows.encode:
+            return np.asarray(row).view(np.uint8).copy()
+        encoded = np.empty(row.shape[0] // KT_GROUP * rows.group_bytes, np.uint8)
+        cdef uint8_t[::1] to = encoded
+        if row.shape[0]:
+            rows.encode(&row[0], 0, row.shape[0], row.shape[0], &to[0])
+        return encoded
+
+    def exp(self, const float[::1] x):
+        """The activation's exponential, float32 [n]."""
+        y = np.empty(x.shape[0], np.float32)
+        cdef float[::1] to = y
+        if x.shape[0]:
+            self.isa.exp(&x[0], &to[0], x.shape[0])
+        return y
+
+    def peak(self, size_t iterations):
+        """(FLOPs, seconds) of multiplies from registers on all threads of the pool."""
+        cdef double flops = 0, seconds
+        with nogil:
+            seconds = kt_limit_peak(self.isa.peak, iterations, &flops)
+        if seconds < 0:
+            _raise(<int>-seconds, "measuring the multiply peak")
+        return flops, seconds

@@ -1,0 +1,55 @@
+"""NUMA nodes that this machine does not have: a folder as Linux's own, in their place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import pytest
+
+from ktmoe import numa
+
+
+def listed(numbers) -> str:
+    return ",".join(map(str, sorted(numbers)))
+
+
+@pytest.fixture
+def fake_nodes(tmp_path, monkeypatch):
+    """fake_nodes({0: {0}, 1: {1}}): from now on there are these nodes with these CPUs, which may be the same in several nodes.
+
+    memory: the nodes that have some, all by default. allowed: those that the cpuset allows, all by default. usable: the CPUs
+    of the affinity mask, this machine's own by default. distances: by node, in order. meminfo: the text of a node's, by node.
+    """
+    made = 0
+
+    def fake(
+        cpus: Mapping[int, set[int]],
+        *,
+        memory: set[int] | None = None,
+        allowed: set[int] | None = None,
+        usable: set[int] | None = None,
+        distances: Mapping[int, list[int]] | None = None,
+        meminfo: Mapping[int, str] | None = None,
+    ):
+        nonlocal made
+        made += 1
+        folder = tmp_path / f"system{made}"
+        folder.mkdir()
+        memory = set(cpus) if memory is None else memory
+        (folder / "has_memory").write_text(listed(memory) + "\n")
+        for node in cpus:
+            own = folder / f"node{node}"
+            own.mkdir()
+            far = {node: [10 if other == node else 20 for other in sorted(cpus)]} | dict(distances or {})
+            (own / "cpulist").write_text(listed(cpus[node]) + "\n")
+            (own / "distance").write_text(" ".join(map(str, far[node])) + "\n")
+            (own / "meminfo").write_text((meminfo or {}).get(node, ""))
+        (folder / "status").write_text(f"Name:\tpython\nMems_allowed_list:\t{listed(memory if allowed is None else allowed)}\n")
+        monkeypatch.setattr(numa, "NODES", folder)
+        monkeypatch.setattr(numa, "STATUS", folder / "status")
+        if usable is not None:
+            monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(usable))
+        return folder
+
+    return fake
