@@ -167,9 +167,7 @@ class ExpertWeights:
 
     def with_activation(self, activation: GatedActivation) -> ExpertWeights:
         """The same matrices under another activation."""
-        return ExpertWeights(
-            self.num_experts, self.hidden, self.intermediate, self._read, self.formats, activation, self.name
-        )
+        return ExpertWeights(self.num_experts, self.hidden, self.intermediate, self._read, self.formats, activation, self.name)
 
     @property
     def shard_unit(self) -> int:

@@ -34,13 +34,13 @@ class MoELayer:
     scales: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
     2^-8) where that lets it multiply faster; the attribute of that name says whether any are.
     router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
-    numa_nodes: the NUMA nodes that share this layer's intermediate dimension, such as [1] or [1, 0], in the order in which their
-    parts of y are added; their threads run there alone. None: all that can be used, or no binding where that is one.
+    numa_nodes: the NUMA nodes that share this layer's intermediate dimension, such as [1] or [1, 0]; their parts of y are added
+    in that order, and their threads run there alone. None: all that can be used, or no binding where that is one.
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
-    in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed weights.
-    placement: ktmoe.numa.Placement.
+    in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed
+    weights. placement: ktmoe.numa.Placement.
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -95,8 +95,8 @@ class MoELayer:
     ) -> MoELayer:
         """One layer of a checkpoint folder (or a single .safetensors file). layer: its number, or a name such as "mtp.0".
 
-        loader: a name, or "auto" to go by the tensors. physical_to_logical: which of the checkpoint's experts each of the layer's
-        is; one may be there more than once (redundant experts). expert_ids, expert_mask and so on count the layer's.
+        loader: a name, or "auto" to go by the tensors. physical_to_logical: which of the checkpoint's experts each of the
+        layer's is, once or more often (redundant experts); expert_ids, expert_mask and so on count the layer's.
         Raises CheckpointError and MissingTensorError besides what MoELayer raises.
         """
         with Checkpoint(path) as checkpoint:

@@ -30,6 +30,12 @@ class Placement:
         """Into how many parts the intermediate dimension is cut."""
         return max(1, len(self.nodes))
 
+    def first(self, count: int) -> Placement:
+        """On at most so many of the nodes, the first; where one is left of several, layers are not bound."""
+        if count >= self.shards:
+            return self
+        return Placement(self.nodes[:count], self.cpus[:count]) if count > 1 else UNBOUND
+
 
 UNBOUND = Placement((), ())
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe import BF16 as B16
-from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, Scale, WeightFormat, int4, reference
+from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, Scale, WeightFormat, int4, numa, reference
 from ktmoe.experts import PROJECTIONS
 from ktmoe.formats import E2M1
 
@@ -140,6 +140,11 @@ def assert_folds(layer: MoELayer, experts: ExpertWeights, fold: bool = True) -> 
     assert layer._packed.kernels() == {(e, p): expected[p] for e in range(experts.num_experts) for p in PROJECTIONS}
 
 
+def shards_of(layer: MoELayer, experts: ExpertWeights) -> list[tuple[int, int]]:
+    """What each of a layer's shards has of the intermediate dimension."""
+    return numa.split(experts.intermediate, experts.shard_unit, layer.placement.shards)
+
+
 def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=None) -> np.ndarray:
     """forward() against the reference; returns y. All of the reference's bounds must be finite, or nothing was compared."""
     if y is None:
@@ -154,6 +159,7 @@ def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=Non
         out_dtype="float32" if x.dtype == np.float32 else "bfloat16",
         activations=layer.activations,
         scales=layer.scales,
+        shards=shards_of(layer, experts),
     )
     assert np.isfinite(expected.bound).all()
     actual = y.view(BF16) if y.dtype == np.uint16 else y

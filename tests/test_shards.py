@@ -12,8 +12,7 @@ from ktmoe.layer import ROUTER_WEIGHTS
 
 def cuts(experts: ExpertWeights, shards: int) -> list[tuple[int, int]]:
     """As a layer of these experts is cut."""
-    scale = experts.formats["down"].scale
-    return numa.split(experts.intermediate, max(32, scale.extent[1] if scale else 32), shards)
+    return numa.split(experts.intermediate, experts.shard_unit, shards)
 
 
 def shard_of(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:

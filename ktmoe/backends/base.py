@@ -35,7 +35,7 @@ class Plan:
 
 
 class Packed(Protocol):
-    """One layer's experts, ready to compute: what Backend.pack returns. Without replace() or export(), MoELayer refuses these."""
+    """One layer's experts, ready to compute: what Backend.pack returns. replace() and export() may be missing."""
 
     nbytes: int
     scales: str  # "folded" if any scaled weight is rounded, else "exact"
@@ -51,8 +51,8 @@ class Packed(Protocol):
         """Put all three matrices in the place of an expert's; a forward call sees all of the old ones or all of the new."""
 
     def export(self, expert: int, parts: Sequence[Stored]) -> Mapping[str, np.ndarray]:
-        """Fill the arrays with the checkpoint's own bytes: part i has the i-th rows of gate and up and the i-th columns of down,
-        as many as their shapes say. C-contiguous, of Matrix's dtypes. Returns the whole biases, float32 [n], where there are any."""
+        """Fill the arrays, C-contiguous and of Matrix's dtypes, with the checkpoint's own bytes: part i has the i-th rows of
+        gate and up and the i-th columns of down, as many as their shapes say. Returns whole biases by projection, if any."""
 
 
 class Backend(ABC):

@@ -1,0 +1,287 @@
+"""An expert is replaced while forward calls run, and comes out again in the checkpoint's own bytes, cut as is asked."""
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import B16, FORMATS, MIXED, WEIGHTS, assert_right, bits, random_batch, random_experts, same_bits
+from test_placement import THREE
+
+from ktmoe import MXFP4, ExpertWeights, MoELayer, int4
+from ktmoe._native import core
+from ktmoe.errors import ClosedError, FormatError, InputError, UnavailableError
+from ktmoe.experts import PROJECTIONS
+
+
+@pytest.fixture(autouse=True)
+def three_nodes(fake_nodes):
+    fake_nodes(THREE)
+
+
+def matrices(experts, expert):
+    return {projection: experts.matrix(expert, projection) for projection in PROJECTIONS}
+
+
+def same_stored(matrix, codes, scales, bias=None):
+    assert np.array_equal(bits(matrix.codes), bits(codes))
+    assert (matrix.scales is None) == (scales is None)
+    assert scales is None or np.array_equal(bits(matrix.scales), bits(scales))
+    assert (matrix.bias is None) == (bias is None)
+    assert bias is None or np.array_equal(matrix.bias, bias)
+
+
+# Export
+
+
+@pytest.mark.parametrize("weight_format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("nodes", [[0], [1, 0], [0, 1, 2]], ids=str)
+def test_any_cut_of_any_split_is_the_checkpoints_bytes(backend, weight_format, nodes):
+    """Shards and parts that begin at the same columns, between them, and across them."""
+    rng = np.random.default_rng(1)
+    group = weight_format.scale.extent[1] if weight_format.scale else 32
+    experts = random_experts(rng, 3, 96, 12 * group, formats=weight_format, biases=True)
+    with MoELayer(experts, backend, numa_nodes=nodes) as layer:
+        for expert in range(3):
+            for parts in (1, 2, 3, 4, 6, 12):
+                size = experts.intermediate // parts
+                exported = layer.export_expert(expert, parts)
+                assert len(exported) == parts
+                for i, part in enumerate(exported):
+                    rows, per = slice(i * size, (i + 1) * size), weight_format.codes_per_item
+                    for projection in ("gate", "up"):
+                        m = experts.matrix(expert, projection)
+                        scales = None if m.scales is None else m.scales[rows]
+                        same_stored(part[projection], m.codes[rows], scales, m.bias[rows])
+                        assert part[projection].shape == (size, 96)
+                    m = experts.matrix(expert, "down")
+                    scales = None if m.scales is None else m.scales[:, i * size // group : (i + 1) * size // group]
+                    codes = m.codes[:, i * size // per : (i + 1) * size // per]
+                    same_stored(part["down"], codes, scales, None if i else m.bias)
+
+
+@pytest.mark.parametrize("nodes", [None, [2, 1]], ids=str)
+@pytest.mark.parametrize("weights", [*WEIGHTS.values(), *MIXED.values()], ids=[*WEIGHTS, *MIXED])
+def test_whole_experts_of_any_shape(backend, weights, nodes):
+    rng = np.random.default_rng(2)
+    experts = random_experts(rng, 2, 100, 418, **weights)
+    with MoELayer(experts, backend, numa_nodes=nodes) as layer:
+        for expert in range(2):
+            (exported,) = layer.export_expert(expert)
+            for projection, matrix in matrices(experts, expert).items():
+                same_stored(exported[projection], matrix.codes, matrix.scales)
+                assert exported[projection].shape == matrix.shape
+
+
+def test_every_scale_byte_comes_back(backend):
+    rng = np.random.default_rng(3)
+    experts = random_experts(rng, 1, 32, 256, scales=(0, 254))
+    with MoELayer(experts, backend, numa_nodes=[0, 1]) as layer:
+        for i, part in enumerate(layer.export_expert(0, 4)):
+            same_stored(
+                part["down"], *(a[:, i * n : (i + 1) * n] for a, n in zip(stored(experts, "down"), (32, 2), strict=True))
+            )
+
+
+def stored(experts, projection):
+    matrix = experts.matrix(0, projection)
+    return matrix.codes, matrix.scales
+
+
+def test_into_arrays_that_are_there(backend):
+    rng = np.random.default_rng(4)
+    experts = random_experts(rng, 2, 64, 128)
+    out = [{p: MXFP4.empty(64, 64) for p in PROJECTIONS} for _ in range(2)]
+    with MoELayer(experts, backend) as layer:
+        exported = layer.export_expert(1, 2, out)
+        for part, given in zip(exported, out, strict=True):
+            assert all(part[p].codes is given[p][0] and part[p].scales is given[p][1] for p in PROJECTIONS)
+        assert np.array_equal(out[1]["gate"][0], experts.matrix(1, "gate").codes[64:])
+        before = out[0]["gate"][0].copy()
+        out[1]["up"] = (out[1]["up"][0][:-1], out[1]["up"][1])
+        with pytest.raises(FormatError, match=r"up codes: expected shape \[64, 32\], found \[63, 32\]"):
+            layer.export_expert(0, 2, out)
+        assert np.array_equal(out[0]["gate"][0], before)  # nothing was written
+        with pytest.raises(InputError, match="out must be a sequence of 1 parts, found 2"):
+            layer.export_expert(0, 1, out)
+
+
+@pytest.mark.parametrize(("parts", "unit"), [(0, 32), (-1, 32), (3, 32), (8, 32)])
+def test_parts_that_cannot_be(backend, parts, unit):
+    experts = random_experts(np.random.default_rng(5), 1, 64, 128)
+    with (
+        MoELayer(experts, backend) as layer,
+        pytest.raises(
+            InputError, match=f"parts must divide the intermediate size, 128, into multiples of {unit}, found {parts}"
+        ),
+    ):
+        layer.export_expert(0, parts)
+
+
+# Replace
+
+
+@pytest.mark.parametrize("nodes", [None, [1], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("weights", [*WEIGHTS.values(), *MIXED.values()], ids=[*WEIGHTS, *MIXED])
+def test_a_replaced_expert_is_as_if_it_had_always_been_there(backend, weights, nodes):
+    rng = np.random.default_rng(6)
+    old, new = (random_experts(rng, 3, 100, 418, biases=biases, **weights) for biases in (True, False))
+    batch = random_batch(rng, old, 7, 3, np.float32)
+    now = {}
+
+    def read(expert, projection):
+        return (new if expert in now else old).matrix(expert, projection)
+
+    both = ExpertWeights(3, 100, 418, read, old.formats, old.activation)
+    with MoELayer(both, backend, numa_nodes=nodes) as layer:
+        before = layer.forward(*batch)
+        for expert in (1, 0, 1, 2):  # 1 twice: what was replaced is replaced again
+            now[expert] = True
+            layer.replace_expert(expert, matrices(new, expert))
+            assert_right(layer, both, *batch)
+            (exported,) = layer.export_expert(expert)
+            for projection, matrix in matrices(new, expert).items():
+                same_stored(exported[projection], matrix.codes, matrix.scales)
+        with MoELayer(new, backend, numa_nodes=nodes) as fresh:
+            assert same_bits(layer.forward(*batch), fresh.forward(*batch))
+        for expert in range(3):
+            layer.replace_expert(expert, matrices(old, expert))
+        assert same_bits(layer.forward(*batch), before)
+
+
+def test_forward_calls_see_the_old_expert_or_the_new_and_nothing_between(backend):
+    rng = np.random.default_rng(7)
+    first, second = (random_experts(rng, 2, 256, 512) for _ in range(2))
+    batch = random_batch(rng, first, 5, 2, np.float32)
+    for nodes in (None, [0, 1]):
+        with MoELayer(first, backend, numa_nodes=nodes) as layer:
+            outputs = [layer.forward(*batch)]
+            layer.replace_expert(0, matrices(second, 0))
+            outputs.append(layer.forward(*batch))
+            assert not same_bits(*outputs)
+            stop, torn, seen = threading.Event(), [], set()
+
+            def call(layer=layer, outputs=outputs, stop=stop, torn=torn, seen=seen):
+                while not stop.is_set():
+                    y = layer.forward(*batch)
+                    which = [i for i, known in enumerate(outputs) if same_bits(y, known)]
+                    seen.update(which)
+                    if not which:
+                        torn.append(y)
+
+            def look(layer=layer, stop=stop, torn=torn):
+                while not stop.is_set():
+                    (exported,) = layer.export_expert(0)
+                    if not any(
+                        all(np.array_equal(exported[p].codes, source.matrix(0, p).codes) for p in PROJECTIONS)
+                        for source in (first, second)
+                    ):
+                        torn.append(exported)
+
+            threads = [threading.Thread(target=target) for target in (call, call, look)]
+            for thread in threads:
+                thread.start()
+            for turn in range(60):
+                layer.replace_expert(0, matrices((first, second)[turn % 2], 0))
+            stop.set()
+            for thread in threads:
+                thread.join()
+            assert not torn
+            assert seen == {0, 1}
+
+
+def test_what_is_refused_leaves_the_old_expert(backend):
+    rng = np.random.default_rng(8)
+    experts, other = (random_experts(rng, 2, 64, 96) for _ in range(2))
+    batch = random_batch(rng, experts, 4, 2)
+    with MoELayer(experts, backend, numa_nodes=[0, 1]) as layer:
+        y = layer.forward(*batch)
+        good = matrices(other, 0)
+        nan = good["down"].scales.copy()
+        nan[3, 1] = 255
+        with pytest.raises(FormatError, match=r"experts\.0\.down: scale \[3, 1\] is byte 255, which is NaN"):
+            layer.replace_expert(0, good | {"down": replace(good["down"], scales=nan)})
+        with pytest.raises(FormatError, match=r"gate must be q4 with ue8m0 scales per 1x32 \[96, 64\], found b16 \[96, 64\]"):
+            layer.replace_expert(0, good | {"gate": random_experts(rng, 1, 64, 96, formats=B16).matrix(0, "gate")})
+        with pytest.raises(FormatError, match=r"up must be .* \[96, 64\], found .* \[64, 96\]"):
+            layer.replace_expert(0, good | {"up": good["down"]})
+        with pytest.raises(InputError, match=r"matrices must be .*gate.*up.*down.*, found .*gate"):
+            layer.replace_expert(0, {"gate": good["gate"]})
+        for wrong in (-1, 2):
+            with pytest.raises(InputError, match=rf"expert must be in \[0, 2\), found {wrong}"):
+                layer.replace_expert(wrong, good)
+            with pytest.raises(InputError, match=rf"expert must be in \[0, 2\), found {wrong}"):
+                layer.export_expert(wrong)
+        assert same_bits(layer.forward(*batch), y)
+    for call in (lambda: layer.replace_expert(0, good), lambda: layer.export_expert(0)):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_memory_of_one_expert_is_kept_for_it_and_given_back(backend):
+    experts = random_experts(np.random.default_rng(9), 2, 2048, 2048)
+
+    def use():
+        with MoELayer(experts, backend) as layer:
+            layer.replace_expert(0, matrices(experts, 1))
+            once = resident_bytes()
+            for _ in range(5):
+                layer.replace_expert(1, matrices(experts, 0))
+            assert resident_bytes() - once < layer.nbytes // 4
+        core.release()
+        return resident_bytes()
+
+    use()
+    before = use()
+    assert use() - before < 1 << 21
+
+
+def test_a_backend_that_cannot(backend, monkeypatch):
+    experts = random_experts(np.random.default_rng(10), 1, 64, 96)
+    with MoELayer(experts, backend) as layer:
+        monkeypatch.setattr(layer, "_packed", object())
+        with pytest.raises(UnavailableError, match=f"backend '{layer.backend}' cannot replace an expert"):
+            layer.replace_expert(0, matrices(experts, 0))
+        with pytest.raises(UnavailableError, match=f"backend '{layer.backend}' cannot export an expert"):
+            layer.export_expert(0)
+        monkeypatch.undo()
+
+
+def resident_bytes():
+    """Of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# Redundant experts
+
+
+def test_physical_experts_are_the_logical_ones_that_the_map_says(backend):
+    rng = np.random.default_rng(11)
+    experts = random_experts(rng, 4, 64, 96, formats=int4(32), biases=True)
+    map_ = np.array([2, 0, 1, 3, 2, 2])
+    physical = experts.take(map_)
+    assert physical.num_experts == 6
+    x, ids, weights = random_batch(rng, physical, 9, 3)
+    with MoELayer(physical, backend) as layer, MoELayer(experts, backend) as logical:
+        assert_right(layer, physical, x, ids, weights)
+        one = ids[:, :1]  # of one expert for each token, the order of sums is no matter
+        assert same_bits(layer.forward(x, one, weights[:, :1]), logical.forward(x, map_[one], weights[:, :1]))
+        for slot, expert in enumerate(map_):
+            assert np.array_equal(layer.export_expert(slot)[0]["up"].codes, experts.matrix(expert, "up").codes)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([0, 4], r"slot 1 must be an expert in \[0, 4\), found 4"),
+        ([-1], r"slot 0 .* found -1"),
+        ([], "num_experts must be"),
+        (3, "ids"),
+    ],
+)
+def test_maps_that_cannot_be(ids, message):
+    experts = random_experts(np.random.default_rng(12), 4, 64, 96)
+    with pytest.raises(InputError, match=message):
+        experts.take(ids)
