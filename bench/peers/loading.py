@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -18,12 +19,14 @@ from bench.peers import environments
 from bench.peers.peers import PEERS
 from ktmoe import synthetic
 
+#: Between two looks at the memory in use.
+PERIOD_SECONDS = 0.003
 WORKER = Path(__file__).with_name("workers") / "load.py"
 FIGURES = {
     "import, s": lambda report, _: report["import"],
     "load, s": lambda report, _: report["load"],
-    "most memory while loading, x the checkpoint": lambda report, size: report["most"] / size,
-    "memory afterwards, x the checkpoint": lambda report, size: report["after"] / size,
+    "most memory while loading, x the checkpoint": lambda report, size: (report["most"] - report["before"]) / size,
+    "memory afterwards, x the checkpoint": lambda report, size: (report["after"] - report["before"]) / size,
 }
 
 
@@ -52,8 +55,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(python: str | Path, library: str, folder: Path) -> dict:
-    done = subprocess.run([python, WORKER, library, folder], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    """A worker's report, and the most anonymous memory that it was seen with."""
+    with tempfile.TemporaryFile("w+") as out, subprocess.Popen([python, WORKER, library, folder], stdout=out) as worker:
+        most = 0
+        while worker.poll() is None:
+            most = max(most, anonymous_bytes(worker.pid))
+            time.sleep(PERIOD_SECONDS)
+        out.seek(0)
+        if worker.returncode:
+            raise RuntimeError(f"{library}: ended with {worker.returncode}; it printed: {out.read()[-300:]}")
+        return json.loads(out.read().splitlines()[-1]) | {"most": most}
+
+
+def anonymous_bytes(process: int) -> int:
+    """0 if it is gone."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")), 0)
 
 
 def _show(rounds: list[dict[str, dict]], size: int, title: str) -> None:

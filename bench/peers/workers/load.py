@@ -1,6 +1,7 @@
 """load.py LIBRARY FOLDER: what importing a library and loading a layer takes in this process, as a line of JSON.
 
-LIBRARY: "ktmoe" or "kt-kernel". Times in seconds; memory in bytes, of anonymous pages alone, which no file gives back.
+LIBRARY: "ktmoe" or "kt-kernel". Times in seconds; memory in bytes, of anonymous pages alone, which no file gives back. The most
+that was in use is for another process to see: kt-kernel holds the GIL while it loads.
 """
 
 from __future__ import annotations
@@ -8,37 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
-
-#: Between two looks at the memory in use.
-PERIOD_SECONDS = 0.003
 
 
 def anonymous_bytes() -> int:
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
-
-
-class Watch:
-    """The most anonymous memory while it is open."""
-
-    def __enter__(self) -> Watch:
-        self.before = self.most = anonymous_bytes()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        return self
-
-    def _run(self) -> None:
-        while not self._end.wait(PERIOD_SECONDS):
-            self.most = max(self.most, anonymous_bytes())
-
-    def __exit__(self, *_error: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self.after = anonymous_bytes()
-        self.most = max(self.most, self.after)
 
 
 def ktmoe(folder: str, threads: int):
@@ -96,17 +72,13 @@ def main(library: str, folder: str) -> None:
     start = time.perf_counter()
     module = import_()
     imported = time.perf_counter()
-    with Watch() as watch:
-        kept = load(module)
-    loaded = time.perf_counter()
-    report = {
-        "import": imported - start,
-        "load": loaded - imported,
-        "most": watch.most - watch.before,
-        "after": watch.after - watch.before,
-        "library": type(kept).__module__,
-    }
-    print(json.dumps(report), flush=True)
+    before = anonymous_bytes()
+    begin = time.perf_counter()
+    kept = load(module)
+    end = time.perf_counter()
+    after = anonymous_bytes()
+    del kept
+    print(json.dumps({"import": imported - start, "load": end - begin, "before": before, "after": after}), flush=True)
     os._exit(0)  # the pool's threads of kt-kernel are not asked
 
 
