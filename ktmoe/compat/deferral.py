@@ -79,6 +79,7 @@ class Passes:
         return self._pending.pop(model)
 
     def put(self, model, pending: Pending) -> None:
+        self._drop(model)
         self._pending[model] = pending
 
     def reset(self) -> None:

@@ -27,7 +27,7 @@ class Target:
     def __init__(self, layer: MoELayer, formats: Mapping[str, WeightFormat], ranks: int, w13, w13_scales, w2, w2_scales):
         ranks = _whole("gpu_tp_count", ranks)
         rows, unit = layer.intermediate // max(ranks, 1), _unit(formats["down"])
-        if ranks < 1 or rows * ranks != layer.intermediate or rows % unit:
+        if ranks < 1 or rows * ranks != layer.intermediate or (ranks > 1 and rows % unit):
             raise InputError(
                 f"gpu_tp_count must divide the intermediate size {layer.intermediate} into parts that are multiples of {unit}, "
                 f"found {ranks}"

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +19,7 @@ import ktmoe
 from ktmoe import numa
 from ktmoe.compat import masks, methods, weights
 from ktmoe.compat.buffers import Key
-from ktmoe.compat.calls import Call, Job
+from ktmoe.compat.calls import Call, Loaded
 from ktmoe.compat.deferral import Pending
 from ktmoe.compat.engine import ENGINE
 from ktmoe.compat.export import Target
@@ -28,7 +27,6 @@ from ktmoe.compat.host import side_of
 from ktmoe.compat.masks import generate_gpu_experts_masks
 from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import ExpertWeights
-from ktmoe.formats import WeightFormat
 from ktmoe.layer import MoELayer
 
 __all__ = ["KTMoEWrapper", "generate_gpu_experts_masks"]
@@ -107,9 +105,9 @@ class KTMoEWrapper:
         self._nodes = _nodes(_count("threadpool_count", threadpool_count), numa_nodes)
         if cpuinfer_threads is not None:
             ktmoe.set_num_threads(cpuinfer_threads)
-        self._loaded: _Loaded | None = None
+        self._loaded: Loaded | None = None
         self._closed = False
-        self._job: Job | None = None
+        self._submitted: Call | None = None
         self._writes: list[Future] = []
         self._lock = threading.Lock()
 
@@ -135,8 +133,18 @@ class KTMoEWrapper:
         self._load(weights.from_tensors(gate_proj, up_proj, down_proj, self._activation, name), physical_to_logical_map_cpu)
 
     def forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None):
-        """submit_forward() and sync_forward() in one; several threads may call it."""
-        return self._submit(hidden_states, topk_ids, topk_weights, cuda_stream).result(cuda_stream)
+        """submit_forward() and sync_forward() in one, on the caller's thread; several threads may call it."""
+        call = self._call(hidden_states, topk_ids, topk_weights, cuda_stream)
+        try:
+            with ENGINE.order:
+                self._take(call)
+            call.now()
+            with ENGINE.order:
+                self._defer(call)
+        except BaseException:
+            call.buffers.release()
+            raise
+        return call.result(cuda_stream)
 
     def submit_forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None) -> None:
         """Begin a call; all arguments are copied, after the work that cuda_stream has now.
@@ -145,9 +153,17 @@ class KTMoEWrapper:
         expert on the GPU adds zero. topk_weights: float32 [tokens, top_k]. cuda_stream: a torch stream or a handle.
         A call that was submitted before and not asked for is given up.
         """
-        job = self._submit(hidden_states, topk_ids, topk_weights, cuda_stream)
+        call = self._call(hidden_states, topk_ids, topk_weights, cuda_stream)
+        try:
+            with ENGINE.order:
+                self._take(call)
+                call.output = ENGINE.submit(call.now)
+                self._defer(call)
+        except BaseException:
+            call.buffers.release()
+            raise
         with self._lock:
-            earlier, self._job = self._job, job
+            earlier, self._submitted = self._submitted, call
         if earlier is not None:
             earlier.abandon()
 
@@ -157,10 +173,10 @@ class KTMoEWrapper:
         A captured batch size has one result a slot (layer_idx % 2), which the next call of that slot overwrites.
         """
         with self._lock:
-            job, self._job = self._job, None
-        if job is None:
+            call, self._submitted = self._submitted, None
+        if call is None:
             raise InputError(f"layer {self.layer_idx}: sync_forward needs a submit_forward before it, found none")
-        return job.result(cuda_stream)
+        return call.result(cuda_stream)
 
     def submit_write_weight_scale_to_buffer(
         self, gpu_tp_count: int, expert_id: int, w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs
@@ -209,9 +225,9 @@ class KTMoEWrapper:
         self._closed = True
         with self._lock:
             loaded, self._loaded = self._loaded, None
-            job, self._job = self._job, None
-        if job is not None:
-            job.abandon()
+            call, self._submitted = self._submitted, None
+        if call is not None:
+            call.abandon()
         if loaded is not None:
             ENGINE.submit(loaded.layer.close).result()
             loaded.leave()
@@ -238,14 +254,14 @@ class KTMoEWrapper:
             ENGINE.passes.join(model, self.layer_idx)
         leave = weakref.finalize(self, _leave, model, self.layer_idx, lease)
         leave.atexit = False
-        loaded = _Loaded(layer, experts.formats, model, leave)
+        loaded = Loaded(layer, experts.formats, model, leave)
         with self._lock:
             earlier, self._loaded = self._loaded, loaded
         if earlier is not None:
             ENGINE.submit(earlier.layer.close)
             earlier.leave()
 
-    def _require(self) -> _Loaded:
+    def _require(self) -> Loaded:
         loaded = self._loaded  # once: close() may come from another thread
         if loaded is not None:
             return loaded
@@ -253,32 +269,34 @@ class KTMoEWrapper:
             raise ClosedError(f"layer {self.layer_idx}: used after close()")
         raise InputError(f"layer {self.layer_idx}: load_weights() must come first, found no weights")
 
-    def _submit(self, x, ids, weights_, stream) -> Job:
+    def _call(self, x, ids, weights_, stream) -> Call:
+        """A call whose arguments are on their way into its buffers."""
         loaded = self._require()
         side = side_of(x)
         tokens, top_k = self._check(x, ids, weights_)
         on_gpu = masks.read(self.gpu_experts_mask, self.num_experts)
         buffers = ENGINE.pool.take(Key(side, self.layer_idx % SLOTS, tokens, self.hidden_size, top_k))
         try:
-            ready = side.bring(buffers, x, ids, weights_, stream)
-            call = Call(loaded.layer, buffers, on_gpu, ready)
-            with ENGINE.order:
-                successor = None
-                if self.max_deferred_experts_per_token:
-                    successor = ENGINE.passes.successor(loaded.model, self.layer_idx)
-                    if successor is not None:
-                        call.protected = self.num_experts_per_tok - self.max_deferred_experts_per_token
-                earlier = ENGINE.passes.take(loaded.model, self.layer_idx, (tokens, self.hidden_size))
-                output = ENGINE.submit(call.now, earlier)
-                if successor is not None:
-                    buffers.hold()
-                    late = ENGINE.submit(call.late)
-                    pending = Pending(successor, (tokens, self.hidden_size), late, buffers.release)
-                    ENGINE.passes.put(loaded.model, pending)
+            return Call(loaded, buffers, x.dtype, on_gpu, side.bring(buffers, x, ids, weights_, stream))
         except BaseException:
             buffers.release()
             raise
-        return Job(buffers, x.dtype, output)
+
+    def _take(self, call: Call) -> None:
+        """What is due to this layer, and whether it may defer. Under ENGINE.order, as is _defer()."""
+        model = call.loaded.model
+        if self.max_deferred_experts_per_token:
+            call.successor = ENGINE.passes.successor(model, self.layer_idx)
+        if call.successor is not None:
+            call.protected = self.num_experts_per_tok - self.max_deferred_experts_per_token
+        call.earlier = ENGINE.passes.take(model, self.layer_idx, call.buffers.x.shape)
+
+    def _defer(self, call: Call) -> None:
+        if call.successor is not None:
+            late = ENGINE.submit(call.late)
+            call.buffers.hold()
+            pending = Pending(call.successor, call.buffers.x.shape, late, call.buffers.release)
+            ENGINE.passes.put(call.loaded.model, pending)
 
     def _check(self, x, ids, weights_) -> tuple[int, int]:
         """(tokens, top_k)"""
@@ -290,16 +308,6 @@ class KTMoEWrapper:
             if len(shape) != 2 or shape[0] != tokens or shape != shapes[1]:
                 raise InputError(f"{name} must have shape [{tokens}, top_k], found {list(shape)}")
         return tokens, shapes[1][1]
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A layer's packed experts. model: what its layers have in common. leave: ends what is shared for them, once."""
-
-    layer: MoELayer
-    formats: dict[str, WeightFormat]
-    model: tuple[str, int]
-    leave: weakref.finalize
 
 
 def _leave(model: tuple[str, int], layer: int, lease: weights.Lease | None) -> None:
@@ -325,10 +333,10 @@ def _count(name: str, value, least: int = 1) -> int:
 
 
 def _nodes(parts: int, wanted: Sequence[int] | None) -> list[int] | None:
-    """NUMA nodes for MoELayer. More parts than there are nodes mean those that there are; one node is not bound to."""
+    """NUMA nodes for MoELayer, None for its default, all. More parts than there are nodes mean those that there are."""
     there = sorted(numa.nodes())
     if wanted is None:
-        return there[:parts] if len(there) > 1 else None
+        return there[:parts] if parts < len(there) else None
     if len(wanted) != parts:
         raise InputError(f"numa_nodes must have threadpool_count = {parts} entries, found {list(wanted)}")
     if len(wanted) > len(there):
