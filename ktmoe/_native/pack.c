@@ -82,27 +82,34 @@ static void copy_rows(const kt_share *s, size_t first, size_t rows, const kt_pie
     }
 }
 
+static void unpack_panel(const kt_share *s, size_t panel, const kt_piece *pieces, size_t count, size_t matrix, uint8_t *codes) {
+    const kt_packing *packing = s->format->packing;
+    const size_t first = panel * KT_PANEL, rows = s->n - first < KT_PANEL ? s->n - first : KT_PANEL;
+    uint8_t *scales = codes + rows * codes_bytes(s->format, s->k);
+    packing->unpack(s->format, s->packed + panel * packing->panel_bytes(s->format, s->k), rows, s->k, codes, scales);
+    for (const kt_piece *p = pieces; p < pieces + count; p++) {
+        if (p->matrix != matrix) continue;
+        copy_rows(s, first, rows, p, codes_bytes, codes, p->codes);
+        if (s->format->group) copy_rows(s, first, rows, p, scales_bytes, scales, p->scales);
+    }
+}
+
 static void unpack_panels(void *context, size_t worker, size_t workers) {
     pack_job *j = context;
+    size_t most = 0;
+    for (const kt_share *s = j->shares; s < j->shares + j->shards * KT_MATRICES; s++) {
+        const size_t bytes = s->format ? KT_PANEL * (codes_bytes(s->format, s->k) + scales_bytes(s->format, s->k)) : 0;
+        most = bytes > most ? bytes : most;
+    }
+    uint8_t *dense = malloc(most); /* a panel's, once for all: pages cost more than what is done in them */
+    if (!dense) {
+        atomic_store(&j->error, ENOMEM);
+        return;
+    }
     for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
-        for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;) {
-            const kt_share *s = &j->shares[shard * KT_MATRICES + m];
-            const size_t first = panel * KT_PANEL, rows = s->n - first < KT_PANEL ? s->n - first : KT_PANEL;
-            uint8_t *codes = malloc(rows * (codes_bytes(s->format, s->k) + scales_bytes(s->format, s->k)));
-            if (!codes) {
-                atomic_store(&j->error, ENOMEM);
-                return;
-            }
-            uint8_t *scales = codes + rows * codes_bytes(s->format, s->k);
-            s->format->packing->unpack(s->format, s->packed + panel * s->format->packing->panel_bytes(s->format, s->k), rows,
-                                       s->k, codes, scales);
-            for (const kt_piece *p = j->pieces; p < j->pieces + j->num_pieces; p++) {
-                if (p->matrix != m) continue;
-                copy_rows(s, first, rows, p, codes_bytes, codes, p->codes);
-                if (s->format->group) copy_rows(s, first, rows, p, scales_bytes, scales, p->scales);
-            }
-            free(codes);
-        }
+        for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;)
+            unpack_panel(&j->shares[shard * KT_MATRICES + m], panel, j->pieces, j->num_pieces, m, dense);
+    free(dense);
 }
 
 int kt_unpack(const kt_placement *where, const kt_share *shares, const kt_piece *pieces, size_t count) {

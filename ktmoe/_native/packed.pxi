@@ -392,7 +392,7 @@ cdef class PackedLayer:
         batch.ids, batch.weights, batch.mask = &ids[0, 0], &weights[0, 0], &mask[0]
         if (
             x.shape != (ids.shape[0], self.layer.hidden) or out.shape != x.shape or out.dtype != x.dtype
-            or weights.shape[0] != ids.shape[0] or weights.shape[1] != ids.shape[1] or mask.shape[0] != self.layer.num_experts
+            or weights.shape[0] != ids.shape[0] or weights.shape[1] != ids.shape[1] or <size_t>mask.shape[0] != self.layer.num_experts
         ):
             raise InputError(
                 f"x and out must be [{ids.shape[0]}, {self.layer.hidden}] and alike, found {x.dtype} {list(x.shape)} and "
