@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import BF16, assert_right, same_bits
 from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, arguments, batch, nothing_is_left, wrapper, write  # noqa: F401
+from test_process import in_child
 
 import ktmoe
 from ktmoe import GatedActivation, MoELayer, load_experts, numa
@@ -185,6 +186,29 @@ def test_attributes_that_callers_read(folder):
     assert (w.chunked_prefill_size, w.max_deferred_experts_per_token, w.cpu_save) == (4, 0, False)
 
 
+def test_the_queue_that_callers_wait_for(folder, monkeypatch):
+    started, go, done = threading.Event(), threading.Event(), []
+
+    def slow(*_arguments, **_named):
+        started.set()
+        assert go.wait(60)
+        done.append(True)
+
+    w = KTMoEWrapper(**arguments(weight_path=folder))
+    assert w.moe is None
+    w.load_weights()
+    assert isinstance(w.moe, MoELayer)
+    with monkeypatch.context() as patch:
+        patch.setattr(MoELayer, "forward", slow)
+        w.submit_forward(*batch())
+        assert started.wait(60)
+        threading.Timer(0.05, go.set).start()
+        w.cpu_infer.sync()
+        assert done
+    assert w.cpu_infer is KTMoEWrapper(**arguments()).cpu_infer
+    w.close()
+
+
 @pytest.mark.parametrize("method", sorted(methods.MISSING))
 def test_methods_without_weights_here(method):
     with pytest.raises(UnavailableError, match=rf"method '{method}': .*yet: .*BF16, MXFP4, RAWINT4"):
@@ -269,6 +293,21 @@ def test_numa_nodes(monkeypatch, folder, nodes, parts, wanted, expected):
     monkeypatch.setattr(kt_kernel, "MoELayer", Recorder)
     wrapper(folder, threadpool_count=parts, numa_nodes=wanted).close()
     assert given == [expected]
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted", "expected"),
+    [(1, None, (0,)), (2, None, (0, 1)), (8, None, (0, 1)), (1, [1], (1,)), (2, [1, 0], (1, 0))],
+)
+def test_on_numa_nodes(checkpoint, fake_nodes, parts, wanted, expected):
+    """One part a node, added up within the bound."""
+    method, folder = checkpoint
+    fake_nodes({0: {0}, 1: {0}})
+    with wrapper(folder, method=method, threadpool_count=parts, numa_nodes=wanted) as w:
+        layer = w.moe
+        assert layer.placement.nodes == expected
+        x, ids, scores = batch(1, 9)
+        assert_right(layer, load_experts(folder, 0), x, ids, scores, w.forward(x, ids, scores))
 
 
 # What goes wrong with weights and calls
@@ -439,6 +478,25 @@ def test_the_last_submission_counts(folder):
             w.sync_forward()
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_fork(folder):
+    """The child has neither the worker nor what it was to do: its passes are its own, and ours go on."""
+    first, second = (wrapper(folder, layer, max_deferred_experts_per_token=2 - 2 * layer) for layer in range(2))
+    case = batch(0, 2)
+
+    def both(w):
+        w.submit_forward(*case)
+        return w.forward(*case).tobytes(), w.sync_forward().tobytes()
+
+    alone = both(second)
+    first.forward(*case)
+    assert in_child(lambda: both(second)) == alone
+    with_deferred, after = both(second)[::-1]
+    assert after == alone[0] != with_deferred
+    first.close()
+    second.close()
+
+
 # What is shared, and given back
 
 
@@ -482,7 +540,7 @@ def test_loading_again_replaces(folder):
 def test_a_dropped_wrapper_gives_everything_back(folder):
     w = wrapper(folder)
     w.forward(*batch())
-    gone = weakref.ref(w), weakref.ref(w._loaded.layer)
+    gone = weakref.ref(w), weakref.ref(w.moe)
     del w
     gc.collect()
     assert [reference() for reference in gone] == [None, None]

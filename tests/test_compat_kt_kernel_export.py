@@ -88,6 +88,19 @@ def test_every_expert(checkpoint, ranks):
             check(w, experts, ranks, expert)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_more_and_fewer_numa_nodes_than_ranks(checkpoint, fake_nodes, nodes, ranks):
+    """What is cut for the nodes is not what is cut for the ranks."""
+    method, folder = checkpoint
+    fake_nodes({node: {0} for node in range(nodes)})
+    experts = load_experts(folder, 0)
+    with wrapper(folder, method=method, threadpool_count=nodes) as w:
+        assert w.moe.placement.shards == nodes
+        for expert in range(2):
+            check(w, experts, ranks, expert)
+
+
 def test_a_slot_has_the_expert_that_fills_it(checkpoint):
     method, folder = checkpoint
     physical = np.array([3, 3, 0, 7])

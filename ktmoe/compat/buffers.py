@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """What memory fits: side says where the caller's arrays are (host.py, cuda.py)."""
 
     side: object

@@ -6,17 +6,15 @@ host until the experts are done, and only copies in the stream; a CUDA graph can
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ktmoe.compat.host import TorchHost
 from ktmoe.errors import UnavailableError
 
 
-@dataclass(frozen=True)
 class Cuda(TorchHost):
     """device: where the caller's tensors are."""
 
-    device: object
+    def __init__(self, device):
+        self.device = device
 
     def empty(self, shape, dtype):
         return self.torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -31,6 +31,10 @@ class Engine:
                     os.register_at_fork(after_in_child=self._forget)
             return self._worker.submit(task, *arguments)
 
+    def sync(self) -> None:
+        """Wait until everything that was queued is done; whose result it is gets what it raised."""
+        self.submit(lambda: None).result()
+
     def _forget(self) -> None:
         """In a forked child: the worker and what it was about to do are the parent's."""
         self.order = threading.RLock()
@@ -40,3 +44,14 @@ class Engine:
 
 
 ENGINE = Engine()
+
+
+class CpuInfer:
+    """What callers find as cpu_infer on every wrapper: the queue of all layers, for those who wait until it is empty."""
+
+    def sync(self, allow_n_pending: int = 0) -> None:
+        """allow_n_pending: of so many tasks the end need not be waited for; here it is."""
+        ENGINE.sync()
+
+
+CPU_INFER = CpuInfer()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ _TORCH_DTYPES = {np.uint16: "bfloat16", np.int64: "int64", np.float32: "float32"
 
 
 class Side(Protocol):
-    """Moves a call's arrays to host memory and back. x: [..., hidden]; equal sides may share buffers."""
+    """Moves a call's arrays to host memory and back. x: [..., hidden]. There is one for each place: it may keep buffers."""
 
     def allocate(self, shape: tuple[int, ...], dtype: type) -> tuple[np.ndarray, object]:
         """Host memory as an array, and what the side itself works with. uint16 stands for bfloat16 bits."""
@@ -32,19 +32,16 @@ class Side(Protocol):
 def side_of(x) -> Side:
     """Raises InputError for what no side takes."""
     if isinstance(x, np.ndarray):
-        return Numpy()
+        return _NUMPY
     if arrays.is_torch(x):
         if x.device.type == "cpu":
-            return TorchHost()
+            return _TORCH
         if x.device.type == "cuda":
-            from ktmoe.compat.cuda import Cuda
-
-            return Cuda(x.device)
+            return _cuda(x.device)
         raise InputError(f"hidden_states must be on the CPU or a CUDA device, found a torch tensor on {x.device}")
     raise InputError(f"hidden_states must be a numpy array or a torch tensor, found {type(x).__name__}")
 
 
-@dataclass(frozen=True)
 class Numpy:
     """numpy arrays; x: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or floats, rounded to bfloat16."""
 
@@ -77,7 +74,6 @@ def _expect_floats(name: str, array: np.ndarray) -> None:
         raise InputError(f"{name} must be floating-point numbers, found {array.dtype}")
 
 
-@dataclass(frozen=True)
 class TorchHost:
     """torch CPU tensors of any floating dtype, rounded to bfloat16."""
 
@@ -113,3 +109,13 @@ class TorchHost:
         if not buffers.captured:
             buffers.y = buffers.y_owner = None
         return y.to(dtype)
+
+
+_NUMPY, _TORCH = Numpy(), TorchHost()
+
+
+@functools.cache
+def _cuda(device) -> Side:
+    from ktmoe.compat.cuda import Cuda
+
+    return Cuda(device)

@@ -21,7 +21,7 @@ from ktmoe.compat import masks, methods, weights
 from ktmoe.compat.buffers import Key
 from ktmoe.compat.calls import Call, Loaded
 from ktmoe.compat.deferral import Pending
-from ktmoe.compat.engine import ENGINE
+from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
 from ktmoe.compat.export import Target
 from ktmoe.compat.host import side_of
 from ktmoe.compat.masks import generate_gpu_experts_masks
@@ -110,6 +110,17 @@ class KTMoEWrapper:
         self._submitted: Call | None = None
         self._writes: list[Future] = []
         self._lock = threading.Lock()
+
+    @property
+    def cpu_infer(self) -> CpuInfer:
+        """The queue that all wrappers share."""
+        return CPU_INFER
+
+    @property
+    def moe(self) -> MoELayer | None:
+        """What computes, None before the weights are loaded."""
+        loaded = self._loaded
+        return None if loaded is None else loaded.layer
 
     def load_weights(self, physical_to_logical_map_cpu=None) -> None:
         """Read and pack this layer's experts from weight_path.
