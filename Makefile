@@ -37,6 +37,9 @@ test: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## the test suite; ARGS="-k 
 	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(ARGS); \
 	fi
 
+test-kt-kernel: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## kt-kernel itself beside ktmoe: installs it where that is possible
+	@$(PY) tools/test_kt_kernel.py $(ARGS)
+
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2 cores, saved; ARGS="--full" is everything
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
@@ -66,7 +69,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test bench bench-compare bench-peers scaling lint format config clean FORCE
+.PHONY: help demo test test-kt-kernel bench bench-compare bench-peers scaling lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -18,6 +18,8 @@ ALLOWED = (
     r"torch has no CUDA device here",
     r"matplotlib is not installed",
     r"needs two CPUs",
+    r"kt-kernel is not installed",
+    r"this CPU lacks what kt-kernel's \w+ needs",
 )
 
 

@@ -1,0 +1,157 @@
+"""worker.py REQUEST.npz ANSWER.npz: drives kt-kernel by a list of steps, in an environment that has it and no CUDA.
+
+Run by original.py, which has the steps' meaning. Needs kt-kernel, torch and numpy, and nothing of ktmoe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+
+import kt_kernel
+import numpy as np
+import torch
+from kt_kernel import kt_kernel_ext
+
+PROJECTIONS = ("gate", "up", "down")
+ALIGNMENT = 64  # of buffers, as CUDA's pinned ones have: BF16 is exported by stores that need it
+
+
+def without_cuda() -> None:
+    """Its wrapper's tasks go to its queue at once and not to a stream; and nothing is pinned, which changes no value."""
+    os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
+    for name in ("zeros", "full", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+
+
+def unpinned(make):
+    return lambda *arguments, pin_memory=False, **others: make(*arguments, **others)
+
+
+def buffer(size: int) -> np.ndarray:
+    """Bytes, all 0xaa."""
+    raw = np.full(size + ALIGNMENT, 0xAA, np.uint8)
+    return raw[-raw.ctypes.data % ALIGNMENT :][:size]
+
+
+def pointers(arrays) -> list[int]:
+    return [array.ctypes.data for array in arrays]
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    """uint16 is bfloat16 bits."""
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def bits(y: torch.Tensor) -> np.ndarray:
+    """A copy of bfloat16 bits, uint16."""
+    return y.view(torch.int16).numpy().view(np.uint16).copy()
+
+
+class Session:
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays, self.answer, self.layers, self.pools = arrays, {}, {}, {}
+
+    def pool(self, parts: int):
+        """One of two threads for each part; it is never given back, as its destructor may hang."""
+        if parts not in self.pools:
+            config = kt_kernel_ext.WorkerPoolConfig()
+            config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = parts, [0] * parts, [2] * parts
+            self.pools[parts] = kt_kernel_ext.CPUInfer(config)
+        return self.pools[parts]
+
+    def classes(self, out: str) -> None:
+        self.answer[out] = np.array([name for name in dir(kt_kernel_ext.moe) if name.endswith("_MOE")])
+
+    def layer(self, name, kind, top_k, most_tokens, group, mask, logical, parts=1, limit=0.0, alpha=0.0) -> None:
+        a, cpu = self.arrays, self.pool(parts)
+        experts, hidden, intermediate = len(a["gate codes"]), a["down codes"].shape[1], a["gate codes"].shape[1]
+        on_gpu, logical = torch.from_numpy(a[mask]), torch.from_numpy(a[logical])
+        config = kt_kernel_ext.moe.MOEConfig(experts, top_k, hidden, intermediate, on_gpu.data_ptr())
+        config.layer_idx, config.pool, config.max_len = 0, cpu.backend_, most_tokens
+        config.swiglu_limit, config.swiglu_alpha = limit, alpha
+        for projection in PROJECTIONS:
+            scales = pointers(a[f"{projection} scales"]) if group else [0] * experts
+            setattr(config, f"{projection}_projs", [pointers(a[f"{projection} codes"])])
+            setattr(config, f"{projection}_scales", [scales])
+        if group:
+            config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 4, group, False
+        moe = getattr(kt_kernel_ext.moe, kind)(config)
+        cpu.submit(moe.load_weights_task(logical.data_ptr()))
+        cpu.sync()
+        self.layers[name] = cpu, moe, on_gpu, logical
+
+    def forward(self, layer, x, ids, weights, out, before=None) -> None:
+        """before: bfloat16 bits in the output buffer, to which the result is added."""
+        cpu, moe, *_ = self.layers[layer]
+        x, ids, weights = (self.arrays[name] for name in (x, ids, weights))
+        y = self.arrays[before].copy() if before else np.zeros_like(x)
+        tokens = np.array([len(x)], np.int32)
+        addresses = pointers([ids, weights, x, y])
+        cpu.submit(moe.forward_task(tokens.ctypes.data, ids.shape[1], *addresses, before is not None))
+        cpu.sync()
+        self.answer[out] = y
+
+    def mask(self, layer, mask) -> None:
+        self.layers[layer][2].copy_(torch.from_numpy(self.arrays[mask]))
+
+    def export(self, layer, expert, parts, sizes, out) -> None:
+        """sizes: of the four buffers of a part, in bytes."""
+        owner = self.layers[layer]
+        buffers = [[buffer(size) for _ in range(parts)] for size in sizes]
+        arguments = [parts, expert, *(pointers(part) for part in buffers)]
+        if isinstance(owner, tuple):
+            owner[0].submit(owner[1].write_weight_scale_to_buffer_task(*arguments))
+            owner[0].sync()
+        else:
+            owner.submit_write_weight_scale_to_buffer(*arguments)
+            owner.sync_write_weight_scale_to_buffer()
+        for name, part in zip(("w13", "w13 scales", "w2", "w2 scales"), buffers, strict=True):
+            self.answer[f"{out} {name}"] = np.stack(part)
+
+    def masks(self, frequency, number, out) -> None:
+        self.answer[out] = kt_kernel.generate_gpu_experts_masks(torch.from_numpy(self.arrays[frequency]), number).numpy()
+
+    def wrapper(self, name, logical=None, mask=None, **keywords) -> None:
+        """Its KTMoEWrapper, loaded from files. An exception of the constructor is an answer."""
+        mask = None if mask is None else torch.from_numpy(self.arrays[mask])
+        try:
+            wrapper = kt_kernel.KTMoEWrapper(gpu_experts_mask=mask, **keywords)
+        except Exception as error:
+            self.answer[name] = np.array([type(error).__name__, str(error)])
+            return
+        if logical is not None:
+            wrapper.load_weights(torch.from_numpy(self.arrays[logical]))
+        self.layers[name] = wrapper
+
+    def capture(self, sizes) -> None:
+        kt_kernel.KTMoEWrapper.set_capture_batch_sizes(sizes)
+
+    def call(self, wrapper, x, ids, weights, out) -> None:
+        """submit_forward and sync_forward; out is the result and, as "{out} error", what they raised."""
+        owner, arguments = self.layers[wrapper], [tensor(self.arrays[name]) for name in (x, ids, weights)]
+        try:
+            owner.submit_forward(*arguments, 0)
+            self.answer[out] = bits(owner.sync_forward(arguments[0], 0))
+        except Exception as error:
+            self.answer[f"{out} error"] = np.array([type(error).__name__, str(error)])
+
+
+def main(request: str, answer: str) -> None:
+    without_cuda()
+    with np.load(request) as file:
+        arrays = {name: file[name] for name in file.files}
+    session = Session(arrays)
+    for step, keywords in json.loads(str(arrays.pop("steps"))):
+        getattr(session, step)(**keywords)
+    np.savez(answer, **session.answer)
+    sys.stdout.flush()
+    ctypes.CDLL(None)._exit(0)  # its threads are not asked, whose end may hang
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
