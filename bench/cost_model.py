@@ -44,7 +44,7 @@ class Kernel:
 @dataclass(frozen=True)
 class Machine:
     """threads: of a call, on cores of their own. read, peak: rates of all threads together, from and beside memory. hertz: of a
-    core. call: seconds of a call besides reading and computing. nodes: of NUMA, each of which keeps and reads its share of every
+    core. call: seconds of a call besides reading and computing. nodes: of NUMA, each of which keeps and reads a share of every
     expert; read is their sum. link: bytes a second that a node reads from the others.
     """
 

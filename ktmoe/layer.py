@@ -72,7 +72,7 @@ class MoELayer:
         self.intermediate = experts.intermediate
         self.name = experts.name
         self.expert_mask = np.ones(experts.num_experts, bool)
-        self.placement = _place(numa_nodes, experts)
+        self.placement = placement_of(experts, numa_nodes)
         self._formats = experts.formats
         self._packed = chosen.pack(experts, Plan(router_weight, mode, scales, self.placement), progress)
         self.scales = self._packed.scales
@@ -244,7 +244,8 @@ class MoELayer:
         return like.array
 
 
-def _place(numa_nodes: Sequence[int] | None, experts: ExpertWeights) -> numa.Placement:
+def placement_of(experts: ExpertWeights, numa_nodes: Sequence[int] | None = None) -> numa.Placement:
+    """Where a layer of these experts is put."""
     placement = numa.place(numa_nodes)
     if numa_nodes is None:  # not on more nodes than there is something for
         placement = placement.first(-(-experts.intermediate // experts.shard_unit))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
 
-from ktmoe import memory, progress_bar
+from ktmoe import backends, memory, progress_bar
 from ktmoe._native import core
 from ktmoe.arrays import as_numpy
 from ktmoe.backends.base import choose
 from ktmoe.errors import InputError, MissingTensorError, OutOfMemoryError
 from ktmoe.experts import ExpertWeights
-from ktmoe.layer import MoELayer
+from ktmoe.layer import MoELayer, placement_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -54,8 +54,8 @@ class MoEModel:
         loader: str = "auto",
         scales: str = "exact",
         router_weight: str = "down_output",
-        numa_nodes=None,
-        physical_to_logical=None,
+        numa_nodes: Sequence[int] | None = None,
+        physical_to_logical: np.ndarray | Sequence | None = None,
         progress: Progress | bool | None = None,
         wait: bool = True,
     ) -> MoEModel:
@@ -80,17 +80,19 @@ class MoEModel:
                 maps = _maps(physical_to_logical, len(names))
                 experts = {name: experts[name].take(ids) for name, ids in zip(names, maps, strict=True)}
             chosen = {name: choose(backend, experts[name], activations)[0] for name in names}
-            _require_memory(path, [_packed_nbytes(chosen[name], experts[name]) for name in names], experts.values())
-            options = {"scales": scales, "router_weight": router_weight}
-            if numa_nodes is not None:
-                options["numa_nodes"] = numa_nodes
+            sizes = {name: weights.nbytes for name, weights in experts.items()}
+            packed = [
+                backends.get(chosen[name]).packed_nbytes(weights, placement_of(weights, numa_nodes))
+                for name, weights in experts.items()
+            ]
+            _require_memory(path, packed, experts.values())
+            options = {"scales": scales, "router_weight": router_weight, "numa_nodes": numa_nodes}
 
             def make(name: int | str, progress: Progress) -> MoELayer:
                 return MoELayer(experts[name], chosen[name], activations, **options, progress=progress)
 
             if progress is True:
                 progress = resources.enter_context(progress_bar.bytes_done("loading"))
-            sizes = {name: weights.nbytes for name, weights in experts.items()}
             loading = Loading(f"{path}: layer", sizes, make, AT_ONCE, progress or None, resources.pop_all())
         model = cls(path, loading, names)
         if wait:
@@ -146,8 +148,7 @@ class MoEModel:
         Forward calls that are running are waited for.
         """
         self._loading.stop()
-        if release := getattr(core, "release", None):
-            release()
+        core.release()
 
     def __enter__(self) -> MoEModel:
         return self
@@ -180,8 +181,8 @@ def _maps(physical_to_logical, layers: int) -> np.ndarray:
     return np.broadcast_to(maps, (layers, maps.shape[-1]))
 
 
-def _packed_nbytes(backend: str, experts: ExpertWeights) -> int:
-    return experts.nbytes
+def _packed_nbytes(backend: str, experts: ExpertWeights, numa_nodes: Sequence[int] | None) -> int:
+    return backends.get(backend).packed_nbytes(experts, placement_of(experts, numa_nodes))
 
 
 def _require_memory(path: str | os.PathLike, packed: list[int], experts: Iterable[ExpertWeights]) -> None:
