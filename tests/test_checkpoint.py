@@ -350,6 +350,22 @@ def test_release_is_asked_for_after_the_read(folder, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
+def test_the_kernel_is_asked_not_to_read_ahead(folder, monkeypatch):
+    """Of each file, whole and once; a file system that refuses is as good."""
+    calls = []
+
+    def refuse(_, *advice):
+        calls.append(advice)
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    checkpoint = Checkpoint(folder)
+    for name in ("a", "c", "b"):
+        checkpoint.read(name)
+    assert calls == [(0, 0, os.POSIX_FADV_RANDOM)] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
 def test_released_parts_cover_the_tensor_and_spare_what_comes_next(tmp_path, monkeypatch):
     """Part by part: what lies behind the part in hand may have been read ahead."""
     size = (5 << 20) + 12345
