@@ -30,7 +30,7 @@ from ktmoe.errors import (
     UnavailableError,
     UnknownNameError,
 )
-from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.checkpoint import Checkpoint
 
 LAYERS, EXPERTS = 5, 4
@@ -197,17 +197,8 @@ def test_wrong_arguments_read_nothing(folder, monkeypatch, nothing_left):
             MoEModel.from_checkpoint(folder, physical_to_logical=wrong)
 
 
-def test_physical_to_logical(folder, monkeypatch, nothing_left):
+def test_physical_to_logical(folder, nothing_left):
     """Each layer takes the experts of its row."""
-
-    def take(experts, ids):
-        def read(slot, projection):
-            return experts.matrix(int(ids[slot]), projection)
-
-        sizes = len(ids), experts.hidden, experts.intermediate
-        return ExpertWeights(*sizes, read, experts.formats, experts.activation, experts.name)
-
-    monkeypatch.setattr(ExpertWeights, "take", take, raising=False)
     maps = np.random.default_rng(0).integers(0, EXPERTS, (2, 6))
     for given in (maps, maps[0], maps.tolist()):
         with MoEModel.from_checkpoint(folder, [1, 3], physical_to_logical=given) as model:

@@ -89,15 +89,24 @@ size_t kt_scratch_need(job *j, size_t tokens) {
     return bytes;
 }
 
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
 bool kt_scratch_have(job *j, size_t tokens) {
     if (scratch.where != j->layer->where) release_shards(); /* theirs is on other nodes */
     scratch.where = j->layer->where;
-    const size_t bytes = lay_out(j, NULL, tokens);
-    if (bytes > scratch.common.bytes && !resize(&scratch.common, bytes)) return false;
+    const size_t common = lay_out(j, NULL, tokens);
+    size_t of[KT_SHARDS_MAX], needed = common, held = larger(scratch.common.bytes, common);
+    for (size_t i = 0; i < j->shards; i++) {
+        of[i] = lay_out_part(j, &j->parts[i], NULL, tokens);
+        needed += of[i];
+        held += larger(scratch.of[i].bytes, of[i]);
+    }
+    /* Each arena was once as large, but not all of them together. */
+    if (held > kt_moe_tuning.scratch_bytes && held > needed) kt_moe_release();
+    if (common > scratch.common.bytes && !resize(&scratch.common, common)) return false;
     lay_out(j, scratch.common.base, tokens);
     for (size_t i = 0; i < j->shards; i++) {
-        const size_t part_bytes = lay_out_part(j, &j->parts[i], NULL, tokens);
-        if (part_bytes > scratch.of[i].bytes && !resize(&scratch.of[i], part_bytes)) return false;
+        if (of[i] > scratch.of[i].bytes && !resize(&scratch.of[i], of[i])) return false;
         lay_out_part(j, &j->parts[i], scratch.of[i].base, tokens);
     }
     return true;

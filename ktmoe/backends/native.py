@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import MappingProxyType
 
 from ktmoe import memory, numa, threads
@@ -141,10 +142,15 @@ class NativeBackend(Backend):
         table = self.table(experts, plan.activations)
         packed = core.PackedLayer(table, experts, plan, _spans(experts, plan.placement), threads.threads_of(plan.placement))
         expert_bytes = experts.nbytes // experts.num_experts
-        for expert, matrices in enumerate(_read_ahead(experts)):
-            packed.pack(expert, matrices)
-            if progress:
-                progress((expert + 1) * expert_bytes, experts.nbytes)
+        try:
+            with closing(_read_ahead(experts)) as read:
+                for expert, matrices in enumerate(read):
+                    packed.pack(expert, matrices)
+                    if progress:
+                        progress((expert + 1) * expert_bytes, experts.nbytes)
+        except BaseException:
+            packed.close()  # its traceback would keep it
+            raise
         return packed
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
