@@ -24,7 +24,7 @@ from ktmoe.numa import UNBOUND, Placement
 _refused: dict[str, str] = {}
 
 #: Experts that are read ahead while one is packed: what bounds the staging memory.
-READ_AHEAD = 2
+READ_AHEAD = 3
 
 
 def missing_features(isa: str) -> list[str]:

@@ -67,11 +67,14 @@ class Checkpoint:
 
         out: C-contiguous, writable uint8 array of exactly as many bytes, of any shape, to read into; it is returned.
         part: (start, stop), to read only the tensor's bytes [start, stop).
-        release: let the kernel drop the pages of what was read from its file cache afterwards.
+        release: let the kernel drop the pages of what was read from its file cache afterwards. Without `out`, what is not there
+        yet is then read past it.
         Raises CheckpointError if the file ends early or cannot be read, InputError for an `out` or a `part` that does not fit.
         """
         file, info = self._find(name)
         start, stop = _part(info, part)
+        if out is None and release:
+            return file.take(info, start, stop)
         if out is None:
             out = np.empty(stop - start, np.uint8)
         elif not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.nbytes != stop - start:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ktmoe.errors import CheckpointError, ClosedError
+from ktmoe.loaders.direct_io import DirectFile
 
 #: Bits of one element, by the dtype names of a safetensors header.
 DTYPE_BITS = {
@@ -63,7 +64,9 @@ class SafetensorsFile:
         self._readers = 0
         self._closing = False
         self._fd = -1
+        self._direct = None
         self._fd, size = _open_regular(path)
+        self._direct = DirectFile(self._fd)
         try:
             self.tensors = _parse_header(path, self._fd, size)
         except BaseException:
@@ -82,11 +85,19 @@ class SafetensorsFile:
             found = _fill(fd, out, info.offset + start, f"{self.path}: tensor {info.name!r}")
             if release:
                 _drop_pages(fd, info, start, stop)
-        if found < out.nbytes:
-            raise CheckpointError(
-                f"{self.path}: truncated: tensor {info.name!r}: expected {out.nbytes} bytes at {info.offset + start}, "
-                f"found {found}"
-            )
+        self._expect(info, start, out.nbytes, found)
+
+    def take(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
+        """A tensor's bytes [start, stop) in new memory, uint8, of which none stay in the page cache."""
+        with self._descriptor() as fd:
+            data = self._direct.read(info.offset + start, stop - start)
+            if data is not None:
+                _drop_pages(fd, info, start, stop)  # looking whether it is there may have brought a page
+        if data is None:
+            data = np.empty(stop - start, np.uint8)
+            self.read_into(data, info, start=start, release=True)
+        self._expect(info, start, stop - start, len(data))
+        return data
 
     def release(self, info: TensorInfo, start: int, stop: int) -> None:
         """Let the kernel drop the pages of a tensor's bytes [start, stop) from its file cache; only ever a hint."""
@@ -99,6 +110,13 @@ class SafetensorsFile:
             self._closing = True
             if not self._readers:
                 self._close()
+
+    def _expect(self, info: TensorInfo, start: int, expected: int, found: int) -> None:
+        if found < expected:
+            raise CheckpointError(
+                f"{self.path}: truncated: tensor {info.name!r}: expected {expected} bytes at {info.offset + start}, "
+                f"found {found}"
+            )
 
     @contextmanager
     def _descriptor(self) -> Iterator[int]:
@@ -117,6 +135,8 @@ class SafetensorsFile:
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
+        if self._direct is not None:
+            self._direct.close()
         if fd >= 0:
             os.close(fd)
 
