@@ -63,7 +63,7 @@ class DirectFile:
             return self._fd
 
     def _cached(self, offset: int) -> bool:
-        """Whether the page cache has the byte at an offset, and so is likely to have those around it. To ask may bring its page."""
+        """Whether the page cache has the byte at an offset, and so is likely to have those around it. Asking may bring it."""
         try:
             return bool(os.preadv(self._of, [bytearray(1)], offset, os.RWF_NOWAIT))
         except BlockingIOError:
