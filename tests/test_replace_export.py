@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import B16, FORMATS, MIXED, WEIGHTS, assert_right, bits, random_batch, random_experts, same_bits
+from helpers import B16, FORMATS, MIXED, SCALES, WEIGHTS, assert_right, bits, random_batch, random_experts, rounds, same_bits
 from test_placement import THREE
 
 from ktmoe import MXFP4, ExpertWeights, MoELayer, int4
@@ -109,6 +109,12 @@ def test_into_arrays_that_are_there(backend):
         assert np.array_equal(out[0]["gate"][0], before)  # nothing was written
         with pytest.raises(InputError, match="out must be a sequence of 1 parts, found 2"):
             layer.export_expert(0, 1, out)
+        with pytest.raises(InputError, match=r"out\[0\] must have arrays for .*gate.*, found \('gate',\)"):
+            layer.export_expert(0, 1, [{"gate": out[0]["gate"]}])
+        whole = {p: experts.formats[p].empty(*experts.shape(p)) for p in PROJECTIONS}
+        whole["up"][1].flags.writeable = False
+        with pytest.raises(InputError, match=r"experts\.0\.up: out must be writeable arrays, found read-only ones"):
+            layer.export_expert(0, 1, [whole])
 
 
 @pytest.mark.parametrize(("parts", "unit"), [(0, 32), (-1, 32), (3, 32), (8, 32)])
@@ -229,6 +235,18 @@ def test_an_experts_biases_are_the_ones_that_came_with_its_matrices(backend):
             for thread in threads:
                 thread.join()
             assert not wrong
+
+
+def test_whether_weights_are_rounded_is_known_after_a_replacement(backend):
+    rng = np.random.default_rng(16)
+    small, tiny = (random_experts(rng, 1, 64, 64, formats=int4(32), scales=fields) for fields in (SCALES, (0, 0)))
+    with MoELayer(small, backend, scales="folded") as layer:
+        expected = layer.scales
+        assert expected == ("folded" if rounds(layer) else "exact")
+        layer.replace_expert(0, matrices(tiny, 0))
+        assert layer.scales == "exact"
+        layer.replace_expert(0, matrices(small, 0))
+        assert layer.scales == expected
 
 
 def test_matrices_that_are_made_when_they_are_asked_for(backend):

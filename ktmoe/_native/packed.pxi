@@ -334,10 +334,24 @@ cdef class PackedLayer:
     @property
     def scales(self):
         """"folded" if any scaled weight is rounded to bfloat16, else "exact"."""
-        rounded = {
-            projection for (_, projection), folded in self.kernels().items()
-            if folded and self._formats[projection].scale.kind == "bf16"
-        }
+        cdef bint rounds[3]
+        cdef bint rounded = False, closed
+        cdef kt_matrix *matrix
+        cdef size_t e
+        cdef int p
+        for p, projection in enumerate(PROJECTIONS):
+            scale = self._formats[projection].scale
+            rounds[p] = scale is not None and scale.kind == "bf16"
+        with nogil:
+            kt_pool_lock()
+            closed = self.layer.shards == NULL
+            for e in range(0 if closed else self.layer.num_experts):
+                for p in range(3):
+                    matrix = self._matrix(0, e, p)
+                    rounded = rounded or (rounds[p] and matrix.data and matrix.kernel.folded)
+            kt_pool_unlock()
+        if closed:
+            raise ClosedError("this layer was closed")
         return "folded" if rounded else "exact"
 
     def forward(self, x, const int64_t[:, ::1] ids, const float[:, ::1] weights, const uint8_t[::1] mask, out):
