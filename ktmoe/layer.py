@@ -172,7 +172,9 @@ class MoELayer:
                     f"{matrix.name}: {projection} must be {weight_format.description} {list(shape)}, "
                     f"found {matrix.format.description} {list(matrix.shape)}"
                 )
-        self._ask("replace")(expert, matrices)
+        packed = self._able_to("replace")
+        packed.replace(expert, matrices)
+        self.scales = packed.scales
 
     def export_expert(self, expert: int, parts: int = 1, out: Sequence[Stored] | None = None) -> list[dict[str, Matrix]]:
         """An expert in the checkpoint's own bytes, cut for tensor parallelism: part i has rows [i n / parts, (i + 1) n / parts)
@@ -193,9 +195,16 @@ class MoELayer:
             out = [{p: self._formats[p].empty(*shapes[p]) for p in PROJECTIONS} for _ in range(parts)]
         elif len(out) != parts:
             raise InputError(f"out must be a sequence of {parts} parts, found {len(out)}")
+        for i, part in enumerate(out):
+            if set(part) != set(PROJECTIONS):
+                raise InputError(f"out[{i}] must have arrays for {PROJECTIONS}, found {tuple(part)}")
         name = f"{self.name}.{expert}"
         matrices = [{p: Matrix(f"{name}.{p}", self._formats[p], shapes[p], *part[p]) for p in PROJECTIONS} for part in out]
-        biases = self._ask("export")(expert, out)
+        for matrix in (matrix for part in matrices for matrix in part.values()):
+            if not all(array is None or array.flags.writeable for array in (matrix.codes, matrix.scales)):
+                raise InputError(f"{matrix.name}: out must be writeable arrays, found read-only ones")
+        stored = [{p: (matrix.codes, matrix.scales) for p, matrix in part.items()} for part in matrices]
+        biases = self._able_to("export").export(expert, stored)
         for projection, bias in biases.items():
             cut = [bias, *[None] * (parts - 1)] if projection == "down" else np.array_split(bias, parts)
             for part, own in zip(matrices, cut, strict=True):
@@ -223,13 +232,13 @@ class MoELayer:
         intermediate = self.intermediate if intermediate is None else intermediate
         return (self.hidden, intermediate) if projection == "down" else (intermediate, self.hidden)
 
-    def _ask(self, method: str):
+    def _able_to(self, method: str):
         packed = self._packed  # once: close() may come from another thread
         if packed is None:
             raise ClosedError(f"{self.name}: {method} after close()")
         if not hasattr(packed, method):
             raise UnavailableError(f"{self.name}: backend {self.backend!r} cannot {method} an expert")
-        return getattr(packed, method)
+        return packed
 
     def _checked_out(self, out, given: arrays.Activations) -> np.ndarray:
         like = arrays.view(out, "out")

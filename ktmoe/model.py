@@ -181,10 +181,6 @@ def _maps(physical_to_logical, layers: int) -> np.ndarray:
     return np.broadcast_to(maps, (layers, maps.shape[-1]))
 
 
-def _packed_nbytes(backend: str, experts: ExpertWeights, numa_nodes: Sequence[int] | None) -> int:
-    return backends.get(backend).packed_nbytes(experts, placement_of(experts, numa_nodes))
-
-
 def _require_memory(path: str | os.PathLike, packed: list[int], experts: Iterable[ExpertWeights]) -> None:
     """Raise OutOfMemoryError, which says how many layers would fit, if packed layers and what is read ahead do not."""
     available = memory.available_bytes()

@@ -2,16 +2,19 @@
 
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import B16, FORMATS, MIXED, WEIGHTS, assert_right, bits, random_batch, random_experts, same_bits
+from helpers import B16, FORMATS, MIXED, SCALES, WEIGHTS, assert_right, bits, random_batch, random_experts, rounds, same_bits
 from test_placement import THREE
 
 from ktmoe import MXFP4, ExpertWeights, MoELayer, int4
 from ktmoe._native import core
+from ktmoe.backends import native
+from ktmoe.backends.base import Plan
 from ktmoe.errors import ClosedError, FormatError, InputError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 
@@ -106,6 +109,12 @@ def test_into_arrays_that_are_there(backend):
         assert np.array_equal(out[0]["gate"][0], before)  # nothing was written
         with pytest.raises(InputError, match="out must be a sequence of 1 parts, found 2"):
             layer.export_expert(0, 1, out)
+        with pytest.raises(InputError, match=r"out\[0\] must have arrays for .*gate.*, found \('gate',\)"):
+            layer.export_expert(0, 1, [{"gate": out[0]["gate"]}])
+        whole = {p: experts.formats[p].empty(*experts.shape(p)) for p in PROJECTIONS}
+        whole["up"][1].flags.writeable = False
+        with pytest.raises(InputError, match=r"experts\.0\.up: out must be writeable arrays, found read-only ones"):
+            layer.export_expert(0, 1, [whole])
 
 
 @pytest.mark.parametrize(("parts", "unit"), [(0, 32), (-1, 32), (3, 32), (8, 32)])
@@ -190,6 +199,87 @@ def test_forward_calls_see_the_old_expert_or_the_new_and_nothing_between(backend
                 thread.join()
             assert not torn
             assert seen == {0, 1}
+
+
+def test_an_experts_biases_are_the_ones_that_came_with_its_matrices(backend):
+    """Also where several threads replace it at once: whichever was last, its biases stay with it, and are in memory."""
+    rng = np.random.default_rng(13)
+    sources = [random_experts(rng, 1, 64, 96, biases=True) for _ in range(3)]
+    batch = random_batch(rng, sources[0], 1, 1, np.float32)
+    for nodes in (None, [0, 1]):
+        outputs = []
+        for source in sources:
+            with MoELayer(source, backend, numa_nodes=nodes) as layer:
+                outputs.append(layer.forward(*batch))
+        with MoELayer(sources[0], backend, numa_nodes=nodes) as layer:
+            wrong, started = [], threading.Barrier(4)
+
+            def exchange(source, layer=layer, started=started):
+                started.wait()
+                for _ in range(150):
+                    layer.replace_expert(0, matrices(source, 0))
+
+            def look(layer=layer, started=started, wrong=wrong, outputs=outputs):
+                started.wait()
+                for _ in range(150):
+                    y, (exported,) = layer.forward(*batch), layer.export_expert(0)
+                    ours = [s for s in sources if np.array_equal(exported["up"].codes, s.matrix(0, "up").codes)]
+                    known = any(same_bits(y, output) for output in outputs)
+                    if not known or any(not np.array_equal(exported[p].bias, ours[0].matrix(0, p).bias) for p in PROJECTIONS):
+                        wrong.append(exported)
+
+            threads = [threading.Thread(target=exchange, args=(source,)) for source in sources]
+            threads.append(threading.Thread(target=look))
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not wrong
+
+
+def test_whether_weights_are_rounded_is_known_after_a_replacement(backend):
+    rng = np.random.default_rng(16)
+    small, tiny = (random_experts(rng, 1, 64, 64, formats=int4(32), scales=fields) for fields in (SCALES, (0, 0)))
+    with MoELayer(small, backend, scales="folded") as layer:
+        expected = layer.scales
+        assert expected == ("folded" if rounds(layer) else "exact")
+        layer.replace_expert(0, matrices(tiny, 0))
+        assert layer.scales == "exact"
+        layer.replace_expert(0, matrices(small, 0))
+        assert layer.scales == expected
+
+
+def test_matrices_that_are_made_when_they_are_asked_for(backend):
+    """A Mapping may make them anew each time: what is packed is kept until it is."""
+    rng = np.random.default_rng(14)
+    old, new = (random_experts(rng, 1, 512, 512) for _ in range(2))
+
+    class Made(Mapping):
+        def __getitem__(self, projection):
+            matrix = new.matrix(0, projection)
+            return replace(matrix, codes=matrix.codes.copy(), scales=matrix.scales.copy())
+
+        def __iter__(self):
+            return iter(PROJECTIONS)
+
+        def __len__(self):
+            return 3
+
+    with MoELayer(old, backend) as layer:
+        layer.replace_expert(0, Made())
+        for projection, matrix in layer.export_expert(0)[0].items():
+            same_stored(new.matrix(0, projection), matrix.codes, matrix.scales)
+
+
+def test_an_expert_that_was_packed_in_part_may_be_replaced():
+    rng = np.random.default_rng(15)
+    experts = random_experts(rng, 1, 64, 96)
+    packed = core.PackedLayer(native.load_table("portable"), experts, Plan(), [(0, 96)], 1)
+    packed.pack(0, {"down": experts.matrix(0, "down")})
+    for _ in range(3):
+        packed.pack(0, matrices(experts, 0))
+        for projection, matrix in matrices(experts, 0).items():
+            same_stored(matrix, *packed.unpack(0, projection))
 
 
 def test_what_is_refused_leaves_the_old_expert(backend):

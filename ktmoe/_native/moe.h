@@ -78,19 +78,20 @@ typedef struct worker_scratch {
     void *kernel;
 } worker_scratch;
 
-/* One shard's share of a job, in memory that its own threads touch first. */
+/* One shard's share of a job. */
 typedef struct part {
     const kt_shard *shard;
     size_t k_inter, inter_panels; /* padded sizes */
     size_t threads;               /* of its team */
     size_t run_b;                 /* panels of y that one worker does together, at most */
     size_t h_stride_bytes;
-    uint8_t *h;                /* [slots] rows */
     const void **h_rows;       /* [slots] */
-    float *d;                  /* [slots][hidden_panels * KT_PANEL] */
     _Atomic uint32_t *arrived; /* [hidden_panels]: groups whose d is there */
-    panel_row *sums;           /* [hidden_panels][tokens]; none where it is the only shard */
     worker_scratch *workers;   /* [threads] */
+    /* In memory that its own threads touch first, as what the workers have is: */
+    uint8_t *h;      /* [slots] rows */
+    float *d;        /* [slots][hidden_panels * KT_PANEL] */
+    panel_row *sums; /* [hidden_panels][tokens]; none where it is the only shard */
     counter a, b;
 } part;
 

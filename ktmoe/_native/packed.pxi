@@ -32,7 +32,7 @@ cdef class PackedLayer:
     cdef size_t missing
     cdef kt_codebook codebooks[3]
     cdef kt_format layouts[3]
-    cdef dict _formats, _biases
+    cdef dict _formats
     cdef str _activations, _scales
     cdef KernelTable _table
     cdef list _spans
@@ -42,7 +42,6 @@ cdef class PackedLayer:
         self._table = table
         self._formats = experts.formats
         self._activations, self._scales = plan.activations, plan.scales
-        self._biases = {}
         self._spans = list(spans)
         for p, projection in enumerate(PROJECTIONS):
             _fill_codebook(&self.codebooks[p], self._formats[projection])
@@ -80,8 +79,12 @@ cdef class PackedLayer:
         self._free()
 
     cdef void _free(self) noexcept nogil:
-        cdef size_t i
+        cdef size_t i, e
+        cdef int p
         for i in range(self.num_shards if self.shards and self.layer.shards else 0):
+            for e in range(self.layer.num_experts if self.layer.shards[i].experts else 0):
+                for p in range(3):
+                    free(<void *>self._matrix(i, e, p).bias)
             kt_os_unmap(self.shards[i].arena, self.shards[i].nbytes)
             kt_os_unmap(self.shards[i].spare_map, self.shards[i].expert_bytes)
             free(self.layer.shards[i].experts)
@@ -129,15 +132,14 @@ cdef class PackedLayer:
         cdef uint8_t highs[3]
         cdef const uint8_t[::1] codes, scales
         cdef const uint8_t *scales_at
-        cdef const float[::1] bias_view
         cdef int p, error = 0
-        cdef outcome result
+        cdef outcome result = DONE
         cdef size_t i
         self._check_expert(expert)
         memset(shares, 0, sizeof(shares))
         memset(fresh, 0, sizeof(fresh))
         memset(kernels, 0, sizeof(kernels))
-        biases = {}
+        matrices = dict(matrices)  # their bytes are read without the GIL: nothing may make or drop them meanwhile
         for projection, matrix in matrices.items():
             p = PROJECTIONS.index(projection)
             weight_format = self._formats[projection]
@@ -159,20 +161,24 @@ cdef class PackedLayer:
             if matrix.scales is not None:
                 scales = matrix.scales.reshape(-1).view(np.uint8)
                 scales_at = &scales[0]
-            biases[projection] = _shard_biases(matrix, p, self._spans)
             for i in range(self.num_shards):
                 first, last = self._spans[i]
                 shares[3 * i + p] = _share(p, &self.layouts[p], first, last, self.layer.hidden)
                 _point(&shares[3 * i + p], &codes[0], scales_at, k)
                 # Gate and up of one format share a codebook, so that one kernel call can take both.
                 fresh[3 * i + p].codebook = &self.codebooks[0 if weight_format == self._formats["gate"] else p]
-                if biases[projection][i] is not None:
-                    bias_view = biases[projection][i]
-                    fresh[3 * i + p].bias = &bias_view[0]
-        with nogil:
-            kt_pool_lock()
-            result = self._install(expert, shares, fresh, kernels, lows, highs, scans, &error)
-            kt_pool_unlock()
+        try:
+            for projection, matrix in matrices.items():
+                p = PROJECTIONS.index(projection)
+                for i in range(self.num_shards):
+                    fresh[3 * i + p].bias = _shard_bias(matrix, &shares[3 * i + p])
+            with nogil:
+                kt_pool_lock()
+                result = self._install(expert, shares, fresh, kernels, lows, highs, scans, &error)
+                kt_pool_unlock()
+        finally:
+            for i in range(3 * self.num_shards):
+                free(<void *>fresh[i].bias)  # those that were replaced, or were not installed
         names = ", ".join(matrix.name for matrix in matrices.values())
         if error:
             _raise(error, f"packing {names}")
@@ -185,16 +191,16 @@ cdef class PackedLayer:
                 matrices[projection].refuse()
         if result == TOO_MANY_KINDS:
             raise UnavailableError(f"{self._table.name}'s kernels take x in more ways than one layer can have: {KT_X_KINDS}")
-        for projection in matrices:
-            self._biases[expert, projection] = biases[projection]
 
     cdef outcome _install(self, size_t expert, kt_share *shares, kt_matrix *fresh, const kt_kernel *(*kernels)[2],
                           const uint8_t *lows, const uint8_t *highs, kt_scan *scans, int *error) noexcept nogil:
-        """Pack and then swap, with the pool's lock held, which every forward call holds from its beginning to its end."""
+        """Pack and then swap, with the pool's lock held, which every forward call holds from its beginning to its end; fresh
+        has then what was replaced."""
         cdef size_t i
         cdef int p, given = 0, old = 0
         cdef memory *m
-        cdef const uint8_t *replaced
+        cdef kt_matrix *matrix
+        cdef uint8_t *replaced = NULL
         memset(scans, 0, 3 * sizeof(kt_scan))
         if not self.layer.shards:
             return CLOSED
@@ -222,13 +228,15 @@ cdef class PackedLayer:
                 ):
                     return TOO_MANY_KINDS
         for i in range(self.num_shards):
-            replaced = self._matrix(i, expert, 0).data  # gate comes first in an expert's bytes
             for p in range(3):
                 if shares[p].format:
-                    self.missing -= i == 0 and not self._matrix(0, expert, p).data
-                    self._matrix(i, expert, p)[0] = fresh[3 * i + p]
+                    matrix = self._matrix(i, expert, p)
+                    if matrix.data:
+                        replaced = <uint8_t *>matrix.data - self.shards[i].offsets[p]
+                    self.missing -= i == 0 and not matrix.data
+                    matrix[0], fresh[3 * i + p] = fresh[3 * i + p], matrix[0]
             if old:
-                self.shards[i].spare = <uint8_t *>replaced
+                self.shards[i].spare = replaced
         return DONE
 
     cdef bint _use(self, int p, const kt_share *share, kt_matrix *matrix, const kt_kernel *kernel) noexcept nogil:
@@ -244,10 +252,13 @@ cdef class PackedLayer:
     def export(self, size_t expert, parts):
         """The checkpoint's own bytes again, in Matrix's dtypes: part i of `parts` gets the i-th rows of gate and up and the i-th
         columns of down. parts: [{projection: (codes, scales or None)}], C-contiguous arrays to write into, whose shapes are right.
-        Returns {projection: bias, float32 [n]} where there are any.
+        Returns {projection: bias, float32 [n]} of those matrices that have one.
         """
         cdef kt_share shares[KT_SHARDS_MAX * 3]
         cdef kt_piece *pieces
+        cdef float *biases[3]
+        cdef bint biased[3]
+        cdef float[::1] bias
         cdef int p, error = 0
         cdef bint closed, missing = False
         cdef size_t i, count = 0, num_parts = len(parts)
@@ -257,6 +268,12 @@ cdef class PackedLayer:
         for i in range(self.num_shards):
             for _, p, _ in wanted:
                 shares[3 * i + p] = _share(p, &self.layouts[p], self._spans[i][0], self._spans[i][1], self.layer.hidden)
+        memset(biases, 0, sizeof(biases))
+        memset(biased, 0, sizeof(biased))
+        whole = {}
+        for p in {p for _, p, _ in wanted}:
+            whole[p] = bias = np.empty(self.layer.hidden if p == 2 else self.intermediate, np.float32)
+            biases[p] = &bias[0]
         pieces = <kt_piece *>calloc(len(wanted), sizeof(kt_piece))
         if not pieces:
             raise OutOfMemoryError(f"exporting expert {expert}: the system refused memory for {len(wanted)} pieces")
@@ -274,6 +291,10 @@ cdef class PackedLayer:
                         missing = missing or (shares[3 * i + p].format and not shares[3 * i + p].packed)
                 if not closed and not missing:
                     error = kt_unpack(self.layer.where, shares, pieces, count)
+                    for i in range(self.num_shards):
+                        for p in range(3):
+                            if biases[p]:
+                                biased[p] |= _copy_bias(&shares[3 * i + p], self._matrix(i, expert, p).bias, biases[p])
                 kt_pool_unlock()
         finally:
             free(pieces)
@@ -283,11 +304,7 @@ cdef class PackedLayer:
             raise InputError(f"expert {expert} was not packed")
         if error:
             _raise(error, f"exporting expert {expert}")
-        biases = {
-            projection: _whole_bias(self._biases.get((expert, projection), ()), p, self._spans, self.layer.hidden)
-            for p, projection in enumerate(PROJECTIONS)
-        }
-        return {projection: bias for projection, bias in biases.items() if bias is not None}
+        return {PROJECTIONS[p]: array for p, array in whole.items() if biased[p]}
 
     def unpack(self, size_t expert, str projection):
         """One matrix's (codes, scales or None) of export()."""
@@ -317,10 +334,24 @@ cdef class PackedLayer:
     @property
     def scales(self):
         """"folded" if any scaled weight is rounded to bfloat16, else "exact"."""
-        rounded = {
-            projection for (_, projection), folded in self.kernels().items()
-            if folded and self._formats[projection].scale.kind == "bf16"
-        }
+        cdef bint rounds[3]
+        cdef bint rounded = False, closed
+        cdef kt_matrix *matrix
+        cdef size_t e
+        cdef int p
+        for p, projection in enumerate(PROJECTIONS):
+            scale = self._formats[projection].scale
+            rounds[p] = scale is not None and scale.kind == "bf16"
+        with nogil:
+            kt_pool_lock()
+            closed = self.layer.shards == NULL
+            for e in range(0 if closed else self.layer.num_experts):
+                for p in range(3):
+                    matrix = self._matrix(0, e, p)
+                    rounded = rounded or (rounds[p] and matrix.data and matrix.kernel.folded)
+            kt_pool_unlock()
+        if closed:
+            raise ClosedError("this layer was closed")
         return "folded" if rounded else "exact"
 
     def forward(self, x, const int64_t[:, ::1] ids, const float[:, ::1] weights, const uint8_t[::1] mask, out):

@@ -107,9 +107,12 @@ static void after_fork_child(void) {
     lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
+/* Before there is anything to lock, since another thread may fork at any time. */
+__attribute__((constructor)) static void handle_forks(void) {
+    pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+}
+
 static int start_workers(size_t threads) {
-    static bool fork_handled;
-    if (!fork_handled) fork_handled = pthread_atfork(before_fork, after_fork_parent, after_fork_child) == 0;
     pool.threads = calloc(threads, sizeof *pool.threads);
     if (!pool.threads) return ENOMEM;
     /* Signals are the interpreter's; only the ones that a worker's own instructions raise stay with it. */

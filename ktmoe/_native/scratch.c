@@ -24,6 +24,8 @@ static bool resize(arena *a, size_t bytes) {
     return a->base || !bytes;
 }
 
+static size_t beyond(const arena *a, size_t bytes) { return bytes > a->bytes ? bytes - a->bytes : 0; }
+
 static void release_shards(void) {
     for (size_t i = 0; i < KT_SHARDS_MAX; i++) resize(&scratch.of[i], 0);
 }
@@ -39,7 +41,7 @@ void *kt_carve(carver *c, size_t count, size_t size) {
     return p;
 }
 
-/* Gives every array that all shards use its place for a batch of `tokens`; returns the bytes. */
+/* Gives every array that the caller or all shards touch its place for a batch of `tokens`; returns the bytes. */
 static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
     const size_t slots = tokens * j->batch.top_k;
     carver c = {base, 0};
@@ -52,23 +54,25 @@ static size_t lay_out(job *j, uint8_t *base, size_t tokens) {
     }
     j->together = kt_carve(&c, slots, sizeof *j->together);
     j->summed = kt_carve(&c, j->hidden_panels, sizeof *j->summed);
+    for (part *p = j->parts; p < j->parts + j->shards; p++) { /* what the caller fills */
+        p->h_rows = kt_carve(&c, slots, sizeof *p->h_rows);
+        p->arrived = kt_carve(&c, j->hidden_panels, sizeof *p->arrived);
+        p->workers = kt_carve(&c, p->threads, sizeof *p->workers);
+    }
     return c.used;
 }
 
-/* Likewise, what one shard has by itself; lay_out() comes before. */
+/* Likewise, what only one shard's threads touch; lay_out() comes before. */
 static size_t lay_out_part(const job *j, part *p, uint8_t *base, size_t tokens) {
     const kt_layer *l = j->layer;
     const size_t slots = tokens * j->batch.top_k;
     carver c = {base, 0};
     p->run_b = j->hidden_panels / (RUNS_LEFT * p->threads); /* grab()'s first */
     p->run_b = j->reduce || p->run_b > LONGEST_RUN ? LONGEST_RUN : p->run_b < 1 ? 1 : p->run_b;
-    p->h_rows = kt_carve(&c, slots, sizeof *p->h_rows);
     p->h = kt_carve(&c, slots, p->h_stride_bytes);
     kt_carve(&c, KT_TILE_ROWS, l->h_group_bytes); /* may be read */
     p->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(panel_row));
-    p->arrived = kt_carve(&c, j->hidden_panels, sizeof *p->arrived);
     p->sums = kt_carve(&c, j->shards > 1 ? j->hidden_panels * tokens : 0, sizeof(panel_row));
-    p->workers = kt_carve(&c, p->threads, sizeof *p->workers);
     for (size_t i = 0; i < p->threads; i++) {
         const worker_scratch w = {
             .g = kt_carve(&c, KT_M_BLOCK, sizeof(panel_row)),
@@ -89,24 +93,21 @@ size_t kt_scratch_need(job *j, size_t tokens) {
     return bytes;
 }
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-
 bool kt_scratch_have(job *j, size_t tokens) {
     if (scratch.where != j->layer->where) release_shards(); /* theirs is on other nodes */
     scratch.where = j->layer->where;
-    const size_t common = lay_out(j, NULL, tokens);
-    size_t of[KT_SHARDS_MAX], needed = common, held = larger(scratch.common.bytes, common);
+    const size_t held = kt_moe_scratch_bytes(), bytes = lay_out(j, NULL, tokens);
+    size_t part_bytes[KT_SHARDS_MAX], more = beyond(&scratch.common, bytes);
     for (size_t i = 0; i < j->shards; i++) {
-        of[i] = lay_out_part(j, &j->parts[i], NULL, tokens);
-        needed += of[i];
-        held += larger(scratch.of[i].bytes, of[i]);
+        part_bytes[i] = lay_out_part(j, &j->parts[i], NULL, tokens);
+        more += beyond(&scratch.of[i], part_bytes[i]);
     }
-    /* Each arena was once as large, but not all of them together. */
-    if (held > kt_moe_tuning.scratch_bytes && held > needed) kt_moe_release();
-    if (common > scratch.common.bytes && !resize(&scratch.common, common)) return false;
+    /* Other calls may have needed much of other arenas. */
+    if (more && held + more > kt_moe_tuning.scratch_bytes) kt_moe_release();
+    if (bytes > scratch.common.bytes && !resize(&scratch.common, bytes)) return false;
     lay_out(j, scratch.common.base, tokens);
     for (size_t i = 0; i < j->shards; i++) {
-        if (of[i] > scratch.of[i].bytes && !resize(&scratch.of[i], of[i])) return false;
+        if (part_bytes[i] > scratch.of[i].bytes && !resize(&scratch.of[i], part_bytes[i])) return false;
         lay_out_part(j, &j->parts[i], scratch.of[i].base, tokens);
     }
     return true;

@@ -98,21 +98,26 @@ cdef size_t _lay_out_expert(const kt_format *layouts, size_t first, size_t last,
     return at
 
 
-def _shard_biases(matrix, int projection, list spans):
-    """What is added to each shard's output, float32 padded to whole panels, or None; down's belongs to the first."""
+cdef const float *_shard_bias(matrix, const kt_share *share) except? NULL:
+    """A copy, padded to whole panels, of what is added to this share's outputs; NULL if nothing is. free() gives it back."""
+    cdef const float[::1] bias
+    cdef float *copy
     if matrix.bias is None:
-        return [None for _ in spans]
-    if not np.isfinite(matrix.bias).all():
+        return NULL
+    bias = matrix.bias
+    if not np.isfinite(bias).all():
         matrix.refuse()
-    if projection == 2:
-        parts = [matrix.bias, *(None for _ in spans[1:])]
-    else:
-        parts = [matrix.bias[first:last] for first, last in spans]
-    return [None if part is None else np.pad(part, (0, -len(part) % KT_PANEL)) for part in parts]
+    if share.column:
+        return NULL  # down's belongs to the first shard
+    copy = <float *>calloc((share.n + KT_PANEL - 1) // KT_PANEL * KT_PANEL, sizeof(float))
+    if not copy:
+        raise OutOfMemoryError(f"{matrix.name}: the system refused memory for its bias")
+    memcpy(copy, &bias[share.row], share.n * sizeof(float))
+    return copy
 
 
-def _whole_bias(biases, int projection, list spans, size_t hidden):
-    """The inverse of _shard_biases()."""
-    spans = [(0, hidden)] if projection == 2 else spans
-    parts = [part for part in biases if part is not None]
-    return np.concatenate([part[: last - first] for part, (first, last) in zip(parts, spans, strict=True)]) if parts else None
+cdef bint _copy_bias(const kt_share *share, const float *bias, float *whole) noexcept nogil:
+    """The inverse of _shard_bias(); False if there is none."""
+    if bias:
+        memcpy(whole + share.row, bias, share.n * sizeof(float))
+    return bias != NULL
