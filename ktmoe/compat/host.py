@@ -77,15 +77,17 @@ def _expect_floats(name: str, array: np.ndarray) -> None:
 class TorchHost:
     """torch CPU tensors of any floating dtype, rounded to bfloat16."""
 
+    pinned = False
+
     @property
     def torch(self):
         return sys.modules["torch"]
 
-    def empty(self, shape, dtype):
-        return self.torch.empty(shape, dtype=dtype)
-
     def allocate(self, shape, dtype):
-        tensor = self.empty(shape, getattr(self.torch, _TORCH_DTYPES[dtype]))
+        # callers may be in torch.device("cuda"), or in inference mode, whose tensors could not be filled again outside of it
+        with self.torch.inference_mode(False):
+            torch_dtype = getattr(self.torch, _TORCH_DTYPES[dtype])
+            tensor = self.torch.empty(shape, dtype=torch_dtype, device="cpu", pin_memory=self.pinned)
         if dtype == np.uint16:
             return tensor.view(self.torch.int16).numpy().view(np.uint16), tensor
         return tensor.numpy(), tensor
