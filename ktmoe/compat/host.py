@@ -84,12 +84,14 @@ class TorchHost:
         return sys.modules["torch"]
 
     def allocate(self, shape, dtype):
-        # callers may be in torch.device("cuda"), or in inference mode, whose tensors could not be filled again outside of it
-        with self.torch.inference_mode(False):
-            torch_dtype = getattr(self.torch, _TORCH_DTYPES[dtype])
-            tensor = self.torch.empty(shape, dtype=torch_dtype, device="cpu", pin_memory=self.pinned)
+        torch = self.torch
+        if torch.is_inference_mode_enabled():  # whose tensors could not be filled again outside of it
+            with torch.inference_mode(False):
+                return self.allocate(shape, dtype)
+        # the device is named, since callers may be in torch.device("cuda")
+        tensor = torch.empty(shape, dtype=getattr(torch, _TORCH_DTYPES[dtype]), device="cpu", pin_memory=self.pinned)
         if dtype == np.uint16:
-            return tensor.view(self.torch.int16).numpy().view(np.uint16), tensor
+            return tensor.view(torch.int16).numpy().view(np.uint16), tensor
         return tensor.numpy(), tensor
 
     def bring(self, buffers, x, ids, weights, stream):
