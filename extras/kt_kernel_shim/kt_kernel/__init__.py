@@ -1,4 +1,4 @@
-"""The names that callers import from kt-kernel, served by ktmoe. `pip install extras/kt_kernel_shim`; never comes with ktmoe.
+"""The names that callers import from kt-kernel, served by ktmoe. `pip install . ./extras/kt_kernel_shim`; never comes with ktmoe.
 
 It takes the place of kt-kernel, which must not be installed beside it. There is no kt_kernel_ext.
 """
