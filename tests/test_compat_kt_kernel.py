@@ -249,6 +249,7 @@ def test_fine_tuning(name, suffix):
         ({"gpu_experts_mask": np.zeros(7, bool)}, r"gpu_experts_mask must be bool \[8\], found bool \[7\]"),
         ({"gpu_experts_mask": np.zeros(8, bool), "num_gpu_experts": 2}, "num_gpu_experts must be left out or be .* 0; found 2"),
         ({"swiglu_limit": -1.0}, "swiglu_limit must be 0 or more, found -1"),
+        ({"swiglu_limit": "10"}, "swiglu_limit must be 0 or more, found '10'"),
         ({"swiglu_alpha": float("nan")}, "swiglu_alpha must be 0 or more, found nan"),
     ],
 )

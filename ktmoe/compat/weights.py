@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from dataclasses import dataclass
 
@@ -100,8 +101,8 @@ def gated_activation(limit: float | None, alpha: float) -> GatedActivation | Non
     limit * sigmoid(-alpha * limit) * (limit + 1).
     """
     for name, value in (("swiglu_limit", limit), ("swiglu_alpha", alpha)):
-        if value is not None and not value >= 0:
-            raise InputError(f"{name} must be 0 or more, found {value}")
+        if value is not None and not (isinstance(value, numbers.Real) and value >= 0):
+            raise InputError(f"{name} must be 0 or more, found {value!r}")
     if limit is None and not alpha:
         return None
     clamp = {"limit": float(limit)} if limit else {}
