@@ -124,6 +124,27 @@ def test_who_is_out_is_told_why(result):
     assert report.wrong(result) == [f"{name}: fake {way}" for name in ("decode-1", "prefill-6") for way in ("3 % off", "NaN")]
 
 
+def test_an_environment_without_its_python_is_made_again(tmp_path, monkeypatch):
+    """What it links to may be gone."""
+    peer, made = Peer("nobody", "nobody", "", (), ()), []
+
+    def create(home, clear, with_pip):
+        interpreter = home / "bin" / "python"
+        interpreter.parent.mkdir(parents=True, exist_ok=True)
+        interpreter.unlink(missing_ok=True)
+        interpreter.symlink_to(sys.executable)
+        made.append(home)
+
+    monkeypatch.setattr(environments.venv, "create", create)
+    for _ in range(2):
+        interpreter = environments.python(peer, lambda text: None, tmp_path)
+        assert made == [tmp_path / "nobody"]
+    interpreter.unlink()
+    interpreter.symlink_to(tmp_path / "gone")
+    assert environments.python(peer, lambda text: None, tmp_path).exists()
+    assert len(made) == 2
+
+
 def test_the_fastest_setting_is_taken(result):
     for point in result["points"]:
         assert point["participants"]["fake right"]["best"] == "fast"

@@ -249,6 +249,7 @@ def test_fine_tuning(name, suffix):
         ({"gpu_experts_mask": np.zeros(7, bool)}, r"gpu_experts_mask must be bool \[8\], found bool \[7\]"),
         ({"gpu_experts_mask": np.zeros(8, bool), "num_gpu_experts": 2}, "num_gpu_experts must be left out or be .* 0; found 2"),
         ({"swiglu_limit": -1.0}, "swiglu_limit must be 0 or more, found -1"),
+        ({"swiglu_limit": "10"}, "swiglu_limit must be 0 or more, found '10'"),
         ({"swiglu_alpha": float("nan")}, "swiglu_alpha must be 0 or more, found nan"),
     ],
 )
@@ -545,6 +546,42 @@ def test_a_dropped_wrapper_gives_everything_back(folder):
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
     assert not weights.Lease._open
+
+
+def test_a_dropped_wrapper_waits_for_nobody(folder):
+    """A finalizer runs wherever the garbage collector does: in a thread that has locks which others wait for."""
+    w, held, go = wrapper(folder), threading.Event(), threading.Event()
+
+    def hold():
+        with ENGINE.order, weights.Lease._order:
+            held.set()
+            assert go.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
+    gives_up = threading.Timer(10, go.set)
+    gives_up.start()
+    del w
+    gc.collect()
+    assert not go.is_set()
+    gives_up.cancel()
+    assert weights.Lease._open
+    go.set()
+    holder.join()
+    assert not weights.Lease._open
+    assert not ENGINE.passes._layers
+
+
+def test_a_dropped_wrapper_changes_nothing_under_its_thread(folder):
+    w = wrapper(folder)
+    with ENGINE.order, weights.Lease._order:
+        del w
+        gc.collect()
+        assert weights.Lease._open
+        assert ENGINE.passes._layers
+    assert not weights.Lease._open
+    assert not ENGINE.passes._layers
 
 
 # generate_gpu_experts_masks

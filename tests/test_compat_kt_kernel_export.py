@@ -161,6 +161,7 @@ def test_what_does_not_fit(checkpoint):
             ({"ranks": 128}, "gpu_tp_count must divide .* found 128") if method != "BF16" else ({"ranks": 256}, "found 256"),
             ({"w13": []}, r"w13_weight_ptrs must have 1 host addresses, .* found \[\]"),
             ({"w2": [0]}, r"w2_weight_ptrs must have 1 host addresses, .* found \[0\]"),
+            ({"w2": good[0]}, r"w2_weight_ptrs must have 1 host addresses, .* found \d+$"),
             ({"w2": [1.0]}, "w2_weight_ptrs must be a whole number, found 1.0"),
         ):
             with pytest.raises(InputError, match=message):

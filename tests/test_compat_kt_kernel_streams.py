@@ -97,13 +97,14 @@ def fake_torch():
         setattr(torch, name, Dtype(name, numpy))
     torch.Tensor = Tensor
 
-    def empty(shape, dtype, pin_memory=False, device=Device("cpu")):
+    def empty(shape, dtype, pin_memory=False, *, device):
         array = np.empty(shape, dtype.numpy)
         array.view(np.uint8)[...] = POISON
-        return Tensor(torch, array, dtype, device, pin_memory)
+        return Tensor(torch, array, dtype, Device(device) if isinstance(device, str) else device, pin_memory)
 
     torch.empty = empty
-    torch.zeros = lambda size, dtype: np.zeros(size, dtype.numpy)  # the mask, which only ever is on the host
+    torch.is_inference_mode_enabled = lambda: False
+    torch.from_numpy = lambda array: array  # the mask, which only ever is on the host
     streams = {0: Stream(0)}
     current = [streams[0]]
 

@@ -55,6 +55,31 @@ def test_forward(torch, folder):
         assert same_bits(wide.numpy(), expected.astype(np.float32))
 
 
+def test_callers_in_a_device_context(torch, folder):
+    """SGLang builds its models in torch.device("cuda"); here another device that is not the CPU."""
+    case = batch()
+    made = tensors(torch, case)
+    with torch.device("meta"), wrapper(folder, num_gpu_experts=2) as w:
+        assert w.gpu_experts_mask.device.type == "cpu"
+        assert w.gpu_experts_mask.tolist() == [expert < 2 for expert in range(EXPERTS)]
+        y = w.forward(*made)
+        assert same_bits(as_array(torch, y), w.forward(case[0], case[1], case[2]))
+
+
+def test_callers_in_inference_mode(torch, folder):
+    """Buffers that were made there are filled again outside, and the other way round."""
+    KTMoEWrapper.set_capture_batch_sizes([2])
+    with wrapper(folder) as w:
+        for tokens in (2, 3):
+            case = batch(0, tokens)
+            made, expected = tensors(torch, case), w.forward(*case).copy()
+            for inside in (True, False, True):
+                with torch.inference_mode(inside):
+                    w.submit_forward(*made)
+                    w.submit_forward(*made)  # one is given up, whose y is used again
+                    assert same_bits(as_array(torch, w.sync_forward(made[0])), expected)
+
+
 def test_captured_sizes(torch, folder):
     KTMoEWrapper.set_capture_batch_sizes([2])
     with wrapper(folder) as w:

@@ -24,7 +24,7 @@ def python(peer: Peer, progress: Callable[[str], object], folder: Path = FOLDER)
     home = folder / peer.name
     stamp, wanted = home / "installed", _fingerprint(peer)
     interpreter = home / "bin" / "python"
-    if not (stamp.exists() and stamp.read_text() == wanted):
+    if not (interpreter.exists() and stamp.exists() and stamp.read_text() == wanted):
         progress(f"installing {peer.title}")
         try:
             venv.create(home, clear=True, with_pip=True)

@@ -78,7 +78,7 @@ class Pool:
         if buffers.captured:
             self._kept.setdefault(key, buffers)
             return
-        if any(other.tokens != key.tokens for other in self._last):
+        if any(other.tokens != key.tokens for other in tuple(self._last)):  # a finalizer may release others meanwhile
             self._last.clear()
         self._last.setdefault(key, buffers)
 

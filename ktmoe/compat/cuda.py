@@ -13,11 +13,10 @@ from ktmoe.errors import UnavailableError
 class Cuda(TorchHost):
     """device: where the caller's tensors are."""
 
+    pinned = True
+
     def __init__(self, device):
         self.device = device
-
-    def empty(self, shape, dtype):
-        return self.torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def bring(self, buffers, x, ids, weights, stream):
         cuda = self.torch.cuda

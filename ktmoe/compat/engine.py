@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ktmoe.compat.buffers import Pool
 from ktmoe.compat.deferral import Passes
+from ktmoe.compat.order import Order
 
 
 class Engine:
     """order: held from taking what a layer is due until its tasks are queued, so that tasks run in the order of the passes."""
 
     def __init__(self):
-        self.order = threading.RLock()
+        self.order = Order()
         self.passes = Passes()
         self.pool = Pool()
         self._worker: ThreadPoolExecutor | None = None
@@ -37,7 +37,7 @@ class Engine:
 
     def _forget(self) -> None:
         """In a forked child: the worker and what it was about to do are the parent's."""
-        self.order = threading.RLock()
+        self.order = Order()
         self.passes.abandon()
         self.pool = Pool(self.pool.captured)
         self._worker = None

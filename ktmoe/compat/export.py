@@ -78,9 +78,9 @@ def _addresses(name: str, given: Sequence[int], ranks: int, needed: bool = True)
     """One a rank. Formats without scales come with null addresses, or none."""
     if not needed:
         return []
-    addresses = [_whole(name, address) for address in given]
+    addresses = [_whole(name, address) for address in given] if np.iterable(given) else []
     if len(addresses) != ranks or not all(address > 0 for address in addresses):
-        raise InputError(f"{name} must have {ranks} host addresses, one for each of gpu_tp_count, found {addresses}")
+        raise InputError(f"{name} must have {ranks} host addresses, one for each of gpu_tp_count, found {addresses or given}")
     return addresses
 
 

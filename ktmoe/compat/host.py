@@ -77,17 +77,21 @@ def _expect_floats(name: str, array: np.ndarray) -> None:
 class TorchHost:
     """torch CPU tensors of any floating dtype, rounded to bfloat16."""
 
+    pinned = False
+
     @property
     def torch(self):
         return sys.modules["torch"]
 
-    def empty(self, shape, dtype):
-        return self.torch.empty(shape, dtype=dtype)
-
     def allocate(self, shape, dtype):
-        tensor = self.empty(shape, getattr(self.torch, _TORCH_DTYPES[dtype]))
+        torch = self.torch
+        if torch.is_inference_mode_enabled():  # whose tensors could not be filled again outside of it
+            with torch.inference_mode(False):
+                return self.allocate(shape, dtype)
+        # the device is named, since callers may be in torch.device("cuda")
+        tensor = torch.empty(shape, dtype=getattr(torch, _TORCH_DTYPES[dtype]), device="cpu", pin_memory=self.pinned)
         if dtype == np.uint16:
-            return tensor.view(self.torch.int16).numpy().view(np.uint16), tensor
+            return tensor.view(torch.int16).numpy().view(np.uint16), tensor
         return tensor.numpy(), tensor
 
     def bring(self, buffers, x, ids, weights, stream):

@@ -6,6 +6,7 @@ says why); no layer loses what it deferred (deferral.py). extras/kt_kernel_shim 
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import threading
@@ -322,8 +323,7 @@ class KTMoEWrapper:
 
 
 def _leave(model: tuple[str, int], layer: int, lease: weights.Lease | None) -> None:
-    with ENGINE.order:
-        ENGINE.passes.leave(model, layer)
+    ENGINE.order.soon(functools.partial(ENGINE.passes.leave, model, layer))
     if lease is not None:
         lease.close()
 

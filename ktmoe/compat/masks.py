@@ -15,9 +15,10 @@ def make(given, num_gpu_experts: int, num_experts: int):
     """A mask of the caller's own kind to change in place."""
     if given is None:
         torch = sys.modules.get("torch")
-        mask = np.zeros(num_experts, bool) if torch is None else torch.zeros(num_experts, dtype=torch.bool)
+        mask = np.zeros(num_experts, bool)
         mask[:num_gpu_experts] = True
-        return mask
+        # from_numpy: callers build their models under torch.device("cuda"), where torch.zeros would be on the GPU
+        return mask if torch is None else torch.from_numpy(mask)
     mask = given.detach().cpu().clone() if arrays.is_torch(given) else np.array(given)
     read(mask, num_experts)
     if num_gpu_experts not in (0, int(mask.sum())):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 import os
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 
 from ktmoe import arrays
 from ktmoe.activation import SILU, GatedActivation
+from ktmoe.compat.order import Order
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.formats import BF16
@@ -31,11 +32,11 @@ class Lease:
     """A share in the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
 
     _open: dict[str, _Shared] = {}  # noqa: RUF012 - the process's, on purpose
-    _lock = threading.RLock()  # a finalizer may close a lease while one is taken
+    _order = Order()  # a finalizer may close a lease while one is taken
 
     def __init__(self, path: str | os.PathLike):
         self._key = os.path.realpath(path)
-        with self._lock:
+        with self._order:
             shared = self._open.get(self._key)
             if shared is None:
                 checkpoint = Checkpoint(path)
@@ -54,14 +55,16 @@ class Lease:
 
     def close(self) -> None:
         """A second call does nothing."""
-        with self._lock:
-            shared, self._shared = self._shared, None
-            if shared is None:
-                return
-            shared.leases -= 1
-            if not shared.leases:
-                del self._open[self._key]
-                shared.checkpoint.close()
+        self._order.soon(self._close)
+
+    def _close(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        shared.leases -= 1
+        if not shared.leases:
+            del self._open[self._key]
+            shared.checkpoint.close()
 
 
 def from_tensors(gate, up, down, activation: GatedActivation | None, name: str) -> ExpertWeights:
@@ -98,8 +101,8 @@ def gated_activation(limit: float | None, alpha: float) -> GatedActivation | Non
     limit * sigmoid(-alpha * limit) * (limit + 1).
     """
     for name, value in (("swiglu_limit", limit), ("swiglu_alpha", alpha)):
-        if value is not None and not value >= 0:
-            raise InputError(f"{name} must be 0 or more, found {value}")
+        if value is not None and not (isinstance(value, numbers.Real) and value >= 0):
+            raise InputError(f"{name} must be 0 or more, found {value!r}")
     if limit is None and not alpha:
         return None
     clamp = {"limit": float(limit)} if limit else {}

@@ -1,6 +1,7 @@
-"""The names that callers import from kt-kernel, served by ktmoe. `pip install extras/kt_kernel_shim`; never comes with ktmoe.
+"""The names that callers import from kt-kernel, served by ktmoe; never comes with ktmoe.
 
-It takes the place of kt-kernel, which must not be installed beside it. There is no kt_kernel_ext.
+`pip install . ./extras/kt_kernel_shim` installs both. It takes the place of kt-kernel, which must not be installed beside it.
+There is no kt_kernel_ext.
 """
 
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
