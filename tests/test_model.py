@@ -409,6 +409,11 @@ def test_memory_comes_back(tmp_path, way, nothing_left):
     """Of layers that were loaded and of those that were half loaded, 40 MB each, even while the error is held on to."""
     synthetic.write_deepseek_v4(tmp_path, layers=4, num_experts=24, hidden=1024, intermediate=1024)
     size = layer_bytes(tmp_path)
+    load_and_stop(tmp_path, way, size)  # malloc keeps what threads have read into
+    assert load_and_stop(tmp_path, way, size) < size // 2
+
+
+def load_and_stop(folder, way, size):
     before, most = rss(), []
 
     def progress(done, total):
@@ -424,7 +429,7 @@ def test_memory_comes_back(tmp_path, way, nothing_left):
     with pytest.MonkeyPatch.context() as patch:
         if way == "failure":
             patch.setattr(Checkpoint, "read", stop)
-        model = MoEModel.from_checkpoint(tmp_path, progress=progress, wait=False)
+        model = MoEModel.from_checkpoint(folder, progress=progress, wait=False)
         if way == "cancel":
             model[1]
             model.cancel()
@@ -438,9 +443,10 @@ def test_memory_comes_back(tmp_path, way, nothing_left):
             assert "bad disk" in "".join(traceback.format_exception(held.value))
             model.close()
     model.close()
-    assert held.value is not None
     assert max(most) - before > size
-    assert rss() - before < size // 2
+    after = rss()
+    assert held.value is not None  # it was held on to
+    return after - before
 
 
 def test_keyboard_interrupt(folder, nothing_left):

@@ -30,6 +30,7 @@ typedef struct route {
     uint32_t *token_slots; /* [tokens][top_k]: a token's slots, ascending, so in ascending expert */
     uint32_t *token_count; /* [tokens] */
     uint8_t *active;       /* [num_experts]: the mask as it was when the call began, set by the caller */
+    int64_t *ids;          /* [tokens][top_k]: as they were then */
 } route;
 void kt_route_carve(route *r, carver *c, size_t num_experts, size_t tokens, size_t top_k);
 void kt_route_fill(route *r, const kt_batch *batch, size_t num_experts);

@@ -13,6 +13,7 @@ void kt_route_carve(route *r, carver *c, size_t num_experts, size_t tokens, size
     r->token_slots = kt_carve(c, tokens * top_k, sizeof *r->token_slots);
     r->token_count = kt_carve(c, tokens, sizeof *r->token_count);
     r->active = kt_carve(c, num_experts, 1);
+    r->ids = kt_carve(c, tokens * top_k, sizeof *r->ids);
 }
 
 static bool selected(const route *r, int64_t id, size_t num_experts) {
@@ -26,9 +27,10 @@ static int more_rows_first(const void *a, const void *b, void *context) {
 }
 
 void kt_route_fill(route *r, const kt_batch *b, size_t num_experts) {
+    memcpy(r->ids, b->ids, b->tokens * b->top_k * sizeof *r->ids); /* read twice below, while their owner might change them */
     for (size_t e = 0; e < num_experts; e++) r->groups[e] = (group){.expert = e};
     for (size_t i = 0; i < b->tokens * b->top_k; i++)
-        if (selected(r, b->ids[i], num_experts)) r->groups[b->ids[i]].count++;
+        if (selected(r, r->ids[i], num_experts)) r->groups[r->ids[i]].count++;
 
     size_t first = 0;
     for (size_t e = 0; e < num_experts; e++) {
@@ -39,7 +41,7 @@ void kt_route_fill(route *r, const kt_batch *b, size_t num_experts) {
     r->num_slots = first;
     for (size_t t = 0; t < b->tokens; t++)
         for (size_t s = 0; s < b->top_k; s++) {
-            const int64_t id = b->ids[t * b->top_k + s];
+            const int64_t id = r->ids[t * b->top_k + s];
             if (!selected(r, id, num_experts)) continue;
             group *g = &r->groups[id];
             const size_t slot = g->first + g->count++;
