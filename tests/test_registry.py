@@ -40,7 +40,8 @@ def test_every_subclass_in_the_package_is_registered(module, base):
 
 def test_built_in_names():
     """Of modules and plugins alike; the backends' are part of the API."""
-    for module, others in ((backends, {"base", "native"}), (loaders, {"base", "checkpoint", "naming", "safetensors_file"})):
+    files = {"base", "checkpoint", "direct_io", "naming", "safetensors_file"}
+    for module, others in ((backends, {"base", "native"}), (loaders, files)):
         assert set(module.names()) == {found.name for found in pkgutil.iter_modules(module.__path__)} - others
     assert {"amx", "avx2", "avx512_bf16", "fp32_lut"} <= set(backends.names())
     assert {"bf16", "compressed_tensors", "deepseek_v4", "gpt_oss"} <= set(loaders.names())
@@ -187,8 +188,8 @@ class Float64(Backend):
     def unsupported(self, experts):
         return "too many experts" if experts.num_experts > 9 else None
 
-    def pack(self, experts, router_weight, activations, scales, progress=None):
-        return Float64Packed(experts, router_weight)
+    def pack(self, experts, plan, progress=None):
+        return Float64Packed(experts, plan.router_weight)
 
 
 class Float64Packed:
