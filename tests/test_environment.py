@@ -131,7 +131,7 @@ def test_scratch_is_bounded():
         times = held // (40 * 8 * 64 * 2) + 1
         core.tune(scratch_bytes=held)
         assert same_bits(layer.forward(*(np.tile(a, (times, 1)) for a in arguments)), np.tile(y, (times, 1)))
-        assert core.scratch_bytes() == held
+        assert core.scratch_bytes() <= held
         core.tune(scratch_bytes=10 * held)
         layer.forward(*(np.tile(a, (times, 1)) for a in arguments))
         assert held < core.scratch_bytes() <= 10 * held  # what the bound was there for

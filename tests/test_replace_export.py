@@ -36,17 +36,19 @@ def same_stored(matrix, codes, scales, bias=None):
     assert bias is None or np.array_equal(matrix.bias, bias)
 
 
-# Export
+# Export: the packed layout is every backend's, so one that every CPU has will do
+
+BACKEND = "fp32_lut"
 
 
 @pytest.mark.parametrize("weight_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("nodes", [[0], [1, 0], [0, 1, 2]], ids=str)
-def test_any_cut_of_any_split_is_the_checkpoints_bytes(backend, weight_format, nodes):
+def test_any_cut_of_any_split_is_the_checkpoints_bytes(weight_format, nodes):
     """Shards and parts that begin at the same columns, between them, and across them."""
     rng = np.random.default_rng(1)
     group = weight_format.scale.extent[1] if weight_format.scale else 32
     experts = random_experts(rng, 3, 96, 12 * group, formats=weight_format, biases=True)
-    with MoELayer(experts, backend, numa_nodes=nodes) as layer:
+    with MoELayer(experts, BACKEND, numa_nodes=nodes) as layer:
         for expert in range(3):
             for parts in (1, 2, 3, 4, 6, 12):
                 size = experts.intermediate // parts
@@ -67,10 +69,10 @@ def test_any_cut_of_any_split_is_the_checkpoints_bytes(backend, weight_format, n
 
 @pytest.mark.parametrize("nodes", [None, [2, 1]], ids=str)
 @pytest.mark.parametrize("weights", [*WEIGHTS.values(), *MIXED.values()], ids=[*WEIGHTS, *MIXED])
-def test_whole_experts_of_any_shape(backend, weights, nodes):
+def test_whole_experts_of_any_shape(weights, nodes):
     rng = np.random.default_rng(2)
     experts = random_experts(rng, 2, 100, 418, **weights)
-    with MoELayer(experts, backend, numa_nodes=nodes) as layer:
+    with MoELayer(experts, BACKEND, numa_nodes=nodes) as layer:
         for expert in range(2):
             (exported,) = layer.export_expert(expert)
             for projection, matrix in matrices(experts, expert).items():
@@ -78,10 +80,10 @@ def test_whole_experts_of_any_shape(backend, weights, nodes):
                 assert exported[projection].shape == matrix.shape
 
 
-def test_every_scale_byte_comes_back(backend):
+def test_every_scale_byte_comes_back():
     rng = np.random.default_rng(3)
     experts = random_experts(rng, 1, 32, 256, scales=(0, 254))
-    with MoELayer(experts, backend, numa_nodes=[0, 1]) as layer:
+    with MoELayer(experts, BACKEND, numa_nodes=[0, 1]) as layer:
         for i, part in enumerate(layer.export_expert(0, 4)):
             same_stored(
                 part["down"], *(a[:, i * n : (i + 1) * n] for a, n in zip(stored(experts, "down"), (32, 2), strict=True))
@@ -93,11 +95,11 @@ def stored(experts, projection):
     return matrix.codes, matrix.scales
 
 
-def test_into_arrays_that_are_there(backend):
+def test_into_arrays_that_are_there():
     rng = np.random.default_rng(4)
     experts = random_experts(rng, 2, 64, 128)
     out = [{p: MXFP4.empty(64, 64) for p in PROJECTIONS} for _ in range(2)]
-    with MoELayer(experts, backend) as layer:
+    with MoELayer(experts, BACKEND) as layer:
         exported = layer.export_expert(1, 2, out)
         for part, given in zip(exported, out, strict=True):
             assert all(part[p].codes is given[p][0] and part[p].scales is given[p][1] for p in PROJECTIONS)
@@ -118,10 +120,10 @@ def test_into_arrays_that_are_there(backend):
 
 
 @pytest.mark.parametrize(("parts", "unit"), [(0, 32), (-1, 32), (3, 32), (8, 32)])
-def test_parts_that_cannot_be(backend, parts, unit):
+def test_parts_that_cannot_be(parts, unit):
     experts = random_experts(np.random.default_rng(5), 1, 64, 128)
     with (
-        MoELayer(experts, backend) as layer,
+        MoELayer(experts, BACKEND) as layer,
         pytest.raises(
             InputError, match=f"parts must divide the intermediate size, 128, into multiples of {unit}, found {parts}"
         ),
@@ -132,8 +134,8 @@ def test_parts_that_cannot_be(backend, parts, unit):
 # Replace
 
 
-@pytest.mark.parametrize("nodes", [None, [1], [0, 1, 2]], ids=str)
-@pytest.mark.parametrize("weights", [*WEIGHTS.values(), *MIXED.values()], ids=[*WEIGHTS, *MIXED])
+@pytest.mark.parametrize("nodes", [None, [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_a_replaced_expert_is_as_if_it_had_always_been_there(backend, weights, nodes):
     rng = np.random.default_rng(6)
     old, new = (random_experts(rng, 3, 100, 418, biases=biases, **weights) for biases in (True, False))
