@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import BF16, MIXED, WEIGHTS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
+from helpers import BF16, WEIGHTS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
 
 from ktmoe import BF16 as B16
 from ktmoe import ExpertWeights, Matrix, MoELayer, backends, config, int4, numa, set_num_threads
@@ -77,7 +77,7 @@ def added_up(experts, nodes, batch, backend, **settings):
 # Bits
 
 
-@pytest.mark.parametrize("weights", [*WEIGHTS.values(), *MIXED.values()], ids=[*WEIGHTS, *MIXED])
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_a_layer_is_its_shards_added_up(backend, weights):
     """Bit for bit, with every number of threads; 418 is 14 units of 32, the last one shorter, and 4 of 128."""
     rng = np.random.default_rng(1)

@@ -24,11 +24,17 @@ LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
 M_BLOCK = KT_M_BLOCK
 
 
+cdef dict _features = {}
+
+
 def cpu_features():
     """{name as in /proc/cpuinfo: whether this CPU has it and the operating system has it enabled}."""
     cdef size_t count = 0
-    cdef const kt_cpu_feature *features = kt_cpu_features(&count)
-    return {features[i].name.decode(): bool(features[i].present) for i in range(count)}
+    cdef const kt_cpu_feature *features
+    if not _features:  # it does not change, and every layer that is made asks many times
+        features = kt_cpu_features(&count)
+        _features.update({features[i].name.decode(): bool(features[i].present) for i in range(count)})
+    return dict(_features)
 
 
 def permit_tiles():
