@@ -13,6 +13,7 @@ ALLOWED = (
     r"this CPU has the instructions",  # so that nothing is emulated
     r"the system's assembler does not know (AVX512_BF16|AMX)",
     r"this system has no posix_fadvise",
+    r"this file system reads by way of the page cache",  # such as tmpfs, which is one
     r"objdump is not installed",
     r"torch is not installed",
     r"torch has no CUDA device here",

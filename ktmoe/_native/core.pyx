@@ -17,8 +17,9 @@ from libc.string cimport memcpy, memset
 
 from ktmoe._native.driver cimport *
 
-from ktmoe import codebook, numa
+from ktmoe import codebook
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
+from ktmoe.experts import PROJECTIONS
 
 LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
 M_BLOCK = KT_M_BLOCK

@@ -1,7 +1,5 @@
 # What a format is to the driver, and what one shard has of a matrix.
 
-PROJECTIONS = ("gate", "up", "down")
-
 cdef void _fill_codebook(kt_codebook *book, weight_format):
     cdef int i
     cdef uint16_t sign, magnitude

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class _Shared:
 class Lease:
     """A share in the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
 
-    _open: dict[str, _Shared] = {}  # noqa: RUF012 - the process's, on purpose
+    _open: ClassVar[dict[str, _Shared]] = {}  # the process's
     _order = Order()  # a finalizer may close a lease while one is taken
 
     def __init__(self, path: str | os.PathLike):
