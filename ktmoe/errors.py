@@ -1,8 +1,18 @@
 """One exception tree: every error ktmoe raises on purpose is a KtmoeError and also the builtin a caller expects."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ktmoe.messages import printable
+
 
 class KtmoeError(Exception):
-    """Base of every error that ktmoe raises on purpose."""
+    """Base of every error that ktmoe raises on purpose. Its message can be printed and is not long, whatever file it quotes."""
+
+    def __init__(self, *arguments: object):
+        super().__init__(*(printable(value) if isinstance(value, str) else value for value in arguments))
 
 
 class InputError(KtmoeError, ValueError):
@@ -37,5 +47,29 @@ class OutOfMemoryError(KtmoeError, MemoryError):
     """The operating system refused memory; nothing was kept of what was being built."""
 
 
+class NotCopyableError(KtmoeError, TypeError):
+    """A layer or a model was to be copied or pickled."""
+
+
 class OutOfSpaceError(KtmoeError, OSError):
     """A disk has too little free space for what is about to be written; nothing was."""
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raise OutOfMemoryError, which says what the memory was for, in the place of a bare MemoryError."""
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise OutOfMemoryError(f"{what}: the system refused memory{f': {error}' if str(error) else ''}") from error
+
+
+@contextmanager
+def thread_for(what: str) -> Iterator[None]:
+    """Raise UnavailableError, which says what a thread was for, in the place of a bare RuntimeError: it cannot be started."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UnavailableError(f"{what}: {error}") from error

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
-from ktmoe.errors import ClosedError
+from ktmoe import forks
+from ktmoe.errors import ClosedError, thread_for
 
 
 class Closable(Protocol):
@@ -55,7 +54,7 @@ class Loading:
         self._orphaned = False  # in a forked child, which has none of the threads
         self._reporting = threading.Lock()  # guards _done, and is held while progress is called
         self._done = dict.fromkeys(self._sizes, 0)
-        _watch_forks(self)
+        forks.watch(self)
         try:
             for number in range(min(at_once, len(self._sizes))):
                 self._start(f"ktmoe-load-{number}")
@@ -114,8 +113,8 @@ class Loading:
         with self._changed:
             return [self._made[key] for key in self._sizes if key in self._made]
 
-    def orphan(self) -> None:
-        """In a forked child: locks may have been held, and nothing more will be made."""
+    def after_fork(self) -> None:
+        """The threads are the parent's: nothing more will be made."""
         self._changed, self._reporting = threading.Condition(), threading.Lock()
         self._orphaned = self._orphaned or self._running > 0
         self._threads, self._running = [], 0
@@ -142,7 +141,8 @@ class Loading:
             self._threads.append(thread)
             self._running += 1
         try:
-            thread.start()
+            with thread_for(f"{self._what}s: starting thread {name}"):
+                thread.start()
         except BaseException:
             self._threads.remove(thread)
             self._leave()
@@ -212,19 +212,3 @@ class Loading:
 
 class _Stopped(Exception):
     """Ends what is being made; nobody outside sees it."""
-
-
-_alive: weakref.WeakSet[Loading] | None = None
-
-
-def _watch_forks(loading: Loading) -> None:
-    global _alive
-    if _alive is None:
-        _alive = weakref.WeakSet()
-        os.register_at_fork(after_in_child=_orphan_all)
-    _alive.add(loading)
-
-
-def _orphan_all() -> None:
-    for loading in list(_alive):
-        loading.orphan()

@@ -9,6 +9,7 @@ import warnings
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
+from ktmoe import forks
 from ktmoe.errors import UnknownNameError
 
 T = TypeVar("T")
@@ -27,8 +28,14 @@ class Registry(Generic[T]):
         self._package = package
         self._group = group
         self._plugins: dict[str, T] = {}
+        self._loaded = False
+        self.after_fork()
+        forks.watch(self)
+
+    def after_fork(self) -> None:
+        """What another thread was about to load is loaded again."""
         self._lock = threading.RLock()
-        self._loaded = self._loading = False
+        self._loading = False
 
     def register(self, name: str, plugin: T, *, overwrite: bool = False) -> None:
         """Add a plugin. Raises ValueError if the name is taken, unless overwrite."""

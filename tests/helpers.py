@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 import ml_dtypes
@@ -166,3 +167,18 @@ def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=Non
     worst = expected.worst(actual)
     assert worst <= 1, f"error is {worst:.3g} of its bound at {np.unravel_index(expected.error(actual).argmax(), y.shape)}"
     return y
+
+
+def in_child(function, seconds=60):
+    """What function returns in a forked child, which may take so long."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(function()))
+    child.start()
+    sender.close()
+    try:
+        assert receiver.poll(seconds), "the child hangs"
+        return receiver.recv()
+    finally:
+        child.join(5)
+        child.kill()

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from helpers import BF16, assert_right, same_bits
+from helpers import BF16, assert_right, in_child, same_bits
 from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, arguments, batch, nothing_is_left, wrapper, write  # noqa: F401
-from test_process import in_child
 
 import ktmoe
 from ktmoe import GatedActivation, MoELayer, load_experts, numa

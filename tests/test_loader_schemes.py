@@ -17,6 +17,7 @@ from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensor
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import choose
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.messages import show
 
 PER_EXPERT = [name for name, scheme in SCHEMES.items() if not scheme.stacked]
 
@@ -51,7 +52,7 @@ def test_layers(tmp_path, scheme, prefix):
     for absent in (3, -1, "mtp.1", "4", "x", "-1", "", "\u0660", "mtp.0 ", "9" * 5000):
         with pytest.raises(MissingTensorError) as caught:
             loader.load(checkpoint, absent)
-        assert str(caught.value) == before.replace("layer 3", f"layer {absent!r:.200}")
+        assert str(caught.value) == before.replace("layer 3", f"layer {show(absent)}")
 
 
 def test_no_layer_at_all(tmp_path, scheme):

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import HIDDEN, SCHEMES, write
-from helpers import same_bits
+from helpers import in_child, same_bits
 
 from ktmoe import MoELayer, MoEModel, cli, memory, synthetic
 from ktmoe import model as model_module
@@ -483,21 +482,6 @@ def test_interpreter_exit_does_not_wait(folder, use):
     done = subprocess.run([sys.executable, "-c", EXIT, folder, use], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == ("layers.1.ffn.experts" if use else "")
-
-
-def in_child(function):
-    """What function returns in a forked child."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: sender.send(function()))
-    child.start()
-    sender.close()
-    try:
-        assert receiver.poll(60), "the child hangs"
-        return receiver.recv()
-    finally:
-        child.join(5)
-        child.kill()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -5,14 +5,17 @@ import json
 import os
 import random
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import in_child
 from safetensors import SafetensorError, safe_open
 
 from ktmoe.errors import CheckpointError
 from ktmoe.loaders import safetensors_file
-from ktmoe.loaders.safetensors_file import DTYPE_BITS, SafetensorsFile
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.safetensors_file import DTYPE_BITS, JSON_LIMIT_BYTES, JSON_LIMIT_VALUES, SafetensorsFile, read_json_object
 
 U8 = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 
@@ -167,6 +170,81 @@ def test_header_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_file, "JSON_LIMIT_BYTES", length - 1)
     with pytest.raises(CheckpointError, match=rf"header length: expected at most {length - 1} .* found {length}"):
         SafetensorsFile(path)
+
+
+def test_values_are_limited(tmp_path, monkeypatch):
+    """Of a header, an index or a config: what they cost is counted before they are parsed."""
+    header = {"a": U8, "b": {**U8, "data_offsets": [4, 8]}}  # 3 brackets and 3 commas each, 1 of either around
+    path, text = write(tmp_path / "f", header, b"12345678"), tmp_path / "config.json"
+    text.write_text(json.dumps(header))
+    monkeypatch.setattr(safetensors_file, "JSON_LIMIT_VALUES", 14)
+    assert set(SafetensorsFile(path).tensors) == set(read_json_object(text)) == {"a", "b"}
+    monkeypatch.setattr(safetensors_file, "JSON_LIMIT_VALUES", 13)
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("was parsed"))
+    for read in (lambda: SafetensorsFile(path), lambda: read_json_object(text)):
+        with pytest.raises(CheckpointError, match="expected at most 13 JSON values, found about 14"):
+            read()
+
+
+def test_bytes_are_limited(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    monkeypatch.setattr(safetensors_file, "JSON_LIMIT_BYTES", 8)
+    assert read_json_object(tmp_path / "config.json") == {"a": 1}
+    monkeypatch.setattr(safetensors_file, "JSON_LIMIT_BYTES", 7)
+    with pytest.raises(CheckpointError, match="expected at most 7 bytes of JSON, found 8"):
+        read_json_object(tmp_path / "config.json")
+
+
+def numbered(piece):
+    """As many of these as the limits allow, each with a number of its own."""
+    count = min(JSON_LIMIT_BYTES // len(piece % 10**7), (JSON_LIMIT_VALUES - 2) // sum(map(piece.count, b",[{")))
+    return b"".join(piece % (10**7 + i) for i in range(count))
+
+
+# what takes much of its size when it is parsed, in an object
+WORST = {
+    "lists": lambda: b'"a":[' + b"[]," * (JSON_LIMIT_VALUES // 2 - 2) + b"0]",
+    "objects": lambda: b'"a":[' + (b'{"a":' * 900 + b"0" + b"}" * 900 + b",") * (JSON_LIMIT_VALUES // 901 - 1) + b"0]",
+    "keys beyond 16 bits": lambda: numbered('"\N{GRINNING FACE}%d":0,'.encode()) + b'"a":0',
+    "strings beyond 16 bits": lambda: b'"a":[' + numbered('"\N{GRINNING FACE}%dxxxxxxx",'.encode()) + b"0]",
+}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("name", WORST)
+def test_what_the_worst_file_takes(tmp_path, name):
+    """No more memory than the constants' comment says; it was 3 GB."""
+    path = tmp_path / "config.json"
+    path.write_bytes(b"{" + WORST[name]() + b"}")
+    assert path.stat().st_size <= JSON_LIMIT_BYTES
+
+    def child():
+        def peak():
+            (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+            return int(line.split()[1]) * 1024
+
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
+        before = peak()
+        assert "a" in read_json_object(path)
+        return peak() - before
+
+    assert 50_000_000 < in_child(child) < 700_000_000
+
+
+def test_the_longest_index_there_is(tmp_path):
+    """Kimi-K2.5's, 23.5 MB, by its names; and a header of all its tensors in one file."""
+    parts, stems = ("packed", "scale", "shape"), ("gate", "up", "down")
+    names = [
+        f"language_model.model.layers.{layer}.mlp.experts.{expert}.{stem}_proj.weight_{part}"
+        for layer in range(1, 61) for expert in range(384) for stem in stems for part in parts
+    ]  # fmt: skip
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00062-of-000062.safetensors")}, indent=4))
+    assert index.stat().st_size > 23_500_000
+    assert len(Checkpoint(tmp_path)) == len(names) == 207_360
+    index.unlink()
+    header = {name: {"dtype": "I32", "shape": [7168, 0], "data_offsets": [0, 0]} for name in names}
+    assert len(SafetensorsFile(write(tmp_path / "f", header, b"")).tensors) == len(names)
 
 
 def test_long_values_are_cut_in_messages(tmp_path):

@@ -16,7 +16,7 @@ from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
 from ktmoe.backends.base import Backend, Plan, Progress
-from ktmoe.errors import UnavailableError
+from ktmoe.errors import UnavailableError, memory_for, thread_for
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.numa import UNBOUND, Placement
 
@@ -166,20 +166,22 @@ def _read_ahead(experts: ExpertWeights):
     """Yields {projection: Matrix} by expert, reading the next ones while the caller packs."""
 
     def read(expert):
-        return {projection: experts.matrix(expert, projection) for projection in PROJECTIONS}
+        with memory_for(f"{experts.name}: reading expert {expert}"):
+            return {projection: experts.matrix(expert, projection) for projection in PROJECTIONS}
 
     with ThreadPoolExecutor(READ_AHEAD, "ktmoe-read") as pool:
         pending = deque()
         try:
             for expert in range(experts.num_experts):
-                pending.append(pool.submit(read, expert))
+                with thread_for(f"{experts.name}: starting a thread to read expert {expert}"):
+                    pending.append(pool.submit(read, expert))
                 if len(pending) > READ_AHEAD:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         finally:
-            for future in pending:
-                future.cancel()
+            pending.clear()  # an exception's traceback would keep what was read
+            pool.shutdown(cancel_futures=True)
 
 
 def _serves(table: core.KernelTable, experts: ExpertWeights, activations: str) -> bool:

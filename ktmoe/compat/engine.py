@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
+from ktmoe import forks
 from ktmoe.compat.buffers import Pool
 from ktmoe.compat.deferral import Passes
 from ktmoe.compat.order import Order
+from ktmoe.worker import Worker
 
 
 class Engine:
@@ -18,29 +19,21 @@ class Engine:
         self.order = Order()
         self.passes = Passes()
         self.pool = Pool()
-        self._worker: ThreadPoolExecutor | None = None
-        self._forks = False
+        self._worker = Worker("ktmoe-kt-kernel")
+        forks.watch(self)
 
     def submit(self, task: Callable, *arguments) -> Future:
         """Queue a task. Nothing starts before the first one."""
         with self.order:
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "ktmoe-kt-kernel")
-                if not self._forks:
-                    self._forks = True
-                    os.register_at_fork(after_in_child=self._forget)
             return self._worker.submit(task, *arguments)
 
     def sync(self) -> None:
         """Wait until everything that was queued is done; whose result it is gets what it raised."""
         self.submit(lambda: None).result()
 
-    def _forget(self) -> None:
-        """In a forked child: the worker and what it was about to do are the parent's."""
-        self.order = Order()
+    def after_fork(self) -> None:
         self.passes.abandon()
         self.pool = Pool(self.pool.captured)
-        self._worker = None
 
 
 ENGINE = Engine()

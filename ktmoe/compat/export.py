@@ -12,6 +12,7 @@ from ktmoe.arrays import BF16
 from ktmoe.errors import InputError
 from ktmoe.formats import WeightFormat
 from ktmoe.layer import MoELayer
+from ktmoe.messages import show
 
 #: bfloat16 bits of each UE8M0 byte, 2**(byte - 127), exactly: byte 0 is a subnormal number, and 255, a NaN, is never loaded.
 _UE8M0_BITS = (np.arange(256, dtype=np.uint16) << 7) | (np.arange(256) == 0).astype(np.uint16) << 6
@@ -88,7 +89,7 @@ def _whole(name: str, value) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise InputError(f"{name} must be a whole number, found {value!r}") from None
+        raise InputError(f"{name} must be a whole number, found {show(value)}") from None
 
 
 def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 import numpy as np
 
 import ktmoe
-from ktmoe import numa
+from ktmoe import forks, numa
 from ktmoe.compat import masks, methods, weights
 from ktmoe.compat.buffers import Key
 from ktmoe.compat.calls import Call, Loaded
@@ -29,6 +29,7 @@ from ktmoe.compat.masks import generate_gpu_experts_masks
 from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
+from ktmoe.messages import show
 
 __all__ = ["KTMoEWrapper", "generate_gpu_experts_masks"]
 
@@ -108,9 +109,14 @@ class KTMoEWrapper:
             ktmoe.set_num_threads(cpuinfer_threads)
         self._loaded: Loaded | None = None
         self._closed = False
+        self.after_fork()
+        forks.watch(self)
+
+    def after_fork(self) -> None:
+        """What was submitted is the parent's."""
+        self._lock = threading.Lock()
         self._submitted: Call | None = None
         self._writes: list[Future] = []
-        self._lock = threading.Lock()
 
     @property
     def cpu_infer(self) -> CpuInfer:
@@ -339,7 +345,7 @@ def _count(name: str, value, least: int = 1) -> int:
     except TypeError:
         count = least - 1
     if count < least:
-        raise InputError(f"{name} must be a whole number, {least} or more, found {value!r}")
+        raise InputError(f"{name} must be a whole number, {least} or more, found {show(value)}")
     return count
 
 

@@ -6,14 +6,20 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from ktmoe import forks
+
 
 class Order:
     """A reentrant lock, by with. soon(): what finalizers do under it."""
 
     def __init__(self):
+        self.after_fork()
+        self._left: deque[Callable[[], object]] = deque()
+        forks.watch(self)
+
+    def after_fork(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
-        self._left: deque[Callable[[], object]] = deque()
 
     def __enter__(self) -> None:
         self._lock.acquire()

@@ -18,6 +18,7 @@ from ktmoe.formats import BF16
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.messages import show
 
 
 @dataclass
@@ -103,7 +104,7 @@ def gated_activation(limit: float | None, alpha: float) -> GatedActivation | Non
     """
     for name, value in (("swiglu_limit", limit), ("swiglu_alpha", alpha)):
         if value is not None and not (isinstance(value, numbers.Real) and value >= 0):
-            raise InputError(f"{name} must be 0 or more, found {value!r}")
+            raise InputError(f"{name} must be 0 or more, found {show(value)}")
     if limit is None and not alpha:
         return None
     clamp = {"limit": float(limit)} if limit else {}

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ktmoe import forks
 from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError
-from ktmoe.loaders.safetensors_file import SafetensorsFile, TensorInfo, read_json_object
+from ktmoe.loaders.safetensors_file import SafetensorsFile, TensorInfo, new_bytes, read_json_object
+from ktmoe.messages import show
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -36,15 +38,19 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._lock = threading.Lock()
+        self.after_fork()
         self._closed = False
         self._open_files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[str, str] = {}
+        forks.watch(self)
         try:
             self._open()
         except BaseException:
             self.close()
             raise
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def names(self) -> KeysView[str]:
         """The names of all tensors."""
@@ -76,7 +82,7 @@ class Checkpoint:
         if out is None and release:
             return file.take(info, start, stop)
         if out is None:
-            out = np.empty(stop - start, np.uint8)
+            out = new_bytes(stop - start, f"{self.path}: tensor {show(name)}")
         elif not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.nbytes != stop - start:
             found = f"{out.dtype} {list(out.shape)}" if isinstance(out, np.ndarray) else type(out).__name__
             raise InputError(f"{name}: out: expected a uint8 array of {stop - start} bytes, found {found}")
@@ -125,35 +131,46 @@ class Checkpoint:
             for tensor in file.tensors:
                 other = self._file_of.setdefault(tensor, name)
                 if other != name:
-                    raise CheckpointError(f"{folder}: tensor {tensor!r:.200}: expected in one file, found in {other}, {name}")
+                    raise CheckpointError(f"{folder}: tensor {show(tensor)}: expected in one file, found in {other}, {name}")
         config = folder / "config.json"
         self.config = read_json_object(config) if os.path.lexists(config) else {}
 
     def _find(self, name: str) -> tuple[SafetensorsFile, TensorInfo]:
         file_name = self._file_of.get(name)
         if file_name is None:
-            raise MissingTensorError(f"{self.path}: tensor {name!r}: expected in this checkpoint, found {len(self)} others")
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"{self.path}: tensor {name!r} was asked for after close()")
-            file = self._open_files.get(file_name)
-            if file is None:
-                file = self._open_files[file_name] = self._open_indexed(file_name, name)
+            raise MissingTensorError(f"{self.path}: tensor {show(name)}: expected in this checkpoint, found {len(self)} others")
+        file = self._opened(file_name, name)
+        if file is None:
+            fresh = self._open_indexed(file_name, name)  # not under the lock: a large header takes seconds
+            try:
+                file = self._opened(file_name, name, fresh)
+            finally:
+                if file is not fresh:
+                    fresh.close()
         info = file.tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{file.path}: tensor {name!r}: expected here by {INDEX_NAME}, found no such tensor")
+            raise CheckpointError(f"{file.path}: tensor {show(name)}: expected here by {INDEX_NAME}, found no such tensor")
         return file, info
+
+    def _opened(self, file_name: str, wanted: str, fresh: SafetensorsFile | None = None) -> SafetensorsFile | None:
+        """The open file of that name; `fresh`, which is kept then, if there is none. wanted: the tensor, for messages."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self.path}: tensor {show(wanted)} was asked for after close()")
+            if fresh is not None:
+                self._open_files.setdefault(file_name, fresh)
+            return self._open_files.get(file_name)
 
     def _open_indexed(self, file_name: str, wanted: str) -> SafetensorsFile:
         path = self._folder / file_name
         if not os.path.exists(path):
-            raise MissingTensorError(f"{path}: expected by {INDEX_NAME} for tensor {wanted!r}, found no such file")
+            raise MissingTensorError(f"{path}: expected by {INDEX_NAME} for tensor {show(wanted)}, found no such file")
         file = SafetensorsFile(path)
         for tensor in file.tensors:
             owner = self._file_of.get(tensor, file_name)  # a tensor that the index leaves out is not the checkpoint's
             if owner != file_name:
                 file.close()
-                raise CheckpointError(f"{path}: tensor {tensor!r:.200}: expected in {owner} by {INDEX_NAME}, found here")
+                raise CheckpointError(f"{path}: tensor {show(tensor)}: expected in {owner} by {INDEX_NAME}, found here")
         return file
 
 
@@ -171,7 +188,7 @@ def _list_files(folder: Path) -> list[str]:
     try:
         files = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
     except OSError as error:
-        raise CheckpointError(f"{folder}: expected a readable folder, found {error}") from error
+        raise CheckpointError(f"{folder}: expected a readable folder, found {error.strerror}") from error
     files = sorted(name for name in files if not name.startswith("."))  # macOS leaves "._model.safetensors" on foreign disks
     if not files:
         raise CheckpointError(f"{folder}: expected {INDEX_NAME} or *.safetensors files in this folder, found none")
@@ -182,12 +199,12 @@ def _parse_index(path: Path) -> dict[str, str]:
     """weight_map of an index: tensor name -> file name in the same folder."""
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{path}: weight_map: expected an object, found {weight_map!r:.200}")
+        raise CheckpointError(f"{path}: weight_map: expected an object, found {show(weight_map)}")
     good: set[str] = set()
     for tensor, file in weight_map.items():
         if not isinstance(file, str):
-            raise CheckpointError(f"{path}: weight_map: tensor {tensor!r:.200}: expected a file name, found {file!r:.200}")
+            raise CheckpointError(f"{path}: weight_map: tensor {show(tensor)}: expected a file name, found {show(file)}")
         if file not in good and (file in ("", ".", "..") or "/" in file or "\\" in file):
-            raise CheckpointError(f"{path}: weight_map: tensor {tensor!r:.200}: expected a bare file name, found {file!r:.200}")
+            raise CheckpointError(f"{path}: weight_map: tensor {show(tensor)}: expected a bare file name, found {show(file)}")
         good.add(file)
     return weight_map

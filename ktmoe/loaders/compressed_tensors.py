@@ -22,6 +22,7 @@ from ktmoe.formats import WeightFormat, int4
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.base import NAMED, Loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.messages import show
 
 _PARTS, _STATED = (".weight_packed", ".weight_scale"), ".weight_shape"
 _FOREIGN = {
@@ -124,12 +125,12 @@ def _derived_group(checkpoint: Checkpoint, name: str) -> int:
     groups = scale.shape[1]
     if groups == 1:
         raise FormatError(
-            f"{scale.name}: shape: expected one scale per group, found one per row (channel), {list(scale.shape)}"
+            f"{scale.name}: shape: expected one scale per group, found one per row (channel), {show(list(scale.shape))}"
         )
     if k % groups:
         raise FormatError(
             f"{scale.name}: shape: expected a number of columns that divides k = {k}, or group_size in quantization_config of "
-            f"config.json, found {list(scale.shape)}"
+            f"config.json, found {show(list(scale.shape))}"
         )
     return k // groups
 
@@ -144,10 +145,10 @@ def _stated_group(checkpoint: Checkpoint) -> int | None:
         return None
     where = f"{checkpoint.path}: quantization_config"
     if not isinstance(stated, dict):
-        raise CheckpointError(f"{where}: expected an object, found {stated!r:.200}")
+        raise CheckpointError(f"{where}: expected an object, found {show(stated)}")
     groups = stated.get("config_groups")
     if not isinstance(groups, dict | None):
-        raise CheckpointError(f"{where}.config_groups: expected an object, found {groups!r:.200}")
+        raise CheckpointError(f"{where}.config_groups: expected an object, found {show(groups)}")
     refused, sizes = None, []
     for name, group in (groups or {}).items():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -168,10 +169,10 @@ def _group_size(where: str, weights: dict) -> int | None:
         found = weights.get(key, supported[0])
         if not any(type(found) is type(value) and found == value for value in supported):
             expected = " or ".join(repr(value) for value in supported)
-            raise FormatError(f"{where}.{key}: expected {expected}, found {found!r:.200}")
+            raise FormatError(f"{where}.{key}: expected {expected}, found {show(found)}")
     size = weights.get("group_size")
     if size is not None and (type(size) is not int or not 1 <= size < 2**31):
-        raise FormatError(f"{where}.group_size: expected a count of columns, found {size!r:.200}")
+        raise FormatError(f"{where}.group_size: expected a count of columns, found {show(size)}")
     return size
 
 

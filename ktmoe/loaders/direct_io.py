@@ -12,6 +12,8 @@ from contextlib import suppress
 
 import numpy as np
 
+from ktmoe import forks
+
 #: Offsets, lengths and addresses are multiples of it; no disk or file system in use asks for more.
 BLOCK_BYTES = 4096
 #: Less is not worth the blocks around it.
@@ -23,8 +25,12 @@ class DirectFile:
 
     def __init__(self, fd: int):
         self._of = fd
-        self._lock = threading.Lock()
         self._fd: int | None = None  # -1: it cannot be
+        self.after_fork()
+        forks.watch(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def read(self, offset: int, nbytes: int) -> np.ndarray | None:
         """`nbytes` from an offset on, uint8, fewer only where the file ends.

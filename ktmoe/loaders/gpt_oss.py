@@ -20,6 +20,7 @@ from concurrent.futures import Future
 import ml_dtypes
 import numpy as np
 
+from ktmoe import forks
 from ktmoe.activation import GatedActivation
 from ktmoe.errors import CheckpointError
 from ktmoe.experts import ExpertWeights, Matrix
@@ -121,6 +122,11 @@ class _Pairs:
     def __init__(self, read: Callable[[int], dict[str, Matrix]], kept: int = 4):
         self._read = read
         self._kept = kept
+        self.after_fork()
+        forks.watch(self)
+
+    def after_fork(self) -> None:
+        """What another thread was reading is read again."""
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, str], Future[Matrix]] = {}
 

@@ -19,6 +19,7 @@ from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.messages import show
 
 #: The usual stems of an expert's matrices, by projection: those of transformers, and those of Mixtral and DeepSeek's own names.
 PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -164,11 +165,11 @@ class Names:
         if not candidates:
             found = listed(self.layers(checkpoint)) or f"no layer with tensors of {self._owner}'s names"
             raise MissingTensorError(
-                f"{checkpoint.path}: layer {layer!r:.200}: expected a layer that has routed experts, found {found}"
+                f"{checkpoint.path}: layer {show(layer)}: expected a layer that has routed experts, found {found}"
             )
         if len(candidates) > 1:
             found = " and ".join(sorted(f"{base} ({spelling.stems['gate']})" for base, spelling, _ in candidates))
-            raise CheckpointError(f"{checkpoint.path}: layer {layer!r}: expected one name, found {found}")
+            raise CheckpointError(f"{checkpoint.path}: layer {show(layer)}: expected one name, found {found}")
         ((base, spelling, tensors),) = candidates
         parts = spelling.parts + tuple(
             part
@@ -207,7 +208,7 @@ def swiglu_limit(checkpoint: Checkpoint, default: float) -> float:
         return default
     if type(limit) not in (int, float) or not 0 <= limit <= _FLOAT32_MAX:
         expected = "a float32 number, 0 or more"
-        raise CheckpointError(f"{checkpoint.path}: swiglu_limit of config.json: expected {expected}, found {limit!r:.200}")
+        raise CheckpointError(f"{checkpoint.path}: swiglu_limit of config.json: expected {expected}, found {show(limit)}")
     return float(limit)
 
 
@@ -215,10 +216,10 @@ def silu(checkpoint: Checkpoint) -> GatedActivation:
     """SILU, if config.json does not say otherwise. Raises FormatError, which names the key, if it does."""
     for key in ("hidden_act", "hidden_activation"):
         if (found := config(checkpoint, key)) not in (None, "silu", "swish"):
-            raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {found!r:.200}")
+            raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {show(found)}")
     for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha"):
         if found := config(checkpoint, key):
-            raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {found!r:.200}")
+            raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {show(found)}")
     return SILU
 
 
@@ -232,13 +233,13 @@ def check_dimensions(info: TensorInfo, count: int) -> None:
     """Raise FormatError, which names the tensor, if it has not as many dimensions, or no elements."""
     if len(info.shape) != count or 0 in info.shape:
         number = {2: "two", 3: "three", 4: "four"}[count]
-        raise FormatError(f"{info.name}: shape: expected {number} dimensions above 0, found {list(info.shape)}")
+        raise FormatError(f"{info.name}: shape: expected {number} dimensions above 0, found {show(list(info.shape))}")
 
 
 def check_shape(info: TensorInfo, expected: tuple[int, ...], why: str) -> None:
     """Raise FormatError, which names the tensor and says why, if its shape is another."""
     if info.shape != expected:
-        raise FormatError(f"{info.name}: shape: expected {list(expected)} ({why}), found {list(info.shape)}")
+        raise FormatError(f"{info.name}: shape: expected {list(expected)} ({why}), found {show(list(info.shape))}")
 
 
 def read_share(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.ndarray:
@@ -249,7 +250,7 @@ def read_share(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.
 
 def describe(info: TensorInfo) -> str:
     """'BF16 [64, 96]'."""
-    return f"{info.dtype} {list(info.shape)}"
+    return f"{info.dtype} {show(list(info.shape))}"
 
 
 def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
@@ -288,7 +289,7 @@ def _check_count(checkpoint: Checkpoint, base: str, count: int) -> None:
         stated = config(checkpoint, key)
         if stated is not None and (type(stated) is not int or stated != count):
             found = f"found {count} experts"
-            raise CheckpointError(f"{checkpoint.path}: {base}: expected {stated!r:.200} by {key} of config.json, {found}")
+            raise CheckpointError(f"{checkpoint.path}: {base}: expected {show(stated)} by {key} of config.json, {found}")
 
 
 def _prefix(base: str, expert: int | None) -> str:

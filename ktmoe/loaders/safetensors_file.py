@@ -17,8 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ktmoe.errors import CheckpointError, ClosedError
+from ktmoe import forks
+from ktmoe.errors import CheckpointError, ClosedError, memory_for
 from ktmoe.loaders.direct_io import DirectFile
+from ktmoe.messages import show
 
 #: Bits of one element, by the dtype names of a safetensors header.
 DTYPE_BITS = {
@@ -30,8 +32,11 @@ DTYPE_BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 
-#: Longest header, index or config that is parsed, in bytes; safetensors bounds its header by the same number.
-JSON_LIMIT_BYTES = 100_000_000
+#: Longest header, index or config that is parsed, in bytes: twice the longest index known (Kimi-K2.5, 23.5 MB).
+JSON_LIMIT_BYTES = 50_000_000
+#: Most commas and opening brackets in it, which is about the number of values. That index has 0.2 million; a header with all of
+#: its tensors would have 1.7. Together the limits bound the work: the worst file takes 0.7 GB of memory and 3 seconds.
+JSON_LIMIT_VALUES = 2_000_000
 _COUNT_LIMIT = 2**64 - 1  # sizes are unsigned 64-bit in the reference parser
 _FOLIO_BYTES = 1 << 21  # the page cache's largest unit on x86-64
 
@@ -60,11 +65,11 @@ class SafetensorsFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._lock = threading.Lock()
-        self._readers = 0
+        self.after_fork()
         self._closing = False
         self._fd = -1
         self._direct = None
+        forks.watch(self)
         self._fd, size = _open_regular(path)
         self._direct = DirectFile(self._fd)
         try:
@@ -75,6 +80,11 @@ class SafetensorsFile:
         # tensors are read whole, by several threads: what the kernel read ahead of one would be released before it is used
         _advise(self._fd, 0, 0, "POSIX_FADV_RANDOM")
 
+    def after_fork(self) -> None:
+        """Nobody reads in the child yet."""
+        self._lock = threading.Lock()
+        self._readers = 0
+
     def read_into(self, out: np.ndarray, info: TensorInfo, *, start: int = 0, release: bool = False) -> None:
         """Fill `out`, C-contiguous uint8, with a tensor's bytes from `start` on; then release their pages if asked to.
 
@@ -82,7 +92,7 @@ class SafetensorsFile:
         """
         stop = start + out.nbytes
         with self._descriptor() as fd:
-            found = _fill(fd, out, info.offset + start, f"{self.path}: tensor {info.name!r}")
+            found = _fill(fd, out, info.offset + start, f"{self.path}: tensor {show(info.name)}")
             if release:
                 _drop_pages(fd, info, start, stop)
         self._expect(info, start, out.nbytes, found)
@@ -90,11 +100,12 @@ class SafetensorsFile:
     def take(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
         """A tensor's bytes [start, stop) in new memory, uint8, of which none stay in the page cache."""
         with self._descriptor() as fd:
-            data = self._direct.read(info.offset + start, stop - start)
+            with memory_for(f"{self.path}: tensor {show(info.name)}"):
+                data = self._direct.read(info.offset + start, stop - start)
             if data is not None:
                 _drop_pages(fd, info, start, stop)  # looking whether it is there may have brought a page
         if data is None:
-            data = np.empty(stop - start, np.uint8)
+            data = new_bytes(stop - start, f"{self.path}: tensor {show(info.name)}")
             self.read_into(data, info, start=start, release=True)
         self._expect(info, start, stop - start, len(data))
         return data
@@ -114,7 +125,7 @@ class SafetensorsFile:
     def _expect(self, info: TensorInfo, start: int, expected: int, found: int) -> None:
         if found < expected:
             raise CheckpointError(
-                f"{self.path}: truncated: tensor {info.name!r}: expected {expected} bytes at {info.offset + start}, "
+                f"{self.path}: truncated: tensor {show(info.name)}: expected {expected} bytes at {info.offset + start}, "
                 f"found {found}"
             )
 
@@ -144,17 +155,27 @@ class SafetensorsFile:
         self._close()
 
 
+def new_bytes(count: int, what: str) -> np.ndarray:
+    """uint8 [count]. Raises OutOfMemoryError, which says what for."""
+    with memory_for(what):
+        return np.empty(count, np.uint8)
+
+
 def read_json_object(path: Path) -> dict:
-    """A file's JSON object, of at most JSON_LIMIT_BYTES, in which no object has a key twice."""
+    """A file's JSON object, in which no object has a key twice.
+
+    Raises CheckpointError for more than JSON_LIMIT_BYTES or JSON_LIMIT_VALUES, OutOfMemoryError.
+    """
     fd, size = _open_regular(path)
     try:
         if size > JSON_LIMIT_BYTES:
             raise CheckpointError(f"{path}: expected at most {JSON_LIMIT_BYTES} bytes of JSON, found {size}")
-        data = np.empty(size, np.uint8)
-        found = _fill(fd, data, 0, str(path))
+        with memory_for(f"{path}: {size} bytes of JSON"):
+            text = bytearray(size)
+            del text[_fill(fd, text, 0, str(path)) :]
+            return _parse_object(text, path)
     finally:
         os.close(fd)
-    return _parse_object(data[:found].tobytes(), path)
 
 
 def _open_regular(path: Path) -> tuple[int, int]:
@@ -162,7 +183,8 @@ def _open_regular(path: Path) -> tuple[int, int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # nonblocking: a FIFO in the file's place must not hang
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL or a lone surrogate
-        raise CheckpointError(f"{path}: expected a readable file, found {error}") from error
+        found = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: expected a readable file, found {found}") from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
@@ -170,11 +192,12 @@ def _open_regular(path: Path) -> tuple[int, int]:
     return fd, status.st_size
 
 
-def _fill(fd: int, out: np.ndarray, offset: int, what: str) -> int:
+def _fill(fd: int, out: np.ndarray | bytearray, offset: int, what: str) -> int:
     """Fill `out` from a file's offset on; the number of bytes that were there."""
-    if not out.nbytes:
+    view, done = memoryview(out), 0
+    if not view.nbytes:
         return 0
-    view, done = memoryview(out).cast("B"), 0
+    view = view.cast("B")
     try:
         while done < len(view):  # one preadv returns at most 2 GiB, and less where a signal or a network comes between
             count = os.preadv(fd, [view[done:]], offset + done)
@@ -204,42 +227,49 @@ def _advise(fd: int, offset: int, length: int, advice: str) -> None:
             os.posix_fadvise(fd, offset, length, getattr(os, advice))
 
 
-def _parse_object(data: bytes, path: Path) -> dict:
+def _parse_object(text: bytearray, path: Path) -> dict:
+    if (found := sum(map(text.count, b",[{"))) > JSON_LIMIT_VALUES:
+        raise CheckpointError(f"{path}: expected at most {JSON_LIMIT_VALUES} JSON values, found about {found}")
+
     def unique(pairs: list) -> dict:
         table = dict(pairs)
         if len(table) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise CheckpointError(f"{path}: expected every JSON key once, found {_show(twice)} twice")
+            raise CheckpointError(f"{path}: expected every JSON key once, found {show(twice)} twice")
         return table
 
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a JSON object, found malformed JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {_show(value)}")
+        raise CheckpointError(f"{path}: expected a JSON object, found {show(value)}")
     return value
 
 
 def _parse_header(path: Path, fd: int, size: int) -> dict[str, TensorInfo]:
     """The tensors of a file of `size` bytes: u64 little-endian length, JSON of that length, then the tensors end to end."""
-    prefix = np.zeros(8, np.uint8)
+    prefix = bytearray(8)
     if (found := _fill(fd, prefix, 0, str(path))) < 8:
         raise CheckpointError(f"{path}: truncated: expected at least 8 bytes, found {found}")
-    length, limit = int.from_bytes(prefix.tobytes(), "little"), min(JSON_LIMIT_BYTES, size - 8)
+    length, limit = int.from_bytes(prefix, "little"), min(JSON_LIMIT_BYTES, size - 8)
     if length > limit:
         raise CheckpointError(f"{path}: header length: expected at most {limit} in a file of {size} bytes, found {length}")
-    text = np.empty(length, np.uint8)
-    if (found := _fill(fd, text, 8, str(path))) < length:
-        raise CheckpointError(f"{path}: truncated: expected a header of {length} bytes, found {found}")
-    header = _parse_object(text.tobytes(), path)
+    with memory_for(f"{path}: a header of {length} bytes"):
+        text = bytearray(length)
+        if (found := _fill(fd, text, 8, str(path))) < length:
+            raise CheckpointError(f"{path}: truncated: expected a header of {length} bytes, found {found}")
+        return _parse_tensors(_parse_object(text, path), path, 8 + length, size)
+
+
+def _parse_tensors(header: dict, path: Path, start: int, size: int) -> dict[str, TensorInfo]:
+    """The tensors of a header; their bytes begin at `start` of the file of `size` bytes."""
     metadata = header.pop("__metadata__", None)
     if not (metadata is None or (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()))):
-        raise CheckpointError(f"{path}: __metadata__: expected an object of strings, found {_show(metadata)}")
-    start = 8 + length
+        raise CheckpointError(f"{path}: __metadata__: expected an object of strings, found {show(metadata)}")
     tensors = {name: _parse_entry(path, name, entry, start) for name, entry in header.items()}
     end = start
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
@@ -247,7 +277,7 @@ def _parse_header(path: Path, fd: int, size: int) -> dict[str, TensorInfo]:
             fault = "overlap" if info.offset < end else "hole"
             expected, found = end - start, info.offset - start
             raise CheckpointError(
-                f"{path}: {fault}: tensor {_show(info.name)}: expected at data offset {expected}, found {found}"
+                f"{path}: {fault}: tensor {show(info.name)}: expected at data offset {expected}, found {found}"
             )
         end += info.nbytes
     if end != size:
@@ -258,7 +288,7 @@ def _parse_header(path: Path, fd: int, size: int) -> dict[str, TensorInfo]:
 
 def _parse_entry(path: Path, name: str, entry: object, start: int) -> TensorInfo:
     def wrong(label: str, expected: str, found: object) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {_show(name)}: {label}: expected {expected}, found {_show(found)}")
+        return CheckpointError(f"{path}: tensor {show(name)}: {label}: expected {expected}, found {show(found)}")
 
     if not isinstance(entry, dict):
         raise wrong("entry", "an object", entry)
@@ -278,14 +308,9 @@ def _parse_entry(path: Path, name: str, entry: object, start: int) -> TensorInfo
     if bits % 8:
         raise wrong("shape", f"whole bytes of {dtype}", shape)
     if end - begin != nbytes:
-        raise wrong("data_offsets", f"{nbytes} bytes for {dtype} {_show(shape)}", offsets)
+        raise wrong("data_offsets", f"{nbytes} bytes for {dtype} {show(shape)}", offsets)
     return TensorInfo(name, dtype, tuple(shape), path, start + begin, nbytes)
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _COUNT_LIMIT  # type(): bool is an int, too
-
-
-def _show(value: object) -> str:
-    """For messages: a hostile value, escaped and cut short."""
-    return f"{value!r:.200}"

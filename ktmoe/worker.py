@@ -1,0 +1,37 @@
+"""Worker: one thread that runs jobs in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ktmoe import forks
+from ktmoe.errors import thread_for
+
+
+class Worker:
+    """Runs jobs one after another on a thread of that name, which starts with the first. A forked child starts its own."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self.after_fork()
+        forks.watch(self)
+
+    def submit(self, job: Callable, *arguments: object) -> Future:
+        """Queue a job. Raises UnavailableError if the thread cannot be started; the job is dropped then."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, self._name)
+            try:
+                with thread_for(f"starting thread {self._name}"):
+                    return self._executor.submit(job, *arguments)
+            except BaseException:
+                self._executor.shutdown(wait=False, cancel_futures=True)  # it is queued all the same
+                self._executor = None
+                raise
+
+    def after_fork(self) -> None:
+        """The thread and what it was about to do are the parent's."""
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
