@@ -15,7 +15,7 @@ import ktmoe
 from bench import footprints, kernels, record
 from bench.cases import EVERYWHERE, auto_ways
 from bench.models import models
-from ktmoe import config, measure, threads
+from ktmoe import config, measure, numa, threads
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
 
@@ -30,7 +30,7 @@ TINY = 64
 @pytest.fixture(autouse=True)
 def awake():
     """Threads that each have a CPU: else a latency is that of the scheduler."""
-    number, usable = ktmoe.get_num_threads(), len(threads.usable_cpus())
+    number, usable = ktmoe.get_num_threads(), len(numa.usable_cpus())
     if not 2 <= number <= usable:
         pytest.skip(f"latencies are between 2 threads or more that have a CPU each; there are {number} threads, {usable} CPUs")
     threads.configure()

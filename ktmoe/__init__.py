@@ -3,6 +3,8 @@
 Importing starts no thread and changes no state of the process.
 """
 
+from importlib.metadata import version
+
 from ktmoe import backends, loaders
 from ktmoe.activation import SILU, GatedActivation
 from ktmoe.config import get_include, show_config
@@ -12,6 +14,8 @@ from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
 from ktmoe.model import MoEModel
 from ktmoe.threads import get_num_threads, set_num_threads
+
+__version__ = version("ktmoe")
 
 __all__ = [
     "BF16",
@@ -24,6 +28,7 @@ __all__ = [
     "MoEModel",
     "Scale",
     "WeightFormat",
+    "__version__",
     "backends",
     "get_include",
     "get_num_threads",

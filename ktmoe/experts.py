@@ -11,6 +11,10 @@ import numpy as np
 from ktmoe.activation import SILU, GatedActivation
 from ktmoe.errors import FormatError, InputError
 from ktmoe.formats import MXFP4, WeightFormat
+from ktmoe.messages import show
+
+#: Longest dimension that experts may have: their packed bytes, times three, can be counted in 64 bits.
+SIZE_LIMIT = 2**28
 
 #: The three matrices of an expert: y = down(activation(gate(x), up(x))).
 PROJECTIONS = ("gate", "up", "down")
@@ -45,7 +49,7 @@ class Matrix:
         if scale is not None:
             _expect(f"{self.name} scales", self.scales, scale.dtype, scale.shape(n, k))
         elif self.scales is not None:
-            raise FormatError(f"{self.name} scales: expected none for {self.format.family}, found {self.scales!r:.80}")
+            raise FormatError(f"{self.name} scales: expected none for {self.format.family}, found {show(self.scales)}")
         if self.bias is not None:
             _expect(f"{self.name} bias", self.bias, np.float32, (n,))
 
@@ -86,14 +90,11 @@ class ExpertWeights:
         activation: GatedActivation = SILU,
         name: str = "experts",
     ):
-        for label, value in (("num_experts", num_experts), ("hidden", hidden), ("intermediate", intermediate)):
-            if value < 1:
-                raise InputError(f"{name}: {label} must be at least 1, found {value}")
         if isinstance(formats, WeightFormat):
             formats = dict.fromkeys(PROJECTIONS, formats)
-        self.num_experts = num_experts
-        self.hidden = hidden
-        self.intermediate = intermediate
+        self.num_experts = _size(f"{name}: num_experts", num_experts)
+        self.hidden = _size(f"{name}: hidden", hidden)
+        self.intermediate = _size(f"{name}: intermediate", intermediate)
         self.formats = dict(formats)
         self.activation = activation
         self.name = name
@@ -155,7 +156,7 @@ class ExpertWeights:
         try:
             chosen = [operator.index(expert) for expert in ids]
         except TypeError:
-            raise InputError(f"{self.name}: expected a sequence of expert ids, found {ids!r:.80}") from None
+            raise InputError(f"{self.name}: expected a sequence of expert ids, found {show(ids)}") from None
         for slot, expert in enumerate(chosen):
             if not 0 <= expert < self.num_experts:
                 raise InputError(f"{self.name}: slot {slot} must be an expert in [0, {self.num_experts}), found {expert}")
@@ -185,10 +186,12 @@ class ExpertWeights:
         Raises InputError for an expert or projection that does not exist, FormatError if it is not what it should be.
         """
         if projection not in PROJECTIONS:
-            raise InputError(f"{self.name}: projection must be one of {PROJECTIONS}, found {projection!r}")
+            raise InputError(f"{self.name}: projection must be one of {PROJECTIONS}, found {show(projection)}")
         if not 0 <= expert < self.num_experts:
             raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
         matrix = self._read(expert, projection)
+        if not isinstance(matrix, Matrix):
+            raise FormatError(f"{self.name}: {projection} of expert {expert} must be a Matrix, found {type(matrix).__name__}")
         if matrix.shape != self.shape(projection):
             raise FormatError(f"{matrix.name}: {projection} must be {list(self.shape(projection))}, found {list(matrix.shape)}")
         if matrix.format != self.formats[projection]:
@@ -201,6 +204,16 @@ class ExpertWeights:
     def nbytes(self) -> int:
         """Bytes that the checkpoint spends on these experts' codes and scales."""
         return self.num_experts * sum(self.formats[p].nbytes(*self.shape(p)) for p in PROJECTIONS)
+
+
+def _size(name: str, value: int) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = 0
+    if not 1 <= size <= SIZE_LIMIT:
+        raise InputError(f"{name} must be a whole number from 1 to {SIZE_LIMIT}, found {show(value)}")
+    return size
 
 
 def _expect(name: str, array: np.ndarray | None, dtype: np.dtype | type, shape: tuple[int, ...]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +13,12 @@ import numpy as np
 from ktmoe import arrays, backends, numa
 from ktmoe.backends.base import Plan, Progress, Stored, choose
 from ktmoe.codebook import ROUNDING
-from ktmoe.errors import ClosedError, FormatError, InputError, UnavailableError
+from ktmoe.errors import ClosedError, FormatError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.messages import show
+from ktmoe.worker import Worker
 
 #: Where a router weight is multiplied in: onto the down projection's output, onto its input, or onto the expert's input.
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
@@ -59,9 +60,9 @@ class MoELayer:
         if not isinstance(experts, ExpertWeights):
             raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
         if scales not in ROUNDING:
-            raise InputError(f"scales must be one of {ROUNDING}, found {scales!r}")
+            raise InputError(f"scales must be one of {ROUNDING}, found {show(scales)}")
         if router_weight not in ROUTER_WEIGHTS:
-            raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
+            raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {show(router_weight)}")
         self.backend, _ = choose(backend, experts, activations)
         chosen = backends.get(self.backend)
         mode = chosen.modes(experts)[0] if activations == "auto" else activations
@@ -71,12 +72,12 @@ class MoELayer:
         self.hidden = experts.hidden
         self.intermediate = experts.intermediate
         self.name = experts.name
-        self.expert_mask = np.ones(experts.num_experts, bool)
         self.placement = placement_of(experts, numa_nodes)
         self._formats = experts.formats
         self._packed = chosen.pack(experts, Plan(router_weight, mode, scales, self.placement), progress)
         self.scales = self._packed.scales
         self.nbytes = self._packed.nbytes
+        self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory
 
     @classmethod
     def from_checkpoint(
@@ -112,7 +113,7 @@ class MoELayer:
         x: [tokens, hidden]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
         even), or a torch CPU tensor of bfloat16 or float32. expert_ids: integers [tokens, top_k]; an id outside
         [0, num_experts) or masked adds zero; a repeated one counts twice. expert_weights: float32 [tokens, top_k].
-        out: written and returned if given; x's kind, dtype and shape, C-contiguous; it may be x itself.
+        out: written and returned if given; x's kind, dtype and shape, C-contiguous. It may be x itself, and overlap no other.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
         """
         packed = self._packed  # once: close() may come from another thread
@@ -129,14 +130,17 @@ class MoELayer:
         if weights.dtype != np.float32:
             raise InputError(f"expert_weights must be float32, found {weights.dtype}")
         _expect("expert_weights", weights, ids.shape)
-        if out is None:
-            target, result = np.empty(given.array.shape, given.array.dtype), None
-        else:
-            target, result = self._checked_out(out, given), out
         mask = self.expert_mask
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (self.num_experts,):
             found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
             raise InputError(f"expert_mask must be a bool array [{self.num_experts}], found {found}")
+        if out is None:
+            target, result = np.empty(given.array.shape, given.array.dtype), None
+        else:
+            target, result = self._checked_out(out, given), out
+            for name, array in (("expert_ids", ids), ("expert_weights", weights), ("expert_mask", mask)):
+                if np.may_share_memory(target, array):
+                    raise InputError(f"out must not overlap {name}: it is written before all of them have been read")
         if ids.size == 0:
             target[...] = 0
         else:
@@ -154,7 +158,7 @@ class MoELayer:
 
         Jobs run in the order of submission. The GIL is free while they compute.
         """
-        return _executor().submit(self.forward, x, expert_ids, expert_weights, out)
+        return _jobs.submit(self.forward, x, expert_ids, expert_weights, out)
 
     def replace_expert(self, expert: int, matrices: Mapping[str, Matrix]) -> None:
         """Put other weights in the place of an expert's, while forward calls go on: each sees all of the old or all of the new.
@@ -163,9 +167,12 @@ class MoELayer:
         layer's for this. Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
         """
         self._check_expert(expert)
-        if set(matrices) != set(PROJECTIONS):
-            raise InputError(f"matrices must be {PROJECTIONS}, found {tuple(matrices)}")
+        if not isinstance(matrices, Mapping) or set(matrices) != set(PROJECTIONS):
+            raise InputError(f"matrices must be by projection, {PROJECTIONS}, found {show(matrices)}")
+        matrices = dict(matrices)
         for projection, matrix in matrices.items():
+            if not isinstance(matrix, Matrix):
+                raise InputError(f"matrices: {projection} must be a Matrix, found {type(matrix).__name__}")
             shape, weight_format = self._shape(projection), self._formats[projection]
             if matrix.shape != shape or matrix.format != weight_format:
                 raise FormatError(
@@ -223,6 +230,12 @@ class MoELayer:
     def __exit__(self, *error) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol):
+        raise NotCopyableError(
+            f"{self.name}: a MoELayer cannot be copied or pickled, since its packed weights are memory of this process. "
+            "Share it between threads as it is, fork after it was made, or make another one with MoELayer.from_checkpoint"
+        )
+
     def _check_expert(self, expert: int) -> None:
         if not 0 <= operator.index(expert) < self.num_experts:
             raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
@@ -247,7 +260,8 @@ class MoELayer:
         _expect("out", like.array, given.array.shape)
         if not (like.array.flags.c_contiguous and like.array.flags.writeable):
             raise InputError(f"out must be C-contiguous and writeable; found strides {like.array.strides}, {like.array.flags}")
-        same = like.array.__array_interface__["data"][0] == given.array.__array_interface__["data"][0]
+        starts = {array.__array_interface__["data"][0] for array in (like.array, given.array)}
+        same = len(starts) == 1 and given.array.flags.c_contiguous
         if not same and np.may_share_memory(like.array, given.array):
             raise InputError("out must be x itself or not overlap it; found a partial overlap")
         return like.array
@@ -268,19 +282,4 @@ def _expect(name: str, array: np.ndarray, shape: tuple[int | None, ...]) -> None
         raise InputError(f"{name} must have shape [{wanted}], found {list(array.shape)}")
 
 
-_jobs: ThreadPoolExecutor | None = None
-_jobs_lock = threading.Lock()
-
-
-def _executor() -> ThreadPoolExecutor:
-    global _jobs
-    with _jobs_lock:
-        if _jobs is None:
-            _jobs = ThreadPoolExecutor(1, "ktmoe-submit")
-            os.register_at_fork(after_in_child=_forget_executor)
-        return _jobs
-
-
-def _forget_executor() -> None:
-    global _jobs, _jobs_lock
-    _jobs, _jobs_lock = None, threading.Lock()
+_jobs = Worker("ktmoe-submit")

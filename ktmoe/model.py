@@ -13,13 +13,14 @@ from ktmoe import backends, memory, progress_bar
 from ktmoe._native import core
 from ktmoe.arrays import as_numpy
 from ktmoe.backends.base import choose
-from ktmoe.errors import InputError, MissingTensorError, OutOfMemoryError
+from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOfMemoryError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer, placement_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loading import Loading, Progress
+from ktmoe.messages import show
 
 #: Layers that are loaded at a time, so that some are read while another is packed.
 AT_ONCE = 3
@@ -106,7 +107,7 @@ class MoEModel:
     def __getitem__(self, layer: int | str) -> MoELayer:
         """A layer, once it is loaded. Raises its error if it could not be; MissingTensorError if there is none of that name."""
         if layer not in self:
-            raise MissingTensorError(f"{self.path}: layer {layer!r:.200}: expected one of {naming.listed(self.layers)}")
+            raise MissingTensorError(f"{self.path}: layer {show(layer)}: expected one of {naming.listed(self.layers)}")
         return self._loading.get(naming.layer_key(layer))
 
     def __contains__(self, layer: object) -> bool:
@@ -156,6 +157,12 @@ class MoEModel:
     def __exit__(self, *error) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol):
+        raise NotCopyableError(
+            f"{self.path}: a MoEModel cannot be copied or pickled, since its packed weights are memory of this process. "
+            "Share it between threads as it is, fork after it was loaded, or load another one with MoEModel.from_checkpoint"
+        )
+
     def __repr__(self) -> str:
         done, total = self.loaded
         return f"MoEModel({str(self.path)!r}, {naming.listed(self.layers)}, {done / 1e9:.2f} of {total / 1e9:.2f} GB loaded)"
@@ -163,11 +170,11 @@ class MoEModel:
 
 def _names(layers: Iterable[int | str]) -> list[int | str]:
     if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise InputError(f"layers: expected an iterable of numbers and names, found {layers!r:.200}")
+        raise InputError(f"layers: expected an iterable of numbers and names, found {show(layers)}")
     names = [naming.layer_key(layer) for layer in layers]
     for name in names:
         if names.count(name) > 1:
-            raise InputError(f"layers: expected each once, found {name!r:.200} {names.count(name)} times")
+            raise InputError(f"layers: expected each once, found {show(name)} {names.count(name)} times")
     return names
 
 

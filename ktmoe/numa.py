@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktmoe._native import core
 from ktmoe.errors import InputError
+from ktmoe.messages import show
 
 #: Where Linux says which nodes there are, and which memory this process may use; tests put folders of their own here.
 NODES = Path("/sys/devices/system/node")
@@ -53,6 +54,11 @@ def memory_nodes() -> tuple[frozenset[int], frozenset[int]]:
     return present, allowed
 
 
+def usable_cpus() -> set[int]:
+    """Logical CPUs that this process may run on: the affinity mask of its first thread, whatever the calling one is kept to."""
+    return core.usable_cpus()
+
+
 def nodes() -> dict[int, frozenset[int]]:
     """NUMA nodes that have memory that we may use, ascending, and the usable logical CPUs of each; nodes without are left out.
 
@@ -61,7 +67,7 @@ def nodes() -> dict[int, frozenset[int]]:
     memory = memory_nodes()[1]
     if not memory:
         return {}
-    usable, found = os.sched_getaffinity(0), {node: frozenset() for node in sorted(memory)}
+    usable, found = usable_cpus(), {node: frozenset() for node in sorted(memory)}
     for node, cpus in _all_cpus().items():
         if here := cpus & usable:
             found[_nearest(node, memory)] |= here
@@ -78,7 +84,7 @@ def place(numa_nodes: Sequence[int] | None = None) -> Placement:
     except TypeError:
         chosen = ()
     if not chosen:
-        raise InputError(f"numa_nodes must be None or a sequence of at least one node's number, found {numa_nodes!r}")
+        raise InputError(f"numa_nodes must be None or a sequence of at least one node's number, found {show(numa_nodes)}")
     for node in chosen:
         if node not in usable:
             there = ", ".join(f"{n} (CPUs {_ranges(cpus)})" for n, cpus in usable.items()) or "none"
@@ -125,7 +131,7 @@ def _why_not(node: int) -> str:
         return f"the cpuset of this process allows memory of {_ranges(allowed) or 'no node'} only"
     if not cpus[node]:
         return "it has no CPUs"
-    return f"this process may run on CPUs {_ranges(os.sched_getaffinity(0))} only, the node's are {_ranges(cpus[node])}"
+    return f"this process may run on CPUs {_ranges(usable_cpus())} only, the node's are {_ranges(cpus[node])}"
 
 
 def _all_cpus() -> dict[int, frozenset[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import threadpoolctl
 from ktmoe import cgroup, config, numa
 from ktmoe._native import core
 from ktmoe.errors import InputError
+from ktmoe.messages import show
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _chosen: int | None = None  # by set_num_threads
@@ -24,11 +24,6 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return "unknown"
-
-
-def usable_cpus() -> set[int]:
-    """Logical CPUs that this process may run on."""
-    return os.sched_getaffinity(0)
 
 
 def physical_cores(cpus: set[int]) -> int:
@@ -59,7 +54,7 @@ def _ratio(*files: Path) -> float:
 
 def threads_of(placement: numa.Placement) -> int:
     """Physical cores among the usable CPUs of a placement's nodes, at most the cgroup's quota, at least 1."""
-    cpus = set().union(*placement.cpus) if placement.nodes else usable_cpus()
+    cpus = set().union(*placement.cpus) if placement.nodes else numa.usable_cpus()
     return max(1, math.floor(min(physical_cores(cpus), cgroup_quota())))
 
 
@@ -74,7 +69,7 @@ def explain_default() -> str:
         return "set by ktmoe.set_num_threads or threadpoolctl"
     if config.num_threads() is not None:
         return "KTMOE_NUM_THREADS"
-    cpus = usable_cpus()
+    cpus = numa.usable_cpus()
     quota = cgroup_quota()
     limit = "no cgroup quota" if quota == math.inf else f"cgroup quota {quota:g}"
     return f"{physical_cores(cpus)} physical cores within {len(cpus)} usable CPUs, {limit}"
@@ -93,7 +88,7 @@ def set_num_threads(n: int) -> None:
     except TypeError:
         threads = 0
     if not 1 <= threads <= 4096:
-        raise InputError(f"the number of threads must be a whole number from 1 to 4096, found {n!r}")
+        raise InputError(f"the number of threads must be a whole number from 1 to 4096, found {show(n)}")
     _chosen = threads
     configure()
 
@@ -102,7 +97,7 @@ def configure() -> None:
     """Tell the native pool; it starts threads only when there is work."""
     threads = get_num_threads()
     # A spinning worker would take the CPU from the one it waits for.
-    spin = config.spin_us() if threads <= len(usable_cpus()) else 0
+    spin = config.spin_us() if threads <= len(numa.usable_cpus()) else 0
     chosen = _chosen is not None or config.num_threads() is not None
     core.configure_pool(threads, chosen, spin)
     core.tune(scratch_bytes=config.scratch_bytes())

@@ -1,15 +1,28 @@
 """Bad input: every message names the thing, what was expected and what was found; nothing is ever misread."""
 
 import contextlib
+import copy
+import pickle
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import SCHEMES, write
 from helpers import BF16, random_batch, random_experts, same_bits
 
 import ktmoe
-from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4
-from ktmoe.errors import ClosedError, FormatError, InputError, KtmoeError, UnavailableError, UnknownNameError
+from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, MoEModel, int4
+from ktmoe.errors import (
+    ClosedError,
+    FormatError,
+    InputError,
+    KtmoeError,
+    NotCopyableError,
+    UnavailableError,
+    UnknownNameError,
+)
 
 TOKENS, HIDDEN, TOP_K, NUM_EXPERTS = 3, 64, 2, 4
 
@@ -88,6 +101,44 @@ def test_out_that_overlaps_x(layer, good):
     good["x"], out = memory[1:], memory[:-1]
     with pytest.raises(InputError, match="out must be x itself or not overlap it; found a partial overlap"):
         layer.forward(**good, out=out)
+
+
+@pytest.mark.parametrize("argument", ["expert_ids", "expert_weights", "expert_mask"])
+@pytest.mark.parametrize("shared", [1, -1])
+def test_out_that_overlaps_what_is_read(layer, good, argument, shared):
+    """By one element at either end: a batch in chunks would read what it has just written."""
+    out = np.zeros((TOKENS, HIDDEN), np.float32)
+    good["x"] = good["x"].astype(np.float32)
+    like = layer.expert_mask if argument == "expert_mask" else good[argument]
+    memory = np.zeros(out.nbytes + like.nbytes - like.itemsize, np.uint8)
+    first, second = (out, like) if shared > 0 else (like, out)
+    parts = memory[: first.nbytes].view(first.dtype), memory[-second.nbytes :].view(second.dtype)
+    views = [part.reshape(array.shape) for part, array in zip(parts, (first, second), strict=True)]
+    out, overlapping = views if shared > 0 else views[::-1]
+    overlapping[...] = like
+    kept = layer.expert_mask
+    try:
+        if argument == "expert_mask":
+            layer.expert_mask = overlapping
+        else:
+            good[argument] = overlapping
+        with pytest.raises(InputError, match=f"out must not overlap {argument}"):
+            layer.forward(**good, out=out)
+        assert np.array_equal(overlapping, like)
+    finally:
+        layer.expert_mask = kept
+
+
+def test_out_that_is_x_by_another_view(layer, good):
+    """The same bytes are x itself; the same beginning is not enough."""
+    y = layer.forward(**good)
+    x = good["x"].copy()
+    same = x[:].view()
+    assert same_bits(layer.forward(**good | {"x": same}, out=x), y)
+    wide = np.zeros((TOKENS, 2 * HIDDEN), BF16)
+    good["x"] = wide[:, :HIDDEN]
+    with pytest.raises(InputError, match="found a partial overlap"):
+        layer.forward(**good, out=wide.reshape(-1)[: TOKENS * HIDDEN].reshape(TOKENS, HIDDEN))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +265,10 @@ def experts_of(read, formats=MXFP4, sizes=(2, 64, 64)):
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [((0, 64, 64), "num_experts must be at least 1, found 0"), ((1, 0, 64), "hidden must be at least 1, found 0"),
-     ((1, 64, -2), "intermediate must be at least 1, found -2")],
+    [((0, 64, 64), "num_experts must be a whole number from 1 to 268435456, found 0"),
+     ((1, 0, 64), "hidden must be .* found 0"),
+     ((1, 64, -2), "intermediate must be .* found -2"), ((1, 64, 2.0), r"intermediate must be .* found 2\.0"),
+     ((2**28 + 1, 64, 64), "num_experts must be .* found 268435457"), ((1, "64", 64), "hidden must be .* found '64'")],
 )  # fmt: skip
 def test_sizes_of_experts(sizes, message):
     with pytest.raises(InputError, match="layers.7: " + message):
@@ -332,6 +385,79 @@ def test_a_closed_layer():
     for call in (packed.kernels, lambda: packed.unpack(0, "gate"), lambda: packed.pack(0, {"gate": experts.matrix(0, "gate")})):
         with pytest.raises(ClosedError):
             call()
+
+
+def look_alike(matrix, **changed):
+    return SimpleNamespace(**{field.name: getattr(matrix, field.name) for field in fields(matrix)} | changed)
+
+
+def resized(matrix, name, nbytes):
+    """A matrix whose array was shortened, or made longer, behind its back, with its memory."""
+    array = getattr(matrix, name).copy()
+    matrix = replace(matrix, **{name: array})
+    array.resize(nbytes // array.itemsize, refcheck=False)
+    return matrix
+
+
+@pytest.mark.parametrize("weight_format", [MXFP4, int4(32), ktmoe.BF16], ids=["mxfp4", "int4", "b16"])
+def test_what_only_looks_like_a_matrix(weight_format):
+    """It is refused, before anything is read; and what was there stays."""
+    rng = np.random.default_rng(8)
+    experts = random_experts(rng, 1, 64, 96, formats=weight_format, biases=True)
+    batch = random_batch(rng, experts, 3, 2)
+    good = {p: experts.matrix(0, p) for p in ("gate", "up", "down")}
+    arrays = ["codes", "bias"] if weight_format.scale is None else ["codes", "scales", "bias"]
+
+    class Swapped(Matrix):
+        """A Matrix of other arrays than were checked."""
+
+    wrong = [(InputError, look_alike(good["up"])), (InputError, "up"), (InputError, None)]
+    for name in arrays:
+        array = getattr(good["up"], name)
+        small, swapped = array[:1].copy(), Swapped(**vars(good["up"]))
+        object.__setattr__(swapped, name, small)
+        wrong.append((FormatError, swapped))
+        wrong += [(FormatError, resized(good["up"], name, size)) for size in (array.itemsize, array.nbytes + array.itemsize)]
+    with MoELayer(experts, "fp32_lut") as layer:
+        y = layer.forward(*batch)
+        for error, matrix in wrong:
+            for put in (layer.replace_expert, layer._packed.pack):
+                with pytest.raises(error, match=r"must be a Matrix, found|expected \d+ bytes, found \d+"):
+                    put(0, good | {"up": matrix})
+        for matrices in ([*good.values()], None, "up", good | {"w1": good["up"]}):
+            with pytest.raises(InputError, match=r"matrices must be by projection, .*, found"):
+                layer.replace_expert(0, matrices)
+        assert same_bits(layer.forward(*batch), y)
+        out = [{p: (m.codes.copy(), None if m.scales is None else m.scales.copy()) for p, m in good.items()}]
+        out[0]["up"][0].resize(1, refcheck=False)
+        with pytest.raises(FormatError, match=r"up codes: expected \d+ bytes, found \d"):
+            layer._packed.export(0, out)
+        with pytest.raises(FormatError):
+            layer.export_expert(0, out=out)
+
+
+def test_what_a_loader_reads_must_be_a_matrix():
+    experts = experts_of(lambda *_: look_alike(matrix(64, 64)))
+    with pytest.raises(FormatError, match=r"layers\.7: gate of expert 0 must be a Matrix, found SimpleNamespace"):
+        MoELayer(experts, "fp32_lut")
+
+
+# Copying
+
+
+@pytest.mark.parametrize("copy_it", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+def test_layers_and_models_are_not_copied(tmp_path, copy_it):
+    """By themselves, and inside what is copied; the message says what to do."""
+    write(tmp_path, SCHEMES["gpt_oss"].layer("model.layers.0")).close()
+    with MoEModel.from_checkpoint(tmp_path, backend="fp32_lut") as model:
+        for thing, what in ((model[0], "MoELayer"), (model, "MoEModel")):
+            message = rf"a {what} cannot be copied or pickled.*Share it between threads.*{what}\.from_checkpoint"
+            with pytest.raises(NotCopyableError, match=message) as caught:
+                copy_it(thing)
+            assert isinstance(caught.value, TypeError)
+            if copy_it is not copy.copy:
+                with pytest.raises(NotCopyableError, match=message):
+                    copy_it({"model": [thing]})
 
 
 def test_every_error_is_a_ktmoe_error():

@@ -7,6 +7,8 @@ import ctypes
 import faulthandler
 import multiprocessing
 import signal
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +19,7 @@ from ktmoe import ExpertWeights, MoELayer, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
-from ktmoe.errors import InputError
+from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import PROJECTIONS
 
 PAGE = 4096
@@ -90,6 +92,87 @@ def test_a_matrix_that_was_not_packed_or_does_not_exist(call):
             call(packed)
 
     assert exit_code(run) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_reading_beyond_the_packed_bytes():
+    """Sums that do not fit into 64 bits, too."""
+    experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+
+    def run():
+        faulthandler.disable()
+        table = native.load_table("portable")
+        with MoELayer(experts, "fp32_lut") as layer:
+            packed, size = layer._packed, layer.nbytes
+            wraps = (2**64 - 2**40, 2**40), (2**40, 2**64 - 2**40), (2**80, 1)
+            for offset, nbytes in (*wraps, (1, size), (size + 1, 0), (-1, 1), (1, -1)):
+                with pytest.raises(InputError, match="is not within"):
+                    packed.read_seconds(table, offset, nbytes)
+            for offset, nbytes in ((0, size), (size, 0), (size - 1, 1)):
+                assert packed.read_seconds(table, offset, nbytes) >= 0
+        with pytest.raises(ClosedError):
+            packed.read_seconds(table, 0, size)
+
+    assert exit_code(run) == 0
+
+
+USES = {
+    "packed_bytes": lambda packed, _: packed.packed_bytes(0, "down"),
+    "kernels": lambda packed, _: packed.kernels(),
+    "read_seconds": lambda packed, table: packed.read_seconds(table, 0, packed.nbytes),
+    "scales": lambda packed, _: packed.scales,
+    "export": lambda packed, _: packed.unpack(0, "up"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("use", USES)
+def test_close_while_packed_weights_are_looked_at(use):
+    """By another thread, again and again: it gets what it asked for or ClosedError, and never what is not there any more."""
+    experts = random_experts(np.random.default_rng(1), 4, 1024, 1024)
+
+    def run():
+        faulthandler.disable()
+        table, wrong = native.load_table("portable"), []
+
+        def look(packed, begun):
+            try:
+                while True:
+                    USES[use](packed, table)
+                    begun.set()
+            except ClosedError:
+                return
+            except BaseException as error:
+                wrong.append(error)
+                begun.set()
+
+        for turn in range(15):
+            packed, begun = MoELayer(experts, "fp32_lut")._packed, threading.Event()
+            thread = threading.Thread(target=look, args=(packed, begun))
+            thread.start()
+            begun.wait()
+            time.sleep(turn / 10000)
+            packed.close()
+            thread.join()
+        assert not wrong
+
+    assert exit_code(run) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("use", USES)
+def test_looking_at_packed_weights_waits_for_whoever_may_free_them(use):
+    """The pool's lock is what close() takes: while another thread has it for half a second, nothing is looked at."""
+    experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+    table = native.load_table("portable")
+    with MoELayer(experts, "fp32_lut") as layer:
+        holder = threading.Thread(target=core.pool_wake, args=(500_000,))
+        start = time.monotonic()
+        holder.start()
+        time.sleep(0.1)
+        USES[use](layer._packed, table)
+        assert time.monotonic() - start > 0.4
+        holder.join()
 
 
 def fence_experts(experts, side):

@@ -1,29 +1,42 @@
 """Environment variables and settings: strict, read when needed; and memory that is refused before it runs out."""
 
 import gc
+import os
 import re
+import resource
+import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import random_batch, random_experts, same_bits
+from checkpoints import SCHEMES, write
+from helpers import in_child, random_batch, random_experts, same_bits
 
 from ktmoe import (
+    BF16,
+    MXFP4,
     ExpertWeights,
+    Matrix,
     MoELayer,
+    MoEModel,
     backends,
     config,
     get_num_threads,
+    int4,
     loaders,
     memory,
     set_num_threads,
     show_config,
     threads,
 )
+from ktmoe import layer as layer_module
 from ktmoe._native import core
 from ktmoe.backends import native
-from ktmoe.backends.base import choose
+from ktmoe.backends.base import Plan, choose
 from ktmoe.errors import InputError, OutOfMemoryError, UnavailableError, UnknownNameError
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.worker import Worker
 
 
 @pytest.fixture
@@ -166,6 +179,136 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch, backend, experts):
     assert isinstance(caught.value, MemoryError)
 
 
+def test_sizes_are_checked_before_anything_is_allocated(monkeypatch):
+    """As many experts as may be: nothing is made for each of them."""
+    experts = ExpertWeights(2**28, 64, 64, lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"packing 268435456 experts needs \d+\.\d\d GiB of memory, 1024\.00 GiB is"):
+            MoELayer(experts, "fp32_lut")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("weight_format", [MXFP4, int4(32), int4(2**20), BF16], ids=lambda f: f.description)
+def test_bytes_of_the_largest_experts_are_counted_right(monkeypatch, weight_format):
+    """They do not fit into 64 bits, all together; one by one they do."""
+    experts = ExpertWeights(2**28, 2**28, 2**28, lambda *_: pytest.fail("was read"), weight_format)
+    spans = [(0, 2**27), (2**27, 2**28)]
+    assert core.expert_nbytes(experts, spans) == experts.nbytes // 2**28  # whole groups, so that nothing is padded
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    with pytest.raises(OutOfMemoryError, match=rf"need {experts.nbytes} bytes; the system refused"):
+        core.PackedLayer(native.load_table("portable"), experts, Plan(), [(0, 2**28)], 1)
+
+
+def thread_refused(monkeypatch, prefix, after=0):
+    """As the system does when it has no memory or no number for another: those named so, but for the first few."""
+    start, refused = threading.Thread.start, []
+
+    def start_or_not(thread):
+        if thread.name.startswith(prefix):
+            refused.append(thread)
+            if len(refused) > after:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+
+
+def open_files():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("prefix", ["ktmoe-read", "ktmoe-load"])
+def test_a_thread_that_reads_cannot_be_started(tmp_path, monkeypatch, prefix, after):
+    scheme = SCHEMES["gpt_oss"]
+    tensors = {}
+    for layer in range(4):
+        tensors |= scheme.layer(f"model.layers.{layer}")
+    write(tmp_path, tensors).close()
+    before = open_files(), threading.active_count()
+    with monkeypatch.context() as patch:
+        thread_refused(patch, prefix, after)
+        with pytest.raises(UnavailableError, match=r"start.*thread.*can't start new thread") as caught:
+            MoEModel.from_checkpoint(tmp_path, backend="fp32_lut")
+        if prefix == "ktmoe-read":
+            with pytest.raises(UnavailableError, match="thread to read expert"):
+                MoELayer.from_checkpoint(tmp_path, 0, "fp32_lut")
+    assert isinstance(caught.value, RuntimeError)
+    assert (open_files(), threading.active_count()) == before
+    with MoEModel.from_checkpoint(tmp_path, backend="fp32_lut") as model:
+        assert len(model) == 4
+
+
+def test_a_job_whose_thread_cannot_be_started_is_never_run(monkeypatch, experts):
+    """It is not left in a queue, to write into `out` when the next one is submitted."""
+    monkeypatch.setattr(layer_module, "_jobs", Worker("ktmoe-submit"))
+    arguments = random_batch(np.random.default_rng(5), experts, 3, 2)
+    with MoELayer(experts, "fp32_lut") as layer:
+        out = np.zeros_like(arguments[0])
+        with monkeypatch.context() as patch:
+            thread_refused(patch, "ktmoe-submit")
+            with pytest.raises(UnavailableError, match="starting thread ktmoe-submit: can't start new thread"):
+                layer.submit(*arguments, out=out)
+        assert same_bits(layer.submit(*arguments).result(), layer.forward(*arguments))
+        assert not out.any()
+
+
+@pytest.mark.parametrize("where", ["a tensor", "a loader"])
+def test_memory_is_refused_while_reading(tmp_path, monkeypatch, where):
+    write(tmp_path, SCHEMES["deepseek_v4"].layer("layers.0")).close()
+    before = open_files(), threading.active_count()
+    with monkeypatch.context() as patch:
+        if where == "a tensor":
+
+            def refuse(*_):
+                raise MemoryError
+
+            patch.setattr(np, "empty", refuse)
+        else:
+            patch.setattr(Checkpoint, "read", lambda *_, **__: bytearray(2**62))
+        with pytest.raises(OutOfMemoryError, match=r"reading expert|tensor 'layers.0.*refused memory") as caught:
+            MoELayer.from_checkpoint(tmp_path, 0, "fp32_lut")
+    assert isinstance(caught.value, MemoryError)
+    assert caught
+    assert (open_files(), threading.active_count()) == before
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_memory_runs_out_while_reading():
+    """For real: once the first of many experts is packed, a child may have 100 MB less than it has then."""
+
+    def child():
+        def read(expert, projection):
+            n, k = (4096, 20480) if projection == "down" else (20480, 4096)
+            codes = np.zeros((n, k // 2), np.uint8)  # 42 MB, which malloc takes from the system each time
+            return Matrix(f"{expert}.{projection}", MXFP4, (n, k), codes, np.full((n, k // 32), 127, np.uint8))
+
+        def limit(*_):
+            if not limited:
+                limited.append(resource.getrlimit(resource.RLIMIT_AS))
+                mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (mapped - 100_000_000, limited[0][1]))
+
+        limited = []
+        try:
+            MoELayer(ExpertWeights(8, 4096, 20480, read), "fp32_lut", progress=limit)
+        except OutOfMemoryError as error:
+            resource.setrlimit(resource.RLIMIT_AS, limited[0])
+            said = str(error)
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("ktmoe-read")]
+        MoELayer(random_experts(np.random.default_rng(1), 2, 64, 64), "fp32_lut").close()
+        return said, names
+
+    said, names = in_child(child)
+    assert re.search(r"experts: reading expert \d+: the system refused memory: Unable to allocate", said)
+    assert not names
+
+
 def test_a_refusal_by_the_system_leaves_nothing_behind(monkeypatch, backend):
     """More than the address space holds: no mapping, no thread, and the next layer works."""
 
@@ -173,7 +316,7 @@ def test_a_refusal_by_the_system_leaves_nothing_behind(monkeypatch, backend):
         return int(Path("/proc/self/statm").read_text().split()[0])
 
     monkeypatch.setattr(memory, "available_bytes", lambda: None)
-    huge = ExpertWeights(1, 64, 1 << 44, lambda *_: pytest.fail("was read"))
+    huge = ExpertWeights(1, 1 << 24, 1 << 24, lambda *_: pytest.fail("was read"))
     attempts = []
     for _ in range(5):
         with pytest.raises(OutOfMemoryError, match=r"packed weights of 1 experts need \d+ bytes; the system refused"):

@@ -1,7 +1,6 @@
 """What ktmoe does to the process it is in: forks, imports, and its idle threads."""
 
 import json
-import multiprocessing
 import os
 import resource
 import subprocess
@@ -11,9 +10,9 @@ import time
 
 import numpy as np
 import pytest
-from helpers import random_batch, random_experts, same_bits
+from helpers import in_child, random_batch, random_experts, same_bits
 
-from ktmoe import MoELayer, set_num_threads
+from ktmoe import MoELayer, numa, set_num_threads
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +26,6 @@ def batch(backend):
 
 
 # fork
-
-
-def in_child(function):
-    """What function returns in a forked child; the child's exit is checked."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: sender.send(function()))
-    child.start()
-    sender.close()
-    try:
-        assert receiver.poll(60), "the child hangs"
-        return receiver.recv()
-    finally:
-        child.join(5)
-        child.kill()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -85,6 +69,80 @@ def test_fork_while_another_thread_computes(batch):
         stop.set()
         for caller in callers:
             caller.join()
+
+
+# Where threads run
+
+PINNED = """
+import os, sys, threading
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from helpers import random_batch, random_experts
+import ktmoe
+from ktmoe import numa, threads
+
+def masks():
+    status = {int(task.name): (task / "status").read_text() for task in Path("/proc/self/task").iterdir()}
+    return {number: next(line for line in text.splitlines() if "Cpus_allowed:" in line) for number, text in status.items()}
+
+def first_call():
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    seen.append((numa.usable_cpus(), threads.default_num_threads(), numa.place()))
+    layer = ktmoe.MoELayer(experts, "fp32_lut")
+    layer.forward(*random_batch(rng, experts, 3, 2))
+    layers.append(layer)
+
+rng, seen, layers, before = np.random.default_rng(1), [], [], set(masks())
+experts = random_experts(rng, 2, 64, 64)
+ktmoe.set_num_threads(4)
+caller = threading.Thread(target=first_call)
+caller.start()
+caller.join()
+assert seen == [(os.sched_getaffinity(0), threads.default_num_threads(), numa.place())], seen
+workers = {number: mask for number, mask in masks().items() if number not in before and number != caller.native_id}
+assert len(workers) == 3
+assert set(workers.values()) == {masks()[os.getpid()]}, workers
+
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the process is kept to one CPU
+assert numa.usable_cpus() == os.sched_getaffinity(0)
+ktmoe.set_num_threads(3)
+layers[0].forward(*random_batch(rng, experts, 3, 2))
+now = masks()
+started = {number: mask for number, mask in now.items() if number not in before and number not in workers}
+assert len(started) == 2 and set(started.values()) == {now[os.getpid()]}, started
+"""
+
+
+def test_workers_run_where_the_process_may_and_not_where_their_first_caller_was_kept():
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    result = subprocess.run([sys.executable, "-c", PINNED, os.path.dirname(__file__)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_usable_cpus_are_not_those_that_a_running_call_keeps_the_first_thread_to(fake_nodes):
+    """A bound layer keeps its caller, here the process's first thread, to one node's CPUs, and only while it computes."""
+    cpus = sorted(os.sched_getaffinity(0))
+    fake_nodes({0: {cpus[0]}, 1: {cpus[-1]}})
+    rng = np.random.default_rng(2)
+    experts = random_experts(rng, 2, 512, 512)
+    seen, stop = [], threading.Event()
+
+    def look():
+        while not stop.is_set():
+            seen.append(numa.usable_cpus())
+
+    arguments = random_batch(rng, experts, 200, 2)
+    with MoELayer(experts, "fp32_lut", numa_nodes=[0, 1]) as layer:
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        for _ in range(10):
+            layer.forward(*arguments)
+        stop.set()
+        watcher.join()
+    assert seen
+    assert all(found == set(cpus) for found in seen)
 
 
 # Idling

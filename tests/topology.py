@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import pytest
@@ -49,7 +48,7 @@ def fake_nodes(tmp_path, monkeypatch):
         monkeypatch.setattr(numa, "NODES", folder)
         monkeypatch.setattr(numa, "STATUS", folder / "status")
         if usable is not None:
-            monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(usable))
+            monkeypatch.setattr(numa, "usable_cpus", lambda: set(usable))
         return folder
 
     return fake

@@ -14,7 +14,7 @@ from bench import tables
 from bench.cpus import cpus
 from bench.scaling import document, fit, points, report
 from bench.scaling.points import KERNELS, Measured
-from ktmoe import threads
+from ktmoe import numa
 
 ROOT = Path(__file__).resolve().parents[2]
 POINTS = ROOT / ".benchmarks" / "scaling.json"
@@ -51,7 +51,7 @@ def show(measured: Measured, write: bool, console: Console) -> None:
 
 def measure(chosen: list[str], console: Console) -> Measured:
     """Of these backends; of the others what was measured last on the same CPU is kept."""
-    if len(threads.usable_cpus()) < 2:
+    if len(numa.usable_cpus()) < 2:
         raise SystemExit("scaling: calls are measured with 2 threads, each on a CPU of its own; there is 1 CPU")
     measured = points.run(chosen, lambda text: console.print(text, highlight=False, markup=False))
     if set(chosen) != set(KERNELS) and POINTS.exists():

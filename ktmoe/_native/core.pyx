@@ -7,6 +7,7 @@ shard's part of a matrix. The pool's lock is never held together with the GIL: f
 
 import errno
 import os
+import sys
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ktmoe._native.driver cimport *
 
 from ktmoe import codebook
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
-from ktmoe.experts import PROJECTIONS
+from ktmoe.experts import PROJECTIONS, Matrix
 
 LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
 M_BLOCK = KT_M_BLOCK

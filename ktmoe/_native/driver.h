@@ -26,6 +26,8 @@ typedef struct kt_cpus {
 } kt_cpus;
 /* Keep this thread to these CPUs; *before, unless NULL, gets where it was kept until now. False where the system refuses. */
 bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before);
+/* Where the process's first thread may run; with the pool's lock held, since a run may keep that thread elsewhere. */
+bool kt_os_process_cpus(kt_cpus *cpus);
 void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal);
 void kt_os_wake(_Atomic uint32_t *word); /* all waiters */
 uint64_t kt_os_nanoseconds(void);
@@ -118,7 +120,7 @@ int kt_pack(const kt_placement *where, const kt_share *shares, kt_scan *scans);
 int kt_unpack(const kt_placement *where, const kt_share *shares, const kt_piece *pieces, size_t count);
 
 /* limits.c: the machine's limits and the pool's latencies, measured with its threads; seconds, or a negative errno. */
-/* Each shard's threads read so many bytes of its own. */
+/* Each shard's threads read so many bytes of its own; with the lock held, since somebody may want to free them. */
 double kt_limit_read(void (*read)(const void *, size_t), const kt_placement *where, const uint8_t *const *p,
                      const size_t *bytes);
 double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops);

@@ -24,6 +24,8 @@ cdef extern from "driver.h" nogil:
         size_t shards, threads, num_cpus
         kt_cpus *cpus
 
+    bint kt_os_process_cpus(kt_cpus *cpus)
+
     void kt_pool_lock()
     void kt_pool_unlock()
     void kt_pool_configure(size_t threads, bint chosen, uint64_t spin_ns)

@@ -39,6 +39,11 @@ bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before) {
     return sched_setaffinity(0, sizeof cpus->words, (const cpu_set_t *)cpus->words) == 0;
 }
 
+bool kt_os_process_cpus(kt_cpus *cpus) {
+    *cpus = (kt_cpus){{0}};
+    return sched_getaffinity(getpid(), sizeof cpus->words, (cpu_set_t *)cpus->words) == 0; /* its first thread has its number */
+}
+
 void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, while_equal, NULL, NULL, 0);
 }

@@ -35,7 +35,7 @@ cdef class PackedLayer:
     cdef dict _formats
     cdef str _activations, _scales
     cdef KernelTable _table
-    cdef list _spans
+    cdef list _spans, _shard_bytes
 
     def __cinit__(self, KernelTable table, experts, plan, spans, size_t threads):
         cdef memory *m
@@ -62,18 +62,26 @@ cdef class PackedLayer:
         self.shards = <memory *>calloc(self.num_shards, sizeof(memory))
         if not self.layer.shards or not self.shards:
             raise OutOfMemoryError(f"the system refused memory for {self.num_shards} shards")
+        self._shard_bytes = []
+        for i, (first, last) in enumerate(self._spans):
+            self.shards[i].expert_bytes = _lay_out_expert(self.layouts, first, last, self.layer.hidden, self.shards[i].offsets)
+            self._shard_bytes.append(self.layer.num_experts * <object>self.shards[i].expert_bytes)  # Python's do not wrap
+        if sum(self._shard_bytes) > sys.maxsize:
+            self._refuse(sum(self._shard_bytes))
         for i, (first, last) in enumerate(self._spans):
             m = &self.shards[i]
-            m.expert_bytes = _lay_out_expert(self.layouts, first, last, self.layer.hidden, m.offsets)
-            m.nbytes = m.expert_bytes * self.layer.num_experts
+            m.nbytes = self._shard_bytes[i]
             self.nbytes += m.nbytes
             self.layer.shards[i].intermediate = last - first
             self.layer.shards[i].experts = <kt_expert *>calloc(self.layer.num_experts, sizeof(kt_expert))
             m.arena = <uint8_t *>kt_os_map(m.nbytes)
             if not self.layer.shards[i].experts or not m.arena:
-                raise OutOfMemoryError(
-                    f"packed weights of {self.layer.num_experts} experts need {m.nbytes} bytes; the system refused them"
-                )
+                self._refuse(m.nbytes)
+
+    def _refuse(self, nbytes):
+        raise OutOfMemoryError(
+            f"packed weights of {self.layer.num_experts} experts need {nbytes} bytes; the system refused them"
+        )
 
     def __dealloc__(self):
         self._free()
@@ -108,21 +116,12 @@ cdef class PackedLayer:
         cdef kt_expert *e = &self.layer.shards[shard].experts[expert]
         return &e.gate if projection == 0 else &e.up if projection == 1 else &e.down
 
-    cdef kt_matrix *_packed(self, size_t expert, int projection) except NULL:
-        """Of the first shard, for what is the same in all."""
-        self._check_expert(expert)
-        if not self.layer.shards:
-            raise ClosedError("this layer was closed")
-        cdef kt_matrix *matrix = self._matrix(0, expert, projection)
-        if not matrix.data:
-            raise InputError(f"expert {expert}'s {PROJECTIONS[projection]} was not packed")
-        return matrix
-
     def pack(self, size_t expert, matrices):
         """Pack an expert's Matrices, by projection. An expert that was packed is replaced: the three matrices must come together,
         and each forward call sees all of the old ones or all of the new.
 
-        Raises FormatError, which names the tensor, for a scale or a weight that is not finite; what was there then stays.
+        Raises InputError for what is not a Matrix; FormatError, which names the tensor, for a scale or a weight that is not
+        finite and for an array that was resized. What was there then stays.
         """
         cdef kt_share shares[KT_SHARDS_MAX * 3]
         cdef kt_matrix fresh[KT_SHARDS_MAX * 3]
@@ -132,6 +131,7 @@ cdef class PackedLayer:
         cdef uint8_t highs[3]
         cdef const uint8_t[::1] codes, scales
         cdef const uint8_t *scales_at
+        cdef size_t n, k
         cdef int p, error = 0
         cdef outcome result = DONE
         cdef size_t i
@@ -139,8 +139,10 @@ cdef class PackedLayer:
         memset(shares, 0, sizeof(shares))
         memset(fresh, 0, sizeof(fresh))
         memset(kernels, 0, sizeof(kernels))
-        matrices = dict(matrices)  # their bytes are read without the GIL: nothing may make or drop them meanwhile
+        matrices, held = dict(matrices), []  # held: what is read without the GIL, so that numpy refuses to resize it meanwhile
         for projection, matrix in matrices.items():
+            if not isinstance(matrix, Matrix):
+                raise InputError(f"expert {expert}: {projection} must be a Matrix, found {type(matrix).__name__}")
             p = PROJECTIONS.index(projection)
             weight_format = self._formats[projection]
             n, k = self.intermediate, self.layer.hidden
@@ -156,10 +158,12 @@ cdef class PackedLayer:
                     f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, "
                     f"activations {self._activations}"
                 )
-            codes = matrix.codes.reshape(-1).view(np.uint8)
+            codes = _bytes(f"{matrix.name} codes", matrix.codes, n * _codes_bytes(&self.layouts[p], k))
+            held.append(codes)
             scales_at = NULL
-            if matrix.scales is not None:
-                scales = matrix.scales.reshape(-1).view(np.uint8)
+            if weight_format.scale is not None:
+                scales = _bytes(f"{matrix.name} scales", matrix.scales, n * _scales_bytes(&self.layouts[p], k))
+                held.append(scales)
                 scales_at = &scales[0]
             for i in range(self.num_shards):
                 first, last = self._spans[i]
@@ -171,7 +175,7 @@ cdef class PackedLayer:
             for projection, matrix in matrices.items():
                 p = PROJECTIONS.index(projection)
                 for i in range(self.num_shards):
-                    fresh[3 * i + p].bias = _shard_bias(matrix, &shares[3 * i + p])
+                    fresh[3 * i + p].bias = _shard_bias(matrix, &shares[3 * i + p], self.layer.hidden if p == 2 else self.intermediate)
             with nogil:
                 kt_pool_lock()
                 result = self._install(expert, shares, fresh, kernels, lows, highs, scans, &error)
@@ -189,6 +193,7 @@ cdef class PackedLayer:
         for p, projection in enumerate(PROJECTIONS):
             if projection in matrices and scans[p].refused:
                 matrices[projection].refuse()
+                raise FormatError(f"{matrices[projection].name}: a scale or a weight was not finite while it was packed")
         if result == TOO_MANY_KINDS:
             raise UnavailableError(f"{self._table.name}'s kernels take x in more ways than one layer can have: {KT_X_KINDS}")
 
@@ -274,13 +279,14 @@ cdef class PackedLayer:
         for p in {p for _, p, _ in wanted}:
             whole[p] = bias = np.empty(self.layer.hidden if p == 2 else self.intermediate, np.float32)
             biases[p] = &bias[0]
+        held = []
         pieces = <kt_piece *>calloc(len(wanted), sizeof(kt_piece))
         if not pieces:
             raise OutOfMemoryError(f"exporting expert {expert}: the system refused memory for {len(wanted)} pieces")
         try:
             for i, p, arrays in wanted:
-                _fill_piece(&pieces[count], p, arrays, i * self.intermediate // num_parts, self.intermediate // num_parts,
-                            self.layer.hidden)
+                held += _fill_piece(&pieces[count], p, &self.layouts[p], arrays, i * self.intermediate // num_parts,
+                                    self.intermediate // num_parts, self.layer.hidden)
                 count += 1
             with nogil:
                 kt_pool_lock()
@@ -316,20 +322,49 @@ cdef class PackedLayer:
     def packed_bytes(self, size_t expert, str projection):
         """A copy of one matrix's packed bytes, of the first shard, uint8 [panels, panel bytes]: for the layout's golden tests."""
         cdef int p = PROJECTIONS.index(projection)
-        cdef kt_matrix *matrix = self._packed(expert, p)
-        cdef size_t n = self.layer.hidden if p == 2 else self.layer.shards[0].intermediate
-        copy = np.empty(((n + KT_PANEL - 1) // KT_PANEL, matrix.panel_bytes), np.uint8)
-        cdef uint8_t[:, ::1] to = copy
-        memcpy(&to[0, 0], matrix.data, copy.nbytes)
-        return copy
+        cdef const uint8_t *data = NULL
+        cdef bint closed
+        self._check_expert(expert)
+        first, last = self._spans[0]
+        cdef kt_share share = _share(p, &self.layouts[p], first, last, self.layer.hidden)
+        cdef size_t panels = (share.n + KT_PANEL - 1) // KT_PANEL
+        cdef uint8_t[:, ::1] to = np.empty((panels, share.format.packing.panel_bytes(share.format, share.k)), np.uint8)
+        with nogil:
+            kt_pool_lock()
+            closed = self.layer.shards == NULL
+            if not closed:
+                data = self._matrix(0, expert, p).data
+            if data:
+                memcpy(&to[0, 0], data, to.shape[0] * to.shape[1])
+            kt_pool_unlock()
+        if closed:
+            raise ClosedError("this layer was closed")
+        if not data:
+            raise InputError(f"expert {expert}'s {projection} was not packed")
+        return np.asarray(to)
 
     def kernels(self):
         """{(expert, projection): whether its scales are folded}."""
-        return {
-            (e, name): bool(self._packed(e, p).kernel.folded)
-            for e in range(self.layer.num_experts)
-            for p, name in enumerate(PROJECTIONS)
-        }
+        cdef uint8_t[:, ::1] folded = np.zeros((self.layer.num_experts, 3), np.uint8)
+        cdef size_t e
+        cdef int p
+        cdef bint closed
+        with nogil:
+            kt_pool_lock()
+            closed = self.layer.shards == NULL
+            for e in range(0 if closed or self.missing else self.layer.num_experts):
+                for p in range(3):
+                    folded[e, p] = self._matrix(0, e, p).kernel.folded
+            missing = self.missing
+            kt_pool_unlock()
+        self._check_whole(closed, missing)
+        return {(e, name): bool(folded[e, p]) for e in range(self.layer.num_experts) for p, name in enumerate(PROJECTIONS)}
+
+    cdef int _check_whole(self, bint closed, size_t missing) except -1:
+        if closed:
+            raise ClosedError("this layer was closed")
+        if missing:
+            raise InputError(f"{missing} matrices of this layer were not packed")
 
     @property
     def scales(self):
@@ -350,8 +385,7 @@ cdef class PackedLayer:
                     matrix = self._matrix(0, e, p)
                     rounded = rounded or (rounds[p] and matrix.data and matrix.kernel.folded)
             kt_pool_unlock()
-        if closed:
-            raise ClosedError("this layer was closed")
+        self._check_whole(closed, 0)
         return "folded" if rounded else "exact"
 
     def forward(self, x, const int64_t[:, ::1] ids, const float[:, ::1] weights, const uint8_t[::1] mask, out):
@@ -361,19 +395,22 @@ cdef class PackedLayer:
         cdef const float[:, ::1] x32
         cdef uint16_t[:, ::1] y16
         cdef float[:, ::1] y32
-        cdef int error
+        cdef int error = 0
         cdef bint closed
+        cdef size_t missing
         memset(&batch, 0, sizeof(batch))
         if x.dtype == np.float32:
             x32, y32 = x, out
             batch.dtype, batch.x, batch.y = KT_F32, &x32[0, 0], &y32[0, 0]
+            shapes = {(x32.shape[0], x32.shape[1]), (y32.shape[0], y32.shape[1])}
         else:
             x16, y16 = x, out
             batch.dtype, batch.x, batch.y = KT_BF16, &x16[0, 0], &y16[0, 0]
+            shapes = {(x16.shape[0], x16.shape[1]), (y16.shape[0], y16.shape[1])}
         batch.tokens, batch.top_k = ids.shape[0], ids.shape[1]
         batch.ids, batch.weights, batch.mask = &ids[0, 0], &weights[0, 0], &mask[0]
         if (
-            x.shape != (ids.shape[0], self.layer.hidden) or out.shape != x.shape or out.dtype != x.dtype
+            shapes != {(ids.shape[0], self.layer.hidden)}
             or weights.shape[0] != ids.shape[0] or weights.shape[1] != ids.shape[1] or <size_t>mask.shape[0] != self.layer.num_experts
         ):
             raise InputError(
@@ -381,34 +418,40 @@ cdef class PackedLayer:
                 f"{out.dtype} {list(out.shape)}; weights and mask {[ids.shape[0], ids.shape[1]]} and [{self.layer.num_experts}], "
                 f"found {[weights.shape[0], weights.shape[1]]} and [{mask.shape[0]}]"
             )
-        if self.missing:
-            raise InputError(f"{self.missing} matrices of this layer were not packed")
         with nogil:
             kt_pool_lock()
-            closed = self.layer.shards == NULL
-            error = 0 if closed else kt_moe_forward(&self.layer, &batch)
+            closed, missing = self.layer.shards == NULL, self.missing
+            if not closed and not missing:
+                error = kt_moe_forward(&self.layer, &batch)
             kt_pool_unlock()
-        if closed:
-            raise ClosedError("this layer was closed")
+        self._check_whole(closed, missing)
         if error:
             _raise(error, f"forward of {batch.tokens} tokens")
 
-    def read_seconds(self, KernelTable table, size_t offset, size_t nbytes):
+    def read_seconds(self, KernelTable table, offset, nbytes):
         """Seconds in which all threads of the pool read that range of the packed weights: the read-bandwidth limit.
 
         Each shard's threads read that range's share of their own.
         """
         cdef const uint8_t *at[KT_SHARDS_MAX]
         cdef size_t shares[KT_SHARDS_MAX]
+        cdef size_t begins[KT_SHARDS_MAX]
         cdef size_t i
-        cdef double seconds
-        if not self.layer.shards or offset + nbytes > self.nbytes:
+        cdef double seconds = 0
+        cdef bint closed
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:  # Python's integers do not wrap
             raise InputError(f"range [{offset}, {offset + nbytes}) is not within the {self.nbytes} packed bytes")
-        for i in range(self.num_shards):
-            share = self.shards[i].nbytes / self.nbytes
-            at[i], shares[i] = self.shards[i].arena + <size_t>(offset * share), <size_t>(nbytes * share)
+        for i, own in enumerate(self._shard_bytes):
+            begins[i], shares[i] = offset * own // self.nbytes, nbytes * own // self.nbytes
         with nogil:
-            seconds = kt_limit_read(table.isa.read, self.layer.where, at, shares)
+            kt_pool_lock()
+            closed = self.layer.shards == NULL
+            if not closed:
+                for i in range(self.num_shards):
+                    at[i] = self.shards[i].arena + begins[i]
+                seconds = kt_limit_read(table.isa.read, self.layer.where, at, shares)
+            kt_pool_unlock()
+        self._check_whole(closed, 0)
         if seconds < 0:
             _raise(<int>-seconds, "measuring the read bandwidth")
         return seconds

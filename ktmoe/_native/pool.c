@@ -29,7 +29,9 @@ static struct pool {
     _Alignas(64) kt_task task; /* NULL: stop */
     void *context;
     const kt_placement *where; /* what the workers were started for */
-    size_t workers;            /* threads, the caller's included; 0 before the first run and after fork */
+    kt_cpus cpus;              /* where they run if that is NULL: not where the first caller happened to be kept */
+    bool cpus_known;
+    size_t workers; /* threads, the caller's included; 0 before the first run and after fork */
     pthread_t *threads;
     _Atomic uint64_t spin_ns; /* idle workers may be reading it */
 } pool;
@@ -78,7 +80,8 @@ typedef struct start {
 static void *work(void *argument) {
     const start s = *(start *)argument;
     free(argument);
-    if (pool.where) kt_os_bind(&pool.where->cpus[s.worker % pool.where->shards], NULL);
+    if (pool.where || pool.cpus_known)
+        kt_os_bind(pool.where ? &pool.where->cpus[s.worker % pool.where->shards] : &pool.cpus, NULL);
     for (uint32_t seen = s.epoch;; seen++) {
         wait_change(&pool.epoch, seen);
         if (!pool.task) return NULL;
@@ -115,6 +118,7 @@ __attribute__((constructor)) static void handle_forks(void) {
 static int start_workers(size_t threads) {
     pool.threads = calloc(threads, sizeof *pool.threads);
     if (!pool.threads) return ENOMEM;
+    pool.cpus_known = kt_os_process_cpus(&pool.cpus);
     /* Signals are the interpreter's; only the ones that a worker's own instructions raise stay with it. */
     sigset_t block, old;
     sigfillset(&block);

@@ -59,6 +59,24 @@ def pool_threads():
     return threads
 
 
+def usable_cpus():
+    """Logical CPUs that this process may run on: those of its first thread. Waits for the running task, which may keep it elsewhere."""
+    cdef kt_cpus cpus
+    cdef bint known
+    cdef size_t cpu
+    with nogil:
+        kt_pool_lock()
+        known = kt_os_process_cpus(&cpus)
+        kt_pool_unlock()
+    if not known:  # more CPUs than the driver counts
+        return os.sched_getaffinity(os.getpid())
+    found = set()
+    for cpu in range(64 * KT_CPU_WORDS):
+        if cpus.words[cpu // 64] >> (cpu % 64) & 1:
+            found.add(cpu)
+    return found
+
+
 def tune(**settings):
     """Set fields of kt_tuning (driver.h); returns all fields as they were. None of them changes a bit of any result."""
     cdef kt_tuning tuning

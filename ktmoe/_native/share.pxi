@@ -46,30 +46,51 @@ cdef kt_share _share(int projection, const kt_format *layout, size_t first, size
     return share
 
 
+cdef size_t _codes_bytes(const kt_format *f, size_t k) noexcept:
+    """Of a row of k columns."""
+    return k * f.packing.code_bits // 8
+
+
+cdef size_t _scales_bytes(const kt_format *f, size_t k) noexcept:
+    """Of a row of k columns; f has scales."""
+    return (k + f.group - 1) // f.group * f.scale_bytes
+
+
+cdef object _bytes(str name, array, size_t nbytes):
+    """An array as uint8 [nbytes], for a memoryview, with which numpy refuses to resize it. It may have been resized before."""
+    view = np.asarray(array).reshape(-1).view(np.uint8)
+    if <size_t>view.size != nbytes:
+        raise FormatError(f"{name}: expected {nbytes} bytes, found {view.size}; the array was changed after it was checked")
+    return view
+
+
 cdef void _point(kt_share *share, const uint8_t *codes, const uint8_t *scales, size_t k) noexcept:
     """At its part of a whole matrix of k columns, in the checkpoint's own bytes."""
     cdef const kt_format *f = share.format
     cdef kt_source *s = &share.source
     s.format, s.n, s.k = f, share.n, share.k
-    s.codes_stride_bytes = k * f.packing.code_bits // 8
-    s.codes = &codes[share.row * s.codes_stride_bytes + share.column * f.packing.code_bits // 8]
+    s.codes_stride_bytes = _codes_bytes(f, k)
+    s.codes = &codes[share.row * s.codes_stride_bytes + _codes_bytes(f, share.column)]
     if f.group:
-        s.scales_stride_bytes = (k + f.group - 1) // f.group * f.scale_bytes
+        s.scales_stride_bytes = _scales_bytes(f, k)
         s.scales = &scales[share.row * s.scales_stride_bytes + share.column // f.group * f.scale_bytes]
 
 
-cdef int _fill_piece(kt_piece *piece, int projection, arrays, size_t first, size_t count, size_t hidden) except -1:
-    """Columns [first, first + count) of h, as _share() has them, into (codes, scales or None)."""
-    cdef uint8_t[::1] codes = arrays[0].reshape(-1).view(np.uint8)
-    cdef uint8_t[::1] scales
-    piece.matrix, piece.codes = projection, &codes[0]
-    if arrays[1] is not None:
-        scales = arrays[1].reshape(-1).view(np.uint8)
-        piece.scales = &scales[0]
+cdef list _fill_piece(kt_piece *piece, int projection, const kt_format *f, arrays, size_t first, size_t count, size_t hidden):
+    """Columns [first, first + count) of h, as _share() has them, into (codes, scales or None); the memoryviews of these."""
+    cdef uint8_t[::1] codes, scales
+    piece.matrix = projection
     if projection == 2:
         piece.rows, piece.column, piece.columns = hidden, first, count
     else:
         piece.row, piece.rows, piece.columns = first, count, hidden
+    codes = _bytes(f"{PROJECTIONS[projection]} codes", arrays[0], piece.rows * _codes_bytes(f, piece.columns))
+    piece.codes = &codes[0]
+    if not f.group:
+        return [codes]
+    scales = _bytes(f"{PROJECTIONS[projection]} scales", arrays[1], piece.rows * _scales_bytes(f, piece.columns))
+    piece.scales = &scales[0]
+    return [codes, scales]
 
 
 def expert_nbytes(experts, spans):
@@ -96,13 +117,17 @@ cdef size_t _lay_out_expert(const kt_format *layouts, size_t first, size_t last,
     return at
 
 
-cdef const float *_shard_bias(matrix, const kt_share *share) except? NULL:
-    """A copy, padded to whole panels, of what is added to this share's outputs; NULL if nothing is. free() gives it back."""
+cdef const float *_shard_bias(matrix, const kt_share *share, size_t n) except? NULL:
+    """A copy, padded to whole panels, of what is added to this share's outputs; NULL if nothing is. free() gives it back.
+
+    n: rows of the matrix.
+    """
     cdef const float[::1] bias
     cdef float *copy
-    if matrix.bias is None:
+    given = matrix.bias
+    if given is None:
         return NULL
-    bias = matrix.bias
+    bias = _bytes(f"{matrix.name} bias", given, n * sizeof(float)).view(np.float32)
     if not np.isfinite(bias).all():
         matrix.refuse()
     if share.column:
