@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
-from ktmoe import forks
+from ktmoe import forks, numa
 from ktmoe.errors import ClosedError, thread_for
 
 
@@ -150,6 +150,7 @@ class Loading:
 
     def _work(self) -> None:
         try:
+            numa.unpin()
             while (key := self._next()) is not None:
                 made = error = None
                 try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,12 @@ def memory_nodes() -> tuple[frozenset[int], frozenset[int]]:
 def usable_cpus() -> set[int]:
     """Logical CPUs that this process may run on: the affinity mask of its first thread, whatever the calling one is kept to."""
     return core.usable_cpus()
+
+
+def unpin() -> None:
+    """Let the calling thread, one of ktmoe's own, run on all usable_cpus(): by itself it is kept to where its starter was."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, usable_cpus())
 
 
 def nodes() -> dict[int, frozenset[int]]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ktmoe import forks
+from ktmoe import forks, numa
 from ktmoe.errors import thread_for
 
 
@@ -22,7 +22,7 @@ class Worker:
         """Queue a job. Raises UnavailableError if the thread cannot be started; the job is dropped then."""
         with self._lock:
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, self._name)
+                self._executor = ThreadPoolExecutor(1, self._name, numa.unpin)
             try:
                 with thread_for(f"starting thread {self._name}"):
                     return self._executor.submit(job, *arguments)

@@ -14,6 +14,7 @@ from ktmoe.formats import MXFP4
 from ktmoe.loaders import registry
 from ktmoe.loaders.base import choose
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.messages import show
 
 SCHEME = SCHEMES["deepseek_v4"]
 CONFIG = {"n_routed_experts": EXPERTS, "swiglu_limit": 10.0}
@@ -80,7 +81,7 @@ def test_bad_swiglu_limit(tmp_path, limit, nested):
     checkpoint = write(tmp_path, SCHEME.layer("layers.0"), {"text_config": config} if nested else config)
     with pytest.raises(CheckpointError) as caught:
         choose(checkpoint).load(checkpoint, 0)
-    words = (str(tmp_path), "swiglu_limit", "expected a float32 number, 0 or more", f"found {limit!r}"[:200])
+    words = (str(tmp_path), "swiglu_limit", "expected a float32 number, 0 or more", f"found {show(limit)}")
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 

@@ -78,43 +78,61 @@ import os, sys, threading
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, sys.argv[1])
+from contextlib import ExitStack
 from helpers import random_batch, random_experts
 import ktmoe
 from ktmoe import numa, threads
+from ktmoe.loading import Loading
 
 def masks():
     status = {int(task.name): (task / "status").read_text() for task in Path("/proc/self/task").iterdir()}
     return {number: next(line for line in text.splitlines() if "Cpus_allowed:" in line) for number, text in status.items()}
 
+def read(expert, projection):
+    others.append(os.sched_getaffinity(0))
+    return experts.matrix(expert, projection)
+
+def make(key, progress):
+    others.append(os.sched_getaffinity(0))
+    return ktmoe.MoELayer(ktmoe.ExpertWeights(2, 64, 64, read), "fp32_lut")
+
 def first_call():
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     seen.append((numa.usable_cpus(), threads.default_num_threads(), numa.place()))
-    layer = ktmoe.MoELayer(experts, "fp32_lut")
-    layer.forward(*random_batch(rng, experts, 3, 2))
+    layer = make("", None)
+    layer.forward(*batch)
+    layer.submit(*batch).result()
     layers.append(layer)
+    loading = Loading("", {"": 1}, make, 1, None, ExitStack())
+    loading.get("")
+    loading.stop()
 
-rng, seen, layers, before = np.random.default_rng(1), [], [], set(masks())
+rng, seen, layers, others, before = np.random.default_rng(1), [], [], [], set(masks())
 experts = random_experts(rng, 2, 64, 64)
+batch = random_batch(rng, experts, 3, 2)
 ktmoe.set_num_threads(4)
 caller = threading.Thread(target=first_call)
 caller.start()
 caller.join()
-assert seen == [(os.sched_getaffinity(0), threads.default_num_threads(), numa.place())], seen
+usable = os.sched_getaffinity(0)
+assert seen == [(usable, threads.default_num_threads(), numa.place())], seen
+del others[0]  # the caller's own
+assert len(others) == 13 and all(mask == usable for mask in others), others
 workers = {number: mask for number, mask in masks().items() if number not in before and number != caller.native_id}
-assert len(workers) == 3
+assert len(workers) == 3 + 1, workers  # submit()'s, too
 assert set(workers.values()) == {masks()[os.getpid()]}, workers
 
 os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the process is kept to one CPU
 assert numa.usable_cpus() == os.sched_getaffinity(0)
 ktmoe.set_num_threads(3)
-layers[0].forward(*random_batch(rng, experts, 3, 2))
+layers[0].forward(*batch)
 now = masks()
 started = {number: mask for number, mask in now.items() if number not in before and number not in workers}
 assert len(started) == 2 and set(started.values()) == {now[os.getpid()]}, started
 """
 
 
-def test_workers_run_where_the_process_may_and_not_where_their_first_caller_was_kept():
+def test_our_threads_run_where_the_process_may_and_not_where_their_first_caller_was_kept():
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs")
     result = subprocess.run([sys.executable, "-c", PINNED, os.path.dirname(__file__)], capture_output=True, text=True)

@@ -78,7 +78,7 @@ cdef class PackedLayer:
             if not self.layer.shards[i].experts or not m.arena:
                 self._refuse(m.nbytes)
 
-    def _refuse(self, nbytes):
+    cdef _refuse(self, nbytes):
         raise OutOfMemoryError(
             f"packed weights of {self.layer.num_experts} experts need {nbytes} bytes; the system refused them"
         )
@@ -346,16 +346,15 @@ cdef class PackedLayer:
     def kernels(self):
         """{(expert, projection): whether its scales are folded}."""
         cdef uint8_t[:, ::1] folded = np.zeros((self.layer.num_experts, 3), np.uint8)
-        cdef size_t e
+        cdef size_t e, missing
         cdef int p
         cdef bint closed
         with nogil:
             kt_pool_lock()
-            closed = self.layer.shards == NULL
-            for e in range(0 if closed or self.missing else self.layer.num_experts):
+            closed, missing = self.layer.shards == NULL, self.missing
+            for e in range(0 if closed or missing else self.layer.num_experts):
                 for p in range(3):
                     folded[e, p] = self._matrix(0, e, p).kernel.folded
-            missing = self.missing
             kt_pool_unlock()
         self._check_whole(closed, missing)
         return {(e, name): bool(folded[e, p]) for e in range(self.layer.num_experts) for p, name in enumerate(PROJECTIONS)}

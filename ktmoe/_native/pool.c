@@ -80,8 +80,9 @@ typedef struct start {
 static void *work(void *argument) {
     const start s = *(start *)argument;
     free(argument);
-    if (pool.where || pool.cpus_known)
-        kt_os_bind(pool.where ? &pool.where->cpus[s.worker % pool.where->shards] : &pool.cpus, NULL);
+    const kt_cpus *everywhere = pool.cpus_known ? &pool.cpus : NULL;
+    const kt_cpus *cpus = pool.where ? &pool.where->cpus[s.worker % pool.where->shards] : everywhere;
+    if (cpus) kt_os_bind(cpus, NULL);
     for (uint32_t seen = s.epoch;; seen++) {
         wait_change(&pool.epoch, seen);
         if (!pool.task) return NULL;

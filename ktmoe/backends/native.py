@@ -169,7 +169,7 @@ def _read_ahead(experts: ExpertWeights):
         with memory_for(f"{experts.name}: reading expert {expert}"):
             return {projection: experts.matrix(expert, projection) for projection in PROJECTIONS}
 
-    with ThreadPoolExecutor(READ_AHEAD, "ktmoe-read") as pool:
+    with ThreadPoolExecutor(READ_AHEAD, "ktmoe-read", numa.unpin) as pool:
         pending = deque()
         try:
             for expert in range(experts.num_experts):
