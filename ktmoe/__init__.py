@@ -1,9 +1,7 @@
 """The routed experts of Mixture-of-Experts models on x86-64 CPUs, straight from the checkpoint's own weights.
 
-Importing starts no thread and changes no state of the process.
+Importing starts no thread and changes no state of the process, but for handlers that run when it forks.
 """
-
-from importlib.metadata import version
 
 from ktmoe import backends, loaders
 from ktmoe.activation import SILU, GatedActivation
@@ -14,8 +12,6 @@ from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
 from ktmoe.model import MoEModel
 from ktmoe.threads import get_num_threads, set_num_threads
-
-__version__ = version("ktmoe")
 
 __all__ = [
     "BF16",
@@ -38,3 +34,11 @@ __all__ = [
     "set_num_threads",
     "show_config",
 ]
+
+
+def __getattr__(name: str):
+    if name == "__version__":  # looked up when it is asked for, since a tree that is not installed has none
+        from importlib.metadata import version
+
+        return version("ktmoe")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,6 +64,7 @@ def memory_for(what: str) -> Iterator[None]:
     except OutOfMemoryError:
         raise
     except MemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # else they keep what was allocated before
         raise OutOfMemoryError(f"{what}: the system refused memory{f': {error}' if str(error) else ''}") from error
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  see below
 import os
+import threading
 import weakref
 from typing import Protocol
 
@@ -12,6 +14,9 @@ class AfterFork(Protocol):
         """Make new locks, and forget what other threads were about to do."""
 
 
+#: Held while modules are imported at first use; a fork in another thread waits for it, since Python does not renew the lock of
+#: a module that is being imported. It is taken before any other lock.
+importing = threading.RLock()
 _watched: weakref.WeakSet[AfterFork] = weakref.WeakSet()
 
 
@@ -21,8 +26,11 @@ def watch(thing: AfterFork) -> None:
 
 
 def _renew() -> None:
+    importing.release()  # by the thread that forked, which has it
     for thing in list(_watched):
         thing.after_fork()
 
 
-os.register_at_fork(after_in_child=_renew)  # before there is anything to lock, since another thread may fork at any time
+# Now, before there is anything to lock, since another thread may fork at any time; but after concurrent.futures and logging,
+# which hold locks of their own across a fork: the last that is registered is taken first.
+os.register_at_fork(before=importing.acquire, after_in_parent=importing.release, after_in_child=_renew)

@@ -113,7 +113,7 @@ class MoELayer:
         x: [tokens, hidden]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
         even), or a torch CPU tensor of bfloat16 or float32. expert_ids: integers [tokens, top_k]; an id outside
         [0, num_experts) or masked adds zero; a repeated one counts twice. expert_weights: float32 [tokens, top_k].
-        out: written and returned if given; x's kind, dtype and shape, C-contiguous. It may be x itself, and overlap no other.
+        out: written and returned if given; x's kind, dtype and shape, C-contiguous; x itself, or no overlap with any argument.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
         """
         packed = self._packed  # once: close() may come from another thread
@@ -156,7 +156,8 @@ class MoELayer:
     def submit(self, x, expert_ids, expert_weights, out=None) -> Future:
         """forward() on a thread of its own: job.result() gives y, or raises. Leave the arguments unchanged until then.
 
-        Jobs run in the order of submission. The GIL is free while they compute.
+        Jobs run in the order of submission. The GIL is free while they compute. A forked child starts with none: those that its
+        parent submitted end in the parent alone. Raises UnavailableError if the thread cannot be started.
         """
         return _jobs.submit(self.forward, x, expert_ids, expert_weights, out)
 
@@ -170,7 +171,7 @@ class MoELayer:
         if not isinstance(matrices, Mapping) or set(matrices) != set(PROJECTIONS):
             raise InputError(f"matrices must be by projection, {PROJECTIONS}, found {show(matrices)}")
         matrices = dict(matrices)
-        for projection, matrix in matrices.items():
+        for projection, matrix in matrices.items():  # here, so that no backend has to
             if not isinstance(matrix, Matrix):
                 raise InputError(f"matrices: {projection} must be a Matrix, found {type(matrix).__name__}")
             shape, weight_format = self._shape(projection), self._formats[projection]
@@ -259,7 +260,8 @@ class MoELayer:
             raise InputError(f"out must be of x's kind, a {given.kind}; found a {like.kind}")
         _expect("out", like.array, given.array.shape)
         if not (like.array.flags.c_contiguous and like.array.flags.writeable):
-            raise InputError(f"out must be C-contiguous and writeable; found strides {like.array.strides}, {like.array.flags}")
+            found = f"strides {like.array.strides}, writeable {like.array.flags.writeable}"
+            raise InputError(f"out must be C-contiguous and writeable; found {found}")
         starts = {array.__array_interface__["data"][0] for array in (like.array, given.array)}
         same = len(starts) == 1 and given.array.flags.c_contiguous
         if not same and np.may_share_memory(like.array, given.array):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Protocol
@@ -25,8 +28,8 @@ class Loading:
 
     what: for messages. sizes: bytes of work by key. make: (key, its progress) -> the thing; it has to let exceptions from that
     progress pass. progress: of all, called by one thread at a time. resources: closed when nothing is being made any more.
-    The threads end by themselves, and on stop(). They are daemons, so that an interpreter that exits does not wait for what
-    nobody will use: whoever owns this has to see to it that stop() is called before, as weakref.finalize does.
+    The threads end by themselves, and on stop() and end(). They are daemons, so that an interpreter that exits does not wait
+    for what nobody will use: it stops them.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Loading:
         self._reporting = threading.Lock()  # guards _done, and is held while progress is called
         self._done = dict.fromkeys(self._sizes, 0)
         forks.watch(self)
+        _alive.add(self)
+        _stop_at_exit()
         try:
             for number in range(min(at_once, len(self._sizes))):
                 self._start(f"ktmoe-load-{number}")
@@ -97,7 +102,7 @@ class Loading:
 
         Called from progress, it does not wait: that has to return first.
         """
-        self._end(why)
+        self.end(why)
         if threading.current_thread() in self._threads:
             return
         for thread in list(self._threads):
@@ -125,7 +130,8 @@ class Loading:
     def _ended(self) -> bool:
         return self._stopped is not None or self._orphaned
 
-    def _end(self, why: str) -> None:
+    def end(self, why: str = "it was closed") -> None:
+        """stop() that does not wait, for finalizers: they may run in a thread that what is being made waits for."""
         with self._changed:
             self._stopped = self._stopped or why
             self._waiting.clear()
@@ -191,7 +197,7 @@ class Loading:
             except BaseException as error:
                 with self._changed:
                     self._cause = self._cause or error
-                self._end("loading was cancelled")
+                self.end("loading was cancelled")
                 raise
 
     def _leave(self) -> None:
@@ -213,3 +219,11 @@ class Loading:
 
 class _Stopped(Exception):
     """Ends what is being made; nobody outside sees it."""
+
+
+_alive: weakref.WeakSet[Loading] = weakref.WeakSet()
+
+
+@functools.cache
+def _stop_at_exit() -> None:
+    atexit.register(lambda: [loading.stop("the interpreter exits") for loading in list(_alive)])

@@ -15,7 +15,7 @@ class _Brief(reprlib.Repr):
     def __init__(self):
         super().__init__()
         self.maxlevel, self.maxdict = 3, 4
-        self.maxstring = self.maxlong = self.maxother = VALUE_LIMIT
+        self.maxstring = self.maxother = VALUE_LIMIT
 
     repr_bytes = repr_bytearray = reprlib.Repr.repr_str
 

@@ -42,7 +42,7 @@ class MoEModel:
         self.path = path
         self.layers = layers
         self._loading = loading
-        weakref.finalize(self, loading.stop)
+        weakref.finalize(self, loading.end).atexit = False
 
     @classmethod
     def from_checkpoint(

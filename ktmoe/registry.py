@@ -28,25 +28,24 @@ class Registry(Generic[T]):
         self._package = package
         self._group = group
         self._plugins: dict[str, T] = {}
-        self._loaded = False
+        self._loaded = self._loading = False
         self.after_fork()
         forks.watch(self)
 
     def after_fork(self) -> None:
-        """What another thread was about to load is loaded again."""
         self._lock = threading.RLock()
-        self._loading = False
 
     def register(self, name: str, plugin: T, *, overwrite: bool = False) -> None:
         """Add a plugin. Raises ValueError if the name is taken, unless overwrite."""
+        self._load()  # the built-ins take their names first; while they do, this does nothing
         with self._lock:
-            self._load()  # the built-ins take their names first; while they do, this does nothing
             if name in self._plugins and not overwrite:
                 raise ValueError(f"{self._kind} {name!r} is already registered; pass overwrite=True to replace it")
             self._plugins[name] = plugin
 
     def unregister(self, name: str) -> None:
         """Take a plugin out. Raises UnknownNameError if there is none of that name."""
+        self._load()
         with self._lock:
             self.get(name)
             del self._plugins[name]
@@ -69,7 +68,9 @@ class Registry(Generic[T]):
         return [self._plugins[name] for name in self.names()]
 
     def _load(self) -> None:
-        with self._lock:
+        if self._loaded:
+            return
+        with forks.importing, self._lock:
             if self._loaded or self._loading:
                 return
             self._loading = True

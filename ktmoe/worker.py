@@ -21,15 +21,16 @@ class Worker:
     def submit(self, job: Callable, *arguments: object) -> Future:
         """Queue a job. Raises UnavailableError if the thread cannot be started; the job is dropped then."""
         with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, self._name, numa.unpin)
+            executor = self._executor or ThreadPoolExecutor(1, self._name, numa.unpin)
             try:
                 with thread_for(f"starting thread {self._name}"):
-                    return self._executor.submit(job, *arguments)
+                    future = executor.submit(job, *arguments)
             except BaseException:
-                self._executor.shutdown(wait=False, cancel_futures=True)  # it is queued all the same
-                self._executor = None
+                if self._executor is None:
+                    executor.shutdown(wait=False, cancel_futures=True)  # the job was queued all the same
                 raise
+            self._executor = executor
+            return future
 
     def after_fork(self) -> None:
         """The thread and what it was about to do are the parent's."""

@@ -5,7 +5,9 @@ import os
 import re
 import resource
 import threading
+import traceback
 import tracemalloc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -258,6 +260,37 @@ def test_a_job_whose_thread_cannot_be_started_is_never_run(monkeypatch, experts)
         assert not out.any()
 
 
+def test_a_job_that_is_refused_takes_no_other_with_it(monkeypatch):
+    """Those that were queued before run, and in order."""
+    worker, gate, done = Worker("ktmoe-test"), threading.Event(), []
+    jobs = [worker.submit(gate.wait), worker.submit(done.append, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._executor, "submit", lambda *_: worker.nothing)
+        with pytest.raises(AttributeError):
+            worker.submit(done.append, 2)
+    jobs.append(worker.submit(done.append, 3))
+    gate.set()
+    assert [job.result() for job in jobs] == [True, None, None]
+    assert done == [1, 3]
+
+
+def test_an_error_keeps_nothing_of_what_was_read():
+    """Neither its own frames nor its cause's."""
+    kept = []
+
+    def read(expert, projection):
+        array = np.zeros((64, 32), np.uint8)
+        kept.append(weakref.ref(array))
+        return np.empty(2**62, np.uint8) if expert else Matrix("", MXFP4, (64, 64), array, np.full((64, 2), 127, np.uint8))
+
+    with pytest.raises(OutOfMemoryError, match=r"reading expert 1: .*refused memory: Unable to allocate") as caught:
+        MoELayer(ExpertWeights(2, 64, 64, read), "fp32_lut")
+    traceback.clear_frames(caught.value.__traceback__)  # as Loading does
+    gc.collect()
+    assert len(kept) >= 4
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
 @pytest.mark.parametrize("where", ["a tensor", "a loader"])
 def test_memory_is_refused_while_reading(tmp_path, monkeypatch, where):
     write(tmp_path, SCHEMES["deepseek_v4"].layer("layers.0")).close()
@@ -274,7 +307,6 @@ def test_memory_is_refused_while_reading(tmp_path, monkeypatch, where):
         with pytest.raises(OutOfMemoryError, match=r"reading expert|tensor 'layers.0.*refused memory") as caught:
             MoELayer.from_checkpoint(tmp_path, 0, "fp32_lut")
     assert isinstance(caught.value, MemoryError)
-    assert caught
     assert (open_files(), threading.active_count()) == before
 
 

@@ -1,6 +1,9 @@
 """A fork while other threads are in the middle of something: the child has none of them, and must not wait for them."""
 
+import logging
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,7 +13,7 @@ import pytest
 from checkpoints import SCHEMES, write, write_index
 from helpers import in_child, random_batch, same_bits
 
-from ktmoe import MoELayer, backends, layer, loaders
+from ktmoe import MoELayer, backends, forks, layer, loaders
 from ktmoe.compat import engine
 from ktmoe.errors import ClosedError
 from ktmoe.loaders import checkpoint as checkpoint_module
@@ -201,6 +204,47 @@ def test_registries():
         names = registry.names()
         with held_elsewhere(registry._lock):
             assert in_child(registry.names, SECONDS) == names
+
+
+FIRST_USE = """
+import os, signal, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from helpers import random_experts
+import ktmoe
+experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+thread = threading.Thread(target=lambda: ktmoe.MoELayer(experts, "fp32_lut").close())
+thread.start()
+children = []
+while thread.is_alive() or not children:
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        ktmoe.MoELayer(experts, "fp32_lut").close()
+        os._exit(0)
+    children.append(child)
+    time.sleep(0.002)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children), "a child hangs"
+"""
+
+
+def test_first_use_while_the_process_forks():
+    """Backends are imported then; a child never gets the lock of a module that another thread was importing."""
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", FIRST_USE, os.path.dirname(__file__)], check=True, timeout=120)
+
+
+def test_a_fork_waits_for_imports():
+    with forks.importing:
+        forker = threading.Thread(target=lambda: in_child(lambda: 1, SECONDS))
+        forker.start()
+        forker.join(0.3)
+        assert forker.is_alive()
+        assert in_child(lambda: 2, SECONDS) == 2  # the thread that imports may fork, too,
+        with ThreadPoolExecutor(1) as pool:  # and do what other locks are for that are held across a fork
+            logging.getLogger("ktmoe.test").debug("%s", pool.submit(int, "3").result())
+    forker.join(SECONDS)
+    assert not forker.is_alive()
 
 
 def test_workers():

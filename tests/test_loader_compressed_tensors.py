@@ -8,6 +8,7 @@ from ktmoe import loaders
 from ktmoe.activation import SILU
 from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
+from ktmoe.loaders import compressed_tensors
 from ktmoe.loaders.base import choose
 
 SCHEME = SCHEMES["int4"]
@@ -222,3 +223,15 @@ def test_other_formats_of_compressed_tensors(tmp_path):
     (tmp_path / "nvfp4").mkdir()
     with pytest.raises(FormatError, match=r"weight_global_scale: expected none .*: FP4"):
         load(tmp_path / "nvfp4", fp4 | per_expert(weight_global_scale=zeros("F32", 1)))
+
+
+def test_the_config_is_looked_through_once(tmp_path, monkeypatch):
+    """However many layers there are; a hostile one has groups without end."""
+    tensors = SCHEME.layer("model.layers.0") | SCHEME.layer("model.layers.1", 1)
+    looked, read = [], compressed_tensors._read_group
+    monkeypatch.setattr(compressed_tensors, "_read_group", lambda checkpoint: looked.append(checkpoint) or read(checkpoint))
+    with write(tmp_path, tensors) as checkpoint:
+        loader = choose(checkpoint)
+        for layer in (0, 1, 0):
+            loader.load(checkpoint, layer)
+        assert looked == [checkpoint]

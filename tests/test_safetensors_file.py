@@ -1,6 +1,7 @@
 """The header parser against hostile files, and against safetensors' own parser."""
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -186,6 +187,14 @@ def test_values_are_limited(tmp_path, monkeypatch):
             read()
 
 
+@pytest.mark.parametrize("text", [b'{"a": [' + b"1," * 10**5, b'{"a": "' + b"x" * 10**6 + b"\xff"], ids=["JSON", "UTF-8"])
+def test_an_error_does_not_keep_the_text(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match="malformed JSON") as caught:
+        read_json_object(tmp_path / "config.json")
+    assert caught.value.__cause__ is caught.value.__context__ is None  # which have it
+
+
 def test_bytes_are_limited(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"a": 1}')
     monkeypatch.setattr(safetensors_file, "JSON_LIMIT_BYTES", 8)
@@ -195,27 +204,34 @@ def test_bytes_are_limited(tmp_path, monkeypatch):
         read_json_object(tmp_path / "config.json")
 
 
-def numbered(piece):
-    """As many of these as the limits allow, each with a number of its own."""
-    count = min(JSON_LIMIT_BYTES // len(piece % 10**7), (JSON_LIMIT_VALUES - 2) // sum(map(piece.count, b",[{")))
-    return b"".join(piece % (10**7 + i) for i in range(count))
+COUNT = JSON_LIMIT_VALUES - 1000
+FACE = "\N{GRINNING FACE}"  # makes each character of a string take 4 bytes
+
+
+def chains(key):
+    """Objects of one key, 900 in each other: COUNT in all. key: number -> its text."""
+    numbers = iter(range(COUNT))
+    chain = [["{" + f'"{key(n)}":' for n in itertools.islice(numbers, 900)] for _ in range(-(-COUNT // 901))]
+    return '"a":[' + ",".join("".join(part) + "0" + "}" * len(part) for part in chain) + "]"
 
 
 # what takes much of its size when it is parsed, in an object
 WORST = {
-    "lists": lambda: b'"a":[' + b"[]," * (JSON_LIMIT_VALUES // 2 - 2) + b"0]",
-    "objects": lambda: b'"a":[' + (b'{"a":' * 900 + b"0" + b"}" * 900 + b",") * (JSON_LIMIT_VALUES // 901 - 1) + b"0]",
-    "keys beyond 16 bits": lambda: numbered('"\N{GRINNING FACE}%d":0,'.encode()) + b'"a":0',
-    "strings beyond 16 bits": lambda: b'"a":[' + numbered('"\N{GRINNING FACE}%dxxxxxxx",'.encode()) + b"0]",
+    "lists": lambda: '"a":[' + "[]," * (COUNT // 2) + "0]",
+    "objects": lambda: chains(lambda n: "a"),
+    "keys": lambda: ",".join(f'"{FACE}{n:025}":0' for n in range(COUNT)),
+    "strings": lambda: '"a":[' + ",".join(f'"{FACE}{n:030}"' for n in range(COUNT)) + "]",
+    "objects of keys": lambda: chains(lambda n: f"{FACE}{n:025}"),
+    "objects and one string": lambda: chains(lambda n: "a") + f',"b":"{FACE}' + "x" * (JSON_LIMIT_BYTES - 8_000_000) + '"',
 }
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("name", WORST)
 def test_what_the_worst_file_takes(tmp_path, name):
-    """No more memory than the constants' comment says; it was 3 GB."""
+    """Little more memory than the constants' comment says; it was 3 GB."""
     path = tmp_path / "config.json"
-    path.write_bytes(b"{" + WORST[name]() + b"}")
+    path.write_text("{" + WORST[name]() + "}", "utf-8")
     assert path.stat().st_size <= JSON_LIMIT_BYTES
 
     def child():
@@ -225,14 +241,16 @@ def test_what_the_worst_file_takes(tmp_path, name):
 
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
         before = peak()
-        assert "a" in read_json_object(path)
+        assert len(read_json_object(path)) > 0
         return peak() - before
 
-    assert 50_000_000 < in_child(child) < 700_000_000
+    used = in_child(child)
+    print(f"{name}: {path.stat().st_size / 1e6:.1f} MB of JSON took {used / 1e6:.0f} MB")
+    assert 30_000_000 < used < 800_000_000
 
 
 def test_the_longest_index_there_is(tmp_path):
-    """Kimi-K2.5's, 23.5 MB, by its names; and a header of all its tensors in one file."""
+    """Kimi-K2.5's, 23.5 MB, by its names; and the header of a file with half of its tensors."""
     parts, stems = ("packed", "scale", "shape"), ("gate", "up", "down")
     names = [
         f"language_model.model.layers.{layer}.mlp.experts.{expert}.{stem}_proj.weight_{part}"
@@ -243,8 +261,8 @@ def test_the_longest_index_there_is(tmp_path):
     assert index.stat().st_size > 23_500_000
     assert len(Checkpoint(tmp_path)) == len(names) == 207_360
     index.unlink()
-    header = {name: {"dtype": "I32", "shape": [7168, 0], "data_offsets": [0, 0]} for name in names}
-    assert len(SafetensorsFile(write(tmp_path / "f", header, b"")).tensors) == len(names)
+    header = {name: {"dtype": "I32", "shape": [7168, 0], "data_offsets": [0, 0]} for name in names[:100_000]}
+    assert len(SafetensorsFile(write(tmp_path / "f", header, b"")).tensors) == 100_000
 
 
 def test_long_values_are_cut_in_messages(tmp_path):

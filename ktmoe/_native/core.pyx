@@ -6,6 +6,7 @@ shard's part of a matrix. The pool's lock is never held together with the GIL: f
 """
 
 import errno
+import operator
 import os
 import sys
 

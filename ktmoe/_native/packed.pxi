@@ -139,7 +139,7 @@ cdef class PackedLayer:
         memset(shares, 0, sizeof(shares))
         memset(fresh, 0, sizeof(fresh))
         memset(kernels, 0, sizeof(kernels))
-        matrices, held = dict(matrices), []  # held: what is read without the GIL, so that numpy refuses to resize it meanwhile
+        matrices, held = dict(matrices), []  # held: while it is, numpy does not resize it unless it is told not to count references
         for projection, matrix in matrices.items():
             if not isinstance(matrix, Matrix):
                 raise InputError(f"expert {expert}: {projection} must be a Matrix, found {type(matrix).__name__}")
@@ -438,7 +438,8 @@ cdef class PackedLayer:
         cdef size_t i
         cdef double seconds = 0
         cdef bint closed
-        if not 0 <= offset <= offset + nbytes <= self.nbytes:  # Python's integers do not wrap
+        offset, nbytes = operator.index(offset), operator.index(nbytes)  # Python's integers do not wrap
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise InputError(f"range [{offset}, {offset + nbytes}) is not within the {self.nbytes} packed bytes")
         for i, own in enumerate(self._shard_bytes):
             begins[i], shares[i] = offset * own // self.nbytes, nbytes * own // self.nbytes

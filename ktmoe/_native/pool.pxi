@@ -29,7 +29,7 @@ cdef const kt_placement *_where(cpus, size_t threads) except? NULL:
         raise InputError(f"a layer can be on at most {KT_SHARDS_MAX} NUMA nodes, found {len(cpus)}")
     key = (tuple(cpus), threads)
     if key not in _placements:
-        _placements[key] = _Placement(cpus, threads)
+        _placements.setdefault(key, _Placement(cpus, threads))  # another thread may have been faster: its pointer is in use
     return &(<_Placement>_placements[key]).where
 
 

@@ -57,7 +57,7 @@ cdef size_t _scales_bytes(const kt_format *f, size_t k) noexcept:
 
 
 cdef object _bytes(str name, array, size_t nbytes):
-    """An array as uint8 [nbytes], for a memoryview, with which numpy refuses to resize it. It may have been resized before."""
+    """An array as uint8 [nbytes]. It may have been resized since it was checked."""
     view = np.asarray(array).reshape(-1).view(np.uint8)
     if <size_t>view.size != nbytes:
         raise FormatError(f"{name}: expected {nbytes} bytes, found {view.size}; the array was changed after it was checked")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import MappingProxyType
 
-from ktmoe import memory, numa, threads
+from ktmoe import forks, memory, numa, threads
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
@@ -46,7 +46,8 @@ def refusal(isa: str) -> str | None:
 def load_table(isa: str) -> core.KernelTable:
     """An ISA's kernel table. Raises UnavailableError if the compiler that built this package did not know it."""
     try:
-        module = importlib.import_module(f"ktmoe._native.{isa}")
+        with forks.importing:
+            module = importlib.import_module(f"ktmoe._native.{isa}")
     except ImportError as error:
         raise UnavailableError(f"{isa} was not compiled into this build ({error})") from error
     return core.KernelTable(module.table)

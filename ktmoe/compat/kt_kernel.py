@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from ktmoe.compat.export import Target
 from ktmoe.compat.host import side_of
 from ktmoe.compat.masks import generate_gpu_experts_masks
 from ktmoe.errors import ClosedError, InputError
-from ktmoe.experts import ExpertWeights
+from ktmoe.experts import SIZE_LIMIT, ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
 
@@ -85,7 +86,7 @@ class KTMoEWrapper:
     ):
         methods.require(mode, method)
         self.layer_idx = _count("layer_idx", layer_idx, 0)
-        self.num_experts = _count("num_experts", num_experts)
+        self.num_experts = _count("num_experts", num_experts, most=SIZE_LIMIT)
         self.num_experts_per_tok = _count("num_experts_per_tok", num_experts_per_tok)
         if self.num_experts_per_tok > self.num_experts:
             raise InputError(f"num_experts_per_tok must be at most num_experts {num_experts}, found {num_experts_per_tok}")
@@ -339,13 +340,14 @@ def _write(layer: MoELayer, expert: int, target: Target) -> None:
     target.finish()
 
 
-def _count(name: str, value, least: int = 1) -> int:
+def _count(name: str, value, least: int = 1, most: int = sys.maxsize) -> int:
     try:
         count = operator.index(value)
     except TypeError:
         count = least - 1
-    if count < least:
-        raise InputError(f"{name} must be a whole number, {least} or more, found {show(value)}")
+    if not least <= count <= most:
+        upwards = f"{least} or more" if most == sys.maxsize else f"from {least} to {most}"
+        raise InputError(f"{name} must be a whole number, {upwards}, found {show(value)}")
     return count
 
 

@@ -13,13 +13,17 @@ class Order:
     """A reentrant lock, by with. soon(): what finalizers do under it."""
 
     def __init__(self):
-        self.after_fork()
+        self._lock = threading.RLock()
+        self._depth = 0
         self._left: deque[Callable[[], object]] = deque()
         forks.watch(self)
 
     def after_fork(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
+        if self._lock.acquire(blocking=False):  # nobody's, or this thread's, which goes on
+            self._lock.release()
+        else:
+            self._lock = threading.RLock()
+            self._depth = 0
 
     def __enter__(self) -> None:
         self._lock.acquire()

@@ -13,6 +13,8 @@ quantization_config must agree with the tensors where it is given.
 
 from __future__ import annotations
 
+import weakref
+
 import ml_dtypes
 import numpy as np
 
@@ -46,6 +48,9 @@ _SUPPORTED = {
     "strategy": ("group", None),
     "actorder": (None, False, "weight", "static"),
 }
+
+#: By checkpoint.
+_groups: weakref.WeakKeyDictionary[Checkpoint, int | None] = weakref.WeakKeyDictionary()
 
 
 class CompressedTensors(Loader):
@@ -136,6 +141,13 @@ def _derived_group(checkpoint: Checkpoint, name: str) -> int:
 
 
 def _stated_group(checkpoint: Checkpoint) -> int | None:
+    """_read_group(), once for all layers of a checkpoint: a hostile config has many groups."""
+    if checkpoint not in _groups:
+        _groups[checkpoint] = _read_group(checkpoint)
+    return _groups[checkpoint]
+
+
+def _read_group(checkpoint: Checkpoint) -> int | None:
     """config.json's group_size, None if it gives none. Raises FormatError, which names the key, for what is not supported.
 
     Where there are several config groups, one of them must be supported: which layers they are for is not looked at.
