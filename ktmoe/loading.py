@@ -109,6 +109,13 @@ class Loading:
             thread.join()
         self._close_made()
 
+    def end(self, why: str = "it was closed") -> None:
+        """stop() that does not wait, for finalizers: they may run in a thread that what is being made waits for."""
+        with self._changed:
+            self._stopped = self._stopped or why
+            self._waiting.clear()
+            self._changed.notify_all()
+
     def done(self) -> tuple[int, int]:
         """(bytes done, bytes in all)."""
         return sum(self._done.values()), sum(self._sizes.values())
@@ -129,13 +136,6 @@ class Loading:
 
     def _ended(self) -> bool:
         return self._stopped is not None or self._orphaned
-
-    def end(self, why: str = "it was closed") -> None:
-        """stop() that does not wait, for finalizers: they may run in a thread that what is being made waits for."""
-        with self._changed:
-            self._stopped = self._stopped or why
-            self._waiting.clear()
-            self._changed.notify_all()
 
     def _closed(self, key: str = "") -> ClosedError:
         forked = "it was not loaded yet when this process was forked, and the parent alone goes on loading"
