@@ -58,6 +58,14 @@ def own_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(("ktmoe-load", "ktmoe-read"))]
 
 
+def wait_for_threads():
+    """Until they have ended, which a finalizer does not wait for."""
+    for _ in range(1000):
+        if not own_threads():
+            return
+        time.sleep(0.01)
+
+
 def batch(layer, tokens=5, top_k=2):
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((tokens, layer.hidden)).astype(ml_dtypes.bfloat16)
@@ -462,10 +470,7 @@ def test_garbage(folder, nothing_left):
     gate.opened.set()
     del model
     gc.collect()
-    for _ in range(1000):  # the finalizer waits for no thread
-        if not own_threads():
-            break
-        time.sleep(0.01)
+    wait_for_threads()
 
 
 def test_garbage_in_a_thread_that_loading_waits_for(folder, nothing_left):
@@ -488,10 +493,7 @@ def test_garbage_in_a_thread_that_loading_waits_for(folder, nothing_left):
         models.append(MoEModel.from_checkpoint(folder, backend="fp32_lut", progress=lambda *_: gate.wait(), wait=False))
         gate.set()
         assert collected.wait(20)
-        for _ in range(1000):
-            if not own_threads():
-                break
-            time.sleep(0.01)
+        wait_for_threads()
 
 
 def test_a_layer_outlives_its_model(folder, nothing_left):
