@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
 from pathlib import Path
 
 from ktmoe.errors import InputError
@@ -46,6 +45,7 @@ def get_include() -> str:
 
 def config() -> dict:
     """What show_config() prints, as data."""
+    import ktmoe
     from ktmoe import backends, loaders, numa, threads
     from ktmoe._native import core
     from ktmoe.backends.base import choose
@@ -59,7 +59,7 @@ def config() -> dict:
         backend = backends.get(name)
         rows[name] = {"available": backend.unavailable() is None, "why_not": backend.unavailable(), **backend.details()}
     return {
-        "version": version("ktmoe"),
+        "version": ktmoe.__version__,
         "python": platform.python_version(),
         "cpu": threads.cpu_name(),
         "features": [name for name, present in core.cpu_features().items() if present],

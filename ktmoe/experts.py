@@ -13,7 +13,7 @@ from ktmoe.errors import FormatError, InputError
 from ktmoe.formats import MXFP4, WeightFormat
 from ktmoe.messages import show
 
-#: Longest dimension that experts may have: their packed bytes, times three, can be counted in 64 bits.
+#: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28
 
 #: The three matrices of an expert: y = down(activation(gate(x), up(x))).

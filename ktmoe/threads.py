@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from importlib.metadata import version
 from pathlib import Path
 
 import threadpoolctl
 
+import ktmoe
 from ktmoe import cgroup, config, numa
 from ktmoe._native import core
 from ktmoe.errors import InputError
@@ -118,7 +118,7 @@ class ThreadpoolController(threadpoolctl.LibController):
         set_num_threads(num_threads)
 
     def get_version(self):
-        return version("ktmoe")
+        return ktmoe.__version__
 
 
 def register_with_threadpoolctl() -> None:
