@@ -1,4 +1,4 @@
-"""What runs on this CPU: instruction sets, activation modes and ways to take scales, as the backends themselves say."""
+"""What runs on this CPU: instruction sets, activation modes and ways to round weights, as the backends themselves say."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ EVERYWHERE = "V4-Flash"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute. isa: one of the backend's. scales: as MoELayer takes them."""
+    """One way to compute. isa: one of the backend's. rounding: as MoELayer takes it."""
 
     backend: str
     isa: str
     activations: str
-    scales: str = "exact"
+    rounding: str = "exact"
 
     @property
     def id(self) -> str:
         words = [self.backend, self.isa, self.activations]
-        return "-".join([*words, *([self.scales] if self.scales != "exact" else [])])
+        return "-".join([*words, *([self.rounding] if self.rounding != "exact" else [])])
 
     @contextmanager
     def table(self, experts: ExpertWeights) -> Iterator[core.KernelTable]:

@@ -62,7 +62,7 @@ def kernels() -> Iterator[Kernel]:
                 if (name, kind, activations) == (family, scale.kind if scale else "none", way.activations)
             }
             if scale and scale.kind == "bf16":
-                folding &= {way.scales == "folded"}
+                folding &= {way.rounding == "folded"}
             for folds in sorted(folding, reverse=True):
                 for source in SOURCES:
                     kernel = Kernel(weights, way, folds, source)
@@ -101,11 +101,11 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
     try:
         with (
             kernel.way.table(experts) as table,
-            MoELayer(experts, kernel.way.backend, kernel.way.activations, scales=kernel.way.scales) as layer,
+            MoELayer(experts, kernel.way.backend, kernel.way.activations, rounding=kernel.way.rounding) as layer,
         ):
             used = set(layer._packed.kernels().values())
             assert used == {kernel.folds}, f"{kernel.id}: the layer uses other kernels"
-            check = probe.make(experts, [0], kernel.way.activations, kernel.way.scales)
+            check = probe.make(experts, [0], kernel.way.activations, kernel.way.rounding)
             yield Subject(kernel, layer, settled(layer, table), check)
     finally:
         ktmoe.set_num_threads(threads)

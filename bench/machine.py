@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import ktmoe
-from ktmoe import memory, threads
+from ktmoe.machine import memory, threads
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -41,7 +41,7 @@ class Probe:
         return measure.Check.of(y32[-1:][:, self.columns], self.expected)
 
 
-def make(experts: ExpertWeights, ids: list[int], activations: str, scales: str) -> Probe:
+def make(experts: ExpertWeights, ids: list[int], activations: str, rounding: str) -> Probe:
     """A random token that goes to these experts; the reference takes seconds."""
     random = np.random.default_rng(1)
     x = random.standard_normal((1, experts.hidden), np.float32).astype(ml_dtypes.bfloat16)
@@ -49,6 +49,6 @@ def make(experts: ExpertWeights, ids: list[int], activations: str, scales: str) 
     columns = np.sort(random.choice(experts.hidden, min(_COLUMNS, experts.hidden), replace=False))
     routing = np.array([ids], np.int64)
     expected = reference.forward(
-        experts, x, routing, weights, out_dtype="float32", columns=columns, activations=activations, scales=scales
+        experts, x, routing, weights, out_dtype="float32", columns=columns, activations=activations, rounding=rounding
     )
     return Probe(x, routing, weights, columns, expected)

@@ -30,7 +30,7 @@ def text(rows: list[Row]) -> str:
 
 
 def _layer(rows: list[Row]) -> Table:
-    heads = ("model", "backend", "ISA", "mode", "scales", "work", "routing")
+    heads = ("model", "backend", "ISA", "mode", "rounding", "work", "routing")
     numbers = ("tokens", "experts", "ms", "GB/s", "of read", "GFLOP/s", "of peak", "limits", "footprint", "error/bound")
 
     def cells(row: Row) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def _layer(rows: list[Row]) -> Table:
             row["backend"],
             row["isa"],
             row["activations"],
-            row["scales"],
+            row["rounding"],
             row["work"],
             row["routing"],
             f"{row['tokens']}",

@@ -15,9 +15,10 @@ import ktmoe
 from bench import footprints, kernels, record
 from bench.cases import EVERYWHERE, auto_ways
 from bench.models import models
-from ktmoe import config, measure, numa, threads
+from ktmoe import measure
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
+from ktmoe.machine import environment, numa, threads
 
 HANDOFFS, BARRIERS = 200, 200
 #: Microseconds for which the workers were idle: within the spin, and ten times as long.
@@ -64,7 +65,7 @@ def run(benchmark, latency, rounds, work, target, **fields):
 
 @pytest.mark.parametrize("state", ["hot", "cold"])
 def test_wake_up(benchmark, state):
-    spin = config.spin_us()
+    spin = environment.spin_us()
     if state == "hot" and spin <= HOT_US:
         pytest.skip(f"workers spin {spin} us and are asleep after {HOT_US} us")
     idle = HOT_US if state == "hot" else SLEEPS * max(spin, HOT_US)

@@ -4,14 +4,14 @@ Importing starts no thread and changes no state of the process, but for handlers
 """
 
 from ktmoe import backends, loaders
-from ktmoe.activation import SILU, GatedActivation
 from ktmoe.config import get_include, show_config
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import BF16, MXFP4, Scale, WeightFormat, int4
 from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
+from ktmoe.machine.threads import get_num_threads, set_num_threads
 from ktmoe.model import MoEModel
-from ktmoe.threads import get_num_threads, set_num_threads
+from ktmoe.weights.activation import SILU, GatedActivation
+from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
 
 __all__ = [
     "BF16",

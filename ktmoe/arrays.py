@@ -16,7 +16,7 @@ _KINDS = "bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32, or a torc
 
 
 @dataclass(frozen=True)
-class Activations:
+class FloatArray:
     """array: uint16 (bfloat16 bits) or float32, a view of what was given. kind: what was given, for messages.
     restore: turns an array like it into the kind that was given, sharing memory."""
 
@@ -25,13 +25,13 @@ class Activations:
     restore: Callable[[np.ndarray], object]
 
 
-def view(value, name: str) -> Activations:
+def view(value, name: str) -> FloatArray:
     """Raises InputError for any other type or dtype."""
     if isinstance(value, np.ndarray):
         if value.dtype == BF16:
-            return Activations(value.view(np.uint16), "bfloat16 array", lambda a: a.view(BF16))
+            return FloatArray(value.view(np.uint16), "bfloat16 array", lambda a: a.view(BF16))
         if value.dtype in (np.uint16, np.float32):
-            return Activations(value, f"{value.dtype} array", lambda a: a)
+            return FloatArray(value, f"{value.dtype} array", lambda a: a)
         raise InputError(f"{name} must be {_KINDS}; found an array of {value.dtype}")
     if is_torch(value):
         return _view_torch(value, name)
@@ -44,7 +44,7 @@ def is_torch(value) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _view_torch(tensor, name: str) -> Activations:
+def _view_torch(tensor, name: str) -> FloatArray:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
         raise InputError(f"{name} must be on the CPU; found a torch tensor on {tensor.device}")
@@ -52,9 +52,9 @@ def _view_torch(tensor, name: str) -> Activations:
     if tensor.dtype == torch.bfloat16:
         # numpy has no bfloat16 of torch's, so the bits pass as int16.
         bits = _torch_to_numpy(tensor.view(torch.int16), name).view(np.uint16)
-        return Activations(bits, "torch bfloat16 tensor", lambda a: torch.from_numpy(a.view(np.int16)).view(torch.bfloat16))
+        return FloatArray(bits, "torch bfloat16 tensor", lambda a: torch.from_numpy(a.view(np.int16)).view(torch.bfloat16))
     if tensor.dtype == torch.float32:
-        return Activations(_torch_to_numpy(tensor, name), "torch float32 tensor", torch.from_numpy)
+        return FloatArray(_torch_to_numpy(tensor, name), "torch float32 tensor", torch.from_numpy)
     raise InputError(f"{name} must be {_KINDS}; found a torch tensor of {tensor.dtype}")
 
 

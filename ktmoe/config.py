@@ -1,41 +1,9 @@
-"""Environment variables, read when they are needed and strictly; and show_config()."""
+"""show_config(): what was compiled, what this CPU supports, what is chosen and why."""
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
-
-from ktmoe.errors import InputError
-
-
-def _whole_number(name: str, default: int | None, low: int, high: int) -> int | None:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
-        raise InputError(f"environment variable {name} must be a whole number from {low} to {high}, found {text!r}")
-    return int(text)
-
-
-def backend_override() -> str | None:
-    """KTMOE_BACKEND: the backend that "auto" means."""
-    return os.environ.get("KTMOE_BACKEND")
-
-
-def num_threads() -> int | None:
-    """KTMOE_NUM_THREADS: threads of the pool, the caller's included."""
-    return _whole_number("KTMOE_NUM_THREADS", None, 1, 4096)
-
-
-def spin_us() -> int:
-    """KTMOE_SPIN_US: microseconds for which an idle worker spins before it sleeps."""
-    return _whole_number("KTMOE_SPIN_US", 100, 0, 1_000_000)
-
-
-def scratch_bytes() -> int:
-    """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share; larger batches go in chunks."""
-    return _whole_number("KTMOE_SCRATCH_MB", 256, 1, 2**20) << 20
 
 
 def get_include() -> str:
@@ -46,9 +14,10 @@ def get_include() -> str:
 def config() -> dict:
     """What show_config() prints, as data."""
     import ktmoe
-    from ktmoe import backends, loaders, numa, threads
+    from ktmoe import backends, loaders
     from ktmoe._native import core
     from ktmoe.backends.base import choose
+    from ktmoe.machine import numa, threads
 
     try:
         chosen, why = choose("auto")

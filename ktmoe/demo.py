@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ktmoe import backends, measure, synthetic, threads
+from ktmoe import backends, measure, synthetic
 from ktmoe.errors import MissingTensorError, OutOfSpaceError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.formats import MXFP4
 from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.machine import threads
+from ktmoe.weights.formats import MXFP4
 
 #: name, tokens, tokens whose outputs are checked against the reference, which takes a second or two for each.
 PHASES = (("decode", 1, 1), ("prefill", 256, 2))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktmoe.activation import SILU, GatedActivation
 from ktmoe.errors import FormatError, InputError
-from ktmoe.formats import MXFP4, WeightFormat
 from ktmoe.messages import show
+from ktmoe.weights.activation import SILU, GatedActivation
+from ktmoe.weights.formats import MXFP4, WeightFormat
 
 #: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28

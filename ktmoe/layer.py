@@ -10,15 +10,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktmoe import arrays, backends, numa
+from ktmoe import arrays, backends
 from ktmoe.backends.base import Plan, Progress, Stored, choose
-from ktmoe.codebook import ROUNDING
+from ktmoe.background.worker import Worker
 from ktmoe.errors import ClosedError, FormatError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.machine import numa
 from ktmoe.messages import show
-from ktmoe.worker import Worker
+from ktmoe.weights.codebook import ROUNDING
 
 #: Where a router weight is multiplied in: onto the down projection's output, onto its input, or onto the expert's input.
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
@@ -32,7 +33,7 @@ class MoELayer:
     activations: "bf16": they take part exactly, as bfloat16; "int16", "int8": rounded to 16-bit or 8-bit integers, per token
     and group of 32 along k (docs/numerics.md); "auto": the backend's own choice, never "int8", which the attribute of that name
     then says.
-    scales: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
+    rounding: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
     2^-8) where that lets it multiply faster; the attribute of that name says whether any are.
     router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
     numa_nodes: the NUMA nodes that share this layer's intermediate dimension, such as [1] or [1, 0]; their parts of y are added
@@ -41,7 +42,7 @@ class MoELayer:
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
     in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed
-    weights. placement: ktmoe.numa.Placement.
+    weights. placement: ktmoe.machine.numa.Placement.
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -52,15 +53,15 @@ class MoELayer:
         backend: str = "auto",
         activations: str = "auto",
         *,
-        scales: str = "exact",
+        rounding: str = "exact",
         router_weight: str = "down_output",
         numa_nodes: Sequence[int] | None = None,
         progress: Progress | None = None,
     ):
         if not isinstance(experts, ExpertWeights):
             raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
-        if scales not in ROUNDING:
-            raise InputError(f"scales must be one of {ROUNDING}, found {show(scales)}")
+        if rounding not in ROUNDING:
+            raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
         if router_weight not in ROUTER_WEIGHTS:
             raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {show(router_weight)}")
         self.backend, _ = choose(backend, experts, activations)
@@ -74,8 +75,8 @@ class MoELayer:
         self.name = experts.name
         self.placement = placement_of(experts, numa_nodes)
         self._formats = experts.formats
-        self._packed = chosen.pack(experts, Plan(router_weight, mode, scales, self.placement), progress)
-        self.scales = self._packed.scales
+        self._packed = chosen.pack(experts, Plan(router_weight, mode, rounding, self.placement), progress)
+        self.rounding = self._packed.rounding
         self.nbytes = self._packed.nbytes
         self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory
 
@@ -88,7 +89,7 @@ class MoELayer:
         activations: str = "auto",
         *,
         loader: str = "auto",
-        scales: str = "exact",
+        rounding: str = "exact",
         router_weight: str = "down_output",
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: Sequence[int] | None = None,
@@ -104,7 +105,7 @@ class MoELayer:
             experts = choose_loader(checkpoint, loader).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
-            options = {"scales": scales, "router_weight": router_weight, "numa_nodes": numa_nodes, "progress": progress}
+            options = {"rounding": rounding, "router_weight": router_weight, "numa_nodes": numa_nodes, "progress": progress}
             return cls(experts, backend, activations, **options)
 
     def forward(self, x, expert_ids, expert_weights, out=None):
@@ -182,7 +183,7 @@ class MoELayer:
                 )
         packed = self._able_to("replace")
         packed.replace(expert, matrices)
-        self.scales = packed.scales
+        self.rounding = packed.rounding
 
     def export_expert(self, expert: int, parts: int = 1, out: Sequence[Stored] | None = None) -> list[dict[str, Matrix]]:
         """An expert in the checkpoint's own bytes, cut for tensor parallelism: part i has rows [i n / parts, (i + 1) n / parts)
@@ -254,7 +255,7 @@ class MoELayer:
             raise UnavailableError(f"{self.name}: backend {self.backend!r} cannot {method} an expert")
         return packed
 
-    def _checked_out(self, out, given: arrays.Activations) -> np.ndarray:
+    def _checked_out(self, out, given: arrays.FloatArray) -> np.ndarray:
         like = arrays.view(out, "out")
         if like.kind != given.kind:
             raise InputError(f"out must be of x's kind, a {given.kind}; found a {like.kind}")

@@ -246,6 +246,6 @@ def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int 
         out_dtype="float32",
         columns=outputs,
         activations=layer.activations,
-        scales=layer.scales,
+        rounding=layer.rounding,
     )
     return Check.of(y32[rows][:, outputs], expected)

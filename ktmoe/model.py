@@ -9,17 +9,18 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ktmoe import backends, memory, progress_bar
+from ktmoe import backends, progress_bar
 from ktmoe._native import core
 from ktmoe.arrays import as_numpy
 from ktmoe.backends.base import choose
+from ktmoe.background.tasks import BackgroundTasks, Progress
 from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOfMemoryError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer, placement_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loading import Loading, Progress
+from ktmoe.machine import memory
 from ktmoe.messages import show
 
 #: Layers that are loaded at a time, so that some are read while another is packed.
@@ -38,7 +39,7 @@ class MoEModel:
     loaded by then; the others raise ClosedError in it, and what was half loaded takes memory until it ends.
     """
 
-    def __init__(self, path: str | os.PathLike, loading: Loading, layers: list[int | str]):
+    def __init__(self, path: str | os.PathLike, loading: BackgroundTasks, layers: list[int | str]):
         self.path = path
         self.layers = layers
         self._loading = loading
@@ -53,7 +54,7 @@ class MoEModel:
         activations: str = "auto",
         *,
         loader: str = "auto",
-        scales: str = "exact",
+        rounding: str = "exact",
         router_weight: str = "down_output",
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: np.ndarray | Sequence | None = None,
@@ -87,14 +88,14 @@ class MoEModel:
                 for name, weights in experts.items()
             ]
             _require_memory(path, packed, experts.values())
-            options = {"scales": scales, "router_weight": router_weight, "numa_nodes": numa_nodes}
+            options = {"rounding": rounding, "router_weight": router_weight, "numa_nodes": numa_nodes}
 
             def make(name: int | str, progress: Progress) -> MoELayer:
                 return MoELayer(experts[name], chosen[name], activations, **options, progress=progress)
 
             if progress is True:
                 progress = resources.enter_context(progress_bar.bytes_done("loading"))
-            loading = Loading(f"{path}: layer", sizes, make, AT_ONCE, progress or None, resources.pop_all())
+            loading = BackgroundTasks(f"{path}: layer", sizes, make, AT_ONCE, progress or None, resources.pop_all())
         model = cls(path, loading, names)
         if wait:
             try:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ktmoe.activation import GatedActivation
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import WeightFormat
+from ktmoe.weights.activation import GatedActivation
+from ktmoe.weights.formats import WeightFormat
 
 #: Unit roundoff of float32, round to nearest.
 UNIT = 2.0**-24
@@ -45,7 +45,7 @@ LEAST_INT8_MAXIMUM = 127 * 2.0**-118
 #: Scales, neighbouring bfloat16 numbers, that are tried where a group's is not certain; beyond, half of the largest is added.
 INT8_SCALES = 8
 #: What bfloat16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that folds().
-SCALES = ("exact", "folded")
+ROUNDING = ("exact", "folded")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def integer_unit(format: WeightFormat) -> float | None:
 
 
 def folds(matrix: Matrix) -> bool:
-    """Whether scales="folded" rounds the weights of a matrix to bfloat16: if its scales are bfloat16, each normal or zero, and
+    """Whether rounding="folded" rounds a matrix's weights to bfloat16: if its scales are bfloat16, each normal or zero, and
     by their exponents and the codebook's no product, whether it occurs or not, is denormal, or above 2**127 when rounded.
     """
     if matrix.format.scale is None or matrix.format.scale.kind != "bf16":
@@ -138,7 +138,7 @@ def forward(
     columns: np.ndarray | slice = slice(None),
     block: int = BLOCK,
     activations: str = "bf16",
-    scales: str = "exact",
+    rounding: str = "exact",
     shards: Sequence[tuple[int, int]] | None = None,
 ) -> Reference:
     """The layer's output in float64 and the bound on the error of a backend that rounds its output to out_dtype.
@@ -149,7 +149,7 @@ def forward(
     columns: which outputs to compute, an index along hidden. To check samples, pass a few tokens' rows and a few columns.
     block: products that a backend may add in any order, see BLOCK; intermediate or hidden, whichever is larger, allows any.
     activations: what the linear maps take, one of ACTIVATIONS. Integers exist for the formats that have an integer_unit.
-    scales: one of SCALES. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
+    rounding: one of ROUNDING. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
     shards: (first, last) of each part of the intermediate dimension, ascending, if a backend computes an output for each
     part and then adds these in this order; y is the same.
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
@@ -161,11 +161,11 @@ def forward(
         raise InputError(f"out_dtype must be 'bfloat16' or 'float32', found {out_dtype!r}")
     if activations not in ACTIVATIONS:
         raise InputError(f"activations must be one of {ACTIVATIONS}, found {activations!r}")
-    if scales not in SCALES:
-        raise InputError(f"scales must be one of {SCALES}, found {scales!r}")
-    if scales == "folded" and activations != "bf16":
+    if rounding not in ROUNDING:
+        raise InputError(f"rounding must be one of {ROUNDING}, found {rounding!r}")
+    if rounding == "folded" and activations != "bf16":
         raise InputError(
-            f"scales 'folded' need activations 'bf16', found {activations!r}, which multiplies integers and folds no scale"
+            f"rounding 'folded' needs activations 'bf16', found {activations!r}, which multiplies integers and folds no scale"
         )
     for projection, format in experts.formats.items():
         if activations != "bf16" and integer_unit(format) is None:
@@ -184,8 +184,8 @@ def forward(
             if router_weight == "expert_input":
                 a = round_bfloat16((a * r).astype(np.float32))
             a, eps_a = _operand(a, a, a, activations)
-            g, eps_g = _linear(experts.matrix(expert, "gate"), a, eps_a, block, activations, scales)
-            u, eps_u = _linear(experts.matrix(expert, "up"), a, eps_a, block, activations, scales)
+            g, eps_g = _linear(experts.matrix(expert, "gate"), a, eps_a, block, activations, rounding)
+            u, eps_u = _linear(experts.matrix(expert, "up"), a, eps_a, block, activations, rounding)
             h, eps_h = _activate(experts.activation, g, eps_g, u, eps_u)
             if router_weight == "down_input":
                 h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
@@ -193,7 +193,7 @@ def forward(
             h, eps_h = _operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), activations)
             down = experts.matrix(expert, "down")
             # the whole matrix folds or does not, whatever one of its parts might do
-            of_down = "folded" if scales == "folded" and folds(down) else "exact"
+            of_down = "folded" if rounding == "folded" and folds(down) else "exact"
             if router_weight != "down_output":
                 r = np.ones_like(r)
             for shard, (first, last) in enumerate(cuts):
@@ -320,7 +320,7 @@ def _linear(
     eps_a: np.ndarray,
     block: int = BLOCK,
     activations: str = "bf16",
-    scales: str = "exact",
+    rounding: str = "exact",
     rows=slice(None),
 ) -> tuple[np.ndarray, np.ndarray]:
     """a @ W.T + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
@@ -330,7 +330,7 @@ def _linear(
     k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total.
     """
     weights, flushed, scale = dequantize(matrix, rows), _denormal_weights(matrix, rows), matrix.format.scale
-    if scales == "folded" and folds(matrix):
+    if rounding == "folded" and folds(matrix):
         weights, flushed, scale = round_bfloat16(weights), None, None  # as those of b16, and all normal or zero
     factors = np.abs(_scales(matrix, rows)) if scale else None
     group = scale.extent[1] if scale else -(-matrix.shape[1] // block) * block

@@ -10,9 +10,9 @@ import ways
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 from topology import fake_nodes  # noqa: F401
 
-from ktmoe import threads
 from ktmoe._native import core
 from ktmoe.backends import native
+from ktmoe.machine import threads
 
 TUNING = core.tune()
 

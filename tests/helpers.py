@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe import BF16 as B16
-from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, Scale, WeightFormat, int4, numa, reference
+from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, Scale, WeightFormat, int4, reference
 from ktmoe.experts import PROJECTIONS
-from ktmoe.formats import E2M1
+from ktmoe.machine import numa
+from ktmoe.weights.formats import E2M1
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DEEPSEEK = GatedActivation(limit=10.0)
@@ -129,9 +130,9 @@ def folds(layer: MoELayer, fold: bool = True) -> bool:
     return fold and layer.backend in ("amx", "avx512_bf16")
 
 
-def rounds(layer: MoELayer, scales: str = "folded") -> bool:
-    """Whether a layer made with these `scales` rounds weights whose scales are bfloat16 numbers, where it can."""
-    return scales == "folded" and layer.backend == "amx"
+def rounds(layer: MoELayer, rounding: str = "folded") -> bool:
+    """Whether a layer made with this `rounding` rounds weights whose scales are bfloat16 numbers, where it can."""
+    return rounding == "folded" and layer.backend == "amx"
 
 
 def assert_folds(layer: MoELayer, experts: ExpertWeights, fold: bool = True) -> None:
@@ -159,7 +160,7 @@ def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=Non
         router_weight=layer.router_weight,
         out_dtype="float32" if x.dtype == np.float32 else "bfloat16",
         activations=layer.activations,
-        scales=layer.scales,
+        rounding=layer.rounding,
         shards=shards_of(layer, experts),
     )
     assert np.isfinite(expected.bound).all()

@@ -23,7 +23,7 @@ DIFFERENT = 37  # tokens, so that no two tiles of a batch are alike
 def layer_of(backend, name, shape, experts=1, **keywords):
     """A layer whose kernels all use tiles, and its experts."""
     made = random_experts(np.random.default_rng(shape), experts, *shape, formats=FORMATS[name], biases=True)
-    return MoELayer(made, backend, scales="folded", **keywords), made
+    return MoELayer(made, backend, rounding="folded", **keywords), made
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)

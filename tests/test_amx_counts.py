@@ -79,7 +79,7 @@ def expected(layer, m):
 @pytest.mark.parametrize("name", ["mxfp4", "int4-64", "b16"])
 def test_every_instruction_is_accounted_for(backend, name, shape, m):
     experts = random_experts(np.random.default_rng(1), 1, *shape, formats=FORMATS[name])
-    with MoELayer(experts, backend, scales="folded") as layer:
+    with MoELayer(experts, backend, rounding="folded") as layer:
         for only_many in (False, True):  # which takes the same pass for one tile of rows
             core.tune(only_many=only_many)
             assert counted(layer, m) == expected(layer, m)
@@ -108,7 +108,7 @@ def test_stores_depend_neither_on_k_nor_on_groups(backend, m):
         counts = []
         for weight_format in (MXFP4, *map(int4, GROUPS)):
             experts = random_experts(np.random.default_rng(2), 1, hidden, 64, formats=weight_format)
-            with MoELayer(experts, backend, scales="folded") as layer:
+            with MoELayer(experts, backend, rounding="folded") as layer:
                 counts.append(counted(layer, m))
         assert all(count == counts[0] for count in counts)
         stores.add(

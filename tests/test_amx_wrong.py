@@ -124,14 +124,14 @@ def layer_with(monkeypatch, backend, table, name):
     """A layer on these kernels, and its experts."""
     monkeypatch.setattr(backends.get(backend), "load", lambda isa: table)
     experts = random_experts(np.random.default_rng(1), 1, *SHAPE, formats=FORMATS[name])
-    return MoELayer(experts, backend, scales="folded"), experts
+    return MoELayer(experts, backend, rounding="folded"), experts
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_unchanged_copy_is_right(backend, kernels, monkeypatch, name):
     """And has the bits of those that were built."""
     with MoELayer(
-        random_experts(np.random.default_rng(1), 1, *SHAPE, formats=FORMATS[name]), backend, scales="folded"
+        random_experts(np.random.default_rng(1), 1, *SHAPE, formats=FORMATS[name]), backend, rounding="folded"
     ) as built:
         batches = [crowd(built, rows) for rows in ROWS.values()]
         bits = [built.forward(*batch) for batch in batches]

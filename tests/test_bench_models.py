@@ -8,7 +8,7 @@ import pytest
 
 from bench import footprints, machine
 from bench.models import Model, models
-from ktmoe import memory
+from ktmoe.machine import memory
 
 LAYERS, EXPERTS = 3, 64
 MODEL = Model("a model", "MXFP4", hidden=4096, intermediate=2048, experts=EXPERTS, top_k=6, layers=LAYERS)

@@ -120,7 +120,7 @@ USES = {
     "packed_bytes": lambda packed, _: packed.packed_bytes(0, "down"),
     "kernels": lambda packed, _: packed.kernels(),
     "read_seconds": lambda packed, table: packed.read_seconds(table, 0, packed.nbytes),
-    "scales": lambda packed, _: packed.scales,
+    "rounding": lambda packed, _: packed.rounding,
     "export": lambda packed, _: packed.unpack(0, "up"),
 }
 

@@ -12,11 +12,12 @@ from helpers import BF16, assert_right, in_child, same_bits
 from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, arguments, batch, nothing_is_left, wrapper, write  # noqa: F401
 
 import ktmoe
-from ktmoe import GatedActivation, MoELayer, load_experts, numa
+from ktmoe import GatedActivation, MoELayer, load_experts
 from ktmoe.compat import kt_kernel, methods, weights
 from ktmoe.compat.engine import ENGINE
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
 from ktmoe.errors import ClosedError, FormatError, InputError, MissingTensorError, UnavailableError
+from ktmoe.machine import numa
 
 METHODS = ("MXFP4", "RAWINT4", "BF16")
 REVERSED = np.arange(EXPERTS)[::-1]

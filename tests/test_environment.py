@@ -23,22 +23,20 @@ from ktmoe import (
     MoELayer,
     MoEModel,
     backends,
-    config,
     get_num_threads,
     int4,
     loaders,
-    memory,
     set_num_threads,
     show_config,
-    threads,
 )
 from ktmoe import layer as layer_module
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan, choose
+from ktmoe.background.worker import Worker
 from ktmoe.errors import InputError, OutOfMemoryError, UnavailableError, UnknownNameError
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.worker import Worker
+from ktmoe.machine import environment, memory, threads
 
 
 @pytest.fixture
@@ -87,9 +85,13 @@ def test_a_backend_that_this_cpu_lacks_is_refused(monkeypatch, experts, by):
 # Numbers
 
 NUMBERS = [
-    ("KTMOE_NUM_THREADS", config.num_threads, ["0", "-1", "4097", "two", "", "nan", "inf", "2.5", "1e400", " ", "+2", "٢"]),
-    ("KTMOE_SPIN_US", config.spin_us, ["-1", "1000001", "soon", "", "nan", "1.5"]),
-    ("KTMOE_SCRATCH_MB", config.scratch_bytes, ["0", "-5", "1048577", "1 GB", "", "nan", "0.5"]),
+    (
+        "KTMOE_NUM_THREADS",
+        environment.num_threads,
+        ["0", "-1", "4097", "two", "", "nan", "inf", "2.5", "1e400", " ", "+2", "٢"],
+    ),
+    ("KTMOE_SPIN_US", environment.spin_us, ["-1", "1000001", "soon", "", "nan", "1.5"]),
+    ("KTMOE_SCRATCH_MB", environment.scratch_bytes, ["0", "-5", "1048577", "1 GB", "", "nan", "0.5"]),
 ]
 
 
@@ -109,7 +111,7 @@ def test_numbers(monkeypatch, experts):
     monkeypatch.setenv("KTMOE_NUM_THREADS", "3")
     monkeypatch.setenv("KTMOE_SPIN_US", "12")
     monkeypatch.setenv("KTMOE_SCRATCH_MB", "2")
-    assert (config.num_threads(), config.spin_us(), config.scratch_bytes()) == (3, 12, 2 << 20)
+    assert (environment.num_threads(), environment.spin_us(), environment.scratch_bytes()) == (3, 12, 2 << 20)
     with MoELayer(experts, "fp32_lut"):
         assert core.pool_threads() == get_num_threads() == 3
         assert core.tune()["scratch_bytes"] == 2 << 20
@@ -285,7 +287,7 @@ def test_an_error_keeps_nothing_of_what_was_read():
 
     with pytest.raises(OutOfMemoryError, match=r"reading expert 1: .*refused memory: Unable to allocate") as caught:
         MoELayer(ExpertWeights(2, 64, 64, read), "fp32_lut")
-    traceback.clear_frames(caught.value.__traceback__)  # as Loading does
+    traceback.clear_frames(caught.value.__traceback__)  # as BackgroundTasks does
     gc.collect()
     assert len(kept) >= 4
     assert [ref() for ref in kept] == [None] * len(kept)

@@ -13,9 +13,9 @@ import ways
 from helpers import B16, BF16, FORMATS, LONGEST, folds, pack_nibbles, rounds
 
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4
-from ktmoe.codebook import ROUNDING
 from ktmoe.experts import PROJECTIONS
-from ktmoe.formats import E2M1, OFFSET_INT4, Scale, WeightFormat
+from ktmoe.weights.codebook import ROUNDING
+from ktmoe.weights.formats import E2M1, OFFSET_INT4, Scale, WeightFormat
 
 ALPHA = 2.0**30
 
@@ -64,7 +64,7 @@ def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto", 
     formats = {projection: matrix.format for projection, matrix in matrices.items()}
     activation = GatedActivation(alpha=ALPHA)
     experts = ExpertWeights(1, hidden, intermediate, lambda _, projection: matrices[projection], formats, activation)
-    return MoELayer(experts, backend, activations, scales=rounding)
+    return MoELayer(experts, backend, activations, rounding=rounding)
 
 
 def forward(layer, x):
@@ -198,8 +198,8 @@ def test_every_bfloat16_scale(backend, first):
         for rounding in ROUNDING:
             with down_layer(backend, codes, scales, weight_format, rounding) as layer:
                 y = forward(layer, x)
-                assert layer.scales == ("folded" if rounds(layer, rounding) and low > 0 and max(fields) < 250 else "exact")
-                seen = weights.astype(np.float32).astype(BF16).astype(float) if layer.scales == "folded" else weights
+                assert layer.rounding == ("folded" if rounds(layer, rounding) and low > 0 and max(fields) < 250 else "exact")
+                seen = weights.astype(np.float32).astype(BF16).astype(float) if layer.rounding == "folded" else weights
             assert np.array_equal(y, x[:, :k] @ seen.T)
             assert np.count_nonzero(y) > 0.9 * y.size
 
@@ -330,7 +330,7 @@ def test_denormal_factors(backend, of, power, tokens):
         with visible_layer(backend, "up", codes, scales, weight_format) as layer:
             assert np.array_equal(forward(layer, x), y)
     with visible_layer(backend, "up", codes, scales, weight_format, activations="bf16", rounding="folded") as layer:
-        if layer.scales == "folded" and of == "x":
+        if layer.rounding == "folded" and of == "x":
             y = np.zeros_like(y)  # a denormal entry of a codebook still makes a normal weight
         assert np.array_equal(forward(layer, x), y)
 

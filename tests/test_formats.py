@@ -7,7 +7,7 @@ from helpers import DEEPSEEK, assert_right, random_batch, random_experts
 
 from ktmoe import BF16, MXFP4, ExpertWeights, Matrix, MoELayer, Scale, WeightFormat, backends, int4
 from ktmoe.errors import FormatError
-from ktmoe.formats import E2M1
+from ktmoe.weights.formats import E2M1
 
 UE8M0 = Scale("ue8m0", (1, 32))
 CODEBOOKS = {

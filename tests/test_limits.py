@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from ktmoe import cgroup, memory, numa, threads
-from ktmoe.numa import UNBOUND, place
+from ktmoe.machine import cgroup, memory, numa, threads
+from ktmoe.machine.numa import UNBOUND, place
 
 GIB = 2**30
 EIGHT = set(range(8))

@@ -6,11 +6,11 @@ from checkpoints import BF16 as BFLOAT16
 from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, write, zeros
 
 from ktmoe import loaders
-from ktmoe.activation import SILU
 from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.formats import BF16
 from ktmoe.loaders.base import choose
+from ktmoe.weights.activation import SILU
+from ktmoe.weights.formats import BF16
 
 BASE = "model.layers.0.mlp.experts"
 ROWS = 2 * INTERMEDIATE

@@ -5,11 +5,11 @@ import pytest
 from checkpoints import EXPERTS, PROJ, SCHEMES, Scheme, int4, int4_meaning, write, zeros
 
 from ktmoe import loaders
-from ktmoe.activation import SILU
 from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import compressed_tensors
 from ktmoe.loaders.base import choose
+from ktmoe.weights.activation import SILU
 
 SCHEME = SCHEMES["int4"]
 EXPERT = "model.layers.0.mlp.experts.0"

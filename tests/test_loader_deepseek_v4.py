@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, W, write, zeros
 
-from ktmoe.activation import SILU, GatedActivation
 from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.formats import MXFP4
 from ktmoe.loaders import registry
 from ktmoe.loaders.base import choose
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
+from ktmoe.weights.activation import SILU, GatedActivation
+from ktmoe.weights.formats import MXFP4
 
 SCHEME = SCHEMES["deepseek_v4"]
 CONFIG = {"n_routed_experts": EXPERTS, "swiglu_limit": 10.0}

@@ -8,12 +8,12 @@ import pytest
 from checkpoints import BF16, EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, write, zeros
 
 from ktmoe import loaders
-from ktmoe.activation import GatedActivation
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.formats import MXFP4
 from ktmoe.loaders.base import choose
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.weights.activation import GatedActivation
+from ktmoe.weights.formats import MXFP4
 
 SCHEME = SCHEMES["gpt_oss"]
 BASE = "model.layers.0.mlp.experts"

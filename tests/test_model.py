@@ -17,7 +17,7 @@ import pytest
 from checkpoints import HIDDEN, SCHEMES, write
 from helpers import in_child, same_bits
 
-from ktmoe import MoELayer, MoEModel, cli, memory, synthetic
+from ktmoe import MoELayer, MoEModel, cli, synthetic
 from ktmoe import model as model_module
 from ktmoe.errors import (
     CheckpointError,
@@ -31,6 +31,7 @@ from ktmoe.errors import (
 )
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.machine import memory
 
 LAYERS, EXPERTS = 5, 4
 
@@ -74,7 +75,7 @@ def batch(layer, tokens=5, top_k=2):
 
 def assert_same(layer: MoELayer, expected: MoELayer):
     assert layer.name == expected.name
-    assert (layer.backend, layer.activations, layer.scales) == (expected.backend, expected.activations, expected.scales)
+    assert (layer.backend, layer.activations, layer.rounding) == (expected.backend, expected.activations, expected.rounding)
     assert layer.nbytes == expected.nbytes
     for expert in range(expected.num_experts):
         for projection in PROJECTIONS:

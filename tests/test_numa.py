@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from ktmoe import config, numa, show_config
+from ktmoe import config, show_config
 from ktmoe.errors import InputError
-from ktmoe.numa import UNBOUND, Placement, nodes, place, split
+from ktmoe.machine import numa
+from ktmoe.machine.numa import UNBOUND, Placement, nodes, place, split
 
 TWO = {0: set(range(4)), 1: set(range(4, 8))}
 EIGHT = set(range(8))

@@ -14,7 +14,7 @@ from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
 from ktmoe.errors import FormatError
-from ktmoe.formats import Scale, WeightFormat
+from ktmoe.weights.formats import Scale, WeightFormat
 
 GOLDEN = Path(__file__).parent / "golden"
 PANEL, BLOCK = 64, 32

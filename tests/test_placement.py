@@ -12,10 +12,11 @@ import pytest
 from helpers import BF16, WEIGHTS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
 
 from ktmoe import BF16 as B16
-from ktmoe import ExpertWeights, Matrix, MoELayer, backends, config, int4, numa, set_num_threads
+from ktmoe import ExpertWeights, Matrix, MoELayer, backends, config, int4, set_num_threads
 from ktmoe._native import core
 from ktmoe.errors import InputError, OutOfMemoryError
 from ktmoe.layer import ROUTER_WEIGHTS
+from ktmoe.machine import numa
 
 CPUS = sorted(os.sched_getaffinity(0))
 #: Three nodes out of the CPUs there are; a machine with one CPU has it in each.
@@ -250,7 +251,7 @@ def test_packed_bytes_are_what_was_said_before(backend):
 
 def test_memory_that_is_not_there(backend, monkeypatch):
     experts = random_experts(np.random.default_rng(12), 3, 100, 192)
-    monkeypatch.setattr("ktmoe.memory.available_bytes", lambda: 1000)
+    monkeypatch.setattr("ktmoe.machine.memory.available_bytes", lambda: 1000)
     with pytest.raises(OutOfMemoryError, match=r"packing 3 experts needs .* GiB of memory, 0\.00 GiB is available"):
         MoELayer(experts, backend, numa_nodes=[0, 1])
 

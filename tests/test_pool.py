@@ -11,9 +11,10 @@ import pytest
 import threadpoolctl
 from helpers import MANY_THREADS, random_batch, random_experts, same_bits
 
-from ktmoe import MoELayer, get_num_threads, set_num_threads, threads
+from ktmoe import MoELayer, get_num_threads, set_num_threads
 from ktmoe._native import core
 from ktmoe.errors import ClosedError, InputError
+from ktmoe.machine import threads
 
 TOKENS = 30
 

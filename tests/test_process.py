@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from helpers import in_child, random_batch, random_experts, same_bits
 
-from ktmoe import MoELayer, numa, set_num_threads
+from ktmoe import MoELayer, set_num_threads
+from ktmoe.machine import numa
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,8 @@ sys.path.insert(0, sys.argv[1])
 from contextlib import ExitStack, suppress
 from helpers import random_batch, random_experts
 import ktmoe
-from ktmoe import numa, threads
-from ktmoe.loading import Loading
+from ktmoe.machine import numa, threads
+from ktmoe.background.tasks import BackgroundTasks
 
 def masks():
     found = {}
@@ -118,7 +119,7 @@ def first_call():
     layer.forward(*batch)
     layer.submit(*batch).result()
     layers.append(layer)
-    loading = Loading("", {"": 1}, make, 1, None, ExitStack())
+    loading = BackgroundTasks("", {"": 1}, make, 1, None, ExitStack())
     loading.get("")
     loading.stop()
 

@@ -8,10 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ktmoe.activation import SILU, GatedActivation
 from ktmoe.errors import FormatError, InputError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
 from ktmoe.reference import (
     ROUTER_WEIGHTS,
     Reference,
@@ -21,6 +19,8 @@ from ktmoe.reference import (
     integer_unit,
     round_bfloat16,
 )
+from ktmoe.weights.activation import SILU, GatedActivation
+from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
 
 BFLOAT16 = ml_dtypes.bfloat16
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
@@ -370,7 +370,7 @@ def nearest_bfloat16(a: Fraction) -> Fraction:
 def naive_forward(experts, x, ids, weights, mask, router_weight, activations="bf16", rounded=()):
     """The definition, one scalar at a time: exact but for the activation, which is Python's float.
 
-    rounded: the names of the matrices whose weights scales="folded" rounds to bfloat16.
+    rounded: the names of the matrices whose weights rounding="folded" rounds to bfloat16.
     """
 
     def weight(matrix, row, k):
@@ -562,8 +562,8 @@ def test_wrong_inputs_are_refused():
         ({"router_weight": "down"}, "router_weight.*'down'"),
         ({"out_dtype": "float16"}, "out_dtype.*'float16'"),
         ({"activations": "int4"}, "activations.*'int4'"),
-        ({"scales": "rounded"}, "scales.*'rounded'"),
-        *(({"scales": "folded", "activations": mode}, f"'folded'.*'{mode}'") for mode in ("int16", "int8")),
+        ({"rounding": "rounded"}, "rounding.*'rounded'"),
+        *(({"rounding": "folded", "activations": mode}, f"'folded'.*'{mode}'") for mode in ("int16", "int8")),
     ):
         with pytest.raises(InputError, match=message):
             forward(**{"experts": experts, "x": x, "expert_ids": ids, "expert_weights": weights} | change)

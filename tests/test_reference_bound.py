@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from test_reference import BFLOAT16, DEEPSEEK, GPT_OSS, from_codes, pack, random_batch, random_experts
 
-from ktmoe.activation import SILU
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
 from ktmoe.reference import (
     BLOCK,
     EXP_RELATIVE_ERROR,
@@ -22,6 +20,8 @@ from ktmoe.reference import (
     forward,
     round_bfloat16,
 )
+from ktmoe.weights.activation import SILU
+from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
 
 # backends simulated in float32
 
@@ -85,11 +85,11 @@ INTEGERS = ("int16", "int8")
 
 def options(kind):
     """What the reference is to be asked for."""
-    return {"activations": kind if kind in INTEGERS else "bf16", "scales": "folded" if kind == "amx folded" else "exact"}
+    return {"activations": kind if kind in INTEGERS else "bf16", "rounding": "folded" if kind == "amx folded" else "exact"}
 
 
 def allow_folding(scales, codebook):
-    """The rule of scales="folded", for each pair of a scale and a codebook entry."""
+    """The rule of rounding="folded", for each pair of a scale and a codebook entry."""
     powers = [np.ldexp(1.0, np.frexp(np.float64(v))[1] - 1) * (v != 0) for v in (scales.ravel(), np.array(codebook))]
     products = np.outer(*powers)  # of a scale and an entry without their significands, each of which is below 2
     normal = (products == 0) | (products >= TINY) & (4 * products <= 2.0**127)
@@ -298,10 +298,10 @@ def one_expert(gate, up, down, x):
 
 
 @np.errstate(all="ignore")
-def linear(matrix, a, activations="bf16", scales="exact"):
+def linear(matrix, a, activations="bf16", rounding="exact"):
     """The reference's y and bound for a linear map of bfloat16 or other float32 numbers that are known exactly."""
     operand, eps = _operand(a, a, a, activations) if activations != "bf16" else (a, np.zeros_like(a))
-    return _linear(matrix, operand, eps, BLOCK, activations, scales)
+    return _linear(matrix, operand, eps, BLOCK, activations, rounding)
 
 
 def linear_ratio(matrix, a, kind):

@@ -1,4 +1,4 @@
-"""scales="folded" in the float64 reference: which matrices fold, to which numbers, and the bound on those that do."""
+"""rounding="folded" in the float64 reference: which matrices fold, to which numbers, and the bound on those that do."""
 
 from fractions import Fraction
 
@@ -9,8 +9,8 @@ from test_reference_bound import allow_folding, label, linear, simulated_forward
 
 from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
-from ktmoe.formats import BF16, E2M1, MXFP4, OFFSET_INT4, Scale, WeightFormat, int4
 from ktmoe.reference import ROUTER_WEIGHTS, TINY, dequantize, folds, forward, round_bfloat16
+from ktmoe.weights.formats import BF16, E2M1, MXFP4, OFFSET_INT4, Scale, WeightFormat, int4
 
 GREATEST = (2 - 2.0**-7) * 2.0**127
 
@@ -61,7 +61,7 @@ def test_a_matrix_folds_up_to_the_edges_of_the_rule(case):
             matrix = matrix_of(codebook, [*within, sign * scale])
             assert matrix.scales[0, -1] == sign * scale
             assert not folds(matrix)
-            y, _ = linear(matrix, np.eye(matrix.shape[1]), scales="folded")
+            y, _ = linear(matrix, np.eye(matrix.shape[1]), rounding="folded")
             assert np.array_equal(y, dequantize(matrix).T)  # as exact as ever
     assert allow_folding(np.array(within), codebook)
     assert not any(allow_folding(np.array([*within, v]), codebook) for v in outside if v <= GREATEST)
@@ -78,7 +78,7 @@ def test_a_matrix_whose_scales_are_all_zero_folds():
     for codebook in (OFFSET_INT4, EDGES["too far apart"][0]):
         matrix = matrix_of(codebook, [0.0, -0.0])
         assert folds(matrix)
-        assert not linear(matrix, np.ones((1, 64)), scales="folded")[0].any()
+        assert not linear(matrix, np.ones((1, 64)), rounding="folded")[0].any()
     assert folds(matrix_of((0.0,) * 16, [GREATEST]))  # so do zeros
 
 
@@ -122,7 +122,7 @@ def test_every_product_of_a_code_and_a_significand_is_rounded_once(codebook, uni
         scales = np.ldexp(np.array(significands, float), exponent - 7).astype(BFLOAT16)[:, None]
         codes = np.tile(np.arange(32) % 16, (256, 1))
         matrix = Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack(codes), scales)
-        y, _ = linear(matrix, np.eye(32), scales="folded")
+        y, _ = linear(matrix, np.eye(32), rounding="folded")
         for row, significand in enumerate(significands):
             for code, entry in enumerate(codebook):
                 product = int(entry * 2**unit) * significand
@@ -147,13 +147,13 @@ def test_a_linear_map_differs_from_the_exact_one_by_259th_of_its_terms_sizes_at_
     experts = random_experts(rng, 1, 256, 64, format=int4(64))
     for matrix in (experts.matrix(0, "gate"), experts.matrix(0, "down")):
         a = rng.standard_normal((8, matrix.shape[1])).astype(BFLOAT16).astype(np.float64)
-        exact, folded = (linear(matrix, a, scales=v)[0] for v in ("exact", "folded"))
+        exact, folded = (linear(matrix, a, rounding=v)[0] for v in ("exact", "folded"))
         sizes = np.abs(a) @ np.abs(dequantize(matrix)).T
         assert (np.abs(folded - exact) * 259 <= sizes * (1 + 1e-12)).all()
         assert np.abs(folded - exact).max() > 1e-4 * np.abs(exact).max()
     worst = matrix_of(OFFSET_INT4, [148 / 128])
     worst.codes[:] = 0xFF  # 7 * 148 = 1036, a tie that goes to 1040
-    exact, folded = (linear(worst, np.ones((1, 32)), scales=v)[0] for v in ("exact", "folded"))
+    exact, folded = (linear(worst, np.ones((1, 32)), rounding=v)[0] for v in ("exact", "folded"))
     assert np.array_equal(259 * (folded - exact), exact)
 
 
@@ -173,7 +173,7 @@ def test_folded_experts_are_b16_experts(format):
     experts = random_experts(rng, 2, 164, 70, format=format, bias=True)
     batch = random_batch(rng, experts)
     for options in ({}, {"router_weight": "down_input", "out_dtype": "float32", "columns": slice(3, 40), "block": 164}):
-        folded, b16 = forward(experts, *batch, scales="folded", **options), forward(folded_as_b16(experts), *batch, **options)
+        folded, b16 = forward(experts, *batch, rounding="folded", **options), forward(folded_as_b16(experts), *batch, **options)
         assert np.array_equal(folded.y, b16.y)
         assert np.array_equal(folded.bound, b16.bound)
         assert np.abs(forward(experts, *batch, **options).y - folded.y).max() > 1e-4 * np.abs(folded.y).max()
@@ -184,7 +184,7 @@ def test_others_are_as_they_were(format):
     rng = np.random.default_rng(3)
     experts = random_experts(rng, 2, 64, 34, format=format)
     batch = random_batch(rng, experts)
-    exact, folded = (forward(experts, *batch, scales=v) for v in ("exact", "folded"))
+    exact, folded = (forward(experts, *batch, rounding=v) for v in ("exact", "folded"))
     assert np.array_equal(exact.y, folded.y)
     assert np.array_equal(exact.bound, folded.bound)
 
@@ -200,7 +200,7 @@ def test_forward_equals_rational_arithmetic_for_matrices_that_fold_and_those_tha
     ids[0] = [0, 1]
     for router_weight in ROUTER_WEIGHTS:
         expected = naive_forward(experts, x, ids, weights, [True] * 2, router_weight, rounded=rounded)
-        options = {"router_weight": router_weight, "scales": "folded"}
+        options = {"router_weight": router_weight, "rounding": "folded"}
         reference = forward(experts, x, ids, weights, **options)
         assert np.abs(reference.y - expected).max() <= 1e-12 * np.abs(expected).max()
         sample = forward(experts, x, ids, weights, columns=[5, 40], **options)  # the rule sees the whole matrix
@@ -215,7 +215,7 @@ def test_what_overflows_a_groups_sum_may_fold():
     a = np.full((1, 32), 2.0**124)
     for scale in (2.0**-20, 0.0):
         matrix = matrix_of((1.0,) * 15 + (0.0,), [scale])
-        (_, exact), (y, folded) = (linear(matrix, a, scales=v) for v in ("exact", "folded"))
+        (_, exact), (y, folded) = (linear(matrix, a, rounding=v) for v in ("exact", "folded"))
         assert np.isinf(exact).all()
         assert np.isfinite(folded).all()
         assert not np.isfinite(simulated_linear(matrix, a, "fma")).any()
@@ -227,7 +227,7 @@ def test_the_bound_of_flushed_products_is_almost_attained():
     matrix = matrix_of(entries(1.0), [255 / 128 * 2.0**-64])
     matrix.codes[:] = 0x00
     a = np.full((1, 32), 255 / 128 * 2.0**-64)
-    y, bound = linear(matrix, a, scales="folded")
+    y, bound = linear(matrix, a, rounding="folded")
     assert not simulated_linear(matrix, a, "amx folded").any()
     assert (0.95 * bound < y).all()
     assert (y <= bound).all()
@@ -246,7 +246,7 @@ def test_a_mistake_in_64_products_leaves_the_bound(mistake):
     matrix = random_experts(rng, 1, 64, 64, format=int4(32)).matrix(0, "gate")
     matrix.scales[5, 1] = 0.375
     a = rng.standard_normal((16, 64)).astype(BFLOAT16).astype(np.float32)
-    y, bound = linear(matrix, a.astype(np.float64), scales="folded")
+    y, bound = linear(matrix, a.astype(np.float64), rounding="folded")
     exact = dequantize(matrix)
     weights = exact.astype(np.float32).astype(BFLOAT16).astype(np.float32)
     if mistake == "even and odd":
@@ -277,8 +277,8 @@ def test_a_mistake_in_amx_leaves_the_bound_of_a_layer(format, kind, mistake, mon
     experts = random_experts(rng, 1, 64, 64, format=format)
     x, ids, _ = random_batch(rng, experts, tokens=16, top_k=1)
     weights = np.ones((16, 1), np.float32)
-    scales = "folded" if kind == "amx folded" else "exact"
-    reference = forward(experts, x, ids, weights, out_dtype="float32", scales=scales)
+    rounding = "folded" if kind == "amx folded" else "exact"
+    reference = forward(experts, x, ids, weights, out_dtype="float32", rounding=rounding)
     if mistake == "even and odd":
 
         def swapped(x, w):

@@ -17,12 +17,12 @@ from test_reference_bound import (
     worst,
 )
 
-from ktmoe.activation import SILU
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
-from ktmoe.numa import split
+from ktmoe.machine.numa import split
 from ktmoe.reference import ROUTER_WEIGHTS, UNIT, folds, forward, round_bfloat16
+from ktmoe.weights.activation import SILU
+from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
 
 
 def cuts(format, intermediate, shards):
@@ -81,8 +81,8 @@ def test_whether_weights_are_rounded_is_the_whole_matrixs_affair():
     batch = random_batch(rng, experts)
     for weights, expected in ((experts, True), (changed(experts, "down", tiny), False)):
         assert folds(weights.matrix(0, "down")) == expected
-        whole = forward(weights, *batch, scales="folded", out_dtype="float32")
-        parts = forward(weights, *batch, scales="folded", out_dtype="float32", shards=cuts(int4(32), 96, 3))
+        whole = forward(weights, *batch, rounding="folded", out_dtype="float32")
+        parts = forward(weights, *batch, rounding="folded", out_dtype="float32", shards=cuts(int4(32), 96, 3))
         assert np.allclose(parts.y, whole.y, rtol=0, atol=1e-12 * np.abs(whole.y).max())
         assert worst(weights, *batch, "amx folded", rng, shards=cuts(int4(32), 96, 3))[0] <= 1
 

@@ -193,7 +193,7 @@ class Float64(Backend):
 
 
 class Float64Packed:
-    scales = "exact"
+    rounding = "exact"
 
     def __init__(self, experts, router_weight):
         self.experts, self.router_weight, self.nbytes = experts, router_weight, 0

@@ -244,13 +244,13 @@ def test_an_experts_biases_are_the_ones_that_came_with_its_matrices(backend):
 def test_whether_weights_are_rounded_is_known_after_a_replacement(backend):
     rng = np.random.default_rng(16)
     small, tiny = (random_experts(rng, 1, 64, 64, formats=int4(32), scales=fields) for fields in (SCALES, (0, 0)))
-    with MoELayer(small, backend, scales="folded") as layer:
-        expected = layer.scales
+    with MoELayer(small, backend, rounding="folded") as layer:
+        expected = layer.rounding
         assert expected == ("folded" if rounds(layer) else "exact")
         layer.replace_expert(0, matrices(tiny, 0))
-        assert layer.scales == "exact"
+        assert layer.rounding == "exact"
         layer.replace_expert(0, matrices(small, 0))
-        assert layer.scales == expected
+        assert layer.rounding == expected
 
 
 def test_matrices_that_are_made_when_they_are_asked_for(backend):

@@ -11,7 +11,6 @@ from safetensors import safe_open
 
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.formats import MXFP4, int4
 from ktmoe.loaders.base import choose
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 from ktmoe.synthetic import (
@@ -25,6 +24,7 @@ from ktmoe.synthetic import (
     write_kimi_k2,
     write_qwen3,
 )
+from ktmoe.weights.formats import MXFP4, int4
 
 SMALL = {"num_experts": 3, "hidden": 128, "intermediate": 96}
 EXPERT_BYTES = 3 * (128 * 96 // 2 + 128 * 96 // 32)

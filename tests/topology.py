@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ktmoe import numa
+from ktmoe.machine import numa
 
 
 def listed(numbers) -> str:

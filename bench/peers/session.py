@@ -18,9 +18,10 @@ from bench.peers import environments
 from bench.peers.peers import PEERS, Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.rounds import Participant, Point, batches, run_point
-from ktmoe import measure, memory, synthetic
+from ktmoe import measure, synthetic
 from ktmoe.backends.base import choose
 from ktmoe.experts import ExpertWeights
+from ktmoe.machine import memory
 
 WORKERS = Path(__file__).resolve().parent / "workers"
 DECODE_TOKENS = (1, 4, 16, 64)

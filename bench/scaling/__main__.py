@@ -14,7 +14,7 @@ from bench import tables
 from bench.cpus import cpus
 from bench.scaling import document, fit, points, report
 from bench.scaling.points import KERNELS, Measured
-from ktmoe import numa
+from ktmoe.machine import numa
 
 ROOT = Path(__file__).resolve().parents[2]
 POINTS = ROOT / ".benchmarks" / "scaling.json"

@@ -13,10 +13,11 @@ import ktmoe
 from bench.cases import Way
 from bench.cost_model import Kernel, Machine
 from bench.models import models
-from ktmoe import measure, synthetic, threads
+from ktmoe import measure, synthetic
 from ktmoe.errors import OutOfMemoryError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
+from ktmoe.machine import threads
 
 #: What kernels are by construction, and the FLOPs a cycle of their instruction on Intel's server cores, which tell the clock.
 KERNELS = {

@@ -36,7 +36,7 @@ class Float64(Backend):
 class PackedFloat64:
     """Keeps the checkpoint's own bytes; nbytes is theirs."""
 
-    scales = "exact"  # no weight is rounded, even if that is allowed
+    rounding = "exact"  # no weight is rounded, even if that is allowed
 
     def __init__(self, experts: ExpertWeights, matrices: dict, router_weight: str):
         self.nbytes = experts.nbytes

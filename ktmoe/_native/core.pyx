@@ -19,7 +19,7 @@ from libc.string cimport memcpy, memset
 
 from ktmoe._native.driver cimport *
 
-from ktmoe import codebook
+from ktmoe.weights import codebook
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS, Matrix
 

@@ -77,7 +77,7 @@ typedef struct kt_kernel {
     void (*many)(const kt_dot *); /* any m <= KT_M_BLOCK */
 } kt_kernel;
 
-/* GatedActivation's parameters; see ktmoe/activation.py. */
+/* GatedActivation's parameters; see ktmoe/weights/activation.py. */
 typedef struct kt_activation {
     float alpha, limit, up_offset;
 } kt_activation;

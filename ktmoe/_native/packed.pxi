@@ -33,7 +33,7 @@ cdef class PackedLayer:
     cdef kt_codebook codebooks[3]
     cdef kt_format layouts[3]
     cdef dict _formats
-    cdef str _activations, _scales
+    cdef str _activations, _rounding
     cdef KernelTable _table
     cdef list _spans, _shard_bytes
 
@@ -41,7 +41,7 @@ cdef class PackedLayer:
         cdef memory *m
         self._table = table
         self._formats = experts.formats
-        self._activations, self._scales = plan.activations, plan.scales
+        self._activations, self._rounding = plan.activations, plan.rounding
         self._spans = list(spans)
         for p, projection in enumerate(PROJECTIONS):
             _fill_codebook(&self.codebooks[p], self._formats[projection])
@@ -153,7 +153,7 @@ cdef class PackedLayer:
                     f"{matrix.name}: {projection} must be {weight_format.description} [{n}, {k}], "
                     f"found {matrix.format.description} {list(matrix.shape)}"
                 )
-            if not self._table.choose(weight_format, self._activations, self._scales, kernels[p], &lows[p], &highs[p]):
+            if not self._table.choose(weight_format, self._activations, self._rounding, kernels[p], &lows[p], &highs[p]):
                 raise UnavailableError(
                     f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, "
                     f"activations {self._activations}"
@@ -366,7 +366,7 @@ cdef class PackedLayer:
             raise InputError(f"{missing} matrices of this layer were not packed")
 
     @property
-    def scales(self):
+    def rounding(self):
         """"folded" if any scaled weight is rounded to bfloat16, else "exact"."""
         cdef bint rounds[3]
         cdef bint rounded = False, closed

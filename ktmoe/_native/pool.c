@@ -41,7 +41,7 @@ static size_t wanted_threads = 1; /* under lock, as everything below */
 static bool threads_chosen;
 static uint64_t wanted_spin_ns;
 
-/* By this symbol threadpoolctl tells this library from others of its file name (ktmoe/threads.py). */
+/* By this symbol threadpoolctl tells this library from others of its file name (ktmoe/machine/threads.py). */
 __attribute__((visibility("default"))) const int ktmoe_threadpool = 1;
 
 static void wait_change(event *e, uint32_t old) {

@@ -63,12 +63,12 @@ cdef class KernelTable:
             family += 1
         return NULL
 
-    cdef bint choose(self, weight_format, str activations, str scales, const kt_kernel **kernels, uint8_t *low, uint8_t *high):
+    cdef bint choose(self, weight_format, str activations, str rounding, const kt_kernel **kernels, uint8_t *low, uint8_t *high):
         """kernels[1] where all scales are in [low, high], which fold into the weights, else kernels[0]. False: there is none."""
         kind = weight_format.scale.kind if weight_format.scale else None
         kernels[0] = kernels[1] = self.find(weight_format, activations, False)
         low[0], high[0] = 0, 255
-        if kind == "ue8m0" or (kind == "bf16" and scales == "folded"):
+        if kind == "ue8m0" or (kind == "bf16" and rounding == "folded"):
             low[0], high[0] = codebook.fold_range(weight_format.codebook, kind)
             kernels[1] = self.find(weight_format, activations, True)
             if not kernels[1]:  # those for any scale serve these, too

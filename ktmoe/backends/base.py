@@ -9,10 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
-from ktmoe import backends, config
+from ktmoe import backends
 from ktmoe.errors import UnavailableError, UnknownNameError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.numa import UNBOUND, Placement
+from ktmoe.machine import environment
+from ktmoe.machine.numa import UNBOUND, Placement
 
 Progress = Callable[[int, int], None]
 #: The checkpoint's bytes of some matrices, by projection: codes, and scales where the format has them.
@@ -24,13 +25,13 @@ class Plan:
     """How a layer's experts are packed and computed.
 
     router_weight: a value of ktmoe.layer.ROUTER_WEIGHTS. activations: the mode, one of Backend.modes(experts).
-    scales: "exact", or "folded": weights may be rounded to bfloat16, as docs/numerics.md has it.
+    rounding: "exact", or "folded": weights may be rounded to bfloat16, as docs/numerics.md has it.
     placement: the NUMA nodes that hold the shards; a backend that does not know nodes ignores it.
     """
 
     router_weight: str = "down_output"
     activations: str = "bf16"
-    scales: str = "exact"
+    rounding: str = "exact"
     placement: Placement = UNBOUND
 
 
@@ -38,7 +39,7 @@ class Packed(Protocol):
     """One layer's experts, ready to compute: what Backend.pack returns. replace() and export() may be missing."""
 
     nbytes: int
-    scales: str  # "folded" if any scaled weight is rounded, else "exact"
+    rounding: str  # "folded" if any scaled weight is rounded, else "exact"
 
     def forward(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
         """Write y into out. x, out: uint16 (bfloat16 bits) or float32, alike, [tokens, hidden]; ids: int64 [tokens, top_k];
@@ -103,7 +104,7 @@ def choose(name: str = "auto", experts: ExpertWeights | None = None, activations
     """
     why = "asked for by name"
     if name == "auto":
-        name, why = config.backend_override() or "auto", "KTMOE_BACKEND"
+        name, why = environment.backend_override() or "auto", "KTMOE_BACKEND"
     if name != "auto":
         try:
             reason = _obstacle(name, experts, activations)

@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import MappingProxyType
 
-from ktmoe import forks, memory, numa, threads
+from ktmoe import forks
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
 from ktmoe.backends.base import Backend, Plan, Progress
 from ktmoe.errors import UnavailableError, memory_for, thread_for
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.numa import UNBOUND, Placement
+from ktmoe.machine import memory, numa, threads
+from ktmoe.machine.numa import UNBOUND, Placement
 
 #: Why the operating system refused an ISA what it has to be asked for: the process was told, and does not ask again.
 _refused: dict[str, str] = {}

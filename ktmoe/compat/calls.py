@@ -12,8 +12,8 @@ import numpy as np
 from ktmoe.arrays import BF16
 from ktmoe.compat.buffers import Buffers
 from ktmoe.compat.deferral import Pending, split
-from ktmoe.formats import WeightFormat
 from ktmoe.layer import MoELayer
+from ktmoe.weights.formats import WeightFormat
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from ktmoe import forks
+from ktmoe.background.worker import Worker
 from ktmoe.compat.buffers import Pool
 from ktmoe.compat.deferral import Passes
 from ktmoe.compat.order import Order
-from ktmoe.worker import Worker
 
 
 class Engine:

@@ -10,9 +10,9 @@ import numpy as np
 
 from ktmoe.arrays import BF16
 from ktmoe.errors import InputError
-from ktmoe.formats import WeightFormat
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
+from ktmoe.weights.formats import WeightFormat
 
 #: bfloat16 bits of each UE8M0 byte, 2**(byte - 127), exactly: byte 0 is a subnormal number, and 255, a NaN, is never loaded.
 _UE8M0_BITS = (np.arange(256, dtype=np.uint16) << 7) | (np.arange(256) == 0).astype(np.uint16) << 6

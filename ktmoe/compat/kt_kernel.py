@@ -18,7 +18,7 @@ from concurrent.futures import Future
 import numpy as np
 
 import ktmoe
-from ktmoe import forks, numa
+from ktmoe import forks
 from ktmoe.compat import masks, methods, weights
 from ktmoe.compat.buffers import Key
 from ktmoe.compat.calls import Call, Loaded
@@ -30,6 +30,7 @@ from ktmoe.compat.masks import generate_gpu_experts_masks
 from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import SIZE_LIMIT, ExpertWeights
 from ktmoe.layer import MoELayer
+from ktmoe.machine import numa
 from ktmoe.messages import show
 
 __all__ = ["KTMoEWrapper", "generate_gpu_experts_masks"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ktmoe.errors import FormatError, InputError, UnavailableError
-from ktmoe.formats import BF16, MXFP4, OFFSET_INT4, WeightFormat
+from ktmoe.weights.formats import BF16, MXFP4, OFFSET_INT4, WeightFormat
 
 #: method -> what its experts' matrices are.
 SERVED = {

@@ -10,15 +10,15 @@ from typing import ClassVar
 import numpy as np
 
 from ktmoe import arrays
-from ktmoe.activation import SILU, GatedActivation
 from ktmoe.compat.order import Order
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
-from ktmoe.formats import BF16
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.base import choose as choose_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
+from ktmoe.weights.activation import SILU, GatedActivation
+from ktmoe.weights.formats import BF16
 
 
 @dataclass

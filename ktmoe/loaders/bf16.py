@@ -17,10 +17,10 @@ import ml_dtypes
 
 from ktmoe.errors import FormatError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import BF16
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.base import NAMED, Loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.weights.formats import BF16
 
 _QUANTIZED = "scales mean quantized weights"
 _FOREIGN = {"bias": "biases are not supported", "scale": _QUANTIZED, "scale_inv": _QUANTIZED}

@@ -20,11 +20,11 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import WeightFormat, int4
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.base import NAMED, Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
+from ktmoe.weights.formats import WeightFormat, int4
 
 _PARTS, _STATED = (".weight_packed", ".weight_scale"), ".weight_shape"
 _FOREIGN = {

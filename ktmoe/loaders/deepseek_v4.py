@@ -11,13 +11,13 @@ Their meaning is that of the model's own inference code; config.json contributes
 
 from __future__ import annotations
 
-from ktmoe.activation import SILU, GatedActivation
 from ktmoe.errors import FormatError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import MXFP4
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.weights.activation import SILU, GatedActivation
+from ktmoe.weights.formats import MXFP4
 
 _NAMES = naming.Names("DeepSeek-V4", naming.Spelling(naming.W, (".weight", ".scale"), module=".ffn.experts"))
 

@@ -21,13 +21,13 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe import forks
-from ktmoe.activation import GatedActivation
 from ktmoe.errors import CheckpointError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.formats import MXFP4
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.base import NAMED, Loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.weights.activation import GatedActivation
+from ktmoe.weights.formats import MXFP4
 
 _NAMES = naming.Names(
     "gpt-oss", naming.Spelling(naming.FUSED, ("_blocks", "_scales"), ("_bias",), module=".mlp.experts", stacked=True)

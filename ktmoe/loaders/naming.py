@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ktmoe.activation import SILU, GatedActivation
 from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.safetensors_file import TensorInfo
 from ktmoe.messages import show
+from ktmoe.weights.activation import SILU, GatedActivation
 
 #: The usual stems of an expert's matrices, by projection: those of transformers, and those of Mixtral and DeepSeek's own names.
 PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

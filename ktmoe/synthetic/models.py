@@ -17,10 +17,10 @@ import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
-from ktmoe.formats import MXFP4, int4
 from ktmoe.loaders.naming import PROJ, W
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.tensors import Tensor, bf16_numbers, bf16_scales, constant, ue8m0_scales, uniform
+from ktmoe.weights.formats import MXFP4, int4
 
 #: (name, n, k) of one expert's matrices.
 _Matrices = Iterator[tuple[str, int, int]]

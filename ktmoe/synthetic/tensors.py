@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from ktmoe.formats import WeightFormat
+from ktmoe.weights.formats import WeightFormat
 
 #: By the dtype names of a safetensors header: those of its writer, and bytes per element.
 DTYPES = {"I8": ("int8", 1), "U8": ("uint8", 1), "F8_E8M0": ("float8_e8m0fnu", 1), "BF16": ("bfloat16", 2), "I32": ("int32", 4)}

@@ -108,9 +108,9 @@ def expected(name: str, clamps: str, roundings: Roundings) -> tuple[reference.Re
 
 
 @functools.cache
-def own(name: str, clamps: str, activations: str = "bf16", scales: str = "exact") -> reference.Reference:
+def own(name: str, clamps: str, activations: str = "bf16", rounding: str = "exact") -> reference.Reference:
     """Of batch(): ktmoe's, in one of its modes."""
-    options = {"expert_mask": ~ON_GPU, "activations": activations, "scales": scales}
+    options = {"expert_mask": ~ON_GPU, "activations": activations, "rounding": rounding}
     return reference.forward(experts(name, clamps), *batch(), **options)
 
 
@@ -119,6 +119,6 @@ def forward(name: str, clamps: str, backend: str) -> tuple[np.ndarray, np.ndarra
     with MoELayer(experts(name, clamps), backend) as layer:
         layer.expert_mask[:] = ~ON_GPU
         ours = np.concatenate([layer.forward(*part) for part in batches()]).astype(np.float64)
-        mode = own(name, clamps, layer.activations, layer.scales)
+        mode = own(name, clamps, layer.activations, layer.rounding)
     assert mode.worst(ours) <= 1
     return ours, mode.bound + np.abs(mode.y - own(name, clamps).y)

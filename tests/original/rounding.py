@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktmoe.activation import GatedActivation
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.reference import Reference, dequantize, round_bfloat16
+from ktmoe.weights.activation import GatedActivation
 
 UNIT = 2.0**-24
 TINY = 2.0**-126

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ktmoe import forks, numa
+from ktmoe import forks
 from ktmoe.errors import thread_for
+from ktmoe.machine import numa
 
 
 class Worker:

@@ -9,9 +9,9 @@ from pathlib import Path
 import threadpoolctl
 
 import ktmoe
-from ktmoe import cgroup, config, numa
 from ktmoe._native import core
 from ktmoe.errors import InputError
+from ktmoe.machine import cgroup, environment, numa
 from ktmoe.messages import show
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -67,7 +67,7 @@ def explain_default() -> str:
     """Where the number of threads comes from, for show_config()."""
     if _chosen is not None:
         return "set by ktmoe.set_num_threads or threadpoolctl"
-    if config.num_threads() is not None:
+    if environment.num_threads() is not None:
         return "KTMOE_NUM_THREADS"
     cpus = numa.usable_cpus()
     quota = cgroup_quota()
@@ -77,7 +77,7 @@ def explain_default() -> str:
 
 def get_num_threads() -> int:
     """Threads that a forward call uses, the caller's included."""
-    return _chosen or config.num_threads() or default_num_threads()
+    return _chosen or environment.num_threads() or default_num_threads()
 
 
 def set_num_threads(n: int) -> None:
@@ -97,10 +97,10 @@ def configure() -> None:
     """Tell the native pool; it starts threads only when there is work."""
     threads = get_num_threads()
     # A spinning worker would take the CPU from the one it waits for.
-    spin = config.spin_us() if threads <= len(numa.usable_cpus()) else 0
-    chosen = _chosen is not None or config.num_threads() is not None
+    spin = environment.spin_us() if threads <= len(numa.usable_cpus()) else 0
+    chosen = _chosen is not None or environment.num_threads() is not None
     core.configure_pool(threads, chosen, spin)
-    core.tune(scratch_bytes=config.scratch_bytes())
+    core.tune(scratch_bytes=environment.scratch_bytes())
 
 
 class ThreadpoolController(threadpoolctl.LibController):

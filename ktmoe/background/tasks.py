@@ -1,4 +1,4 @@
-"""Loading: makes things in the background, a few at a time; it can be waited for and stopped, and knows nothing of layers."""
+"""BackgroundTasks makes things a few at a time on threads of its own. It can be waited for and stopped, and knows no layers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Protocol
 
-from ktmoe import forks, numa
+from ktmoe import forks
 from ktmoe.errors import ClosedError, thread_for
+from ktmoe.machine import numa
 
 
 class Closable(Protocol):
@@ -23,7 +24,7 @@ class Closable(Protocol):
 Progress = Callable[[int, int], object]
 
 
-class Loading:
+class BackgroundTasks:
     """Makes one thing for each key of `sizes`, in that order, `at_once` at a time.
 
     what: for messages. sizes: bytes of work by key. make: (key, its progress) -> the thing; it has to let exceptions from that
@@ -221,7 +222,7 @@ class _Stopped(Exception):
     """Ends what is being made; nobody outside sees it."""
 
 
-_alive: weakref.WeakSet[Loading] = weakref.WeakSet()
+_alive: weakref.WeakSet[BackgroundTasks] = weakref.WeakSet()
 
 
 @functools.cache

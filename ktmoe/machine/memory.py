@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ktmoe import cgroup, numa
 from ktmoe.errors import OutOfMemoryError
+from ktmoe.machine import cgroup, numa
 
 MEMINFO = Path("/proc/meminfo")
 #: By version of the cgroup interface: the limit, what is used of it, and what memory.stat calls pages of files, which can go.

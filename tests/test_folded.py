@@ -1,4 +1,4 @@
-"""scales="folded": who rounds weights then, which, and that nothing else changes. tests/test_exact.py has to which numbers."""
+"""rounding="folded": who rounds weights then, which, and that nothing else changes. test_exact.py has to which numbers."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from helpers import (
 
 from ktmoe import ExpertWeights, MoELayer, Scale, WeightFormat, int4
 from ktmoe.experts import PROJECTIONS
-from ktmoe.formats import E2M1
+from ktmoe.weights.formats import E2M1
 
 #: The exponent fields of scales that INT4's codes allow to fold; see codebook.py.
 LOW, HIGH = 1, 249
@@ -38,11 +38,11 @@ def test_who_rounds(backend, name):
     experts = random_experts(np.random.default_rng(1), 2, 160, 100, biases=True, **weights)
     batches = [random_batch(np.random.default_rng(2), experts, tokens, 2) for tokens in (1, 7, 60)]
     with MoELayer(experts, backend) as layer:
-        assert layer.scales == "exact"
+        assert layer.rounding == "exact"
         exact, kernels = [assert_right(layer, experts, *batch) for batch in batches], layer._packed.kernels()
-    with MoELayer(experts, backend, scales="folded") as layer:
+    with MoELayer(experts, backend, rounding="folded") as layer:
         rounded = {p for p, kind in kinds(experts).items() if kind == "bf16" and rounds(layer)}
-        assert layer.scales == ("folded" if rounded else "exact")
+        assert layer.rounding == ("folded" if rounded else "exact")
         assert layer._packed.kernels() == {key: folded or key[1] in rounded for key, folded in kernels.items()}
         folded = [assert_right(layer, experts, *batch) for batch in batches]
         for old, new in zip(exact, folded, strict=True):
@@ -53,7 +53,7 @@ def test_who_rounds(backend, name):
 def test_a_batch_changes_no_bit(backend, group):
     """Of a layer that rounds."""
     experts = random_experts(np.random.default_rng(3), 3, 160, 96, formats=int4(group))
-    with MoELayer(experts, backend, scales="folded") as layer:
+    with MoELayer(experts, backend, rounding="folded") as layer:
         x, ids, weights = random_batch(np.random.default_rng(4), experts, 60, 2)
         y = assert_right(layer, experts, x, ids, weights)
         for token in range(0, 60, 7):
@@ -74,11 +74,11 @@ def test_one_scale_decides_for_its_matrix(backend, projection, field):
     key = (1, projection)
     experts = random_experts(np.random.default_rng(5), 2, 64, 96, formats=int4(32))
     put_scale(experts, key, field)
-    with MoELayer(experts, backend, scales="folded") as layer:
+    with MoELayer(experts, backend, rounding="folded") as layer:
         expected = dict.fromkeys([(e, p) for e in range(2) for p in PROJECTIONS], rounds(layer))
         expected[key] &= LOW <= field <= HIGH
         assert layer._packed.kernels() == expected
-        assert layer.scales == ("folded" if rounds(layer) else "exact")
+        assert layer.rounding == ("folded" if rounds(layer) else "exact")
         if field <= LOW:  # a sum might overflow else
             assert_right(layer, experts, *random_batch(np.random.default_rng(6), experts, 20, 2))
 
@@ -88,8 +88,8 @@ def test_a_layer_beyond_the_rule_is_exact(backend):
     experts = random_experts(np.random.default_rng(7), 1, 64, 64, formats=int4(64))
     for projection in PROJECTIONS:
         put_scale(experts, (0, projection), 0)
-    with MoELayer(experts, backend) as exact, MoELayer(experts, backend, scales="folded") as layer:
-        assert layer.scales == "exact"
+    with MoELayer(experts, backend) as exact, MoELayer(experts, backend, rounding="folded") as layer:
+        assert layer.rounding == "exact"
         assert not any(layer._packed.kernels().values())
         assert same_bits(layer.forward(*crowd(layer, 20)), exact.forward(*crowd(layer, 20)))
 
@@ -104,8 +104,8 @@ def test_powers_of_two_of_either_kind(backend):
         return replace(matrix, format=weight_format, scales=np.ldexp(1.0, matrix.scales.astype(int) - 127).astype(BF16))
 
     numbers = ExpertWeights(1, 128, 96, read, dict.fromkeys(PROJECTIONS, weight_format))
-    with MoELayer(bytes_, backend, "bf16") as layer, MoELayer(numbers, backend, "bf16", scales="folded") as other:
-        assert other.scales == ("folded" if rounds(other) else "exact")
+    with MoELayer(bytes_, backend, "bf16") as layer, MoELayer(numbers, backend, "bf16", rounding="folded") as other:
+        assert other.rounding == ("folded" if rounds(other) else "exact")
         for tokens in (3, 40):
             y = assert_right(other, numbers, *crowd(other, tokens))
             if folds(layer) == rounds(other):

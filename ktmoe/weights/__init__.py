@@ -1,0 +1,1 @@
+"""What the bytes of weights mean: formats, codebooks, the activation between matrices. No model, no instruction set."""
