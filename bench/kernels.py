@@ -103,7 +103,7 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
             kernel.way.table(experts) as table,
             MoELayer(experts, kernel.way.backend, kernel.way.activations, rounding=kernel.way.rounding) as layer,
         ):
-            used = set(layer._packed.kernels().values())
+            used = set(layer.packed.kernels().values())
             assert used == {kernel.folds}, f"{kernel.id}: the layer uses other kernels"
             check = probe.make(experts, [0], kernel.way.activations, kernel.way.rounding)
             yield Subject(kernel, layer, settled(layer, table), check)

@@ -61,10 +61,10 @@ def test_packing(benchmark):
 
         def pack():
             for expert, matrices in enumerate(staged):
-                layer._packed.pack(expert, matrices)
+                layer.packed.pack(expert, matrices)
 
         benchmark.pedantic(pack, setup=copy, rounds=10, warmup_rounds=1)
-        codes, scales = layer._packed.unpack(STAGED - 1, "down")
+        codes, scales = layer.packed.unpack(STAGED - 1, "down")
     assert np.array_equal(codes, staged[-1]["down"].codes)
     assert np.array_equal(scales, staged[-1]["down"].scales)
     packing = benchmark.stats.stats.data

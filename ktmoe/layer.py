@@ -42,7 +42,8 @@ class MoELayer:
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
     in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed
-    weights. placement: ktmoe.machine.numa.Placement.
+    weights. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, which tests and benches look into; None after
+    close().
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -75,9 +76,9 @@ class MoELayer:
         self.name = experts.name
         self.placement = placement_of(experts, numa_nodes)
         self._formats = experts.formats
-        self._packed = chosen.pack(experts, Plan(router_weight, mode, rounding, self.placement), progress)
-        self.rounding = self._packed.rounding
-        self.nbytes = self._packed.nbytes
+        self.packed = chosen.pack(experts, Plan(router_weight, mode, rounding, self.placement), progress)
+        self.rounding = self.packed.rounding
+        self.nbytes = self.packed.nbytes
         self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory
 
     @classmethod
@@ -117,7 +118,7 @@ class MoELayer:
         out: written and returned if given; x's kind, dtype and shape, C-contiguous; x itself, or no overlap with any argument.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
         """
-        packed = self._packed  # once: close() may come from another thread
+        packed = self.packed  # once: close() may come from another thread
         if packed is None:
             raise ClosedError(f"{self.name}: forward after close()")
         given = arrays.view(x, "x")
@@ -222,7 +223,7 @@ class MoELayer:
 
     def close(self) -> None:
         """Give the memory back, after forward calls that are running. A second call does nothing."""
-        packed, self._packed = self._packed, None
+        packed, self.packed = self.packed, None
         if packed is not None:
             packed.close()
 
@@ -248,7 +249,7 @@ class MoELayer:
         return (self.hidden, intermediate) if projection == "down" else (intermediate, self.hidden)
 
     def _able_to(self, method: str):
-        packed = self._packed  # once: close() may come from another thread
+        packed = self.packed  # once: close() may come from another thread
         if packed is None:
             raise ClosedError(f"{self.name}: {method} after close()")
         if not hasattr(packed, method):

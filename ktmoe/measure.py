@@ -89,7 +89,7 @@ class Limits:
     """
 
     def __init__(self, layer: MoELayer, table: core.KernelTable):
-        self._packed, self._table = layer._packed, table
+        self._packed, self._table = layer.packed, table
         self._at = 0
         iterations, seconds = 1 << 10, 0.0
         while seconds < LEAST_SECONDS / 4:

@@ -139,7 +139,7 @@ def assert_folds(layer: MoELayer, experts: ExpertWeights, fold: bool = True) -> 
     """A layer's kernels fold the scales that can be folded, UE8M0's, and no others; fold as in random_experts()."""
     scales = {p: weight_format.scale for p, weight_format in experts.formats.items()}
     expected = {p: folds(layer, fold) and scale is not None and scale.kind == "ue8m0" for p, scale in scales.items()}
-    assert layer._packed.kernels() == {(e, p): expected[p] for e in range(experts.num_experts) for p in PROJECTIONS}
+    assert layer.packed.kernels() == {(e, p): expected[p] for e in range(experts.num_experts) for p in PROJECTIONS}
 
 
 def shards_of(layer: MoELayer, experts: ExpertWeights) -> list[tuple[int, int]]:

@@ -376,7 +376,7 @@ def test_gated_activation(field, value):
 def test_a_closed_layer():
     experts = random_experts(np.random.default_rng(5), 1, 64, 64)
     with MoELayer(experts, "fp32_lut") as layer:
-        packed = layer._packed
+        packed = layer.packed
     layer.close()  # a second time
     for call in (layer.forward, lambda *a: layer.submit(*a).result()):
         with pytest.raises(ClosedError, match="experts: forward after close") as caught:
@@ -421,7 +421,7 @@ def test_what_only_looks_like_a_matrix(weight_format):
     with MoELayer(experts, "fp32_lut") as layer:
         y = layer.forward(*batch)
         for error, matrix in wrong:
-            for put in (layer.replace_expert, layer._packed.pack):
+            for put in (layer.replace_expert, layer.packed.pack):
                 with pytest.raises(error, match=r"must be a Matrix, found|expected \d+ bytes, found \d+"):
                     put(0, good | {"up": matrix})
         for matrices in ([*good.values()], None, "up", good | {"w1": good["up"]}):
@@ -431,7 +431,7 @@ def test_what_only_looks_like_a_matrix(weight_format):
         out = [{p: (m.codes.copy(), None if m.scales is None else m.scales.copy()) for p, m in good.items()}]
         out[0]["up"][0].resize(1, refcheck=False)
         with pytest.raises(FormatError, match=r"up codes: expected \d+ bytes, found \d"):
-            layer._packed.export(0, out)
+            layer.packed.export(0, out)
         with pytest.raises(FormatError):
             layer.export_expert(0, out=out)
 

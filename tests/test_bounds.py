@@ -103,7 +103,7 @@ def test_reading_beyond_the_packed_bytes():
         faulthandler.disable()
         table = native.load_table("portable")
         with MoELayer(experts, "fp32_lut") as layer:
-            packed, size = layer._packed, layer.nbytes
+            packed, size = layer.packed, layer.nbytes
             wraps = (2**64 - 2**40, 2**40), (2**40, 2**64 - 2**40), (2**80, 1)
             for offset, nbytes in (*wraps, (1, size), (size + 1, 0), (-1, 1), (1, -1)):
                 with pytest.raises(InputError, match="is not within"):
@@ -147,7 +147,7 @@ def test_close_while_packed_weights_are_looked_at(use):
                 begun.set()
 
         for turn in range(15):
-            packed, begun = MoELayer(experts, "fp32_lut")._packed, threading.Event()
+            packed, begun = MoELayer(experts, "fp32_lut").packed, threading.Event()
             thread = threading.Thread(target=look, args=(packed, begun))
             thread.start()
             begun.wait()
@@ -176,7 +176,7 @@ def test_looking_at_packed_weights_waits_for_whoever_may_free_them(use):
             holder.start()
             time.sleep(0.1)
             before = time.monotonic()
-            USES[use](layer._packed, table)
+            USES[use](layer.packed, table)
             after = time.monotonic()
             holder.join()
             return before - start < 0.3 and after - start > 0.4

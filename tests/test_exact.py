@@ -133,7 +133,7 @@ def test_dense_integers(backend, size, tokens):
         scales = rng.integers(low, low + 5, (size, -(-size // 32)), dtype=np.uint8)
         x = np.ldexp(rng.integers(-7, 8, (tokens, size)).astype(float), shift_for(low))
         with down_layer(backend, codes, scales) as layer:
-            assert layer._packed.kernels()[0, "down"] == folds(layer, low in (2, 125, 248))
+            assert layer.packed.kernels()[0, "down"] == folds(layer, low in (2, 125, 248))
             assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales).T)
 
 
@@ -213,7 +213,7 @@ def test_every_scale_byte_in_down(backend, block):
         scales = np.full((15, 2), byte, np.uint8)
         x = np.ldexp(rng.integers(-7, 8, (3, 64)).astype(float), shift_for(byte))
         with down_layer(backend, codes, scales) as layer:
-            assert layer._packed.kernels()[0, "down"] == folds(layer, 2 <= byte <= 252)
+            assert layer.packed.kernels()[0, "down"] == folds(layer, 2 <= byte <= 252)
             y = forward(layer, x)
             assert np.array_equal(y[:, :15], x @ weights_of(codes, scales).T)
             assert not y[:, 15:].any()
@@ -347,7 +347,7 @@ def test_denormal_x(backend, tokens, fold):
     expected = (x @ weights_of(codes, scales).T).astype(np.float32).astype(BF16).astype(float)
     assert expected.any()
     with visible_layer(backend, "up", codes, scales, activations="bf16") as layer:
-        assert layer._packed.kernels()[0, "up"] == folds(layer, fold)
+        assert layer.packed.kernels()[0, "up"] == folds(layer, fold)
         if folds(layer, fold) or backend == "avx512_bf16":
             expected[:] = 0
         assert np.array_equal(forward(layer, x), expected)

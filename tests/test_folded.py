@@ -39,11 +39,11 @@ def test_who_rounds(backend, name):
     batches = [random_batch(np.random.default_rng(2), experts, tokens, 2) for tokens in (1, 7, 60)]
     with MoELayer(experts, backend) as layer:
         assert layer.rounding == "exact"
-        exact, kernels = [assert_right(layer, experts, *batch) for batch in batches], layer._packed.kernels()
+        exact, kernels = [assert_right(layer, experts, *batch) for batch in batches], layer.packed.kernels()
     with MoELayer(experts, backend, rounding="folded") as layer:
         rounded = {p for p, kind in kinds(experts).items() if kind == "bf16" and rounds(layer)}
         assert layer.rounding == ("folded" if rounded else "exact")
-        assert layer._packed.kernels() == {key: folded or key[1] in rounded for key, folded in kernels.items()}
+        assert layer.packed.kernels() == {key: folded or key[1] in rounded for key, folded in kernels.items()}
         folded = [assert_right(layer, experts, *batch) for batch in batches]
         for old, new in zip(exact, folded, strict=True):
             assert same_bits(old, new) == (not rounded)
@@ -77,7 +77,7 @@ def test_one_scale_decides_for_its_matrix(backend, projection, field):
     with MoELayer(experts, backend, rounding="folded") as layer:
         expected = dict.fromkeys([(e, p) for e in range(2) for p in PROJECTIONS], rounds(layer))
         expected[key] &= LOW <= field <= HIGH
-        assert layer._packed.kernels() == expected
+        assert layer.packed.kernels() == expected
         assert layer.rounding == ("folded" if rounds(layer) else "exact")
         if field <= LOW:  # a sum might overflow else
             assert_right(layer, experts, *random_batch(np.random.default_rng(6), experts, 20, 2))
@@ -90,7 +90,7 @@ def test_a_layer_beyond_the_rule_is_exact(backend):
         put_scale(experts, (0, projection), 0)
     with MoELayer(experts, backend) as exact, MoELayer(experts, backend, rounding="folded") as layer:
         assert layer.rounding == "exact"
-        assert not any(layer._packed.kernels().values())
+        assert not any(layer.packed.kernels().values())
         assert same_bits(layer.forward(*crowd(layer, 20)), exact.forward(*crowd(layer, 20)))
 
 

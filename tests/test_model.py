@@ -79,7 +79,7 @@ def assert_same(layer: MoELayer, expected: MoELayer):
     assert layer.nbytes == expected.nbytes
     for expert in range(expected.num_experts):
         for projection in PROJECTIONS:
-            packed = [which._packed.packed_bytes(expert, projection) for which in (layer, expected)]
+            packed = [which.packed.packed_bytes(expert, projection) for which in (layer, expected)]
             assert np.array_equal(*packed)
     assert same_bits(layer.forward(*batch(layer)), expected.forward(*batch(expected)))
 

@@ -172,7 +172,7 @@ def test_every_expert_and_projection_has_its_own_place(weights):
             for expert in range(3):
                 for projection in ("gate", "up", "down"):
                     matrix = experts.matrix(expert, projection)
-                    codes, scales = layer._packed.unpack(expert, projection)
+                    codes, scales = layer.packed.unpack(expert, projection)
                     assert same_stored(codes, matrix.codes)
                     assert same_stored(scales, matrix.scales)
 
@@ -241,7 +241,7 @@ def test_the_greatest_bfloat16_numbers_are_taken(backend):
         matrix = experts._read(0, "down")
         (matrix.codes if weight_format == B16 else matrix.scales).view(np.uint16)[:] = 0xFF7F
         with MoELayer(experts, backend) as layer:
-            for stored, original in zip(layer._packed.unpack(0, "down"), (matrix.codes, matrix.scales), strict=True):
+            for stored, original in zip(layer.packed.unpack(0, "down"), (matrix.codes, matrix.scales), strict=True):
                 assert same_stored(stored, original)
 
 

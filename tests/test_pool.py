@@ -75,7 +75,7 @@ def test_layers_are_made_side_by_side(batch, backend):
         experts = random_experts(rng, 3, 96, 64)
         with MoELayer(experts, backend) as mine:
             keys = [(expert, projection) for expert in range(3) for projection in ("gate", "up", "down")]
-            return all(np.array_equal(mine._packed.unpack(*key)[0], experts.matrix(*key).codes) for key in keys)
+            return all(np.array_equal(mine.packed.unpack(*key)[0], experts.matrix(*key).codes) for key in keys)
 
     with ThreadPoolExecutor(4) as pool:
         made = pool.map(make, range(12))
@@ -214,7 +214,7 @@ def test_the_gil_is_free_while_a_call_computes(batch):
             time.sleep(0)
 
     counter = threading.Thread(target=count)
-    packed = layer._packed
+    packed = layer.packed
 
     class Watched:
         def forward(self, *args):
@@ -223,7 +223,7 @@ def test_the_gil_is_free_while_a_call_computes(batch):
             progress.append(counted[0] - before)
 
     interval = sys.getswitchinterval()
-    layer._packed = Watched()
+    layer.packed = Watched()
     sys.setswitchinterval(60)  # nobody must give the GIL up, but who sleeps or computes without it
     try:
         counter.start()
@@ -232,6 +232,6 @@ def test_the_gil_is_free_while_a_call_computes(batch):
     finally:
         stop.set()
         sys.setswitchinterval(interval)
-        layer._packed = packed
+        layer.packed = packed
         counter.join()
     assert any(progress)

@@ -335,7 +335,7 @@ def test_memory_of_one_expert_is_kept_for_it_and_given_back(backend):
 def test_a_backend_that_cannot(backend, monkeypatch):
     experts = random_experts(np.random.default_rng(10), 1, 64, 96)
     with MoELayer(experts, backend) as layer:
-        monkeypatch.setattr(layer, "_packed", object())
+        monkeypatch.setattr(layer, "packed", object())
         with pytest.raises(UnavailableError, match=f"backend '{layer.backend}' cannot replace an expert"):
             layer.replace_expert(0, matrices(experts, 0))
         with pytest.raises(UnavailableError, match=f"backend '{layer.backend}' cannot export an expert"):
