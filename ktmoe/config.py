@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def get_include() -> str:
-    """The folder with ktmoe.h, for a native backend's C compiler: ktmoe/_native, which holds core.pxd for Cython, too."""
+    """The folder with ktmoe.h, for a native backend's C compiler: ktmoe/_native, which holds ktmoe.pxd for Cython, too."""
     return str(Path(__file__).parent / "_native")
 
 

@@ -42,7 +42,7 @@ class MoELayer:
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
     in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed
-    weights. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, which tests and benches look into; None after
+    weights. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, for whoever looks into it; None after
     close().
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.

@@ -17,7 +17,7 @@ TILE, WIDTH, STEP = 16, 64, 32
 #: By tiles of rows: (passes for the columns of a panel, tiles of C, loads of A and of B a step). The tallest loads A twice, but
 #: for the tile at which it turns round.
 PASSES = {1: (1, 4, 1 + 4), 2: (2, 4, 2 + 2), 3: (2, 6, 5 + 2)}
-ROWS = [1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 80, 100, core.M_BLOCK, core.M_BLOCK + 1, 2 * core.M_BLOCK + 1]
+ROWS = [1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 80, 100, core.ROWS_MAX, core.ROWS_MAX + 1, 2 * core.ROWS_MAX + 1]
 
 
 def ceil(a, b):
@@ -27,7 +27,7 @@ def ceil(a, b):
 def blocks(m):
     """Rows of each kernel call."""
     while m:
-        count = ceil(m, core.M_BLOCK)
+        count = ceil(m, core.ROWS_MAX)
         rows = m if count == 1 else ceil(ceil(m, count), TILE) * TILE
         yield rows
         m -= rows

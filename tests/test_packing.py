@@ -31,7 +31,7 @@ def pack(codes, scales, weight_format=MXFP4):
 
 
 def by_formula(codes, scales, weight_format=MXFP4):
-    """The packed bytes, number by number, from the addressing formulas in LAYOUT of pack_q4.c and pack_b16.c."""
+    """The packed bytes, number by number, from the addressing formulas in LAYOUT of pack/q4.c and pack/b16.c."""
     if weight_format == B16:
         return b16_by_formula(codes.view(np.uint16))
     n, k = codes.shape[0], 2 * codes.shape[1]

@@ -60,8 +60,8 @@ def test_what_the_wheel_holds(wheel):
     """All that runs, what a third party compiles against, and nothing beside the package."""
     names = zipfile.ZipFile(wheel[0]).namelist()
     modules = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
-    assert modules == {"core", *ISAS} - {LACKING}
-    assert {"ktmoe/_native/__init__.py", "ktmoe/_native/core.pxd", "ktmoe/_native/ktmoe.h"} <= set(names)
+    assert modules == {"core"}
+    assert {"ktmoe/_native/__init__.py", "ktmoe/_native/ktmoe.pxd", "ktmoe/_native/ktmoe.h"} <= set(names)
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "ktmoe").rglob("*.py")} <= set(names)
     assert {re.match(r"ktmoe(-[^/]*\.dist-info)?/", name)[0].partition("-")[0].rstrip("/") for name in names} == {"ktmoe"}
 
@@ -87,7 +87,7 @@ def test_a_build_without_an_instruction_set(wheel, why):
     variables = {"KTMOE_BACKEND": BACKEND} if why == "KTMOE_BACKEND" else {}
     where, shown, refused, available = wheel[2].call(without, why, **variables)
     assert Path(where).is_relative_to(wheel[2].folder)
-    reason = f"{LACKING} was not compiled into this build (No module named 'ktmoe._native.{LACKING}')"
+    reason = f"{LACKING} was not compiled into this build: its compiler did not know the instructions"
     assert f"\n  {BACKEND}: not available: {reason}\n" in shown
     assert refused == f"backend {BACKEND!r} ({why}) cannot be used: {reason}. Available: {', '.join(available)}"
     assert BACKEND not in available

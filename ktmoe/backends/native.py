@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import MappingProxyType
 
-from ktmoe import forks
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
@@ -46,12 +44,7 @@ def refusal(isa: str) -> str | None:
 
 def load_table(isa: str) -> core.KernelTable:
     """An ISA's kernel table. Raises UnavailableError if the compiler that built this package did not know it."""
-    try:
-        with forks.importing:
-            module = importlib.import_module(f"ktmoe._native.{isa}")
-    except ImportError as error:
-        raise UnavailableError(f"{isa} was not compiled into this build ({error})") from error
-    return core.KernelTable(module.table)
+    return core.kernel_table(isa)
 
 
 class NativeBackend(Backend):
