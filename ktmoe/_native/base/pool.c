@@ -68,7 +68,7 @@ static void bump(event *e) {
     if (atomic_load(&e->sleepers)) kt_os_wake(&e->value);
 }
 
-static void run_part(size_t worker) {
+static void run_task(size_t worker) {
     const unsigned state = kt_fp_enter();
     pool.task(pool.context, worker, pool.workers);
     kt_fp_leave(state);
@@ -88,7 +88,7 @@ static void *work(void *argument) {
     for (uint32_t seen = s.epoch;; seen++) {
         wait_change(&pool.epoch, seen);
         if (!pool.task) return NULL;
-        run_part(s.worker);
+        run_task(s.worker);
         if (atomic_fetch_sub(&pool.running, 1) == 1) bump(&pool.finished);
     }
 }
@@ -189,7 +189,7 @@ int kt_pool_run(kt_task task, void *context, const kt_placement *placement) {
     const uint32_t finished = atomic_load(&pool.finished.value);
     atomic_store(&pool.running, pool.workers - 1);
     if (pool.workers > 1) bump(&pool.epoch);
-    run_part(0);
+    run_task(0);
     if (pool.workers > 1) wait_change(&pool.finished, finished);
     if (bound) kt_os_bind(&before, NULL);
     return 0;

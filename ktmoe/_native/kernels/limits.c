@@ -5,7 +5,7 @@
 #include "kernels/common/vector.h"
 
 /* A line at a time in 16-byte loads, prefetched as kernels do it: the fastest of those tried, and the same for all instruction
- * sets, so that their shares of it compare. */
+ * sets, so that percentages of it compare. */
 void KT_NAME(read)(const void *p, size_t bytes) {
     enum { LINE_BYTES = 64, AHEAD_BYTES = 3072 };
     typedef uint32_t u32x4 __attribute__((vector_size(16)));

@@ -163,7 +163,7 @@ INLINE void few(const kt_dot *a, const enum scale_kind kind) {
     }
 }
 
-/* A decoded K block. */
+/* DECODE_K k of a panel, decoded. */
 typedef struct decoded_panel {
     uint32_t w[STRIPS][DECODE_K / STEP_K][STRIP];
     float scale[BLOCKS][KT_PANEL];
@@ -173,7 +173,7 @@ INLINE size_t packed_bytes(const size_t blocks, const size_t per, const enum sca
     return blocks * BLOCK_BYTES + (blocks + per - 1) / per * scales_bytes(kind);
 }
 
-INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_t blocks, decoded_panel *restrict to,
+INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict w, const size_t blocks, decoded_panel *restrict to,
                          const enum scale_kind kind) {
     const table t = load_table(a, kind);
     const size_t per = blocks_per_scale(a, kind);
@@ -198,7 +198,7 @@ INLINE void decode_block(const kt_dot *a, const uint8_t *restrict w, const size_
     }
 }
 
-/* A strip of a decoded K block: w [steps][STRIP]; scale [groups][KT_PANEL], from the strip's first column. */
+/* A strip of those: w [steps][STRIP]; scale [groups][KT_PANEL], from the strip's first column. */
 typedef struct strip {
     const uint32_t *w;
     const float *scale;
@@ -266,35 +266,35 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
         if ((rows) <= TILE_ROWS) tile(a, &s, first, out, rows, kind); \
         break
 
-/* Panels are innermost, so that the second finds the rows' x in L2. While a block is multiplied, the next one's codes and x come
- * to L2, a share with each tile: the rows' pieces are too short for the hardware to foresee. */
+/* Panels are innermost, so that the second finds the rows' x in L2. While DECODE_K k are multiplied, the codes and x of the next ones
+ * come to L2, some with each tile: the rows are too short there for the hardware to foresee. */
 INLINE void many(const kt_dot *a, const enum scale_kind kind) {
-    decoded_panel *block = a->scratch;
+    decoded_panel *decoded = a->scratch;
     const size_t per = blocks_per_scale(a, kind), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
     const size_t full_bytes = packed_bytes(BLOCKS, per, kind);
     for (size_t k0 = 0; k0 < a->k; k0 += DECODE_K) {
         const size_t blocks = least(DECODE_K, a->k - k0) / KT_BLOCK, left = a->k - k0 - blocks * KT_BLOCK;
         for (size_t p = 0; p < a->panels; p++) {
             const uint8_t *packed = a->w[p] + k0 / DECODE_K * full_bytes;
-            if (!IN_PLACE) decode_block(a, packed, blocks, block, kind);
+            if (!IN_PLACE) decode_panel(a, packed, blocks, decoded, kind);
             const int last_panel = p + 1 == a->panels;
             const uint8_t *next =
                 last_panel ? a->w[0] + (k0 / DECODE_K + 1) * full_bytes : a->w[p + 1] + k0 / DECODE_K * full_bytes;
             const size_t next_k = last_panel ? least(DECODE_K, left) : 0;
             const size_t next_bytes = packed_bytes(last_panel ? next_k / KT_BLOCK : blocks, per, kind);
-            const size_t share = (next_bytes / tiles + LINE) / LINE * LINE;
+            const size_t each = (next_bytes / tiles + LINE) / LINE * LINE;
             size_t fetched = 0;
             for (int n = 0; n < STRIPS; n++) {
                 const strip s = {
-                    .w = IN_PLACE ? (const uint32_t *)packed : block->w[n][0],
-                    .scale = block->scale[0] + n * STRIP,
+                    .w = IN_PLACE ? (const uint32_t *)packed : decoded->w[n][0],
+                    .scale = decoded->scale[0] + n * STRIP,
                     .k0 = k0,
                     .blocks = blocks,
                 };
                 float *out = a->out[p] + n * STRIP;
                 for (size_t first = 0, rows; first < m; first += rows) {
                     rows = step_rows(m - first, TILE_ROWS);
-                    for (size_t end = fetched + share; fetched < end && fetched < next_bytes; fetched += LINE)
+                    for (size_t end = fetched + each; fetched < end && fetched < next_bytes; fetched += LINE)
                         prefetch_l2(next + fetched);
                     if (n == 0)
                         for (size_t i = first; i < first + rows; i++)

@@ -58,7 +58,7 @@ INLINE row_tile rows_from(const kt_dot *a, const size_t first) {
     return (row_tile){a->x[first], together * TILE_ROW_BYTES, together > 1 ? TILE_ROW_BYTES : 0};
 }
 
-/* A tile's share of a step's lines, a given distance ahead. */
+/* Some of a step's lines, as many for each tile, a given distance ahead. */
 INLINE void fetch_ahead(const weights *w, const size_t step, const int n) {
     const uint8_t *from = step_at(w, step);
     const size_t lines = (size_t)(step_at(w, step + 1) - from) / LINE;
@@ -107,15 +107,15 @@ static void few(const kt_dot *a) {
     }
 }
 
-/* What many() prefetches to L2 while it works on a panel: the next one, a share with each step. Nearer, prefetches and the loads of
+/* What many() prefetches to L2 while it works on a panel: the next one, some with each step. Nearer, prefetches and the loads of
  * x from L2 would wait for the same few line buffers. */
 typedef struct stream {
     const uint8_t *at, *end;
-    size_t share;
+    size_t each;
 } stream;
 
 INLINE void fetch(stream *s) {
-    for (size_t line = 0; line < s->share && s->at < s->end; line++, s->at += LINE) prefetch_l2(s->at);
+    for (size_t line = 0; line < s->each && s->at < s->end; line++, s->at += LINE) prefetch_l2(s->at);
 }
 
 /* Rows [first, first + 32), columns 16 n to 16 n + 31 of a panel. */
