@@ -12,7 +12,7 @@ from pathlib import Path
 import ktmoe
 from ktmoe.errors import KtmoeError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 
 
@@ -62,7 +62,7 @@ def _config(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     with Checkpoint(options.model) as checkpoint:
-        loader = choose_loader(checkpoint)
+        loader = find_loader(checkpoint)
         name = next(name for name in ktmoe.loaders.names() if ktmoe.loaders.get(name) is loader)
         layers = loader.layers(checkpoint)
         print(f"{options.model}: {len(checkpoint)} tensors, read by loader {name}")

@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from ktmoe import arrays, backends
-from ktmoe.backends.base import Plan, Progress, Stored, choose
+from ktmoe.backends.base import Plan, Progress, Stored
+from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
 from ktmoe.errors import ClosedError, FormatError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
-from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
 from ktmoe.messages import show
@@ -65,10 +66,9 @@ class MoELayer:
             raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
         if router_weight not in ROUTER_WEIGHTS:
             raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {show(router_weight)}")
-        self.backend, _ = choose(backend, experts, activations)
-        chosen = backends.get(self.backend)
-        mode = chosen.modes(experts)[0] if activations == "auto" else activations
-        self.activations = mode
+        choice = choose_backend(backend, experts, activations)
+        self.backend = choice.name
+        self.activations = choice.activations
         self.router_weight = router_weight
         self.num_experts = experts.num_experts
         self.hidden = experts.hidden
@@ -76,7 +76,8 @@ class MoELayer:
         self.name = experts.name
         self.placement = placement_of(experts, numa_nodes)
         self._formats = experts.formats
-        self.packed = chosen.pack(experts, Plan(router_weight, mode, rounding, self.placement), progress)
+        plan = Plan(router_weight, self.activations, rounding, self.placement)
+        self.packed = backends.get(self.backend).pack(experts, plan, progress)
         self.rounding = self.packed.rounding
         self.nbytes = self.packed.nbytes
         self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory
@@ -103,7 +104,7 @@ class MoELayer:
         Raises CheckpointError and MissingTensorError besides what MoELayer raises.
         """
         with Checkpoint(path) as checkpoint:
-            experts = choose_loader(checkpoint, loader).load(checkpoint, layer)
+            experts = find_loader(checkpoint, loader).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
             options = {"rounding": rounding, "router_weight": router_weight, "numa_nodes": numa_nodes, "progress": progress}

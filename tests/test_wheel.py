@@ -17,7 +17,7 @@ import ktmoe
 from ktmoe import MoELayer, backends
 from ktmoe._native.isa import ISAS, compile_flags
 from ktmoe.backends import native
-from ktmoe.backends.base import choose
+from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import UnavailableError
 
 pytestmark = NEEDS_COMPILER
@@ -73,7 +73,7 @@ def without(why):
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         ktmoe.show_config()
     with pytest.raises(UnavailableError) as caught:
-        choose("auto" if why == "KTMOE_BACKEND" else BACKEND)
+        choose_backend("auto" if why == "KTMOE_BACKEND" else BACKEND)
     experts = random_experts(np.random.default_rng(1), 3, 96, 160)
     arguments = random_batch(np.random.default_rng(2), experts, 9, 2)
     for name in backends.available():

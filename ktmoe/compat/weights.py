@@ -13,8 +13,7 @@ from ktmoe import arrays
 from ktmoe.compat.order import Order
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
-from ktmoe.loaders.base import Loader
-from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.base import Loader, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
@@ -43,7 +42,7 @@ class Lease:
             if shared is None:
                 checkpoint = Checkpoint(path)
                 try:
-                    shared = _Shared(checkpoint, choose_loader(checkpoint))
+                    shared = _Shared(checkpoint, find_loader(checkpoint))
                 except BaseException:
                     checkpoint.close()
                     raise
