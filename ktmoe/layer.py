@@ -14,7 +14,7 @@ from ktmoe import arrays, backends
 from ktmoe.backends.base import Plan, Progress, Stored
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
-from ktmoe.errors import ClosedError, FormatError, InputError, NotCopyableError, UnavailableError
+from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -43,8 +43,8 @@ class MoELayer:
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
     in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed
-    weights. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, which tests and benches look into; None after
-    close().
+    weights. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, which tests and benches look into;
+    None after close().
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -75,7 +75,7 @@ class MoELayer:
         self.intermediate = experts.intermediate
         self.name = experts.name
         self.placement = placement_of(experts, numa_nodes)
-        self._formats = experts.formats
+        self._spec = experts.spec
         plan = Plan(router_weight, self.activations, rounding, self.placement)
         self.packed = backends.get(self.backend).pack(experts, plan, progress)
         self.rounding = self.packed.rounding
@@ -170,19 +170,12 @@ class MoELayer:
         matrices: {"gate", "up", "down": Matrix} of the layer's shapes and formats. The memory of one expert is kept beside the
         layer's for this. Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
         """
-        self._check_expert(expert)
+        self._spec.check_expert(expert)
         if not isinstance(matrices, Mapping) or set(matrices) != set(PROJECTIONS):
             raise InputError(f"matrices must be by projection, {PROJECTIONS}, found {show(matrices)}")
         matrices = dict(matrices)
         for projection, matrix in matrices.items():  # here, so that no backend has to
-            if not isinstance(matrix, Matrix):
-                raise InputError(f"matrices: {projection} must be a Matrix, found {type(matrix).__name__}")
-            shape, weight_format = self._shape(projection), self._formats[projection]
-            if matrix.shape != shape or matrix.format != weight_format:
-                raise FormatError(
-                    f"{matrix.name}: {projection} must be {weight_format.description} {list(shape)}, "
-                    f"found {matrix.format.description} {list(matrix.shape)}"
-                )
+            self._spec.check(expert, projection, matrix)
         packed = self._able_to("replace")
         packed.replace(expert, matrices)
         self.rounding = packed.rounding
@@ -194,23 +187,22 @@ class MoELayer:
         out: for each part {"gate", "up", "down": (codes, scales, None where the format has none)}, C-contiguous arrays of
         Matrix's shapes and dtypes to write into. Raises InputError, which says what parts must divide, ClosedError.
         """
-        self._check_expert(expert)
-        parts = operator.index(parts)
-        unit = self._formats["down"].scale.extent[1] if self._formats["down"].scale else self._formats["down"].codes_per_item
+        self._spec.check_expert(expert)
+        parts, unit = operator.index(parts), self._spec.part_unit
         if parts < 1 or self.intermediate % parts or (parts > 1 and self.intermediate // parts % unit):
             raise InputError(
                 f"parts must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {parts}"
             )
-        shapes = {p: self._shape(p, self.intermediate // parts) for p in PROJECTIONS}
+        formats, of_part = self._spec.formats, replace(self._spec, intermediate=self.intermediate // parts)
         if out is None:
-            out = [{p: self._formats[p].empty(*shapes[p]) for p in PROJECTIONS} for _ in range(parts)]
+            out = [{p: formats[p].empty(*of_part.shape(p)) for p in PROJECTIONS} for _ in range(parts)]
         elif len(out) != parts:
             raise InputError(f"out must be a sequence of {parts} parts, found {len(out)}")
         for i, part in enumerate(out):
             if set(part) != set(PROJECTIONS):
                 raise InputError(f"out[{i}] must have arrays for {PROJECTIONS}, found {tuple(part)}")
         name = f"{self.name}.{expert}"
-        matrices = [{p: Matrix(f"{name}.{p}", self._formats[p], shapes[p], *part[p]) for p in PROJECTIONS} for part in out]
+        matrices = [{p: Matrix(f"{name}.{p}", formats[p], of_part.shape(p), *part[p]) for p in PROJECTIONS} for part in out]
         for matrix in (matrix for part in matrices for matrix in part.values()):
             if not all(array is None or array.flags.writeable for array in (matrix.codes, matrix.scales)):
                 raise InputError(f"{matrix.name}: out must be writeable arrays, found read-only ones")
@@ -239,15 +231,6 @@ class MoELayer:
             f"{self.name}: a MoELayer cannot be copied or pickled, since its packed weights are memory of this process. "
             "Share it between threads as it is, fork after it was made, or make another one with MoELayer.from_checkpoint"
         )
-
-    def _check_expert(self, expert: int) -> None:
-        if not 0 <= operator.index(expert) < self.num_experts:
-            raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
-
-    def _shape(self, projection: str, intermediate: int | None = None) -> tuple[int, int]:
-        """(n, k) of a projection's matrices, or of a part of them."""
-        intermediate = self.intermediate if intermediate is None else intermediate
-        return (self.hidden, intermediate) if projection == "down" else (intermediate, self.hidden)
 
     def _able_to(self, method: str):
         packed = self.packed  # once: close() may come from another thread
