@@ -100,11 +100,19 @@ class ExpertSpec:
         scale = self.formats["down"].scale
         return max(32, scale.extent[1] if scale else 1)
 
-    @property
-    def part_unit(self) -> int:
-        """Columns of the intermediate dimension that stay together when an expert is exported in parts."""
+    def part(self, count: int, argument: str) -> ExpertSpec:
+        """What each of so many equal parts of the experts is, cut along the intermediate dimension for tensor parallelism.
+
+        Raises InputError, which names the argument that gave the count, where that would cut a scale group of down, or an item
+        of its codes' array.
+        """
         down = self.formats["down"]
-        return down.scale.extent[1] if down.scale else down.codes_per_item
+        unit = down.scale.extent[1] if down.scale else down.codes_per_item
+        if count < 1 or self.intermediate % count or (count > 1 and self.intermediate // count % unit):
+            raise InputError(
+                f"{argument} must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {count}"
+            )
+        return ExpertSpec(self.num_experts, self.hidden, self.intermediate // count, self.formats, self.name)
 
     def check_expert(self, expert: int) -> None:
         """Raise InputError if there is no expert of that number."""

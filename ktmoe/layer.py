@@ -32,19 +32,19 @@ class MoELayer:
     experts: ExpertWeights, from a loader or from arrays; read once, here.
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
     activations: "bf16": they take part exactly, as bfloat16; "int16", "int8": rounded to 16-bit or 8-bit integers, per token
-    and group of 32 along k (docs/numerics.md); "auto": the backend's own choice, never "int8", which the attribute of that name
+    and 32 along k (docs/numerics.md); "auto": the backend's own choice, never "int8", which the attribute of that name
     then says.
     rounding: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
-    2^-8) where that lets it multiply faster; the attribute of that name says whether any are.
+    2^-8) if that lets it multiply faster; the attribute of that name says whether any are.
     router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
-    numa_nodes: the NUMA nodes that share this layer's intermediate dimension, such as [1] or [1, 0]; their parts of y are added
-    in that order, and their threads run there alone. None: all that can be used, or no binding where that is one.
+    numa_nodes: the NUMA nodes, such as [1] or [1, 0]: each has a shard of the intermediate dimension, whose threads run there
+    alone; what the shards give is added in that order. None: all that can be used, or no binding if that is one.
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
     in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed
-    weights. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, which tests and benches look into;
-    None after close().
+    weights. spec: ktmoe.experts.ExpertSpec. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned,
+    which tests and benches look into; None after close().
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -75,7 +75,7 @@ class MoELayer:
         self.intermediate = experts.intermediate
         self.name = experts.name
         self.placement = placement_of(experts, numa_nodes)
-        self._spec = experts.spec
+        self.spec = experts.spec
         plan = Plan(router_weight, self.activations, rounding, self.placement)
         self.packed = backends.get(self.backend).pack(experts, plan, progress)
         self.rounding = self.packed.rounding
@@ -170,12 +170,12 @@ class MoELayer:
         matrices: {"gate", "up", "down": Matrix} of the layer's shapes and formats. The memory of one expert is kept beside the
         layer's for this. Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
         """
-        self._spec.check_expert(expert)
+        self.spec.check_expert(expert)
         if not isinstance(matrices, Mapping) or set(matrices) != set(PROJECTIONS):
             raise InputError(f"matrices must be by projection, {PROJECTIONS}, found {show(matrices)}")
         matrices = dict(matrices)
         for projection, matrix in matrices.items():  # here, so that no backend has to
-            self._spec.check(expert, projection, matrix)
+            self.spec.check(expert, projection, matrix)
         packed = self._able_to("replace")
         packed.replace(expert, matrices)
         self.rounding = packed.rounding
@@ -187,22 +187,18 @@ class MoELayer:
         out: for each part {"gate", "up", "down": (codes, scales, None where the format has none)}, C-contiguous arrays of
         Matrix's shapes and dtypes to write into. Raises InputError, which says what parts must divide, ClosedError.
         """
-        self._spec.check_expert(expert)
-        parts, unit = operator.index(parts), self._spec.part_unit
-        if parts < 1 or self.intermediate % parts or (parts > 1 and self.intermediate // parts % unit):
-            raise InputError(
-                f"parts must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {parts}"
-            )
-        formats, of_part = self._spec.formats, replace(self._spec, intermediate=self.intermediate // parts)
+        self.spec.check_expert(expert)
+        parts = operator.index(parts)
+        one = self.spec.part(parts, "parts")
         if out is None:
-            out = [{p: formats[p].empty(*of_part.shape(p)) for p in PROJECTIONS} for _ in range(parts)]
+            out = [{p: one.formats[p].empty(*one.shape(p)) for p in PROJECTIONS} for _ in range(parts)]
         elif len(out) != parts:
             raise InputError(f"out must be a sequence of {parts} parts, found {len(out)}")
         for i, part in enumerate(out):
             if set(part) != set(PROJECTIONS):
                 raise InputError(f"out[{i}] must have arrays for {PROJECTIONS}, found {tuple(part)}")
         name = f"{self.name}.{expert}"
-        matrices = [{p: Matrix(f"{name}.{p}", formats[p], of_part.shape(p), *part[p]) for p in PROJECTIONS} for part in out]
+        matrices = [{p: Matrix(f"{name}.{p}", one.formats[p], one.shape(p), *part[p]) for p in PROJECTIONS} for part in out]
         for matrix in (matrix for part in matrices for matrix in part.values()):
             if not all(array is None or array.flags.writeable for array in (matrix.codes, matrix.scales)):
                 raise InputError(f"{matrix.name}: out must be writeable arrays, found read-only ones")
