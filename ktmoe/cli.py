@@ -124,14 +124,14 @@ def _signals_as_exit():
 def _layers(text: str) -> list[int | str]:
     """[0, 1, 2, 3, 7, "mtp.0"] for "0-3,7,mtp.0"."""
     layers: list[int | str] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
+    for item in text.split(","):
+        first, dash, last = item.partition("-")
         if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 10**6:
             layers += range(int(first), int(last) + 1)
-        elif part and not dash:
-            layers.append(_layer(part))
+        elif item and not dash:
+            layers.append(_layer(item))
         else:
-            raise argparse.ArgumentTypeError(f"expected numbers, ranges such as 0-3 and names, found {part!r}")
+            raise argparse.ArgumentTypeError(f"expected numbers, ranges such as 0-3 and names, found {item!r}")
     return layers
 
 

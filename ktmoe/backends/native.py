@@ -145,8 +145,8 @@ class NativeBackend(Backend):
         threads.configure()
         threads.register_with_threadpoolctl()
         memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.num_experts} experts")
-        spans = _spans(experts, plan.placement)
-        packed = core.PackedLayer(found.table, experts, plan, spans, threads.threads_of(plan.placement))
+        shards = _shards(experts, plan.placement)
+        packed = core.PackedLayer(found.table, experts, plan, shards, threads.threads_of(plan.placement))
         expert_bytes = experts.nbytes // experts.num_experts
         try:
             with closing(_read_ahead(experts)) as read:
@@ -160,11 +160,11 @@ class NativeBackend(Backend):
         return packed
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
-        return experts.num_experts * core.expert_nbytes(experts, _spans(experts, placement))
+        return experts.num_experts * core.expert_nbytes(experts, _shards(experts, placement))
 
 
-def _spans(experts: ExpertWeights, placement: Placement) -> list[tuple[int, int]]:
-    """What each shard has of the intermediate dimension."""
+def _shards(experts: ExpertWeights, placement: Placement) -> list[tuple[int, int]]:
+    """[(first, last)]: the columns of the intermediate dimension that each shard has."""
     return numa.split(experts.intermediate, experts.shard_unit, placement.shards)
 
 

@@ -351,13 +351,13 @@ def _count(name: str, value, least: int = 1, most: int = sys.maxsize) -> int:
     return count
 
 
-def _nodes(parts: int, wanted: Sequence[int] | None) -> list[int] | None:
-    """NUMA nodes for MoELayer, None for its default, all. More parts than there are nodes mean those that there are."""
+def _nodes(count: int, wanted: Sequence[int] | None) -> list[int] | None:
+    """NUMA nodes for MoELayer, None for its default, all. More count than there are nodes mean those that there are."""
     there = sorted(numa.nodes())
     if wanted is None:
-        return there[:parts] if parts < len(there) else None
-    if len(wanted) != parts:
-        raise InputError(f"numa_nodes must have threadpool_count = {parts} entries, found {list(wanted)}")
+        return there[:count] if count < len(there) else None
+    if len(wanted) != count:
+        raise InputError(f"numa_nodes must have threadpool_count = {count} entries, found {list(wanted)}")
     if len(wanted) > len(there):
         wanted = [node for node in wanted if node in there]
         return wanted if len(there) > 1 and wanted else None

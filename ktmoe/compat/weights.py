@@ -30,7 +30,7 @@ class _Shared:
 
 
 class Lease:
-    """A share in the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
+    """A lease of the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
 
     _open: ClassVar[dict[str, _Shared]] = {}  # the process's
     _order = Order()  # a finalizer may close a lease while one is taken
