@@ -84,7 +84,7 @@ class NativeBackend(Backend):
         rank: int | None = None,
     ):
         self.isas = isas
-        self._load = load
+        self.load = load
         self._rank = rank
 
     @property
@@ -133,7 +133,7 @@ class NativeBackend(Backend):
                 reasons.append(_refused[isa])
                 continue
             try:
-                tables.append(self._load(isa))
+                tables.append(self.load(isa))
             except UnavailableError as error:
                 reasons.append(str(error))
         return tables, reasons
