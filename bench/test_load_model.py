@@ -16,7 +16,7 @@ from bench import machine, reading, record
 from bench.cases import EVERYWHERE
 from bench.models import models
 from ktmoe import model, synthetic
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 
 SHAPE = models()[EVERYWHERE]
@@ -58,7 +58,7 @@ def test_open(benchmark, tmp_path):
 
     def open_all():
         with Checkpoint(tmp_path) as checkpoint:
-            loader = choose(checkpoint)
+            loader = find_loader(checkpoint)
             return [loader.load(checkpoint, layer) for layer in loader.layers(checkpoint)]
 
     assert len(benchmark.pedantic(open_all, setup=parse, rounds=10, warmup_rounds=1)) == OPEN_LAYERS

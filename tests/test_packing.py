@@ -362,4 +362,4 @@ def test_matrices_are_read_once_each():
 def test_an_unknown_format_is_refused_before_anything_is_read():
     weight_format = WeightFormat("q4", MXFP4.codebook, Scale("ue8m0", (1, 16)))
     experts = ExpertWeights(1, 64, 64, lambda *_: pytest.fail("was read"), weight_format)
-    assert "ue8m0 scales per 1x16" in backends.get("fp32_lut").unsupported(experts)
+    assert "ue8m0 scales per 1x16" in backends.get("fp32_lut").lookup(experts).reason

@@ -106,9 +106,11 @@ def _ways(backends: Iterable[str], experts: ExpertWeights) -> Iterator[Way]:
     for name in backends:
         if name in runnable:
             backend = ktmoe.backends.get(name)
-            mode = backend.modes(experts)[0]
-            if ISAS[name] in {table.name for table in backend.usable(mode)[0]}:
-                yield Way(name, ISAS[name], mode)
+            way = Way(name, ISAS[name], backend.lookup(experts).activations)
+            with way.table(experts) as table:
+                runs = table is not None
+            if runs:
+                yield way
 
 
 def _point(layer: MoELayer, table, backend: str, name: str, count: int, tokens: int) -> Point:

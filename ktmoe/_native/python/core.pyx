@@ -21,7 +21,7 @@ from ktmoe._native.python.driver cimport *
 
 from ktmoe.weights import codebook
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
-from ktmoe.experts import PROJECTIONS, Matrix
+from ktmoe.experts import PROJECTIONS
 
 LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
 ROWS_MAX = KT_ROWS_MAX

@@ -11,7 +11,7 @@ cdef class PackedLayer:
     cdef kt_experts experts
     cdef size_t num_shards, _first_columns  # of h, in the first shard
     cdef readonly size_t nbytes
-    cdef dict _formats
+    cdef object _spec  # ktmoe.experts.ExpertSpec
     cdef str _activations, _rounding
     cdef KernelTable _table
     cdef list _shard_bytes
@@ -21,11 +21,11 @@ cdef class PackedLayer:
         cdef kt_layer *layer = &self.experts.layer
         cdef kt_shard_memory shard
         self._table = table
-        self._formats = experts.formats
+        self._spec = experts.spec
         self._activations, self._rounding = plan.activations, plan.rounding
         for p, projection in enumerate(PROJECTIONS):
-            _fill_codebook(&self.experts.codebooks[p], self._formats[projection])
-            _fill_format(&self.experts.formats[p], self._formats[projection])
+            _fill_codebook(&self.experts.codebooks[p], self._spec.formats[projection])
+            _fill_format(&self.experts.formats[p], self._spec.formats[projection])
         layer.num_experts, layer.hidden = experts.num_experts, experts.hidden
         self.experts.intermediate = experts.intermediate
         activation = experts.activation
@@ -59,10 +59,6 @@ cdef class PackedLayer:
             kt_experts_free(&self.experts)
             kt_pool_unlock()
 
-    cdef int _check_expert(self, size_t expert) except -1:
-        if expert >= self.experts.layer.num_experts:
-            raise InputError(f"expert must be in [0, {self.experts.layer.num_experts}), found {expert}")
-
     cdef (size_t, size_t) _shape(self, size_t projection) noexcept:
         """(n, k) of a projection's matrices."""
         if projection == 2:
@@ -75,16 +71,10 @@ cdef class PackedLayer:
         cdef const float[::1] bias
         cdef kt_format *f = &self.experts.formats[projection]
         cdef size_t n, k
-        name, weight_format = PROJECTIONS[projection], self._formats[PROJECTIONS[projection]]
         n, k = self._shape(projection)
-        if matrix.shape != (n, k) or matrix.format != weight_format:
-            raise FormatError(
-                f"{matrix.name}: {name} must be {weight_format.description} [{n}, {k}], "
-                f"found {matrix.format.description} {list(matrix.shape)}"
-            )
-        if not self._table.find_both(weight_format, self._activations, self._rounding, given):
+        if not self._table.find_both(matrix.format, self._activations, self._rounding, given):
             raise UnavailableError(
-                f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, activations {self._activations}"
+                f"{matrix.name}: {self._table.name} has no kernel for {matrix.format.description}, activations {self._activations}"
             )
         codes = _bytes(f"{matrix.name} codes", matrix.codes, n * kt_codes_bytes(f, k))
         given.codes = &codes[0]
@@ -112,12 +102,11 @@ cdef class PackedLayer:
         cdef kt_scan scans[3]
         cdef int error
         cdef kt_outcome outcome
-        self._check_expert(expert)
+        self._spec.check_expert(expert)
         memset(given, 0, sizeof(given))
         matrices, held = dict(matrices), []  # held: while it is, numpy does not resize it unless it is told not to count references
         for projection, matrix in matrices.items():
-            if not isinstance(matrix, Matrix):
-                raise InputError(f"expert {expert}: {projection} must be a Matrix, found {type(matrix).__name__}")
+            self._spec.check(expert, projection, matrix)
             held.append(self._give(&given[PROJECTIONS.index(projection)], PROJECTIONS.index(projection), matrix))
         with nogil:
             kt_pool_lock()
@@ -169,7 +158,7 @@ cdef class PackedLayer:
         cdef int error
         cdef kt_outcome outcome
         cdef size_t i, p, num_slices = 0, count = self.experts.intermediate // len(parts)
-        self._check_expert(expert)
+        self._spec.check_expert(expert)
         memset(biases, 0, sizeof(biases))
         memset(biased, 0, sizeof(biased))
         wanted = [(i, PROJECTIONS.index(projection), arrays) for i, part in enumerate(parts) for projection, arrays in part.items()]
@@ -201,7 +190,7 @@ cdef class PackedLayer:
 
     def unpack(self, size_t expert, str projection):
         """One matrix's (codes, scales or None) of export()."""
-        stored = self._formats[projection].empty(*self._shape(PROJECTIONS.index(projection)))
+        stored = self._spec.formats[projection].empty(*self._shape(PROJECTIONS.index(projection)))
         self.export(expert, [{projection: stored}])
         return stored
 
@@ -212,7 +201,7 @@ cdef class PackedLayer:
         cdef const uint8_t *data = NULL
         cdef bint closed
         cdef uint8_t[:, ::1] to
-        self._check_expert(expert)
+        self._spec.check_expert(expert)
         if p == 2:
             n, k = k, n
         to = np.empty(((n + KT_PANEL - 1) // KT_PANEL, f.packing.panel_bytes(f, k)), np.uint8)
@@ -258,7 +247,7 @@ cdef class PackedLayer:
         cdef kt_matrix *matrix
         cdef size_t e, p
         for p, projection in enumerate(PROJECTIONS):
-            scale = self._formats[projection].scale
+            scale = self._spec.formats[projection].scale
             rounds[p] = scale is not None and scale.kind == "bf16"
         with nogil:
             kt_pool_lock()
