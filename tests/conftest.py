@@ -7,12 +7,12 @@ import os
 import emulator
 import pytest
 import ways
-from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
-from topology import fake_nodes  # noqa: F401
 
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.machine import threads
+
+pytest_plugins = ("checkpoint_files", "emulator.fixtures", "kt_wrappers", "loading_models", "skips", "topology")
 
 TUNING = core.tune()
 

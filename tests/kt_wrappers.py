@@ -57,7 +57,7 @@ def batch(seed=0, tokens=5, top_k=TOP_K, experts=EXPERTS):
     return x, ids, rng.random((tokens, top_k), np.float32)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_is_left():
     """Each test closes or drops its wrappers; then no checkpoint is open, and no layer known."""
     yield

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from helpers import BF16, same_bits
-from kt_wrappers import EXPERTS, batch, nothing_is_left, wrapper, write  # noqa: F401
+from kt_wrappers import EXPERTS, batch, wrapper, write
 
 from ktmoe import MoELayer
 from ktmoe.compat.engine import ENGINE
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import UnavailableError
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 POISON = 0xFF
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_reference import BFLOAT16, DEEPSEEK, GPT_OSS, from_codes, random_batch, random_experts
-from test_reference_bound import (
+from helpers import DEEPSEEK, GPT_OSS
+from reference_experts import BFLOAT16, from_codes, random_batch, random_experts
+from simulated import (
     EDGES,
     FORMATS,
     INTEGERS,
@@ -20,7 +21,13 @@ from test_reference_bound import (
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine.numa import split
-from ktmoe.reference import ROUTER_WEIGHTS, UNIT, folds, forward, round_bfloat16
+from ktmoe.reference import (
+    ROUTER_WEIGHTS,
+    UNIT,
+    folds,
+    forward,
+    round_bfloat16,
+)
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
 
