@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import emulator
 import pytest
+import threadpoolctl
 import ways
 
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.machine import threads
 
-pytest_plugins = ("checkpoint_files", "emulator.fixtures", "kt_wrappers", "loading_models", "skips", "topology")
+pytest_plugins = ("checkpoint_files", "design", "emulator.fixtures", "kt_wrappers", "loading_models", "skips", "topology")
 
 TUNING = core.tune()
 
@@ -35,6 +37,13 @@ def table(request, emulator_folder):
     """The kernel table of an instruction set that can be used."""
     with ways.prepared(request.param, emulator_folder):
         yield native.load_table(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_blas_thread():
+    """numpy's products here are small: its threads would only wait for each other, for long where the machine is busy."""
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +71,11 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if not _emulated(item)]
         items[:] = [item for item in items if _emulated(item)]
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # many tests collect garbage, which need not go through all of pytest's own objects each time
 
 
 def pytest_sessionfinish(session, exitstatus):

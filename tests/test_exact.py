@@ -85,6 +85,7 @@ def test_the_largest_sums(backend, weight_format, tokens):
 EXPONENTS_AT_ONCE = 8
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("first", range(0, 255, 4 * EXPONENTS_AT_ONCE))
 def test_every_bfloat16_scale(backend, first):
     """A row for each mantissa and sign, a group for each exponent, and a token that sees that group alone: every finite scale
@@ -112,6 +113,7 @@ def test_every_bfloat16_scale(backend, first):
             assert np.count_nonzero(y) > 0.9 * y.size
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("block", range(0, 255, 15))
 def test_every_scale_byte_in_down(backend, block):
     """15 bytes at a time, a row each; every code is in every row."""
@@ -294,6 +296,7 @@ def test_up_with_scales_far_apart(backend, low, tokens):
         assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales).T)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("projection", ["gate", "up"])
 @pytest.mark.parametrize("block", range(0, 255, 17))
 def test_every_scale_byte_in_gate_and_up(backend, projection, block):

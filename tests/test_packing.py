@@ -285,9 +285,9 @@ def memory_bytes():
 
 
 def big_experts(fail_at=None, error=None):
-    """16 experts of 13 MB each; reading expert fail_at raises error, or gives a NaN scale where error is None."""
-    good = random_experts(np.random.default_rng(4), 1, 2048, 2048)
-    scales = np.full((2048, 64), 255, np.uint8)
+    """16 experts of 3 MB each; reading expert fail_at raises error, or gives a NaN scale where error is None."""
+    good = random_experts(np.random.default_rng(4), 1, 1024, 1024)
+    scales = np.full((1024, 32), 255, np.uint8)
 
     def read(expert, projection):
         matrix = good.matrix(0, projection)
@@ -297,13 +297,14 @@ def big_experts(fail_at=None, error=None):
             raise error
         return Matrix("bad", MXFP4, matrix.shape, matrix.codes, scales)
 
-    return ExpertWeights(16, 2048, 2048, read)
+    return ExpertWeights(16, 1024, 1024, read)
 
 
 class Cancelled(Exception):
     pass
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("how", ["read", "NaN scale", "progress", "close", "garbage"])
 def test_memory_is_given_back(backend, how):
     """Whether a layer's making fails, or it is closed, or dropped: eight of them leave less behind than one holds."""

@@ -31,21 +31,22 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
     assert np.abs(reference.y - expected).max() <= 1e-12 * np.abs(expected).max()
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize(
     ("format", "activations"),
     [(format, "bf16") for format in (int4(32), int4(64), BF16)]
     + [(format, mode) for format in (MXFP4, int4(64)) for mode in ("int16", "int8")],
     ids=lambda v: v if isinstance(v, str) else v.description,
 )
-def test_formats_and_activations_equal_rational_arithmetic(format, activations):
+@pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
+def test_formats_and_activations_equal_rational_arithmetic(router_weight, format, activations):
     rng = np.random.default_rng(15)
     experts = random_experts(rng, 2, 67 if format is BF16 else 68, 36, format=format, bias=True)
     x, ids, weights = random_batch(rng, experts, tokens=2, top_k=2)
     x = (x.astype(np.float32) ** 5).astype(BFLOAT16)  # far apart, so that integers are rounded
-    for router_weight in ROUTER_WEIGHTS:
-        expected = naive_forward(experts, x, ids, weights, [True] * 2, router_weight, activations)
-        y = forward(experts, x, ids, weights, router_weight=router_weight, activations=activations).y
-        assert np.abs(y - expected).max() <= 1e-12 * np.abs(expected).max()
+    expected = naive_forward(experts, x, ids, weights, [True] * 2, router_weight, activations)
+    y = forward(experts, x, ids, weights, router_weight=router_weight, activations=activations).y
+    assert np.abs(y - expected).max() <= 1e-12 * np.abs(expected).max()
     if activations != "bf16":
         assert np.abs(forward(experts, x, ids, weights, router_weight=router_weight).y - y).max() > 1e-7 * np.abs(y).max()
 
