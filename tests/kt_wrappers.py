@@ -64,6 +64,6 @@ def nothing_is_left():
     gc.collect()
     KTMoEWrapper.set_capture_batch_sizes([])
     KTMoEWrapper.clear_buffer_cache()
-    assert weights.Lease._open == {}
-    assert ENGINE.passes._layers == {}
-    assert ENGINE.passes._pending == {}
+    assert weights.Lease.leased == {}
+    assert ENGINE.passes.layers == {}
+    assert ENGINE.passes.pending == {}

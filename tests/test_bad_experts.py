@@ -166,7 +166,7 @@ def test_from_arrays_of_other_formats(backend):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_bias_must_be_finite(backend, value):
     experts = random_experts(np.random.default_rng(3), 2, 64, 64, biases=True)
-    experts._read(1, "down").bias[5] = value
+    experts.matrix(1, "down").bias[5] = value
     with pytest.raises(FormatError, match=rf"experts\.1\.down: bias must be finite, found {value}"):
         MoELayer(experts, backend)
 

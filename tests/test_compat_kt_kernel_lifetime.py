@@ -54,7 +54,7 @@ def test_weights_that_do_not_fit(checkpoint, tmp_path):
             wrapper(folder, physical=physical, method=method)
     with pytest.raises(InputError, match="load_weights needs weight_path"):
         wrapper("", method=method)
-    assert weights.Lease._open == {}  # a load that failed keeps nothing
+    assert weights.Lease.leased == {}  # a load that failed keeps nothing
 
 
 def test_tensors_that_do_not_fit():
@@ -85,7 +85,7 @@ def test_wrong_calls(folder):
                 w.forward(*call)
         with pytest.raises(InputError, match="sync_forward needs a submit_forward before it"):
             w.sync_forward(x)
-        assert len(ENGINE.pool._last) <= 1  # what failed took no buffers with it
+        assert len(ENGINE.pool.last) <= 1  # what failed took no buffers with it
     with pytest.raises(InputError, match=r"load_weights\(\) must come first"):
         KTMoEWrapper(**arguments()).forward(x, ids, scores)
 
@@ -141,11 +141,11 @@ def test_captured_sizes_keep_their_buffers(folder):
         for tokens in (5, 2):
             assert len(places[tokens, 0]) == len(places[tokens, 1]) == 1
             assert places[tokens, 0] == places[tokens, 2] != places[tokens, 1]
-        assert {key.tokens for key in ENGINE.pool._kept} == {5, 2}
-        assert {key.tokens for key in ENGINE.pool._last} == {3}
+        assert {key.tokens for key in ENGINE.pool.kept} == {5, 2}
+        assert {key.tokens for key in ENGINE.pool.last} == {3}
     KTMoEWrapper.clear_buffer_cache()
-    assert not ENGINE.pool._kept
-    assert not ENGINE.pool._last
+    assert not ENGINE.pool.kept
+    assert not ENGINE.pool.last
     with pytest.raises(InputError, match="capture_bs must be a whole number, 1 or more, found 0"):
         KTMoEWrapper.set_capture_batch_sizes([1, 0])
 
@@ -226,13 +226,13 @@ def test_one_checkpoint_for_all_layers(folder, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(folder)
     layers = [wrapper(folder, 0), wrapper(link, 1), wrapper(f"{folder}/.", 2)]
-    (shared,) = weights.Lease._open.values()
+    (shared,) = weights.Lease.leased.values()
     layers[0].close()
     layers[1].close()
-    assert list(weights.Lease._open.values()) == [shared]
+    assert list(weights.Lease.leased.values()) == [shared]
     layers[2].close()
     layers[2].close()
-    assert not weights.Lease._open
+    assert not weights.Lease.leased
     with pytest.raises(ClosedError):
         shared.checkpoint.info(next(iter(shared.checkpoint.names())))
 
@@ -255,7 +255,7 @@ def test_loading_again_replaces(folder):
     with wrapper(folder, physical=REVERSED) as w, MoELayer.from_checkpoint(folder, 0) as layer:
         w.load_weights()
         assert same_bits(w.forward(x, ids, scores), layer.forward(x, ids, scores))
-        (shared,) = weights.Lease._open.values()
+        (shared,) = weights.Lease.leased.values()
         assert shared.leases == 1
 
 
@@ -266,7 +266,7 @@ def test_a_dropped_wrapper_gives_everything_back(folder):
     del w
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
-    assert not weights.Lease._open
+    assert not weights.Lease.leased
 
 
 def test_a_dropped_wrapper_waits_for_nobody(folder):
@@ -274,7 +274,7 @@ def test_a_dropped_wrapper_waits_for_nobody(folder):
     w, held, go = wrapper(folder), threading.Event(), threading.Event()
 
     def hold():
-        with ENGINE.order, weights.Lease._order:
+        with ENGINE.order, weights.Lease.order:
             held.set()
             assert go.wait(60)
 
@@ -287,19 +287,19 @@ def test_a_dropped_wrapper_waits_for_nobody(folder):
     gc.collect()
     assert not go.is_set()
     gives_up.cancel()
-    assert weights.Lease._open
+    assert weights.Lease.leased
     go.set()
     holder.join()
-    assert not weights.Lease._open
-    assert not ENGINE.passes._layers
+    assert not weights.Lease.leased
+    assert not ENGINE.passes.layers
 
 
 def test_a_dropped_wrapper_changes_nothing_under_its_thread(folder):
     w = wrapper(folder)
-    with ENGINE.order, weights.Lease._order:
+    with ENGINE.order, weights.Lease.order:
         del w
         gc.collect()
-        assert weights.Lease._open
-        assert ENGINE.passes._layers
-    assert not weights.Lease._open
-    assert not ENGINE.passes._layers
+        assert weights.Lease.leased
+        assert ENGINE.passes.layers
+    assert not weights.Lease.leased
+    assert not ENGINE.passes.layers

@@ -215,7 +215,7 @@ def test_a_result_is_not_overwritten_before_it_is_copied(torch, folder, layer, c
         else:
             for y, case in zip(results, cases, strict=True):
                 assert same_bits(value(y), layer.forward(*case))
-    assert len(ENGINE.pool._kept) == len(captured)  # one slot's were enough all the time
+    assert len(ENGINE.pool.kept) == len(captured)  # one slot's were enough all the time
 
 
 def test_deferral(torch, folder):

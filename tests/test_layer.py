@@ -19,6 +19,7 @@ from helpers import (
     folds,
     random_batch,
     random_experts,
+    reading,
     same_bits,
 )
 
@@ -152,16 +153,15 @@ def test_the_clamp_is_reached(backend):
 def test_gate_and_up_may_be_folded_apart(backend):
     """One kernel call takes both only where one kernel serves both."""
     rng = np.random.default_rng(7)
-    experts = random_experts(rng, 3, 64, 96)
-    read = experts._read
+    whole = random_experts(rng, 3, 64, 96)
 
     def mixed(expert, projection):
-        matrix = read(expert, projection)
+        matrix = whole.matrix(expert, projection)
         if (expert, projection) in ((0, "gate"), (1, "up"), (2, "down")):
             matrix.scales[0, 0] = 1
         return matrix
 
-    experts._read = mixed
+    experts = reading(whole, mixed)
     with MoELayer(experts, backend) as layer:
         unfolded = {key for key, folded in layer.packed.kernels().items() if not folded}
         assert unfolded >= {(0, "gate"), (1, "up"), (2, "down")}
@@ -231,7 +231,7 @@ def test_greatest_bfloat16_scales_and_weights(backend, weight_format, tokens):
 def test_which_scale_bytes_fold(backend, byte, fold):
     experts = random_experts(np.random.default_rng(0), 1, 64, 64)
     for projection, at in (("gate", (0, 0)), ("up", (63, 1)), ("down", (17, 0))):
-        experts._read(0, projection).scales[at] = byte
+        experts.matrix(0, projection).scales[at] = byte
     with MoELayer(experts, backend) as layer:
         assert set(layer.packed.kernels().values()) == {folds(layer, fold)}
 
