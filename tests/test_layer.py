@@ -37,6 +37,17 @@ TOKENS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25]
 every_weights = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 
 
+@pytest.mark.cover("all")
+@every_weights
+def test_every_kind_of_weights(backend, weights):
+    """On every backend, instruction set and mode, whatever the other tests choose."""
+    rng = np.random.default_rng(11)
+    experts = random_experts(rng, 3, 160, 96, biases=True, **weights)
+    with MoELayer(experts, backend) as layer:
+        for tokens in (1, 30):
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 2))
+
+
 @every_weights
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(backend, shape, weights):
