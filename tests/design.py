@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 
 import pytest
@@ -28,18 +29,19 @@ STRENGTHS = {"values": 1, "pairs": 2}
 def cover(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
     """The numbers, ascending, of cases that together have every combination of so many values that occurs in any case.
 
-    Greedy: the case that adds most comes next, the first of several. All cases have the same parameters.
+    Greedy: the case that adds most comes next. Of several it is any one, always the same: the first would be one backend's again
+    and again. All cases have the same parameters.
     """
     combinations = [set(itertools.combinations(sorted(case.items(), key=lambda item: item[0]), strength)) for case in cases]
     missing = set().union(*combinations)
-    queue = [(-len(of_case), number) for number, of_case in enumerate(combinations)]
+    queue = [(-len(of_case), zlib.crc32(b"%d" % number), number) for number, of_case in enumerate(combinations)]
     heapq.heapify(queue)
     chosen = []
     while missing:
-        _, number = heapq.heappop(queue)
+        _, place, number = heapq.heappop(queue)
         added = len(combinations[number] & missing)
-        if queue and (-added, number) > queue[0]:  # what a case adds never grows, so that only the first must be up to date
-            heapq.heappush(queue, (-added, number))
+        if queue and (-added, place, number) > queue[0]:  # what a case adds never grows: only the first must be up to date
+            heapq.heappush(queue, (-added, place, number))
             continue
         chosen.append(number)
         missing -= combinations[number]
