@@ -30,11 +30,14 @@ help: ## this list
 demo: $(STAMPS)/native $(STAMPS)/cli ## write a layer, load, check and measure it; MODEL=dir LAYER=3 takes a real one
 	@$(PY) -m ktmoe.cli demo $(if $(MODEL),--model "$(MODEL)") $(if $(LAYER),--layer "$(LAYER)")
 
-test: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## the test suite; ARGS="-k pack" goes to pytest
-	@$(PY) -m pytest -q $(ARGS)
+test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by design; ARGS="-k pack" goes to pytest
+verify: CASES := --exhaustive
+verify: ## all cases of all tests, about 15 minutes on 2 cores
+test verify: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test
+	@$(PY) -m pytest -q $(CASES) $(ARGS)
 	@if grep -qw amx_tile /proc/cpuinfo; then \
 	  echo 'ktmoe: amx again, emulated as on CPUs without it'; \
-	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(ARGS); \
+	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(CASES) $(ARGS); \
 	fi
 
 test-kt-kernel: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## kt-kernel itself beside ktmoe: installs it where that is possible
@@ -69,7 +72,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test test-kt-kernel bench bench-compare bench-peers scaling lint format config clean FORCE
+.PHONY: help demo test verify test-kt-kernel bench bench-compare bench-peers scaling lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -62,7 +62,7 @@ def run(
     with _progress() as progress, tempfile.TemporaryDirectory(prefix="ktmoe-demo-") as folder:
         if model is None:
             _write(Path(folder), experts, hidden, intermediate, progress)
-        loaded = _load(Path(model).expanduser() if model is not None else Path(folder), layer)
+        loaded = load(Path(model).expanduser() if model is not None else Path(folder), layer)
         tables = measure.backends_for(loaded)
         if not tables:
             raise UnavailableError(f"{loaded.name}: no backend of this CPU can run {_describe(loaded)}")
@@ -113,7 +113,7 @@ def _write(folder: Path, experts: int, hidden: int, intermediate: int, progress:
         )
 
 
-def _load(path: Path, layer: int | str | None) -> ExpertWeights:
+def load(path: Path, layer: int | str | None) -> ExpertWeights:
     checkpoint = Checkpoint(path)  # the experts keep it open: the reference reads them again
     loader = find_loader(checkpoint)
     if layer is None:

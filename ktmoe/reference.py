@@ -183,14 +183,14 @@ def forward(
             a = x[token]
             if router_weight == "expert_input":
                 a = round_bfloat16((a * r).astype(np.float32))
-            a, eps_a = _operand(a, a, a, activations)
-            g, eps_g = _linear(experts.matrix(expert, "gate"), a, eps_a, block, activations, rounding)
-            u, eps_u = _linear(experts.matrix(expert, "up"), a, eps_a, block, activations, rounding)
-            h, eps_h = _activate(experts.activation, g, eps_g, u, eps_u)
+            a, eps_a = operand(a, a, a, activations)
+            g, eps_g = linear(experts.matrix(expert, "gate"), a, eps_a, block, activations, rounding)
+            u, eps_u = linear(experts.matrix(expert, "up"), a, eps_a, block, activations, rounding)
+            h, eps_h = activate(experts.activation, g, eps_g, u, eps_u)
             if router_weight == "down_input":
                 h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
             # rounding is monotone: a backend's h lies between the roundings of h - eps_h and h + eps_h
-            h, eps_h = _operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), activations)
+            h, eps_h = operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), activations)
             down = experts.matrix(expert, "down")
             # the whole matrix folds or does not, whatever one of its parts might do
             of_down = "folded" if rounding == "folded" and folds(down) else "exact"
@@ -198,7 +198,7 @@ def forward(
                 r = np.ones_like(r)
             for shard, (first, last) in enumerate(cuts):
                 part, k = _part(down, first, last), slice(first, last)
-                d, eps_d = _linear(part, h[:, k], eps_h[:, k], block, activations, of_down, columns)
+                d, eps_d = linear(part, h[:, k], eps_h[:, k], block, activations, of_down, columns)
                 np.add.at(y[shard], token, r * d)
                 np.add.at(eps[shard], token, np.abs(r) * eps_d)
                 np.add.at(size[shard], token, np.abs(r) * (np.abs(d) + eps_d))
@@ -254,7 +254,7 @@ def _part(matrix: Matrix, first: int, last: int) -> Matrix:
     )
 
 
-def _operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
+def operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
     """What a linear map takes for bfloat16 rows a, and its error, given that a backend's rows lie between low and high."""
     if activations != "bf16":
         return _quantise(a, low, high, _int16 if activations == "int16" else _int8)
@@ -314,7 +314,7 @@ def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray,
     return quantised, np.where(left, np.maximum(high - quantised, quantised - low) + most / 2, eps)
 
 
-def _linear(
+def linear(
     matrix: Matrix,
     a: np.ndarray,
     eps_a: np.ndarray,
@@ -374,7 +374,7 @@ def _linear(
     return total, eps
 
 
-def _activate(
+def activate(
     activation: GatedActivation, g: np.ndarray, eps_g: np.ndarray, u: np.ndarray, eps_u: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(u' + up_offset) * g' * sigmoid(alpha * g') before its rounding to bfloat16; GatedActivation has the formula's source.

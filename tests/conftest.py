@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import emulator
 import pytest
+import threadpoolctl
 import ways
-from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
-from topology import fake_nodes  # noqa: F401
 
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.machine import threads
+
+pytest_plugins = ("checkpoint_files", "design", "emulator.fixtures", "kt_wrappers", "loading_models", "skips", "topology")
 
 TUNING = core.tune()
 
@@ -37,6 +39,13 @@ def table(request, emulator_folder):
         yield native.load_table(request.param)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_blas_thread():
+    """numpy's products here are small: its threads would only wait for each other, for long where the machine is busy."""
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def defaults(monkeypatch):
     """No KTMOE_ variable from outside, and threads and tuning as they are by default, before and after."""
@@ -57,11 +66,18 @@ def _emulated(item) -> bool:
     return "emulated" in (ways.WAYS.get(subject.isa if subject else None), ways.WAYS.get(params.get("table")))
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    yield  # what design.py chooses is the same in both runs
     if emulator.forced():
         others = [item for item in items if not _emulated(item)]
         items[:] = [item for item in items if _emulated(item)]
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # many tests collect garbage, which need not go through all of pytest's own objects each time
 
 
 def pytest_sessionfinish(session, exitstatus):

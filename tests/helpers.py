@@ -102,6 +102,12 @@ def random_experts(
     return ExpertWeights(num_experts, hidden, intermediate, read, formats, activation)
 
 
+def reading(experts: ExpertWeights, read) -> ExpertWeights:
+    """The same experts, whose matrices are read another way."""
+    sizes = experts.num_experts, experts.hidden, experts.intermediate
+    return ExpertWeights(*sizes, read, experts.formats, experts.activation, experts.name)
+
+
 def random_batch(rng, experts, tokens, top_k, dtype=BF16):
     """x, expert_ids, expert_weights; ids may repeat within a token."""
     x = rng.standard_normal((tokens, experts.hidden)).astype(dtype)

@@ -57,13 +57,13 @@ def batch(seed=0, tokens=5, top_k=TOP_K, experts=EXPERTS):
     return x, ids, rng.random((tokens, top_k), np.float32)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_is_left():
     """Each test closes or drops its wrappers; then no checkpoint is open, and no layer known."""
     yield
     gc.collect()
     KTMoEWrapper.set_capture_batch_sizes([])
     KTMoEWrapper.clear_buffer_cache()
-    assert weights.Lease._open == {}
-    assert ENGINE.passes._layers == {}
-    assert ENGINE.passes._pending == {}
+    assert weights.Lease.leased == {}
+    assert ENGINE.passes.layers == {}
+    assert ENGINE.passes.pending == {}

@@ -1,13 +1,13 @@
 """Rows in tiles of 16 on amx, and the tiles themselves, which no thread keeps. What all backends do is tested elsewhere."""
 
-import ctypes
 import itertools
 import threading
 
 import numpy as np
 import pytest
+from amx_tiles import Tiles
 from emulator import amx
-from environments import COMPILER, NEEDS_COMPILER, run
+from environments import NEEDS_COMPILER
 from helpers import BF16, FORMATS, assert_right, crowd, random_batch, random_experts, same_bits
 
 from ktmoe import MoELayer, set_num_threads
@@ -97,29 +97,6 @@ def test_a_row_that_is_not_finite_stays_in_its_row(backend):
 
 
 # A thread's tiles
-
-#: LDTILECFG and STTILECFG of 64 bytes, for assemblers that do not know them.
-SOURCE = """
-void configure(const void *from) { __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0x07" : : "D"(from) : "memory"); }
-void configuration(void *to) { __asm__ volatile(".byte 0xc4, 0xe2, 0x79, 0x49, 0x07" : : "D"(to) : "memory"); }
-"""
-
-
-class Tiles:
-    """The calling thread's tile configuration: read() gives 64 bytes, all zero in the initial state."""
-
-    def __init__(self, folder):
-        (folder / "tiles.c").write_text(SOURCE)
-        run([*COMPILER, "-shared", "-fPIC", "-o", folder / "tiles.so", folder / "tiles.c"])
-        self.library = ctypes.CDLL(str(folder / "tiles.so"))
-
-    def read(self):
-        to = np.full(64, 0xFF, np.uint8)
-        self.library.configuration(ctypes.c_void_p(to.ctypes.data))
-        return to
-
-    def write(self, configuration):
-        self.library.configure(ctypes.c_void_p(configuration.ctypes.data))
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import emulator
 import numpy as np
 import pytest
 import ways
+from amx_tiles import counted, expected, formula
 from helpers import FORMATS, GROUPS, assert_right, crowd, random_experts
 
 from ktmoe import MXFP4, MoELayer, int4
@@ -13,63 +14,7 @@ from ktmoe._native import core
 
 ON_AMX = pytest.mark.parametrize("backend", ["amx"], indirect=True)
 EMULATED = pytest.mark.skipif(ways.WAYS["amx"] == "native", reason="this CPU has the instructions")
-TILE, WIDTH, STEP = 16, 64, 32
-#: By tiles of rows: (passes for the columns of a panel, tiles of C, loads of A and of B a step). The tallest loads A twice, but
-#: for the tile at which it turns round.
-PASSES = {1: (1, 4, 1 + 4), 2: (2, 4, 2 + 2), 3: (2, 6, 5 + 2)}
 ROWS = [1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 80, 100, core.ROWS_MAX, core.ROWS_MAX + 1, 2 * core.ROWS_MAX + 1]
-
-
-def ceil(a, b):
-    return -(-a // b)
-
-
-def blocks(m):
-    """Rows of each kernel call."""
-    while m:
-        count = ceil(m, core.ROWS_MAX)
-        rows = m if count == 1 else ceil(ceil(m, count), TILE) * TILE
-        yield rows
-        m -= rows
-
-
-def passes(rows):
-    """The tiles of rows that each pass over a panel takes."""
-    tiles = ceil(rows, TILE)
-    while tiles:
-        now = {1: 1, 2: 2, 4: 2}.get(tiles, 3)
-        yield now
-        tiles -= now
-
-
-def formula(m, n, k):
-    """Of m rows times the transpose of W [n, k]."""
-    counts, steps = Counter(), ceil(k, STEP)
-    for now in [now for rows in blocks(m) for now in passes(rows)]:
-        times, tiles, loads = PASSES[now]
-        times *= ceil(n, WIDTH)
-        counts["tdpbf16ps"] += times * tiles * steps
-        counts["tileloadd"] += times * loads * steps
-        counts["tilezero"] += times * tiles
-        counts["tilestored"] += times * tiles
-    return counts
-
-
-def counted(layer, m):
-    """Of a forward pass of m rows: every instruction on tiles' data that was executed at all."""
-    x, ids, weights = crowd(layer, m)
-    emulator.reset()
-    layer.forward(x, ids, weights)
-    assert not emulator.errors()
-    of_tiles = {name: count for name, count in emulator.counts().items() if name.startswith(("tdp", "tile")) and count}
-    of_tiles.pop("tilerelease", None)  # where emulation is forced, the CPU runs it
-    return of_tiles
-
-
-def expected(layer, m):
-    """Of a forward pass of m rows."""
-    gate = up = formula(m, layer.intermediate, layer.hidden)
-    return gate + up + formula(m, layer.hidden, layer.intermediate)
 
 
 @ON_AMX

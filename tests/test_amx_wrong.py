@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ways
+from amx_tiles import Tiles, counted, expected
 from environments import COMPILER, NEEDS_COMPILER, run
 from helpers import FORMATS, assert_right, crowd, random_experts, same_bits
-from test_amx import Tiles
-from test_amx_counts import counted, expected
 
 from ktmoe import MoELayer, backends
 from ktmoe._native import core, isa

@@ -6,11 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import BF16, same_bits
-from kt_wrappers import EXPERTS, TOP_K, batch, nothing_is_left, wrapper, write  # noqa: F401
+from kt_wrappers import EXPERTS, TOP_K, batch, wrapper, write
 
 from ktmoe import MoELayer
 from ktmoe.compat.deferral import split
 from ktmoe.compat.kt_kernel import KTMoEWrapper
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 LAYERS = 4
 

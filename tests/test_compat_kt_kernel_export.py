@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from checkpoints import write as write_tensors
 from helpers import BF16
-from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, arguments, nothing_is_left, wrapper, write  # noqa: F401
+from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, arguments, wrapper, write
 
 from ktmoe import MoELayer, load_experts
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 GUARD = 64
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from helpers import BF16, same_bits
-from kt_wrappers import EXPERTS, batch, nothing_is_left, wrapper, write  # noqa: F401
+from kt_wrappers import EXPERTS, batch, wrapper, write
 
 from ktmoe import MoELayer
 from ktmoe.compat.engine import ENGINE
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import UnavailableError
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 POISON = 0xFF
 
@@ -213,7 +215,7 @@ def test_a_result_is_not_overwritten_before_it_is_copied(torch, folder, layer, c
         else:
             for y, case in zip(results, cases, strict=True):
                 assert same_bits(value(y), layer.forward(*case))
-    assert len(ENGINE.pool._kept) == len(captured)  # one slot's were enough all the time
+    assert len(ENGINE.pool.kept) == len(captured)  # one slot's were enough all the time
 
 
 def test_deferral(torch, folder):

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 from helpers import BF16, same_bits
-from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, arguments, batch, nothing_is_left, wrapper, write  # noqa: F401
+from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, arguments, batch, wrapper, write
 
 from ktmoe import load_experts
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
 from ktmoe.errors import InputError, UnavailableError
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_interrupted(folder, monkeypatch, capsys):
         assert left_behind(folder)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "_load", interrupt)
+    monkeypatch.setattr(demo, "load", interrupt)
     monkeypatch.setattr(synthetic, "write_deepseek_v4", lambda path, **options: None)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err.endswith("ktmoe: interrupted\n")

@@ -67,7 +67,7 @@ def needs_direct_io(path):
 def test_the_bytes_are_the_files(file, data, direct, monkeypatch):
     """From any byte to any byte, in the middle of blocks and at the file's end, which is in the middle of one."""
     needs_direct_io(file)
-    monkeypatch.setattr(DirectFile, "_cached", lambda *_: False)  # one read's question may be the next one's answer
+    monkeypatch.setattr(DirectFile, "cached", lambda *_: False)  # one read's question may be the next one's answer
     size = SIZE - 1001
     parts = [(0, size), (1, size), (17, 17 + LEAST_BYTES), (BLOCK_BYTES, 3 * LEAST_BYTES), (size - LEAST_BYTES, size)]
     with Checkpoint(file) as checkpoint:

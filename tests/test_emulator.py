@@ -19,7 +19,6 @@ from emulator.avx512 import BF16, OPS, loop
 from emulator.machine import aligned, in_process
 from emulator.model import bf16_values, bits, dot_pairs
 
-pytest_plugins = ("emulator.fixtures",)
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
 
 

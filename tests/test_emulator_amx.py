@@ -12,7 +12,6 @@ import pytest
 from emulator import amx, golden, model
 from emulator.amx_assembly import CONFIGS, DOTS, MOVES
 
-pytest_plugins = ("emulator.fixtures",)
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
 
 SIGNED = {"tdpbssd": "ss", "tdpbsud": "su", "tdpbusd": "us", "tdpbuud": "uu"}  # A and B

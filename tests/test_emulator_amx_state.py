@@ -18,7 +18,6 @@ from emulator import amx
 from emulator.amx_assembly import BEFORE, DOTS
 from emulator.machine import Frame, in_process
 
-pytest_plugins = ("emulator.fixtures",)
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
 
 

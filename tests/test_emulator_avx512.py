@@ -17,7 +17,6 @@ from emulator.avx512 import OPS, VBMI, VNNI, emulate, execute, loop
 from emulator.machine import STALE, Frame, aligned
 from emulator.model import SPECIAL, bf16_values, bits, dot_bytes, dot_pairs, dot_words, multiply, multishift, to_bf16
 
-pytest_plugins = ("emulator.fixtures",)
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
 
 

@@ -8,6 +8,7 @@ import threading
 import traceback
 import tracemalloc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -268,7 +269,7 @@ def test_a_job_that_is_refused_takes_no_other_with_it(monkeypatch):
     worker, gate, done = Worker("ktmoe-test"), threading.Event(), []
     jobs = [worker.submit(gate.wait), worker.submit(done.append, 1)]
     with monkeypatch.context() as patch:
-        patch.setattr(worker._executor, "submit", lambda *_: worker.nothing)
+        patch.setattr(ThreadPoolExecutor, "submit", lambda *_: worker.nothing)
         with pytest.raises(AttributeError):
             worker.submit(done.append, 2)
     jobs.append(worker.submit(done.append, 3))

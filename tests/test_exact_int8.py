@@ -5,8 +5,8 @@ is exact in float32 and compared bit for bit. h is quantised by arithmetic of th
 import numpy as np
 import pytest
 import ways
+from exact import SIXTEENS, down_layer, forward, identity, make_layer, odd_scales, random_codes, weights_of, zeros
 from helpers import BF16, FORMATS
-from test_exact import SIXTEENS, down_layer, forward, identity, make_layer, odd_scales, random_codes, weights_of, zeros
 
 from ktmoe import MXFP4
 

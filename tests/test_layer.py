@@ -19,6 +19,7 @@ from helpers import (
     folds,
     random_batch,
     random_experts,
+    reading,
     same_bits,
 )
 
@@ -34,6 +35,17 @@ SHAPES = [(32, 64), (64, 100), (100, 64), (34, 2), (2, 34), (2880, 64), (64, 144
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25]
 
 every_weights = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+
+
+@pytest.mark.cover("all")
+@every_weights
+def test_every_kind_of_weights(backend, weights):
+    """On every backend, instruction set and mode, whatever the other tests choose."""
+    rng = np.random.default_rng(11)
+    experts = random_experts(rng, 3, 160, 96, biases=True, **weights)
+    with MoELayer(experts, backend) as layer:
+        for tokens in (1, 30):
+            assert_right(layer, experts, *random_batch(rng, experts, tokens, 2))
 
 
 @every_weights
@@ -152,16 +164,15 @@ def test_the_clamp_is_reached(backend):
 def test_gate_and_up_may_be_folded_apart(backend):
     """One kernel call takes both only where one kernel serves both."""
     rng = np.random.default_rng(7)
-    experts = random_experts(rng, 3, 64, 96)
-    read = experts._read
+    whole = random_experts(rng, 3, 64, 96)
 
     def mixed(expert, projection):
-        matrix = read(expert, projection)
+        matrix = whole.matrix(expert, projection)
         if (expert, projection) in ((0, "gate"), (1, "up"), (2, "down")):
             matrix.scales[0, 0] = 1
         return matrix
 
-    experts._read = mixed
+    experts = reading(whole, mixed)
     with MoELayer(experts, backend) as layer:
         unfolded = {key for key, folded in layer.packed.kernels().items() if not folded}
         assert unfolded >= {(0, "gate"), (1, "up"), (2, "down")}
@@ -231,7 +242,7 @@ def test_greatest_bfloat16_scales_and_weights(backend, weight_format, tokens):
 def test_which_scale_bytes_fold(backend, byte, fold):
     experts = random_experts(np.random.default_rng(0), 1, 64, 64)
     for projection, at in (("gate", (0, 0)), ("up", (63, 1)), ("down", (17, 0))):
-        experts._read(0, projection).scales[at] = byte
+        experts.matrix(0, projection).scales[at] = byte
     with MoELayer(experts, backend) as layer:
         assert set(layer.packed.kernels().values()) == {folds(layer, fold)}
 

@@ -154,7 +154,7 @@ def cores(tmp_path, monkeypatch):
     """CPUs 0 to 7 are four cores of two each: n and n + 4 are one."""
     for cpu in EIGHT:
         (tmp_path / f"siblings{cpu}").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    monkeypatch.setattr(threads, "_TOPOLOGY", str(tmp_path / "siblings{}"))
+    monkeypatch.setattr(threads, "TOPOLOGY", str(tmp_path / "siblings{}"))
 
 
 def test_threads_of_a_placement(system, cores, fake_nodes):

@@ -228,8 +228,8 @@ def test_other_formats_of_compressed_tensors(tmp_path):
 def test_the_config_is_looked_through_once(tmp_path, monkeypatch):
     """However many layers there are; a hostile one has groups without end."""
     tensors = SCHEME.layer("model.layers.0") | SCHEME.layer("model.layers.1", 1)
-    looked, read = [], compressed_tensors._read_group
-    monkeypatch.setattr(compressed_tensors, "_read_group", lambda checkpoint: looked.append(checkpoint) or read(checkpoint))
+    looked, read = [], compressed_tensors.read_group
+    monkeypatch.setattr(compressed_tensors, "read_group", lambda checkpoint: looked.append(checkpoint) or read(checkpoint))
     with write(tmp_path, tensors) as checkpoint:
         loader = find_loader(checkpoint)
         for layer in (0, 1, 0):

@@ -182,10 +182,10 @@ def test_values_of_a_hostile_index_or_header(tmp_path, monkeypatch, name, peak):
 
     def parse(index):
         monkeypatch.setattr(checkpoint_module, "read_json_object", lambda _: index)
-        return refused(lambda: checkpoint_module._parse_index(tmp_path))
+        return refused(lambda: checkpoint_module.parse_index(tmp_path))
 
     def header(tensors):
-        return refused(lambda: safetensors_file._parse_tensors(tensors, tmp_path, 0, 0))
+        return refused(lambda: safetensors_file.parse_tensors(tensors, tmp_path, 0, 0))
 
     wrong = ["a"] if isinstance(value, dict) else value  # an object is what is expected
     assert peak(lambda: parse({"weight_map": wrong})) < 500_000

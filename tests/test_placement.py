@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import BF16, WEIGHTS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
+from topology import CPUS
 
 from ktmoe import BF16 as B16
 from ktmoe import ExpertWeights, Matrix, MoELayer, backends, config, int4, set_num_threads
@@ -18,16 +19,9 @@ from ktmoe.errors import InputError, OutOfMemoryError
 from ktmoe.layer import ROUTER_WEIGHTS
 from ktmoe.machine import numa
 
-CPUS = sorted(os.sched_getaffinity(0))
-#: Three nodes out of the CPUs there are; a machine with one CPU has it in each.
-THREE = {0: {CPUS[0]}, 1: {CPUS[-1]}, 2: {CPUS[0], CPUS[-1]}}
+pytestmark = pytest.mark.usefixtures("three_nodes")
 #: Fewer threads than shards, as many, uneven teams, more than one a CPU.
 THREADS = (1, 2, 3, 7)
-
-
-@pytest.fixture(autouse=True)
-def three_nodes(fake_nodes):
-    fake_nodes(THREE)
 
 
 def shard_of(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:

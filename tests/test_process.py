@@ -183,6 +183,7 @@ def cpu_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("spin_us", ["0", "100", "1000"])
 def test_an_idle_pool_uses_no_cpu(batch, monkeypatch, spin_us):
     """A worker that went on spinning would use the whole time that we look; what is left is this test's own."""

@@ -4,8 +4,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from test_reference import BFLOAT16, naive_forward, pack, random_batch, random_experts
-from test_reference_bound import allow_folding, label, linear, simulated_forward, simulated_linear, tdpbf16ps
+from helpers import pack_nibbles
+from rationals import naive_forward
+from reference_experts import BFLOAT16, random_batch, random_experts
+from simulated import allow_folding, label, linear, simulated_forward, simulated_linear, tdpbf16ps
 
 from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
@@ -19,7 +21,7 @@ def matrix_of(codebook, scales):
     """[16 rows, a group for each scale]: every row has all codes with every scale."""
     codes = np.tile(np.arange(16), (16, 2 * len(scales)))
     scales = np.tile(np.array(scales, np.float64).astype(BFLOAT16), (16, 1))
-    return Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack(codes), scales)
+    return Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack_nibbles(codes), scales)
 
 
 def entries(*values):
@@ -121,7 +123,7 @@ def test_every_product_of_a_code_and_a_significand_is_rounded_once(codebook, uni
     for exponent in exponents:
         scales = np.ldexp(np.array(significands, float), exponent - 7).astype(BFLOAT16)[:, None]
         codes = np.tile(np.arange(32) % 16, (256, 1))
-        matrix = Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack(codes), scales)
+        matrix = Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack_nibbles(codes), scales)
         y, _ = linear(matrix, np.eye(32), rounding="folded")
         for row, significand in enumerate(significands):
             for code, entry in enumerate(codebook):
@@ -284,7 +286,7 @@ def test_a_mistake_in_amx_leaves_the_bound_of_a_layer(format, kind, mistake, mon
         def swapped(x, w):
             return tdpbf16ps(x.reshape(len(x), -1, 2)[:, :, ::-1].reshape(x.shape), w)
 
-        monkeypatch.setattr("test_reference_bound.tdpbf16ps", swapped)
+        monkeypatch.setattr("simulated.tdpbf16ps", swapped)
     elif mistake == "a group's scale":
         experts.matrix(0, "gate").scales[5, 1] = 127 if format is MXFP4 else 1
     ratio = reference.worst(simulated_forward(experts, x, ids, weights, "down_output", kind, rng))

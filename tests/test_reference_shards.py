@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_reference import BFLOAT16, DEEPSEEK, GPT_OSS, from_codes, random_batch, random_experts
-from test_reference_bound import (
+from helpers import DEEPSEEK, GPT_OSS
+from reference_experts import BFLOAT16, from_codes, random_batch, random_experts
+from simulated import (
     EDGES,
     FORMATS,
     INTEGERS,
@@ -20,7 +21,13 @@ from test_reference_bound import (
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine.numa import split
-from ktmoe.reference import ROUTER_WEIGHTS, UNIT, folds, forward, round_bfloat16
+from ktmoe.reference import (
+    ROUTER_WEIGHTS,
+    UNIT,
+    folds,
+    forward,
+    round_bfloat16,
+)
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
 
@@ -102,25 +109,26 @@ def test_a_token_without_slots_is_exactly_zero():
 # The bound
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize(("format", "kind"), PAIRS, ids=label)
-def test_a_simulated_sharded_backend_stays_within_the_bound(format, kind):
-    for seed, router_weight in enumerate(ROUTER_WEIGHTS):
-        rng = np.random.default_rng(seed)
-        activation = (SILU, DEEPSEEK, GPT_OSS)[(seed + KINDS.index(kind)) % 3]
-        experts = random_experts(
-            rng,
-            2,
-            99 if format is BF16 else 100,
-            290,
-            format=format,
-            scale_bytes=(119, 122) if seed % 2 else (122, 127),
-            activation=activation,
-            bias=activation is GPT_OSS,
-        )
-        x, ids, weights = random_batch(rng, experts, tokens=6, top_k=2)
-        ratio, reference = worst(experts, x, ids, weights, kind, rng, router_weight, cuts(format, 290, 2 + seed % 2))
-        assert ratio <= 1
-        assert np.isfinite(reference.bound).all()
+@pytest.mark.parametrize("seed", range(len(ROUTER_WEIGHTS)), ids=ROUTER_WEIGHTS)
+def test_a_simulated_sharded_backend_stays_within_the_bound(seed, format, kind):
+    rng, router_weight = np.random.default_rng(seed), ROUTER_WEIGHTS[seed]
+    activation = (SILU, DEEPSEEK, GPT_OSS)[(seed + KINDS.index(kind)) % 3]
+    experts = random_experts(
+        rng,
+        2,
+        99 if format is BF16 else 100,
+        290,
+        format=format,
+        scale_bytes=(119, 122) if seed % 2 else (122, 127),
+        activation=activation,
+        bias=activation is GPT_OSS,
+    )
+    x, ids, weights = random_batch(rng, experts, tokens=6, top_k=2)
+    ratio, reference = worst(experts, x, ids, weights, kind, rng, router_weight, cuts(format, 290, 2 + seed % 2))
+    assert ratio <= 1
+    assert np.isfinite(reference.bound).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

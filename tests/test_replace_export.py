@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import B16, FORMATS, MIXED, SCALES, WEIGHTS, assert_right, bits, random_batch, random_experts, rounds, same_bits
-from test_placement import THREE
 
 from ktmoe import MXFP4, ExpertWeights, MoELayer, int4
 from ktmoe._native import core
@@ -18,10 +17,7 @@ from ktmoe.backends.base import Plan
 from ktmoe.errors import ClosedError, FormatError, InputError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 
-
-@pytest.fixture(autouse=True)
-def three_nodes(fake_nodes):
-    fake_nodes(THREE)
+pytestmark = pytest.mark.usefixtures("three_nodes")
 
 
 def matrices(experts, expert):

@@ -1,5 +1,6 @@
 """Which experts see which tokens, with which weight, and in which order their outputs are added."""
 
+import sys
 import threading
 
 import numpy as np
@@ -140,7 +141,7 @@ def test_a_masked_expert_may_leave_only_its_own_share_out(layer, experts):
 def test_the_mask_is_read_once_when_a_call_begins(layer, experts, scratch_bytes):
     """Another thread changes it all the time: a call sees all of one state, however many chunks it takes."""
     core.tune(scratch_bytes=scratch_bytes)
-    tokens = 300
+    tokens = 100
     x = np.tile(random_batch(np.random.default_rng(11), experts, 1, 1)[0], (tokens, 1))
     ids, weights = np.tile([1, 2], (tokens, 1)), np.ones((tokens, 2), np.float32)
     states = []
@@ -153,6 +154,8 @@ def test_the_mask_is_read_once_when_a_call_begins(layer, experts, scratch_bytes)
         while not stop.is_set():
             layer.expert_mask[1] ^= True
 
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(interval / 50)  # or each call would wait so long for a thread that never rests
     thread = threading.Thread(target=flip)
     thread.start()
     try:
@@ -160,4 +163,5 @@ def test_the_mask_is_read_once_when_a_call_begins(layer, experts, scratch_bytes)
     finally:
         stop.set()
         thread.join()
+        sys.setswitchinterval(interval)
     assert not any(mixed)

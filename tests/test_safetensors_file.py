@@ -227,7 +227,10 @@ WORST = {
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("name", WORST)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("lists", "objects of keys") else pytest.param(name, marks=pytest.mark.exhaustive) for name in WORST],
+)
 def test_what_the_worst_file_takes(tmp_path, name):
     """Little more memory than the constants' comment says; it was 3 GB."""
     path = tmp_path / "config.json"
@@ -246,7 +249,7 @@ def test_what_the_worst_file_takes(tmp_path, name):
 
     used = in_child(child)
     print(f"{name}: {path.stat().st_size / 1e6:.1f} MB of JSON took {used / 1e6:.0f} MB")
-    assert 30_000_000 < used < 800_000_000
+    assert 10_000_000 < used < 800_000_000  # a child may have some of it already
 
 
 def test_the_longest_index_there_is(tmp_path):

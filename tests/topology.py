@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import pytest
 
 from ktmoe.machine import numa
+
+CPUS = sorted(os.sched_getaffinity(0))
+#: Three nodes out of the CPUs there are; a machine with one CPU has it in each.
+THREE = {0: {CPUS[0]}, 1: {CPUS[-1]}, 2: {CPUS[0], CPUS[-1]}}
 
 
 def listed(numbers) -> str:
@@ -52,3 +57,9 @@ def fake_nodes(tmp_path, monkeypatch):
         return folder
 
     return fake
+
+
+@pytest.fixture
+def three_nodes(fake_nodes):
+    """From now on there are three."""
+    fake_nodes(THREE)

@@ -63,12 +63,12 @@ class Pool:
 
     captured: list[int] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    _kept: dict[Key, Buffers] = field(default_factory=dict)
-    _last: dict[Key, Buffers] = field(default_factory=dict)
+    kept: dict[Key, Buffers] = field(default_factory=dict)
+    last: dict[Key, Buffers] = field(default_factory=dict)
 
     def take(self, key: Key) -> Buffers:
         with self.lock:
-            buffers = self._kept.pop(key, None) or self._last.pop(key, None) or Buffers(self, key)
+            buffers = self.kept.pop(key, None) or self.last.pop(key, None) or Buffers(self, key)
             buffers.begin()
             buffers.hold()
             return buffers
@@ -76,13 +76,13 @@ class Pool:
     def give(self, buffers: Buffers) -> None:
         key = buffers.key
         if buffers.captured:
-            self._kept.setdefault(key, buffers)
+            self.kept.setdefault(key, buffers)
             return
-        if any(other.tokens != key.tokens for other in tuple(self._last)):  # a finalizer may release others meanwhile
-            self._last.clear()
-        self._last.setdefault(key, buffers)
+        if any(other.tokens != key.tokens for other in tuple(self.last)):  # a finalizer may release others meanwhile
+            self.last.clear()
+        self.last.setdefault(key, buffers)
 
     def clear(self) -> None:
         with self.lock:
-            self._kept.clear()
-            self._last.clear()
+            self.kept.clear()
+            self.last.clear()

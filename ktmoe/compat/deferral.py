@@ -51,46 +51,46 @@ class Passes:
     """
 
     def __init__(self):
-        self._layers: dict[object, Counter[int]] = {}
-        self._pending: dict[object, Pending] = {}
+        self.layers: dict[object, Counter[int]] = {}
+        self.pending: dict[object, Pending] = {}
 
     def join(self, model, layer: int) -> None:
-        self._layers.setdefault(model, Counter())[layer] += 1
+        self.layers.setdefault(model, Counter())[layer] += 1
 
     def leave(self, model, layer: int) -> None:
-        layers = self._layers[model]
+        layers = self.layers[model]
         layers[layer] -= 1
         if not layers[layer]:
             del layers[layer]
         if not layers:
-            del self._layers[model]
+            del self.layers[model]
             self._drop(model)
 
     def successor(self, model, layer: int) -> int | None:
         """The layer that follows, None if none does."""
-        return min((other for other in tuple(self._layers.get(model, ())) if other > layer), default=None)
+        return min((other for other in tuple(self.layers.get(model, ())) if other > layer), default=None)
 
     def take(self, model, layer: int, shape: tuple[int, int]) -> Pending | None:
         """What was deferred for this layer and batch."""
-        pending = self._pending.get(model)
+        pending = self.pending.get(model)
         if pending is None or (pending.successor, pending.shape) != (layer, shape):
             self._drop(model)
             return None
-        return self._pending.pop(model)
+        return self.pending.pop(model)
 
     def put(self, model, pending: Pending) -> None:
         self._drop(model)
-        self._pending[model] = pending
+        self.pending[model] = pending
 
     def reset(self) -> None:
         """Drop what is pending, of all models."""
-        for model in list(self._pending):
+        for model in list(self.pending):
             self._drop(model)
 
     def abandon(self) -> None:
         """Forget what is pending: it belongs to another process."""
-        self._pending.clear()
+        self.pending.clear()
 
     def _drop(self, model) -> None:
-        if (pending := self._pending.pop(model, None)) is not None:
+        if (pending := self.pending.pop(model, None)) is not None:
             pending.drop()

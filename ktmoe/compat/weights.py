@@ -32,13 +32,13 @@ class _Shared:
 class Lease:
     """A lease of the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
 
-    _open: ClassVar[dict[str, _Shared]] = {}  # the process's
-    _order = Order()  # a finalizer may close a lease while one is taken
+    leased: ClassVar[dict[str, _Shared]] = {}  # the process's
+    order = Order()  # a finalizer may close a lease while one is taken
 
     def __init__(self, path: str | os.PathLike):
         self._key = os.path.realpath(path)
-        with self._order:
-            shared = self._open.get(self._key)
+        with self.order:
+            shared = self.leased.get(self._key)
             if shared is None:
                 checkpoint = Checkpoint(path)
                 try:
@@ -46,7 +46,7 @@ class Lease:
                 except BaseException:
                     checkpoint.close()
                     raise
-                self._open[self._key] = shared
+                self.leased[self._key] = shared
             shared.leases += 1
         self._shared: _Shared | None = shared
 
@@ -56,7 +56,7 @@ class Lease:
 
     def close(self) -> None:
         """A second call does nothing."""
-        self._order.soon(self._close)
+        self.order.soon(self._close)
 
     def _close(self) -> None:
         shared, self._shared = self._shared, None
@@ -64,7 +64,7 @@ class Lease:
             return
         shared.leases -= 1
         if not shared.leases:
-            del self._open[self._key]
+            del self.leased[self._key]
             shared.checkpoint.close()
 
 

@@ -118,7 +118,7 @@ class Checkpoint:
         if os.path.isdir(folder):
             index = folder / INDEX_NAME
             if os.path.lexists(index):
-                self._file_of = _parse_index(index)
+                self._file_of = parse_index(index)
             else:
                 files = _list_files(folder)
         elif os.path.exists(self.path):
@@ -195,7 +195,7 @@ def _list_files(folder: Path) -> list[str]:
     return files
 
 
-def _parse_index(path: Path) -> dict[str, str]:
+def parse_index(path: Path) -> dict[str, str]:
     """weight_map of an index: tensor name -> file name in the same folder."""
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict):

@@ -141,13 +141,13 @@ def _derived_group(checkpoint: Checkpoint, name: str) -> int:
 
 
 def _stated_group(checkpoint: Checkpoint) -> int | None:
-    """_read_group(), once for all layers of a checkpoint: a hostile config has many groups."""
+    """read_group(), once for all layers of a checkpoint: a hostile config has many groups."""
     if checkpoint not in _groups:
-        _groups[checkpoint] = _read_group(checkpoint)
+        _groups[checkpoint] = read_group(checkpoint)
     return _groups[checkpoint]
 
 
-def _read_group(checkpoint: Checkpoint) -> int | None:
+def read_group(checkpoint: Checkpoint) -> int | None:
     """config.json's group_size, None if it gives none. Raises FormatError, which names the key, for what is not supported.
 
     Where there are several config groups, one of them must be supported: which layers they are for is not looked at.

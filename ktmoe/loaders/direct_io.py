@@ -37,7 +37,7 @@ class DirectFile:
 
         None if the page cache is the better way: it has them, they are few, or there is no direct I/O here.
         """
-        if nbytes < LEAST_BYTES or (fd := self._open()) < 0 or self._cached(offset + nbytes // 2):
+        if nbytes < LEAST_BYTES or (fd := self._open()) < 0 or self.cached(offset + nbytes // 2):
             return None
         first = offset - offset % BLOCK_BYTES
         length = offset + nbytes - first
@@ -69,7 +69,7 @@ class DirectFile:
                     self._fd = os.open(f"/proc/self/fd/{self._of}", os.O_RDONLY | os.O_DIRECT)
             return self._fd
 
-    def _cached(self, offset: int) -> bool:
+    def cached(self, offset: int) -> bool:
         """Whether the page cache has the byte at an offset, and so is likely to have those around it. Asking may bring it."""
         try:
             return bool(os.preadv(self._of, [bytearray(1)], offset, os.RWF_NOWAIT))

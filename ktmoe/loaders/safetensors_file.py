@@ -265,10 +265,10 @@ def _parse_header(path: Path, fd: int, size: int) -> dict[str, TensorInfo]:
         text = bytearray(length)
         if (found := _fill(fd, text, 8, str(path))) < length:
             raise CheckpointError(f"{path}: truncated: expected a header of {length} bytes, found {found}")
-        return _parse_tensors(_parse_object(text, path), path, 8 + length, size)
+        return parse_tensors(_parse_object(text, path), path, 8 + length, size)
 
 
-def _parse_tensors(header: dict, path: Path, start: int, size: int) -> dict[str, TensorInfo]:
+def parse_tensors(header: dict, path: Path, start: int, size: int) -> dict[str, TensorInfo]:
     """The tensors of a header; their bytes begin at `start` of the file of `size` bytes."""
     metadata = header.pop("__metadata__", None)
     if not (metadata is None or (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values()))):

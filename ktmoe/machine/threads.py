@@ -14,7 +14,7 @@ from ktmoe.machine import cgroup, environment, numa
 from ktmoe.messages import show
 from ktmoe.version import installed_version
 
-_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _chosen: int | None = None  # by set_num_threads
 
 
@@ -31,7 +31,7 @@ def physical_cores(cpus: set[int]) -> int:
     cores = set()
     for cpu in cpus:
         try:
-            cores.add(Path(_TOPOLOGY.format(cpu)).read_text().strip())
+            cores.add(Path(TOPOLOGY.format(cpu)).read_text().strip())
         except OSError:
             cores.add(str(cpu))
     return len(cores)

@@ -1,0 +1,93 @@
+"""Which cases of a test run by default: chosen by design, so that a full product of parameters is left to `make verify`.
+
+A case is one choice of a value for each of its test's parameters. A test on backends has two parameters in place of one:
+its backend's instruction set, and its activation mode. Of such a test's cases, enough run that every pair of values that
+occurs together in some case does so in one that runs. Tests without a backend run all of their cases. A marker says otherwise:
+
+- ``@pytest.mark.cover("values")``: enough cases that every backend, and every value of each other parameter, occurs.
+- ``@pytest.mark.cover("pairs")``: enough that every pair of values does, for a test without a backend.
+- ``@pytest.mark.cover("all")``: all.
+- ``@pytest.mark.exhaustive``: none.
+
+``--exhaustive`` runs everything. The choice depends on nothing but the cases, so that two runs choose alike; of a test whose
+cases were picked by -k or by name, it is made among these.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+
+import pytest
+import ways
+
+STRENGTHS = {"values": 1, "pairs": 2}
+
+
+def cover(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
+    """The numbers, ascending, of cases that together have every combination of so many values that occurs in any case.
+
+    Greedy: the case that adds most comes next. Of several it is any one, always the same: the first would be one backend's again
+    and again. All cases have the same parameters.
+    """
+    combinations = [set(itertools.combinations(sorted(case.items(), key=lambda item: item[0]), strength)) for case in cases]
+    missing = set().union(*combinations)
+    queue = [(-len(of_case), zlib.crc32(b"%d" % number), number) for number, of_case in enumerate(combinations)]
+    heapq.heapify(queue)
+    chosen = []
+    while missing:
+        _, place, number = heapq.heappop(queue)
+        added = len(combinations[number] & missing)
+        if queue and (-added, place, number) > queue[0]:  # what a case adds never grows: only the first must be up to date
+            heapq.heappush(queue, (-added, place, number))
+            continue
+        chosen.append(number)
+        missing -= combinations[number]
+    return sorted(chosen)
+
+
+def case_of(item: pytest.Item, strength: int) -> dict[str, Hashable]:
+    """An item's case: its parameters' values, which need not be hashable, by their identities."""
+    case = {name: id(value) for name, value in item.callspec.params.items()}
+    subject = ways.SUBJECTS.get(item.callspec.params.get("backend"))
+    if subject and strength > 1:
+        del case["backend"]
+        case |= {"instruction set": subject.isa, "mode": subject.activations}
+    return case
+
+
+def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of one test function's items that run by default."""
+    items = [item for item in items if not item.get_closest_marker("exhaustive")]
+    if not items or not hasattr(items[0], "callspec"):
+        return items
+    first = items[0]
+    marker = first.get_closest_marker("cover")
+    (how,) = marker.args if marker else ("pairs" if "backend" in first.callspec.params else "all",)
+    if how == "all":
+        return items
+    cases = [case_of(item, STRENGTHS[how]) for item in items]
+    return [items[number] for number in cover(cases, min(STRENGTHS[how], len(cases[0])))]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--exhaustive", action="store_true", help="run all cases of all tests, as make verify does")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cover(how): how a test's cases are chosen by default; see tests/design.py")
+    config.addinivalue_line("markers", "exhaustive: run by --exhaustive only; see tests/design.py")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("exhaustive"):
+        return
+    tests = {}
+    for item in items:
+        tests.setdefault((item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), []).append(item)
+    kept = {item for of_test in tests.values() for item in chosen(of_test)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]

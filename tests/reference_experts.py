@@ -1,0 +1,60 @@
+"""Random experts for the tests of the float64 reference, with zeros, scales and biases of either sign."""
+
+import ml_dtypes
+import numpy as np
+from helpers import pack_nibbles
+
+from ktmoe.experts import ExpertWeights
+from ktmoe.weights.activation import SILU
+from ktmoe.weights.formats import MXFP4
+
+BFLOAT16 = ml_dtypes.bfloat16
+
+
+def random_experts(
+    rng,
+    num_experts,
+    hidden,
+    intermediate,
+    *,
+    format=MXFP4,
+    scale_bytes=(119, 124),
+    down_bytes=None,
+    activation=SILU,
+    bias=False,
+):
+    """scale_bytes: the least and the greatest exponent of scales, or of b16 weights, as UE8M0 has it; bfloat16s may be <= 0."""
+
+    def numbers(shape, low, high):
+        value = np.ldexp(rng.integers(128, 256, shape) / 128, rng.integers(low, high, shape, endpoint=True) - 127)
+        return (value * rng.choice([-1, 1, 0], shape, p=[0.48, 0.48, 0.04])).astype(BFLOAT16)
+
+    def matrices(n, k, low, high):
+        if format.scale is None:
+            return (numbers((num_experts, n, k), low, high),)
+        codes, shape = rng.integers(0, 256, (num_experts, n, k // 2), dtype=np.uint8), (num_experts, *format.scale.shape(n, k))
+        if format.scale.kind == "bf16":
+            return codes, numbers(shape, low, high)
+        return codes, rng.integers(low, high, shape, dtype=np.uint8, endpoint=True)
+
+    shapes = {"gate": intermediate, "up": intermediate, "down": hidden}
+    biases = {p: rng.standard_normal((num_experts, n)).astype(np.float32) for p, n in shapes.items()} if bias else None
+    gate, up = matrices(intermediate, hidden, *scale_bytes), matrices(intermediate, hidden, *scale_bytes)
+    down = matrices(hidden, intermediate, *(down_bytes or scale_bytes))
+    return ExpertWeights.from_arrays(gate, up, down, biases=biases, format=format, activation=activation)
+
+
+def random_batch(rng, experts, tokens=6, top_k=3):
+    x = rng.standard_normal((tokens, experts.hidden)).astype(BFLOAT16)
+    ids = rng.integers(0, experts.num_experts, (tokens, top_k))
+    return x, ids, rng.random((tokens, top_k), dtype=np.float32)
+
+
+def from_codes(gate, up, down, activation=SILU):
+    """One expert with all scales 1 from the codes, [n, k] each."""
+
+    def pair(codes):
+        stored = pack_nibbles(codes)
+        return stored[None], np.full((1, len(stored), -(-2 * stored.shape[1] // 32)), 127, np.uint8)
+
+    return ExpertWeights.from_arrays(pair(gate), pair(up), pair(down), activation=activation)

@@ -1,0 +1,243 @@
+"""Backends simulated in float32 numpy, for the tests of the reference's bound."""
+
+import numpy as np
+from reference_experts import BFLOAT16
+
+from ktmoe import reference
+from ktmoe.reference import BLOCK, EXP_RELATIVE_ERROR, TINY, forward
+from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
+
+
+def flushed(a):
+    return np.where(np.abs(a) < TINY, np.float32(0), a)
+
+
+def fma(a, b, c):
+    """a * b + c in float32, rounded once: first in float64 and to odd, which the second rounding cannot mistake for a tie."""
+    product = a.astype(np.float64) * b  # exact
+    total = product + c
+    back = total - product
+    lost = (product - (total - back)) + (c - back)  # exact (Knuth's TwoSum)
+    inexact = (lost != 0) & (total.view(np.int64) % 2 == 0)
+    return np.where(inexact, np.nextafter(total, np.copysign(np.inf, lost)), total).astype(np.float32)
+
+
+def int16_rows(a):
+    """Integers [tokens, k] and steps [tokens, groups of 32], by integer arithmetic on the bits of bfloat16 numbers."""
+    tokens, k = a.shape
+    bits = np.pad(a.astype(BFLOAT16).view(np.uint16).astype(np.int64), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
+    exponent = np.maximum(bits >> 7 & 255, 1)
+    most = exponent.max(axis=2, keepdims=True)
+    significand = (bits & 127 | 128 * (bits >> 7 & 255 > 0)) << 7
+    shift = np.minimum(most - exponent, 40)
+    q = (significand + (1 << shift >> 1) - (shift > 0) + (shift > 0) * (significand >> shift & 1)) >> shift  # half to even
+    step = np.where(most == 255, np.nan, np.ldexp(1.0, most - 127 - 14)).astype(np.float32)
+    return np.where(bits >> 15, -q, q).reshape(tokens, -1)[:, :k], step[..., 0]
+
+
+def int8_rows(a):
+    """The same for int8, in float32: what is rounded twice is rounded right, as docs/numerics.md has it."""
+    tokens, k = a.shape
+    groups = np.pad(a.astype(np.float32), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
+    largest = np.maximum(np.abs(groups).max(axis=2, keepdims=True), np.float32(127 * 2.0**-118))
+    step = (largest / np.float32(127)).astype(BFLOAT16).astype(np.float32)
+    step = np.where(np.isfinite(groups).all(axis=2, keepdims=True), step, np.float32(np.nan))
+    q = np.nan_to_num(np.rint(groups / step)).astype(np.int64)
+    return q.reshape(tokens, -1)[:, :k], step[..., 0]
+
+
+def tdpbf16ps(x, w):
+    """x @ w.T, float32: for each 32 k a chain over the even ones and a chain over the odd, whose sum is added to the total."""
+    x, w = flushed(x), flushed(w)
+    total = np.zeros((len(x), len(w)), np.float32)
+    for start in range(0, x.shape[1], 32):
+        chains = [np.zeros_like(total), np.zeros_like(total)]
+        for at in range(start, min(start + 32, x.shape[1])):
+            chains[at % 2] = flushed(fma(x[:, at, None], w[:, at], chains[at % 2]))
+        total = flushed(total + flushed(chains[0] + chains[1]))
+    return total
+
+
+#: portable: fp32_lut in C; fma: fp32_lut with AVX-512F and avx2, a group's sum as a whole or by 32 products; vdpbf16ps:
+#: avx512_bf16; int16: avx2; int8: all; amx, amx folded: amx, whose group sums are those of fma. None folds a scale but
+#: vdpbf16ps and amx, which fold powers of two where they can, and "amx folded", which folds bfloat16 scales where they allow.
+KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16", "int8", "amx", "amx folded")
+INTEGERS = ("int16", "int8")
+
+
+def options(kind):
+    """What the reference is to be asked for."""
+    return {"activations": kind if kind in INTEGERS else "bf16", "rounding": "folded" if kind == "amx folded" else "exact"}
+
+
+def allow_folding(scales, codebook):
+    """The rule of rounding="folded", for each pair of a scale and a codebook entry."""
+    powers = [np.ldexp(1.0, np.frexp(np.float64(v))[1] - 1) * (v != 0) for v in (scales.ravel(), np.array(codebook))]
+    products = np.outer(*powers)  # of a scale and an entry without their significands, each of which is below 2
+    normal = (products == 0) | (products >= TINY) & (4 * products <= 2.0**127)
+    return normal.all() and not (np.abs(scales[scales != 0]) < TINY).any()
+
+
+@np.errstate(all="ignore")
+def simulated_linear(matrix, a, kind, shard=None):
+    """A backend's float32 [tokens, n]; kind is one of KINDS, or "descending": all products from the last k to the first.
+
+    shard: (first, last), to add the products of these k only, and the bias if they begin at 0. All else is as for all k.
+    """
+    n, k = matrix.shape
+    first, last = shard or (0, k)
+    a, scale, width = a.astype(np.float32), matrix.format.scale, k
+    if scale is None:
+        weights = matrix.codes.astype(np.float32)
+    else:
+        codes = np.stack([matrix.codes & 15, matrix.codes >> 4], axis=2).reshape(n, k)
+        weights, width = np.array(matrix.format.codebook, np.float32)[codes], scale.extent[1]
+        scales = matrix.scales.astype(np.float32)
+        if scale.kind == "ue8m0":
+            scales = np.ldexp(np.float32(1), matrix.scales.astype(int) - 127)
+        folded = weights * np.repeat(scales, width, axis=1)[:, :k]
+        entries = np.abs(np.outer(np.array(matrix.format.codebook, np.float32), scales))  # each, whether it occurs or not
+        normal = (entries == 0) | (entries >= TINY) & np.isfinite(entries.astype(BFLOAT16))
+        fold = kind == "descending" or (kind in ("vdpbf16ps", "amx") and scale.kind == "ue8m0" and normal.all())
+        if kind == "amx folded" and allow_folding(scales, matrix.format.codebook):
+            fold, folded = True, folded.astype(BFLOAT16).astype(np.float32)
+        if fold:
+            weights, scale, width = folded, None, k
+        elif "32" in kind or kind in INTEGERS:
+            width = 32
+
+    def chain(start):
+        order = np.arange(start, min(start + width, last))
+        if kind == "descending":
+            order = order[::-1]
+        elif kind == "vdpbf16ps":
+            order = start + (np.arange(len(order) + len(order) % 2).reshape(-1, 2)[:, ::-1]).ravel()
+        total = np.zeros((len(a), n), np.float32)
+        for at in order[order < last]:
+            x, w = a[:, at, None], weights[:, at]
+            if kind == "portable":
+                total = total + x * w
+            elif kind == "vdpbf16ps":
+                total = flushed(fma(flushed(x), flushed(w), total))
+            else:
+                total = fma(x, w, total)
+        return total
+
+    if scale is None:
+        total = tdpbf16ps(a[:, first:last], weights[:, first:last]) if kind.startswith("amx") else chain(first)
+    else:
+        unit = np.float32(0.5 if matrix.format.codebook == E2M1 else 1.0)
+        total = np.zeros((len(a), n), np.float32)
+        integers, steps = (int8_rows if kind == "int8" else int16_rows)(a)
+        for start in range(first, last, width):
+            factor = scales[:, start // matrix.format.scale.extent[1]]
+            if kind in INTEGERS:
+                at = slice(start, min(start + width, last))
+                sums = integers[:, at] @ (weights[:, at] / unit).astype(np.int64).T
+                assert np.abs(sums).max() < 2**24
+                total = fma(sums.astype(np.float32) * steps[:, start // 32, None], factor * unit, total)
+            elif kind == "portable":
+                total = (total + chain(start).astype(np.float64) * factor).astype(np.float32)
+            else:
+                total = fma(chain(start), factor, total)
+    return total if matrix.bias is None or first else total + matrix.bias
+
+
+def simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards=None):
+    """A backend in float32 numpy. Its exp errs by almost all that a backend's may, at random."""
+    y, *others = simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards)
+    for other in others:
+        with np.errstate(over="ignore", invalid="ignore"):
+            y = y + other
+    return y
+
+
+def simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards=None):
+    """What simulated_forward() adds: an output for each shard of the intermediate dimension, one if there are none."""
+
+    def exp(z):
+        exact = np.exp(z.astype(np.float64))
+        return (exact * (1 + 0.8 * EXP_RELATIVE_ERROR * rng.uniform(-1, 1, z.shape))).astype(np.float32)
+
+    alpha, limit, offset = (np.float32(getattr(experts.activation, v)) for v in ("alpha", "limit", "up_offset"))
+    one = np.float32(1)
+    x = np.asarray(x).astype(np.float32)
+    shards = shards or [(0, experts.intermediate)]
+    y = np.zeros((len(shards), len(x), experts.hidden), np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for expert in range(experts.num_experts):
+            for slot in range(ids.shape[1]):
+                token = np.nonzero(ids[:, slot] == expert)[0]
+                if not len(token):
+                    continue
+                r = weights[token, slot].astype(np.float32)[:, None]
+                a = x[token]
+                if router_weight == "expert_input":
+                    a = (a * r).astype(BFLOAT16)
+                g = np.minimum(simulated_linear(experts.matrix(expert, "gate"), a, kind), limit)
+                u = np.clip(simulated_linear(experts.matrix(expert, "up"), a, kind), -limit, limit) + offset
+                e = exp(-alpha * g)
+                h = u * (g / (one + e)) if kind == "portable" else (u * g) * (one / (one + e))
+                h = (h * r if router_weight == "down_input" else h).astype(BFLOAT16)
+                for of_shard, shard in zip(y, shards, strict=True):
+                    d = simulated_linear(experts.matrix(expert, "down"), h, kind, shard)
+                    of_shard[token] += r * d if router_weight == "down_output" else d
+    return y
+
+
+def worst(experts, x, ids, weights, kind, rng, router_weight="down_output", shards=None):
+    """The worst error against the bound for both output dtypes, and the float32 reference."""
+    y = simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards)
+    given = {"router_weight": router_weight, "shards": shards} | options(kind)
+    float32, bfloat16 = (forward(experts, x, ids, weights, out_dtype=d, **given) for d in ("float32", "bfloat16"))
+    assert np.array_equal(float32.y, bfloat16.y, equal_nan=True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = (flushed(y) if kind == "vdpbf16ps" else y).astype(BFLOAT16)
+        return max(float32.worst(y), bfloat16.worst(rounded)), float32
+
+
+#: UE8M0 and bfloat16 scales, groups of 32 and longer ones, and no scale.
+FORMATS = (MXFP4, WeightFormat("q4", E2M1, Scale("ue8m0", (1, 64))), int4(32), int4(128), BF16)
+
+
+def kinds_of(format):
+    if format.scale is None:
+        return ("portable", "fma", "vdpbf16ps", "amx")
+    absent = {"fma by 32": format.scale.extent[1] == 32, "amx folded": format.scale.kind == "ue8m0"}
+    return tuple(kind for kind in KINDS if not absent.get(kind))
+
+
+PAIRS = [(format, kind) for format in FORMATS for kind in kinds_of(format)]
+
+
+def label(value):
+    return value.description if isinstance(value, WeightFormat) else str(value)
+
+
+#: name: (scale bytes of gate and up, of down, range of the exponents added to x)
+EDGES = {
+    "no scale folds": ((0, 1), (253, 254), (110, 116)),
+    "no scale folds, down tiny": ((253, 254), (0, 1), (-120, -114)),
+    "all scales, gate and up": ((0, 254), (119, 124), (-126, -112)),
+    "all scales, down": ((70, 80), (0, 254), (-20, 20)),
+    "denormal x": ((240, 252), (119, 124), (-134, -120)),
+    "denormal h": ((58, 60), (200, 202), (-4, 4)),
+    "denormal y": ((119, 124), (0, 2), (-4, 4)),
+    "wide x": ((119, 124), (119, 124), (-60, 10)),
+    "huge gate": ((119, 124), (119, 124), (12, 14)),
+    "near overflow": ((178, 181), (119, 124), (0, 4)),
+    "overflow": ((184, 186), (119, 124), (0, 4)),
+}
+
+
+@np.errstate(all="ignore")
+def linear(matrix, a, activations="bf16", rounding="exact"):
+    """The reference's y and bound for a linear map of bfloat16 or other float32 numbers that are known exactly."""
+    operand, eps = reference.operand(a, a, a, activations) if activations != "bf16" else (a, np.zeros_like(a))
+    return reference.linear(matrix, operand, eps, BLOCK, activations, rounding)
+
+
+def linear_ratio(matrix, a, kind):
+    """A simulated linear map's largest error by its bound."""
+    y, bound = linear(matrix, a, **options(kind))
+    return (np.abs(simulated_linear(matrix, a, kind) - y) / bound).max()
