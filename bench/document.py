@@ -138,6 +138,26 @@ def _by_work(found: list[Results], section: str, cell: Callable[[dict], str]) ->
     return ("", *(results.label for results in found)), [(w, *(column.get(w, NONE) for column in columns)) for w in works]
 
 
+def peers(found: list[Results]) -> tuple[Row, list[Row]]:
+    """A line for each library, ktmoe's own ways to compute among them; columns for the numbers of tokens."""
+    found = [results for results in found if "peers" in results.data]
+    tokens = sorted({c["tokens"] for r in found for library in r.data["peers"]["library"] for c in library["calls"]})
+    words = [f"{count:,} token{'s' if count > 1 else ''}" for count in tokens]
+    rows = []
+    for results in found:
+        for library in results.data["peers"]["library"]:
+            calls = {call["tokens"]: call for call in library["calls"]}
+            cells = (_call(calls[count]) if count in calls else NONE for count in tokens)
+            errors = dict.fromkeys(f"{100 * library[name]:.2g}" for name in ("least_error", "most_error") if name in library)
+            error = f"{' to '.join(errors)} %" if errors else NONE
+            rows.append((results.label, library["name"], library["activations"], *cells, error))
+    return ("CPU", "library", "activations", *words, "distance from float64"), rows
+
+
+def _call(call: dict) -> str:
+    return f"{_three_digits(call['ms'])} ms" + (f", {call['lead']:.1f} x" if "lead" in call else "")
+
+
 def cost_numbers(found: list[Results]) -> tuple[Row, list[Row]]:
     heads = ("CPU", "instruction set", "activations", "c, ns a byte", "e", "o", "read, GB/s", "peak, GFLOP/s", "crossover")
     rows = []
@@ -201,6 +221,7 @@ TABLES: dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]] = {
     "kernels": kernels,
     "pool": pool,
     "loading": loading,
+    "peers": peers,
     "cost numbers": cost_numbers,
     "cost checks": cost_checks,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,3 +67,12 @@ def compiler(native: bytes) -> str:
     """What built a native module, as GCC and clang write it into what they build; empty where neither did."""
     found = re.search(rb"GCC: \([^)\0]*\) [\d.]+|clang version [\d.]+", native)
     return re.sub(r": \(.*\)", "", found[0].decode()) if found else ""
+
+
+def commit() -> str:
+    """What git has checked out here, and whether something is uncommitted; empty where there is no git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=9", "--dirty=, with uncommitted changes"]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

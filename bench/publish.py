@@ -15,7 +15,11 @@ from pathlib import Path
 
 from bench import document, explain, runs
 from bench.models import models
-from bench.results_file import FOLDER, LOADING, Results, ResultsError, check
+from bench.peers.rounds import figures
+from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, read
+
+#: Where make bench-peers saves what it measured.
+PEERS = runs.STORAGE / "peers.json"
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
 CALL = {
@@ -58,6 +62,43 @@ def results(saved: list[dict]) -> Results:
     data = {name: value for name, value in data.items() if value not in ([], {})}
     check(data, "the run")
     data |= {"cost": found} if (found := explain.fits(Results(data))) else {}
+    return Results(data)
+
+
+def peers(saved: dict) -> dict:
+    """A results file's `peers`, of what make bench-peers saved. Whoever failed at all points is left out."""
+    libraries = []
+    for name, participant in saved["participants"].items():
+        measured = [(point, figures(saved, point, name)) for point in saved["points"]]
+        calls = [
+            {
+                "tokens": point["tokens"],
+                "ms": _digits(found["seconds"] * 1e3),
+                **({"lead": _digits(found["ratio"])} if found["ratio"] else {}),
+            }
+            for point, found in measured
+            if found
+        ]
+        if calls:
+            errors = [_digits(point["participants"][name]["error"]) for point, found in measured if found]
+            known = {"version": str(participant["about"]["version"])} if "version" in participant["about"] else {}
+            about = {"name": name, **known, "activations": participant["numerics"]}
+            libraries.append({**about, "least_error": min(errors), "most_error": max(errors), "calls": calls})
+    commit = {"commit": saved["commit"]} if saved.get("commit") else {}
+    date = datetime.date.fromisoformat(saved["date"])
+    experts = saved["shape"]["experts"]
+    return {"date": date, **commit, "source": "make bench-peers", "experts": experts, "library": libraries}
+
+
+def with_peers(results: Results, folder: Path = FOLDER) -> Results:
+    """With what make bench-peers saved last, if it was on this CPU, and else with what the file that is there has of it."""
+    saved = json.loads(PEERS.read_text()) if PEERS.exists() else None
+    cpu, file = results.data["cpu"], folder / results.file_name
+    if saved and (saved["machine"]["cpu"], saved["machine"]["threads"]) == (cpu["name"], cpu["threads"]):
+        found = {"peers": peers(saved)}
+    else:
+        found = {"peers": old.data["peers"]} if file.exists() and "peers" in (old := read(file)).data else {}
+    check(data := {**results.data, **found}, "the run")
     return Results(data)
 
 
@@ -158,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.tables:
             paths = [runs.named(name) for name in options.runs] or [runs.last()]
             saved = [json.loads(path.read_text()) for path in paths]
-            print(f"written: {write(results(saved))}")
+            print(f"written: {write(with_peers(results(saved)))}")
         document.write()
     except (OSError, ValueError) as error:
         print(f"results: {error}", file=sys.stderr)

@@ -72,6 +72,22 @@ SCHEMA = {
     ],
     "pool?": [{"work": str, "us": float, "low_us?": float, "high_us?": float, "of_call?": float}],
     "load?": [{"work": str, **{f"{name}?": float for name in LOADING}}],
+    "peers?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "experts": int,
+        "library": [
+            {
+                "name": str,
+                "version?": str,
+                "activations": str,
+                "least_error?": float,
+                "most_error?": float,
+                "calls": [{"tokens": int, "ms": float, "lead?": float}],
+            }
+        ],
+    },
     "cost?": [{"isa": str, "activations": str, "decode_ns": float, "efficiency": float, "overlap": float}],
 }
 

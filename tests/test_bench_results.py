@@ -114,6 +114,7 @@ def without(*path):
         (made(cpu=[]), r"file: cpu: expected a table, found \[\]"),
         (made(pool=[{"work": "x", "us": -1}]), r"file: pool\[0\]: us: expected a number, found -1"),
         (made(pool=[{"work": "x", "us": float("nan")}]), r"us: expected a number, found nan"),
+        (made(peers={"date": 7}), r"file: peers: unknown fields \[\], missing fields \['experts', 'library', 'source'\]"),
         (made(pool=[{"work": "x", "us": True}]), r"us: expected a number, found True"),
         (made(limits={"multiply_gflop_s": {"amx": "fast"}}), r"multiply_gflop_s: amx: expected a number, found 'fast'"),
     ],
@@ -249,6 +250,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     written = []
     monkeypatch.setattr(document, "write", lambda: written.append("page"))
     monkeypatch.setattr(publish, "write", lambda results: written.append(results.data["pool"][0]["us"]))
+    monkeypatch.setattr(publish, "with_peers", lambda results: results)
     assert publish.main([]) == 2
     assert "expected a saved run, found none; make bench saves one" in capsys.readouterr().err
     folder = tmp_path / runs.STORAGE / "Linux"
@@ -268,3 +270,60 @@ def test_which_compiler_built_a_module():
     assert machine.compiler(b"\0GCC: (Debian 12.2.0-14) 12.2.0\0") == "GCC 12.2.0"
     assert machine.compiler(b"\0Debian clang version 14.0.6\0") == "clang version 14.0.6"
     assert machine.compiler(b"\0nothing\0") == ""
+
+
+# What make bench-peers saved
+
+
+def peers_run(cpu="AMD EPYC 9754 128-Core Processor") -> dict:
+    took = ({"ktmoe avx2 int16": seconds, "ggml repack": 2 * seconds} for seconds in (1e-3, 2e-3))
+    rounds = [{"batch": 0, "read": 3e10, "peaks": {}, "seconds": seconds} for seconds in took]
+    errors = {"ktmoe avx2 int16": {"error": 0.0016}, "ggml repack": {"error": 0.012}, "torch BF16": {"failure": "too large"}}
+    about = {"ktmoe avx2 int16": {"version": "0.1.0"}, "ggml repack": {}, "torch BF16": {}}
+    return {
+        "date": "2026-11-22",
+        "commit": "012345678",
+        "machine": {"cpu": cpu, "threads": 8},
+        "shape": {"experts": 64, "bytes an expert": 10},
+        "base": "ktmoe avx2 int16",
+        "participants": {name: {"numerics": "int8", "about": words, "failure": ""} for name, words in about.items()},
+        "points": [{"name": "decode-4", "tokens": 4, "flops": 1e9, "experts": [6], "participants": errors, "rounds": rounds}],
+    }
+
+
+def test_what_the_peers_took():
+    ours = {"name": "ktmoe avx2 int16", "version": "0.1.0", "least_error": 0.0016, "most_error": 0.0016}
+    theirs = {"name": "ggml repack", "least_error": 0.012, "most_error": 0.012}
+    assert publish.peers(peers_run()) == {
+        "date": results_file.datetime.date(2026, 11, 22),
+        "commit": "012345678",
+        "source": "make bench-peers",
+        "experts": 64,
+        "library": [
+            {**ours, "activations": "int8", "calls": [{"tokens": 4, "ms": 1.5}]},
+            {**theirs, "activations": "int8", "calls": [{"tokens": 4, "ms": 3.0, "lead": 2.0}]},
+        ],
+    }
+    results = Results(made(peers=publish.peers(peers_run())))
+    heads, rows = document.peers([results])
+    assert heads[3:] == ("4 tokens", "distance from float64")
+    assert rows[1][1:] == ("ggml repack", "int8", "3 ms, 2.0 x", "1.2 %")
+
+
+def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fresh = Results(made())
+    assert publish.with_peers(fresh, tmp_path) == fresh
+    old = publish.peers(peers_run()) | {"commit": "876543210"}
+    publish.write(Results(made(peers=old)), tmp_path)
+    assert publish.with_peers(fresh, tmp_path).data["peers"] == old
+    publish.PEERS.parent.mkdir()
+    publish.PEERS.write_text(json.dumps(peers_run(cpu="another CPU")))
+    assert publish.with_peers(fresh, tmp_path).data["peers"] == old
+    publish.PEERS.write_text(json.dumps(peers_run()))
+    assert publish.with_peers(fresh, tmp_path).data["peers"] == publish.peers(peers_run())
+
+
+def test_the_commit_is_what_git_says():
+    commit = machine.commit()
+    assert commit == "" or re.match(r"[0-9a-f]{9,}(, with uncommitted changes)?$", commit)
