@@ -153,7 +153,7 @@ def report(found: list[Change], console: Console) -> None:
     titles = {"slower": "slower", "faster": "faster", "not judged": "not judged: the machine was in another state"}
     for verdict, title in titles.items():
         picked = sorted((c for c in found if c.verdict == verdict), key=lambda c: -abs(math.log(c.factor)))
-        rows = ((c.point, c.old, c.new, f"{c.factor - 1:+.1%}") for c in picked)
+        rows = ((c.point, c.old, c.new, f"{c.factor - 1:+.1%}" if c.factor != 1 else "") for c in picked)
         if picked:
             console.print(tables.table(("point", "old", "new", "change"), rows, title=f"{len(picked)} {title}"))
 
