@@ -72,6 +72,7 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
                 process.close()
     return {
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": machine.commit(),
         "machine": {
             **machine.description(),
             "kernel": platform.release(),
