@@ -68,6 +68,7 @@ enum { PRODUCTS = 4 };
 
 double KT_NAME(peak)(size_t iterations) {
     i32v acc[CHAINS] = {0}, a = (i32v){0} + ONES, b = a;
+    for (int c = 0; c < CHAINS; c++) __asm__ volatile("" : "+v"(acc[c])); /* equal chains would be one to the compiler */
     for (size_t i = 0; i < iterations; i++) {
         __asm__ volatile("" : "+v"(a), "+v"(b));
 #pragma GCC unroll 12
