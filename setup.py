@@ -1,15 +1,18 @@
 """Builds ktmoe._native.core: the Cython module, the driver for baseline x86-64, and every kernel file once for each instruction
 set whose row in isa.py lists it, with that row's flags.
 
-Objects are compiled side by side and kept under build/native. One is compiled again if its source, a header that it includes or
-its command changed.
+Objects are compiled side by side and kept under build/native. One is compiled again if its source, a header that it includes,
+its command or the compiler changed.
 """
 
+import functools
+import hashlib
 import os
 import runpy
 import shlex
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,14 +31,17 @@ class BuildNative(build_ext):
 
     def build_extension(self, extension):
         known = [name for name in ISA["ISAS"] if self.compiler_accepts(name)]
-        tables = f"-DKT_ISAS={' '.join(f'X({name})' for name in known)}"
-        # The Cython module comes first, since it takes longest. It waits for locks and calls C: -O3 gains nothing.
-        jobs = [(Path(extension.sources[0]), "python", ("-O2",))]
-        jobs += [(NATIVE / f"kernels/{source}.c", name, ISA["compile_flags"](name) + ISA["definitions"](name, source))
-                 for name in known for source in ISA["sources"](name)]  # fmt: skip
+        python = tuple(f"-I{folder}" for folder in self.include_dirs)
+        # The Cython module comes first, since it takes longest. It checks arguments and waits for locks: -O3 gains nothing.
+        jobs = [(Path(extension.sources[0]), "python", ("-O2", *python))]
+        for name in known:
+            for source in ISA["sources"](name):
+                flags = ISA["compile_flags"](name) + ISA["definitions"](name, source)
+                jobs.append((NATIVE / f"kernels/{source}.c", name, flags))
         jobs += [(source, "driver", ()) for room in ROOMS for source in sorted((NATIVE / room).glob("*.c"))]
-        jobs.append((NATIVE / "kernels/isas.c", "driver", (tables,)))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tables = " ".join(f"X({name})" for name in known)
+        jobs.append((NATIVE / "kernels/isas.c", "driver", (f"-DKT_ISAS={tables}",)))
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             objects = list(pool.map(lambda job: self.compiled(*job), jobs))
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,16 +50,17 @@ class BuildNative(build_ext):
     def compiled(self, source, folder, flags):
         """The object of a source, compiled now if need be. folder: below OBJECTS."""
         target = OBJECTS / folder / source.parent.name / f"{source.stem}.o"
-        log, needs = target.with_suffix(".cmd"), target.with_suffix(".d")
-        includes = [f"-I{path}" for path in (NATIVE, *self.include_dirs)]
-        command = [*self.compiler.compiler_so, *includes, *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
+        digest, needs = target.with_suffix(".sha256"), target.with_suffix(".d")
+        command = [*self.compiler.compiler_so, f"-I{NATIVE}", *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
         command += ["-MMD", "-MF", str(needs), "-c", str(source), "-o", str(target)]
-        if not (log.exists() and log.read_text() == shlex.join(command) and fresh(target, needs)):
-            log.unlink(missing_ok=True)
+        if self.force or not target.exists() or not digest.exists() or digest.read_text() != made_of(command, needs):
+            digest.unlink(missing_ok=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             print(shlex.join(command))
+            begun = time.time_ns()
             subprocess.run(command, check=True)
-            log.write_text(shlex.join(command))
+            if all(file.stat().st_mtime_ns <= begun for file in inputs(needs)):  # else it was edited meanwhile
+                digest.write_text(made_of(command, needs))
         return str(target)
 
     def compiler_accepts(self, isa):
@@ -69,14 +76,24 @@ class BuildNative(build_ext):
         return True
 
 
-def fresh(target, needs):
-    """Whether an object is younger than all that it was made of."""
+def inputs(needs):
+    """The files that the compiler's list names: a source and the headers that it includes, those of the system left out."""
+    return [Path(name) for name in needs.read_text().replace("\\\n", " ").partition(": ")[2].split()]
+
+
+def made_of(command, needs):
+    """A digest of all that an object is made of: the compiler, the command, the bytes of the inputs. None if one is missing."""
     try:
-        made = target.stat().st_mtime_ns
-        files = needs.read_text().replace("\\\n", " ").partition(": ")[2].split()
-        return all(Path(file).stat().st_mtime_ns <= made for file in files)
+        content = [file.read_bytes() for file in inputs(needs)]
     except OSError:
-        return False
+        return None
+    words = "\0".join([*command, compiler_version(command[0])]).encode()
+    return hashlib.sha256(b"\0".join([words, *content])).hexdigest()
+
+
+@functools.cache
+def compiler_version(compiler):
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
 
 
 core = Extension("ktmoe._native.core", [str(NATIVE / "python/core.pyx")])

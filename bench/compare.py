@@ -12,7 +12,7 @@ A point has a figure for each of its rounds: its share of a limit that the round
    are called slower by chance with probability FALSE_ALARM (Bonferroni).
 3. It fell by more than points do between two runs of the same code, which differ by pages, neighbours and clock. The median
    absolute deviation of all points' changes tells how much that is, and Student's distribution how far the farthest of so many
-   points gets with probability FALSE_ALARM. Fewer than FEWEST points tell nothing.
+   points gets with probability FALSE_ALARM. With fewer than FEWEST points this rule is left out.
 
 What is slower everywhere alike does not deviate: then most points are slower. A point is faster by the same rule.
 

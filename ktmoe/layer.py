@@ -31,9 +31,8 @@ class MoELayer:
 
     experts: ExpertWeights, from a loader or from arrays; read once, here.
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
-    activations: "bf16": they take part exactly, as bfloat16; "int16", "int8": rounded to 16-bit or 8-bit integers, per token
-    and 32 along k (docs/numerics.md); "auto": the backend's own choice, never "int8", which the attribute of that name
-    then says.
+    activations: the mode. "bf16": they stay bfloat16. "int16", "int8": they are rounded to 16-bit or 8-bit integers, per token
+    and 32 along k (docs/numerics.md). "auto": the backend's first mode for these weights, never "int8".
     rounding: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
     2^-8) if that lets it multiply faster; the attribute of that name says whether any are.
     router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).

@@ -49,7 +49,8 @@ def cover(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
 
 
 def case_of(item: pytest.Item, strength: int) -> dict[str, Hashable]:
-    """An item's case: its parameters' values, which need not be hashable, by their identities."""
+    """An item's case: its parameters' values by their identities, since they need not be hashable. Equal values that are
+    different objects count as different: more cases run then, never fewer."""
     case = {name: id(value) for name, value in item.callspec.params.items()}
     subject = ways.SUBJECTS.get(item.callspec.params.get("backend"))
     if subject and strength > 1:

@@ -15,7 +15,7 @@ from ktmoe._native import core, isa
 from ktmoe.backends import native
 from ktmoe.backends.base import Missing
 from ktmoe.backends.choice import choose_backend
-from ktmoe.errors import UnavailableError
+from ktmoe.errors import InputError, UnavailableError
 
 REFUSED = "the operating system refused AMX's tiles: a thread's alternate signal stack is too small for them (needed by amx)"
 
@@ -100,8 +100,8 @@ def test_a_backend_with_another_instruction_set_falls_back_to_it(system):
 
 def test_instruction_sets_without_tiles_ask_for_nothing(system):
     system.answer = errno.ENOSPC
-    for name, row in isa.ISAS.items():
-        assert (native.refusal(name) is None) == (not row.tiles)
+    for name in isa.ISAS:
+        assert (native.refusal(name) is None) == ("amx_tile" not in isa.required_features(name))
     assert native.refusal("a plugin's own") is None
     assert system.times == 1
 
@@ -135,3 +135,17 @@ def test_linux_is_asked_when_a_layer_is_made():
     assert permitted == str(backend == "amx")
     if not native.missing_features("amx"):
         assert backend == "amx"
+
+
+def test_a_refusal_holds_for_a_table_under_another_name(system):
+    """A plugin may call by a name of its own what has amx's table."""
+    system.answer = errno.ENOSPC
+    backend = native.NativeBackend({"bf16": ("mine", "portable")}, lambda isa: core.kernel_table("amx" if isa == "mine" else isa))
+    assert backend.claim().table.name == "portable"
+    assert system.times == 1
+
+
+@pytest.mark.parametrize("isas", [{}, {"int8": ("portable",)}, {"bf16": ()}])
+def test_every_native_backend_has_the_exact_mode(isas):
+    with pytest.raises(InputError, match="isas must name instruction sets for the mode 'bf16', found"):
+        native.NativeBackend(isas)

@@ -214,11 +214,6 @@ def test_compile_flags_are_within_the_requirement(row):
         ), flag
 
 
-def test_tiles_are_asked_for_where_they_are_used():
-    for name, row in isa.ISAS.items():
-        assert row.tiles == ("amx_tile" in isa.required_features(name))
-
-
 def test_flags_of_all_c_files_name_no_instruction_set():
     assert not [flag for flag in isa.C_FLAGS if flag.startswith(("-march", "-mtune", "-m"))]
     assert not [flag for flag in isa.C_FLAGS if "fast-math" in flag or flag in ("-Ofast", "-funsafe-math-optimizations")]

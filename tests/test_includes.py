@@ -24,8 +24,6 @@ def test_what_is_included_is_there_and_no_circle():
 
 def test_rooms_include_only_what_is_below_them():
     for name, included in INCLUDES.items():
-        if room(name) in ROOMS:
-            allowed = ROOMS[: ROOMS.index(room(name)) + 1]
-        else:  # kernels know nothing of the driver; only the list of their tables does
-            allowed = ("ktmoe.h", "kernels", *(["layer"] if name == "kernels/isas.c" else []))
+        # Kernels know nothing of the driver.
+        allowed = ROOMS[: ROOMS.index(room(name)) + 1] if room(name) in ROOMS else ("ktmoe.h", "kernels")
         assert {room(other) for other in included} <= set(allowed), name

@@ -83,6 +83,8 @@ def test_what_the_wheel_holds(wheel):
     modules = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
     assert modules == {"core"}
     assert {"ktmoe/_native/__init__.py", "ktmoe/_native/ktmoe.pxd", "ktmoe/_native/ktmoe.h"} <= set(names)
+    native = {Path(name).name for name in names if Path(name).suffix in (".c", ".h", ".pyx", ".pxi", ".pxd")}
+    assert native == {"ktmoe.h", "ktmoe.pxd"}
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "ktmoe").rglob("*.py")} <= set(names)
     assert {re.match(r"ktmoe(-[^/]*\.dist-info)?/", name)[0].partition("-")[0].rstrip("/") for name in names} == {"ktmoe"}
 

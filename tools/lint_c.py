@@ -63,7 +63,7 @@ def main() -> int:
     good = subprocess.run([clang_format, *arguments, *files]).returncode == 0
     if "--fix" in sys.argv:
         return not good
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         good &= all(list(pool.map(lambda job: compiles(*job, folder), jobs(files))))
     return not good
 

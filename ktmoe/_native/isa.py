@@ -21,7 +21,6 @@ class Isa:
     kernels: files of kernels/, one for each idea; each is compiled for this row, with KT_ISA defined as its name.
     flags: the compiler's, for these objects and nothing else. requires: CPU features, as core.cpu_features() names them.
     implies: rows of ISAS whose features and flags come with it.
-    tiles: it uses AMX's tiles, for which a process has to ask the operating system.
     """
 
     rank: int
@@ -30,7 +29,6 @@ class Isa:
     requires: tuple[str, ...] = ()
     implies: tuple[str, ...] = ()
     rank_with: tuple[tuple[str, int], ...] = ()
-    tiles: bool = False
 
 
 ISAS = {
@@ -79,7 +77,6 @@ ISAS = {
         flags=("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
         requires=("avx512vbmi", "amx_tile", "amx_bf16"),
         implies=("avx512_bf16",),
-        tiles=True,
     ),
 }
 

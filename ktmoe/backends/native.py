@@ -13,10 +13,11 @@ from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
 from ktmoe.backends.base import Backend, Found, Missing, Plan, Progress, select
-from ktmoe.errors import UnavailableError, memory_for, thread_for
+from ktmoe.errors import InputError, UnavailableError, memory_for, thread_for
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine import memory, numa, threads
 from ktmoe.machine.numa import UNBOUND, Placement
+from ktmoe.messages import show
 
 #: Why the operating system refused an ISA what it has to be asked for. It is not asked again.
 _refused: dict[str, str] = {}
@@ -41,8 +42,8 @@ def require(isa: str, *features: str) -> None:
 
 def refusal(isa: str) -> str | None:
     """Ask the operating system for what an ISA needs of it; why it refused, or None."""
-    row = instruction_sets.ISAS.get(isa)
-    error = core.permit_tiles() if row and row.tiles else 0
+    tiles = isa in instruction_sets.ISAS and "amx_tile" in required_features(isa)
+    error = core.permit_tiles() if tiles else 0
     if not error:
         return None
     why = "a thread's alternate signal stack is too small for them" if error == errno.ENOSPC else os.strerror(error)
@@ -68,6 +69,7 @@ class NativeBackend(Backend):
     The backend can run where an ISA of its mode "bf16" can; its rank is that of the first of these.
     load: gives an ISA's kernel table; it raises UnavailableError, which says why, where the ISA cannot run.
     rank: for ISAs that isa.py does not know.
+    Raises InputError if there is no mode "bf16".
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class NativeBackend(Backend):
         load: Callable[[str], core.KernelTable] = load_built_in,
         rank: int | None = None,
     ):
+        if not isas.get(_EXACT):
+            raise InputError(f"isas must name instruction sets for the mode {_EXACT!r}, found {show(isas)}")
         self.isas = isas
         self.load = load
         self._rank = rank
@@ -89,7 +93,7 @@ class NativeBackend(Backend):
         """That of the best ISA that it can use here; of the best at all if there is none."""
         if self._rank is not None:
             return self._rank
-        names = [table.name for table in self._tables(_EXACT)[0]] or [*self.isas.get(_EXACT, ())]
+        names = [table.name for table in self._tables(_EXACT)[0]] or [*self.isas[_EXACT]]
         known = [name for name in names[:1] if name in instruction_sets.ISAS]
         return instruction_sets.rank(known[0], core.cpu_features()) if known else 0
 
@@ -122,13 +126,15 @@ class NativeBackend(Backend):
         """The kernel tables that can serve a mode here, best first, and why the mode's other ISAs cannot."""
         tables, reasons = [], []
         for isa in self.isas.get(mode, ()):
-            if isa in _refused:
-                reasons.append(_refused[isa])
-                continue
             try:
-                tables.append(self.load(isa))
+                table = self.load(isa)
             except UnavailableError as error:
                 reasons.append(str(error))
+                continue
+            if table.name in _refused:
+                reasons.append(_refused[table.name])
+            else:
+                tables.append(table)
         return tables, reasons
 
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:

@@ -1,4 +1,4 @@
-"""BackgroundTasks makes things a few at a time on threads of its own. It can be waited for and stopped, and knows no layers."""
+"""BackgroundTasks makes things a few at a time on threads of its own. It can be waited for and stopped."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def _count(name: str, value, least: int = 1, most: int = sys.maxsize) -> int:
 
 
 def _nodes(count: int, wanted: Sequence[int] | None) -> list[int] | None:
-    """NUMA nodes for MoELayer, None for its default, all. More count than there are nodes mean those that there are."""
+    """NUMA nodes for MoELayer, None for its default, all. A count above the number of nodes means all of them."""
     there = sorted(numa.nodes())
     if wanted is None:
         return there[:count] if count < len(there) else None

@@ -30,7 +30,7 @@ class Placement:
 
     @property
     def shards(self) -> int:
-        """Into how many parts the intermediate dimension is cut."""
+        """Into how many shards the intermediate dimension is cut."""
         return max(1, len(self.nodes))
 
     def first(self, count: int) -> Placement:

@@ -33,6 +33,7 @@ const kt_cpu_feature *kt_cpu_features(size_t *count) {
         {"amx_bf16", amx && (leaf7[3] >> 22 & 1)},     {"avx512_vnni", avx512 && (leaf7[2] >> 11 & 1)},
         {"avx_vnni", avx && (leaf71[0] >> 4 & 1)},
     };
+    _Static_assert(sizeof found <= sizeof features, "each has a place");
     *count = sizeof found / sizeof found[0];
     for (size_t i = 0; i < *count; i++) features[i] = found[i]; /* same bytes every time: a race is harmless */
     return features;

@@ -33,9 +33,9 @@ static int chunk(kt_job *j) {
             j->together[own->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
         }
     }
-    for (size_t form = 0; form < j->num_forms; form++) {
-        j->forms[form].stage = false;
-        if (used[form]) kt_x_point(&j->x, &j->forms[form]);
+    for (size_t i = 0; i < j->num_forms; i++) {
+        j->forms[i].stage = false;
+        if (used[i]) kt_x_point(&j->x, &j->forms[i]);
     }
     memset((void *)j->summed, 0, j->hidden_panels * sizeof *j->summed);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) point_h(j, p);

@@ -6,7 +6,7 @@
  * REGULARITIES the thread count and the rest of the batch decide only in which order independent items run, and which of
  *             two functions with equal bits computes them; every sum has one order.
  *
- * Phase B has two forms with the same sums. Many slots: an item is a panel of y; a worker walks the experts for a run of panels at
+ * Phase B goes one of two ways, with the same sums. Many slots: an item is a panel of y; a worker walks the experts for a run of panels at
  * once, since an expert's h is more than a cache keeps, and adds to private fp32 slabs. Few slots: an item is (expert, panel) and
  * writes d; the last to finish a panel adds it up. The second keeps more cores busy at decode, the first needs no memory for d.
  *
@@ -115,7 +115,7 @@ static void down(const kt_shard_job *p, const kt_worker_scratch *s, const kt_exp
             for (size_t c = 0; c < KT_PANEL; c++) d[n][i][c] += w->bias[(panel + n) * KT_PANEL + c];
 }
 
-/* y += r * d, each rounded: the one order of both forms of phase B. */
+/* y += r * d, each rounded: the one order of both ways of phase B. */
 static void add(float *restrict y, const float *restrict d, float r) {
     for (size_t c = 0; c < KT_PANEL; c++) y[c] += r * d[c];
 }
@@ -233,9 +233,9 @@ void kt_phases(void *context, size_t worker, size_t workers) {
     if (j->layer->isa->enter) j->layer->isa->enter();
     const kt_team own = kt_team_of(worker % j->num_shards, worker, workers, j->num_shards);
     bool staged = false;
-    for (const kt_x_form *x = j->forms; x < j->forms + j->num_forms; x++) {
-        if (!x->stage) continue;
-        kt_x_stage(&j->x, x, worker, workers, j->shards[own.shard].workers[own.rank].row);
+    for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++) {
+        if (!form->stage) continue;
+        kt_x_stage(&j->x, form, worker, workers, j->shards[own.shard].workers[own.rank].row);
         staged = true;
     }
     if (staged) kt_pool_barrier((kt_team){0, worker, workers});

@@ -41,10 +41,10 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
     kt_carver c = {base, 0};
     j->reduce = slots <= kt_moe_tuning.reduce_slots;
     kt_route_carve(&j->route, &c, j->layer->num_experts, tokens, j->batch.top_k);
-    for (kt_x_form *x = j->forms; x < j->forms + j->num_forms; x++) {
-        x->x = kt_carve(&c, slots, sizeof *x->x);
-        x->staged = kt_carve(&c, x->by_slot ? slots : tokens, x->stride_bytes);
-        kt_carve(&c, x->rows->tiled, KT_TILE_ROWS * x->rows->block_bytes); /* may be read */
+    for (kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++) {
+        form->x = kt_carve(&c, slots, sizeof *form->x);
+        form->staged = kt_carve(&c, form->by_slot ? slots : tokens, form->stride_bytes);
+        kt_carve(&c, form->rows->tiled, KT_TILE_ROWS * form->rows->block_bytes); /* may be read */
     }
     j->together = kt_carve(&c, slots, sizeof *j->together);
     j->summed = kt_carve(&c, j->hidden_panels, sizeof *j->summed);

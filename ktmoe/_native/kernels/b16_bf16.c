@@ -4,6 +4,7 @@
  */
 #include "kernels/common/b16_layout.h"
 #include "kernels/common/bf16.h"
+#include "kernels/common/isa.h"
 
 enum { IN_PLACE = 1 };
 
@@ -21,7 +22,7 @@ INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum
 
 #include "kernels/loops/panel.h"
 
-FORMS(b16, NO_SCALES)
+FUNCTIONS(b16, NO_SCALES)
 
 const kt_kernel KT_NAME(b16_bf16)[] = {
     {

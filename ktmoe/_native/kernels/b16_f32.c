@@ -4,6 +4,7 @@
  */
 #include "kernels/common/b16_layout.h"
 #include "kernels/common/f32.h"
+#include "kernels/common/isa.h"
 
 typedef char table;
 
@@ -17,7 +18,7 @@ INLINE u32v decode(const uint8_t *octet, const int v, const int k, const enum sc
 
 #include "kernels/loops/panel.h"
 
-FORMS(b16, NO_SCALES)
+FUNCTIONS(b16, NO_SCALES)
 
 const kt_kernel KT_NAME(b16_f32)[] = {
     {

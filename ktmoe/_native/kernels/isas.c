@@ -1,5 +1,5 @@
 /* All kernel tables of this build. KT_ISAS lists the rows of isa.py that the compiler knows: X(portable) X(avx2) ... */
-#include "layer/layer.h"
+#include "kernels/isas.h"
 
 #define X(isa) extern const kt_isa kt_isa_##isa;
 KT_ISAS

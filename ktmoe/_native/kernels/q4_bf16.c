@@ -5,6 +5,7 @@
  * LAYOUT      pack/q4.c. A vector of codes is 8 k of 16 columns; word shifts 0, 4, 8, 12 and VPERMW give the k-pairs.
  */
 #include "kernels/common/bf16.h"
+#include "kernels/common/isa.h"
 #include "kernels/common/q4_layout.h"
 #include "kernels/common/ue8m0_fold.h"
 
@@ -28,9 +29,9 @@ INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum
 
 #include "kernels/loops/panel.h"
 
-FORMS(folded, FOLDED_UE8M0)
-FORMS(ue8m0, UE8M0_SCALES)
-FORMS(bf16, BF16_SCALES)
+FUNCTIONS(folded, FOLDED_UE8M0)
+FUNCTIONS(ue8m0, UE8M0_SCALES)
+FUNCTIONS(bf16, BF16_SCALES)
 
 #define Q4 .family = "q4", .rows = &KT_NAME(rows_bf16), .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel)
 const kt_kernel KT_NAME(q4_bf16)[] = {

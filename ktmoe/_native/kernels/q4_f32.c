@@ -3,6 +3,7 @@
  * LAYOUT      pack/q4.c. A code dword holds 8 k of one column; the nibble of k is at bit nibble_bit(k).
  */
 #include "kernels/common/f32.h"
+#include "kernels/common/isa.h"
 #include "kernels/common/q4_layout.h"
 
 INLINE int nibble_bit(const int k) { return k / 2 * 4 + k % 2 * 16; }
@@ -51,8 +52,8 @@ INLINE u32v decode(const uint8_t *octet, const int v, const int k, const enum sc
 
 #include "kernels/loops/panel.h"
 
-FORMS(ue8m0, UE8M0_SCALES)
-FORMS(bf16, BF16_SCALES)
+FUNCTIONS(ue8m0, UE8M0_SCALES)
+FUNCTIONS(bf16, BF16_SCALES)
 
 #define Q4 .family = "q4", .rows = &KT_NAME(rows_f32), .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel)
 const kt_kernel KT_NAME(q4_f32)[] = {

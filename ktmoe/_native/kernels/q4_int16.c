@@ -8,6 +8,7 @@
  *             words by one instruction.
  */
 #include "kernels/common/int16_rows.h"
+#include "kernels/common/isa.h"
 #include "kernels/common/q4_layout.h"
 
 enum {
@@ -75,8 +76,8 @@ INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v
 
 #include "kernels/loops/panel.h"
 
-FORMS(ue8m0, UE8M0_SCALES)
-FORMS(bf16, BF16_SCALES)
+FUNCTIONS(ue8m0, UE8M0_SCALES)
+FUNCTIONS(bf16, BF16_SCALES)
 
 #define Q4 .family = "q4", .rows = &KT_NAME(rows_int16), .whole = 1, .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel)
 const kt_kernel KT_NAME(q4_int16)[] = {

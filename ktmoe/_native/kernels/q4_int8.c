@@ -10,6 +10,7 @@
  *             that it is always within +-32512. Two products, at most 2 * 32 * 127, never saturate.
  */
 #include "kernels/common/int8_rows.h"
+#include "kernels/common/isa.h"
 #include "kernels/common/q4_layout.h"
 
 enum {
@@ -92,13 +93,13 @@ INLINE sums dot(const sums sum, const u32v w, const u32v x) {
 #endif
 }
 
-INLINE i32v whole_sum(const sums sum) {
-#if defined __AVX512VNNI__ || defined __AVXVNNI__
-    return sum;
+#if VECTOR_BYTES == 64
+INLINE i32v whole_sum(const sums sum) { return sum; }
 #else
-    return (i32v)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
-#endif
+INLINE i32v whole_sum(const sums sum) {
+    return SUMS_OF_WORDS ? (i32v)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)) : sum;
 }
+#endif
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const table *t) {
     return splat(tail(x, k, block)->scale) * t->unit;
@@ -110,8 +111,8 @@ INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v
 
 #include "kernels/loops/panel.h"
 
-FORMS(ue8m0, UE8M0_SCALES)
-FORMS(bf16, BF16_SCALES)
+FUNCTIONS(ue8m0, UE8M0_SCALES)
+FUNCTIONS(bf16, BF16_SCALES)
 
 #define Q4 .family = "q4", .rows = &KT_NAME(rows_int8), .whole = 1, .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel)
 const kt_kernel KT_NAME(q4_int8)[] = {

@@ -2,15 +2,13 @@
  *             every expert, gate, up and down one after another, and is first touched by its own threads when they pack.
  */
 #include <errno.h>
+#include <math.h>
 #include <stdlib.h>
 
 #include "base/numbers.h"
 #include "layer/experts.h"
 
 enum { DOWN = 2 };
-
-/* kt_matrix_of() counts on it. */
-_Static_assert(sizeof(kt_expert) == KT_MATRICES * sizeof(kt_matrix), "gate, up and down follow one another");
 
 static kt_shard_matrix shard_matrix(const kt_format *formats, const kt_shard_memory *m, size_t hidden, size_t matrix) {
     if (matrix == DOWN) return (kt_shard_matrix){.format = &formats[matrix], .column = m->first, .n = hidden, .k = m->count};
@@ -79,15 +77,21 @@ static const kt_codebook *codebook_of(const kt_experts *e, size_t matrix) {
     return &e->codebooks[alike ? 0 : matrix];
 }
 
-/* A copy of a shard's biases, padded to whole panels. Down's belong to the first shard. False: memory was refused. */
-static bool copy_bias(const kt_shard_matrix *s, const float *bias, const float **copy) {
+/* A copy of a shard's biases, padded to whole panels. Down's belong to the first shard. They are checked here and not before, since
+ * their owner may change them. *error is ENOMEM, or 0 where KT_REFUSED is returned. */
+static enum kt_outcome copy_bias(const kt_shard_matrix *s, const float *bias, const float **copy, int *error) {
     *copy = NULL;
-    if (!bias || s->column) return true;
+    if (!bias || s->column) return KT_DONE;
     float *padded = calloc(kt_round_up(s->n, KT_PANEL), sizeof *padded);
-    if (!padded) return false;
+    if (!padded) {
+        *error = ENOMEM;
+        return KT_FAILED;
+    }
     memcpy(padded, bias + s->row, s->n * sizeof *padded);
     *copy = padded;
-    return true;
+    for (size_t i = 0; i < s->n; i++)
+        if (!isfinite(padded[i])) return KT_REFUSED;
+    return KT_DONE;
 }
 
 /* Where the matrices of an expert are packed to: beside what it has now, if it has. False: memory was refused. */
@@ -102,8 +106,8 @@ static bool place(kt_experts *e, size_t expert, bool replaces, size_t shard, kt_
     return true;
 }
 
-/* What takes the place of a packed expert's matrices, its biases owned. *error stays 0 where KT_TOO_MANY_FORMS is returned. */
-static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard_matrix *matrices, const kt_scan *scans,
+/* An expert's matrices as the forward pass will see them, with biases of their own. */
+static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard_matrix *matrices, kt_scan *scans,
                             kt_matrix *fresh, int *error) {
     for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
         const size_t matrix = i % KT_MATRICES;
@@ -118,10 +122,9 @@ static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard
         };
         const bool folds = g->low <= scans[matrix].low && scans[matrix].high <= g->high;
         if (!kt_layer_use(&e->layer, &fresh[i], matrix == DOWN, g->kernels[folds])) return KT_TOO_MANY_FORMS;
-        if (!copy_bias(s, g->bias, &fresh[i].bias)) {
-            *error = ENOMEM;
-            return KT_FAILED;
-        }
+        const enum kt_outcome outcome = copy_bias(s, g->bias, &fresh[i].bias, error);
+        scans[matrix].refused |= outcome == KT_REFUSED;
+        if (outcome != KT_DONE) return outcome;
     }
     return KT_DONE;
 }

@@ -3,7 +3,6 @@
 #define KT_EXPERTS_H
 
 #include "layer/layer.h"
-#include "pack/pack.h"
 
 /* One shard's. Experts lie at arena + expert * expert_bytes until they are replaced. */
 typedef struct kt_shard_memory {
@@ -28,9 +27,9 @@ typedef struct kt_experts {
 size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m);
 
 /* Fills all but the layer's sizes, placement, isa and activation, intermediate, formats and codebooks, which the caller has set.
- * columns: [shards][2], the first of each shard's columns of h and their number. False: memory was refused; free() what there is. */
+ * columns: [shards][2], the first of each shard's columns of h and their number. False: memory was refused; kt_experts_free() gives back what there is. */
 bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]);
-void kt_experts_free(kt_experts *e);
+void kt_experts_free(kt_experts *e); /* with the pool's lock held, if others may know of it */
 
 /* A whole matrix in the checkpoint's own bytes. */
 typedef struct kt_given {
@@ -53,7 +52,7 @@ enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_s
                                   float *const *biases, bool *biased, int *error);
 
 static inline kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix) {
-    return &e->layer.shards[shard].experts[expert].gate + matrix;
+    return &e->layer.shards[shard].experts[expert].matrices[matrix];
 }
 
 #endif

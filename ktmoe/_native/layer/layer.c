@@ -7,11 +7,11 @@ bool kt_layer_use(kt_layer *l, kt_matrix *matrix, bool down, const kt_kernel *ke
     if (down) {
         l->h_block_bytes = most(l->h_block_bytes, kernel->rows->block_bytes);
     } else {
-        size_t form = 0;
-        while (form < KT_X_FORMS && l->x_rows[form] && l->x_rows[form] != kernel->rows) form++;
-        if (form == KT_X_FORMS) return false;
-        l->x_rows[form] = kernel->rows;
-        matrix->x_form = form;
+        size_t i = 0;
+        while (i < KT_X_FORMS && l->x_rows[i] && l->x_rows[i] != kernel->rows) i++;
+        if (i == KT_X_FORMS) return false;
+        l->x_rows[i] = kernel->rows;
+        matrix->x_form = i;
     }
     matrix->kernel = kernel;
     l->kernel_scratch_bytes = most(l->kernel_scratch_bytes, kernel->scratch_bytes);

@@ -4,6 +4,7 @@
 
 #include "base/placement.h"
 #include "ktmoe.h"
+#include "pack/pack.h"
 
 typedef struct kt_matrix {
     const uint8_t *data; /* NULL until packed */
@@ -15,8 +16,11 @@ typedef struct kt_matrix {
     const float *bias; /* fp32, padded to whole panels, or NULL */
 } kt_matrix;
 
-typedef struct kt_expert {
-    kt_matrix gate, up, down;
+typedef union kt_expert {
+    struct {
+        kt_matrix gate, up, down;
+    };
+    kt_matrix matrices[KT_MATRICES];
 } kt_expert;
 
 /* Some of the intermediate dimension of every expert. */
@@ -41,9 +45,8 @@ typedef struct kt_layer {
     size_t kernel_scratch_bytes;       /* the most that any of its kernels asks for */
 } kt_layer;
 
-/* A matrix of the layer, down or not, is computed by this kernel. False: that would be too many forms of x. */
+/* A matrix of the layer, down or not, is computed by this kernel; with the pool's lock held. False: that would be too many forms
+ * of x. */
 bool kt_layer_use(kt_layer *layer, kt_matrix *matrix, bool down, const kt_kernel *kernel);
-
-extern const kt_isa *const kt_isas[]; /* the kernel tables of this build; NULL ends them */
 
 #endif

@@ -72,17 +72,17 @@ size_t kt_scales_bytes(const kt_format *f, size_t columns) {
 typedef size_t row_bytes(const kt_format *f, size_t columns);
 
 /* What `rows` of a shard's matrix, from its row `first` on, have in common with a slice. bytes: kt_codes_bytes or kt_scales_bytes. */
-static void copy_rows(const kt_shard_matrix *s, size_t first, size_t rows, const kt_slice *p, row_bytes *bytes,
-                      const uint8_t *from, uint8_t *to) {
-    const size_t begin = s->column > p->column ? s->column : p->column;
-    const size_t s_end = s->column + s->k, p_end = p->column + p->columns, end = s_end < p_end ? s_end : p_end;
+static void copy_rows(const kt_shard_matrix *s, size_t first, size_t rows, const kt_slice *to, row_bytes *bytes,
+                      const uint8_t *from, uint8_t *bytes_to) {
+    const size_t begin = s->column > to->column ? s->column : to->column;
+    const size_t s_end = s->column + s->k, to_end = to->column + to->columns, end = s_end < to_end ? s_end : to_end;
     if (begin >= end) return;
-    const size_t from_stride = bytes(s->format, s->k), to_stride = bytes(s->format, p->columns);
+    const size_t from_stride = bytes(s->format, s->k), to_stride = bytes(s->format, to->columns);
     const size_t count = bytes(s->format, end - begin);
     for (size_t i = 0; i < rows; i++) {
         const size_t row = s->row + first + i;
-        if (row < p->row || row >= p->row + p->rows) continue;
-        memcpy(to + (row - p->row) * to_stride + bytes(s->format, begin - p->column),
+        if (row < to->row || row >= to->row + to->rows) continue;
+        memcpy(bytes_to + (row - to->row) * to_stride + bytes(s->format, begin - to->column),
                from + i * from_stride + bytes(s->format, begin - s->column), count);
     }
 }
@@ -93,10 +93,10 @@ static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice 
     const size_t first = panel * KT_PANEL, rows = s->n - first < KT_PANEL ? s->n - first : KT_PANEL;
     uint8_t *scales = codes + rows * kt_codes_bytes(s->format, s->k);
     packing->unpack(s->format, s->packed + panel * packing->panel_bytes(s->format, s->k), rows, s->k, codes, scales);
-    for (const kt_slice *p = slices; p < slices + count; p++) {
-        if (p->matrix != matrix) continue;
-        copy_rows(s, first, rows, p, kt_codes_bytes, codes, p->codes);
-        if (s->format->scale_group) copy_rows(s, first, rows, p, kt_scales_bytes, scales, p->scales);
+    for (const kt_slice *to = slices; to < slices + count; to++) {
+        if (to->matrix != matrix) continue;
+        copy_rows(s, first, rows, to, kt_codes_bytes, codes, to->codes);
+        if (s->format->scale_group) copy_rows(s, first, rows, to, kt_scales_bytes, scales, to->scales);
     }
 }
 

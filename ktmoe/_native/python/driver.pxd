@@ -50,8 +50,6 @@ cdef extern from "base/limits.h" nogil:
 
 
 cdef extern from "pack/pack.h" nogil:
-    enum:
-        KT_MATRICES
     ctypedef struct kt_format
     ctypedef struct kt_packing:
         size_t (*panel_bytes)(const kt_format *format, size_t k) noexcept nogil
@@ -92,6 +90,9 @@ cdef extern from "layer/layer.h" nogil:
         kt_activation act
         const kt_isa *isa
         kt_router_weight router_weight
+
+
+cdef extern from "kernels/isas.h" nogil:
     const kt_isa *kt_isas[]
 
 

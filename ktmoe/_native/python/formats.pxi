@@ -46,10 +46,10 @@ def expert_nbytes(experts, ranges):
     """Bytes of one of these ExpertWeights' experts, packed, in all shards. ranges: each shard's columns of h, [(first, last)]."""
     cdef kt_format formats[3]
     cdef kt_shard_memory shard
-    cdef size_t total = 0
     for p, projection in enumerate(PROJECTIONS):
         _fill_format(&formats[p], experts.formats[projection])
+    total = 0  # Python's integers do not wrap
     for first, last in ranges:
         shard.first, shard.count = first, last - first
-        total += kt_expert_bytes(formats, experts.hidden, &shard)
+        total += <object>kt_expert_bytes(formats, experts.hidden, &shard)
     return total

@@ -19,7 +19,6 @@ cdef class PackedLayer:
     def __cinit__(self, KernelTable table, experts, plan, ranges, size_t threads):
         cdef size_t columns[KT_SHARDS_MAX][2]
         cdef kt_layer *layer = &self.experts.layer
-        cdef kt_shard_memory shard
         self._table = table
         self._spec = experts.spec
         self._activations, self._rounding = plan.activations, plan.rounding
@@ -38,16 +37,13 @@ cdef class PackedLayer:
         self.num_shards = len(ranges)
         assert self.num_shards == plan.placement.shards
         self._first_columns = ranges[0][1] - ranges[0][0]
-        self._shard_bytes = []
         for i, (first, last) in enumerate(ranges):
             columns[i][0], columns[i][1] = first, last - first
-            shard.first, shard.count = first, last - first
-            expert_bytes = kt_expert_bytes(self.experts.formats, layer.hidden, &shard)
-            self._shard_bytes.append(experts.num_experts * <object>expert_bytes)  # Python's integers do not wrap
-        total = sum(self._shard_bytes)
+        total = experts.num_experts * expert_nbytes(experts, ranges)
         if total > sys.maxsize or not kt_experts_map(&self.experts, columns):
             raise OutOfMemoryError(f"packed weights of {experts.num_experts} experts need {total} bytes; the system refused them")
         self.nbytes = total
+        self._shard_bytes = [self.experts.memory[i].arena_bytes for i in range(self.num_shards)]
 
     def __dealloc__(self):
         kt_experts_free(&self.experts)
@@ -85,8 +81,6 @@ cdef class PackedLayer:
             held.append(scales)
         if matrix.bias is not None:
             bias = _bytes(f"{matrix.name} bias", matrix.bias, n * sizeof(float)).view(np.float32)
-            if not np.isfinite(bias).all():
-                matrix.refuse()
             given.bias = &bias[0]
             held.append(bias)
         return held
@@ -107,6 +101,7 @@ cdef class PackedLayer:
         matrices, held = dict(matrices), []  # held: while it is, numpy does not resize it unless it is told not to count references
         for projection, matrix in matrices.items():
             self._spec.check(expert, projection, matrix)
+        for projection, matrix in matrices.items():
             held.append(self._give(&given[PROJECTIONS.index(projection)], PROJECTIONS.index(projection), matrix))
         with nogil:
             kt_pool_lock()
@@ -121,7 +116,7 @@ cdef class PackedLayer:
         if outcome == KT_REFUSED:
             matrix = matrices[next(name for p, name in enumerate(PROJECTIONS) if scans[p].refused)]
             matrix.refuse()
-            raise FormatError(f"{matrix.name}: a scale or a weight was not finite while it was packed")
+            raise FormatError(f"{matrix.name}: a scale, a weight or a bias was not finite while it was packed")
         if outcome == KT_TOO_MANY_FORMS:
             raise UnavailableError(f"{self._table.name}'s kernels take x in more forms than one layer can have: {KT_X_FORMS}")
 

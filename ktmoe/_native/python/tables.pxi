@@ -34,10 +34,10 @@ cdef class KernelTable:
     def kernels(self):
         """[(family, scale kind, longest scale group, activations, folded)] of every kernel."""
         rows = []
-        cdef const kt_kernel *const *row = self.isa.kernels
+        cdef const kt_kernel *const *listed = self.isa.kernels
         cdef const kt_kernel *kernel
-        while row[0]:
-            kernel = row[0]
+        while listed[0]:
+            kernel = listed[0]
             while kernel.family:
                 rows.append((
                     kernel.family.decode(),
@@ -47,7 +47,7 @@ cdef class KernelTable:
                     bool(kernel.folded),
                 ))
                 kernel += 1
-            row += 1
+            listed += 1
         return rows
 
     def serves(self, weight_format, str activations):
@@ -55,15 +55,15 @@ cdef class KernelTable:
         return self.find(weight_format, activations, False) != NULL
 
     cdef const kt_kernel *find(self, weight_format, str activations, bint folded):
-        cdef const kt_kernel *const *row = self.isa.kernels
+        cdef const kt_kernel *const *listed = self.isa.kernels
         cdef const kt_kernel *kernel
         scale = weight_format.scale
         kind, rows, columns = (scale.kind, *scale.extent) if scale else ("none", 1, 0)
         if rows != 1 or (columns and (columns % KT_BLOCK or columns & (columns - 1))):
             return NULL
         whole = codebook.unit(weight_format.codebook) > 0
-        while row[0]:
-            kernel = row[0]
+        while listed[0]:
+            kernel = listed[0]
             while kernel.family:
                 if (
                     kernel.family.decode() == weight_format.family and kernel.scale.decode() == kind
@@ -72,7 +72,7 @@ cdef class KernelTable:
                 ):
                     return kernel
                 kernel += 1
-            row += 1
+            listed += 1
         return NULL
 
     cdef bint find_both(self, weight_format, str activations, str rounding, kt_given *given):

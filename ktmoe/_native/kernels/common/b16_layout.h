@@ -1,4 +1,4 @@
-/* Where panel.h finds b16's weights; pack/b16.c has the picture. */
+/* Where b16's weights are; pack/b16.c has the picture. */
 #ifndef KT_B16_LAYOUT_H
 #define KT_B16_LAYOUT_H
 

@@ -1,7 +1,8 @@
 /* The activation's exponential, shared by all instruction sets: exp(t) = 2^n * p(r), n = round(t / ln 2), r = t - n ln 2.
  *
- * p is the degree-6 minimax polynomial of exp on |r| <= ln(2) / 2 with p(0) = 1; with its coefficients in fp32 it errs by less than 2^-25, and the whole is
- * within 2^-22 of exp(t), relatively, for results in fp32's normal range (tests/test_activation.py sweeps it).
+ * p is the degree-6 minimax polynomial of exp on |r| <= ln(2) / 2 with p(0) = 1. With its coefficients in fp32 it errs by less
+ * than 2^-25. The whole is within 2^-22 of exp(t), relatively, for results in fp32's normal range (tests/test_activation.py
+ * sweeps it).
  * The argument is clamped to where the result has long been 0 or infinity, so that n fits.
  */
 #ifndef KT_EXP_H

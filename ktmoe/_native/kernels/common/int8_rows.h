@@ -16,6 +16,13 @@
 #include "kernels/common/magnitude.h"
 #include "ktmoe.h"
 
+/* Without VPDPBUSD, sums are kept in words. Rows and kernels have to agree on that. */
+#if defined __AVX512VNNI__ || defined __AVXVNNI__
+enum { SUMS_OF_WORDS = 0 };
+#else
+enum { SUMS_OF_WORDS = 1 };
+#endif
+
 /* What a row of int8 has for each 32 k behind its integers. start: minus 16 times the sum of the 32 integers; or, in words, that of
  * those with even k and of those with odd k. */
 typedef struct int8_block {
@@ -71,11 +78,7 @@ static inline void encode_int8(const uint16_t *restrict x, size_t first, size_t 
         const __m256i integers = int8_integers(x, block->scale);
         _mm256_storeu_si256((__m256i *)q, integers);
         const uint32_t sums = int8_minus_16_sums(integers);
-#if defined __AVX512VNNI__ || defined __AVXVNNI__
-        block->start = (int16_t)(sums & 0xFFFF) + (int16_t)(sums >> 16);
-#else
-        block->start = (int32_t)sums;
-#endif
+        block->start = SUMS_OF_WORDS ? (int32_t)sums : (int16_t)(sums & 0xFFFF) + (int16_t)(sums >> 16);
     }
 }
 

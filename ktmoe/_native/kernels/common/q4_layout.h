@@ -1,4 +1,4 @@
-/* Where panel.h finds q4's codes; pack/q4.c has the picture. */
+/* Where q4's codes are; pack/q4.c has the picture. */
 #ifndef KT_Q4_LAYOUT_H
 #define KT_Q4_LAYOUT_H
 

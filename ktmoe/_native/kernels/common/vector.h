@@ -1,5 +1,5 @@
-/* The widest vectors of the instruction set that this is compiled for, by the compiler's vector extension: what the kernels of
- * all instruction sets that multiply in fp32 share. Only what the extension cannot say is an intrinsic.
+/* The widest vectors of the instruction set that this is compiled for, by the compiler's vector extension. Only what the extension
+ * cannot say is an intrinsic.
  */
 #ifndef KT_VECTOR_H
 #define KT_VECTOR_H
@@ -23,7 +23,10 @@
 enum {
     LANES = VECTOR_BYTES / 4,
     VECTORS = KT_PANEL / LANES, /* a panel's */
+    LINE = 64,                  /* bytes of a cache line */
 };
+
+INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 typedef float f32v __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t u32v __attribute__((vector_size(VECTOR_BYTES)));

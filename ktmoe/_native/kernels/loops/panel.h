@@ -1,4 +1,4 @@
-/* Packed panels times rows: the one loop nest of all kernels.
+/* Packed panels times rows: the loop nest of the kernels on vectors.
  *
  * SHAPES      m rows of k inputs, as the activation mode encodes them; W packed panels of 64 columns; out fp32 [m][64]
  * DEFINITION  for each panel, column c, row i:
@@ -18,21 +18,21 @@
  *     DECODE_K                   of many(), a multiple of KT_SCALE_GROUP_MAX: a decoded strip leaves half of an L1 to x
  *     TILE_ROWS, TILE_VECTORS   of a tile of many()
  *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
+ *     FEW_MAX                   rows up to which few() is the faster, in one pass or more; 0: never
  *     BLOCK_BYTES, OCTET_BYTES  of 32 k and of 8 k of a packed panel, without scales: from one to the next
  *     IN_PLACE                  1: packed weights are as decode() would leave them, with all vectors in one strip
  *     BY_VECTOR                 1: few() does a vector's steps one after another, since they share what decode() does, and dot()
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
  *     BLOCK_SUMS                1: a group's sum is finished with every block, since x has a scale for each
  *     HOLD_TOTALS               1: a tile of many() keeps its groups' totals in registers beside the sums; 0: in out
- *     table, load_table(a, scales)     what decode() needs all the time
+ *     table, load_table(a, kind)       what decode() needs all the time
  *     fold, load_fold(scales, v)       what it needs of a group's scales, if they are folded
- *     decode(octet, v, j, scales, t, f)  u32v of the weights of step j of 8 k of a block, in the columns of vector v
+ *     decode(octet, v, j, kind, t, f)   u32v of the weights of step j of 8 k of a block, in the columns of vector v
  *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
  *     start(x, k, block)        a sum before its first step: x is a row of k, its block the first one
  *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
  *     finish(sums, f32v scale, f32v factor, f32v out)
  */
-#include "kernels/common/isa.h"
 #include "kernels/common/vector.h"
 
 enum {
@@ -40,19 +40,20 @@ enum {
     BLOCKS = DECODE_K / KT_BLOCK,
     STRIP = TILE_VECTORS * LANES,
     STRIPS = KT_PANEL / STRIP,
-    BOTH = 2 * VECTORS, /* panels */
-    OCTET = 8 / STEP_K, /* steps that share a vector of 4-bit codes */
-    LINE = 64,
+    BOTH = 2 * VECTORS,                   /* panels */
+    OCTET = 8 / STEP_K,                   /* steps that share a vector of 4-bit codes */
     OCTET_LINES = BLOCK_BYTES / 4 / LINE, /* a quarter of a block's, for each 8 k */
     AHEAD_BYTES = 3072,                   /* of a panel, between what few() uses and what it prefetches to L1 */
 };
+
+_Static_assert(TILE_ROWS <= 12, "TILE() has a case for each number of rows");
+_Static_assert(STRIPS == 1 || !IN_PLACE, "packed weights in place are one strip");
+_Static_assert(DECODE_K % KT_SCALE_GROUP_MAX == 0, "a scale group is not cut");
 
 /* Blocks that share scales: of UE8M0 always one. */
 INLINE size_t blocks_per_scale(const kt_dot *a, const enum scale_kind kind) {
     return kind == BF16_SCALES ? a->scale_group / KT_BLOCK : kind == NO_SCALES ? BLOCKS : 1;
 }
-
-INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 INLINE u32v broadcast(const uint32_t *x) {
     float bits;
@@ -140,7 +141,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
 
 /* The next step's rows when `left` are to go in equal steps of at most `most`: 7 are 4 + 3, not 6 + 1, since few chains
  * would wait for their own latency. */
-INLINE size_t step_rows(size_t left, size_t most) {
+INLINE size_t next_rows(size_t left, size_t most) {
     const size_t steps = (left + most - 1) / most;
     return (left + steps - 1) / steps;
 }
@@ -152,7 +153,7 @@ INLINE size_t step_rows(size_t left, size_t most) {
 
 INLINE void few(const kt_dot *a, const enum scale_kind kind) {
     for (size_t first = 0, rows; first < a->m; first += rows) {
-        rows = step_rows(a->m - first, FEW_ROWS);
+        rows = next_rows(a->m - first, FEW_ROWS);
         if (VECTORS < 8 && rows == 1 && a->panels == 2) { /* a panel's vectors alone are too few chains */
             pass(a, first, 1, 0, 0, BOTH, kind);
             continue;
@@ -293,7 +294,7 @@ INLINE void many(const kt_dot *a, const enum scale_kind kind) {
                 };
                 float *out = a->out[p] + n * STRIP;
                 for (size_t first = 0, rows; first < m; first += rows) {
-                    rows = step_rows(m - first, TILE_ROWS);
+                    rows = next_rows(m - first, TILE_ROWS);
                     for (size_t end = fetched + each; fetched < end && fetched < next_bytes; fetched += LINE)
                         prefetch_l2(next + fetched);
                     if (n == 0)
@@ -321,6 +322,6 @@ INLINE void many(const kt_dot *a, const enum scale_kind kind) {
 }
 
 /* few_<name>() and many_<name>() for one kind of scale. With FEW_MAX 0, few() is never used. */
-#define FORMS(name, kind)                                                               \
+#define FUNCTIONS(name, kind)                                                           \
     static void few_##name(const kt_dot *a) { FEW_MAX ? few(a, kind) : many(a, kind); } \
     static void many_##name(const kt_dot *a) { many(a, kind); }

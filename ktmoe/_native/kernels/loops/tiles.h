@@ -27,8 +27,7 @@
 #include "kernels/common/vector.h"
 
 enum {
-    WIDTH = KT_PANEL / 16, /* tiles */
-    LINE = 64,
+    WIDTH = KT_PANEL / 16,  /* tiles */
     FEW_AHEAD_BYTES = 2048, /* of a panel, between what few() uses and what it prefetches to L1 */
     OUT_BYTES = KT_PANEL * sizeof(float),
 };
@@ -38,8 +37,6 @@ enum {
 typedef uint8_t step_tiles[WIDTH][TILE_BYTES]; /* 2: all of a step */
 typedef uint8_t pair_tiles[2][TILE_BYTES];     /* PAIRS: two of a step */
 enum { PAIRS = 4, PAIRS_AHEAD = 3, RING_BYTES = IN_PLACE ? 0 : 8 * TILE_BYTES };
-
-INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 INLINE const uint8_t *b_tile(const weights *w, const size_t step, const int n, const uint8_t *decoded) {
     return IN_PLACE ? tile_at(w, step, n) : decoded;
