@@ -52,8 +52,8 @@ bench-compare: $(STAMPS)/bench ## the last saved benchmarks against those before
 bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe: first installs them, then about 8 minutes
 	@$(PY) -m bench.peers run $(ARGS)
 
-scaling: $(STAMPS)/native $(STAMPS)/bench ## predict what calls cost here and on other CPUs, and check it; ARGS=--write for docs
-	@$(PY) -m bench.scaling $(ARGS)
+results: $(STAMPS)/native $(STAMPS)/bench ## the last saved benchmarks into bench/results and docs; ARGS="7": number 7
+	@$(PY) -m bench.publish $(ARGS)
 
 lint: $(STAMPS)/lint ## ruff, clang-format, and the C compiled with warnings as errors
 	@$(PY) -m ruff check -q .
@@ -72,7 +72,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test verify test-kt-kernel bench bench-compare bench-peers scaling lint format config clean FORCE
+.PHONY: help demo test verify test-kt-kernel bench bench-compare bench-peers results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 import ktmoe
 from bench.models import Model
 from ktmoe._native import core
-from ktmoe.backends.base import choose
+from ktmoe.backends.base import Found
+from ktmoe.backends.choice import choose_backend
 from ktmoe.backends.native import NativeBackend
 from ktmoe.experts import ExpertWeights
 
@@ -34,15 +35,13 @@ class Way:
         return "-".join([*words, *([self.rounding] if self.rounding != "exact" else [])])
 
     @contextmanager
-    def table(self, experts: ExpertWeights) -> Iterator[core.KernelTable]:
-        """While it lasts, the backend has no other instruction set for the mode. Yields the kernel table."""
+    def table(self, experts: ExpertWeights) -> Iterator[core.KernelTable | None]:
+        """While it lasts, the backend has no other instruction set for the mode. Yields the kernel table, if there is one."""
         backend = ktmoe.backends.get(self.backend)
         with pytest.MonkeyPatch.context() as patch:
-            if self.activations in backend.also:
-                patch.setattr(backend, "also", {self.activations: (self.isa,)})
-            else:
-                patch.setattr(backend, "isas", (self.isa,))
-            yield backend.table(experts, self.activations)
+            patch.setattr(backend, "isas", {**backend.isas, self.activations: (self.isa,)})
+            found = backend.lookup(experts, self.activations)
+            yield found.table if isinstance(found, Found) else None
 
 
 @dataclass(frozen=True)
@@ -77,27 +76,30 @@ def every_way(experts: ExpertWeights) -> Iterator[Way]:
     """All that can compute these experts here; kernels that several backends share, once."""
     shared = set()
     for name, backend in native_backends():
-        for mode in backend.activations:
-            tables = [table for table in backend.usable(mode)[0] if (table.name, mode) not in shared]
-            shared |= {(isa, mode) for isa in backend.also.get(mode, ())}
-            for table in tables:
-                yield from _ways(name, table, experts, mode)
+        for mode, isas in backend.isas.items():
+            for isa in isas:
+                if (isa, mode) not in shared:
+                    shared.add((isa, mode))
+                    yield from _ways(Way(name, isa, mode), experts)
 
 
 def auto_ways(experts: ExpertWeights) -> Iterator[Way]:
     """What "auto" chooses, and the same with folded scales where those make a difference."""
-    name, _ = choose("auto", experts)
-    backend = ktmoe.backends.get(name)
-    if isinstance(backend, NativeBackend):
-        mode = backend.modes(experts)[0]
-        yield from _ways(name, backend.table(experts, mode), experts, mode)
+    choice = choose_backend("auto", experts)
+    found = ktmoe.backends.get(choice.name).lookup(experts, choice.activations)
+    if found.table is not None:
+        yield from _ways(Way(choice.name, found.table.name, choice.activations), experts)
 
 
-def _ways(backend: str, table: core.KernelTable, experts: ExpertWeights, mode: str) -> Iterator[Way]:
-    if all(table.serves(weight_format, mode) for weight_format in experts.formats.values()):
-        yield Way(backend, table.name, mode)
-    if any(_rounds(table, weight_format, mode) for weight_format in experts.formats.values()):
-        yield Way(backend, table.name, mode, "folded")
+def _ways(way: Way, experts: ExpertWeights) -> Iterator[Way]:
+    """It, if it can run here, and the same with folded scales if that makes a difference."""
+    with way.table(experts) as table:
+        if table is None:
+            return
+        rounds = any(_rounds(table, weight_format, way.activations) for weight_format in experts.formats.values())
+    yield way
+    if rounds:
+        yield replace(way, rounding="folded")
 
 
 def _rounds(table: core.KernelTable, weight_format, mode: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import cases, subjects, summary
+from bench import cases, machine, subjects, summary
 from bench.models import models
 
 
@@ -40,8 +40,13 @@ def subject(request):
         yield subject
 
 
+def pytest_benchmark_update_machine_info(config, machine_info):
+    machine_info["ktmoe"] = machine.about()
+
+
 def pytest_terminal_summary(terminalreporter):
     session = getattr(terminalreporter.config, "_benchmarksession", None)
     rows = [benchmark.extra_info for benchmark in session.benchmarks] if session else []
     rows = [row for row in rows if "suite" in row]  # a test that failed recorded nothing
-    terminalreporter.write("\n" + summary.text(rows) if rows else "")
+    if rows:
+        terminalreporter.write(f"\n{summary.text(rows)}make results writes a saved run into bench/results and the docs.\n")

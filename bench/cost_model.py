@@ -1,7 +1,7 @@
-"""What one layer call costs: a model with a machine's and a kernel's numbers as inputs. docs/performance.md explains it.
+"""What one layer call costs: a formula of a machine's and a kernel's numbers. docs/performance.md explains it.
 
-Nothing here measures. bench/scaling/ does, finds a kernel's three numbers, and compares predictions with what it measured.
-Units are bytes, FLOPs, seconds and cycles; rates are per second and of all threads together.
+Nothing here measures. bench/explain.py finds a kernel's three numbers by measured calls and compares the formula with others.
+Units are bytes, FLOPs and seconds; rates are per second and of all threads together.
 """
 
 from __future__ import annotations
@@ -14,21 +14,17 @@ import numpy as np
 
 from bench.models import Model
 
-PANEL = 64  # columns of an item of work
-#: As the driver has them: KTMOE_SCRATCH_MB's default, and the slots up to which an item of phase B is (expert, panel).
+#: KTMOE_SCRATCH_MB's default.
 SCRATCH_BYTES = 256 << 20
-FEW_SLOTS = 256
-#: Shares of an expert's weights: gate and up, then down.
-PHASES = {"A": 2 / 3, "B": 1 / 3}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a backend's kernels are by construction, and three measured numbers that other CPUs of its kind should share.
+    """What kernels are by construction, and three numbers that are found by measured calls.
 
     tile_rows: rows that are multiplied together; a part of a tile costs a whole one. pass_rows: rows for which weights are
     decoded once. x_bytes: of a value of x and h. x_by_slot: whether rows of x are copied for each expert.
-    decode_cycles: of one core, to decode a packed byte. efficiency: the share of the multiply peak while it multiplies.
+    decode_ns: in which a core decodes a packed byte. efficiency: the share of the multiply peak while it multiplies.
     overlap: of reading and computing; 0: they add up, 1: the shorter is hidden.
     """
 
@@ -36,32 +32,23 @@ class Kernel:
     pass_rows: int
     x_bytes: int
     x_by_slot: bool
-    decode_cycles: float = 0.0
+    decode_ns: float = 0.0
     efficiency: float = 1.0
     overlap: float = 1.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """threads: of a call, on cores of their own. read, peak: rates of all threads together, from and beside memory. hertz: of a
-    core. call: seconds of a call besides reading and computing. nodes: of NUMA, each of which keeps and reads a share of every
-    expert; read is their sum. link: bytes a second that a node reads from the others.
-    """
+    """threads: of a call, on cores of their own. read, peak: rates of all threads together, from and beside memory."""
 
     threads: int
     read: float
     peak: float
-    hertz: float
-    call: float = 0.0
-    nodes: int = 1
-    link: float = math.inf
 
     def __post_init__(self):
-        for name in ("threads", "read", "peak", "hertz", "nodes", "link"):
+        for name in ("threads", "read", "peak"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected more than 0, found {getattr(self, name)!r}")
-        if not self.call >= 0:
-            raise ValueError(f"call: expected at least 0, found {self.call!r}")
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
@@ -81,18 +68,9 @@ def expert_rows(experts: int, top_k: int, tokens: int) -> tuple[np.ndarray, np.n
     return m, experts * np.exp(ways + m * math.log(share) + (tokens - m) * math.log1p(-share))
 
 
-def imbalance(items: float, threads: int) -> float:
-    """By how much the busiest thread's items exceed the mean."""
-    items = max(1, round(items))
-    return math.ceil(items / threads) * threads / items
-
-
-def chunk_tokens(model: Model, tokens: int, kernel: Kernel, threads: int) -> int:
-    """Tokens that the driver computes at once: it halves a batch until x, h and the slabs of y fit into the scratch memory."""
-    rows = model.top_k * kernel.x_bytes * model.intermediate
-    rows += kernel.x_bytes * model.hidden * (model.top_k if kernel.x_by_slot else 1)
-    panels = max(1, min(8, model.hidden // PANEL // (4 * threads)))
-    rows += threads * panels * PANEL * 4
+def chunk_tokens(model: Model, tokens: int, kernel: Kernel) -> int:
+    """Tokens that are computed at once: the driver halves a batch until its x and h fit into the scratch memory."""
+    rows = kernel.x_bytes * (model.top_k * model.intermediate + model.hidden * (model.top_k if kernel.x_by_slot else 1))
     while tokens > 1 and tokens * rows > SCRATCH_BYTES:
         tokens = (tokens + 1) // 2
     return tokens
@@ -102,35 +80,19 @@ def seconds(model: Model, tokens: int, kernel: Kernel, machine: Machine) -> floa
     """One call of one layer with random routing."""
     if tokens < 1:
         raise ValueError(f"tokens: expected at least 1, found {tokens}")
-    most = chunk_tokens(model, tokens, kernel, machine.threads)
-    whole, rest = divmod(tokens, most)
-    chunks = whole * _chunk_seconds(model, most, kernel, machine) + (
-        _chunk_seconds(model, rest, kernel, machine) if rest else 0
-    )
-    return machine.call + chunks
+    most = chunk_tokens(model, tokens, kernel)
+    chunks = [most] * (tokens // most) + [tokens % most] * (tokens % most > 0)
+    return sum(_chunk_seconds(model, count, kernel, machine) for count in chunks)
 
 
 def _chunk_seconds(model: Model, tokens: int, kernel: Kernel, machine: Machine) -> float:
     m, experts = expert_rows(model.experts, model.top_k, tokens)
-    used, slots = experts.sum(), tokens * model.top_k
-    decode = 0 if model.weights == "BF16" else model.expert_bytes * kernel.decode_cycles / (machine.hertz * machine.threads)
+    decode = 0 if model.weights == "BF16" else model.expert_bytes * kernel.decode_ns * 1e-9 / machine.threads
     multiply = model.slot_flops / (machine.peak * kernel.efficiency)
     compute = np.ceil(m / kernel.pass_rows) * decode + np.ceil(m / kernel.tile_rows) * kernel.tile_rows * multiply
     read = model.expert_bytes / machine.read
-    items = {
-        "A": used * math.ceil(model.intermediate / machine.nodes / PANEL),
-        "B": math.ceil(model.hidden / PANEL) * (used if slots <= FEW_SLOTS else 1),
-    }
-    total = 0.0
-    for phase, share in PHASES.items():
-        busiest = compute * imbalance(items[phase], math.ceil(machine.threads / machine.nodes))
-        hidden = kernel.overlap * np.minimum(read, busiest)
-        total += share * float(experts @ (read + busiest - hidden))
-    rows = tokens * model.hidden * 4 + slots * (model.hidden + 2 * model.intermediate) * kernel.x_bytes
-    total += rows / machine.read
-    if machine.nodes > 1:
-        total += tokens * model.hidden * 4 / machine.link
-    return total
+    rows = tokens * model.hidden * 4 + tokens * model.top_k * (model.hidden + 2 * model.intermediate) * kernel.x_bytes
+    return float(experts @ (read + compute - kernel.overlap * np.minimum(read, compute))) + rows / machine.read
 
 
 def crossover(model: Model, kernel: Kernel, machine: Machine) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import ktmoe
 from bench import footprints, machine, probe
-from bench.cases import EVERYWHERE, Way, every_way, native_backends
+from bench.cases import EVERYWHERE, Way, every_way
 from bench.models import Model, models
 from bench.subjects import settled
 from ktmoe import measure
@@ -45,22 +45,17 @@ class Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Each one of each table that runs here, once."""
-    tables = {
-        table.name: table
-        for _, backend in native_backends()
-        for mode in backend.activations
-        for table in backend.usable(mode)[0]
-    }
     seen = set()
     for weights in WEIGHTS:
         experts = replace(models()[EVERYWHERE], weights=weights).make(1)
         family, scale = experts.formats["gate"].family, experts.formats["gate"].scale
         for way in every_way(experts):
-            folding = {
-                folded
-                for name, kind, _, activations, folded in tables[way.isa].kernels()
-                if (name, kind, activations) == (family, scale.kind if scale else "none", way.activations)
-            }
+            with way.table(experts) as table:
+                folding = {
+                    folded
+                    for name, kind, _, activations, folded in table.kernels()
+                    if (name, kind, activations) == (family, scale.kind if scale else "none", way.activations)
+                }
             if scale and scale.kind == "bf16":
                 folding &= {way.rounding == "folded"}
             for folds in sorted(folding, reverse=True):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import ktmoe
+from ktmoe._native import core
 from ktmoe.machine import memory, threads
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -44,3 +47,32 @@ def usable_bytes(share: float) -> int:
 def description() -> dict:
     """Recorded with every point: what has to be alike for two figures to compare."""
     return {"cpu": threads.cpu_name(), "threads": ktmoe.get_num_threads()}
+
+
+def about() -> dict:
+    """Recorded with every run, for bench/results: what measured, and on what."""
+    return {
+        "version": ktmoe.__version__,
+        "compiler": compiler(Path(core.__file__).read_bytes()),
+        "machine": {
+            "features": [name for name, present in core.cpu_features().items() if present],
+            "threads": ktmoe.get_num_threads(),
+            "l2_bytes": l2_bytes(),
+            "llc_bytes": last_cache_bytes(),
+        },
+    }
+
+
+def compiler(native: bytes) -> str:
+    """What built a native module, as GCC and clang write it into what they build; empty where neither did."""
+    found = re.search(rb"GCC: \([^)\0]*\) [\d.]+|clang version [\d.]+", native)
+    return re.sub(r": \(.*\)", "", found[0].decode()) if found else ""
+
+
+def commit() -> str:
+    """What git has checked out here, and whether something is uncommitted; empty where there is no git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=9", "--dirty=, with uncommitted changes"]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

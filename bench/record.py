@@ -1,4 +1,4 @@
-"""What is recorded of a measured point. bench/compare.py compares `shares`; the rest is for the tables and for whoever asks."""
+"""What is recorded of a measured point. compare.py compares `shares`, publish.py takes medians, summary.py prints them."""
 
 from __future__ import annotations
 

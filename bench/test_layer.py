@@ -53,7 +53,7 @@ def test_tokens_per_expert(benchmark, subject, mean):
         experts = max(FEWEST_EXPERTS, experts // 2)
     tokens = mean * experts // subject.model.top_k
     rounds = rounds_of(mean * experts / subject.slots_per_second)
-    run(benchmark, subject, subject.batches(tokens, among=experts), rounds, f"{mean} an expert", "random")
+    run(benchmark, subject, subject.batches(tokens, among=experts), rounds, f"{mean} an expert", "random", experts)
 
 
 def rounds_of(seconds: float) -> int:
@@ -62,7 +62,7 @@ def rounds_of(seconds: float) -> int:
     return max(least, min(most, round(PREFILL_SECONDS / seconds)))
 
 
-def run(benchmark, subject, batches, rounds, work, routing):
+def run(benchmark, subject, batches, rounds, work, routing, among=None):
     measurement = measure.Rounds(subject.layers[0], subject.limits, batches)
     layers = itertools.cycle(subject.layers)
     last = {}
@@ -89,6 +89,7 @@ def run(benchmark, subject, batches, rounds, work, routing):
             work=work,
             routing=routing,
             num_experts=subject.num_experts,
+            among=among or subject.num_experts,
             layers=len(subject.layers),
             footprint_of_llc=subject.footprint_of_llc,
         )

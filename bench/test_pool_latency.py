@@ -55,6 +55,7 @@ def run(benchmark, latency, rounds, work, target, **fields):
             shares,
             work=work,
             us=statistics.median(latencies) * 1e6,
+            rounds_us=[float(f"{latency * 1e6:.4g}") for latency in latencies],
             handoff_us=statistics.median(handoffs) * 1e6,
             most_us=(low * 1e6, high * 1e6),
             target=target,

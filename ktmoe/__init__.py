@@ -10,6 +10,7 @@ from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
 from ktmoe.machine.threads import get_num_threads, set_num_threads
 from ktmoe.model import MoEModel
+from ktmoe.version import installed_version
 from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
 
@@ -37,8 +38,6 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name == "__version__":  # looked up when it is asked for, since a tree that is not installed has none
-        from importlib.metadata import version
-
-        return version("ktmoe")
+    if name == "__version__":
+        return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import ktmoe
 from ktmoe.errors import KtmoeError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 
 
@@ -62,7 +62,7 @@ def _config(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     with Checkpoint(options.model) as checkpoint:
-        loader = choose_loader(checkpoint)
+        loader = find_loader(checkpoint)
         name = next(name for name in ktmoe.loaders.names() if ktmoe.loaders.get(name) is loader)
         layers = loader.layers(checkpoint)
         print(f"{options.model}: {len(checkpoint)} tensors, read by loader {name}")
@@ -124,14 +124,14 @@ def _signals_as_exit():
 def _layers(text: str) -> list[int | str]:
     """[0, 1, 2, 3, 7, "mtp.0"] for "0-3,7,mtp.0"."""
     layers: list[int | str] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
+    for item in text.split(","):
+        first, dash, last = item.partition("-")
         if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 10**6:
             layers += range(int(first), int(last) + 1)
-        elif part and not dash:
-            layers.append(_layer(part))
+        elif item and not dash:
+            layers.append(_layer(item))
         else:
-            raise argparse.ArgumentTypeError(f"expected numbers, ranges such as 0-3 and names, found {part!r}")
+            raise argparse.ArgumentTypeError(f"expected numbers, ranges such as 0-3 and names, found {item!r}")
     return layers
 
 

@@ -5,30 +5,27 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
+from ktmoe import backends, loaders
+from ktmoe._native import core
+from ktmoe.backends.base import Found, Missing
+from ktmoe.backends.choice import choose_backend
+from ktmoe.machine import numa, threads
+from ktmoe.version import installed_version
+
 
 def get_include() -> str:
-    """The folder with ktmoe.h, for a native backend's C compiler: ktmoe/_native, which holds core.pxd for Cython, too."""
+    """The folder with ktmoe.h, for a native backend's C compiler: ktmoe/_native, which holds ktmoe.pxd for Cython, too."""
     return str(Path(__file__).parent / "_native")
 
 
 def config() -> dict:
     """What show_config() prints, as data."""
-    import ktmoe
-    from ktmoe import backends, loaders
-    from ktmoe._native import core
-    from ktmoe.backends.base import choose
-    from ktmoe.machine import numa, threads
-
     try:
-        chosen, why = choose("auto")
+        chosen, why, _ = choose_backend("auto")
     except Exception as error:  # a wrong KTMOE_BACKEND is what show_config is asked about
         chosen, why = None, str(error)
-    rows = {}
-    for name in backends.ranked():  # after the choice, which may be told that one must not run
-        backend = backends.get(name)
-        rows[name] = {"available": backend.unavailable() is None, "why_not": backend.unavailable(), **backend.details()}
     return {
-        "version": ktmoe.__version__,
+        "version": installed_version(),
         "python": platform.python_version(),
         "cpu": threads.cpu_name(),
         "features": [name for name, present in core.cpu_features().items() if present],
@@ -36,11 +33,18 @@ def config() -> dict:
         "threads_why": threads.explain_default(),
         "numa_nodes": list(numa.place().nodes),
         "numa_nodes_why": numa.explain_default(),
-        "backends": rows,
+        # after the choice, for which the operating system may have refused something
+        "backends": {name: _row(backends.get(name).lookup()) for name in backends.ranked()},
         "chosen": chosen,
         "chosen_why": why,
         "loaders": loaders.names(),
     }
+
+
+def _row(found: Found | Missing) -> dict:
+    if isinstance(found, Missing):
+        return {"available": False, "why_not": found.reason, "isa": None}
+    return {"available": True, "why_not": None, "isa": found.table and found.table.name}
 
 
 def show_config() -> None:
@@ -52,7 +56,8 @@ def show_config() -> None:
     print(f"NUMA nodes: {c['numa_nodes_why']}")
     print("backends, best first:")
     for name, row in c["backends"].items():
-        state = "available" if row["available"] else f"not available: {row['why_not']}"
-        print(f"  {name}: {state}{row['note']}")
+        kernels = f", kernels of {row['isa']}" if row["isa"] else ""
+        state = f"available{kernels}" if row["available"] else f"not available: {row['why_not']}"
+        print(f"  {name}: {state}")
     print(f"chosen: {c['chosen'] or 'none'} ({c['chosen_why']})")
     print(f"loaders: {', '.join(c['loaders'])}")

@@ -16,10 +16,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from ktmoe import backends, measure, synthetic
+from ktmoe.backends.base import Missing
 from ktmoe.errors import MissingTensorError, OutOfSpaceError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
-from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import threads
 from ktmoe.weights.formats import MXFP4
@@ -83,8 +84,8 @@ def run(
     ]
     for name in backends.ranked():
         if name not in tables:
-            backend = backends.get(name)
-            reason = backend.unavailable() or backend.unsupported(loaded) or "its limits cannot be measured"
+            found = backends.get(name).lookup(loaded)
+            reason = found.reason if isinstance(found, Missing) else "its limits cannot be measured"
             notes.append(f"not measured: {name}: {reason}")
     wrong = [row for row in rows if not row.error <= 1]
     notes += [f"WRONG: {row.backend} {row.phase}: an output is off by {row.error:.3g} times its bound" for row in wrong]
@@ -114,7 +115,7 @@ def _write(folder: Path, experts: int, hidden: int, intermediate: int, progress:
 
 def load(path: Path, layer: int | str | None) -> ExpertWeights:
     checkpoint = Checkpoint(path)  # the experts keep it open: the reference reads them again
-    loader = choose_loader(checkpoint)
+    loader = find_loader(checkpoint)
     if layer is None:
         layer = next(iter(loader.layers(checkpoint)), None)
         if layer is None:

@@ -1,4 +1,4 @@
-"""ExpertWeights and Matrix: the uniform per-expert layout between loaders (which make it) and backends (which pack it)."""
+"""Matrix, ExpertSpec and ExpertWeights: what stands between loaders, which make them, and backends, which pack them."""
 
 from __future__ import annotations
 
@@ -71,13 +71,75 @@ class Matrix:
             raise FormatError(f"{self.name}: bias must be finite, found {bias[~np.isfinite(bias)][0]}")
 
 
-class ExpertWeights:
-    """All routed experts of one layer, read one matrix at a time.
+@dataclass(frozen=True, eq=False)
+class ExpertSpec:
+    """What one layer's experts have to be: their number, sizes and formats. It holds no weight.
 
     num_experts, hidden, intermediate: gate and up are [intermediate, hidden], down is [hidden, intermediate].
+    formats: the WeightFormat of each projection (the same for all experts). name: what messages call this layer.
+    """
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+    formats: Mapping[str, WeightFormat]
+    name: str = "experts"
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        """(n, k) of a projection's matrices."""
+        return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the checkpoint spends on these experts' codes and scales."""
+        return self.num_experts * sum(self.formats[p].nbytes(*self.shape(p)) for p in PROJECTIONS)
+
+    @property
+    def shard_unit(self) -> int:
+        """Columns of the intermediate dimension that stay together when it is cut into shards: a scale group of down, or 32."""
+        scale = self.formats["down"].scale
+        return max(32, scale.extent[1] if scale else 1)
+
+    def part(self, count: int, argument: str) -> ExpertSpec:
+        """What each of so many equal parts of the experts is, cut along the intermediate dimension for tensor parallelism.
+
+        Raises InputError, which names the argument that gave the count, where that would cut a scale group of down, or an item
+        of its codes' array.
+        """
+        down = self.formats["down"]
+        unit = down.scale.extent[1] if down.scale else down.codes_per_item
+        if count < 1 or self.intermediate % count or (count > 1 and self.intermediate // count % unit):
+            raise InputError(
+                f"{argument} must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {count}"
+            )
+        return ExpertSpec(self.num_experts, self.hidden, self.intermediate // count, self.formats, self.name)
+
+    def check_expert(self, expert: int) -> None:
+        """Raise InputError if there is no expert of that number."""
+        if not 0 <= operator.index(expert) < self.num_experts:
+            raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
+
+    def check(self, expert: int, projection: str, matrix: Matrix) -> None:
+        """Raise InputError if this is no Matrix, FormatError if it has not the projection's shape and format.
+
+        Its bytes are not looked at: Matrix.refuse() does that.
+        """
+        if not isinstance(matrix, Matrix):
+            raise InputError(f"{self.name}: {projection} of expert {expert} must be a Matrix, found {type(matrix).__name__}")
+        shape, weight_format = self.shape(projection), self.formats[projection]
+        if matrix.shape != shape or matrix.format != weight_format:
+            raise FormatError(
+                f"{matrix.name}: {projection} must be {weight_format.description} {list(shape)}, "
+                f"found {matrix.format.description} {list(matrix.shape)}"
+            )
+
+
+class ExpertWeights(ExpertSpec):
+    """All routed experts of one layer, read one matrix at a time.
+
+    num_experts, hidden, intermediate, formats, name: ExpertSpec's; a WeightFormat alone stands for all three projections.
     read: (expert, projection) -> Matrix, called when a matrix is asked for, possibly from several threads.
-    formats: the WeightFormat of each projection (the same for all experts).
-    activation: GatedActivation. name: what messages call this layer.
+    activation: GatedActivation.
     """
 
     def __init__(
@@ -92,13 +154,17 @@ class ExpertWeights:
     ):
         if isinstance(formats, WeightFormat):
             formats = dict.fromkeys(PROJECTIONS, formats)
-        self.num_experts = _size(f"{name}: num_experts", num_experts)
-        self.hidden = _size(f"{name}: hidden", hidden)
-        self.intermediate = _size(f"{name}: intermediate", intermediate)
-        self.formats = dict(formats)
+        num_experts = _size(f"{name}: num_experts", num_experts)
+        hidden = _size(f"{name}: hidden", hidden)
+        intermediate = _size(f"{name}: intermediate", intermediate)
+        super().__init__(num_experts, hidden, intermediate, dict(formats), name)
         self.activation = activation
-        self.name = name
         self._read = read
+
+    @property
+    def spec(self) -> ExpertSpec:
+        """What these are, without the way to read them: for whoever outlives their checkpoint."""
+        return ExpertSpec(self.num_experts, self.hidden, self.intermediate, self.formats, self.name)
 
     @classmethod
     def from_arrays(
@@ -170,40 +236,17 @@ class ExpertWeights:
         """The same matrices under another activation."""
         return ExpertWeights(self.num_experts, self.hidden, self.intermediate, self._read, self.formats, activation, self.name)
 
-    @property
-    def shard_unit(self) -> int:
-        """Columns of the intermediate dimension that stay together when it is cut: what shares a scale of down, 32 at least."""
-        scale = self.formats["down"].scale
-        return max(32, scale.extent[1] if scale else 1)
-
-    def shape(self, projection: str) -> tuple[int, int]:
-        """(n, k) of a projection's matrices."""
-        return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
-
     def matrix(self, expert: int, projection: str) -> Matrix:
         """Read one matrix.
 
-        Raises InputError for an expert or projection that does not exist, FormatError if it is not what it should be.
+        Raises InputError for an expert or projection that does not exist, and what check() raises.
         """
         if projection not in PROJECTIONS:
             raise InputError(f"{self.name}: projection must be one of {PROJECTIONS}, found {show(projection)}")
-        if not 0 <= expert < self.num_experts:
-            raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
+        self.check_expert(expert)
         matrix = self._read(expert, projection)
-        if not isinstance(matrix, Matrix):
-            raise FormatError(f"{self.name}: {projection} of expert {expert} must be a Matrix, found {type(matrix).__name__}")
-        if matrix.shape != self.shape(projection):
-            raise FormatError(f"{matrix.name}: {projection} must be {list(self.shape(projection))}, found {list(matrix.shape)}")
-        if matrix.format != self.formats[projection]:
-            raise FormatError(
-                f"{matrix.name}: {projection} must be {self.formats[projection].description}, found {matrix.format.description}"
-            )
+        self.check(expert, projection, matrix)
         return matrix
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the checkpoint spends on these experts' codes and scales."""
-        return self.num_experts * sum(self.formats[p].nbytes(*self.shape(p)) for p in PROJECTIONS)
 
 
 def _size(name: str, value: int) -> int:

@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from ktmoe import arrays, backends
-from ktmoe.backends.base import Plan, Progress, Stored, choose
+from ktmoe.backends.base import Plan, Progress, Stored
+from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
-from ktmoe.errors import ClosedError, FormatError, InputError, NotCopyableError, UnavailableError
+from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
-from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
 from ktmoe.messages import show
@@ -31,19 +32,19 @@ class MoELayer:
     experts: ExpertWeights, from a loader or from arrays; read once, here.
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
     activations: "bf16": they take part exactly, as bfloat16; "int16", "int8": rounded to 16-bit or 8-bit integers, per token
-    and group of 32 along k (docs/numerics.md); "auto": the backend's own choice, never "int8", which the attribute of that name
+    and 32 along k (docs/numerics.md); "auto": the backend's own choice, never "int8", which the attribute of that name
     then says.
     rounding: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
-    2^-8) where that lets it multiply faster; the attribute of that name says whether any are.
+    2^-8) if that lets it multiply faster; the attribute of that name says whether any are.
     router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
-    numa_nodes: the NUMA nodes that share this layer's intermediate dimension, such as [1] or [1, 0]; their parts of y are added
-    in that order, and their threads run there alone. None: all that can be used, or no binding where that is one.
+    numa_nodes: the NUMA nodes, such as [1] or [1, 0]: each has a shard of the intermediate dimension, whose threads run there
+    alone; what the shards give is added in that order. None: all that can be used, or no binding if that is one.
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
     in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed
-    weights. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, which tests and benches look into; None after
-    close().
+    weights. spec: ktmoe.experts.ExpertSpec. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, for
+    whoever looks into it; None after close().
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -65,18 +66,18 @@ class MoELayer:
             raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
         if router_weight not in ROUTER_WEIGHTS:
             raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {show(router_weight)}")
-        self.backend, _ = choose(backend, experts, activations)
-        chosen = backends.get(self.backend)
-        mode = chosen.modes(experts)[0] if activations == "auto" else activations
-        self.activations = mode
+        choice = choose_backend(backend, experts, activations)
+        self.backend = choice.name
+        self.activations = choice.activations
         self.router_weight = router_weight
         self.num_experts = experts.num_experts
         self.hidden = experts.hidden
         self.intermediate = experts.intermediate
         self.name = experts.name
         self.placement = placement_of(experts, numa_nodes)
-        self._formats = experts.formats
-        self.packed = chosen.pack(experts, Plan(router_weight, mode, rounding, self.placement), progress)
+        self.spec = experts.spec
+        plan = Plan(router_weight, self.activations, rounding, self.placement)
+        self.packed = backends.get(self.backend).pack(experts, plan, progress)
         self.rounding = self.packed.rounding
         self.nbytes = self.packed.nbytes
         self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory
@@ -103,7 +104,7 @@ class MoELayer:
         Raises CheckpointError and MissingTensorError besides what MoELayer raises.
         """
         with Checkpoint(path) as checkpoint:
-            experts = choose_loader(checkpoint, loader).load(checkpoint, layer)
+            experts = find_loader(checkpoint, loader).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
             options = {"rounding": rounding, "router_weight": router_weight, "numa_nodes": numa_nodes, "progress": progress}
@@ -169,19 +170,12 @@ class MoELayer:
         matrices: {"gate", "up", "down": Matrix} of the layer's shapes and formats. The memory of one expert is kept beside the
         layer's for this. Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
         """
-        self._check_expert(expert)
+        self.spec.check_expert(expert)
         if not isinstance(matrices, Mapping) or set(matrices) != set(PROJECTIONS):
             raise InputError(f"matrices must be by projection, {PROJECTIONS}, found {show(matrices)}")
         matrices = dict(matrices)
         for projection, matrix in matrices.items():  # here, so that no backend has to
-            if not isinstance(matrix, Matrix):
-                raise InputError(f"matrices: {projection} must be a Matrix, found {type(matrix).__name__}")
-            shape, weight_format = self._shape(projection), self._formats[projection]
-            if matrix.shape != shape or matrix.format != weight_format:
-                raise FormatError(
-                    f"{matrix.name}: {projection} must be {weight_format.description} {list(shape)}, "
-                    f"found {matrix.format.description} {list(matrix.shape)}"
-                )
+            self.spec.check(expert, projection, matrix)
         packed = self._able_to("replace")
         packed.replace(expert, matrices)
         self.rounding = packed.rounding
@@ -193,23 +187,18 @@ class MoELayer:
         out: for each part {"gate", "up", "down": (codes, scales, None where the format has none)}, C-contiguous arrays of
         Matrix's shapes and dtypes to write into. Raises InputError, which says what parts must divide, ClosedError.
         """
-        self._check_expert(expert)
+        self.spec.check_expert(expert)
         parts = operator.index(parts)
-        unit = self._formats["down"].scale.extent[1] if self._formats["down"].scale else self._formats["down"].codes_per_item
-        if parts < 1 or self.intermediate % parts or (parts > 1 and self.intermediate // parts % unit):
-            raise InputError(
-                f"parts must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {parts}"
-            )
-        shapes = {p: self._shape(p, self.intermediate // parts) for p in PROJECTIONS}
+        one = self.spec.part(parts, "parts")
         if out is None:
-            out = [{p: self._formats[p].empty(*shapes[p]) for p in PROJECTIONS} for _ in range(parts)]
+            out = [{p: one.formats[p].empty(*one.shape(p)) for p in PROJECTIONS} for _ in range(parts)]
         elif len(out) != parts:
             raise InputError(f"out must be a sequence of {parts} parts, found {len(out)}")
         for i, part in enumerate(out):
             if set(part) != set(PROJECTIONS):
                 raise InputError(f"out[{i}] must have arrays for {PROJECTIONS}, found {tuple(part)}")
         name = f"{self.name}.{expert}"
-        matrices = [{p: Matrix(f"{name}.{p}", self._formats[p], shapes[p], *part[p]) for p in PROJECTIONS} for part in out]
+        matrices = [{p: Matrix(f"{name}.{p}", one.formats[p], one.shape(p), *part[p]) for p in PROJECTIONS} for part in out]
         for matrix in (matrix for part in matrices for matrix in part.values()):
             if not all(array is None or array.flags.writeable for array in (matrix.codes, matrix.scales)):
                 raise InputError(f"{matrix.name}: out must be writeable arrays, found read-only ones")
@@ -238,15 +227,6 @@ class MoELayer:
             f"{self.name}: a MoELayer cannot be copied or pickled, since its packed weights are memory of this process. "
             "Share it between threads as it is, fork after it was made, or make another one with MoELayer.from_checkpoint"
         )
-
-    def _check_expert(self, expert: int) -> None:
-        if not 0 <= operator.index(expert) < self.num_experts:
-            raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
-
-    def _shape(self, projection: str, intermediate: int | None = None) -> tuple[int, int]:
-        """(n, k) of a projection's matrices, or of a part of them."""
-        intermediate = self.intermediate if intermediate is None else intermediate
-        return (self.hidden, intermediate) if projection == "down" else (intermediate, self.hidden)
 
     def _able_to(self, method: str):
         packed = self.packed  # once: close() may come from another thread

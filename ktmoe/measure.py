@@ -18,7 +18,7 @@ import numpy as np
 
 from ktmoe import backends, reference
 from ktmoe._native import core
-from ktmoe.backends.native import NativeBackend
+from ktmoe.backends.base import Found
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
@@ -198,13 +198,13 @@ def run(
 def backends_for(experts: ExpertWeights) -> dict[str, core.KernelTable]:
     """The backends that can run these experts here, best first, each with the kernel table that it serves them with.
 
-    Only native ones: another one's limits cannot be measured from here.
+    Those with a kernel table: the limits of others cannot be measured from here.
     """
     found = {}
-    for name in backends.available():
-        backend = backends.get(name)
-        if isinstance(backend, NativeBackend) and backend.unsupported(experts) is None and backend.admit() is None:
-            found[name] = backend.table(experts)
+    for name in backends.ranked():
+        match backends.get(name).claim(experts):
+            case Found(table=table) if table is not None:
+                found[name] = table
     return found
 
 

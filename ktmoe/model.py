@@ -12,13 +12,13 @@ import numpy as np
 from ktmoe import backends, progress_bar
 from ktmoe._native import core
 from ktmoe.arrays import as_numpy
-from ktmoe.backends.base import choose
+from ktmoe.backends.choice import choose_backend
 from ktmoe.background.tasks import BackgroundTasks, Progress
 from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOfMemoryError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer, placement_of
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
 from ktmoe.messages import show
@@ -73,7 +73,7 @@ class MoEModel:
         """
         with ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
-            reader = choose_loader(checkpoint, loader)
+            reader = find_loader(checkpoint, loader)
             names = reader.layers(checkpoint) if layers is None else _names(layers)
             if not names:
                 raise InputError(f"{path}: layers: expected at least one, found none")
@@ -81,7 +81,7 @@ class MoEModel:
             if physical_to_logical is not None:
                 maps = _maps(physical_to_logical, len(names))
                 experts = {name: experts[name].take(ids) for name, ids in zip(names, maps, strict=True)}
-            chosen = {name: choose(backend, experts[name], activations)[0] for name in names}
+            chosen = {name: choose_backend(backend, experts[name], activations).name for name in names}
             sizes = {name: weights.nbytes for name, weights in experts.items()}
             packed = [
                 backends.get(chosen[name]).packed_nbytes(weights, placement_of(weights, numa_nodes))

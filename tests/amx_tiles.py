@@ -47,7 +47,7 @@ def ceil(a, b):
 def blocks(m):
     """Rows of each kernel call."""
     while m:
-        count = ceil(m, core.M_BLOCK)
+        count = ceil(m, core.ROWS_MAX)
         rows = m if count == 1 else ceil(ceil(m, count), TILE) * TILE
         yield rows
         m -= rows

@@ -16,7 +16,7 @@ from ktmoe.layer import ROUTER_WEIGHTS
 
 pytestmark = pytest.mark.parametrize("backend", ["amx"], indirect=True)
 #: Rows of one expert at and beside multiples of 16, 48 and a kernel call's most, with every rest.
-ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 80, 81, 112, core.M_BLOCK - 1, core.M_BLOCK, core.M_BLOCK + 1, 400)
+ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 80, 81, 112, core.ROWS_MAX - 1, core.ROWS_MAX, core.ROWS_MAX + 1, 400)
 DIFFERENT = 37  # tokens, so that no two tiles of a batch are alike
 
 

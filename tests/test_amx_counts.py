@@ -14,7 +14,7 @@ from ktmoe._native import core
 
 ON_AMX = pytest.mark.parametrize("backend", ["amx"], indirect=True)
 EMULATED = pytest.mark.skipif(ways.WAYS["amx"] == "native", reason="this CPU has the instructions")
-ROWS = [1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 80, 100, core.M_BLOCK, core.M_BLOCK + 1, 2 * core.M_BLOCK + 1]
+ROWS = [1, 15, 16, 17, 32, 33, 48, 49, 64, 65, 80, 100, core.ROWS_MAX, core.ROWS_MAX + 1, 2 * core.ROWS_MAX + 1]
 
 
 @ON_AMX

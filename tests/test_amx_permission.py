@@ -13,7 +13,8 @@ from helpers import random_experts
 from ktmoe import backends, show_config
 from ktmoe._native import core, isa
 from ktmoe.backends import native
-from ktmoe.backends.base import choose
+from ktmoe.backends.base import Missing
+from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import UnavailableError
 
 REFUSED = "the operating system refused AMX's tiles: a thread's alternate signal stack is too small for them (needed by amx)"
@@ -41,27 +42,26 @@ def system(monkeypatch):
 
 def test_a_choice_asks_and_a_look_does_not(system):
     assert backends.available()[0] == backends.ranked()[0] == "amx"
-    assert backends.get("amx").unavailable() is None
-    assert backends.get("amx").details()["isa"] == "amx"
+    assert backends.get("amx").lookup().table.name == "amx"
     for name in set(backends.names()) - {"amx"}:
-        assert choose(name) == (name, "asked for by name")
-    assert choose("auto", random_experts(np.random.default_rng(1), 1, 64, 64), "int16")[0] == "avx2"  # amx has no such mode
+        assert choose_backend(name)[:2] == (name, "asked for by name")
+    experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+    assert choose_backend("auto", experts, "int16").name == "avx2"  # amx has no such mode
     assert system.times == 0
-    assert choose("auto") == ("amx", "the best available")
+    assert choose_backend("auto")[:2] == ("amx", "the best available")
     assert system.times == 1
-    assert choose("amx") == ("amx", "asked for by name")
+    assert choose_backend("amx")[:2] == ("amx", "asked for by name")
 
 
 def test_a_refusal_is_passed_over(system):
     """And is not asked about again."""
     system.answer = errno.ENOSPC
-    assert choose("auto") == ("fp32_lut", f"the best available; amx: {REFUSED}")
+    assert choose_backend("auto")[:2] == ("fp32_lut", f"the best available; amx: {REFUSED}")
     assert system.times == 1
     system.answer = 0
-    assert choose("auto") == ("fp32_lut", f"the best available; amx: {REFUSED}")
-    assert backends.get("amx").unavailable() == REFUSED
+    assert choose_backend("auto")[:2] == ("fp32_lut", f"the best available; amx: {REFUSED}")
+    assert backends.get("amx").lookup() == Missing(REFUSED)
     assert "amx" not in backends.available()
-    assert backends.get("amx").details() == {"isa": None, "note": ""}
     assert system.times == 1
 
 
@@ -73,9 +73,9 @@ def test_a_refusal_by_name(system, monkeypatch, by):
     message = f"backend 'amx' ({by}) cannot be used: {REFUSED}. Available: fp32_lut, avx512_bf16, avx2"
     for _ in range(2):
         with pytest.raises(UnavailableError, match=f"^{re.escape(message)}$"):
-            choose("auto" if by == "KTMOE_BACKEND" else "amx")
+            choose_backend("auto" if by == "KTMOE_BACKEND" else "amx")
     assert system.times == 1
-    assert choose("avx2") == ("avx2", "asked for by name")
+    assert choose_backend("avx2")[:2] == ("avx2", "asked for by name")
 
 
 def test_a_refusal_is_shown(system, capsys):
@@ -87,16 +87,15 @@ def test_a_refusal_is_shown(system, capsys):
 
 
 def test_a_backend_with_another_instruction_set_falls_back_to_it(system):
-    class Both(native.NativeBackend):
-        isas = ("amx", "avx512f")
-
     system.answer = errno.EPERM
-    backend = Both()
+    backend = native.NativeBackend({"bf16": ("amx", "avx512f")})
     assert backend.rank == isa.ISAS["amx"].rank
-    assert backend.admit() is None
-    assert [table.name for table in backend.usable()[0]] == ["avx512f"]
-    assert backend.usable()[1] == [f"the operating system refused AMX's tiles: {os.strerror(errno.EPERM)} (needed by amx)"]
+    assert backend.claim().table.name == "avx512f"
+    assert backend.lookup().table.name == "avx512f"
     assert backend.rank == isa.ISAS["avx512f"].rank
+    refused = f"the operating system refused AMX's tiles: {os.strerror(errno.EPERM)} (needed by amx)"
+    assert native.NativeBackend({"bf16": ("amx",)}).lookup() == Missing(refused)
+    assert system.times == 1
 
 
 def test_instruction_sets_without_tiles_ask_for_nothing(system):
@@ -113,9 +112,9 @@ import emulator
 assert not emulator.permitted()
 import ktmoe
 from ktmoe import backends
-from ktmoe.backends.base import choose
+from ktmoe.backends.choice import choose_backend
 available = backends.available()
-choose("fp32_lut")
+choose_backend("fp32_lut")
 assert not emulator.permitted()
 import numpy as np
 from helpers import random_experts

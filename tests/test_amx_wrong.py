@@ -27,27 +27,20 @@ class Kernels:
 
     def __init__(self, folder):
         self.folder = folder / "right"
-        shutil.copytree(NATIVE / "kernels" / "amx", self.folder / "kernels" / "amx")
-        for source in sorted(self.folder.rglob("*.c")):
-            self.compile(source)
+        shutil.copytree(NATIVE / "kernels", self.folder / "kernels")
+        for source in isa.sources("amx"):
+            self.compile(self.folder, source)
         self.right = self.link(self.folder)
 
-    def compile(self, source):
-        root = source.parents[2]
-        flags = [
-            *(flag for flag in isa.C_FLAGS if "visibility" not in flag),
-            *isa.compile_flags("amx"),
-            "-O1",
-            "-fPIC",
-            "-I",
-            root,
-        ]
-        run([*COMPILER, *flags, "-I", NATIVE, "-c", source, "-o", source.with_suffix(".o")])
+    def compile(self, folder, source):
+        flags = [*(flag for flag in isa.C_FLAGS if "visibility" not in flag), *isa.compile_flags("amx")]
+        flags += [*isa.definitions("amx", source), "-O1", "-fPIC", "-I", folder, "-I", NATIVE]
+        run([*COMPILER, *flags, "-c", folder / f"kernels/{source}.c", "-o", folder / f"{source}.o"])
 
     def link(self, folder):
         """A kernel table."""
         library = folder / "amx.so"
-        run([*COMPILER, "-shared", "-o", library, *sorted(folder.rglob("*.o"))])
+        run([*COMPILER, "-shared", "-o", library, *sorted(folder.glob("*.o"))])
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         address = ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(str(library)), "kt_isa_amx"))
@@ -56,11 +49,11 @@ class Kernels:
     def wrong(self, folder, mistake):
         """A kernel table with a mistake; of the objects, only the kernel's own is compiled anew."""
         shutil.copytree(self.folder, folder, dirs_exist_ok=True)
-        changed = folder / "kernels" / "amx" / mistake.file
+        changed = folder / "kernels" / mistake.file
         text = changed.read_text()
         assert text.count(mistake.old) == mistake.times
         changed.write_text(text.replace(mistake.old, mistake.new))
-        self.compile(folder / "kernels" / "amx" / mistake.kernel)
+        self.compile(folder, mistake.kernel)
         return self.link(folder)
 
 
@@ -85,37 +78,38 @@ class Mistake:
     seen: tuple[str, ...] = tuple(ROWS)
 
 
+TILES = "loops/tiles.h"
 STEPS = {"old": "step < steps; step++) {", "new": "step + 1 < steps; step++) {", "times": 3}
 MISTAKES = {
     "even and odd k, ue8m0": Mistake(
-        "q4.c", "_mm512_subs_epu16(w16, fold))", "_mm512_rol_epi32(_mm512_subs_epu16(w16, fold), 16))", "q4.c", "mxfp4"
+        "q4_amx.c", "_mm512_subs_epu16(w16, fold))", "_mm512_rol_epi32(_mm512_subs_epu16(w16, fold), 16))", "q4_amx", "mxfp4"
     ),
     "even and odd k, bf16": Mistake(
-        "q4_folded.c", "(__m512)odd, (__m512)even", "(__m512)even, (__m512)odd", "q4_folded.c", "int4-64"
+        "q4_amx_rounded.c", "(__m512)odd, (__m512)even", "(__m512)even, (__m512)odd", "q4_amx_rounded", "int4-64"
     ),
     "a group without its scale, ue8m0": Mistake(
-        "q4.c",
+        "q4_amx.c",
         "ue8m0_fold(step_at(w, step) + 16 * n);",
         "step == 1 ? _mm512_set1_epi16((253 - 127) << 7) : ue8m0_fold(step_at(w, step) + 16 * n);",
-        "q4.c",
+        "q4_amx",
         "mxfp4",
     ),
     "a group without its scale, bf16": Mistake(
-        "q4_folded.c", "f32v scale = load_bf16(", "f32v scale = step >> w->group_shift == 1 ? (f32v){0} + 1 : load_bf16(",
-        "q4_folded.c", "int4-64",
+        "q4_amx_rounded.c", "f32v scale = load_bf16(", "f32v scale = step >> w->group_shift == 1 ? (f32v){0} + 1 : load_bf16(",
+        "q4_amx_rounded", "int4-64",
     ),
     "a group with another's scale": Mistake(
-        "q4_folded.c", "load_bf16(w->packed + (step", "load_bf16(w->packed + (step / 3 * 3", "q4_folded.c", "int4-32"
+        "q4_amx_rounded.c", "load_bf16(w->packed + (step", "load_bf16(w->packed + (step / 3 * 3", "q4_amx_rounded", "int4-32"
     ),
-    "the last step, q4": Mistake("tiles.h", **STEPS, kernel="q4.c", weights="mxfp4"),
-    "the last step, b16": Mistake("tiles.h", **STEPS, kernel="b16.c", weights="b16"),
+    "the last step, q4": Mistake(TILES, **STEPS, kernel="q4_amx", weights="mxfp4"),
+    "the last step, b16": Mistake(TILES, **STEPS, kernel="b16_amx", weights="b16"),
     "the next step's tile": Mistake(
-        "tiles.h", "uint8_t (*now)[TILE_BYTES] = ring[step % PAIRS]", "uint8_t (*now)[TILE_BYTES] = ring[(step + 1) % PAIRS]",
-        "q4.c", "mxfp4", times=2, seen=("square", "tall"),
+        TILES, "uint8_t (*now)[TILE_BYTES] = ring[step % PAIRS]", "uint8_t (*now)[TILE_BYTES] = ring[(step + 1) % PAIRS]",
+        "q4_amx", "mxfp4", times=2, seen=("square", "tall"),
     ),
-    "rows of another tile": Mistake("tiles.h", "TILE_DOT(3, 5, 7)", "TILE_DOT(3, 4, 7)", "b16.c", "b16", seen=("square",)),
-    "rows of a third tile": Mistake("tiles.h", "TILE_DOT(5, 7, 6)", "TILE_DOT(3, 7, 6)", "b16.c", "b16", seen=("tall",)),
-    "C of the pass before": Mistake("tiles.h", "    TILE_ZERO(3);\n", "", "q4.c", "mxfp4", times=3),
+    "rows of another tile": Mistake(TILES, "TILE_DOT(3, 5, 7)", "TILE_DOT(3, 4, 7)", "b16_amx", "b16", seen=("square",)),
+    "rows of a third tile": Mistake(TILES, "TILE_DOT(5, 7, 6)", "TILE_DOT(3, 7, 6)", "b16_amx", "b16", seen=("tall",)),
+    "C of the pass before": Mistake(TILES, "    TILE_ZERO(3);\n", "", "q4_amx", "mxfp4", times=3),
 }  # fmt: skip
 
 
@@ -174,7 +168,7 @@ def test_stores_that_nobody_needs_are_counted(backend, kernels, monkeypatch, tmp
 
 def test_tiles_that_are_kept_are_seen(backend, kernels, monkeypatch, tmp_path, tmp_path_factory):
     tiles = Tiles(tmp_path_factory.mktemp("tiles"))
-    mistake = Mistake("tiles.c", "{ tiles_release(); }", "{}", "tiles.c", "mxfp4")
+    mistake = Mistake("table.c", "#define LEAVE tiles_release", "#define LEAVE NULL", "table", "mxfp4")
     layer, experts = layer_with(monkeypatch, backend, kernels.wrong(tmp_path, mistake), "mxfp4")
     with layer:
         assert_right(layer, experts, *crowd(layer, 5))

@@ -100,11 +100,11 @@ def test_sizes_of_experts(sizes, message):
 
 def test_what_read_gives_is_checked():
     wrong_shape = experts_of(lambda *_: matrix(64, 32))
-    with pytest.raises(FormatError, match=r"layers\.7\.w1: gate must be \[64, 64\], found \[64, 32\]"):
+    with pytest.raises(FormatError, match=r"layers\.7\.w1: gate must be .* \[64, 64\], found .* \[64, 32\]"):
         MoELayer(wrong_shape, "fp32_lut")
     other = ktmoe.WeightFormat("q4", tuple(np.roll(MXFP4.codebook, 1).tolist()), ktmoe.Scale("ue8m0", (1, 64)))
     wrong_format = experts_of(lambda *_: matrix(64, 64, format=other, scales=np.zeros((64, 1), np.uint8)))
-    with pytest.raises(FormatError, match=r"layers\.7\.w1: gate must be .* per 1x32, found .* per 1x64"):
+    with pytest.raises(FormatError, match=r"layers\.7\.w1: gate must be .* per 1x32 .*, found .* per 1x64"):
         MoELayer(wrong_format, "fp32_lut")
     with pytest.raises(InputError, match=r"layers\.7: projection must be .*gate.*up.*down.*, found 'w1'"):
         wrong_shape.matrix(0, "w1")
@@ -261,5 +261,5 @@ def test_what_only_looks_like_a_matrix(weight_format):
 
 def test_what_a_loader_reads_must_be_a_matrix():
     experts = experts_of(lambda *_: look_alike(matrix(64, 64)))
-    with pytest.raises(FormatError, match=r"layers\.7: gate of expert 0 must be a Matrix, found SimpleNamespace"):
+    with pytest.raises(InputError, match=r"layers\.7: gate of expert 0 must be a Matrix, found SimpleNamespace"):
         MoELayer(experts, "fp32_lut")

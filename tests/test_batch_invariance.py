@@ -83,7 +83,7 @@ def test_every_setting_matters_to_no_bit(case):
         case.check(np.arange(POOL)[::-3])
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 12, 13, 25, core.M_BLOCK + 8])
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 12, 13, 25, core.ROWS_MAX + 8])
 def test_duplicates_of_one_token(case, count):
     """All of them have the same row in every kernel of every height."""
     for only_many in (False, True):

@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("rich", reason="rich is not installed")
-
 from bench import compare
 
-POINTS = 200
+POINTS = 60
 ROUNDS = 20
 NOISE = 0.02
 
@@ -27,11 +25,11 @@ def shares(seed, *, points=POINTS, rounds=ROUNDS, noise=NOISE, between=0.0, fact
     return {f"bench/test_x.py::test[{i}]": [*(rows[i] * (factors or {}).get(i, 1.0))] for i in range(points)}
 
 
-def save(path, points, limits=None, **conditions) -> str:
-    """limits: {index: what is recorded beside the point's shares}."""
+def save(path, points, also=None, **conditions) -> str:
+    """also: {index: what is recorded beside the point's shares}."""
     described = {"cpu": "a CPU", "threads": 2, **conditions}
     benchmarks = [
-        {"fullname": name, "extra_info": {"suite": "layer", "shares": rows, **described, **(limits or {}).get(i, {})}}
+        {"fullname": name, "extra_info": {"suite": "layer", "shares": rows, **described, **(also or {}).get(i, {})}}
         for i, (name, rows) in enumerate(points.items())
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,74 +38,98 @@ def save(path, points, limits=None, **conditions) -> str:
 
 
 @pytest.fixture
-def runs(tmp_path):
-    """Compares two made-up runs: (exit status, indices that regressed, indices that improved)."""
+def runs(tmp_path, capsys):
+    """Compares two made-up runs: (exit status, indices that are slower, that are faster, that are not judged)."""
 
-    def run(old, new, old_limits=None, new_limits=None):
-        files = save(tmp_path / "new.json", new, new_limits), save(tmp_path / "old.json", old, old_limits)
-        saved = compare.read(Path(files[1])), compare.read(Path(files[0]))
-        found = compare.changes(*saved, compare.common_points(*saved)[0])
+    def run(old, new, old_also=None, new_also=None):
+        files = save(tmp_path / "new.json", new, new_also), save(tmp_path / "old.json", old, old_also)
+        found = compare.compare(compare.read(Path(files[1])), compare.read(Path(files[0])))
         index = {name: i for i, name in enumerate(old)}
         status = compare.main([*files])
-        return status, [index[c.point] for c in found if c.regressed], [index[c.point] for c in found if c.improved]
+        return status, *(
+            sorted(index[c.point] for c in found if c.verdict == verdict) for verdict in ("slower", "faster", "not judged")
+        )
 
     return run
 
 
-def test_a_regression_beyond_the_noise(runs, capsys):
-    assert runs(shares(1), shares(2, factors={7: 0.8, 150: 0.9})) == (1, [7, 150], [])
+def test_a_slower_point(runs, capsys):
+    assert runs(shares(1), shares(2, factors={7: 0.8, 40: 0.9})) == (1, [7, 40], [], [])
     out = capsys.readouterr().out
-    assert "2 regressed" in out
+    assert f"{POINTS} points, 2 slower, 0 faster, 0 not judged" in out
     (line,) = (line for line in out.splitlines() if "test[7]" in line)
-    assert re.search(r" -(19|20)\.\d% ", line)
+    assert re.search(r" -(19|20)\.\d%$", line.rstrip())
 
 
-def test_an_improvement_is_no_regression(runs, capsys):
-    assert runs(shares(1), shares(2, factors={3: 1.25})) == (0, [], [3])
-    assert "1 improved" in capsys.readouterr().out
+def test_a_faster_point_is_no_alarm(runs, capsys):
+    assert runs(shares(1), shares(2, factors={3: 1.25})) == (0, [], [3], [])
+    assert "1 faster" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("between", [0.0, 0.03])
-def test_noise_is_no_regression(runs, between):
-    """Pairs of runs in which nothing changed, also where runs differ by more than their rounds do. One in 100 may regress."""
-    pairs = [runs(shares(seed, between=between), shares(100 + seed, between=between)) for seed in range(20)]
-    assert sum(status for status, *_ in pairs) <= 2
-    assert sum(bool(improved) for *_, improved in pairs) <= 2
+def verdicts(seed, points, between, factors=None) -> list[str]:
+    """Of all points of two made-up runs."""
+    runs = shares(seed, points=points, between=between), shares(100 + seed, points=points, between=between, factors=factors)
+    old, new = ({name: {"shares": rows, "cpu": "a CPU", "threads": 2} for name, rows in run.items()} for run in runs)
+    return [change.verdict for change in compare.compare(old, new)]
 
 
-def test_what_rounds_show_decides(runs):
-    """The same 15 % is a regression where rounds agree, and not where they do not."""
-    quiet, noisy = 0.02, 0.3
-    assert runs(shares(1, noise=quiet), shares(2, noise=quiet, factors={9: 0.85}))[:2] == (1, [9])
-    assert runs(shares(1, noise=noisy), shares(2, noise=noisy, factors={9: 0.85}))[:2] == (0, [])
+@pytest.mark.parametrize(("points", "pairs"), [(24, 10), (200, 2)])
+@pytest.mark.parametrize("between", [0.0, 0.01, 0.02])
+def test_two_runs_of_the_same_code_do_not_alarm(between, points, pairs):
+    """Also where runs differ by more than their rounds do. One pair in 100 may alarm."""
+    found = [verdicts(seed, points, between) for seed in range(pairs)]
+    assert sum("slower" in each for each in found) <= 1
+    assert sum("faster" in each for each in found) <= 1
 
 
-def test_one_noisy_point_is_judged_by_its_own_rounds(runs):
+@pytest.mark.parametrize("between", [0.0, 0.01])
+def test_ten_percent_are_found(between):
+    """In one point, typically."""
+    found = [verdicts(seed, 40, between, {9: 0.9}) for seed in range(10)]
+    assert sum(each[9] == "slower" for each in found) >= 7
+
+
+def test_points_that_drift_say_how_much_a_point_has_to_fall(runs):
+    factors = {9: 0.88}
+    assert runs(shares(1), shares(2, factors=factors))[:2] == (1, [9])
+    assert runs(shares(1, between=0.04), shares(2, between=0.04, factors=factors))[:2] == (0, [])
+
+
+def test_rounds_that_do_not_agree_are_not_judged(runs, capsys):
+    """Somebody else used the machine for some of them."""
     old, new = shares(1), shares(2)
     name = list(old)[50]
-    rng = np.random.default_rng(3)
-    old[name] = [*(0.5 * np.exp(0.4 * rng.standard_normal(ROUNDS)))]
-    new[name] = [*(0.4 * np.exp(0.4 * rng.standard_normal(ROUNDS)))]
-    assert runs(old, new)[:2] == (0, [])
+    new[name] = [*(0.2 * np.exp(0.4 * np.random.default_rng(3).standard_normal(ROUNDS)))]
+    assert runs(old, new) == (0, [], [], [50])
+    assert re.search(r"test\[50\] +rounds deviate by 2% +by [2-6]\d%", capsys.readouterr().out)
 
 
 def test_few_rounds_that_agree_by_chance(runs):
-    """Three rounds with next to no spread: the spread of the other points counts."""
-    old, new = shares(1), shares(2)
-    name = list(old)[50]
-    old[name], new[name] = [0.5, 0.5, 0.5001], [0.48, 0.48, 0.4801]
+    """Three rounds with next to no spread are no proof; the change is above the floor."""
+    old, new = shares(1, points=9), shares(2, points=9)
+    name = list(old)[5]
+    old[name], new[name] = [0.5, 0.52, 0.54], [0.45, 0.46, 0.5]
     assert runs(old, new)[:2] == (0, [])
 
 
 def test_all_points_slower_alike(runs):
-    """That is no noise: most points regressed."""
-    status, regressed, _ = runs(shares(1), shares(2, factors=dict.fromkeys(range(POINTS), 0.85)))
+    """That is no noise: most points are slower."""
+    status, slower, *_ = runs(shares(1), shares(2, factors=dict.fromkeys(range(POINTS), 0.85)))
     assert status == 1
-    assert len(regressed) > 0.9 * POINTS
+    assert len(slower) > 0.9 * POINTS
 
 
-def test_a_change_below_the_floor_is_not_reported(runs):
-    assert runs(shares(1, noise=1e-4), shares(2, noise=1e-4, factors={4: 0.98})) == (0, [], [])
+def test_changes_below_the_floors(runs):
+    """7 % of a share, and half a percentage point: 1.5 % that become 1.2 % are no news."""
+    assert runs(shares(1, noise=1e-4), shares(2, noise=1e-4, factors={4: 0.94})) == (0, [], [], [])
+    small = {f"test[{i}]": [share / 10 for share in rows] for i, rows in enumerate(shares(1, points=20).values())}
+    smaller = {name: [0.8 * share if name == "test[2]" else share for share in rows] for name, rows in small.items()}
+    assert runs(small, smaller) == (0, [], [], [])
+
+
+def test_a_count_is_no_sample(runs):
+    """Packed bytes over a checkpoint's: one figure, whose change is real."""
+    assert runs({"memory": [1.0]}, {"memory": [0.9]})[:2] == (1, [0])
 
 
 def test_a_point_on_another_machine_state_is_not_judged(runs, capsys):
@@ -119,24 +141,49 @@ def test_a_point_on_another_machine_state_is_not_judged(runs, capsys):
         4: {"limit_read_gb_s": 30.0, "limit_gflop_s": 501.0},
         5: {"limit_read_gb_s": 37.4, "limit_gflop_s": 321.0},
     }
-    assert runs(shares(1), shares(2, factors=slower), before, after) == (1, [5, 6], [])
+    assert runs(shares(1), shares(2, factors=slower), before, after) == (1, [5, 6], [], [3, 4])
     out = capsys.readouterr().out
-    assert "2 measured on another machine state, not judged" in out
-    assert re.search(r"test\[3\] +30\.0 +23\.9 +-20\.3% +GB/s", out)
-    assert re.search(r"test\[4\] +400\.0 +501\.0 +\+25\.2% +GFLOP/s", out)
-    assert f"{POINTS - 2} points, 2 regressed, 0 improved, 2 more not judged;" in out
+    assert "2 not judged: the machine was in another state" in out
+    assert re.search(r"test\[3\] +30\.0 GB/s +23\.9 GB/s +-20\.3%", out)
+    assert re.search(r"test\[4\] +400\.0 GFLOP/s +501\.0 GFLOP/s +\+25\.2%", out)
+
+
+def latencies(seed, middle) -> dict:
+    """What the pool's points record: most rounds near the middle, a third of them far above, and shares that swing."""
+    rng = np.random.default_rng(seed)
+    rounds = middle * np.exp(0.1 * rng.standard_normal(300)) * np.where(rng.random(300) < 0.3, 20, 1)
+    return {"rounds_us": [*rounds]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        (44.0, 60.0, ""),  # swings
+        (44.0, 110.0, "slower"),
+        (0.1, 0.4, ""),  # below what matters
+        (0.6, 3.0, "slower"),
+        (3.0, 0.6, "faster"),
+    ],
+)
+def test_latencies_are_times(tmp_path, before, after, verdict):
+    """The shares, of a handoff that takes another time in each run, say nothing: they are 0.1 % and 0.04 % here."""
+    old = save(tmp_path / "old.json", {"pool": [0.001] * 300}, {0: latencies(1, before)})
+    new = save(tmp_path / "new.json", {"pool": [0.0004] * 300}, {0: latencies(2, after)})
+    (change,) = compare.compare(compare.read(Path(old)), compare.read(Path(new)))
+    assert change.verdict == verdict
+    assert change.old.endswith(" us")
 
 
 def test_no_point_left_to_judge(tmp_path, capsys):
     half = save(tmp_path / "half.json", shares(1), {key: {"limit_gflop_s": 200.0} for key in range(POINTS)})
     whole = save(tmp_path / "whole.json", shares(2), {key: {"limit_gflop_s": 400.0} for key in range(POINTS)})
-    assert f"at all {POINTS} points a limit differs by more than a factor of 1.25, by -50% at" in refused(capsys, half, whole)
+    assert "no point can be judged" in refused(capsys, half, whole)
 
 
 def test_names_in_tables_are_as_they_are(tmp_path, capsys):
     """rich would take [hot] for a style."""
     files = [
-        save(tmp_path / f"{i}.json", {"test_wake_up[hot]": [share] * 5, "test_wake_up[cold]": [0.5] * 5})
+        save(tmp_path / f"{i}.json", {"test_wake_up[hot]": [share, share * 1.01, share], "test_wake_up[cold]": [0.5] * 5})
         for i, share in enumerate((0.2, 0.4))
     ]
     assert compare.main(files) == 1
@@ -148,18 +195,9 @@ def test_points_that_only_one_run_has(tmp_path, capsys):
     del new["bench/test_x.py::test[0]"], old["bench/test_x.py::test[1]"]
     files = save(tmp_path / "new.json", new), save(tmp_path / "old.json", old)
     assert compare.main([*files]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[out.index(f"only in {files[1]}:") + 1].strip() == "bench/test_x.py::test[0]"
-    assert out[out.index(f"only in {files[0]}:") + 1].strip() == "bench/test_x.py::test[1]"
-
-
-@pytest.mark.parametrize(
-    ("tail", "freedom", "quantile"),
-    # of printed tables
-    [(0.05, 1, 6.314), (0.01, 4, 3.747), (0.001, 10, 4.144), (0.0005, 30, 3.646), (0.005, 120, 2.617)],
-)
-def test_students_distribution(tail, freedom, quantile):
-    assert compare.student(tail, freedom) == pytest.approx(quantile, abs=6e-4)
+    out = capsys.readouterr().out
+    assert f"only in {files[1]}: bench/test_x.py::test[0]\n" in out
+    assert f"only in {files[0]}: bench/test_x.py::test[1]\n" in out
 
 
 # Refusals
@@ -172,18 +210,17 @@ def refused(capsys, *arguments) -> str:
     return captured.err
 
 
-@pytest.mark.parametrize(("key", "value"), [("cpu", "another CPU"), ("threads", 4)])
-def test_other_conditions(tmp_path, capsys, key, value):
+@pytest.mark.parametrize(("key", "was", "value"), [("cpu", "a CPU", "another CPU"), ("threads", 2, 4)])
+def test_other_conditions(tmp_path, capsys, key, was, value):
     old, new = save(tmp_path / "old.json", shares(1)), save(tmp_path / "new.json", shares(2), **{key: value})
     message = refused(capsys, new, old)
-    assert f"measured with {key} {value}" in message
-    assert old in message
+    assert message == f"bench-compare: {key} is {value} in the new run and {was} in the old one\n"
 
 
 def test_no_point_in_common(tmp_path, capsys):
     old = save(tmp_path / "old.json", {"a": [0.5]})
     new = save(tmp_path / "new.json", {"b": [0.5]})
-    assert "no point in common" in refused(capsys, new, old)
+    assert "no point can be judged" in refused(capsys, new, old)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +248,8 @@ def test_a_file_that_is_no_run(tmp_path, capsys, content):
 
 def test_a_missing_file(tmp_path, capsys):
     good, gone = save(tmp_path / "good.json", shares(1)), tmp_path / "gone.json"
-    assert f"{gone}: No such file" in refused(capsys, str(gone), good)
-    assert f"{gone}: No such file" in refused(capsys, good, str(gone))
+    assert f"{gone}: expected a run that make bench saved, found FileNotFoundError" in refused(capsys, str(gone), good)
+    assert f"{gone}: expected a run that make bench saved, found FileNotFoundError" in refused(capsys, good, str(gone))
 
 
 # Which runs
@@ -244,8 +281,7 @@ def test_the_last_run_and_the_one_before(storage, capsys, arguments, status, com
 
 def test_too_few_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "found 0; make bench saves one" in refused(capsys)
+    assert "expected a saved run, found none; make bench saves one" in refused(capsys)
     save(tmp_path / ".benchmarks" / "Linux" / "0001_commit.json", shares(1))
-    assert "found 1; make bench saves one" in refused(capsys)
+    assert "expected a run that was saved before .benchmarks/Linux/0001_commit.json, found none" in refused(capsys)
     assert "no saved run has the number 7" in refused(capsys, "7")
-    assert "found 3 runs" in refused(capsys, "1", "2", "3")

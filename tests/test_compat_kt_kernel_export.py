@@ -158,7 +158,7 @@ def test_what_does_not_fit(checkpoint):
         for changed, message in (
             ({"expert": EXPERTS}, r"expert_id must be in \[0, 8\), found 8"),
             ({"expert": -1}, "expert_id must be a whole number, 0 or more, found -1"),
-            ({"ranks": 3}, "gpu_tp_count must divide the intermediate size 128 into parts .* found 3"),
+            ({"ranks": 3}, "gpu_tp_count must divide the intermediate size, 128, into multiples of .* found 3"),
             ({"ranks": 0}, "gpu_tp_count must divide .* found 0"),
             ({"ranks": 128}, "gpu_tp_count must divide .* found 128") if method != "BF16" else ({"ranks": 256}, "found 256"),
             ({"w13": []}, r"w13_weight_ptrs must have 1 host addresses, .* found \[\]"),

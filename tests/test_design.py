@@ -106,7 +106,7 @@ def names(collected, test):
 
 def test_what_pytest_runs(collected):
     chosen = collected()
-    assert chosen == collected("-q")  # asked a second time
+    assert chosen == collected("--tb=no")  # chosen a second time
     subjects, isas = ways.SUBJECTS.values(), {subject.isa for subject in ways.SUBJECTS.values()}
     pairs = names(chosen, "test_pairs")
     assert len(pairs) < len(subjects) * 80 / 4

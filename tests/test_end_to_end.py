@@ -9,7 +9,7 @@ from helpers import assert_right, random_batch, same_bits
 import ktmoe
 from ktmoe import MoELayer
 from ktmoe.errors import CheckpointError, MissingTensorError, UnknownNameError
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.synthetic import write_deepseek_v4, write_gpt_oss, write_kimi_k2, write_qwen3
 
@@ -53,7 +53,7 @@ def test_every_scheme(backend, tmp_path, label):
     write, options, loader = SCHEMES[label]
     write(tmp_path, **options, num_experts=NUM_EXPERTS, layers=2, shard_bytes=100_000)
     checkpoint = Checkpoint(tmp_path)
-    assert choose(checkpoint) is ktmoe.loaders.get(loader)
+    assert find_loader(checkpoint) is ktmoe.loaders.get(loader)
     experts = ktmoe.load_experts(tmp_path, 1)
     assert (experts.hidden, experts.intermediate) == (options["hidden"], options["intermediate"])
     rng = np.random.default_rng(1)

@@ -33,7 +33,8 @@ from ktmoe import (
 from ktmoe import layer as layer_module
 from ktmoe._native import core
 from ktmoe.backends import native
-from ktmoe.backends.base import Plan, choose
+from ktmoe.backends.base import Plan
+from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
 from ktmoe.errors import InputError, OutOfMemoryError, UnavailableError, UnknownNameError
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -50,7 +51,7 @@ def experts():
 
 def test_backend_override(monkeypatch, experts):
     monkeypatch.setenv("KTMOE_BACKEND", "fp32_lut")
-    assert choose("auto") == ("fp32_lut", "KTMOE_BACKEND")
+    assert choose_backend("auto")[:2] == ("fp32_lut", "KTMOE_BACKEND")
     with MoELayer(experts) as layer:
         assert layer.backend == "fp32_lut"
 
@@ -61,7 +62,7 @@ def test_backend_override_does_not_override_a_name(backend, monkeypatch, experts
         assert layer.backend == backend
 
 
-@pytest.mark.parametrize("make", [choose, lambda: choose("auto")])
+@pytest.mark.parametrize("make", [choose_backend, lambda: choose_backend("auto")])
 def test_an_unknown_override_is_refused(monkeypatch, make):
     monkeypatch.setenv("KTMOE_BACKEND", "avx3")
     with pytest.raises(UnknownNameError, match=r"unknown backend 'avx3'.*avx512_bf16.*fp32_lut") as caught:

@@ -50,7 +50,7 @@ def test_codebooks(backend, codebook, scale):
     scales = 119 + shift, 124 + shift
     experts = random_experts(rng, 2, 100, 72, formats=weight_format, scales=scales, fold=scale == "folded", activation=DEEPSEEK)
     with MoELayer(experts, backend) as layer:
-        first = backends.get(backend).activations[0]
+        first = backends.get(backend).modes[0]
         assert layer.activations == (first if codebook in WHOLE else "bf16")
         for tokens in (1, 20):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, np.float32))

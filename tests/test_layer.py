@@ -93,8 +93,8 @@ def test_tokens_per_expert(backend, tokens, weights):
 @pytest.mark.parametrize(
     ("tokens", "weights"),
     [
-        *((tokens, {}) for tokens in (core.M_BLOCK, core.M_BLOCK + 1, 2 * core.M_BLOCK + 1)),
-        *((core.M_BLOCK + 1, WEIGHTS[name]) for name in ("int4-64", "b16", "all three")),
+        *((tokens, {}) for tokens in (core.ROWS_MAX, core.ROWS_MAX + 1, 2 * core.ROWS_MAX + 1)),
+        *((core.ROWS_MAX + 1, WEIGHTS[name]) for name in ("int4-64", "b16", "all three")),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, write, zeros
 from ktmoe import loaders
 from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.formats import BF16
 
@@ -18,7 +18,7 @@ ROWS = 2 * INTERMEDIATE
 
 def load(folder, tensors, config=None):
     checkpoint = write(folder, tensors, config)
-    loader = choose(checkpoint)
+    loader = find_loader(checkpoint)
     assert loader is loaders.get("bf16")
     return loader.load(checkpoint, 0)
 
@@ -140,7 +140,7 @@ def test_quantized_experts_of_the_same_names_are_no_business_of_this_loader(tmp_
     checkpoint = write(tmp_path, tensors)
     assert loaders.get("bf16").detect(checkpoint) == 0
     with pytest.raises(UnavailableError, match="no loader recognises"):
-        choose(checkpoint)
+        find_loader(checkpoint)
     with pytest.raises(FormatError, match=rf"{BASE}.0.down_proj.weight_scale_inv: expected none .*: scales mean quantized"):
         loaders.get("bf16").load(checkpoint, 0)
 

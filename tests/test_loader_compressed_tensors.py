@@ -8,7 +8,7 @@ from ktmoe import loaders
 from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import compressed_tensors
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.weights.activation import SILU
 
 SCHEME = SCHEMES["int4"]
@@ -30,7 +30,7 @@ def config(**changes):
 
 def load(folder, tensors, config=None):
     checkpoint = write(folder, tensors, config)
-    loader = choose(checkpoint)
+    loader = find_loader(checkpoint)
     assert loader is loaders.get("compressed_tensors")
     return loader.load(checkpoint, 0)
 
@@ -215,7 +215,7 @@ def test_other_formats_of_compressed_tensors(tmp_path):
     checkpoint = write(tmp_path, fp8)
     assert loaders.get("compressed_tensors").detect(checkpoint) == 0
     with pytest.raises(UnavailableError, match="no loader recognises"):
-        choose(checkpoint)
+        find_loader(checkpoint)
     (tmp_path / "fp4").mkdir()
     fp4 = per_expert(weight_packed=zeros("U8", 96, 48), weight_scale=zeros("F8_E4M3", 96, 6))
     with pytest.raises(FormatError, match=rf"{EXPERT}.gate_proj.weight_packed: dtype: expected I32, found U8 \[96, 48\]"):
@@ -231,7 +231,7 @@ def test_the_config_is_looked_through_once(tmp_path, monkeypatch):
     looked, read = [], compressed_tensors.read_group
     monkeypatch.setattr(compressed_tensors, "read_group", lambda checkpoint: looked.append(checkpoint) or read(checkpoint))
     with write(tmp_path, tensors) as checkpoint:
-        loader = choose(checkpoint)
+        loader = find_loader(checkpoint)
         for layer in (0, 1, 0):
             loader.load(checkpoint, layer)
         assert looked == [checkpoint]

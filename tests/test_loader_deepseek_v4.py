@@ -10,7 +10,7 @@ from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, W, write, zeros
 from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import registry
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
@@ -22,7 +22,7 @@ CONFIG = {"n_routed_experts": EXPERTS, "swiglu_limit": 10.0}
 
 def check_bytes(checkpoint, tensors):
     """Every matrix that comes out holds the very bytes that went in."""
-    weights = choose(checkpoint).load(checkpoint, 0)
+    weights = find_loader(checkpoint).load(checkpoint, 0)
     assert weights.formats == dict.fromkeys(PROJECTIONS, MXFP4)
     for expert in range(EXPERTS):
         for projection, stem in W.items():
@@ -36,9 +36,9 @@ def check_bytes(checkpoint, tensors):
 def test_mtp_layers(tmp_path):
     tensors = {layer: SCHEME.layer(layer, seed) for seed, layer in enumerate(["mtp.1", "mtp.0", "layers.10", "layers.2"])}
     checkpoint = write(tmp_path, {name: tensor for layer in tensors.values() for name, tensor in layer.items()}, CONFIG)
-    assert choose(checkpoint).layers(checkpoint) == [2, 10, "mtp.0", "mtp.1"]
+    assert find_loader(checkpoint).layers(checkpoint) == [2, 10, "mtp.0", "mtp.1"]
     for layer in ("mtp.0", "mtp.1"):
-        SCHEME.check(choose(checkpoint).load(checkpoint, layer), tensors[layer], layer)
+        SCHEME.check(find_loader(checkpoint).load(checkpoint, layer), tensors[layer], layer)
 
 
 @pytest.mark.parametrize("weight_dtype", ["I8", "U8", "F4"])
@@ -69,7 +69,7 @@ def test_dtypes_that_hold_the_same_bytes(tmp_path, weight_dtype, scale_dtype):
 )
 def test_swiglu_limit(tmp_path, config, activation):
     checkpoint = write(tmp_path, SCHEME.layer("layers.0"), config)
-    found = choose(checkpoint).load(checkpoint, 0).activation
+    found = find_loader(checkpoint).load(checkpoint, 0).activation
     assert found == activation
     assert type(found.limit) is float
 
@@ -80,7 +80,7 @@ def test_bad_swiglu_limit(tmp_path, limit, nested):
     config = {"swiglu_limit": limit}
     checkpoint = write(tmp_path, SCHEME.layer("layers.0"), {"text_config": config} if nested else config)
     with pytest.raises(CheckpointError) as caught:
-        choose(checkpoint).load(checkpoint, 0)
+        find_loader(checkpoint).load(checkpoint, 0)
     words = (str(tmp_path), "swiglu_limit", "expected a float32 number, 0 or more", f"found {show(limit)}")
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
@@ -145,9 +145,9 @@ def test_flash_base_is_not_mxfp4(tmp_path):
     checkpoint = write(tmp_path, tensors, CONFIG | {"model_type": "deepseek_v4"})
     assert registry.get("deepseek_v4").detect(checkpoint) == 0
     with pytest.raises(UnavailableError, match="no loader recognises this checkpoint"):
-        choose(checkpoint)
+        find_loader(checkpoint)
     with pytest.raises(FormatError, match=r"experts.0.w1.weight: dtype: expected I8 or U8 or F4, found F8_E4M3 \[128, 256\]"):
-        choose(checkpoint, "deepseek_v4").load(checkpoint, 0)
+        find_loader(checkpoint, "deepseek_v4").load(checkpoint, 0)
 
 
 def test_detection_needs_no_config(tmp_path):
@@ -169,5 +169,5 @@ def test_projections_that_do_not_fit(tmp_path, stem, n, k, words):
         tensors[f"layers.0.ffn.experts.{expert}.{stem}.scale"] = zeros("F8_E8M0", n, k // 32)
     checkpoint = write(tmp_path, tensors)
     with pytest.raises(CheckpointError) as caught:
-        choose(checkpoint).load(checkpoint, 0)
+        find_loader(checkpoint).load(checkpoint, 0)
     assert all(word in str(caught.value) for word in ["layers.0.ffn.experts.0", *words]), str(caught.value)

@@ -10,7 +10,7 @@ from checkpoints import BF16, EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matr
 from ktmoe import loaders
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import MXFP4
@@ -40,7 +40,7 @@ def reads(monkeypatch):
 
 def load(folder, tensors, config=None):
     checkpoint = write(folder, tensors, config)
-    return choose(checkpoint).load(checkpoint, 0)
+    return find_loader(checkpoint).load(checkpoint, 0)
 
 
 def test_rows_are_interleaved_and_messages_say_which_expert(tmp_path, tensors):
@@ -172,9 +172,9 @@ MALFORMED = {
 def test_malformed(tmp_path, tensors, label):
     suffix, tensor, error, words = MALFORMED[label]
     checkpoint = write(tmp_path, tensors | {f"{BASE}.{suffix}": tensor})
-    assert choose(checkpoint) is loaders.get("gpt_oss")  # whose load says why not
+    assert find_loader(checkpoint) is loaders.get("gpt_oss")  # whose load says why not
     with pytest.raises(error) as caught:
-        choose(checkpoint).load(checkpoint, 0)
+        find_loader(checkpoint).load(checkpoint, 0)
     assert all(word in str(caught.value) for word in [f"{BASE}.{suffix}: ", "expected", "found", *words]), str(caught.value)
 
 

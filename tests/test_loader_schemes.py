@@ -15,7 +15,7 @@ from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, wr
 from ktmoe import loaders
 from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError, UnavailableError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
@@ -41,7 +41,7 @@ def test_layers(tmp_path, scheme, prefix):
     scores = {name: loaders.get(name).detect(checkpoint) for name in loaders.names()}
     assert scores.pop(scheme.loader) > 0.5
     assert not any(scores.values())
-    loader = choose(checkpoint)
+    loader = find_loader(checkpoint)
     assert loader is loaders.get(scheme.loader)
     assert loader.layers(checkpoint) == [1, 2, 10, "mtp.0"]
     for layer, name in names.items():
@@ -63,7 +63,7 @@ def test_no_layer_at_all(tmp_path, scheme):
     with pytest.raises(MissingTensorError, match=r"layer 0: expected .*, found no layer with tensors of .* names"):
         loader.load(checkpoint, 0)
     with pytest.raises(UnavailableError, match=rf"no loader recognises this checkpoint; tried .*{scheme.loader}"):
-        choose(checkpoint)
+        find_loader(checkpoint)
 
 
 def test_shards_and_threads(tmp_path, scheme):
@@ -76,7 +76,7 @@ def test_shards_and_threads(tmp_path, scheme):
         write(tmp_path, {name: tensors[name] for name in chosen}, file=f"{shard}.safetensors")
     write_index(tmp_path, weight_map)
     checkpoint = Checkpoint(tmp_path)
-    weights = choose(checkpoint).load(checkpoint, 0)
+    weights = find_loader(checkpoint).load(checkpoint, 0)
     jobs = [(expert, projection) for expert in range(EXPERTS) for projection in PROJECTIONS] * 20
     random.Random(0).shuffle(jobs)
     with ThreadPoolExecutor(4) as pool:
@@ -90,12 +90,12 @@ def test_partial_download(tmp_path, scheme):
     write(tmp_path, tensors[bases[1]], file="1.safetensors")
     write_index(tmp_path, {name: f"{base[-1]}.safetensors" for base in bases for name in tensors[base]})
     checkpoint = Checkpoint(tmp_path)
-    scheme.check(choose(checkpoint).load(checkpoint, 1), tensors[bases[1]], bases[1])
+    scheme.check(find_loader(checkpoint).load(checkpoint, 1), tensors[bases[1]], bases[1])
     with pytest.raises(MissingTensorError, match=r"2.safetensors: expected .* 'model.layers.2.*', found no such file"):
-        choose(checkpoint).load(checkpoint, 2)
+        find_loader(checkpoint).load(checkpoint, 2)
     (tmp_path / "1.safetensors").unlink()
     with pytest.raises(MissingTensorError, match=r"0.safetensors: expected .* 'model.layers.0.*', found no such file"):
-        choose(Checkpoint(tmp_path))
+        find_loader(Checkpoint(tmp_path))
 
 
 def test_an_absent_file_of_another_scheme_does_not_matter(tmp_path):
@@ -103,10 +103,10 @@ def test_an_absent_file_of_another_scheme_does_not_matter(tmp_path):
     tensors, extra = SCHEMES["int4"].layer("model.layers.0"), SCHEMES["bf16"].layer("model.layers.1")
     write(tmp_path, tensors, file="0.safetensors")
     write_index(tmp_path, dict.fromkeys(tensors, "0.safetensors") | dict.fromkeys(extra, "1.safetensors"))
-    assert choose(Checkpoint(tmp_path)) is loaders.get("compressed_tensors")
+    assert find_loader(Checkpoint(tmp_path)) is loaders.get("compressed_tensors")
     write(tmp_path, extra, file="1.safetensors")
     checkpoint = Checkpoint(tmp_path)
-    assert choose(checkpoint) is loaders.get("compressed_tensors")
+    assert find_loader(checkpoint) is loaders.get("compressed_tensors")
     SCHEMES["bf16"].check(loaders.get("bf16").load(checkpoint, 1), extra, "model.layers.1")
 
 
@@ -121,7 +121,7 @@ def test_reads_lazily_and_no_more_than_the_expert(tmp_path, scheme, monkeypatch)
         return read(self, name, out, part=part, release=release)
 
     monkeypatch.setattr(Checkpoint, "read", record)
-    weights = choose(checkpoint).load(checkpoint, 0)
+    weights = find_loader(checkpoint).load(checkpoint, 0)
     assert reads == []
     for projection in PROJECTIONS:
         weights.matrix(1, projection)
@@ -140,7 +140,7 @@ def test_weights_keep_the_checkpoint_open_and_let_it_go(tmp_path, scheme):
     before = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weights = choose(checkpoint).load(checkpoint, 0)
+        weights = find_loader(checkpoint).load(checkpoint, 0)
         del checkpoint
         gc.collect()
         assert weights.matrix(0, "gate").shape == (INTERMEDIATE, HIDDEN)
@@ -152,7 +152,7 @@ def test_weights_keep_the_checkpoint_open_and_let_it_go(tmp_path, scheme):
 
 def test_after_close(tmp_path, scheme):
     checkpoint = write(tmp_path, scheme.layer("layers.0"))
-    weights = choose(checkpoint).load(checkpoint, 0)
+    weights = find_loader(checkpoint).load(checkpoint, 0)
     checkpoint.close()
     with pytest.raises(ClosedError, match=rf"'{weights.name}\..*' was asked for after close"):
         weights.matrix(2, "down")
@@ -160,7 +160,7 @@ def test_after_close(tmp_path, scheme):
 
 def test_wrong_expert_or_projection(tmp_path, scheme):
     checkpoint = write(tmp_path, scheme.layer("layers.0"))
-    weights = choose(checkpoint).load(checkpoint, 0)
+    weights = find_loader(checkpoint).load(checkpoint, 0)
     with pytest.raises(InputError, match=rf"{weights.name}: expert must be in \[0, 3\), found 3"):
         weights.matrix(3, "gate")
     with pytest.raises(InputError, match=r"projection must be one of .*, found 'w1'"):
@@ -171,7 +171,7 @@ def test_truncated_while_loaded(tmp_path, scheme):
     """Only the matrix whose bytes are gone fails, and every time."""
     tensors = scheme.layer("layers.0")
     checkpoint = write(tmp_path, tensors)
-    weights = choose(checkpoint).load(checkpoint, 0)
+    weights = find_loader(checkpoint).load(checkpoint, 0)
     last = max(map(checkpoint.info, checkpoint.names()), key=lambda info: info.offset)
     os.truncate(last.file, last.offset + last.nbytes - 5)
     failed = []
@@ -192,7 +192,7 @@ def test_config_disagrees_on_the_number_of_experts(tmp_path, scheme, stated, nes
     config = {scheme.count: stated}
     checkpoint = write(tmp_path, scheme.layer("layers.0"), {"text_config": config} if nested else config)
     with pytest.raises(CheckpointError) as caught:
-        choose(checkpoint).load(checkpoint, 0)
+        find_loader(checkpoint).load(checkpoint, 0)
     words = (f"layers.0.{scheme.module}", f"expected {stated!r} by {scheme.count} of config.json", f"found {EXPERTS} experts")
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
@@ -200,7 +200,7 @@ def test_config_disagrees_on_the_number_of_experts(tmp_path, scheme, stated, nes
 def test_config_agrees_on_the_number_of_experts(tmp_path, scheme):
     tensors = scheme.layer("layers.0")
     checkpoint = write(tmp_path, tensors, {"num_experts": None, "text_config": {scheme.count: EXPERTS}})
-    scheme.check(choose(checkpoint).load(checkpoint, 0), tensors, "layers.0")
+    scheme.check(find_loader(checkpoint).load(checkpoint, 0), tensors, "layers.0")
 
 
 def test_missing_tensor(tmp_path, scheme):
@@ -223,14 +223,14 @@ def test_missing_expert(tmp_path, scheme):
         tensors[name.replace(".experts.1.", ".experts.4.")] = tensors.pop(name)
     checkpoint = write(tmp_path, tensors)
     with pytest.raises(MissingTensorError, match=r"layers.0.*experts.1.*: expected with experts 0-4"):
-        choose(checkpoint).load(checkpoint, 0)
+        find_loader(checkpoint).load(checkpoint, 0)
 
 
 def test_two_names_for_one_layer(tmp_path, scheme):
     checkpoint = write(tmp_path, scheme.layer("layers.0") | scheme.layer("model.layers.0"))
     names = rf"layers.0.{scheme.module} \(\w+\) and model.layers.0.{scheme.module} \(\w+\)"
     with pytest.raises(CheckpointError, match=rf"layer 0: expected one name, found {names}$"):
-        choose(checkpoint).load(checkpoint, 0)
+        find_loader(checkpoint).load(checkpoint, 0)
 
 
 @pytest.mark.parametrize("scheme", PER_EXPERT, indirect=True)
@@ -256,8 +256,8 @@ def test_names_that_only_look_alike_are_left_alone(tmp_path, scheme, alias):
     tensors = scheme.layer("layers.0")
     more = {f"{name}{end}": tensor for end in ("_inv", "\n") for name, tensor in scheme.layer("layers.9").items()}
     checkpoint = write(tmp_path, tensors | scheme.layer(alias) | more)
-    assert choose(checkpoint).layers(checkpoint) == [0]
-    scheme.check(choose(checkpoint).load(checkpoint, 0), tensors, "layers.0")
+    assert find_loader(checkpoint).layers(checkpoint) == [0]
+    scheme.check(find_loader(checkpoint).load(checkpoint, 0), tensors, "layers.0")
 
 
 def test_a_tensor_of_unknown_meaning_is_refused(tmp_path, scheme):
@@ -266,4 +266,4 @@ def test_a_tensor_of_unknown_meaning_is_refused(tmp_path, scheme):
     name = f"{next(iter(tensors))}_twist"
     checkpoint = write(tmp_path, tensors | {name: zeros("U8", 2, 2)})
     with pytest.raises(ValueError, match=rf"^{name}: expected none beside .*, found one: its meaning is not known$"):
-        choose(checkpoint).load(checkpoint, 0)
+        find_loader(checkpoint).load(checkpoint, 0)

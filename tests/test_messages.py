@@ -11,7 +11,7 @@ from ktmoe import loaders
 from ktmoe.errors import CheckpointError, InputError, KtmoeError
 from ktmoe.loaders import checkpoint as checkpoint_module
 from ktmoe.loaders import safetensors_file
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 from ktmoe.messages import MESSAGE_LIMIT, VALUE_LIMIT, printable, show
 
@@ -171,7 +171,7 @@ def test_values_of_a_hostile_config(tmp_path, loader, config, peak):
     """The work is bounded: what the values' names take, at most, and not what their repr() would."""
     scheme = next(scheme for scheme in checkpoints.SCHEMES.values() if scheme.loader == loader)
     with checkpoints.write(tmp_path, scheme.layer("layers.0")) as checkpoint:
-        assert choose(checkpoint) is loaders.get(loader)
+        assert find_loader(checkpoint) is loaders.get(loader)
         checkpoint.config = config
         assert peak(lambda: refused(lambda: loaders.get(loader).load(checkpoint, 0))) < 10_000_000
 

@@ -31,7 +31,7 @@ def pack(codes, scales, weight_format=MXFP4):
 
 
 def by_formula(codes, scales, weight_format=MXFP4):
-    """The packed bytes, number by number, from the addressing formulas in LAYOUT of pack_q4.c and pack_b16.c."""
+    """The packed bytes, number by number, from the addressing formulas in LAYOUT of pack/q4.c and pack/b16.c."""
     if weight_format == B16:
         return b16_by_formula(codes.view(np.uint16))
     n, k = codes.shape[0], 2 * codes.shape[1]
@@ -361,4 +361,4 @@ def test_matrices_are_read_once_each():
 def test_an_unknown_format_is_refused_before_anything_is_read():
     weight_format = WeightFormat("q4", MXFP4.codebook, Scale("ue8m0", (1, 16)))
     experts = ExpertWeights(1, 64, 64, lambda *_: pytest.fail("was read"), weight_format)
-    assert "ue8m0 scales per 1x16" in backends.get("fp32_lut").unsupported(experts)
+    assert "ue8m0 scales per 1x16" in backends.get("fp32_lut").lookup(experts).reason

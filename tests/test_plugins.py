@@ -12,7 +12,7 @@ from helpers import BF16, DEEPSEEK, GPT_OSS, assert_right, random_batch, random_
 
 import ktmoe
 from ktmoe import MoELayer, backends, loaders, reference
-from ktmoe.backends.base import choose
+from ktmoe.backends.choice import choose_backend
 
 EXAMPLES = ROOT / "examples"
 DOCUMENTS = [ROOT / "docs" / f"add-a-{kind}.md" for kind in ("loader", "backend", "kernel")]
@@ -235,7 +235,7 @@ def chosen_backend():
 
 def everything():
     """What ktmoe knows here, and what "auto" is."""
-    return {"backends": backends.names(), "loaders": loaders.names(), "auto": choose("auto")}
+    return {"backends": backends.names(), "loaders": loaders.names(), "auto": choose_backend("auto")}
 
 
 def use_formats(name):
@@ -282,7 +282,7 @@ def native_limits():
     from ktmoe import measure
 
     experts = random_experts(np.random.default_rng(1), 2, 64, 64)
-    table = backends.get("plain").table(experts)
+    table = backends.get("plain").lookup(experts).table
     x = np.linspace(-87, 87, 100_001, dtype=np.float32)
     exact = np.exp(x.astype(np.float64))
     assert (np.abs(table.exp(x) - exact) <= reference.EXP_RELATIVE_ERROR * exact).all()
@@ -292,8 +292,8 @@ def native_limits():
         limits = measure.Limits(layer, table)
         assert 1e6 < limits.peak(1e-3) < 1e14
         assert 1e3 < limits.read(1e-3) < 1e14
-        unsupported = backends.get("plain").unsupported(ktmoe.ExpertWeights(1, 64, 64, None, ktmoe.BF16))
-    return table.name, table.kernels(), unsupported
+        unknown = backends.get("plain").lookup(ktmoe.ExpertWeights(1, 64, 64, None, ktmoe.BF16))
+    return table.name, table.kernels(), unknown.reason
 
 
 @NEEDS_COMPILER
@@ -309,7 +309,7 @@ def refused():
     """Why "plain" cannot be used, by itself and when it is asked for; and what "auto" is."""
     with pytest.raises(ktmoe.errors.UnavailableError) as caught:
         MoELayer(random_experts(np.random.default_rng(1), 1, 64, 64), "plain")
-    return backends.get("plain").unavailable(), str(caught.value), backends.available(), choose("auto")[0]
+    return backends.get("plain").lookup().reason, str(caught.value), backends.available(), choose_backend("auto").name
 
 
 @NEEDS_COMPILER
@@ -328,7 +328,7 @@ def test_a_native_backend_of_another_version_is_refused(builder, tmp_path):
     assert why == f"kernel table 'plain' was built for version 99 of ktmoe.h, this is {version}"
     assert message.startswith(f"backend 'plain' (asked for by name) cannot be used: {why}. Available: ")
     assert "plain" not in available
-    assert auto == choose("auto")[0]
+    assert auto == choose_backend("auto").name
 
 
 # Presence
@@ -368,7 +368,7 @@ def test_a_built_in_wins_over_an_installed_backend_of_its_name(builder, tmp_path
     environment.wheel(project.parent, tmp_path)
     there = Environment(tmp_path / "environment")
     there.install(*tmp_path.glob("*.whl"))
-    assert there.call(who_is, "fp32_lut") == "ktmoe.backends.fp32_lut"
+    assert there.call(who_is, "fp32_lut") == "ktmoe.backends.native"
 
 
 def names_and_warnings():

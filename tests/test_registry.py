@@ -12,8 +12,7 @@ from helpers import BF16, random_batch, random_experts, same_bits
 
 import ktmoe
 from ktmoe import MoELayer, backends, loaders, reference
-from ktmoe.backends.base import Backend
-from ktmoe.backends.native import NativeBackend
+from ktmoe.backends.base import Backend, Missing
 from ktmoe.errors import UnknownNameError
 from ktmoe.loaders.base import Loader
 from ktmoe.registry import Registry
@@ -32,7 +31,7 @@ def test_every_subclass_in_the_package_is_registered(module, base):
     for found in pkgutil.walk_packages(ktmoe.__path__, "ktmoe."):
         importlib.import_module(found.name)
     registered = {type(plugin) for plugin in module.registry.values()}
-    concrete = {cls for cls in subclasses(base) if cls.__module__.startswith("ktmoe.") and cls is not NativeBackend}
+    concrete = {cls for cls in subclasses(base) if cls.__module__.startswith("ktmoe.")}
     assert not any(inspect.isabstract(cls) for cls in concrete)
     assert concrete == registered
     assert len(concrete) >= 1
@@ -41,7 +40,7 @@ def test_every_subclass_in_the_package_is_registered(module, base):
 def test_built_in_names():
     """Of modules and plugins alike; the backends' are part of the API."""
     files = {"base", "checkpoint", "direct_io", "naming", "safetensors_file"}
-    for module, others in ((backends, {"base", "native"}), (loaders, files)):
+    for module, others in ((backends, {"base", "choice", "native"}), (loaders, files)):
         assert set(module.names()) == {found.name for found in pkgutil.iter_modules(module.__path__)} - others
     assert {"amx", "avx2", "avx512_bf16", "fp32_lut"} <= set(backends.names())
     assert {"bf16", "compressed_tensors", "deepseek_v4", "gpt_oss"} <= set(loaders.names())
@@ -159,7 +158,8 @@ def test_a_built_in_that_cannot_be_imported_raises_every_time(package, tmp_path)
 def test_ktmoes_own_groups(tmp_path):
     """A backend and a loader of an installed distribution, in an interpreter that has done nothing before."""
     (tmp_path / "theirs.py").write_text(
-        "class Tool:\n    rank = 7\n    def unavailable(self): return 'it is Tuesday'\n\ntool = Tool()\n"
+        "from ktmoe.backends.base import Missing\n"
+        "class Tool:\n    rank = 7\n    def lookup(self): return Missing('it is Tuesday')\n\ntool = Tool()\n"
     )
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
@@ -182,11 +182,10 @@ class Float64(Backend):
 
     rank = 1
 
-    def unavailable(self):
-        return None
-
-    def unsupported(self, experts):
-        return "too many experts" if experts.num_experts > 9 else None
+    def lookup(self, experts=None, activations="auto"):
+        if experts is not None and experts.num_experts > 9:
+            return Missing("too many experts")
+        return super().lookup(experts, activations)
 
     def pack(self, experts, plan, progress=None):
         return Float64Packed(experts, plan.router_weight)

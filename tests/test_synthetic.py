@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders.base import choose
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 from ktmoe.synthetic import (
     deepseek_v4_experts,
@@ -53,7 +53,7 @@ def test_names_dtypes_sizes(tmp_path, prefix):
             weight, scale = checkpoint.info(f"{name}.weight"), checkpoint.info(f"{name}.scale")
             assert (weight.dtype, weight.shape) == ("I8", (n, k // 2))
             assert (scale.dtype, scale.shape) == ("F8_E8M0", (n, k // 32))
-    loader = choose(checkpoint)
+    loader = find_loader(checkpoint)
     assert loader.layers(checkpoint) == [0, 1, "mtp.0"]
     weights = loader.load(checkpoint, "mtp.0")
     assert (weights.num_experts, weights.hidden, weights.intermediate) == (3, 128, 96)
@@ -96,7 +96,7 @@ def test_names_dtypes_sizes_of_the_others(tmp_path, name, prefix):
         assert (info.dtype, info.shape) == (dtype, shape)
     assert checkpoint.config["num_experts_per_tok"] == 2
     assert 3 in (checkpoint.config.get(key) for key in ("num_local_experts", "n_routed_experts", "num_experts"))
-    assert choose(checkpoint).layers(checkpoint) == [0, 1]
+    assert find_loader(checkpoint).layers(checkpoint) == [0, 1]
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         assert set(file.keys()) == set(checkpoint.names())
 
@@ -140,7 +140,7 @@ def test_in_memory_it_is_what_loads(tmp_path, name):
     write, in_memory, _ = MODELS[name]
     write(tmp_path, **SMALL, seed=5)
     checkpoint = Checkpoint(tmp_path)
-    loaded, made = choose(checkpoint, name).load(checkpoint, 0), in_memory(**SMALL, seed=5)
+    loaded, made = find_loader(checkpoint, name).load(checkpoint, 0), in_memory(**SMALL, seed=5)
     assert (made.name, made.formats, made.activation) == (loaded.name, loaded.formats, loaded.activation)
     assert (made.num_experts, made.hidden, made.intermediate) == (3, 128, 96)
     different = set()
@@ -194,7 +194,7 @@ def test_swiglu_limit_may_be_absent(tmp_path):
     write_deepseek_v4(tmp_path, **SMALL, swiglu_limit=None)
     checkpoint = Checkpoint(tmp_path)
     assert "swiglu_limit" not in checkpoint.config
-    assert choose(checkpoint).load(checkpoint, 0).activation.limit == math.inf
+    assert find_loader(checkpoint).load(checkpoint, 0).activation.limit == math.inf
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX_NAME, "other.safetensors"])

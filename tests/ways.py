@@ -12,7 +12,7 @@ import pytest
 from ktmoe import backends
 from ktmoe._native import core
 from ktmoe._native.isa import ISAS, required_features
-from ktmoe.backends import native
+from ktmoe.backends import base, native
 
 #: Set by make test's second run, on a CPU with AMX: only what can be emulated instead, emulated.
 if os.environ.get("KTMOE_TEST_EMULATE_AMX"):
@@ -47,31 +47,27 @@ class Subject:
     @property
     def id(self) -> str:
         """The backend's name, and what it leaves open."""
-        backend = backends.get(self.backend)
-        own = [mode for mode in backend.activations if mode not in backend.also]
         words = [self.backend]
-        if len(backend.also.get(self.activations, backend.isas)) > 1:
+        if len(backends.get(self.backend).isas[self.activations]) > 1:
             words.append(self.isa)
-        if len(own) > 1 or self.activations not in own:
+        if self.activations != "bf16":
             words.append(self.activations)
         return "-".join(words)
 
 
 def _subjects() -> list[Subject]:
-    """Each backend in each mode of its own; and a mode that other instruction sets serve once on each of these, for the backend
-    that runs on most CPUs."""
-    own, shared = [], {}
+    """Each mode on each of its instruction sets once, for the backend that runs on most CPUs; bf16 first."""
+    having = {}
     for name in backends.ranked():
-        backend = backends.get(name)
-        own += [Subject(name, isa, mode) for isa in backend.isas for mode in backend.activations if mode not in backend.also]
-        for mode, isas in backend.also.items():
+        for mode, isas in backends.get(name).isas.items():
             for isa in isas:
-                shared.setdefault((isa, mode), []).append(name)
+                having.setdefault((isa, mode), []).append(name)
 
     def needs(name):
-        return min(len(required_features(isa)) for isa in backends.get(name).isas)
+        return min(len(required_features(isa)) for isa in backends.get(name).isas["bf16"])
 
-    return own + [Subject(min(names, key=needs), isa, mode) for (isa, mode), names in shared.items()]
+    subjects = [Subject(min(names, key=needs), isa, mode) for (isa, mode), names in having.items()]
+    return sorted(subjects, key=lambda subject: subject.activations != "bf16")
 
 
 # Found out once, before any test changes what is detected.
@@ -102,10 +98,8 @@ def chosen(subject: Subject, folder):
     """The backend as that subject: its only instruction set, and its "auto" mode wherever that exists."""
     with prepared(subject.isa, folder), pytest.MonkeyPatch.context() as patch:
         backend = backends.get(subject.backend)
-        others = [mode for mode in ("bf16",) if mode != subject.activations]
-        if subject.activations in backend.also:
-            patch.setattr(backend, "also", {subject.activations: (subject.isa,)})
-        else:
-            patch.setattr(backend, "isas", (subject.isa,))
-        patch.setattr(backend, "activations", (subject.activations, *others))
+        isas = {subject.activations: (subject.isa,)}  # the first mode is "auto"
+        isas.setdefault("bf16", backend.isas["bf16"])
+        patch.setattr(backend, "isas", isas)
+        patch.setattr(base, "NEVER_AUTO", frozenset())
         yield subject.backend

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -21,13 +22,18 @@ INCLUDES = (NATIVE, ROOT / "examples" / "native_backend", sysconfig.get_path("in
 STRICT = ("-Wall", "-Wextra", "-Werror", "-fPIC", "-c", *(f"-I{folder}" for folder in INCLUDES))
 
 
-def flags_of(source: Path) -> tuple[str, ...]:
-    """The flags that a file is built with: its ISA's, by its folder; the driver's are the baseline's."""
-    if source.parent.parent == NATIVE / "kernels":
-        return ISA["compile_flags"](source.parent.name)
-    if source.parent == ROOT / "tests" / "emulator":
-        return ("-std=gnu11",)  # it handles signals, beyond C11
-    return ()
+def jobs(files: list[Path]) -> list[tuple[Path, str, tuple[str, ...]]]:
+    """(source, what for, flags) of everything that the build compiles, and of what tests and examples have."""
+    found = []
+    for source in (path for path in files if path.suffix == ".c"):
+        if source.parent == NATIVE / "kernels" and source.stem != "isas":
+            rows = [name for name in ISA["ISAS"] if source.stem in ISA["sources"](name)]
+            found += [(source, name, ISA["compile_flags"](name) + ISA["definitions"](name, source.stem)) for name in rows]
+        elif source.parent == ROOT / "tests" / "emulator":
+            found.append((source, "", ("-std=gnu11",)))  # it handles signals, beyond C11
+        else:
+            found.append((source, "", ("-DKT_ISAS=X(portable)",)))
+    return found
 
 
 def accepts(flags: tuple[str, ...]) -> bool:
@@ -36,14 +42,13 @@ def accepts(flags: tuple[str, ...]) -> bool:
     return probe.returncode == 0
 
 
-def compiles(source: Path, folder: str) -> bool:
+def compiles(source: Path, row: str, flags: tuple[str, ...], folder: str) -> bool:
     """Whether a file compiles without a warning; prints the compiler's words if not."""
-    flags = flags_of(source)
-    name = source.relative_to(ROOT)
+    name = f"{source.relative_to(ROOT)} {row}".rstrip()
     if not accepts(flags):
         print(f"{name}: not compiled, since this compiler does not know {' '.join(flags)}")
         return True
-    target = Path(folder, str(name).replace("/", "_") + ".o")
+    target = Path(folder, re.sub(r"[/ ]", "_", name) + ".o")
     command = [*CC, *ISA["C_FLAGS"], *STRICT, *flags, str(source), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stderr, end="")
@@ -59,8 +64,7 @@ def main() -> int:
     if "--fix" in sys.argv:
         return not good
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        sources = [path for path in files if path.suffix == ".c"]
-        good &= all(list(pool.map(lambda source: compiles(source, folder), sources)))
+        good &= all(list(pool.map(lambda job: compiles(*job, folder), jobs(files))))
     return not good
 
 

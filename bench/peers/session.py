@@ -19,7 +19,8 @@ from bench.peers.peers import PEERS, Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.rounds import Participant, Point, batches, run_point
 from ktmoe import measure, synthetic
-from ktmoe.backends.base import choose
+from ktmoe.backends.base import Missing
+from ktmoe.backends.choice import choose_backend
 from ktmoe.experts import ExpertWeights
 from ktmoe.machine import memory
 
@@ -71,6 +72,7 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
                 process.close()
     return {
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": machine.commit(),
         "machine": {
             **machine.description(),
             "kernel": platform.release(),
@@ -120,8 +122,11 @@ def _participants(
     seen = set()
     for name in measure.backends_for(experts):
         backend = ktmoe.backends.get(name)
-        for mode in backend.modes(experts):
-            kernels = backend.table(experts, mode).name, mode
+        for mode in backend.modes:
+            found = backend.lookup(experts, mode)
+            if isinstance(found, Missing):
+                continue
+            kernels = found.table.name, mode
             participant = Participant("ktmoe", Way(f"{name} {mode}", mode), bound=True)
             if wanted(participant) and kernels not in seen:  # some modes are served alike for several backends
                 seen.add(kernels)
@@ -130,8 +135,8 @@ def _participants(
 
 def _base(experts: ExpertWeights, participants: list[Participant]) -> Participant:
     """What ktmoe runs if nothing is asked for; or else ktmoe's first. Raises WorkerError if there is none."""
-    name, _ = choose("auto", experts)
-    auto = f"ktmoe {name} {ktmoe.backends.get(name).modes(experts)[0]}"
+    choice = choose_backend("auto", experts)
+    auto = f"ktmoe {choice.name} {choice.activations}"
     living = [participant for participant in participants if participant.bound and not participant.failure]
     if not living:
         raise WorkerError("; ".join(f"{p.key}: {p.failure}" for p in participants) or "no participant is of these names")

@@ -18,5 +18,5 @@ plain = Extension(
     # No contraction of a * b + c: a compiler that may use FMA would round differently from one build to the next.
     extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
 )
-# include_path: where Cython looks for ktmoe/_native/core.pxd; it would not find that of an editable install by itself.
+# include_path: where Cython looks for ktmoe/_native/ktmoe.pxd; it would not find that of an editable install by itself.
 setup(ext_modules=cythonize(plain, include_path=[str(HEADERS.parents[1])], build_dir="build/cython"))

@@ -14,13 +14,6 @@ class Float64(Backend):
     """Below every built-in backend, so that "auto" never takes it; KTMOE_BACKEND=float64 or backend="float64" does."""
 
     rank = 1
-    activations = ("bf16",)
-
-    def unavailable(self) -> str | None:
-        return None  # it runs on every CPU
-
-    def unsupported(self, experts: ExpertWeights) -> str | None:
-        return None  # reference.dequantize reads every format
 
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None):
         matrices = {}

@@ -1,6 +1,6 @@
-"""The one table of instruction sets: what compiles a kernel folder and what a CPU needs to run it.
+"""The one table of instruction sets: the kernel files of each, the compiler's flags for them, and what a CPU needs to run them.
 
-setup.py reads it for compile flags, the backends for CPU requirements, the docs and tests for both.
+setup.py reads it for what to compile, the backends for CPU requirements, the tests for both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ class Isa:
 
     rank: how fast its kernels are beside the others' on the CPUs that have it; a backend ranks as the best that it can use.
     rank_with: (CPU feature, the rank on CPUs that have that, too), the first that applies.
-    flags: the compiler's, for kernels/<name>/*.c and nothing else. requires: CPU features, as core.cpu_features() names them.
+    kernels: files of kernels/, one for each idea; each is compiled for this row, with KT_ISA defined as its name.
+    flags: the compiler's, for these objects and nothing else. requires: CPU features, as core.cpu_features() names them.
     implies: rows of ISAS whose features and flags come with it.
     tiles: it uses AMX's tiles, for which a process has to ask the operating system.
     """
 
     rank: int
+    kernels: tuple[str, ...]
     flags: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     implies: tuple[str, ...] = ()
@@ -32,27 +34,57 @@ class Isa:
 
 
 ISAS = {
-    "portable": Isa(100),
-    "avx2": Isa(200, flags=("-mavx2", "-mfma"), requires=("avx2", "fma"), implies=("portable",)),
-    "avx_vnni": Isa(210, flags=("-mavxvnni",), requires=("avx_vnni",), implies=("avx2",)),
-    "avx512f": Isa(250, flags=("-mavx512f",), requires=("avx512f",), implies=("avx2",)),
+    "portable": Isa(100, kernels=("q4_f32", "b16_f32")),
+    "avx2": Isa(
+        200,
+        kernels=("q4_f32", "b16_f32", "q4_int16", "q4_int8"),
+        flags=("-mavx2", "-mfma"),
+        requires=("avx2", "fma"),
+        implies=("portable",),
+    ),
+    "avx_vnni": Isa(
+        210,
+        kernels=("q4_int16", "q4_int8"),
+        flags=("-mavxvnni",),
+        requires=("avx_vnni",),
+        implies=("avx2",),
+    ),
+    "avx512f": Isa(
+        250,
+        kernels=("q4_f32", "b16_f32"),
+        flags=("-mavx512f",),
+        requires=("avx512f",),
+        implies=("avx2",),
+    ),
+    "avx512_vnni": Isa(
+        260,
+        kernels=("q4_int8",),
+        flags=("-mavx512bw", "-mavx512vnni"),
+        requires=("avx512bw", "avx512_vnni"),
+        implies=("avx512f",),
+    ),
     "avx512_bf16": Isa(
         300,
+        kernels=("q4_bf16", "b16_bf16"),
         flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
         requires=("avx512bw", "avx512vl", "avx512_bf16"),
         implies=("avx512f",),
         # Intel's cores with AMX start a VDPBF16PS every second cycle and two FMAs every cycle: half the FLOPs (measured).
         rank_with=(("amx_tile", 225),),
     ),
-    "avx512_vnni": Isa(260, flags=("-mavx512bw", "-mavx512vnni"), requires=("avx512bw", "avx512_vnni"), implies=("avx512f",)),
     "amx": Isa(
         400,
+        # Scales that do not fold multiply fp32 sums of groups: on CPUs with AMX, FMAs beat VDPBF16PS.
+        kernels=("q4_amx", "q4_amx_rounded", "b16_amx", "q4_f32"),
         flags=("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
         requires=("avx512vbmi", "amx_tile", "amx_bf16"),
         implies=("avx512_bf16",),
         tiles=True,
     ),
 }
+
+#: What every row is compiled from besides: its table, the activation, rows as kernels take them, the machine's limits.
+COMMON = ("table", "activation", "rows", "limits")
 
 
 def rank(name: str, features: Mapping[str, bool]) -> int:
@@ -68,3 +100,14 @@ def compile_flags(name: str) -> tuple[str, ...]:
 def required_features(name: str) -> tuple[str, ...]:
     """All CPU features that a row's kernels need, implied rows included."""
     return sum((required_features(other) for other in ISAS[name].implies), ()) + ISAS[name].requires
+
+
+def sources(name: str) -> tuple[str, ...]:
+    """All files of kernels/ that are compiled for a row."""
+    return ISAS[name].kernels + COMMON
+
+
+def definitions(name: str, source: str) -> tuple[str, ...]:
+    """What the compiler is told of a row besides its flags; only the table has to know the kernels."""
+    kernels = " ".join(f"X({kernel})" for kernel in ISAS[name].kernels)
+    return (f"-DKT_ISA={name}", *([f"-DKT_KERNELS={kernels}"] if source == "table" else []))

@@ -1,7 +1,7 @@
 /* Types shared by the driver, the kernels and third-party native backends.
  *
- * Terms: n = outputs, k = inputs, m = tokens (rows); a panel is KT_PANEL output columns of a packed matrix; a block is one
- * panel by KT_GROUP k. Counts are elements; byte quantities end in _bytes.
+ * Terms: n = outputs, k = inputs, m = rows (an expert's tokens). A panel is KT_PANEL output columns of a packed matrix. A block
+ * is KT_BLOCK k. A scale group is the k that share one scale. Counts are elements; byte quantities end in _bytes.
  */
 #ifndef KTMOE_H
 #define KTMOE_H
@@ -10,17 +10,17 @@
 #include <stdint.h>
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 3
-/* Versions of the packed layouts, golden-tested: pack_q4.c, pack_b16.c. */
+#define KT_ABI_VERSION 4
+/* Versions of the packed layouts, golden-tested: pack/q4.c, pack/b16.c. */
 #define KT_Q4_LAYOUT_VERSION 1
 #define KT_B16_LAYOUT_VERSION 1
 
 enum {
-    KT_PANEL = 64,      /* output columns of a panel */
-    KT_GROUP = 32,      /* k of a block; every k is padded to a multiple of it */
-    KT_GROUP_MAX = 128, /* k that share a scale: KT_GROUP times a power of two, up to this */
-    KT_TILE_ROWS = 16,  /* rows that stand together where a kernel wants tiles of them */
-    KT_M_BLOCK = 192    /* rows that one kernel call sees at most, a multiple of it: its fp32 results stay in L2 */
+    KT_PANEL = 64,            /* output columns of a panel */
+    KT_BLOCK = 32,            /* k of a block; every k is padded to a multiple of it */
+    KT_SCALE_GROUP_MAX = 128, /* the longest scale group: KT_BLOCK times a power of two, up to this */
+    KT_TILE_ROWS = 16,        /* rows that stand together where a kernel wants tiles of them */
+    KT_ROWS_MAX = 192         /* rows that one kernel call sees at most: its fp32 results stay in L2. Whole tiles */
 };
 
 /* A 16-entry codebook in the forms that kernels look up. The bf16 tables stand there twice, since VPERMW reads five index
@@ -34,30 +34,30 @@ typedef struct kt_codebook {
     float unit;       /* a power of two, 2^-8 to 1; 0 where there is none */
 } kt_codebook;
 
-/* What a kernel takes as a row of k inputs: a piece of group_bytes for each KT_GROUP of them. Kernels that share one object of
- * these share the encoded rows.
+/* What a kernel takes as a row of k inputs: block_bytes for each block of them. Kernels that share one object of these share the
+ * encoded rows.
  *
- * tiled: up to KT_TILE_ROWS rows of an expert stand together, by pieces: piece g of row i of r is at (g * r + i) * group_bytes,
- * so that with any r, KT_TILE_ROWS lines from piece g of row 0 on are a tile whose first r rows are the rows'. Rows 16, 32, ... of
- * a call begin the next ones. What is beyond the last may be read, KT_TILE_ROWS * group_bytes in all, but behind a row alone, r = 1,
+ * tiled: up to KT_TILE_ROWS rows of an expert stand together, block by block: block b of row i of r is at (b * r + i) * block_bytes,
+ * so that with any r, KT_TILE_ROWS lines from block b of row 0 on are a tile whose first r rows are the rows'. Rows 16, 32, ... of
+ * a call begin the next ones. What is beyond the last may be read, KT_TILE_ROWS * block_bytes in all, but behind a row alone, r = 1,
  * there is nothing: it may be the caller's own x. Not tiled: a row is whole. */
 typedef struct kt_rows {
-    const char *activations; /* the mode that it belongs to: "bf16", "int16", "int8" */
-    size_t group_bytes;
+    const char *mode; /* of activations: "bf16", "int16", "int8" */
+    size_t block_bytes;
     int tiled; /* only with encode NULL */
-    /* Inputs [first, first + count) of a row of k, all multiples of KT_GROUP, from x bf16 [count]. NULL: bf16, as it is. */
+    /* Inputs [first, first + count) of a row of k, all multiples of KT_BLOCK, from x bf16 [count]. NULL: bf16, as it is. */
     void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
 } kt_rows;
 
 /* out[p][i][c] = sum over k ascending of x[i][k] * W_p[c][k], for p < panels, i < m, c < KT_PANEL.
  * Every output has one order of sums: its bits do not depend on m, nor on which of a kernel's functions ran. */
 typedef struct kt_dot {
-    const void *const *x; /* m rows as the kernel's kt_rows has them; of tiled ones, their first pieces */
+    const void *const *x; /* m rows as the kernel's kt_rows has them; of tiled ones, their first blocks */
     size_t m;
-    size_t k;            /* multiple of KT_GROUP */
+    size_t k;            /* multiple of KT_BLOCK */
     const uint8_t *w[2]; /* packed panels */
     size_t panels;       /* 1, or 2: gate and up, or neighbours of down */
-    size_t group;        /* k that share a scale; the last group may be shorter. 0 without scales */
+    size_t scale_group;  /* k that share a scale; the last group may be shorter. 0 without scales */
     const kt_codebook *codebook;
     float *out[2]; /* fp32 [m][KT_PANEL], dense, 64-byte aligned; of tiled rows, whole tiles may be written */
     void *scratch; /* kt_kernel.scratch_bytes, 64-byte aligned, this thread's own */
@@ -65,16 +65,16 @@ typedef struct kt_dot {
 
 /* One kernel: a weight family, scale kind and activation mode, and the functions that serve them. */
 typedef struct kt_kernel {
-    const char *family;  /* "q4", "b16" */
-    const char *scale;   /* "ue8m0", "bf16", "none" */
-    size_t group_max;    /* k that share a scale, at most; at least KT_GROUP. 0 without scales */
-    const kt_rows *rows; /* what it takes, and so its activation mode */
-    int folded;          /* 1: needs every scale to be one that folds into a bf16 weight; 0: takes any. See codebook.py */
-    int whole;           /* 1: needs a codebook that has a unit */
-    size_t few_max;      /* rows up to which few() is the faster */
+    const char *family;     /* "q4", "b16" */
+    const char *scale;      /* "ue8m0", "bf16", "none" */
+    size_t scale_group_max; /* the longest scale group that it takes; at least KT_BLOCK. 0 without scales */
+    const kt_rows *rows;    /* what it takes, and so its activation mode */
+    int folded;             /* 1: needs every scale to be one that folds into a bf16 weight; 0: takes any. See codebook.py */
+    int whole;              /* 1: needs a codebook that has a unit */
+    size_t few_max;         /* rows up to which few() is the faster */
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
-    void (*many)(const kt_dot *); /* any m <= KT_M_BLOCK */
+    void (*many)(const kt_dot *); /* any m <= KT_ROWS_MAX */
 } kt_kernel;
 
 /* GatedActivation's parameters; see ktmoe/weights/activation.py. */
@@ -95,9 +95,9 @@ typedef struct kt_activate {
 
 /* What one instruction set offers. */
 typedef struct kt_isa {
-    uint32_t abi_version;             /* KT_ABI_VERSION */
-    const char *name;                 /* in ktmoe, a row of isa.py */
-    const kt_kernel *const *families; /* arrays that end with an empty row; NULL ends the list */
+    uint32_t abi_version;            /* KT_ABI_VERSION */
+    const char *name;                /* in ktmoe, a row of isa.py */
+    const kt_kernel *const *kernels; /* arrays that end with an empty row; NULL ends the list */
     void (*enter)(void); /* each thread, before and after it computes with these: state that kernels need. NULL: none */
     void (*leave)(void);
     void (*activate)(const kt_activate *);

@@ -1,5 +1,6 @@
 """Backends: one file per way to compute. `ktmoe.backends.register(name, backend)` adds one at run time."""
 
+from ktmoe.backends.base import Found
 from ktmoe.registry import Registry
 
 registry: Registry = Registry("backend", __name__, "ktmoe.backends")
@@ -16,4 +17,4 @@ def ranked() -> list[str]:
 
 def available() -> list[str]:
     """Names of the backends that can run on this CPU, best first."""
-    return [name for name in ranked() if get(name).unavailable() is None]
+    return [name for name in ranked() if isinstance(get(name).lookup(), Found)]

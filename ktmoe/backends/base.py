@@ -1,4 +1,4 @@
-"""Backend: packs ExpertWeights for one way to compute and runs them; and the choice between backends."""
+"""Backend: packs ExpertWeights for one way to compute, and runs them. What it has, it says by one lookup."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ktmoe import backends
-from ktmoe.errors import UnavailableError, UnknownNameError
+from ktmoe._native import core
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.machine import environment
 from ktmoe.machine.numa import UNBOUND, Placement
+
+#: Activation modes that a user has to name, since they round too much to be anybody's default: "auto" passes over them.
+NEVER_AUTO = frozenset({"int8"})
 
 Progress = Callable[[int, int], None]
 #: The checkpoint's bytes of some matrices, by projection: codes, and scales where the format has them.
@@ -21,10 +22,25 @@ Stored = Mapping[str, tuple[np.ndarray, np.ndarray | None]]
 
 
 @dataclass(frozen=True)
+class Found:
+    """How a backend computes. activations: the mode. table: the kernels; None for a backend without a kernel table."""
+
+    activations: str
+    table: core.KernelTable | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a backend cannot compute what it was asked for: the CPU, the build, the weights, or the mode."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a layer's experts are packed and computed.
 
-    router_weight: a value of ktmoe.layer.ROUTER_WEIGHTS. activations: the mode, one of Backend.modes(experts).
+    router_weight: a value of ktmoe.layer.ROUTER_WEIGHTS. activations: the mode, as Backend.lookup found it.
     rounding: "exact", or "folded": weights may be rounded to bfloat16, as docs/numerics.md has it.
     placement: the NUMA nodes that hold the shards; a backend that does not know nodes ignores it.
     """
@@ -57,30 +73,25 @@ class Packed(Protocol):
 
 
 class Backend(ABC):
-    """One way to compute. rank: "auto" takes the highest available. activations: the modes it has, its own choice first."""
+    """One way to compute. rank: "auto" takes the highest that can run. modes: its activation modes, its preference first."""
 
     rank: int = 0
-    activations: tuple[str, ...] = ("bf16",)
+    modes: tuple[str, ...] = ("bf16",)
 
-    @abstractmethod
-    def unavailable(self) -> str | None:
-        """Why it cannot run here (the CPU, the build), or None if it can."""
+    def lookup(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
+        """How it computes these weights on this CPU, or why it cannot. It only looks: it asks the operating system for nothing.
 
-    def admit(self, activations: str = "auto") -> str | None:
-        """Ask the operating system for what that mode needs of it, now that this is chosen; why it cannot run, or None."""
-        return self.unavailable()
+        experts: None for any weights. activations: a mode, or "auto" for the first that fits and is not in NEVER_AUTO.
+        By default a backend runs on every CPU, and has all of its modes for all weights.
+        """
+        return select(dict.fromkeys(self.modes), experts, activations)
 
-    @abstractmethod
-    def unsupported(self, experts: ExpertWeights) -> str | None:
-        """Why it cannot run these weights (their format), or None if it can."""
+    def claim(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
+        """lookup() for a backend that is about to be used: what it needs of the operating system is asked for now.
 
-    def modes(self, experts: ExpertWeights) -> list[str]:
-        """The activation modes in which it can run these weights; the first is what "auto" means."""
-        return list(self.activations)
-
-    def lacks(self, activations: str) -> str | None:
-        """What a mode needs that is not here (the CPU, the build), whatever the weights are; None if nothing is known."""
-        return None
+        A refusal is remembered: what was refused, lookup() does not find again. By default there is nothing to ask for.
+        """
+        return self.lookup(experts, activations)
 
     @abstractmethod
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> Packed:
@@ -90,52 +101,18 @@ class Backend(ABC):
         """Bytes of memory that these experts take once they are packed; nothing is read."""
         return experts.nbytes
 
-    def details(self) -> dict:
-        """For show_config(): {"note": text}."""
-        return {"note": ""}
 
+def select(
+    modes: Mapping[str, core.KernelTable | None], experts: ExpertWeights | None, activations: str, why_not: str = ""
+) -> Found | Missing:
+    """What lookup() returns for a backend that has these modes for these weights, in the order of its preference.
 
-def choose(name: str = "auto", experts: ExpertWeights | None = None, activations: str = "auto") -> tuple[str, str]:
-    """(name, why) of the backend to use. "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
-
-    activations: the mode that it has to have for these weights, or "auto" for its own choice.
-
-    Raises UnknownNameError for a name that does not exist, UnavailableError for one that cannot run; both say what can.
+    modes: {mode: the kernels that serve it}. why_not: what a mode lacks that is not among them, if that is known.
     """
-    why = "asked for by name"
-    if name == "auto":
-        name, why = environment.backend_override() or "auto", "KTMOE_BACKEND"
-    if name != "auto":
-        try:
-            reason = _obstacle(name, experts, activations)
-        except UnknownNameError as error:
-            raise UnknownNameError(f"{error} ({why})") from None
-        if reason:
-            raise UnavailableError(
-                f"backend {name!r} ({why}) cannot be used: {reason}. Available: {', '.join(backends.available()) or 'none'}"
-            )
-        return name, why
-    reasons = {}
-    for candidate in backends.ranked():
-        reasons[candidate] = _obstacle(candidate, experts, activations)
-        if reasons[candidate] is None:
-            passed_over = "; ".join(f"{other}: {reason}" for other, reason in reasons.items() if reason)
-            return candidate, f"the best available{'; ' if passed_over else ''}{passed_over}"
-    raise UnavailableError("no backend can be used: " + "; ".join(f"{other}: {reason}" for other, reason in reasons.items()))
-
-
-def _obstacle(name: str, experts: ExpertWeights | None, activations: str) -> str | None:
-    backend = backends.get(name)
-    # Looking comes first, since asking cannot be undone; and again, since what it would have used may have been refused.
-    return _unfit(backend, experts, activations) or backend.admit(activations) or _unfit(backend, experts, activations)
-
-
-def _unfit(backend: Backend, experts: ExpertWeights | None, activations: str) -> str | None:
-    reason = backend.unavailable() or (backend.unsupported(experts) if experts is not None else None)
-    if reason or experts is None or activations == "auto":
-        return reason
-    modes = backend.modes(experts)
-    if activations in modes:
-        return None
-    why = backend.lacks(activations)
-    return f"it has no activation mode {activations!r} for these weights, only {', '.join(modes)}{f' ({why})' if why else ''}"
+    fitting = [mode for mode in modes if (mode not in NEVER_AUTO if activations == "auto" else mode == activations)]
+    if fitting:
+        return Found(fitting[0], modes[fitting[0]])
+    which = 'that "auto" may mean' if activations == "auto" else repr(activations)
+    whose = "" if experts is None else " for these weights"
+    only = f", only {', '.join(modes)}" if modes else ""
+    return Missing(f"it has no activation mode {which}{whose}{only}{f' ({why_not})' if why_not else ''}")

@@ -1,37 +1,42 @@
-"""NativeBackend: what the backends built on kernel tables share. A backend of this kind is an ordered list of ISAs."""
+"""NativeBackend: what the backends built on kernel tables share. A backend of this kind is data: {mode: instruction sets}."""
 
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from types import MappingProxyType
 
-from ktmoe import forks
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
-from ktmoe.backends.base import Backend, Plan, Progress
+from ktmoe.backends.base import Backend, Found, Missing, Plan, Progress, select
 from ktmoe.errors import UnavailableError, memory_for, thread_for
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine import memory, numa, threads
 from ktmoe.machine.numa import UNBOUND, Placement
 
-#: Why the operating system refused an ISA what it has to be asked for: the process was told, and does not ask again.
+#: Why the operating system refused an ISA what it has to be asked for. It is not asked again.
 _refused: dict[str, str] = {}
+
+#: The mode that says where a backend can run, and how fast it is beside others: the exact one, which every backend has.
+_EXACT = "bf16"
 
 #: Experts that are read ahead while one is packed: what bounds the staging memory.
 READ_AHEAD = 3
 
 
 def missing_features(isa: str) -> list[str]:
-    """CPU features that an ISA needs and this CPU lacks."""
-    present = core.cpu_features()
-    return [feature for feature in required_features(isa) if not present.get(feature)]
+    """CPU features that a row of isa.py needs and this CPU lacks."""
+    return _absent(required_features(isa))
+
+
+def require(isa: str, *features: str) -> None:
+    """Raise UnavailableError, which names them, if this CPU lacks features that an ISA needs: for a `load` of a plugin."""
+    if missing := _absent(features):
+        raise UnavailableError(_lacks(missing, isa))
 
 
 def refusal(isa: str) -> str | None:
@@ -45,52 +50,80 @@ def refusal(isa: str) -> str | None:
 
 
 def load_table(isa: str) -> core.KernelTable:
-    """An ISA's kernel table. Raises UnavailableError if the compiler that built this package did not know it."""
-    try:
-        with forks.importing:
-            module = importlib.import_module(f"ktmoe._native.{isa}")
-    except ImportError as error:
-        raise UnavailableError(f"{isa} was not compiled into this build ({error})") from error
-    return core.KernelTable(module.table)
+    """The kernel table of a row of isa.py. Raises UnavailableError if the compiler that built this package did not know it."""
+    return core.kernel_table(isa)
+
+
+def load_built_in(isa: str) -> core.KernelTable:
+    """load_table(), on a CPU that can run it. Raises UnavailableError on another one."""
+    if missing := missing_features(isa):
+        raise UnavailableError(_lacks(missing, isa))
+    return load_table(isa)
 
 
 class NativeBackend(Backend):
-    """isas: the ISAs it may use, best first; the first that is compiled, that the CPU has and that knows the format is used.
+    """isas: {activation mode: the ISAs that serve it, best first}, the modes in the order in which "auto" prefers them.
 
-    activations: the modes that it offers, its own choice first, where a table has kernels for them.
-    also: {mode: ISAs that serve it instead, best first}. What the backend is otherwise, its rank and whether it is available,
-    goes by isas alone.
-    A backend outside ktmoe has ISAs of its own names: it sets rank, and overrides missing() and load(), which know isa.py's.
+    Each mode is served by the first of its ISAs that the CPU and the build have, and that has kernels for the weights.
+    The backend can run where an ISA of its mode "bf16" can; its rank is that of the first of these.
+    load: gives an ISA's kernel table; it raises UnavailableError, which says why, where the ISA cannot run.
+    rank: for ISAs that isa.py does not know.
     """
 
-    isas: tuple[str, ...] = ()
-    also: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    def __init__(
+        self,
+        isas: Mapping[str, tuple[str, ...]],
+        load: Callable[[str], core.KernelTable] = load_built_in,
+        rank: int | None = None,
+    ):
+        self.isas = isas
+        self.load = load
+        self._rank = rank
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(self.isas)
 
     @property
     def rank(self) -> int:
         """That of the best ISA that it can use here; of the best at all if there is none."""
-        names = [table.name for table in self.usable()[0]] or [*self.isas]
+        if self._rank is not None:
+            return self._rank
+        names = [table.name for table in self._tables(_EXACT)[0]] or [*self.isas.get(_EXACT, ())]
         known = [name for name in names[:1] if name in instruction_sets.ISAS]
         return instruction_sets.rank(known[0], core.cpu_features()) if known else 0
 
-    def missing(self, isa: str) -> list[str]:
-        """CPU features that one of its ISAs needs and this CPU lacks."""
-        return missing_features(isa)
+    def lookup(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
+        usable, reasons = self._tables(_EXACT)
+        if not usable:
+            return Missing("; ".join(reasons))
+        formats = [] if experts is None else list(experts.formats.values())
+        served, why_not = {}, ""
+        for mode in self.isas:
+            usable, reasons = self._tables(mode)
+            if mode == activations and not usable:
+                why_not = "; ".join(reasons)
+            fitting = (table for table in usable if all(table.serves(weight_format, mode) for weight_format in formats))
+            if table := next(fitting, None):
+                served[mode] = table
+        if not served:
+            return Missing(f"it has no kernels for {', '.join(sorted({f.description for f in formats}))}")
+        return select(served, experts, activations, why_not)
 
-    def load(self, isa: str) -> core.KernelTable:
-        """The kernel table of one of its ISAs. Raises UnavailableError if this build does not have it."""
-        return load_table(isa)
+    def claim(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
+        """lookup(), and asks for the ISA that it found. If that is refused, the next one has its turn."""
+        found = self.lookup(experts, activations)
+        while isinstance(found, Found) and (reason := refusal(found.table.name)):
+            _refused[found.table.name] = reason
+            found = self.lookup(experts, activations)
+        return found
 
-    def usable(self, activations: str | None = None) -> tuple[list[core.KernelTable], list[str]]:
-        """The kernel tables that can run here, best first, and why the other ISAs cannot. activations: for that mode."""
+    def _tables(self, mode: str) -> tuple[list[core.KernelTable], list[str]]:
+        """The kernel tables that can serve a mode here, best first, and why the mode's other ISAs cannot."""
         tables, reasons = [], []
-        for isa in self.also.get(activations, self.isas):
-            missing = self.missing(isa)
+        for isa in self.isas.get(mode, ()):
             if isa in _refused:
                 reasons.append(_refused[isa])
-                continue
-            if missing:
-                reasons.append(f"this CPU lacks {' '.join(missing)} (needed by {isa})")
                 continue
             try:
                 tables.append(self.load(isa))
@@ -98,51 +131,15 @@ class NativeBackend(Backend):
                 reasons.append(str(error))
         return tables, reasons
 
-    def unavailable(self) -> str | None:
-        tables, reasons = self.usable()
-        return None if tables else "; ".join(reasons)
-
-    def admit(self, activations: str = "auto") -> str | None:
-        """Asks for all ISAs that may serve the mode; one that is refused is not asked for again, and the next has its turn."""
-        for table in self.usable(activations)[0]:
-            if reason := refusal(table.name):
-                _refused[table.name] = reason
-        return self.unavailable()
-
-    def unsupported(self, experts: ExpertWeights) -> str | None:
-        if self.modes(experts):
-            return None
-        formats = sorted({weight_format.description for weight_format in experts.formats.values()})
-        return f"it has no kernels for {', '.join(formats)}"
-
-    def details(self) -> dict:
-        tables = self.usable(self.activations[0])[0] or self.usable()[0]
-        return {"isa": tables[0].name, "note": f", kernels of {tables[0].name}"} if tables else {"isa": None, "note": ""}
-
-    def modes(self, experts: ExpertWeights) -> list[str]:
-        return [mode for mode in self.activations if any(_serves(table, experts, mode) for table in self.usable(mode)[0])]
-
-    def lacks(self, activations: str) -> str | None:
-        tables, reasons = self.usable(activations)
-        return None if tables or activations not in self.also else "; ".join(reasons)
-
-    def table(self, experts: ExpertWeights, activations: str = "auto") -> core.KernelTable:
-        """The kernel table that serves these weights here. Raises UnavailableError if none does."""
-        modes = self.modes(experts) if activations == "auto" else [activations]
-        for mode in modes[:1]:
-            for table in self.usable(mode)[0]:
-                if _serves(table, experts, mode):
-                    return table
-        raise UnavailableError(self.unavailable() or self.unsupported(experts) or f"it has no activation mode {activations!r}")
-
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:
-        if reason := self.admit(plan.activations):  # whoever calls this may not have chosen
-            raise UnavailableError(reason)
+        found = self.claim(experts, plan.activations)  # whoever calls this may not have chosen
+        if isinstance(found, Missing):
+            raise UnavailableError(found.reason)
         threads.configure()
         threads.register_with_threadpoolctl()
         memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.num_experts} experts")
-        table = self.table(experts, plan.activations)
-        packed = core.PackedLayer(table, experts, plan, _spans(experts, plan.placement), threads.threads_of(plan.placement))
+        shards = _shards(experts, plan.placement)
+        packed = core.PackedLayer(found.table, experts, plan, shards, threads.threads_of(plan.placement))
         expert_bytes = experts.nbytes // experts.num_experts
         try:
             with closing(_read_ahead(experts)) as read:
@@ -156,11 +153,11 @@ class NativeBackend(Backend):
         return packed
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
-        return experts.num_experts * core.expert_nbytes(experts, _spans(experts, placement))
+        return experts.num_experts * core.expert_nbytes(experts, _shards(experts, placement))
 
 
-def _spans(experts: ExpertWeights, placement: Placement) -> list[tuple[int, int]]:
-    """What each shard has of the intermediate dimension."""
+def _shards(experts: ExpertWeights, placement: Placement) -> list[tuple[int, int]]:
+    """[(first, last)]: the columns of the intermediate dimension that each shard has."""
     return numa.split(experts.intermediate, experts.shard_unit, placement.shards)
 
 
@@ -186,5 +183,10 @@ def _read_ahead(experts: ExpertWeights):
             pool.shutdown(cancel_futures=True)
 
 
-def _serves(table: core.KernelTable, experts: ExpertWeights, activations: str) -> bool:
-    return all(table.serves(weight_format, activations) for weight_format in experts.formats.values())
+def _absent(features: Iterable[str]) -> list[str]:
+    present = core.cpu_features()
+    return [feature for feature in features if not present.get(feature)]
+
+
+def _lacks(features: list[str], isa: str) -> str:
+    return f"this CPU lacks {' '.join(features)} (needed by {isa})"

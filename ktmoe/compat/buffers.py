@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Key(NamedTuple):
-    """What memory fits: side says where the caller's arrays are (host.py, cuda.py)."""
+    """What memory fits: side says where the caller's arrays are (sides.py)."""
 
     side: object
     slot: int

@@ -13,7 +13,6 @@ from ktmoe.arrays import BF16
 from ktmoe.compat.buffers import Buffers
 from ktmoe.compat.deferral import Pending, split
 from ktmoe.layer import MoELayer
-from ktmoe.weights.formats import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class Loaded:
     """A layer's packed experts. model: what its layers have in common. leave: ends what is shared for them, once."""
 
     layer: MoELayer
-    formats: dict[str, WeightFormat]
     model: tuple[str, int]
     leave: weakref.finalize
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ktmoe.arrays import BF16
 from ktmoe.errors import InputError
-from ktmoe.layer import MoELayer
+from ktmoe.experts import ExpertSpec
 from ktmoe.messages import show
-from ktmoe.weights.formats import WeightFormat
 
 #: bfloat16 bits of each UE8M0 byte, 2**(byte - 127), exactly: byte 0 is a subnormal number, and 255, a NaN, is never loaded.
 _UE8M0_BITS = (np.arange(256, dtype=np.uint16) << 7) | (np.arange(256) == 0).astype(np.uint16) << 6
@@ -22,18 +21,13 @@ class Target:
     """The host buffers of all GPU ranks, as the arrays that MoELayer.export_expert writes.
 
     Rank i has gate's rows [i*I/ranks, (i+1)*I/ranks), then up's, in w13, and those columns of down in w2; scales likewise.
-    Raises InputError for addresses that are not one to a rank, and for a split that falls within a row's bytes or a group.
+    Raises InputError for addresses that are not one to a rank, and what ExpertSpec.part raises.
     """
 
-    def __init__(self, layer: MoELayer, formats: Mapping[str, WeightFormat], ranks: int, w13, w13_scales, w2, w2_scales):
+    def __init__(self, experts: ExpertSpec, ranks: int, w13, w13_scales, w2, w2_scales):
         ranks = _whole("gpu_tp_count", ranks)
-        rows, unit = layer.intermediate // max(ranks, 1), _unit(formats["down"])
-        if ranks < 1 or rows * ranks != layer.intermediate or (ranks > 1 and rows % unit):
-            raise InputError(
-                f"gpu_tp_count must divide the intermediate size {layer.intermediate} into parts that are multiples of {unit}, "
-                f"found {ranks}"
-            )
-        scaled = {"gate": formats["gate"].scale, "up": formats["up"].scale, "down": formats["down"].scale}
+        one = experts.part(ranks, "gpu_tp_count")
+        scaled = {projection: weight_format.scale for projection, weight_format in one.formats.items()}
         codes = {"w13": _addresses("w13_weight_ptrs", w13, ranks), "w2": _addresses("w2_weight_ptrs", w2, ranks)}
         scales = {
             "w13": _addresses("w13_scale_ptrs", w13_scales, ranks, needed=bool(scaled["gate"] or scaled["up"])),
@@ -46,8 +40,7 @@ class Target:
             for projection, buffer in (("gate", "w13"), ("up", "w13"), ("down", "w2")):
                 if buffer == "w2":
                     offsets = {"codes": 0, "scales": 0}
-                n, k = (layer.hidden, rows) if projection == "down" else (rows, layer.hidden)
-                weight_format = formats[projection]
+                (n, k), weight_format = one.shape(projection), one.formats[projection]
                 array = _at(codes[buffer][rank] + offsets["codes"], weight_format.codes_shape(n, k), weight_format.codes_dtype)
                 offsets["codes"] += array.nbytes
                 written = None
@@ -68,11 +61,6 @@ class Target:
         """Once the parts are written: turn the scales into what the buffers take."""
         for stored, bits in self._convert:
             np.take(_UE8M0_BITS, stored, out=bits)
-
-
-def _unit(weight_format: WeightFormat) -> int:
-    """What down's columns may be cut at a multiple of: a group of scales, or whole items of its codes' array."""
-    return weight_format.scale.extent[1] if weight_format.scale is not None else weight_format.codes_per_item
 
 
 def _addresses(name: str, given: Sequence[int], ranks: int, needed: bool = True) -> list[int]:

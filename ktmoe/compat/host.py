@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Protocol
@@ -27,19 +26,6 @@ class Side(Protocol):
 
     def hand_back(self, buffers: Buffers, dtype, stream):
         """buffers.y as x's kind, of x's dtype, [tokens, hidden]."""
-
-
-def side_of(x) -> Side:
-    """Raises InputError for what no side takes."""
-    if isinstance(x, np.ndarray):
-        return _NUMPY
-    if arrays.is_torch(x):
-        if x.device.type == "cpu":
-            return _TORCH
-        if x.device.type == "cuda":
-            return _cuda(x.device)
-        raise InputError(f"hidden_states must be on the CPU or a CUDA device, found a torch tensor on {x.device}")
-    raise InputError(f"hidden_states must be a numpy array or a torch tensor, found {type(x).__name__}")
 
 
 class Numpy:
@@ -113,13 +99,3 @@ class TorchHost:
         if not buffers.captured:
             buffers.y = buffers.y_owner = None
         return y.to(dtype)
-
-
-_NUMPY, _TORCH = Numpy(), TorchHost()
-
-
-@functools.cache
-def _cuda(device) -> Side:
-    from ktmoe.compat.cuda import Cuda
-
-    return Cuda(device)

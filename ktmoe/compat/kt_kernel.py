@@ -25,8 +25,8 @@ from ktmoe.compat.calls import Call, Loaded
 from ktmoe.compat.deferral import Pending
 from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
 from ktmoe.compat.export import Target
-from ktmoe.compat.host import side_of
 from ktmoe.compat.masks import generate_gpu_experts_masks
+from ktmoe.compat.sides import side_of
 from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import SIZE_LIMIT, ExpertWeights
 from ktmoe.layer import MoELayer
@@ -210,9 +210,8 @@ class KTMoEWrapper:
         expert = _count("expert_id", expert_id, 0)
         if expert >= self.num_experts:
             raise InputError(f"expert_id must be in [0, {self.num_experts}), found {expert}")
-        target = Target(
-            loaded.layer, loaded.formats, gpu_tp_count, w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs
-        )
+        spec = loaded.layer.spec
+        target = Target(spec, gpu_tp_count, w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
         with self._lock:
             self._writes.append(ENGINE.submit(_write, loaded.layer, expert, target))
 
@@ -274,7 +273,7 @@ class KTMoEWrapper:
             ENGINE.passes.join(model, self.layer_idx)
         leave = weakref.finalize(self, _leave, model, self.layer_idx, lease)
         leave.atexit = False
-        loaded = Loaded(layer, experts.formats, model, leave)
+        loaded = Loaded(layer, model, leave)
         with self._lock:
             earlier, self._loaded = self._loaded, loaded
         if earlier is not None:
@@ -352,13 +351,13 @@ def _count(name: str, value, least: int = 1, most: int = sys.maxsize) -> int:
     return count
 
 
-def _nodes(parts: int, wanted: Sequence[int] | None) -> list[int] | None:
-    """NUMA nodes for MoELayer, None for its default, all. More parts than there are nodes mean those that there are."""
+def _nodes(count: int, wanted: Sequence[int] | None) -> list[int] | None:
+    """NUMA nodes for MoELayer, None for its default, all. More count than there are nodes mean those that there are."""
     there = sorted(numa.nodes())
     if wanted is None:
-        return there[:parts] if parts < len(there) else None
-    if len(wanted) != parts:
-        raise InputError(f"numa_nodes must have threadpool_count = {parts} entries, found {list(wanted)}")
+        return there[:count] if count < len(there) else None
+    if len(wanted) != count:
+        raise InputError(f"numa_nodes must have threadpool_count = {count} entries, found {list(wanted)}")
     if len(wanted) > len(there):
         wanted = [node for node in wanted if node in there]
         return wanted if len(there) > 1 and wanted else None

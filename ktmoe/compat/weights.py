@@ -13,8 +13,7 @@ from ktmoe import arrays
 from ktmoe.compat.order import Order
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
-from ktmoe.loaders.base import Loader
-from ktmoe.loaders.base import choose as choose_loader
+from ktmoe.loaders.base import Loader, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
@@ -31,7 +30,7 @@ class _Shared:
 
 
 class Lease:
-    """A share in the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
+    """A lease of the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
 
     leased: ClassVar[dict[str, _Shared]] = {}  # the process's
     order = Order()  # a finalizer may close a lease while one is taken
@@ -43,7 +42,7 @@ class Lease:
             if shared is None:
                 checkpoint = Checkpoint(path)
                 try:
-                    shared = _Shared(checkpoint, choose_loader(checkpoint))
+                    shared = _Shared(checkpoint, find_loader(checkpoint))
                 except BaseException:
                     checkpoint.close()
                     raise

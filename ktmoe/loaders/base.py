@@ -35,7 +35,7 @@ class Loader(ABC):
         """One layer's experts, read lazily. Raises MissingTensorError for a layer or tensor that does not exist."""
 
 
-def choose(checkpoint: Checkpoint, name: str = "auto") -> Loader:
+def find_loader(checkpoint: Checkpoint, name: str = "auto") -> Loader:
     """The loader of that name, or the one that is surest of this checkpoint.
 
     Raises UnavailableError if none is, MissingTensorError if that is for want of a file.
@@ -66,4 +66,4 @@ def load_experts(path: str | os.PathLike, layer: int | str, *, loader: str = "au
     Raises CheckpointError, MissingTensorError, FormatError; UnavailableError if no loader recognises the checkpoint.
     """
     checkpoint = Checkpoint(path)
-    return choose(checkpoint, loader).load(checkpoint, layer)
+    return find_loader(checkpoint, loader).load(checkpoint, layer)

@@ -26,8 +26,8 @@ _QUANTIZED = "scales mean quantized weights"
 _FOREIGN = {"bias": "biases are not supported", "scale": _QUANTIZED, "scale_inv": _QUANTIZED}
 _NAMES = naming.Names(
     "BF16 experts",
-    *(naming.Spelling(stems, (".weight",), foreign=_FOREIGN) for stems in (naming.PROJ, naming.W)),
-    naming.Spelling(naming.FUSED, ("",), foreign=_FOREIGN, stacked=True),
+    *(naming.Spelling(stems, (".weight",), foreign=_FOREIGN) for stems in (naming.PROJ_STEMS, naming.NUMBERED_STEMS)),
+    naming.Spelling(naming.FUSED_STEMS, ("",), foreign=_FOREIGN, stacked=True),
 )
 
 
@@ -45,7 +45,7 @@ class Bf16(Loader):
         """
 
         def score(spelling: naming.Spelling, prefix: str) -> float:
-            gate, _, down = (checkpoint.info(f"{prefix}{stem}{spelling.parts[0]}") for stem in spelling.stems.values())
+            gate, _, down = (checkpoint.info(f"{prefix}{stem}{spelling.endings[0]}") for stem in spelling.stems.values())
             naming.check_dtype(gate, "BF16", "F16", "F32")
             if gate.dtype != "BF16" or (spelling.stacked and _transposed(gate.shape, down.shape)):
                 return NAMED
@@ -66,7 +66,7 @@ class Bf16(Loader):
         fit together, and for a config.json that contradicts them.
         """
         place = _NAMES.locate(checkpoint, layer)
-        part = place.parts[0]
+        ending = place.endings[0]
         if place.spelling.stacked:
             gate_up, down = (_shape(checkpoint, place.name(projection, 0), 3) for projection in ("gate", "down"))
             if _transposed(gate_up, down):
@@ -76,17 +76,17 @@ class Bf16(Loader):
                 )
             num_experts, hidden, intermediate = place.fused_shapes(gate_up, down)
         else:
-            shapes = place.shapes(lambda name: _shape(checkpoint, name + part, 2))
+            shapes = place.shapes(lambda name: _shape(checkpoint, name + ending, 2))
             num_experts, (hidden, intermediate) = place.num_experts, shapes["down"]
 
         def read(expert: int, projection: str) -> Matrix:
             name = place.name(projection, expert)
             if not place.spelling.stacked:
-                stored = checkpoint.read(name + part, release=True)
+                stored = checkpoint.read(name + ending, release=True)
             elif projection == "down":
-                stored = naming.read_share(checkpoint, name, expert, num_experts)
+                stored = naming.read_slice(checkpoint, name, expert, num_experts)
             else:
-                stored = naming.read_share(checkpoint, name, 2 * expert + (projection == "up"), 2 * num_experts)
+                stored = naming.read_slice(checkpoint, name, 2 * expert + (projection == "up"), 2 * num_experts)
             shape = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
             label = f"{name}[{expert}] {projection}" if place.spelling.stacked else name
             return Matrix(label, BF16, shape, stored.view(ml_dtypes.bfloat16).reshape(shape))

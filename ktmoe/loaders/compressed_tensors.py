@@ -26,7 +26,7 @@ from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.weights.formats import WeightFormat, int4
 
-_PARTS, _STATED = (".weight_packed", ".weight_scale"), ".weight_shape"
+_ENDINGS, _STATED = (".weight_packed", ".weight_scale"), ".weight_shape"
 _FOREIGN = {
     "weight_zero_point": "asymmetric quantization is not supported",
     "weight_g_idx": "activation reordering (actorder group) is not supported",
@@ -37,7 +37,7 @@ _FOREIGN = {
 }
 _NAMES = naming.Names(
     "compressed-tensors' pack-quantized",
-    *(naming.Spelling(stems, _PARTS, (_STATED,), _FOREIGN) for stems in (naming.PROJ, naming.W)),
+    *(naming.Spelling(stems, _ENDINGS, (_STATED,), _FOREIGN) for stems in (naming.PROJ_STEMS, naming.NUMBERED_STEMS)),
 )
 _SHAPE_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 #: What config_groups.*.weights may say, besides nothing and group_size. actorder "weight" reorders nothing that is stored.
@@ -87,7 +87,7 @@ class CompressedTensors(Loader):
         place = _NAMES.locate(checkpoint, layer)
         group = _stated_group(checkpoint) or _derived_group(checkpoint, place.name("gate", 0))
         weight_format = int4(group)
-        stated = _STATED in place.parts
+        stated = _STATED in place.endings
         shapes = place.shapes(lambda name: _shape(checkpoint, name, weight_format, stated))
         activation = naming.silu(checkpoint)
 

@@ -19,7 +19,7 @@ from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.formats import MXFP4
 
-_NAMES = naming.Names("DeepSeek-V4", naming.Spelling(naming.W, (".weight", ".scale"), module=".ffn.experts"))
+_NAMES = naming.Names("DeepSeek-V4", naming.Spelling(naming.NUMBERED_STEMS, (".weight", ".scale"), module=".ffn.experts"))
 
 
 class DeepSeekV4(Loader):

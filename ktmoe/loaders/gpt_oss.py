@@ -30,7 +30,7 @@ from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import MXFP4
 
 _NAMES = naming.Names(
-    "gpt-oss", naming.Spelling(naming.FUSED, ("_blocks", "_scales"), ("_bias",), module=".mlp.experts", stacked=True)
+    "gpt-oss", naming.Spelling(naming.FUSED_STEMS, ("_blocks", "_scales"), ("_bias",), module=".mlp.experts", stacked=True)
 )
 _ALPHA, _LIMIT, _UP_OFFSET = 1.702, 7.0, 1.0
 _BIAS_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
@@ -58,7 +58,7 @@ class GptOss(Loader):
         return _NAMES.layers(checkpoint)
 
     def load(self, checkpoint: Checkpoint, layer: int | str) -> ExpertWeights:
-        """One layer's experts, which keep the checkpoint open and read an expert's part of a tensor when it is asked for.
+        """One layer's experts, which keep the checkpoint open and read an expert's slice of a tensor when it is asked for.
 
         layer: int, or its digits. All headers are checked here, before any weight is read. What was read is released from the
         page cache. Gate and up are read together, and the one that was not asked for is kept for a few experts.
@@ -68,7 +68,7 @@ class GptOss(Loader):
         place = _NAMES.locate(checkpoint, layer)
         gate_up, down = place.name("gate", 0), place.name("down", 0)
         num_experts, hidden, intermediate = place.fused_shapes(_shape(checkpoint, gate_up), _shape(checkpoint, down))
-        biased = "_bias" in place.parts
+        biased = "_bias" in place.endings
         if biased:
             for name, rows in ((gate_up, 2 * intermediate), (down, hidden)):
                 info = checkpoint.info(f"{name}_bias")
@@ -82,11 +82,11 @@ class GptOss(Loader):
 
         def slab(name: str, expert: int, n: int, k: int) -> list[np.ndarray | None]:
             """Codes, scales and bias of one expert's n rows."""
-            codes = naming.read_share(checkpoint, f"{name}_blocks", expert, num_experts).reshape(MXFP4.codes_shape(n, k))
-            scales = naming.read_share(checkpoint, f"{name}_scales", expert, num_experts).reshape(MXFP4.scale.shape(n, k))
+            codes = naming.read_slice(checkpoint, f"{name}_blocks", expert, num_experts).reshape(MXFP4.codes_shape(n, k))
+            scales = naming.read_slice(checkpoint, f"{name}_scales", expert, num_experts).reshape(MXFP4.scale.shape(n, k))
             if not biased:
                 return [codes, scales, None]
-            stored = naming.read_share(checkpoint, f"{name}_bias", expert, num_experts)
+            stored = naming.read_slice(checkpoint, f"{name}_bias", expert, num_experts)
             return [codes, scales, stored.view(_BIAS_DTYPES[checkpoint.info(f"{name}_bias").dtype]).astype(np.float32)]
 
         def both(expert: int) -> dict[str, Matrix]:

@@ -21,11 +21,11 @@ from ktmoe.loaders.safetensors_file import TensorInfo
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
 
-#: The usual stems of an expert's matrices, by projection: those of transformers, and those of Mixtral and DeepSeek's own names.
-PROJ = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-W = {"gate": "w1", "up": "w3", "down": "w2"}
-#: One tensor holds gate and up of all experts, one down.
-FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+#: Stems of an expert's matrices, by projection: as transformers calls them; by number, as Mixtral and DeepSeek do.
+PROJ_STEMS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+NUMBERED_STEMS = {"gate": "w1", "up": "w3", "down": "w2"}
+#: Where one tensor holds gate and up of all experts, and one holds down.
+FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
@@ -42,36 +42,36 @@ _found: weakref.WeakKeyDictionary[Checkpoint, dict[int | str, dict[str, _Tensors
 
 @dataclass(frozen=True)
 class Spelling:
-    """How tensors are called: {base}.{E}.{stem}{part}, or {base}.{stem}{part} where one tensor holds all experts.
+    """How tensors are called: {base}.{E}.{stem}{ending}, or {base}.{stem}{ending} where one tensor holds all experts.
 
-    stems: by projection. parts: what every matrix has. optional: what all matrices have or none.
-    foreign: parts that change what the others mean, and what to say about them; any other part is refused without a reason.
+    stems: by projection. endings: of the tensors that every matrix has. optional: of those that all matrices have or none.
+    foreign: endings of tensors that change what the others mean, and what to say about them; any other is refused unexplained.
     module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
     """
 
     stems: Mapping[str, str]
-    parts: tuple[str, ...]
+    endings: tuple[str, ...]
     optional: tuple[str, ...] = ()
     foreign: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
     stacked: bool = False
 
-    def suffixes(self, parts: tuple[str, ...]) -> dict[str, None]:
-        """stem + part for all stems, an ordered set."""
-        return dict.fromkeys(stem + part for stem in self.stems.values() for part in parts)
+    def suffixes(self, endings: tuple[str, ...]) -> dict[str, None]:
+        """stem + ending for all stems, an ordered set."""
+        return dict.fromkeys(stem + ending for stem in self.stems.values() for ending in endings)
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a layer's experts are; the names have been checked to be complete.
 
-    parts: the spelling's, and the optional ones that are there. num_experts: by the names; None where stacked.
+    endings: the spelling's, and the optional ones that are there. num_experts: by the names; None where stacked.
     """
 
     checkpoint: Checkpoint
     base: str
     spelling: Spelling
-    parts: tuple[str, ...]
+    endings: tuple[str, ...]
     num_experts: int | None
 
     def name(self, projection: str, expert: int) -> str:
@@ -88,12 +88,12 @@ class Place:
         intermediate, hidden = shapes["gate"]
         for projection, expected in (("up", (intermediate, hidden)), ("down", (hidden, intermediate))):
             if shapes[projection] != expected:
-                gate, name = names["gate"] + self.parts[0], names[projection] + self.parts[0]
+                gate, name = names["gate"] + self.endings[0], names[projection] + self.endings[0]
                 raise CheckpointError(
                     f"{name}: expected [n, k] = {list(expected)}, as {gate} is {[intermediate, hidden]}, "
                     f"found {list(shapes[projection])}"
                 )
-        for suffix in self.spelling.suffixes(self.parts):
+        for suffix in self.spelling.suffixes(self.endings):
             like = self.checkpoint.info(f"{self.base}.0.{suffix}")
             for expert in range(1, self.num_experts):
                 found = self.checkpoint.info(f"{self.base}.{expert}.{suffix}")
@@ -107,14 +107,14 @@ class Place:
         Raises CheckpointError if they do not fit, or if config.json has another number of experts.
         """
         num_experts, rows, hidden = gate_up
-        name = self.name("gate", 0) + self.parts[0]
+        name = self.name("gate", 0) + self.endings[0]
         if rows % 2:
             raise CheckpointError(f"{name}: expected an even number of rows, gate and up, found [E, n, k] = {list(gate_up)}")
         expected = (num_experts, hidden, rows // 2)
         if down != expected:
             raise CheckpointError(
-                f"{self.name('down', 0)}{self.parts[0]}: expected [E, n, k] = {list(expected)}, as {name} is {list(gate_up)}, "
-                f"found {list(down)}"
+                f"{self.name('down', 0)}{self.endings[0]}: expected [E, n, k] = {list(expected)}, "
+                f"as {name} is {list(gate_up)}, found {list(down)}"
             )
         _check_count(self.checkpoint, self.base, num_experts)
         return expected
@@ -141,7 +141,7 @@ class Names:
         for bases in _find(checkpoint).values():
             for base, spelling, tensors in self._spelled(bases)[:1]:
                 expert, suffixes = next(iter(tensors.items()))
-                if not spelling.suffixes(spelling.parts).keys() <= suffixes:
+                if not spelling.suffixes(spelling.endings).keys() <= suffixes:
                     continue
                 try:
                     return score(spelling, _prefix(base, expert))
@@ -171,16 +171,16 @@ class Names:
             found = " and ".join(sorted(f"{base} ({spelling.stems['gate']})" for base, spelling, _ in candidates))
             raise CheckpointError(f"{checkpoint.path}: layer {show(layer)}: expected one name, found {found}")
         ((base, spelling, tensors),) = candidates
-        parts = spelling.parts + tuple(
-            part
-            for part in spelling.optional
-            if any(not spelling.suffixes((part,)).keys().isdisjoint(suffixes) for suffixes in tensors.values())
+        endings = spelling.endings + tuple(
+            ending
+            for ending in spelling.optional
+            if any(not spelling.suffixes((ending,)).keys().isdisjoint(suffixes) for suffixes in tensors.values())
         )
-        _check_complete(checkpoint, base, spelling, parts, tensors)
+        _check_complete(checkpoint, base, spelling, endings, tensors)
         count = None if spelling.stacked else len(tensors)
         if count is not None:
             _check_count(checkpoint, base, count)
-        return Place(checkpoint, base, spelling, parts, count)
+        return Place(checkpoint, base, spelling, endings, count)
 
     def _spelled(self, bases: dict[str, _Tensors]) -> list[tuple[str, Spelling, _Tensors]]:
         """Every base and spelling of which a layer has a tensor; a sound checkpoint has one of each."""
@@ -189,7 +189,7 @@ class Names:
             for spelling in self._spellings:
                 if base.endswith(spelling.module):
                     mine = {expert: suffixes for expert, suffixes in tensors.items() if (expert is None) == spelling.stacked}
-                    wanted = spelling.suffixes(spelling.parts).keys()
+                    wanted = spelling.suffixes(spelling.endings).keys()
                     if any(not wanted.isdisjoint(suffixes) for suffixes in mine.values()):
                         found.append((base, spelling, mine))
         return found
@@ -242,8 +242,8 @@ def check_shape(info: TensorInfo, expected: tuple[int, ...], why: str) -> None:
         raise FormatError(f"{info.name}: shape: expected {list(expected)} ({why}), found {show(list(info.shape))}")
 
 
-def read_share(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.ndarray:
-    """The index-th of `count` equal parts of a tensor's bytes, uint8; its pages are released."""
+def read_slice(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.ndarray:
+    """The index-th of `count` equal slices of a tensor's bytes, uint8; its pages are released."""
     size = checkpoint.info(name).nbytes // count
     return checkpoint.read(name, part=(index * size, (index + 1) * size), release=True)
 
@@ -260,8 +260,8 @@ def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
         layers: dict[int | str, dict[str, _Tensors]] = {}
         for name in checkpoint.names():
             if match := _NAME.fullmatch(name):
-                base, kind, number, expert, suffix = match.groups()
-                layer = int(number) if kind == "layers" else f"mtp.{number}"
+                base, word, number, expert, suffix = match.groups()
+                layer = int(number) if word == "layers" else f"mtp.{number}"
                 tensors = layers.setdefault(layer, {}).setdefault(base, {})
                 tensors.setdefault(None if expert is None else int(expert), set()).add(sys.intern(suffix))
         order = sorted(layers, key=lambda layer: (0, layer) if isinstance(layer, int) else (1, int(layer[4:])))
@@ -269,8 +269,8 @@ def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
     return found
 
 
-def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, parts: tuple[str, ...], tensors: _Tensors) -> None:
-    wanted = spelling.suffixes(parts)
+def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endings: tuple[str, ...], tensors: _Tensors) -> None:
+    wanted = spelling.suffixes(endings)
     beside = "the others of this layer" if spelling.stacked else f"experts 0-{max(tensors)}"
     for expert in [None] if spelling.stacked else range(max(tensors) + 1):
         suffixes = tensors.get(expert, set())
@@ -279,8 +279,8 @@ def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, parts
                 name = _prefix(base, expert) + suffix
                 raise MissingTensorError(f"{checkpoint.path}: {name}: expected with {beside}, found no such tensor")
         for suffix in sorted(suffixes - wanted.keys()):
-            why = next((why for part, why in spelling.foreign.items() if suffix.endswith(part)), "its meaning is not known")
-            known = ", ".join(dict.fromkeys(part.lstrip("._") or "the weights" for part in spelling.parts + spelling.optional))
+            why = next((why for ending, why in spelling.foreign.items() if suffix.endswith(ending)), "its meaning is not known")
+            known = ", ".join(dict.fromkeys(e.lstrip("._") or "the weights" for e in spelling.endings + spelling.optional))
             raise FormatError(f"{_prefix(base, expert)}{suffix}: expected none beside {known}, found one: {why}")
 
 

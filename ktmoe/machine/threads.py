@@ -8,11 +8,11 @@ from pathlib import Path
 
 import threadpoolctl
 
-import ktmoe
 from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.machine import cgroup, environment, numa
 from ktmoe.messages import show
+from ktmoe.version import installed_version
 
 TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _chosen: int | None = None  # by set_num_threads
@@ -118,7 +118,7 @@ class ThreadpoolController(threadpoolctl.LibController):
         set_num_threads(num_threads)
 
     def get_version(self):
-        return ktmoe.__version__
+        return installed_version()
 
 
 def register_with_threadpoolctl() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
-from ktmoe.loaders.naming import PROJ, W
+from ktmoe.loaders.naming import NUMBERED_STEMS, PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.tensors import Tensor, bf16_numbers, bf16_scales, constant, ue8m0_scales, uniform
 from ktmoe.weights.formats import MXFP4, int4
@@ -65,7 +65,7 @@ def _deepseek_v4(bases: list[str], num_experts: int, hidden: int, intermediate: 
     check(hidden=(hidden, 32), intermediate=(intermediate, 32), num_experts=(num_experts, 1))
     tensors = []
     for base in bases:
-        for name, n, k in _matrices(f"{base}.ffn.experts", W, num_experts, hidden, intermediate):
+        for name, n, k in _matrices(f"{base}.ffn.experts", NUMBERED_STEMS, num_experts, hidden, intermediate):
             tensors += [
                 Tensor(f"{name}.weight", "I8", MXFP4.codes_shape(n, k), uniform),
                 Tensor(f"{name}.scale", "F8_E8M0", MXFP4.scale.shape(n, k), ue8m0_scales(MXFP4, k)),
@@ -170,7 +170,7 @@ def _kimi_k2(bases: list[str], num_experts: int, hidden: int, intermediate: int,
     weight_format = int4(group)
     tensors = []
     for base in bases:
-        for name, n, k in _matrices(f"{base}.mlp.experts", PROJ, num_experts, hidden, intermediate):
+        for name, n, k in _matrices(f"{base}.mlp.experts", PROJ_STEMS, num_experts, hidden, intermediate):
             tensors += [
                 Tensor(f"{name}.weight_packed", "I32", (n, k // 8), uniform),
                 Tensor(f"{name}.weight_scale", "BF16", weight_format.scale.shape(n, k), bf16_scales(weight_format, k)),
@@ -225,7 +225,7 @@ def _qwen3(bases: list[str], num_experts: int, hidden: int, intermediate: int) -
     tensors = [
         Tensor(f"{name}.weight", "BF16", (n, k), bf16_numbers(1 / math.sqrt(k)))
         for base in bases
-        for name, n, k in _matrices(f"{base}.mlp.experts", PROJ, num_experts, hidden, intermediate)
+        for name, n, k in _matrices(f"{base}.mlp.experts", PROJ_STEMS, num_experts, hidden, intermediate)
     ]
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],

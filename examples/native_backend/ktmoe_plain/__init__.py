@@ -5,17 +5,10 @@ from ktmoe.backends.native import NativeBackend
 from ktmoe_plain import plain
 
 
-class Plain(NativeBackend):
-    """Below every built-in backend, so that "auto" does not take it."""
-
-    rank = 50
-    isas = ("plain",)
-
-    def missing(self, isa: str) -> list[str]:
-        return []  # for kernels of AVX2: [f for f in ("avx2", "fma") if not core.cpu_features().get(f)]
-
-    def load(self, isa: str) -> core.KernelTable:
-        return core.KernelTable(plain.table)
+def load(isa: str) -> core.KernelTable:
+    """For kernels of AVX2, ktmoe.backends.native.require(isa, "avx2", "fma") would come first."""
+    return core.KernelTable(plain.table)
 
 
-backend = Plain()
+#: Its rank is below every built-in backend's, so that "auto" does not take it.
+backend = NativeBackend({"bf16": ("plain",)}, load, rank=50)

@@ -3,7 +3,7 @@
 
 from cpython.pycapsule cimport PyCapsule_New
 
-from ktmoe._native.core cimport kt_isa
+from ktmoe._native.ktmoe cimport kt_isa
 
 
 cdef extern from "kernels/plain/kernels.h":

@@ -1,0 +1,227 @@
+"""The tables of docs/performance.md, from all files of bench/results. Each stands between marks that name it."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from bench import cost_model, explain
+from bench.cases import EVERYWHERE
+from bench.cost_model import Machine
+from bench.explain import Call
+from bench.models import models
+from bench.results_file import LOADING, Results, read_all
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+Row = tuple[str, ...]
+NONE = "-"
+
+
+def write(page: Path = PAGE) -> None:
+    """Put the tables of all results into the page."""
+    page.write_text(filled(page.read_text(), read_all()))
+
+
+def filled(text: str, found: list[Results]) -> str:
+    """The text with all tables in it. Raises ValueError where it lacks a mark."""
+    for name, make in TABLES.items():
+        heads, rows = make(found)
+        text = replaced(text, name, markdown(heads, rows) if rows else "No results file has these yet.\n")
+    return text
+
+
+def replaced(text: str, name: str, part: str) -> str:
+    """The text with what stands between the marks of that name replaced."""
+    begin, end = f"<!-- table: {name} -->\n", f"<!-- end of {name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"expected the marks {begin.strip()!r} and {end!r}, found none or only one")
+    return pattern.sub(lambda _: begin + part + end, text)
+
+
+def markdown(heads: Row, rows: Iterable[Row]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heads, ("---",) * len(heads), *rows))
+
+
+def cpus(found: list[Results]) -> tuple[Row, list[Row]]:
+    heads = ("CPU", "threads", "instruction sets", "L2 of a core", "last cache", "reads", "compiler", "date", "commit", "by")
+    rows = []
+    for results in found:
+        data, cpu, limits = results.data, results.data["cpu"], results.data.get("limits", {})
+        caches = (f"{cpu[name] / 2**20:g} MiB" if name in cpu else NONE for name in ("l2_bytes", "llc_bytes"))
+        read = f"{limits['read_gb_s']:.3g} GB/s" if "read_gb_s" in limits else NONE
+        made = data.get("compiler", NONE), f"{data['date']}", f"`{data['commit']}`", data["source"]
+        rows.append((results.label, f"{cpu['threads']}", ", ".join(cpu.get("features", [NONE])), *caches, read, *made))
+    return heads, rows
+
+
+def ways(found: list[Results]) -> tuple[Row, list[Row]]:
+    """EVERYWHERE in every way to compute; the same way on each CPU, one below the other."""
+    layers = [(layer, results) for results in found for layer in results.entries("layer") if layer["model"] == EVERYWHERE]
+    first, *others = sorted({point["rows"] for layer, _ in layers for point in layer.get("per_expert", ())})
+    columns = [("decode", 1), ("decode", 4), ("decode", 16), *(("per_expert", rows) for rows in (first, *others))]
+    heads = ("backend", "instruction set", "activations", "CPU", "decode, 1 token", "4 tokens", "16 tokens")
+    heads += (f"prefill, {first} tokens an expert", *map(str, others), "bound")
+    order = list(dict.fromkeys(_way(layer) for layer, _ in layers))
+    rows = []
+    for layer, results in sorted(layers, key=lambda pair: order.index(_way(pair[0]))):
+        cells = [_rate(_point(layer, *column), column[0]) for column in columns]
+        if any(cell != NONE for cell in cells):
+            mode = layer["activations"] + (", folded" if layer["rounding"] == "folded" else "")
+            bound = f"{100 * layer['bound']:.2g} %" if "bound" in layer else NONE
+            rows.append((f"`{layer['backend']}`", layer["isa"], mode, results.label, *cells, bound))
+    return heads, rows
+
+
+def _way(layer: dict) -> tuple[str, ...]:
+    return layer["backend"], layer["isa"], layer["activations"], layer["rounding"]
+
+
+def other_models(found: list[Results]) -> tuple[Row, list[Row]]:
+    columns = [("decode", 1), ("decode", 16), ("prefill", 1024), ("prefill", 4096)]
+    heads = ("model", "weights", "backend", "CPU", "experts", "decode, 1 token", "16 tokens", "prefill, 1024 tokens", "4096")
+    rows = []
+    for model in models():
+        for results in found:
+            for layer in results.entries("layer"):
+                if layer["model"] == model != EVERYWHERE:
+                    weights = layer["weights"] + (", folded" if layer["rounding"] == "folded" else "")
+                    experts = f"{layer['experts']}" + (f" x {layer['copies']}" if layer["copies"] > 1 else "")
+                    cells = (_rate(_point(layer, *column), column[0]) for column in columns)
+                    rows.append((model, weights, f"`{layer['backend']}`", results.label, experts, *cells))
+    return heads, rows
+
+
+def kernels(found: list[Results]) -> tuple[Row, list[Row]]:
+    heads = ("weights", "instruction set", "activations", "scales", "CPU", "1 row, from memory", "192 rows, from L2")
+    entries = [(kernel, results) for results in found for kernel in results.entries("kernel")]
+    names = ("weights", "isa", "activations", "scales")
+    order = list(dict.fromkeys(tuple(kernel[name] for name in names) for kernel, _ in entries))
+    rows = []
+    for kernel, results in sorted(entries, key=lambda pair: order.index(tuple(pair[0][name] for name in names))):
+        few, many = (next(iter(kernel.get(where, ())), None) for where in ("memory", "l2"))
+        cells = _rate(few, "decode"), _rate(many, "prefill")
+        rows.append((*(kernel[name] for name in names), results.label, *cells))
+    return heads, rows
+
+
+def pool(found: list[Results]) -> tuple[Row, list[Row]]:
+    def cell(entry: dict) -> str:
+        share = f", {100 * entry['of_call']:.2g} % of the call" if "of_call" in entry else ""
+        return f"{entry['us']:.2g} µs{share}"
+
+    return _by_work(found, "pool", cell)
+
+
+def loading(found: list[Results]) -> tuple[Row, list[Row]]:
+    words = {
+        "seconds": lambda x: f"{x:.2g} s",
+        "gb_s": lambda x: f"{x:.2g} GB/s",
+        "of_memcpy": lambda x: f"{100 * x:.0f} % of memcpy",
+        "of_reading": lambda x: f"{x:.3g} x reading",
+        "of_reading_into_new_memory": lambda x: f"{x:.2g} x reading into new memory",
+        "parsing_seconds": lambda x: f"{x:.2g} s of it parsing",
+        "peak_rss_of_packed": lambda x: f"peak RSS {x:.3g} x packed",
+        "packed_of_checkpoint": lambda x: f"{x:.4f} x the checkpoint",
+    }
+    return _by_work(found, "load", lambda entry: ", ".join(words[name](entry[name]) for name in LOADING if name in entry))
+
+
+def _by_work(found: list[Results], section: str, cell: Callable[[dict], str]) -> tuple[Row, list[Row]]:
+    """A column for each CPU."""
+    found = [results for results in found if results.entries(section)]
+    columns = [{entry["work"]: cell(entry) for entry in results.entries(section)} for results in found]
+    works = dict.fromkeys(work for column in columns for work in column)
+    return ("", *(results.label for results in found)), [(w, *(column.get(w, NONE) for column in columns)) for w in works]
+
+
+def peers(found: list[Results]) -> tuple[Row, list[Row]]:
+    """A line for each library, ktmoe's own ways to compute among them; columns for the numbers of tokens."""
+    found = [results for results in found if "peers" in results.data]
+    tokens = sorted({c["tokens"] for r in found for library in r.data["peers"]["library"] for c in library["calls"]})
+    words = [f"{count:,} token{'s' if count > 1 else ''}" for count in tokens]
+    rows = []
+    for results in found:
+        for library in results.data["peers"]["library"]:
+            calls = {call["tokens"]: call for call in library["calls"]}
+            cells = (_call(calls[count]) if count in calls else NONE for count in tokens)
+            errors = dict.fromkeys(f"{100 * library[name]:.2g}" for name in ("least_error", "most_error") if name in library)
+            error = f"{' to '.join(errors)} %" if errors else NONE
+            rows.append((results.label, library["name"], library["activations"], *cells, error))
+    return ("CPU", "library", "activations", *words, "distance from float64"), rows
+
+
+def _call(call: dict) -> str:
+    return f"{_three_digits(call['ms'])} ms" + (f", {call['lead']:.1f} x" if "lead" in call else "")
+
+
+def cost_numbers(found: list[Results]) -> tuple[Row, list[Row]]:
+    heads = ("CPU", "instruction set", "activations", "c, ns a byte", "e", "o", "read, GB/s", "peak, GFLOP/s", "crossover")
+    rows = []
+    for results in found:
+        for name, kernel in explain.kernels(results).items():
+            mine = [call for call in explain.calls(results) if call.kernel == name and call.shape.name == EVERYWHERE]
+            read, peak = (statistics.median(getattr(call.machine, limit) for call in mine) for limit in ("read", "peak"))
+            machine = Machine(results.data["cpu"]["threads"], read, peak)
+            crossover = cost_model.crossover(models()[EVERYWHERE], kernel, machine)
+            numbers = f"{kernel.decode_ns:.2f}", f"{kernel.efficiency:.2f}", f"{kernel.overlap:.2f}"
+            rows.append((results.label, *name, *numbers, f"{read / 1e9:.0f}", f"{peak / 1e9:.0f}", f"{crossover:.1f}"))
+    return heads, rows
+
+
+def cost_checks(found: list[Results]) -> tuple[Row, list[Row]]:
+    """Calls that the numbers were not found by: of one CPU, model and kernel in a line."""
+    heads = ("CPU", "instruction set", "model", "call: measured ms, predicted / measured", "median", "worst")
+    rows = []
+    for results in found:
+        kernels = explain.kernels(results)
+        groups: dict[tuple, list[Call]] = {}
+        for call in explain.calls(results):
+            if call.kernel in kernels and not call.fitted:
+                groups.setdefault((call.kernel, call.shape.name), []).append(call)
+        for (name, model), calls in groups.items():
+            kernel = kernels[name]
+            words = "; ".join(f"{_words(c)}: {_three_digits(1e3 * c.seconds)}, {c.predicted(kernel):.2f}" for c in calls)
+            ratios = [call.predicted(kernel) for call in calls]
+            worst = max(ratios, key=lambda ratio: abs(math.log(ratio)))
+            rows.append((results.label, name[0], model, words, f"{statistics.median(ratios):.2f}", f"{worst:.2f}"))
+    return heads, rows
+
+
+def _three_digits(value: float) -> str:
+    """Without an exponent."""
+    return f"{float(f'{value:.3g}'):g}"
+
+
+def _words(call: Call) -> str:
+    what, number = call.what
+    return f"{number} an expert" if what == "per_expert" else f"{number} token{'s' if number > 1 else ''}"
+
+
+def _point(layer: dict, what: str, number: int) -> dict | None:
+    return next((point for point in layer.get(what, ()) if number in (point.get("tokens"), point.get("rows"))), None)
+
+
+def _rate(point: dict | None, what: str) -> str:
+    """Decode by what it reads, all else by what it multiplies."""
+    rate, unit, share = ("gb_s", "GB/s", "of_read") if what == "decode" else ("gflop_s", "GFLOP/s", "of_peak")
+    if not point or rate not in point:
+        return NONE
+    number = f"{point[rate]:.1f}" if what == "decode" else f"{point[rate]:.0f}"
+    return f"{number} {unit}" + (f", {100 * point[share]:.0f} %" if share in point else "")
+
+
+TABLES: dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]] = {
+    "cpus": cpus,
+    "ways": ways,
+    "models": other_models,
+    "kernels": kernels,
+    "pool": pool,
+    "loading": loading,
+    "peers": peers,
+    "cost numbers": cost_numbers,
+    "cost checks": cost_checks,
+}

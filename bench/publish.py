@@ -1,0 +1,212 @@
+"""Writes a saved run of the benchmarks into bench/results, and the tables of all results files into docs/performance.md.
+
+python -m bench.publish [RUN ...]     # by default the last saved run; several are joined, if they are of one commit and CPU
+python -m bench.publish --tables      # the tables alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from bench import document, explain, runs
+from bench.models import models
+from bench.peers.rounds import figures
+from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, read
+
+#: Where make bench-peers saves what it measured.
+PEERS = runs.STORAGE / "peers.json"
+
+LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
+CALL = {
+    "ms": "ms",
+    "gb_s": "read_gb_s",
+    "of_read": "share_of_read_bandwidth",
+    "gflop_s": "gflop_s",
+    "of_peak": "share_of_multiply_peak",
+}
+#: What is kept of a kernel: few rows from memory, and many from a core's cache.
+KERNELS = {("memory", 1): "memory", ("L2", 192): "l2"}
+
+
+def results(saved: list[dict]) -> Results:
+    """Of runs that pytest-benchmark saved. Raises ResultsError where they do not belong together or lack something."""
+    infos = [run.get("machine_info", {}).get("ktmoe") for run in saved]
+    if not all(infos):
+        raise ResultsError("a run does not say which CPU it was measured on: it was saved by an older version")
+    about, last = infos[-1], saved[-1]
+    commits = {_commit(run) for run in saved}
+    if any(info != about for info in infos) or len(commits) > 1:
+        raise ResultsError("the runs are of different commits or machines")
+    rows = {row["fullname"]: row["extra_info"] for run in saved for row in run["benchmarks"] if "suite" in row["extra_info"]}
+    by_suite = {
+        suite: [row for row in rows.values() if row["suite"] == suite] for suite in ("layer", "kernels", "pool", "load")
+    }
+    data = {
+        "date": datetime.datetime.fromisoformat(last["datetime"]).date(),
+        "commit": commits.pop(),
+        "source": "make bench",
+        "ktmoe": about["version"],
+        **({"compiler": about["compiler"]} if about["compiler"] else {}),
+        "cpu": {**_cpu(last["machine_info"]), **about["machine"]},
+        "limits": _limits(by_suite),
+        "layer": _layers(by_suite["layer"]),
+        "kernel": _kernels(by_suite["kernels"]),
+        "pool": [_pool(row) for row in by_suite["pool"]],
+        "load": [{"work": row["work"], **{k: _digits(row[k]) for k in LOADING if k in row}} for row in by_suite["load"]],
+    }
+    data = {name: value for name, value in data.items() if value not in ([], {})}
+    check(data, "the run")
+    data |= {"cost": found} if (found := explain.fits(Results(data))) else {}
+    return Results(data)
+
+
+def peers(saved: dict) -> dict:
+    """A results file's `peers`, of what make bench-peers saved. Whoever failed at all points is left out."""
+    libraries = []
+    for name, participant in saved["participants"].items():
+        measured = [(point, figures(saved, point, name)) for point in saved["points"]]
+        calls = [
+            {
+                "tokens": point["tokens"],
+                "ms": _digits(found["seconds"] * 1e3),
+                **({"lead": _digits(found["ratio"])} if found["ratio"] else {}),
+            }
+            for point, found in measured
+            if found
+        ]
+        if calls:
+            errors = [_digits(point["participants"][name]["error"]) for point, found in measured if found]
+            known = {"version": str(participant["about"]["version"])} if "version" in participant["about"] else {}
+            about = {"name": name, **known, "activations": participant["numerics"]}
+            libraries.append({**about, "least_error": min(errors), "most_error": max(errors), "calls": calls})
+    commit = {"commit": saved["commit"]} if saved.get("commit") else {}
+    date = datetime.date.fromisoformat(saved["date"])
+    experts = saved["shape"]["experts"]
+    return {"date": date, **commit, "source": "make bench-peers", "experts": experts, "library": libraries}
+
+
+def with_peers(results: Results, folder: Path = FOLDER) -> Results:
+    """With what make bench-peers saved last, if it was on this CPU, and else with what the file that is there has of it."""
+    saved = json.loads(PEERS.read_text()) if PEERS.exists() else None
+    cpu, file = results.data["cpu"], folder / results.file_name
+    if saved and (saved["machine"]["cpu"], saved["machine"]["threads"]) == (cpu["name"], cpu["threads"]):
+        found = {"peers": peers(saved)}
+    else:
+        found = {"peers": old.data["peers"]} if file.exists() and "peers" in (old := read(file)).data else {}
+    check(data := {**results.data, **found}, "the run")
+    return Results(data)
+
+
+def _commit(run: dict) -> str:
+    commit = run["commit_info"]
+    return commit["id"][:9] + (", with uncommitted changes" if commit["dirty"] else "")
+
+
+def _cpu(machine: dict) -> dict:
+    """As py-cpuinfo read it for pytest-benchmark."""
+    cpu = machine["cpu"]
+    known = {"name": "brand_raw", "family": "family", "model": "model", "stepping": "stepping"}
+    return {name: cpu[key] for name, key in known.items() if key in cpu}
+
+
+def _limits(rows: dict[str, list[dict]]) -> dict:
+    """Medians over all points."""
+    peaks: dict[str, list[float]] = {}
+    for row in rows["layer"]:
+        peaks.setdefault(row["isa"], []).append(row["limit_gflop_s"])
+    found = {
+        "read_gb_s": _median([row["limit_read_gb_s"] for row in rows["layer"]]),
+        "handoff_us": _median([row["handoff_us"] for row in rows["pool"]]),
+        "multiply_gflop_s": {isa: _median(limits) for isa, limits in peaks.items()},
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _layers(rows: list[dict]) -> list[dict]:
+    """A layer for each model and way to compute, with random routing; skewed routing stays with the saved run."""
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        if row["routing"] != "random":
+            continue
+        names = ("model", "backend", "isa", "activations", "rounding")
+        layer = found.setdefault(
+            tuple(row[name] for name in names),
+            {
+                **{name: row[name] for name in names},
+                "weights": models()[row["model"]].weights,
+                "experts": row["num_experts"],
+                "copies": row["layers"],
+                "bound": _digits(row["bound_of_output"]),
+            },
+        )
+        what = LISTS.get(row["work"], "per_expert")
+        number = {"tokens": row["tokens"]}
+        if what == "per_expert":
+            number = {"rows": int(row["work"].split()[0]), "experts": row["among"]}
+        layer.setdefault(what, []).append({**number, **_call(row)})
+    return list(found.values())
+
+
+def _kernels(rows: list[dict]) -> list[dict]:
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        what = KERNELS.get((row["source"], row["rows"]))
+        if what and row["called"] == "chosen":
+            names = ("weights", "isa", "activations", "scales")
+            kernel = found.setdefault(tuple(row[name] for name in names), {name: row[name] for name in names})
+            kernel.setdefault(what, []).append({"rows": row["rows"], **_call(row)})
+    return list(found.values())
+
+
+def _pool(row: dict) -> dict:
+    of_call = {"of_call": _digits(row["share_of_call"])} if "share_of_call" in row else {}
+    low, high = map(_digits, row["most_us"])
+    return {"work": row["work"], "us": _digits(row["us"]), "low_us": low, "high_us": high, **of_call}
+
+
+def _call(row: dict) -> dict:
+    return {name: _digits(row[key]) for name, key in CALL.items()}
+
+
+def _median(values: list[float]) -> float | None:
+    return _digits(statistics.median(values)) if values else None
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def write(found: Results, folder: Path = FOLDER) -> Path:
+    """The file of that CPU is replaced."""
+    import tomli_w  # only whoever measured needs it
+
+    path = folder / found.file_name
+    path.write_bytes(tomli_w.dumps(found.data).encode())
+    return path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="saved runs: files, or the numbers that their names begin with")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of the files that are there")
+    options = parser.parse_args(arguments)
+    try:
+        if not options.tables:
+            paths = [runs.named(name) for name in options.runs] or [runs.last()]
+            saved = [json.loads(path.read_text()) for path in paths]
+            print(f"written: {write(with_peers(results(saved)))}")
+        document.write()
+    except (OSError, ValueError) as error:
+        print(f"results: {error}", file=sys.stderr)
+        return 2
+    print(f"written: {document.PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""bench/results/<cpu>.toml: what was measured on one CPU. bench/README.md says what the fields mean; here they are checked.
+
+Only what a results file holds is here, so that reading one needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("results")
+
+#: Of one call or kernel. Shares are of the limits that the same rounds measured.
+CALL = {"ms?": float, "gb_s?": float, "of_read?": float, "gflop_s?": float, "of_peak?": float}
+LOADING = (
+    "seconds",
+    "gb_s",
+    "of_memcpy",
+    "of_reading",
+    "of_reading_into_new_memory",
+    "parsing_seconds",
+    "peak_rss_of_packed",
+    "packed_of_checkpoint",
+)
+#: A dict has these fields, and those with a question mark if they are known. [kind] is a list, {str: kind} has any names.
+SCHEMA = {
+    "date": datetime.date,
+    "commit": str,
+    "source": str,
+    "ktmoe?": str,
+    "compiler?": str,
+    "cpu": {
+        "name": str,
+        "family": int,
+        "model": int,
+        "stepping?": int,
+        "features?": [str],
+        "threads": int,
+        "l2_bytes?": int,
+        "llc_bytes?": int,
+    },
+    "limits?": {"read_gb_s?": float, "handoff_us?": float, "multiply_gflop_s?": {str: float}},
+    "layer?": [
+        {
+            "model": str,
+            "weights": str,
+            "backend": str,
+            "isa": str,
+            "activations": str,
+            "rounding": str,
+            "experts": int,
+            "copies": int,
+            "bound?": float,
+            "decode?": [{"tokens": int, **CALL}],
+            "prefill?": [{"tokens": int, **CALL}],
+            "per_expert?": [{"rows": int, "experts": int, **CALL}],
+        }
+    ],
+    "kernel?": [
+        {
+            "weights": str,
+            "isa": str,
+            "activations": str,
+            "scales": str,
+            "memory?": [{"rows": int, **CALL}],
+            "l2?": [{"rows": int, **CALL}],
+        }
+    ],
+    "pool?": [{"work": str, "us": float, "low_us?": float, "high_us?": float, "of_call?": float}],
+    "load?": [{"work": str, **{f"{name}?": float for name in LOADING}}],
+    "peers?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "experts": int,
+        "library": [
+            {
+                "name": str,
+                "version?": str,
+                "activations": str,
+                "least_error?": float,
+                "most_error?": float,
+                "calls": [{"tokens": int, "ms": float, "lead?": float}],
+            }
+        ],
+    },
+    "cost?": [{"isa": str, "activations": str, "decode_ns": float, "efficiency": float, "overlap": float}],
+}
+
+
+class ResultsError(ValueError):
+    """A results file, or what is to become one, is not as SCHEMA has it; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """A file's fields, as SCHEMA has them."""
+
+    data: dict
+
+    @property
+    def label(self) -> str:
+        """What the CPU is called in tables: makers name many virtual machines' CPUs alike, so family and model are in it."""
+        cpu = self.data["cpu"]
+        return f"{short_name(cpu['name'])} {cpu['family']}-{cpu['model']}"
+
+    @property
+    def file_name(self) -> str:
+        words = f"{self.label} {self.data['cpu']['threads']} threads"
+        return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") + ".toml"
+
+    def entries(self, section: str) -> list[dict]:
+        return self.data.get(section, [])
+
+
+def short_name(name: str) -> str:
+    """Without trade marks, clock and words that say nothing."""
+    name = re.sub(r"\((R|TM)\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", name, flags=re.IGNORECASE)
+    return " ".join(name.split())
+
+
+def read(path: Path) -> Results:
+    """Raises ResultsError, which names file and field."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ResultsError(f"{path}: {error}") from None
+    check(data, str(path))
+    return Results(data)
+
+
+def read_all(folder: Path = FOLDER) -> list[Results]:
+    """All files of a folder, what was measured last first."""
+    found = [read(path) for path in sorted(folder.glob("*.toml"))]
+    return sorted(found, key=lambda results: results.data["date"], reverse=True)
+
+
+def check(value: object, where: str, kind: object = None) -> None:
+    """Raises ResultsError where value is not what kind, or SCHEMA, says. Numbers are finite and not negative."""
+    kind = SCHEMA if kind is None else kind
+    if isinstance(kind, list):
+        _expect(isinstance(value, list), where, "a list", value)
+        for number, item in enumerate(value):
+            check(item, f"{where}[{number}]", kind[0])
+    elif isinstance(kind, dict):
+        _expect(isinstance(value, dict), where, "a table", value)
+        known = dict.fromkeys(value, kind[str]) if str in kind else {name.rstrip("?"): of for name, of in kind.items()}
+        required = {name for name in kind if name is not str and not name.endswith("?")}
+        unknown, missing = sorted(set(value) - set(known)), sorted(required - set(value))
+        if unknown or missing:
+            raise ResultsError(f"{where}: unknown fields {unknown}, missing fields {missing}; known are {', '.join(known)}")
+        for name, item in value.items():
+            check(item, f"{where}: {name}", known[name])
+    elif kind is float or kind is int:
+        numbers = int if kind is int else (int, float)
+        right = isinstance(value, numbers) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        _expect(right, where, "a whole number" if kind is int else "a number", value)
+    else:
+        _expect(type(value) is kind, where, f"a {kind.__name__}", value)
+
+
+def _expect(right: bool, where: str, expected: str, found: object) -> None:
+    if not right:
+        raise ResultsError(f"{where}: expected {expected}, found {found!r}")

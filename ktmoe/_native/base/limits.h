@@ -1,0 +1,18 @@
+/* The machine's limits and the pool's latencies, measured with its threads: seconds, or a negative errno. */
+#ifndef KT_LIMITS_H
+#define KT_LIMITS_H
+
+#include "base/placement.h"
+
+/* Each shard's threads read so many bytes of its own; with the lock held, since somebody may want to free them. */
+double kt_limit_read(void (*read)(const void *, size_t), const kt_placement *placement, const uint8_t *const *p,
+                     const size_t *bytes);
+double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops);
+/* Until a run's last worker begins, all having been idle for so long. */
+double kt_latency_wake(uint64_t idle_ns);
+/* Of a barrier; and of handing one cache line from a worker to another, which neither of the others can beat: -EINVAL with fewer
+ * than two workers. Means over count > 0. */
+double kt_latency_barrier(size_t count);
+double kt_latency_handoff(size_t count);
+
+#endif

@@ -1,0 +1,63 @@
+/* Pages, sleeping and the clock: the only file that knows the operating system (Linux). */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/numbers.h"
+#include "base/os.h"
+
+enum { HUGE_BYTES = 2 << 20 };
+
+void *kt_os_map(size_t bytes) {
+    bytes = kt_round_up(bytes, HUGE_BYTES);
+    if (bytes == 0 || bytes > SIZE_MAX / 2) return NULL;
+    const size_t span = bytes + HUGE_BYTES;
+    uint8_t *p = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    /* Give back what lies before and behind the aligned part. */
+    const size_t before = kt_round_up((uintptr_t)p, HUGE_BYTES) - (uintptr_t)p;
+    if (before) munmap(p, before);
+    if (span - before - bytes) munmap(p + before + bytes, span - before - bytes);
+    p += before;
+    madvise(p, bytes, MADV_HUGEPAGE); /* advice: where it is refused, 4 KiB pages serve */
+    return p;
+}
+
+void kt_os_unmap(void *p, size_t bytes) {
+    if (p) munmap(p, kt_round_up(bytes, HUGE_BYTES));
+}
+
+bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before) {
+    if (before) {
+        *before = (kt_cpus){{0}};
+        if (sched_getaffinity(0, sizeof before->words, (cpu_set_t *)before->words)) return false;
+    }
+    return sched_setaffinity(0, sizeof cpus->words, (const cpu_set_t *)cpus->words) == 0;
+}
+
+bool kt_os_process_cpus(kt_cpus *cpus) {
+    *cpus = (kt_cpus){{0}};
+    return sched_getaffinity(getpid(), sizeof cpus->words, (cpu_set_t *)cpus->words) == 0; /* its first thread has its number */
+}
+
+void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, while_equal, NULL, NULL, 0);
+}
+
+void kt_os_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
+
+int kt_os_permit_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 }; /* asm/prctl.h may be older than the running system */
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
+}
+
+uint64_t kt_os_nanoseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}

@@ -1,0 +1,27 @@
+/* What is asked of the operating system: pages, CPUs, sleeping, the clock, AMX's tiles. */
+#ifndef KT_OS_H
+#define KT_OS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+void *kt_os_map(size_t bytes); /* zeroed, 2 MiB aligned, huge pages asked for; NULL when refused */
+void kt_os_unmap(void *p, size_t bytes);
+
+enum { KT_CPU_WORDS = 64 };
+typedef struct kt_cpus {
+    uint64_t words[KT_CPU_WORDS]; /* a bit for each logical CPU */
+} kt_cpus;
+/* Keep this thread to these CPUs; *before, unless NULL, gets where it was kept until now. False where the system refuses. */
+bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before);
+/* Where the process's first thread may run; with the pool's lock held, since a run may keep that thread elsewhere. */
+bool kt_os_process_cpus(kt_cpus *cpus);
+
+void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal);
+void kt_os_wake(_Atomic uint32_t *word); /* all waiters */
+uint64_t kt_os_nanoseconds(void);
+/* Ask, for the whole process, to use AMX's tiles, which make signal frames 8 KiB larger; 0 or the errno of a refusal. */
+int kt_os_permit_tiles(void);
+
+#endif

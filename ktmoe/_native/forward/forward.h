@@ -1,0 +1,32 @@
+/* One layer's forward pass. */
+#ifndef KT_FORWARD_H
+#define KT_FORWARD_H
+
+#include "layer/layer.h"
+
+enum kt_dtype { KT_BF16, KT_F32 };
+
+typedef struct kt_batch {
+    size_t tokens, top_k;
+    const void *x; /* [tokens][hidden] */
+    enum kt_dtype dtype;
+    const int64_t *ids;   /* [tokens][top_k] */
+    const float *weights; /* [tokens][top_k] */
+    const uint8_t *mask;  /* [num_experts], 0 = skip; read once */
+    void *y;              /* [tokens][hidden], same dtype as x */
+} kt_batch;
+
+/* Settings that change speed and never a bit of the result. Tests force them. */
+typedef struct kt_tuning {
+    size_t scratch_bytes; /* bound of the scratch arenas; larger batches are processed in chunks */
+    size_t reduce_slots;  /* up to so many (token, expert) slots, down items are (expert, panel); beyond, panels */
+    uint32_t uneven;      /* not 0: workers grab pseudo-random runs of items, seeded by this */
+    bool only_many;       /* never few() */
+} kt_tuning;
+extern kt_tuning kt_moe_tuning; /* read under the pool's lock */
+
+int kt_moe_forward(const kt_layer *layer, const kt_batch *batch); /* with the lock held; 0 or an errno */
+size_t kt_moe_scratch_bytes(void);                                /* what the scratch arenas hold now; with the lock held */
+void kt_moe_release(void);                                        /* gives them back; the next call makes others */
+
+#endif

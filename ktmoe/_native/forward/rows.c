@@ -1,0 +1,71 @@
+/* Rows of x and h, where they are and as the kernels that take them want them. */
+#include "forward/rows.h"
+
+/* Rows are a cache line apart from a power of two: 12 rows of 8 KiB would fall on one set of an L1 that has 8 ways. Copying x for
+ * that pays from a few tokens on. */
+enum { ROW_PAD_BYTES = 64, STAGE_TOKENS = 6 };
+
+size_t kt_row_bytes(size_t block_bytes, size_t k) { return kt_round_up(k / KT_BLOCK * block_bytes, 64) + ROW_PAD_BYTES; }
+
+uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const kt_expert_rows *e, size_t i) {
+    if (!rows->tiled) return base + (e->first + i) * stride_bytes;
+    return base + (e->first + i / KT_TILE_ROWS * KT_TILE_ROWS) * stride_bytes + i % KT_TILE_ROWS * rows->block_bytes;
+}
+
+void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t count, size_t k, size_t together, void *row) {
+    if (rows->encode) {
+        rows->encode(x, first, count, k, row);
+        return;
+    }
+    const size_t stride = rows->block_bytes * (rows->tiled ? together : 1);
+    for (size_t at = 0; at < count; at += KT_BLOCK)
+        memcpy((uint8_t *)row + (first + at) / KT_BLOCK * stride, x + at, KT_BLOCK * sizeof *x);
+}
+
+void kt_x_point(const kt_x *x, kt_x_form *form) {
+    const kt_route *r = x->route;
+    const kt_layer *l = x->layer;
+    const bool as_it_is =
+        !form->rows->encode && x->batch->dtype == KT_BF16 && x->k == l->hidden && l->router_weight != KT_EXPERT_INPUT;
+    /* A row alone is a tile, too. */
+    form->stage = !as_it_is || (form->rows->tiled ? r->num_slots > r->num_used : x->batch->tokens >= STAGE_TOKENS);
+    for (const kt_expert_rows *e = r->used; e < r->used + r->num_used; e++)
+        for (size_t slot = e->first, i = 0; i < e->count; slot++, i++) {
+            if (!form->stage)
+                form->x[slot] = (const uint16_t *)x->batch->x + r->slot_token[slot] * l->hidden;
+            else if (form->by_slot)
+                form->x[slot] = kt_row_of(form->rows, form->staged, form->stride_bytes, e, i);
+            else
+                form->x[slot] = form->staged + r->slot_token[slot] * form->stride_bytes;
+        }
+}
+
+/* A row of x as kernels take it: rounded to bf16, scaled and padded as needed. */
+static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t *restrict own) {
+    const size_t hidden = x->layer->hidden;
+    const bool scaled = x->layer->router_weight == KT_EXPERT_INPUT;
+    const size_t token = form->by_slot ? x->route->slot_token[row] : row;
+    const uint16_t *bf16 = (const uint16_t *)x->batch->x + token * hidden;
+    if (x->batch->dtype != KT_BF16 || scaled || hidden != x->k) {
+        const float *restrict f32 = (const float *)x->batch->x + token * hidden;
+        if (x->batch->dtype == KT_BF16)
+            memcpy(own, bf16, hidden * sizeof *own);
+        else
+            for (size_t c = 0; c < hidden; c++) own[c] = kt_bf16_from_f32(f32[c]);
+        if (scaled) {
+            const float r = x->route->slot_weight[row];
+            for (size_t c = 0; c < hidden; c++) own[c] = kt_bf16_from_f32(kt_bf16_to_f32(own[c]) * r);
+        }
+        memset(own + hidden, 0, (x->k - hidden) * sizeof *own);
+        bf16 = own;
+    }
+    if (form->by_slot)
+        kt_row_put(form->rows, bf16, 0, x->k, x->k, x->together[row], (void *)form->x[row]);
+    else
+        kt_row_put(form->rows, bf16, 0, x->k, x->k, 1, form->staged + row * form->stride_bytes);
+}
+
+void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t worker, size_t workers, uint16_t *row) {
+    const size_t rows = form->by_slot ? x->route->num_slots : x->batch->tokens;
+    for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(x, form, i, row);
+}

@@ -1,0 +1,35 @@
+/* Rows of x and h, where they are and as kernels take them. */
+#ifndef KT_FORWARD_ROWS_H
+#define KT_FORWARD_ROWS_H
+
+#include "forward/route.h"
+
+/* What rows of x are made from. */
+typedef struct kt_x {
+    const kt_layer *layer;
+    const kt_batch *batch;
+    const kt_route *route;
+    const uint8_t *together; /* [slots]: rows of the tile that the slot's row is in, where there are tiles */
+    size_t k;                /* hidden, padded */
+} kt_x;
+
+/* x in one of the forms that kernels of gate and up take. */
+typedef struct kt_x_form {
+    const kt_rows *rows;
+    bool stage;   /* rows are copied; else those of the caller's x are used where they are */
+    bool by_slot; /* one a slot, else one a token */
+    size_t stride_bytes;
+    uint8_t *staged;
+    const void **x; /* [slots] rows */
+} kt_x_form;
+
+size_t kt_row_bytes(size_t block_bytes, size_t k); /* from row to row */
+/* Where row i of an expert is, or its first block, in an array of rows by slot. */
+uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const kt_expert_rows *e, size_t i);
+/* Inputs [first, first + count) of a row, bf16, to where a kernel looks for them. together: the rows of its tile. */
+void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t count, size_t k, size_t together, void *row);
+void kt_x_point(const kt_x *x, kt_x_form *form); /* fills form->stage and form->x */
+/* What worker `worker` of `workers` copies. row: [k], the worker's own. */
+void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t worker, size_t workers, uint16_t *row);
+
+#endif

@@ -1,0 +1,108 @@
+/* Scratch memory of the forward pass: where each array of a job is. */
+#include "forward/job.h"
+
+/* For all layers, kept between calls, under the pool's lock: one arena of what all threads use, and one of each shard. */
+typedef struct arena {
+    uint8_t *base;
+    size_t bytes;
+} arena;
+static struct {
+    arena common, of[KT_SHARDS_MAX];
+    const kt_placement *placement; /* that of[] was first touched on */
+} scratch;
+
+size_t kt_moe_scratch_bytes(void) {
+    size_t bytes = scratch.common.bytes;
+    for (size_t i = 0; i < KT_SHARDS_MAX; i++) bytes += scratch.of[i].bytes;
+    return bytes;
+}
+
+static bool resize(arena *a, size_t bytes) {
+    kt_os_unmap(a->base, a->bytes);
+    a->base = bytes ? kt_os_map(bytes) : NULL;
+    a->bytes = a->base ? bytes : 0;
+    return a->base || !bytes;
+}
+
+static size_t beyond(const arena *a, size_t bytes) { return bytes > a->bytes ? bytes - a->bytes : 0; }
+
+static void release_shards(void) {
+    for (size_t i = 0; i < KT_SHARDS_MAX; i++) resize(&scratch.of[i], 0);
+}
+
+void kt_moe_release(void) {
+    resize(&scratch.common, 0);
+    release_shards();
+}
+
+/* Gives every array that the caller or all shards touch its place for a batch of `tokens`; returns the bytes. */
+static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
+    const size_t slots = tokens * j->batch.top_k;
+    kt_carver c = {base, 0};
+    j->reduce = slots <= kt_moe_tuning.reduce_slots;
+    kt_route_carve(&j->route, &c, j->layer->num_experts, tokens, j->batch.top_k);
+    for (kt_x_form *x = j->forms; x < j->forms + j->num_forms; x++) {
+        x->x = kt_carve(&c, slots, sizeof *x->x);
+        x->staged = kt_carve(&c, x->by_slot ? slots : tokens, x->stride_bytes);
+        kt_carve(&c, x->rows->tiled, KT_TILE_ROWS * x->rows->block_bytes); /* may be read */
+    }
+    j->together = kt_carve(&c, slots, sizeof *j->together);
+    j->summed = kt_carve(&c, j->hidden_panels, sizeof *j->summed);
+    for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) { /* what the caller fills */
+        p->h_rows = kt_carve(&c, slots, sizeof *p->h_rows);
+        p->arrived = kt_carve(&c, j->hidden_panels, sizeof *p->arrived);
+        p->workers = kt_carve(&c, p->threads, sizeof *p->workers);
+    }
+    return c.used;
+}
+
+/* Likewise, what only one shard's threads touch; lay_out() comes before. */
+static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, size_t tokens) {
+    const kt_layer *l = j->layer;
+    const size_t slots = tokens * j->batch.top_k;
+    kt_carver c = {base, 0};
+    p->run_b = j->hidden_panels / (RUNS_LEFT * p->threads); /* grab()'s first */
+    p->run_b = j->reduce || p->run_b > LONGEST_RUN ? LONGEST_RUN : p->run_b < 1 ? 1 : p->run_b;
+    p->h = kt_carve(&c, slots, p->h_stride_bytes);
+    kt_carve(&c, KT_TILE_ROWS, l->h_block_bytes); /* may be read */
+    p->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(kt_panel_row));
+    p->sums = kt_carve(&c, j->num_shards > 1 ? j->hidden_panels * tokens : 0, sizeof(kt_panel_row));
+    for (size_t i = 0; i < p->threads; i++) {
+        const kt_worker_scratch w = {
+            .g = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
+            .u = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
+            .slab = kt_carve(&c, j->reduce || j->num_shards > 1 ? 0 : p->run_b * tokens, sizeof(kt_panel_row)),
+            .h = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_h)),
+            .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
+            .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
+        };
+        if (base) p->workers[i] = w;
+    }
+    return c.used;
+}
+
+size_t kt_scratch_need(kt_job *j, size_t tokens) {
+    size_t bytes = lay_out(j, NULL, tokens);
+    for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) bytes += lay_out_shard(j, p, NULL, tokens);
+    return bytes;
+}
+
+bool kt_scratch_have(kt_job *j, size_t tokens) {
+    if (scratch.placement != j->layer->placement) release_shards(); /* theirs is on other nodes */
+    scratch.placement = j->layer->placement;
+    const size_t held = kt_moe_scratch_bytes(), bytes = lay_out(j, NULL, tokens);
+    size_t shard_bytes[KT_SHARDS_MAX], more = beyond(&scratch.common, bytes);
+    for (size_t i = 0; i < j->num_shards; i++) {
+        shard_bytes[i] = lay_out_shard(j, &j->shards[i], NULL, tokens);
+        more += beyond(&scratch.of[i], shard_bytes[i]);
+    }
+    /* Other calls may have needed much of other arenas. */
+    if (more && held + more > kt_moe_tuning.scratch_bytes) kt_moe_release();
+    if (bytes > scratch.common.bytes && !resize(&scratch.common, bytes)) return false;
+    lay_out(j, scratch.common.base, tokens);
+    for (size_t i = 0; i < j->num_shards; i++) {
+        if (shard_bytes[i] > scratch.of[i].bytes && !resize(&scratch.of[i], shard_bytes[i])) return false;
+        lay_out_shard(j, &j->shards[i], scratch.of[i].base, tokens);
+    }
+    return true;
+}

@@ -1,7 +1,0 @@
-/* Rows of int8 on avx512_vnni; all of it is in int8_rows.h. */
-#include "kernels/avx512_vnni/kernels.h"
-#include "kernels/int8_rows.h"
-
-void kt_encode_int8_avx512_vnni(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
-    encode_int8(x, first, count, k, row, 0);
-}

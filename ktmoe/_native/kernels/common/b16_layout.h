@@ -1,0 +1,18 @@
+/* Where panel.h finds b16's weights; pack/b16.c has the picture. */
+#ifndef KT_B16_LAYOUT_H
+#define KT_B16_LAYOUT_H
+
+#include "kernels/common/vector.h"
+
+enum {
+    PAIR_BYTES = KT_PANEL * 4, /* two k of a panel */
+    BLOCK_BYTES = KT_BLOCK / 2 * PAIR_BYTES,
+    OCTET_BYTES = 4 * PAIR_BYTES,
+};
+
+/* A k-pair of 8 k in the columns of vector v. */
+INLINE const uint8_t *pair_at(const uint8_t *octet, const int v, const int pair) {
+    return octet + pair * PAIR_BYTES + v * LANES * 4;
+}
+
+#endif

@@ -1,0 +1,23 @@
+/* What kernels that multiply with VDPBF16PS give to panel.h: a dword of x is two bf16, and dot() is, rounding after each step
+ * and flushing denormals: sum = x[k+1] * w[k+1] + sum; sum = x[k] * w[k] + sum.
+ */
+#include "kernels/common/float_sums.h"
+
+enum {
+    STEP_K = 2,
+    DECODE_K = 256, /* a strip is 32 KiB */
+    BY_VECTOR = 0,
+    HOLD_TOTALS = 0,
+    BLOCK_SUMS = 0,
+    TILE_VECTORS = 4,
+    TILE_ROWS = 6, /* 24 accumulators of 32 registers */
+    FEW_ROWS = 12,
+    FEW_MAX = FEW_ROWS,
+};
+
+/* So that 4 to 24 chains hide the latency and fit into registers; a broadcast of x serves all vectors. */
+#define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 2) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
+
+INLINE sums dot(const sums sum, const u32v w, const u32v x) {
+    return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+}

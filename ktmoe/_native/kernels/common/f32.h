@@ -1,0 +1,39 @@
+/* What kernels that multiply in fp32 give to panel.h: a dword of x is a float, a product is exact (8 + 8 bits) but for fp32's
+ * range, and dot() is multiply_add(), which says whether the product is rounded. A power of two that scales a group's sum, and
+ * not each weight, costs a multiplication in 32 k instead of one a weight.
+ */
+#include "kernels/common/float_sums.h"
+
+enum {
+    STEP_K = 1,
+    DECODE_K = 128, /* a strip is 16 KiB with AVX-512; 256 was slower for up to 24 rows */
+    IN_PLACE = 0,
+    BY_VECTOR = 0,
+    HOLD_TOTALS = 0,
+    BLOCK_SUMS = 0,
+    TILE_VECTORS = 2,
+#if VECTOR_BYTES == 64
+    TILE_ROWS = 12, /* 24 accumulators of 32 registers; x is an operand in memory */
+    FEW_ROWS = 6,
+#elif VECTOR_BYTES == 32
+    TILE_ROWS = 6, /* 12 of 16 */
+    FEW_ROWS = 4,
+#else
+    TILE_ROWS = 4, /* 8 of 16 */
+    FEW_ROWS = 1,
+#endif
+    FEW_MAX = VECTOR_BYTES > 16 ? FEW_ROWS : 0, /* without a vector lookup, decoding once always pays */
+};
+
+#if VECTOR_BYTES == 64
+#define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4)
+#elif VECTOR_BYTES == 32
+#define PASSES(P) P(1, 8) P(2, 4) P(3, 2) P(4, 2)
+#else
+#define PASSES(P) P(1, 2)
+#endif
+
+typedef char fold;
+
+INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
+INLINE sums dot(const sums sum, const u32v w, const u32v x) { return multiply_add((f32v)x, (f32v)w, sum); }

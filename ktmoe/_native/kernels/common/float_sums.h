@@ -1,0 +1,19 @@
+/* What kernels whose sums are fp32 from the start give to panel.h. */
+#ifndef KT_FLOAT_SUMS_H
+#define KT_FLOAT_SUMS_H
+
+#include "kernels/common/vector.h"
+
+typedef f32v sums;
+
+INLINE sums start(const void *x, const size_t k, const size_t block) { return (void)x, (void)k, (void)block, splat(0); }
+
+INLINE f32v factor(const void *x, const size_t k, const size_t block, const void *t) {
+    return (void)x, (void)k, (void)block, (void)t, splat(1);
+}
+
+INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v out) {
+    return (void)of_x, scale_and_add(sum, scale, out);
+}
+
+#endif

@@ -1,0 +1,82 @@
+/* Activation mode int8: rows of 8-bit integers with a bf16 number as scale per 32 k. Includers have AVX2.
+ *
+ * LAYOUT      of a row of k: k int8, of each 8 in the order 0 4 1 5 2 6 3 7, then k / 32 int8_block
+ * DEFINITION  of 32 bf16 x: M = max(largest magnitude, 127 * 2^-118), scale = M / 127 rounded to bf16, q = x / scale rounded to
+ *             an integer, both to nearest, ties to even: |q| <= 127. A NaN or an infinity makes scale NaN.
+ *
+ * A quotient in fp32 is rounded twice and yet right: a number of 8 bits over one of 8 bits is half an integer, or further from
+ * one than 2^-11, and over 127 it is never half a unit of bf16.
+ */
+#ifndef KT_INT8_ROWS_H
+#define KT_INT8_ROWS_H
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "kernels/common/magnitude.h"
+#include "ktmoe.h"
+
+/* What a row of int8 has for each 32 k behind its integers. start: minus 16 times the sum of the 32 integers; or, in words, that of
+ * those with even k and of those with odd k. */
+typedef struct int8_block {
+    float scale;
+    int32_t start;
+} int8_block;
+
+enum { LEAST_INT8_MAXIMUM = 15 << 7 | 126 }; /* bf16 bits of 127 * 2^-118: scale * unit is a normal number */
+
+static inline float int8_scale(uint32_t largest) {
+    uint32_t bits = (largest > LEAST_INT8_MAXIMUM ? largest : LEAST_INT8_MAXIMUM) << 16;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    scale /= 127;
+    memcpy(&bits, &scale, sizeof bits);
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
+/* 32 integers in the row's order: a lane of packed has the first four of each eight, the other the last four. */
+static inline __m256i int8_integers(const uint16_t *x, const float scale) {
+    __m256i v[4];
+    for (int i = 0; i < 4; i++) {
+        const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(x + 8 * i)));
+        v[i] = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), _mm256_set1_ps(scale)));
+    }
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+    const __m128i first = _mm256_castsi256_si128(packed), last = _mm256_extracti128_si256(packed, 1);
+    return _mm256_set_m128i(_mm_unpackhi_epi8(first, last), _mm_unpacklo_epi8(first, last));
+}
+
+/* -16 times the sums of integers: in words, of those of even and of odd k. */
+static inline uint32_t int8_minus_16_sums(const __m256i integers) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(16), integers);
+    __m128i sums = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    sums = _mm_add_epi16(sums, _mm_srli_si128(sums, 8));
+    sums = _mm_add_epi16(sums, _mm_srli_si128(sums, 4));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), sums));
+}
+
+static inline void encode_int8(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
+    int8_t *restrict q = (int8_t *)row + first;
+    int8_block *restrict block = (int8_block *)((int8_t *)row + k) + first / KT_BLOCK;
+    for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++) {
+        const uint32_t largest = largest_magnitude(x);
+        if (largest >> 7 == 0xFF) {
+            *block = (int8_block){__builtin_nanf(""), 0};
+            memset(q, 0, KT_BLOCK);
+            continue;
+        }
+        block->scale = int8_scale(largest);
+        const __m256i integers = int8_integers(x, block->scale);
+        _mm256_storeu_si256((__m256i *)q, integers);
+        const uint32_t sums = int8_minus_16_sums(integers);
+#if defined __AVX512VNNI__ || defined __AVXVNNI__
+        block->start = (int16_t)(sums & 0xFFFF) + (int16_t)(sums >> 16);
+#else
+        block->start = (int32_t)sums;
+#endif
+    }
+}
+
+#endif

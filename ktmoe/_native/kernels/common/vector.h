@@ -1,0 +1,128 @@
+/* The widest vectors of the instruction set that this is compiled for, by the compiler's vector extension: what the kernels of
+ * all instruction sets that multiply in fp32 share. Only what the extension cannot say is an intrinsic.
+ */
+#ifndef KT_VECTOR_H
+#define KT_VECTOR_H
+
+#include <string.h>
+
+#include "ktmoe.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum {
+    LANES = VECTOR_BYTES / 4,
+    VECTORS = KT_PANEL / LANES, /* a panel's */
+};
+
+typedef float f32v __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t u32v __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t i32v __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t u16v __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+INLINE f32v load_f32(const void *p) {
+    f32v v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE u32v load_u32(const void *p) {
+    u32v v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store_f32(void *p, f32v v) { memcpy(p, &v, sizeof v); }
+
+INLINE void prefetch_l1(const void *p) { __builtin_prefetch(p, 0, 3); }
+INLINE void prefetch_l2(const void *p) { __builtin_prefetch(p, 0, 2); }
+
+#if VECTOR_BYTES == 64
+INLINE f32v splat(float x) { return (f32v)_mm512_set1_ps(x); }
+/* a * b + c, rounded once; portably, rounded twice. */
+INLINE f32v multiply_add(f32v a, f32v b, f32v c) { return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif VECTOR_BYTES == 32
+INLINE f32v splat(float x) { return (f32v)_mm256_set1_ps(x); }
+INLINE f32v multiply_add(f32v a, f32v b, f32v c) { return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#else
+INLINE f32v splat(float x) { return (f32v){x, x, x, x}; }
+INLINE f32v multiply_add(f32v a, f32v b, f32v c) { return a * b + c; }
+#endif
+
+/* sum * scale + total, rounded once. The portable way rounds to fp64 on its way. */
+INLINE f32v scale_and_add(f32v sum, f32v scale, f32v total) {
+#if VECTOR_BYTES > 16
+    return multiply_add(sum, scale, total);
+#else
+    for (int l = 0; l < LANES; l++) total[l] = (float)(total[l] + (double)sum[l] * scale[l]);
+    return total;
+#endif
+}
+
+INLINE f32v select_f32(i32v where, f32v a, f32v b) { return (f32v)((where & (i32v)a) | (~where & (i32v)b)); }
+
+/* NaN in v passes, as comparisons with it are false. */
+INLINE f32v at_most(f32v v, f32v limit) { return select_f32(v > limit, limit, v); }
+INLINE f32v at_least(f32v v, f32v limit) { return select_f32(v < limit, limit, v); }
+
+/* Unsigned integers of a vector of columns as 32 bits. By __builtin_convertvector, GCC 12 does it one by one. */
+INLINE u32v widen_u8(const uint8_t *p) {
+#if VECTOR_BYTES == 64
+    return (u32v)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif VECTOR_BYTES == 32
+    return (u32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    return (u32v){p[0], p[1], p[2], p[3]};
+#endif
+}
+
+INLINE u32v widen_u16(const uint8_t *p) {
+#if VECTOR_BYTES == 64
+    return (u32v)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#elif VECTOR_BYTES == 32
+    return (u32v)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    uint16_t words[LANES];
+    memcpy(words, p, sizeof words);
+    return (u32v){words[0], words[1], words[2], words[3]};
+#endif
+}
+
+/* Scales of a vector of columns as fp32. UE8M0's byte 0 is 2^-127, a denormal, where the shift alone would give 0. */
+INLINE f32v load_ue8m0(const uint8_t *p) {
+    const u32v bits = widen_u8(p) << 23;
+#if VECTOR_BYTES == 64
+    return (f32v)_mm512_max_epu32((__m512i)bits, _mm512_set1_epi32(0x00400000));
+#elif VECTOR_BYTES == 32
+    return (f32v)_mm256_max_epu32((__m256i)bits, _mm256_set1_epi32(0x00400000));
+#else
+    return (f32v)(bits | ((u32v)(bits == 0) & 0x00400000));
+#endif
+}
+
+INLINE f32v load_bf16(const uint8_t *p) { return (f32v)(widen_u16(p) << 16); }
+
+/* How scales are stored and used; a constant at every call. */
+enum scale_kind { NO_SCALES, FOLDED_UE8M0, UE8M0_SCALES, BF16_SCALES };
+
+INLINE int in_groups(const enum scale_kind kind) { return kind >= UE8M0_SCALES; }
+
+INLINE size_t scales_bytes(const enum scale_kind kind) {
+    return kind == NO_SCALES ? 0 : kind == BF16_SCALES ? KT_PANEL * 2 : KT_PANEL;
+}
+
+INLINE f32v load_scales(const uint8_t *scales, const int v, const enum scale_kind kind) {
+    return kind == BF16_SCALES ? load_bf16(scales + 2 * LANES * v) : load_ue8m0(scales + LANES * v);
+}
+
+#endif

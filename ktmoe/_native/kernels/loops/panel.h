@@ -1,0 +1,326 @@
+/* Packed panels times rows: the one loop nest of all kernels.
+ *
+ * SHAPES      m rows of k inputs, as the activation mode encodes them; W packed panels of 64 columns; out fp32 [m][64]
+ * DEFINITION  for each panel, column c, row i:
+ *                 in groups: for each group: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
+ *                            out = finish(sum, scale[c], out), rounded once
+ *                 else:      out = 0; for k ascending: out = dot(out, w[c][k], x[i][k])
+ * LAYOUT      the family's packing. Decoded: strips of TILE_VECTORS vectors of columns, each [step][columns] dwords.
+ * REGULARITIES lane = column: a dword of x, one step of k, is broadcast; nothing is shuffled after the lookup; every m sums in
+ *             the same order. Totals of groups stay in out, so that the registers hold chains, or a tile has registers for both.
+ *
+ * few():  weights go straight from the packed codes to registers and serve all rows of a pass; rows * vectors chains hide the
+ *         latency of dot().
+ * many(): DECODE_K k of a panel are decoded once; then TILE_ROWS rows at a time run over each strip, which stays in L1.
+ *
+ * A kernel file defines, before it includes this:
+ *     STEP_K                    k in a dword of x and of the decoded weights: 1 of fp32, 2 of 16 bits, 4 of 8 bits
+ *     DECODE_K                   of many(), a multiple of KT_SCALE_GROUP_MAX: a decoded strip leaves half of an L1 to x
+ *     TILE_ROWS, TILE_VECTORS   of a tile of many()
+ *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
+ *     BLOCK_BYTES, OCTET_BYTES  of 32 k and of 8 k of a packed panel, without scales: from one to the next
+ *     IN_PLACE                  1: packed weights are as decode() would leave them, with all vectors in one strip
+ *     BY_VECTOR                 1: few() does a vector's steps one after another, since they share what decode() does, and dot()
+ *                               has a latency of 1; 0: a step's vectors, so that chains take turns
+ *     BLOCK_SUMS                1: a group's sum is finished with every block, since x has a scale for each
+ *     HOLD_TOTALS               1: a tile of many() keeps its groups' totals in registers beside the sums; 0: in out
+ *     table, load_table(a, scales)     what decode() needs all the time
+ *     fold, load_fold(scales, v)       what it needs of a group's scales, if they are folded
+ *     decode(octet, v, j, scales, t, f)  u32v of the weights of step j of 8 k of a block, in the columns of vector v
+ *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
+ *     start(x, k, block)        a sum before its first step: x is a row of k, its block the first one
+ *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
+ *     finish(sums, f32v scale, f32v factor, f32v out)
+ */
+#include "kernels/common/isa.h"
+#include "kernels/common/vector.h"
+
+enum {
+    STEPS = KT_BLOCK / STEP_K, /* of a block */
+    BLOCKS = DECODE_K / KT_BLOCK,
+    STRIP = TILE_VECTORS * LANES,
+    STRIPS = KT_PANEL / STRIP,
+    BOTH = 2 * VECTORS, /* panels */
+    OCTET = 8 / STEP_K, /* steps that share a vector of 4-bit codes */
+    LINE = 64,
+    OCTET_LINES = BLOCK_BYTES / 4 / LINE, /* a quarter of a block's, for each 8 k */
+    AHEAD_BYTES = 3072,                   /* of a panel, between what few() uses and what it prefetches to L1 */
+};
+
+/* Blocks that share scales: of UE8M0 always one. */
+INLINE size_t blocks_per_scale(const kt_dot *a, const enum scale_kind kind) {
+    return kind == BF16_SCALES ? a->scale_group / KT_BLOCK : kind == NO_SCALES ? BLOCKS : 1;
+}
+
+INLINE size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+INLINE u32v broadcast(const uint32_t *x) {
+    float bits;
+    memcpy(&bits, x, sizeof bits);
+    return (u32v)splat(bits);
+}
+
+/* rows x (vectors * LANES columns) straight from the codes: from vector v0 of one panel, or BOTH panels. All but a and first are
+ * constants at every call. */
+INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, const int panel, const int v0, const int vectors,
+                 const enum scale_kind kind) {
+    const table t = load_table(a, kind);
+    const uint8_t *w[2] = {a->w[panel], a->w[vectors == BOTH ? 1 : panel]};
+    const uint32_t *x[FEW_ROWS];
+    float *out[2] = {a->out[panel] + first * KT_PANEL, a->out[vectors == BOTH ? 1 : panel] + first * KT_PANEL};
+    sums sum[FEW_ROWS][BOTH];
+/* The hardware does not fetch ahead far enough, if at all: without this, reading and computing add up. In ascending order, since
+ * that is what the hardware helps with, and one line at a time, since a prefetch that finds all fill buffers taken holds up what
+ * is behind it. A panel's first pass does it for all. */
+#define FETCH(slot, slots)                                                                              \
+    for (int line = (slot); v0 == 0 && line < (vectors == BOTH ? 2 : 1) * OCTET_LINES; line += (slots)) \
+    prefetch_l1(w[line / OCTET_LINES] + AHEAD_BYTES + (octet * OCTET_LINES + line % OCTET_LINES) * LINE)
+#define OUT(i, v) (out[(v) / VECTORS] + (i) * KT_PANEL + (v0 + (v) % VECTORS) * LANES)
+    for (int i = 0; i < rows; i++) {
+        x[i] = a->x[first + i];
+        for (int v = 0; v < vectors; v++) {
+            sum[i][v] = start(x[i], a->k, 0);
+            if (in_groups(kind)) store_f32(OUT(i, v), splat(0));
+        }
+    }
+    const size_t per = blocks_per_scale(a, kind), bytes = scales_bytes(kind);
+    for (size_t k = 0; k < a->k;) {
+        const uint8_t *scales[2] = {w[0], w[1]};
+        for (size_t line = 0; line < bytes; line += LINE)
+            for (int p = 0; p < (vectors == BOTH ? 2 : 1); p++) prefetch_l1(w[p] + AHEAD_BYTES + line);
+        w[0] += bytes, w[1] += bytes;
+        fold f[BOTH];
+        if (kind == FOLDED_UE8M0)
+            for (int v = 0; v < vectors; v++) f[v] = load_fold(scales[v / VECTORS], v0 + v % VECTORS);
+        const size_t blocks = least(per, (a->k - k) / KT_BLOCK);
+        for (size_t b = 0; b < blocks; b++, k += KT_BLOCK) {
+            if (in_groups(kind) && (BLOCK_SUMS || !b))
+                for (int i = 0; i < rows; i++)
+                    for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_BLOCK);
+#pragma GCC unroll 1
+            for (int octet = 0; octet < KT_BLOCK / 8; octet++) {
+                const uint8_t *at[2] = {w[0] + octet * OCTET_BYTES, w[1] + octet * OCTET_BYTES};
+                const size_t x_at = (k + octet * 8) / STEP_K;
+#pragma GCC unroll 8
+                for (int j = 0; j < OCTET && !BY_VECTOR; j++) {
+                    FETCH(j, OCTET);
+                    u32v wj[BOTH];
+                    for (int v = 0; v < vectors; v++) wj[v] = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
+                    for (int i = 0; i < rows; i++) {
+                        const u32v xj = broadcast(x[i] + x_at + j);
+                        for (int v = 0; v < vectors; v++) sum[i][v] = dot(sum[i][v], wj[v], xj);
+                    }
+                }
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors && BY_VECTOR; v++) {
+                    FETCH(v, vectors);
+#pragma GCC unroll 8
+                    for (int j = 0; j < OCTET; j++) {
+                        const u32v wj = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
+                        for (int i = 0; i < rows; i++) sum[i][v] = dot(sum[i][v], wj, broadcast(x[i] + x_at + j));
+                    }
+                    __asm__ volatile("" : : : "memory"); /* x is broadcast again, so that sums keep their registers */
+                }
+            }
+            w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
+            if (!in_groups(kind) || (!BLOCK_SUMS && b + 1 < blocks)) continue;
+            f32v of_x[FEW_ROWS];
+            for (int i = 0; i < rows; i++) of_x[i] = factor(x[i], a->k, k / KT_BLOCK, &t);
+            for (int v = 0; v < vectors; v++) {
+                const f32v scale = load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind);
+                for (int i = 0; i < rows; i++) store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
+            }
+        }
+    }
+    for (int i = 0; !in_groups(kind) && i < rows; i++)
+        for (int v = 0; v < vectors; v++) store_f32(OUT(i, v), (f32v)sum[i][v]);
+#undef OUT
+#undef FETCH
+}
+
+/* The next step's rows when `left` are to go in equal steps of at most `most`: 7 are 4 + 3, not 6 + 1, since few chains
+ * would wait for their own latency. */
+INLINE size_t step_rows(size_t left, size_t most) {
+    const size_t steps = (left + most - 1) / most;
+    return (left + steps - 1) / steps;
+}
+
+#define PASS(rows, vectors)                                                                             \
+    case rows:                                                                                          \
+        for (int v0 = 0; v0 < VECTORS; v0 += (vectors)) pass(a, first, rows, panel, v0, vectors, kind); \
+        break;
+
+INLINE void few(const kt_dot *a, const enum scale_kind kind) {
+    for (size_t first = 0, rows; first < a->m; first += rows) {
+        rows = step_rows(a->m - first, FEW_ROWS);
+        if (VECTORS < 8 && rows == 1 && a->panels == 2) { /* a panel's vectors alone are too few chains */
+            pass(a, first, 1, 0, 0, BOTH, kind);
+            continue;
+        }
+        for (int panel = 0; panel < (int)a->panels; panel++) switch (rows) {
+                PASSES(PASS)
+            }
+    }
+}
+
+/* DECODE_K k of a panel, decoded. */
+typedef struct decoded_panel {
+    uint32_t w[STRIPS][DECODE_K / STEP_K][STRIP];
+    float scale[BLOCKS][KT_PANEL];
+} decoded_panel;
+
+INLINE size_t packed_bytes(const size_t blocks, const size_t per, const enum scale_kind kind) {
+    return blocks * BLOCK_BYTES + (blocks + per - 1) / per * scales_bytes(kind);
+}
+
+INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict w, const size_t blocks, decoded_panel *restrict to,
+                         const enum scale_kind kind) {
+    const table t = load_table(a, kind);
+    const size_t per = blocks_per_scale(a, kind);
+    const uint8_t *scales = w;
+    for (size_t b = 0; b < blocks; b++, w += BLOCK_BYTES) {
+        if (b % per == 0) {
+            scales = w;
+            w += scales_bytes(kind);
+            for (int v = 0; in_groups(kind) && v < VECTORS; v++)
+                store_f32(to->scale[b / per] + v * LANES, load_scales(scales, v, kind));
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            fold f;
+            if (kind == FOLDED_UE8M0) f = load_fold(scales, v);
+#pragma GCC unroll 32
+            for (int j = 0; j < STEPS; j++) {
+                const u32v wj = decode(w + j / OCTET * OCTET_BYTES, v, j % OCTET, kind, &t, &f);
+                memcpy(to->w[v / TILE_VECTORS][b * STEPS + j] + v % TILE_VECTORS * LANES, &wj, sizeof wj);
+            }
+        }
+    }
+}
+
+/* A strip of those: w [steps][STRIP]; scale [groups][KT_PANEL], from the strip's first column. */
+typedef struct strip {
+    const uint32_t *w;
+    const float *scale;
+    size_t k0, blocks;
+} strip;
+
+/* rows x a strip's columns, from row `first`; out from the strip's first column. */
+INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int rows,
+                 const enum scale_kind kind) {
+    const void *const *rows_x = a->x + first;
+    const size_t k0 = s->k0, blocks = s->blocks;
+    out += first * KT_PANEL;
+    const table t = load_table(a, kind);
+    const size_t per = BLOCK_SUMS ? 1 : blocks_per_scale(a, kind);
+    const uint32_t *x[TILE_ROWS];
+    sums sum[TILE_ROWS][TILE_VECTORS];
+    f32v total[TILE_ROWS][TILE_VECTORS];
+    for (int i = 0; i < rows; i++) {
+        for (int v = 0; in_groups(kind) && HOLD_TOTALS && v < TILE_VECTORS; v++)
+            total[i][v] = k0 ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
+        x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
+        for (int v = 0; !in_groups(kind) && v < TILE_VECTORS; v++)
+            sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0);
+    }
+    for (size_t b = 0; b < blocks;) {
+        const size_t last = least(b + per, blocks);
+        for (int i = 0; in_groups(kind) && i < rows; i++)
+            for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = start(rows_x[i], a->k, k0 / KT_BLOCK + b);
+#pragma GCC unroll 2
+        for (size_t step = b * STEPS; step < last * STEPS; step++) {
+            u32v ws[TILE_VECTORS];
+            for (int v = 0; v < TILE_VECTORS; v++) ws[v] = load_u32(s->w + step * STRIP + v * LANES);
+            /* GCC 12 would load them anew for each row, by way of the stack, with registers to spare. */
+            for (int v = 0; HOLD_TOTALS && v < TILE_VECTORS; v++) __asm__("" : "+v"(ws[v]));
+#pragma GCC unroll 12
+            for (int i = 0; i < rows; i++) {
+                const u32v xs = broadcast(x[i] + step);
+                for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = dot(sum[i][v], ws[v], xs);
+            }
+        }
+        if (in_groups(kind)) {
+            const size_t group = BLOCK_SUMS ? b / blocks_per_scale(a, kind) : b / per;
+            for (int v = 0; v < TILE_VECTORS; v++) {
+                const f32v scale = load_f32(s->scale + group * KT_PANEL + v * LANES);
+#pragma GCC unroll 12
+                for (int i = 0; i < rows; i++) {
+                    const f32v of_x = factor(rows_x[i], a->k, k0 / KT_BLOCK + b, &t);
+                    float *to = out + i * KT_PANEL + v * LANES;
+                    if (HOLD_TOTALS)
+                        total[i][v] = finish(sum[i][v], scale, of_x, total[i][v]);
+                    else
+                        store_f32(to, finish(sum[i][v], scale, of_x, k0 || b ? load_f32(to) : splat(0)));
+                }
+            }
+        }
+        b = last;
+    }
+    for (int i = 0; (!in_groups(kind) || HOLD_TOTALS) && i < rows; i++)
+        for (int v = 0; v < TILE_VECTORS; v++)
+            store_f32(out + i * KT_PANEL + v * LANES, in_groups(kind) ? total[i][v] : (f32v)sum[i][v]);
+}
+
+#define TILE(rows)                                                    \
+    case rows:                                                        \
+        if ((rows) <= TILE_ROWS) tile(a, &s, first, out, rows, kind); \
+        break
+
+/* Panels are innermost, so that the second finds the rows' x in L2. While DECODE_K k are multiplied, the codes and x of the next ones
+ * come to L2, some with each tile: the rows are too short there for the hardware to foresee. */
+INLINE void many(const kt_dot *a, const enum scale_kind kind) {
+    decoded_panel *decoded = a->scratch;
+    const size_t per = blocks_per_scale(a, kind), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
+    const size_t full_bytes = packed_bytes(BLOCKS, per, kind);
+    for (size_t k0 = 0; k0 < a->k; k0 += DECODE_K) {
+        const size_t blocks = least(DECODE_K, a->k - k0) / KT_BLOCK, left = a->k - k0 - blocks * KT_BLOCK;
+        for (size_t p = 0; p < a->panels; p++) {
+            const uint8_t *packed = a->w[p] + k0 / DECODE_K * full_bytes;
+            if (!IN_PLACE) decode_panel(a, packed, blocks, decoded, kind);
+            const int last_panel = p + 1 == a->panels;
+            const uint8_t *next =
+                last_panel ? a->w[0] + (k0 / DECODE_K + 1) * full_bytes : a->w[p + 1] + k0 / DECODE_K * full_bytes;
+            const size_t next_k = last_panel ? least(DECODE_K, left) : 0;
+            const size_t next_bytes = packed_bytes(last_panel ? next_k / KT_BLOCK : blocks, per, kind);
+            const size_t each = (next_bytes / tiles + LINE) / LINE * LINE;
+            size_t fetched = 0;
+            for (int n = 0; n < STRIPS; n++) {
+                const strip s = {
+                    .w = IN_PLACE ? (const uint32_t *)packed : decoded->w[n][0],
+                    .scale = decoded->scale[0] + n * STRIP,
+                    .k0 = k0,
+                    .blocks = blocks,
+                };
+                float *out = a->out[p] + n * STRIP;
+                for (size_t first = 0, rows; first < m; first += rows) {
+                    rows = step_rows(m - first, TILE_ROWS);
+                    for (size_t end = fetched + each; fetched < end && fetched < next_bytes; fetched += LINE)
+                        prefetch_l2(next + fetched);
+                    if (n == 0)
+                        for (size_t i = first; i < first + rows; i++)
+                            for (size_t at = 0; at < next_k * 4 / STEP_K; at += LINE)
+                                prefetch_l2((const uint8_t *)a->x[i] + (k0 + DECODE_K) * 4 / STEP_K + at);
+                    switch (rows) {
+                        TILE(1);
+                        TILE(2);
+                        TILE(3);
+                        TILE(4);
+                        TILE(5);
+                        TILE(6);
+                        TILE(7);
+                        TILE(8);
+                        TILE(9);
+                        TILE(10);
+                        TILE(11);
+                        TILE(12);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* few_<name>() and many_<name>() for one kind of scale. With FEW_MAX 0, few() is never used. */
+#define FORMS(name, kind)                                                               \
+    static void few_##name(const kt_dot *a) { FEW_MAX ? few(a, kind) : many(a, kind); } \
+    static void many_##name(const kt_dot *a) { many(a, kind); }

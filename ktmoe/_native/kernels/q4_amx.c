@@ -1,0 +1,64 @@
+/* q4 with UE8M0 scales that fold, by TDPBF16PS: VPERMW looks up bf16 weights in k-pairs; see tiles.h.
+ *
+ * VPMULTISHIFTQB, not a word shift, moves nibbles down: word shifts, VPSUBUSW and VPERMW want one port (docs/performance.md).
+ *
+ * DEFINITION  w = codebook[code] * 2^(b-127), exact in bf16
+ * LAYOUT      pack/q4.c. A vector of codes is 8 k of 16 columns; words moved down by 0, 4, 8, 12 and VPERMW give the k-pairs.
+ */
+#include <immintrin.h>
+
+#include "kernels/common/isa.h"
+#include "kernels/common/q4_layout.h"
+#include "kernels/common/tile.h"
+#include "kernels/common/ue8m0_fold.h"
+
+enum { IN_PLACE = 0, B_STRIDE = 0, STEP_BYTES = KT_PANEL + BLOCK_BYTES };
+
+typedef struct weights {
+    const uint8_t *packed;
+    __m512i table;
+} weights;
+
+INLINE weights open_panel(const kt_dot *a, const size_t p) {
+    return (weights){a->w[p], _mm512_loadu_si512(a->codebook->folded)};
+}
+
+INLINE const uint8_t *step_at(const weights *w, const size_t step) { return w->packed + step * STEP_BYTES; }
+
+INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) {
+    return step_at(w, step) + KT_PANEL + n * SIXTEEN_BYTES;
+}
+
+INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
+    const __m512i fold = ue8m0_fold(step_at(w, step) + 16 * n);
+    const __m512i bytes = _mm512_set1_epi64(0x3830282018100800); /* bit offsets of a qword's bytes */
+    const uint8_t *from = tile_at(w, step, n);
+#pragma GCC unroll 4
+    for (int octet = 0; octet < KT_BLOCK / 8; octet++, from += OCTET_BYTES, to += 4 * TILE_ROW_BYTES) {
+        const __m512i codes = _mm512_loadu_si512(from);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; pair++) {
+            const __m512i offsets = _mm512_add_epi8(bytes, _mm512_set1_epi8(4 * pair));
+            const __m512i down = pair ? _mm512_multishift_epi64_epi8(offsets, codes) : codes;
+            const __m512i w16 = _mm512_permutexvar_epi16(down, w->table);
+            _mm512_storeu_si512(to + pair * TILE_ROW_BYTES, _mm512_subs_epu16(w16, fold));
+        }
+    }
+}
+
+#include "kernels/loops/tiles.h"
+
+const kt_kernel KT_NAME(q4_amx)[] = {
+    {
+        .family = "q4",
+        .scale = "ue8m0",
+        .scale_group_max = KT_BLOCK,
+        .rows = &KT_NAME(rows_bf16_tiles),
+        .folded = 1,
+        .few_max = KT_TILE_ROWS,
+        .scratch_bytes = RING_BYTES,
+        .few = few,
+        .many = many,
+    },
+    {0},
+};

@@ -1,0 +1,31 @@
+/* What kernels take as rows: every form that this instruction set can make. */
+#include "kernels/common/isa.h"
+
+#ifdef __AVX2__
+#include "kernels/common/int16_rows.h"
+#include "kernels/common/int8_rows.h"
+#endif
+
+/* bf16 widened to fp32 once a row, so that kernels broadcast it as it is. */
+static void encode_f32(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
+    (void)k;
+    uint32_t *to = (uint32_t *)row + first;
+    for (size_t i = 0; i < count; i++) to[i] = (uint32_t)x[i] << 16;
+}
+
+const kt_rows KT_NAME(rows_f32) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(float), .encode = encode_f32};
+const kt_rows KT_NAME(rows_bf16) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t)};
+const kt_rows KT_NAME(rows_bf16_tiles) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t), .tiled = 1};
+
+#ifdef __AVX2__
+const kt_rows KT_NAME(rows_int16) = {
+    .mode = "int16",
+    .block_bytes = KT_BLOCK * sizeof(int16_t) + sizeof(int16_block),
+    .encode = encode_int16,
+};
+const kt_rows KT_NAME(rows_int8) = {
+    .mode = "int8",
+    .block_bytes = KT_BLOCK * sizeof(int8_t) + sizeof(int8_block),
+    .encode = encode_int8,
+};
+#endif

@@ -1,0 +1,75 @@
+# What native backends cimport: the types of ktmoe.h.
+from libc.stdint cimport int8_t, uint8_t, uint16_t, uint32_t
+
+
+cdef extern from "ktmoe.h":
+    enum:
+        KT_ABI_VERSION
+        KT_Q4_LAYOUT_VERSION
+        KT_B16_LAYOUT_VERSION
+        KT_PANEL
+        KT_BLOCK
+        KT_SCALE_GROUP_MAX
+        KT_TILE_ROWS
+        KT_ROWS_MAX
+
+    ctypedef struct kt_codebook:
+        uint16_t plain[32]
+        uint16_t folded[32]
+        float value[16]
+        int8_t whole[16]
+        float unit
+
+    ctypedef struct kt_rows:
+        const char *mode
+        size_t block_bytes
+        int tiled
+        void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row) nogil
+
+    ctypedef struct kt_dot:
+        const void **x
+        size_t m
+        size_t k
+        const uint8_t *w[2]
+        size_t panels
+        size_t scale_group
+        const kt_codebook *codebook
+        float *out[2]
+        void *scratch
+
+    ctypedef struct kt_kernel:
+        const char *family
+        const char *scale
+        size_t scale_group_max
+        const kt_rows *rows
+        int folded
+        int whole
+        size_t few_max
+        size_t scratch_bytes
+        void (*few)(const kt_dot *) nogil
+        void (*many)(const kt_dot *) nogil
+
+    ctypedef struct kt_activation:
+        float alpha, limit, up_offset
+
+    ctypedef struct kt_activate:
+        const float *g
+        const float *u
+        const float *bias_g
+        const float *bias_u
+        const float *r
+        size_t m, columns
+        kt_activation act
+        uint16_t *h
+        size_t h_stride
+
+    ctypedef struct kt_isa:
+        uint32_t abi_version
+        const char *name
+        const kt_kernel *const *kernels
+        void (*enter)() nogil
+        void (*leave)() nogil
+        void (*activate)(const kt_activate *) nogil
+        void (*exp)(const float *, float *, size_t) nogil
+        void (*read)(const void *, size_t) nogil
+        double (*peak)(size_t) nogil

@@ -1,0 +1,193 @@
+/* SHARDS      A shard has some columns of h: so many rows of gate and up, and so many columns of down. Its arena holds its part of
+ *             every expert, gate, up and down one after another, and is first touched by its own threads when they pack.
+ */
+#include <errno.h>
+#include <stdlib.h>
+
+#include "base/numbers.h"
+#include "layer/experts.h"
+
+enum { DOWN = 2 };
+
+/* kt_matrix_of() counts on it. */
+_Static_assert(sizeof(kt_expert) == KT_MATRICES * sizeof(kt_matrix), "gate, up and down follow one another");
+
+static kt_shard_matrix shard_matrix(const kt_format *formats, const kt_shard_memory *m, size_t hidden, size_t matrix) {
+    if (matrix == DOWN) return (kt_shard_matrix){.format = &formats[matrix], .column = m->first, .n = hidden, .k = m->count};
+    return (kt_shard_matrix){.format = &formats[matrix], .row = m->first, .n = m->count, .k = hidden};
+}
+
+/* Its bytes within those of a whole matrix. */
+static kt_stored stored_at(const kt_shard_matrix *s, const kt_given *given, size_t k) {
+    const kt_format *f = s->format;
+    kt_stored stored = {.format = f, .n = s->n, .k = s->k, .codes_stride_bytes = kt_codes_bytes(f, k)};
+    stored.codes = given->codes + s->row * stored.codes_stride_bytes + kt_codes_bytes(f, s->column);
+    if (!f->scale_group) return stored;
+    stored.scales_stride_bytes = kt_scales_bytes(f, k);
+    stored.scales = given->scales + s->row * stored.scales_stride_bytes + kt_scales_bytes(f, s->column);
+    return stored;
+}
+
+size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m) {
+    size_t bytes = 0;
+    for (size_t i = 0; i < KT_MATRICES; i++) {
+        const kt_shard_matrix s = shard_matrix(formats, m, hidden, i);
+        m->offsets[i] = bytes;
+        bytes += kt_packed_bytes(&s);
+    }
+    return bytes;
+}
+
+bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]) {
+    const size_t shards = kt_shards_of(e->layer.placement), num_experts = e->layer.num_experts;
+    e->missing = KT_MATRICES * num_experts;
+    e->layer.shards = calloc(shards, sizeof *e->layer.shards);
+    e->memory = calloc(shards, sizeof *e->memory);
+    if (!e->layer.shards || !e->memory) return false;
+    for (size_t s = 0; s < shards; s++) {
+        kt_shard_memory *m = &e->memory[s];
+        m->first = columns[s][0];
+        m->count = e->layer.shards[s].intermediate = columns[s][1];
+        m->expert_bytes = kt_expert_bytes(e->formats, e->layer.hidden, m);
+        m->arena_bytes = num_experts * m->expert_bytes;
+        e->layer.shards[s].experts = calloc(num_experts, sizeof(kt_expert));
+        m->arena = kt_os_map(m->arena_bytes);
+        if (!e->layer.shards[s].experts || !m->arena) return false;
+    }
+    return true;
+}
+
+void kt_experts_free(kt_experts *e) {
+    const size_t shards = e->memory && e->layer.shards ? kt_shards_of(e->layer.placement) : 0;
+    for (size_t s = 0; s < shards; s++) {
+        kt_expert *experts = e->layer.shards[s].experts;
+        for (size_t i = 0; experts && i < e->layer.num_experts; i++)
+            for (size_t m = 0; m < KT_MATRICES; m++) free((void *)kt_matrix_of(e, s, i, m)->bias);
+        kt_os_unmap(e->memory[s].arena, e->memory[s].arena_bytes);
+        kt_os_unmap(e->memory[s].spare_map, e->memory[s].expert_bytes);
+        free(experts);
+    }
+    free(e->memory);
+    free(e->layer.shards);
+    e->memory = NULL;
+    e->layer.shards = NULL;
+}
+
+/* Gate and up of one codebook share it, so that one kernel call can take both. */
+static const kt_codebook *codebook_of(const kt_experts *e, size_t matrix) {
+    const bool alike = !memcmp(&e->codebooks[matrix], &e->codebooks[0], sizeof *e->codebooks);
+    return &e->codebooks[alike ? 0 : matrix];
+}
+
+/* A copy of a shard's biases, padded to whole panels. Down's belong to the first shard. False: memory was refused. */
+static bool copy_bias(const kt_shard_matrix *s, const float *bias, const float **copy) {
+    *copy = NULL;
+    if (!bias || s->column) return true;
+    float *padded = calloc(kt_round_up(s->n, KT_PANEL), sizeof *padded);
+    if (!padded) return false;
+    memcpy(padded, bias + s->row, s->n * sizeof *padded);
+    *copy = padded;
+    return true;
+}
+
+/* Where the matrices of an expert are packed to: beside what it has now, if it has. False: memory was refused. */
+static bool place(kt_experts *e, size_t expert, bool replaces, size_t shard, kt_shard_matrix *matrices) {
+    kt_shard_memory *m = &e->memory[shard];
+    if (replaces && !m->spare_map) {
+        m->spare_map = m->spare = kt_os_map(m->expert_bytes);
+        if (!m->spare_map) return false;
+    }
+    uint8_t *to = replaces ? m->spare : m->arena + expert * m->expert_bytes;
+    for (size_t i = 0; i < KT_MATRICES; i++) matrices[i].packed = to + m->offsets[i];
+    return true;
+}
+
+/* What takes the place of a packed expert's matrices, its biases owned. *error stays 0 where KT_TOO_MANY_FORMS is returned. */
+static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard_matrix *matrices, const kt_scan *scans,
+                            kt_matrix *fresh, int *error) {
+    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
+        const size_t matrix = i % KT_MATRICES;
+        const kt_given *g = &given[matrix];
+        const kt_shard_matrix *s = &matrices[i];
+        if (!s->format) continue;
+        fresh[i] = (kt_matrix){
+            .data = s->packed,
+            .panel_bytes = s->format->packing->panel_bytes(s->format, s->k),
+            .scale_group = s->format->scale_group,
+            .codebook = codebook_of(e, matrix),
+        };
+        const bool folds = g->low <= scans[matrix].low && scans[matrix].high <= g->high;
+        if (!kt_layer_use(&e->layer, &fresh[i], matrix == DOWN, g->kernels[folds])) return KT_TOO_MANY_FORMS;
+        if (!copy_bias(s, g->bias, &fresh[i].bias)) {
+            *error = ENOMEM;
+            return KT_FAILED;
+        }
+    }
+    return KT_DONE;
+}
+
+/* fresh gets what was there. */
+static void swap(kt_experts *e, size_t expert, const kt_shard_matrix *matrices, kt_matrix *fresh) {
+    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
+        const size_t shard = i / KT_MATRICES, matrix = i % KT_MATRICES;
+        if (!matrices[i].format) continue;
+        kt_matrix *now = kt_matrix_of(e, shard, expert, matrix), was = *now;
+        *now = fresh[i];
+        fresh[i] = was;
+        if (was.data) e->memory[shard].spare = (uint8_t *)was.data - e->memory[shard].offsets[matrix];
+        e->missing -= shard == 0 && !was.data;
+    }
+}
+
+enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error) {
+    kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES] = {0};
+    kt_matrix fresh[KT_SHARDS_MAX * KT_MATRICES] = {0};
+    size_t count = 0, packed = 0;
+    *error = 0;
+    if (!e->layer.shards) return KT_CLOSED;
+    for (size_t i = 0; i < KT_MATRICES; i++) {
+        count += given[i].codes != NULL;
+        packed += given[i].codes && kt_matrix_of(e, 0, expert, i)->data;
+    }
+    if (packed && count < KT_MATRICES) return KT_INCOMPLETE;
+    const size_t shards = kt_shards_of(e->layer.placement);
+    for (size_t s = 0; s < shards; s++) {
+        kt_shard_matrix *own = &matrices[s * KT_MATRICES];
+        for (size_t i = 0; i < KT_MATRICES; i++) {
+            if (!given[i].codes) continue;
+            own[i] = shard_matrix(e->formats, &e->memory[s], e->layer.hidden, i);
+            own[i].stored = stored_at(&own[i], &given[i], i == DOWN ? e->intermediate : e->layer.hidden);
+        }
+        if (!place(e, expert, packed > 0, s, own)) {
+            *error = ENOMEM;
+            return KT_FAILED;
+        }
+    }
+    if ((*error = kt_pack(e->layer.placement, matrices, scans))) return KT_FAILED;
+    for (size_t i = 0; i < KT_MATRICES; i++)
+        if (scans[i].refused) return KT_REFUSED;
+    const enum kt_outcome outcome = make(e, given, matrices, scans, fresh, error);
+    if (outcome == KT_DONE) swap(e, expert, matrices, fresh);
+    for (size_t i = 0; i < shards * KT_MATRICES; i++) free((void *)fresh[i].bias); /* those replaced, or not installed */
+    return outcome;
+}
+
+enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count,
+                                  float *const *biases, bool *biased, int *error) {
+    kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES] = {0};
+    *error = 0;
+    if (!e->layer.shards) return KT_CLOSED;
+    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
+        const size_t shard = i / KT_MATRICES, matrix = i % KT_MATRICES;
+        if (!biases[matrix]) continue;
+        const kt_matrix *from = kt_matrix_of(e, shard, expert, matrix);
+        if (!from->data) return KT_INCOMPLETE;
+        matrices[i] = shard_matrix(e->formats, &e->memory[shard], e->layer.hidden, matrix);
+        matrices[i].packed = (uint8_t *)from->data;
+        if (!from->bias) continue;
+        memcpy(biases[matrix] + matrices[i].row, from->bias, matrices[i].n * sizeof(float));
+        biased[matrix] = true;
+    }
+    *error = kt_unpack(e->layer.placement, matrices, slices, count);
+    return *error ? KT_FAILED : KT_DONE;
+}

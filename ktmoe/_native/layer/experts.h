@@ -1,0 +1,59 @@
+/* The memory of a layer's packed experts: one arena a shard, filled, replaced, and unpacked expert by expert. */
+#ifndef KT_EXPERTS_H
+#define KT_EXPERTS_H
+
+#include "layer/layer.h"
+#include "pack/pack.h"
+
+/* One shard's. Experts lie at arena + expert * expert_bytes until they are replaced. */
+typedef struct kt_shard_memory {
+    size_t first, count; /* its columns of h */
+    size_t expert_bytes, offsets[KT_MATRICES];
+    uint8_t *arena;
+    size_t arena_bytes;
+    uint8_t *spare_map; /* one expert's more, from the first replacement on */
+    uint8_t *spare;     /* where the next one goes: what the last one replaced */
+} kt_shard_memory;
+
+typedef struct kt_experts {
+    kt_layer layer; /* its shards are NULL once the memory was given back */
+    size_t intermediate;
+    kt_format formats[KT_MATRICES];
+    kt_codebook codebooks[KT_MATRICES];
+    kt_shard_memory *memory; /* [shards] */
+    size_t missing;          /* matrices that are not packed yet */
+} kt_experts;
+
+/* Bytes of an expert in the shard that has columns [m->first, m->first + m->count) of h; fills the offsets, too. */
+size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m);
+
+/* Fills all but the layer's sizes, placement, isa and activation, intermediate, formats and codebooks, which the caller has set.
+ * columns: [shards][2], the first of each shard's columns of h and their number. False: memory was refused; free() what there is. */
+bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]);
+void kt_experts_free(kt_experts *e);
+
+/* A whole matrix in the checkpoint's own bytes. */
+typedef struct kt_given {
+    const uint8_t *codes, *scales; /* codes NULL: not given */
+    const float *bias;             /* [n], or NULL */
+    const kt_kernel *kernels[2];   /* the second where all scales are in [low, high], which fold into the weights */
+    uint8_t low, high;
+} kt_given;
+
+enum kt_outcome { KT_DONE, KT_CLOSED, KT_INCOMPLETE, KT_REFUSED, KT_TOO_MANY_FORMS, KT_FAILED };
+
+/* All that follow: with the pool's lock held, which every forward call holds from its beginning to its end.
+ *
+ * Packs an expert's matrices, [KT_MATRICES]. One that was packed is replaced whole: three matrices, packed aside and then swapped.
+ * KT_REFUSED: scans say whose numbers are not finite. KT_FAILED: *error is an errno. What was there stays unless KT_DONE. */
+enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error);
+
+/* Fills slices, and of the matrices that they are of the biases: [KT_MATRICES], fp32 [n] or NULL. biased: which matrices have one. */
+enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count,
+                                  float *const *biases, bool *biased, int *error);
+
+static inline kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix) {
+    return &e->layer.shards[shard].experts[expert].gate + matrix;
+}
+
+#endif

@@ -1,0 +1,59 @@
+# cython: language_level=3, boundscheck=False, wraparound=False
+"""The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
+
+pool.pxi: the pool and where its threads run. tables.pxi: kernel tables. formats.pxi: formats as the driver has them. packed.pxi:
+packed layers. The pool's lock is never held together with the GIL: fork takes both.
+"""
+
+import errno
+import operator
+import os
+import sys
+
+import numpy as np
+
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from ktmoe._native.ktmoe cimport *
+from ktmoe._native.python.driver cimport *
+
+from ktmoe.weights import codebook
+from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
+from ktmoe.experts import PROJECTIONS
+
+LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
+ROWS_MAX = KT_ROWS_MAX
+
+
+cdef dict _features = {}
+
+
+def cpu_features():
+    """{name as in /proc/cpuinfo: whether this CPU has it and the operating system has it enabled}."""
+    cdef size_t count = 0
+    cdef const kt_cpu_feature *features
+    if not _features:  # it does not change, and every layer that is made asks many times
+        features = kt_cpu_features(&count)
+        _features.update({features[i].name.decode(): bool(features[i].present) for i in range(count)})
+    return dict(_features)
+
+
+def permit_tiles():
+    """Ask the operating system to let this process use AMX's tiles; 0, or the errno of a refusal. It cannot be undone."""
+    return kt_os_permit_tiles()
+
+
+cdef object _raise(int error, str doing):
+    if error == errno.ENOMEM:
+        raise OutOfMemoryError(f"{doing}: the operating system refused memory")
+    if error == errno.EAGAIN:
+        raise UnavailableError(f"{doing}: could not start {pool_threads()} threads; see ktmoe.set_num_threads")
+    raise OSError(error, f"{doing}: {os.strerror(error)}")
+
+
+include "pool.pxi"
+include "tables.pxi"
+include "formats.pxi"
+include "packed.pxi"

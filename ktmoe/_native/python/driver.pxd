@@ -1,0 +1,152 @@
+# The driver's own interfaces; for core.pyx alone.
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+from ktmoe._native.ktmoe cimport kt_activation, kt_codebook, kt_isa, kt_kernel
+
+
+cdef extern from "stdbool.h":
+    ctypedef bint kt_bool "bool"
+
+
+cdef extern from "base/cpu.h" nogil:
+    ctypedef struct kt_cpu_feature:
+        const char *name
+        bint present
+    const kt_cpu_feature *kt_cpu_features(size_t *count)
+
+
+cdef extern from "base/os.h" nogil:
+    enum:
+        KT_CPU_WORDS
+    ctypedef struct kt_cpus:
+        uint64_t words[64]
+    bint kt_os_process_cpus(kt_cpus *cpus)
+    int kt_os_permit_tiles()
+
+
+cdef extern from "base/placement.h" nogil:
+    enum:
+        KT_SHARDS_MAX
+    ctypedef struct kt_placement:
+        size_t shards, threads, num_cpus
+        kt_cpus *cpus
+
+
+cdef extern from "base/pool.h" nogil:
+    void kt_pool_lock()
+    void kt_pool_unlock()
+    void kt_pool_configure(size_t threads, bint chosen, uint64_t spin_ns)
+    size_t kt_pool_threads()
+    void kt_pool_stop()
+
+
+cdef extern from "base/limits.h" nogil:
+    double kt_limit_read(void (*read)(const void *, size_t) nogil, const kt_placement *placement, const uint8_t *const *p,
+                         const size_t *nbytes)
+    double kt_limit_peak(double (*peak)(size_t) nogil, size_t iterations, double *flops)
+    double kt_latency_wake(uint64_t idle_ns)
+    double kt_latency_barrier(size_t count)
+    double kt_latency_handoff(size_t count)
+
+
+cdef extern from "pack/pack.h" nogil:
+    enum:
+        KT_MATRICES
+    ctypedef struct kt_format
+    ctypedef struct kt_packing:
+        size_t (*panel_bytes)(const kt_format *format, size_t k) noexcept nogil
+    ctypedef struct kt_format:
+        const kt_packing *packing
+        size_t scale_group
+        size_t scale_bytes
+        uint16_t scale_one
+        uint8_t zero_code
+    ctypedef struct kt_scan:
+        bint refused
+    ctypedef struct kt_slice:
+        size_t matrix, row, rows, column, columns
+        uint8_t *codes
+        uint8_t *scales
+    const kt_packing *kt_packing_of(const char *family)
+    size_t kt_codes_bytes(const kt_format *format, size_t columns)
+    size_t kt_scales_bytes(const kt_format *format, size_t columns)
+
+
+cdef extern from "layer/layer.h" nogil:
+    ctypedef struct kt_matrix:
+        const uint8_t *data
+        size_t panel_bytes
+        const kt_kernel *kernel
+    enum kt_router_weight:
+        KT_DOWN_OUTPUT
+        KT_DOWN_INPUT
+        KT_EXPERT_INPUT
+    enum:
+        KT_X_FORMS
+    ctypedef struct kt_shard:
+        pass
+    ctypedef struct kt_layer:
+        size_t num_experts, hidden
+        const kt_placement *placement
+        kt_shard *shards
+        kt_activation act
+        const kt_isa *isa
+        kt_router_weight router_weight
+    const kt_isa *kt_isas[]
+
+
+cdef extern from "layer/experts.h" nogil:
+    ctypedef struct kt_shard_memory:
+        size_t first, count, expert_bytes
+        uint8_t *arena
+        size_t arena_bytes
+    ctypedef struct kt_experts:
+        kt_layer layer
+        size_t intermediate
+        kt_format formats[3]
+        kt_codebook codebooks[3]
+        kt_shard_memory *memory
+        size_t missing
+    ctypedef struct kt_given:
+        const uint8_t *codes
+        const uint8_t *scales
+        const float *bias
+        const kt_kernel *kernels[2]
+        uint8_t low, high
+    enum kt_outcome:
+        KT_DONE
+        KT_CLOSED
+        KT_INCOMPLETE
+        KT_REFUSED
+        KT_TOO_MANY_FORMS
+        KT_FAILED
+    size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m)
+    bint kt_experts_map(kt_experts *e, const size_t (*columns)[2])
+    void kt_experts_free(kt_experts *e)
+    kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error)
+    kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, float *const *biases,
+                                 kt_bool *biased, int *error)
+    kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix)
+
+
+cdef extern from "forward/forward.h" nogil:
+    enum kt_dtype:
+        KT_BF16
+        KT_F32
+    ctypedef struct kt_batch:
+        size_t tokens, top_k
+        const void *x
+        kt_dtype dtype
+        const int64_t *ids
+        const float *weights
+        const uint8_t *mask
+        void *y
+    ctypedef struct kt_tuning:
+        size_t scratch_bytes
+        size_t reduce_slots
+        uint32_t uneven
+        bint only_many
+    kt_tuning kt_moe_tuning
+    int kt_moe_forward(const kt_layer *layer, const kt_batch *batch)
+    size_t kt_moe_scratch_bytes()
+    void kt_moe_release()

@@ -1,0 +1,331 @@
+# A layer's packed experts. layer/experts.c has their memory and says which shard has what; here is what Python objects say.
+
+cdef class PackedLayer:
+    """All experts of one layer in the packed layout, one arena a shard, and how to compute them.
+
+    experts: ExpertWeights, whose matrices are not read here. plan: ktmoe.backends.base.Plan. ranges: each shard's columns of h,
+    [(first, last)], as many as the plan's placement has shards. threads: for this placement, unless the user chose a number.
+    Raises OutOfMemoryError if an arena cannot be had. Every matrix must be packed before forward().
+    """
+
+    cdef kt_experts experts
+    cdef size_t num_shards, _first_columns  # of h, in the first shard
+    cdef readonly size_t nbytes
+    cdef object _spec  # ktmoe.experts.ExpertSpec
+    cdef str _activations, _rounding
+    cdef KernelTable _table
+    cdef list _shard_bytes
+
+    def __cinit__(self, KernelTable table, experts, plan, ranges, size_t threads):
+        cdef size_t columns[KT_SHARDS_MAX][2]
+        cdef kt_layer *layer = &self.experts.layer
+        cdef kt_shard_memory shard
+        self._table = table
+        self._spec = experts.spec
+        self._activations, self._rounding = plan.activations, plan.rounding
+        for p, projection in enumerate(PROJECTIONS):
+            _fill_codebook(&self.experts.codebooks[p], self._spec.formats[projection])
+            _fill_format(&self.experts.formats[p], self._spec.formats[projection])
+        layer.num_experts, layer.hidden = experts.num_experts, experts.hidden
+        self.experts.intermediate = experts.intermediate
+        activation = experts.activation
+        layer.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
+        layer.isa = table.isa
+        layer.router_weight = {
+            "down_output": KT_DOWN_OUTPUT, "down_input": KT_DOWN_INPUT, "expert_input": KT_EXPERT_INPUT
+        }[plan.router_weight]
+        layer.placement = _placed(plan.placement.cpus, threads)
+        self.num_shards = len(ranges)
+        assert self.num_shards == plan.placement.shards
+        self._first_columns = ranges[0][1] - ranges[0][0]
+        self._shard_bytes = []
+        for i, (first, last) in enumerate(ranges):
+            columns[i][0], columns[i][1] = first, last - first
+            shard.first, shard.count = first, last - first
+            expert_bytes = kt_expert_bytes(self.experts.formats, layer.hidden, &shard)
+            self._shard_bytes.append(experts.num_experts * <object>expert_bytes)  # Python's integers do not wrap
+        total = sum(self._shard_bytes)
+        if total > sys.maxsize or not kt_experts_map(&self.experts, columns):
+            raise OutOfMemoryError(f"packed weights of {experts.num_experts} experts need {total} bytes; the system refused them")
+        self.nbytes = total
+
+    def __dealloc__(self):
+        kt_experts_free(&self.experts)
+
+    def close(self):
+        """Give the memory back, after the forward calls that are running."""
+        with nogil:
+            kt_pool_lock()
+            kt_experts_free(&self.experts)
+            kt_pool_unlock()
+
+    cdef (size_t, size_t) _shape(self, size_t projection) noexcept:
+        """(n, k) of a projection's matrices."""
+        if projection == 2:
+            return self.experts.layer.hidden, self.experts.intermediate
+        return self.experts.intermediate, self.experts.layer.hidden
+
+    cdef object _give(self, kt_given *given, size_t projection, matrix):
+        """Point at a Matrix's bytes. Returns what has to be held until they were read."""
+        cdef const uint8_t[::1] codes, scales
+        cdef const float[::1] bias
+        cdef kt_format *f = &self.experts.formats[projection]
+        cdef size_t n, k
+        n, k = self._shape(projection)
+        if not self._table.find_both(matrix.format, self._activations, self._rounding, given):
+            raise UnavailableError(
+                f"{matrix.name}: {self._table.name} has no kernel for {matrix.format.description}, activations {self._activations}"
+            )
+        codes = _bytes(f"{matrix.name} codes", matrix.codes, n * kt_codes_bytes(f, k))
+        given.codes = &codes[0]
+        held = [codes]
+        if f.scale_group:
+            scales = _bytes(f"{matrix.name} scales", matrix.scales, n * kt_scales_bytes(f, k))
+            given.scales = &scales[0]
+            held.append(scales)
+        if matrix.bias is not None:
+            bias = _bytes(f"{matrix.name} bias", matrix.bias, n * sizeof(float)).view(np.float32)
+            if not np.isfinite(bias).all():
+                matrix.refuse()
+            given.bias = &bias[0]
+            held.append(bias)
+        return held
+
+    def pack(self, size_t expert, matrices):
+        """Pack an expert's Matrices, by projection. An expert that was packed is replaced: the three matrices must come together,
+        and each forward call sees all of the old ones or all of the new.
+
+        Raises InputError for what is not a Matrix; FormatError, which names the tensor, for a scale or a weight that is not
+        finite and for an array that was resized. What was there then stays.
+        """
+        cdef kt_given given[3]
+        cdef kt_scan scans[3]
+        cdef int error
+        cdef kt_outcome outcome
+        self._spec.check_expert(expert)
+        memset(given, 0, sizeof(given))
+        matrices, held = dict(matrices), []  # held: while it is, numpy does not resize it unless it is told not to count references
+        for projection, matrix in matrices.items():
+            self._spec.check(expert, projection, matrix)
+            held.append(self._give(&given[PROJECTIONS.index(projection)], PROJECTIONS.index(projection), matrix))
+        with nogil:
+            kt_pool_lock()
+            outcome = kt_experts_pack(&self.experts, expert, given, scans, &error)
+            kt_pool_unlock()
+        if outcome == KT_FAILED:
+            _raise(error, f"packing {', '.join(matrix.name for matrix in matrices.values())}")
+        if outcome == KT_CLOSED:
+            raise ClosedError("this layer was closed")
+        if outcome == KT_INCOMPLETE:
+            raise InputError(f"expert {expert} is replaced by three matrices, {PROJECTIONS}, found {tuple(matrices)}")
+        if outcome == KT_REFUSED:
+            matrix = matrices[next(name for p, name in enumerate(PROJECTIONS) if scans[p].refused)]
+            matrix.refuse()
+            raise FormatError(f"{matrix.name}: a scale or a weight was not finite while it was packed")
+        if outcome == KT_TOO_MANY_FORMS:
+            raise UnavailableError(f"{self._table.name}'s kernels take x in more forms than one layer can have: {KT_X_FORMS}")
+
+    def replace(self, size_t expert, matrices):
+        """As pack() does for an expert that was packed."""
+        self.pack(expert, matrices)
+
+    cdef object _fill_slice(self, kt_slice *s, size_t projection, arrays, size_t first, size_t count):
+        """Columns [first, first + count) of h into (codes, scales or None). Returns the memoryviews of these."""
+        cdef uint8_t[::1] codes, scales
+        cdef kt_format *f = &self.experts.formats[projection]
+        s.matrix = projection
+        if projection == 2:
+            s.rows, s.column, s.columns = self.experts.layer.hidden, first, count
+        else:
+            s.row, s.rows, s.columns = first, count, self.experts.layer.hidden
+        codes = _bytes(f"{PROJECTIONS[projection]} codes", arrays[0], s.rows * kt_codes_bytes(f, s.columns))
+        s.codes = &codes[0]
+        if not f.scale_group:
+            return [codes]
+        scales = _bytes(f"{PROJECTIONS[projection]} scales", arrays[1], s.rows * kt_scales_bytes(f, s.columns))
+        s.scales = &scales[0]
+        return [codes, scales]
+
+    def export(self, size_t expert, parts):
+        """The checkpoint's own bytes again, in Matrix's dtypes: part i of `parts` gets the i-th rows of gate and up and the i-th
+        columns of down. parts: [{projection: (codes, scales or None)}], C-contiguous arrays to write into, whose shapes are right.
+        Returns {projection: bias, float32 [n]} of those matrices that have one.
+        """
+        cdef kt_slice *slices
+        cdef float *biases[3]
+        cdef kt_bool biased[3]
+        cdef float[::1] bias
+        cdef int error
+        cdef kt_outcome outcome
+        cdef size_t i, p, num_slices = 0, count = self.experts.intermediate // len(parts)
+        self._spec.check_expert(expert)
+        memset(biases, 0, sizeof(biases))
+        memset(biased, 0, sizeof(biased))
+        wanted = [(i, PROJECTIONS.index(projection), arrays) for i, part in enumerate(parts) for projection, arrays in part.items()]
+        whole = {}
+        for p in {p for _, p, _ in wanted}:
+            whole[p] = bias = np.empty(self._shape(p)[0], np.float32)
+            biases[p] = &bias[0]
+        slices = <kt_slice *>calloc(max(1, len(wanted)), sizeof(kt_slice))
+        if not slices:
+            raise OutOfMemoryError(f"exporting expert {expert}: the system refused memory for {len(wanted)} slices")
+        held = []
+        try:
+            for i, p, arrays in wanted:
+                held += self._fill_slice(&slices[num_slices], p, arrays, i * count, count)
+                num_slices += 1
+            with nogil:
+                kt_pool_lock()
+                outcome = kt_experts_unpack(&self.experts, expert, slices, num_slices, biases, biased, &error)
+                kt_pool_unlock()
+        finally:
+            free(slices)
+        if outcome == KT_CLOSED:
+            raise ClosedError("this layer was closed")
+        if outcome == KT_INCOMPLETE:
+            raise InputError(f"expert {expert} was not packed")
+        if outcome == KT_FAILED:
+            _raise(error, f"exporting expert {expert}")
+        return {PROJECTIONS[p]: array for p, array in whole.items() if biased[p]}
+
+    def unpack(self, size_t expert, str projection):
+        """One matrix's (codes, scales or None) of export()."""
+        stored = self._spec.formats[projection].empty(*self._shape(PROJECTIONS.index(projection)))
+        self.export(expert, [{projection: stored}])
+        return stored
+
+    def packed_bytes(self, size_t expert, str projection):
+        """A copy of one matrix's packed bytes, of the first shard, uint8 [panels, panel bytes]: for the layout's golden tests."""
+        cdef size_t p = PROJECTIONS.index(projection), n = self._first_columns, k = self.experts.layer.hidden
+        cdef const kt_format *f = &self.experts.formats[p]
+        cdef const uint8_t *data = NULL
+        cdef bint closed
+        cdef uint8_t[:, ::1] to
+        self._spec.check_expert(expert)
+        if p == 2:
+            n, k = k, n
+        to = np.empty(((n + KT_PANEL - 1) // KT_PANEL, f.packing.panel_bytes(f, k)), np.uint8)
+        with nogil:
+            kt_pool_lock()
+            closed = self.experts.layer.shards == NULL
+            if not closed:
+                data = kt_matrix_of(&self.experts, 0, expert, p).data
+            if data:
+                memcpy(&to[0, 0], data, to.shape[0] * to.shape[1])
+            kt_pool_unlock()
+        self._check_whole(closed, 0)
+        if not data:
+            raise InputError(f"expert {expert}'s {projection} was not packed")
+        return np.asarray(to)
+
+    def kernels(self):
+        """{(expert, projection): whether its scales are folded}."""
+        cdef size_t e, p, missing, num_experts = self.experts.layer.num_experts
+        cdef uint8_t[:, ::1] folded = np.zeros((num_experts, 3), np.uint8)
+        cdef bint closed
+        with nogil:
+            kt_pool_lock()
+            closed, missing = self.experts.layer.shards == NULL, self.experts.missing
+            for e in range(0 if closed or missing else num_experts):
+                for p in range(3):
+                    folded[e, p] = kt_matrix_of(&self.experts, 0, e, p).kernel.folded
+            kt_pool_unlock()
+        self._check_whole(closed, missing)
+        return {(e, name): bool(folded[e, p]) for e in range(num_experts) for p, name in enumerate(PROJECTIONS)}
+
+    cdef int _check_whole(self, bint closed, size_t missing) except -1:
+        if closed:
+            raise ClosedError("this layer was closed")
+        if missing:
+            raise InputError(f"{missing} matrices of this layer were not packed")
+
+    @property
+    def rounding(self):
+        """"folded" if any scaled weight is rounded to bfloat16, else "exact"."""
+        cdef bint rounds[3]
+        cdef bint rounded = False, closed
+        cdef kt_matrix *matrix
+        cdef size_t e, p
+        for p, projection in enumerate(PROJECTIONS):
+            scale = self._spec.formats[projection].scale
+            rounds[p] = scale is not None and scale.kind == "bf16"
+        with nogil:
+            kt_pool_lock()
+            closed = self.experts.layer.shards == NULL
+            for e in range(0 if closed else self.experts.layer.num_experts):
+                for p in range(3):
+                    matrix = kt_matrix_of(&self.experts, 0, e, p)
+                    rounded = rounded or (rounds[p] and matrix.data and matrix.kernel.folded)
+            kt_pool_unlock()
+        self._check_whole(closed, 0)
+        return "folded" if rounded else "exact"
+
+    def forward(self, x, const int64_t[:, ::1] ids, const float[:, ::1] weights, const uint8_t[::1] mask, out):
+        """y into out. x, out: uint16 (bf16 bits) or float32 [tokens, hidden], C-contiguous, alike; tokens and top_k above 0."""
+        cdef kt_batch batch
+        cdef const uint16_t[:, ::1] x16
+        cdef const float[:, ::1] x32
+        cdef uint16_t[:, ::1] y16
+        cdef float[:, ::1] y32
+        cdef kt_layer *layer = &self.experts.layer
+        cdef int error = 0
+        cdef bint closed
+        cdef size_t missing
+        memset(&batch, 0, sizeof(batch))
+        if x.dtype == np.float32:
+            x32, y32 = x, out
+            batch.dtype, batch.x, batch.y = KT_F32, &x32[0, 0], &y32[0, 0]
+            shapes = {(x32.shape[0], x32.shape[1]), (y32.shape[0], y32.shape[1])}
+        else:
+            x16, y16 = x, out
+            batch.dtype, batch.x, batch.y = KT_BF16, &x16[0, 0], &y16[0, 0]
+            shapes = {(x16.shape[0], x16.shape[1]), (y16.shape[0], y16.shape[1])}
+        batch.tokens, batch.top_k = ids.shape[0], ids.shape[1]
+        batch.ids, batch.weights, batch.mask = &ids[0, 0], &weights[0, 0], &mask[0]
+        if (
+            shapes != {(ids.shape[0], layer.hidden)}
+            or weights.shape[0] != ids.shape[0] or weights.shape[1] != ids.shape[1] or <size_t>mask.shape[0] != layer.num_experts
+        ):
+            raise InputError(
+                f"x and out must be [{ids.shape[0]}, {layer.hidden}] and alike, found {x.dtype} {list(x.shape)} and "
+                f"{out.dtype} {list(out.shape)}; weights and mask {[ids.shape[0], ids.shape[1]]} and [{layer.num_experts}], "
+                f"found {[weights.shape[0], weights.shape[1]]} and [{mask.shape[0]}]"
+            )
+        with nogil:
+            kt_pool_lock()
+            closed, missing = layer.shards == NULL, self.experts.missing
+            if not closed and not missing:
+                error = kt_moe_forward(layer, &batch)
+            kt_pool_unlock()
+        self._check_whole(closed, missing)
+        if error:
+            _raise(error, f"forward of {batch.tokens} tokens")
+
+    def read_seconds(self, KernelTable table, offset, nbytes):
+        """Seconds in which all threads of the pool read that range of the packed weights: the read-bandwidth limit.
+
+        Each shard's threads read that range of their own, in proportion.
+        """
+        cdef const uint8_t *at[KT_SHARDS_MAX]
+        cdef size_t lengths[KT_SHARDS_MAX]
+        cdef size_t begins[KT_SHARDS_MAX]
+        cdef size_t i
+        cdef double seconds = 0
+        cdef bint closed
+        offset, nbytes = operator.index(offset), operator.index(nbytes)  # Python's integers do not wrap
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise InputError(f"range [{offset}, {offset + nbytes}) is not within the {self.nbytes} packed bytes")
+        for i, own in enumerate(self._shard_bytes):
+            begins[i], lengths[i] = offset * own // self.nbytes, nbytes * own // self.nbytes
+        with nogil:
+            kt_pool_lock()
+            closed = self.experts.layer.shards == NULL
+            if not closed:
+                for i in range(self.num_shards):
+                    at[i] = self.experts.memory[i].arena + begins[i]
+                seconds = kt_limit_read(table.isa.read, self.experts.layer.placement, at, lengths)
+            kt_pool_unlock()
+        self._check_whole(closed, 0)
+        if seconds < 0:
+            _raise(<int>-seconds, "measuring the read bandwidth")
+        return seconds

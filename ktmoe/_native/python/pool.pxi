@@ -1,0 +1,148 @@
+# The pool: how many threads, how they wait, where they run.
+
+cdef dict _placements = {}  # (CPUs of each shard, threads) -> _Placement; kept for good, since pointers tell them apart
+
+
+cdef class _Placement:
+    cdef kt_placement placement
+
+    def __cinit__(self, cpus, size_t threads):
+        self.placement.shards, self.placement.threads = len(cpus), threads
+        self.placement.num_cpus = len(frozenset().union(*cpus))
+        self.placement.cpus = <kt_cpus *>calloc(len(cpus), sizeof(kt_cpus))
+        if not self.placement.cpus:
+            raise OutOfMemoryError("the system refused memory for a placement")
+        for shard, numbers in enumerate(cpus):
+            for cpu in numbers:
+                if cpu < 64 * KT_CPU_WORDS:
+                    self.placement.cpus[shard].words[cpu // 64] |= <uint64_t>1 << (cpu % 64)
+
+    def __dealloc__(self):
+        free(self.placement.cpus)
+
+
+cdef const kt_placement *_placed(cpus, size_t threads) except? NULL:
+    """cpus: of each shard, frozensets; none of them: threads anywhere, which is NULL."""
+    if not cpus:
+        return NULL
+    if len(cpus) > KT_SHARDS_MAX:
+        raise InputError(f"a layer can be on at most {KT_SHARDS_MAX} NUMA nodes, found {len(cpus)}")
+    key = (tuple(cpus), threads)
+    if key not in _placements:
+        _placements.setdefault(key, _Placement(cpus, threads))  # another thread may have been faster: its pointer is in use
+    return &(<_Placement>_placements[key]).placement
+
+
+def configure_pool(size_t threads, bint chosen, uint64_t spin_us):
+    """Threads, the caller's included, and how long idle ones spin before they sleep; from the next run on.
+
+    chosen: the user said how many, which counts for layers on NUMA nodes, too.
+    """
+    with nogil:
+        kt_pool_configure(threads, chosen, spin_us * 1000)
+
+
+def release():
+    """Give the scratch memory back and end the idle threads; the next call makes others."""
+    with nogil:
+        kt_pool_lock()
+        kt_moe_release()
+        kt_pool_stop()
+        kt_pool_unlock()
+
+
+def pool_threads():
+    """What configure_pool last said."""
+    cdef size_t threads
+    with nogil:
+        threads = kt_pool_threads()
+    return threads
+
+
+def usable_cpus():
+    """Logical CPUs that this process may run on: those of its first thread. Waits for the running task, which may keep it elsewhere."""
+    cdef kt_cpus cpus
+    cdef bint known
+    cdef size_t cpu
+    with nogil:
+        kt_pool_lock()
+        known = kt_os_process_cpus(&cpus)
+        kt_pool_unlock()
+    if not known:  # more CPUs than the driver counts
+        return os.sched_getaffinity(os.getpid())
+    found = set()
+    for cpu in range(64 * KT_CPU_WORDS):
+        if cpus.words[cpu // 64] >> (cpu % 64) & 1:
+            found.add(cpu)
+    return found
+
+
+def tune(**settings):
+    """Set fields of kt_tuning (driver.h); returns all fields as they were. None of them changes a bit of any result."""
+    cdef kt_tuning tuning
+    with nogil:
+        kt_pool_lock()
+        tuning = kt_moe_tuning
+        kt_pool_unlock()
+    old = dict(tuning)
+    unknown = settings.keys() - old.keys()
+    if unknown:
+        raise InputError(f"unknown tuning {sorted(unknown)}; known are {sorted(old)}")
+    tuning = {**old, **settings}
+    with nogil:
+        kt_pool_lock()
+        memcpy(&kt_moe_tuning, &tuning, sizeof(tuning))
+        kt_pool_unlock()
+    return old
+
+
+def scratch_bytes():
+    """Bytes of scratch memory that the runtime holds, for all layers together."""
+    cdef size_t held
+    with nogil:
+        kt_pool_lock()
+        held = kt_moe_scratch_bytes()
+        kt_pool_unlock()
+    return held
+
+
+def pool_wake(uint64_t idle_us):
+    """Seconds from handing the pool a task to its last thread's beginning, the threads having been idle for idle_us."""
+    cdef double seconds
+    with nogil:
+        seconds = kt_latency_wake(idle_us * 1000)
+    return _latency(seconds)
+
+
+def pool_barrier(size_t count):
+    """Seconds of a barrier of all threads, the mean of count."""
+    cdef double seconds
+    _at_least_one(count)
+    with nogil:
+        seconds = kt_latency_barrier(count)
+    return _latency(seconds)
+
+
+def pool_handoff(size_t count):
+    """Seconds in which one thread sees what another one wrote, the mean of 2 * count: no wake-up and no barrier can be faster.
+
+    Raises InputError where the pool has one thread.
+    """
+    cdef double seconds
+    _at_least_one(count)
+    with nogil:
+        seconds = kt_latency_handoff(count)
+    if seconds == -errno.EINVAL:
+        raise InputError("a handoff needs 2 threads or more, the pool has 1; see ktmoe.set_num_threads")
+    return _latency(seconds)
+
+
+cdef _at_least_one(size_t count):
+    if count < 1:
+        raise InputError("count must be at least 1, found 0")
+
+
+cdef double _latency(double seconds) except *:
+    if seconds < 0:
+        _raise(<int>-seconds, "measuring the pool's latency")
+    return seconds

@@ -1,0 +1,51 @@
+"""The choice between backends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ktmoe import backends
+from ktmoe.backends.base import Found, Missing
+from ktmoe.errors import UnavailableError, UnknownNameError
+from ktmoe.experts import ExpertWeights
+from ktmoe.machine import environment
+
+
+class Choice(NamedTuple):
+    """A backend's name, why it was chosen, and the activation mode in which it computes."""
+
+    name: str
+    why: str
+    activations: str
+
+
+def choose_backend(name: str = "auto", experts: ExpertWeights | None = None, activations: str = "auto") -> Choice:
+    """The backend to use. "auto": KTMOE_BACKEND if that is set, else the best that this CPU and these weights allow.
+
+    activations: the mode that it has to have for these weights, or "auto" for its own choice.
+    Raises UnknownNameError for a name that does not exist, UnavailableError for one that cannot run; both say what can.
+    """
+    why = "asked for by name"
+    if name == "auto":
+        name, why = environment.backend_override() or "auto", "KTMOE_BACKEND"
+    if name == "auto":
+        return _best(experts, activations)
+    try:
+        backend = backends.get(name)
+    except UnknownNameError as error:
+        raise UnknownNameError(f"{error} ({why})") from None
+    found = backend.claim(experts, activations)
+    if isinstance(found, Missing):
+        others = ", ".join(backends.available()) or "none"
+        raise UnavailableError(f"backend {name!r} ({why}) cannot be used: {found.reason}. Available: {others}")
+    return Choice(name, why, found.activations)
+
+
+def _best(experts: ExpertWeights | None, activations: str) -> Choice:
+    passed_over = []
+    for name in backends.ranked():
+        found = backends.get(name).claim(experts, activations)
+        if isinstance(found, Found):
+            return Choice(name, "; ".join(["the best available", *passed_over]), found.activations)
+        passed_over.append(f"{name}: {found.reason}")
+    raise UnavailableError("no backend can be used: " + "; ".join(passed_over))

@@ -1,0 +1,166 @@
+"""Who imports whom in the package: no circles, and nothing against the layers. The source text says it; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "ktmoe"
+#: In Cython: from a.b import c, d / from a.b cimport (c, d) / import a.b / cimport a.b
+_FROM = re.compile(r"^\s*from\s+([\w.]+)\s+(c?)import\s+(?:\(([^)]*)\)|([^(\n#]*))", re.MULTILINE)
+_ALONE = re.compile(r"^\s*(c?)import\s+([\w., ]+)", re.MULTILINE)
+_INCLUDE = re.compile(r'^\s*include "([^"]+)"', re.MULTILINE)
+
+#: folder or module: what it must not import, folders or modules of the package. What it imports in turn does not count.
+FORBIDDEN = {
+    "weights": {"layer", "model", "loaders", "backends", "machine", "_native", "experts", "compat", "background"},
+    "machine": {"layer", "model", "loaders", "backends", "compat", "background"},
+    "background": {"layer", "model", "loaders", "backends", "compat", "_native"},
+    "loaders": {"layer", "model", "backends", "machine", "compat", "_native"},
+    "backends": {"layer", "model", "loaders", "compat", "background"},
+    "_native": {"layer", "model", "loaders", "backends", "machine", "compat", "background"},
+    "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
+    "layer": {"model", "compat"},
+    "model": {"compat"},
+    "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
+}
+#: What only these import. The tests, the benches and the examples are outside of the package.
+ONLY_FOR = {"compat": {"compat"}, "cli": {"__main__"}, "demo": {"cli"}, "synthetic": {"synthetic", "demo"}}
+
+
+def module_of(file: Path) -> str:
+    """ktmoe/machine/numa.py is ktmoe.machine.numa; ktmoe/_native/python/core.pyx becomes ktmoe._native.core."""
+    names = file.relative_to(ROOT).with_suffix("").parts
+    return built(".".join(names[:-1] if names[-1] == "__init__" else names))
+
+
+def built(module: str) -> str:
+    return module.replace("._native.python.", "._native.")
+
+
+def source_files() -> dict[str, Path]:
+    """module: its file. A .pxd is a module of its own, "ktmoe._native.core cimported", since it is read without its .pyx."""
+    files = {module_of(file): file for pattern in ("*.py", "*.pyx") for file in PACKAGE.rglob(pattern)}
+    return files | {f"{module_of(file)} cimported": file for file in PACKAGE.rglob("*.pxd")}
+
+
+MODULES = source_files()
+
+
+def named(base: str, name: str, end: str = "") -> str:
+    """What `from base import name` imports: a module, or something within one. end: " cimported" for a cimport."""
+    return f"{base}.{name}{end}" if f"{base}.{name}{end}" in MODULES else f"{base}{end}"
+
+
+def imports_of_python(text: str, module: str) -> set[str]:
+    """Everywhere in a file, since an import within a function only hides a circle; but not for annotations alone."""
+    found = set()
+    nodes = [ast.parse(text)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            nodes += node.orelse
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: line {node.lineno}: a relative import"
+            found |= {named(node.module, alias.name) for alias in node.names}
+    return found
+
+
+def imports_of_cython(text: str) -> set[str]:
+    found = set()
+    for base, c, inside, in_line in _FROM.findall(text):
+        end = " cimported" if c else ""
+        found |= {named(base, name.split(" as ")[0].strip(), end) for name in (inside or in_line).split(",")}
+    for c, names in _ALONE.findall(text):
+        found |= {name.split(" as ")[0].strip() + (" cimported" if c else "") for name in names.split(",")}
+    return found
+
+
+def with_included(file: Path) -> str:
+    text = file.read_text()
+    for name in _INCLUDE.findall(text):
+        beside = file.parent / name
+        text += "\n" + with_included(beside if beside.exists() else next(PACKAGE.rglob(Path(name).name)))
+    return text
+
+
+def import_graph() -> dict[str, set[str]]:
+    """module: the modules of the package that it imports, itself left out."""
+    graph = {}
+    for module, file in MODULES.items():
+        python = file.suffix == ".py"
+        found = imports_of_python(file.read_text(), module) if python else imports_of_cython(with_included(file))
+        found = {built(name) for name in found} | {f"{module} cimported"}
+        graph[module] = {name for name in found if name in MODULES and name != module}
+    return graph
+
+
+GRAPH = import_graph()
+
+
+def room(module: str) -> str:
+    """The folder or the module right in the package: machine for ktmoe.machine.numa."""
+    return [*module.removesuffix(" cimported").split("."), "__init__"][1]
+
+
+def test_the_graph_is_seen():
+    """Imports of all sorts: of a module, of what is in one, of a package, within a function, by Cython."""
+    assert "ktmoe.forks" in GRAPH["ktmoe.registry"]
+    assert "ktmoe.machine.numa" in GRAPH["ktmoe.layer"]
+    assert "ktmoe.backends" in GRAPH["ktmoe.layer"]
+    assert "ktmoe.demo" in GRAPH["ktmoe.cli"]
+    text = "if TYPE_CHECKING:\n    import ktmoe.layer\nelse:\n    import ktmoe.forks\n"
+    assert imports_of_python(text, "here") == {"ktmoe.forks"}
+    text = (
+        "from ktmoe import forks, errors as e  # both\nfrom ktmoe.weights import (\n    codebook,\n)\nimport ktmoe.layer, re\n"
+    )
+    assert imports_of_cython(text) >= {"ktmoe.forks", "ktmoe.errors", "ktmoe.weights.codebook", "ktmoe.layer"}
+    assert imports_of_cython("cimport ktmoe.core") == {"ktmoe.core cimported"}
+    core = next(module for module in GRAPH if module.endswith(".core"))
+    assert "ktmoe.errors" in GRAPH[core]
+    assert any(name.endswith(" cimported") for name in GRAPH[core])
+    assert len(GRAPH) > 50
+
+
+def test_no_circle():
+    graphlib.TopologicalSorter(GRAPH).prepare()  # CycleError names one
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_the_layers(name):
+    wrong = {
+        f"{module} imports {other}"
+        for module, others in GRAPH.items()
+        if room(module) == name
+        for other in others
+        if room(other) in FORBIDDEN[name]
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ONLY_FOR)
+def test_what_others_leave_alone(name):
+    wrong = {
+        f"{module} imports {other}"
+        for module, others in GRAPH.items()
+        if room(module) not in ONLY_FOR[name]
+        for other in others
+        if room(other) == name
+    }
+    assert not wrong
+
+
+def test_every_name_above_is_a_file_or_folder():
+    rooms = {room(module) for module in GRAPH}
+    assert FORBIDDEN.keys() <= rooms
+    assert set().union(*FORBIDDEN.values()) <= rooms
+    assert ONLY_FOR.keys() <= rooms

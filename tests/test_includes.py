@@ -1,0 +1,31 @@
+"""What C files include: no circles, and each room of ktmoe/_native only itself, the rooms below it, and ktmoe.h."""
+
+import graphlib
+import re
+from pathlib import Path
+
+from ktmoe._native import isa
+
+NATIVE = Path(isa.__file__).parent
+#: From below.
+ROOMS = ("ktmoe.h", "base", "pack", "layer", "forward")
+FILES = {str(file.relative_to(NATIVE)): file for pattern in ("*.h", "*.c") for file in NATIVE.rglob(pattern)}
+INCLUDES = {name: set(re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE)) for name, file in FILES.items()}
+
+
+def room(name):
+    return name.partition("/")[0]
+
+
+def test_what_is_included_is_there_and_no_circle():
+    assert set().union(*INCLUDES.values()) <= set(FILES)
+    graphlib.TopologicalSorter(INCLUDES).prepare()  # CycleError names one
+
+
+def test_rooms_include_only_what_is_below_them():
+    for name, included in INCLUDES.items():
+        if room(name) in ROOMS:
+            allowed = ROOMS[: ROOMS.index(room(name)) + 1]
+        else:  # kernels know nothing of the driver; only the list of their tables does
+            allowed = ("ktmoe.h", "kernels", *(["layer"] if name == "kernels/isas.c" else []))
+        assert {room(other) for other in included} <= set(allowed), name
