@@ -29,8 +29,8 @@ STRENGTHS = {"values": 1, "pairs": 2}
 def cover(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
     """The numbers, ascending, of cases that together have every combination of so many values that occurs in any case.
 
-    Greedy: the case that adds most comes next. Of several it is any one, always the same: the first would be one backend's
-    again and again. All cases have the same parameters.
+    Greedy: the case that adds most comes next. Of several it is any one, but always the same: the first would always be one
+    backend's. All cases have the same parameters.
     """
     combinations = [set(itertools.combinations(sorted(case.items(), key=lambda item: item[0]), strength)) for case in cases]
     missing = set().union(*combinations)
