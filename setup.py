@@ -81,6 +81,5 @@ def fresh(target, needs):
 
 
 core = Extension("ktmoe._native.core", [str(NATIVE / "python/core.pyx")])
-parts = [str(path) for path in (NATIVE / "python").glob("*.p*") if path.suffix != ".pyx"]
-core.depends = [*parts, str(NATIVE / "ktmoe.pxd")]
+core.depends = [str(path) for pattern in ("*.[ch]", "*.p[xy][dix]") for path in sorted(NATIVE.rglob(pattern))]  # for an sdist
 setup(ext_modules=cythonize([core], build_dir="build/cython"), cmdclass={"build_ext": BuildNative})

@@ -56,6 +56,27 @@ def test_the_build_says_what_it_left_out(wheel):
     assert re.findall("built WITHOUT (.*)", wheel[1]) == [LACKING]
 
 
+def test_an_edit_compiles_what_it_concerns(wheel, tmp_path):
+    """A kernel's file, for each instruction set that has it; a header, for the files that include it; and nothing else."""
+    path, _, environment = wheel
+    source = path.parent / "source" / "ktmoe" / "_native"
+    rows = [name for name in ISAS if name != LACKING]
+
+    def compiled():
+        printed = environment.wheel(path.parent / "source", tmp_path, CC=str(path.parent / "compiler"))
+        return sorted(re.findall(r" -c (?:build/cython/)?ktmoe/_native/(\S+)\.c ", printed))
+
+    assert compiled() == []
+    for edited, expected in (
+        ("kernels/q4_int8.c", ["kernels/q4_int8"] * sum("q4_int8" in ISAS[name].kernels for name in rows)),
+        ("kernels/common/exp.h", ["kernels/activation"] * len(rows)),
+        ("forward/carve.h", ["forward/moe", "forward/phases", "forward/route", "forward/rows", "forward/scratch"]),
+    ):
+        file = source / edited
+        file.write_text(file.read_text() + "\n")
+        assert compiled() == expected
+
+
 def test_what_the_wheel_holds(wheel):
     """All that runs, what a third party compiles against, and nothing beside the package."""
     names = zipfile.ZipFile(wheel[0]).namelist()

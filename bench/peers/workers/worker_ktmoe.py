@@ -22,7 +22,7 @@ class KtmoeWorker(Worker):
         self.threads = threads
         self.about = {
             "version": f"ktmoe {version('ktmoe')}",
-            "kernels": ktmoe.backends.get(backend).table(experts, activations).name,
+            "kernels": ktmoe.backends.get(backend).lookup(experts, activations).table.name,
         }
 
     def settings(self, tokens: int) -> list[str]:
