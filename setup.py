@@ -8,6 +8,7 @@ its command changed.
 import os
 import runpy
 import shlex
+import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,18 +45,16 @@ class BuildNative(build_ext):
         """The object of a source, compiled now if need be. folder: below OBJECTS."""
         target = OBJECTS / folder / source.parent.name / f"{source.stem}.o"
         log, needs = target.with_suffix(".cmd"), target.with_suffix(".d")
-        command = [*ISA["C_FLAGS"], "-Wall", "-Wextra", *flags, "-MMD", "-MF", str(needs)]
-        told = shlex.join([*self.compiler.compiler_so, *command])
-        if not (log.exists() and log.read_text() == told and fresh(target, needs)):
+        includes = [f"-I{path}" for path in (NATIVE, *self.include_dirs)]
+        command = [*self.compiler.compiler_so, *includes, *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
+        command += ["-MMD", "-MF", str(needs), "-c", str(source), "-o", str(target)]
+        if not (log.exists() and log.read_text() == shlex.join(command) and fresh(target, needs)):
             log.unlink(missing_ok=True)
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.compiler.spawn([*self.compiler.compiler_so, f"-I{NATIVE}", *self.python_includes(), *command,
-                                 "-c", str(source), "-o", str(target)])  # fmt: skip
-            log.write_text(told)
+            print(shlex.join(command))
+            subprocess.run(command, check=True)
+            log.write_text(shlex.join(command))
         return str(target)
-
-    def python_includes(self):
-        return [f"-I{folder}" for folder in self.include_dirs]
 
     def compiler_accepts(self, isa):
         with tempfile.TemporaryDirectory() as folder:

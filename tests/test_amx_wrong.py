@@ -152,8 +152,8 @@ def test_a_mistake_is_seen(backend, kernels, monkeypatch, tmp_path, name):
 def test_stores_that_nobody_needs_are_counted(backend, kernels, monkeypatch, tmp_path):
     """The results are right."""
     mistake = Mistake(
-        "tiles.h", "TILE_DOT(n, 4, b)\n", "TILE_DOT(n, 4, b); TILE_STORE(n, out + first * KT_PANEL + 16 * n, OUT_BYTES)\n",
-        "q4.c", "mxfp4",
+        TILES, "TILE_DOT(n, 4, b)\n", "TILE_DOT(n, 4, b); TILE_STORE(n, out + first * KT_PANEL + 16 * n, OUT_BYTES)\n",
+        "q4_amx", "mxfp4",
     )  # fmt: skip
     layer, experts = layer_with(monkeypatch, backend, kernels.right, "mxfp4")
     with layer:

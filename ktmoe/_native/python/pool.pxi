@@ -71,7 +71,7 @@ def usable_cpus():
     if not known:  # more CPUs than the driver counts
         return os.sched_getaffinity(os.getpid())
     found = set()
-    for cpu in range(64 * KT_CPU_WORDS):
+    for cpu in range(<size_t>64 * KT_CPU_WORDS):
         if cpus.words[cpu // 64] >> (cpu % 64) & 1:
             found.add(cpu)
     return found
