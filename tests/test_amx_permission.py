@@ -140,7 +140,9 @@ def test_linux_is_asked_when_a_layer_is_made():
 def test_a_refusal_holds_for_a_table_under_another_name(system):
     """A plugin may call by a name of its own what has amx's table."""
     system.answer = errno.ENOSPC
-    backend = native.NativeBackend({"bf16": ("mine", "portable")}, lambda isa: core.kernel_table("amx" if isa == "mine" else isa))
+    backend = native.NativeBackend(
+        {"bf16": ("mine", "portable")}, lambda isa: core.kernel_table("amx" if isa == "mine" else isa)
+    )
     assert backend.claim().table.name == "portable"
     assert system.times == 1
 
