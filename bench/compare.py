@@ -122,8 +122,8 @@ def _shares(points: list[str], old: dict[str, dict], new: dict[str, dict]) -> li
 
 
 def _differ(before: np.ndarray, after: np.ndarray, how: str) -> float:
-    """The probability that rounds which are alike differ so much by chance. Single figures are counts, not samples."""
-    if len(before) == len(after) == 1:
+    """The probability that rounds which are alike differ so much by chance. A single figure is a count, not a sample."""
+    if min(len(before), len(after)) == 1:
         return 0.0
     return float(stats.ttest_ind(after, before, equal_var=False, trim=TRIM, alternative=how).pvalue)
 

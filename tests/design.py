@@ -2,7 +2,8 @@
 
 A case is one choice of a value for each of its test's parameters. A test on backends has two parameters in place of one:
 its backend's instruction set, and its activation mode. Of such a test's cases, enough run that every pair of values that
-occurs together in some case does so in one that runs. Tests without a backend run all of their cases. A marker says otherwise:
+occurs together in some case does so in one that runs. Cases that this CPU can run are chosen among themselves. Those that it
+skips are chosen apart, so that they are counted. Tests without a backend run all of their cases. A marker says otherwise:
 
 - ``@pytest.mark.cover("values")``: enough cases that every backend, and every value of each other parameter, occurs.
 - ``@pytest.mark.cover("pairs")``: enough that every pair of values does, for a test without a backend.
@@ -59,6 +60,13 @@ def case_of(item: pytest.Item, strength: int) -> dict[str, Hashable]:
     return case
 
 
+def runs(item: pytest.Item) -> bool:
+    """Whether this CPU has, or can emulate, the instruction set of an item's backend or table."""
+    subject = ways.SUBJECTS.get(item.callspec.params.get("backend"))
+    row = subject.isa if subject else item.callspec.params.get("table")
+    return not ways.WAYS.get(row, "").startswith("skipped")
+
+
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of one test function's items that run by default."""
     items = [item for item in items if not item.get_closest_marker("exhaustive")]
@@ -69,8 +77,11 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     (how,) = marker.args if marker else ("pairs" if "backend" in first.callspec.params else "all",)
     if how == "all":
         return items
-    cases = [case_of(item, STRENGTHS[how]) for item in items]
-    return [items[number] for number in cover(cases, min(STRENGTHS[how], len(cases[0])))]
+    kept = []
+    for some in ([item for item in items if runs(item)], [item for item in items if not runs(item)]):
+        cases = [case_of(item, STRENGTHS[how]) for item in some]
+        kept += [some[number] for number in cover(cases, min(STRENGTHS[how], len(cases[0])))] if cases else []
+    return kept
 
 
 def pytest_addoption(parser):

@@ -14,6 +14,7 @@ from ktmoe.compat.engine import ENGINE
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 4, 128, 128
+REVERSED = np.arange(EXPERTS)[::-1]
 WRITERS = {"MXFP4": synthetic.write_deepseek_v4, "RAWINT4": synthetic.write_kimi_k2, "BF16": synthetic.write_qwen3}
 
 
@@ -40,6 +41,17 @@ def arguments(**changed) -> dict:
         "method": "MXFP4",
         "max_deferred_experts_per_token": 0,
     } | changed
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def checkpoint(request, tmp_path_factory):
+    """A method, and a checkpoint that it reads."""
+    return request.param, write(request.param, tmp_path_factory.mktemp(request.param), layers=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write("MXFP4", tmp_path_factory.mktemp("mxfp4"), layers=3)
 
 
 def wrapper(folder, layer=0, physical=None, **changed) -> KTMoEWrapper:

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 from helpers import assert_right, same_bits
-from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, arguments, batch, wrapper, write
+from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, REVERSED, TOP_K, WRITERS, arguments, batch, wrapper, write
 
 import ktmoe
 from ktmoe import GatedActivation, MoELayer, load_experts
@@ -17,18 +17,7 @@ from ktmoe.machine import numa
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-METHODS = ("MXFP4", "RAWINT4", "BF16")
-REVERSED = np.arange(EXPERTS)[::-1]
-
-
-@pytest.fixture(scope="module", params=METHODS)
-def checkpoint(request, tmp_path_factory):
-    return request.param, write(request.param, tmp_path_factory.mktemp(request.param), layers=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write("MXFP4", tmp_path_factory.mktemp("mxfp4"), layers=3)
+METHODS = tuple(WRITERS)
 
 
 # Results

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from helpers import BF16, in_child, same_bits
-from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, arguments, batch, wrapper, write
+from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, REVERSED, WRITERS, arguments, batch, wrapper
 
 from ktmoe import MoELayer
 from ktmoe.compat import weights
@@ -18,18 +18,7 @@ from ktmoe.errors import ClosedError, FormatError, InputError, MissingTensorErro
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
-METHODS = ("MXFP4", "RAWINT4", "BF16")
-REVERSED = np.arange(EXPERTS)[::-1]
-
-
-@pytest.fixture(scope="module", params=METHODS)
-def checkpoint(request, tmp_path_factory):
-    return request.param, write(request.param, tmp_path_factory.mktemp(request.param), layers=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write("MXFP4", tmp_path_factory.mktemp("mxfp4"), layers=3)
+METHODS = tuple(WRITERS)
 
 
 # What goes wrong with weights and calls

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from helpers import BF16, same_bits
-from kt_wrappers import EXPERTS, batch, wrapper, write
+from kt_wrappers import EXPERTS, batch, wrapper
 
 from ktmoe import MoELayer
 from ktmoe.compat.engine import ENGINE
@@ -140,11 +140,6 @@ def torch(monkeypatch):
     made = fake_torch()
     monkeypatch.setitem(sys.modules, "torch", made)
     return made
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write("MXFP4", tmp_path_factory.mktemp("mxfp4"), layers=3)
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,6 @@ def cuda(torch):
     return torch.device("cuda")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write("MXFP4", tmp_path_factory.mktemp("mxfp4"), layers=3)
-
-
 def tensors(torch, case, device="cpu"):
     """Copies."""
     x, ids, scores = (torch.from_numpy(array.copy()).to(device) for array in (case[0].view(np.int16), *case[1:]))

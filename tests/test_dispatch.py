@@ -526,6 +526,8 @@ def test_nothing_can_be_used(cpu, uncompiled):
 
 # Object code
 
+#: Folders of C files that are compiled for every CPU.
+ROOMS = ("base", "pack", "layer", "forward")
 VECTOR_REGISTER = re.compile(r"%[yz]mm\d+|%k[0-7]\b")
 #: Those on xmm registers start with v, as only these do in the baseline.
 BASELINE_V = {"verr", "verw"}
@@ -534,12 +536,17 @@ SCALAR = re.compile(r"(andn|bextr|blsi|blsr|blsmsk|bzhi|mulx|pdep|pext|rorx|sarx
 
 
 def disassembly(folder):
-    """Of all objects in a folder of those that the build linked."""
+    """Of the objects that the build linked: an instruction set's, the driver's, the Cython module's."""
     if not shutil.which("objdump"):
         pytest.skip("objdump is not installed")
-    objects = sorted((ROOT / "build" / "native" / folder).rglob("*.o"))
-    assert objects
-    return subprocess.run(["objdump", "-d", "--no-show-raw-insn", *objects], capture_output=True, text=True, check=True).stdout
+    native_, objects = Path(isa.__file__).parent, ROOT / "build" / "native" / folder
+    if folder == "driver":
+        files = [objects / room / f"{file.stem}.o" for room in ROOMS for file in (native_ / room).glob("*.c")]
+    elif folder == "python":
+        files = [objects / "python" / "core.o"]
+    else:
+        files = [objects / "kernels" / f"{source}.o" for source in isa.sources(folder)]
+    return subprocess.run(["objdump", "-d", "--no-show-raw-insn", *files], capture_output=True, text=True, check=True).stdout
 
 
 def beyond_baseline(text):

@@ -98,7 +98,9 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "read", "text"), [(name, read, text) for name, read, texts in NUMBERS for text in texts], ids=repr
+    ("name", "read", "text"),
+    [(name, read, text) for name, read, texts in NUMBERS for text in texts],
+    ids=lambda value: getattr(value, "__name__", repr(value)),
 )
 def test_malformed_numbers_are_refused(monkeypatch, experts, name, read, text):
     monkeypatch.setenv(name, text)

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,7 +159,9 @@ def masks():
     """The CPUs that each of this process's other threads may use."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        if int(task.name) != threading.get_native_id():
+        if int(task.name) == threading.get_native_id():
+            continue
+        with suppress(OSError):  # it has just ended
             lines = (task / "status").read_text().splitlines()
             found.append(next(line.partition(":\t")[2] for line in lines if line.startswith("Cpus_allowed_list")))
     return found

@@ -72,7 +72,7 @@ ISAS = {
     ),
     "amx": Isa(
         400,
-        # Scales that do not fold multiply fp32 sums of groups: on CPUs with AMX, FMAs beat VDPBF16PS.
+        # Scales that do not fold multiply fp32 sums of scale groups: on CPUs with AMX, FMAs beat VDPBF16PS.
         kernels=("q4_amx", "q4_amx_rounded", "b16_amx", "q4_f32"),
         flags=("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
         requires=("avx512vbmi", "amx_tile", "amx_bf16"),
