@@ -2,12 +2,12 @@
  *
  * SHAPES      m rows of k inputs, as the activation mode encodes them; W packed panels of 64 columns; out fp32 [m][64]
  * DEFINITION  for each panel, column c, row i:
- *                 in groups: for each group: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
+ *                 in scale groups: for each: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
  *                            out = finish(sum, scale[c], out), rounded once
  *                 else:      out = 0; for k ascending: out = dot(out, w[c][k], x[i][k])
  * LAYOUT      the family's packing. Decoded: strips of TILE_VECTORS vectors of columns, each [step][columns] dwords.
  * REGULARITIES lane = column: a dword of x, one step of k, is broadcast; nothing is shuffled after the lookup; every m sums in
- *             the same order. Totals of groups stay in out, so that the registers hold chains, or a tile has registers for both.
+ *             the same order. Totals of scale groups stay in out, so that the registers hold chains, or a tile has registers for both.
  *
  * few():  weights go straight from the packed codes to registers and serve all rows of a pass; rows * vectors chains hide the
  *         latency of dot().
@@ -15,7 +15,7 @@
  *
  * A kernel file defines, before it includes this:
  *     STEP_K                    k in a dword of x and of the decoded weights: 1 of fp32, 2 of 16 bits, 4 of 8 bits
- *     DECODE_K                   of many(), a multiple of KT_SCALE_GROUP_MAX: a decoded strip leaves half of an L1 to x
+ *     DECODE_K                  of many(), a multiple of KT_SCALE_GROUP_MAX: a decoded strip leaves half of an L1 to x
  *     TILE_ROWS, TILE_VECTORS   of a tile of many()
  *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
  *     FEW_MAX                   rows up to which few() is the faster, in one pass or more; 0: never
@@ -23,10 +23,10 @@
  *     IN_PLACE                  1: packed weights are as decode() would leave them, with all vectors in one strip
  *     BY_VECTOR                 1: few() does a vector's steps one after another, since they share what decode() does, and dot()
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
- *     BLOCK_SUMS                1: a group's sum is finished with every block, since x has a scale for each
- *     HOLD_TOTALS               1: a tile of many() keeps its groups' totals in registers beside the sums; 0: in out
+ *     BLOCK_SUMS                1: a scale group's sum is finished with every block, since x has a scale for each
+ *     HOLD_TOTALS               1: a tile of many() keeps its scale groups' totals in registers beside the sums; 0: in out
  *     table, load_table(a, kind)       what decode() needs all the time
- *     fold, load_fold(scales, v)       what it needs of a group's scales, if they are folded
+ *     fold, load_fold(scales, v)       what it needs of a scale group's scales, if they are folded
  *     decode(octet, v, j, kind, t, f)   u32v of the weights of step j of 8 k of a block, in the columns of vector v
  *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
  *     start(x, k, block)        a sum before its first step: x is a row of k, its block the first one

@@ -7,7 +7,7 @@
  *                     out = out + (even + odd)
  *             each step rounded to nearest even, denormals taken as and flushed to zero: Intel SDM, TDPBF16PS
  * LAYOUT      the family's packing. A tile of B is 16 k-pairs of 16 columns: 32 k, a step; a panel has 4 a step.
- * REGULARITIES scales are part of the weights, so that C stays in tiles over all of k, whatever a group is, and is stored once.
+ * REGULARITIES scales are part of the weights, so that C stays in tiles over all of k, whatever a scale group is, and is stored once.
  *             Rows beyond m are computed with whatever is there, and stored where nobody looks: one configuration does for all m.
  *
  * Three shapes of C, that each leave tiles for A and B: wide() 16 x 64, square() 32 x 32, tall() 48 x 32. Every pass decodes its
