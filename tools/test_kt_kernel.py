@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     # at the end, so that of what both environments have this one's counts
     sys.path.append(sysconfig.get_path("purelib", "venv", {"base": str(interpreter.parents[1])}))
     os.chdir(ROOT)
-    return pytest.main(["-q", *(f"tests/{name}" for name in TESTS), *arguments])
+    return pytest.main(["-q", "--exhaustive", *(f"tests/{name}" for name in TESTS), *arguments])
 
 
 def nothing(reason: str) -> int:
