@@ -22,7 +22,6 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("ktmoe/_native")
 OBJECTS = Path("build/native")
-ROOMS = ("base", "pack", "layer", "forward")
 ISA = runpy.run_path(str(NATIVE / "isa.py"))  # by its path, since the package is not built yet
 
 
@@ -38,7 +37,7 @@ class BuildNative(build_ext):
             for source in ISA["sources"](name):
                 flags = ISA["compile_flags"](name) + ISA["definitions"](name, source)
                 jobs.append((NATIVE / f"kernels/{source}.c", name, flags))
-        jobs += [(source, "driver", ()) for room in ROOMS for source in sorted((NATIVE / room).glob("*.c"))]
+        jobs += [(source, "driver", ()) for room in ISA["DRIVER"] for source in sorted((NATIVE / room).glob("*.c"))]
         tables = " ".join(f"X({name})" for name in known)
         jobs.append((NATIVE / "kernels/isas.c", "driver", (f"-DKT_ISAS={tables}",)))
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

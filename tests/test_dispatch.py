@@ -2,13 +2,10 @@
 
 import platform
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from environments import ROOT
 from helpers import B16, FORMATS, GROUPS, random_experts
 
 from ktmoe import MXFP4, ExpertWeights, MoELayer, Scale, WeightFormat, backends, int4
@@ -522,57 +519,3 @@ def test_nothing_can_be_used(cpu, uncompiled):
     )
     with pytest.raises(UnavailableError, match=f"no backend can be used: {reasons}"):
         choose_backend("auto")
-
-
-# Object code
-
-#: Folders of C files that are compiled for every CPU.
-ROOMS = ("base", "pack", "layer", "forward")
-VECTOR_REGISTER = re.compile(r"%[yz]mm\d+|%k[0-7]\b")
-#: Those on xmm registers start with v, as only these do in the baseline.
-BASELINE_V = {"verr", "verw"}
-#: Not tzcnt: objdump's name for rep bsf, which the baseline has.
-SCALAR = re.compile(r"(andn|bextr|blsi|blsr|blsmsk|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|lzcnt|popcnt|crc32|movbe)[bwlq]?")
-
-
-def disassembly(folder):
-    """Of the objects that the build linked: an instruction set's, the driver's, the Cython module's."""
-    if not shutil.which("objdump"):
-        pytest.skip("objdump is not installed")
-    native_, objects = Path(isa.__file__).parent, ROOT / "build" / "native" / folder
-    if folder == "driver":
-        files = [objects / room / f"{file.stem}.o" for room in ROOMS for file in (native_ / room).glob("*.c")]
-    elif folder == "python":
-        files = [objects / "python" / "core.o"]
-    else:
-        files = [objects / "kernels" / f"{source}.o" for source in isa.sources(folder)]
-    return subprocess.run(["objdump", "-d", "--no-show-raw-insn", *files], capture_output=True, text=True, check=True).stdout
-
-
-def beyond_baseline(text):
-    """(function, instruction) of everything that a baseline x86-64 lacks."""
-    function, found = "", []
-    for line in text.splitlines():
-        if line.endswith(">:"):
-            function = line.split("<")[1][:-2]
-        elif "\t" in line:
-            instruction = line.split("\t")[-1]
-            mnemonic = instruction.split()[0] if instruction.split() else ""
-            vector = VECTOR_REGISTER.search(instruction) or (mnemonic.startswith("v") and mnemonic not in BASELINE_V)
-            if vector or SCALAR.fullmatch(mnemonic):
-                found.append((function, instruction))
-    return found
-
-
-@pytest.mark.parametrize(
-    "folder", ["driver", "python", *(name for name, row in isa.ISAS.items() if not isa.required_features(name))]
-)
-def test_what_every_cpu_runs_has_only_baseline_instructions(folder):
-    text = disassembly(folder)
-    assert text.count("\n") > 1000
-    assert beyond_baseline(text) == []
-
-
-@pytest.mark.parametrize("row", [name for name in isa.ISAS if isa.required_features(name)])
-def test_an_instruction_sets_objects_use_it(row):
-    assert len(beyond_baseline(disassembly(row))) > 1000

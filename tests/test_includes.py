@@ -8,7 +8,7 @@ from ktmoe._native import isa
 
 NATIVE = Path(isa.__file__).parent
 #: From below.
-ROOMS = ("ktmoe.h", "base", "pack", "layer", "forward")
+ROOMS = ("ktmoe.h", *isa.DRIVER)
 FILES = {str(file.relative_to(NATIVE)): file for pattern in ("*.h", "*.c") for file in NATIVE.rglob(pattern)}
 INCLUDES = {name: set(re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE)) for name, file in FILES.items()}
 

@@ -24,13 +24,6 @@ INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_
 #include "kernels/loops/tiles.h"
 
 const kt_kernel KT_NAME(b16_amx)[] = {
-    {
-        .family = "b16",
-        .scale = "none",
-        .rows = &KT_NAME(rows_bf16_tiles),
-        .few_max = KT_TILE_ROWS,
-        .few = few,
-        .many = many,
-    },
+    {ON_TILES, .family = "b16", .scale = "none"},
     {0},
 };

@@ -49,16 +49,6 @@ INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_
 #include "kernels/loops/tiles.h"
 
 const kt_kernel KT_NAME(q4_amx)[] = {
-    {
-        .family = "q4",
-        .scale = "ue8m0",
-        .scale_group_max = KT_BLOCK,
-        .rows = &KT_NAME(rows_bf16_tiles),
-        .folded = 1,
-        .few_max = KT_TILE_ROWS,
-        .scratch_bytes = RING_BYTES,
-        .few = few,
-        .many = many,
-    },
+    {ON_TILES, .family = "q4", .scale = "ue8m0", .scale_group_max = KT_BLOCK, .folded = 1},
     {0},
 };

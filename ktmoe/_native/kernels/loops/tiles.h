@@ -210,3 +210,7 @@ static void many(const kt_dot *a) {
         }
     }
 }
+
+/* What every kernel on tiles says of itself. */
+#define ON_TILES \
+    .rows = &KT_NAME(rows_bf16_tiles), .few_max = KT_TILE_ROWS, .scratch_bytes = RING_BYTES, .few = few, .many = many
