@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 from ktmoe.errors import FormatError, InputError
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
-from ktmoe.weights.formats import MXFP4, WeightFormat
+from ktmoe.weights.formats import MXFP4, Minimum, WeightFormat
 
 #: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28
@@ -19,15 +20,17 @@ SIZE_LIMIT = 2**28
 #: The three matrices of an expert: y = down(activation(gate(x), up(x))).
 PROJECTIONS = ("gate", "up", "down")
 
+#: The arrays that a Matrix may have besides its bias.
+ARRAYS = ("codes", "scales", "super_scales", "offsets", "factor")
+
 
 @dataclass(frozen=True)
 class Matrix:
     """One weight matrix [n outputs, k inputs] in its checkpoint's own bytes.
 
-    name: the tensor's name, for messages.
-    codes: C-contiguous, of format.codes_dtype; uint8 [n, k/2] for family q4, bfloat16 (ml_dtypes) [n, k] for b16.
-    scales: C-contiguous, of format.scale.dtype, [ceil(n/rows), ceil(k/columns)], bytes viewed and never cast; None for b16.
-    bias: float32 [n], or None.
+    name: the tensor's name, for messages. bias: float32 [n], or None.
+    codes, scales, offsets, factor, super_scales: C-contiguous, of the dtypes and shapes of format.arrays(n, k); None for those
+    that the format has not. Bytes are viewed as these dtypes and never cast.
     Raises FormatError, which names the tensor, on a wrong dtype, shape or layout. The bytes are checked when packed.
     """
 
@@ -37,38 +40,59 @@ class Matrix:
     codes: np.ndarray
     scales: np.ndarray | None = None
     bias: np.ndarray | None = None
+    offsets: np.ndarray | None = None
+    factor: np.ndarray | None = None
+    super_scales: np.ndarray | None = None
 
     def __post_init__(self):
         n, k = self.shape
-        step = self.format.codes_per_item
-        if n < 1 or k < 1 or k % step:
-            wanted = f"n >= 1 and a k that is a multiple of {step}" if step > 1 else "n >= 1 and k >= 1"
-            raise FormatError(f"{self.name}: a {self.format.family} matrix needs {wanted}, found {self.shape}")
-        _expect(f"{self.name} codes", self.codes, self.format.codes_dtype, self.format.codes_shape(n, k))
-        scale = self.format.scale
-        if scale is not None:
-            _expect(f"{self.name} scales", self.scales, scale.dtype, scale.shape(n, k))
-        elif self.scales is not None:
-            raise FormatError(f"{self.name} scales: expected none for {self.format.family}, found {show(self.scales)}")
+        rows, columns = self.format.code_unit
+        if n < 1 or k < 1 or n % rows or k % columns:
+            wanted = " and ".join(f"{name} a multiple of {unit}" for name, unit in (("n", rows), ("k", columns)) if unit > 1)
+            raise FormatError(
+                f"{self.name}: {self.format.description} needs n and k of at least 1{f', {wanted}' if wanted else ''}, "
+                f"found {self.shape}"
+            )
+        expected = self.format.arrays(n, k)
+        for label in ARRAYS:
+            array = getattr(self, label)
+            if label in expected:
+                _expect(f"{self.name} {label}", array, *expected[label])
+            elif array is not None:
+                raise FormatError(f"{self.name} {label}: expected none for {self.format.description}, found {show(array)}")
         if self.bias is not None:
             _expect(f"{self.name} bias", self.bias, np.float32, (n,))
 
+    @property
+    def stored(self) -> dict[str, np.ndarray]:
+        """The format's arrays, by name."""
+        return {label: getattr(self, label) for label in self.format.arrays(*self.shape)}
+
     def refuse(self) -> None:
-        """Raise FormatError for the first scale or weight that stands for no real number; it names the tensor and the place."""
-        scale, bias = self.format.scale, self.bias
-        if scale is not None and (at := np.argwhere(scale.invalid(self.scales))).size:
-            row, column = at[0]
-            meaning = (
-                "byte 255, which is NaN in UE8M0; expected 0 to 254"
-                if scale.kind == "ue8m0"
-                else (f"{self.scales[row, column]}; expected a finite number")
-            )
-            raise FormatError(f"{self.name}: scale [{row}, {column}] is {meaning}")
-        if self.format.family == "b16" and (at := np.argwhere(~np.isfinite(self.codes.astype(np.float32)))).size:
-            row, column = at[0]
-            raise FormatError(f"{self.name}: weight [{row}, {column}] is {self.codes[row, column]}; expected a finite number")
-        if bias is not None and not np.isfinite(bias).all():
-            raise FormatError(f"{self.name}: bias must be finite, found {bias[~np.isfinite(bias)][0]}")
+        """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place."""
+        element, offset = self.format.element, self.format.offset
+        kinds = {"scales": self.format.scale, "super_scales": self.format.super_scale}
+        kinds["offsets"] = offset.scale if isinstance(offset, Minimum) else None
+        for label, scale in kinds.items():
+            if scale:
+                _refuse(f"{self.name}: {label.removesuffix('s')}", getattr(self, label), scale.numbers)
+        if element.family == "b16" or None in element.values:
+            _refuse(f"{self.name}: weight", self.codes, element.numbers)
+        if self.format.factor:
+            _refuse(f"{self.name}: factor", self.factor, np.float64)
+            if self.format.factor.divides and not self.factor.all():
+                raise FormatError(f"{self.name}: factor {np.argwhere(self.factor == 0)[0].tolist()} is 0, which cannot divide")
+        if self.bias is not None:
+            _refuse(f"{self.name}: bias", self.bias, np.float64)
+
+
+def _refuse(name: str, stored: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray]) -> None:
+    for row in range(len(stored)):  # a row at a time: float64 of a whole matrix is much more than the matrix
+        if (at := np.argwhere(~np.isfinite(numbers(stored[row : row + 1])))).size:
+            place = [row, *at[0][1:].tolist()]
+            found = stored[tuple(place)]
+            meaning = f"byte {found}, which is NaN or infinite" if stored.dtype == np.uint8 else f"{found}"
+            raise FormatError(f"{name} {place} is {meaning}; expected a finite number")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,23 +115,28 @@ class ExpertSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the checkpoint spends on these experts' codes and scales."""
+        """Bytes that the checkpoint spends on these experts' arrays, without biases."""
         return self.num_experts * sum(self.formats[p].nbytes(*self.shape(p)) for p in PROJECTIONS)
 
     @property
     def shard_unit(self) -> int:
-        """Columns of the intermediate dimension that stay together when it is cut into shards: a scale group of down, or 32."""
-        scale = self.formats["down"].scale
-        return max(32, scale.extent[1] if scale else 1)
+        """Columns of the intermediate dimension that stay together when it is cut into shards: whole blocks of 32, and no cut
+        through what shares a scale, or an item of an array, in any projection."""
+        return math.lcm(32, self._unit)
+
+    @property
+    def _unit(self) -> int:
+        """Of the intermediate dimension, which is rows of gate and up and columns of down."""
+        gate, up, down = (self.formats[projection].unit for projection in PROJECTIONS)
+        return math.lcm(gate[0], up[0], down[1])
 
     def part(self, count: int, argument: str) -> ExpertSpec:
         """What each of so many equal parts of the experts is, cut along the intermediate dimension for tensor parallelism.
 
-        Raises InputError, which names the argument that gave the count, where that would cut a scale group of down, or an item
-        of its codes' array.
+        Raises InputError, which names the argument that gave the count, where that would cut what shares a scale, or an item of
+        an array.
         """
-        down = self.formats["down"]
-        unit = down.scale.extent[1] if down.scale else down.codes_per_item
+        unit = self._unit
         if count < 1 or self.intermediate % count or (count > 1 and self.intermediate // count % unit):
             raise InputError(
                 f"{argument} must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {count}"
@@ -180,37 +209,39 @@ class ExpertWeights(ExpertSpec):
     ) -> ExpertWeights:
         """From arrays in memory that hold all experts, E along the first axis; dtypes and shapes as Matrix has them.
 
-        gate, up: (codes [E, I, ...], scales [E, I, ...]); down: (codes [E, H, ...], scales [E, H, ...]). For MXFP4 that is
-        (uint8 [E, I, H/2], uint8 [E, I, ceil(H/32)]) and (uint8 [E, H, I/2], uint8 [E, H, ceil(I/32)]).
-        A format without scales takes the codes alone: bfloat16 [E, I, H] and [E, H, I] for b16.
+        gate, up, down: a tuple of the format's arrays, in the order of format.arrays(). For MXFP4 these are (codes, scales):
+        (uint8 [E, I, H/2], uint8 [E, I, ceil(H/32)]) for gate and up, (uint8 [E, H, I/2], uint8 [E, H, ceil(I/32)]) for down.
+        A format that has only codes takes them alone: bfloat16 [E, I, H] and [E, H, I] for BF16.
         biases: optional float32 arrays by projection, [E, I] for gate and up, [E, H] for down.
         """
-        labels = ("codes",) if format.scale is None else ("codes", "scales")
-        given = {p: v if isinstance(v, tuple) else (v,) for p, v in zip(PROJECTIONS, (gate, up, down), strict=True)}
-        for projection, arrays in given.items():
+        labels = tuple(format.arrays(8, 8))
+        given = {}
+        for projection, arrays in zip(PROJECTIONS, (gate, up, down), strict=True):
+            arrays = arrays if isinstance(arrays, tuple) else (arrays,)
             if len(arrays) != len(labels):
                 raise FormatError(f"{name}: {projection} must be ({', '.join(labels)}), found {len(arrays)} arrays")
+            given[projection] = dict(zip(labels, arrays, strict=True))
         biases = dict(biases or {})
         if unknown := biases.keys() - given.keys():
             raise FormatError(f"{name}: biases must be by projection, one of {PROJECTIONS}, found {sorted(unknown)}")
-        arrays = {f"{p} {label}": a for p, pair in given.items() for label, a in zip(labels, pair, strict=True)}
-        arrays |= {f"{projection} bias": array for projection, array in biases.items()}
-        for label, array in arrays.items():
-            dimensions = ("experts", "rows") if label.endswith("bias") else ("experts", "rows", "columns")
+        for projection, bias in biases.items():
+            given[projection]["bias"] = bias
+        arrays = {(projection, label): array for projection, of in given.items() for label, array in of.items()}
+        for (projection, label), array in arrays.items():
+            dimensions = ("experts", "rows") if label in ("factor", "bias") else ("experts", "rows", "columns")
             if not isinstance(array, np.ndarray) or array.ndim != len(dimensions):
                 found = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else type(array).__name__
-                raise FormatError(f"{name}: {label} must be an array [{', '.join(dimensions)}], found {found}")
-        num_experts, intermediate, columns = given["gate"][0].shape
-        hidden = columns * format.codes_per_item
-        for label, array in arrays.items():
-            if array.shape[0] != num_experts:
-                raise FormatError(f"{name}: {label} must hold {num_experts} experts, found {array.shape[0]}")
+                raise FormatError(f"{name}: {projection} {label} must be an array [{', '.join(dimensions)}], found {found}")
+        codes = given["gate"]["codes"]
+        num_experts, (intermediate, hidden) = len(codes), format.shape(codes.shape[1:])
+        for (projection, label), array in arrays.items():
+            if len(array) != num_experts:
+                raise FormatError(f"{name}: {projection} {label} must hold {num_experts} experts, found {len(array)}")
 
         def read(expert: int, projection: str) -> Matrix:
             shape = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
-            codes, *scales = (array[expert] for array in given[projection])
-            bias = biases[projection][expert] if projection in biases else None
-            return Matrix(f"{name}.{expert}.{projection}", format, shape, codes, *(scales or [None]), bias)
+            stored = {label: array[expert] for label, array in given[projection].items()}
+            return Matrix(f"{name}.{expert}.{projection}", format, shape, **stored)
 
         return cls(num_experts, hidden, intermediate, read, format, activation, name)
 

@@ -183,8 +183,8 @@ class MoELayer:
         """An expert in the checkpoint's own bytes, cut for tensor parallelism: part i has rows [i n / parts, (i + 1) n / parts)
         of gate and up and those columns of down, n being the intermediate size. down's bias comes with part 0.
 
-        out: for each part {"gate", "up", "down": (codes, scales, None where the format has none)}, C-contiguous arrays of
-        Matrix's shapes and dtypes to write into. Raises InputError, which says what parts must divide, ClosedError.
+        out: for each part {"gate", "up", "down": the arrays of format.arrays() by name}, C-contiguous, of Matrix's shapes and
+        dtypes, to write into. Raises InputError, which says what parts must divide, ClosedError.
         """
         self.spec.check_expert(expert)
         parts = operator.index(parts)
@@ -197,11 +197,11 @@ class MoELayer:
             if set(part) != set(PROJECTIONS):
                 raise InputError(f"out[{i}] must have arrays for {PROJECTIONS}, found {tuple(part)}")
         name = f"{self.name}.{expert}"
-        matrices = [{p: Matrix(f"{name}.{p}", one.formats[p], one.shape(p), *part[p]) for p in PROJECTIONS} for part in out]
+        matrices = [{p: Matrix(f"{name}.{p}", one.formats[p], one.shape(p), **part[p]) for p in PROJECTIONS} for part in out]
         for matrix in (matrix for part in matrices for matrix in part.values()):
-            if not all(array is None or array.flags.writeable for array in (matrix.codes, matrix.scales)):
+            if not all(array.flags.writeable for array in matrix.stored.values()):
                 raise InputError(f"{matrix.name}: out must be writeable arrays, found read-only ones")
-        stored = [{p: (matrix.codes, matrix.scales) for p, matrix in part.items()} for part in matrices]
+        stored = [{p: matrix.stored for p, matrix in part.items()} for part in matrices]
         biases = self._able_to("export").export(expert, stored)
         for projection, bias in biases.items():
             cut = [bias, *[None] * (parts - 1)] if projection == "down" else np.array_split(bias, parts)

@@ -17,8 +17,8 @@ from ktmoe.machine.numa import UNBOUND, Placement
 NEVER_AUTO = frozenset({"int8"})
 
 Progress = Callable[[int, int], None]
-#: The checkpoint's bytes of some matrices, by projection: codes, and scales where the format has them.
-Stored = Mapping[str, tuple[np.ndarray, np.ndarray | None]]
+#: The checkpoint's bytes of some matrices: by projection, the arrays of WeightFormat.arrays() by name.
+Stored = Mapping[str, Mapping[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Packed(Protocol):
 
     def export(self, expert: int, parts: Sequence[Stored]) -> Mapping[str, np.ndarray]:
         """Fill the arrays, C-contiguous and of Matrix's dtypes, with the checkpoint's own bytes: part i has the i-th rows of
-        gate and up and the i-th columns of down, as many as their shapes say. Returns whole biases by projection, if any."""
+        gate and up and the i-th columns of down, as many as their shapes say. A factor per matrix is in every part.
+        Returns whole biases by projection, if any."""
 
 
 class Backend(ABC):

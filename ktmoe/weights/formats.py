@@ -1,134 +1,218 @@
-"""WeightFormat: what the bytes of a weight matrix mean. It names no model and no instruction set."""
+"""WeightFormat: all that can be known of what a weight matrix's bytes mean. It names no model and no instruction set."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import FormatError
+from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, INT4, UINT4, Element
+from ktmoe.weights.order import AWQ, GPTQ, ROWS, Order
+from ktmoe.weights.scales import Scale
 
-_BF16 = np.dtype(ml_dtypes.bfloat16)
-
-#: OCP Microscaling Formats (MX) v1.0, table 5: FP4 E2M1, sign in bit 3.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-#: Signed 4-bit integers stored as q + 8.
-OFFSET_INT4 = tuple(float(q) for q in range(-8, 8))
-
-#: How a stored scale reads, by kind: the dtype of the array that holds the checkpoint's bytes.
-#: "ue8m0": one byte b that means 2**(b - 127); 255 is NaN (OCP MX v1.0, 5.4.1). "bf16": a bfloat16 number.
-SCALE_DTYPES = {"ue8m0": np.dtype(np.uint8), "bf16": _BF16}
+#: Of arrays of codes, by the bits of a code; 4-bit ones are in their order's.
+_CODES_DTYPES = {8: np.dtype(np.uint8), 16: np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How a matrix [n, k] is scaled.
+class ZeroPoint:
+    """An integer z for each group of weights: weight = (value - z) * scale, z = (stored + plus) mod 16.
 
-    kind: how one stored scale reads, a key of SCALE_DTYPES.
-    extent: (rows, columns) of the matrix that share one scale.
+    extent: (rows, columns) of the matrix that share one; the rows must be 1.
     """
 
-    kind: str
     extent: tuple[int, int]
+    plus: int = 0
 
     def __post_init__(self):
-        if self.kind not in SCALE_DTYPES:
-            raise FormatError(f"scale kind {self.kind!r} is unknown; known are {', '.join(SCALE_DTYPES)}")
-        if min(self.extent) < 1:
-            raise FormatError(f"a scale's extent must be at least 1 x 1, found {self.extent}")
+        if self.extent[0] != 1 or self.extent[1] < 1:
+            raise FormatError(f"a zero point's extent must be 1 x at least 1, found {self.extent}")
 
     @property
-    def dtype(self) -> np.dtype:
-        """Of the array that holds the stored scales."""
-        return SCALE_DTYPES[self.kind]
+    def description(self) -> str:
+        return f"zero points per {self.extent[0]}x{self.extent[1]}"
 
-    def shape(self, n: int, k: int) -> tuple[int, int]:
-        """Shape of the scales of a matrix [n, k]."""
-        rows, columns = self.extent
-        return -(-n // rows), -(-k // columns)
+    def numbers(self, points: np.ndarray) -> np.ndarray:
+        """z of zero points as they are stored, one an item."""
+        return (points + np.uint8(self.plus)) & np.uint8(15)
 
-    def invalid(self, scales: np.ndarray) -> np.ndarray:
-        """Where stored scales stand for no real number, bool."""
-        return scales == 255 if self.kind == "ue8m0" else ~np.isfinite(scales.astype(np.float32))
+
+@dataclass(frozen=True)
+class Minimum:
+    """A real number m for each group of weights: weight = value * scale - m. scale: how m is stored, and which weights share it."""
+
+    scale: Scale
+
+    @property
+    def description(self) -> str:
+        return f"minima, {self.scale.description.replace(' scales', '')}"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One float32 number for a whole matrix, or for each output row: it multiplies, or divides, what the matrix's product has
+    summed up, before the bias."""
+
+    per_row: bool
+    divides: bool = False
+
+    @property
+    def description(self) -> str:
+        return f"an fp32 {'divisor' if self.divides else 'factor'} per {'row' if self.per_row else 'matrix'}"
+
+    def shape(self, n: int) -> tuple[int]:
+        return (n if self.per_row else 1,)
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """What the codes of a weight matrix [n, k] mean.
+    """What the arrays of a weight matrix [n, k] mean.
 
-    family: the kernel family, by element.
-        "q4": a weight is exactly codebook[code] * scale; 4-bit codes, two a byte along k, low nibble = even k, uint8 [n, k/2].
-        "b16": a weight is the bfloat16 number itself, [n, k]; no codebook, no scale.
-    codebook: the 16 real numbers that q4 codes stand for; each must be a bfloat16 number, and one of them 0, which pads.
-    scale: Scale, or None for b16.
+    A weight is (value - zero point) * scale * super-scale - minimum, times (or divided by) the factor, for those of these that
+    the format has. Only kernels have limits; ktmoe.reference knows every combination.
+
+    element: what codes stand for. scale: of groups of weights. super_scale: of groups of scales, which it multiplies.
+    offset: ZeroPoint or Minimum. factor: Factor. order: where a code stands.
+    Raises FormatError for parts that do not go together.
     """
 
-    family: str
-    codebook: tuple[float, ...] = ()
+    element: Element
     scale: Scale | None = None
+    super_scale: Scale | None = None
+    offset: ZeroPoint | Minimum | None = None
+    factor: Factor | None = None
+    order: Order = field(default=ROWS)
 
     def __post_init__(self):
-        if self.family == "b16":
-            if self.codebook or self.scale:
-                raise FormatError("b16 weights have neither a codebook nor a scale")
-            return
-        if self.family != "q4":
-            raise FormatError(f"weight family {self.family!r} is unknown; known are q4, b16")
-        if len(self.codebook) != 16:
-            raise FormatError(f"a q4 codebook has 16 entries, found {len(self.codebook)}")
-        values = np.array(self.codebook, np.float64)
-        wrong = ~np.isfinite(values) | (values.astype(ml_dtypes.bfloat16) != values)
-        if wrong.any():
-            raise FormatError(f"a q4 codebook's entries must be finite bfloat16 numbers, found {values[wrong][0]}")
-        if 0.0 not in self.codebook:
-            raise FormatError("a q4 codebook must contain 0, which pads")
-        if self.scale is None:
-            raise FormatError("q4 weights need a scale")
+        if self.element.family == "b16" and (self.scale or self.offset):
+            raise FormatError("bfloat16 weights have neither scales nor offsets")
+        if self.super_scale and not self.scale:
+            raise FormatError("a super-scale needs a scale that it multiplies")
+        if isinstance(self.offset, ZeroPoint):
+            if self.element.family != "q4" or any(value != int(value) for value in self.element.values):
+                raise FormatError(f"zero points need 4-bit integers, found {self.element.name}")
+        if not self.order.rows and self.element.family != "q4":
+            raise FormatError(f"order {self.order.name!r} is one of 4-bit codes, found {self.element.name}")
+
+    @property
+    def family(self) -> str:
+        return self.element.family
 
     @property
     def description(self) -> str:
-        """For messages and tables: 'q4 with ue8m0 scales per 1x32'."""
-        if self.scale is None:
-            return self.family
-        rows, columns = self.scale.extent
-        return f"{self.family} with {self.scale.kind} scales per {rows}x{columns}"
+        """For messages and tables: 'E2M1 with ue8m0 scales per 1x32'."""
+        parts = [part.description for part in (self.scale, self.super_scale, self.offset, self.factor) if part]
+        text = f"{self.element.name} with {', '.join(parts)}" if parts else self.element.name
+        return text if self.order.rows else f"{text}, in {self.order.name} order"
 
     @property
-    def codes_dtype(self) -> np.dtype:
-        """Of the array that holds the stored codes."""
-        return np.dtype(np.uint8) if self.family == "q4" else _BF16
+    def unit(self) -> tuple[int, int]:
+        """(rows, columns) that may not be cut: what shares a scale or an offset, or an item of the arrays."""
+        extents = [part.extent for part in (self.scale, self.super_scale) if part]
+        if self.offset:
+            extents.append(self.offset.scale.extent if isinstance(self.offset, Minimum) else self.offset.extent)
+        extents.append(self.order.unit if self.element.bits == 4 else (1, 1))
+        return math.lcm(*(rows for rows, _ in extents)), math.lcm(*(columns for _, columns in extents))
 
     @property
-    def codes_per_item(self) -> int:
-        """How many codes one item of that array holds, along k; k must be a multiple of it."""
-        return 2 if self.family == "q4" else 1
+    def code_unit(self) -> tuple[int, int]:
+        """(rows, columns) of which n and k must be multiples."""
+        return self.order.unit if self.element.bits == 4 else (1, 1)
 
-    def codes_shape(self, n: int, k: int) -> tuple[int, int]:
-        """Shape of the stored codes of a matrix [n, k]."""
-        return n, k // self.codes_per_item
+    def arrays(self, n: int, k: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """dtype and shape of each array of a matrix [n, k], by its name in Matrix: codes, scales, super_scales, offsets, factor."""
+        arrays = {"codes": self._codes(n, k)}
+        for label, scale in (("scales", self.scale), ("super_scales", self.super_scale)):
+            if scale:
+                arrays[label] = scale.dtype, self.order.groups_shape(*scale.shape(n, k))
+        if isinstance(self.offset, ZeroPoint):
+            dtype = np.dtype(np.int32 if self.order.transposed else np.uint8)
+            arrays["offsets"] = dtype, self.order.zero_points_shape(n, -(-k // self.offset.extent[1]))
+        elif self.offset:
+            arrays["offsets"] = self.offset.scale.dtype, self.order.groups_shape(*self.offset.scale.shape(n, k))
+        if self.factor:
+            arrays["factor"] = np.dtype(np.float32), self.factor.shape(n)
+        return arrays
 
-    def empty(self, n: int, k: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """New arrays for the stored codes and scales of a matrix [n, k]; None where there are no scales."""
-        scales = None if self.scale is None else np.empty(self.scale.shape(n, k), self.scale.dtype)
-        return np.empty(self.codes_shape(n, k), self.codes_dtype), scales
+    def _codes(self, n: int, k: int) -> tuple[np.dtype, tuple[int, int]]:
+        if self.element.bits == 4:
+            return self.order.codes_dtype, self.order.codes_shape(n, k)
+        return _CODES_DTYPES[self.element.bits], (n, k)
+
+    def shape(self, codes_shape: tuple[int, int]) -> tuple[int, int]:
+        """(n, k) of the matrix whose codes have that shape."""
+        return self.order.shape(codes_shape) if self.element.bits == 4 else codes_shape
+
+    def empty(self, n: int, k: int) -> dict[str, np.ndarray]:
+        """New arrays for a matrix [n, k], by name."""
+        return {label: np.empty(shape, dtype) for label, (dtype, shape) in self.arrays(n, k).items()}
 
     def nbytes(self, n: int, k: int) -> int:
-        """Bytes that a checkpoint spends on a matrix [n, k]: codes and scales."""
-        codes = n * (k // self.codes_per_item) * self.codes_dtype.itemsize
-        if self.scale is None:
-            return codes
-        rows, columns = self.scale.shape(n, k)
-        return codes + rows * columns * self.scale.dtype.itemsize
+        """Bytes that a checkpoint spends on a matrix [n, k]."""
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.arrays(n, k).values())
+
+    def rows(self, stored: Mapping[str, np.ndarray], n: int, k: int) -> dict[str, np.ndarray]:
+        """The arrays of a matrix in the order of rows: codes; scales along k, [n/rows, k/columns]; zero points uint8 [n, groups]."""
+        arrays = dict(stored)
+        if self.order.rows:
+            return arrays
+        arrays["codes"] = self.order.to_rows(stored["codes"], n, k)
+        return arrays | self.group_rows(stored)
+
+    def group_rows(self, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Those of rows() that are not codes and not the factor."""
+        arrays = {label: self.order.groups(stored[label]) for label in ("scales", "super_scales") if label in stored}
+        if self.offset:
+            turn = self.order.zero_points if isinstance(self.offset, ZeroPoint) else self.order.groups
+            arrays["offsets"] = turn(stored["offsets"])
+        return arrays
 
 
-#: MXFP4 of the OCP MX specification: E2M1 codes, one UE8M0 scale per 32 along k.
-MXFP4 = WeightFormat("q4", E2M1, Scale("ue8m0", (1, 32)))
+#: MXFP4 and MXFP8 of the OCP MX specification: one UE8M0 scale per 32 along k.
+MXFP4 = WeightFormat(E2M1, Scale("ue8m0", (1, 32)))
+MXFP8 = WeightFormat(E4M3, Scale("ue8m0", (1, 32)))
 #: bfloat16 weights.
-BF16 = WeightFormat("b16")
+BF16 = WeightFormat(BFLOAT16)
+#: E4M3 with one scale per output row ("channel").
+FP8_PER_ROW = WeightFormat(E4M3, factor=Factor(per_row=True))
 
 
-def int4(group: int) -> WeightFormat:
-    """Symmetric INT4: codes that store q + 8, one bfloat16 scale per `group` along k."""
-    return WeightFormat("q4", OFFSET_INT4, Scale("bf16", (1, group)))
+def fp8(kind: str = "fp32", block: tuple[int, int] = (128, 128)) -> WeightFormat:
+    """E4M3 with one scale per block of (rows, columns), as DeepSeek-V3 has it."""
+    return WeightFormat(E4M3, Scale(kind, block))
+
+
+def nvfp4(divides: bool = False) -> WeightFormat:
+    """E2M1 with one E4M3 scale per 16 along k, and one float32 number per matrix that multiplies, or divides."""
+    return WeightFormat(E2M1, Scale("e4m3", (1, 16)), factor=Factor(per_row=False, divides=divides))
+
+
+def int4(group: int, kind: str = "bf16", order: Order = ROWS) -> WeightFormat:
+    """Symmetric INT4: codes that store q + 8, one scale per `group` along k."""
+    return WeightFormat(INT4, Scale(kind, (1, group)), order=order)
+
+
+def uint4(group: int, kind: str = "fp16", order: Order = ROWS, plus: int = 0) -> WeightFormat:
+    """Asymmetric INT4: one scale and one zero point per `group` along k; GPTQ's and AWQ's in their orders."""
+    return WeightFormat(UINT4, Scale(kind, (1, group)), offset=ZeroPoint((1, group), plus), order=order)
+
+
+#: What ktmoe's own loaders read, by name; {group} stands for 32, 64 or 128. docs/formats.md has a row for each.
+FORMATS = {
+    "MXFP4": MXFP4,
+    "MXFP8": MXFP8,
+    "NVFP4": nvfp4(),
+    "NVFP4, divided": nvfp4(divides=True),
+    "FP8 per 128x128": fp8(),
+    "FP8 per 128x128, bf16 scales": fp8("bf16"),
+    "FP8 per row": FP8_PER_ROW,
+    "INT4": int4(32),
+    "GPTQ": uint4(128, order=GPTQ, plus=1),
+    "GPTQ, symmetric": int4(128, "fp16", GPTQ),
+    "AWQ": uint4(128, order=AWQ),
+    "BF16": BF16,
+}

@@ -1,0 +1,75 @@
+"""Element: what a code stands for. A family is what packs such codes, and the kernels that decode them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from ktmoe.errors import FormatError
+
+#: Bits of a code, by family. q4: any 16 bfloat16 numbers. f8: floats of 8 bits. b16: the code is the bfloat16 number itself.
+FAMILIES = {"q4": 4, "f8": 8, "b16": 16}
+
+
+@dataclass(frozen=True)
+class Element:
+    """The real number of each code.
+
+    name: for messages. family: a key of FAMILIES.
+    values: by code, 2**bits of them; None for a code that is no real number. Empty for b16.
+    Raises FormatError.
+    """
+
+    name: str
+    family: str
+    values: tuple[float | None, ...] = ()
+
+    def __post_init__(self):
+        if self.family not in FAMILIES:
+            raise FormatError(f"{self.name}: weight family {self.family!r} is unknown; known are {', '.join(FAMILIES)}")
+        count = 0 if self.family == "b16" else 1 << self.bits
+        if len(self.values) != count:
+            raise FormatError(f"{self.name}: a {self.family} element has {count} values, found {len(self.values)}")
+        known = np.array([value for value in self.values if value is not None], np.float64)
+        wrong = ~np.isfinite(known) | (known.astype(ml_dtypes.bfloat16) != known)
+        if wrong.any():
+            raise FormatError(f"{self.name}: an element's values must be finite bfloat16 numbers, found {known[wrong][0]}")
+        if self.family == "q4" and len(known) < count:
+            raise FormatError(f"{self.name}: every code of a q4 element must have a value")
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return FAMILIES[self.family]
+
+    @property
+    def padding(self) -> int:
+        """The code that pads: of 0, else of the value nearest to it. x is 0 there."""
+        sizes = [np.inf if value is None else abs(value) for value in self.values] or [0]
+        return sizes.index(min(sizes))
+
+    def numbers(self, codes: np.ndarray) -> np.ndarray:
+        """Codes, one an item, as float64; NaN for those that are no real number."""
+        return codes.astype(np.float64) if self.family == "b16" else np.array(self.values, np.float64)[codes]
+
+
+def _of_dtype(dtype) -> tuple[float | None, ...]:
+    values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
+    return tuple(float(value) if np.isfinite(value) else None for value in values)
+
+
+#: OCP Microscaling Formats (MX) v1.0, table 5: FP4 E2M1, sign in bit 3.
+E2M1 = Element(
+    "E2M1", "q4", (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+)
+#: Signed 4-bit integers stored as q + 8.
+INT4 = Element("INT4", "q4", tuple(float(q) for q in range(-8, 8)))
+#: Unsigned 4-bit integers, for formats that have zero points.
+UINT4 = Element("UINT4", "q4", tuple(float(q) for q in range(16)))
+#: OCP 8-bit Floating Point Specification v1.0, E4M3: no infinities, 0x7F and 0xFF are NaN.
+E4M3 = Element("E4M3", "f8", _of_dtype(ml_dtypes.float8_e4m3fn))
+#: The same, E5M2: 0x7C to 0x7F and their negatives are infinities and NaN.
+E5M2 = Element("E5M2", "f8", _of_dtype(ml_dtypes.float8_e5m2))
+BFLOAT16 = Element("BF16", "b16")

@@ -1,0 +1,85 @@
+"""Scale kinds, how one stored scale reads; Scale, which weights share one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+from ktmoe.errors import FormatError
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class ScaleKind:
+    """How stored scales read.
+
+    dtype: of the array that holds the checkpoint's bytes, which are viewed as it and never cast.
+    numbers: such an array as float64; NaN or infinite where an item is no real number.
+    """
+
+    name: str
+    dtype: np.dtype
+    numbers: Callable[[np.ndarray], np.ndarray] = field(default=lambda stored: stored.astype(np.float64), compare=False)
+
+
+def _ue8m0(stored: np.ndarray) -> np.ndarray:
+    return np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int32) - 127))
+
+
+#: "ue8m0": one byte b that means 2**(b - 127); 255 is NaN (OCP MX v1.0, 5.4.1). "e4m3": one byte, OCP E4M3, 0x7F and 0xFF are
+#: NaN. The others are the numbers themselves. Plugins may add kinds of their own for backends of their own.
+SCALE_KINDS = {
+    kind.name: kind
+    for kind in (
+        ScaleKind("ue8m0", np.dtype(np.uint8), _ue8m0),
+        ScaleKind("e4m3", np.dtype(np.uint8), lambda stored: stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64)),
+        ScaleKind("bf16", _BF16),
+        ScaleKind("fp16", np.dtype(np.float16)),
+        ScaleKind("fp32", np.dtype(np.float32)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a matrix [n, k] is scaled.
+
+    kind: how one stored scale reads, a key of SCALE_KINDS.
+    extent: (rows, columns) of the matrix that share one scale.
+    """
+
+    kind: str
+    extent: tuple[int, int]
+
+    def __post_init__(self):
+        if self.kind not in SCALE_KINDS:
+            raise FormatError(f"scale kind {self.kind!r} is unknown; known are {', '.join(SCALE_KINDS)}")
+        if min(self.extent) < 1:
+            raise FormatError(f"a scale's extent must be at least 1 x 1, found {self.extent}")
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the array that holds the stored scales."""
+        return SCALE_KINDS[self.kind].dtype
+
+    @property
+    def description(self) -> str:
+        """'ue8m0 scales per 1x32'."""
+        return f"{self.kind} scales per {self.extent[0]}x{self.extent[1]}"
+
+    def shape(self, n: int, k: int) -> tuple[int, int]:
+        """How many scales a matrix [n, k] has, along n and along k."""
+        rows, columns = self.extent
+        return -(-n // rows), -(-k // columns)
+
+    def numbers(self, stored: np.ndarray) -> np.ndarray:
+        """Stored scales as float64; NaN or infinite where one is no real number."""
+        return SCALE_KINDS[self.kind].numbers(stored)
+
+    def spread(self, stored: np.ndarray, n: int, k: int) -> np.ndarray:
+        """Stored scales of a matrix [n, k] as float64 [n, k]: each weight's own."""
+        return np.repeat(np.repeat(self.numbers(stored), self.extent[0], axis=0)[:n], self.extent[1], axis=1)[:, :k]
