@@ -20,7 +20,7 @@ from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
 from ktmoe.messages import show
-from ktmoe.weights.codebook import ROUNDING
+from ktmoe.weights.folding import ROUNDING
 
 #: Where a router weight is multiplied in: onto the down projection's output, onto its input, or onto the expert's input.
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")

@@ -13,7 +13,7 @@ from exact import SIXTEENS, down_layer, forward, odd_scales, random_codes, shift
 from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
 
 from ktmoe import MXFP4, int4
-from ktmoe.weights.codebook import ROUNDING
+from ktmoe.weights.folding import ROUNDING
 from ktmoe.weights.formats import Scale, WeightFormat
 
 

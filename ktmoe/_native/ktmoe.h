@@ -10,25 +10,28 @@
 #include <stdint.h>
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 4
-/* Versions of the packed layouts, golden-tested: pack/q4.c, pack/b16.c. */
+#define KT_ABI_VERSION 5
+/* Versions of the packed layouts, golden-tested: pack/q4.c, pack/f8.c, pack/b16.c. */
 #define KT_Q4_LAYOUT_VERSION 1
+#define KT_F8_LAYOUT_VERSION 1
 #define KT_B16_LAYOUT_VERSION 1
 
 enum {
     KT_PANEL = 64,            /* output columns of a panel */
     KT_BLOCK = 32,            /* k of a block; every k is padded to a multiple of it */
-    KT_SCALE_GROUP_MAX = 128, /* the longest scale group: KT_BLOCK times a power of two, up to this */
+    KT_SCALE_GROUP_MIN = 16,  /* the shortest scale group: half a block, */
+    KT_SCALE_GROUP_MAX = 128, /* and the longest: KT_BLOCK times a power of two */
     KT_TILE_ROWS = 16,        /* rows that stand together where a kernel wants tiles of them */
     KT_ROWS_MAX = 192         /* rows that one kernel call sees at most: its fp32 results stay in L2. Whole tiles */
 };
 
-/* A 16-entry codebook in the forms that kernels look up. The bf16 tables stand there twice, since VPERMW reads five index
+/* The 16 values of a 4-bit element in the forms that kernels look up. The bf16 tables stand there twice, since VPERMW reads five index
  * bits and the fifth is the neighbour's. */
 typedef struct kt_codebook {
     uint16_t plain[32];  /* bf16 bits of the value */
     uint16_t folded[32]; /* sign | (bf16 bits of |value| + (126 << 7)), zero for zero: minus (253 - b) << 7, saturating,
                             is the bf16 of value * 2^(b-127), exactly, for the b of codebook.fold_range() */
+    uint16_t signed5[32]; /* of the integers 0 to 15, -16 to -1: what a code less its zero point is, by its low five bits */
     float value[16];
     int8_t whole[16]; /* value = whole * unit, |whole| <= 16 */
     float unit;       /* a power of two, 2^-8 to 1; 0 where there is none */
@@ -45,6 +48,9 @@ typedef struct kt_rows {
     const char *mode; /* of activations: "bf16", "int16", "int8" */
     size_t block_bytes;
     int tiled; /* only with encode NULL */
+    /* Rounds count bf16 numbers, a multiple of KT_BLOCK, in place: what the mode does to x and to h before a kernel of any form sees
+     * them. NULL: nothing. */
+    void (*round)(uint16_t *x, size_t count);
     /* Inputs [first, first + count) of a row of k, all multiples of KT_BLOCK, from x bf16 [count]. NULL: bf16, as it is. */
     void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
 } kt_rows;
@@ -58,19 +64,27 @@ typedef struct kt_dot {
     const uint8_t *w[2]; /* packed panels */
     size_t panels;       /* 1, or 2: gate and up, or neighbours of down */
     size_t scale_group;  /* k that share a scale; the last group may be shorter. 0 without scales */
-    const kt_codebook *codebook;
+    const kt_codebook *codebook; /* of 4-bit codes */
+    /* The panels that this thread is likely to be given next, as many as these, and their bytes: for a kernel to fetch while it
+     * computes. next[0] NULL: none. */
+    const uint8_t *next[2];
+    size_t next_bytes;
     float *out[2]; /* fp32 [m][KT_PANEL], dense, 64-byte aligned; of tiled rows, whole tiles may be written */
     void *scratch; /* kt_kernel.scratch_bytes, 64-byte aligned, this thread's own */
 } kt_dot;
 
-/* One kernel: a weight family, scale kind and activation mode, and the functions that serve them. */
+/* One kernel: the weights and the activation mode, and the functions that serve them. */
 typedef struct kt_kernel {
-    const char *family;     /* "q4", "b16" */
-    const char *scale;      /* "ue8m0", "bf16", "none" */
-    size_t scale_group_max; /* the longest scale group that it takes; at least KT_BLOCK. 0 without scales */
+    const char *family;     /* "q4", "f8", "b16" */
+    const char *element;    /* the only one that it decodes, "E4M3"; NULL: any of the family */
+    const char *scale;      /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16"; "fp32", one a panel; "none" */
+    size_t scale_group_min; /* the shortest and the longest scale group that it takes; 0 without scales */
+    size_t scale_group_max;
+    const char *offset;     /* "zero_point", or NULL: none */
     const kt_rows *rows;    /* what it takes, and so its activation mode */
-    int folded;             /* 1: needs every scale to be one that folds into a bf16 weight; 0: takes any. See codebook.py */
-    int whole;              /* 1: needs a codebook that has a unit */
+    int folded;             /* 1: scales are in the weights, which needs every scale to be one that folds into a bf16 weight;
+                               0: takes any scale. See folding.py */
+    int whole;              /* 1: needs 4-bit values that have a unit */
     size_t few_max;         /* rows up to which few() is the faster */
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
@@ -82,11 +96,19 @@ typedef struct kt_activation {
     float alpha, limit, up_offset;
 } kt_activation;
 
-/* h[i][c] = bf16(act(g[i][c] + bias_g[c], u[i][c] + bias_u[c]) * r[i]) for c < columns, 0 for the panel's other columns. */
+/* What becomes of a finished product, in this order, each step rounded: times or divided by factor, plus bias, plus added. */
+typedef struct kt_finish {
+    const float *factor; /* fp32 [KT_PANEL], or NULL */
+    int divides;
+    const float *bias;  /* fp32 [KT_PANEL], or NULL */
+    const float *added; /* fp32 [m][KT_PANEL], dense, or NULL: what an adapter gives for these rows */
+} kt_finish;
+
+/* h[i][c] = bf16(act(finish(g[i][c]), finish(u[i][c])) * r[i]) for c < columns, 0 for the panel's other columns. */
 typedef struct kt_activate {
-    const float *g, *u;           /* fp32 [m][KT_PANEL], dense */
-    const float *bias_g, *bias_u; /* fp32 [KT_PANEL], or NULL */
-    const float *r;               /* fp32 [m], or NULL for 1 */
+    const float *g, *u; /* fp32 [m][KT_PANEL], dense */
+    kt_finish finish_g, finish_u;
+    const float *r; /* fp32 [m], or NULL for 1 */
     size_t m, columns;
     kt_activation act;
     uint16_t *h; /* bf16, row stride h_stride */

@@ -6,9 +6,11 @@ cdef extern from "ktmoe.h":
     enum:
         KT_ABI_VERSION
         KT_Q4_LAYOUT_VERSION
+        KT_F8_LAYOUT_VERSION
         KT_B16_LAYOUT_VERSION
         KT_PANEL
         KT_BLOCK
+        KT_SCALE_GROUP_MIN
         KT_SCALE_GROUP_MAX
         KT_TILE_ROWS
         KT_ROWS_MAX
@@ -16,6 +18,7 @@ cdef extern from "ktmoe.h":
     ctypedef struct kt_codebook:
         uint16_t plain[32]
         uint16_t folded[32]
+        uint16_t signed5[32]
         float value[16]
         int8_t whole[16]
         float unit
@@ -24,6 +27,7 @@ cdef extern from "ktmoe.h":
         const char *mode
         size_t block_bytes
         int tiled
+        void (*round)(uint16_t *x, size_t count) nogil
         void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row) nogil
 
     ctypedef struct kt_dot:
@@ -34,13 +38,18 @@ cdef extern from "ktmoe.h":
         size_t panels
         size_t scale_group
         const kt_codebook *codebook
+        const uint8_t *next[2]
+        size_t next_bytes
         float *out[2]
         void *scratch
 
     ctypedef struct kt_kernel:
         const char *family
+        const char *element
         const char *scale
+        size_t scale_group_min
         size_t scale_group_max
+        const char *offset
         const kt_rows *rows
         int folded
         int whole
@@ -52,11 +61,17 @@ cdef extern from "ktmoe.h":
     ctypedef struct kt_activation:
         float alpha, limit, up_offset
 
+    ctypedef struct kt_finish:
+        const float *factor
+        int divides
+        const float *bias
+        const float *added
+
     ctypedef struct kt_activate:
         const float *g
         const float *u
-        const float *bias_g
-        const float *bias_u
+        kt_finish finish_g
+        kt_finish finish_u
         const float *r
         size_t m, columns
         kt_activation act

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
@@ -18,6 +18,7 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine import memory, numa, threads
 from ktmoe.machine.numa import UNBOUND, Placement
 from ktmoe.messages import show
+from ktmoe.weights.formats import WeightFormat
 
 #: Why the operating system refused an ISA what it has to be asked for. It is not asked again.
 _refused: dict[str, str] = {}
@@ -111,7 +112,7 @@ class NativeBackend(Backend):
             if table := next(fitting, None):
                 served[mode] = table
         if not served:
-            return Missing(f"it has no kernels for {', '.join(sorted({f.description for f in formats}))}")
+            return Missing(_refusal_of(formats, self._tables(_EXACT)[0]))
         return select(served, experts, activations, why_not)
 
     def claim(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
@@ -160,6 +161,23 @@ class NativeBackend(Backend):
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
         return experts.num_experts * core.expert_nbytes(experts, _shards(experts, placement))
+
+
+def _refusal_of(formats: Iterable[WeightFormat], tables: list[core.KernelTable]) -> str:
+    """Which part of which format these kernel tables lack, and the rows of isa.py that serve it."""
+    for weight_format in formats:
+        lacking = {table.name: part for table in tables if (part := table.lacks(weight_format, _EXACT))}
+        if len(lacking) < len(tables):
+            continue
+        others = []
+        for isa in instruction_sets.ISAS:
+            with suppress(UnavailableError):
+                if load_table(isa).serves(weight_format, _EXACT):
+                    others.append(isa)
+        parts = ", ".join(dict.fromkeys(lacking.values()))
+        has_it = f"instruction sets that have them are {', '.join(others)}" if others else "no instruction set has them"
+        return f"it has no kernels for {weight_format.description}: {parts}; {has_it}"
+    return f"it has no instruction set for {' and '.join(sorted({f.description for f in formats}))} together"
 
 
 def _shards(experts: ExpertWeights, placement: Placement) -> list[tuple[int, int]]:

@@ -73,3 +73,6 @@ E4M3 = Element("E4M3", "f8", _of_dtype(ml_dtypes.float8_e4m3fn))
 #: The same, E5M2: 0x7C to 0x7F and their negatives are infinities and NaN.
 E5M2 = Element("E5M2", "f8", _of_dtype(ml_dtypes.float8_e5m2))
 BFLOAT16 = Element("BF16", "b16")
+
+#: By name: those that kernels know by their names.
+ELEMENTS = {element.name: element for element in (E2M1, INT4, UINT4, E4M3, E5M2, BFLOAT16)}

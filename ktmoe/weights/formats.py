@@ -36,9 +36,17 @@ class ZeroPoint:
     def description(self) -> str:
         return f"zero points per {self.extent[0]}x{self.extent[1]}"
 
+    def shape(self, n: int, k: int) -> tuple[int, int]:
+        """How many zero points a matrix [n, k] has, along n and along k."""
+        return n, -(-k // self.extent[1])
+
     def numbers(self, points: np.ndarray) -> np.ndarray:
         """z of zero points as they are stored, one an item."""
         return (points + np.uint8(self.plus)) & np.uint8(15)
+
+    def stored(self, numbers: np.ndarray) -> np.ndarray:
+        """The inverse of numbers()."""
+        return (numbers - np.uint8(self.plus)) & np.uint8(15)
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ class WeightFormat:
                 arrays[label] = scale.dtype, self.order.groups_shape(*scale.shape(n, k))
         if isinstance(self.offset, ZeroPoint):
             dtype = np.dtype(np.int32 if self.order.transposed else np.uint8)
-            arrays["offsets"] = dtype, self.order.zero_points_shape(n, -(-k // self.offset.extent[1]))
+            arrays["offsets"] = dtype, self.order.zero_points_shape(*self.offset.shape(n, k))
         elif self.offset:
             arrays["offsets"] = self.offset.scale.dtype, self.order.groups_shape(*self.offset.scale.shape(n, k))
         if self.factor:

@@ -18,12 +18,17 @@ class ScaleKind:
     """How stored scales read.
 
     dtype: of the array that holds the checkpoint's bytes, which are viewed as it and never cast.
-    numbers: such an array as float64; NaN or infinite where an item is no real number.
+    numbers: such an array as float64; NaN or infinite where an item is no real number. stored: the inverse; None for a cast.
     """
 
     name: str
     dtype: np.dtype
     numbers: Callable[[np.ndarray], np.ndarray] = field(default=lambda stored: stored.astype(np.float64), compare=False)
+    stored: Callable[[np.ndarray], np.ndarray] | None = field(default=None, compare=False)
+
+
+def _of_ue8m0(numbers: np.ndarray) -> np.ndarray:
+    return (np.frexp(numbers)[1] + 126).astype(np.uint8)
 
 
 def _ue8m0(stored: np.ndarray) -> np.ndarray:
@@ -35,8 +40,13 @@ def _ue8m0(stored: np.ndarray) -> np.ndarray:
 SCALE_KINDS = {
     kind.name: kind
     for kind in (
-        ScaleKind("ue8m0", np.dtype(np.uint8), _ue8m0),
-        ScaleKind("e4m3", np.dtype(np.uint8), lambda stored: stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64)),
+        ScaleKind("ue8m0", np.dtype(np.uint8), _ue8m0, _of_ue8m0),
+        ScaleKind(
+            "e4m3",
+            np.dtype(np.uint8),
+            lambda stored: stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64),
+            lambda numbers: numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
+        ),
         ScaleKind("bf16", _BF16),
         ScaleKind("fp16", np.dtype(np.float16)),
         ScaleKind("fp32", np.dtype(np.float32)),
@@ -79,6 +89,11 @@ class Scale:
     def numbers(self, stored: np.ndarray) -> np.ndarray:
         """Stored scales as float64; NaN or infinite where one is no real number."""
         return SCALE_KINDS[self.kind].numbers(stored)
+
+    def stored(self, numbers: np.ndarray) -> np.ndarray:
+        """The inverse of numbers(), for numbers that came from it."""
+        stored = SCALE_KINDS[self.kind].stored
+        return stored(numbers) if stored else numbers.astype(self.dtype)
 
     def spread(self, stored: np.ndarray, n: int, k: int) -> np.ndarray:
         """Stored scales of a matrix [n, k] as float64 [n, k]: each weight's own."""

@@ -41,12 +41,26 @@ static size_t call_rows(size_t left) {
     return calls == 1 ? left : kt_round_up((left + calls - 1) / calls, KT_TILE_ROWS);
 }
 
-static void gate_up(const kt_job *j, const kt_shard_job *p, const kt_worker_scratch *s, const kt_expert_rows *own,
-                    size_t panel) {
+static kt_finish finish_of(const kt_matrix *w, size_t panel) {
+    return (kt_finish){
+        .factor = w->factor ? w->factor + panel * w->factor_step : NULL,
+        .divides = w->divides,
+        .bias = w->bias ? w->bias + panel * KT_PANEL : NULL,
+    };
+}
+
+/* What a worker is likely to go on with; expert NULL: nothing is known. */
+typedef struct next_item {
+    const kt_expert *expert;
+    size_t panel;
+} next_item;
+
+static void gate_up(const kt_job *j, const kt_shard_job *p, const kt_worker_scratch *s, const kt_expert_rows *own, size_t panel,
+                    next_item next) {
     const kt_layer *l = j->layer;
     const kt_expert *e = &p->shard->experts[own->expert];
     const kt_rows *rows = e->down.kernel->rows;
-    const bool put_h = rows->encode || rows->tiled;
+    const bool put_h = rows->encode || rows->tiled || rows->round;
     const size_t columns = p->shard->intermediate - panel * KT_PANEL;
     for (size_t i = 0, m; i < own->count; i += m) {
         m = call_rows(own->count - i);
@@ -59,9 +73,14 @@ static void gate_up(const kt_job *j, const kt_shard_job *p, const kt_worker_scra
             .panels = 2,
             .scale_group = e->gate.scale_group,
             .codebook = e->gate.codebook,
+            .next_bytes = e->gate.panel_bytes,
             .out = {*s->g, *s->u},
             .scratch = s->kernel,
         };
+        if (next.expert && i + m == own->count) {
+            dot.next[0] = next.expert->gate.data + next.panel * e->gate.panel_bytes;
+            dot.next[1] = next.expert->up.data + next.panel * e->up.panel_bytes;
+        }
         if (e->gate.kernel == e->up.kernel && e->gate.codebook == e->up.codebook && e->gate.scale_group == e->up.scale_group) {
             multiply(&dot, e->gate.kernel);
         } else {
@@ -69,6 +88,8 @@ static void gate_up(const kt_job *j, const kt_shard_job *p, const kt_worker_scra
             multiply(&dot, e->gate.kernel);
             dot.x = j->forms[e->up.x_form].x + row;
             dot.w[0] = dot.w[1];
+            dot.next[0] = dot.next[1];
+            dot.next_bytes = e->up.panel_bytes;
             dot.out[0] = dot.out[1];
             dot.scale_group = e->up.scale_group;
             dot.codebook = e->up.codebook;
@@ -78,8 +99,8 @@ static void gate_up(const kt_job *j, const kt_shard_job *p, const kt_worker_scra
         l->isa->activate(&(kt_activate){
             .g = *s->g,
             .u = *s->u,
-            .bias_g = e->gate.bias ? e->gate.bias + panel * KT_PANEL : NULL,
-            .bias_u = e->up.bias ? e->up.bias + panel * KT_PANEL : NULL,
+            .finish_g = finish_of(&e->gate, panel),
+            .finish_u = finish_of(&e->up, panel),
             .r = l->router_weight == KT_DOWN_INPUT ? j->route.slot_weight + row : NULL,
             .m = m,
             .columns = columns < KT_PANEL ? columns : KT_PANEL,
@@ -88,16 +109,27 @@ static void gate_up(const kt_job *j, const kt_shard_job *p, const kt_worker_scra
             .h_stride = put_h ? KT_PANEL : p->h_stride_bytes / sizeof *h,
         });
         const size_t first = panel * KT_PANEL, left = p->k_inter - first, count = left < KT_PANEL ? left : KT_PANEL;
+        for (size_t r = row; rows->round && r < row + m; r++) rows->round(s->h[r - row], KT_PANEL);
         for (size_t r = row; put_h && r < row + m; r++)
             kt_row_put(rows, s->h[r - row], first, count, p->k_inter, j->together[r], (void *)p->h_rows[r]);
     }
 }
 
+/* Of a panel's columns; compiled for any CPU, and no compiler option lets it contract a product and a sum. */
+static void finish(kt_panel_row *d, size_t m, const kt_finish *f) {
+    for (size_t i = 0; i < m; i++) {
+        float *restrict row = d[i];
+        for (size_t c = 0; f->factor && c < KT_PANEL; c++) row[c] = f->divides ? row[c] / f->factor[c] : row[c] * f->factor[c];
+        for (size_t c = 0; f->bias && c < KT_PANEL; c++) row[c] += f->bias[c];
+    }
+}
+
 /* d of one panel, or of two neighbours, into s->g and s->u: two streams of weights are read faster than one. */
 static void down(const kt_shard_job *p, const kt_worker_scratch *s, const kt_expert_rows *own, size_t panel, size_t panels,
-                 size_t row, size_t m) {
+                 size_t row, size_t m, next_item next) {
     const kt_matrix *w = &p->shard->experts[own->expert].down;
     kt_panel_row *const d[2] = {s->g, s->u};
+    const uint8_t *after = next.expert ? next.expert->down.data + next.panel * w->panel_bytes : NULL;
     const kt_dot dot = {
         .x = p->h_rows + row,
         .m = m,
@@ -106,13 +138,16 @@ static void down(const kt_shard_job *p, const kt_worker_scratch *s, const kt_exp
         .panels = panels,
         .scale_group = w->scale_group,
         .codebook = w->codebook,
+        .next = {after, after ? after + w->panel_bytes : NULL},
+        .next_bytes = w->panel_bytes,
         .out = {*d[0], *d[1]},
         .scratch = s->kernel,
     };
     multiply(&dot, w->kernel);
-    for (size_t n = 0; w->bias && n < panels; n++)
-        for (size_t i = 0; i < m; i++)
-            for (size_t c = 0; c < KT_PANEL; c++) d[n][i][c] += w->bias[(panel + n) * KT_PANEL + c];
+    for (size_t n = 0; n < panels; n++) {
+        const kt_finish f = finish_of(w, panel + n);
+        finish(d[n], m, &f);
+    }
 }
 
 /* y += r * d, each rounded: the one order of both ways of phase B. */
@@ -160,7 +195,12 @@ static void panels_of_y(const kt_job *j, const kt_shard_job *p, const kt_worker_
             for (size_t panel = first, panels; panel < end; panel += panels) {
                 panels = panel + 1 < end ? 2 : 1;
                 kt_panel_row *slab = slabs + (panel - first) * tokens;
-                down(p, s, own, panel, panels, row, m);
+                next_item next = {&p->shard->experts[own->expert], panel + panels};
+                if (panel + panels >= end) { /* the run again, for the expert's next rows or for the next expert */
+                    const bool more = i + m < own->count;
+                    next = (next_item){more || n + 1 < j->route.num_used ? &p->shard->experts[own[!more].expert] : NULL, first};
+                }
+                down(p, s, own, panel, panels, row, m, next);
                 for (size_t r = 0; r < m; r++) {
                     kt_panel_row *y = slab + j->route.slot_token[row + r];
                     const float weight = output_weight(j, row + r);
@@ -196,10 +236,11 @@ static void add_up_panel(const kt_job *j, const kt_shard_job *p, size_t panel) {
 }
 
 static void panels_of_d(const kt_job *j, const kt_shard_job *p, const kt_worker_scratch *s, const kt_expert_rows *own,
-                        size_t panel, size_t panels) {
+                        size_t panel, size_t panels, next_item next) {
+    const next_item same = {&p->shard->experts[own->expert], panel};
     for (size_t i = 0, m; i < own->count; i += m) {
         m = call_rows(own->count - i);
-        down(p, s, own, panel, panels, own->first + i, m);
+        down(p, s, own, panel, panels, own->first + i, m, i + m < own->count ? same : next);
         for (size_t r = 0; r < m; r++) {
             memcpy(d_row(j, p, own->first + i + r, panel), s->g[r], sizeof(kt_panel_row));
             if (panels == 2) memcpy(d_row(j, p, own->first + i + r, panel + 1), s->u[r], sizeof(kt_panel_row));
@@ -209,13 +250,23 @@ static void panels_of_d(const kt_job *j, const kt_shard_job *p, const kt_worker_
         if (atomic_fetch_add_explicit(&p->arrived[n], 1, memory_order_acq_rel) + 1 == j->route.num_used) add_up_panel(j, p, n);
 }
 
+/* After item i of a run that ends at `end`: its next one, or where the counter is. Items are (expert, panel). */
+static next_item next_of(const kt_job *j, const kt_shard_job *p, const kt_counter *c, size_t next, size_t end, size_t panels) {
+    if (next >= end) next = atomic_load_explicit(&c->next, memory_order_relaxed);
+    if (next >= j->route.num_used * panels) return (next_item){0};
+    const kt_expert_rows *own = &j->route.used[j->route.by_cost[next / panels]];
+    return (next_item){&p->shard->experts[own->expert], next % panels};
+}
+
 static void work_on_shard(kt_job *j, kt_shard_job *p, kt_team team) {
     const kt_worker_scratch *s = &p->workers[team.rank];
     const kt_route *r = &j->route;
     size_t first, end;
     const size_t items_a = r->num_used * p->inter_panels;
     while ((end = grab(&p->a, items_a, team.size, LONGEST_RUN, &first)) > first)
-        for (size_t i = first; i < end; i++) gate_up(j, p, s, &r->used[r->by_cost[i / p->inter_panels]], i % p->inter_panels);
+        for (size_t i = first; i < end; i++)
+            gate_up(j, p, s, &r->used[r->by_cost[i / p->inter_panels]], i % p->inter_panels,
+                    next_of(j, p, &p->a, i + 1, end, p->inter_panels));
     kt_pool_barrier(team);
     const size_t items_b = j->hidden_panels * (j->reduce ? r->num_used : 1);
     while ((end = grab(&p->b, items_b, team.size, p->run_b, &first)) > first) {
@@ -223,7 +274,8 @@ static void work_on_shard(kt_job *j, kt_shard_job *p, kt_team team) {
         for (size_t i = first, panels; j->reduce && i < end; i += panels) {
             const size_t panel = i % j->hidden_panels;
             panels = i + 1 < end && panel + 1 < j->hidden_panels ? 2 : 1;
-            panels_of_d(j, p, s, &r->used[r->by_cost[i / j->hidden_panels]], panel, panels);
+            panels_of_d(j, p, s, &r->used[r->by_cost[i / j->hidden_panels]], panel, panels,
+                        next_of(j, p, &p->b, i + panels, end, j->hidden_panels));
         }
     }
 }

@@ -26,7 +26,7 @@ void kt_x_point(const kt_x *x, kt_x_form *form) {
     const kt_route *r = x->route;
     const kt_layer *l = x->layer;
     const bool as_it_is =
-        !form->rows->encode && x->batch->dtype == KT_BF16 && x->k == l->hidden && l->router_weight != KT_EXPERT_INPUT;
+        !form->rows->encode && !form->rows->round && x->batch->dtype == KT_BF16 && x->k == l->hidden && l->router_weight != KT_EXPERT_INPUT;
     /* A row alone is a tile, too. */
     form->stage = !as_it_is || (form->rows->tiled ? r->num_slots > r->num_used : x->batch->tokens >= STAGE_TOKENS);
     for (const kt_expert_rows *e = r->used; e < r->used + r->num_used; e++)
@@ -46,7 +46,7 @@ static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t
     const bool scaled = x->layer->router_weight == KT_EXPERT_INPUT;
     const size_t token = form->by_slot ? x->route->slot_token[row] : row;
     const uint16_t *bf16 = (const uint16_t *)x->batch->x + token * hidden;
-    if (x->batch->dtype != KT_BF16 || scaled || hidden != x->k) {
+    if (x->batch->dtype != KT_BF16 || scaled || hidden != x->k || form->rows->round) {
         const float *restrict f32 = (const float *)x->batch->x + token * hidden;
         if (x->batch->dtype == KT_BF16)
             memcpy(own, bf16, hidden * sizeof *own);
@@ -57,6 +57,7 @@ static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t
             for (size_t c = 0; c < hidden; c++) own[c] = kt_bf16_from_f32(kt_bf16_to_f32(own[c]) * r);
         }
         memset(own + hidden, 0, (x->k - hidden) * sizeof *own);
+        if (form->rows->round) form->rows->round(own, x->k);
         bf16 = own;
     }
     if (form->by_slot)

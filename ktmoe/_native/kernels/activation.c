@@ -31,6 +31,13 @@ INLINE u32v bf16_from_f32(f32v v) {
     return (u32v)select_f32(v != v, (f32v)(bits >> 16 | 0x40), (f32v)rounded);
 }
 
+INLINE f32v finish(f32v v, const kt_finish *f, size_t row, int c) {
+    if (f->factor) v = f->divides ? v / load_f32(f->factor + c) : v * load_f32(f->factor + c);
+    if (f->bias) v += load_f32(f->bias + c);
+    if (f->added) v += load_f32(f->added + row * KT_PANEL + c);
+    return v;
+}
+
 void KT_NAME(activate)(const kt_activate *restrict a) {
     const f32v alpha = splat(-a->act.alpha), limit = splat(a->act.limit), low = splat(-a->act.limit);
     const f32v offset = splat(a->act.up_offset);
@@ -38,11 +45,8 @@ void KT_NAME(activate)(const kt_activate *restrict a) {
     for (int l = 0; l < LANES; l++) lane[l] = l;
     for (size_t i = 0; i < a->m; i++)
         for (int c = 0; c < KT_PANEL; c += LANES) {
-            f32v g = load_f32(a->g + i * KT_PANEL + c), u = load_f32(a->u + i * KT_PANEL + c);
-            if (a->bias_g) g += load_f32(a->bias_g + c);
-            if (a->bias_u) u += load_f32(a->bias_u + c);
-            g = at_most(g, limit);
-            u = at_least(at_most(u, limit), low);
+            const f32v g = at_most(finish(load_f32(a->g + i * KT_PANEL + c), &a->finish_g, i, c), limit);
+            const f32v u = at_least(at_most(finish(load_f32(a->u + i * KT_PANEL + c), &a->finish_u, i, c), limit), low);
             f32v h = g / (1.0f + exp_f32(alpha * g)) * (u + offset);
             if (a->r) h *= splat(a->r[i]);
             const u32v inside = (u32v)(lane + c < (int)a->columns);

@@ -11,7 +11,7 @@ typedef struct weights {
     const uint8_t *packed;
 } weights;
 
-INLINE weights open_panel(const kt_dot *a, const size_t p) { return (weights){a->w[p]}; }
+INLINE weights open_panel(const kt_dot *a, const size_t p, const int how) { return (void)how, (weights){a->w[p]}; }
 
 INLINE const uint8_t *step_at(const weights *w, const size_t step) { return w->packed + step * STEP_BYTES; }
 
@@ -23,7 +23,9 @@ INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_
 
 #include "kernels/loops/tiles.h"
 
+FUNCTIONS(none, NONE)
+
 const kt_kernel KT_NAME(b16_amx)[] = {
-    {ON_TILES, .family = "b16", .scale = "none"},
+    {.family = "b16", .scale = "none", SERVED_BY(none)},
     {0},
 };

@@ -11,28 +11,21 @@ enum { IN_PLACE = 1 };
 typedef char table;
 typedef char fold;
 
-INLINE table load_table(const kt_dot *a, const enum scale_kind kind) { return (void)a, (void)kind, 0; }
-INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
+INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    return (void)header, (void)v, (void)how, 0;
+}
 
-INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scale_kind kind, const table *t,
-                   const fold *f) {
-    (void)kind, (void)t, (void)f;
-    return load_u32(pair_at(octet, v, pair));
+INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
+    (void)how, (void)t, (void)f;
+    return load_u32(pair_at(p, v, pair));
 }
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(b16, NO_SCALES)
+FUNCTIONS(none, NONE)
 
 const kt_kernel KT_NAME(b16_bf16)[] = {
-    {
-        .family = "b16",
-        .scale = "none",
-        .rows = &KT_NAME(rows_bf16),
-        .few_max = FEW_MAX,
-        .scratch_bytes = sizeof(decoded_panel),
-        .few = few_b16,
-        .many = many_b16,
-    },
+    {.family = "b16", .scale = "none", .rows = &KT_NAME(rows_bf16), SERVED_BY(none)},
     {0},
 };

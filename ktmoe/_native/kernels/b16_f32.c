@@ -7,28 +7,25 @@
 #include "kernels/common/isa.h"
 
 typedef char table;
+typedef char fold;
 
-INLINE table load_table(const kt_dot *a, const enum scale_kind kind) { return (void)a, (void)kind, 0; }
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    return (void)header, (void)v, (void)how, 0;
+}
 
-INLINE u32v decode(const uint8_t *octet, const int v, const int k, const enum scale_kind kind, const table *t, const fold *f) {
-    (void)kind, (void)t, (void)f;
-    const u32v pair = load_u32(pair_at(octet, v, k / 2));
+INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
+
+INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
+    (void)how, (void)t, (void)f;
+    const u32v pair = load_u32(pair_at(p, v, k / 2));
     return k % 2 ? pair & 0xFFFF0000 : pair << 16;
 }
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(b16, NO_SCALES)
+FUNCTIONS(none, NONE)
 
 const kt_kernel KT_NAME(b16_f32)[] = {
-    {
-        .family = "b16",
-        .scale = "none",
-        .rows = &KT_NAME(rows_f32),
-        .few_max = FEW_MAX,
-        .scratch_bytes = sizeof(decoded_panel),
-        .few = few_b16,
-        .many = many_b16,
-    },
+    {.family = "b16", .scale = "none", .rows = &KT_NAME(rows_f32), SERVED_BY(none)},
     {0},
 };

@@ -19,8 +19,8 @@ typedef struct weights {
     __m512i table;
 } weights;
 
-INLINE weights open_panel(const kt_dot *a, const size_t p) {
-    return (weights){a->w[p], _mm512_loadu_si512(a->codebook->folded)};
+INLINE weights open_panel(const kt_dot *a, const size_t p, const int how) {
+    return (void)how, (weights){a->w[p], _mm512_loadu_si512(a->codebook->folded)};
 }
 
 INLINE const uint8_t *step_at(const weights *w, const size_t step) { return w->packed + step * STEP_BYTES; }
@@ -30,7 +30,7 @@ INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) 
 }
 
 INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
-    const __m512i fold = ue8m0_fold(step_at(w, step) + 16 * n);
+    const __m512i fold = ue8m0_fold(step_at(w, step) + 16 * n, 253);
     const __m512i bytes = _mm512_set1_epi64(0x3830282018100800); /* bit offsets of a qword's bytes */
     const uint8_t *from = tile_at(w, step, n);
 #pragma GCC unroll 4
@@ -48,7 +48,9 @@ INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_
 
 #include "kernels/loops/tiles.h"
 
+FUNCTIONS(folded, UE8M0 | FOLDED)
+
 const kt_kernel KT_NAME(q4_amx)[] = {
-    {ON_TILES, .family = "q4", .scale = "ue8m0", .scale_group_max = KT_BLOCK, .folded = 1},
+    {.family = "q4", .scale = "ue8m0", .scale_group_min = KT_BLOCK, .scale_group_max = KT_BLOCK, .folded = 1, SERVED_BY(folded)},
     {0},
 };

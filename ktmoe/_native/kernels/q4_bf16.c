@@ -1,7 +1,7 @@
 /* q4 with VDPBF16PS: VPERMW looks up bf16 weights in k-pairs; see bf16.h and panel.h.
  *
  * DEFINITION  folded: w = codebook[code] * 2^(b-127), exact in bf16, one chain over all k
- *             else:   w = codebook[code], a sum per group, out = fma(sum, scale, out)
+ *             else:   w = codebook[code], or code - zero point, a sum per group, out = fma(sum, scale, out)
  * LAYOUT      pack/q4.c. A vector of codes is 8 k of 16 columns; word shifts 0, 4, 8, 12 and VPERMW give the k-pairs.
  */
 #include "kernels/common/bf16.h"
@@ -14,29 +14,48 @@ enum { IN_PLACE = 0 };
 typedef __m512i table;
 typedef __m512i fold;
 
-INLINE table load_table(const kt_dot *a, const enum scale_kind kind) {
-    return _mm512_loadu_si512(kind == FOLDED_UE8M0 ? a->codebook->folded : a->codebook->plain);
+INLINE table load_table(const kt_dot *a, const scaling how) {
+    return _mm512_loadu_si512(how & FOLDED        ? a->codebook->folded
+                              : how & ZERO_POINTS ? a->codebook->signed5
+                                                  : a->codebook->plain);
 }
 
-INLINE fold load_fold(const uint8_t *scales, const int v) { return ue8m0_fold(scales + 16 * v); }
+/* Scales to be folded; or zero points, in both words of each column. */
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    if (how & FOLDED) return ue8m0_fold(header + 16 * v, 253);
+    const u32v z = load_zero_points(header, v, how);
+    return (fold)(z | z << 16);
+}
 
-INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scale_kind kind, const table *t,
-                   const fold *f) {
-    const __m512i codes = _mm512_loadu_si512(codes_at(octet, v));
-    const __m512i w = _mm512_permutexvar_epi16(pair ? _mm512_srli_epi16(codes, pair * 4) : codes, *t);
-    return (u32v)(kind == FOLDED_UE8M0 ? _mm512_subs_epu16(w, *f) : w);
+INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
+    const __m512i codes = _mm512_loadu_si512(codes_at(p, v));
+    __m512i index = pair ? _mm512_srli_epi16(codes, pair * 4) : codes;
+    if (how & ZERO_POINTS) index = _mm512_sub_epi16(_mm512_and_si512(index, _mm512_set1_epi16(15)), *f);
+    const __m512i w = _mm512_permutexvar_epi16(index, *t);
+    return (u32v)(how & FOLDED ? _mm512_subs_epu16(w, *f) : w);
 }
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(folded, FOLDED_UE8M0)
-FUNCTIONS(ue8m0, UE8M0_SCALES)
-FUNCTIONS(bf16, BF16_SCALES)
+FUNCTIONS(folded, UE8M0 | FOLDED)
+FUNCTIONS(none, NONE)
+FUNCTIONS(ue8m0, UE8M0)
+FUNCTIONS(bf16, BF16)
+FUNCTIONS(fp16, FP16)
+FUNCTIONS(e4m3, E4M3 | HALVES)
+FUNCTIONS(bf16_zero_points, BF16 | ZERO_POINTS)
+FUNCTIONS(fp16_zero_points, FP16 | ZERO_POINTS)
 
-#define Q4 .family = "q4", .rows = &KT_NAME(rows_bf16), .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel)
+#define Q4 .family = "q4", .rows = &KT_NAME(rows_bf16)
+#define ZEROS .offset = "zero_point"
 const kt_kernel KT_NAME(q4_bf16)[] = {
-    {Q4, .scale = "ue8m0", .scale_group_max = KT_BLOCK, .folded = 1, .few = few_folded, .many = many_folded},
-    {Q4, .scale = "ue8m0", .scale_group_max = KT_BLOCK, .few = few_ue8m0, .many = many_ue8m0},
-    {Q4, .scale = "bf16", .scale_group_max = KT_SCALE_GROUP_MAX, .few = few_bf16, .many = many_bf16},
+    {Q4, .scale = "ue8m0", PER_BLOCK, .folded = 1, SERVED_BY(folded)},
+    {Q4, .scale = "none", SERVED_BY(none)},
+    {Q4, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
+    {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},
+    {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},
+    {Q4, .scale = "e4m3", PER_16, SERVED_BY(e4m3)},
+    {Q4, .scale = "bf16", PER_BLOCKS, ZEROS, SERVED_BY(bf16_zero_points)},
+    {Q4, .scale = "fp16", PER_BLOCKS, ZEROS, SERVED_BY(fp16_zero_points)},
     {0},
 };

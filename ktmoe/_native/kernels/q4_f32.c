@@ -1,5 +1,6 @@
 /* q4 in fp32: a vector lookup gives fp32 weights; see f32.h and panel.h.
  *
+ * DEFINITION  w = values[code], less the zero point if there is one, exact in fp32: both are small integers then
  * LAYOUT      pack/q4.c. A code dword holds 8 k of one column; the nibble of k is at bit nibble_bit(k).
  */
 #include "kernels/common/f32.h"
@@ -11,7 +12,7 @@ INLINE int nibble_bit(const int k) { return k / 2 * 4 + k % 2 * 16; }
 #if VECTOR_BYTES == 64
 typedef __m512 table;
 
-INLINE table load_table(const kt_dot *a, const enum scale_kind kind) { return (void)kind, _mm512_loadu_ps(a->codebook->value); }
+INLINE table load_table(const kt_dot *a, const scaling how) { return (void)how, _mm512_loadu_ps(a->codebook->value); }
 
 /* VPERMPS reads four index bits, so that what stands above the nibble does not matter. */
 INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
@@ -22,8 +23,8 @@ typedef struct table {
     __m256 low, high;
 } table;
 
-INLINE table load_table(const kt_dot *a, const enum scale_kind kind) {
-    (void)kind;
+INLINE table load_table(const kt_dot *a, const scaling how) {
+    (void)how;
     return (table){_mm256_loadu_ps(a->codebook->value), _mm256_loadu_ps(a->codebook->value + 8)};
 }
 
@@ -36,7 +37,7 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 #else
 typedef const float *table;
 
-INLINE table load_table(const kt_dot *a, const enum scale_kind kind) { return (void)kind, a->codebook->value; }
+INLINE table load_table(const kt_dot *a, const scaling how) { return (void)how, a->codebook->value; }
 
 INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
     f32v v;
@@ -45,19 +46,36 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 }
 #endif
 
-INLINE u32v decode(const uint8_t *octet, const int v, const int k, const enum scale_kind kind, const table *t, const fold *f) {
-    (void)kind, (void)f;
-    return (u32v)lookup(load_u32(codes_at(octet, v)), nibble_bit(k), t);
+typedef f32v fold; /* zero points */
+
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    return __builtin_convertvector((i32v)load_zero_points(header, v, how), f32v);
+}
+
+INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
+    const f32v w = lookup(load_u32(codes_at(p, v)), nibble_bit(k), t);
+    return (u32v)(how & ZERO_POINTS ? w - *f : w);
 }
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(ue8m0, UE8M0_SCALES)
-FUNCTIONS(bf16, BF16_SCALES)
+FUNCTIONS(none, NONE)
+FUNCTIONS(ue8m0, UE8M0)
+FUNCTIONS(bf16, BF16)
+FUNCTIONS(fp16, FP16)
+FUNCTIONS(e4m3, E4M3 | HALVES)
+FUNCTIONS(bf16_zero_points, BF16 | ZERO_POINTS)
+FUNCTIONS(fp16_zero_points, FP16 | ZERO_POINTS)
 
-#define Q4 .family = "q4", .rows = &KT_NAME(rows_f32), .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel)
+#define Q4 .family = "q4", .rows = &KT_NAME(rows_f32)
+#define ZEROS .offset = "zero_point"
 const kt_kernel KT_NAME(q4_f32)[] = {
-    {Q4, .scale = "ue8m0", .scale_group_max = KT_BLOCK, .few = few_ue8m0, .many = many_ue8m0},
-    {Q4, .scale = "bf16", .scale_group_max = KT_SCALE_GROUP_MAX, .few = few_bf16, .many = many_bf16},
+    {Q4, .scale = "none", SERVED_BY(none)},
+    {Q4, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
+    {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},
+    {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},
+    {Q4, .scale = "e4m3", PER_16, SERVED_BY(e4m3)},
+    {Q4, .scale = "bf16", PER_BLOCKS, ZEROS, SERVED_BY(bf16_zero_points)},
+    {Q4, .scale = "fp16", PER_BLOCKS, ZEROS, SERVED_BY(fp16_zero_points)},
     {0},
 };

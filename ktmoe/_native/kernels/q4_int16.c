@@ -33,18 +33,19 @@ typedef struct table {
 typedef char fold;
 typedef i32v sums;
 
-INLINE table load_table(const kt_dot *a, const enum scale_kind kind) {
-    (void)kind;
+INLINE table load_table(const kt_dot *a, const scaling how) {
+    (void)how;
     const __m256i whole = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)a->codebook->whole));
     return (table){_mm256_add_epi8(whole, _mm256_set1_epi8(16)), a->codebook->unit};
 }
 
-INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    return (void)header, (void)v, (void)how, 0;
+}
 
-INLINE u32v decode(const uint8_t *octet, const int v, const int pair, const enum scale_kind kind, const table *t,
-                   const fold *f) {
-    (void)kind, (void)f;
-    const u32v codes = load_u32(codes_at(octet, v));
+INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
+    (void)how, (void)f;
+    const u32v codes = load_u32(codes_at(p, v));
     const u32v nibbles = (pair % 2 ? codes >> 4 : codes) & 0x0F0F0F0F;
     const __m256i whole = _mm256_shuffle_epi8(t->whole, (__m256i)nibbles);
     return (u32v)(pair < 2 ? _mm256_and_si256(whole, _mm256_set1_epi16(0xFF)) : _mm256_srli_epi16(whole, 8));
@@ -76,12 +77,14 @@ INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(ue8m0, UE8M0_SCALES)
-FUNCTIONS(bf16, BF16_SCALES)
+FUNCTIONS(ue8m0, UE8M0)
+FUNCTIONS(bf16, BF16)
+FUNCTIONS(fp16, FP16)
 
-#define Q4 .family = "q4", .rows = &KT_NAME(rows_int16), .whole = 1, .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel)
+#define Q4 .family = "q4", .rows = &KT_NAME(rows_int16), .whole = 1
 const kt_kernel KT_NAME(q4_int16)[] = {
-    {Q4, .scale = "ue8m0", .scale_group_max = KT_BLOCK, .few = few_ue8m0, .many = many_ue8m0},
-    {Q4, .scale = "bf16", .scale_group_max = KT_SCALE_GROUP_MAX, .few = few_bf16, .many = many_bf16},
+    {Q4, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
+    {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},
+    {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},
     {0},
 };

@@ -57,19 +57,20 @@ INLINE u32v lookup(const u32v table, const u32v index) {
 #endif
 }
 
-INLINE table load_table(const kt_dot *a, const enum scale_kind kind) {
-    (void)kind;
+INLINE table load_table(const kt_dot *a, const scaling how) {
+    (void)how;
     u8v whole;
     for (int i = 0; i < VECTOR_BYTES; i++) whole[i] = (uint8_t)a->codebook->whole[i % 16];
     return (table){(u32v)(whole + 16), a->codebook->unit};
 }
 
-INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    return (void)header, (void)v, (void)how, 0;
+}
 
-INLINE u32v decode(const uint8_t *octet, const int v, const int step, const enum scale_kind kind, const table *t,
-                   const fold *f) {
-    (void)kind, (void)f;
-    const u32v codes = load_u32(codes_at(octet, v));
+INLINE u32v decode(const place *p, const int v, const int step, const scaling how, const table *t, const fold *f) {
+    (void)how, (void)f;
+    const u32v codes = load_u32(codes_at(p, v));
     return lookup(t->whole, (step ? codes >> 4 : codes) & 0x0F0F0F0F);
 }
 
@@ -111,12 +112,14 @@ INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(ue8m0, UE8M0_SCALES)
-FUNCTIONS(bf16, BF16_SCALES)
+FUNCTIONS(ue8m0, UE8M0)
+FUNCTIONS(bf16, BF16)
+FUNCTIONS(fp16, FP16)
 
-#define Q4 .family = "q4", .rows = &KT_NAME(rows_int8), .whole = 1, .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel)
+#define Q4 .family = "q4", .rows = &KT_NAME(rows_int8), .whole = 1
 const kt_kernel KT_NAME(q4_int8)[] = {
-    {Q4, .scale = "ue8m0", .scale_group_max = KT_BLOCK, .few = few_ue8m0, .many = many_ue8m0},
-    {Q4, .scale = "bf16", .scale_group_max = KT_SCALE_GROUP_MAX, .few = few_bf16, .many = many_bf16},
+    {Q4, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
+    {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},
+    {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},
     {0},
 };

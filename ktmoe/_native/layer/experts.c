@@ -7,23 +7,13 @@
 
 #include "base/numbers.h"
 #include "layer/experts.h"
+#include "pack/groups.h"
 
 enum { DOWN = 2 };
 
 static kt_shard_matrix shard_matrix(const kt_format *formats, const kt_shard_memory *m, size_t hidden, size_t matrix) {
     if (matrix == DOWN) return (kt_shard_matrix){.format = &formats[matrix], .column = m->first, .n = hidden, .k = m->count};
     return (kt_shard_matrix){.format = &formats[matrix], .row = m->first, .n = m->count, .k = hidden};
-}
-
-/* Its bytes within those of a whole matrix. */
-static kt_stored stored_at(const kt_shard_matrix *s, const kt_given *given, size_t k) {
-    const kt_format *f = s->format;
-    kt_stored stored = {.format = f, .n = s->n, .k = s->k, .codes_stride_bytes = kt_codes_bytes(f, k)};
-    stored.codes = given->codes + s->row * stored.codes_stride_bytes + kt_codes_bytes(f, s->column);
-    if (!f->scale_group) return stored;
-    stored.scales_stride_bytes = kt_scales_bytes(f, k);
-    stored.scales = given->scales + s->row * stored.scales_stride_bytes + kt_scales_bytes(f, s->column);
-    return stored;
 }
 
 size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m) {
@@ -35,6 +25,10 @@ size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory 
     }
     return bytes;
 }
+
+/* Of a whole matrix. */
+static size_t n_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->layer.hidden : e->intermediate; }
+static size_t k_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->intermediate : e->layer.hidden; }
 
 bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]) {
     const size_t shards = kt_shards_of(e->layer.placement), num_experts = e->layer.num_experts;
@@ -55,12 +49,17 @@ bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]) {
     return true;
 }
 
+static void free_numbers(const kt_matrix *m) {
+    free((void *)m->bias);
+    free((void *)m->factor);
+}
+
 void kt_experts_free(kt_experts *e) {
     const size_t shards = e->memory && e->layer.shards ? kt_shards_of(e->layer.placement) : 0;
     for (size_t s = 0; s < shards; s++) {
         kt_expert *experts = e->layer.shards[s].experts;
         for (size_t i = 0; experts && i < e->layer.num_experts; i++)
-            for (size_t m = 0; m < KT_MATRICES; m++) free((void *)kt_matrix_of(e, s, i, m)->bias);
+            for (size_t m = 0; m < KT_MATRICES; m++) free_numbers(kt_matrix_of(e, s, i, m));
         kt_os_unmap(e->memory[s].arena, e->memory[s].arena_bytes);
         kt_os_unmap(e->memory[s].spare_map, e->memory[s].expert_bytes);
         free(experts);
@@ -77,20 +76,38 @@ static const kt_codebook *codebook_of(const kt_experts *e, size_t matrix) {
     return &e->codebooks[alike ? 0 : matrix];
 }
 
-/* A copy of a shard's biases, padded to whole panels. Down's belong to the first shard. They are checked here and not before, since
- * their owner may change them. *error is ENOMEM, or 0 where KT_REFUSED is returned. */
-static enum kt_outcome copy_bias(const kt_shard_matrix *s, const float *bias, const float **copy, int *error) {
-    *copy = NULL;
-    if (!bias || s->column) return KT_DONE;
-    float *padded = calloc(kt_round_up(s->n, KT_PANEL), sizeof *padded);
+/* A copy of a shard's rows of numbers, padded to whole panels with `padding`; KT_PANEL copies where all rows share one. They are
+ * checked here and not before, since their owner may change them. *error is ENOMEM, or 0 where KT_REFUSED is returned. */
+static enum kt_outcome copy_numbers(const kt_shard_matrix *s, const float *from, bool shared, float padding, const float **copy,
+                                    int *error) {
+    const size_t count = shared ? KT_PANEL : kt_round_up(s->n, KT_PANEL);
+    float *padded = malloc(count * sizeof *padded);
+    *copy = padded;
     if (!padded) {
         *error = ENOMEM;
         return KT_FAILED;
     }
-    memcpy(padded, bias + s->row, s->n * sizeof *padded);
-    *copy = padded;
-    for (size_t i = 0; i < s->n; i++)
-        if (!isfinite(padded[i])) return KT_REFUSED;
+    bool finite = true;
+    for (size_t i = 0; i < count; i++) {
+        padded[i] = shared ? *from : i < s->n ? from[s->row + i] : padding;
+        finite &= isfinite(padded[i]);
+    }
+    return finite ? KT_DONE : KT_REFUSED;
+}
+
+/* Down's bias belongs to the first shard; its factor to each. */
+static enum kt_outcome copy_bias_and_factor(const kt_shard_matrix *s, const kt_given *g, kt_matrix *to, int *error) {
+    if (g->bias && !s->column) {
+        const enum kt_outcome outcome = copy_numbers(s, g->bias, false, 0, &to->bias, error);
+        if (outcome != KT_DONE) return outcome;
+    }
+    if (!g->factor) return KT_DONE;
+    to->factor_step = g->factor_per_row ? KT_PANEL : 0;
+    to->divides = g->divides;
+    const enum kt_outcome outcome = copy_numbers(s, g->factor, !g->factor_per_row, 1, &to->factor, error);
+    if (outcome != KT_DONE || !g->divides) return outcome;
+    for (size_t i = 0; i < (g->factor_per_row ? s->n : 1); i++)
+        if (!to->factor[i]) return KT_REFUSED;
     return KT_DONE;
 }
 
@@ -116,13 +133,13 @@ static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard
         if (!s->format) continue;
         fresh[i] = (kt_matrix){
             .data = s->packed,
-            .panel_bytes = s->format->packing->panel_bytes(s->format, s->k),
+            .panel_bytes = kt_panel_bytes(s->format, s->k),
             .scale_group = s->format->scale_group,
             .codebook = codebook_of(e, matrix),
         };
         const bool folds = g->low <= scans[matrix].low && scans[matrix].high <= g->high;
         if (!kt_layer_use(&e->layer, &fresh[i], matrix == DOWN, g->kernels[folds])) return KT_TOO_MANY_FORMS;
-        const enum kt_outcome outcome = copy_bias(s, g->bias, &fresh[i].bias, error);
+        const enum kt_outcome outcome = copy_bias_and_factor(s, g, &fresh[i], error);
         scans[matrix].refused |= outcome == KT_REFUSED;
         if (outcome != KT_DONE) return outcome;
     }
@@ -159,7 +176,7 @@ enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *gi
         for (size_t i = 0; i < KT_MATRICES; i++) {
             if (!given[i].codes) continue;
             own[i] = shard_matrix(e->formats, &e->memory[s], e->layer.hidden, i);
-            own[i].stored = stored_at(&own[i], &given[i], i == DOWN ? e->intermediate : e->layer.hidden);
+            own[i].stored = (kt_stored){given[i].codes, given[i].scales, given[i].zero_points, n_of(e, i), k_of(e, i)};
         }
         if (!place(e, expert, packed > 0, s, own)) {
             *error = ENOMEM;
@@ -171,25 +188,27 @@ enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *gi
         if (scans[i].refused) return KT_REFUSED;
     const enum kt_outcome outcome = make(e, given, matrices, scans, fresh, error);
     if (outcome == KT_DONE) swap(e, expert, matrices, fresh);
-    for (size_t i = 0; i < shards * KT_MATRICES; i++) free((void *)fresh[i].bias); /* those replaced, or not installed */
+    for (size_t i = 0; i < shards * KT_MATRICES; i++) free_numbers(&fresh[i]); /* those replaced, or not installed */
     return outcome;
 }
 
 enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count,
-                                  float *const *biases, bool *biased, int *error) {
+                                  kt_numbers *numbers, int *error) {
     kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES] = {0};
     *error = 0;
     if (!e->layer.shards) return KT_CLOSED;
     for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
         const size_t shard = i / KT_MATRICES, matrix = i % KT_MATRICES;
-        if (!biases[matrix]) continue;
+        kt_numbers *to = &numbers[matrix];
+        if (!to->bias) continue;
         const kt_matrix *from = kt_matrix_of(e, shard, expert, matrix);
         if (!from->data) return KT_INCOMPLETE;
         matrices[i] = shard_matrix(e->formats, &e->memory[shard], e->layer.hidden, matrix);
         matrices[i].packed = (uint8_t *)from->data;
-        if (!from->bias) continue;
-        memcpy(biases[matrix] + matrices[i].row, from->bias, matrices[i].n * sizeof(float));
-        biased[matrix] = true;
+        const size_t row = matrices[i].row, bytes = matrices[i].n * sizeof(float);
+        if (from->bias) memcpy(to->bias + row, from->bias, bytes);
+        if (from->factor) memcpy(to->factor + row, from->factor, from->factor_step ? bytes : sizeof(float));
+        to->has_bias |= from->bias != NULL;
     }
     *error = kt_unpack(e->layer.placement, matrices, slices, count);
     return *error ? KT_FAILED : KT_DONE;

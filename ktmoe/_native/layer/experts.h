@@ -33,8 +33,10 @@ void kt_experts_free(kt_experts *e); /* with the pool's lock held, if others may
 
 /* A whole matrix in the checkpoint's own bytes. */
 typedef struct kt_given {
-    const uint8_t *codes, *scales; /* codes NULL: not given */
-    const float *bias;             /* [n], or NULL */
+    const uint8_t *codes, *scales, *zero_points; /* codes NULL: not given */
+    const float *bias;                           /* [n], or NULL */
+    const float *factor;                         /* [n] or [1], or NULL */
+    bool factor_per_row, divides;
     const kt_kernel *kernels[2];   /* the second where all scales are in [low, high], which fold into the weights */
     uint8_t low, high;
 } kt_given;
@@ -47,9 +49,15 @@ enum kt_outcome { KT_DONE, KT_CLOSED, KT_INCOMPLETE, KT_REFUSED, KT_TOO_MANY_FOR
  * KT_REFUSED: scans say whose numbers are not finite. KT_FAILED: *error is an errno. What was there stays unless KT_DONE. */
 enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error);
 
-/* Fills slices, and of the matrices that they are of the biases: [KT_MATRICES], fp32 [n] or NULL. biased: which matrices have one. */
+/* Of one matrix: fp32 [n] for its bias and for its factor, of which only the first number is written where all rows share it. */
+typedef struct kt_numbers {
+    float *bias, *factor; /* NULL: the matrix is not asked for */
+    bool has_bias;
+} kt_numbers;
+
+/* Fills slices, and numbers, [KT_MATRICES], of the matrices that they are of. */
 enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count,
-                                  float *const *biases, bool *biased, int *error);
+                                  kt_numbers *numbers, int *error);
 
 static inline kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix) {
     return &e->layer.shards[shard].experts[expert].matrices[matrix];

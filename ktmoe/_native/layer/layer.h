@@ -13,7 +13,10 @@ typedef struct kt_matrix {
     const kt_kernel *kernel;
     size_t x_form; /* of gate and up: which of the layer's x_rows its kernel takes */
     const kt_codebook *codebook;
-    const float *bias; /* fp32, padded to whole panels, or NULL */
+    const float *bias;   /* fp32, padded to whole panels, or NULL */
+    const float *factor; /* fp32, likewise; or KT_PANEL copies of the one that all columns share */
+    size_t factor_step;  /* from panel to panel: KT_PANEL, or 0 */
+    bool divides;
 } kt_matrix;
 
 typedef union kt_expert {

@@ -8,7 +8,7 @@
 #include "base/numbers.h"
 #include "base/pool.h"
 #include "ktmoe.h"
-#include "pack/pack.h"
+#include "pack/groups.h"
 
 typedef struct pack_job {
     size_t shards;
@@ -25,7 +25,7 @@ typedef struct pack_job {
 
 static size_t panels_of(const kt_shard_matrix *s) { return s->format ? kt_round_up(s->n, KT_PANEL) / KT_PANEL : 0; }
 
-size_t kt_packed_bytes(const kt_shard_matrix *m) { return panels_of(m) * m->format->packing->panel_bytes(m->format, m->k); }
+size_t kt_packed_bytes(const kt_shard_matrix *m) { return panels_of(m) * kt_panel_bytes(m->format, m->k); }
 
 /* The next panel of a shard and its matrix, or KT_MATRICES. */
 static size_t grab(pack_job *j, size_t shard, size_t *panel) {
@@ -37,16 +37,52 @@ static size_t grab(pack_job *j, size_t shard, size_t *panel) {
     return matrix;
 }
 
+/* Of what a worker does: bytes for a panel's dense codes, scales and zero points, once for all, since pages cost more than what is
+ * done in them. NULL: there is no memory. */
+static uint8_t *dense_panel(pack_job *j) {
+    size_t most = 1;
+    for (const kt_shard_matrix *s = j->matrices; s < j->matrices + j->shards * KT_MATRICES; s++) {
+        if (!s->format) continue;
+        const kt_format *f = s->format;
+        const size_t row = kt_codes_bytes(f, s->k) + kt_scales_bytes(f, s->k) + kt_zero_points_bytes(f, s->k);
+        most = KT_PANEL * row > most ? KT_PANEL * row : most;
+    }
+    uint8_t *dense = malloc(most);
+    if (!dense) atomic_store(&j->error, ENOMEM);
+    return dense;
+}
+
+static size_t rows_of(const kt_shard_matrix *s, size_t panel) {
+    const size_t left = s->n - panel * KT_PANEL;
+    return left < KT_PANEL ? left : KT_PANEL;
+}
+
+static void pack_panel(const kt_shard_matrix *s, size_t panel, uint8_t *dense, kt_scan *scan) {
+    const kt_format *f = s->format;
+    const size_t row = s->row + panel * KT_PANEL, count = rows_of(s, panel);
+    uint8_t *packed = s->packed + panel * kt_panel_bytes(f, s->k);
+    size_t stride = kt_codes_bytes(f, s->stored.k);
+    const uint8_t *rows = s->stored.codes + row * stride + kt_codes_bytes(f, s->column);
+    if (f->order.dwords) {
+        stride = kt_codes_bytes(f, s->k);
+        kt_order_to_rows(&f->order, s->stored.codes, (kt_rectangle){s->stored.n, s->stored.k, row, count, s->column, s->k}, dense,
+                         stride);
+        rows = dense;
+    }
+    scan->refused |= !f->packing->pack_codes(s, rows, stride, count, packed);
+    kt_pack_headers(s, panel, packed, scan);
+}
+
 static void pack_panels(void *context, size_t worker, size_t workers) {
     pack_job *j = context;
     kt_scan scans[KT_MATRICES];
+    uint8_t *dense = dense_panel(j);
+    if (!dense) return;
     for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){.low = 255};
     for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
-        for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;) {
-            const kt_shard_matrix *s = &j->matrices[shard * KT_MATRICES + m];
-            const kt_packing *packing = s->format->packing;
-            packing->pack(&s->stored, panel, s->packed + panel * packing->panel_bytes(s->format, s->k), &scans[m]);
-        }
+        for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;)
+            pack_panel(&j->matrices[shard * KT_MATRICES + m], panel, dense, &scans[m]);
+    free(dense);
     for (size_t m = 0; m < KT_MATRICES; m++) {
         uint8_t seen = atomic_load(&j->low[m]);
         while (scans[m].low < seen && !atomic_compare_exchange_weak(&j->low[m], &seen, scans[m].low)) continue;
@@ -61,57 +97,68 @@ int kt_pack(const kt_placement *placement, const kt_shard_matrix *matrices, kt_s
     for (size_t m = 0; m < KT_MATRICES; m++) j.low[m] = 255;
     const int error = kt_pool_run(pack_panels, &j, placement);
     for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){j.low[m], j.high[m], j.refused[m]};
-    return error;
+    return error ? error : j.error;
 }
 
 size_t kt_codes_bytes(const kt_format *f, size_t columns) { return columns * f->packing->code_bits / 8; }
-size_t kt_scales_bytes(const kt_format *f, size_t columns) {
-    return f->scale_group ? (columns + f->scale_group - 1) / f->scale_group * f->scale_bytes : 0;
-}
 
 typedef size_t row_bytes(const kt_format *f, size_t columns);
 
-/* What `rows` of a shard's matrix, from its row `first` on, have in common with a slice. bytes: kt_codes_bytes or kt_scales_bytes. */
-static void copy_rows(const kt_shard_matrix *s, size_t first, size_t rows, const kt_slice *to, row_bytes *bytes,
-                      const uint8_t *from, uint8_t *bytes_to) {
+/* What a shard's matrix and a slice have in common. */
+static kt_rectangle common(const kt_shard_matrix *s, size_t panel, const kt_slice *to) {
+    const size_t row = s->row + panel * KT_PANEL, end = row + rows_of(s, panel);
+    const size_t first = row > to->row ? row : to->row, last = end < to->row + to->rows ? end : to->row + to->rows;
     const size_t begin = s->column > to->column ? s->column : to->column;
-    const size_t s_end = s->column + s->k, to_end = to->column + to->columns, end = s_end < to_end ? s_end : to_end;
-    if (begin >= end) return;
+    const size_t s_end = s->column + s->k, to_end = to->column + to->columns, stop = s_end < to_end ? s_end : to_end;
+    return (kt_rectangle){to->rows, to->columns, first, last > first ? last - first : 0, begin, stop > begin ? stop - begin : 0};
+}
+
+/* Rows of a panel's dense array to a slice's. bytes: of so many of its columns. `shared` rows of the matrix are one of the array. */
+static void copy_rows(const kt_shard_matrix *s, size_t panel, const kt_slice *to, row_bytes *bytes, size_t shared,
+                      const uint8_t *from, uint8_t *bytes_to) {
+    const kt_rectangle r = common(s, panel, to);
     const size_t from_stride = bytes(s->format, s->k), to_stride = bytes(s->format, to->columns);
-    const size_t count = bytes(s->format, end - begin);
-    for (size_t i = 0; i < rows; i++) {
-        const size_t row = s->row + first + i;
-        if (row < to->row || row >= to->row + to->rows) continue;
-        memcpy(bytes_to + (row - to->row) * to_stride + bytes(s->format, begin - to->column),
-               from + i * from_stride + bytes(s->format, begin - s->column), count);
+    const size_t first = s->row + panel * KT_PANEL, count = bytes(s->format, r.columns);
+    for (size_t i = r.row; i < r.row + r.rows && r.columns; i++) {
+        if (i % shared) continue; /* another panel has the row that is shared */
+        memcpy(bytes_to + (i - to->row) / shared * to_stride + bytes(s->format, r.column - to->column),
+               from + (i - first) / shared * from_stride + bytes(s->format, r.column - s->column), count);
     }
+}
+
+static void copy_codes(const kt_shard_matrix *s, size_t panel, const kt_slice *to, const uint8_t *rows) {
+    if (!s->format->order.dwords) {
+        copy_rows(s, panel, to, kt_codes_bytes, 1, rows, to->codes);
+        return;
+    }
+    kt_rectangle r = common(s, panel, to);
+    const size_t stride = kt_codes_bytes(s->format, s->k), first = s->row + panel * KT_PANEL;
+    if (!r.rows || !r.columns) return;
+    rows += (r.row - first) * stride + kt_codes_bytes(s->format, r.column - s->column);
+    r.row -= to->row, r.column -= to->column;
+    kt_order_from_rows(&s->format->order, rows, stride, r, to->codes);
 }
 
 static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice *slices, size_t count, size_t matrix,
                          uint8_t *codes) {
-    const kt_packing *packing = s->format->packing;
-    const size_t first = panel * KT_PANEL, rows = s->n - first < KT_PANEL ? s->n - first : KT_PANEL;
-    uint8_t *scales = codes + rows * kt_codes_bytes(s->format, s->k);
-    packing->unpack(s->format, s->packed + panel * packing->panel_bytes(s->format, s->k), rows, s->k, codes, scales);
+    const kt_format *f = s->format;
+    const size_t rows = rows_of(s, panel);
+    const uint8_t *packed = s->packed + panel * kt_panel_bytes(f, s->k);
+    uint8_t *scales = codes + rows * kt_codes_bytes(f, s->k), *zero_points = scales + rows * kt_scales_bytes(f, s->k);
+    f->packing->unpack_codes(f, packed, rows, s->k, codes);
+    kt_unpack_headers(f, packed, rows, s->k, scales, zero_points);
     for (const kt_slice *to = slices; to < slices + count; to++) {
         if (to->matrix != matrix) continue;
-        copy_rows(s, first, rows, to, kt_codes_bytes, codes, to->codes);
-        if (s->format->scale_group) copy_rows(s, first, rows, to, kt_scales_bytes, scales, to->scales);
+        copy_codes(s, panel, to, codes);
+        if (f->scale_group) copy_rows(s, panel, to, kt_scales_bytes, f->scale_rows, scales, to->scales);
+        if (f->zero_points) copy_rows(s, panel, to, kt_zero_points_bytes, 1, zero_points, to->zero_points);
     }
 }
 
 static void unpack_panels(void *context, size_t worker, size_t workers) {
     pack_job *j = context;
-    size_t most = 0;
-    for (const kt_shard_matrix *s = j->matrices; s < j->matrices + j->shards * KT_MATRICES; s++) {
-        const size_t bytes = s->format ? KT_PANEL * (kt_codes_bytes(s->format, s->k) + kt_scales_bytes(s->format, s->k)) : 0;
-        most = bytes > most ? bytes : most;
-    }
-    uint8_t *dense = malloc(most); /* a panel's, once for all: pages cost more than what is done in them */
-    if (!dense) {
-        atomic_store(&j->error, ENOMEM);
-        return;
-    }
+    uint8_t *dense = dense_panel(j);
+    if (!dense) return;
     for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
         for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;)
             unpack_panel(&j->matrices[shard * KT_MATRICES + m], panel, j->slices, j->num_slices, m, dense);
@@ -125,7 +172,7 @@ int kt_unpack(const kt_placement *placement, const kt_shard_matrix *matrices, co
 }
 
 const kt_packing *kt_packing_of(const char *family) {
-    static const kt_packing *const all[] = {&kt_pack_q4, &kt_pack_b16};
+    static const kt_packing *const all[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_b16};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!strcmp(all[i]->family, family)) return all[i];
     return NULL;

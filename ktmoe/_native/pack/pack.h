@@ -3,47 +3,36 @@
 #define KT_PACK_H
 
 #include "base/placement.h"
+#include "pack/order.h"
 
 typedef struct kt_packing kt_packing;
+
+/* What stored scales are, for their copies, their checks and what pads. LINE: fp32, one for all columns of a panel. */
+enum kt_scale_kind { KT_NO_SCALES, KT_UE8M0, KT_E4M3, KT_BF16_SCALES, KT_FP16_SCALES, KT_FP32_LINE };
+
 typedef struct kt_format {
     const kt_packing *packing; /* the family's */
-    size_t scale_group;        /* k that share a scale; 0 without scales */
-    size_t scale_bytes;        /* of a stored scale: 1, 2; 0 without */
-    uint16_t scale_one;        /* its bits for 1, which pads */
-    uint8_t zero_code;         /* pads, too: its value is 0 */
+    kt_order order;            /* of its codes */
+    enum kt_scale_kind scale;
+    size_t scale_group; /* k that share a scale; 0 without scales */
+    size_t scale_rows;  /* rows that do: 1, or of LINE whole panels */
+    bool zero_points;   /* a byte for each scale */
+    uint8_t padding;    /* a code */
 } kt_format;
 
-/* A matrix, or some rows or columns of it, in the checkpoint's own bytes. */
+/* A whole matrix [n][k] in the checkpoint's own bytes: codes in their order, scales and zero points by row, along k. */
 typedef struct kt_stored {
-    const kt_format *format;
-    const uint8_t *codes;  /* n rows */
-    const uint8_t *scales; /* [n][ceil(k / scale_group)] */
+    const uint8_t *codes, *scales, *zero_points;
     size_t n, k;
-    size_t codes_stride_bytes, scales_stride_bytes; /* from row to row */
 } kt_stored;
 
 /* What was seen while a matrix was packed. */
 typedef struct kt_scan {
-    /* Of one-byte scales; of bf16 scales that are not 0, the least and the greatest exponent field. low > high: none were seen. */
+    /* Of UE8M0 scales, the least and the greatest byte; of bf16 and fp16 scales that are not 0, exponent field. low > high: none
+     * were seen. */
     uint8_t low, high;
     bool refused; /* a scale or a weight is no real number */
 } kt_scan;
-
-/* One family's layout. Panels are packed one by one, by any thread; scan is that thread's own and is added to. */
-struct kt_packing {
-    const char *family;
-    size_t code_bits;
-    size_t (*panel_bytes)(const kt_format *format, size_t k);
-    void (*pack)(const kt_stored *stored, size_t panel, uint8_t *packed, kt_scan *scan);
-    /* The first `rows` of a panel, dense. */
-    void (*unpack)(const kt_format *format, const uint8_t *panel, size_t rows, size_t k, uint8_t *codes, uint8_t *scales);
-};
-extern const kt_packing kt_pack_q4, kt_pack_b16;
-const kt_packing *kt_packing_of(const char *family); /* NULL: no such family */
-
-/* Of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */
-size_t kt_codes_bytes(const kt_format *format, size_t columns);
-size_t kt_scales_bytes(const kt_format *format, size_t columns); /* 0 without scales */
 
 /* What one shard has of one matrix. */
 typedef struct kt_shard_matrix {
@@ -55,11 +44,27 @@ typedef struct kt_shard_matrix {
 } kt_shard_matrix;
 size_t kt_packed_bytes(const kt_shard_matrix *m);
 
-/* A rectangle of a matrix to unpack into, dense. */
+/* One family's layout. Panels are packed one by one, by any thread; scan is that thread's own and is added to. */
+struct kt_packing {
+    const char *family;
+    size_t code_bits, block_bytes;
+    /* rows: the panel's codes, row i at rows + i * stride_bytes; from `count` on there are none. */
+    bool (*pack_codes)(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed);
+    void (*unpack_codes)(const kt_format *format, const uint8_t *packed, size_t count, size_t k, uint8_t *rows);
+};
+extern const kt_packing kt_pack_q4, kt_pack_f8, kt_pack_b16;
+const kt_packing *kt_packing_of(const char *family); /* NULL: no such family */
+
+/* Of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */
+size_t kt_codes_bytes(const kt_format *format, size_t columns);
+size_t kt_scales_bytes(const kt_format *format, size_t columns); /* 0 without scales */
+size_t kt_zero_points_bytes(const kt_format *format, size_t columns);
+
+/* A rectangle of a matrix to unpack into, dense: a matrix of its own, [rows][columns], as kt_stored has one. */
 typedef struct kt_slice {
     size_t matrix;
     size_t row, rows, column, columns;
-    uint8_t *codes, *scales;
+    uint8_t *codes, *scales, *zero_points;
 } kt_slice;
 
 enum { KT_MATRICES = 3 }; /* of an expert: gate, up, down */

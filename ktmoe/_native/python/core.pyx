@@ -19,11 +19,13 @@ from libc.string cimport memcpy, memset
 from ktmoe._native.ktmoe cimport *
 from ktmoe._native.python.driver cimport *
 
-from ktmoe.weights import codebook
+from ktmoe.weights import folding
+from ktmoe.weights.elements import ELEMENTS, UINT4
+from ktmoe.weights.formats import Minimum
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 
-LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
+LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "f8": KT_F8_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
 ROWS_MAX = KT_ROWS_MAX
 
 

@@ -49,25 +49,41 @@ cdef extern from "base/limits.h" nogil:
     double kt_latency_handoff(size_t count)
 
 
+cdef extern from "pack/order.h" nogil:
+    ctypedef struct kt_order:
+        kt_bool dwords, along_n, transposed
+        uint8_t nibbles[8]
+
+
 cdef extern from "pack/pack.h" nogil:
-    ctypedef struct kt_format
+    enum kt_scale_kind:
+        KT_NO_SCALES
+        KT_UE8M0
+        KT_E4M3
+        KT_BF16_SCALES
+        KT_FP16_SCALES
+        KT_FP32_LINE
     ctypedef struct kt_packing:
-        size_t (*panel_bytes)(const kt_format *format, size_t k) noexcept nogil
+        pass
     ctypedef struct kt_format:
         const kt_packing *packing
-        size_t scale_group
-        size_t scale_bytes
-        uint16_t scale_one
-        uint8_t zero_code
+        kt_order order
+        kt_scale_kind scale
+        size_t scale_group, scale_rows
+        kt_bool zero_points
+        uint8_t padding
     ctypedef struct kt_scan:
         bint refused
     ctypedef struct kt_slice:
         size_t matrix, row, rows, column, columns
         uint8_t *codes
         uint8_t *scales
+        uint8_t *zero_points
     const kt_packing *kt_packing_of(const char *family)
-    size_t kt_codes_bytes(const kt_format *format, size_t columns)
-    size_t kt_scales_bytes(const kt_format *format, size_t columns)
+
+
+cdef extern from "pack/groups.h" nogil:
+    size_t kt_panel_bytes(const kt_format *format, size_t k)
 
 
 cdef extern from "layer/layer.h" nogil:
@@ -111,9 +127,16 @@ cdef extern from "layer/experts.h" nogil:
     ctypedef struct kt_given:
         const uint8_t *codes
         const uint8_t *scales
+        const uint8_t *zero_points
         const float *bias
+        const float *factor
+        kt_bool factor_per_row, divides
         const kt_kernel *kernels[2]
         uint8_t low, high
+    ctypedef struct kt_numbers:
+        float *bias
+        float *factor
+        kt_bool has_bias
     enum kt_outcome:
         KT_DONE
         KT_CLOSED
@@ -125,8 +148,8 @@ cdef extern from "layer/experts.h" nogil:
     bint kt_experts_map(kt_experts *e, const size_t (*columns)[2])
     void kt_experts_free(kt_experts *e)
     kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error)
-    kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, float *const *biases,
-                                 kt_bool *biased, int *error)
+    kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, kt_numbers *numbers,
+                                 int *error)
     kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix)
 
 

@@ -1,16 +1,51 @@
-# What a format is to the driver: a codebook in the forms that kernels look up, and how codes and scales are packed.
+# What a format is to the driver: values in the forms that kernels look up, and how codes, scales and zero points are packed.
+
+_KINDS = {
+    "none": KT_NO_SCALES, "ue8m0": KT_UE8M0, "e4m3": KT_E4M3, "bf16": KT_BF16_SCALES, "fp16": KT_FP16_SCALES, "fp32": KT_FP32_LINE
+}
+
+
+def packed_scale(weight_format):
+    """(kind, k that share one) of the scales in a packed panel; ("none", 0) without. Raises FormatError for what no panel can have.
+
+    Scales that are shared by the columns of whole panels are packed as float32, which all kinds are exactly.
+    """
+    scale, offset = weight_format.scale, weight_format.offset
+    what = weight_format.description
+    if weight_format.super_scale:
+        raise FormatError(f"{what}: no kernel has scales of scales")
+    if isinstance(offset, Minimum):
+        raise FormatError(f"{what}: no kernel has minima")
+    if scale is None:
+        if offset:
+            raise FormatError(f"{what}: no kernel has zero points without scales")
+        return "none", 0
+    rows, columns = scale.extent
+    if columns not in (KT_SCALE_GROUP_MIN, 32, 64, KT_SCALE_GROUP_MAX):
+        raise FormatError(f"{what}: no kernel has scale groups of {columns}, only of 16, 32, 64 and {KT_SCALE_GROUP_MAX} along k")
+    if offset and offset.extent != scale.extent:
+        raise FormatError(f"{what}: no kernel has zero points for other groups than the scales'")
+    if rows == 1:
+        return scale.kind if scale.kind != "fp32" else "fp32 per row", columns
+    if rows % KT_PANEL or offset:
+        raise FormatError(f"{what}: no kernel has {'zero points and ' if offset else ''}scales shared by {rows} rows, "
+                          f"only by 1 row or by multiples of {KT_PANEL}")
+    return "fp32", columns
+
 
 cdef void _fill_codebook(kt_codebook *book, weight_format):
     cdef int i
     cdef uint16_t sign, magnitude
     memset(book, 0, sizeof(kt_codebook))
-    if not weight_format.codebook:
+    if weight_format.family != "q4":
         return
-    values = np.asarray(weight_format.codebook, np.float32)
+    values = np.asarray(weight_format.element.values, np.float32)
     bits = values.view(np.uint32) >> 16
-    book.unit = codebook.unit(weight_format.codebook)
+    signed5 = np.array([*range(16), *range(-16, 0)], np.float32).view(np.uint32) >> 16
+    book.unit = folding.unit(weight_format.element.values)
     for i in range(32):
         book.plain[i] = bits[i % 16]
+        book.signed5[i] = signed5[i]
         sign, magnitude = bits[i % 16] & 0x8000, bits[i % 16] & 0x7FFF
         book.folded[i] = sign | (magnitude + (126 << 7)) if magnitude else 0
         book.value[i % 16] = values[i % 16]
@@ -22,16 +57,41 @@ cdef _fill_format(kt_format *packed, weight_format):
     packed.packing = kt_packing_of(weight_format.family.encode())
     if not packed.packing:
         raise FormatError(f"weights of family {weight_format.family!r} cannot be packed")
-    scale = weight_format.scale
-    if scale is None:
-        return
-    rows, columns = scale.extent
-    if rows != 1 or columns % KT_BLOCK or columns & (columns - 1):
-        raise FormatError(f"{weight_format.description}: packed scales must be per 1x{KT_BLOCK} times a power of two")
-    packed.scale_group = columns
-    packed.scale_bytes = scale.dtype.itemsize
-    packed.scale_one = {"ue8m0": 127, "bf16": 0x3F80}[scale.kind]
-    packed.zero_code = weight_format.codebook.index(0.0)
+    packed.padding = weight_format.element.padding
+    order = weight_format.order
+    if not order.rows:
+        packed.order.dwords, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
+        for i, code in enumerate(order.nibbles):
+            packed.order.nibbles[i] = code
+    kind, columns = packed_scale(weight_format)
+    if kind not in _KINDS:
+        raise FormatError(f"{weight_format.description}: scales of kind {kind!r} cannot be packed")
+    packed.scale, packed.scale_group = _KINDS[kind], columns
+    packed.scale_rows = weight_format.scale.extent[0] if columns else 0
+    packed.zero_points = weight_format.offset is not None
+
+
+def staged(matrix):
+    """A Matrix's scales and zero points as packing takes them: by row, along k; float32 where whole panels share one."""
+    weight_format = matrix.format
+    arrays = {label: array for label, array in weight_format.group_rows(matrix.stored).items()}
+    if weight_format.offset:
+        arrays["offsets"] = weight_format.offset.numbers(arrays["offsets"])
+    if weight_format.scale and weight_format.scale.extent[0] > 1:
+        with np.errstate(invalid="ignore"):
+            arrays["scales"] = weight_format.scale.numbers(arrays["scales"]).astype(np.float32)
+    return arrays
+
+
+def unstaged(weight_format, arrays):
+    """The inverse: those arrays, by name, as the checkpoint has them."""
+    arrays = dict(arrays)
+    if "scales" in arrays:
+        arrays["scales"] = weight_format.scale.stored(arrays["scales"]) if weight_format.scale.extent[0] > 1 else arrays["scales"]
+        arrays["scales"] = weight_format.order.groups(arrays["scales"])
+    if "offsets" in arrays:
+        arrays["offsets"] = weight_format.order.stored_zero_points(weight_format.offset.stored(arrays["offsets"]))
+    return arrays
 
 
 cdef object _bytes(str name, array, size_t nbytes):

@@ -9,6 +9,7 @@ cdef class PackedLayer:
     """
 
     cdef kt_experts experts
+    cdef kt_given _kernels[3]  # that each projection's format has, and nothing else
     cdef size_t num_shards, _first_columns  # of h, in the first shard
     cdef readonly size_t nbytes
     cdef object _spec  # ktmoe.experts.ExpertSpec
@@ -25,6 +26,7 @@ cdef class PackedLayer:
         for p, projection in enumerate(PROJECTIONS):
             _fill_codebook(&self.experts.codebooks[p], self._spec.formats[projection])
             _fill_format(&self.experts.formats[p], self._spec.formats[projection])
+            table.find_both(self._spec.formats[projection], plan.activations, plan.rounding, &self._kernels[p])
         layer.num_experts, layer.hidden = experts.num_experts, experts.hidden
         self.experts.intermediate = experts.intermediate
         activation = experts.activation
@@ -63,24 +65,35 @@ cdef class PackedLayer:
 
     cdef object _give(self, kt_given *given, size_t projection, matrix):
         """Point at a Matrix's bytes. Returns what has to be held until they were read."""
-        cdef const uint8_t[::1] codes, scales
-        cdef const float[::1] bias
-        cdef kt_format *f = &self.experts.formats[projection]
-        cdef size_t n, k
-        n, k = self._shape(projection)
-        if not self._table.find_both(matrix.format, self._activations, self._rounding, given):
+        cdef const uint8_t[::1] codes, scales, zero_points
+        cdef const float[::1] bias, factor
+        weight_format = matrix.format
+        given[0] = self._kernels[projection]
+        if not given.kernels[0]:
             raise UnavailableError(
-                f"{matrix.name}: {self._table.name} has no kernel for {matrix.format.description}, activations {self._activations}"
+                f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, activations {self._activations}"
             )
-        codes = _bytes(f"{matrix.name} codes", matrix.codes, n * kt_codes_bytes(f, k))
+        expected = {label: np.dtype(d).itemsize * int(np.prod(s)) for label, (d, s) in weight_format.arrays(*matrix.shape).items()}
+        given_bytes = {label: _bytes(f"{matrix.name} {label}", array, expected[label]) for label, array in matrix.stored.items()}
+        codes = given_bytes["codes"]
         given.codes = &codes[0]
         held = [codes]
-        if f.scale_group:
-            scales = _bytes(f"{matrix.name} scales", matrix.scales, n * kt_scales_bytes(f, k))
+        groups = staged(matrix)
+        if "scales" in groups:
+            scales = np.ascontiguousarray(groups["scales"]).reshape(-1).view(np.uint8)
             given.scales = &scales[0]
             held.append(scales)
+        if "offsets" in groups:
+            zero_points = np.ascontiguousarray(groups["offsets"]).reshape(-1)
+            given.zero_points = &zero_points[0]
+            held.append(zero_points)
+        if "factor" in given_bytes:
+            factor = given_bytes["factor"].view(np.float32)
+            given.factor = &factor[0]
+            given.factor_per_row, given.divides = weight_format.factor.per_row, weight_format.factor.divides
+            held.append(factor)
         if matrix.bias is not None:
-            bias = _bytes(f"{matrix.name} bias", matrix.bias, n * sizeof(float)).view(np.float32)
+            bias = _bytes(f"{matrix.name} bias", matrix.bias, matrix.shape[0] * sizeof(float)).view(np.float32)
             given.bias = &bias[0]
             held.append(bias)
         return held
@@ -125,53 +138,62 @@ cdef class PackedLayer:
         self.pack(expert, matrices)
 
     cdef object _fill_slice(self, kt_slice *s, size_t projection, arrays, size_t first, size_t count):
-        """Columns [first, first + count) of h into (codes, scales or None). Returns the memoryviews of these."""
-        cdef uint8_t[::1] codes, scales
-        cdef kt_format *f = &self.experts.formats[projection]
+        """Columns [first, first + count) of h into arrays by name: the codes, and what has to be unstaged then, which is returned."""
+        cdef uint8_t[::1] codes, scales, zero_points
+        weight_format = self._spec.formats[PROJECTIONS[projection]]
         s.matrix = projection
         if projection == 2:
             s.rows, s.column, s.columns = self.experts.layer.hidden, first, count
         else:
             s.row, s.rows, s.columns = first, count, self.experts.layer.hidden
-        codes = _bytes(f"{PROJECTIONS[projection]} codes", arrays[0], s.rows * kt_codes_bytes(f, s.columns))
+        expected = weight_format.arrays(s.rows, s.columns)
+        views = {}
+        for label, (dtype, shape) in expected.items():
+            views[label] = _bytes(f"{PROJECTIONS[projection]} {label}", arrays[label], dtype.itemsize * int(np.prod(shape)))
+        codes = views["codes"]
         s.codes = &codes[0]
-        if not f.scale_group:
-            return [codes]
-        scales = _bytes(f"{PROJECTIONS[projection]} scales", arrays[1], s.rows * kt_scales_bytes(f, s.columns))
-        s.scales = &scales[0]
-        return [codes, scales]
+        groups = {}
+        if weight_format.scale:
+            dtype = weight_format.scale.dtype if weight_format.scale.extent[0] == 1 else np.dtype(np.float32)
+            groups["scales"] = np.empty(weight_format.scale.shape(s.rows, s.columns), dtype)
+            scales = groups["scales"].reshape(-1).view(np.uint8)
+            s.scales = &scales[0]
+        if weight_format.offset:
+            groups["offsets"] = np.empty(weight_format.offset.shape(s.rows, s.columns), np.uint8)
+            zero_points = groups["offsets"].reshape(-1)
+            s.zero_points = &zero_points[0]
+        return weight_format, views, groups
 
     def export(self, size_t expert, parts):
         """The checkpoint's own bytes again, in Matrix's dtypes: part i of `parts` gets the i-th rows of gate and up and the i-th
-        columns of down. parts: [{projection: (codes, scales or None)}], C-contiguous arrays to write into, whose shapes are right.
+        columns of down. parts: [{projection: arrays by name}], C-contiguous arrays to write into, whose shapes are right.
         Returns {projection: bias, float32 [n]} of those matrices that have one.
         """
         cdef kt_slice *slices
-        cdef float *biases[3]
-        cdef kt_bool biased[3]
-        cdef float[::1] bias
+        cdef kt_numbers numbers[3]
+        cdef float[::1] bias, factor
         cdef int error
         cdef kt_outcome outcome
         cdef size_t i, p, num_slices = 0, count = self.experts.intermediate // len(parts)
         self._spec.check_expert(expert)
-        memset(biases, 0, sizeof(biases))
-        memset(biased, 0, sizeof(biased))
+        memset(numbers, 0, sizeof(numbers))
         wanted = [(i, PROJECTIONS.index(projection), arrays) for i, part in enumerate(parts) for projection, arrays in part.items()]
-        whole = {}
+        biases, factors = {}, {}
         for p in {p for _, p, _ in wanted}:
-            whole[p] = bias = np.empty(self._shape(p)[0], np.float32)
-            biases[p] = &bias[0]
+            biases[p] = bias = np.empty(self._shape(p)[0], np.float32)
+            factors[p] = factor = np.empty(self._shape(p)[0], np.float32)
+            numbers[p].bias, numbers[p].factor = &bias[0], &factor[0]
         slices = <kt_slice *>calloc(max(1, len(wanted)), sizeof(kt_slice))
         if not slices:
             raise OutOfMemoryError(f"exporting expert {expert}: the system refused memory for {len(wanted)} slices")
-        held = []
+        filled = []
         try:
             for i, p, arrays in wanted:
-                held += self._fill_slice(&slices[num_slices], p, arrays, i * count, count)
+                filled.append(self._fill_slice(&slices[num_slices], p, arrays, i * count, count))
                 num_slices += 1
             with nogil:
                 kt_pool_lock()
-                outcome = kt_experts_unpack(&self.experts, expert, slices, num_slices, biases, biased, &error)
+                outcome = kt_experts_unpack(&self.experts, expert, slices, num_slices, numbers, &error)
                 kt_pool_unlock()
         finally:
             free(slices)
@@ -181,10 +203,16 @@ cdef class PackedLayer:
             raise InputError(f"expert {expert} was not packed")
         if outcome == KT_FAILED:
             _raise(error, f"exporting expert {expert}")
-        return {PROJECTIONS[p]: array for p, array in whole.items() if biased[p]}
+        for (i, p, arrays), (weight_format, views, groups) in zip(wanted, filled):
+            for label, array in unstaged(weight_format, groups).items():
+                views[label][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if weight_format.factor:
+                rows = slice(i * count, (i + 1) * count) if weight_format.factor.per_row and p < 2 else slice(None)
+                views["factor"][:] = factors[p][rows][: views["factor"].size // 4].view(np.uint8)
+        return {PROJECTIONS[p]: array for p, array in biases.items() if numbers[p].has_bias}
 
     def unpack(self, size_t expert, str projection):
-        """One matrix's (codes, scales or None) of export()."""
+        """One matrix's arrays of export(), by name."""
         stored = self._spec.formats[projection].empty(*self._shape(PROJECTIONS.index(projection)))
         self.export(expert, [{projection: stored}])
         return stored
@@ -199,7 +227,7 @@ cdef class PackedLayer:
         self._spec.check_expert(expert)
         if p == 2:
             n, k = k, n
-        to = np.empty(((n + KT_PANEL - 1) // KT_PANEL, f.packing.panel_bytes(f, k)), np.uint8)
+        to = np.empty(((n + KT_PANEL - 1) // KT_PANEL, kt_panel_bytes(f, k)), np.uint8)
         with nogil:
             kt_pool_lock()
             closed = self.experts.layer.shards == NULL
@@ -243,7 +271,7 @@ cdef class PackedLayer:
         cdef size_t e, p
         for p, projection in enumerate(PROJECTIONS):
             scale = self._spec.formats[projection].scale
-            rounds[p] = scale is not None and scale.kind == "bf16"
+            rounds[p] = scale is not None and scale.kind in ("bf16", "fp16")
         with nogil:
             kt_pool_lock()
             closed = self.experts.layer.shards == NULL

@@ -32,56 +32,73 @@ cdef class KernelTable:
         return self.isa.name.decode()
 
     def kernels(self):
-        """[(family, scale kind, longest scale group, activations, folded)] of every kernel."""
+        """[(family, scale kind, longest scale group, activations, folded, offset)] of every kernel."""
+        return [
+            (k["family"], k["scale"], k["group"][1], k["activations"], k["folded"], k["offset"]) for k, _ in self._rows()
+        ]
+
+    cdef list _rows(self):
+        """({what a kernel serves}, its address) of every kernel."""
         rows = []
         cdef const kt_kernel *const *listed = self.isa.kernels
         cdef const kt_kernel *kernel
         while listed[0]:
             kernel = listed[0]
             while kernel.family:
-                rows.append((
-                    kernel.family.decode(),
-                    kernel.scale.decode(),
-                    kernel.scale_group_max,
-                    kernel.rows.mode.decode(),
-                    bool(kernel.folded),
-                ))
+                rows.append(({
+                    "family": kernel.family.decode(),
+                    "element": kernel.element.decode() if kernel.element else None,
+                    "scale": kernel.scale.decode(),
+                    "group": (kernel.scale_group_min, kernel.scale_group_max),
+                    "offset": kernel.offset.decode() if kernel.offset else None,
+                    "activations": kernel.rows.mode.decode(),
+                    "folded": bool(kernel.folded),
+                    "whole": bool(kernel.whole),
+                }, <size_t>kernel))
                 kernel += 1
             listed += 1
         return rows
 
     def serves(self, weight_format, str activations):
         """Whether it has a kernel for these weights, whatever their scales are."""
-        return self.find(weight_format, activations, False) != NULL
+        return not self.lacks(weight_format, activations)
+
+    def lacks(self, weight_format, str activations):
+        """The part of a format that no kernel of this table has, or that none of those with the parts before it has; "" if none."""
+        return self._choose(weight_format, activations, False)[1]
+
+    cdef tuple _choose(self, weight_format, str activations, bint folded):
+        """(a kernel's address, "") or (0, what is missing)."""
+        try:
+            kind, group = packed_scale(weight_format)
+        except FormatError as error:
+            return 0, str(error)
+        offset = weight_format.offset
+        element = weight_format.element
+        rows = self._rows()
+        for what, fits in (
+            (f"activations {activations!r}", lambda k: k["activations"] == activations and k["folded"] == folded),
+            (f"weights of family {element.family}", lambda k: k["family"] == element.family),
+            (f"element {element.name}", lambda k: k["element"] is None or ELEMENTS.get(k["element"]) == element),
+            ("values that are no small integers times a power of two", lambda k: not k["whole"] or folding.unit(element.values)),
+            (f"{kind} scales" if group else "weights without scales", lambda k: k["scale"] == kind),
+            (f"scale groups of {group}", lambda k: not group or k["group"][0] <= group <= k["group"][1]),
+            ("zero points" if offset else "weights without zero points", lambda k: (k["offset"] is not None) == (offset is not None)),
+            ("zero points of other integers than 0 to 15", lambda k: not offset or element.values == UINT4.values),
+        ):
+            rows = [row for row in rows if fits(row[0])]
+            if not rows:
+                return 0, what
+        return rows[0][1], ""
 
     cdef const kt_kernel *find(self, weight_format, str activations, bint folded):
-        cdef const kt_kernel *const *listed = self.isa.kernels
-        cdef const kt_kernel *kernel
-        scale = weight_format.scale
-        kind, rows, columns = (scale.kind, *scale.extent) if scale else ("none", 1, 0)
-        if rows != 1 or (columns and (columns % KT_BLOCK or columns & (columns - 1))):
-            return NULL
-        whole = codebook.unit(weight_format.codebook) > 0
-        while listed[0]:
-            kernel = listed[0]
-            while kernel.family:
-                if (
-                    kernel.family.decode() == weight_format.family and kernel.scale.decode() == kind
-                    and columns <= kernel.scale_group_max and kernel.rows.mode.decode() == activations
-                    and kernel.folded == folded and (whole or not kernel.whole)
-                ):
-                    return kernel
-                kernel += 1
-            listed += 1
-        return NULL
+        return <const kt_kernel *><size_t>self._choose(weight_format, activations, folded)[0]
 
     cdef bint find_both(self, weight_format, str activations, str rounding, kt_given *given):
         """given.kernels[1] where all scales are in [low, high], which fold into the weights, else kernels[0]. False: there is none."""
-        kind = weight_format.scale.kind if weight_format.scale else None
         given.kernels[0] = given.kernels[1] = self.find(weight_format, activations, False)
-        given.low, given.high = 0, 255
-        if kind == "ue8m0" or (kind == "bf16" and rounding == "folded"):
-            given.low, given.high = codebook.fold_range(weight_format.codebook, kind)
+        given.low, given.high = folding.fold_range(weight_format, rounding)
+        if given.low <= given.high:
             given.kernels[1] = self.find(weight_format, activations, True)
             if not given.kernels[1]:  # those for any scale serve these, too
                 given.kernels[1] = given.kernels[0]

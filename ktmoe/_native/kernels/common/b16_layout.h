@@ -2,7 +2,8 @@
 #ifndef KT_B16_LAYOUT_H
 #define KT_B16_LAYOUT_H
 
-#include "kernels/common/vector.h"
+#include "kernels/common/place.h"
+#include "kernels/common/scales.h"
 
 enum {
     PAIR_BYTES = KT_PANEL * 4, /* two k of a panel */
@@ -11,8 +12,8 @@ enum {
 };
 
 /* A k-pair of 8 k in the columns of vector v. */
-INLINE const uint8_t *pair_at(const uint8_t *octet, const int v, const int pair) {
-    return octet + pair * PAIR_BYTES + v * LANES * 4;
+INLINE const uint8_t *pair_at(const place *p, const int v, const int pair) {
+    return p->block + p->octet * OCTET_BYTES + pair * PAIR_BYTES + v * LANES * 4;
 }
 
 #endif

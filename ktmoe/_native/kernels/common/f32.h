@@ -33,7 +33,4 @@ enum {
 #define PASSES(P) P(1, 2)
 #endif
 
-typedef char fold;
-
-INLINE fold load_fold(const uint8_t *scales, const int v) { return (void)scales, (void)v, 0; }
 INLINE sums dot(const sums sum, const u32v w, const u32v x) { return multiply_add((f32v)x, (f32v)w, sum); }

@@ -2,7 +2,8 @@
 #ifndef KT_Q4_LAYOUT_H
 #define KT_Q4_LAYOUT_H
 
-#include "kernels/common/vector.h"
+#include "kernels/common/place.h"
+#include "kernels/common/scales.h"
 
 enum {
     BLOCK_BYTES = KT_PANEL * KT_BLOCK / 2,
@@ -11,9 +12,9 @@ enum {
 };
 
 /* The code dwords of 8 k in the columns of vector v. */
-INLINE const uint8_t *codes_at(const uint8_t *octet, const int v) {
+INLINE const uint8_t *codes_at(const place *p, const int v) {
     const int column = v * LANES;
-    return octet + column / 16 * SIXTEEN_BYTES + column % 16 * 4;
+    return p->block + p->octet * OCTET_BYTES + column / 16 * SIXTEEN_BYTES + column % 16 * 4;
 }
 
 #endif

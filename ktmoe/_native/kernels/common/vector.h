@@ -101,31 +101,4 @@ INLINE u32v widen_u16(const uint8_t *p) {
 #endif
 }
 
-/* Scales of a vector of columns as fp32. UE8M0's byte 0 is 2^-127, a denormal, where the shift alone would give 0. */
-INLINE f32v load_ue8m0(const uint8_t *p) {
-    const u32v bits = widen_u8(p) << 23;
-#if VECTOR_BYTES == 64
-    return (f32v)_mm512_max_epu32((__m512i)bits, _mm512_set1_epi32(0x00400000));
-#elif VECTOR_BYTES == 32
-    return (f32v)_mm256_max_epu32((__m256i)bits, _mm256_set1_epi32(0x00400000));
-#else
-    return (f32v)(bits | ((u32v)(bits == 0) & 0x00400000));
-#endif
-}
-
-INLINE f32v load_bf16(const uint8_t *p) { return (f32v)(widen_u16(p) << 16); }
-
-/* How scales are stored and used; a constant at every call. */
-enum scale_kind { NO_SCALES, FOLDED_UE8M0, UE8M0_SCALES, BF16_SCALES };
-
-INLINE int in_groups(const enum scale_kind kind) { return kind >= UE8M0_SCALES; }
-
-INLINE size_t scales_bytes(const enum scale_kind kind) {
-    return kind == NO_SCALES ? 0 : kind == BF16_SCALES ? KT_PANEL * 2 : KT_PANEL;
-}
-
-INLINE f32v load_scales(const uint8_t *scales, const int v, const enum scale_kind kind) {
-    return kind == BF16_SCALES ? load_bf16(scales + 2 * LANES * v) : load_ue8m0(scales + LANES * v);
-}
-
 #endif

@@ -19,21 +19,23 @@
  *     TILE_ROWS, TILE_VECTORS   of a tile of many()
  *     FEW_ROWS                  of a pass of few(), and PASSES(PASS), the (rows, vectors) that few() makes them of
  *     FEW_MAX                   rows up to which few() is the faster, in one pass or more; 0: never
- *     BLOCK_BYTES, OCTET_BYTES  of 32 k and of 8 k of a packed panel, without scales: from one to the next
+ *     BLOCK_BYTES               of 32 k of a packed panel, without scales
  *     IN_PLACE                  1: packed weights are as decode() would leave them, with all vectors in one strip
  *     BY_VECTOR                 1: few() does a vector's steps one after another, since they share what decode() does, and dot()
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
  *     BLOCK_SUMS                1: a scale group's sum is finished with every block, since x has a scale for each
  *     HOLD_TOTALS               1: a tile of many() keeps its scale groups' totals in registers beside the sums; 0: in out
- *     table, load_table(a, kind)       what decode() needs all the time
- *     fold, load_fold(scales, v)       what it needs of a scale group's scales, if they are folded
- *     decode(octet, v, j, kind, t, f)   u32v of the weights of step j of 8 k of a block, in the columns of vector v
+ *     table, load_table(a, how)        what decode() needs all the time
+ *     fold, load_fold(header, v, how)  what it needs of a group's scales or zero points
+ *     decode(p, v, j, how, t, f)       u32v of the weights of step j of the 8 k at p, in the columns of vector v
  *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
  *     start(x, k, block)        a sum before its first step: x is a row of k, its block the first one
  *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
  *     finish(sums, f32v scale, f32v factor, f32v out)
+ * and how scales are loaded, in scales.h or in a way of its own.
  */
-#include "kernels/common/vector.h"
+#include "kernels/common/place.h"
+#include "kernels/common/scales.h"
 
 enum {
     STEPS = KT_BLOCK / STEP_K, /* of a block */
@@ -50,9 +52,10 @@ _Static_assert(TILE_ROWS <= 12, "TILE() has a case for each number of rows");
 _Static_assert(STRIPS == 1 || !IN_PLACE, "packed weights in place are one strip");
 _Static_assert(DECODE_K % KT_SCALE_GROUP_MAX == 0, "a scale group is not cut");
 
-/* Blocks that share scales: of UE8M0 always one. */
-INLINE size_t blocks_per_scale(const kt_dot *a, const enum scale_kind kind) {
-    return kind == BF16_SCALES ? a->scale_group / KT_BLOCK : kind == NO_SCALES ? BLOCKS : 1;
+/* Blocks behind one header: of UE8M0 always one. */
+INLINE size_t blocks_per_header(const kt_dot *a, const scaling how) {
+    if (kind_of(how) == NONE) return BLOCKS;
+    return kind_of(how) == UE8M0 || how & HALVES ? 1 : a->scale_group / KT_BLOCK;
 }
 
 INLINE u32v broadcast(const uint32_t *x) {
@@ -64,8 +67,8 @@ INLINE u32v broadcast(const uint32_t *x) {
 /* rows x (vectors * LANES columns) straight from the codes: from vector v0 of one panel, or BOTH panels. All but a and first are
  * constants at every call. */
 INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, const int panel, const int v0, const int vectors,
-                 const enum scale_kind kind) {
-    const table t = load_table(a, kind);
+                 const scaling how) {
+    const table t = load_table(a, how);
     const uint8_t *w[2] = {a->w[panel], a->w[vectors == BOTH ? 1 : panel]};
     const uint32_t *x[FEW_ROWS];
     float *out[2] = {a->out[panel] + first * KT_PANEL, a->out[vectors == BOTH ? 1 : panel] + first * KT_PANEL};
@@ -81,59 +84,63 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
         x[i] = a->x[first + i];
         for (int v = 0; v < vectors; v++) {
             sum[i][v] = start(x[i], a->k, 0);
-            if (in_groups(kind)) store_f32(OUT(i, v), splat(0));
+            if (in_groups(how)) store_f32(OUT(i, v), splat(0));
         }
     }
-    const size_t per = blocks_per_scale(a, kind), bytes = scales_bytes(kind);
+    const size_t per = blocks_per_header(a, how), bytes = header_bytes(how);
     for (size_t k = 0; k < a->k;) {
-        const uint8_t *scales[2] = {w[0], w[1]};
+        const uint8_t *header[2] = {w[0], w[1]};
         for (size_t line = 0; line < bytes; line += LINE)
             for (int p = 0; p < (vectors == BOTH ? 2 : 1); p++) prefetch_l1(w[p] + AHEAD_BYTES + line);
         w[0] += bytes, w[1] += bytes;
         fold f[BOTH];
-        if (kind == FOLDED_UE8M0)
-            for (int v = 0; v < vectors; v++) f[v] = load_fold(scales[v / VECTORS], v0 + v % VECTORS);
+        if (folds(how))
+            for (int v = 0; v < vectors; v++) f[v] = load_fold(header[v / VECTORS], v0 + v % VECTORS, how);
         const size_t blocks = least(per, (a->k - k) / KT_BLOCK);
         for (size_t b = 0; b < blocks; b++, k += KT_BLOCK) {
-            if (in_groups(kind) && (BLOCK_SUMS || !b))
-                for (int i = 0; i < rows; i++)
-                    for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_BLOCK);
+            for (int half = 0; half < halves(how); half++) {
+                if (in_groups(how) && (BLOCK_SUMS || how & HALVES || !b))
+                    for (int i = 0; i < rows; i++)
+                        for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_BLOCK);
+                const int octets = KT_BLOCK / 8 / halves(how);
 #pragma GCC unroll 1
-            for (int octet = 0; octet < KT_BLOCK / 8; octet++) {
-                const uint8_t *at[2] = {w[0] + octet * OCTET_BYTES, w[1] + octet * OCTET_BYTES};
-                const size_t x_at = (k + octet * 8) / STEP_K;
+                for (int octet = half * octets; octet < (half + 1) * octets; octet++) {
+                    const place at[2] = {{w[0], k / KT_BLOCK, octet}, {w[1], k / KT_BLOCK, octet}};
+                    const size_t x_at = (k + octet * 8) / STEP_K;
 #pragma GCC unroll 8
-                for (int j = 0; j < OCTET && !BY_VECTOR; j++) {
-                    FETCH(j, OCTET);
-                    u32v wj[BOTH];
-                    for (int v = 0; v < vectors; v++) wj[v] = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
-                    for (int i = 0; i < rows; i++) {
-                        const u32v xj = broadcast(x[i] + x_at + j);
-                        for (int v = 0; v < vectors; v++) sum[i][v] = dot(sum[i][v], wj[v], xj);
+                    for (int j = 0; j < OCTET && !BY_VECTOR; j++) {
+                        FETCH(j, OCTET);
+                        u32v wj[BOTH];
+                        for (int v = 0; v < vectors; v++) wj[v] = decode(&at[v / VECTORS], v0 + v % VECTORS, j, how, &t, &f[v]);
+                        for (int i = 0; i < rows; i++) {
+                            const u32v xj = broadcast(x[i] + x_at + j);
+                            for (int v = 0; v < vectors; v++) sum[i][v] = dot(sum[i][v], wj[v], xj);
+                        }
+                    }
+#pragma GCC unroll 8
+                    for (int v = 0; v < vectors && BY_VECTOR; v++) {
+                        FETCH(v, vectors);
+#pragma GCC unroll 8
+                        for (int j = 0; j < OCTET; j++) {
+                            const u32v wj = decode(&at[v / VECTORS], v0 + v % VECTORS, j, how, &t, &f[v]);
+                            for (int i = 0; i < rows; i++) sum[i][v] = dot(sum[i][v], wj, broadcast(x[i] + x_at + j));
+                        }
+                        __asm__ volatile("" : : : "memory"); /* x is broadcast again, so that sums keep their registers */
                     }
                 }
-#pragma GCC unroll 8
-                for (int v = 0; v < vectors && BY_VECTOR; v++) {
-                    FETCH(v, vectors);
-#pragma GCC unroll 8
-                    for (int j = 0; j < OCTET; j++) {
-                        const u32v wj = decode(at[v / VECTORS], v0 + v % VECTORS, j, kind, &t, &f[v]);
-                        for (int i = 0; i < rows; i++) sum[i][v] = dot(sum[i][v], wj, broadcast(x[i] + x_at + j));
-                    }
-                    __asm__ volatile("" : : : "memory"); /* x is broadcast again, so that sums keep their registers */
+                if (!in_groups(how) || (!BLOCK_SUMS && !(how & HALVES) && b + 1 < blocks)) continue;
+                f32v of_x[FEW_ROWS];
+                for (int i = 0; i < rows; i++) of_x[i] = factor(x[i], a->k, k / KT_BLOCK, &t);
+                for (int v = 0; v < vectors; v++) {
+                    const f32v scale = load_scales(header[v / VECTORS], v0 + v % VECTORS, half, how);
+                    for (int i = 0; i < rows; i++)
+                        store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
                 }
             }
             w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
-            if (!in_groups(kind) || (!BLOCK_SUMS && b + 1 < blocks)) continue;
-            f32v of_x[FEW_ROWS];
-            for (int i = 0; i < rows; i++) of_x[i] = factor(x[i], a->k, k / KT_BLOCK, &t);
-            for (int v = 0; v < vectors; v++) {
-                const f32v scale = load_scales(scales[v / VECTORS], v0 + v % VECTORS, kind);
-                for (int i = 0; i < rows; i++) store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
-            }
         }
     }
-    for (int i = 0; !in_groups(kind) && i < rows; i++)
+    for (int i = 0; !in_groups(how) && i < rows; i++)
         for (int v = 0; v < vectors; v++) store_f32(OUT(i, v), (f32v)sum[i][v]);
 #undef OUT
 #undef FETCH
@@ -148,14 +155,14 @@ INLINE size_t next_rows(size_t left, size_t most) {
 
 #define PASS(rows, vectors)                                                                             \
     case rows:                                                                                          \
-        for (int v0 = 0; v0 < VECTORS; v0 += (vectors)) pass(a, first, rows, panel, v0, vectors, kind); \
+        for (int v0 = 0; v0 < VECTORS; v0 += (vectors)) pass(a, first, rows, panel, v0, vectors, how); \
         break;
 
-INLINE void few(const kt_dot *a, const enum scale_kind kind) {
+INLINE void few(const kt_dot *a, const scaling how) {
     for (size_t first = 0, rows; first < a->m; first += rows) {
         rows = next_rows(a->m - first, FEW_ROWS);
         if (VECTORS < 8 && rows == 1 && a->panels == 2) { /* a panel's vectors alone are too few chains */
-            pass(a, first, 1, 0, 0, BOTH, kind);
+            pass(a, first, 1, 0, 0, BOTH, how);
             continue;
         }
         for (int panel = 0; panel < (int)a->panels; panel++) switch (rows) {
@@ -167,32 +174,35 @@ INLINE void few(const kt_dot *a, const enum scale_kind kind) {
 /* DECODE_K k of a panel, decoded. */
 typedef struct decoded_panel {
     uint32_t w[STRIPS][DECODE_K / STEP_K][STRIP];
-    float scale[BLOCKS][KT_PANEL];
+    float scale[2 * BLOCKS][KT_PANEL]; /* one or two a block */
 } decoded_panel;
 
-INLINE size_t packed_bytes(const size_t blocks, const size_t per, const enum scale_kind kind) {
-    return blocks * BLOCK_BYTES + (blocks + per - 1) / per * scales_bytes(kind);
+INLINE size_t packed_bytes(const size_t blocks, const size_t per, const scaling how) {
+    return blocks * BLOCK_BYTES + (blocks + per - 1) / per * header_bytes(how);
 }
 
-INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict w, const size_t blocks, decoded_panel *restrict to,
-                         const enum scale_kind kind) {
-    const table t = load_table(a, kind);
-    const size_t per = blocks_per_scale(a, kind);
-    const uint8_t *scales = w;
+/* number: of the first block. */
+INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict w, const size_t number, const size_t blocks,
+                         decoded_panel *restrict to, const scaling how) {
+    const table t = load_table(a, how);
+    const size_t per = blocks_per_header(a, how);
+    const uint8_t *header = w;
     for (size_t b = 0; b < blocks; b++, w += BLOCK_BYTES) {
         if (b % per == 0) {
-            scales = w;
-            w += scales_bytes(kind);
-            for (int v = 0; in_groups(kind) && v < VECTORS; v++)
-                store_f32(to->scale[b / per] + v * LANES, load_scales(scales, v, kind));
+            header = w;
+            w += header_bytes(how);
+            for (int half = 0; half < halves(how) && in_groups(how); half++)
+                for (int v = 0; v < VECTORS; v++)
+                    store_f32(to->scale[b / per * halves(how) + half] + v * LANES, load_scales(header, v, half, how));
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
             fold f;
-            if (kind == FOLDED_UE8M0) f = load_fold(scales, v);
+            if (folds(how)) f = load_fold(header, v, how);
 #pragma GCC unroll 32
             for (int j = 0; j < STEPS; j++) {
-                const u32v wj = decode(w + j / OCTET * OCTET_BYTES, v, j % OCTET, kind, &t, &f);
+                const place at = {w, number + b, j / OCTET};
+                const u32v wj = decode(&at, v, j % OCTET, how, &t, &f);
                 memcpy(to->w[v / TILE_VECTORS][b * STEPS + j] + v % TILE_VECTORS * LANES, &wj, sizeof wj);
             }
         }
@@ -206,30 +216,31 @@ typedef struct strip {
     size_t k0, blocks;
 } strip;
 
-/* rows x a strip's columns, from row `first`; out from the strip's first column. */
+/* rows x a strip's columns, from row `first`; out from the strip's first column. Its sums are of `per` pieces: halves of blocks where
+ * those have scales of their own, else blocks. */
 INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int rows,
-                 const enum scale_kind kind) {
+                 const scaling how) {
     const void *const *rows_x = a->x + first;
-    const size_t k0 = s->k0, blocks = s->blocks;
+    const size_t k0 = s->k0, pieces = s->blocks * halves(how), piece = STEPS / halves(how); /* steps */
     out += first * KT_PANEL;
-    const table t = load_table(a, kind);
-    const size_t per = BLOCK_SUMS ? 1 : blocks_per_scale(a, kind);
+    const table t = load_table(a, how);
+    const size_t per = BLOCK_SUMS ? 1 : blocks_per_header(a, how);
     const uint32_t *x[TILE_ROWS];
     sums sum[TILE_ROWS][TILE_VECTORS];
     f32v total[TILE_ROWS][TILE_VECTORS];
     for (int i = 0; i < rows; i++) {
-        for (int v = 0; in_groups(kind) && HOLD_TOTALS && v < TILE_VECTORS; v++)
+        for (int v = 0; in_groups(how) && HOLD_TOTALS && v < TILE_VECTORS; v++)
             total[i][v] = k0 ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
         x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
-        for (int v = 0; !in_groups(kind) && v < TILE_VECTORS; v++)
+        for (int v = 0; !in_groups(how) && v < TILE_VECTORS; v++)
             sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0);
     }
-    for (size_t b = 0; b < blocks;) {
-        const size_t last = least(b + per, blocks);
-        for (int i = 0; in_groups(kind) && i < rows; i++)
-            for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = start(rows_x[i], a->k, k0 / KT_BLOCK + b);
+    for (size_t p = 0; p < pieces;) {
+        const size_t last = least(p + per, pieces), block = k0 / KT_BLOCK + p / halves(how);
+        for (int i = 0; in_groups(how) && i < rows; i++)
+            for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = start(rows_x[i], a->k, block);
 #pragma GCC unroll 2
-        for (size_t step = b * STEPS; step < last * STEPS; step++) {
+        for (size_t step = p * piece; step < last * piece; step++) {
             u32v ws[TILE_VECTORS];
             for (int v = 0; v < TILE_VECTORS; v++) ws[v] = load_u32(s->w + step * STRIP + v * LANES);
             /* GCC 12 would load them anew for each row, by way of the stack, with registers to spare. */
@@ -240,49 +251,51 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
                 for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = dot(sum[i][v], ws[v], xs);
             }
         }
-        if (in_groups(kind)) {
-            const size_t group = BLOCK_SUMS ? b / blocks_per_scale(a, kind) : b / per;
+        if (in_groups(how)) {
+            const size_t group = BLOCK_SUMS ? p / blocks_per_header(a, how) : p / per;
             for (int v = 0; v < TILE_VECTORS; v++) {
                 const f32v scale = load_f32(s->scale + group * KT_PANEL + v * LANES);
 #pragma GCC unroll 12
                 for (int i = 0; i < rows; i++) {
-                    const f32v of_x = factor(rows_x[i], a->k, k0 / KT_BLOCK + b, &t);
+                    const f32v of_x = factor(rows_x[i], a->k, block, &t);
                     float *to = out + i * KT_PANEL + v * LANES;
                     if (HOLD_TOTALS)
                         total[i][v] = finish(sum[i][v], scale, of_x, total[i][v]);
                     else
-                        store_f32(to, finish(sum[i][v], scale, of_x, k0 || b ? load_f32(to) : splat(0)));
+                        store_f32(to, finish(sum[i][v], scale, of_x, k0 || p ? load_f32(to) : splat(0)));
                 }
             }
         }
-        b = last;
+        p = last;
     }
-    for (int i = 0; (!in_groups(kind) || HOLD_TOTALS) && i < rows; i++)
+    for (int i = 0; (!in_groups(how) || HOLD_TOTALS) && i < rows; i++)
         for (int v = 0; v < TILE_VECTORS; v++)
-            store_f32(out + i * KT_PANEL + v * LANES, in_groups(kind) ? total[i][v] : (f32v)sum[i][v]);
+            store_f32(out + i * KT_PANEL + v * LANES, in_groups(how) ? total[i][v] : (f32v)sum[i][v]);
 }
 
 #define TILE(rows)                                                    \
     case rows:                                                        \
-        if ((rows) <= TILE_ROWS) tile(a, &s, first, out, rows, kind); \
+        if ((rows) <= TILE_ROWS) tile(a, &s, first, out, rows, how); \
         break
 
 /* Panels are innermost, so that the second finds the rows' x in L2. While DECODE_K k are multiplied, the codes and x of the next ones
  * come to L2, some with each tile: the rows are too short there for the hardware to foresee. */
-INLINE void many(const kt_dot *a, const enum scale_kind kind) {
+INLINE void many(const kt_dot *a, const scaling how) {
     decoded_panel *decoded = a->scratch;
-    const size_t per = blocks_per_scale(a, kind), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
-    const size_t full_bytes = packed_bytes(BLOCKS, per, kind);
+    const size_t per = blocks_per_header(a, how), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
+    const size_t full_bytes = packed_bytes(BLOCKS, per, how);
     for (size_t k0 = 0; k0 < a->k; k0 += DECODE_K) {
         const size_t blocks = least(DECODE_K, a->k - k0) / KT_BLOCK, left = a->k - k0 - blocks * KT_BLOCK;
         for (size_t p = 0; p < a->panels; p++) {
             const uint8_t *packed = a->w[p] + k0 / DECODE_K * full_bytes;
-            if (!IN_PLACE) decode_panel(a, packed, blocks, decoded, kind);
+            if (!IN_PLACE) decode_panel(a, packed, k0 / KT_BLOCK, blocks, decoded, how);
             const int last_panel = p + 1 == a->panels;
-            const uint8_t *next =
-                last_panel ? a->w[0] + (k0 / DECODE_K + 1) * full_bytes : a->w[p + 1] + k0 / DECODE_K * full_bytes;
             const size_t next_k = last_panel ? least(DECODE_K, left) : 0;
-            const size_t next_bytes = packed_bytes(last_panel ? next_k / KT_BLOCK : blocks, per, kind);
+            const uint8_t *next = !last_panel ? a->w[p + 1] + k0 / DECODE_K * full_bytes
+                                  : left      ? a->w[0] + (k0 / DECODE_K + 1) * full_bytes
+                                              : a->next[0];
+            const size_t next_blocks = !last_panel ? blocks : left ? next_k / KT_BLOCK : least(BLOCKS, a->k / KT_BLOCK);
+            const size_t next_bytes = next ? packed_bytes(next_blocks, per, how) : 0;
             const size_t each = (next_bytes / tiles + LINE) / LINE * LINE;
             size_t fetched = 0;
             for (int n = 0; n < STRIPS; n++) {
@@ -321,7 +334,13 @@ INLINE void many(const kt_dot *a, const enum scale_kind kind) {
     }
 }
 
-/* few_<name>() and many_<name>() for one kind of scale. With FEW_MAX 0, few() is never used. */
-#define FUNCTIONS(name, kind)                                                           \
-    static void few_##name(const kt_dot *a) { FEW_MAX ? few(a, kind) : many(a, kind); } \
-    static void many_##name(const kt_dot *a) { many(a, kind); }
+/* few_<name>() and many_<name>() for one way of scaling. With FEW_MAX 0, few() is never used. */
+#define FUNCTIONS(name, how)                                                          \
+    static void few_##name(const kt_dot *a) { FEW_MAX ? few(a, how) : many(a, how); } \
+    static void many_##name(const kt_dot *a) { many(a, how); }
+
+/* What a kernel's row says of these, and of the scale groups that it takes. */
+#define SERVED_BY(name) .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel), .few = few_##name, .many = many_##name
+#define PER_16 .scale_group_min = KT_SCALE_GROUP_MIN, .scale_group_max = KT_SCALE_GROUP_MIN
+#define PER_BLOCK .scale_group_min = KT_BLOCK, .scale_group_max = KT_BLOCK
+#define PER_BLOCKS .scale_group_min = KT_BLOCK, .scale_group_max = KT_SCALE_GROUP_MAX

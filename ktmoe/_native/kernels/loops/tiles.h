@@ -18,13 +18,13 @@
  * A kernel file defines, before it includes this:
  *     IN_PLACE                  1: packed weights are tiles of B, B_STRIDE bytes from k-pair to k-pair; decode_tile() is not used
  *     STEP_BYTES                of a packed panel, from the last step_at() to its end
- *     weights, open_panel(a, p) what is needed of panel p all the time
+ *     weights, open_panel(a, p, how)  what is needed of panel p all the time; how: scales.h's, a constant at every call
  *     step_at(w, step)          where the packed step is
  *     tile_at(w, step, n)       and a tile of it, columns 16 n to 16 n + 15
  *     decode_tile(w, step, n, to)
  */
+#include "kernels/common/scales.h"
 #include "kernels/common/tile.h"
-#include "kernels/common/vector.h"
 
 enum {
     WIDTH = KT_PANEL / 16,  /* tiles */
@@ -97,9 +97,9 @@ INLINE void wide(const kt_dot *a, const weights *w, const size_t first, float *o
     TILE_STORE(3, out + 48, OUT_BYTES);
 }
 
-static void few(const kt_dot *a) {
+INLINE void few(const kt_dot *a, const scaling how) {
     for (size_t p = 0; p < a->panels; p++) {
-        const weights w = open_panel(a, p);
+        const weights w = open_panel(a, p, how);
         wide(a, &w, 0, a->out[p]);
     }
 }
@@ -194,13 +194,13 @@ INLINE void tall(const kt_dot *a, const weights *w, const size_t first, const in
 }
 
 /* Three tiles of rows at a time, but for a rest of 2 and one of 4, which is done in twos. A single one is few()'s, as a rule. */
-static void many(const kt_dot *a) {
+INLINE void many(const kt_dot *a, const scaling how) {
     const size_t steps = a->k / KT_BLOCK, tiles = (a->m + KT_TILE_ROWS - 1) / KT_TILE_ROWS;
     for (size_t p = 0; p < a->panels; p++) {
-        const weights w = open_panel(a, p);
+        const weights w = open_panel(a, p, how);
         const size_t bytes = (size_t)(step_at(&w, steps - 1) - a->w[p]) + STEP_BYTES;
-        const uint8_t *next = p + 1 < a->panels ? a->w[p + 1] : a->w[0] + bytes;
-        stream s = {next, next + bytes, bytes / LINE / ((tiles + 2) / 3 * 2 * steps) + 1};
+        const uint8_t *next = p + 1 < a->panels ? a->w[p + 1] : a->next[0];
+        stream s = {next, next ? next + bytes : NULL, bytes / LINE / ((tiles + 2) / 3 * 2 * steps) + 1};
         for (size_t done = 0, now; done < tiles; done += now) {
             const size_t left = tiles - done;
             now = left == 4 || left == 2 ? 2 : left == 1 ? 1 : 3;
@@ -211,6 +211,10 @@ static void many(const kt_dot *a) {
     }
 }
 
-/* What every kernel on tiles says of itself. */
-#define ON_TILES \
-    .rows = &KT_NAME(rows_bf16_tiles), .few_max = KT_TILE_ROWS, .scratch_bytes = RING_BYTES, .few = few, .many = many
+/* few_<name>() and many_<name>() for one way of scaling, and what a kernel's row says of them. */
+#define FUNCTIONS(name, how)                                      \
+    static void few_##name(const kt_dot *a) { few(a, how); }      \
+    static void many_##name(const kt_dot *a) { many(a, how); }
+#define SERVED_BY(name)                                                                           \
+    .rows = &KT_NAME(rows_bf16_tiles), .few_max = KT_TILE_ROWS, .scratch_bytes = RING_BYTES, .few = few_##name, \
+    .many = many_##name

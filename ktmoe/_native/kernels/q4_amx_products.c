@@ -1,6 +1,7 @@
-/* q4 with bf16 scales, rounded into bf16 weights where the user allows it, by TDPBF16PS; see tiles.h.
+/* q4 with scales that are no powers of two, multiplied into bf16 weights, by TDPBF16PS; see tiles.h.
  *
- * DEFINITION  w = codebook[code] * scale, exact in fp32, rounded once to bf16, RNE; no product is denormal (codebook.py)
+ * DEFINITION  w = codebook[code] * scale, exact in fp32, rounded once to bf16, RNE. With E2M1 and E4M3 scales there is nothing to
+ *             round; with bf16 and fp16 scales the user allows it. No product is denormal (folding.py)
  * LAYOUT      pack/q4.c. A code dword holds 8 k of one column: those of pair j at bits 4 j and 4 j + 16.
  */
 #include <immintrin.h>
@@ -9,34 +10,38 @@
 #include "kernels/common/q4_layout.h"
 #include "kernels/common/tile.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, STEP_BYTES = BLOCK_BYTES, SCALES_BYTES = 2 * KT_PANEL };
+enum { IN_PLACE = 0, B_STRIDE = 0, STEP_BYTES = BLOCK_BYTES };
 
 typedef struct weights {
     const uint8_t *packed;
+    scaling how;     /* a constant, as is what follows from it */
     int group_shift; /* of a step, to its group */
     size_t group_bytes;
     __m512 table;
 } weights;
 
-INLINE weights open_panel(const kt_dot *a, const size_t p) {
-    const int shift = __builtin_ctzl(a->scale_group / KT_BLOCK);
-    return (weights){a->w[p], shift, SCALES_BYTES + ((size_t)STEP_BYTES << shift), _mm512_loadu_ps(a->codebook->value)};
+INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) {
+    const int shift = how & HALVES ? 0 : __builtin_ctzl(a->scale_group / KT_BLOCK);
+    return (weights){a->w[p], how, shift, header_bytes(how) + ((size_t)STEP_BYTES << shift),
+                     _mm512_loadu_ps(a->codebook->value)};
 }
 
 INLINE const uint8_t *step_at(const weights *w, const size_t step) {
-    return w->packed + step * STEP_BYTES + ((step >> w->group_shift) + 1) * SCALES_BYTES;
+    return w->packed + step * STEP_BYTES + ((step >> w->group_shift) + 1) * header_bytes(w->how);
 }
 
 INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) { return step_at(w, step) + n * SIXTEEN_BYTES; }
 
 INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
-    const f32v scale = load_bf16(w->packed + (step >> w->group_shift) * w->group_bytes + n * 2 * 16);
+    const uint8_t *header = w->packed + (step >> w->group_shift) * w->group_bytes;
     /* VCVTNE2PS2BF16 leaves 16 even k, then 16 odd ones. */
     const __m512i pairs = (__m512i)(u32v){0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
                                           0x180008, 0x190009, 0x1A000A, 0x1B000B, 0x1C000C, 0x1D000D, 0x1E000E, 0x1F000F};
     const uint8_t *from = tile_at(w, step, n);
+    const int octets = KT_BLOCK / 8 / halves(w->how);
 #pragma GCC unroll 4
     for (int octet = 0; octet < KT_BLOCK / 8; octet++, from += OCTET_BYTES, to += 4 * TILE_ROW_BYTES) {
+        const f32v scale = load_scales(header, n, octet / octets, w->how);
         const u32v codes = load_u32(from);
 #pragma GCC unroll 4
         for (int pair = 0; pair < 4; pair++) {
@@ -50,7 +55,16 @@ INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_
 
 #include "kernels/loops/tiles.h"
 
-const kt_kernel KT_NAME(q4_amx_rounded)[] = {
-    {ON_TILES, .family = "q4", .scale = "bf16", .scale_group_max = KT_SCALE_GROUP_MAX, .folded = 1},
+FUNCTIONS(bf16, BF16)
+FUNCTIONS(fp16, FP16)
+FUNCTIONS(e4m3, E4M3 | HALVES)
+
+#define Q4 .family = "q4", .folded = 1
+#define PER_BLOCKS .scale_group_min = KT_BLOCK, .scale_group_max = KT_SCALE_GROUP_MAX
+#define PER_16 .scale_group_min = KT_SCALE_GROUP_MIN, .scale_group_max = KT_SCALE_GROUP_MIN
+const kt_kernel KT_NAME(q4_amx_products)[] = {
+    {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},
+    {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},
+    {Q4, .scale = "e4m3", PER_16, SERVED_BY(e4m3)},
     {0},
 };

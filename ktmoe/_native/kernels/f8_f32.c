@@ -1,0 +1,38 @@
+/* f8 in fp32: shifts and a mask move E4M3's bits to where fp32 has them, and one exact multiplication makes up for the difference
+ * of exponents, denormals included; see f32.h, scales.h and panel.h.
+ *
+ * LAYOUT      pack/f8.c. A code dword holds 4 k of one column, in its bytes k0 k2 k1 k3.
+ */
+#include "kernels/common/f32.h"
+#include "kernels/common/f8_layout.h"
+#include "kernels/common/isa.h"
+
+typedef char table;
+typedef char fold;
+
+INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    return (void)header, (void)v, (void)how, 0;
+}
+
+/* To move the byte of k up to a dword's top. */
+INLINE int up(const int k) { return k % 4 == 0 ? 24 : k % 4 == 1 ? 8 : k % 4 == 2 ? 16 : 0; }
+
+INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
+    (void)how, (void)t, (void)f;
+    return (u32v)e4m3_at_top(load_u32(quad_at(p, v, k / 4)) << up(k));
+}
+
+#include "kernels/loops/panel.h"
+
+FUNCTIONS(none, NONE)
+FUNCTIONS(ue8m0, UE8M0)
+FUNCTIONS(fp32, FP32)
+
+#define F8 .family = "f8", .element = "E4M3", .rows = &KT_NAME(rows_f32)
+const kt_kernel KT_NAME(f8_f32)[] = {
+    {F8, .scale = "none", SERVED_BY(none)},
+    {F8, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
+    {F8, .scale = "fp32", PER_BLOCKS, SERVED_BY(fp32)},
+    {0},
+};

@@ -1,0 +1,48 @@
+/* Packing f8, 8-bit floats: rows of bytes to panels and back, exactly.
+ *
+ * LAYOUT of a panel: groups.h. Of a block:
+ *
+ *     code dword of (column c, k..k+3) at    (c / 16) * 512 + (k % 32 / 4) * 64 + (c % 16) * 4
+ *     its bytes, low to high:                k0 k2 | k1 k3
+ *
+ * so a 64-byte vector holds 4 k of 16 columns, and the upper and the lower bytes of each column's two words are the k-pairs (2,3)
+ * and (0,1): the pair order of VDPBF16PS and TDPBF16PS.
+ */
+#include "ktmoe.h"
+#include "pack/transpose.h"
+
+enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK, ROW_BYTES = KT_BLOCK, HALF = 16 };
+
+/* k0 k1 k2 k3 <-> k0 k2 k1 k3, in four dwords. */
+static inline u32x4 swap_middle(u32x4 v) { return (v & 0xFF0000FF) | (v >> 8 & 0x0000FF00) | (v << 8 & 0x00FF0000); }
+
+static inline size_t column_at(size_t column) { return column / 16 * 512 + column % 16 * 4; }
+
+static inline u32x4 pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *to) {
+    u32x4 wrong = {0};
+    for (int half = 0; half < 2; half++) {
+        u32x4 v[4];
+        for (int i = 0; i < 4; i++) {
+            memcpy(&v[i], rows[i] + offset + half * HALF, sizeof v[i]);
+            wrong |= ((v[i] & 0x7F7F7F7F) + 0x01010101) & 0x80808080; /* E4M3's NaN, of either sign */
+            v[i] = swap_middle(v[i]);
+        }
+        store_transposed(v, to + half * 4 * 64, 64);
+    }
+    return wrong;
+}
+
+static inline void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+    for (int half = 0; half < 2; half++) {
+        u32x4 v[4];
+        for (int j = 0; j < 4; j++) {
+            memcpy(&v[j], from + (half * 4 + j) * 64, sizeof v[j]);
+            v[j] = swap_middle(v[j]);
+        }
+        store_transposed(v, to + half * HALF, stride_bytes);
+    }
+}
+
+#include "pack/panels.h"
+
+const kt_packing kt_pack_f8 = {"f8", 8, BLOCK_BYTES, pack_codes, unpack_codes};

@@ -1,0 +1,24 @@
+/* Where a checkpoint has the code of (n, k); ktmoe/weights/order.py says what the fields mean. */
+#ifndef KT_ORDER_H
+#define KT_ORDER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Of 4-bit codes, eight in a dword. All zero, `rows` is what it means: codes are rows as they stand, of any size. */
+typedef struct kt_order {
+    bool dwords, along_n, transposed;
+    uint8_t nibbles[8];
+} kt_order;
+
+/* A rectangle of a matrix [n][k]; all numbers are whole dwords of the order. */
+typedef struct kt_rectangle {
+    size_t n, k, row, rows, column, columns;
+} kt_rectangle;
+
+/* The rectangle's codes as rows, row_bytes from one to the next, and back. */
+void kt_order_to_rows(const kt_order *order, const uint8_t *stored, kt_rectangle r, uint8_t *rows, size_t row_bytes);
+void kt_order_from_rows(const kt_order *order, const uint8_t *rows, size_t row_bytes, kt_rectangle r, uint8_t *stored);
+
+#endif

@@ -1,0 +1,66 @@
+/* Panels of one family: rows of codes to columns of blocks and back, four columns at a time.
+ *
+ * A packing file defines, before it includes this:
+ *     BLOCK_BYTES, ROW_BYTES       of 32 k: of a packed panel, of a row of codes
+ *     column_at(column)            where a column begins in a block
+ *     pack_four(rows, offset, to)  four columns of one block, from rows[i] + offset, to the block at the first's column. Returns
+ *                                  dwords that are not 0 where a code is no real number
+ *     unpack_four(from, to, stride_bytes)
+ */
+#include "base/numbers.h"
+#include "ktmoe.h"
+#include "pack/groups.h"
+#include "pack/transpose.h"
+
+/* Blocks whose bytes of a row fill a cache line. */
+enum { LINE_BLOCKS = ROW_BYTES < 64 ? 64 / ROW_BYTES : 1 };
+
+/* Four rows of one block, some of which are not there, or end in it. */
+static u32x4 pack_tail(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, size_t block,
+                       uint8_t *to) {
+    const size_t bits = m->format->packing->code_bits, offset = block * ROW_BYTES, left = m->k * bits / 8 - offset;
+    uint8_t padded[4][ROW_BYTES];
+    memset(padded, bits == 4 ? m->format->padding * 0x11 : m->format->padding, sizeof padded);
+    for (size_t i = 0; i < count && i < 4; i++)
+        memcpy(padded[i], rows + i * stride_bytes + offset, left < ROW_BYTES ? left : ROW_BYTES);
+    return pack_four((const uint8_t *const[]){padded[0], padded[1], padded[2], padded[3]}, 0, to);
+}
+
+/* 16 rows together, since 16 columns fill a cache line of the panel; within them as many blocks as fill one of the source. So a
+ * line of either is in L1 until it is done with, and memory sees 16 ascending streams. */
+static bool pack_codes(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed) {
+    const kt_groups g = kt_groups_of(m->format, m->k);
+    const size_t whole = m->k / KT_BLOCK;
+    u32x4 wrong = {0};
+    for (size_t sixteen = 0; sixteen < KT_PANEL; sixteen += 16)
+        for (size_t line = 0; line < g.blocks; line += LINE_BLOCKS)
+            for (size_t column = sixteen; column < sixteen + 16; column += 4) {
+                const size_t end = line + LINE_BLOCKS < g.blocks ? line + LINE_BLOCKS : g.blocks;
+                const uint8_t *four[4];
+                for (size_t i = 0; i < 4; i++) four[i] = rows + (column + i) * stride_bytes;
+                for (size_t b = line; b < end; b++) {
+                    uint8_t *to = packed + kt_block_at(&g, b) + column_at(column);
+                    wrong |= column + 4 <= count && b < whole
+                                 ? pack_four(four, b * ROW_BYTES, to)
+                                 : pack_tail(m, four[0], stride_bytes, count > column ? count - column : 0, b, to);
+                }
+            }
+    return (wrong[0] | wrong[1] | wrong[2] | wrong[3]) == 0;
+}
+
+static void unpack_codes(const kt_format *f, const uint8_t *packed, size_t count, size_t k, uint8_t *rows) {
+    const kt_groups g = kt_groups_of(f, k);
+    const size_t row_bytes = k * f->packing->code_bits / 8;
+    for (size_t b = 0; b < g.blocks; b++)
+        for (size_t column = 0; column < count; column += 4) {
+            const uint8_t *from = packed + kt_block_at(&g, b) + column_at(column);
+            const size_t at = b * ROW_BYTES, left = row_bytes - at < ROW_BYTES ? row_bytes - at : ROW_BYTES;
+            uint8_t *to = rows + column * row_bytes + at, four[4][ROW_BYTES];
+            if (column + 4 <= count && left == ROW_BYTES) {
+                unpack_four(from, to, row_bytes);
+                continue;
+            }
+            unpack_four(from, four[0], ROW_BYTES);
+            for (size_t i = 0; i < 4 && column + i < count; i++) memcpy(to + i * row_bytes, four[i], left);
+        }
+}

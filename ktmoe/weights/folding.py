@@ -1,0 +1,71 @@
+"""What kernels can make of an element and its scales: bfloat16 weights that hold the scale, small integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ktmoe.weights.formats import WeightFormat
+
+#: What MoELayer's `rounding` may be: whether a scaled weight may be rounded to bfloat16.
+ROUNDING = ("exact", "folded")
+
+#: Exponents of the least and the greatest number above 0, and significant bits.
+_E4M3_SCALES = (-9, 8, 4)
+_FP16_SCALES = (-24, 15, 11)
+_BF16_BITS = 8
+
+_NONE = (255, 0)
+
+
+def fold_range(weight_format: WeightFormat, rounding: str = "exact") -> tuple[int, int]:
+    """(low, high): a matrix whose scales are in it has bfloat16 weights that hold the scale; (255, 0) if none has.
+
+    ue8m0: bytes, and the product is exact: 2 to 252 for E2M1, 10 to 246 for E4M3. e4m3: (0, 255) where the product of any two
+    numbers is exact, as with E2M1. bf16, fp16: exponent fields of scales that are not zero; the product has to be rounded, which
+    `rounding` has to allow, and must not overflow then, or be denormal.
+    """
+    scale = weight_format.scale
+    exponents = _exponents(weight_format.element.values)
+    if scale is None or scale.extent[0] != 1 or weight_format.offset or weight_format.super_scale or not weight_format.element.values:
+        return _NONE
+    if scale.kind in ("bf16", "fp16") and rounding != "folded":
+        return _NONE
+    if not exponents:
+        return (0, 254) if scale.kind in ("bf16", "fp16") else _NONE
+    low, high = min(exponents), max(exponents)
+    if scale.kind == "ue8m0":
+        if weight_format.family == "f8":
+            return 1 - low, 254 - high
+        # kt_codebook.folded holds the exponent field of a normal number raised by 126; beyond 255 it would run into the sign.
+        # What is subtracted from it, (253 - byte) << 7, must not be negative.
+        return (1 - low, min(253, 254 - high)) if low >= -126 and high <= 2 else _NONE
+    if scale.kind == "bf16":
+        # Significands below 2 make a product's exponent up to 1 more than the sum of theirs, and rounding may add 1. Field 0 is
+        # of denormal scales.
+        return max(1, 1 - low), min(254, 252 - high)
+    if scale.kind in ("e4m3", "fp16"):
+        least, most, bits = _E4M3_SCALES if scale.kind == "e4m3" else _FP16_SCALES
+        exact = bits + _significant_bits(weight_format.element.values) <= _BF16_BITS
+        fits = low + least >= -126 and high + most + 2 <= 127
+        return (0, 255) if fits and (exact or scale.kind == "fp16") else _NONE
+    return _NONE
+
+
+def unit(values: Sequence[float]) -> float:
+    """The largest power of two from 2**-8 to 1 of which every value is a multiple, by at most 16; 0.0 if there is none."""
+    for exponent in range(0, -9, -1):
+        wholes = [value / 2.0**exponent for value in values]
+        if all(whole == int(whole) and abs(whole) <= 16 for whole in wholes):
+            return 2.0**exponent
+    return 0.0
+
+
+def _exponents(values: Sequence[float | None]) -> list[int]:
+    return [math.frexp(value)[1] - 1 for value in values if value]
+
+
+def _significant_bits(values: Sequence[float | None]) -> int:
+    """The most that any value needs."""
+    integers = [abs(int(math.ldexp(math.frexp(value)[0], 53))) for value in values if value]
+    return max((integer // (integer & -integer)).bit_length() for integer in integers)
