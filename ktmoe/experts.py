@@ -12,7 +12,7 @@ import numpy as np
 from ktmoe.errors import FormatError, InputError
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
-from ktmoe.weights.formats import MXFP4, Minimum, WeightFormat
+from ktmoe.weights.formats import MXFP4, Minimum, WeightFormat, ZeroPoint
 
 #: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28
@@ -82,6 +82,9 @@ class Matrix:
             _refuse(f"{self.name}: factor", self.factor, np.float64)
             if self.format.factor.divides and not self.factor.all():
                 raise FormatError(f"{self.name}: factor {np.argwhere(self.factor == 0)[0].tolist()} is 0, which cannot divide")
+        if isinstance(offset, ZeroPoint) and not self.format.order.transposed and (at := np.argwhere(self.offsets > 15)).size:
+            found = self.offsets[tuple(at[0])]
+            raise FormatError(f"{self.name}: zero point {at[0].tolist()} is {found}; expected 0 to 15")
         if self.bias is not None:
             _refuse(f"{self.name}: bias", self.bias, np.float64)
 

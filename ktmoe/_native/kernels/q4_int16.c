@@ -17,6 +17,7 @@ enum {
     IN_PLACE = 0,
     BY_VECTOR = 1,
     HOLD_TOTALS = 0,
+    HOLD_HALVES = 0,
     BLOCK_SUMS = 1,
     TILE_ROWS = 6, /* x 2 vectors = 12 accumulators of 16 */
     TILE_VECTORS = 2,

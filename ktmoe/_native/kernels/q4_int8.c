@@ -21,6 +21,7 @@ enum {
 #if VECTOR_BYTES == 64
     BY_VECTOR = 0,
     HOLD_TOTALS = 1,
+    HOLD_HALVES = 0,
     TILE_ROWS = 3, /* x 4 vectors = 12 sums and 12 totals of 32 registers; a broadcast of x serves a whole panel */
     TILE_VECTORS = 4,
     FEW_ROWS = 6,
@@ -28,6 +29,7 @@ enum {
 #else
     BY_VECTOR = 1,
     HOLD_TOTALS = 0,
+    HOLD_HALVES = 0,
     TILE_ROWS = 6, /* x 2 vectors = 12 sums of 16 registers */
     TILE_VECTORS = 2,
     FEW_ROWS = 2,

@@ -76,6 +76,8 @@ def staged(matrix):
     weight_format = matrix.format
     arrays = {label: array for label, array in weight_format.group_rows(matrix.stored).items()}
     if weight_format.offset:
+        if arrays["offsets"].max() > 15:
+            matrix.refuse()
         arrays["offsets"] = weight_format.offset.numbers(arrays["offsets"])
     if weight_format.scale and weight_format.scale.extent[0] > 1:
         with np.errstate(invalid="ignore"):

@@ -8,6 +8,7 @@ enum {
     DECODE_K = 256, /* a strip is 32 KiB */
     BY_VECTOR = 0,
     HOLD_TOTALS = 0,
+    HOLD_HALVES = 1,
     BLOCK_SUMS = 0,
     TILE_VECTORS = 4,
     TILE_ROWS = 6, /* 24 accumulators of 32 registers */

@@ -10,6 +10,7 @@ enum {
     IN_PLACE = 0,
     BY_VECTOR = 0,
     HOLD_TOTALS = 0,
+    HOLD_HALVES = 0,
     BLOCK_SUMS = 0,
     TILE_VECTORS = 2,
 #if VECTOR_BYTES == 64

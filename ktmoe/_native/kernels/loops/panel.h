@@ -25,6 +25,7 @@
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
  *     BLOCK_SUMS                1: a scale group's sum is finished with every block, since x has a scale for each
  *     HOLD_TOTALS               1: a tile of many() keeps its scale groups' totals in registers beside the sums; 0: in out
+ *     HOLD_HALVES               1: where scales are of 16 k, it does so, too, for half of the strip at a time
  *     table, load_table(a, how)        what decode() needs all the time
  *     fold, load_fold(header, v, how)  what it needs of a group's scales or zero points
  *     decode(p, v, j, how, t, f)       u32v of the weights of step j of the 8 k at p, in the columns of vector v
@@ -216,50 +217,55 @@ typedef struct strip {
     size_t k0, blocks;
 } strip;
 
-/* rows x a strip's columns, from row `first`; out from the strip's first column. Its sums are of `per` pieces: halves of blocks where
- * those have scales of their own, else blocks. */
-INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int rows,
+INLINE int hold_totals(const scaling how) { return HOLD_TOTALS || (HOLD_HALVES && how & HALVES); }
+/* Of a strip, at a time. */
+INLINE int tile_vectors(const scaling how) { return !HOLD_TOTALS && hold_totals(how) ? TILE_VECTORS / 2 : TILE_VECTORS; }
+
+/* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of `per` pieces:
+ * halves of blocks where those have scales of their own, else blocks. */
+INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int v0, const int rows,
                  const scaling how) {
+    const int vectors = tile_vectors(how), hold = hold_totals(how);
     const void *const *rows_x = a->x + first;
     const size_t k0 = s->k0, pieces = s->blocks * halves(how), piece = STEPS / halves(how); /* steps */
-    out += first * KT_PANEL;
+    out += first * KT_PANEL + v0 * LANES;
     const table t = load_table(a, how);
     const size_t per = BLOCK_SUMS ? 1 : blocks_per_header(a, how);
     const uint32_t *x[TILE_ROWS];
     sums sum[TILE_ROWS][TILE_VECTORS];
     f32v total[TILE_ROWS][TILE_VECTORS];
     for (int i = 0; i < rows; i++) {
-        for (int v = 0; in_groups(how) && HOLD_TOTALS && v < TILE_VECTORS; v++)
+        for (int v = 0; in_groups(how) && hold && v < vectors; v++)
             total[i][v] = k0 ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
         x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
-        for (int v = 0; !in_groups(how) && v < TILE_VECTORS; v++)
+        for (int v = 0; !in_groups(how) && v < vectors; v++)
             sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0);
     }
     for (size_t p = 0; p < pieces;) {
         const size_t last = least(p + per, pieces), block = k0 / KT_BLOCK + p / halves(how);
         for (int i = 0; in_groups(how) && i < rows; i++)
-            for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = start(rows_x[i], a->k, block);
+            for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block);
 #pragma GCC unroll 2
         for (size_t step = p * piece; step < last * piece; step++) {
             u32v ws[TILE_VECTORS];
-            for (int v = 0; v < TILE_VECTORS; v++) ws[v] = load_u32(s->w + step * STRIP + v * LANES);
+            for (int v = 0; v < vectors; v++) ws[v] = load_u32(s->w + step * STRIP + (v0 + v) * LANES);
             /* GCC 12 would load them anew for each row, by way of the stack, with registers to spare. */
-            for (int v = 0; HOLD_TOTALS && v < TILE_VECTORS; v++) __asm__("" : "+v"(ws[v]));
+            for (int v = 0; hold && v < vectors; v++) __asm__("" : "+v"(ws[v]));
 #pragma GCC unroll 12
             for (int i = 0; i < rows; i++) {
                 const u32v xs = broadcast(x[i] + step);
-                for (int v = 0; v < TILE_VECTORS; v++) sum[i][v] = dot(sum[i][v], ws[v], xs);
+                for (int v = 0; v < vectors; v++) sum[i][v] = dot(sum[i][v], ws[v], xs);
             }
         }
         if (in_groups(how)) {
             const size_t group = BLOCK_SUMS ? p / blocks_per_header(a, how) : p / per;
-            for (int v = 0; v < TILE_VECTORS; v++) {
-                const f32v scale = load_f32(s->scale + group * KT_PANEL + v * LANES);
+            for (int v = 0; v < vectors; v++) {
+                const f32v scale = load_f32(s->scale + group * KT_PANEL + (v0 + v) * LANES);
 #pragma GCC unroll 12
                 for (int i = 0; i < rows; i++) {
                     const f32v of_x = factor(rows_x[i], a->k, block, &t);
                     float *to = out + i * KT_PANEL + v * LANES;
-                    if (HOLD_TOTALS)
+                    if (hold)
                         total[i][v] = finish(sum[i][v], scale, of_x, total[i][v]);
                     else
                         store_f32(to, finish(sum[i][v], scale, of_x, k0 || p ? load_f32(to) : splat(0)));
@@ -268,14 +274,15 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
         }
         p = last;
     }
-    for (int i = 0; (!in_groups(how) || HOLD_TOTALS) && i < rows; i++)
-        for (int v = 0; v < TILE_VECTORS; v++)
+    for (int i = 0; (!in_groups(how) || hold) && i < rows; i++)
+        for (int v = 0; v < vectors; v++)
             store_f32(out + i * KT_PANEL + v * LANES, in_groups(how) ? total[i][v] : (f32v)sum[i][v]);
 }
 
-#define TILE(rows)                                                    \
-    case rows:                                                        \
-        if ((rows) <= TILE_ROWS) tile(a, &s, first, out, rows, how); \
+#define TILE(rows)                                                                                         \
+    case rows:                                                                                             \
+        for (int v0 = 0; (rows) <= TILE_ROWS && v0 < TILE_VECTORS; v0 += tile_vectors(how))                \
+            tile(a, &s, first, out, v0, rows, how);                                                        \
         break
 
 /* Panels are innermost, so that the second finds the rows' x in L2. While DECODE_K k are multiplied, the codes and x of the next ones
