@@ -28,11 +28,11 @@ def expected_between(case, before, memory):
     after = before.copy()
     if case.op in assembly.STORES:
         return after
-    if case.op == "vpbroadcastd":
+    if case.op in ("vpbroadcastd", "vbroadcastss"):
         after[case.dest] = np.tile(source[:4], 16)
-    elif case.op == "vpsrlw":
+    elif case.op in ("vpsrlw", "vpsrlw, VEX"):
         after[case.dest] = (words >> case.immediate if case.immediate < 16 else words * 0).view(np.uint8)
-    elif case.op == "vpsrld":
+    elif case.op in ("vpsrld", "vpsrld, VEX"):
         after[case.dest] = (dwords >> case.immediate if case.immediate < 32 else dwords * 0).view(np.uint8)
     elif case.op == "vpermps":
         after[case.dest] = dwords[firsts & 15].view(np.uint8)
@@ -42,8 +42,14 @@ def expected_between(case, before, memory):
         after[case.dest] = words[first & 31].view(np.uint8)
     elif case.op == "vpsubusw":
         after[case.dest] = np.where(first > words, first - words, np.uint16(0)).view(np.uint8)
+    elif case.op == "vpand":
+        after[case.dest] = before[case.first] & source
+    elif case.op == "vpshufb, VEX":
+        lanes, indices = before[case.first].reshape(4, 16), source.reshape(4, 16)
+        after[case.dest] = np.where(indices < 128, np.take_along_axis(lanes, indices & 15, 1), 0).ravel()
     else:
         after[case.dest] = source
+    after[case.dest, case.vector_bytes :] = 0
     return after
 
 
@@ -102,8 +108,9 @@ def run_cases(program, op, way, before):
         )
         np.testing.assert_array_equal(after, expected_registers(case, before(zmm), k, memory), err_msg=case.text)
         np.testing.assert_array_equal(k_after, k, err_msg=case.text)
-        stored = before(zmm)[case.dest] if op in assembly.STORES else memory
-        np.testing.assert_array_equal(area[case.offset : case.offset + 64], stored, err_msg=case.text)
+        if op in assembly.STORES:
+            memory[: case.vector_bytes] = before(zmm)[case.dest, : case.vector_bytes]
+        np.testing.assert_array_equal(area[case.offset : case.offset + 64], memory, err_msg=case.text)
         done += 1
     assert done
     return done
@@ -221,6 +228,22 @@ def test_cases_cover_the_forms(program):
         ("62 f1 fd 48 7f c7", None),  # the store's opcode between registers
         ("62 f2 f5 49 8d d0", None),  # vpermw with a mask
         ("62 f2 f5 28 8d d0", None),  # of ymm
+        ("c5 fe 6f 07", ("vmovdqu, VEX", 4)),
+        ("c4 c1 7e 6f 07", ("vmovdqu, VEX", 5)),  # the long form of the prefix
+        ("c5 fd 6f 05 00 00 00 00", ("vmovdqa, VEX", 8)),  # rip-relative
+        ("c5 7e 7f c1", ("vmovdqu store, VEX", 4)),
+        ("c5 fa 6f 07", None),  # of xmm
+        ("c5 f6 6f 07", None),  # a register in vvvv
+        ("c4 e2 7e 6f 07", None),  # another map
+        ("c4 e2 7d 18 07", ("vbroadcastss, VEX", 5)),
+        ("c4 e2 fd 18 07", None),  # W1
+        ("c5 7d 71 d0 08", ("vpsrlw, VEX", 5)),
+        ("c5 fd 71 e0 08", None),  # vpsraw
+        ("c5 fd 71 10 08", None),  # memory, which only EVEX has
+        ("c5 fd 72 d0 04", ("vpsrld, VEX", 5)),
+        ("c5 f5 db c2", ("vpand, VEX", 4)),
+        ("c4 e2 75 00 c2", ("vpshufb, VEX", 5)),
+        ("c5 f5 00 c2", None),  # another map
         ("c5 f8 77", None),
         ("0f 0b", None),
     ],

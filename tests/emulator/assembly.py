@@ -34,9 +34,15 @@ STATE_BYTES = 32 * 64 + 8 * 8  # zmm0-31, k0-7
 RIP_DATA_BYTES = 1024
 RUN_LENGTH = 48
 MOVES = ["vmovaps", "vmovdqa32", "vmovdqa64", "vmovdqu8", "vmovdqu16", "vmovdqu32", "vmovdqu64"]
-STORES = [f"{op} store" for op in MOVES[1:]]
+VEX_MOVES = ["vmovdqa", "vmovdqu"]
+VEX_STORES = [f"{op} store" for op in VEX_MOVES]
+EVEX_STORES = [f"{op} store" for op in MOVES[1:]]
+STORES = EVEX_STORES + VEX_STORES
 SHIFTS = ["vpsrlw", "vpsrld"]
-BETWEEN = [*MOVES, *STORES, "vpbroadcastd", *SHIFTS, "vpermps", "vmulps", "vpermw", "vpsubusw"]  # avx512_between.c
+VEX_SHIFTS = [f"{op}, VEX" for op in SHIFTS]
+VEX = [*VEX_MOVES, *VEX_STORES, "vbroadcastss", *VEX_SHIFTS, "vpand", "vpshufb, VEX"]
+EVEX = [*MOVES, *EVEX_STORES, "vpbroadcastd", *SHIFTS, "vpermps", "vmulps", "vpermw", "vpsubusw"]
+BETWEEN = EVEX + VEX  # between.c
 # Bytes, as the assembler need not know AMX: ldtilecfg (%rax); tilezero %tmm0; tilerelease.
 LDTILECFG, TILEZERO, TILERELEASE = (
     f".byte 0xc4, 0xe2, {rest};" for rest in ("0x78, 0x49, 0", "0x7b, 0x49, 0xc0", "0x78, 0x49, 0xc0")
@@ -73,20 +79,21 @@ class Case:
         """The instruction in AT&T syntax."""
         letter = LETTER[self.vector_bytes]
         narrows = self.op == "vcvtneps2bf16"
-        unary = narrows or self.op in MOVES or self.op in ("vpbroadcastd", *SHIFTS)
+        shifts = self.op in SHIFTS + VEX_SHIFTS
+        unary = narrows or shifts or self.op in MOVES + VEX_MOVES + ["vpbroadcastd", "vbroadcastss"]
         dest = f"%{LETTER[max(self.vector_bytes // 2, 16)] if narrows else letter}mm{self.dest}"
         if self.mask:
             dest += f"{{%k{self.mask}}}" + ("{z}" if self.zeroing else "")
-        mnemonic = self.op
+        mnemonic = self.op.removesuffix(", VEX")  # the assembler prefers it
         if self.source is not None:
-            source = f"%{'x' if self.op == 'vpbroadcastd' else letter}mm{self.source}"
+            source = f"%{'x' if self.op in ('vpbroadcastd', 'vbroadcastss') else letter}mm{self.source}"
         else:
             source = self.address + (f"{{1to{self.vector_bytes // self.element_bytes}}}" if self.broadcast else "")
             if narrows and letter != "z" and not self.broadcast:
                 mnemonic += letter  # the length shows in no operand
         if self.op in STORES:
             return f"{mnemonic.removesuffix(' store')} {dest}, {source}"
-        if self.op in SHIFTS:
+        if shifts:
             source = f"${self.immediate}, {source}"
         return f"{mnemonic} {source}, {dest}" if unary else f"{mnemonic} {source}, %{letter}mm{self.first}, {dest}"
 
@@ -146,7 +153,9 @@ def random_cases(rng: np.random.Generator, op: str, count: int, low_address: int
         if op in BETWEEN:
             case.vector_bytes, case.mask, case.zeroing = 64, 0, False
             case.immediate = int(rng.choice([rng.integers(0, 34), rng.integers(0, 256)]))
-        if op in STORES or rng.integers(3):
+        if op in VEX:
+            case.vector_bytes, case.dest, case.first, case.source = 32, dest % 16, first % 16, source % 16
+        if op in STORES or (rng.integers(3) and op not in VEX_SHIFTS):
             case.source = None
             case.broadcast = bool(rng.integers(2)) and op not in BETWEEN
             _place(case, rng, low_address)

@@ -7,11 +7,16 @@
  *   byte 3   z L' L b ~V' a a a         V' vvvv: second source; L'L: length; b: broadcast; aaa: mask register
  *   byte 4   opcode, then ModRM [SIB] [disp8*N | disp32]
  *
- * A VEX instruction of AMX or AVX-VNNI, after its C4 byte (the two-byte form, C5, cannot express the map that they lie in):
+ * A VEX instruction, after its C4 byte:
  *
  *   byte 1   ~R ~X ~B m m m m m         R X B: bit 3 of ModRM.reg, of index, and of base or a register ModRM.rm
  *   byte 2   W ~v ~v ~v ~v L p p
  *   byte 3   opcode, then ModRM [SIB] [disp8 | disp32]
+ *
+ * or after its C5 byte, with map 1 and without X, B and W:
+ *
+ *   byte 1   ~R ~v ~v ~v ~v L p p
+ *   byte 2   opcode, and so on
  *
  * What the CPU refuses (#UD) must not be emulated either, or a test would pass with code that no CPU runs: reserved bits are
  * checked here, the rules of an instruction in its row's accepts(). Not decoded, as compilers do not emit them for these
@@ -20,8 +25,7 @@
 
 #include <string.h>
 
-static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_vnni,
-                                          &kt_amx_tiles,   &kt_amx_dot,     &kt_avx512_between};
+static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_vnni, &kt_amx_tiles, &kt_amx_dot, &kt_between};
 
 struct kt_opcode *kt_opcode_at(size_t i) {
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
@@ -76,20 +80,22 @@ static int parse_evex(const uint8_t *code, struct kt_insn *insn, struct kt_opcod
     return 5;
 }
 
-/* The same for VEX in its three-byte form. */
+/* The same for VEX. */
 static int parse_vex(const uint8_t *code, struct kt_insn *insn, struct kt_opcode *key, struct extension *extension) {
-    if (code[0] != 0xC4) return 0;
-    const int p0 = code[1], p1 = code[2];
+    const bool is_short = code[0] == 0xC5;
+    if (!is_short && code[0] != 0xC4) return 0;
+    const int p0 = is_short ? (code[1] & 0x80) | 0x61 : code[1]; /* as the long form says it: ~R, no X, no B, map 1 */
+    const int p1 = is_short ? code[1] & 0x7F : code[2], bytes = is_short ? 3 : 4;
     const int r = !(p0 & 0x80), x = !(p0 & 0x40), b = !(p0 & 0x20);
 
     key->map = p0 & 31;
     key->prefix = p1 & 3;
-    key->opcode = code[3];
+    key->opcode = code[bytes - 1];
     insn->w = p1 >> 7;
     insn->vvvv = ~p1 >> 3 & 15;
     insn->vector_bytes = 16 << (p1 >> 2 & 1);
     *extension = (struct extension){.reg = r << 3, .rm_register = b << 3, .base = b << 3, .index = x << 3};
-    return 4;
+    return bytes;
 }
 
 static int32_t load_disp32(const uint8_t *code) {

@@ -9,7 +9,7 @@
  *   tiles.c          AMX registers, which no signal frame holds: kept per thread
  *   errors.c         what a CPU would have faulted on, for the tests to read
  *   <group>.c        one file per instruction group: its opcode table and its semantics
- *   avx512_between.c what the CPU does have, but kernels put between the others: emulated too, to save traps
+ *   between.c        what the CPU does have, but kernels put between the others: emulated too, to save traps
  *
  * To add a group: write its file, declare its struct kt_group below, list it in decode.c. A new prefix is one more parse
  * function in decode.c. While a signal is handled nothing here takes memory from malloc, locks, or calls libc beyond memcpy
@@ -55,7 +55,7 @@ struct kt_group {
     size_t count;
 };
 
-extern struct kt_group kt_avx512_bf16, kt_avx512_vbmi, kt_vnni, kt_avx512_between, kt_amx_tiles, kt_amx_dot;
+extern struct kt_group kt_avx512_bf16, kt_avx512_vbmi, kt_vnni, kt_between, kt_amx_tiles, kt_amx_dot;
 
 struct kt_insn {
     struct kt_opcode *opcode;
