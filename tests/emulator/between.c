@@ -86,14 +86,14 @@ static void vpbroadcastd(const struct kt_insn *insn, struct kt_frame *frame) {
 __attribute__((target("avx512bw"))) static void vpsrlw(const struct kt_insn *insn, struct kt_frame *frame) {
     uint32_t value[16];
     kt_rm_read(insn, frame, ~0ull, value);
-    _mm512_storeu_si512(value, _mm512_srl_epi16(_mm512_loadu_si512(value), _mm_cvtsi32_si128(insn->immediate)));
+    _mm512_storeu_si512(value, _mm512_srl_epi16(_mm512_loadu_si512(value), _mm_cvtsi32_si128((uint8_t)insn->immediate)));
     kt_zmm_write(frame, insn->vvvv, value, insn->vector_bytes); /* ModRM.reg being taken, vvvv is the destination */
 }
 
 __attribute__((target("avx512f"))) static void vpsrld(const struct kt_insn *insn, struct kt_frame *frame) {
     uint32_t value[16];
     kt_rm_read(insn, frame, ~0ull, value);
-    _mm512_storeu_si512(value, _mm512_srl_epi32(_mm512_loadu_si512(value), _mm_cvtsi32_si128(insn->immediate)));
+    _mm512_storeu_si512(value, _mm512_srl_epi32(_mm512_loadu_si512(value), _mm_cvtsi32_si128((uint8_t)insn->immediate)));
     kt_zmm_write(frame, insn->vvvv, value, insn->vector_bytes);
 }
 

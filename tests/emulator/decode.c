@@ -18,6 +18,8 @@
  *   byte 1   ~R ~v ~v ~v ~v L p p
  *   byte 2   opcode, and so on
  *
+ * Any other: [0100 W R X B] [0F] opcode [ModRM [SIB] [disp8 | disp32]]
+ *
  * What the CPU refuses (#UD) must not be emulated either, or a test would pass with code that no CPU runs: reserved bits are
  * checked here, the rules of an instruction in its row's accepts(). Not decoded, as compilers do not emit them for these
  * instructions: segment and address-size prefixes, and APX's use of the reserved EVEX bits. */
@@ -25,7 +27,8 @@
 
 #include <string.h>
 
-static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_vnni, &kt_amx_tiles, &kt_amx_dot, &kt_between};
+static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_vnni, &kt_amx_tiles,
+                                          &kt_amx_dot,     &kt_between,     &kt_loops};
 
 struct kt_opcode *kt_opcode_at(size_t i) {
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
@@ -98,6 +101,21 @@ static int parse_vex(const uint8_t *code, struct kt_insn *insn, struct kt_opcode
     return bytes;
 }
 
+/* The same for an instruction with neither; never 0. */
+static int parse_legacy(const uint8_t *code, struct kt_insn *insn, struct kt_opcode *key, struct extension *extension) {
+    int at = 0;
+    const int rex = (code[0] & 0xF0) == 0x40 ? code[at++] : 0;
+    const int r = rex >> 2 & 1, x = rex >> 1 & 1, b = rex & 1;
+    if (code[at] == 0x0F) {
+        key->map = 1;
+        at++;
+    }
+    key->opcode = code[at++];
+    insn->w = rex >> 3 & 1;
+    *extension = (struct extension){.reg = r << 3, .rm_register = b << 3, .base = b << 3, .index = x << 3};
+    return at;
+}
+
 static int32_t load_disp32(const uint8_t *code) {
     int32_t value;
     memcpy(&value, code, sizeof value);
@@ -147,24 +165,30 @@ bool kt_decode(const uint8_t *code, struct kt_insn *insn) {
         key.encoding = KT_VEX;
         at = parse_vex(code, insn, &key, &extension);
     }
-    if (!at) return false;
+    if (!at) {
+        key.encoding = KT_LEGACY;
+        at = parse_legacy(code, insn, &key, &extension);
+    }
     /* Before looking at the ModRM byte: an opcode without one may end its page here. */
     insn->opcode = next_row(&key, &group, &i);
     if (!insn->opcode) return false;
 
-    const int modrm = code[at++];
-    insn->modrm_mod = modrm >> 6;
-    insn->modrm_reg = modrm >> 3 & 7;
-    insn->modrm_rm = modrm & 7;
-    insn->is_memory = insn->modrm_mod != 3;
-    insn->reg = insn->modrm_reg | extension.reg;
-    insn->rm = insn->modrm_rm | extension.rm_register;
+    if (!insn->opcode->no_modrm) {
+        const int modrm = code[at++];
+        insn->modrm_mod = modrm >> 6;
+        insn->modrm_reg = modrm >> 3 & 7;
+        insn->modrm_rm = modrm & 7;
+        insn->is_memory = insn->modrm_mod != 3;
+        insn->reg = insn->modrm_reg | extension.reg;
+        insn->rm = insn->modrm_rm | extension.rm_register;
+    }
 
     while (insn->opcode && !insn->opcode->accepts(insn)) insn->opcode = next_row(&key, &group, &i);
     if (!insn->opcode) return false;
     const int disp8_bytes = insn->opcode->disp8_bytes ? insn->opcode->disp8_bytes(insn) : 1;
     if (insn->is_memory) at += parse_address(code + at, insn, &extension, disp8_bytes);
-    if (insn->opcode->immediate_bytes) insn->immediate = code[at++];
-    insn->length = at;
+    const int immediate_bytes = insn->opcode->immediate_bytes;
+    if (immediate_bytes) insn->immediate = immediate_bytes == 1 ? (int8_t)code[at] : load_disp32(code + at);
+    insn->length = at + immediate_bytes;
     return true;
 }

@@ -10,6 +10,7 @@
  *   errors.c         what a CPU would have faulted on, for the tests to read
  *   <group>.c        one file per instruction group: its opcode table and its semantics
  *   between.c        what the CPU does have, but kernels put between the others: emulated too, to save traps
+ *   loops.c          the same of what closes a loop
  *
  * To add a group: write its file, declare its struct kt_group below, list it in decode.c. A new prefix is one more parse
  * function in decode.c. While a signal is handled nothing here takes memory from malloc, locks, or calls libc beyond memcpy
@@ -31,7 +32,7 @@ enum { KT_MAX_INSN_BYTES = 15, KT_ZMM_BYTES = 64 };
 /* Register numbers as in the encoding (0 = rax ... 15 = r15), and two more that an address may have as its base. */
 enum { KT_NO_REGISTER = -1, KT_RIP = -2 };
 
-enum kt_encoding { KT_EVEX, KT_VEX };
+enum kt_encoding { KT_EVEX, KT_VEX, KT_LEGACY }; /* the last: neither, perhaps with a REX prefix */
 
 struct kt_insn;
 struct kt_frame;
@@ -40,10 +41,11 @@ struct kt_frame;
 struct kt_opcode {
     const char *name;
     enum kt_encoding encoding;
-    uint8_t map, prefix, opcode; /* map: 1 = 0F, 2 = 0F38, 3 = 0F3A; prefix (pp): 0 = none, 1 = 66, 2 = F3, 3 = F2 */
-    uint8_t immediate_bytes;     /* 0 or 1 */
-    bool native;                 /* the CPU has it: emulated only right behind one that it lacks */
-    bool tiles;                  /* works on frame->tiles; not emulated in a process whose tiles the CPU holds */
+    uint8_t map, prefix, opcode; /* map: 0 = none, 1 = 0F, 2 = 0F38, 3 = 0F3A; prefix (pp): 0 = none, 1 = 66, 2 = F3, 3 = F2 */
+    uint8_t immediate_bytes;     /* 0, 1 or 4 */
+    bool no_modrm;
+    bool native;                                /* the CPU has it: emulated only right behind one that it lacks */
+    bool tiles;                                 /* works on frame->tiles; not emulated in a process whose tiles the CPU holds */
     bool (*accepts)(const struct kt_insn *);    /* false = the encoding is #UD, or another row's; sees all but the address */
     int (*disp8_bytes)(const struct kt_insn *); /* N of EVEX's disp8*N; NULL = 1 */
     void (*execute)(const struct kt_insn *, struct kt_frame *);
@@ -55,12 +57,12 @@ struct kt_group {
     size_t count;
 };
 
-extern struct kt_group kt_avx512_bf16, kt_avx512_vbmi, kt_vnni, kt_between, kt_amx_tiles, kt_amx_dot;
+extern struct kt_group kt_avx512_bf16, kt_avx512_vbmi, kt_vnni, kt_between, kt_loops, kt_amx_tiles, kt_amx_dot;
 
 struct kt_insn {
     struct kt_opcode *opcode;
     int length;       /* bytes, prefixes included */
-    bool w;           /* EVEX.W, VEX.W */
+    bool w;           /* EVEX.W, VEX.W, REX.W */
     int vector_bytes; /* 16, 32, 64; 0 for the reserved length */
     int reg, vvvv;    /* registers, 5 bits each, inversion undone; an unused vvvv reads 0 */
     int mask;         /* k register; 0 = no masking */
@@ -70,7 +72,7 @@ struct kt_insn {
     int modrm_reg, modrm_rm, modrm_mod; /* as encoded, for tables that tell instructions apart by them */
     int base, index, scale;             /* general registers, KT_NO_REGISTER or (base) KT_RIP; scale is 1, 2, 4, 8 */
     int64_t displacement;
-    int immediate;
+    int immediate; /* sign-extended */
 };
 
 enum { KT_TILES = 8, KT_TILE_ROWS = 16, KT_TILE_ROW_BYTES = 64 };
@@ -110,6 +112,7 @@ struct kt_opcode *kt_opcode_at(size_t i); /* over all groups; NULL past the end 
 bool kt_frame_layout(void); /* ask the CPU where its vector registers lie; false if it has no AVX-512 */
 bool kt_frame_open(struct kt_frame *frame, void *ucontext); /* false if the frame holds no AVX-512 state */
 uint64_t kt_general(const struct kt_frame *frame, int n);
+void kt_general_write(struct kt_frame *frame, int n, uint64_t value);
 uintptr_t kt_address(const struct kt_insn *insn, const struct kt_frame *frame);
 uint64_t kt_scaled_index(const struct kt_insn *insn, const struct kt_frame *frame); /* part of the address */
 /* The rm operand of a vector instruction as 32-bit elements, broadcast if it says so. Of memory only the elements in `wanted`

@@ -130,11 +130,12 @@ void kt_tile_config_write(struct kt_frame *frame, const struct kt_tile_config *c
     write_part(frame, XTILECFG, 0, config, sizeof *config);
 }
 
-uint64_t kt_general(const struct kt_frame *frame, int n) {
-    static const int8_t slot[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
-                                    REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
-    return (uint64_t)frame->general[slot[n]];
-}
+static const int8_t slot[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
+                                REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
+
+uint64_t kt_general(const struct kt_frame *frame, int n) { return (uint64_t)frame->general[slot[n]]; }
+
+void kt_general_write(struct kt_frame *frame, int n, uint64_t value) { frame->general[slot[n]] = (greg_t)value; }
 
 uint64_t kt_scaled_index(const struct kt_insn *insn, const struct kt_frame *frame) {
     return insn->index == KT_NO_REGISTER ? 0 : kt_general(frame, insn->index) * (uint64_t)insn->scale;

@@ -18,7 +18,7 @@ from .assembly import REGISTERS
 DEFAULT_MXCSR = 0x1F80
 STALE = 0xAA
 _MAP_32BIT = 0x40  # not in Python's mmap
-_GREGS, _RIP, _FPREGS = 5, 16, 23  # 64-bit words in ucontext_t; the second counts from the first
+_GREGS, _RIP, _FLAGS, _FPREGS = 5, 16, 17, 23  # 64-bit words in ucontext_t; the middle ones count from the first
 _SLOTS = [*REGISTERS[8:], "rdi", "rsi", "rbp", "rbx", "rdx", "rax", "rcx", "rsp"]  # of the general registers, from the first
 
 
@@ -78,6 +78,19 @@ class Frame:
     def rip(self) -> int:
         """The address of what comes next."""
         return int(self.context[_GREGS + _RIP])
+
+    @rip.setter
+    def rip(self, address):
+        self.context[_GREGS + _RIP] = address
+
+    @property
+    def flags(self) -> int:
+        """RFLAGS."""
+        return int(self.context[_GREGS + _FLAGS])
+
+    def register(self, name) -> int:
+        """A general register."""
+        return int(self.context[_GREGS + _SLOTS.index(name)])
 
     def emulate(self) -> bool:
         """Emulate as far as it goes; whether there was anything to emulate."""
