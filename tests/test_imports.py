@@ -27,7 +27,10 @@ FORBIDDEN = {
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
     "layer": {"model", "compat"},
     "model": {"compat"},
-    "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    **dict.fromkeys(
+        ("reference", "reference_operands", "reference_weights"),
+        {"backends", "_native", "layer", "model", "machine", "loaders"},
+    ),
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.
 ONLY_FOR = {"compat": {"compat"}, "cli": {"__main__"}, "demo": {"cli"}, "synthetic": {"synthetic", "demo"}}
