@@ -142,8 +142,8 @@ def forward(
         if activations != "bf16" and integer_unit(format) is None:
             raise InputError(
                 f"activations {activations!r} need 4-bit integers up to 16 times one power of two from 2**-8 to 1, with"
-                f" {', '.join(INTEGER_KINDS)} scales per 1x32 or a multiple of it, and without zero points, minima and super-scales;"
-                f" {projection} of {experts.name} is {format.description}"
+                f" {', '.join(INTEGER_KINDS)} scales per 1x32 or a multiple of it, and without zero points, minima and"
+                f" super-scales; {projection} of {experts.name} is {format.description}"
             )
     cuts = _cuts(experts, shards)
     y = np.zeros((len(cuts), len(x), len(np.arange(experts.hidden)[columns])))  # of each shard
@@ -253,7 +253,11 @@ def linear(
             factor = np.abs(scales[:, start // group : -(-(start + block) // group)])
             smallest, largest = factor.min(axis=1), factor.max(axis=1)
             in_group, sizes = in_group + terms, sizes + size.sum(axis=1, keepdims=True)
-            unscaled = np.where(smallest > 0, in_group / smallest, sizes * given.largest)
+            if group < len(w):  # several groups, each by its own
+                own = np.repeat(factor, group, axis=1)[:, : len(w)].T
+                unscaled = size @ np.where(own > 0, np.abs(w) / own, given.largest)
+            else:
+                unscaled = np.where(smallest > 0, in_group / smallest, sizes * given.largest)
             overflow |= (unscaled / unit >= limit) | (largest > MAX_FLOAT32)
             flush = flush * np.maximum(largest, 1.0)
             if format.super_scale:  # what rounding its product with a scale changes, where that is denormal

@@ -1,4 +1,4 @@
-"""What the reference's linear maps take: rows of bfloat16 as they are, or quantised to integers, and how far off that can be."""
+"""What the reference's linear maps take: bfloat16 rows as they are, or quantised to integers, and how far off these can be."""
 
 from __future__ import annotations
 

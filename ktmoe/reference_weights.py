@@ -29,8 +29,9 @@ ROUNDED_KINDS = ("bf16", "fp16")
 class Weights:
     """Some rows of a matrix, float64, without its factor.
 
-    scaled: (value - zero point) * scale * super-scale, [n, k], exactly. group: the k that share one of `scales`, which are scale *
-    super-scale, [n, groups]; None without scales. minima: [n, k], zero point free; None without minima.
+    scaled: (value - zero point) * scale * super-scale, exactly, [n, k].
+    group, scales: scale * super-scale, [n, groups], for so many k each; None without scales.
+    minima: what is to be subtracted from scaled, [n, k]; None without minima.
     largest: no |value - zero point| is above it.
     """
 
@@ -140,8 +141,8 @@ def integer_unit(format: WeightFormat) -> float | None:
 
 
 def folds(matrix: Matrix) -> bool:
-    """Whether rounding="folded" rounds a matrix's weights to bfloat16: if its scales are bfloat16, each normal or zero, or fp16,
-    and by their exponents and the values' no product, whether it occurs or not, is denormal, or above 2**127 when rounded.
+    """Whether rounding="folded" rounds a matrix's weights to bfloat16: if its scales are bfloat16, normal or zero, or fp16, and
+    by their exponents and the values' no product, whether it occurs or not, is denormal, or above 2**127 when rounded.
     """
     if not _plain(matrix.format, ROUNDED_KINDS):
         return False

@@ -101,7 +101,7 @@ def random_bfloat16(rng, shape, low, high) -> np.ndarray:
 
 
 def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, fold=True) -> dict[str, np.ndarray]:
-    """The arrays of so many matrices [n, k] of any format, by name: each is [count, ...]. The arguments are random_experts()'s."""
+    """The arrays of so many matrices [n, k] of any format, by name, [count, ...] each; scales, fold: random_experts()'s."""
     low, high = scales
     element, expected = weight_format.element, weight_format.arrays(n, k)
     if element.family == "f8":  # as large weights as q4's
@@ -137,7 +137,7 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
     else:
         arrays["codes"] = any_bits("codes")
     if weight_format.super_scale:
-        arrays["super_scales"] = numbers("super_scales", weight_format.super_scale, 126, 127)
+        arrays["super_scales"] = numbers("super_scales", weight_format.super_scale, 125, 126)
     if isinstance(weight_format.offset, Minimum):
         arrays["offsets"] = numbers("offsets", weight_format.offset.scale, low, high)
     elif isinstance(weight_format.offset, ZeroPoint):
@@ -147,7 +147,7 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
     if weight_format.factor:
         ends = (low, high) if weight_format.scale is None and element.family != "b16" else (middle - 1, middle)
         shape = count, *expected["factor"][1]
-        exponents = rng.integers(*ends, shape, endpoint=True) - 127
+        exponents = np.clip(rng.integers(*ends, shape, endpoint=True) - 127, -126, 126)
         significands = rng.integers(1 << 23, 1 << 24, shape) / (1 << 23) * rng.choice([-1, 1], shape)
         divides = weight_format.factor.divides
         arrays["factor"] = np.ldexp(significands, -exponents if divides else exponents).astype(np.float32)
@@ -178,10 +178,10 @@ def random_experts(
     sign and not zero.
 
     hidden, intermediate: rounded up to whole items of the formats' arrays, see whole().
-    formats: of all matrices, or by projection. scales: the least and the greatest byte, or exponent field as bfloat16 has it, of
-    scales, and of weights of b16; for f8, whose values are larger, so much less that weights are as large as q4's. Where there
-    are no scales but a factor, these are the factor's. Not fold: byte 0 occurs once in every matrix with UE8M0 scales, so that
-    no kernel may fold them.
+    formats: of all matrices, or by projection.
+    scales: the least and the greatest byte of scales, or exponent field as bfloat16 has it; of weights of b16, too. For f8,
+    whose values are larger, so much less that weights are as large as q4's. Where a factor is the only scale, it has these.
+    fold: if not, byte 0 occurs once in every matrix with UE8M0 scales, so that no kernel may fold them.
     """
     formats = dict.fromkeys(PROJECTIONS, formats) if isinstance(formats, WeightFormat) else formats
     hidden, intermediate = whole(hidden, intermediate, formats)

@@ -27,10 +27,9 @@ FORBIDDEN = {
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
     "layer": {"model", "compat"},
     "model": {"compat"},
-    **dict.fromkeys(
-        ("reference", "reference_operands", "reference_weights"),
-        {"backends", "_native", "layer", "model", "machine", "loaders"},
-    ),
+    "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.
 ONLY_FOR = {"compat": {"compat"}, "cli": {"__main__"}, "demo": {"cli"}, "synthetic": {"synthetic", "demo"}}

@@ -12,6 +12,7 @@ from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.reference import ROUTER_WEIGHTS, Reference, forward, round_bfloat16
 from ktmoe.weights.activation import SILU
+from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import BF16, MXFP4, WeightFormat, int4
 
 # forward against rational arithmetic
@@ -182,7 +183,9 @@ def test_wrong_inputs_are_refused():
 
 
 @pytest.mark.parametrize(
-    "format", [BF16, WeightFormat("q4", (77 / 256, *[0.0] * 15), MXFP4.scale), int4(16)], ids=lambda v: v.description
+    "format",
+    [BF16, WeightFormat(Element("77/256", "q4", (77 / 256, *[0.0] * 15)), MXFP4.scale), int4(16)],
+    ids=lambda v: v.description,
 )
 def test_integers_are_refused_where_they_do_not_exist(format):
     experts = random_experts(np.random.default_rng(16), 1, 32, 32, format=format)

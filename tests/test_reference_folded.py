@@ -12,20 +12,26 @@ from simulated import allow_folding, label, linear, simulated_forward, simulated
 from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.reference import ROUTER_WEIGHTS, TINY, dequantize, folds, forward, round_bfloat16
-from ktmoe.weights.formats import BF16, E2M1, MXFP4, OFFSET_INT4, Scale, WeightFormat, int4
+from ktmoe.weights.elements import E2M1, INT4, Element
+from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
 
 GREATEST = (2 - 2.0**-7) * 2.0**127
 
 
-def matrix_of(codebook, scales):
+def bfloat16_scales(values):
+    """A format of these values, with a scale for 32 k."""
+    return WeightFormat(Element("values", "q4", values), Scale("bf16", (1, 32)))
+
+
+def matrix_of(values, scales):
     """[16 rows, a group for each scale]: every row has all codes with every scale."""
     codes = np.tile(np.arange(16), (16, 2 * len(scales)))
     scales = np.tile(np.array(scales, np.float64).astype(BFLOAT16), (16, 1))
-    return Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack_nibbles(codes), scales)
+    return Matrix("w", bfloat16_scales(values), codes.shape, pack_nibbles(codes), scales)
 
 
 def entries(*values):
-    """A codebook of values, their negatives and zeros."""
+    """16 values: these, their negatives and zeros."""
     return (*values, *(-v for v in values), *[0.0] * (16 - 2 * len(values)))
 
 
@@ -34,10 +40,10 @@ def entries(*values):
 
 BELOW, ABOVE = 1 - 2.0**-7, 2 - 2.0**-7  # significands next to a power of two; BELOW is one of denormal numbers, too
 
-#: name: (codebook, the least scale that folds, the greatest); all significands of one exponent are alike
+#: name: (values, the least scale that folds, the greatest); all significands of one exponent are alike
 EDGES = {
-    "int4": (OFFSET_INT4, 2.0**-126, ABOVE * 2.0**122),
-    "e2m1": (E2M1, 2.0**-125, ABOVE * 2.0**123),
+    "int4": (INT4.values, 2.0**-126, ABOVE * 2.0**122),
+    "e2m1": (E2M1.values, 2.0**-125, ABOVE * 2.0**123),
     "one": (entries(1.0), 2.0**-126, ABOVE * 2.0**125),
     "almost two": (entries(ABOVE), 2.0**-126, ABOVE * 2.0**125),
     "large": (entries(2.0**90, 1.5 * 2.0**100), 2.0**-126, ABOVE * 2.0**25),
@@ -51,41 +57,41 @@ EDGES = {
 
 @pytest.mark.parametrize("case", EDGES)
 def test_a_matrix_folds_up_to_the_edges_of_the_rule(case):
-    codebook, least, greatest = EDGES[case]
+    values, least, greatest = EDGES[case]
     within = [0.0] if least is None else [0.0, -0.0, least, -least, greatest, -greatest]
-    assert folds(matrix_of(codebook, within))
-    weights = dequantize(matrix_of(codebook, within))
+    assert folds(matrix_of(values, within))
+    weights = dequantize(matrix_of(values, within))
     rounded = np.abs(round_bfloat16(weights[weights != 0]))
     assert rounded.size == 0 or (rounded.min() >= TINY and rounded.max() <= 2.0**127)
     outside = (1.0,) if least is None else (BELOW * least, greatest / ABOVE * 2)
     for scale in (v for v in outside if v <= GREATEST):
         for sign in (-1, 1):
-            matrix = matrix_of(codebook, [*within, sign * scale])
+            matrix = matrix_of(values, [*within, sign * scale])
             assert matrix.scales[0, -1] == sign * scale
             assert not folds(matrix)
             y, _ = linear(matrix, np.eye(matrix.shape[1]), rounding="folded")
             assert np.array_equal(y, dequantize(matrix).T)  # as exact as ever
-    assert allow_folding(np.array(within), codebook)
-    assert not any(allow_folding(np.array([*within, v]), codebook) for v in outside if v <= GREATEST)
+    assert allow_folding(np.array(within), values)
+    assert not any(allow_folding(np.array([*within, v]), values) for v in outside if v <= GREATEST)
 
 
-@pytest.mark.parametrize("codebook", [OFFSET_INT4, entries(2.0**100)], ids=["int4", "large"])
-def test_a_matrix_with_a_denormal_scale_does_not_fold(codebook):
+@pytest.mark.parametrize("values", [INT4.values, entries(2.0**100)], ids=["int4", "large"])
+def test_a_matrix_with_a_denormal_scale_does_not_fold(values):
     for scale in (2.0**-133, BELOW * TINY):
-        assert not folds(matrix_of(codebook, [1.0, -scale]))
-    assert folds(matrix_of(codebook, [1.0, -TINY]))
+        assert not folds(matrix_of(values, [1.0, -scale]))
+    assert folds(matrix_of(values, [1.0, -TINY]))
 
 
 def test_a_matrix_whose_scales_are_all_zero_folds():
-    for codebook in (OFFSET_INT4, EDGES["too far apart"][0]):
-        matrix = matrix_of(codebook, [0.0, -0.0])
+    for values in (INT4.values, EDGES["too far apart"][0]):
+        matrix = matrix_of(values, [0.0, -0.0])
         assert folds(matrix)
         assert not linear(matrix, np.ones((1, 64)), rounding="folded")[0].any()
     assert folds(matrix_of((0.0,) * 16, [GREATEST]))  # so do zeros
 
 
 def test_codes_have_no_part_in_the_rule_and_every_scale_has():
-    matrix = matrix_of(OFFSET_INT4, [1.0, 1.0, 1.0])
+    matrix = matrix_of(INT4.values, [1.0, 1.0, 1.0])
     matrix.codes[:] = 0x88  # zeros
     for value in (2.0**123, 2.0**-127):
         for at in ((0, 0), (15, 2)):
@@ -114,19 +120,19 @@ def nearest(product):
 
 
 @pytest.mark.parametrize(
-    ("codebook", "unit", "exponents", "worst"),
-    [(OFFSET_INT4, 0, (-126, 0, 122), 259), (E2M1, 1, (-125, 0, 123), 261)],
+    ("values", "unit", "exponents", "worst"),
+    [(INT4.values, 0, (-126, 0, 122), 259), (E2M1.values, 1, (-125, 0, 123), 261)],
     ids=["int4", "e2m1"],
 )
-def test_every_product_of_a_code_and_a_significand_is_rounded_once(codebook, unit, exponents, worst):
+def test_every_product_of_a_code_and_a_significand_is_rounded_once(values, unit, exponents, worst):
     significands, errors = [sign * m for m in range(128, 256) for sign in (1, -1)], []
     for exponent in exponents:
         scales = np.ldexp(np.array(significands, float), exponent - 7).astype(BFLOAT16)[:, None]
         codes = np.tile(np.arange(32) % 16, (256, 1))
-        matrix = Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack_nibbles(codes), scales)
+        matrix = Matrix("w", bfloat16_scales(values), codes.shape, pack_nibbles(codes), scales)
         y, _ = linear(matrix, np.eye(32), rounding="folded")
         for row, significand in enumerate(significands):
-            for code, entry in enumerate(codebook):
+            for code, entry in enumerate(values):
                 product = int(entry * 2**unit) * significand
                 rounded = nearest(product)
                 assert Fraction(y[code, row]) == Fraction(rounded) * Fraction(2) ** (exponent - 7 - unit)
@@ -153,7 +159,7 @@ def test_a_linear_map_differs_from_the_exact_one_by_259th_of_its_terms_sizes_at_
         sizes = np.abs(a) @ np.abs(dequantize(matrix)).T
         assert (np.abs(folded - exact) * 259 <= sizes * (1 + 1e-12)).all()
         assert np.abs(folded - exact).max() > 1e-4 * np.abs(exact).max()
-    worst = matrix_of(OFFSET_INT4, [148 / 128])
+    worst = matrix_of(INT4.values, [148 / 128])
     worst.codes[:] = 0xFF  # 7 * 148 = 1036, a tie that goes to 1040
     exact, folded = (linear(worst, np.ones((1, 32)), rounding=v)[0] for v in ("exact", "folded"))
     assert np.array_equal(259 * (folded - exact), exact)
@@ -169,7 +175,7 @@ def folded_as_b16(experts):
     return ExpertWeights(experts.num_experts, experts.hidden, experts.intermediate, read, BF16, experts.activation)
 
 
-@pytest.mark.parametrize("format", [int4(32), int4(128), WeightFormat("q4", E2M1, Scale("bf16", (2, 64)))], ids=label)
+@pytest.mark.parametrize("format", [int4(32), int4(128), WeightFormat(E2M1, Scale("bf16", (1, 64)))], ids=label)
 def test_folded_experts_are_b16_experts(format):
     rng = np.random.default_rng(2)
     experts = random_experts(rng, 2, 164, 70, format=format, bias=True)

@@ -1,5 +1,6 @@
 """The reference of a layer whose intermediate dimension is cut into shards: the same values, and a bound that holds for it."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from simulated import (
     INTEGERS,
     KINDS,
     PAIRS,
+    kinds_of,
     label,
     simulated_forward,
     simulated_parts,
@@ -29,12 +31,13 @@ from ktmoe.reference import (
     round_bfloat16,
 )
 from ktmoe.weights.activation import SILU
-from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
+from ktmoe.weights.elements import E2M1
+from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
 
 
 def cuts(format, intermediate, shards):
     """As a layer of this format is cut."""
-    return split(intermediate, max(32, format.scale.extent[1] if format.scale else 32), shards)
+    return split(intermediate, math.lcm(32, *format.unit), shards)
 
 
 def changed(experts, projection, change):
@@ -56,7 +59,7 @@ def test_the_values_do_not_depend_on_shards(format, router_weight):
     rng = np.random.default_rng(1)
     experts = random_experts(rng, 2, 40, 520, format=format, activation=GPT_OSS, bias=True)
     arguments = experts, *random_batch(rng, experts)
-    for activations in ("bf16", *INTEGERS) if format.scale else ("bf16",):
+    for activations in ("bf16", *(kind for kind in kinds_of(format) if kind in INTEGERS)):
         given = {"router_weight": router_weight, "activations": activations, "out_dtype": "float32"}
         whole = forward(*arguments, **given)
         for shards in (2, 3, 5):
@@ -126,7 +129,8 @@ def test_a_simulated_sharded_backend_stays_within_the_bound(seed, format, kind):
         bias=activation is GPT_OSS,
     )
     x, ids, weights = random_batch(rng, experts, tokens=6, top_k=2)
-    ratio, reference = worst(experts, x, ids, weights, kind, rng, router_weight, cuts(format, 290, 2 + seed % 2))
+    shards = cuts(format, experts.intermediate, 2 + seed % 2)
+    ratio, reference = worst(experts, x, ids, weights, kind, rng, router_weight, shards)
     assert ratio <= 1
     assert np.isfinite(reference.bound).all()
 
@@ -271,7 +275,7 @@ def test_partial_outputs_that_are_rounded_leave_the_bound(sharded):
 
 # Shards that are refused
 
-HALVES = WeightFormat("q4", E2M1, Scale("bf16", (1, 64)))
+HALVES = WeightFormat(E2M1, Scale("bf16", (1, 64)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from reference_experts import BFLOAT16
 from ktmoe.errors import FormatError
 from ktmoe.experts import Matrix
 from ktmoe.reference import dequantize, round_bfloat16
-from ktmoe.weights.formats import BF16, E2M1, MXFP4, int4
+from ktmoe.weights.elements import E2M1
+from ktmoe.weights.formats import BF16, MXFP4, int4
 
 # dequantize
 
@@ -24,7 +25,7 @@ def test_dequantize_every_code_with_every_scale_byte():
     assert weights.dtype == np.float64
     for byte in range(255):
         for code in range(16):
-            expected = Fraction(E2M1[code]) * Fraction(2) ** (byte - 127)
+            expected = Fraction(E2M1.values[code]) * Fraction(2) ** (byte - 127)
             for weight in weights[byte, [code, code + 16]].tolist():
                 assert Fraction(weight) == expected
                 assert math.copysign(1, weight) == (-1 if code & 8 else 1)
@@ -37,7 +38,7 @@ def test_dequantize_applies_each_scale_to_its_own_32_weights():
     weights = dequantize(matrix)
     for n in range(5):
         for k in range(68):
-            assert weights[n, k] == E2M1[codes[n, k]] * 2.0 ** (int(scales[n, k // 32]) - 127)
+            assert weights[n, k] == E2M1.values[codes[n, k]] * 2.0 ** (int(scales[n, k // 32]) - 127)
     for rows in (slice(1, 4), np.array([4, 0]), [3]):
         assert np.array_equal(dequantize(matrix, rows), weights[rows])
 
