@@ -96,7 +96,8 @@ def allow_folding(scales, codebook):
 
 @np.errstate(all="ignore")
 def simulated_linear(matrix, a, kind, shard=None):
-    """A backend's float32 [tokens, n]; kind is one of KINDS, or "descending": all products from the last k to the first.
+    """A backend's float32 [tokens, n]; kind is one of KINDS, or "descending": all products from the last k to the first; or
+    "vdpbf16ps folded": that with E4M3 scales folded, as no backend of ours does it.
 
     shard: (first, last), to add the products of these k only, and the bias if they begin at 0. All else is as for all k.
     """
@@ -113,7 +114,7 @@ def simulated_linear(matrix, a, kind, shard=None):
         if kind in ("vdpbf16ps", "amx") and scale.kind == "ue8m0" and matrix.format.super_scale is None and minima is None:
             entries = np.abs(np.outer(values, scales))  # each, whether it occurs or not
             fold = ((entries == 0) | (entries >= TINY) & np.isfinite(entries.astype(BFLOAT16))).all()
-        if kind == "amx" and scale.kind == "e4m3" and matrix.format.element == E2M1:
+        if kind in ("amx", "vdpbf16ps folded") and scale.kind == "e4m3" and matrix.format.element == E2M1:
             fold = True
         if kind == "amx folded" and allow_folding(scales, values):
             fold, folded = True, folded.astype(BFLOAT16).astype(np.float32)
@@ -126,14 +127,14 @@ def simulated_linear(matrix, a, kind, shard=None):
         order = np.arange(start, min(start + width, last))
         if kind == "descending":
             order = order[::-1]
-        elif kind == "vdpbf16ps":
+        elif kind.startswith("vdpbf16ps"):
             order = start + (np.arange(len(order) + len(order) % 2).reshape(-1, 2)[:, ::-1]).ravel()
         total = np.zeros((len(a), n), np.float32)
         for at in order[order < last]:
             x, w = a[:, at, None], weights[:, at]
             if kind == "portable":
                 total = total + x * w
-            elif kind == "vdpbf16ps":
+            elif kind.startswith("vdpbf16ps"):
                 total = flushed(fma(flushed(x), flushed(w), total))
             else:
                 total = fma(x, w, total)

@@ -1,11 +1,12 @@
 """rounding="folded" in the float64 reference: which matrices fold, to which numbers, and the bound on those that do."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from helpers import pack_nibbles
-from rationals import naive_forward
+from rationals import naive_forward, nearest_bfloat16, number
 from reference_experts import BFLOAT16, random_batch, random_experts
 from simulated import allow_folding, label, linear, simulated_forward, simulated_linear, tdpbf16ps
 
@@ -13,7 +14,8 @@ from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.reference import ROUTER_WEIGHTS, TINY, dequantize, folds, forward, round_bfloat16
 from ktmoe.weights.elements import E2M1, INT4, Element
-from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
+from ktmoe.weights.formats import BF16, MXFP4, MXFP8, Factor, Minimum, Scale, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.order import GPTQ
 
 GREATEST = (2 - 2.0**-7) * 2.0**127
 
@@ -101,10 +103,61 @@ def test_codes_have_no_part_in_the_rule_and_every_scale_has():
             assert not folds(matrix)
 
 
-def test_folding_is_for_bfloat16_scales_that_are_numbers():
-    experts = [random_experts(np.random.default_rng(0), 1, 32, 32, format=format) for format in (MXFP4, BF16, int4(32))]
-    assert [folds(e.matrix(0, "up")) for e in experts] == [False, False, True]
-    matrix = experts[2].matrix(0, "up")
+#: format: whether scales that are neither very large nor very small fold.
+FOLDING = {
+    int4(32): True,
+    int4(96): True,
+    int4(64, "fp16"): True,
+    int4(64, "fp16", GPTQ): True,
+    WeightFormat(E2M1, Scale("fp16", (1, 32)), factor=Factor(per_row=True)): True,
+    int4(16): False,
+    int4(48, "fp16"): False,
+    int4(32, "fp32"): False,
+    MXFP4: False,
+    BF16: False,
+    MXFP8: False,
+    nvfp4(): False,
+    fp8("bf16"): False,
+    fp8("bf16", (1, 128)): False,
+    uint4(32): False,
+    uint4(32, "bf16"): False,
+    WeightFormat(INT4, Scale("bf16", (2, 32))): False,
+    WeightFormat(INT4, Scale("bf16", (1, 32)), Scale("bf16", (1, 64))): False,
+    WeightFormat(INT4, Scale("bf16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32)))): False,
+}
+
+
+@pytest.mark.parametrize("format", FOLDING, ids=label)
+def test_folding_is_for_bfloat16_and_fp16_scales_of_4_bits(format):
+    experts = random_experts(np.random.default_rng(0), 1, 64, 64, format=format)
+    assert folds(experts.matrix(0, "up")) == FOLDING[format]
+
+
+def test_every_fp16_scale_folds_with_codes_of_int4():
+    """Its denormals, too: they are normal numbers in bfloat16, which has other significands."""
+    stored = np.arange(2**16, dtype=np.uint16)
+    stored = stored[stored >> 10 & 31 < 31].reshape(-1, 1)
+    codes = np.tile(np.arange(32) % 16, (len(stored), 1))
+    matrix = Matrix("w", int4(32, "fp16"), codes.shape, pack_nibbles(codes), stored.view(np.float16))
+    assert folds(matrix)
+    y, _ = linear(matrix, np.eye(32), rounding="folded")
+    rng = np.random.default_rng(8)
+    for row in rng.integers(0, len(stored), 200).tolist():
+        for code in range(16):
+            exact = (code - 8) * number("fp16", matrix.scales[row, 0])
+            assert Fraction(y[code, row]) == nearest_bfloat16(exact)
+    large = Matrix("w", replace(matrix.format, element=Element("large", "q4", entries(2.0**111, 1.0))), *stored_of(matrix))
+    assert not folds(large)
+    large.scales[:] = 2.0**-24
+    assert folds(large)
+
+
+def stored_of(matrix):
+    return matrix.shape, matrix.codes, matrix.scales
+
+
+def test_scales_that_are_no_numbers_do_not_fold():
+    matrix = random_experts(np.random.default_rng(0), 1, 32, 32, format=int4(32)).matrix(0, "up")
     matrix.scales[3, 0] = np.nan
     with pytest.raises(FormatError, match=r"up.*\[3, 0\]"):
         folds(matrix)
@@ -175,7 +228,9 @@ def folded_as_b16(experts):
     return ExpertWeights(experts.num_experts, experts.hidden, experts.intermediate, read, BF16, experts.activation)
 
 
-@pytest.mark.parametrize("format", [int4(32), int4(128), WeightFormat(E2M1, Scale("bf16", (1, 64)))], ids=label)
+@pytest.mark.parametrize(
+    "format", [int4(32), int4(128), WeightFormat(E2M1, Scale("bf16", (1, 64))), int4(64, "fp16", GPTQ)], ids=label
+)
 def test_folded_experts_are_b16_experts(format):
     rng = np.random.default_rng(2)
     experts = random_experts(rng, 2, 164, 70, format=format, bias=True)
@@ -187,7 +242,7 @@ def test_folded_experts_are_b16_experts(format):
         assert np.abs(forward(experts, *batch, **options).y - folded.y).max() > 1e-4 * np.abs(folded.y).max()
 
 
-@pytest.mark.parametrize("format", [MXFP4, BF16], ids=label)
+@pytest.mark.parametrize("format", [MXFP4, BF16, nvfp4(), MXFP8, fp8("bf16"), uint4(32)], ids=label)
 def test_others_are_as_they_were(format):
     rng = np.random.default_rng(3)
     experts = random_experts(rng, 2, 64, 34, format=format)
