@@ -13,8 +13,9 @@ from ktmoe import BF16 as B16
 from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, Scale, WeightFormat, int4, reference
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
-from ktmoe.weights.elements import E2M1
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Minimum, ZeroPoint, fp8, nvfp4, uint4
+from ktmoe.weights import formats
+from ktmoe.weights.elements import E2M1, E4M3, E5M2, UINT4
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -40,6 +41,17 @@ FORMATS = {
     "fp8-bf16": fp8("bf16"),
     "fp8-row": FP8_PER_ROW,
     "b16": B16,
+}
+#: Those and the loaders' own, and some of no loader and no kernel, which the reference has.
+ALL_FORMATS = {
+    **formats.FORMATS,
+    **FORMATS,
+    "minima": WeightFormat(
+        UINT4, Scale("fp16", (1, 32)), Scale("fp32", (1, 256)), Minimum(Scale("fp16", (1, 32))), Factor(per_row=True)
+    ),
+    "zero points in rows": WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=ZeroPoint((1, 64))),
+    "e5m2": WeightFormat(E5M2, Scale("ue8m0", (2, 32)), factor=Factor(per_row=False, divides=True)),
+    "e4m3 scales alone": WeightFormat(E4M3, Scale("e4m3", (1, 16))),
 }
 #: What to pass to random_experts for weights that kernels treat apart: each format, and formats that differ by projection.
 WEIGHTS = {

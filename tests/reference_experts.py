@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 from helpers import pack_nibbles, random_arrays, whole
 
-from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.formats import BF16, MXFP4
 
@@ -67,3 +67,15 @@ def from_codes(gate, up, down, activation=SILU):
         return stored[None], np.full((1, len(stored), -(-2 * stored.shape[1] // 32)), 127, np.uint8)
 
     return ExpertWeights.from_arrays(pair(gate), pair(up), pair(down), activation=activation)
+
+
+def ones(format, n, k):
+    """[n, k] that is all 1."""
+    arrays = {label: np.zeros(shape, dtype) for label, (dtype, shape) in format.arrays(n, k).items()}
+    code = format.element.values.index(1.0)
+    arrays["codes"][:] = code | code << 4 if format.element.bits == 4 else code
+    if format.scale:
+        arrays["scales"][:] = {"e4m3": 0x38, "ue8m0": 127}.get(format.scale.kind, 1)
+    if format.factor:
+        arrays["factor"][:] = 1
+    return Matrix("w", format, (n, k), **arrays)

@@ -2,36 +2,23 @@
 
 import numpy as np
 import pytest
-from helpers import FLOATS, FORMATS, MIXED, WEIGHTS, random_arrays, random_experts, random_floats
+from helpers import ALL_FORMATS, FLOATS, FORMATS, MIXED, WEIGHTS, random_arrays, random_experts, random_floats
 
-from ktmoe import Matrix, Scale, WeightFormat
+from ktmoe import Matrix, Scale, reference
 from ktmoe.experts import PROJECTIONS
-from ktmoe.weights import formats
-from ktmoe.weights.elements import E4M3, E5M2, UINT4
-from ktmoe.weights.formats import Factor, Minimum, ZeroPoint
-
-#: Those of no loader.
-OTHERS = {
-    "minima": WeightFormat(
-        UINT4, Scale("fp16", (1, 32)), Scale("fp32", (1, 256)), Minimum(Scale("fp16", (1, 32))), Factor(per_row=True)
-    ),
-    "zero points in rows": WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=ZeroPoint((1, 64))),
-    "e5m2": WeightFormat(E5M2, Scale("ue8m0", (2, 32)), factor=Factor(per_row=False, divides=True)),
-    "e4m3 scales alone": WeightFormat(E4M3, Scale("e4m3", (1, 16))),
-}
-ALL = {**formats.FORMATS, **FORMATS, **OTHERS}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL_FORMATS)
 def test_every_format_has_random_experts(name):
-    experts = random_experts(np.random.default_rng(1), 3, 100, 72, formats=ALL[name], biases=True)
+    experts = random_experts(np.random.default_rng(1), 3, 100, 72, formats=ALL_FORMATS[name], biases=True)
     assert experts.hidden in (100, 104)
     for expert in range(3):
         for projection in PROJECTIONS:
             matrix = experts.matrix(expert, projection)
             matrix.refuse()
-            assert matrix.stored.keys() == ALL[name].arrays(8, 8).keys()
+            assert matrix.stored.keys() == ALL_FORMATS[name].arrays(8, 8).keys()
             assert all(len(np.unique(array)) > 1 for array in matrix.stored.values() if array.size > 1)
+            assert 0.005 < np.sqrt(np.mean(reference.dequantize(matrix) ** 2)) < 2
 
 
 @pytest.mark.parametrize("weights", [*WEIGHTS.values(), *MIXED.values()], ids=[*WEIGHTS, *MIXED])

@@ -5,11 +5,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from helpers import pack_nibbles, random_experts
+from helpers import ALL_FORMATS, pack_nibbles, random_experts
 from rationals import bfloat16s, e4m3, factor_of, weight_of
 from reference_experts import BFLOAT16
 from simulated import label
-from test_helpers import ALL
 
 from ktmoe.errors import FormatError
 from ktmoe.experts import Matrix
@@ -108,7 +107,7 @@ def test_e2m1_with_every_e4m3_scale_is_a_normal_bfloat16_number():
     assert np.array_equal(dequantize(matrix), 3 * weights)
 
 
-@pytest.mark.parametrize("format", ALL.values(), ids=label)
+@pytest.mark.parametrize("format", ALL_FORMATS.values(), ids=label)
 def test_dequantize_equals_rational_arithmetic(format):
     """Every part of every format, one weight at a time, from the bits of its checkpoint."""
     rng = np.random.default_rng(1)
@@ -187,7 +186,7 @@ def test_minima_and_super_scales_of_their_groups():
 
 def test_dequantize_refuses_what_is_no_number_in_any_array():
     def changed(name, label, at, bits):
-        matrix = random_experts(np.random.default_rng(3), 1, 64, 64, formats=ALL[name]).matrix(0, "up")
+        matrix = random_experts(np.random.default_rng(3), 1, 64, 64, formats=ALL_FORMATS[name]).matrix(0, "up")
         array = getattr(matrix, label)
         array.view(f"u{array.dtype.itemsize}")[at] = bits
         return matrix
