@@ -90,10 +90,11 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
-def random_floats(rng, kind, shape, low, high) -> np.ndarray:
-    """Numbers of both signs of a scale kind that is a float, as a checkpoint stores them; one in 16 is a zero of either sign.
+def random_floats(rng, kind, shape, low, high, zeros=True) -> np.ndarray:
+    """Numbers of both signs of a scale kind that is a float, as a checkpoint stores them.
 
     low, high: their exponents, as bfloat16's exponent fields have them, cut off at the kind's least and greatest.
+    zeros: whether one in 16 is a zero of either sign.
     """
     dtype, exponents, significand = FLOATS[kind]
     bias = (1 << exponents - 1) - 1
@@ -103,7 +104,8 @@ def random_floats(rng, kind, shape, low, high) -> np.ndarray:
     bits_ = fields << significand | rng.integers(0, 1 << significand, shape, dtype=unsigned)
     if kind == "e4m3":
         bits_ = np.where(bits_ == 0x7F, 0x7E, bits_)  # NaN
-    bits_ = np.where(rng.integers(0, 16, shape), bits_, 0)
+    if zeros:
+        bits_ = np.where(rng.integers(0, 16, shape), bits_, 0)
     return (bits_ | rng.integers(0, 2, shape) << 8 * dtype.itemsize - 1).astype(unsigned).view(dtype)
 
 
@@ -127,7 +129,8 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
     def numbers(label, scale, low, high):
         shape = count, *expected[label][1]
         if scale.kind in FLOATS:
-            return random_floats(rng, scale.kind, shape, low, high)
+            # a zero for many rows would hide too much
+            return random_floats(rng, scale.kind, shape, low, high, zeros=scale.extent[0] == 1)
         stored = rng.integers(low, high, shape, dtype=np.uint8, endpoint=True)
         if label == "scales" and not fold:
             stored[:, 0, 0] = 0
