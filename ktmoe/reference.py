@@ -6,26 +6,57 @@ d = down(h); r is a router weight. Every `eps_v` bounds |what a backend has for 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.reference_operands import ACTIVATIONS, flush_to_zero, operand
+from ktmoe.reference_weights import (
+    BLOCK,
+    INTEGER_KINDS,
+    TINY,
+    denormal_weights,
+    dequantize,
+    factors,
+    folds,
+    integer_unit,
+    part,
+    read,
+    round_bfloat16,
+)
 from ktmoe.weights.activation import GatedActivation
-from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.formats import Minimum, WeightFormat
+
+__all__ = [
+    "ACTIVATIONS",
+    "ACTIVATION_ROUNDINGS",
+    "BLOCK",
+    "EXP_RELATIVE_ERROR",
+    "MAX_FLOAT32",
+    "ROUNDING",
+    "ROUTER_WEIGHTS",
+    "TINY",
+    "UNIT",
+    "Reference",
+    "activate",
+    "dequantize",
+    "folds",
+    "forward",
+    "integer_unit",
+    "linear",
+    "operand",
+    "round_bfloat16",
+]
 
 #: Unit roundoff of float32, round to nearest.
 UNIT = 2.0**-24
-#: Smallest normal number of float32 and bfloat16: what a flush to zero can change a number by.
-TINY = 2.0**-126
 #: Largest finite float32.
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: A backend adds blocks of this many products in ascending k; within a block any order will do. Integers are quantised by it.
-BLOCK = 32
-
 #: A backend's exp(z), z float32: relative error at most this where 2**-126 <= exp(z) <= 2**126. Below, the result lies in
 #: [0, 2**-126 * (1 + this)]; above, it is at least 2**126 * (1 - this), infinity included; exp(NaN) is NaN.
 EXP_RELATIVE_ERROR = 2.0**-22
@@ -36,16 +67,11 @@ ACTIVATION_ROUNDINGS = 5
 SILU_MINIMUM = -1.2784645427610738
 
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
-#: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two, or as
-#: 8-bit integers times one bfloat16 number.
-ACTIVATIONS = ("bf16", "int16", "int8")
-#: "int8": the largest integer, and the least maximum of a group, whose scale is 2**-118.
-LARGEST_INT8 = 127
-LEAST_INT8_MAXIMUM = 127 * 2.0**-118
-#: Scales, neighbouring bfloat16 numbers, that are tried where a group's is not certain; beyond, half of the largest is added.
-INT8_SCALES = 8
-#: What bfloat16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that folds().
+#: What bfloat16 and fp16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that
+#: folds().
 ROUNDING = ("exact", "folded")
+#: Scale kinds that a backend may fold into weights that are bfloat16 numbers then, exactly.
+FOLDED_EXACTLY = ("ue8m0", "e4m3")
 
 
 @dataclass(frozen=True)
@@ -69,61 +95,6 @@ class Reference:
     def worst(self, actual: np.ndarray) -> float:
         """The largest error(actual)."""
         return float(self.error(actual).max(initial=0.0))
-
-
-def dequantize(matrix: Matrix, rows=slice(None)) -> np.ndarray:
-    """The real numbers that a matrix stands for, codebook[code] * scale or bfloat16, exactly, float64 [n, k].
-
-    rows: an index along n, to read only some rows. Raises FormatError, which names the tensor, if the matrix holds a NaN.
-    """
-    matrix.refuse()
-    codes = matrix.codes[rows]
-    if matrix.format.family == "b16":
-        return codes.astype(np.float64)
-    codebook, byte = np.array(matrix.format.codebook), np.arange(256)
-    pairs = np.stack([codebook[byte & 15], codebook[byte >> 4]], axis=1)  # low nibble = even k
-    weights = pairs.take(codes, axis=0).reshape(-1, matrix.shape[1])
-    weights *= np.repeat(_scales(matrix, rows), matrix.format.scale.extent[1], axis=1)[:, : matrix.shape[1]]
-    return weights
-
-
-def round_bfloat16(a: np.ndarray) -> np.ndarray:
-    """The bfloat16 numbers nearest to float64 a, ties to even, as float64; denormals are kept, beyond the range is infinite."""
-    a = np.asarray(a, dtype=np.float64)
-    exponent = np.frexp(a)[1]  # |a| in [2**(exponent-1), 2**exponent); bfloat16 has 8 significant bits
-    quantum = np.maximum(exponent - 8, -133)
-    with np.errstate(invalid="ignore", over="ignore"):
-        rounded = np.ldexp(np.rint(np.ldexp(a, -quantum)), quantum)
-    return np.where(np.isfinite(a), np.where(np.abs(rounded) < 2.0**128, rounded, np.copysign(np.inf, a)), a)
-
-
-def integer_unit(format: WeightFormat) -> float | None:
-    """The largest power of two, 2**-8 to 1, of which a codebook is multiples, by 16 at most; None if there is none."""
-    if format.family == "q4" and format.scale.extent[1] % BLOCK == 0:
-        for unit in 2.0 ** -np.arange(9):
-            entries = np.array(format.codebook) / unit
-            if (entries == np.rint(entries)).all() and np.abs(entries).max() <= 16:
-                return float(unit)
-    return None
-
-
-def folds(matrix: Matrix) -> bool:
-    """Whether rounding="folded" rounds a matrix's weights to bfloat16: if its scales are bfloat16, each normal or zero, and
-    by their exponents and the codebook's no product, whether it occurs or not, is denormal, or above 2**127 when rounded.
-    """
-    if matrix.format.scale is None or matrix.format.scale.kind != "bf16":
-        return False
-    matrix.refuse()
-
-    def exponents(values):
-        sizes = np.abs(np.asarray(values, np.float64))
-        return np.frexp(sizes[sizes > 0])[1] - 1  # floor(log2)
-
-    scales, entries = exponents(matrix.scales), exponents(matrix.format.codebook)
-    if not scales.size or not entries.size:
-        return True
-    least, most = scales.min() + entries.min(), scales.max() + entries.max()
-    return bool(scales.min() >= -126 and least >= -126 and most + 2 <= 127)
 
 
 def forward(
@@ -151,7 +122,7 @@ def forward(
     activations: what the linear maps take, one of ACTIVATIONS. Integers exist for the formats that have an integer_unit.
     rounding: one of ROUNDING. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
     shards: (first, last) of each part of the intermediate dimension, ascending, if a backend computes an output for each
-    part and then adds these in this order; y is the same.
+    part and then adds these in this order; y is the same. Each begins at a multiple of experts.shard_unit.
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
     """
     x, ids, weights, active = _inputs(experts, x, expert_ids, expert_weights, expert_mask)
@@ -170,8 +141,9 @@ def forward(
     for projection, format in experts.formats.items():
         if activations != "bf16" and integer_unit(format) is None:
             raise InputError(
-                f"activations {activations!r} need a codebook of integers up to 16 times one power of two from 2**-8 to 1,"
-                f" and scales for groups of 32; {projection} of {experts.name} is {format.description}"
+                f"activations {activations!r} need 4-bit integers up to 16 times one power of two from 2**-8 to 1, with"
+                f" {', '.join(INTEGER_KINDS)} scales per 1x32 or a multiple of it, and without zero points, minima and"
+                f" super-scales; {projection} of {experts.name} is {format.description}"
             )
     cuts = _cuts(experts, shards)
     y = np.zeros((len(cuts), len(x), len(np.arange(experts.hidden)[columns])))  # of each shard
@@ -197,8 +169,8 @@ def forward(
             if router_weight != "down_output":
                 r = np.ones_like(r)
             for shard, (first, last) in enumerate(cuts):
-                part, k = _part(down, first, last), slice(first, last)
-                d, eps_d = linear(part, h[:, k], eps_h[:, k], block, activations, of_down, columns)
+                k = slice(first, last)
+                d, eps_d = linear(part(down, first, last), h[:, k], eps_h[:, k], block, activations, of_down, columns)
                 np.add.at(y[shard], token, r * d)
                 np.add.at(eps[shard], token, np.abs(r) * eps_d)
                 np.add.at(size[shard], token, np.abs(r) * (np.abs(d) + eps_d))
@@ -211,7 +183,7 @@ def forward(
             y = y + other
             eps = np.where(slots > 0, _rounding(y, eps + eps_other), 0.0)
         if out_dtype == "bfloat16":
-            eps = np.maximum(round_bfloat16(y + eps) - y, y - round_bfloat16(y - eps)) + _flush(y, eps)
+            eps = np.maximum(round_bfloat16(y + eps) - y, y - round_bfloat16(y - eps)) + flush_to_zero(y, eps)
         eps = np.where(np.isfinite(y) & np.isfinite(eps), eps, np.inf)
     return Reference(y, eps)
 
@@ -224,94 +196,19 @@ def _cuts(experts: ExpertWeights, shards) -> list[tuple[int, int]]:
         cuts = [(operator.index(first), operator.index(last)) for first, last in shards]
     except (TypeError, ValueError):
         cuts = []
-    scale = experts.formats["down"].scale
-    units = (BLOCK, scale.extent[1] if scale else BLOCK)  # groups of integers, groups of scales: neither may be cut
+    unit = experts.shard_unit  # whole blocks of integers, and no cut through what shares a scale
     ends = [0, *(last for _, last in cuts)]
     if (
         not cuts
         or [first for first, _ in cuts] != ends[:-1]
         or ends[-1] != experts.intermediate
-        or any(first >= last or any(first % unit for unit in units) for first, last in cuts)
+        or any(first >= last or first % unit for first, last in cuts)
     ):
         raise InputError(
             f"shards must be (first, last) of parts that follow each other from 0 to {experts.intermediate}, each of them begun"
-            f" at a multiple of {max(units)} and not empty, found {shards!r}"
+            f" at a multiple of {unit} and not empty, found {shards!r}"
         )
     return cuts
-
-
-def _part(matrix: Matrix, first: int, last: int) -> Matrix:
-    """A matrix with k from first to last, which are whole groups of scales; the bias goes with k = 0."""
-    step, scale = matrix.format.codes_per_item, matrix.format.scale
-    return replace(
-        matrix,
-        shape=(matrix.shape[0], last - first),
-        codes=np.ascontiguousarray(matrix.codes[:, first // step : last // step]),
-        scales=np.ascontiguousarray(matrix.scales[:, first // scale.extent[1] : -(-last // scale.extent[1])])
-        if scale
-        else None,
-        bias=None if first else matrix.bias,
-    )
-
-
-def operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
-    """What a linear map takes for bfloat16 rows a, and its error, given that a backend's rows lie between low and high."""
-    if activations != "bf16":
-        return _quantise(a, low, high, _int16 if activations == "int16" else _int8)
-    eps = np.maximum(high - a, a - low)
-    return a, eps + _flush(a, eps)
-
-
-def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray, integers) -> tuple[np.ndarray, np.ndarray]:
-    """Each group of 32 as _int16 or _int8 make it, and what that can be off for rows between low and high."""
-    tokens, k = a.shape
-    a, low, high = (np.pad(v, ((0, 0), (0, -k % BLOCK))).reshape(tokens, -(-k // BLOCK), BLOCK) for v in (a, low, high))
-    finite = np.isfinite(low + high).all(axis=2, keepdims=True)
-    quantised, eps = integers(*(np.where(finite, v, 0.0) for v in (a, low, high)))
-    quantised, eps = np.where(finite, quantised, np.nan), np.where(finite, eps, np.inf)
-    return quantised.reshape(tokens, -1)[:, :k], eps.reshape(tokens, -1)[:, :k]
-
-
-def _maxima(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The groups' maximum magnitudes: of a, and the least and the largest of anything between low and high."""
-    return tuple(v.max(axis=2, keepdims=True) for v in (np.abs(a), np.maximum(low, -high), np.maximum(-low, high)))
-
-
-def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each group, whose maximum is M: RNE(a / s) * s, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
-
-    def nearest(v, e):
-        return np.ldexp(np.rint(np.ldexp(v, 14 - e)), e - 14)
-
-    own, least, most = (np.frexp(np.maximum(maximum, TINY))[1] - 1 for maximum in _maxima(a, low, high))
-    quantised, eps = nearest(a, own), np.zeros_like(a)
-    # nearest is monotone for one E; where M may be on either side of a power of two, it may be either E
-    for step in range(int((most - least).max(initial=0)) + 1):
-        e = np.minimum(least + step, most)
-        eps = np.maximum(eps, np.maximum(nearest(high, e) - quantised, quantised - nearest(low, e)))
-    return quantised, eps
-
-
-def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each group, whose maximum is M, at least LEAST_INT8_MAXIMUM: RNE(a / s) * s, where s = M / 127, to bfloat16."""
-
-    def nearest(v, s):
-        # float64 rounds the quotient of two numbers of 8 bits neither to half an integer nor away from it
-        return np.rint(v / s) * s
-
-    own, least, most = (
-        round_bfloat16(np.maximum(maximum, LEAST_INT8_MAXIMUM) / LARGEST_INT8) for maximum in _maxima(a, low, high)
-    )
-    quantised, eps = nearest(a, own), np.zeros_like(a)
-    # nearest is monotone for one s; s is one of the bfloat16 numbers from least to most
-    s = least
-    for _ in range(INT8_SCALES):
-        eps = np.maximum(eps, np.maximum(nearest(high, s) - quantised, quantised - nearest(low, s)))
-        left = s < most
-        if not left.any():
-            break
-        s = np.minimum(s + np.ldexp(1.0, np.frexp(s)[1] - 8), most)
-    return quantised, np.where(left, np.maximum(high - quantised, quantised - low) + most / 2, eps)
 
 
 def linear(
@@ -323,51 +220,124 @@ def linear(
     rounding: str = "exact",
     rows=slice(None),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """a @ W.T + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
+    """a @ W.T, times the factor, + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
 
     Where a sum before a block is s, none inside it exceeds |s| + sum |a w|, and adding n products takes n roundings in any
     order: an error of gamma(n) times that (Higham 2002, "Accuracy and Stability of Numerical Algorithms", eq. 4.4). s is of all
-    k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total.
+    k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total. The total of
+    all k is multiplied, or divided, by the factor, and then the bias is added: a rounding each.
     """
-    weights, flushed, scale = dequantize(matrix, rows), _denormal_weights(matrix, rows), matrix.format.scale
+    format, given = matrix.format, read(matrix, rows)
+    weights, flushed, scales, minima = given.scaled, denormal_weights(matrix, rows), given.scales, given.minima
     if rounding == "folded" and folds(matrix):
-        weights, flushed, scale = round_bfloat16(weights), None, None  # as those of b16, and all normal or zero
-    factors = np.abs(_scales(matrix, rows)) if scale else None
-    group = scale.extent[1] if scale else -(-matrix.shape[1] // block) * block
-    if group % block:
-        block = -(-block // group) * group  # blocks are parts of groups, or whole groups
-    unit = integer_unit(matrix.format) if activations != "bf16" else 1.0
+        weights, flushed, scales = round_bfloat16(weights), None, None  # as those of b16, and all normal or zero
+    group, block = _groups(given.group if scales is not None else None, format, matrix.shape[1], block)
+    unit = integer_unit(format) if activations != "bf16" else 1.0
     limit = MAX_FLOAT32 / (1 + _gamma(matrix.shape[1] + 1))
     total, eps, spread = (np.zeros((len(a), len(weights))) for _ in range(3))  # spread: what changed operands can have added
+    less = _Minima(format.offset.scale.extent[1], total) if minima is not None else None
     for start in range(0, matrix.shape[1], block):
         if start % group == 0:
-            before, in_group, sizes = total, 0.0, 0.0
+            of_this, in_group, sizes = np.zeros_like(total), 0.0, 0.0
         k = slice(start, start + block)
         w, size = weights[:, k].T, np.abs(a[:, k]) + eps_a[:, k]
         terms = size @ np.abs(w)
-        of_all, of_group = (np.abs(s) + spread + terms + eps for s in (total, total - before))
+        most = spread + terms + eps
+        if less:
+            less.add(a[:, k], size, eps_a[:, k], minima[:, k].T)
+            most = most + less.pending
+        of_all, of_group = np.abs(total) + most + (less.sizes if less else 0.0), np.abs(of_this) + most
         n = len(w) + 1  # one for the scale
         overflow, flush = of_all >= limit, (1 + _gamma(n)) * n * TINY
-        if scale:  # it may multiply the group's sum, and with it what that flushed or overflowed
-            groups = factors[:, start // group : -(-(start + block) // group)]
-            smallest, largest = groups.min(axis=1), groups.max(axis=1)
+        if scales is not None:  # it may multiply the group's sum, and with it what that flushed or overflowed
+            factor = np.abs(scales[:, start // group : -(-(start + block) // group)])
+            smallest, largest = factor.min(axis=1), factor.max(axis=1)
             in_group, sizes = in_group + terms, sizes + size.sum(axis=1, keepdims=True)
-            unscaled = np.where(smallest > 0, in_group / smallest, sizes * np.abs(matrix.format.codebook).max())
-            overflow, flush = overflow | (unscaled / unit >= limit), flush * np.maximum(largest, 1.0)
+            if group < len(w):  # several groups, each by its own
+                own = np.repeat(factor, group, axis=1)[:, : len(w)].T
+                unscaled = size @ np.where(own > 0, np.abs(w) / own, given.largest)
+            else:
+                unscaled = np.where(smallest > 0, in_group / smallest, sizes * given.largest)
+            overflow |= (unscaled / unit >= limit) | (largest > MAX_FLOAT32)
+            flush = flush * np.maximum(largest, 1.0)
+            if format.super_scale:  # what rounding its product with a scale changes, where that is denormal
+                flush = flush + (smallest < TINY) * 2.0**-149 * sizes * given.largest
         sums = -(-len(w) // min(group, BLOCK))  # that are scaled and added to the total
         if activations != "bf16":  # each of them is exact
             error = _gamma(sums) * of_all + sums * TINY
-        elif scale and scale.kind == "bf16":
-            error = _gamma(n) * of_group + _gamma(sums) * of_all + flush
-        else:  # a power of two may also be folded into the weights, whose products are then added to the total
+        elif scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
+            # such a scale may also be folded into the weights, whose products are then added to the total
             error = _gamma(n) * np.maximum(of_group, of_all) + flush
+        else:
+            error = _gamma(n + bool(format.super_scale)) * of_group + _gamma(sums) * of_all + flush
         eps = np.where(overflow, np.inf, eps + error)
-        total = total + a[:, k] @ w
+        added = a[:, k] @ w
+        total, of_this = total + added, of_this + added
         if eps_a[:, k].any():
-            spread = spread + eps_a[:, k] @ np.abs(w)
+            spread = spread + eps_a[:, k] @ np.abs(w if minima is None else w - minima[:, k].T)
         if flushed is not None:
             spread = spread + size @ flushed[:, k].T
-    eps = eps + spread
+        if less and less.complete(start + block >= matrix.shape[1]):
+            total, eps = less.subtract(total, eps, of_all, limit)
+    return _finish(matrix, rows, total, eps + spread)
+
+
+def _groups(group: int | None, format: WeightFormat, k: int, block: int) -> tuple[int, int]:
+    """The k that share a scale, all of them if there is none; and blocks that are parts of what shares a scale or a minimum, or
+    whole ones."""
+    lengths = [group] if group else []
+    if isinstance(format.offset, Minimum):
+        lengths.append(format.offset.scale.extent[1])
+    while misfits := [length for length in lengths if length % block and block % length]:
+        block = math.lcm(block, misfits[0])
+    return group or -(-k // block) * block, block
+
+
+class _Minima:
+    """What the minima of unfinished groups will subtract: total = fma(-m, X, total), X a float32 sum of x in any order."""
+
+    def __init__(self, length: int, total: np.ndarray):
+        self.length, self._zeros = length, np.zeros_like(total)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.k, self.largest, self.x_sizes = 0, 0.0, 0.0
+        self.products = self.sizes = self.pending = self._zeros  # m X; |m| times the sizes of x; what changed operands add
+
+    def add(self, a: np.ndarray, size: np.ndarray, eps_a: np.ndarray, minima: np.ndarray) -> None:
+        """Of a block."""
+        self.k += len(minima)
+        self.x_sizes = self.x_sizes + size.sum(axis=1, keepdims=True)
+        self.largest = np.maximum(self.largest, np.abs(minima).max(axis=0))
+        self.products = self.products + a @ minima
+        self.sizes = self.sizes + size @ np.abs(minima)
+        self.pending = self.pending + eps_a @ np.abs(minima)
+
+    def complete(self, at_end: bool) -> bool:
+        """Whether groups end here."""
+        return at_end or self.k % self.length == 0
+
+    def subtract(self, total, eps, of_all, limit) -> tuple[np.ndarray, np.ndarray]:
+        """The total and its error after these groups; of_all is not less than any sum on the way."""
+        of_x = _gamma(min(self.k, self.length)) * self.sizes + self.k * TINY * self.largest
+        fmas = -(-self.k // self.length)
+        eps = eps + of_x + _gamma(fmas) * (of_all + of_x) + fmas * TINY
+        eps = np.where((self.x_sizes >= limit) | (of_all >= limit), np.inf, eps)
+        total = total - self.products
+        self._clear()
+        return total, eps
+
+
+def _finish(matrix: Matrix, rows, total: np.ndarray, eps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A total after the factor and the bias, and its error."""
+    if matrix.format.factor:
+        of_row = factors(matrix, rows)
+        eps = np.where(np.abs(total) + eps < MAX_FLOAT32, eps, np.inf)  # before the factor brings it back
+        if matrix.format.factor.divides:
+            total, eps = total / of_row, eps / np.abs(of_row)
+        else:
+            total, eps = total * of_row, eps * np.abs(of_row)
+        eps = _rounding(total, eps)
     if matrix.bias is not None:
         total = total + matrix.bias[rows]
         eps = _rounding(total, eps)
@@ -413,31 +383,6 @@ def _rounding(value: np.ndarray, eps: np.ndarray) -> np.ndarray:
     """The error after one more float32 operation whose exact result is value and whose operands' error amounts to eps."""
     eps = eps + _gamma(1) * (np.abs(value) + eps) + TINY
     return np.where(np.abs(value) + eps < MAX_FLOAT32, eps, np.inf)
-
-
-def _flush(value: np.ndarray, eps) -> np.ndarray:
-    """What flushing a denormal number to zero can change, for a number within eps of value."""
-    size = np.abs(value)
-    return np.where(size - eps <= TINY, np.minimum(size + eps, TINY), 0.0)  # TINY itself may be a denormal that was rounded up
-
-
-def _scales(matrix: Matrix, rows) -> np.ndarray:
-    """The scales of the groups of each of the rows, float64 [n, groups]."""
-    scale = matrix.format.scale
-    stored = matrix.scales[np.arange(matrix.shape[0])[rows] // scale.extent[0]]
-    return np.ldexp(1.0, stored.astype(np.int32) - 127) if scale.kind == "ue8m0" else stored.astype(np.float64)
-
-
-def _denormal_weights(matrix: Matrix, rows) -> np.ndarray | None:
-    """|w| where the bfloat16 number of the weight, or of its code, is denormal and may count as 0; else 0. None if none is."""
-    if matrix.format.family == "b16":
-        size = np.abs(dequantize(matrix, rows))
-        size[size >= TINY] = 0
-        return size if size.any() else None
-    codebook = tuple(v if abs(v) < TINY else 0.0 for v in matrix.format.codebook)
-    if not any(codebook):
-        return None
-    return np.abs(dequantize(replace(matrix, format=replace(matrix.format, codebook=codebook)), rows))
 
 
 def _inputs(experts: ExpertWeights, x, expert_ids, expert_weights, expert_mask):

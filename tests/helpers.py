@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 
@@ -12,22 +13,52 @@ from ktmoe import BF16 as B16
 from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, Scale, WeightFormat, int4, reference
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
-from ktmoe.weights.formats import E2M1
+from ktmoe.weights import formats
+from ktmoe.weights.elements import E2M1, E4M3, E5M2, UINT4
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, nvfp4, uint4
+from ktmoe.weights.order import AWQ, GPTQ
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DEEPSEEK = GatedActivation(limit=10.0)
 GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 #: Scale bytes, or exponent fields of bfloat16 numbers, for weights of about 1/sqrt(k) at a k of a few hundred.
 SCALES = (119, 124)
-#: The groups that may share a bfloat16 scale.
+#: The groups that may share a bfloat16 or an fp16 scale.
 GROUPS = (32, 64, 128)
 LONGEST = int4(GROUPS[-1])
-FORMATS = {"mxfp4": MXFP4, **{f"int4-{group}": int4(group) for group in GROUPS}, "b16": B16}
+#: What ktmoe's kernels have.
+FORMATS = {
+    "mxfp4": MXFP4,
+    **{f"int4-{group}": int4(group) for group in GROUPS},
+    "int4-fp16": int4(32, "fp16"),
+    **{f"gptq-{group}": uint4(group, order=GPTQ, plus=1) for group in GROUPS},
+    "gptq-sym-128": int4(128, "fp16", GPTQ),
+    "awq-128": uint4(128, order=AWQ),
+    "nvfp4": nvfp4(),
+    "nvfp4 divided": nvfp4(divides=True),
+    "mxfp8": MXFP8,
+    "fp8": fp8(),
+    "fp8-bf16": fp8("bf16"),
+    "fp8-row": FP8_PER_ROW,
+    "b16": B16,
+}
+#: Those and the loaders' own, and some of no loader and no kernel, which the reference has.
+ALL_FORMATS = {
+    **formats.FORMATS,
+    **FORMATS,
+    "minima": WeightFormat(
+        UINT4, Scale("fp16", (1, 32)), Scale("fp32", (1, 256)), Minimum(Scale("fp16", (1, 32))), Factor(per_row=True)
+    ),
+    "zero points in rows": WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=ZeroPoint((1, 64))),
+    "e5m2": WeightFormat(E5M2, Scale("ue8m0", (2, 32)), factor=Factor(per_row=False, divides=True)),
+    "e4m3 scales alone": WeightFormat(E4M3, Scale("e4m3", (1, 16))),
+}
 #: What to pass to random_experts for weights that kernels treat apart: each format, and formats that differ by projection.
 WEIGHTS = {
     "folded": {},
     "unfolded": {"fold": False},
     **{name: {"formats": weight_format} for name, weight_format in FORMATS.items() if weight_format != MXFP4},
+    "mxfp8 unfolded": {"formats": MXFP8, "fold": False},
     "all three": {"formats": {"gate": MXFP4, "up": LONGEST, "down": B16}},
     "group lengths": {"formats": {"gate": int4(64), "up": LONGEST, "down": MXFP4}},
 }
@@ -37,8 +68,18 @@ MIXED = {
     "b16 and int4": {"formats": {"gate": B16, "up": B16, "down": int4(128)}},
     "int4 and b16": {"formats": {"gate": int4(32), "up": B16, "down": LONGEST}},
     "int4 and mxfp4": {"formats": {"gate": LONGEST, "up": MXFP4, "down": int4(64)}},
-    "codebooks": {"formats": {"gate": WeightFormat("q4", E2M1, Scale("bf16", (1, 64))), "up": int4(64), "down": MXFP4}},
+    "codebooks": {"formats": {"gate": WeightFormat(E2M1, Scale("bf16", (1, 64))), "up": int4(64), "down": MXFP4}},
     "unfolded and int4": {"formats": {"gate": MXFP4, "up": MXFP4, "down": int4(32)}, "fold": False},
+    "f8": {"formats": {"gate": fp8(), "up": FP8_PER_ROW, "down": MXFP8}},
+    "q4 and f8": {"formats": {"gate": nvfp4(), "up": fp8("bf16"), "down": nvfp4(divides=True)}},
+    "orders": {"formats": {"gate": uint4(64, order=GPTQ, plus=1), "up": uint4(128, order=AWQ), "down": int4(32, "fp16")}},
+}
+#: Scale kinds that are floats: dtype as stored, bits of the exponent and of the significand.
+FLOATS = {
+    "bf16": (BF16, 8, 7),
+    "fp16": (np.dtype(np.float16), 5, 10),
+    "fp32": (np.dtype(np.float32), 8, 23),
+    "e4m3": (np.dtype(np.uint8), 4, 3),
 }
 MANY_THREADS = 2 * (os.cpu_count() or 1)
 
@@ -49,11 +90,90 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
+def random_floats(rng, kind, shape, low, high, zeros=True) -> np.ndarray:
+    """Numbers of both signs of a scale kind that is a float, as a checkpoint stores them.
+
+    low, high: their exponents, as bfloat16's exponent fields have them, cut off at the kind's least and greatest.
+    zeros: whether one in 16 is a zero of either sign.
+    """
+    dtype, exponents, significand = FLOATS[kind]
+    bias = (1 << exponents - 1) - 1
+    bottom, top = np.clip(np.array([low, high]) - 127 + bias, 0, (1 << exponents) - (1 if kind == "e4m3" else 2))
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    fields = rng.integers(bottom, top, shape, dtype=unsigned, endpoint=True)
+    bits_ = fields << significand | rng.integers(0, 1 << significand, shape, dtype=unsigned)
+    if kind == "e4m3":
+        bits_ = np.where(bits_ == 0x7F, 0x7E, bits_)  # NaN
+    if zeros:
+        bits_ = np.where(rng.integers(0, 16, shape), bits_, 0)
+    return (bits_ | rng.integers(0, 2, shape) << 8 * dtype.itemsize - 1).astype(unsigned).view(dtype)
+
+
 def random_bfloat16(rng, shape, low, high) -> np.ndarray:
     """Numbers of both signs whose exponent fields are uniform in [low, high]; one in 16 is a zero of either sign."""
-    fields = rng.integers(low, high, shape, dtype=np.uint16, endpoint=True)
-    bits_ = fields << 7 | rng.integers(0, 128, shape, dtype=np.uint16)
-    return (np.where(rng.integers(0, 16, shape), bits_, 0) | rng.integers(0, 2, shape) << 15).astype(np.uint16).view(BF16)
+    return random_floats(rng, "bf16", shape, low, high)
+
+
+def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, fold=True) -> dict[str, np.ndarray]:
+    """The arrays of so many matrices [n, k] of any format, by name, [count, ...] each; scales, fold: random_experts()'s."""
+    low, high = scales
+    element, expected = weight_format.element, weight_format.arrays(n, k)
+    if element.family == "f8":  # as large weights as q4's
+        shift = int(np.log2(max(abs(value) for value in element.values if value is not None))) - 2
+        low, high = max(low - shift, 0), max(high - shift, 0)
+    middle = 127
+    if weight_format.factor and weight_format.scale and weight_format.scale.kind == "e4m3":
+        middle = (low + high) // 2  # is the factor's affair, as E4M3 has no such small numbers
+        low, high = low - middle + 127, high - middle + 127
+
+    def numbers(label, scale, low, high):
+        shape = count, *expected[label][1]
+        if scale.kind in FLOATS:
+            # a zero for many rows would hide too much
+            return random_floats(rng, scale.kind, shape, low, high, zeros=scale.extent[0] == 1)
+        stored = rng.integers(low, high, shape, dtype=np.uint8, endpoint=True)
+        if label == "scales" and not fold:
+            stored[:, 0, 0] = 0
+        return stored
+
+    def any_bits(label):
+        dtype, shape = expected[label]
+        unsigned = np.dtype(f"u{dtype.itemsize}")
+        return rng.integers(0, 1 << 8 * unsigned.itemsize, (count, *shape), dtype=unsigned).view(dtype)
+
+    arrays = {}
+    if weight_format.scale:
+        arrays["scales"] = numbers("scales", weight_format.scale, low, high)
+    if element.family == "b16":
+        arrays["codes"] = random_bfloat16(rng, (count, *expected["codes"][1]), low, high)
+    elif None in element.values:
+        known = np.array([code for code, value in enumerate(element.values) if value is not None], np.uint8)
+        arrays["codes"] = rng.choice(known, (count, *expected["codes"][1]))
+    else:
+        arrays["codes"] = any_bits("codes")
+    if weight_format.super_scale:
+        arrays["super_scales"] = numbers("super_scales", weight_format.super_scale, 125, 126)
+    if isinstance(weight_format.offset, Minimum):
+        arrays["offsets"] = numbers("offsets", weight_format.offset.scale, low, high)
+    elif isinstance(weight_format.offset, ZeroPoint):
+        arrays["offsets"] = any_bits("offsets")
+        if arrays["offsets"].dtype == np.uint8:
+            arrays["offsets"] &= 15
+    if weight_format.factor:
+        ends = (low, high) if weight_format.scale is None and element.family != "b16" else (middle - 1, middle)
+        shape = count, *expected["factor"][1]
+        exponents = np.clip(rng.integers(*ends, shape, endpoint=True) - 127, -126, 126)
+        significands = rng.integers(1 << 23, 1 << 24, shape) / (1 << 23) * rng.choice([-1, 1], shape)
+        divides = weight_format.factor.divides
+        arrays["factor"] = np.ldexp(significands, -exponents if divides else exponents).astype(np.float32)
+    return {label: arrays[label] for label in expected}
+
+
+def whole(hidden, intermediate, formats) -> tuple[int, int]:
+    """Both, rounded up to whole items of the codes' arrays of all three matrices."""
+    gate, up, down = (formats[projection].code_unit for projection in PROJECTIONS)
+    units = math.lcm(down[0], gate[1], up[1]), math.lcm(gate[0], up[0], down[1])
+    return tuple(-(-size // unit) * unit for size, unit in zip((hidden, intermediate), units, strict=True))
 
 
 def random_experts(
@@ -69,35 +189,26 @@ def random_experts(
     biases=False,
     activation=SILU,
 ) -> ExpertWeights:
-    """Uniform codes and scale bytes; random_bfloat16() where scales, or weights of b16, are bfloat16 numbers.
+    """Uniform codes and scale bytes; random_floats() where scales, or weights of b16, are such numbers. Factors are of either
+    sign and not zero.
 
-    formats: of all matrices, or by projection. scales: the least and the greatest byte, or exponent field. Not fold: byte 0
-    occurs once in every matrix with UE8M0 scales, so that no kernel may fold them.
+    hidden, intermediate: rounded up to whole items of the formats' arrays, see whole().
+    formats: of all matrices, or by projection.
+    scales: the least and the greatest byte of scales, or exponent field as bfloat16 has it; of weights of b16, too. For f8,
+    whose values are larger, so much less that weights are as large as q4's. Where a factor is the only scale, it has these.
+    fold: if not, byte 0 occurs once in every matrix with UE8M0 scales, so that no kernel may fold them.
     """
     formats = dict.fromkeys(PROJECTIONS, formats) if isinstance(formats, WeightFormat) else formats
+    hidden, intermediate = whole(hidden, intermediate, formats)
     shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
-
-    def stored(projection, low, high):
-        """(codes, scales) of all experts."""
-        weight_format, shape = formats[projection], shapes[projection]
-        if weight_format.scale is None:
-            return random_bfloat16(rng, (num_experts, *shape), low, high), [None] * num_experts
-        scales_shape = (num_experts, *weight_format.scale.shape(*shape))
-        if weight_format.scale.kind == "bf16":
-            scales_ = random_bfloat16(rng, scales_shape, low, high)
-        else:
-            scales_ = rng.integers(low, high, scales_shape, dtype=np.uint8, endpoint=True)
-            if not fold:
-                scales_[:, 0, 0] = 0
-        return rng.integers(0, 256, (num_experts, *weight_format.codes_shape(*shape)), dtype=np.uint8), scales_
-
-    arrays = {p: stored(p, *((down_scales or scales) if p == "down" else scales)) for p in PROJECTIONS}
+    ends = {"gate": scales, "up": scales, "down": down_scales or scales}
+    arrays = {p: random_arrays(rng, formats[p], num_experts, *shapes[p], ends[p], fold) for p in PROJECTIONS}
     added = {p: rng.standard_normal((num_experts, shapes[p][0])).astype(np.float32) for p in PROJECTIONS} if biases else None
 
     def read(expert, projection):
-        codes, scales_ = (array[expert] for array in arrays[projection])
+        stored = {label: array[expert] for label, array in arrays[projection].items()}
         bias = added[projection][expert] if added else None
-        return Matrix(f"experts.{expert}.{projection}", formats[projection], shapes[projection], codes, scales_, bias)
+        return Matrix(f"experts.{expert}.{projection}", formats[projection], shapes[projection], bias=bias, **stored)
 
     return ExpertWeights(num_experts, hidden, intermediate, read, formats, activation)
 
@@ -141,10 +252,16 @@ def rounds(layer: MoELayer, rounding: str = "folded") -> bool:
     return rounding == "folded" and layer.backend == "amx"
 
 
+def folds_format(layer: MoELayer, weight_format: WeightFormat, fold: bool = True) -> bool:
+    """Whether a layer's kernels fold the scales of a matrix of this format: UE8M0's where their bytes allow it, which is what
+    fold says; E4M3's always, but on amx alone."""
+    kind = weight_format.scale.kind if weight_format.scale else None
+    return (kind == "ue8m0" and folds(layer, fold)) or (kind == "e4m3" and layer.backend == "amx")
+
+
 def assert_folds(layer: MoELayer, experts: ExpertWeights, fold: bool = True) -> None:
-    """A layer's kernels fold the scales that can be folded, UE8M0's, and no others; fold as in random_experts()."""
-    scales = {p: weight_format.scale for p, weight_format in experts.formats.items()}
-    expected = {p: folds(layer, fold) and scale is not None and scale.kind == "ue8m0" for p, scale in scales.items()}
+    """A layer's kernels fold the scales that can be folded exactly, and no others; fold as in random_experts()."""
+    expected = {p: folds_format(layer, weight_format, fold) for p, weight_format in experts.formats.items()}
     assert layer.packed.kernels() == {(e, p): expected[p] for e in range(experts.num_experts) for p in PROJECTIONS}
 
 

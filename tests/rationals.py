@@ -29,6 +29,96 @@ def nearest_bfloat16(a: Fraction) -> Fraction:
     return round(a / quantum) * quantum  # round() of a Fraction is half to even
 
 
+#: The nibble of a dword, from its lowest bits up, that has AutoAWQ's output 0, 1, ... of eight.
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def float_of(bits, exponent_bits, significand_bits):
+    """The rational number of a float's bits, by the definition of binary formats."""
+    bias, significand = 2 ** (exponent_bits - 1) - 1, bits & (1 << significand_bits) - 1
+    field = bits >> significand_bits & (1 << exponent_bits) - 1
+    size = Fraction(significand, 1 << significand_bits) + (field > 0)
+    return (-1) ** (bits >> exponent_bits + significand_bits) * size * Fraction(2) ** (max(field, 1) - bias)
+
+
+def e4m3(byte):
+    return float_of(byte, 4, 3)
+
+
+def number(kind, stored):
+    """What one stored scale, or minimum, stands for."""
+    if kind == "ue8m0":
+        return Fraction(2) ** (int(stored) - 127)
+    if kind == "e4m3":
+        return e4m3(int(stored))
+    exponent, significand, unsigned = {"bf16": (8, 7, np.uint16), "fp16": (5, 10, np.uint16), "fp32": (8, 23, np.uint32)}[kind]
+    return float_of(int(stored.view(unsigned)), exponent, significand)
+
+
+def value_of(element, code):
+    """What a code stands for, of elements that have a definition."""
+    if element.name == "E2M1":
+        return float_of(code, 2, 1)
+    if element.name == "E4M3":
+        return e4m3(code)
+    if element.name == "E5M2":
+        return float_of(code, 5, 2)
+    if element.name in ("INT4", "UINT4"):
+        return Fraction(code - 8 if element.name == "INT4" else code)
+    return Fraction(element.values[code])
+
+
+def four_bits(order, stored, row, k):
+    """A code, or a zero point of group k of orders that have eight in each int32."""
+    if order == "rows":
+        return int(stored[row, k // 2]) >> 4 * (k % 2) & 15
+    if order == "gptq":
+        return int(stored[k // 8, row]) >> 4 * (k % 8) & 15
+    return int(stored[k, row // 8]) >> 4 * AWQ_NIBBLES[row % 8] & 15
+
+
+def zero_point(matrix, row, k):
+    offset, order = matrix.format.offset, matrix.format.order.name
+    group = k // offset.extent[1]
+    if order == "rows":
+        stored = int(matrix.offsets[row, group])
+    else:
+        nibble = row % 8 if order == "gptq" else AWQ_NIBBLES[row % 8]
+        stored = int(matrix.offsets[group, row // 8]) >> 4 * nibble & 15
+    return (stored + offset.plus) % 16
+
+
+def shared(matrix, label, scale, row, k):
+    """The number of an array that a weight shares with others; 1 if the format has no such array."""
+    if scale is None:
+        return Fraction(1)
+    at = row // scale.extent[0], k // scale.extent[1]
+    return number(scale.kind, getattr(matrix, label)[at if matrix.format.order.name == "rows" else at[::-1]])
+
+
+def weight_of(matrix, row, k, rounded=False):
+    """A weight, without its factor. rounded: to bfloat16."""
+    format, offset = matrix.format, matrix.format.offset
+    if format.element.family == "b16":
+        return Fraction(float(matrix.codes[row, k]))
+    code = int(matrix.codes[row, k]) if format.element.bits == 8 else four_bits(format.order.name, matrix.codes, row, k)
+    value = value_of(format.element, code) - (zero_point(matrix, row, k) if hasattr(offset, "plus") else 0)
+    scaled = value * shared(matrix, "scales", format.scale, row, k)
+    scaled *= shared(matrix, "super_scales", format.super_scale, row, k)
+    if hasattr(offset, "scale"):
+        return scaled - shared(matrix, "offsets", offset.scale, row, k)
+    return nearest_bfloat16(scaled) if rounded else scaled
+
+
+def factor_of(matrix, row):
+    """What multiplies a sum."""
+    factor = matrix.format.factor
+    if factor is None:
+        return Fraction(1)
+    value = number("fp32", matrix.factor[row if factor.per_row else 0])
+    return 1 / value if factor.divides else value
+
+
 def int16_step(largest):
     """Of a group with this maximum."""
     exponent = -126
@@ -59,19 +149,22 @@ def naive_forward(experts, x, ids, weights, mask, router_weight, activations="bf
     rounded: the names of the matrices whose weights rounding="folded" rounds to bfloat16.
     """
 
-    def weight(matrix, row, k):
-        if matrix.format.scale is None:
-            return Fraction(float(matrix.codes[row, k]))
-        byte, scale = int(matrix.codes[row, k // 2]), matrix.scales[row, k // matrix.format.scale.extent[1]]
-        scale = Fraction(2) ** (int(scale) - 127) if scale.dtype == np.uint8 else Fraction(float(scale))
-        product = Fraction(matrix.format.codebook[byte >> 4 if k % 2 else byte & 15]) * scale
-        return nearest_bfloat16(product) if matrix.name in rounded else product
+    @functools.cache
+    def weights_of(expert, projection):
+        """Each row's weights, with their factor."""
+        matrix = experts.matrix(expert, projection)
+        n, k = matrix.shape
+        rows = [[weight_of(matrix, row, i, matrix.name in rounded) for i in range(k)] for row in range(n)]
+        return [[w * factor_of(matrix, row) for w in of_row] for row, of_row in enumerate(rows)]
 
-    def linear(matrix, a):
+    def linear(expert, projection, a):
+        matrix = experts.matrix(expert, projection)
         a = a if activations == "bf16" else quantised_by_rationals(a, activations)
         bias = [Fraction(0)] * matrix.shape[0] if matrix.bias is None else [Fraction(float(b)) for b in matrix.bias]
-        n, k = matrix.shape
-        return [bias[row] + sum(weight(matrix, row, i) * a[i] for i in range(k)) for row in range(n)]
+        return [
+            b + sum(w * v for w, v in zip(of_row, a, strict=True))
+            for b, of_row in zip(bias, weights_of(expert, projection), strict=True)
+        ]
 
     def act(g, u):
         alpha, limit = (float(np.float32(v)) for v in (experts.activation.alpha, experts.activation.limit))
@@ -86,9 +179,9 @@ def naive_forward(experts, x, ids, weights, mask, router_weight, activations="bf
             a, r = [Fraction(float(v)) for v in x[t]], Fraction(r)
             if router_weight == "expert_input":
                 a = [nearest_bfloat16(Fraction(float(np.float32(float(v * r))))) for v in a]
-            g, u = (linear(experts.matrix(expert, p), a) for p in ("gate", "up"))
+            g, u = (linear(expert, p, a) for p in ("gate", "up"))
             h = [act(*pair) for pair in zip(g, u, strict=True)]
             h = [nearest_bfloat16(v * r if router_weight == "down_input" else v) for v in h]
-            d = linear(experts.matrix(expert, "down"), h)
+            d = linear(expert, "down", h)
             y[t] = [s + (r * v if router_weight == "down_output" else v) for s, v in zip(y[t], d, strict=True)]
     return np.array([[float(v) for v in row] for row in y])

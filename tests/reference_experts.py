@@ -2,11 +2,11 @@
 
 import ml_dtypes
 import numpy as np
-from helpers import pack_nibbles
+from helpers import pack_nibbles, random_arrays, whole
 
-from ktmoe.experts import ExpertWeights
+from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.weights.activation import SILU
-from ktmoe.weights.formats import MXFP4
+from ktmoe.weights.formats import BF16, MXFP4
 
 BFLOAT16 = ml_dtypes.bfloat16
 
@@ -23,19 +23,28 @@ def random_experts(
     activation=SILU,
     bias=False,
 ):
-    """scale_bytes: the least and the greatest exponent of scales, or of b16 weights, as UE8M0 has it; bfloat16s may be <= 0."""
+    """scale_bytes: the least and the greatest exponent of scales, or of b16 weights, as UE8M0 has it; bfloat16s may be <= 0.
+
+    Other formats than 4 bits with UE8M0 or bfloat16 scales, and b16: as helpers.random_arrays() has them. Sizes are rounded up
+    to whole items of the arrays.
+    """
+    hidden, intermediate = whole(hidden, intermediate, dict.fromkeys(PROJECTIONS, format))
 
     def numbers(shape, low, high):
         value = np.ldexp(rng.integers(128, 256, shape) / 128, rng.integers(low, high, shape, endpoint=True) - 127)
         return (value * rng.choice([-1, 1, 0], shape, p=[0.48, 0.48, 0.04])).astype(BFLOAT16)
 
     def matrices(n, k, low, high):
-        if format.scale is None:
+        if format == BF16:
             return (numbers((num_experts, n, k), low, high),)
+        if format.element.bits != 4 or set(format.arrays(8, 8)) != {"codes", "scales"} or not format.order.rows:
+            return tuple(random_arrays(rng, format, num_experts, n, k, (low, high)).values())
         codes, shape = rng.integers(0, 256, (num_experts, n, k // 2), dtype=np.uint8), (num_experts, *format.scale.shape(n, k))
         if format.scale.kind == "bf16":
             return codes, numbers(shape, low, high)
-        return codes, rng.integers(low, high, shape, dtype=np.uint8, endpoint=True)
+        if format.scale.kind == "ue8m0":
+            return codes, rng.integers(low, high, shape, dtype=np.uint8, endpoint=True)
+        return tuple(random_arrays(rng, format, num_experts, n, k, (low, high)).values())
 
     shapes = {"gate": intermediate, "up": intermediate, "down": hidden}
     biases = {p: rng.standard_normal((num_experts, n)).astype(np.float32) for p, n in shapes.items()} if bias else None
@@ -58,3 +67,15 @@ def from_codes(gate, up, down, activation=SILU):
         return stored[None], np.full((1, len(stored), -(-2 * stored.shape[1] // 32)), 127, np.uint8)
 
     return ExpertWeights.from_arrays(pair(gate), pair(up), pair(down), activation=activation)
+
+
+def ones(format, n, k):
+    """[n, k] that is all 1."""
+    arrays = {label: np.zeros(shape, dtype) for label, (dtype, shape) in format.arrays(n, k).items()}
+    code = format.element.values.index(1.0)
+    arrays["codes"][:] = code | code << 4 if format.element.bits == 4 else code
+    if format.scale:
+        arrays["scales"][:] = {"e4m3": 0x38, "ue8m0": 127}.get(format.scale.kind, 1)
+    if format.factor:
+        arrays["factor"][:] = 1
+    return Matrix("w", format, (n, k), **arrays)

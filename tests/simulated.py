@@ -5,7 +5,22 @@ from reference_experts import BFLOAT16
 
 from ktmoe import reference
 from ktmoe.reference import BLOCK, EXP_RELATIVE_ERROR, TINY, forward
-from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
+from ktmoe.weights.elements import E2M1, UINT4
+from ktmoe.weights.formats import (
+    BF16,
+    FP8_PER_ROW,
+    MXFP4,
+    MXFP8,
+    Minimum,
+    Scale,
+    WeightFormat,
+    ZeroPoint,
+    fp8,
+    int4,
+    nvfp4,
+    uint4,
+)
+from ktmoe.weights.order import AWQ, GPTQ
 
 
 def flushed(a):
@@ -60,7 +75,8 @@ def tdpbf16ps(x, w):
 
 #: portable: fp32_lut in C; fma: fp32_lut with AVX-512F and avx2, a group's sum as a whole or by 32 products; vdpbf16ps:
 #: avx512_bf16; int16: avx2; int8: all; amx, amx folded: amx, whose group sums are those of fma. None folds a scale but
-#: vdpbf16ps and amx, which fold powers of two where they can, and "amx folded", which folds bfloat16 scales where they allow.
+#: vdpbf16ps and amx, which fold powers of two where they can, amx, which folds E4M3's into values of 4 bits, too, and "amx
+#: folded", which folds bfloat16 and fp16 scales where they allow.
 KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16", "int8", "amx", "amx folded")
 INTEGERS = ("int16", "int8")
 
@@ -80,26 +96,27 @@ def allow_folding(scales, codebook):
 
 @np.errstate(all="ignore")
 def simulated_linear(matrix, a, kind, shard=None):
-    """A backend's float32 [tokens, n]; kind is one of KINDS, or "descending": all products from the last k to the first.
+    """A backend's float32 [tokens, n]; kind is one of KINDS, or "descending": all products from the last k to the first; or
+    "vdpbf16ps folded": that with E4M3 scales folded, as no backend of ours does it.
 
     shard: (first, last), to add the products of these k only, and the bias if they begin at 0. All else is as for all k.
     """
     n, k = matrix.shape
     first, last = shard or (0, k)
-    a, scale, width = a.astype(np.float32), matrix.format.scale, k
-    if scale is None:
-        weights = matrix.codes.astype(np.float32)
-    else:
-        codes = np.stack([matrix.codes & 15, matrix.codes >> 4], axis=2).reshape(n, k)
-        weights, width = np.array(matrix.format.codebook, np.float32)[codes], scale.extent[1]
-        scales = matrix.scales.astype(np.float32)
-        if scale.kind == "ue8m0":
-            scales = np.ldexp(np.float32(1), matrix.scales.astype(int) - 127)
+    a, width = a.astype(np.float32), k
+    weights, scales, minima = numbers_of(matrix)
+    scale = matrix.format.scale
+    if scale:
+        width = scale.extent[1]
         folded = weights * np.repeat(scales, width, axis=1)[:, :k]
-        entries = np.abs(np.outer(np.array(matrix.format.codebook, np.float32), scales))  # each, whether it occurs or not
-        normal = (entries == 0) | (entries >= TINY) & np.isfinite(entries.astype(BFLOAT16))
-        fold = kind == "descending" or (kind in ("vdpbf16ps", "amx") and scale.kind == "ue8m0" and normal.all())
-        if kind == "amx folded" and allow_folding(scales, matrix.format.codebook):
+        fold = kind == "descending"
+        values = np.array([v for v in matrix.format.element.values if v is not None], np.float32)
+        if kind in ("vdpbf16ps", "amx") and scale.kind == "ue8m0" and matrix.format.super_scale is None and minima is None:
+            entries = np.abs(np.outer(values, scales))  # each, whether it occurs or not
+            fold = ((entries == 0) | (entries >= TINY) & np.isfinite(entries.astype(BFLOAT16))).all()
+        if kind in ("amx", "vdpbf16ps folded") and scale.kind == "e4m3" and matrix.format.element == E2M1:
+            fold = True
+        if kind == "amx folded" and allow_folding(scales, values):
             fold, folded = True, folded.astype(BFLOAT16).astype(np.float32)
         if fold:
             weights, scale, width = folded, None, k
@@ -110,14 +127,14 @@ def simulated_linear(matrix, a, kind, shard=None):
         order = np.arange(start, min(start + width, last))
         if kind == "descending":
             order = order[::-1]
-        elif kind == "vdpbf16ps":
+        elif kind.startswith("vdpbf16ps"):
             order = start + (np.arange(len(order) + len(order) % 2).reshape(-1, 2)[:, ::-1]).ravel()
         total = np.zeros((len(a), n), np.float32)
         for at in order[order < last]:
             x, w = a[:, at, None], weights[:, at]
             if kind == "portable":
                 total = total + x * w
-            elif kind == "vdpbf16ps":
+            elif kind.startswith("vdpbf16ps"):
                 total = flushed(fma(flushed(x), flushed(w), total))
             else:
                 total = fma(x, w, total)
@@ -126,13 +143,13 @@ def simulated_linear(matrix, a, kind, shard=None):
     if scale is None:
         total = tdpbf16ps(a[:, first:last], weights[:, first:last]) if kind.startswith("amx") else chain(first)
     else:
-        unit = np.float32(0.5 if matrix.format.codebook == E2M1 else 1.0)
+        unit = np.float32(0.5 if matrix.format.element == E2M1 else 1.0)
         total = np.zeros((len(a), n), np.float32)
         integers, steps = (int8_rows if kind == "int8" else int16_rows)(a)
         for start in range(first, last, width):
+            at = slice(start, min(start + width, last))
             factor = scales[:, start // matrix.format.scale.extent[1]]
             if kind in INTEGERS:
-                at = slice(start, min(start + width, last))
                 sums = integers[:, at] @ (weights[:, at] / unit).astype(np.int64).T
                 assert np.abs(sums).max() < 2**24
                 total = fma(sums.astype(np.float32) * steps[:, start // 32, None], factor * unit, total)
@@ -140,7 +157,45 @@ def simulated_linear(matrix, a, kind, shard=None):
                 total = (total + chain(start).astype(np.float64) * factor).astype(np.float32)
             else:
                 total = fma(chain(start), factor, total)
+            if minima is not None:
+                total = less_minima(total, a, minima, matrix.format.offset.scale.extent[1], at, last)
+    if matrix.format.factor:
+        total = total / matrix.factor if matrix.format.factor.divides else total * matrix.factor
     return total if matrix.bias is None or first else total + matrix.bias
+
+
+def numbers_of(matrix):
+    """float32: value - zero point [n, k]; scale * super-scale, rounded, [n, groups], or None; minima [n, groups], or None."""
+    format, (n, k) = matrix.format, matrix.shape
+    stored, offset = format.rows(matrix.stored, n, k), format.offset
+    codes = stored["codes"]
+    if format.element.bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(n, k)
+    weights = format.element.numbers(codes).astype(np.float32)
+    if isinstance(offset, ZeroPoint):
+        points = (stored["offsets"] + offset.plus) % 16
+        weights = weights - np.repeat(points, offset.extent[1], axis=1)[:, :k].astype(np.float32)
+    scales = minima = None
+    if format.scale:
+        scales = format.scale.spread(stored["scales"], n, k)
+        if format.super_scale:
+            scales = scales * format.super_scale.spread(stored["super_scales"], n, k)
+        scales = scales[:, :: format.scale.extent[1]].astype(np.float32)
+    if isinstance(offset, Minimum):
+        minima = offset.scale.spread(stored["offsets"], n, k)[:, :: offset.scale.extent[1]].astype(np.float32)
+    return weights, scales, minima
+
+
+def less_minima(total, a, minima, width, at, last):
+    """The total less the minima of the groups that end in these k, each times a float32 sum of x, from the last one down."""
+    for start in range(at.start // width * width, at.stop, width):
+        stop = min(start + width, last)
+        if at.start < stop <= at.stop:
+            x = np.zeros(len(a), np.float32)
+            for k in reversed(range(start, stop)):
+                x = x + a[:, k]
+            total = fma(x[:, None], -minima[:, start // width], total)
+    return total
 
 
 def simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards=None):
@@ -196,14 +251,39 @@ def worst(experts, x, ids, weights, kind, rng, router_weight="down_output", shar
         return max(float32.worst(y), bfloat16.worst(rounded)), float32
 
 
-#: UE8M0 and bfloat16 scales, groups of 32 and longer ones, and no scale.
-FORMATS = (MXFP4, WeightFormat("q4", E2M1, Scale("ue8m0", (1, 64))), int4(32), int4(128), BF16)
+#: One scale for 16 to 128 k, or 128 rows of them, of every kind; none; zero points, minima, super-scales; factors; orders.
+FORMATS = (
+    MXFP4,
+    WeightFormat(E2M1, Scale("ue8m0", (1, 64))),
+    int4(32),
+    int4(128),
+    BF16,
+    int4(16),
+    int4(64, "fp16", GPTQ),
+    uint4(32, order=GPTQ, plus=1),
+    uint4(128, order=AWQ),
+    nvfp4(),
+    nvfp4(divides=True),
+    MXFP8,
+    fp8(),
+    fp8("bf16"),
+    FP8_PER_ROW,
+    WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32)))),
+    WeightFormat(UINT4, Scale("ue8m0", (1, 64)), Scale("fp16", (1, 128)), Minimum(Scale("bf16", (1, 128)))),
+    WeightFormat(UINT4, Scale("fp32", (1, 64)), Scale("fp32", (2, 128)), Minimum(Scale("fp32", (1, 32)))),
+)
 
 
 def kinds_of(format):
     if format.scale is None:
         return ("portable", "fma", "vdpbf16ps", "amx")
-    absent = {"fma by 32": format.scale.extent[1] == 32, "amx folded": format.scale.kind == "ue8m0"}
+    plain = format.family == "q4" and set(format.arrays(8, 8)) == {"codes", "scales"} and format.scale.extent[1] % 32 == 0
+    integers = plain and format.scale.kind in ("ue8m0", "bf16", "fp16")
+    absent = {
+        "fma by 32": format.scale.extent[1] <= 32 or isinstance(format.offset, Minimum),
+        "amx folded": not plain or format.scale.kind not in ("bf16", "fp16"),
+        **dict.fromkeys(INTEGERS, not integers),
+    }
     return tuple(kind for kind in KINDS if not absent.get(kind))
 
 
@@ -228,6 +308,15 @@ EDGES = {
     "near overflow": ((178, 181), (119, 124), (0, 4)),
     "overflow": ((184, 186), (119, 124), (0, 4)),
 }
+
+
+def edges_of(format):
+    """The cases of EDGES that a format's scales can have: fp16's are 2**-24 to 2**15, and a factor comes after large sums."""
+    if format.scale is None and format.factor:
+        return tuple(name for name in EDGES if name != "no scale folds")
+    if format.scale is None or format.scale.kind != "fp16":
+        return tuple(EDGES)
+    return tuple(name for name, (scales, down, _) in EDGES.items() if all(103 <= v <= 142 for v in (*scales, *down)))
 
 
 @np.errstate(all="ignore")

@@ -28,6 +28,8 @@ FORBIDDEN = {
     "layer": {"model", "compat"},
     "model": {"compat"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.
 ONLY_FOR = {"compat": {"compat"}, "cli": {"__main__"}, "demo": {"cli"}, "synthetic": {"synthetic", "demo"}}

@@ -12,7 +12,26 @@ from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.reference import ROUTER_WEIGHTS, Reference, forward, round_bfloat16
 from ktmoe.weights.activation import SILU
-from ktmoe.weights.formats import BF16, MXFP4, WeightFormat, int4
+from ktmoe.weights.elements import E2M1, E5M2, INT4, UINT4, Element
+from ktmoe.weights.formats import (
+    BF16,
+    FP8_PER_ROW,
+    MXFP4,
+    MXFP8,
+    Factor,
+    Minimum,
+    Scale,
+    WeightFormat,
+    ZeroPoint,
+    fp8,
+    int4,
+    nvfp4,
+    uint4,
+)
+from ktmoe.weights.order import AWQ, GPTQ
+
+#: Integers know nothing of a factor.
+FACTORED = WeightFormat(E2M1, Scale("ue8m0", (1, 32)), factor=Factor(per_row=True))
 
 # forward against rational arithmetic
 
@@ -31,21 +50,41 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
     assert np.abs(reference.y - expected).max() <= 1e-12 * np.abs(expected).max()
 
 
+#: Kinds of scales, elements, offsets, factors and orders.
+OTHERS = (
+    MXFP8,
+    nvfp4(),
+    nvfp4(divides=True),
+    fp8(block=(16, 16)),
+    fp8("bf16", block=(16, 16)),
+    FP8_PER_ROW,
+    WeightFormat(E5M2, factor=Factor(per_row=True, divides=True)),
+    uint4(32, order=GPTQ, plus=1),
+    int4(32, "fp16", GPTQ),
+    uint4(32, order=AWQ),
+    WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=ZeroPoint((1, 16))),
+    WeightFormat(UINT4, Scale("fp16", (1, 32)), offset=Minimum(Scale("fp16", (1, 32)))),
+    WeightFormat(INT4, Scale("e4m3", (1, 16)), Scale("fp32", (4, 64)), Minimum(Scale("ue8m0", (1, 64)))),
+)
+
+
 @pytest.mark.cover("pairs")
 @pytest.mark.parametrize(
     ("format", "activations"),
-    [(format, "bf16") for format in (int4(32), int4(64), BF16)]
-    + [(format, mode) for format in (MXFP4, int4(64)) for mode in ("int16", "int8")],
+    [(format, "bf16") for format in (int4(32), int4(64), BF16, *OTHERS)]
+    + [(format, mode) for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED) for mode in ("int16", "int8")],
     ids=lambda v: v if isinstance(v, str) else v.description,
 )
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 def test_formats_and_activations_equal_rational_arithmetic(router_weight, format, activations):
     rng = np.random.default_rng(15)
-    experts = random_experts(rng, 2, 67 if format is BF16 else 68, 36, format=format, bias=True)
+    sizes = (40, 24) if format in OTHERS else (67 if format is BF16 else 68, 36)
+    experts = random_experts(rng, 2, *sizes, format=format, bias=True)
     x, ids, weights = random_batch(rng, experts, tokens=2, top_k=2)
     x = (x.astype(np.float32) ** 5).astype(BFLOAT16)  # far apart, so that integers are rounded
     expected = naive_forward(experts, x, ids, weights, [True] * 2, router_weight, activations)
     y = forward(experts, x, ids, weights, router_weight=router_weight, activations=activations).y
+    assert np.isfinite(expected).all()
     assert np.abs(y - expected).max() <= 1e-12 * np.abs(expected).max()
     if activations != "bf16":
         assert np.abs(forward(experts, x, ids, weights, router_weight=router_weight).y - y).max() > 1e-7 * np.abs(y).max()
@@ -182,7 +221,9 @@ def test_wrong_inputs_are_refused():
 
 
 @pytest.mark.parametrize(
-    "format", [BF16, WeightFormat("q4", (77 / 256, *[0.0] * 15), MXFP4.scale), int4(16)], ids=lambda v: v.description
+    "format",
+    [BF16, WeightFormat(Element("77/256", "q4", (77 / 256, *[0.0] * 15)), MXFP4.scale), int4(16), nvfp4(), MXFP8, uint4(32)],
+    ids=lambda v: v.description,
 )
 def test_integers_are_refused_where_they_do_not_exist(format):
     experts = random_experts(np.random.default_rng(16), 1, 32, 32, format=format)

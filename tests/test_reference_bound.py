@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from helpers import DEEPSEEK, GPT_OSS, pack_nibbles
 from reference_experts import BFLOAT16, from_codes, random_batch, random_experts
-from simulated import EDGES, KINDS, PAIRS, label, linear, linear_ratio, simulated_forward, simulated_linear, worst
+from simulated import EDGES, KINDS, PAIRS, edges_of, label, linear, linear_ratio, simulated_forward, simulated_linear, worst
 
 from ktmoe.experts import Matrix
 from ktmoe.reference import EXP_RELATIVE_ERROR, ROUTER_WEIGHTS, TINY, UNIT, activate, forward, round_bfloat16
 from ktmoe.weights.activation import SILU
+from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
 
 
@@ -38,8 +39,7 @@ def test_a_simulated_backend_stays_within_the_bound(seed, format, kind):
 
 
 @pytest.mark.cover("pairs")
-@pytest.mark.parametrize(("format", "kind"), PAIRS, ids=label)
-@pytest.mark.parametrize("case", EDGES)
+@pytest.mark.parametrize(("format", "kind", "case"), [(*pair, case) for pair in PAIRS for case in edges_of(pair[0])], ids=label)
 def test_a_simulated_backend_stays_within_the_bound_at_the_edges(case, format, kind):
     scale_bytes, down_bytes, exponents = EDGES[case]
     rng = np.random.default_rng(2)
@@ -199,7 +199,7 @@ def test_int16_overflows_where_the_sum_in_units_does(exponent):
 def test_a_flushed_weight_is_within_the_bound_of_bf16_only():
     numbers = np.ldexp([[1.0, 127 / 128, 1.0]], -126)  # the middle one is denormal
     a = np.ldexp([[1.0, 1.0, -1.0]], 120)
-    small = WeightFormat("q4", (TINY, TINY * 127 / 128, -TINY) + (0.0,) * 13, Scale("ue8m0", (1, 32)))
+    small = WeightFormat(Element("small", "q4", (TINY, TINY * 127 / 128, -TINY) + (0.0,) * 13), Scale("ue8m0", (1, 32)))
     lost = 127 / 128 * 2.0**-6
     b16 = Matrix("w", BF16, (1, 3), numbers.astype(BFLOAT16))
     q4 = Matrix("w", small, (1, 4), pack_nibbles([[0, 1, 0, 3]]), np.array([[127]], np.uint8))

@@ -1,31 +1,39 @@
 """rounding="folded" in the float64 reference: which matrices fold, to which numbers, and the bound on those that do."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from helpers import pack_nibbles
-from rationals import naive_forward
+from rationals import naive_forward, nearest_bfloat16, number
 from reference_experts import BFLOAT16, random_batch, random_experts
 from simulated import allow_folding, label, linear, simulated_forward, simulated_linear, tdpbf16ps
 
 from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.reference import ROUTER_WEIGHTS, TINY, dequantize, folds, forward, round_bfloat16
-from ktmoe.weights.formats import BF16, E2M1, MXFP4, OFFSET_INT4, Scale, WeightFormat, int4
+from ktmoe.weights.elements import E2M1, INT4, Element
+from ktmoe.weights.formats import BF16, MXFP4, MXFP8, Factor, Minimum, Scale, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.order import GPTQ
 
 GREATEST = (2 - 2.0**-7) * 2.0**127
 
 
-def matrix_of(codebook, scales):
+def bfloat16_scales(values):
+    """A format of these values, with a scale for 32 k."""
+    return WeightFormat(Element("values", "q4", values), Scale("bf16", (1, 32)))
+
+
+def matrix_of(values, scales):
     """[16 rows, a group for each scale]: every row has all codes with every scale."""
     codes = np.tile(np.arange(16), (16, 2 * len(scales)))
     scales = np.tile(np.array(scales, np.float64).astype(BFLOAT16), (16, 1))
-    return Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack_nibbles(codes), scales)
+    return Matrix("w", bfloat16_scales(values), codes.shape, pack_nibbles(codes), scales)
 
 
 def entries(*values):
-    """A codebook of values, their negatives and zeros."""
+    """16 values: these, their negatives and zeros."""
     return (*values, *(-v for v in values), *[0.0] * (16 - 2 * len(values)))
 
 
@@ -34,10 +42,10 @@ def entries(*values):
 
 BELOW, ABOVE = 1 - 2.0**-7, 2 - 2.0**-7  # significands next to a power of two; BELOW is one of denormal numbers, too
 
-#: name: (codebook, the least scale that folds, the greatest); all significands of one exponent are alike
+#: name: (values, the least scale that folds, the greatest); all significands of one exponent are alike
 EDGES = {
-    "int4": (OFFSET_INT4, 2.0**-126, ABOVE * 2.0**122),
-    "e2m1": (E2M1, 2.0**-125, ABOVE * 2.0**123),
+    "int4": (INT4.values, 2.0**-126, ABOVE * 2.0**122),
+    "e2m1": (E2M1.values, 2.0**-125, ABOVE * 2.0**123),
     "one": (entries(1.0), 2.0**-126, ABOVE * 2.0**125),
     "almost two": (entries(ABOVE), 2.0**-126, ABOVE * 2.0**125),
     "large": (entries(2.0**90, 1.5 * 2.0**100), 2.0**-126, ABOVE * 2.0**25),
@@ -51,41 +59,41 @@ EDGES = {
 
 @pytest.mark.parametrize("case", EDGES)
 def test_a_matrix_folds_up_to_the_edges_of_the_rule(case):
-    codebook, least, greatest = EDGES[case]
+    values, least, greatest = EDGES[case]
     within = [0.0] if least is None else [0.0, -0.0, least, -least, greatest, -greatest]
-    assert folds(matrix_of(codebook, within))
-    weights = dequantize(matrix_of(codebook, within))
+    assert folds(matrix_of(values, within))
+    weights = dequantize(matrix_of(values, within))
     rounded = np.abs(round_bfloat16(weights[weights != 0]))
     assert rounded.size == 0 or (rounded.min() >= TINY and rounded.max() <= 2.0**127)
     outside = (1.0,) if least is None else (BELOW * least, greatest / ABOVE * 2)
     for scale in (v for v in outside if v <= GREATEST):
         for sign in (-1, 1):
-            matrix = matrix_of(codebook, [*within, sign * scale])
+            matrix = matrix_of(values, [*within, sign * scale])
             assert matrix.scales[0, -1] == sign * scale
             assert not folds(matrix)
             y, _ = linear(matrix, np.eye(matrix.shape[1]), rounding="folded")
             assert np.array_equal(y, dequantize(matrix).T)  # as exact as ever
-    assert allow_folding(np.array(within), codebook)
-    assert not any(allow_folding(np.array([*within, v]), codebook) for v in outside if v <= GREATEST)
+    assert allow_folding(np.array(within), values)
+    assert not any(allow_folding(np.array([*within, v]), values) for v in outside if v <= GREATEST)
 
 
-@pytest.mark.parametrize("codebook", [OFFSET_INT4, entries(2.0**100)], ids=["int4", "large"])
-def test_a_matrix_with_a_denormal_scale_does_not_fold(codebook):
+@pytest.mark.parametrize("values", [INT4.values, entries(2.0**100)], ids=["int4", "large"])
+def test_a_matrix_with_a_denormal_scale_does_not_fold(values):
     for scale in (2.0**-133, BELOW * TINY):
-        assert not folds(matrix_of(codebook, [1.0, -scale]))
-    assert folds(matrix_of(codebook, [1.0, -TINY]))
+        assert not folds(matrix_of(values, [1.0, -scale]))
+    assert folds(matrix_of(values, [1.0, -TINY]))
 
 
 def test_a_matrix_whose_scales_are_all_zero_folds():
-    for codebook in (OFFSET_INT4, EDGES["too far apart"][0]):
-        matrix = matrix_of(codebook, [0.0, -0.0])
+    for values in (INT4.values, EDGES["too far apart"][0]):
+        matrix = matrix_of(values, [0.0, -0.0])
         assert folds(matrix)
         assert not linear(matrix, np.ones((1, 64)), rounding="folded")[0].any()
     assert folds(matrix_of((0.0,) * 16, [GREATEST]))  # so do zeros
 
 
 def test_codes_have_no_part_in_the_rule_and_every_scale_has():
-    matrix = matrix_of(OFFSET_INT4, [1.0, 1.0, 1.0])
+    matrix = matrix_of(INT4.values, [1.0, 1.0, 1.0])
     matrix.codes[:] = 0x88  # zeros
     for value in (2.0**123, 2.0**-127):
         for at in ((0, 0), (15, 2)):
@@ -95,10 +103,61 @@ def test_codes_have_no_part_in_the_rule_and_every_scale_has():
             assert not folds(matrix)
 
 
-def test_folding_is_for_bfloat16_scales_that_are_numbers():
-    experts = [random_experts(np.random.default_rng(0), 1, 32, 32, format=format) for format in (MXFP4, BF16, int4(32))]
-    assert [folds(e.matrix(0, "up")) for e in experts] == [False, False, True]
-    matrix = experts[2].matrix(0, "up")
+#: format: whether scales that are neither very large nor very small fold.
+FOLDING = {
+    int4(32): True,
+    int4(96): True,
+    int4(64, "fp16"): True,
+    int4(64, "fp16", GPTQ): True,
+    WeightFormat(E2M1, Scale("fp16", (1, 32)), factor=Factor(per_row=True)): True,
+    int4(16): False,
+    int4(48, "fp16"): False,
+    int4(32, "fp32"): False,
+    MXFP4: False,
+    BF16: False,
+    MXFP8: False,
+    nvfp4(): False,
+    fp8("bf16"): False,
+    fp8("bf16", (1, 128)): False,
+    uint4(32): False,
+    uint4(32, "bf16"): False,
+    WeightFormat(INT4, Scale("bf16", (2, 32))): False,
+    WeightFormat(INT4, Scale("bf16", (1, 32)), Scale("bf16", (1, 64))): False,
+    WeightFormat(INT4, Scale("bf16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32)))): False,
+}
+
+
+@pytest.mark.parametrize("format", FOLDING, ids=label)
+def test_folding_is_for_bfloat16_and_fp16_scales_of_4_bits(format):
+    experts = random_experts(np.random.default_rng(0), 1, 64, 64, format=format)
+    assert folds(experts.matrix(0, "up")) == FOLDING[format]
+
+
+def test_every_fp16_scale_folds_with_codes_of_int4():
+    """Its denormals, too: they are normal numbers in bfloat16, which has other significands."""
+    stored = np.arange(2**16, dtype=np.uint16)
+    stored = stored[stored >> 10 & 31 < 31].reshape(-1, 1)
+    codes = np.tile(np.arange(32) % 16, (len(stored), 1))
+    matrix = Matrix("w", int4(32, "fp16"), codes.shape, pack_nibbles(codes), stored.view(np.float16))
+    assert folds(matrix)
+    y, _ = linear(matrix, np.eye(32), rounding="folded")
+    rng = np.random.default_rng(8)
+    for row in rng.integers(0, len(stored), 200).tolist():
+        for code in range(16):
+            exact = (code - 8) * number("fp16", matrix.scales[row, 0])
+            assert Fraction(y[code, row]) == nearest_bfloat16(exact)
+    large = Matrix("w", replace(matrix.format, element=Element("large", "q4", entries(2.0**111, 1.0))), *stored_of(matrix))
+    assert not folds(large)
+    large.scales[:] = 2.0**-24
+    assert folds(large)
+
+
+def stored_of(matrix):
+    return matrix.shape, matrix.codes, matrix.scales
+
+
+def test_scales_that_are_no_numbers_do_not_fold():
+    matrix = random_experts(np.random.default_rng(0), 1, 32, 32, format=int4(32)).matrix(0, "up")
     matrix.scales[3, 0] = np.nan
     with pytest.raises(FormatError, match=r"up.*\[3, 0\]"):
         folds(matrix)
@@ -114,19 +173,19 @@ def nearest(product):
 
 
 @pytest.mark.parametrize(
-    ("codebook", "unit", "exponents", "worst"),
-    [(OFFSET_INT4, 0, (-126, 0, 122), 259), (E2M1, 1, (-125, 0, 123), 261)],
+    ("values", "unit", "exponents", "worst"),
+    [(INT4.values, 0, (-126, 0, 122), 259), (E2M1.values, 1, (-125, 0, 123), 261)],
     ids=["int4", "e2m1"],
 )
-def test_every_product_of_a_code_and_a_significand_is_rounded_once(codebook, unit, exponents, worst):
+def test_every_product_of_a_code_and_a_significand_is_rounded_once(values, unit, exponents, worst):
     significands, errors = [sign * m for m in range(128, 256) for sign in (1, -1)], []
     for exponent in exponents:
         scales = np.ldexp(np.array(significands, float), exponent - 7).astype(BFLOAT16)[:, None]
         codes = np.tile(np.arange(32) % 16, (256, 1))
-        matrix = Matrix("w", WeightFormat("q4", codebook, Scale("bf16", (1, 32))), codes.shape, pack_nibbles(codes), scales)
+        matrix = Matrix("w", bfloat16_scales(values), codes.shape, pack_nibbles(codes), scales)
         y, _ = linear(matrix, np.eye(32), rounding="folded")
         for row, significand in enumerate(significands):
-            for code, entry in enumerate(codebook):
+            for code, entry in enumerate(values):
                 product = int(entry * 2**unit) * significand
                 rounded = nearest(product)
                 assert Fraction(y[code, row]) == Fraction(rounded) * Fraction(2) ** (exponent - 7 - unit)
@@ -153,7 +212,7 @@ def test_a_linear_map_differs_from_the_exact_one_by_259th_of_its_terms_sizes_at_
         sizes = np.abs(a) @ np.abs(dequantize(matrix)).T
         assert (np.abs(folded - exact) * 259 <= sizes * (1 + 1e-12)).all()
         assert np.abs(folded - exact).max() > 1e-4 * np.abs(exact).max()
-    worst = matrix_of(OFFSET_INT4, [148 / 128])
+    worst = matrix_of(INT4.values, [148 / 128])
     worst.codes[:] = 0xFF  # 7 * 148 = 1036, a tie that goes to 1040
     exact, folded = (linear(worst, np.ones((1, 32)), rounding=v)[0] for v in ("exact", "folded"))
     assert np.array_equal(259 * (folded - exact), exact)
@@ -169,7 +228,9 @@ def folded_as_b16(experts):
     return ExpertWeights(experts.num_experts, experts.hidden, experts.intermediate, read, BF16, experts.activation)
 
 
-@pytest.mark.parametrize("format", [int4(32), int4(128), WeightFormat("q4", E2M1, Scale("bf16", (2, 64)))], ids=label)
+@pytest.mark.parametrize(
+    "format", [int4(32), int4(128), WeightFormat(E2M1, Scale("bf16", (1, 64))), int4(64, "fp16", GPTQ)], ids=label
+)
 def test_folded_experts_are_b16_experts(format):
     rng = np.random.default_rng(2)
     experts = random_experts(rng, 2, 164, 70, format=format, bias=True)
@@ -181,7 +242,7 @@ def test_folded_experts_are_b16_experts(format):
         assert np.abs(forward(experts, *batch, **options).y - folded.y).max() > 1e-4 * np.abs(folded.y).max()
 
 
-@pytest.mark.parametrize("format", [MXFP4, BF16], ids=label)
+@pytest.mark.parametrize("format", [MXFP4, BF16, nvfp4(), MXFP8, fp8("bf16"), uint4(32)], ids=label)
 def test_others_are_as_they_were(format):
     rng = np.random.default_rng(3)
     experts = random_experts(rng, 2, 64, 34, format=format)

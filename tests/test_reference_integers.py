@@ -8,7 +8,22 @@ from rationals import bfloat16s, int8_step, quantised_by_rationals
 from reference_experts import BFLOAT16
 
 from ktmoe.reference import integer_unit, operand, round_bfloat16
-from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
+from ktmoe.weights.elements import E2M1, Element
+from ktmoe.weights.formats import (
+    BF16,
+    FP8_PER_ROW,
+    MXFP4,
+    MXFP8,
+    Factor,
+    Minimum,
+    Scale,
+    WeightFormat,
+    fp8,
+    int4,
+    nvfp4,
+    uint4,
+)
+from ktmoe.weights.order import GPTQ
 
 
 def int16(x):
@@ -122,17 +137,33 @@ def test_a_group_of_integers_that_is_not_finite_is_nan(value):
 def test_which_formats_have_integers():
     ue8m0, per_16 = Scale("ue8m0", (1, 32)), Scale("bf16", (1, 16))
     sixteenths = tuple(n / 16 for n in range(16))
+
+    def of(values):
+        return WeightFormat(Element("values", "q4", values), ue8m0)
+
     for format, unit in (
         (MXFP4, 0.5),
         (int4(32), 1),
         (int4(256), 1),
-        (WeightFormat("q4", sixteenths, ue8m0), 2.0**-4),
-        (WeightFormat("q4", tuple(2.0**-8 * n for n in range(16)), ue8m0), 2.0**-8),
-        (WeightFormat("q4", (16.0, -16.0) + (0.0,) * 14, ue8m0), 1),
-        (WeightFormat("q4", (17.0,) + (0.0,) * 15, ue8m0), None),
-        (WeightFormat("q4", (16.0, 0.5) + (0.0,) * 14, ue8m0), None),
-        (WeightFormat("q4", (2.0**-9,) + (0.0,) * 15, ue8m0), None),
-        (WeightFormat("q4", E2M1, per_16), None),
+        (of(sixteenths), 2.0**-4),
+        (of(tuple(2.0**-8 * n for n in range(16))), 2.0**-8),
+        (of((16.0, -16.0) + (0.0,) * 14), 1),
+        (of((17.0,) + (0.0,) * 15), None),
+        (of((16.0, 0.5) + (0.0,) * 14), None),
+        (of((2.0**-9,) + (0.0,) * 15), None),
+        (WeightFormat(E2M1, per_16), None),
         (BF16, None),
+        (int4(64, "fp16"), 1),
+        (int4(64, "fp16", GPTQ), 1),
+        (WeightFormat(E2M1, ue8m0, factor=Factor(per_row=True)), 0.5),
+        (int4(64, "fp32"), None),
+        (uint4(64), None),
+        (WeightFormat(E2M1, ue8m0, Scale("bf16", (1, 256))), None),
+        (WeightFormat(E2M1, ue8m0, offset=Minimum(ue8m0)), None),
+        (WeightFormat(E2M1, Scale("bf16", (2, 32))), None),
+        (nvfp4(), None),
+        (MXFP8, None),
+        (fp8("bf16"), None),
+        (FP8_PER_ROW, None),
     ):
         assert integer_unit(format) == unit

@@ -1,5 +1,7 @@
 """No mistake hides in the float64 reference's bound: one wrong code, scale or row, or another way of rounding, leaves it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from reference_experts import BFLOAT16, random_batch, random_experts
@@ -7,7 +9,9 @@ from simulated import label, options, simulated_forward
 
 from ktmoe.experts import ExpertWeights
 from ktmoe.reference import dequantize, forward, round_bfloat16
-from ktmoe.weights.formats import BF16, MXFP4, int4
+from ktmoe.weights.elements import E5M2, UINT4
+from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, Minimum, Scale, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.order import AWQ, GPTQ, Order
 
 
 def differ_somewhere(rng, arrays, where):
@@ -58,6 +62,68 @@ def test_one_mistake_leaves_the_bound(format, kind, projection):
         if where != "scale" or format.scale:
             for _ in range(8):
                 assert error(differ_somewhere(rng, arrays[projection], where)) > 1, where
+
+
+def with_stored(experts, format=None, **change):
+    """The same experts, read as another format, or with other arrays of every matrix: change(matrix), by name."""
+    format = format or experts.formats["up"]
+
+    def read(expert, projection):
+        matrix = experts.matrix(expert, projection)
+        return replace(matrix, format=format, **{label: of(matrix) for label, of in change.items()})
+
+    sizes = experts.num_experts, experts.hidden, experts.intermediate
+    return ExpertWeights(*sizes, read, format, experts.activation)
+
+
+def rolled(label, axis):
+    return {label: lambda matrix: np.ascontiguousarray(np.roll(getattr(matrix, label), 1, axis=axis))}
+
+
+def exchanged_nibbles(matrix):
+    return (matrix.codes >> 4 | matrix.codes << 4).astype(matrix.codes.dtype)
+
+
+GPTQ_64, AWQ_64 = uint4(64, order=GPTQ, plus=1), uint4(64, order=AWQ)
+FP32_MINIMA = WeightFormat(UINT4, Scale("fp32", (1, 32)), offset=Minimum(Scale("fp32", (1, 32))))
+
+#: name: (format, what is wrong: another format, or other arrays)
+MISREAD = {
+    "a factor that divides": (nvfp4(), {"format": nvfp4(divides=True)}),
+    "a divisor that multiplies": (nvfp4(divides=True), {"format": nvfp4()}),
+    "no factor": (nvfp4(), {"factor": lambda matrix: np.ones_like(matrix.factor)}),
+    "factors of other rows": (FP8_PER_ROW, rolled("factor", 0)),
+    "scales of other rows": (fp8(), rolled("scales", 0)),
+    "scales of other columns": (fp8(), rolled("scales", 1)),
+    "scales of 16 beside": (nvfp4(), rolled("scales", 1)),
+    "scales of other groups": (GPTQ_64, rolled("scales", 0)),
+    "e5m2": (MXFP8, {"format": replace(MXFP8, element=E5M2), "codes": lambda matrix: matrix.codes & 0xBF}),
+    "zero points off by one": (GPTQ_64, {"format": uint4(64, order=GPTQ)}),
+    "zero points off by one, awq": (AWQ_64, {"format": uint4(64, order=AWQ, plus=1)}),
+    "zero points of other groups": (AWQ_64, rolled("offsets", 0)),
+    "zero points of other rows": (GPTQ_64, rolled("offsets", 1)),
+    "nibbles in order": (AWQ_64, {"format": replace(AWQ_64, order=Order("in order", "n", True))}),
+    "nibbles out of order": (GPTQ_64, {"format": replace(GPTQ_64, order=Order("mixed", "k", True, AWQ.nibbles))}),
+    "low nibble, odd k": (nvfp4(), {"codes": exchanged_nibbles}),
+    "minima that are added": (FP32_MINIMA, {"offsets": lambda matrix: -matrix.offsets}),
+    "minima of other groups": (FP32_MINIMA, rolled("offsets", 1)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISREAD)
+def test_what_is_misread_leaves_the_bound(mistake):
+    format, wrong = MISREAD[mistake]
+    rng = np.random.default_rng(21)
+    experts = random_experts(rng, 1, 256, 256, format=format)
+    x, ids, _ = random_batch(rng, experts, 8, top_k=1)
+    weights = np.ones((8, 1))
+    reference = forward(experts, x, ids, weights, out_dtype="float32")
+    for kind in ("fma", "amx"):
+        right, misread = (
+            simulated_forward(of, x, ids, weights, "down_output", kind, rng) for of in (experts, with_stored(experts, **wrong))
+        )
+        assert reference.worst(right) <= 1
+        assert np.median(reference.error(misread)) > 10
 
 
 @pytest.mark.parametrize("mistake", ["none", "no rounding", "truncated", "ties away", "coarser", "one maximum a row"])

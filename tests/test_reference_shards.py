@@ -1,5 +1,6 @@
 """The reference of a layer whose intermediate dimension is cut into shards: the same values, and a bound that holds for it."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from simulated import (
     INTEGERS,
     KINDS,
     PAIRS,
+    kinds_of,
     label,
     simulated_forward,
     simulated_parts,
@@ -29,12 +31,13 @@ from ktmoe.reference import (
     round_bfloat16,
 )
 from ktmoe.weights.activation import SILU
-from ktmoe.weights.formats import BF16, E2M1, MXFP4, Scale, WeightFormat, int4
+from ktmoe.weights.elements import E2M1
+from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, Scale, WeightFormat, fp8, int4, nvfp4
 
 
 def cuts(format, intermediate, shards):
     """As a layer of this format is cut."""
-    return split(intermediate, max(32, format.scale.extent[1] if format.scale else 32), shards)
+    return split(intermediate, math.lcm(32, *format.unit), shards)
 
 
 def changed(experts, projection, change):
@@ -50,13 +53,14 @@ def changed(experts, projection, change):
 # y
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("format", FORMATS, ids=label)
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 def test_the_values_do_not_depend_on_shards(format, router_weight):
     rng = np.random.default_rng(1)
     experts = random_experts(rng, 2, 40, 520, format=format, activation=GPT_OSS, bias=True)
     arguments = experts, *random_batch(rng, experts)
-    for activations in ("bf16", *INTEGERS) if format.scale else ("bf16",):
+    for activations in ("bf16", *(kind for kind in kinds_of(format) if kind in INTEGERS)):
         given = {"router_weight": router_weight, "activations": activations, "out_dtype": "float32"}
         whole = forward(*arguments, **given)
         for shards in (2, 3, 5):
@@ -126,7 +130,8 @@ def test_a_simulated_sharded_backend_stays_within_the_bound(seed, format, kind):
         bias=activation is GPT_OSS,
     )
     x, ids, weights = random_batch(rng, experts, tokens=6, top_k=2)
-    ratio, reference = worst(experts, x, ids, weights, kind, rng, router_weight, cuts(format, 290, 2 + seed % 2))
+    shards = cuts(format, experts.intermediate, 2 + seed % 2)
+    ratio, reference = worst(experts, x, ids, weights, kind, rng, router_weight, shards)
     assert ratio <= 1
     assert np.isfinite(reference.bound).all()
 
@@ -250,6 +255,23 @@ def test_a_bias_that_each_shard_adds_leaves_the_bound(sharded):
     assert share_outside(reference, parts(wrong).sum(axis=0)) > 0.99
 
 
+@pytest.mark.parametrize("format", [FP8_PER_ROW, nvfp4(divides=True)], ids=label)
+def test_a_factor_that_a_shard_leaves_out_leaves_the_bound(format):
+    rng = np.random.default_rng(11)
+    experts = random_experts(rng, 2, 64, 96, format=format, bias=True)
+    batch, shards = random_batch(rng, experts, tokens=8, top_k=2), cuts(format, 96, 3)
+    without = changed(experts, "down", lambda matrix: {"factor": np.ones_like(matrix.factor)})
+    right, wrong = (
+        simulated_parts(weights, *batch, "down_output", "fma", np.random.default_rng(8), shards)
+        for weights in (experts, without)
+    )
+    reference = forward(experts, *batch, out_dtype="float32", shards=shards)
+    assert 0 < reference.worst(right.sum(axis=0)) <= 1
+    for shard in range(3):
+        y = np.where((np.arange(3) == shard)[:, None, None], wrong, right).sum(axis=0)
+        assert share_outside(reference, y) > 0.9
+
+
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_shards_of_a_matrix_in_another_order_leave_the_bound(sharded, projection):
     """Of one matrix alone: the rows of gate and up, or the columns of down, no longer fit the others'."""
@@ -271,7 +293,7 @@ def test_partial_outputs_that_are_rounded_leave_the_bound(sharded):
 
 # Shards that are refused
 
-HALVES = WeightFormat("q4", E2M1, Scale("bf16", (1, 64)))
+HALVES = WeightFormat(E2M1, Scale("bf16", (1, 64)))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +315,8 @@ HALVES = WeightFormat("q4", E2M1, Scale("bf16", (1, 64)))
         (MXFP4, 32, [(32, 70), (0, 32)]),
         (HALVES, 64, [(0, 32), (32, 70)]),
         (BF16, 32, [(0, 48), (48, 70)]),
+        (fp8(block=(64, 32)), 64, [(0, 32), (32, 70)]),  # 64 rows of gate and up
+        (fp8(block=(1, 64)), 64, [(0, 32), (32, 70)]),
     ],
     ids=label,
 )

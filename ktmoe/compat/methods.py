@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ktmoe.errors import FormatError, InputError, UnavailableError
-from ktmoe.weights.formats import BF16, MXFP4, OFFSET_INT4, WeightFormat
+from ktmoe.weights.elements import INT4
+from ktmoe.weights.formats import BF16, MXFP4, WeightFormat
 
 #: method -> what its experts' matrices are.
 SERVED = {
@@ -62,5 +63,5 @@ def check_formats(method: str, formats: Mapping[str, WeightFormat], name: str) -
 def _fits(method: str, weight_format: WeightFormat) -> bool:
     if method == "RAWINT4":
         scale = weight_format.scale
-        return weight_format.codebook == OFFSET_INT4 and scale is not None and scale.kind == "bf16"
+        return weight_format.element == INT4 and scale is not None and scale.kind == "bf16"
     return weight_format == {"BF16": BF16, "MXFP4": MXFP4}[method]

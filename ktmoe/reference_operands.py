@@ -1,0 +1,82 @@
+"""What the reference's linear maps take: bfloat16 rows as they are, or quantised to integers, and how far off these can be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktmoe.reference_weights import BLOCK, TINY, round_bfloat16
+
+#: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two, or as
+#: 8-bit integers times one bfloat16 number.
+ACTIVATIONS = ("bf16", "int16", "int8")
+#: "int8": the largest integer, and the least maximum of a group, whose scale is 2**-118.
+LARGEST_INT8 = 127
+LEAST_INT8_MAXIMUM = 127 * 2.0**-118
+#: Scales, neighbouring bfloat16 numbers, that are tried where a group's is not certain; beyond, half of the largest is added.
+INT8_SCALES = 8
+
+
+def operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a linear map takes for bfloat16 rows a, and its error, given that a backend's rows lie between low and high."""
+    if activations != "bf16":
+        return _quantise(a, low, high, _int16 if activations == "int16" else _int8)
+    eps = np.maximum(high - a, a - low)
+    return a, eps + flush_to_zero(a, eps)
+
+
+def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray, integers) -> tuple[np.ndarray, np.ndarray]:
+    """Each group of 32 as _int16 or _int8 make it, and what that can be off for rows between low and high."""
+    tokens, k = a.shape
+    a, low, high = (np.pad(v, ((0, 0), (0, -k % BLOCK))).reshape(tokens, -(-k // BLOCK), BLOCK) for v in (a, low, high))
+    finite = np.isfinite(low + high).all(axis=2, keepdims=True)
+    quantised, eps = integers(*(np.where(finite, v, 0.0) for v in (a, low, high)))
+    quantised, eps = np.where(finite, quantised, np.nan), np.where(finite, eps, np.inf)
+    return quantised.reshape(tokens, -1)[:, :k], eps.reshape(tokens, -1)[:, :k]
+
+
+def _maxima(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The groups' maximum magnitudes: of a, and the least and the largest of anything between low and high."""
+    return tuple(v.max(axis=2, keepdims=True) for v in (np.abs(a), np.maximum(low, -high), np.maximum(-low, high)))
+
+
+def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each group, whose maximum is M: RNE(a / s) * s, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
+
+    def nearest(v, e):
+        return np.ldexp(np.rint(np.ldexp(v, 14 - e)), e - 14)
+
+    own, least, most = (np.frexp(np.maximum(maximum, TINY))[1] - 1 for maximum in _maxima(a, low, high))
+    quantised, eps = nearest(a, own), np.zeros_like(a)
+    # nearest is monotone for one E; where M may be on either side of a power of two, it may be either E
+    for step in range(int((most - least).max(initial=0)) + 1):
+        e = np.minimum(least + step, most)
+        eps = np.maximum(eps, np.maximum(nearest(high, e) - quantised, quantised - nearest(low, e)))
+    return quantised, eps
+
+
+def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each group, whose maximum is M, at least LEAST_INT8_MAXIMUM: RNE(a / s) * s, where s = M / 127, to bfloat16."""
+
+    def nearest(v, s):
+        # float64 rounds the quotient of two numbers of 8 bits neither to half an integer nor away from it
+        return np.rint(v / s) * s
+
+    own, least, most = (
+        round_bfloat16(np.maximum(maximum, LEAST_INT8_MAXIMUM) / LARGEST_INT8) for maximum in _maxima(a, low, high)
+    )
+    quantised, eps = nearest(a, own), np.zeros_like(a)
+    # nearest is monotone for one s; s is one of the bfloat16 numbers from least to most
+    s = least
+    for _ in range(INT8_SCALES):
+        eps = np.maximum(eps, np.maximum(nearest(high, s) - quantised, quantised - nearest(low, s)))
+        left = s < most
+        if not left.any():
+            break
+        s = np.minimum(s + np.ldexp(1.0, np.frexp(s)[1] - 8), most)
+    return quantised, np.where(left, np.maximum(high - quantised, quantised - low) + most / 2, eps)
+
+
+def flush_to_zero(value: np.ndarray, eps) -> np.ndarray:
+    """What flushing a denormal number to zero can change, for a number within eps of value."""
+    size = np.abs(value)
+    return np.where(size - eps <= TINY, np.minimum(size + eps, TINY), 0.0)  # TINY itself may be a denormal that was rounded up

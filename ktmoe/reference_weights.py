@@ -1,0 +1,192 @@
+"""The weights that the reference computes with: the real numbers of every format, their bfloat16 roundings, parts of a matrix.
+
+Nothing here is shared with a kernel or with packing, but for the formats themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ktmoe.experts import Matrix
+from ktmoe.weights.elements import Element
+from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
+from ktmoe.weights.order import ROWS
+from ktmoe.weights.scales import Scale
+
+#: Smallest normal number of float32 and bfloat16: what a flush to zero can change a number by.
+TINY = 2.0**-126
+#: A backend adds blocks of this many products in ascending k; within a block any order will do. Integers are quantised by it.
+BLOCK = 32
+#: Scale kinds that sums of integers can be multiplied by; those with which rounding="folded" rounds weights.
+INTEGER_KINDS = ("ue8m0", "bf16", "fp16")
+ROUNDED_KINDS = ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Some rows of a matrix, float64, without its factor.
+
+    scaled: (value - zero point) * scale * super-scale, exactly, [n, k].
+    group, scales: scale * super-scale, [n, groups], for so many k each; None without scales.
+    minima: what is to be subtracted from scaled, [n, k]; None without minima.
+    largest: no |value - zero point| is above it.
+    """
+
+    scaled: np.ndarray
+    group: int | None
+    scales: np.ndarray | None
+    minima: np.ndarray | None
+    largest: float
+
+
+def in_rows(matrix: Matrix) -> Matrix:
+    """The same matrix in the order of rows."""
+    if matrix.format.order.rows:
+        return matrix
+    arrays = matrix.format.rows(matrix.stored, *matrix.shape)
+    return replace(matrix, format=replace(matrix.format, order=ROWS), **arrays)
+
+
+def read(matrix: Matrix, rows=slice(None)) -> Weights:
+    """rows: an index along n. Raises FormatError, which names the tensor, if the matrix holds a NaN."""
+    matrix.refuse()
+    matrix = in_rows(matrix)
+    format, (n, k) = matrix.format, matrix.shape
+    rows = np.arange(n)[rows]
+    weights = _values(format.element, matrix.codes[rows], k)
+    largest = max((abs(value) for value in format.element.values if value is not None), default=math.inf)
+    group = scales = minima = None
+    if isinstance(format.offset, ZeroPoint):
+        points = format.offset.numbers(matrix.offsets[rows]).astype(np.float64)
+        weights -= np.repeat(points, format.offset.extent[1], axis=1)[:, :k]
+        largest += 15
+    if format.scale:
+        group = math.gcd(format.scale.extent[1], format.super_scale.extent[1] if format.super_scale else 0)
+        columns = np.arange(0, k, group)
+        scales = _shared(format.scale, matrix.scales, rows, columns)
+        if format.super_scale:
+            scales = scales * _shared(format.super_scale, matrix.super_scales, rows, columns)
+        weights *= np.repeat(scales, group, axis=1)[:, :k]
+    if isinstance(format.offset, Minimum):
+        minima = _shared(format.offset.scale, matrix.offsets, rows, np.arange(k))
+    return Weights(weights, group, scales, minima, largest)
+
+
+def _values(element: Element, codes: np.ndarray, k: int) -> np.ndarray:
+    """The real numbers of codes in the order of rows, as a new array [n, k]."""
+    if element.bits != 4:
+        return element.numbers(codes)
+    byte = np.arange(256)
+    pairs = np.stack([element.numbers(byte & 15), element.numbers(byte >> 4)], axis=1)  # low nibble = even k
+    return pairs.take(codes, axis=0).reshape(len(codes), k)
+
+
+def _shared(scale: Scale, stored: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """What these rows and columns of a matrix share of stored numbers, float64 [rows, columns]."""
+    return scale.numbers(stored[rows // scale.extent[0]])[:, columns // scale.extent[1]]
+
+
+def factors(matrix: Matrix, rows=slice(None)) -> np.ndarray | None:
+    """The factor, or divisor, of each of the rows, float64 [n]; None if there is none."""
+    if matrix.format.factor is None:
+        return None
+    return np.broadcast_to(matrix.factor.astype(np.float64), matrix.shape[:1])[rows]
+
+
+def dequantize(matrix: Matrix, rows=slice(None), factor: bool = True) -> np.ndarray:
+    """The real numbers that a matrix stands for, float64 [n, k]: exact, but for float64's own roundings where a format has a
+    minimum, a divisor, or both a super-scale and a factor.
+
+    rows: an index along n, to read only some rows. Not factor: without the matrix's factor, as sums are of these.
+    Raises FormatError, which names the tensor, if the matrix holds a NaN.
+    """
+    weights = read(matrix, rows)
+    scaled = weights.scaled if weights.minima is None else weights.scaled - weights.minima
+    if factor and matrix.format.factor:
+        of_row = factors(matrix, rows)[:, None]
+        return scaled / of_row if matrix.format.factor.divides else scaled * of_row
+    return scaled
+
+
+def round_bfloat16(a: np.ndarray) -> np.ndarray:
+    """The bfloat16 numbers nearest to float64 a, ties to even, as float64; denormals are kept, beyond the range is infinite."""
+    a = np.asarray(a, dtype=np.float64)
+    exponent = np.frexp(a)[1]  # |a| in [2**(exponent-1), 2**exponent); bfloat16 has 8 significant bits
+    quantum = np.maximum(exponent - 8, -133)
+    with np.errstate(invalid="ignore", over="ignore"):
+        rounded = np.ldexp(np.rint(np.ldexp(a, -quantum)), quantum)
+    return np.where(np.isfinite(a), np.where(np.abs(rounded) < 2.0**128, rounded, np.copysign(np.inf, a)), a)
+
+
+def _plain(format: WeightFormat, kinds: tuple[str, ...]) -> bool:
+    """Whether a format is 4-bit values times scales of these kinds, each of whole blocks of one row."""
+    scale = format.scale
+    if format.family != "q4" or scale is None or format.super_scale or format.offset:
+        return False
+    return scale.kind in kinds and scale.extent[0] == 1 and scale.extent[1] % BLOCK == 0
+
+
+def integer_unit(format: WeightFormat) -> float | None:
+    """The largest power of two, 2**-8 to 1, of which a 4-bit element's values are multiples, by 16 at most; None if there is
+    none, or the format has more than scales of whole blocks, of INTEGER_KINDS."""
+    if _plain(format, INTEGER_KINDS):
+        for unit in 2.0 ** -np.arange(9):
+            values = np.array(format.element.values) / unit
+            if (values == np.rint(values)).all() and np.abs(values).max() <= 16:
+                return float(unit)
+    return None
+
+
+def folds(matrix: Matrix) -> bool:
+    """Whether rounding="folded" rounds a matrix's weights to bfloat16: if its scales are bfloat16, normal or zero, or fp16, and
+    by their exponents and the values' no product, whether it occurs or not, is denormal, or above 2**127 when rounded.
+    """
+    if not _plain(matrix.format, ROUNDED_KINDS):
+        return False
+    matrix.refuse()
+
+    def exponents(values):
+        sizes = np.abs(np.asarray(values, np.float64))
+        return np.frexp(sizes[sizes > 0])[1] - 1  # floor(log2)
+
+    scales, values = exponents(matrix.scales), exponents(matrix.format.element.values)
+    if not scales.size or not values.size:
+        return True
+    least, most = scales.min() + values.min(), scales.max() + values.max()
+    # fp16's least number is 2**-24
+    return bool(scales.min() >= -126 and least >= -126 and most + 2 <= 127)
+
+
+def part(matrix: Matrix, first: int, last: int) -> Matrix:
+    """A matrix with k from first to last, which cut nothing that is shared; the bias goes with k = 0. It is in rows."""
+    matrix = in_rows(matrix)
+    format, offset = matrix.format, matrix.format.offset
+    shared = {"scales": format.scale, "super_scales": format.super_scale}
+    shared["offsets"] = offset.scale if isinstance(offset, Minimum) else offset
+    step = 2 if format.element.bits == 4 else 1
+    arrays = {"codes": matrix.codes[:, first // step : -(-last // step)]}
+    for label, of in shared.items():
+        if of:
+            arrays[label] = getattr(matrix, label)[:, first // of.extent[1] : -(-last // of.extent[1])]
+    arrays = {label: np.ascontiguousarray(array) for label, array in arrays.items()}
+    return replace(matrix, shape=(matrix.shape[0], last - first), bias=None if first else matrix.bias, **arrays)
+
+
+def denormal_weights(matrix: Matrix, rows=slice(None)) -> np.ndarray | None:
+    """|w|, without factor and minimum, where the bfloat16 number of the weight, or of its code, is denormal and may count as 0;
+    else 0. None if none is."""
+    element = matrix.format.element
+    if element.family == "b16":
+        size = np.abs(read(matrix, rows).scaled)
+        size[size >= TINY] = 0
+        return size if size.any() else None
+    values = tuple(v if v is not None and abs(v) < TINY else 0.0 for v in element.values)
+    if not any(values):
+        return None
+    # zero points need integers, and these are none
+    matrix = in_rows(matrix)
+    format = replace(matrix.format, element=replace(element, values=values), offset=None)
+    return np.abs(read(replace(matrix, format=format, offsets=None), rows).scaled)
