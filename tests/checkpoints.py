@@ -71,6 +71,48 @@ def mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return weights * np.repeat(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), 32, 1)
 
 
+#: Where the code of n = 8i + j stands in AWQ's dword i.
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def along_n(dwords: np.ndarray, places=range(8)) -> np.ndarray:
+    """int32 [rows, n/8] -> codes [rows, n]: that of n = 8i + j is at 4 * places[j] of dword i."""
+    codes = [dwords.astype(np.int64) >> 4 * place & 15 for place in places]
+    return np.stack(codes, -1).reshape(len(dwords), -1)
+
+
+def along_k(dwords: np.ndarray) -> np.ndarray:
+    """int32 [k/8, n] -> codes [k, n]."""
+    return along_n(np.ascontiguousarray(dwords.T)).T
+
+
+def numbers(matrix: Matrix) -> np.ndarray:
+    """What a Matrix stands for, float64 [n, k]: its own arrays, by what its format says."""
+    weight_format, (n, k) = matrix.format, matrix.shape
+    if weight_format.family == "b16":
+        return matrix.codes.astype(np.float64)
+    order, codes, scales, zeros = weight_format.order.name, matrix.codes, matrix.scales, matrix.offsets
+    if order == "rows":
+        codes = nibbles(codes) if weight_format.family == "q4" else codes
+    else:
+        codes = (along_k(codes) if order == "gptq" else along_n(codes, AWQ_PLACES)).T
+        zeros = None if zeros is None else along_n(zeros, range(8) if order == "gptq" else AWQ_PLACES).T
+        scales = scales.T
+    found = np.array([np.nan if value is None else value for value in weight_format.element.values])[codes]
+    assert found.shape == (n, k)
+    if zeros is not None:
+        found = found - np.repeat((zeros + weight_format.offset.plus) % 16, weight_format.offset.extent[1], 1)[:, :k]
+    if scales is not None:
+        views = {"ue8m0": ml_dtypes.float8_e8m0fnu, "e4m3": ml_dtypes.float8_e4m3fn}
+        kind, (rows, columns) = weight_format.scale.kind, weight_format.scale.extent
+        scales = (scales.view(views[kind]) if kind in views else scales).astype(np.float64)
+        found = found * scales.repeat(rows, 0)[:n].repeat(columns, 1)[:, :k]
+    if matrix.factor is not None:
+        factor = matrix.factor.astype(np.float64)[:, None]
+        found = found / factor if weight_format.factor.divides else found * factor
+    return found
+
+
 # What each scheme's tensors are, and what they mean: (weights float64 [n, k], bias float32 [n] or None).
 
 
@@ -105,13 +147,7 @@ class Scheme:
 
 def check_matrix(matrix: Matrix, weights: np.ndarray, bias: np.ndarray | None) -> None:
     """A Matrix stands for these numbers, by what its format says."""
-    codes = matrix.codes
-    if matrix.format.family == "q4":
-        stored = matrix.scales.view(ml_dtypes.float8_e8m0fnu) if matrix.format.scale.kind == "ue8m0" else matrix.scales
-        scales = np.repeat(stored.astype(np.float64), matrix.format.scale.extent[1], 1)[:, : matrix.shape[1]]
-        found = np.array(matrix.format.codebook)[nibbles(codes)] * scales
-    else:
-        found = codes.astype(np.float64)
+    found = numbers(matrix)
     np.testing.assert_array_equal(found, weights)
     if bias is None:
         assert matrix.bias is None
@@ -119,7 +155,7 @@ def check_matrix(matrix: Matrix, weights: np.ndarray, bias: np.ndarray | None) -
         np.testing.assert_array_equal(matrix.bias, bias)
 
 
-def _each(stems, hidden, intermediate):
+def each(stems, hidden, intermediate):
     for expert in range(EXPERTS):
         for projection, stem in stems.items():
             yield f"{expert}.{stem}", *shape_of(projection, hidden, intermediate)
@@ -131,7 +167,7 @@ def _scale_bytes(random, *shape):
 
 def _deepseek_v4(base, random, hidden, intermediate):
     tensors = {}
-    for name, n, k in _each(W, hidden, intermediate):
+    for name, n, k in each(W, hidden, intermediate):
         tensors[f"{base}.{name}.weight"] = ["I8", random.integers(0, 256, (n, k // 2), np.uint8)]
         tensors[f"{base}.{name}.scale"] = ["F8_E8M0", _scale_bytes(random, n, k // 32)]
     return tensors
@@ -140,6 +176,32 @@ def _deepseek_v4(base, random, hidden, intermediate):
 def _deepseek_v4_meaning(tensors, base, expert, projection):
     name = f"{base}.{expert}.{W[projection]}"
     return mxfp4(tensors[f"{name}.weight"][1], tensors[f"{name}.scale"][1]), None
+
+
+def e4m3(random, *shape) -> np.ndarray:
+    """Bytes of every E4M3 number, and no NaN."""
+    codes = random.integers(0, 256, shape, np.uint8)
+    return np.where(codes & 127 == 127, np.uint8(0), codes)
+
+
+def blocks(codes: np.ndarray, scales: np.ndarray, size=128) -> np.ndarray:
+    """E4M3 with one scale per size x size, as real numbers."""
+    n, k = codes.shape
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales.repeat(size, 0)[:n].repeat(size, 1)[:, :k]
+
+
+def _flash_base(base, random, hidden, intermediate):
+    tensors = {}
+    for name, n, k in each(W, hidden, intermediate):
+        tensors[f"{base}.{name}.weight"] = ["F8_E4M3", e4m3(random, n, k)]
+        tensors[f"{base}.{name}.scale"] = ["F8_E8M0", _scale_bytes(random, -(-n // 128), -(-k // 128))]
+    return tensors
+
+
+def _flash_base_meaning(tensors, base, expert, projection):
+    name = f"{base}.{expert}.{W[projection]}"
+    scales = tensors[f"{name}.scale"][1].view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    return blocks(tensors[f"{name}.weight"][1], scales), None
 
 
 def _gpt_oss(base, random, hidden, intermediate):
@@ -165,7 +227,7 @@ def int4(stems, group=32, shape_dtype="I32"):
 
     def tensors(base, random, hidden, intermediate):
         made = {}
-        for name, n, k in _each(stems, hidden, intermediate):
+        for name, n, k in each(stems, hidden, intermediate):
             packed = random.integers(-(2**31), 2**31, (n, k // 8), np.int32)
             made[f"{base}.{name}.weight_packed"] = ["I32", packed]
             made[f"{base}.{name}.weight_scale"] = ["BF16", random.uniform(0.01, 0.1, (n, -(-k // group))).astype(BF16)]
@@ -190,7 +252,7 @@ def _bf16(stems):
     def tensors(base, random, hidden, intermediate):
         return {
             f"{base}.{name}.weight": ["BF16", random.standard_normal((n, k)).astype(BF16)]
-            for name, n, k in _each(stems, hidden, intermediate)
+            for name, n, k in each(stems, hidden, intermediate)
         }
 
     return tensors
@@ -218,6 +280,7 @@ def _fused_meaning(tensors, base, expert, projection):
 
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
+    "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
     "gpt_oss": Scheme("gpt_oss", "mlp.experts", "num_local_experts", _gpt_oss, _gpt_oss_meaning, stacked=True),
     "int4": Scheme("compressed_tensors", "mlp.experts", "n_routed_experts", int4(PROJ), int4_meaning(PROJ)),
     "int4 w1": Scheme("compressed_tensors", "block_sparse_moe.experts", "num_local_experts", int4(W), int4_meaning(W)),

@@ -46,7 +46,7 @@ def test_codes_are_the_tensors_bytes(tmp_path, tensors):
     tensors[f"{EXPERT}.gate_proj.weight_packed"][1] = one
     (tmp_path / "one").mkdir()
     matrix = load(tmp_path / "one", tensors).matrix(0, "gate")
-    values = np.array(matrix.format.codebook)[np.stack([matrix.codes[0, :4] & 15, matrix.codes[0, :4] >> 4], 1).ravel()]
+    values = np.array(matrix.format.element.values)[np.stack([matrix.codes[0, :4] & 15, matrix.codes[0, :4] >> 4], 1).ravel()]
     assert values.tolist() == [-8, -7, -6, -5, -4, -3, -2, -1]
 
 
