@@ -44,7 +44,7 @@ def write(folder, tensors: Tensors, config: dict | None = None, file="model.safe
     specs = {}
     for name, (dtype, array) in tensors.items():
         writer, size = WRITER[dtype]
-        shape = [*array.shape[:-1], array.shape[-1] * array.itemsize // size]
+        shape = [*array.shape[:-1], array.shape[-1] * array.itemsize // size] if array.shape else []
         specs[name] = TensorSpec(dtype=writer, shape=shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
     serialize_file(specs, folder / file)
     if config is not None:
@@ -163,6 +163,21 @@ def each(stems, hidden, intermediate):
 
 def _scale_bytes(random, *shape):
     return random.integers(0, 255, shape, np.uint8)  # all but 255, which is NaN
+
+
+def per_expert(loader, make, meaning, stems=PROJ, module="mlp.experts", count="num_experts") -> Scheme:
+    """make: (random, n, k) -> {ending: tensor} of one matrix. meaning: what these stand for, by their arrays {ending: array}."""
+
+    def tensors(base, random, hidden, intermediate):
+        made = ((name, make(random, n, k)) for name, n, k in each(stems, hidden, intermediate))
+        return {f"{base}.{name}{ending}": tensor for name, matrix in made for ending, tensor in matrix.items()}
+
+    def numbers_of(tensors, base, expert, projection):
+        name = f"{base}.{expert}.{stems[projection]}"
+        arrays = {each.removeprefix(name): array for each, (_, array) in tensors.items() if each.startswith(f"{name}.")}
+        return meaning(arrays), None
+
+    return Scheme(loader, module, count, tensors, numbers_of)
 
 
 def _deepseek_v4(base, random, hidden, intermediate):

@@ -62,14 +62,16 @@ class CompressedTensors(PerExpert):
     dtypes: ClassVar = {"codes": ("I32",)}
 
     def detect(self, checkpoint: Checkpoint) -> float:
-        """0.9 if the first layer that can be read has experts packed in I32; NAMED if they are packed otherwise (FP4).
+        """0.9 if the first layer that can be read has experts packed in I32; NAMED if they are packed otherwise; 0 for NVFP4.
 
         What else is refused, is by load(), so that it is said: the names are no other scheme's.
         """
 
         def score(spelling: naming.Spelling, prefix: str) -> float:
-            packed = checkpoint.info(f"{prefix}{spelling.stems['gate']}.weight_packed")
-            return 0.9 if packed.dtype == "I32" else NAMED
+            gate = prefix + spelling.stems["gate"]
+            if checkpoint.info(f"{gate}.weight_packed").dtype == "I32":
+                return 0.9
+            return 0.0 if f"{gate}.weight_global_scale" in checkpoint.names() else NAMED
 
         return self.names.detect(checkpoint, score)
 
@@ -115,12 +117,7 @@ def read_group(checkpoint: Checkpoint) -> int | None:
 
     Where there are several config groups, one of them must be supported: which layers they are for is not looked at.
     """
-    stated = naming.config(checkpoint, "quantization_config")
-    if stated is None:
-        return None
-    where = f"{checkpoint.path}: quantization_config"
-    if not isinstance(stated, dict):
-        raise CheckpointError(f"{where}: expected an object, found {show(stated)}")
+    where, stated = f"{checkpoint.path}: quantization_config", naming.quantization(checkpoint)
     groups = stated.get("config_groups")
     if not isinstance(groups, dict | None):
         raise CheckpointError(f"{where}.config_groups: expected an object, found {show(groups)}")

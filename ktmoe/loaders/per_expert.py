@@ -67,13 +67,11 @@ class PerExpert(Loader):
     """Reads what format() says, from tensors of names' spellings, each of which has `arrays`.
 
     names: Names. dtypes: what an array's tensor may be stored in, by the array's name, where it is not the usual.
-    misfit: what detect() gives for tensors that have the names and the dtypes, and other shapes.
     num_experts is what the tensor names say; config.json must agree with it where it gives it, see naming.
     """
 
     names: ClassVar[naming.Names]
     dtypes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    misfit: ClassVar[float] = 0.0
 
     @abstractmethod
     def format(self, headers: Headers) -> WeightFormat:
@@ -93,7 +91,7 @@ class PerExpert(Loader):
         """Raise FormatError for a matrix whose bytes are not what its headers promise; it may read other tensors."""
 
     def detect(self, checkpoint: Checkpoint) -> float:
-        """0.9 if the first layer that can be read has tensors of these names, dtypes and shapes; misfit; else 0."""
+        """0.9 if the first layer that can be read has tensors of these names, dtypes and shapes, else 0."""
 
         def score(spelling: naming.Spelling, prefix: str) -> float:
             matrices = [Headers(checkpoint, prefix + stem, spelling.arrays) for stem in spelling.stems.values()]
@@ -101,15 +99,11 @@ class PerExpert(Loader):
                 weight_format = self.format(matrices[0])
                 for headers in matrices:
                     self._check_dtypes(headers, weight_format)
+                    self._shape(headers, weight_format)
             except MissingTensorError:
                 raise
             except CheckpointError:  # a wrong config, which load() refuses
                 return 0.0
-            try:
-                for headers in matrices:
-                    self._shape(headers, weight_format)
-            except FormatError:
-                return self.misfit
             return 0.9
 
         return self.names.detect(checkpoint, score)
