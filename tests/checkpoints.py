@@ -166,7 +166,7 @@ def _scale_bytes(random, *shape):
 
 
 def per_expert(loader, make, meaning, stems=PROJ, module="mlp.experts", count="num_experts") -> Scheme:
-    """make: (random, n, k) -> {ending: tensor} of one matrix. meaning: what these stand for, by their arrays {ending: array}."""
+    """make: (random, n, k) -> {ending: tensor} of one matrix. meaning: what these stand for, by {ending: array}."""
 
     def tensors(base, random, hidden, intermediate):
         made = ((name, make(random, n, k)) for name, n, k in each(stems, hidden, intermediate))
