@@ -293,6 +293,17 @@ def _fused_meaning(tensors, base, expert, projection):
     return tensors[f"{base}.gate_up_proj"][1][expert, rows].astype(np.float64), None
 
 
+def fp8(ending, dtype, size=128):
+    """Tensors of FP8 with a scale per block."""
+
+    def make(random, n, k):
+        scales = random.uniform(0.5, 2, (-(-n // size), -(-k // size)))
+        scales = scales.astype({"F32": np.float32, "BF16": BF16}[dtype])
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: [dtype, scales]}
+
+    return make, lambda arrays: blocks(arrays[".weight"], arrays[ending].astype(np.float64), size)
+
+
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
     "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
@@ -303,4 +314,8 @@ SCHEMES = {
     "bf16 w1": Scheme("bf16", "block_sparse_moe.experts", "num_local_experts", _bf16(W), _bf16_meaning(W)),
     "bf16 native": Scheme("bf16", "experts", "num_experts", _bf16(W), _bf16_meaning(W)),
     "bf16 fused": Scheme("bf16", "mlp.experts", "num_experts", _fused, _fused_meaning, stacked=True),
+    "fp8": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), count="n_routed_experts"),
+    "fp8 w1": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), W, "block_sparse_moe.experts", "num_local_experts"),
+    "fp8 bf16": per_expert("fp8", *fp8(".weight_scale_inv", "BF16")),
+    "fp8 weight_scale": per_expert("fp8", *fp8(".weight_scale", "BF16")),
 }

@@ -12,7 +12,7 @@ from ktmoe.loaders.naming import PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.models import bases, matrices
 from ktmoe.synthetic.tensors import Shaper, Tensor, codes, factors, scales, zero_points
-from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.formats import WeightFormat, fp8
 
 
 @dataclass(frozen=True)
@@ -84,4 +84,18 @@ class Published:
 
 
 #: By the name that tables give the weights.
-PUBLISHED: dict[str, Published] = {}
+PUBLISHED = {
+    "FP8": Published(
+        "fp8",
+        fp8(),
+        {"codes": (".weight", "F8_E4M3"), "scales": (".weight_scale_inv", "F32")},
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        },
+        hidden=7168,
+        intermediate=2048,
+        count="n_routed_experts",
+    ),
+}
