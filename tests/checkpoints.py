@@ -304,6 +304,20 @@ def fp8(ending, dtype, size=128):
     return make, lambda arrays: blocks(arrays[".weight"], arrays[ending].astype(np.float64), size)
 
 
+def fp8_per_row(dtype, *columns):
+    """Tensors of FP8 with a scale per row, [n, *columns]."""
+
+    def make(random, n, k):
+        scales = random.uniform(0.5, 2, (n, *columns)).astype({"F32": np.float32, "BF16": BF16, "F16": np.float16}[dtype])
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ".weight_scale": [dtype, scales]}
+
+    def meaning(arrays):
+        codes, scales = arrays[".weight"].view(ml_dtypes.float8_e4m3fn), arrays[".weight_scale"]
+        return codes.astype(np.float64) * scales.astype(np.float64).reshape(-1, 1)
+
+    return make, meaning
+
+
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
     "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
@@ -318,4 +332,6 @@ SCHEMES = {
     "fp8 w1": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), W, "block_sparse_moe.experts", "num_local_experts"),
     "fp8 bf16": per_expert("fp8", *fp8(".weight_scale_inv", "BF16")),
     "fp8 weight_scale": per_expert("fp8", *fp8(".weight_scale", "BF16")),
+    "fp8 per row": per_expert("fp8_per_row", *fp8_per_row("BF16", 1), count="n_routed_experts"),
+    "fp8 per row, flat": per_expert("fp8_per_row", *fp8_per_row("F32")),
 }

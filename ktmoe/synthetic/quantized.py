@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ktmoe.experts import ExpertWeights
@@ -12,7 +12,7 @@ from ktmoe.loaders.naming import PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.models import bases, matrices
 from ktmoe.synthetic.tensors import Shaper, Tensor, codes, factors, scales, zero_points
-from ktmoe.weights.formats import WeightFormat, fp8
+from ktmoe.weights.formats import FP8_PER_ROW, WeightFormat, fp8
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Published:
     """Experts as some model has them.
 
     tensors: (ending, dtype) by the array's name. more: the same of others, {(ending, dtype): (shape of (n, k), shaper)}.
-    count: config.json's key for the number of experts. config: what else it holds.
+    count: config.json's key for the number of experts. config: what else it holds. factor_shape: by n, as a checkpoint has it.
     """
 
     loader: str
@@ -34,6 +34,7 @@ class Published:
     module: str = "mlp.experts"
     stems: Mapping[str, str] = field(default_factory=lambda: PROJ_STEMS)
     prefix: str = "model."
+    factor_shape: Callable[[int], tuple[int, ...]] | None = None
 
     def write(
         self,
@@ -69,6 +70,8 @@ class Published:
             for name, n, k in matrices(f"{layer}.{self.module}", self.stems, num_experts, hidden, intermediate):
                 for label, (_, shape) in self.format.arrays(n, k).items():
                     ending, dtype = self.tensors[label]
+                    if label == "factor":
+                        shape = self.factor_shape(n)
                     tensors.append(Tensor(name + ending, dtype, shape, self._shaper(label, dtype, k)))
                 for (ending, dtype), (shape, shaper) in self.more.items():
                     tensors.append(Tensor(name + ending, dtype, shape(n, k), shaper(n, k)))
@@ -97,5 +100,19 @@ PUBLISHED = {
         hidden=7168,
         intermediate=2048,
         count="n_routed_experts",
+    ),
+    "FP8 per row": Published(
+        "fp8_per_row",
+        FP8_PER_ROW,
+        {"codes": (".weight", "F8_E4M3"), "factor": (".weight_scale", "BF16")},
+        {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            "quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        },
+        hidden=5120,
+        intermediate=1536,
+        count="n_routed_experts",
+        factor_shape=lambda n: (n, 1),
     ),
 }
