@@ -318,6 +318,17 @@ def fp8_per_row(dtype, *columns):
     return make, meaning
 
 
+def mxfp8(ending, dtype):
+    def make(random, n, k):
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: [dtype, _scale_bytes(random, n, -(-k // 32))]}
+
+    def meaning(arrays):
+        scales = arrays[ending].view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+        return arrays[".weight"].view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales.repeat(32, 1)
+
+    return make, meaning
+
+
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
     "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
@@ -334,4 +345,6 @@ SCHEMES = {
     "fp8 weight_scale": per_expert("fp8", *fp8(".weight_scale", "BF16")),
     "fp8 per row": per_expert("fp8_per_row", *fp8_per_row("BF16", 1), count="n_routed_experts"),
     "fp8 per row, flat": per_expert("fp8_per_row", *fp8_per_row("F32")),
+    "mxfp8": per_expert("mxfp8", *mxfp8(".weight_scale_inv", "U8"), W, "block_sparse_moe.experts", "num_local_experts"),
+    "mxfp8 weight_scale": per_expert("mxfp8", *mxfp8(".weight_scale", "U8")),
 }

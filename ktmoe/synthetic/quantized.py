@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ktmoe.experts import ExpertWeights
-from ktmoe.loaders.naming import PROJ_STEMS
+from ktmoe.loaders.naming import NUMBERED_STEMS, PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.models import bases, matrices
 from ktmoe.synthetic.tensors import Shaper, Tensor, codes, factors, scales, zero_points
-from ktmoe.weights.formats import FP8_PER_ROW, WeightFormat, fp8
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8
 
 
 @dataclass(frozen=True)
@@ -114,5 +114,23 @@ PUBLISHED = {
         intermediate=1536,
         count="n_routed_experts",
         factor_shape=lambda n: (n, 1),
+    ),
+    "MXFP8": Published(
+        "mxfp8",
+        MXFP8,
+        {"codes": (".weight", "F8_E4M3"), "scales": (".weight_scale_inv", "U8")},
+        {
+            "architectures": ["MiniMaxM3ForCausalLM"],
+            "hidden_act": "swigluoai",
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+        },
+        hidden=6144,
+        intermediate=3072,
+        count="num_local_experts",
+        module="block_sparse_moe.experts",
+        stems=NUMBERED_STEMS,
+        prefix="language_model.model.",
     ),
 }
