@@ -198,7 +198,8 @@ def test_quantized(tmp_path, name):
     checkpoint = Checkpoint(tmp_path)
     gate = f"{published.prefix}layers.1.{published.module}.2.{published.stems['gate']}"
     found = {each.removeprefix(gate): checkpoint.info(each) for each in checkpoint.names() if each.startswith(f"{gate}.")}
-    assert {ending: (info.dtype, info.shape) for ending, info in found.items()} in headers_of(published)
+    headers = {ending: (info.dtype, info.shape) for ending, info in found.items()}
+    assert any(wanted.items() <= headers.items() for wanted in headers_of(published))
     assert checkpoint.config["num_experts_per_tok"] == 2
     loader = find_loader(checkpoint)
     assert loader is loaders.get(published.loader)
