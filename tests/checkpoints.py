@@ -329,6 +329,31 @@ def mxfp8(ending, dtype):
     return make, meaning
 
 
+NVFP4 = {"modelopt": (".weight", ".weight_scale_2"), "llm-compressor": (".weight_packed", ".weight_global_scale")}
+
+
+def nvfp4(spelling):
+    """Tensors of NVFP4 by these names."""
+    codes, factor = NVFP4[spelling]
+    divides = spelling != "modelopt"
+
+    def make(random, n, k):
+        whole = np.float32(random.uniform(20, 50) if divides else random.uniform(0.02, 0.05))
+        return {
+            codes: ["U8", random.integers(0, 256, (n, k // 2), np.uint8)],
+            ".weight_scale": ["F8_E4M3", random.integers(0, 127, (n, -(-k // 16)), np.uint8)],
+            factor: ["F32", np.full(1 if divides else (), whole)],
+        }
+
+    def meaning(arrays):
+        weights = nibbles(arrays[codes]).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        scales = arrays[".weight_scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        product, whole = weights * scales.repeat(16, 1), float(arrays[factor].reshape(()))
+        return product / whole if divides else product * whole
+
+    return make, meaning
+
+
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
     "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
@@ -347,4 +372,6 @@ SCHEMES = {
     "fp8 per row, flat": per_expert("fp8_per_row", *fp8_per_row("F32")),
     "mxfp8": per_expert("mxfp8", *mxfp8(".weight_scale_inv", "U8"), W, "block_sparse_moe.experts", "num_local_experts"),
     "mxfp8 weight_scale": per_expert("mxfp8", *mxfp8(".weight_scale", "U8")),
+    "nvfp4": per_expert("nvfp4", *nvfp4("modelopt")),
+    "nvfp4 divided": per_expert("nvfp4", *nvfp4("llm-compressor")),
 }

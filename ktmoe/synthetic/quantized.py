@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.naming import NUMBERED_STEMS, PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.models import bases, matrices
-from ktmoe.synthetic.tensors import Shaper, Tensor, codes, factors, scales, zero_points
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8
+from ktmoe.synthetic.tensors import Shaper, Tensor, codes, constant, factors, scales, zero_points
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8, nvfp4
 
 
 @dataclass(frozen=True)
@@ -132,5 +134,19 @@ PUBLISHED = {
         module="block_sparse_moe.experts",
         stems=NUMBERED_STEMS,
         prefix="language_model.model.",
+    ),
+    "NVFP4": Published(
+        "nvfp4",
+        nvfp4(),
+        {"codes": (".weight", "U8"), "scales": (".weight_scale", "F8_E4M3"), "factor": (".weight_scale_2", "F32")},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        },
+        hidden=2048,
+        intermediate=768,
+        more={(".input_scale", "F32"): (lambda n, k: (), lambda n, k: constant(np.float32([0.01])))},
+        factor_shape=lambda n: (),
     ),
 }

@@ -118,7 +118,9 @@ def factors(weight_format: WeightFormat, k: int, dtype: str) -> Shaper:
     """As scales(). dtype: a safetensors header's."""
     wanted = 1 / math.sqrt(k) / _rms(weight_format)
     if weight_format.scale:  # e4m3
-        wanted /= math.sqrt(np.mean(np.square(np.arange(0x30, 0x40, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float))))
+        wanted /= math.sqrt(
+            np.mean(np.square(np.arange(0x30, 0x40, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)))
+        )
     low, high = (_LOW / _SCALE_RMS, _HIGH / _SCALE_RMS) if weight_format.factor.per_row else (0.8, 1.25)
     low, high = (1 / (high * wanted), 1 / (low * wanted)) if weight_format.factor.divides else (low * wanted, high * wanted)
     return numbers({"F32": np.float32, "BF16": _BF16}[dtype], low, high)
