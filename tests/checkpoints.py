@@ -44,7 +44,7 @@ def write(folder, tensors: Tensors, config: dict | None = None, file="model.safe
     specs = {}
     for name, (dtype, array) in tensors.items():
         writer, size = WRITER[dtype]
-        shape = [*array.shape[:-1], array.shape[-1] * array.itemsize // size]
+        shape = [*array.shape[:-1], array.shape[-1] * array.itemsize // size] if array.shape else []
         specs[name] = TensorSpec(dtype=writer, shape=shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
     serialize_file(specs, folder / file)
     if config is not None:
@@ -69,6 +69,48 @@ def mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """uint8 [n, k/2] and [n, k/32] as real numbers, by ml_dtypes."""
     weights = nibbles(codes).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     return weights * np.repeat(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), 32, 1)
+
+
+#: Where the code of n = 8i + j stands in AWQ's dword i.
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def along_n(dwords: np.ndarray, places=range(8)) -> np.ndarray:
+    """int32 [rows, n/8] -> codes [rows, n]: that of n = 8i + j is at 4 * places[j] of dword i."""
+    codes = [dwords.astype(np.int64) >> 4 * place & 15 for place in places]
+    return np.stack(codes, -1).reshape(len(dwords), -1)
+
+
+def along_k(dwords: np.ndarray) -> np.ndarray:
+    """int32 [k/8, n] -> codes [k, n]."""
+    return along_n(np.ascontiguousarray(dwords.T)).T
+
+
+def numbers(matrix: Matrix) -> np.ndarray:
+    """What a Matrix stands for, float64 [n, k]: its own arrays, by what its format says."""
+    weight_format, (n, k) = matrix.format, matrix.shape
+    if weight_format.family == "b16":
+        return matrix.codes.astype(np.float64)
+    order, codes, scales, zeros = weight_format.order.name, matrix.codes, matrix.scales, matrix.offsets
+    if order == "rows":
+        codes = nibbles(codes) if weight_format.family == "q4" else codes
+    else:
+        codes = (along_k(codes) if order == "gptq" else along_n(codes, AWQ_PLACES)).T
+        zeros = None if zeros is None else along_n(zeros, range(8) if order == "gptq" else AWQ_PLACES).T
+        scales = scales.T
+    found = np.array([np.nan if value is None else value for value in weight_format.element.values])[codes]
+    assert found.shape == (n, k)
+    if zeros is not None:
+        found = found - np.repeat((zeros + weight_format.offset.plus) % 16, weight_format.offset.extent[1], 1)[:, :k]
+    if scales is not None:
+        views = {"ue8m0": ml_dtypes.float8_e8m0fnu, "e4m3": ml_dtypes.float8_e4m3fn}
+        kind, (rows, columns) = weight_format.scale.kind, weight_format.scale.extent
+        scales = (scales.view(views[kind]) if kind in views else scales).astype(np.float64)
+        found = found * scales.repeat(rows, 0)[:n].repeat(columns, 1)[:, :k]
+    if matrix.factor is not None:
+        factor = matrix.factor.astype(np.float64)[:, None]
+        found = found / factor if weight_format.factor.divides else found * factor
+    return found
 
 
 # What each scheme's tensors are, and what they mean: (weights float64 [n, k], bias float32 [n] or None).
@@ -105,13 +147,7 @@ class Scheme:
 
 def check_matrix(matrix: Matrix, weights: np.ndarray, bias: np.ndarray | None) -> None:
     """A Matrix stands for these numbers, by what its format says."""
-    codes = matrix.codes
-    if matrix.format.family == "q4":
-        stored = matrix.scales.view(ml_dtypes.float8_e8m0fnu) if matrix.format.scale.kind == "ue8m0" else matrix.scales
-        scales = np.repeat(stored.astype(np.float64), matrix.format.scale.extent[1], 1)[:, : matrix.shape[1]]
-        found = np.array(matrix.format.codebook)[nibbles(codes)] * scales
-    else:
-        found = codes.astype(np.float64)
+    found = numbers(matrix)
     np.testing.assert_array_equal(found, weights)
     if bias is None:
         assert matrix.bias is None
@@ -119,7 +155,7 @@ def check_matrix(matrix: Matrix, weights: np.ndarray, bias: np.ndarray | None) -
         np.testing.assert_array_equal(matrix.bias, bias)
 
 
-def _each(stems, hidden, intermediate):
+def each(stems, hidden, intermediate):
     for expert in range(EXPERTS):
         for projection, stem in stems.items():
             yield f"{expert}.{stem}", *shape_of(projection, hidden, intermediate)
@@ -129,9 +165,24 @@ def _scale_bytes(random, *shape):
     return random.integers(0, 255, shape, np.uint8)  # all but 255, which is NaN
 
 
+def per_expert(loader, make, meaning, stems=PROJ, module="mlp.experts", count="num_experts") -> Scheme:
+    """make: (random, n, k) -> {ending: tensor} of one matrix. meaning: what these stand for, by {ending: array}."""
+
+    def tensors(base, random, hidden, intermediate):
+        made = ((name, make(random, n, k)) for name, n, k in each(stems, hidden, intermediate))
+        return {f"{base}.{name}{ending}": tensor for name, matrix in made for ending, tensor in matrix.items()}
+
+    def numbers_of(tensors, base, expert, projection):
+        name = f"{base}.{expert}.{stems[projection]}"
+        arrays = {each.removeprefix(name): array for each, (_, array) in tensors.items() if each.startswith(f"{name}.")}
+        return meaning(arrays), None
+
+    return Scheme(loader, module, count, tensors, numbers_of)
+
+
 def _deepseek_v4(base, random, hidden, intermediate):
     tensors = {}
-    for name, n, k in _each(W, hidden, intermediate):
+    for name, n, k in each(W, hidden, intermediate):
         tensors[f"{base}.{name}.weight"] = ["I8", random.integers(0, 256, (n, k // 2), np.uint8)]
         tensors[f"{base}.{name}.scale"] = ["F8_E8M0", _scale_bytes(random, n, k // 32)]
     return tensors
@@ -140,6 +191,32 @@ def _deepseek_v4(base, random, hidden, intermediate):
 def _deepseek_v4_meaning(tensors, base, expert, projection):
     name = f"{base}.{expert}.{W[projection]}"
     return mxfp4(tensors[f"{name}.weight"][1], tensors[f"{name}.scale"][1]), None
+
+
+def e4m3(random, *shape) -> np.ndarray:
+    """Bytes of every E4M3 number, and no NaN."""
+    codes = random.integers(0, 256, shape, np.uint8)
+    return np.where(codes & 127 == 127, np.uint8(0), codes)
+
+
+def blocks(codes: np.ndarray, scales: np.ndarray, size=128) -> np.ndarray:
+    """E4M3 with one scale per size x size, as real numbers."""
+    n, k = codes.shape
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales.repeat(size, 0)[:n].repeat(size, 1)[:, :k]
+
+
+def _flash_base(base, random, hidden, intermediate):
+    tensors = {}
+    for name, n, k in each(W, hidden, intermediate):
+        tensors[f"{base}.{name}.weight"] = ["F8_E4M3", e4m3(random, n, k)]
+        tensors[f"{base}.{name}.scale"] = ["F8_E8M0", _scale_bytes(random, -(-n // 128), -(-k // 128))]
+    return tensors
+
+
+def _flash_base_meaning(tensors, base, expert, projection):
+    name = f"{base}.{expert}.{W[projection]}"
+    scales = tensors[f"{name}.scale"][1].view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    return blocks(tensors[f"{name}.weight"][1], scales), None
 
 
 def _gpt_oss(base, random, hidden, intermediate):
@@ -165,7 +242,7 @@ def int4(stems, group=32, shape_dtype="I32"):
 
     def tensors(base, random, hidden, intermediate):
         made = {}
-        for name, n, k in _each(stems, hidden, intermediate):
+        for name, n, k in each(stems, hidden, intermediate):
             packed = random.integers(-(2**31), 2**31, (n, k // 8), np.int32)
             made[f"{base}.{name}.weight_packed"] = ["I32", packed]
             made[f"{base}.{name}.weight_scale"] = ["BF16", random.uniform(0.01, 0.1, (n, -(-k // group))).astype(BF16)]
@@ -190,7 +267,7 @@ def _bf16(stems):
     def tensors(base, random, hidden, intermediate):
         return {
             f"{base}.{name}.weight": ["BF16", random.standard_normal((n, k)).astype(BF16)]
-            for name, n, k in _each(stems, hidden, intermediate)
+            for name, n, k in each(stems, hidden, intermediate)
         }
 
     return tensors
@@ -216,8 +293,70 @@ def _fused_meaning(tensors, base, expert, projection):
     return tensors[f"{base}.gate_up_proj"][1][expert, rows].astype(np.float64), None
 
 
+def fp8(ending, dtype, size=128):
+    """Tensors of FP8 with a scale per block."""
+
+    def make(random, n, k):
+        scales = random.uniform(0.5, 2, (-(-n // size), -(-k // size)))
+        scales = scales.astype({"F32": np.float32, "BF16": BF16}[dtype])
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: [dtype, scales]}
+
+    return make, lambda arrays: blocks(arrays[".weight"], arrays[ending].astype(np.float64), size)
+
+
+def fp8_per_row(dtype, *columns):
+    """Tensors of FP8 with a scale per row, [n, *columns]."""
+
+    def make(random, n, k):
+        scales = random.uniform(0.5, 2, (n, *columns)).astype({"F32": np.float32, "BF16": BF16, "F16": np.float16}[dtype])
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ".weight_scale": [dtype, scales]}
+
+    def meaning(arrays):
+        codes, scales = arrays[".weight"].view(ml_dtypes.float8_e4m3fn), arrays[".weight_scale"]
+        return codes.astype(np.float64) * scales.astype(np.float64).reshape(-1, 1)
+
+    return make, meaning
+
+
+def mxfp8(ending, dtype):
+    def make(random, n, k):
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: [dtype, _scale_bytes(random, n, -(-k // 32))]}
+
+    def meaning(arrays):
+        scales = arrays[ending].view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+        return arrays[".weight"].view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales.repeat(32, 1)
+
+    return make, meaning
+
+
+NVFP4 = {"modelopt": (".weight", ".weight_scale_2"), "llm-compressor": (".weight_packed", ".weight_global_scale")}
+
+
+def nvfp4(spelling):
+    """Tensors of NVFP4 by these names."""
+    codes, factor = NVFP4[spelling]
+    divides = spelling != "modelopt"
+
+    def make(random, n, k):
+        whole = np.float32(random.uniform(20, 50) if divides else random.uniform(0.02, 0.05))
+        return {
+            codes: ["U8", random.integers(0, 256, (n, k // 2), np.uint8)],
+            ".weight_scale": ["F8_E4M3", random.integers(0, 127, (n, -(-k // 16)), np.uint8)],
+            factor: ["F32", np.full(1 if divides else (), whole)],
+        }
+
+    def meaning(arrays):
+        weights = nibbles(arrays[codes]).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        scales = arrays[".weight_scale"].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        product, whole = weights * scales.repeat(16, 1), float(arrays[factor].reshape(()))
+        return product / whole if divides else product * whole
+
+    return make, meaning
+
+
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
+    "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
     "gpt_oss": Scheme("gpt_oss", "mlp.experts", "num_local_experts", _gpt_oss, _gpt_oss_meaning, stacked=True),
     "int4": Scheme("compressed_tensors", "mlp.experts", "n_routed_experts", int4(PROJ), int4_meaning(PROJ)),
     "int4 w1": Scheme("compressed_tensors", "block_sparse_moe.experts", "num_local_experts", int4(W), int4_meaning(W)),
@@ -225,4 +364,14 @@ SCHEMES = {
     "bf16 w1": Scheme("bf16", "block_sparse_moe.experts", "num_local_experts", _bf16(W), _bf16_meaning(W)),
     "bf16 native": Scheme("bf16", "experts", "num_experts", _bf16(W), _bf16_meaning(W)),
     "bf16 fused": Scheme("bf16", "mlp.experts", "num_experts", _fused, _fused_meaning, stacked=True),
+    "fp8": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), count="n_routed_experts"),
+    "fp8 w1": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), W, "block_sparse_moe.experts", "num_local_experts"),
+    "fp8 bf16": per_expert("fp8", *fp8(".weight_scale_inv", "BF16")),
+    "fp8 weight_scale": per_expert("fp8", *fp8(".weight_scale", "BF16")),
+    "fp8 per row": per_expert("fp8_per_row", *fp8_per_row("BF16", 1), count="n_routed_experts"),
+    "fp8 per row, flat": per_expert("fp8_per_row", *fp8_per_row("F32")),
+    "mxfp8": per_expert("mxfp8", *mxfp8(".weight_scale_inv", "U8"), W, "block_sparse_moe.experts", "num_local_experts"),
+    "mxfp8 weight_scale": per_expert("mxfp8", *mxfp8(".weight_scale", "U8")),
+    "nvfp4": per_expert("nvfp4", *nvfp4("modelopt")),
+    "nvfp4 divided": per_expert("nvfp4", *nvfp4("llm-compressor")),
 }

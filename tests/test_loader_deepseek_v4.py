@@ -5,16 +5,16 @@ import math
 
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, W, write, zeros
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, W, check_matrix, write, zeros
 
-from ktmoe.errors import CheckpointError, FormatError, UnavailableError
+from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import registry
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
-from ktmoe.weights.formats import MXFP4
+from ktmoe.weights.formats import MXFP4, fp8
 
 SCHEME = SCHEMES["deepseek_v4"]
 CONFIG = {"n_routed_experts": EXPERTS, "swiglu_limit": 10.0}
@@ -92,7 +92,7 @@ def test_weights_without_scales_are_another_format(tmp_path):
 
 # label: (tensor of expert 0, what it is instead, what the message must hold)
 NOT_MXFP4 = {
-    "FP8 weight": ("w1.weight", zeros("F8_E4M3", 64, 96), ["dtype", "expected I8 or U8 or F4", "F8_E4M3 [64, 96]"]),
+    "FP8 weight": ("w1.weight", zeros("F8_E4M3", 64, 96), ["w1.scale", "expected [1, 1]", "one scale per 128x128", "[64, 3]"]),
     "BF16 weight": ("w3.weight", zeros("BF16", 64, 96), ["dtype", "expected I8 or U8 or F4", "BF16 [64, 96]"]),
     "BF16 scale": ("w2.scale", zeros("BF16", 96, 2), ["dtype", "expected F8_E8M0 or U8", "BF16 [96, 2]"]),
     "E4M3 scale": ("w1.scale", zeros("F8_E4M3", 64, 3), ["dtype", "expected F8_E8M0 or U8", "F8_E4M3 [64, 3]"]),
@@ -135,19 +135,19 @@ def test_odd_f4_rows_would_share_a_byte(tmp_path):
         registry.get("deepseek_v4").load(checkpoint, 0)
 
 
-def test_flash_base_is_not_mxfp4(tmp_path):
-    """V4-Flash-Base has the same names and an FP8 config, and experts in E4M3 with one E8M0 scale per 128x128."""
-    tensors = {}
-    for name, (_, array) in SCHEME.layer("layers.0", hidden=256, intermediate=128).items():
-        n, k = (256, 128) if ".w2." in name else (128, 256)
-        assert array.shape[0] == n
-        tensors[name] = zeros("F8_E4M3", n, k) if name.endswith("weight") else zeros("F8_E8M0", n // 128, k // 128)
-    checkpoint = write(tmp_path, tensors, CONFIG | {"model_type": "deepseek_v4"})
-    assert registry.get("deepseek_v4").detect(checkpoint) == 0
-    with pytest.raises(UnavailableError, match="no loader recognises this checkpoint"):
-        find_loader(checkpoint)
-    with pytest.raises(FormatError, match=r"experts.0.w1.weight: dtype: expected I8 or U8 or F4, found F8_E4M3 \[128, 256\]"):
-        find_loader(checkpoint, "deepseek_v4").load(checkpoint, 0)
+@pytest.mark.parametrize("scale_dtype", ["F8_E8M0", "U8"])
+def test_flash_base_is_fp8(tmp_path, scale_dtype):
+    """V4-Flash-Base has the same names, and experts in E4M3 with one E8M0 scale per 128x128, whose last blocks are cut."""
+    scheme = SCHEMES["deepseek_v4 base"]
+    tensors = scheme.layer("layers.0", hidden=256 + 32, intermediate=128 + 32)
+    for name, tensor in tensors.items():
+        tensor[0] = scale_dtype if name.endswith("scale") else tensor[0]
+    weights = find_loader(write(tmp_path, tensors, CONFIG)).load(Checkpoint(tmp_path), 0)
+    assert weights.formats == dict.fromkeys(PROJECTIONS, fp8("ue8m0"))
+    assert weights.activation == GatedActivation(limit=10.0)
+    assert weights.matrix(0, "down").scales.shape == (3, 2)
+    for projection in PROJECTIONS:
+        check_matrix(weights.matrix(2, projection), *scheme.meaning(tensors, weights.name, 2, projection))
 
 
 def test_detection_needs_no_config(tmp_path):

@@ -254,7 +254,7 @@ def test_an_expert_unlike_the_first(tmp_path, scheme):
 )
 def test_names_that_only_look_alike_are_left_alone(tmp_path, scheme, alias):
     tensors = scheme.layer("layers.0")
-    more = {f"{name}{end}": tensor for end in ("_inv", "\n") for name, tensor in scheme.layer("layers.9").items()}
+    more = {f"{name}{end}": tensor for end in ("_else", "\n") for name, tensor in scheme.layer("layers.9").items()}
     checkpoint = write(tmp_path, tensors | scheme.layer(alias) | more)
     assert find_loader(checkpoint).layers(checkpoint) == [0]
     scheme.check(find_loader(checkpoint).load(checkpoint, 0), tensors, "layers.0")

@@ -4,16 +4,18 @@ import itertools
 import json
 import math
 
-import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import SCHEMES, numbers
 from safetensors import safe_open
 
+from ktmoe import loaders
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 from ktmoe.synthetic import (
+    PUBLISHED,
     deepseek_v4_experts,
     files,
     gpt_oss_experts,
@@ -24,7 +26,7 @@ from ktmoe.synthetic import (
     write_kimi_k2,
     write_qwen3,
 )
-from ktmoe.weights.formats import MXFP4, int4
+from ktmoe.weights.elements import INT4
 
 SMALL = {"num_experts": 3, "hidden": 128, "intermediate": 96}
 EXPERT_BYTES = 3 * (128 * 96 // 2 + 128 * 96 // 32)
@@ -35,6 +37,7 @@ MODELS = {
     "compressed_tensors": (write_kimi_k2, kimi_k2_experts, 3 * (128 * 96 // 2 + 2 * 128 * 96 // 32 + 8)),
     "bf16": (write_qwen3, qwen3_experts, 3 * 2 * 128 * 96),
 }
+SIZES = {"num_experts": 3, "hidden": 384, "intermediate": 256}
 
 
 def tensor_bytes(folder):
@@ -161,23 +164,57 @@ def test_values_are_realistic(name):
     for projection in PROJECTIONS:
         matrix = experts.matrix(0, projection)
         n, k = matrix.shape
-        values = matrix.codes.astype(np.float64)
         if matrix.format.family == "q4":
-            codes = np.stack([matrix.codes & 15, matrix.codes >> 4], -1).reshape(n, k)
+            codes = np.stack([matrix.codes.view(np.uint8) & 15, matrix.codes.view(np.uint8) >> 4], -1)
             assert np.bincount(codes.ravel(), minlength=16).min() > n * k / 16 * 0.9
-            if matrix.format == MXFP4:
-                scales = matrix.scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-                assert len(np.unique(scales)) == 4
-            else:
-                assert matrix.format == int4(32)
-                scales = matrix.scales.astype(np.float64)
-                assert np.mean(np.frexp(scales)[0] == 0.5) < 0.02  # powers of two
-                assert scales.min() > 0
-            values = np.array(matrix.format.codebook)[codes] * np.repeat(scales, 32, 1)
+        if matrix.format.scale and matrix.format.scale.kind == "ue8m0":
+            assert len(np.unique(matrix.scales)) == 4
+        elif matrix.format.scale and matrix.format.scale.kind != "e4m3":
+            scales = matrix.scales.astype(np.float64)
+            assert np.mean(np.frexp(scales)[0] == 0.5) < 0.02  # powers of two
+            assert scales.min() > 0
+        values = numbers(matrix)
         assert 0.5 < values.std() * math.sqrt(k) < 2
-        assert abs(values.mean()) < (0.15 if matrix.format == int4(32) else 0.05) * values.std()  # -8 has no counterpart
+        lopsided = matrix.format.element is INT4  # -8 has no counterpart
+        assert abs(values.mean()) < (0.15 if lopsided or matrix.format.offset else 0.05) * values.std()
         if matrix.bias is not None:
             assert 0.4 < matrix.bias.std() < 0.6
+
+
+def headers_of(published):
+    """Those of a gate in each of its loader's schemes."""
+    for scheme in SCHEMES.values():
+        if scheme.loader == published.loader:
+            name = f"layers.0.{scheme.module}.2.{published.stems['gate']}"
+            tensors = scheme.layer("layers.0", hidden=SIZES["hidden"], intermediate=SIZES["intermediate"])
+            yield {each.removeprefix(name): (dtype, array.shape) for each, (dtype, array) in tensors.items() if name in each}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_quantized(tmp_path, name):
+    """True names, dtypes and shapes; in memory it is what loads; weights of the usual size."""
+    published = PUBLISHED[name]
+    published.write(tmp_path, **SIZES, layers=2, seed=3, top_k=2)
+    checkpoint = Checkpoint(tmp_path)
+    gate = f"{published.prefix}layers.1.{published.module}.2.{published.stems['gate']}"
+    found = {each.removeprefix(gate): checkpoint.info(each) for each in checkpoint.names() if each.startswith(f"{gate}.")}
+    headers = {ending: (info.dtype, info.shape) for ending, info in found.items()}
+    assert any(wanted.items() <= headers.items() for wanted in headers_of(published))
+    assert checkpoint.config["num_experts_per_tok"] == 2
+    loader = find_loader(checkpoint)
+    assert loader is loaders.get(published.loader)
+    assert loader.layers(checkpoint) == [0, 1]
+    loaded, made = loader.load(checkpoint, 0), published.experts(**SIZES, seed=3)
+    assert (made.name, made.formats, made.activation) == (loaded.name, loaded.formats, loaded.activation)
+    assert set(made.formats.values()) == {published.format}
+    for projection in PROJECTIONS:
+        one, other = loaded.matrix(1, projection), made.matrix(1, projection)
+        for label, array in one.stored.items():
+            assert array.tobytes() == other.stored[label].tobytes()
+        one.refuse()
+        values = numbers(one)
+        assert 0.5 < values.std() * math.sqrt(one.shape[1]) < 2
+        assert abs(values.mean()) < 0.2 * values.std()
 
 
 def test_progress(tmp_path):

@@ -44,7 +44,7 @@ class Blocks(Loader):
 
         def shapes(projection: str) -> dict[str, tuple[int, int]]:
             n, k = experts.shape(projection)
-            return {"codes": MXFP4.codes_shape(n, k), "scales": MXFP4.scale.shape(n, k)}
+            return {kind: shape for kind, (_, shape) in MXFP4.arrays(n, k).items()}  # of codes and scales
 
         def read(expert: int, projection: str) -> Matrix:
             name, arrays = f"{base}.{projection}", {}
@@ -54,7 +54,7 @@ class Blocks(Loader):
                 arrays[kind] = checkpoint.read(f"{name}.{kind}", part=part, release=True).reshape(shape)
             return Matrix(f"{name}[{expert}]", MXFP4, experts.shape(projection), **arrays)
 
-        experts = ExpertWeights(num_experts, columns * MXFP4.codes_per_item, intermediate, read, MXFP4, SILU, name=base)
+        experts = ExpertWeights(num_experts, 2 * columns, intermediate, read, MXFP4, SILU, name=base)
         for projection in PROJECTIONS:
             for kind, shape in shapes(projection).items():
                 info = checkpoint.info(f"{base}.{projection}.{kind}")

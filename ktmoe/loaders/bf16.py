@@ -8,7 +8,8 @@ Tensors are BF16, [N, K], where base is layers.{L}.mlp.experts, or another modul
 
 There are fused tensors of the same names that are transposed, [E, H, 2I] and [E, I, H]: Llama 4, Qwen3-VL-MoE, and gpt-oss when
 dequantized, which interleaves gate and up, too, and has biases. They are refused: by their shapes, which cannot be both, and by
-the biases. Of config.json's keys, an activation other than SiLU and a clamp (swiglu_limit) are refused.
+the biases. Of config.json's keys, an activation other than SiLU and a clamp (swiglu_limit) are refused; tensors of
+an expert's own may have MiniMax-M3's, "swigluoai".
 """
 
 from __future__ import annotations
@@ -18,25 +19,23 @@ import ml_dtypes
 from ktmoe.errors import FormatError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.loaders import naming, registry
-from ktmoe.loaders.base import NAMED, Loader
+from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.weights.formats import BF16
+from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
+from ktmoe.weights.formats import BF16, WeightFormat
 
 _QUANTIZED = "scales mean quantized weights"
 _FOREIGN = {"bias": "biases are not supported", "scale": _QUANTIZED, "scale_inv": _QUANTIZED}
-_NAMES = naming.Names(
-    "BF16 experts",
-    *(naming.Spelling(stems, (".weight",), foreign=_FOREIGN) for stems in (naming.PROJ_STEMS, naming.NUMBERED_STEMS)),
-    naming.Spelling(naming.FUSED_STEMS, ("",), foreign=_FOREIGN, stacked=True),
-)
 
 
-class Bf16(Loader):
-    """Reads BF16 experts.
+class Bf16(PerExpert):
+    """Reads BF16 experts, each with tensors of its own or fused."""
 
-    num_experts is what the tensors say; num_experts, n_routed_experts or num_local_experts of config.json, at the top or in
-    text_config, must agree with it where it is given.
-    """
+    names = naming.Names(
+        "BF16 experts",
+        *spellings({"codes": ".weight"}, foreign=_FOREIGN),
+        naming.Spelling(naming.FUSED_STEMS, ("",), foreign=_FOREIGN, stacked=True),
+    )
 
     def detect(self, checkpoint: Checkpoint) -> float:
         """0.8 if the first layer that can be read has BF16 tensors of these names; NAMED if F16, F32, transposed; else 0.
@@ -51,55 +50,43 @@ class Bf16(Loader):
                 return NAMED
             return 0.8
 
-        return _NAMES.detect(checkpoint, score)
+        return self.names.detect(checkpoint, score)
 
-    def layers(self, checkpoint: Checkpoint) -> list[int | str]:
-        return _NAMES.layers(checkpoint)
+    def format(self, headers: Headers) -> WeightFormat:
+        return BF16
 
-    def load(self, checkpoint: Checkpoint, layer: int | str) -> ExpertWeights:
-        """One layer's experts, which keep the checkpoint open and read a matrix when it is asked for.
+    def load_place(self, place: naming.Place) -> ExpertWeights:
+        """Raises FormatError for tensors that are not BF16 or that are transposed, too."""
+        return _fused(place) if place.spelling.stacked else super().load_place(place)
 
-        layer: int, or its digits, or a name such as "mtp.0". All headers are checked here, before any weight is read.
-        A matrix that was read is released from the page cache: its next owner is the packed copy.
-        Raises MissingTensorError for a layer, an expert or a tensor that does not exist; FormatError for tensors that are not
-        BF16 or that are transposed, for biases, and for another activation than SiLU; CheckpointError for tensors that do not
-        fit together, and for a config.json that contradicts them.
-        """
-        place = _NAMES.locate(checkpoint, layer)
-        ending = place.endings[0]
-        if place.spelling.stacked:
-            gate_up, down = (_shape(checkpoint, place.name(projection, 0), 3) for projection in ("gate", "down"))
-            if _transposed(gate_up, down):
-                raise FormatError(
-                    f"{place.name('gate', 0)}: shape: expected [experts, 2 intermediate, hidden], found it transposed, "
-                    f"{list(gate_up)} beside {list(down)} of down_proj"
-                )
-            num_experts, hidden, intermediate = place.fused_shapes(gate_up, down)
+
+def _fused(place: naming.Place) -> ExpertWeights:
+    checkpoint = place.checkpoint
+    gate_up, down = (_shape(checkpoint, place.name(projection, 0)) for projection in ("gate", "down"))
+    if _transposed(gate_up, down):
+        raise FormatError(
+            f"{place.name('gate', 0)}: shape: expected [experts, 2 intermediate, hidden], found it transposed, "
+            f"{list(gate_up)} beside {list(down)} of down_proj"
+        )
+    num_experts, hidden, intermediate = place.fused_shapes(gate_up, down)
+
+    def read(expert: int, projection: str) -> Matrix:
+        name = place.name(projection, expert)
+        if projection == "down":
+            stored, shape = naming.read_slice(checkpoint, name, expert, num_experts), (hidden, intermediate)
         else:
-            shapes = place.shapes(lambda name: _shape(checkpoint, name + ending, 2))
-            num_experts, (hidden, intermediate) = place.num_experts, shapes["down"]
+            half = 2 * expert + (projection == "up")
+            stored, shape = naming.read_slice(checkpoint, name, half, 2 * num_experts), (intermediate, hidden)
+        return Matrix(f"{name}[{expert}] {projection}", BF16, shape, stored.view(ml_dtypes.bfloat16).reshape(shape))
 
-        def read(expert: int, projection: str) -> Matrix:
-            name = place.name(projection, expert)
-            if not place.spelling.stacked:
-                stored = checkpoint.read(name + ending, release=True)
-            elif projection == "down":
-                stored = naming.read_slice(checkpoint, name, expert, num_experts)
-            else:
-                stored = naming.read_slice(checkpoint, name, 2 * expert + (projection == "up"), 2 * num_experts)
-            shape = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
-            label = f"{name}[{expert}] {projection}" if place.spelling.stacked else name
-            return Matrix(label, BF16, shape, stored.view(ml_dtypes.bfloat16).reshape(shape))
-
-        activation = naming.silu(checkpoint)
-        return ExpertWeights(num_experts, hidden, intermediate, read, BF16, activation, place.base)
+    return ExpertWeights(num_experts, hidden, intermediate, read, BF16, naming.silu(checkpoint), place.base)
 
 
-def _shape(checkpoint: Checkpoint, name: str, dimensions: int) -> tuple[int, ...]:
+def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
     """From the header. Raises FormatError if it is not BF16."""
     info = checkpoint.info(name)
     naming.check_dtype(info, "BF16")
-    naming.check_dimensions(info, dimensions)
+    naming.check_dimensions(info, 3)
     return info.shape
 
 

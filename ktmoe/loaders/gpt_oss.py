@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -26,13 +27,11 @@ from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.base import NAMED, Loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import MXFP4
 
 _NAMES = naming.Names(
     "gpt-oss", naming.Spelling(naming.FUSED_STEMS, ("_blocks", "_scales"), ("_bias",), module=".mlp.experts", stacked=True)
 )
-_ALPHA, _LIMIT, _UP_OFFSET = 1.702, 7.0, 1.0
 _BIAS_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
 _GROUP = MXFP4.scale.extent[1]
 
@@ -74,7 +73,7 @@ class GptOss(Loader):
                 info = checkpoint.info(f"{name}_bias")
                 naming.check_dtype(info, *_BIAS_DTYPES)
                 naming.check_shape(info, (num_experts, rows), "one bias per expert and row")
-        limit = naming.swiglu_limit(checkpoint, _LIMIT)
+        limit = naming.swiglu_limit(checkpoint, naming.SWIGLU_OAI.limit)
         if not limit:
             raise CheckpointError(
                 f"{checkpoint.path}: swiglu_limit of config.json: expected above 0 for gpt-oss, found {limit}"
@@ -82,8 +81,9 @@ class GptOss(Loader):
 
         def slab(name: str, expert: int, n: int, k: int) -> list[np.ndarray | None]:
             """Codes, scales and bias of one expert's n rows."""
-            codes = naming.read_slice(checkpoint, f"{name}_blocks", expert, num_experts).reshape(MXFP4.codes_shape(n, k))
-            scales = naming.read_slice(checkpoint, f"{name}_scales", expert, num_experts).reshape(MXFP4.scale.shape(n, k))
+            shapes = {label: shape for label, (_, shape) in MXFP4.arrays(n, k).items()}
+            codes = naming.read_slice(checkpoint, f"{name}_blocks", expert, num_experts).reshape(shapes["codes"])
+            scales = naming.read_slice(checkpoint, f"{name}_scales", expert, num_experts).reshape(shapes["scales"])
             if not biased:
                 return [codes, scales, None]
             stored = naming.read_slice(checkpoint, f"{name}_bias", expert, num_experts)
@@ -108,7 +108,7 @@ class GptOss(Loader):
                 return pairs.take(expert, projection)
             return Matrix(f"{down}[{expert}]", MXFP4, (hidden, intermediate), *slab(down, expert, hidden, intermediate))
 
-        activation = GatedActivation(_ALPHA, limit, _UP_OFFSET)
+        activation = replace(naming.SWIGLU_OAI, limit=limit)
         return ExpertWeights(num_experts, hidden, intermediate, read, MXFP4, activation, place.base)
 
 

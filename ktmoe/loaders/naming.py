@@ -27,6 +27,9 @@ NUMBERED_STEMS = {"gate": "w1", "up": "w3", "down": "w2"}
 #: Where one tensor holds gate and up of all experts, and one holds down.
 FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
+#: The activation of gpt-oss, with its usual numbers.
+SWIGLU_OAI = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
+
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
@@ -47,6 +50,7 @@ class Spelling:
     stems: by projection. endings: of the tensors that every matrix has. optional: of those that all matrices have or none.
     foreign: endings of tensors that change what the others mean, and what to say about them; any other is refused unexplained.
     module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
+    arrays: which ending each array of a Matrix has, by the array's name; what PerExpert reads.
     """
 
     stems: Mapping[str, str]
@@ -55,6 +59,7 @@ class Spelling:
     foreign: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
     stacked: bool = False
+    arrays: Mapping[str, str] = field(default_factory=dict)
 
     def suffixes(self, endings: tuple[str, ...]) -> dict[str, None]:
         """stem + ending for all stems, an ordered set."""
@@ -183,15 +188,21 @@ class Names:
         return Place(checkpoint, base, spelling, endings, count)
 
     def _spelled(self, bases: dict[str, _Tensors]) -> list[tuple[str, Spelling, _Tensors]]:
-        """Every base and spelling of which a layer has a tensor; a sound checkpoint has one of each."""
+        """Every base and spelling of which a layer has a tensor; a sound checkpoint has one of each.
+
+        Of spellings with the same stems, only the one with the most tensors counts: they may share endings.
+        """
         found = []
         for base, tensors in bases.items():
+            most = {}
             for spelling in self._spellings:
                 if base.endswith(spelling.module):
                     mine = {expert: suffixes for expert, suffixes in tensors.items() if (expert is None) == spelling.stacked}
-                    wanted = spelling.suffixes(spelling.endings).keys()
-                    if any(not wanted.isdisjoint(suffixes) for suffixes in mine.values()):
-                        found.append((base, spelling, mine))
+                    count = len(spelling.suffixes(spelling.endings).keys() & set().union(*mine.values()))
+                    key = spelling.stems["gate"], spelling.stacked
+                    if count > most.get(key, (0,))[0]:
+                        most[key] = count, spelling, mine
+            found += [(base, spelling, mine) for _, spelling, mine in most.values()]
         return found
 
 
@@ -199,6 +210,14 @@ def config(checkpoint: Checkpoint, key: str) -> object:
     """A value of config.json, at the top or else in text_config; None if it is in neither, or null."""
     value, nested = checkpoint.config.get(key), checkpoint.config.get("text_config")
     return nested.get(key) if value is None and isinstance(nested, dict) else value
+
+
+def quantization(checkpoint: Checkpoint) -> dict:
+    """config.json's quantization_config; empty where there is none. Raises CheckpointError if it is no object."""
+    stated = config(checkpoint, "quantization_config")
+    if not isinstance(stated, dict | None):
+        raise CheckpointError(f"{checkpoint.path}: quantization_config: expected an object, found {show(stated)}")
+    return stated or {}
 
 
 def swiglu_limit(checkpoint: Checkpoint, default: float) -> float:
@@ -221,6 +240,23 @@ def silu(checkpoint: Checkpoint) -> GatedActivation:
         if found := config(checkpoint, key):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {show(found)}")
     return SILU
+
+
+def activation(checkpoint: Checkpoint) -> GatedActivation:
+    """What config.json says: SILU, or gpt-oss's function where hidden_act is "swigluoai" (MiniMax-M3). For gate and up that are
+    tensors of their own: fused ones may be interleaved. Raises FormatError, CheckpointError.
+    """
+    if config(checkpoint, "hidden_act") != "swigluoai":
+        return silu(checkpoint)
+    values = {}
+    for key, usual in (("swiglu_alpha", SWIGLU_OAI.alpha), ("swiglu_limit", SWIGLU_OAI.limit)):
+        found = config(checkpoint, key)
+        values[key] = usual if found is None else found
+        if type(found) not in (int, float, type(None)) or not 0 < values[key] <= _FLOAT32_MAX:
+            raise CheckpointError(
+                f"{checkpoint.path}: {key} of config.json: expected a float32 number above 0, found {show(found)}"
+            )
+    return GatedActivation(float(values["swiglu_alpha"]), float(values["swiglu_limit"]), SWIGLU_OAI.up_offset)
 
 
 def check_dtype(info: TensorInfo, *dtypes: str) -> None:

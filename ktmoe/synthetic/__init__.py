@@ -13,8 +13,10 @@ from ktmoe.synthetic.models import (
     write_kimi_k2,
     write_qwen3,
 )
+from ktmoe.synthetic.quantized import PUBLISHED
 
 __all__ = [
+    "PUBLISHED",
     "deepseek_v4_experts",
     "gpt_oss_experts",
     "kimi_k2_experts",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.naming import NUMBERED_STEMS, PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
-from ktmoe.synthetic.tensors import Tensor, bf16_numbers, bf16_scales, constant, ue8m0_scales, uniform
+from ktmoe.synthetic.tensors import Tensor, bf16_numbers, constant, scales, uniform
 from ktmoe.weights.formats import MXFP4, int4
 
 #: (name, n, k) of one expert's matrices.
@@ -45,8 +45,8 @@ def write_deepseek_v4(
             raise InputError(f"{name}: expected at least 0, found {value}")
     if not layers + mtp_layers:
         raise InputError("layers: expected at least one layer or MTP layer, found 0 and 0")
-    bases = [f"{prefix}layers.{i}" for i in range(layers)] + [f"{prefix}mtp.{i}" for i in range(mtp_layers)]
-    model = _deepseek_v4(bases, num_experts, hidden, intermediate)
+    names = [f"{prefix}layers.{i}" for i in range(layers)] + [f"{prefix}mtp.{i}" for i in range(mtp_layers)]
+    model = _deepseek_v4(names, num_experts, hidden, intermediate)
     limit = {} if swiglu_limit is None else {"swiglu_limit": swiglu_limit}
     model.config.update(limit, num_experts_per_tok=top_k, num_hidden_layers=layers, num_nextn_predict_layers=mtp_layers)
     write(path, model, **writing)
@@ -61,14 +61,14 @@ def deepseek_v4_experts(
     return load(model, seed)
 
 
-def _deepseek_v4(bases: list[str], num_experts: int, hidden: int, intermediate: int) -> Model:
+def _deepseek_v4(layers: list[str], num_experts: int, hidden: int, intermediate: int) -> Model:
     check(hidden=(hidden, 32), intermediate=(intermediate, 32), num_experts=(num_experts, 1))
     tensors = []
-    for base in bases:
-        for name, n, k in _matrices(f"{base}.ffn.experts", NUMBERED_STEMS, num_experts, hidden, intermediate):
+    for base in layers:
+        for name, n, k in matrices(f"{base}.ffn.experts", NUMBERED_STEMS, num_experts, hidden, intermediate):
             tensors += [
-                Tensor(f"{name}.weight", "I8", MXFP4.codes_shape(n, k), uniform),
-                Tensor(f"{name}.scale", "F8_E8M0", MXFP4.scale.shape(n, k), ue8m0_scales(MXFP4, k)),
+                Tensor(f"{name}.weight", "I8", (n, k // 2), uniform),
+                Tensor(f"{name}.scale", "F8_E8M0", MXFP4.scale.shape(n, k), scales(MXFP4, k)),
             ]
     config = {
         "architectures": ["DeepseekV4ForCausalLM"],
@@ -102,7 +102,7 @@ def write_gpt_oss(
     **writing,
 ) -> None:
     """gpt-oss: MXFP4 with biases, gate and up interleaved, all experts of a layer in one tensor, made expert by expert."""
-    model = _gpt_oss(_bases(prefix, layers), num_experts, hidden, intermediate)
+    model = _gpt_oss(bases(prefix, layers), num_experts, hidden, intermediate)
     model.config.update(swiglu_limit=swiglu_limit, num_experts_per_tok=top_k, num_hidden_layers=layers)
     write(path, model, **writing)
 
@@ -111,20 +111,20 @@ def gpt_oss_experts(
     *, num_experts: int = 32, hidden: int = 2880, intermediate: int = 2880, swiglu_limit: float = 7.0, seed: int = 0
 ) -> ExpertWeights:
     """Layer 0 of write_gpt_oss, without a file."""
-    model = _gpt_oss(_bases("model.", 1), num_experts, hidden, intermediate)
+    model = _gpt_oss(bases("model.", 1), num_experts, hidden, intermediate)
     model.config.update(swiglu_limit=swiglu_limit)
     return load(model, seed)
 
 
-def _gpt_oss(bases: list[str], num_experts: int, hidden: int, intermediate: int) -> Model:
+def _gpt_oss(layers: list[str], num_experts: int, hidden: int, intermediate: int) -> Model:
     check(hidden=(hidden, 32), intermediate=(intermediate, 32), num_experts=(num_experts, 1))
     tensors = []
-    for base in bases:
+    for base in layers:
         for stem, n, k in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
             name, rows = f"{base}.mlp.experts.{stem}", (num_experts, n)
             tensors += [
                 Tensor(f"{name}_blocks", "U8", (*rows, k // 32, 16), uniform, slabs=num_experts),
-                Tensor(f"{name}_scales", "U8", (*rows, k // 32), ue8m0_scales(MXFP4, k), slabs=num_experts),
+                Tensor(f"{name}_scales", "U8", (*rows, k // 32), scales(MXFP4, k), slabs=num_experts),
                 Tensor(f"{name}_bias", "BF16", rows, bf16_numbers(0.5), slabs=num_experts),
             ]
     config = {
@@ -152,7 +152,7 @@ def write_kimi_k2(
     **writing,
 ) -> None:
     """Kimi-K2-Thinking: symmetric INT4 of compressed-tensors, one bfloat16 scale per `group` along k."""
-    model = _kimi_k2(_bases(prefix, layers), num_experts, hidden, intermediate, group)
+    model = _kimi_k2(bases(prefix, layers), num_experts, hidden, intermediate, group)
     model.config.update(num_experts_per_tok=top_k, num_hidden_layers=layers)
     write(path, model, **writing)
 
@@ -161,19 +161,19 @@ def kimi_k2_experts(
     *, num_experts: int = 32, hidden: int = 7168, intermediate: int = 2048, group: int = 32, seed: int = 0
 ) -> ExpertWeights:
     """Layer 0 of write_kimi_k2, without a file."""
-    return load(_kimi_k2(_bases("model.", 1), num_experts, hidden, intermediate, group), seed)
+    return load(_kimi_k2(bases("model.", 1), num_experts, hidden, intermediate, group), seed)
 
 
-def _kimi_k2(bases: list[str], num_experts: int, hidden: int, intermediate: int, group: int) -> Model:
+def _kimi_k2(layers: list[str], num_experts: int, hidden: int, intermediate: int, group: int) -> Model:
     check(group=(group, 1), num_experts=(num_experts, 1))
     check(hidden=(hidden, math.lcm(group, 8)), intermediate=(intermediate, math.lcm(group, 8)))
     weight_format = int4(group)
     tensors = []
-    for base in bases:
-        for name, n, k in _matrices(f"{base}.mlp.experts", PROJ_STEMS, num_experts, hidden, intermediate):
+    for base in layers:
+        for name, n, k in matrices(f"{base}.mlp.experts", PROJ_STEMS, num_experts, hidden, intermediate):
             tensors += [
                 Tensor(f"{name}.weight_packed", "I32", (n, k // 8), uniform),
-                Tensor(f"{name}.weight_scale", "BF16", weight_format.scale.shape(n, k), bf16_scales(weight_format, k)),
+                Tensor(f"{name}.weight_scale", "BF16", weight_format.scale.shape(n, k), scales(weight_format, k)),
                 Tensor(f"{name}.weight_shape", "I32", (2,), constant(np.array([n, k], "<i4"))),
             ]
     weights = {"num_bits": 4, "group_size": group, "strategy": "group", "symmetric": True, "type": "int", "actorder": None}
@@ -210,22 +210,22 @@ def write_qwen3(
     **writing,
 ) -> None:
     """Qwen3-MoE (235B-A22B): bfloat16. hidden, intermediate: any."""
-    model = _qwen3(_bases(prefix, layers), num_experts, hidden, intermediate)
+    model = _qwen3(bases(prefix, layers), num_experts, hidden, intermediate)
     model.config.update(num_experts_per_tok=top_k, num_hidden_layers=layers)
     write(path, model, **writing)
 
 
 def qwen3_experts(*, num_experts: int = 32, hidden: int = 4096, intermediate: int = 1536, seed: int = 0) -> ExpertWeights:
     """Layer 0 of write_qwen3, without a file."""
-    return load(_qwen3(_bases("model.", 1), num_experts, hidden, intermediate), seed)
+    return load(_qwen3(bases("model.", 1), num_experts, hidden, intermediate), seed)
 
 
-def _qwen3(bases: list[str], num_experts: int, hidden: int, intermediate: int) -> Model:
+def _qwen3(layers: list[str], num_experts: int, hidden: int, intermediate: int) -> Model:
     check(hidden=(hidden, 1), intermediate=(intermediate, 1), num_experts=(num_experts, 1))
     tensors = [
         Tensor(f"{name}.weight", "BF16", (n, k), bf16_numbers(1 / math.sqrt(k)))
-        for base in bases
-        for name, n, k in _matrices(f"{base}.mlp.experts", PROJ_STEMS, num_experts, hidden, intermediate)
+        for base in layers
+        for name, n, k in matrices(f"{base}.mlp.experts", PROJ_STEMS, num_experts, hidden, intermediate)
     ]
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -240,12 +240,14 @@ def _qwen3(bases: list[str], num_experts: int, hidden: int, intermediate: int) -
     return Model("bf16", config, tensors)
 
 
-def _bases(prefix: str, layers: int) -> list[str]:
+def bases(prefix: str, layers: int) -> list[str]:
+    """What the names of each layer's tensors begin with."""
     check(layers=(layers, 1))
     return [f"{prefix}layers.{layer}" for layer in range(layers)]
 
 
-def _matrices(base: str, stems: dict[str, str], num_experts: int, hidden: int, intermediate: int) -> _Matrices:
+def matrices(base: str, stems: Mapping[str, str], num_experts: int, hidden: int, intermediate: int) -> _Matrices:
+    """All matrices of a layer."""
     for expert in range(num_experts):
         for projection in ("gate", "down", "up"):
             n, k = (hidden, intermediate) if projection == "down" else (intermediate, hidden)

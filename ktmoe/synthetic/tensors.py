@@ -9,11 +9,24 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.elements import Element
+from ktmoe.weights.formats import WeightFormat, ZeroPoint
 
 #: By the dtype names of a safetensors header: those of its writer, and bytes per element.
-DTYPES = {"I8": ("int8", 1), "U8": ("uint8", 1), "F8_E8M0": ("float8_e8m0fnu", 1), "BF16": ("bfloat16", 2), "I32": ("int32", 4)}
+DTYPES = {
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "I32": ("int32", 4),
+    "F32": ("float32", 4),
+}
 _BF16 = np.dtype(ml_dtypes.bfloat16)
+#: Scales are uniform over this, times what gives weights the right size. Hardly any is a power of two.
+_LOW, _HIGH = 0.5, 2.0
+_SCALE_RMS = math.sqrt((_LOW * _LOW + _LOW * _HIGH + _HIGH * _HIGH) / 3)
 _GAUSS = math.sqrt(3)  # a uniform number in [-sqrt(3), sqrt(3)] has variance 1
 
 #: Turns random bytes, uint8, into a tensor's, in place.
@@ -69,36 +82,79 @@ def constant(array: np.ndarray) -> Shaper:
     return shape
 
 
-def ue8m0_scales(weight_format: WeightFormat, k: int) -> Shaper:
-    """Four powers of two, such that uniform codes times scales have a standard deviation of about 1/sqrt(k)."""
-    # rms of a uniform code times rms of 2**(-2..1), and 2**middle brings that to about 1/sqrt(k)
-    rms = math.sqrt(np.mean(np.square(weight_format.codebook)) * np.mean(np.exp2([-4, -2, 0, 2])))
-    middle = round(-math.log2(rms * math.sqrt(k)))
+def codes(element: Element) -> Shaper:
+    """All codes alike, but for those that are no real number: 0 takes their place."""
+    if None not in element.values:
+        return uniform
+    table = np.array([0 if value is None else code for code, value in enumerate(element.values)], np.uint8)
 
     def shape(out: np.ndarray) -> None:
-        out &= 3
-        out += np.uint8(127 + middle - 2)
+        np.take(table, out.copy(), out=out)
 
     return shape
 
 
-def bf16_scales(weight_format: WeightFormat, k: int) -> Shaper:
-    """Uniform over a factor of 4, hardly ever powers of two, such that weights have a standard deviation of about 1/sqrt(k)."""
-    low, high = 0.5, 2.0
-    rms = math.sqrt(np.mean(np.square(weight_format.codebook)) * (low * low + low * high + high * high) / 3)
-    return _uniform_bf16(low / rms / math.sqrt(k), high / rms / math.sqrt(k))
+def zero_points(out: np.ndarray) -> None:
+    """Two a byte, 4 to 11 each."""
+    out &= 0x77
+    out += 0x44
+
+
+def scales(weight_format: WeightFormat, k: int) -> Shaper:
+    """Such that codes of codes(), less zero_points(), have a standard deviation of about 1/sqrt(k) with them.
+
+    ue8m0: four powers of two. e4m3: 16 numbers from 0.5 to 1.875; the factor does the rest. Others: uniform.
+    """
+    kind, wanted = weight_format.scale.kind, 1 / math.sqrt(k) / _rms(weight_format)
+    if kind == "ue8m0":
+        middle = round(math.log2(wanted / math.sqrt(np.mean(np.exp2([-4, -2, 0, 2])))))
+        return _bits(3, 127 + middle - 2)
+    if kind == "e4m3":
+        return _bits(15, 0x30)
+    return numbers(weight_format.scale.dtype, _LOW * wanted / _SCALE_RMS, _HIGH * wanted / _SCALE_RMS)
+
+
+def factors(weight_format: WeightFormat, k: int, dtype: str) -> Shaper:
+    """As scales(). dtype: a safetensors header's."""
+    wanted = 1 / math.sqrt(k) / _rms(weight_format)
+    if weight_format.scale:  # e4m3
+        wanted /= math.sqrt(
+            np.mean(np.square(np.arange(0x30, 0x40, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)))
+        )
+    low, high = (_LOW / _SCALE_RMS, _HIGH / _SCALE_RMS) if weight_format.factor.per_row else (0.8, 1.25)
+    low, high = (1 / (high * wanted), 1 / (low * wanted)) if weight_format.factor.divides else (low * wanted, high * wanted)
+    return numbers({"F32": np.float32, "BF16": _BF16}[dtype], low, high)
 
 
 def bf16_numbers(deviation: float) -> Shaper:
     """Uniform, with mean 0 and that standard deviation."""
-    return _uniform_bf16(-_GAUSS * deviation, _GAUSS * deviation)
+    return numbers(_BF16, -_GAUSS * deviation, _GAUSS * deviation)
 
 
-def _uniform_bf16(low: float, high: float) -> Shaper:
+def numbers(dtype: np.dtype | type, low: float, high: float) -> Shaper:
+    """Uniform floats in [low, high]."""
+    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+
     def shape(out: np.ndarray) -> None:
-        values = out.view(np.uint16).astype(np.float32)
-        values *= np.float32((high - low) / 65535)
+        values = out.view(bits).astype(np.float32)
+        values *= np.float32((high - low) / np.iinfo(bits).max)
         values += np.float32(low)
-        out[:] = values.astype(_BF16).view(np.uint8)
+        out[:] = values.astype(dtype).view(np.uint8)
 
     return shape
+
+
+def _bits(mask: int, first: int) -> Shaper:
+    def shape(out: np.ndarray) -> None:
+        out &= mask
+        out += np.uint8(first)
+
+    return shape
+
+
+def _rms(weight_format: WeightFormat) -> float:
+    """Of what codes() and zero_points() stand for, before any scale."""
+    values = np.array([value for value in weight_format.element.values if value is not None])
+    if isinstance(weight_format.offset, ZeroPoint):
+        values = np.subtract.outer(values, np.arange(4, 12) + weight_format.offset.plus)
+    return math.sqrt(np.mean(np.square(values)))

@@ -123,13 +123,15 @@ class WeightFormat:
         extents = [part.extent for part in (self.scale, self.super_scale) if part]
         if self.offset:
             extents.append(self.offset.scale.extent if isinstance(self.offset, Minimum) else self.offset.extent)
-        extents.append(self.order.unit if self.element.bits == 4 else (1, 1))
+        extents.append(self.code_unit)
         return math.lcm(*(rows for rows, _ in extents)), math.lcm(*(columns for _, columns in extents))
 
     @property
     def code_unit(self) -> tuple[int, int]:
         """(rows, columns) of which n and k must be multiples."""
-        return self.order.unit if self.element.bits == 4 else (1, 1)
+        rows, columns = self.order.unit if self.element.bits == 4 else (1, 1)
+        packed = isinstance(self.offset, ZeroPoint) and self.order.transposed  # zero points are eight an int32, along n
+        return (math.lcm(rows, 8), columns) if packed else (rows, columns)
 
     def arrays(self, n: int, k: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """dtype and shape of each array of a matrix [n, k], by its name in Matrix: codes, scales, super_scales, offsets, factor."""

@@ -1,0 +1,118 @@
+"""The fp8_per_row loader beyond what tests/test_loader_schemes.py asks of all: its scales' dtypes and shapes, its refusals."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import PROJ, SCHEMES, fp8_per_row, numbers, per_expert, write, zeros
+
+from ktmoe import loaders
+from ktmoe.errors import FormatError, UnavailableError
+from ktmoe.experts import PROJECTIONS
+from ktmoe.loaders.base import find_loader
+from ktmoe.weights.activation import SILU
+from ktmoe.weights.formats import FP8_PER_ROW
+
+EXPERT = "model.layers.0.mlp.experts.0"
+
+
+def load(folder, tensors, config=None):
+    checkpoint = write(folder, tensors, config)
+    assert find_loader(checkpoint) is loaders.get("fp8_per_row")
+    return loaders.get("fp8_per_row").load(checkpoint, 0)
+
+
+def test_against_a_writer(tmp_path):
+    """Quantized row by row: scale = amax / 448 in bfloat16, weight = E4M3 of w / scale."""
+    tensors, expected, random = {}, {}, np.random.default_rng(5)
+    for projection, stem in PROJ.items():
+        w = random.standard_normal((96, 64) if projection == "down" else (64, 96)).astype(np.float32)
+        scales = (np.abs(w).max(1, keepdims=True) / 448).astype(ml_dtypes.bfloat16)
+        codes = np.clip(w / scales.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{EXPERT}.{stem}.weight"] = ["F8_E4M3", codes.view(np.uint8)]
+        tensors[f"{EXPERT}.{stem}.weight_scale"] = ["BF16", scales]
+        expected[projection] = codes.astype(np.float64) * scales.astype(np.float64)
+        assert np.abs(expected[projection] - w).max() < np.abs(w).max() / 16
+    weights = load(tmp_path, tensors)
+    for projection in PROJECTIONS:
+        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])
+
+
+def test_a_published_writer(tmp_path):
+    """compressed-tensors' own compressor."""
+    torch = pytest.importorskip("torch", reason="compressed-tensors needs torch")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
+    from compressed_tensors.quantization.quant_args import QuantizationArgs
+
+    arguments = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
+    tensors, expected = {}, {}
+    generator = torch.Generator().manual_seed(1)
+    for projection, stem in PROJ.items():
+        w = torch.randn((96, 64) if projection == "down" else (64, 96), generator=generator)
+        scale = w.abs().amax(1, keepdim=True) / 448
+        codes = quantize(w, scale, torch.zeros_like(scale), arguments, dtype=torch.float8_e4m3fn)
+        tensors[f"{EXPERT}.{stem}.weight"] = ["F8_E4M3", codes.view(torch.uint8).numpy()]
+        tensors[f"{EXPERT}.{stem}.weight_scale"] = ["F32", scale.numpy()]
+        expected[projection] = dequantize(codes, scale.double(), args=arguments, dtype=torch.float64).numpy()
+    weights = load(tmp_path, tensors)
+    for projection in PROJECTIONS:
+        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("columns", [(), (1,)])
+def test_scales(tmp_path, dtype, columns):
+    scheme = per_expert("fp8_per_row", *fp8_per_row(dtype, *columns))
+    tensors = scheme.layer("model.layers.0")
+    weights = load(tmp_path, tensors)
+    assert weights.formats == dict.fromkeys(PROJECTIONS, FP8_PER_ROW)
+    assert weights.activation == SILU
+    scheme.check(weights, tensors, "model.layers.0")
+    matrix = weights.matrix(2, "up")
+    assert matrix.factor.dtype == np.float32
+    assert matrix.factor.shape == (64,)
+    assert np.array_equal(matrix.factor, tensors[f"{EXPERT[:-1]}2.up_proj.weight_scale"][1].astype(np.float32).ravel())
+
+
+def test_scales_are_aligned_wherever_they_are(tmp_path):
+    """A file's tensors may begin at any byte."""
+    scheme = SCHEMES["fp8 per row, flat"]
+    tensors = scheme.layer("model.layers.0")
+    weights = load(tmp_path, {"odd": ["U8", np.zeros(1, np.uint8)]} | tensors)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert {entry["data_offsets"][0] % 4 for entry in header.values() if "shape" in entry} >= {0}
+    for projection in PROJECTIONS:
+        assert weights.matrix(0, projection).factor.flags.aligned
+
+
+# label: (tensor of expert 0, what it is instead, what the message must hold)
+REFUSED = {
+    "BF16 weight": ("gate_proj.weight", zeros("BF16", 64, 96), ["dtype: expected F8_E4M3", "found BF16 [64, 96]"]),
+    "U8 scale": ("gate_proj.weight_scale", zeros("U8", 64, 1), ["expected F32 or BF16 or F16", "U8 [64, 1]"]),
+    "per matrix": ("gate_proj.weight_scale", zeros("F32", 1), ["shape: expected [64] or [64, 1]", "found [1]"]),
+    "per column": ("up_proj.weight_scale", zeros("BF16", 1, 96), ["shape: expected [64] or [64, 1]", "found [1, 96]"]),
+    "flat": ("gate_proj.weight", zeros("F8_E4M3", 64), ["two dimensions above 0", "[64]"]),
+    "bias": ("gate_proj.bias", zeros("BF16", 64), ["found one: biases"]),
+    "input": ("gate_proj.input_scale", zeros("F32", 1), ["found one: activations"]),
+}
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_refused(tmp_path, label):
+    suffix, tensor, words = REFUSED[label]
+    checkpoint = write(tmp_path, SCHEMES["fp8 per row"].layer("model.layers.0") | {f"{EXPERT}.{suffix}": tensor})
+    with pytest.raises(FormatError) as caught:
+        loaders.get("fp8_per_row").load(checkpoint, 0)
+    assert all(word in str(caught.value) for word in [f"{EXPERT}.{suffix}: ", "expected", *words]), str(caught.value)
+
+
+def test_one_scale_per_matrix_is_nobodys(tmp_path):
+    tensors = SCHEMES["fp8 per row"].layer("model.layers.0")
+    tensors |= {name: zeros("F32", 1) for name in tensors if name.endswith("scale")}
+    with pytest.raises(UnavailableError, match="no loader recognises"):
+        find_loader(write(tmp_path, tensors))
