@@ -52,7 +52,8 @@ class Element:
 
     def numbers(self, codes: np.ndarray) -> np.ndarray:
         """Codes, one an item, as float64; NaN for those that are no real number."""
-        return codes.astype(np.float64) if self.family == "b16" else np.array(self.values, np.float64)[codes]
+        with np.errstate(invalid="ignore"):  # a signalling NaN is one of these
+            return codes.astype(np.float64) if self.family == "b16" else np.array(self.values, np.float64)[codes]
 
 
 def _of_dtype(dtype) -> tuple[float | None, ...]:
@@ -61,9 +62,7 @@ def _of_dtype(dtype) -> tuple[float | None, ...]:
 
 
 #: OCP Microscaling Formats (MX) v1.0, table 5: FP4 E2M1, sign in bit 3.
-E2M1 = Element(
-    "E2M1", "q4", (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-)
+E2M1 = Element("E2M1", "q4", (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0))
 #: Signed 4-bit integers stored as q + 8.
 INT4 = Element("INT4", "q4", tuple(float(q) for q in range(-8, 8)))
 #: Unsigned 4-bit integers, for formats that have zero points.

@@ -27,7 +27,13 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact") -> tuple[in
     """
     scale = weight_format.scale
     exponents = _exponents(weight_format.element.values)
-    if scale is None or scale.extent[0] != 1 or weight_format.offset or weight_format.super_scale or not weight_format.element.values:
+    if (
+        scale is None
+        or scale.extent[0] != 1
+        or weight_format.offset
+        or weight_format.super_scale
+        or not weight_format.element.values
+    ):
         return _NONE
     if scale.kind in ("bf16", "fp16") and rounding != "folded":
         return _NONE

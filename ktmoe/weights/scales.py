@@ -88,7 +88,8 @@ class Scale:
 
     def numbers(self, stored: np.ndarray) -> np.ndarray:
         """Stored scales as float64; NaN or infinite where one is no real number."""
-        return SCALE_KINDS[self.kind].numbers(stored)
+        with np.errstate(invalid="ignore"):  # a signalling NaN is one of these
+            return SCALE_KINDS[self.kind].numbers(stored)
 
     def stored(self, numbers: np.ndarray) -> np.ndarray:
         """The inverse of numbers(), for numbers that came from it."""

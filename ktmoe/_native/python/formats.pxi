@@ -74,14 +74,13 @@ cdef _fill_format(kt_format *packed, weight_format):
 def staged(matrix):
     """A Matrix's scales and zero points as packing takes them: by row, along k; float32 where whole panels share one."""
     weight_format = matrix.format
-    arrays = {label: array for label, array in weight_format.group_rows(matrix.stored).items()}
+    arrays = weight_format.group_rows(matrix.stored)
     if weight_format.offset:
         if arrays["offsets"].max() > 15:
             matrix.refuse()
         arrays["offsets"] = weight_format.offset.numbers(arrays["offsets"])
     if weight_format.scale and weight_format.scale.extent[0] > 1:
-        with np.errstate(invalid="ignore"):
-            arrays["scales"] = weight_format.scale.numbers(arrays["scales"]).astype(np.float32)
+        arrays["scales"] = weight_format.scale.numbers(arrays["scales"]).astype(np.float32)
     return arrays
 
 

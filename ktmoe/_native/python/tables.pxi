@@ -32,9 +32,9 @@ cdef class KernelTable:
         return self.isa.name.decode()
 
     def kernels(self):
-        """[(family, scale kind, longest scale group, activations, folded, offset)] of every kernel."""
+        """[(family, scale kind, longest scale group, activations, folded, offset or "none")] of every kernel."""
         return [
-            (k["family"], k["scale"], k["group"][1], k["activations"], k["folded"], k["offset"]) for k, _ in self._rows()
+            (k["family"], k["scale"], k["group"][1], k["activations"], k["folded"], k["offset"] or "none") for k, _ in self._rows()
         ]
 
     cdef list _rows(self):
