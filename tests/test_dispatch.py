@@ -14,6 +14,8 @@ from ktmoe.backends import native
 from ktmoe.backends.base import Found, Missing, select
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import UnavailableError, UnknownNameError
+from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, UINT4, Element
+from ktmoe.weights.formats import Minimum, ZeroPoint
 
 NATIVE = Path(core.__file__).parent
 ALL_FEATURES = sorted(core.cpu_features())
@@ -49,7 +51,9 @@ NEEDED_BY = {
 #: Rows that serve nothing but activation modes of other rows' backends.
 OF_MODES = {"avx_vnni": ["int16", "int8"], "avx512_vnni": ["int8"]}
 #: A codebook that integers of at most 16 cannot stand for.
-UNEVEN = WeightFormat("q4", tuple(v * 0.0625 + (v > 0) * 2.0**-8 for v in range(-8, 8)), Scale("bf16", (1, 64)))
+UNEVEN = WeightFormat(
+    Element("uneven", "q4", tuple(v * 0.0625 + (v > 0) * 2.0**-8 for v in range(-8, 8))), Scale("bf16", (1, 64))
+)
 
 
 @pytest.fixture
@@ -236,50 +240,86 @@ def test_every_row_has_kernels_and_every_kernel_file_a_row():
 
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
-    """All formats in bf16; 4-bit integers in int16 and int8 where those exist; folded scales where weights are bfloat16, of amx
-    rounded ones, too. Or integers alone."""
+    """All formats in bf16; 4-bit integers without zero points in int16 and int8 where those exist; folded scales where weights are
+    bfloat16, of amx rounded ones, too. Or integers alone."""
     table = native.load_table(row)
     keys = table.kernels()
     modes = OF_MODES.get(row) or (["bf16", "int16", "int8"] if row == "avx2" else ["bf16"])
-    expected = {("b16", "none", 0, "bf16", False)} if "bf16" in modes else set()
-    for mode in modes:
-        expected |= {("q4", "ue8m0", 32, mode, False), ("q4", "bf16", GROUPS[-1], mode, False)}
+    longest = GROUPS[-1]
+    of_integers = {("ue8m0", 32), ("bf16", longest), ("fp16", longest)}
+    expected = {("q4", *scale, mode, False, "none") for mode in modes for scale in of_integers}
+    if "bf16" in modes:
+        expected |= {("q4", *scale, "bf16", False, "none") for scale in (("none", 0), ("e4m3", 16))}
+        expected |= {("q4", kind, longest, "bf16", False, "zero_point") for kind in ("bf16", "fp16")}
+        expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("fp32", longest))}
+        expected |= {("b16", "none", 0, "bf16", False, "none")}
     if row in ("avx512_bf16", "amx"):
-        expected |= {("q4", "ue8m0", 32, "bf16", True)}
+        expected |= {(family, "ue8m0", 32, "bf16", True, "none") for family in ("q4", "f8")}
     if row == "amx":
-        expected |= {("q4", "bf16", GROUPS[-1], "bf16", True)}
+        expected |= {("q4", *scale, "bf16", True, "none") for scale in (("bf16", longest), ("fp16", longest), ("e4m3", 16))}
     assert set(keys) == expected
-    assert len(keys) == len(expected)
+    assert len(keys) == len(expected) + (row == "amx")  # f8 without scales, on tiles and, since f8_f32 has it, in fp32
     for weight_format in FORMATS.values():
         assert table.serves(weight_format, "bf16") == ("bf16" in modes)
         for mode in ("int16", "int8"):
-            assert table.serves(weight_format, mode) == (mode in modes and weight_format != B16)
+            assert table.serves(weight_format, mode) == (mode in modes and has_integers(weight_format))
         assert not table.serves(weight_format, "int4")
     assert table.serves(UNEVEN, "bf16") == ("bf16" in modes)
     for mode in ("int16", "int8"):
         assert not table.serves(UNEVEN, mode)
 
 
-@pytest.mark.parametrize("row", isa.ISAS)
-@pytest.mark.parametrize(
-    ("kind", "extent"),
-    [
-        *(("ue8m0", extent) for extent in ((1, 16), (1, 64), (2, 32))),
-        *(("bf16", extent) for extent in ((1, 16), (1, 48), (1, 96), (1, 2 * GROUPS[-1]), (128, 128))),
-    ],
-    ids=str,
-)
-def test_what_no_table_serves(row, kind, extent):
-    weight_format = WeightFormat("q4", MXFP4.codebook, Scale(kind, extent))
-    for mode in ("bf16", "int16", "int8"):
-        assert not native.load_table(row).serves(weight_format, mode)
+def has_integers(weight_format):
+    """Whether the modes of integers have these weights."""
+    kinds = ("ue8m0", "bf16", "fp16")
+    return weight_format.family == "q4" and weight_format.scale.kind in kinds and not weight_format.offset
+
+
+#: Formats that no kernel has, and the part that a refusal names.
+UNSERVED = {
+    "ue8m0 per 16": (WeightFormat(E2M1, Scale("ue8m0", (1, 16))), "scale groups of 16"),
+    "ue8m0 per 64": (WeightFormat(E2M1, Scale("ue8m0", (1, 64))), "scale groups of 64"),
+    "two rows": (WeightFormat(E2M1, Scale("ue8m0", (2, 32))), "scales shared by 2 rows, only by 1 row or by multiples of 64"),
+    "bf16 per 16": (WeightFormat(INT4, Scale("bf16", (1, 16))), "scale groups of 16"),
+    "bf16 per 48": (WeightFormat(INT4, Scale("bf16", (1, 48))), "scale groups of 48, only of 16, 32, 64 and 128"),
+    "bf16 per 256": (WeightFormat(INT4, Scale("bf16", (1, 256))), "scale groups of 256, only of 16, 32, 64 and 128"),
+    "blocks of q4": (WeightFormat(INT4, Scale("bf16", (128, 128))), "fp32 scales"),
+    "fp32 a row": (WeightFormat(INT4, Scale("fp32", (1, 32))), "fp32 per row scales"),
+    "e4m3 per 32": (WeightFormat(E2M1, Scale("e4m3", (1, 32))), "scale groups of 32"),
+    "f8 with bf16 per 32": (WeightFormat(E4M3, Scale("bf16", (1, 32))), "bf16 scales"),
+    "E5M2": (WeightFormat(E5M2, Scale("ue8m0", (1, 32))), "element E5M2"),
+    "two levels": (WeightFormat(INT4, Scale("fp16", (1, 32)), Scale("fp16", (1, 256))), "scales of scales"),
+    "minima": (WeightFormat(UINT4, Scale("fp16", (1, 32)), offset=Minimum(Scale("fp16", (1, 32)))), "minima"),
+    "zero points alone": (WeightFormat(UINT4, offset=ZeroPoint((1, 32))), "zero points without scales"),
+    "other groups": (WeightFormat(UINT4, Scale("fp16", (1, 32)), offset=ZeroPoint((1, 64))), "zero points for other groups"),
+    "zero points of -8 to 7": (
+        WeightFormat(INT4, Scale("fp16", (1, 32)), offset=ZeroPoint((1, 32))),
+        "zero points of other integers",
+    ),
+    "zero points and ue8m0": (WeightFormat(UINT4, Scale("ue8m0", (1, 32)), offset=ZeroPoint((1, 32))), "zero points"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_no_table_serves(name):
+    """A layer is refused before anything is read, and the message names the part."""
+    weight_format, part = UNSERVED[name]
+    for row in isa.ISAS:
+        for mode in ("bf16", "int16", "int8"):
+            assert not native.load_table(row).serves(weight_format, mode)
+    for backend in backends.available():
+        expected = rf"no kernels for {re.escape(weight_format.description)}: .*{re.escape(part)}.*; no instruction set has them"
+        with pytest.raises(UnavailableError, match=expected):
+            MoELayer(experts_of(weight_format), backend)
 
 
 #: What the formats of gate, up and down are, and backend avx2's modes for them.
 AVX2_MODES = [
     (MXFP4, ["int16", "bf16", "int8"]),
-    *((int4(group), ["int16", "bf16", "int8"]) for group in GROUPS),
-    (B16, ["bf16"]),
+    *(
+        (weight_format, ["int16", "bf16", "int8"] if has_integers(weight_format) else ["bf16"])
+        for weight_format in FORMATS.values()
+    ),
     (UNEVEN, ["bf16"]),
     ({"gate": MXFP4, "up": int4(64), "down": int4(32)}, ["int16", "bf16", "int8"]),
     ({"gate": B16, "up": MXFP4, "down": MXFP4}, ["bf16"]),

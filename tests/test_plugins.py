@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from environments import NEEDS_COMPILER, ROOT, Environment
-from helpers import BF16, DEEPSEEK, GPT_OSS, assert_right, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, FORMATS, GPT_OSS, assert_right, random_arrays, random_batch, random_experts, same_bits
 
 import ktmoe
 from ktmoe import MoELayer, backends, loaders, reference
@@ -243,12 +243,9 @@ def use_formats(name):
     rng = np.random.default_rng(1)
 
     def arrays(weight_format, n, k):
-        if weight_format is ktmoe.BF16:
-            return (rng.standard_normal((3, n, k)) / np.sqrt(k)).astype(BF16)
-        codes = rng.integers(0, 256, (3, *weight_format.codes_shape(n, k)), np.uint8)
-        return codes, rng.uniform(0.005, 0.02, (3, *weight_format.scale.shape(n, k))).astype(BF16)
+        return tuple(random_arrays(rng, weight_format, 3, n, k).values())
 
-    for weight_format in (ktmoe.BF16, ktmoe.int4(32), ktmoe.int4(128)):
+    for weight_format in FORMATS.values():
         gate, up, down = (arrays(weight_format, *shape) for shape in ((96, 160), (96, 160), (160, 96)))
         experts = ktmoe.ExpertWeights.from_arrays(gate, up, down, format=weight_format)
         with MoELayer(experts, name) as layer:
@@ -300,8 +297,9 @@ def native_limits():
 def test_the_native_table(native_plugin):
     assert native_plugin.call(native_limits) == [
         "plain",
-        [["q4", "ue8m0", 32, "bf16", False]],
-        "it has no kernels for b16",
+        [["q4", "ue8m0", 32, "bf16", False, "none"]],
+        "it has no kernels for BF16: weights of family b16; "
+        "instruction sets that have them are portable, avx2, avx512f, avx512_bf16, amx",
     ]
 
 

@@ -24,12 +24,34 @@ def matrices(experts, expert):
     return {projection: experts.matrix(expert, projection) for projection in PROJECTIONS}
 
 
-def same_stored(matrix, codes, scales, bias=None):
-    assert np.array_equal(bits(matrix.codes), bits(codes))
-    assert (matrix.scales is None) == (scales is None)
-    assert scales is None or np.array_equal(bits(matrix.scales), bits(scales))
+def same_stored(matrix, stored, bias=None):
+    """stored: arrays by name."""
+    assert matrix.stored.keys() == stored.keys()
+    assert all(np.array_equal(bits(array), bits(stored[label])) for label, array in matrix.stored.items())
     assert (matrix.bias is None) == (bias is None)
     assert bias is None or np.array_equal(matrix.bias, bias)
+
+
+def cut(matrix, rows=slice(None), columns=slice(None)):
+    """The arrays of a rectangle of a matrix, by what the format says of each; its sides are whole units, or the matrix's."""
+    n, k = matrix.shape
+    rows, columns = range(n)[rows], range(k)[columns]
+    weight_format, order = matrix.format, matrix.format.order
+
+    def of(array, per_row, per_column, turned):
+        """per_row, per_column: rows and columns of the matrix that one item of the array's axes is."""
+        parts = [slice(along.start // per, -(-along.stop // per)) for along, per in ((rows, per_row), (columns, per_column))]
+        return array[tuple(reversed(parts) if turned else parts)]
+
+    codes_n, codes_k = (n, k) if weight_format.family != "q4" else order.codes_shape(n, k)[:: -1 if order.transposed else 1]
+    cuts = {"codes": of(matrix.codes, n // codes_n, k // codes_k, order.transposed)}
+    if weight_format.scale:
+        cuts["scales"] = of(matrix.scales, *weight_format.scale.extent, order.transposed)
+    if weight_format.offset:
+        cuts["offsets"] = of(matrix.offsets, 8 if order.transposed else 1, weight_format.offset.extent[1], order.transposed)
+    if weight_format.factor:
+        cuts["factor"] = matrix.factor[rows.start : rows.stop] if weight_format.factor.per_row else matrix.factor
+    return cuts
 
 
 # Export: the packed layout is every backend's, so one that every CPU has will do
@@ -42,8 +64,8 @@ BACKEND = "fp32_lut"
 def test_any_cut_of_any_split_is_the_checkpoints_bytes(weight_format, nodes):
     """Shards and parts that begin at the same columns, between them, and across them."""
     rng = np.random.default_rng(1)
-    group = weight_format.scale.extent[1] if weight_format.scale else 32
-    experts = random_experts(rng, 3, 96, 12 * group, formats=weight_format, biases=True)
+    unit = max(32, *weight_format.unit)
+    experts = random_experts(rng, 3, 96, 12 * unit, formats=weight_format, biases=True)
     with MoELayer(experts, BACKEND, numa_nodes=nodes) as layer:
         for expert in range(3):
             for parts in (1, 2, 3, 4, 6, 12):
@@ -51,16 +73,13 @@ def test_any_cut_of_any_split_is_the_checkpoints_bytes(weight_format, nodes):
                 exported = layer.export_expert(expert, parts)
                 assert len(exported) == parts
                 for i, part in enumerate(exported):
-                    rows, per = slice(i * size, (i + 1) * size), weight_format.codes_per_item
+                    own = slice(i * size, (i + 1) * size)
                     for projection in ("gate", "up"):
                         m = experts.matrix(expert, projection)
-                        scales = None if m.scales is None else m.scales[rows]
-                        same_stored(part[projection], m.codes[rows], scales, m.bias[rows])
+                        same_stored(part[projection], cut(m, rows=own), m.bias[own])
                         assert part[projection].shape == (size, 96)
                     m = experts.matrix(expert, "down")
-                    scales = None if m.scales is None else m.scales[:, i * size // group : (i + 1) * size // group]
-                    codes = m.codes[:, i * size // per : (i + 1) * size // per]
-                    same_stored(part["down"], codes, scales, None if i else m.bias)
+                    same_stored(part["down"], cut(m, columns=own), None if i else m.bias)
 
 
 @pytest.mark.parametrize("nodes", [None, [2, 1]], ids=str)
@@ -72,7 +91,7 @@ def test_whole_experts_of_any_shape(weights, nodes):
         for expert in range(2):
             (exported,) = layer.export_expert(expert)
             for projection, matrix in matrices(experts, expert).items():
-                same_stored(exported[projection], matrix.codes, matrix.scales)
+                same_stored(exported[projection], matrix.stored)
                 assert exported[projection].shape == matrix.shape
 
 
@@ -81,14 +100,7 @@ def test_every_scale_byte_comes_back():
     experts = random_experts(rng, 1, 32, 256, scales=(0, 254))
     with MoELayer(experts, BACKEND, numa_nodes=[0, 1]) as layer:
         for i, part in enumerate(layer.export_expert(0, 4)):
-            same_stored(
-                part["down"], *(a[:, i * n : (i + 1) * n] for a, n in zip(stored(experts, "down"), (32, 2), strict=True))
-            )
-
-
-def stored(experts, projection):
-    matrix = experts.matrix(0, projection)
-    return matrix.codes, matrix.scales
+            same_stored(part["down"], cut(experts.matrix(0, "down"), columns=slice(i * 64, (i + 1) * 64)))
 
 
 def test_into_arrays_that_are_there():
@@ -98,19 +110,19 @@ def test_into_arrays_that_are_there():
     with MoELayer(experts, BACKEND) as layer:
         exported = layer.export_expert(1, 2, out)
         for part, given in zip(exported, out, strict=True):
-            assert all(part[p].codes is given[p][0] and part[p].scales is given[p][1] for p in PROJECTIONS)
-        assert np.array_equal(out[1]["gate"][0], experts.matrix(1, "gate").codes[64:])
-        before = out[0]["gate"][0].copy()
-        out[1]["up"] = (out[1]["up"][0][:-1], out[1]["up"][1])
+            assert all(array is given[p][label] for p in PROJECTIONS for label, array in part[p].stored.items())
+        assert np.array_equal(out[1]["gate"]["codes"], experts.matrix(1, "gate").codes[64:])
+        before = out[0]["gate"]["codes"].copy()
+        out[1]["up"]["codes"] = out[1]["up"]["codes"][:-1]
         with pytest.raises(FormatError, match=r"up codes: expected shape \[64, 32\], found \[63, 32\]"):
             layer.export_expert(0, 2, out)
-        assert np.array_equal(out[0]["gate"][0], before)  # nothing was written
+        assert np.array_equal(out[0]["gate"]["codes"], before)  # nothing was written
         with pytest.raises(InputError, match="out must be a sequence of 1 parts, found 2"):
             layer.export_expert(0, 1, out)
         with pytest.raises(InputError, match=r"out\[0\] must have arrays for .*gate.*, found \('gate',\)"):
             layer.export_expert(0, 1, [{"gate": out[0]["gate"]}])
         whole = {p: experts.formats[p].empty(*experts.shape(p)) for p in PROJECTIONS}
-        whole["up"][1].flags.writeable = False
+        whole["up"]["scales"].flags.writeable = False
         with pytest.raises(InputError, match=r"experts\.0\.up: out must be writeable arrays, found read-only ones"):
             layer.export_expert(0, 1, [whole])
 
@@ -152,7 +164,7 @@ def test_a_replaced_expert_is_as_if_it_had_always_been_there(backend, weights, n
             assert_right(layer, both, *batch)
             (exported,) = layer.export_expert(expert)
             for projection, matrix in matrices(new, expert).items():
-                same_stored(exported[projection], matrix.codes, matrix.scales)
+                same_stored(exported[projection], matrix.stored)
         with MoELayer(new, backend, numa_nodes=nodes) as fresh:
             assert same_bits(layer.forward(*batch), fresh.forward(*batch))
         for expert in range(3):
@@ -270,7 +282,7 @@ def test_matrices_that_are_made_when_they_are_asked_for(backend):
     with MoELayer(old, backend) as layer:
         layer.replace_expert(0, Made())
         for projection, matrix in layer.export_expert(0)[0].items():
-            same_stored(new.matrix(0, projection), matrix.codes, matrix.scales)
+            same_stored(new.matrix(0, projection), matrix.stored)
 
 
 def test_an_expert_that_was_packed_in_part_may_be_replaced():
@@ -281,7 +293,7 @@ def test_an_expert_that_was_packed_in_part_may_be_replaced():
     for _ in range(3):
         packed.pack(0, matrices(experts, 0))
         for projection, matrix in matrices(experts, 0).items():
-            same_stored(matrix, *packed.unpack(0, projection))
+            same_stored(matrix, packed.unpack(0, projection))
 
 
 def test_what_is_refused_leaves_the_old_expert(backend):
@@ -293,9 +305,11 @@ def test_what_is_refused_leaves_the_old_expert(backend):
         good = matrices(other, 0)
         nan = good["down"].scales.copy()
         nan[3, 1] = 255
-        with pytest.raises(FormatError, match=r"experts\.0\.down: scale \[3, 1\] is byte 255, which is NaN"):
+        with pytest.raises(FormatError, match=r"experts\.0\.down: scale \[3, 1\] is byte 255, which is NaN or infinite"):
             layer.replace_expert(0, good | {"down": replace(good["down"], scales=nan)})
-        with pytest.raises(FormatError, match=r"gate must be q4 with ue8m0 scales per 1x32 \[96, 64\], found b16 \[96, 64\]"):
+        with pytest.raises(
+            FormatError, match=r"gate must be E2M1 with ue8m0 scales per 1x32 \[96, 64\], found BF16 \[96, 64\]"
+        ):
             layer.replace_expert(0, good | {"gate": random_experts(rng, 1, 64, 96, formats=B16).matrix(0, "gate")})
         with pytest.raises(FormatError, match=r"up must be .* \[96, 64\], found .* \[64, 96\]"):
             layer.replace_expert(0, good | {"up": good["down"]})

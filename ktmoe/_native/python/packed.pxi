@@ -80,11 +80,13 @@ cdef class PackedLayer:
         held = [codes]
         groups = staged(matrix)
         if "scales" in groups:
-            scales = np.ascontiguousarray(groups["scales"]).reshape(-1).view(np.uint8)
+            size = np.dtype(groups["scales"].dtype).itemsize * int(np.prod(weight_format.scale.shape(*matrix.shape)))
+            scales = _bytes(f"{matrix.name} scales", np.ascontiguousarray(groups["scales"]), size)
             given.scales = &scales[0]
             held.append(scales)
         if "offsets" in groups:
-            zero_points = np.ascontiguousarray(groups["offsets"]).reshape(-1)
+            size = int(np.prod(weight_format.offset.shape(*matrix.shape)))
+            zero_points = _bytes(f"{matrix.name} offsets", np.ascontiguousarray(groups["offsets"]), size)
             given.zero_points = &zero_points[0]
             held.append(zero_points)
         if "factor" in given_bytes:

@@ -61,6 +61,7 @@ const kt_kernel kt_q4_plain[] = {
     {
         .family = "q4",
         .scale = "ue8m0",
+        .scale_group_min = KT_BLOCK,
         .scale_group_max = KT_BLOCK,
         .rows = &kt_rows_plain,
         .few_max = KT_ROWS_MAX,
