@@ -28,7 +28,7 @@ LOW, HIGH = 1, 249
 
 @pytest.mark.parametrize("name", [*WEIGHTS, *MIXED])
 def test_who_rounds(backend, name):
-    """Every matrix of 4 bits with bfloat16 or fp16 scales alone, where a backend can: the others are as they are in any case."""
+    """Every matrix of 4 bits with bfloat16 or fp16 scales alone, where a backend can: the others are as they are anyway."""
     weights = {**WEIGHTS, **MIXED}[name]
     experts = random_experts(np.random.default_rng(1), 2, 160, 100, biases=True, **weights)
     batches = [random_batch(np.random.default_rng(2), experts, tokens, 2) for tokens in (1, 7, 60)]
