@@ -242,10 +242,11 @@ def linear(
         k = slice(start, start + block)
         w, size = weights[:, k].T, np.abs(a[:, k]) + eps_a[:, k]
         terms = size @ np.abs(w)
-        most = spread + terms + eps
         if less:
             less.add(a[:, k], size, eps_a[:, k], minima[:, k].T)
-            most = most + less.pending
+            # x that is denormal may count as 0 in products, but not in the sums of x
+            spread = spread + flush_to_zero(a[:, k], eps_a[:, k]) @ np.abs(minima[:, k].T)
+        most = spread + terms + eps + (less.pending if less else 0.0)
         of_all, of_group = np.abs(total) + most + (less.sizes if less else 0.0), np.abs(of_this) + most
         n = len(w) + 1  # one for the scale
         overflow, flush = of_all >= limit, (1 + _gamma(n)) * n * TINY

@@ -9,22 +9,23 @@ from helpers import B16, BF16, pack_nibbles
 
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
 from ktmoe.experts import PROJECTIONS
-from ktmoe.weights.formats import E2M1, OFFSET_INT4, Scale, WeightFormat
+from ktmoe.weights.elements import E2M1, INT4, Element
+from ktmoe.weights.formats import Scale, WeightFormat
 
 ALPHA = 2.0**30
 
 
-#: The largest codebook that int16 knows.
-SIXTEENS = WeightFormat("q4", (-16.0, 16.0, *OFFSET_INT4[2:]), Scale("bf16", (1, 64)))
+#: The largest values that int16 knows.
+SIXTEENS = WeightFormat(Element("sixteens", "q4", (-16.0, 16.0, *INT4.values[2:])), Scale("bf16", (1, 64)))
 
 
 def zeros(n, k, weight_format=MXFP4):
     """codes, scales of a matrix that is zero; of a format that every layer can have."""
-    return np.full((n, k), weight_format.codebook.index(0), np.uint8), np.full((n, -(-k // 32)), 127, np.uint8)
+    return np.full((n, k), weight_format.element.values.index(0), np.uint8), np.full((n, -(-k // 32)), 127, np.uint8)
 
 
 def identity(n):
-    return E2M1.index(1) * np.eye(n, dtype=np.uint8), zeros(n, n)[1]
+    return E2M1.values.index(1) * np.eye(n, dtype=np.uint8), zeros(n, n)[1]
 
 
 def weights_of(codes, scales, weight_format=MXFP4):
@@ -33,7 +34,7 @@ def weights_of(codes, scales, weight_format=MXFP4):
         return codes.astype(float)
     values = np.ldexp(1.0, scales.astype(int) - 127) if scales.dtype == np.uint8 else scales.astype(float)
     group = weight_format.scale.extent[1]
-    return np.array(weight_format.codebook)[codes] * np.repeat(values, group, axis=1)[:, : codes.shape[1]]
+    return weight_format.element.numbers(codes) * np.repeat(values, group, axis=1)[:, : codes.shape[1]]
 
 
 def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto", rounding="exact"):
@@ -86,7 +87,7 @@ def visible_layer(backend, projection, codes, scales, weight_format=MXFP4, gate_
 
 
 def shift_for(byte):
-    """Exponent of x that keeps sums of x * codebook[code] * 2**(byte - 127) in float32's normal range."""
+    """Exponent of x that keeps sums of x * value * 2**(byte - 127) in float32's normal range."""
     return int(np.clip(127 - byte, -96, 96))
 
 
@@ -102,4 +103,4 @@ def odd_scales(rng, n, k, weight_format, largest=7):
     if weight_format == B16:
         return None
     values = rng.choice([v for v in range(-largest, largest + 1) if v % 2] + [0], weight_format.scale.shape(n, k))
-    return values.astype(BF16)
+    return values.astype(weight_format.scale.dtype)

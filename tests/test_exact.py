@@ -13,7 +13,8 @@ from exact import SIXTEENS, down_layer, forward, odd_scales, random_codes, shift
 from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
 
 from ktmoe import MXFP4, int4
-from ktmoe.weights.folding import ROUNDING
+from ktmoe.weights.codebook import ROUNDING
+from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import Scale, WeightFormat
 
 
@@ -68,8 +69,8 @@ def test_the_largest_sums(backend, weight_format, tokens):
     if weight_format == B16:
         codes, scales = np.array([15, -15, 3, -7])[row][:, None].repeat(k, 1).astype(BF16), None
     else:
-        values = np.array(weight_format.codebook)
-        ends = [values.argmin(), values.argmax(), weight_format.codebook.index(0), values.argmax()]
+        values = np.array(weight_format.element.values)
+        ends = [values.argmin(), values.argmax(), weight_format.element.padding, values.argmax()]
         codes = np.array(ends, np.uint8)[row][:, None].repeat(k, 1)
         codes[3, 1::2] = values.argmin()
         scales = np.full(weight_format.scale.shape(4, k), 127 if weight_format == MXFP4 else 1).astype(
@@ -225,7 +226,8 @@ def test_denormal_factors(backend, of, power, tokens):
     """Of x and of a codebook: zero for those that multiply in bfloat16, kept by the others. amx is one of these here: scales
     that are bfloat16 numbers do not fold, so that it has sums in float32."""
     rng = np.random.default_rng(5)
-    weight_format = WeightFormat("q4", tuple(np.ldexp(n, power) for n in range(-8, 8)), Scale("bf16", (1, 64)))
+    values = tuple(float(np.ldexp(n, power)) for n in range(-8, 8))
+    weight_format = WeightFormat(Element("small", "q4", values), Scale("bf16", (1, 64)))
     codes = rng.integers(0, 16, (64, 128), dtype=np.uint8)
     scales = np.full((64, 2), 2.0**100).astype(BF16)
     x = np.zeros((tokens, 128))

@@ -8,9 +8,9 @@ import ways
 from exact import SIXTEENS, down_layer, forward, identity, make_layer, odd_scales, random_codes, weights_of, zeros
 from helpers import BF16, FORMATS
 
-from ktmoe import MXFP4
+from ktmoe import MXFP4, reference
 
-FOUR_BITS = {name: weight_format for name, weight_format in FORMATS.items() if weight_format.family == "q4"}
+FOUR_BITS = {name: form for name, form in FORMATS.items() if reference.integer_unit(form) and form.order.rows}
 #: Rows of an expert that are served apart: few() in passes of each size, many() in tiles of each.
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 21)
 

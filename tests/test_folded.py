@@ -18,22 +18,17 @@ from helpers import (
     same_bits,
 )
 
-from ktmoe import ExpertWeights, MoELayer, Scale, WeightFormat, int4
+from ktmoe import ExpertWeights, MoELayer, Scale, WeightFormat, int4, reference
 from ktmoe.experts import PROJECTIONS
-from ktmoe.weights.formats import E2M1
+from ktmoe.weights.elements import E2M1
 
-#: The exponent fields of scales that INT4's codes allow to fold; see codebook.py.
+#: The exponent fields of scales that INT4's codes allow to fold; see docs/numerics.md.
 LOW, HIGH = 1, 249
-
-
-def kinds(experts):
-    """{projection: what kind of scale it has, or None}."""
-    return {p: weight_format.scale.kind if weight_format.scale else None for p, weight_format in experts.formats.items()}
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, *MIXED])
 def test_who_rounds(backend, name):
-    """Every matrix with bfloat16 scales, where a backend can: the others are as they are in any case."""
+    """Every matrix of 4 bits with bfloat16 or fp16 scales alone, where a backend can: the others are as they are anyway."""
     weights = {**WEIGHTS, **MIXED}[name]
     experts = random_experts(np.random.default_rng(1), 2, 160, 100, biases=True, **weights)
     batches = [random_batch(np.random.default_rng(2), experts, tokens, 2) for tokens in (1, 7, 60)]
@@ -41,7 +36,7 @@ def test_who_rounds(backend, name):
         assert layer.rounding == "exact"
         exact, kernels = [assert_right(layer, experts, *batch) for batch in batches], layer.packed.kernels()
     with MoELayer(experts, backend, rounding="folded") as layer:
-        rounded = {p for p, kind in kinds(experts).items() if kind == "bf16" and rounds(layer)}
+        rounded = {p for p in PROJECTIONS if rounds(layer) and reference.folds(experts.matrix(0, p))}
         assert layer.rounding == ("folded" if rounded else "exact")
         assert layer.packed.kernels() == {key: folded or key[1] in rounded for key, folded in kernels.items()}
         folded = [assert_right(layer, experts, *batch) for batch in batches]
@@ -97,7 +92,7 @@ def test_a_layer_beyond_the_rule_is_exact(backend):
 def test_powers_of_two_of_either_kind(backend):
     """MXFP4's numbers with scales that are bfloat16: folded, they have MXFP4's bits where that is folded, too."""
     bytes_ = random_experts(np.random.default_rng(8), 1, 128, 96)
-    weight_format = WeightFormat("q4", E2M1, Scale("bf16", (1, 32)))
+    weight_format = WeightFormat(E2M1, Scale("bf16", (1, 32)))
 
     def read(*key):
         matrix = bytes_.matrix(*key)

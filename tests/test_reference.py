@@ -50,6 +50,27 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
     assert np.abs(reference.y - expected).max() <= 1e-12 * np.abs(expected).max()
 
 
+@pytest.mark.cover("pairs")
+@pytest.mark.parametrize(
+    ("format", "activations"),
+    [(format, "bf16") for format in (int4(32), int4(64), BF16)]
+    + [(format, mode) for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED) for mode in ("int16", "int8")],
+    ids=lambda v: v if isinstance(v, str) else v.description,
+)
+@pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
+def test_formats_and_activations_equal_rational_arithmetic(router_weight, format, activations):
+    rng = np.random.default_rng(15)
+    experts = random_experts(rng, 2, 67 if format is BF16 else 68, 36, format=format, bias=True)
+    x, ids, weights = random_batch(rng, experts, tokens=2, top_k=2)
+    x = (x.astype(np.float32) ** 5).astype(BFLOAT16)  # far apart, so that integers are rounded
+    expected = naive_forward(experts, x, ids, weights, [True] * 2, router_weight, activations)
+    y = forward(experts, x, ids, weights, router_weight=router_weight, activations=activations).y
+    assert np.isfinite(expected).all()
+    assert np.abs(y - expected).max() <= 1e-12 * np.abs(expected).max()
+    if activations != "bf16":
+        assert np.abs(forward(experts, x, ids, weights, router_weight=router_weight).y - y).max() > 1e-7 * np.abs(y).max()
+
+
 #: Kinds of scales, elements, offsets, factors and orders.
 OTHERS = (
     MXFP8,
@@ -68,26 +89,14 @@ OTHERS = (
 )
 
 
-@pytest.mark.cover("pairs")
-@pytest.mark.parametrize(
-    ("format", "activations"),
-    [(format, "bf16") for format in (int4(32), int4(64), BF16, *OTHERS)]
-    + [(format, mode) for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED) for mode in ("int16", "int8")],
-    ids=lambda v: v if isinstance(v, str) else v.description,
-)
-@pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
-def test_formats_and_activations_equal_rational_arithmetic(router_weight, format, activations):
-    rng = np.random.default_rng(15)
-    sizes = (40, 24) if format in OTHERS else (67 if format is BF16 else 68, 36)
-    experts = random_experts(rng, 2, *sizes, format=format, bias=True)
+@pytest.mark.parametrize("format", OTHERS, ids=lambda v: v.description)
+def test_every_kind_of_format_equals_rational_arithmetic(format):
+    rng = np.random.default_rng(22)
+    experts = random_experts(rng, 2, 40, 24, format=format, bias=True)
     x, ids, weights = random_batch(rng, experts, tokens=2, top_k=2)
-    x = (x.astype(np.float32) ** 5).astype(BFLOAT16)  # far apart, so that integers are rounded
-    expected = naive_forward(experts, x, ids, weights, [True] * 2, router_weight, activations)
-    y = forward(experts, x, ids, weights, router_weight=router_weight, activations=activations).y
-    assert np.isfinite(expected).all()
+    expected = naive_forward(experts, x, ids, weights, [True] * 2, "down_output")
+    y = forward(experts, x, ids, weights).y
     assert np.abs(y - expected).max() <= 1e-12 * np.abs(expected).max()
-    if activations != "bf16":
-        assert np.abs(forward(experts, x, ids, weights, router_weight=router_weight).y - y).max() > 1e-7 * np.abs(y).max()
 
 
 def test_the_clamps_clamp():

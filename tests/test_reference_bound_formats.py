@@ -9,7 +9,7 @@ from reference_experts import ones
 from simulated import label, linear, linear_ratio, simulated_linear
 
 from ktmoe.experts import Matrix
-from ktmoe.reference import UNIT
+from ktmoe.reference import TINY, UNIT
 from ktmoe.weights.elements import E4M3, INT4, UINT4
 from ktmoe.weights.formats import FP8_PER_ROW, Minimum, Scale, WeightFormat, fp8, int4, nvfp4
 
@@ -103,6 +103,17 @@ def test_minima_that_cancel_the_values_leave_the_sums_sizes_in_the_bound():
     y, bound = linear(matrix, a)
     assert y == 0
     assert 0.4 < np.abs(simulated_linear(matrix, a, "fma")) / bound <= 1
+
+
+def test_denormal_x_that_counts_in_the_sum_of_x_alone_is_within_the_bound():
+    format = WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32))))
+    matrix = ones(format, 1, 32)
+    matrix.codes[:], matrix.offsets[:] = 0xFF, 15
+    a = np.full((1, 32), 127 / 128 * TINY)
+    y, bound = linear(matrix, a)
+    assert y == 0
+    assert simulated_linear(matrix, a, "vdpbf16ps") == -15 * a.sum()
+    assert 15 * a.sum() <= bound <= 40 * a.sum()
 
 
 def test_a_minimums_sum_of_x_that_overflows_has_no_bound():
