@@ -65,7 +65,8 @@ class Published:
         )
 
     def _model(self, layers: list[str], num_experts: int, hidden: int, intermediate: int) -> Model:
-        step = math.lcm(self.format.unit[1], 8) if self.format.unit[0] == 1 or not self.format.scale else 8  # blocks may be cut
+        blocks = self.format.scale and self.format.scale.extent[0] > 1  # which may be cut
+        step = 8 if blocks else math.lcm(self.format.unit[1], 8)
         check(hidden=(hidden, step), intermediate=(intermediate, step), num_experts=(num_experts, 1))
         tensors = []
         for layer in layers:
