@@ -14,7 +14,8 @@ from ktmoe.loaders.naming import NUMBERED_STEMS, PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.models import bases, matrices
 from ktmoe.synthetic.tensors import Shaper, Tensor, codes, constant, factors, scales, zero_points
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8, nvfp4
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.order import GPTQ
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,15 @@ class Published:
         return scales(self.format, k) if label == "scales" else factors(self.format, k, dtype)
 
 
+#: The groups in order: no activation order.
+_G_IDX = {(".g_idx", "I32"): (lambda n, k: (k,), lambda n, k: constant(np.arange(k, dtype=np.int32) // 128))}
+
+
+def sevens(out: np.ndarray) -> None:
+    """Zero points of 8, less 1."""
+    out[:] = 0x77
+
+
 #: By the name that tables give the weights.
 PUBLISHED = {
     "FP8": Published(
@@ -149,5 +159,45 @@ PUBLISHED = {
         intermediate=768,
         more={(".input_scale", "F32"): (lambda n, k: (), lambda n, k: constant(np.float32([0.01])))},
         factor_shape=lambda n: (),
+    ),
+    "GPTQ": Published(
+        "gptq",
+        uint4(128, order=GPTQ, plus=1),
+        {"codes": (".qweight", "I32"), "scales": (".scales", "F16"), "offsets": (".qzeros", "I32")},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "quantization_config": {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "desc_act": False,
+                "sym": False,
+                "checkpoint_format": "gptq",
+            },
+        },
+        hidden=2048,
+        intermediate=768,
+        more=_G_IDX,
+    ),
+    "GPTQ symmetric": Published(
+        "gptq",
+        int4(128, "fp16", GPTQ),
+        {"codes": (".qweight", "I32"), "scales": (".scales", "F16")},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "quantization_config": {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "desc_act": False,
+                "sym": True,
+                "checkpoint_format": "gptq",
+            },
+        },
+        hidden=2048,
+        intermediate=768,
+        more=_G_IDX | {(".qzeros", "I32"): (lambda n, k: (k // 128, n // 8), lambda n, k: sevens)},
     ),
 }
