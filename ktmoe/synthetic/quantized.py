@@ -15,7 +15,7 @@ from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.models import bases, matrices
 from ktmoe.synthetic.tensors import Shaper, Tensor, codes, constant, factors, scales, zero_points
 from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8, int4, nvfp4, uint4
-from ktmoe.weights.order import GPTQ
+from ktmoe.weights.order import AWQ, GPTQ
 
 
 @dataclass(frozen=True)
@@ -199,5 +199,23 @@ PUBLISHED = {
         hidden=2048,
         intermediate=768,
         more=_G_IDX | {(".qzeros", "I32"): (lambda n, k: (k // 128, n // 8), lambda n, k: sevens)},
+    ),
+    "AWQ": Published(
+        "awq",
+        uint4(128, order=AWQ),
+        {"codes": (".qweight", "I32"), "scales": (".scales", "F16"), "offsets": (".qzeros", "I32")},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "quantization_config": {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "version": "gemm",
+                "zero_point": True,
+            },
+        },
+        hidden=2048,
+        intermediate=768,
     ),
 }
