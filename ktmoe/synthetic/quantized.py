@@ -219,3 +219,9 @@ PUBLISHED = {
         intermediate=768,
     ),
 }
+
+write_fp8, fp8_experts = PUBLISHED["FP8"].write, PUBLISHED["FP8"].experts
+write_mxfp8, mxfp8_experts = PUBLISHED["MXFP8"].write, PUBLISHED["MXFP8"].experts
+write_nvfp4, nvfp4_experts = PUBLISHED["NVFP4"].write, PUBLISHED["NVFP4"].experts
+write_gptq, gptq_experts = PUBLISHED["GPTQ"].write, PUBLISHED["GPTQ"].experts
+write_awq, awq_experts = PUBLISHED["AWQ"].write, PUBLISHED["AWQ"].experts
