@@ -354,6 +354,34 @@ def nvfp4(spelling):
     return make, meaning
 
 
+def gptq(random, n, k):
+    """Tensors of symmetric GPTQ, in groups of 32."""
+    return {
+        ".qweight": ["I32", random.integers(-(2**31), 2**31, (k // 8, n), np.int32)],
+        ".scales": ["F16", random.uniform(0.01, 0.1, (k // 32, n)).astype(np.float16)],
+        ".qzeros": ["I32", np.full((k // 32, n // 8), 0x77777777, np.int32)],
+        ".g_idx": ["I32", np.arange(k, dtype=np.int32) // 32],
+    }
+
+
+def gptq_meaning(arrays):
+    return ((along_k(arrays[".qweight"]) - 8) * arrays[".scales"].astype(np.float64).repeat(32, 0)).T
+
+
+def awq(random, n, k):
+    """Tensors of AWQ, in groups of 32."""
+    return {
+        ".qweight": ["I32", random.integers(-(2**31), 2**31, (k, n // 8), np.int32)],
+        ".qzeros": ["I32", random.integers(-(2**31), 2**31, (k // 32, n // 8), np.int32)],
+        ".scales": ["F16", random.uniform(0.01, 0.1, (k // 32, n)).astype(np.float16)],
+    }
+
+
+def awq_meaning(arrays):
+    codes, zeros = along_n(arrays[".qweight"], AWQ_PLACES), along_n(arrays[".qzeros"], AWQ_PLACES)
+    return ((codes - zeros.repeat(32, 0)) * arrays[".scales"].astype(np.float64).repeat(32, 0)).T
+
+
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
     "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
@@ -374,4 +402,7 @@ SCHEMES = {
     "mxfp8 weight_scale": per_expert("mxfp8", *mxfp8(".weight_scale", "U8")),
     "nvfp4": per_expert("nvfp4", *nvfp4("modelopt")),
     "nvfp4 divided": per_expert("nvfp4", *nvfp4("llm-compressor")),
+    "gptq": per_expert("gptq", gptq, gptq_meaning),
+    "gptq w1": per_expert("gptq", gptq, gptq_meaning, W, "block_sparse_moe.experts", "num_local_experts"),
+    "awq": per_expert("awq", awq, awq_meaning),
 }

@@ -239,7 +239,10 @@ def test_what_only_looks_like_a_matrix(weight_format):
         small, swapped = array.reshape(-1)[:-1].copy(), Swapped(**vars(good["up"]))
         object.__setattr__(swapped, name, small)
         wrong.append((FormatError, swapped))
-        wrong += [(FormatError, resized(good["up"], name, size)) for size in (array.itemsize, array.nbytes + array.itemsize)]
+        wrong += [
+            (FormatError, resized(good["up"], name, size))
+            for size in (array.nbytes - array.itemsize, array.nbytes + array.itemsize)
+        ]
     with MoELayer(experts, "fp32_lut") as layer:
         y = layer.forward(*batch)
         for error, matrix in wrong:

@@ -195,7 +195,7 @@ def test_peers_get_the_same_weights():
     assert np.array_equal(weights.float32(bits), expected)
     blocks = weights.mxfp4_blocks(matrix.codes, matrix.scales)
     codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
-    doubled = 2 * np.array(ktmoe.MXFP4.codebook)
+    doubled = 2 * np.array(ktmoe.MXFP4.element.values)
     values = doubled[codes] * np.exp2(blocks[..., :1].astype(np.float64) - 128)
     assert np.array_equal(values.reshape(expected.shape), expected)
 

@@ -262,3 +262,12 @@ def test_many_tensors(tmp_path):
         assert len(checkpoint) == 66048
         infos = [checkpoint.info(name) for name in names]
         assert [info.offset for info in infos] == list(range(infos[0].offset, infos[0].offset + 66048))
+
+
+def test_quantize_config_takes_the_place_of_quantization_config(two_shards):
+    (two_shards / "quantize_config.json").write_text('{"bits": 4}')
+    with Checkpoint(two_shards) as checkpoint:
+        assert checkpoint.config == {"model_type": "x", "nested": {"y": 1}, "quantization_config": {"bits": 4}}
+    (two_shards / "config.json").write_text('{"quantization_config": {"bits": 8}}')
+    with Checkpoint(two_shards) as checkpoint:
+        assert checkpoint.config == {"quantization_config": {"bits": 8}}

@@ -470,8 +470,8 @@ def test_auto_never_means_int8(cpu):
 def test_weights_that_no_kernel_serves(cpu):
     cpu(*ALL_FEATURES)
     for weight_format in (
-        WeightFormat("q4", MXFP4.codebook, Scale("ue8m0", (1, 16))),
-        WeightFormat("q4", MXFP4.codebook, Scale("bf16", (1, 2 * GROUPS[-1]))),
+        WeightFormat(MXFP4.element, Scale("ue8m0", (1, 16))),
+        WeightFormat(MXFP4.element, Scale("bf16", (1, 2 * GROUPS[-1]))),
     ):
         experts = experts_of({"gate": MXFP4, "up": weight_format, "down": MXFP4})
         for name in backends.ranked():
@@ -509,7 +509,7 @@ def test_the_override_is_strict(cpu, monkeypatch, name):
 def test_the_override_does_not_fall_back_for_weights(cpu, monkeypatch):
     cpu(*ALL_FEATURES)
     monkeypatch.setenv("KTMOE_BACKEND", "avx2")
-    experts = experts_of(WeightFormat("q4", MXFP4.codebook, Scale("bf16", (1, 2 * GROUPS[-1]))))
+    experts = experts_of(WeightFormat(MXFP4.element, Scale("bf16", (1, 2 * GROUPS[-1]))))
     with pytest.raises(UnavailableError, match=r"'avx2' \(KTMOE_BACKEND\) cannot be used: it has no kernels for"):
         choose_backend("auto", experts)
 

@@ -11,9 +11,9 @@ import pytest
 import ways
 from exact import SIXTEENS, down_layer, forward, odd_scales, random_codes, shift_for, visible_layer, weights_of
 from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
+from ktmoe.weights.codebook import ROUNDING
 
 from ktmoe import MXFP4, int4
-from ktmoe.weights.codebook import ROUNDING
 from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import Scale, WeightFormat
 

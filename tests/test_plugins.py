@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from environments import NEEDS_COMPILER, ROOT, Environment
-from helpers import BF16, DEEPSEEK, FORMATS, GPT_OSS, assert_right, random_arrays, random_batch, random_experts, same_bits
+from helpers import DEEPSEEK, FORMATS, GPT_OSS, assert_right, random_arrays, random_batch, random_experts, same_bits
 
 import ktmoe
 from ktmoe import MoELayer, backends, loaders, reference
@@ -16,8 +16,13 @@ from ktmoe.backends.choice import choose_backend
 
 EXAMPLES = ROOT / "examples"
 DOCUMENTS = [ROOT / "docs" / f"add-a-{kind}.md" for kind in ("loader", "backend", "kernel")]
-PYTHON = ("loader_plugin", "python_backend")
-DISTRIBUTIONS = {"loader_plugin": "ktmoe-blocks", "python_backend": "ktmoe-float64", "native_backend": "ktmoe-plain"}
+PYTHON = ("loader_plugin", "format_plugin", "python_backend")
+DISTRIBUTIONS = {
+    "loader_plugin": "ktmoe-blocks",
+    "format_plugin": "ktmoe-iq4-nl",
+    "python_backend": "ktmoe-float64",
+    "native_backend": "ktmoe-plain",
+}
 
 
 # The documents
@@ -95,7 +100,7 @@ def native_wheel(builder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python_plugins(python_wheels, tmp_path_factory):
-    """An environment with the loader and the Python backend."""
+    """An environment with the loaders and the Python backend."""
     environment = Environment(tmp_path_factory.mktemp("python"))
     environment.install(*python_wheels)
     return environment
@@ -189,6 +194,54 @@ def test_the_loader_refuses(python_plugins, blocks, tmp_path, change, why):
     kind, message = python_plugins.call(refusal_of, str(tmp_path))
     assert kind == why[0]
     assert re.search(why[1], message)
+
+
+# The loader with a format of its own
+
+IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+
+
+@pytest.fixture(scope="module")
+def iq4_nl(tmp_path_factory):
+    """A checkpoint whose codes are packed here, high nibble first; expected.npz has the weights that went in."""
+    folder, rng, tensors, expected = tmp_path_factory.mktemp("iq4_nl"), np.random.default_rng(5), {}, {}
+    for expert in range(3):
+        for projection, (n, k) in {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}.items():
+            q = rng.integers(0, 16, (n, k), np.uint8)
+            scales = rng.uniform(0.0005, 0.002, (n, k // 32)).astype(np.float16)
+            name = f"model.layers.4.mlp.experts.{expert}.{projection}_proj"
+            tensors[f"{name}.codes"] = np.array([row[0::2] * 16 + row[1::2] for row in q])
+            tensors[f"{name}.scales"] = scales
+            expected[f"{expert}.{projection}"] = IQ4_NL[q] * scales.astype(np.float64).repeat(32, 1)
+    save(folder, tensors)
+    np.savez(folder / "expected.npz", **expected)
+    return folder
+
+
+def use_format(path):
+    """What was read is what went in: by the arrays, and by the reference; then forward() by the reference."""
+    expected = np.load(Path(path) / "expected.npz")
+    experts = ktmoe.load_experts(path, 4)
+    assert not any(0.0 in experts.formats[projection].element.values for projection in experts.formats)
+    for name in expected:
+        expert, projection = name.split(".")
+        matrix = experts.matrix(int(expert), projection)
+        q = np.stack([matrix.codes >> 4, matrix.codes & 15], axis=-1).reshape(matrix.shape)
+        assert np.array_equal(IQ4_NL[q] * matrix.scales.astype(np.float64).repeat(32, 1), expected[name])
+        assert np.array_equal(reference.dequantize(matrix), expected[name])
+    rng = np.random.default_rng(1)
+    for backend in ("fp32_lut", "auto"):
+        with MoELayer.from_checkpoint(path, 4, backend) as layer:
+            assert_right(layer, experts, *random_batch(rng, experts, 5, 2))
+            for projection in ("gate", "up", "down"):
+                (part,) = layer.export_expert(1)
+                assert np.array_equal(part[projection].codes, experts.matrix(1, projection).codes)
+    return loaders.names()
+
+
+def test_a_format_of_a_plugin_needs_no_c(python_plugins, iq4_nl):
+    assert "iq4_nl" in python_plugins.call(use_format, str(iq4_nl))
+    assert not list((EXAMPLES / "format_plugin").rglob("*.c"))
 
 
 # The backends
@@ -344,7 +397,7 @@ def test_plugins_change_nothing_else_and_go_when_uninstalled(python_plugins, pyt
     here = everything()
     there = python_plugins.call(everything)
     assert set(there["backends"]) == {*here["backends"], "float64"}
-    assert set(there["loaders"]) == {*here["loaders"], "blocks"}
+    assert set(there["loaders"]) == {*here["loaders"], "blocks", "iq4_nl"}
     assert there["auto"] == list(here["auto"])
 
     environment = Environment(tmp_path)

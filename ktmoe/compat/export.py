@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ktmoe.arrays import BF16
-from ktmoe.errors import InputError
+from ktmoe.errors import InputError, UnavailableError
 from ktmoe.experts import ExpertSpec
 from ktmoe.messages import show
+from ktmoe.weights.formats import WeightFormat
 
 #: bfloat16 bits of each UE8M0 byte, 2**(byte - 127), exactly: byte 0 is a subnormal number, and 255, a NaN, is never loaded.
 _UE8M0_BITS = (np.arange(256, dtype=np.uint16) << 7) | (np.arange(256) == 0).astype(np.uint16) << 6
@@ -21,12 +22,15 @@ class Target:
     """The host buffers of all GPU ranks, as the arrays that MoELayer.export_expert writes.
 
     Rank i has gate's rows [i*I/ranks, (i+1)*I/ranks), then up's, in w13, and those columns of down in w2; scales likewise.
-    Raises InputError for addresses that are not one to a rank, and what ExpertSpec.part raises.
+    Raises UnavailableError for a format that these buffers have no place for, InputError for addresses that are not one to a
+    rank, and what ExpertSpec.part raises.
     """
 
     def __init__(self, experts: ExpertSpec, ranks: int, w13, w13_scales, w2, w2_scales):
         ranks = _whole("gpu_tp_count", ranks)
         one = experts.part(ranks, "gpu_tp_count")
+        for projection, weight_format in one.formats.items():
+            _check(experts.name, projection, weight_format)
         scaled = {projection: weight_format.scale for projection, weight_format in one.formats.items()}
         codes = {"w13": _addresses("w13_weight_ptrs", w13, ranks), "w2": _addresses("w2_weight_ptrs", w2, ranks)}
         scales = {
@@ -40,16 +44,14 @@ class Target:
             for projection, buffer in (("gate", "w13"), ("up", "w13"), ("down", "w2")):
                 if buffer == "w2":
                     offsets = {"codes": 0, "scales": 0}
-                (n, k), weight_format = one.shape(projection), one.formats[projection]
-                array = _at(codes[buffer][rank] + offsets["codes"], weight_format.codes_shape(n, k), weight_format.codes_dtype)
-                offsets["codes"] += array.nbytes
-                written = None
-                if weight_format.scale is not None:
-                    shape = weight_format.scale.shape(n, k)
-                    bits = _at(scales[buffer][rank] + offsets["scales"], shape, np.dtype(np.uint16))
-                    offsets["scales"] += bits.nbytes
-                    written = self._scales(weight_format.scale.kind, bits)
-                part[projection] = array, written
+                weight_format = one.formats[projection]
+                part[projection] = {}
+                for label, (dtype, shape) in weight_format.arrays(*one.shape(projection)).items():
+                    addresses = codes if label == "codes" else scales
+                    at = addresses[buffer][rank] + offsets[label]
+                    array = _at(at, shape, dtype if label == "codes" else np.dtype(np.uint16))
+                    offsets[label] += array.nbytes
+                    part[projection][label] = array if label == "codes" else self._scales(weight_format.scale.kind, array)
 
     def _scales(self, kind: str, bits: np.ndarray) -> np.ndarray:
         if kind == "bf16":
@@ -61,6 +63,18 @@ class Target:
         """Once the parts are written: turn the scales into what the buffers take."""
         for stored, bits in self._convert:
             np.take(_UE8M0_BITS, stored, out=bits)
+
+
+def _check(name: str, projection: str, weight_format: WeightFormat) -> None:
+    scale = weight_format.scale
+    plain = (
+        weight_format.order.rows and weight_format.element.bits != 8 and set(weight_format.arrays(8, 8)) <= {"codes", "scales"}
+    )
+    if not plain or (scale and scale.kind not in ("ue8m0", "bf16")):
+        raise UnavailableError(
+            f"{name}: the buffers for GPUs take 4-bit codes along k with ue8m0 or bf16 scales, and bfloat16; "
+            f"found {weight_format.description} ({projection})"
+        )
 
 
 def _addresses(name: str, given: Sequence[int], ranks: int, needed: bool = True) -> list[int]:

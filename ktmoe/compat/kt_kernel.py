@@ -50,7 +50,8 @@ class KTMoEWrapper:
     weight_path: the checkpoint's folder, opened once for all its layers.
     max_deferred_experts_per_token: so many of a token's experts, those with the least weights, may be added to the next layer's
     result instead of this one's; 0 and None: none.
-    method: "MXFP4" (DeepSeek-V4), "RAWINT4" (compressed-tensors INT4), "BF16". UnavailableError says what the others lack.
+    method: a key of methods.SERVED, such as "MXFP4" (DeepSeek-V4), "RAWINT4" (compressed-tensors INT4), "FP8" (DeepSeek-V3) or
+    "BF16". UnavailableError says what the others lack.
     swiglu_limit: None = as the checkpoint says, 0 = no clamp. swiglu_alpha: not 0 = GPT-OSS's activation.
     chunked_prefill_size, cpu_save and the arguments of mode "sft" are taken and change nothing.
 

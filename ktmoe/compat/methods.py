@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from ktmoe.errors import FormatError, InputError, UnavailableError
-from ktmoe.weights.elements import INT4
-from ktmoe.weights.formats import BF16, MXFP4, WeightFormat
+from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, WeightFormat, fp8, int4, nvfp4
+from ktmoe.weights.order import GPTQ
 
-#: method -> what its experts' matrices are.
+
+def _rawint4(found: WeightFormat) -> bool:
+    return bool(found.scale) and found.scale.kind == "bf16" and found == int4(found.scale.extent[1])
+
+
+def _gptq_int4(found: WeightFormat) -> bool:
+    return bool(found.scale) and found == int4(found.scale.extent[1], found.scale.kind, GPTQ)
+
+
+def _fp8(found: WeightFormat) -> bool:
+    return bool(found.scale) and found.scale.extent[0] > 1 and found == fp8(found.scale.kind, found.scale.extent)
+
+
+@dataclass(frozen=True)
+class Method:
+    """wanted: what its experts' matrices are. fits: whether a format is that."""
+
+    wanted: str
+    fits: Callable[[WeightFormat], bool]
+
+
+#: By name.
 SERVED = {
-    "BF16": "bfloat16",
-    "MXFP4": "E2M1 with a UE8M0 scale per 32",
-    "RAWINT4": "symmetric INT4 of compressed-tensors, with a bfloat16 scale per group",
+    "BF16": Method("bfloat16", BF16.__eq__),
+    "MXFP4": Method("E2M1 with a UE8M0 scale per 32", MXFP4.__eq__),
+    "RAWINT4": Method("symmetric INT4 of compressed-tensors, with a bfloat16 scale per group", _rawint4),
+    "FP8": Method("E4M3 with a scale per 128 x 128", _fp8),
+    "FP8_PERCHANNEL": Method("E4M3 with a scale per row", FP8_PER_ROW.__eq__),
+    "GPTQ_INT4": Method("GPTQ's symmetric INT4", _gptq_int4),
+    "MXFP8": Method("E4M3 with a UE8M0 scale per 32", MXFP8.__eq__),
+    "NVFP4": Method("E2M1 with an E4M3 scale per 16 and an fp32 scale per tensor", (nvfp4(), nvfp4(divides=True)).__contains__),
 }
 _ROWS = "symmetric integers with an fp32 scale per row, quantized or converted by kt-kernel"
 #: method -> the weights that ktmoe does not have yet.
 MISSING = {
     "AMXINT4": f"4-bit {_ROWS}",
     "AMXINT8": f"8-bit {_ROWS}",
-    "FP8": "E4M3 with a scale per 128 x 128",
-    "FP8_PERCHANNEL": "E4M3 with a scale per row",
-    "GPTQ_INT4": "GPTQ's symmetric INT4",
     "LLAMAFILE": "GGUF",
     "MOE_INT4": f"4-bit {_ROWS}",
     "MOE_INT8": f"8-bit {_ROWS}",
-    "MXFP8": "E4M3 with a UE8M0 scale per 32",
-    "NVFP4": "E2M1 with an E4M3 scale per 16 and an fp32 scale per tensor",
     "SYCL_GPTQ_INT4": "GPTQ's symmetric INT4 on a SYCL device",
 }
 _SFT = ("AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
@@ -54,14 +76,7 @@ def require(mode: str, method: str) -> None:
 def check_formats(method: str, formats: Mapping[str, WeightFormat], name: str) -> None:
     """Raise FormatError unless all projections are what the method stands for."""
     for projection, weight_format in formats.items():
-        if not _fits(method, weight_format):
+        if not SERVED[method].fits(weight_format):
             raise FormatError(
-                f"{name}: method {method!r} expects {SERVED[method]}, found {weight_format.description} ({projection})"
+                f"{name}: method {method!r} expects {SERVED[method].wanted}, found {weight_format.description} ({projection})"
             )
-
-
-def _fits(method: str, weight_format: WeightFormat) -> bool:
-    if method == "RAWINT4":
-        scale = weight_format.scale
-        return weight_format.element == INT4 and scale is not None and scale.kind == "bf16"
-    return weight_format == {"BF16": BF16, "MXFP4": MXFP4}[method]

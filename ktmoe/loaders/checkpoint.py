@@ -27,7 +27,8 @@ class Checkpoint:
 
     path: a folder with model.safetensors.index.json, whose weight_map then decides which file holds which tensor; or a
     folder without it, whose *.safetensors files must not share a tensor name; or one .safetensors file.
-    config: the folder's config.json as a dict, empty if there is none.
+    config: the folder's config.json as a dict, empty if there is none. Where it has no quantization_config, the object in
+    quantize_config.json, which AutoGPTQ writes, takes that place.
 
     With an index, a file is opened and its header checked when one of its tensors is first asked for, so a partial download
     serves what it has. One descriptor is kept per opened file until close() or garbage collection.
@@ -134,6 +135,9 @@ class Checkpoint:
                     raise CheckpointError(f"{folder}: tensor {show(tensor)}: expected in one file, found in {other}, {name}")
         config = folder / "config.json"
         self.config = read_json_object(config) if os.path.lexists(config) else {}
+        quantize = folder / "quantize_config.json"
+        if "quantization_config" not in self.config and os.path.lexists(quantize):
+            self.config["quantization_config"] = read_json_object(quantize)
 
     def _find(self, name: str) -> tuple[SafetensorsFile, TensorInfo]:
         file_name = self._file_of.get(name)

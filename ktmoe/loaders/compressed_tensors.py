@@ -21,7 +21,7 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import Matrix
-from ktmoe.loaders import naming, registry
+from ktmoe.loaders import naming, quantization, registry
 from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
@@ -117,7 +117,7 @@ def read_group(checkpoint: Checkpoint) -> int | None:
 
     Where there are several config groups, one of them must be supported: which layers they are for is not looked at.
     """
-    where, stated = f"{checkpoint.path}: quantization_config", naming.quantization(checkpoint)
+    where, stated = f"{checkpoint.path}: quantization_config", quantization.read(checkpoint)
     groups = stated.get("config_groups")
     if not isinstance(groups, dict | None):
         raise CheckpointError(f"{where}.config_groups: expected an object, found {show(groups)}")

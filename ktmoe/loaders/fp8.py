@@ -12,7 +12,7 @@ quantization_config is the block's size where it is given.
 from __future__ import annotations
 
 from ktmoe.errors import FormatError
-from ktmoe.loaders import naming, registry
+from ktmoe.loaders import naming, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
 from ktmoe.messages import show
@@ -35,7 +35,7 @@ class Fp8(PerExpert):
 
 
 def _block(checkpoint: Checkpoint) -> tuple[int, int]:
-    stated = naming.quantization(checkpoint).get("weight_block_size")
+    stated = quantization.read(checkpoint).get("weight_block_size")
     if stated is None:
         return 128, 128
     if not (isinstance(stated, list) and len(stated) == 2 and all(type(size) is int and 0 < size < 2**31 for size in stated)):

@@ -212,14 +212,6 @@ def config(checkpoint: Checkpoint, key: str) -> object:
     return nested.get(key) if value is None and isinstance(nested, dict) else value
 
 
-def quantization(checkpoint: Checkpoint) -> dict:
-    """config.json's quantization_config; empty where there is none. Raises CheckpointError if it is no object."""
-    stated = config(checkpoint, "quantization_config")
-    if not isinstance(stated, dict | None):
-        raise CheckpointError(f"{checkpoint.path}: quantization_config: expected an object, found {show(stated)}")
-    return stated or {}
-
-
 def swiglu_limit(checkpoint: Checkpoint, default: float) -> float:
     """config.json's swiglu_limit, 0 or more; `default` where it is absent or null. Raises CheckpointError."""
     limit = config(checkpoint, "swiglu_limit")

@@ -164,6 +164,9 @@ class PerExpert(Loader):
         if rest:
             raise FormatError(f"{info.name}: shape: expected an even number of {info.dtype} columns, found {list(info.shape)}")
         n, k = weight_format.shape((rows, items))
+        whole, _ = weight_format.code_unit
+        if n % whole:
+            raise FormatError(f"{info.name}: shape: expected an n that is a multiple of {whole}, found [n, k] = {[n, k]}")
         for label, (_, wanted) in weight_format.arrays(n, k).items():
             if label == "factor":
                 _check_factor(headers.info(label), wanted)

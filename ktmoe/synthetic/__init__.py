@@ -1,6 +1,7 @@
 """Synthetic checkpoints with true tensor names, dtypes and sizes, for the demo, tests and benches.
 
 write_*: into a folder. *_experts: what layer 0 of that loads as, without a file; a matrix is made when it is asked for.
+PUBLISHED: experts of each quantized format by the name of the weights; each has write() and experts().
 """
 
 from ktmoe.synthetic.models import (
@@ -13,16 +14,38 @@ from ktmoe.synthetic.models import (
     write_kimi_k2,
     write_qwen3,
 )
-from ktmoe.synthetic.quantized import PUBLISHED
+from ktmoe.synthetic.quantized import (
+    PUBLISHED,
+    awq_experts,
+    fp8_experts,
+    gptq_experts,
+    mxfp8_experts,
+    nvfp4_experts,
+    write_awq,
+    write_fp8,
+    write_gptq,
+    write_mxfp8,
+    write_nvfp4,
+)
 
 __all__ = [
     "PUBLISHED",
+    "awq_experts",
     "deepseek_v4_experts",
+    "fp8_experts",
     "gpt_oss_experts",
+    "gptq_experts",
     "kimi_k2_experts",
+    "mxfp8_experts",
+    "nvfp4_experts",
     "qwen3_experts",
+    "write_awq",
     "write_deepseek_v4",
+    "write_fp8",
     "write_gpt_oss",
+    "write_gptq",
     "write_kimi_k2",
+    "write_mxfp8",
+    "write_nvfp4",
     "write_qwen3",
 ]

@@ -14,7 +14,8 @@ from ktmoe.loaders.naming import NUMBERED_STEMS, PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.models import bases, matrices
 from ktmoe.synthetic.tensors import Shaper, Tensor, codes, constant, factors, scales, zero_points
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8, nvfp4
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.order import AWQ, GPTQ
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Published:
         )
 
     def _model(self, layers: list[str], num_experts: int, hidden: int, intermediate: int) -> Model:
-        step = math.lcm(self.format.unit[1], 8) if self.format.unit[0] == 1 or not self.format.scale else 8  # blocks may be cut
+        blocks = self.format.scale and self.format.scale.extent[0] > 1  # which may be cut
+        step = 8 if blocks else math.lcm(self.format.unit[1], 8)
         check(hidden=(hidden, step), intermediate=(intermediate, step), num_experts=(num_experts, 1))
         tensors = []
         for layer in layers:
@@ -86,6 +88,15 @@ class Published:
         if label == "offsets":
             return zero_points
         return scales(self.format, k) if label == "scales" else factors(self.format, k, dtype)
+
+
+#: The groups in order: no activation order.
+_G_IDX = {(".g_idx", "I32"): (lambda n, k: (k,), lambda n, k: constant(np.arange(k, dtype=np.int32) // 128))}
+
+
+def sevens(out: np.ndarray) -> None:
+    """Zero points of 8, less 1."""
+    out[:] = 0x77
 
 
 #: By the name that tables give the weights.
@@ -149,4 +160,68 @@ PUBLISHED = {
         more={(".input_scale", "F32"): (lambda n, k: (), lambda n, k: constant(np.float32([0.01])))},
         factor_shape=lambda n: (),
     ),
+    "GPTQ": Published(
+        "gptq",
+        uint4(128, order=GPTQ, plus=1),
+        {"codes": (".qweight", "I32"), "scales": (".scales", "F16"), "offsets": (".qzeros", "I32")},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "quantization_config": {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "desc_act": False,
+                "sym": False,
+                "checkpoint_format": "gptq",
+            },
+        },
+        hidden=2048,
+        intermediate=768,
+        more=_G_IDX,
+    ),
+    "GPTQ symmetric": Published(
+        "gptq",
+        int4(128, "fp16", GPTQ),
+        {"codes": (".qweight", "I32"), "scales": (".scales", "F16")},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "quantization_config": {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "desc_act": False,
+                "sym": True,
+                "checkpoint_format": "gptq",
+            },
+        },
+        hidden=2048,
+        intermediate=768,
+        more=_G_IDX | {(".qzeros", "I32"): (lambda n, k: (k // 128, n // 8), lambda n, k: sevens)},
+    ),
+    "AWQ": Published(
+        "awq",
+        uint4(128, order=AWQ),
+        {"codes": (".qweight", "I32"), "scales": (".scales", "F16"), "offsets": (".qzeros", "I32")},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "quantization_config": {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "version": "gemm",
+                "zero_point": True,
+            },
+        },
+        hidden=2048,
+        intermediate=768,
+    ),
 }
+
+write_fp8, fp8_experts = PUBLISHED["FP8"].write, PUBLISHED["FP8"].experts
+write_mxfp8, mxfp8_experts = PUBLISHED["MXFP8"].write, PUBLISHED["MXFP8"].experts
+write_nvfp4, nvfp4_experts = PUBLISHED["NVFP4"].write, PUBLISHED["NVFP4"].experts
+write_gptq, gptq_experts = PUBLISHED["GPTQ"].write, PUBLISHED["GPTQ"].experts
+write_awq, awq_experts = PUBLISHED["AWQ"].write, PUBLISHED["AWQ"].experts

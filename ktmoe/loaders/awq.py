@@ -1,0 +1,45 @@
+"""AWQ (AutoAWQ, version "gemm"): 4-bit integers with zero points, in groups along k.
+
+An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
+
+    qweight  I32 [K, N/8], eight codes along n: from the lowest bits up, those of n = 0, 2, 4, 6, 1, 3, 5, 7
+    qzeros   I32 [K/group, N/8], zero points in the same order
+    scales   F16 or BF16 [K/group, N]
+
+A weight is (code - zero point) * scale. Of config.json's quantization_config: bits 4; version "gemm"; zero_point true, as
+AutoAWQ writes this version with zero points only; group_size, else it is found by the shapes.
+"""
+
+from __future__ import annotations
+
+from ktmoe.loaders import naming, quantization, registry
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.weights.formats import WeightFormat, uint4
+from ktmoe.weights.order import AWQ
+
+_ARRAYS = {"codes": ".qweight", "scales": ".scales", "offsets": ".qzeros"}
+_SUPPORTED = {
+    "bits": (4,),
+    "version": ("gemm", "GEMM"),
+    "zero_point": (True,),
+    "quant_method": ("awq", None),
+}
+
+
+class Awq(PerExpert):
+    """Reads 4-bit AWQ experts."""
+
+    names = naming.Names("AWQ", *spellings(_ARRAYS, foreign={"bias": "biases are not supported", "g_idx": "that is GPTQ's"}))
+
+    def check_config(self, checkpoint: Checkpoint) -> None:
+        quantization.check(checkpoint, _SUPPORTED)
+
+    def format(self, headers: Headers) -> WeightFormat:
+        codes, kind = headers.info("codes"), headers.kind("F16", "BF16")
+        naming.check_dtype(codes, "I32")
+        naming.check_dimensions(codes, 2)
+        return uint4(quantization.group_size(headers.checkpoint) or group(headers, codes.shape[0], axis=0), kind, AWQ)
+
+
+registry.register("awq", Awq())

@@ -1,0 +1,89 @@
+"""GPTQ (AutoGPTQ, GPTQModel): 4-bit integers, symmetric or with zero points, in groups along k.
+
+An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
+
+    qweight  I32 [K/8, N], eight codes along k, lowest bits first
+    scales   F16 or BF16 [K/group, N]
+    qzeros   I32 [K/group, N/8], eight zero points along n, lowest bits first
+    g_idx    I32 [K], each k's group; may be absent, and must be k // group
+
+A weight is (code - z) * scale. What qzeros store is z - 1, or z where quantization_config's checkpoint_format is "gptq_v2". If
+its sym is true or left out, every z must be 8. group_size may be left out; activation order (desc_act) is refused.
+
+Where z - 1 is stored, 15 is refused. It is what writers make of z = 0, and then the zero points beside it are wrong, too:
+GPTQModel subtracts from eight as one integer and so borrows, and AutoGPTQ sets all bits above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ktmoe.errors import FormatError
+from ktmoe.experts import Matrix
+from ktmoe.loaders import naming, quantization, registry
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.weights.formats import WeightFormat, int4, uint4
+from ktmoe.weights.order import GPTQ
+
+_ARRAYS = {"codes": ".qweight", "scales": ".scales", "offsets": ".qzeros"}
+_SUPPORTED = {
+    "bits": (4,),
+    "desc_act": (False, None),
+    "sym": (True, False, None),
+    "checkpoint_format": ("gptq", "gptq_v2", None),
+    "quant_method": ("gptq", None),
+}
+
+
+class Gptq(PerExpert):
+    """Reads 4-bit GPTQ experts without activation order."""
+
+    names = naming.Names("GPTQ", *spellings(_ARRAYS, optional=(".g_idx",), foreign={"bias": "biases are not supported"}))
+
+    def check_config(self, checkpoint: Checkpoint) -> None:
+        quantization.check(checkpoint, _SUPPORTED)
+
+    def format(self, headers: Headers) -> WeightFormat:
+        codes, kind, checkpoint = headers.info("codes"), headers.kind("F16", "BF16"), headers.checkpoint
+        naming.check_dtype(codes, "I32")
+        naming.check_dimensions(codes, 2)
+        size = quantization.group_size(checkpoint) or group(headers, 8 * codes.shape[0], axis=0)
+        if quantization.read(checkpoint).get("sym") is not False:
+            return int4(size, kind, GPTQ)
+        return uint4(size, kind, GPTQ, plus=_plus(checkpoint))
+
+    def check_more(self, headers: Headers, endings: Iterable[str], shape: tuple[int, int]) -> None:
+        (n, k), zeros = shape, headers.info("offsets")
+        naming.check_dtype(zeros, "I32")
+        naming.check_shape(zeros, (headers.info("scales").shape[0], -(-n // 8)), "eight zero points an item")
+        if ".g_idx" in endings:
+            index = headers.checkpoint.info(f"{headers.name}.g_idx")
+            naming.check_dtype(index, "I32")
+            naming.check_shape(index, (k,), "one group per k")
+
+    def check_read(self, matrix: Matrix, headers: Headers, endings: Iterable[str]) -> None:
+        checkpoint, size = headers.checkpoint, matrix.format.scale.extent[1]
+        if ".g_idx" in endings:
+            name = f"{headers.name}.g_idx"
+            index = checkpoint.read(name, release=True).view("<i4")
+            if (wrong := np.flatnonzero(index != np.arange(len(index)) // size)).size:
+                k = int(wrong[0])
+                raise FormatError(f"{name}: [{k}]: expected {k // size}, groups in order, found {index[k]}: activation order")
+        plus, symmetric = _plus(checkpoint), matrix.offsets is None
+        name = headers.tensor("offsets")
+        stored = checkpoint.read(name, release=True) if symmetric else matrix.offsets.view(np.uint8)
+        nibbles = np.stack([stored & 15, stored >> 4])
+        if symmetric and (wrong := nibbles[nibbles != 8 - plus]).size:
+            raise FormatError(f"{name}: expected {8 - plus} everywhere, as sym says, found {wrong[0]}")
+        if not symmetric and plus and (nibbles == 15).any():
+            raise FormatError(f"{name}: expected zero points from 1 to 15, found 16 or 0: what is stored, 15, is ambiguous")
+
+
+def _plus(checkpoint: Checkpoint) -> int:
+    return 0 if quantization.read(checkpoint).get("checkpoint_format") == "gptq_v2" else 1
+
+
+registry.register("gptq", Gptq())

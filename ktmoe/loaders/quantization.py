@@ -1,0 +1,39 @@
+"""config.json's quantization_config: what it may say, and group_size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ktmoe.errors import CheckpointError, FormatError
+from ktmoe.loaders import naming
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.messages import show
+
+
+def read(checkpoint: Checkpoint) -> dict:
+    """It, at the top or in text_config; empty where there is none. Raises CheckpointError if it is no object."""
+    stated = naming.config(checkpoint, "quantization_config")
+    if not isinstance(stated, dict | None):
+        raise CheckpointError(f"{checkpoint.path}: quantization_config: expected an object, found {show(stated)}")
+    return stated or {}
+
+
+def group_size(checkpoint: Checkpoint) -> int | None:
+    """Its group_size; None if there is none, or if it is no count, which check() refuses."""
+    size = read(checkpoint).get("group_size")
+    return size if type(size) is int and 1 <= size < 2**31 else None
+
+
+def check(checkpoint: Checkpoint, supported: Mapping[str, tuple]) -> None:
+    """Raise FormatError, which names the key, for a value that is not supported, or a group_size that is no count.
+
+    supported: by key, the values that it may have where it is there; the first ones are named.
+    """
+    stated, where = read(checkpoint), f"{checkpoint.path}: quantization_config"
+    for key, values in supported.items():
+        found = stated.get(key, values[0])
+        if not any(type(found) is type(value) and found == value for value in values):
+            expected = " or ".join(repr(value) for value in values if value is not None)
+            raise FormatError(f"{where}.{key}: expected {expected}, found {show(found)}")
+    if stated.get("group_size") is not None and group_size(checkpoint) is None:
+        raise FormatError(f"{where}.group_size: expected a count of columns, found {show(stated['group_size'])}")

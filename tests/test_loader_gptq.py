@@ -1,0 +1,219 @@
+"""The gptq loader beyond what tests/test_loader_schemes.py asks of all: a writer, zero points, config, its refusals."""
+
+import json
+
+import numpy as np
+import pytest
+from checkpoints import BF16, PROJ, SCHEMES, numbers, write, zeros
+
+from ktmoe import loaders
+from ktmoe.errors import FormatError
+from ktmoe.experts import PROJECTIONS
+from ktmoe.loaders.base import find_loader
+from ktmoe.weights.formats import int4, uint4
+from ktmoe.weights.order import GPTQ
+
+EXPERT = "model.layers.0.mlp.experts.0"
+
+
+def load(folder, tensors, config=None):
+    checkpoint = write(folder, tensors, config)
+    assert find_loader(checkpoint) is loaders.get("gptq")
+    return loaders.get("gptq").load(checkpoint, 0)
+
+
+def config(**changes):
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+    return {"quantization_config": {key: value for key, value in (stated | changes).items() if value != "absent"}}
+
+
+def pack(numbers_, axis):
+    """Eight of an axis in each uint32, the first one in the lowest bits, one after another as AutoGPTQ's loops do it."""
+    lines = np.moveaxis(numbers_, axis, 0).astype(np.uint32)
+    packed = np.zeros((len(lines) // 8, *lines.shape[1:]), np.uint32)
+    for row in range(len(packed)):
+        for j in range(8):
+            packed[row] |= lines[8 * row + j] << np.uint32(4 * j)
+    return np.ascontiguousarray(np.moveaxis(packed, 0, axis))
+
+
+def quantize(random, n, k, group, sym):
+    """(tensors but for qzeros, z [k/group, n], what they mean): asymmetric by each group's ends, symmetric around 8."""
+    w = random.standard_normal((n, k)) + (0 if sym else 0.3)
+    w = w.reshape(n, -1, group)
+    low, high = np.minimum(w.min(2), 0), np.maximum(w.max(2), 0)
+    if sym:
+        high = np.maximum(-low, high)
+        low = -high
+    scales = ((high - low) / 15).astype(np.float16)
+    z = np.full(scales.shape, 8) if sym else np.clip(np.round(-low / scales.astype(float)), 1, 15).astype(int)
+    q = np.clip(np.round(w / scales.astype(float)[:, :, None]) + z[:, :, None], 0, 15).astype(int)
+    expected = ((q - z[:, :, None]) * scales.astype(np.float64)[:, :, None]).reshape(n, k)
+    tensors = {
+        ".qweight": ["I32", pack(q.reshape(n, k).T, 0).view(np.int32)],
+        ".scales": ["F16", np.ascontiguousarray(scales.T)],
+        ".g_idx": ["I32", (np.arange(k) // group).astype(np.int32)],
+    }
+    return tensors, z.T, expected
+
+
+def checkpoint_of(group=32, sym=False, version="gptq", writer=None):
+    tensors, expected, random = {}, {}, np.random.default_rng(5)
+    for projection, stem in PROJ.items():
+        n, k = (256, 128) if projection == "down" else (128, 256)
+        made, z, expected[projection] = quantize(random, n, k, group, sym)
+        stored = writer(z) if writer else pack(z - (version == "gptq"), 1)
+        made[".qzeros"] = ["I32", stored.view(np.int32)]
+        tensors |= {f"{EXPERT}.{stem}{ending}": tensor for ending, tensor in made.items()}
+    return tensors, expected
+
+
+def by_gptqmodel(z):
+    """It packs z, and subtracts 1 from all eight as one integer."""
+    return pack(z, 1) - np.uint32(0x11111111)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("sym", [False, True])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_against_a_writer(tmp_path, group, sym, version):
+    tensors, expected = checkpoint_of(group, sym, version)
+    weights = load(tmp_path, tensors, config(group_size=group, sym=sym, checkpoint_format=version))
+    plus = int(version == "gptq")
+    wanted = int4(group, "fp16", GPTQ) if sym else uint4(group, "fp16", GPTQ, plus=plus)
+    assert weights.formats == dict.fromkeys(PROJECTIONS, wanted)
+    for projection in PROJECTIONS:
+        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])
+
+
+@pytest.mark.parametrize("sym", [False, True])
+def test_against_gptqmodels_zero_points(tmp_path, sym):
+    tensors, expected = checkpoint_of(sym=sym, writer=by_gptqmodel)
+    weights = load(tmp_path, tensors, config(sym=sym))
+    np.testing.assert_array_equal(numbers(weights.matrix(0, "down")), expected["down"])
+
+
+def test_a_zero_point_of_0_is_refused_where_it_made_its_neighbours_wrong(tmp_path):
+    """What GPTQModel stores for z = 0 borrows from the next one; what AutoGPTQ stores sets all above."""
+    z = np.full((2, 8), 5)
+    z[1, 2] = 0
+    found = by_gptqmodel(z)
+    assert found[1, 0] == 0x44443F44  # a reader that adds 1 to each takes the next one for 4
+    tensors, _ = checkpoint_of()
+    name = f"{EXPERT}.up_proj.qzeros"
+    tensors[name][1][3, 1] = found.view(np.int32)[1, 0]
+    weights = load(tmp_path, tensors, config(sym=False))
+    weights.matrix(0, "gate")
+    with pytest.raises(FormatError, match=rf"{name}: expected zero points from 1 to 15, found 16 or 0: .* 15, is ambiguous"):
+        weights.matrix(0, "up")
+
+
+def test_a_zero_point_of_15_is_one_in_version_2(tmp_path):
+    tensors, _ = checkpoint_of(version="gptq_v2")
+    tensors[f"{EXPERT}.up_proj.qzeros"][1][0, 0] = -1
+    matrix = load(tmp_path, tensors, config(sym=False, checkpoint_format="gptq_v2")).matrix(0, "up")
+    assert numbers(matrix)[0, :32].max() <= 0
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_symmetric_ones_must_be_around_8(tmp_path, version):
+    tensors, _ = checkpoint_of(sym=True, version=version)
+    name = f"{EXPERT}.gate_proj.qzeros"
+    tensors[name][1][1, 2] ^= 3 << 8
+    weights = load(tmp_path, tensors, config(checkpoint_format=version))
+    weights.matrix(0, "up")
+    wanted = 7 if version == "gptq" else 8
+    with pytest.raises(FormatError, match=rf"{name}: expected {wanted} everywhere, as sym says, found {wanted ^ 3}$"):
+        weights.matrix(0, "gate")
+
+
+def test_without_a_config_it_is_symmetric_or_refused(tmp_path):
+    tensors, expected = checkpoint_of(group=64, sym=True)
+    weights = load(tmp_path, tensors)
+    np.testing.assert_array_equal(numbers(weights.matrix(0, "up")), expected["up"])
+    (tmp_path / "asymmetric").mkdir()
+    with pytest.raises(FormatError, match=r"qzeros: expected 7 everywhere"):
+        load(tmp_path / "asymmetric", checkpoint_of()[0]).matrix(0, "up")
+
+
+def test_autogptqs_own_file(tmp_path):
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config(sym=False)["quantization_config"]))
+    tensors, expected = checkpoint_of()
+    weights = load(tmp_path, tensors, {"model_type": "qwen3_moe"})
+    np.testing.assert_array_equal(numbers(weights.matrix(0, "up")), expected["up"])
+
+
+def test_bfloat16_scales_and_no_g_idx(tmp_path):
+    tensors = {name: tensor for name, tensor in SCHEMES["gptq"].layer("model.layers.0").items() if "g_idx" not in name}
+    for name in tensors:
+        if name.endswith("scales"):
+            tensors[name] = ["BF16", tensors[name][1].astype(BF16)]
+    weights = load(tmp_path, tensors)
+    assert weights.formats["up"] == int4(32, "bf16", GPTQ)
+    SCHEMES["gptq"].check(weights, tensors, "model.layers.0")
+
+
+def test_activation_order(tmp_path):
+    tensors, _ = checkpoint_of()
+    name = f"{EXPERT}.down_proj.g_idx"
+    tensors[name][1][[40, 90]] = tensors[name][1][[90, 40]]
+    weights = load(tmp_path, tensors, config(sym=False))
+    weights.matrix(0, "gate")
+    with pytest.raises(FormatError, match=rf"{name}: \[40\]: expected 1, groups in order, found 2: activation order"):
+        weights.matrix(0, "down")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bits": 8}, ["bits: expected 4, found 8"]),
+        ({"bits": True}, ["bits: expected 4, found True"]),
+        ({"desc_act": True}, ["desc_act: expected False, found True"]),
+        ({"sym": "yes"}, ["sym: expected True or False, found 'yes'"]),
+        ({"checkpoint_format": "marlin"}, ["checkpoint_format: expected 'gptq' or 'gptq_v2', found 'marlin'"]),
+        ({"quant_method": "awq"}, ["quant_method: expected 'gptq', found 'awq'"]),
+        ({"group_size": -1}, ["group_size: expected a count of columns, found -1"]),
+        ({"group_size": "32"}, ["group_size: expected a count of columns, found '32'"]),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_configs_that_are_refused(tmp_path, changes, words, nested):
+    stated = {"text_config": config(**changes)} if nested else config(**changes)
+    with pytest.raises(FormatError) as caught:
+        load(tmp_path, SCHEMES["gptq"].layer("model.layers.0"), stated)
+    assert all(word in str(caught.value) for word in ["quantization_config.", *words]), str(caught.value)
+
+
+# label: (tensor of expert 0, what it is instead, what the message must hold)
+REFUSED = {
+    "U8": ("gate_proj.qweight", zeros("U8", 12, 64), ["dtype: expected I32", "U8 [12, 64]"]),
+    "F32 scales": ("gate_proj.scales", zeros("F32", 3, 64), ["dtype: expected F16 or BF16", "F32 [3, 64]"]),
+    "transposed": ("up_proj.scales", zeros("F16", 64, 3), ["expected [3, 64] (one scale per 32 along k = 96)", "[64, 3]"]),
+    "no group fits": ("gate_proj.scales", zeros("F16", 5, 64), ["rows that divides k = 96", "group_size", "[5, 64]"]),
+    "F16 zeros": ("gate_proj.qzeros", zeros("F16", 3, 64), ["dtype: expected I32", "F16 [3, 64]"]),
+    "zeros": ("gate_proj.qzeros", zeros("I32", 3, 64), ["expected [3, 8] (eight zero points an item)", "[3, 64]"]),
+    "I64 g_idx": ("gate_proj.g_idx", zeros("I64", 96), ["dtype: expected I32", "I64 [96]"]),
+    "short g_idx": ("gate_proj.g_idx", zeros("I32", 64), ["expected [96] (one group per k)", "found [64]"]),
+    "bias": ("gate_proj.bias", zeros("F16", 64), ["found one: biases"]),
+}
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_refused(tmp_path, label):
+    suffix, tensor, words = REFUSED[label]
+    checkpoint = write(tmp_path, SCHEMES["gptq"].layer("model.layers.0") | {f"{EXPERT}.{suffix}": tensor})
+    with pytest.raises(FormatError) as caught:
+        loaders.get("gptq").load(checkpoint, 0)
+    assert all(word in str(caught.value) for word in [f"{EXPERT}.{suffix}: ", "expected", *words]), str(caught.value)
+
+
+def test_asymmetric_rows_are_multiples_of_8(tmp_path):
+    tensors = {}
+    for stem, n, k in (("gate_proj", 36, 32), ("up_proj", 36, 32), ("down_proj", 32, 36)):
+        name = f"{EXPERT}.{stem}"
+        tensors |= {f"{name}.qweight": zeros("I32", k // 8, n), f"{name}.scales": zeros("F16", 1, n)}
+        tensors[f"{name}.qzeros"] = zeros("I32", 1, n // 8)
+    with pytest.raises(
+        FormatError, match=r"qweight: shape: expected an n that is a multiple of 8, found \[n, k\] = \[36, 32\]"
+    ):
+        loaders.get("gptq").load(write(tmp_path, tensors, config(sym=False)), 0)
