@@ -41,7 +41,7 @@ def test_against_a_writer(tmp_path):
 
 def test_a_published_writer(tmp_path):
     """compressed-tensors' own compressor."""
-    torch = pytest.importorskip("torch", reason="compressed-tensors needs torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
     from compressed_tensors.quantization.quant_args import QuantizationArgs
