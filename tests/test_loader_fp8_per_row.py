@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import write_file
+from checkpoint_files import drop, write_file
 from checkpoints import PROJ, SCHEMES, fp8_per_row, numbers, per_expert, write, zeros
 
 from ktmoe import loaders
@@ -82,7 +82,8 @@ def test_scales_are_aligned_wherever_they_are(tmp_path, before):
     scheme = SCHEMES["fp8 per row, flat"]
     tensors = scheme.layer("model.layers.0")
     stored = {name: (dtype, list(array.shape), array.tobytes()) for name, (dtype, array) in tensors.items()}
-    write_file(tmp_path / "model.safetensors", {"before": ("U8", [before], bytes(before))} | stored)
+    file = write_file(tmp_path / "model.safetensors", {"before": ("U8", [before], bytes(before))} | stored)
+    drop(file)  # so that it is read past the page cache, in whole pages, where the file system can
     weights = loaders.get("fp8_per_row").load(Checkpoint(tmp_path), 0)
     scheme.check(weights, tensors, "model.layers.0")
     assert all(weights.matrix(expert, "up").factor.flags.aligned for expert in range(3))
