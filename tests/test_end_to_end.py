@@ -11,7 +11,7 @@ from ktmoe import MoELayer
 from ktmoe.errors import CheckpointError, MissingTensorError, UnknownNameError
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.synthetic import write_deepseek_v4, write_gpt_oss, write_kimi_k2, write_qwen3
+from ktmoe.synthetic import PUBLISHED, write_deepseek_v4, write_fp8, write_gpt_oss, write_kimi_k2, write_qwen3
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS = 96, 64, 4
 #: label: (writes it, options, its loader). 320 is no multiple of 128, like gpt-oss's 2880; clamps are so low that they show.
@@ -23,6 +23,10 @@ SCHEMES = {
     "Kimi-K2, groups of 128": (write_kimi_k2, {"hidden": 384, "intermediate": 256, "group": 128}, "compressed_tensors"),
     "Qwen3": (write_qwen3, {"hidden": 320, "intermediate": 192}, "bf16"),
     "Qwen3, odd": (write_qwen3, {"hidden": 67, "intermediate": 31}, "bf16"),
+    "FP8, blocks that are cut": (write_fp8, {"hidden": 320, "intermediate": 192}, "fp8"),
+    **{
+        name: (published.write, {"hidden": 384, "intermediate": 256}, published.loader) for name, published in PUBLISHED.items()
+    },
 }
 
 

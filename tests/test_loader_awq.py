@@ -128,7 +128,7 @@ def test_refused(tmp_path, label):
 
 def test_a_published_writer(tmp_path):
     """AutoAWQ's own packing."""
-    torch = pytest.importorskip("torch", reason="AutoAWQ needs torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("awq", reason="AutoAWQ is not installed")
     from awq.modules.linear.gemm import WQLinear_GEMM
 

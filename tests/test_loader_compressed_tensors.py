@@ -239,7 +239,7 @@ def test_the_config_is_looked_through_once(tmp_path, monkeypatch):
 
 def test_a_published_writer(tmp_path):
     """compressed-tensors' own packing."""
-    torch = pytest.importorskip("torch", reason="compressed-tensors needs torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_files import drop, write_file
 from checkpoints import PROJ, SCHEMES, numbers, per_expert, write, zeros
 from checkpoints import fp8 as made_fp8
 
@@ -10,6 +11,7 @@ from ktmoe import loaders
 from ktmoe.errors import CheckpointError, FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.formats import fp8
 
@@ -125,3 +127,17 @@ def test_a_config_of_fp8_says_nothing_of_the_experts(tmp_path):
     checkpoint = write(tmp_path, SCHEMES["deepseek_v4"].layer("layers.0"), config(weight_block_size=[128, 128]))
     assert loaders.get("fp8").detect(checkpoint) == 0
     assert find_loader(checkpoint) is loaders.get("deepseek_v4")
+
+
+@pytest.mark.parametrize("before", range(1, 5))
+def test_scales_are_aligned_wherever_they_are(tmp_path, before):
+    """A file's tensors may begin at any byte."""
+    tensors = SCHEMES["fp8"].layer("model.layers.0", **SIZES)
+    stored = {name: (dtype, list(array.shape), array.tobytes()) for name, (dtype, array) in tensors.items()}
+    file = write_file(tmp_path / "model.safetensors", {"before": ("U8", [before], bytes(before))} | stored)
+    drop(file)  # so that it is read past the page cache, in whole pages, where the file system can
+    weights = loaders.get("fp8").load(Checkpoint(tmp_path), 0)
+    for expert in range(3):
+        matrix = weights.matrix(expert, "up")
+        assert matrix.scales.flags.aligned
+        np.testing.assert_array_equal(numbers(matrix), SCHEMES["fp8"].meaning(tensors, weights.name, expert, "up")[0])

@@ -99,7 +99,7 @@ def test_refused(tmp_path, label):
 
 def test_a_published_writer(tmp_path):
     """compressed-tensors' own compressor, and its own way back."""
-    torch = pytest.importorskip("torch", reason="compressed-tensors needs torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
     from compressed_tensors.quantization import QuantizationScheme

@@ -60,7 +60,7 @@ def test_against_a_writer(tmp_path, divides):
 
 def test_a_published_writer(tmp_path):
     """compressed-tensors' own compressor, and its own way back."""
-    torch = pytest.importorskip("torch", reason="compressed-tensors needs torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8

@@ -31,19 +31,18 @@ def test_every_subclass_in_the_package_is_registered(module, base):
     for found in pkgutil.walk_packages(ktmoe.__path__, "ktmoe."):
         importlib.import_module(found.name)
     registered = {type(plugin) for plugin in module.registry.values()}
-    concrete = {cls for cls in subclasses(base) if cls.__module__.startswith("ktmoe.")}
-    assert not any(inspect.isabstract(cls) for cls in concrete)
+    concrete = {cls for cls in subclasses(base) if cls.__module__.startswith("ktmoe.") and not inspect.isabstract(cls)}
     assert concrete == registered
     assert len(concrete) >= 1
 
 
 def test_built_in_names():
     """Of modules and plugins alike; the backends' are part of the API."""
-    files = {"base", "checkpoint", "direct_io", "naming", "safetensors_file"}
+    files = {"base", "checkpoint", "direct_io", "naming", "per_expert", "quantization", "safetensors_file"}
     for module, others in ((backends, {"base", "choice", "native"}), (loaders, files)):
         assert set(module.names()) == {found.name for found in pkgutil.iter_modules(module.__path__)} - others
     assert {"amx", "avx2", "avx512_bf16", "fp32_lut"} <= set(backends.names())
-    assert {"bf16", "compressed_tensors", "deepseek_v4", "gpt_oss"} <= set(loaders.names())
+    assert {"awq", "bf16", "compressed_tensors", "deepseek_v4", "fp8", "gpt_oss", "gptq", "nvfp4"} <= set(loaders.names())
 
 
 # Of a fresh registry
