@@ -13,12 +13,12 @@ enum { PAIR_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK / 2 * PAIR_BYTES, ROW_B
 
 static inline size_t column_at(size_t column) { return column * 4; }
 
-static inline u32x4 pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *to) {
+ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     u32x4 infinite = {0}; /* bits 15 and 31: an exponent of all ones was seen */
     for (int four = 0; four < 4; four++) {
         u32x4 v[4];
         for (int i = 0; i < 4; i++) {
-            memcpy(&v[i], rows[i] + offset + four * sizeof v[i], sizeof v[i]);
+            memcpy(&v[i], from + i * stride_bytes + four * sizeof v[i], sizeof v[i]);
             infinite |= (v[i] & 0x7F807F80) + 0x00800080;
         }
         store_transposed(v, to + four * 4 * PAIR_BYTES, PAIR_BYTES);
@@ -26,7 +26,7 @@ static inline u32x4 pack_four(const uint8_t *const rows[4], size_t offset, uint8
     return infinite & 0x80008000;
 }
 
-static inline void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
     for (int four = 0; four < 4; four++) {
         u32x4 v[4];
         for (int j = 0; j < 4; j++) memcpy(&v[j], from + (four * 4 + j) * PAIR_BYTES, sizeof v[j]);

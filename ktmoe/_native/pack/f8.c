@@ -18,12 +18,12 @@ static inline u32x4 swap_middle(u32x4 v) { return (v & 0xFF0000FF) | (v >> 8 & 0
 
 static inline size_t column_at(size_t column) { return column / 16 * 512 + column % 16 * 4; }
 
-static inline u32x4 pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *to) {
+ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     u32x4 wrong = {0};
     for (int half = 0; half < 2; half++) {
         u32x4 v[4];
         for (int i = 0; i < 4; i++) {
-            memcpy(&v[i], rows[i] + offset + half * HALF, sizeof v[i]);
+            memcpy(&v[i], from + i * stride_bytes + half * HALF, sizeof v[i]);
             wrong |= ((v[i] & 0x7F7F7F7F) + 0x01010101) & 0x80808080; /* E4M3's NaN, of either sign */
             v[i] = swap_middle(v[i]);
         }
@@ -32,7 +32,7 @@ static inline u32x4 pack_four(const uint8_t *const rows[4], size_t offset, uint8
     return wrong;
 }
 
-static inline void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
     for (int half = 0; half < 2; half++) {
         u32x4 v[4];
         for (int j = 0; j < 4; j++) {

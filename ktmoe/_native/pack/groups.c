@@ -5,6 +5,7 @@
 
 #include "base/numbers.h"
 #include "ktmoe.h"
+#include "pack/transpose.h"
 
 enum { LINE_BYTES = 64, LINE_COPIES = LINE_BYTES / sizeof(float) };
 
@@ -22,10 +23,9 @@ static const struct kind {
 
 kt_groups kt_groups_of(const kt_format *f, size_t k) {
     kt_groups g = {.blocks = kt_round_up(k, KT_BLOCK) / KT_BLOCK, .block_bytes = f->packing->block_bytes, .halves = 1};
-    g.per_header = g.blocks;
     if (!f->scale_group) return g;
     g.halves = f->scale_group < KT_BLOCK ? KT_BLOCK / f->scale_group : 1;
-    g.per_header = f->scale_group < KT_BLOCK ? 1 : f->scale_group / KT_BLOCK;
+    g.header_shift = f->scale_group < KT_BLOCK ? 0 : __builtin_ctzl(f->scale_group / KT_BLOCK);
     g.scales_bytes = f->scale == KT_FP32_LINE ? LINE_BYTES : KT_PANEL * kinds[f->scale].bytes;
     g.header_bytes = g.halves * g.scales_bytes + (f->zero_points ? KT_PANEL : 0);
     return g;
@@ -46,7 +46,7 @@ static uint32_t load(const uint8_t *from, size_t bytes) {
 }
 
 /* bytes: a constant where this is called, since a copy of one or two is a call otherwise. */
-static inline __attribute__((always_inline)) void copy_row(const kt_groups *g, const uint8_t *from, size_t count, uint8_t *to,
+ALWAYS_INLINE void copy_row(const kt_groups *g, const uint8_t *from, size_t count, uint8_t *to,
                                                            const size_t bytes) {
     const size_t stride = kt_header_at(g, 1);
     if (g->halves == 1) {
@@ -57,7 +57,7 @@ static inline __attribute__((always_inline)) void copy_row(const kt_groups *g, c
 }
 
 /* Apart from the copy, so that it vectorises. Zeros are not the least. */
-static inline __attribute__((always_inline)) void scan_row(enum kt_scale_kind kind, const uint8_t *from, size_t count,
+ALWAYS_INLINE void scan_row(enum kt_scale_kind kind, const uint8_t *from, size_t count,
                                                            kt_scan *scan, const size_t bytes) {
     const uint32_t field = kinds[kind].field, shift = kinds[kind].shift, magnitude = bytes == 1 ? 0xFF : 0x7FFF;
     if (kind == KT_E4M3) {
@@ -128,7 +128,7 @@ void kt_pack_headers(const kt_shard_matrix *m, size_t panel, uint8_t *packed, kt
 
 /* Header by header, as the panel lies in memory: waiting for scales alone, each on a cache line far from the next, took half of the
  * time. */
-static inline __attribute__((always_inline)) void unpack_scales(const kt_groups *g, const uint8_t *packed, size_t rows,
+ALWAYS_INLINE void unpack_scales(const kt_groups *g, const uint8_t *packed, size_t rows,
                                                                 size_t count, uint8_t *scales, const size_t bytes) {
     for (size_t i = 0; i < count; i++) {
         const uint8_t *from = packed + kt_header_at(g, i / g->halves) + i % g->halves * g->scales_bytes;

@@ -17,21 +17,22 @@
 #include "pack/pack.h"
 
 typedef struct kt_groups {
-    size_t blocks, per_header;         /* of a panel; of a header */
-    size_t header_bytes, block_bytes;  /* of one */
-    size_t scales_bytes;               /* of a row of scales in a header */
-    size_t halves;                     /* rows of scales in a header: 2 for scales of 16 k, else 1 */
+    size_t blocks;                    /* of a panel */
+    int header_shift;                 /* 1 << this are a header's; no division, since it is asked for each block */
+    size_t header_bytes, block_bytes; /* of one */
+    size_t scales_bytes;              /* of a row of scales in a header */
+    size_t halves;                    /* rows of scales in a header: 2 for scales of 16 k, else 1 */
 } kt_groups;
 
 kt_groups kt_groups_of(const kt_format *format, size_t k);
 static inline size_t kt_headers(const kt_groups *g) {
-    return g->header_bytes ? (g->blocks + g->per_header - 1) / g->per_header : 0;
+    return g->header_bytes ? (g->blocks + ((size_t)1 << g->header_shift) - 1) >> g->header_shift : 0;
 }
 static inline size_t kt_header_at(const kt_groups *g, size_t header) {
-    return header * (g->header_bytes + g->per_header * g->block_bytes);
+    return header * (g->header_bytes + (g->block_bytes << g->header_shift));
 }
 static inline size_t kt_block_at(const kt_groups *g, size_t block) {
-    return block * g->block_bytes + (g->header_bytes ? (block / g->per_header + 1) * g->header_bytes : 0);
+    return block * g->block_bytes + ((block >> g->header_shift) + 1) * g->header_bytes;
 }
 static inline size_t kt_panel_bytes(const kt_format *format, size_t k) {
     const kt_groups g = kt_groups_of(format, k);

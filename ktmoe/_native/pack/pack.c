@@ -38,18 +38,19 @@ static size_t grab(pack_job *j, size_t shard, size_t *panel) {
 }
 
 /* Of what a worker does: bytes for a panel's dense codes, scales and zero points, once for all, since pages cost more than what is
- * done in them. NULL: there is no memory. */
-static uint8_t *dense_panel(pack_job *j) {
-    size_t most = 1;
+ * done in them. To pack, only codes in another order need it. False: there is no memory. */
+static bool dense_panel(pack_job *j, bool unpacks, uint8_t **dense) {
+    size_t most = 0;
     for (const kt_shard_matrix *s = j->matrices; s < j->matrices + j->shards * KT_MATRICES; s++) {
-        if (!s->format) continue;
+        if (!s->format || !(unpacks || s->format->order.dwords)) continue;
         const kt_format *f = s->format;
         const size_t row = kt_codes_bytes(f, s->k) + kt_scales_bytes(f, s->k) + kt_zero_points_bytes(f, s->k);
         most = KT_PANEL * row > most ? KT_PANEL * row : most;
     }
-    uint8_t *dense = malloc(most);
-    if (!dense) atomic_store(&j->error, ENOMEM);
-    return dense;
+    *dense = most ? malloc(most) : NULL;
+    if (*dense || !most) return true;
+    atomic_store(&j->error, ENOMEM);
+    return false;
 }
 
 static size_t rows_of(const kt_shard_matrix *s, size_t panel) {
@@ -76,8 +77,8 @@ static void pack_panel(const kt_shard_matrix *s, size_t panel, uint8_t *dense, k
 static void pack_panels(void *context, size_t worker, size_t workers) {
     pack_job *j = context;
     kt_scan scans[KT_MATRICES];
-    uint8_t *dense = dense_panel(j);
-    if (!dense) return;
+    uint8_t *dense;
+    if (!dense_panel(j, false, &dense)) return;
     for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){.low = 255};
     for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
         for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;)
@@ -157,8 +158,8 @@ static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice 
 
 static void unpack_panels(void *context, size_t worker, size_t workers) {
     pack_job *j = context;
-    uint8_t *dense = dense_panel(j);
-    if (!dense) return;
+    uint8_t *dense;
+    if (!dense_panel(j, true, &dense)) return;
     for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
         for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;)
             unpack_panel(&j->matrices[shard * KT_MATRICES + m], panel, j->slices, j->num_slices, m, dense);

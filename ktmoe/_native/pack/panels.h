@@ -3,8 +3,8 @@
  * A packing file defines, before it includes this:
  *     BLOCK_BYTES, ROW_BYTES       of 32 k: of a packed panel, of a row of codes
  *     column_at(column)            where a column begins in a block
- *     pack_four(rows, offset, to)  four columns of one block, from rows[i] + offset, to the block at the first's column. Returns
- *                                  dwords that are not 0 where a code is no real number
+ *     pack_four(from, stride_bytes, to)  four columns of one block, from rows stride_bytes apart, to the block at the first's
+ *                                  column. Returns dwords that are not 0 where a code is no real number
  *     unpack_four(from, to, stride_bytes)
  */
 #include "base/numbers.h"
@@ -15,15 +15,15 @@
 /* Blocks whose bytes of a row fill a cache line. */
 enum { LINE_BLOCKS = ROW_BYTES < 64 ? 64 / ROW_BYTES : 1 };
 
-/* Four rows of one block, some of which are not there, or end in it. */
-static u32x4 pack_tail(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, size_t block,
+/* Four rows of one block, some of which are not there, or end in it. Not inlined: it is rare, and would take registers. */
+static __attribute__((noinline)) u32x4 pack_tail(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, size_t block,
                        uint8_t *to) {
     const size_t bits = m->format->packing->code_bits, offset = block * ROW_BYTES, left = m->k * bits / 8 - offset;
     uint8_t padded[4][ROW_BYTES];
     memset(padded, bits == 4 ? m->format->padding * 0x11 : m->format->padding, sizeof padded);
     for (size_t i = 0; i < count && i < 4; i++)
         memcpy(padded[i], rows + i * stride_bytes + offset, left < ROW_BYTES ? left : ROW_BYTES);
-    return pack_four((const uint8_t *const[]){padded[0], padded[1], padded[2], padded[3]}, 0, to);
+    return pack_four(padded[0], ROW_BYTES, to);
 }
 
 /* 16 rows together, since 16 columns fill a cache line of the panel; within them as many blocks as fill one of the source. So a
@@ -33,18 +33,20 @@ static bool pack_codes(const kt_shard_matrix *m, const uint8_t *rows, size_t str
     const size_t whole = m->k / KT_BLOCK;
     u32x4 wrong = {0};
     for (size_t sixteen = 0; sixteen < KT_PANEL; sixteen += 16)
-        for (size_t line = 0; line < g.blocks; line += LINE_BLOCKS)
+        for (size_t line = 0; line < g.blocks; line += LINE_BLOCKS) {
+            const size_t blocks = g.blocks - line < LINE_BLOCKS ? g.blocks - line : LINE_BLOCKS;
+            uint8_t *to[LINE_BLOCKS];
+            for (size_t b = 0; b < blocks; b++) to[b] = packed + kt_block_at(&g, line + b);
             for (size_t column = sixteen; column < sixteen + 16; column += 4) {
-                const size_t end = line + LINE_BLOCKS < g.blocks ? line + LINE_BLOCKS : g.blocks;
-                const uint8_t *four[4];
-                for (size_t i = 0; i < 4; i++) four[i] = rows + (column + i) * stride_bytes;
-                for (size_t b = line; b < end; b++) {
-                    uint8_t *to = packed + kt_block_at(&g, b) + column_at(column);
-                    wrong |= column + 4 <= count && b < whole
-                                 ? pack_four(four, b * ROW_BYTES, to)
-                                 : pack_tail(m, four[0], stride_bytes, count > column ? count - column : 0, b, to);
-                }
+                const uint8_t *four = rows + column * stride_bytes + line * ROW_BYTES;
+                const bool inside = column + 4 <= count;
+                for (size_t b = 0; b < blocks; b++)
+                    wrong |= inside && line + b < whole
+                                 ? pack_four(four + b * ROW_BYTES, stride_bytes, to[b] + column_at(column))
+                                 : pack_tail(m, rows + column * stride_bytes, stride_bytes, count > column ? count - column : 0,
+                                             line + b, to[b] + column_at(column));
             }
+        }
     return (wrong[0] | wrong[1] | wrong[2] | wrong[3]) == 0;
 }
 

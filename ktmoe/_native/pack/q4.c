@@ -34,17 +34,17 @@ static inline u32x4 join_pairs(u32x4 v) {
 
 static inline size_t column_at(size_t column) { return column / 16 * 256 + column % 16 * 4; }
 
-static inline u32x4 pack_four(const uint8_t *const rows[4], size_t offset, uint8_t *to) {
+ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     u32x4 v[4];
     for (int i = 0; i < 4; i++) {
-        memcpy(&v[i], rows[i] + offset, sizeof v[i]);
+        memcpy(&v[i], from + i * stride_bytes, sizeof v[i]);
         v[i] = split_pairs(v[i]);
     }
     store_transposed(v, to, 64);
     return (u32x4){0}; /* every code is a number */
 }
 
-static inline void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
     u32x4 v[4];
     for (int j = 0; j < 4; j++) {
         memcpy(&v[j], from + j * 64, sizeof v[j]);

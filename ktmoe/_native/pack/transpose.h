@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
 /* a[i] b[i] a[i+1] b[i+1]. GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle; without either, GCC

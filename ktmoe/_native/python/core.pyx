@@ -6,6 +6,7 @@ packed layers. The pool's lock is never held together with the GIL: fork takes b
 """
 
 import errno
+import math
 import operator
 import os
 import sys

@@ -73,19 +73,20 @@ cdef class PackedLayer:
             raise UnavailableError(
                 f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, activations {self._activations}"
             )
-        expected = {label: np.dtype(d).itemsize * int(np.prod(s)) for label, (d, s) in weight_format.arrays(*matrix.shape).items()}
-        given_bytes = {label: _bytes(f"{matrix.name} {label}", array, expected[label]) for label, array in matrix.stored.items()}
+        given_bytes = {}
+        for label, (dtype, shape) in weight_format.arrays(*matrix.shape).items():
+            given_bytes[label] = _bytes(f"{matrix.name} {label}", getattr(matrix, label), dtype.itemsize * math.prod(shape))
         codes = given_bytes["codes"]
         given.codes = &codes[0]
         held = [codes]
         groups = staged(matrix)
         if "scales" in groups:
-            size = np.dtype(groups["scales"].dtype).itemsize * int(np.prod(weight_format.scale.shape(*matrix.shape)))
+            size = groups["scales"].dtype.itemsize * math.prod(weight_format.scale.shape(*matrix.shape))
             scales = _bytes(f"{matrix.name} scales", np.ascontiguousarray(groups["scales"]), size)
             given.scales = &scales[0]
             held.append(scales)
         if "offsets" in groups:
-            size = int(np.prod(weight_format.offset.shape(*matrix.shape)))
+            size = math.prod(weight_format.offset.shape(*matrix.shape))
             zero_points = _bytes(f"{matrix.name} offsets", np.ascontiguousarray(groups["offsets"]), size)
             given.zero_points = &zero_points[0]
             held.append(zero_points)
@@ -151,7 +152,7 @@ cdef class PackedLayer:
         expected = weight_format.arrays(s.rows, s.columns)
         views = {}
         for label, (dtype, shape) in expected.items():
-            views[label] = _bytes(f"{PROJECTIONS[projection]} {label}", arrays[label], dtype.itemsize * int(np.prod(shape)))
+            views[label] = _bytes(f"{PROJECTIONS[projection]} {label}", arrays[label], dtype.itemsize * math.prod(shape))
         codes = views["codes"]
         s.codes = &codes[0]
         groups = {}
