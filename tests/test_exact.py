@@ -14,6 +14,7 @@ from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
 
 from ktmoe import MXFP4, int4
 from ktmoe.weights.folding import ROUNDING
+from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import Scale, WeightFormat
 
 
@@ -51,9 +52,7 @@ def test_dense_integers(backend, size, tokens):
 def test_dense_integers_of_other_formats(backend, weight_format, size, tokens):
     """3 bits of x, 4 of code, 3 of an odd scale and 2 of its exponent, 9 of length: 21. Groups are cut short by every size."""
     rng = np.random.default_rng((size, tokens))
-    codes, scales = random_codes(rng, size, size, weight_format), odd_scales(rng, size, size, weight_format)
-    if scales is not None:
-        scales = scales * np.ldexp(1.0, rng.integers(0, 3, scales.shape)).astype(BF16)
+    codes, scales = random_codes(rng, size, size, weight_format), odd_scales(rng, size, size, weight_format, powers=3)
     x = rng.integers(-7, 8, (tokens, size)).astype(float)
     for rounding in ROUNDING:  # products of a code and a scale have 6 bits
         with down_layer(backend, codes, scales, weight_format, rounding) as layer:
@@ -68,8 +67,8 @@ def test_the_largest_sums(backend, weight_format, tokens):
     if weight_format == B16:
         codes, scales = np.array([15, -15, 3, -7])[row][:, None].repeat(k, 1).astype(BF16), None
     else:
-        values = np.array(weight_format.codebook)
-        ends = [values.argmin(), values.argmax(), weight_format.codebook.index(0), values.argmax()]
+        values = np.array(weight_format.element.values)
+        ends = [values.argmin(), values.argmax(), weight_format.element.values.index(0), values.argmax()]
         codes = np.array(ends, np.uint8)[row][:, None].repeat(k, 1)
         codes[3, 1::2] = values.argmin()
         scales = np.full(weight_format.scale.shape(4, k), 127 if weight_format == MXFP4 else 1).astype(
@@ -220,12 +219,12 @@ def test_every_bfloat16_weight(backend, first):
 
 
 @pytest.mark.parametrize("tokens", [1, 127])
-@pytest.mark.parametrize(("of", "power"), [("x", 0), ("x", -8), ("codebook", -133)], ids=["x", "x, small units", "codebook"])
+@pytest.mark.parametrize(("of", "power"), [("x", 0), ("x", -8), ("values", -133)], ids=["x", "x, small units", "values"])
 def test_denormal_factors(backend, of, power, tokens):
-    """Of x and of a codebook: zero for those that multiply in bfloat16, kept by the others. amx is one of these here: scales
+    """Of x and of an element's values: zero for those that multiply in bfloat16, kept by the others. amx is one of these here: scales
     that are bfloat16 numbers do not fold, so that it has sums in float32."""
     rng = np.random.default_rng(5)
-    weight_format = WeightFormat("q4", tuple(np.ldexp(n, power) for n in range(-8, 8)), Scale("bf16", (1, 64)))
+    weight_format = WeightFormat(Element("small", "q4", tuple(np.ldexp(n, power) for n in range(-8, 8))), Scale("bf16", (1, 64)))
     codes = rng.integers(0, 16, (64, 128), dtype=np.uint8)
     scales = np.full((64, 2), 2.0**100).astype(BF16)
     x = np.zeros((tokens, 128))
@@ -241,7 +240,7 @@ def test_denormal_factors(backend, of, power, tokens):
             assert np.array_equal(forward(layer, x), y)
     with visible_layer(backend, "up", codes, scales, weight_format, activations="bf16", rounding="folded") as layer:
         if layer.rounding == "folded" and of == "x":
-            y = np.zeros_like(y)  # a denormal entry of a codebook still makes a normal weight
+            y = np.zeros_like(y)  # a denormal value still makes a normal weight
         assert np.array_equal(forward(layer, x), y)
 
 
