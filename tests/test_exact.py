@@ -13,8 +13,8 @@ from exact import SIXTEENS, down_layer, forward, odd_scales, random_codes, shift
 from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
 
 from ktmoe import MXFP4, int4
-from ktmoe.weights.folding import ROUNDING
 from ktmoe.weights.elements import Element
+from ktmoe.weights.folding import ROUNDING
 from ktmoe.weights.formats import Scale, WeightFormat
 
 
@@ -224,7 +224,9 @@ def test_denormal_factors(backend, of, power, tokens):
     """Of x and of an element's values: zero for those that multiply in bfloat16, kept by the others. amx is one of these here: scales
     that are bfloat16 numbers do not fold, so that it has sums in float32."""
     rng = np.random.default_rng(5)
-    weight_format = WeightFormat(Element("small", "q4", tuple(np.ldexp(n, power) for n in range(-8, 8))), Scale("bf16", (1, 64)))
+    weight_format = WeightFormat(
+        Element("small", "q4", tuple(np.ldexp(n, power) for n in range(-8, 8))), Scale("bf16", (1, 64))
+    )
     codes = rng.integers(0, 16, (64, 128), dtype=np.uint8)
     scales = np.full((64, 2), 2.0**100).astype(BF16)
     x = np.zeros((tokens, 128))
