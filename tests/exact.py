@@ -67,7 +67,7 @@ def matrix_of(name, codes, scales, weight_format=MXFP4, zero_points=None, factor
         arrays["scales"] = order.groups(scales)
     if zero_points is not None:
         stored = ((zero_points - weight_format.offset.plus) % 16).astype(np.uint8)
-        arrays["offsets"] = stored if order.rows else order.stored_zero_points(stored)
+        arrays["offsets"] = stored if order.rows else np.ascontiguousarray(order.stored_zero_points(stored))
     return Matrix(name, weight_format, (n, k), **arrays)
 
 
@@ -156,15 +156,15 @@ def random_codes(rng, n, k, weight_format):
 
 
 def odd_scales(rng, n, k, weight_format, largest=7, powers=1):
-    """Scales with as many significant bits as largest has, of both signs, some zero, times 2 to the power of less than
-    `powers`; UE8M0's, which have no bits, in five exponents. None without scales."""
+    """Scales with as many significant bits as largest has, of both signs, times 2 to the power of less than `powers`; some are
+    zero, unless rows share them. UE8M0's, which have no bits, in five exponents. None without scales."""
     scale = weight_format.scale
     if scale is None:
         return None
     shape = scale.shape(n, k)
     if scale.kind == "ue8m0":
         return rng.integers(125, 130, shape).astype(np.uint8)
-    values = rng.choice([v for v in range(-largest, largest + 1) if v % 2] + [0], shape)
+    values = rng.choice([v for v in range(-largest, largest + 1) if v % 2 or (v == 0 and scale.extent[0] == 1)], shape)
     values = np.ldexp(values.astype(float), rng.integers(0, powers, shape))
     return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) if scale.kind == "e4m3" else values.astype(scale.dtype)
 

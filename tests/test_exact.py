@@ -113,6 +113,33 @@ def test_every_bfloat16_scale(backend, first):
 
 
 @pytest.mark.cover("values")
+@pytest.mark.parametrize("first", range(0, 31, 2))
+def test_every_fp16_scale(backend, first):
+    """Two exponents with every mantissa and sign: 1024 rows, two groups for each, and a token for each group, which sees it
+    alone: every finite scale with every code. 3 bits of x, 4 of code, 11 of scale, 5 of length: 23. Where scales may be folded,
+    products are rounded once, to nearest even."""
+    rng = np.random.default_rng(first)
+    weight_format = int4(32, "fp16")
+    fields = np.repeat(np.arange(first, min(first + 2, 31)), 2)
+    k = 32 * len(fields)
+    codes = rng.permuted(np.tile(np.arange(32, dtype=np.uint8) % 16, (1024, len(fields), 1)), axis=2).reshape(1024, k)
+    signs = np.arange(len(fields)) % 2
+    scales = (signs << 15 | fields << 10 | np.arange(1024)[:, None]).astype(np.uint16).view(np.float16)
+    assert len(set(scales.view(np.uint16).ravel())) == scales.size
+    x = np.zeros((len(fields), 1024))
+    for token in range(len(fields)):
+        x[token, 32 * token : 32 * token + 32] = rng.integers(-7, 8, 32)
+    weights = weights_of(codes, scales, weight_format)
+    for rounding in ROUNDING:
+        with down_layer(backend, codes, scales, weight_format, rounding) as layer:
+            y = forward(layer, x)
+            assert layer.rounding == ("folded" if rounds(layer, rounding) else "exact")
+            seen = weights.astype(np.float32).astype(BF16).astype(float) if layer.rounding == "folded" else weights
+        assert np.array_equal(y, x[:, :k] @ seen.T)
+        assert np.count_nonzero(y) > 0.9 * y.size
+
+
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("block", range(0, 255, 15))
 def test_every_scale_byte_in_down(backend, block):
     """15 bytes at a time, a row each; every code is in every row."""
@@ -221,12 +248,11 @@ def test_every_bfloat16_weight(backend, first):
 @pytest.mark.parametrize("tokens", [1, 127])
 @pytest.mark.parametrize(("of", "power"), [("x", 0), ("x", -8), ("values", -133)], ids=["x", "x, small units", "values"])
 def test_denormal_factors(backend, of, power, tokens):
-    """Of x and of an element's values: zero for those that multiply in bfloat16, kept by the others. amx is one of these here: scales
-    that are bfloat16 numbers do not fold, so that it has sums in float32."""
+    """Of x and of an element's values: zero for those that multiply in bfloat16, kept by the others. amx is one of these here:
+    scales that are bfloat16 numbers do not fold, so that it has sums in float32."""
     rng = np.random.default_rng(5)
-    weight_format = WeightFormat(
-        Element("small", "q4", tuple(np.ldexp(n, power) for n in range(-8, 8))), Scale("bf16", (1, 64))
-    )
+    element = Element("small", "q4", tuple(np.ldexp(n, power) for n in range(-8, 8)))
+    weight_format = WeightFormat(element, Scale("bf16", (1, 64)))
     codes = rng.integers(0, 16, (64, 128), dtype=np.uint8)
     scales = np.full((64, 2), 2.0**100).astype(BF16)
     x = np.zeros((tokens, 128))

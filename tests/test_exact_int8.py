@@ -11,10 +11,7 @@ from helpers import BF16, FORMATS
 from ktmoe import MXFP4
 
 #: Formats that have kernels of integers.
-FOUR_BITS = {
-    "mxfp4": FORMATS["mxfp4"],
-    **{name: weight_format for name, weight_format in FORMATS.items() if name.startswith("int4")},
-}
+FOUR_BITS = {name: FORMATS[name] for name in FORMATS if name == "mxfp4" or name.startswith("int4")}
 #: Rows of an expert that are served apart: few() in passes of each size, many() in tiles of each.
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 21)
 

@@ -65,9 +65,8 @@ def test_values(backend, values, scale):
     shift = -round(np.log2(np.abs(VALUES[values]).max() / 6))
     weight_format = WeightFormat(ELEMENTS[values], SCALES[scale])
     scales = 119 + shift, 124 + shift
-    experts = random_experts(
-        rng, 2, 100, 72, formats=weight_format, scales=scales, fold=scale != "unfolded", activation=DEEPSEEK
-    )
+    settings = {"fold": scale != "unfolded", "activation": DEEPSEEK}
+    experts = random_experts(rng, 2, 100, 72, formats=weight_format, scales=scales, **settings)
     with MoELayer(experts, backend) as layer:
         first = backends.get(backend).modes[0]
         assert layer.activations == (first if values in WHOLE and scale not in ("e4m3", "none") else "bf16")
@@ -214,12 +213,8 @@ def test_bytes_and_shapes():
     assert gptq == {"codes": (np.int32, (9, 24)), "scales": (np.float16, (2, 24)), "offsets": (np.int32, (2, 3))}
     awq = uint4(64, "bf16", order=AWQ).arrays(24, 72)
     assert awq == {"codes": (np.int32, (72, 3)), "scales": (ml_dtypes.bfloat16, (2, 24)), "offsets": (np.int32, (2, 3))}
-    for weight_format, (n, k) in (
-        (MXFP4, (3, 34)),
-        (int4(64, order=GPTQ), (3, 72)),
-        (int4(64, order=AWQ), (24, 5)),
-        (BF16, (3, 5)),
-    ):
+    shapes = {MXFP4: (3, 34), int4(64, order=GPTQ): (3, 72), int4(64, order=AWQ): (24, 5), BF16: (3, 5)}
+    for weight_format, (n, k) in shapes.items():
         assert weight_format.shape(weight_format.arrays(n, k)["codes"][1]) == (n, k)
 
 
@@ -245,10 +240,8 @@ def test_equal_by_value():
         parts = ("element", "scale", "super_scale", "offset", "factor", "order")
         same = WeightFormat(**{part: getattr(weight_format, part) for part in parts})
         assert (same, hash(same)) == (weight_format, hash(weight_format)), name
-    assert (
-        len({uint4(64), uint4(64, plus=1), uint4(64, "bf16"), uint4(64, order=GPTQ), uint4(64, order=AWQ), int4(64, "fp16")})
-        == 6
-    )
+    others = uint4(64, plus=1), uint4(64, "bf16"), uint4(64, order=GPTQ), uint4(64, order=AWQ), int4(64, "fp16")
+    assert len({uint4(64), *others}) == 6
     assert WeightFormat(Element("E2M1", "q4", E2M1.values), UE8M0) == MXFP4
     assert nvfp4() != nvfp4(divides=True)
     assert Factor(per_row=True) != Factor(per_row=False)
