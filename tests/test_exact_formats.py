@@ -300,9 +300,8 @@ def test_factors(backend, name, factor):
                 assert np.array_equal(forward(layer, x[:tokens]), scaled_by(totals[:tokens], weight_format, given))
     assert np.array_equal(scaled_by(totals, weight_format, powers), totals / powers if factor.divides else totals * powers)
     if factor.divides:  # what this tells from a product with the reciprocal
-        assert not np.array_equal(
-            scaled_by(totals, weight_format, given), (totals.astype(np.float32) * (1 / given)).astype(float)
-        )
+        multiplied = totals.astype(np.float32) * (1 / given)
+        assert not np.array_equal(scaled_by(totals, weight_format, given), multiplied.astype(float))
 
 
 @pytest.mark.parametrize("factor", [PER_MATRIX, DIVIDED, PER_ROW, DIVIDED_PER_ROW], ids=lambda factor: factor.description)
@@ -346,13 +345,9 @@ def test_the_largest_sums(backend, name, tokens):
     weights = weights_of(codes, scales, weight_format, points)
     x = np.concatenate([np.full((1, k), 255.0), np.full((1, k), -255.0), np.resize([255.0, -255.0], (5, k))])[:tokens]
     expected = scaled_by(x @ weights.T, weight_format, factor)
-    with down_layer(backend, codes, scales, weight_format, zero_points=points, factor=_padded(factor, k)) as layer:
+    with down_layer(backend, codes, scales, weight_format, zero_points=points, factor=factor) as layer:
         assert np.array_equal(forward(layer, x)[:, :8], expected)
     assert np.abs(x @ weights.T).max() == 255 * k * np.abs(weights).max()
-
-
-def _padded(factor, n):
-    return factor if factor is None or len(factor) == 1 else np.resize(factor, len(factor))
 
 
 # These tests, tested
