@@ -4,8 +4,9 @@ h = g * sigmoid(alpha * g) * u is exactly u where a bias makes g = 1, and exactl
 ALPHA saturates the sigmoid; and identities carry x to h, or h to y.
 """
 
+import ml_dtypes
 import numpy as np
-from helpers import B16, BF16, pack_nibbles
+from helpers import BF16
 
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
 from ktmoe.experts import PROJECTIONS
@@ -17,6 +18,8 @@ ALPHA = 2.0**30
 
 #: The largest values that int16 knows.
 SIXTEENS = WeightFormat(Element("sixteens", "q4", (-16.0, 16.0, *INT4.values[2:])), Scale("bf16", (1, 64)))
+#: E4M3's codes that are numbers.
+E4M3_CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
 
 
 def zeros(n, k, weight_format=MXFP4):
@@ -28,29 +31,58 @@ def identity(n):
     return E2M1.values.index(1) * np.eye(n, dtype=np.uint8), zeros(n, n)[1]
 
 
-def weights_of(codes, scales, weight_format=MXFP4):
-    """float64 [n, k]."""
-    if weight_format == B16:
+def scale_numbers(scales, kind):
+    """Stored scales as float64."""
+    if kind == "ue8m0":
+        return np.ldexp(1.0, scales.astype(int) - 127)
+    return (scales.view(ml_dtypes.float8_e4m3fn) if kind == "e4m3" else scales).astype(float)
+
+
+def weights_of(codes, scales, weight_format=MXFP4, zero_points=None):
+    """float64 [n, k], without a factor. zero_points: the integers that are subtracted, [n, groups]."""
+    if weight_format.family == "b16":
         return codes.astype(float)
-    values = np.ldexp(1.0, scales.astype(int) - 127) if scales.dtype == np.uint8 else scales.astype(float)
-    group = weight_format.scale.extent[1]
-    return weight_format.element.numbers(codes) * np.repeat(values, group, axis=1)[:, : codes.shape[1]]
+    if weight_format.family == "f8":
+        values = codes.view(ml_dtypes.float8_e4m3fn).astype(float)
+    else:
+        values = np.array(weight_format.element.values)[codes]
+    n, k = codes.shape
+    if zero_points is not None:
+        values = values - np.repeat(zero_points, weight_format.offset.extent[1], axis=1)[:, :k]
+    if weight_format.scale is None:
+        return values
+    rows, columns = weight_format.scale.extent
+    numbers = scale_numbers(scales, weight_format.scale.kind)
+    return values * np.repeat(np.repeat(numbers, rows, axis=0)[:n], columns, axis=1)[:, :k]
 
 
-def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto", rounding="exact"):
-    """One expert, from (codes [n, k], scales, its format or MXFP4) and the biases' one value."""
+def matrix_of(name, codes, scales, weight_format=MXFP4, zero_points=None, factor=None, bias=None):
+    """A Matrix in its format's order, from codes [n, k], one an item, scales and zero points as weights_of() has them."""
+    order, (n, k) = weight_format.order, codes.shape
+    arrays = {"codes": codes, "scales": scales, "factor": factor, "bias": bias}
+    if weight_format.family == "q4":
+        rows = codes[:, 0::2] | codes[:, 1::2] << 4  # low nibble = even k
+        arrays["codes"] = rows if order.rows else order.from_rows(rows, n, k)
+    if scales is not None and not order.rows:
+        arrays["scales"] = order.groups(scales)
+    if zero_points is not None:
+        stored = ((zero_points - weight_format.offset.plus) % 16).astype(np.uint8)
+        arrays["offsets"] = stored if order.rows else np.ascontiguousarray(order.stored_zero_points(stored))
+    return Matrix(name, weight_format, (n, k), **arrays)
+
+
+def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto", rounding="exact", **settings):
+    """One expert, from (codes [n, k], scales, its format or MXFP4, zero points, factor) and the biases' one value."""
     intermediate, hidden = gate[0].shape
     biases = {"gate": gate_bias, "up": up_bias}
     matrices = {}
-    for projection, (codes, scales, *rest) in zip(PROJECTIONS, (gate, up, down), strict=True):
-        (weight_format,) = rest or (MXFP4,)
-        stored = pack_nibbles(codes) if weight_format.family == "q4" else codes
+    for projection, shown in zip(PROJECTIONS, (gate, up, down), strict=True):
         bias = np.full(intermediate, biases[projection], np.float32) if projection in biases else None
-        matrices[projection] = Matrix(projection, weight_format, codes.shape, stored, scales, bias)
+        matrices[projection] = matrix_of(projection, *shown, bias=bias)
     formats = {projection: matrix.format for projection, matrix in matrices.items()}
     activation = GatedActivation(alpha=ALPHA)
     experts = ExpertWeights(1, hidden, intermediate, lambda _, projection: matrices[projection], formats, activation)
-    return MoELayer(experts, backend, activations, rounding=rounding)
+    return MoELayer(experts, backend, activations, rounding=rounding, **settings)
 
 
 def forward(layer, x):
@@ -61,26 +93,47 @@ def forward(layer, x):
     return y.astype(np.float64)
 
 
-def down_layer(backend, codes, scales, weight_format=MXFP4, rounding="exact"):
+def _with_rows(array, rows):
+    """So many rows: the last one again and again."""
+    return array if array is None else np.pad(array, ((0, rows - len(array)), *([(0, 0)] * (array.ndim - 1))), mode="edge")
+
+
+def down_layer(
+    backend, codes, scales, weight_format=MXFP4, rounding="exact", zero_points=None, factor=None, activations="auto", **settings
+):
     """y = x W^T: gate is 1 by its bias, up an identity."""
     hidden, intermediate = codes.shape
     if hidden < intermediate:  # x has as many numbers as y: pad W with rows of zeros, or of anything
-        codes = np.pad(codes, ((0, intermediate - hidden), (0, 0)))
+        hidden = intermediate
+        codes, zero_points = np.pad(codes, ((0, hidden - len(codes)), (0, 0))), _with_rows(zero_points, hidden)
         if scales is not None:
-            scales = np.pad(scales, ((0, intermediate - hidden), (0, 0)), mode="edge")
-    hidden = len(codes)
+            scales = _with_rows(scales, weight_format.scale.shape(hidden, intermediate)[0])
+        if factor is not None and weight_format.factor.per_row:
+            factor = _with_rows(factor, hidden)
     up = identity(hidden)
     up = (up[0][:intermediate], up[1][:intermediate])
-    return make_layer(backend, zeros(intermediate, hidden), up, (codes, scales, weight_format), 1, 0, rounding=rounding)
+    down = codes, scales, weight_format, zero_points, factor
+    return make_layer(backend, zeros(intermediate, hidden), up, down, 1, 0, activations, rounding, **settings)
 
 
-def visible_layer(backend, projection, codes, scales, weight_format=MXFP4, gate_bias=1, activations="auto", rounding="exact"):
+def visible_layer(
+    backend,
+    projection,
+    codes,
+    scales,
+    weight_format=MXFP4,
+    gate_bias=1,
+    activations="auto",
+    rounding="exact",
+    zero_points=None,
+    factor=None,
+):
     """y = x W^T for W = up; y = x W^T + gate_bias for W = gate. Down is an identity: y has as many numbers as x, at least as
     many as h; those that are more are zero."""
     n, k = codes.shape
     down = identity(k)
     down = np.ascontiguousarray(down[0][:, :n]), np.ascontiguousarray(down[1][:, : -(-n // 32)])
-    shown = codes, scales, weight_format
+    shown = codes, scales, weight_format, zero_points, factor
     if projection == "up":
         return make_layer(backend, zeros(n, k), shown, down, 1, 0, activations, rounding)
     return make_layer(backend, shown, zeros(n, k), down, gate_bias, 1, activations, rounding)
@@ -92,15 +145,47 @@ def shift_for(byte):
 
 
 def random_codes(rng, n, k, weight_format):
-    """Codes [n, k], or for b16 integers of at most 4 bits."""
-    if weight_format == B16:
+    """Codes [n, k]; for b16 integers of at most 4 bits; for f8 four exponents next to each other, of which all is a multiple
+    of one power of two, by at most 7 bits."""
+    if weight_format.family == "b16":
         return rng.integers(-15, 16, (n, k)).astype(BF16)
+    if weight_format.family == "f8":
+        fields = rng.integers(0, 12) + rng.integers(0, 4, (n, k))
+        return (rng.integers(0, 2, (n, k)) << 7 | fields << 3 | rng.integers(0, 8, (n, k))).astype(np.uint8)
     return rng.integers(0, 16, (n, k), dtype=np.uint8)
 
 
-def odd_scales(rng, n, k, weight_format, largest=7):
-    """Scales with as many significant bits as largest has, of both signs, some zero; None for b16."""
-    if weight_format == B16:
+def odd_scales(rng, n, k, weight_format, largest=7, powers=1):
+    """Scales with as many significant bits as largest has, of both signs, times 2 to the power of less than `powers`; some are
+    zero, unless rows share them. UE8M0's, which have no bits, in five exponents. None without scales."""
+    scale = weight_format.scale
+    if scale is None:
         return None
-    values = rng.choice([v for v in range(-largest, largest + 1) if v % 2] + [0], weight_format.scale.shape(n, k))
-    return values.astype(weight_format.scale.dtype)
+    shape = scale.shape(n, k)
+    if scale.kind == "ue8m0":
+        return rng.integers(125, 130, shape).astype(np.uint8)
+    values = rng.choice([v for v in range(-largest, largest + 1) if v % 2 or (v == 0 and scale.extent[0] == 1)], shape)
+    values = np.ldexp(values.astype(float), rng.integers(0, powers, shape))
+    return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) if scale.kind == "e4m3" else values.astype(scale.dtype)
+
+
+def random_zero_points(rng, n, k, weight_format):
+    """[n, groups]; None without zero points."""
+    return rng.integers(0, 16, weight_format.offset.shape(n, k)) if weight_format.offset else None
+
+
+def random_factor(rng, n, weight_format):
+    """Any float32 numbers of both signs, from 2**-4 to 2**4; None for a format without."""
+    if weight_format.factor is None:
+        return None
+    count = weight_format.factor.shape(n)
+    return (np.exp2(rng.uniform(-4, 4, count)) * rng.choice([-1, 1], count)).astype(np.float32)
+
+
+def scaled_by(totals, weight_format, factor):
+    """What the factor makes of exact sums [tokens, n], float64: one rounding of float32, whether it multiplies or divides."""
+    if factor is None:
+        return totals
+    totals32 = totals.astype(np.float32)
+    assert np.array_equal(totals32, totals)  # else this would be another rounding
+    return (totals32 / factor if weight_format.factor.divides else totals32 * factor).astype(float)

@@ -11,10 +11,10 @@ import pytest
 import ways
 from exact import SIXTEENS, down_layer, forward, odd_scales, random_codes, shift_for, visible_layer, weights_of
 from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
-from ktmoe.weights.codebook import ROUNDING
 
 from ktmoe import MXFP4, int4
 from ktmoe.weights.elements import Element
+from ktmoe.weights.folding import ROUNDING
 from ktmoe.weights.formats import Scale, WeightFormat
 
 
@@ -52,9 +52,7 @@ def test_dense_integers(backend, size, tokens):
 def test_dense_integers_of_other_formats(backend, weight_format, size, tokens):
     """3 bits of x, 4 of code, 3 of an odd scale and 2 of its exponent, 9 of length: 21. Groups are cut short by every size."""
     rng = np.random.default_rng((size, tokens))
-    codes, scales = random_codes(rng, size, size, weight_format), odd_scales(rng, size, size, weight_format)
-    if scales is not None:
-        scales = scales * np.ldexp(1.0, rng.integers(0, 3, scales.shape)).astype(BF16)
+    codes, scales = random_codes(rng, size, size, weight_format), odd_scales(rng, size, size, weight_format, powers=3)
     x = rng.integers(-7, 8, (tokens, size)).astype(float)
     for rounding in ROUNDING:  # products of a code and a scale have 6 bits
         with down_layer(backend, codes, scales, weight_format, rounding) as layer:
@@ -70,7 +68,7 @@ def test_the_largest_sums(backend, weight_format, tokens):
         codes, scales = np.array([15, -15, 3, -7])[row][:, None].repeat(k, 1).astype(BF16), None
     else:
         values = np.array(weight_format.element.values)
-        ends = [values.argmin(), values.argmax(), weight_format.element.padding, values.argmax()]
+        ends = [values.argmin(), values.argmax(), weight_format.element.values.index(0), values.argmax()]
         codes = np.array(ends, np.uint8)[row][:, None].repeat(k, 1)
         codes[3, 1::2] = values.argmin()
         scales = np.full(weight_format.scale.shape(4, k), 127 if weight_format == MXFP4 else 1).astype(
@@ -112,6 +110,33 @@ def test_every_bfloat16_scale(backend, first):
                 seen = weights.astype(np.float32).astype(BF16).astype(float) if layer.rounding == "folded" else weights
             assert np.array_equal(y, x[:, :k] @ seen.T)
             assert np.count_nonzero(y) > 0.9 * y.size
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("first", range(0, 31, 2))
+def test_every_fp16_scale(backend, first):
+    """Two exponents with every mantissa and sign: 1024 rows, two groups for each, and a token for each group, which sees it
+    alone: every finite scale with every code. 3 bits of x, 4 of code, 11 of scale, 5 of length: 23. Where scales may be folded,
+    products are rounded once, to nearest even."""
+    rng = np.random.default_rng(first)
+    weight_format = int4(32, "fp16")
+    fields = np.repeat(np.arange(first, min(first + 2, 31)), 2)
+    k = 32 * len(fields)
+    codes = rng.permuted(np.tile(np.arange(32, dtype=np.uint8) % 16, (1024, len(fields), 1)), axis=2).reshape(1024, k)
+    signs = np.arange(len(fields)) % 2
+    scales = (signs << 15 | fields << 10 | np.arange(1024)[:, None]).astype(np.uint16).view(np.float16)
+    assert len(set(scales.view(np.uint16).ravel())) == scales.size
+    x = np.zeros((len(fields), 1024))
+    for token in range(len(fields)):
+        x[token, 32 * token : 32 * token + 32] = rng.integers(-7, 8, 32)
+    weights = weights_of(codes, scales, weight_format)
+    for rounding in ROUNDING:
+        with down_layer(backend, codes, scales, weight_format, rounding) as layer:
+            y = forward(layer, x)
+            assert layer.rounding == ("folded" if rounds(layer, rounding) else "exact")
+            seen = weights.astype(np.float32).astype(BF16).astype(float) if layer.rounding == "folded" else weights
+        assert np.array_equal(y, x[:, :k] @ seen.T)
+        assert np.count_nonzero(y) > 0.9 * y.size
 
 
 @pytest.mark.cover("values")
@@ -221,13 +246,13 @@ def test_every_bfloat16_weight(backend, first):
 
 
 @pytest.mark.parametrize("tokens", [1, 127])
-@pytest.mark.parametrize(("of", "power"), [("x", 0), ("x", -8), ("codebook", -133)], ids=["x", "x, small units", "codebook"])
+@pytest.mark.parametrize(("of", "power"), [("x", 0), ("x", -8), ("values", -133)], ids=["x", "x, small units", "values"])
 def test_denormal_factors(backend, of, power, tokens):
-    """Of x and of a codebook: zero for those that multiply in bfloat16, kept by the others. amx is one of these here: scales
-    that are bfloat16 numbers do not fold, so that it has sums in float32."""
+    """Of x and of an element's values: zero for those that multiply in bfloat16, kept by the others. amx is one of these here:
+    scales that are bfloat16 numbers do not fold, so that it has sums in float32."""
     rng = np.random.default_rng(5)
-    values = tuple(float(np.ldexp(n, power)) for n in range(-8, 8))
-    weight_format = WeightFormat(Element("small", "q4", values), Scale("bf16", (1, 64)))
+    element = Element("small", "q4", tuple(np.ldexp(n, power) for n in range(-8, 8)))
+    weight_format = WeightFormat(element, Scale("bf16", (1, 64)))
     codes = rng.integers(0, 16, (64, 128), dtype=np.uint8)
     scales = np.full((64, 2), 2.0**100).astype(BF16)
     x = np.zeros((tokens, 128))
@@ -243,7 +268,7 @@ def test_denormal_factors(backend, of, power, tokens):
             assert np.array_equal(forward(layer, x), y)
     with visible_layer(backend, "up", codes, scales, weight_format, activations="bf16", rounding="folded") as layer:
         if layer.rounding == "folded" and of == "x":
-            y = np.zeros_like(y)  # a denormal entry of a codebook still makes a normal weight
+            y = np.zeros_like(y)  # a denormal value still makes a normal weight
         assert np.array_equal(forward(layer, x), y)
 
 

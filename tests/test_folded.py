@@ -18,17 +18,23 @@ from helpers import (
     same_bits,
 )
 
-from ktmoe import ExpertWeights, MoELayer, Scale, WeightFormat, int4, reference
+from ktmoe import ExpertWeights, MoELayer, Scale, WeightFormat, int4
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import E2M1
 
-#: The exponent fields of scales that INT4's codes allow to fold; see docs/numerics.md.
+#: The exponent fields of scales that INT4's codes allow to fold; see folding.py.
 LOW, HIGH = 1, 249
+
+
+def may_round(weight_format):
+    """Whether a format's weights may be rounded: 4-bit values times bfloat16 or fp16 scales, and no zero points."""
+    scale = weight_format.scale
+    return weight_format.family == "q4" and scale is not None and scale.kind in ("bf16", "fp16") and not weight_format.offset
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, *MIXED])
 def test_who_rounds(backend, name):
-    """Every matrix of 4 bits with bfloat16 or fp16 scales alone, where a backend can: the others are as they are anyway."""
+    """Every matrix with bfloat16 or fp16 scales, where a backend can: the others are as they are in any case."""
     weights = {**WEIGHTS, **MIXED}[name]
     experts = random_experts(np.random.default_rng(1), 2, 160, 100, biases=True, **weights)
     batches = [random_batch(np.random.default_rng(2), experts, tokens, 2) for tokens in (1, 7, 60)]
@@ -36,7 +42,7 @@ def test_who_rounds(backend, name):
         assert layer.rounding == "exact"
         exact, kernels = [assert_right(layer, experts, *batch) for batch in batches], layer.packed.kernels()
     with MoELayer(experts, backend, rounding="folded") as layer:
-        rounded = {p for p in PROJECTIONS if rounds(layer) and reference.folds(experts.matrix(0, p))}
+        rounded = {p for p, weight_format in experts.formats.items() if may_round(weight_format) and rounds(layer)}
         assert layer.rounding == ("folded" if rounded else "exact")
         assert layer.packed.kernels() == {key: folded or key[1] in rounded for key, folded in kernels.items()}
         folded = [assert_right(layer, experts, *batch) for batch in batches]
@@ -44,10 +50,11 @@ def test_who_rounds(backend, name):
             assert same_bits(old, new) == (not rounded)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_batch_changes_no_bit(backend, group):
+def test_a_batch_changes_no_bit(backend, group, kind):
     """Of a layer that rounds."""
-    experts = random_experts(np.random.default_rng(3), 3, 160, 96, formats=int4(group))
+    experts = random_experts(np.random.default_rng(3), 3, 160, 96, formats=int4(group, kind))
     with MoELayer(experts, backend, rounding="folded") as layer:
         x, ids, weights = random_batch(np.random.default_rng(4), experts, 60, 2)
         y = assert_right(layer, experts, x, ids, weights)
@@ -76,6 +83,16 @@ def test_one_scale_decides_for_its_matrix(backend, projection, field):
         assert layer.rounding == ("folded" if rounds(layer) else "exact")
         if field <= LOW:  # a sum might overflow else
             assert_right(layer, experts, *random_batch(np.random.default_rng(6), experts, 20, 2))
+
+
+def test_every_fp16_scale_may_fold(backend):
+    """The least, the greatest and zero: no product leaves bfloat16's normal range. One matrix has them all."""
+    experts = random_experts(np.random.default_rng(9), 1, 64, 96, formats=int4(32, "fp16"))
+    scales = experts.matrix(0, "up").scales
+    scales[:4, 0] = np.array([0x0001, 0x7BFF, 0x8000, 0xFBFF], np.uint16).view(np.float16)
+    with MoELayer(experts, backend, rounding="folded") as layer:
+        assert set(layer.packed.kernels().values()) == {rounds(layer)}
+        assert_right(layer, experts, *random_batch(np.random.default_rng(10), experts, 20, 1))
 
 
 def test_a_layer_beyond_the_rule_is_exact(backend):

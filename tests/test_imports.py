@@ -123,7 +123,7 @@ def test_the_graph_is_seen():
     text = "if TYPE_CHECKING:\n    import ktmoe.layer\nelse:\n    import ktmoe.forks\n"
     assert imports_of_python(text, "here") == {"ktmoe.forks"}
     text = (
-        "from ktmoe import forks, errors as e  # both\nfrom ktmoe.weights import (\n    codebook,\n)\nimport ktmoe.layer, re\n"
+        "from ktmoe import forks, errors as e  # both\nfrom ktmoe.weights import (\n    folding,\n)\nimport ktmoe.layer, re\n"
     )
     assert imports_of_cython(text) >= {"ktmoe.forks", "ktmoe.errors", "ktmoe.weights.folding", "ktmoe.layer"}
     assert imports_of_cython("cimport ktmoe.core") == {"ktmoe.core cimported"}

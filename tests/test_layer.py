@@ -8,6 +8,7 @@ from helpers import (
     B16,
     BF16,
     DEEPSEEK,
+    FORMATS,
     GPT_OSS,
     LONGEST,
     MIXED,
@@ -60,7 +61,10 @@ def test_shapes(backend, shape, weights):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-@pytest.mark.parametrize("weights", [WEIGHTS["folded"], WEIGHTS["b16"]], ids=["mxfp4", "b16"])
+LONG = ["folded", "b16", "nvfp4", "fp8", "gptq-128"]
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS[name] for name in LONG], ids=LONG)
 def test_a_long_sum(backend, weights):
     rng = np.random.default_rng(1)
     experts = random_experts(rng, 2, 7200, 32, **weights)
@@ -69,11 +73,12 @@ def test_a_long_sum(backend, weights):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 1, np.float32))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (33, 7), (101, 65), (259, 1)], ids=str)
-def test_odd_shapes(backend, shape):
-    """For b16 only, since two 4-bit codes make a byte."""
+@pytest.mark.parametrize("name", ["b16", "mxfp8", "fp8", "fp8-row"])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 7), (101, 65), (259, 1), (129, 259)], ids=str)
+def test_odd_shapes(backend, shape, name):
+    """Not of 4-bit codes, since two of them make a byte."""
     rng = np.random.default_rng(shape)
-    experts = random_experts(rng, 3, *shape, formats=B16, scales=(126, 128), biases=True)
+    experts = random_experts(rng, 3, *shape, formats=FORMATS[name], scales=(126, 128), biases=True)
     with MoELayer(experts, backend) as layer:
         for tokens, dtype in ((1, BF16), (3, BF16), (9, np.float32)):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
@@ -94,7 +99,7 @@ def test_tokens_per_expert(backend, tokens, weights):
     ("tokens", "weights"),
     [
         *((tokens, {}) for tokens in (core.ROWS_MAX, core.ROWS_MAX + 1, 2 * core.ROWS_MAX + 1)),
-        *((core.ROWS_MAX + 1, WEIGHTS[name]) for name in ("int4-64", "b16", "all three")),
+        *((core.ROWS_MAX + 1, WEIGHTS[name]) for name in ("int4-64", "b16", "all three", "nvfp4", "fp8", "awq-128")),
     ],
     ids=str,
 )
@@ -141,7 +146,10 @@ def test_activations_router_weights_and_biases(backend, activation, router_weigh
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-@pytest.mark.parametrize("weights", [WEIGHTS[name] for name in ("int4-32", "int4-128", "b16", "all three")], ids=str)
+OTHERS = ["int4-32", "int4-128", "b16", "all three", "nvfp4 divided", "mxfp8", "fp8-row", "gptq-64"]
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS[name] for name in OTHERS], ids=OTHERS)
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 def test_router_weights_of_other_formats(backend, router_weight, weights):
     rng = np.random.default_rng(5)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exact import down_layer, forward, odd_scales, random_codes, random_factor, scaled_by, weights_of
 from helpers import BF16, WEIGHTS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
 from topology import CPUS
 
@@ -19,6 +20,8 @@ from ktmoe._native import core
 from ktmoe.errors import InputError, OutOfMemoryError
 from ktmoe.layer import ROUTER_WEIGHTS
 from ktmoe.machine import numa
+from ktmoe.weights.formats import FP8_PER_ROW, Factor, fp8, nvfp4
+from ktmoe.weights.order import ROWS
 
 pytestmark = pytest.mark.usefixtures("three_nodes")
 #: Fewer threads than shards, as many, uneven teams, more than one a CPU.
@@ -26,28 +29,37 @@ THREADS = (1, 2, 3, 7)
 
 
 def shard_of(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
-    """The experts with the intermediate dimension from first to last only; the bias of down goes with 0."""
+    """The experts with the intermediate dimension from first to last only, in rows; the bias of down goes with 0, and a factor
+    that is not of the rows that are cut with every shard."""
+    formats = {projection: replace(weight_format, order=ROWS) for projection, weight_format in experts.formats.items()}
+    size = last - first
 
     def read(expert: int, projection: str) -> Matrix:
         matrix = experts.matrix(expert, projection)
-        if projection != "down":
-            codes, scales, bias = (v if v is None else v[first:last] for v in (matrix.codes, matrix.scales, matrix.bias))
-            return replace(matrix, shape=(last - first, experts.hidden), codes=codes, scales=scales, bias=bias)
+        weight_format = matrix.format
+        extents = {
+            "codes": (1, 2 if weight_format.family == "q4" else 1),
+            "scales": weight_format.scale.extent if weight_format.scale else None,
+            "offsets": weight_format.offset.extent if weight_format.offset else None,
+        }
 
-        def columns(array, each):
-            return np.ascontiguousarray(array[:, first // each : -(-last // each)])
+        def cut(label, array):
+            if label == "factor":
+                return array[first:last] if weight_format.factor.per_row and projection != "down" else array
+            rows, columns = extents[label]
+            if projection == "down":
+                return np.ascontiguousarray(array[:, first // columns : -(-last // columns)])
+            return array[first // rows : -(-last // rows)]
 
-        scale = matrix.format.scale
-        return replace(
-            matrix,
-            shape=(experts.hidden, last - first),
-            codes=columns(matrix.codes, matrix.format.codes_per_item),
-            scales=columns(matrix.scales, scale.extent[1]) if scale else None,
-            bias=None if first else matrix.bias,
-        )
+        bias = matrix.bias
+        if bias is not None:
+            bias = bias[first:last] if projection != "down" else None if first else bias
+        shape = (experts.hidden, size) if projection == "down" else (size, experts.hidden)
+        arrays = weight_format.rows(matrix.stored, *matrix.shape)
+        arrays = {label: cut(label, array) for label, array in arrays.items()}
+        return Matrix(matrix.name, formats[projection], shape, bias=bias, **arrays)
 
-    size = last - first
-    return ExpertWeights(experts.num_experts, experts.hidden, size, read, experts.formats, experts.activation, experts.name)
+    return ExpertWeights(experts.num_experts, experts.hidden, size, read, formats, experts.activation, experts.name)
 
 
 def partial_outputs(experts: ExpertWeights, shards: list[tuple[int, int]], batch, backend: str, **settings) -> np.ndarray:
@@ -88,6 +100,28 @@ def test_a_layer_is_its_shards_added_up(backend, weights):
             for threads in THREADS:
                 set_num_threads(threads)
                 assert same_bits(layer.forward(*batch), y)
+
+
+@pytest.mark.parametrize("divides", [False, True], ids=["factor", "divisor"])
+@pytest.mark.parametrize("weight_format", [fp8(), nvfp4(), FP8_PER_ROW], ids=["fp8", "nvfp4", "fp8-row"])
+def test_every_shard_has_the_factor(backend, weight_format, divides):
+    """Sums of a shard are exact, the factor rounds each of them to float32, once, and they are added in ascending order. Scales
+    differ by 128 columns, where the shards are cut."""
+    rng = np.random.default_rng(17)
+    weight_format = replace(weight_format, factor=Factor(weight_format == FP8_PER_ROW, divides))
+    n = k = 450
+    codes, scales = random_codes(rng, n, k, weight_format), odd_scales(rng, n, k, weight_format, 3)
+    factor = random_factor(rng, n, weight_format)
+    weights = weights_of(codes, scales, weight_format)
+    x = rng.integers(-7, 8, (9, k)).astype(float)
+    for nodes in ([0], [0, 1], [1, 2, 0]):
+        with down_layer(backend, codes, scales, weight_format, factor=factor, activations="bf16", numa_nodes=nodes) as layer:
+            expected = np.zeros((9, n), np.float32)
+            for first, last in numa.split(k, 128 if weight_format.unit[1] == 128 else 32, len(nodes)):
+                total = x[:, first:last] @ weights[:, first:last].T
+                expected += scaled_by(total, weight_format, factor).astype(np.float32)
+            for tokens in (1, 9):
+                assert np.array_equal(forward(layer, x[:tokens]), expected[:tokens])
 
 
 def test_the_number_of_nodes_decides_and_not_which_or_in_what_order(backend):
