@@ -10,6 +10,7 @@ from helpers import (
     DEEPSEEK,
     FORMATS,
     GPT_OSS,
+    KINDS,
     LONGEST,
     MIXED,
     SCALES,
@@ -35,11 +36,11 @@ SHAPES = [(32, 64), (64, 100), (100, 64), (34, 2), (2, 34), (2880, 64), (64, 144
 # On both sides of where the kernels change: rows of a register tile, few() and many(), rows of one kernel call.
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25]
 
-every_weights = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+every_kind = pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)
 
 
 @pytest.mark.cover("all")
-@every_weights
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_every_kind_of_weights(backend, weights):
     """On every backend, instruction set and mode, whatever the other tests choose."""
     rng = np.random.default_rng(11)
@@ -49,7 +50,7 @@ def test_every_kind_of_weights(backend, weights):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2))
 
 
-@every_weights
+@every_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(backend, shape, weights):
     rng = np.random.default_rng(shape)
@@ -84,7 +85,7 @@ def test_odd_shapes(backend, shape, name):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-@every_weights
+@every_kind
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_tokens_per_expert(backend, tokens, weights):
     """k of 288 and 96: more than a kernel's block of 128 or 256, and less than the longest group."""
