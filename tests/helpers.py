@@ -62,6 +62,26 @@ WEIGHTS = {
     "all three": {"formats": {"gate": MXFP4, "up": LONGEST, "down": B16}},
     "group lengths": {"formats": {"gate": int4(64), "up": LONGEST, "down": MXFP4}},
 }
+#: Each kind of kernel, of scales and of factors once, for tests of which not every format needs its own.
+KINDS = {
+    name: WEIGHTS[name]
+    for name in (
+        "folded",
+        "unfolded",
+        "int4-64",
+        "int4-fp16",
+        "gptq-32",
+        "awq-128",
+        "nvfp4",
+        "mxfp8",
+        "mxfp8 unfolded",
+        "fp8",
+        "fp8-row",
+        "b16",
+        "all three",
+        "group lengths",
+    )
+}
 #: More of those that differ by projection.
 MIXED = {
     "gate and up alike": {"formats": {"gate": int4(128), "up": int4(128), "down": int4(32)}},

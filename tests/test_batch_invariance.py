@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import BF16, DEEPSEEK, MANY_THREADS, WEIGHTS, assert_folds, assert_right, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, KINDS, MANY_THREADS, assert_folds, assert_right, random_batch, random_experts, same_bits
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
@@ -47,13 +47,11 @@ class Case:
         assert same_bits(self.forward(tokens), self.alone[tokens])
 
 
-@pytest.fixture(
-    scope="module", params=[("folded", BF16), ("unfolded", BF16), *((name, np.float32) for name in WEIGHTS)], ids=str
-)
+@pytest.fixture(scope="module", params=[("folded", BF16), ("unfolded", BF16), *((name, np.float32) for name in KINDS)], ids=str)
 def case(request, backend):
     """float32 shows every bit of the sums; bfloat16 is what small batches multiply without a copy."""
     name, dtype = request.param
-    case = Case(backend, WEIGHTS[name], dtype=dtype)
+    case = Case(backend, KINDS[name], dtype=dtype)
     yield case
     case.layer.close()
 
@@ -92,7 +90,7 @@ def test_duplicates_of_one_token(case, count):
 
 
 @pytest.mark.parametrize("shape", [(544, 32), (32, 544)], ids=str)
-@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)
 def test_sums_longer_than_a_kernels_block(backend, weights, shape):
     """Kernels for many rows put sums aside between blocks of k, and those for few do not."""
     case = Case(backend, weights, dtype=np.float32, shape=shape)

@@ -20,7 +20,7 @@ from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
 from ktmoe.errors import ClosedError, InputError
-from ktmoe.experts import PROJECTIONS
+from ktmoe.experts import ARRAYS, PROJECTIONS
 
 PAGE = 4096
 PROT_NONE, READ_WRITE, PRIVATE_ANONYMOUS = 0, 3, 0x22
@@ -188,7 +188,7 @@ def fence_experts(experts, side):
     """Each matrix's codes, scales and bias by themselves."""
 
     def fence(matrix):
-        arrays = {name: getattr(matrix, name) for name in ("codes", "scales", "bias")}
+        arrays = {name: getattr(matrix, name) for name in (*ARRAYS, "bias")}
         return replace(matrix, **{name: fenced(array, side) for name, array in arrays.items() if array is not None})
 
     matrices = {(e, p): fence(experts.matrix(e, p)) for e in range(experts.num_experts) for p in PROJECTIONS}
@@ -200,7 +200,15 @@ SHAPES = [(64, 96), (100, 34), (2, 2), (288, 64)]
 CASES = [
     *((shape, name) for shape in SHAPES for name in ("folded", "int4-64", "b16")),
     *((shape, name) for shape in SHAPES[1::2] for name in ("int4-32", "int4-128", "all three", "group lengths")),
-    *((shape, "b16") for shape in ((1, 1), (33, 7), (7, 289))),  # 4-bit codes have no odd k
+    *(
+        (shape, name)
+        for shape in SHAPES[:2]
+        for name in ("gptq-32", "awq-128", "nvfp4", "int4-fp16", "mxfp8", "fp8", "fp8-row")
+    ),
+    *(
+        (shape, name) for shape in ((1, 1), (33, 7), (7, 289)) for name in ("b16", "mxfp8", "fp8-row")
+    ),  # 4-bit codes have no odd k
+    ((129, 259), "fp8-bf16"),
 ]
 
 

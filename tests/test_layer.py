@@ -10,6 +10,7 @@ from helpers import (
     DEEPSEEK,
     FORMATS,
     GPT_OSS,
+    KINDS,
     LONGEST,
     MIXED,
     SCALES,
@@ -35,11 +36,11 @@ SHAPES = [(32, 64), (64, 100), (100, 64), (34, 2), (2, 34), (2880, 64), (64, 144
 # On both sides of where the kernels change: rows of a register tile, few() and many(), rows of one kernel call.
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25]
 
-every_weights = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+every_kind = pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)
 
 
 @pytest.mark.cover("all")
-@every_weights
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_every_kind_of_weights(backend, weights):
     """On every backend, instruction set and mode, whatever the other tests choose."""
     rng = np.random.default_rng(11)
@@ -49,7 +50,7 @@ def test_every_kind_of_weights(backend, weights):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2))
 
 
-@every_weights
+@every_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(backend, shape, weights):
     rng = np.random.default_rng(shape)
@@ -61,13 +62,13 @@ def test_shapes(backend, shape, weights):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-LONG = ["folded", "b16", "nvfp4", "fp8", "gptq-128"]
+LONG = ["folded", "b16", "nvfp4", "fp8"]
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS[name] for name in LONG], ids=LONG)
 def test_a_long_sum(backend, weights):
     rng = np.random.default_rng(1)
-    experts = random_experts(rng, 2, 7200, 32, **weights)
+    experts = random_experts(rng, 1, 7200, 32, **weights)
     with MoELayer(experts, backend) as layer:
         for tokens in (1, 9):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 1, np.float32))
@@ -84,7 +85,7 @@ def test_odd_shapes(backend, shape, name):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-@every_weights
+@every_kind
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_tokens_per_expert(backend, tokens, weights):
     """k of 288 and 96: more than a kernel's block of 128 or 256, and less than the longest group."""
@@ -119,7 +120,7 @@ def test_formats_differ_by_projection(backend, weights):
     experts = random_experts(rng, 3, 388, 160, biases=True, activation=DEEPSEEK, **weights)
     with MoELayer(experts, backend) as layer:
         assert_folds(layer, experts, weights.get("fold", True))
-        for tokens in (1, 4, 30):
+        for tokens in (1, 20):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, np.float32))
 
 

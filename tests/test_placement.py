@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exact import down_layer, forward, odd_scales, random_codes, random_factor, scaled_by, weights_of
-from helpers import BF16, WEIGHTS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
+from helpers import BF16, KINDS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
 from topology import CPUS
 
 from ktmoe import BF16 as B16
@@ -85,7 +85,7 @@ def added_up(experts, nodes, batch, backend, **settings):
 # Bits
 
 
-@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)
 def test_a_layer_is_its_shards_added_up(backend, weights):
     """Bit for bit, with every number of threads; 418 is 14 units of 32, the last one shorter, and 4 of 128."""
     rng = np.random.default_rng(1)
