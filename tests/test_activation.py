@@ -57,6 +57,29 @@ def test_exp_of_special_numbers(table):
     assert np.isnan(table.exp(nans)).all()
 
 
+@pytest.mark.parametrize("divides", [False, True])
+def test_what_becomes_of_a_product_before_the_activation(table, divides):
+    """A factor, a bias, and what an adapter adds, in this order, each rounded once to float32: bit for bit. The gate is
+    saturated, so that h is u; or u is 1, so that h is the gate."""
+    rng = np.random.default_rng(3)
+    product, added = (rng.standard_normal((5, 64)).astype(np.float32) for _ in range(2))
+    factor, bias = rng.uniform(0.5, 3, 64).astype(np.float32), rng.standard_normal(64).astype(np.float32)
+    scaled = product / factor if divides else product * factor
+    steps = {"factor": factor, "divides": divides, "bias": bias, "added": added}
+    ones, linear = np.ones((5, 64), np.float32), GatedActivation(alpha=2.0**30)
+    for names, expected in (
+        ((), product),
+        (("factor", "divides"), scaled),
+        (("bias",), product + bias),
+        (("added",), product + added),
+        (("factor", "divides", "bias", "added"), (scaled + bias) + added),
+    ):
+        finish = {name: steps[name] for name in names}
+        assert same_bits(table.activate(ones, product, linear, finish_u=finish).view(BF16), expected.astype(BF16))
+        positive = np.where(expected > 0, expected, 0).astype(BF16)
+        assert np.array_equal(table.activate(product, ones, linear, finish_g=finish).view(BF16), positive)
+
+
 def test_exp_reaches_the_denormals_and_the_largest_numbers(table):
     y = check_exp(table, np.array([-87.4, -90, -100, -103, 88.0, 88.5, 88.7], np.float32))
     assert ((y[:4] > 0) & (y[:4] < TINY)).all()

@@ -60,7 +60,7 @@ def test_table(folder):
             assert 0 <= float(error.rstrip("%")) <= 100
     for name in set(ktmoe.backends.names()) - set(measured):
         assert f"not measured: {name}: this CPU lacks" in output
-    assert "8 experts of 64 x 96, q4 with ue8m0 scales per 1x32" in output
+    assert "8 experts of 64 x 96, E2M1 with ue8m0 scales per 1x32" in output
 
 
 def test_a_checkpoint_of_the_users(tmp_path):
@@ -177,7 +177,7 @@ def test_inspect(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"{tmp_path}: 54 tensors, read by loader deepseek_v4\nlayers with routed experts: 0, 1, mtp.0\n" in printed
     assert "layer 0: 3 experts, hidden 64, intermediate 32" in printed
-    assert "down: [64, 32], q4 with ue8m0 scales per 1x32" in printed
+    assert "down: [64, 32], E2M1 with ue8m0 scales per 1x32" in printed
     assert cli.main(["inspect", str(tmp_path / "absent")]) == 1
     assert "absent: expected a folder or a .safetensors file" in capsys.readouterr().err
 

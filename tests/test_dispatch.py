@@ -240,8 +240,8 @@ def test_every_row_has_kernels_and_every_kernel_file_a_row():
 
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
-    """All formats in bf16; 4-bit integers without zero points in int16 and int8 where those exist; folded scales where weights are
-    bfloat16, of amx rounded ones, too. Or integers alone."""
+    """All formats in bf16; 4-bit integers without zero points in int16 and int8 where those exist; folded scales where weights
+    are bfloat16, of amx rounded ones, too. Or integers alone."""
     table = native.load_table(row)
     keys = table.kernels()
     modes = OF_MODES.get(row) or (["bf16", "int16", "int8"] if row == "avx2" else ["bf16"])

@@ -200,7 +200,7 @@ def test_sizes_are_checked_before_anything_is_allocated(monkeypatch):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("weight_format", [MXFP4, int4(32), int4(2**20), BF16], ids=lambda f: f.description)
+@pytest.mark.parametrize("weight_format", [MXFP4, int4(32), int4(128, "fp16"), BF16], ids=lambda f: f.description)
 def test_bytes_of_the_largest_experts_are_counted_right(monkeypatch, weight_format):
     """They do not fit into 64 bits, all together; one by one they do."""
     experts = ExpertWeights(2**28, 2**28, 2**28, lambda *_: pytest.fail("was read"), weight_format)

@@ -153,8 +153,8 @@ def test_layout(name, n, k):
 
 
 def golden_source(weight_format, n, k):
-    """Free of any random generator: an arithmetic progression of words, without those that are no numbers. [65, 66]: tails of panel,
-    group and octet; [65, 35]: an odd k."""
+    """Free of any random generator: an arithmetic progression of words, without those that are no numbers. [65, 66]: tails of
+    panel, group and octet; [65, 35]: an odd k."""
 
     def words(dtype, shape, step, last):
         numbers = (np.arange(np.prod(shape)) * step % last).astype(f"u{dtype.itemsize}").reshape(shape)

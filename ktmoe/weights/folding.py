@@ -21,24 +21,20 @@ _NONE = (255, 0)
 def fold_range(weight_format: WeightFormat, rounding: str = "exact") -> tuple[int, int]:
     """(low, high): a matrix whose scales are in it has bfloat16 weights that hold the scale; (255, 0) if none has.
 
-    ue8m0: bytes, and the product is exact: 2 to 252 for E2M1, 10 to 246 for E4M3. e4m3: (0, 255) where the product of any two
-    numbers is exact, as with E2M1. bf16, fp16: exponent fields of scales that are not zero; the product has to be rounded, which
-    `rounding` has to allow, and must not overflow then, or be denormal.
+    ue8m0: bytes, and the product is exact: 2 to 252 for E2M1, 10 to 246 for E4M3.
+    e4m3: (0, 255) where the product of any two numbers is exact, as with E2M1.
+    bf16, fp16: exponent fields of scales that are not zero. The product has to be rounded, which `rounding` has to allow, and
+    must neither overflow then nor be denormal.
     """
     scale = weight_format.scale
+    if scale is None or scale.extent[0] != 1 or weight_format.offset or weight_format.super_scale:
+        return _NONE
+    rounded = scale.kind in ("bf16", "fp16")
+    if rounded and rounding != "folded":
+        return _NONE
     exponents = _exponents(weight_format.element.values)
-    if (
-        scale is None
-        or scale.extent[0] != 1
-        or weight_format.offset
-        or weight_format.super_scale
-        or not weight_format.element.values
-    ):
-        return _NONE
-    if scale.kind in ("bf16", "fp16") and rounding != "folded":
-        return _NONE
     if not exponents:
-        return (0, 254) if scale.kind in ("bf16", "fp16") else _NONE
+        return (0, 254) if rounded else _NONE
     low, high = min(exponents), max(exponents)
     if scale.kind == "ue8m0":
         if weight_format.family == "f8":
@@ -54,7 +50,7 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact") -> tuple[in
         least, most, bits = _E4M3_SCALES if scale.kind == "e4m3" else _FP16_SCALES
         exact = bits + _significant_bits(weight_format.element.values) <= _BF16_BITS
         fits = low + least >= -126 and high + most + 2 <= 127
-        return (0, 255) if fits and (exact or scale.kind == "fp16") else _NONE
+        return (0, 255) if fits and (exact or rounded) else _NONE
     return _NONE
 
 

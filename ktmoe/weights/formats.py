@@ -51,7 +51,10 @@ class ZeroPoint:
 
 @dataclass(frozen=True)
 class Minimum:
-    """A real number m for each group of weights: weight = value * scale - m. scale: how m is stored, and which weights share it."""
+    """A real number m for each group of weights: weight = value * scale - m.
+
+    scale: how m is stored, and which weights share it.
+    """
 
     scale: Scale
 
@@ -100,9 +103,8 @@ class WeightFormat:
             raise FormatError("bfloat16 weights have neither scales nor offsets")
         if self.super_scale and not self.scale:
             raise FormatError("a super-scale needs a scale that it multiplies")
-        if isinstance(self.offset, ZeroPoint):
-            if self.element.family != "q4" or any(value != int(value) for value in self.element.values):
-                raise FormatError(f"zero points need 4-bit integers, found {self.element.name}")
+        if isinstance(self.offset, ZeroPoint) and not _small_integers(self.element):
+            raise FormatError(f"zero points need 4-bit integers of at most 16, found {self.element.name}")
         if not self.order.rows and self.element.family != "q4":
             raise FormatError(f"order {self.order.name!r} is one of 4-bit codes, found {self.element.name}")
 
@@ -134,7 +136,7 @@ class WeightFormat:
         return (math.lcm(rows, 8), columns) if packed else (rows, columns)
 
     def arrays(self, n: int, k: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """dtype and shape of each array of a matrix [n, k], by its name in Matrix: codes, scales, super_scales, offsets, factor."""
+        """dtype and shape of each array of a matrix [n, k], by its name in Matrix."""
         arrays = {"codes": self._codes(n, k)}
         for label, scale in (("scales", self.scale), ("super_scales", self.super_scale)):
             if scale:
@@ -166,7 +168,7 @@ class WeightFormat:
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.arrays(n, k).values())
 
     def rows(self, stored: Mapping[str, np.ndarray], n: int, k: int) -> dict[str, np.ndarray]:
-        """The arrays of a matrix in the order of rows: codes; scales along k, [n/rows, k/columns]; zero points uint8 [n, groups]."""
+        """The arrays of a matrix in the order of rows: scales are [n/rows, k/columns], zero points uint8 [n, groups]."""
         arrays = dict(stored)
         if self.order.rows:
             return arrays
@@ -180,6 +182,11 @@ class WeightFormat:
             turn = self.order.zero_points if isinstance(self.offset, ZeroPoint) else self.order.groups
             arrays["offsets"] = turn(stored["offsets"])
         return arrays
+
+
+def _small_integers(element: Element) -> bool:
+    """Whether a value less a zero point is exact in every kernel's arithmetic."""
+    return element.family == "q4" and all(value == int(value) and abs(value) <= 16 for value in element.values)
 
 
 #: MXFP4 and MXFP8 of the OCP MX specification: one UE8M0 scale per 32 along k.

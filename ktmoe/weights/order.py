@@ -16,8 +16,8 @@ _EIGHT = tuple(range(8))
 class Order:
     """The order of 4-bit codes, eight in each int32, or of rows.
 
-    along: the axis of a dword's eight codes, "k" or "n". transposed: k is the first axis of codes, and the groups along k are that
-    of scales and zero points.
+    along: the axis of a dword's eight codes, "k" or "n".
+    transposed: k is the first axis of codes, and the groups along k are the first one of scales and zero points.
     nibbles: nibble i of a dword, from its lowest bits up, is code nibbles[i] of its eight.
     Rows: uint8 [n, k/2]. Along k, transposed: int32 [k/8, n]. Along n, transposed: int32 [k, n/8].
     """
@@ -103,7 +103,7 @@ class Order:
         if not self.transposed:
             return points
         eights = points.T.reshape(points.shape[1], -1, 8)[:, :, list(self.nibbles)].astype(np.uint32)
-        return np.bitwise_or.reduce(eights << np.arange(0, 32, 4, dtype=np.uint32), axis=2).view(np.int32)
+        return np.ascontiguousarray(np.bitwise_or.reduce(eights << np.arange(0, 32, 4, dtype=np.uint32), axis=2)).view(np.int32)
 
 
 #: Codes along k, low nibble = even k.

@@ -118,6 +118,22 @@ cdef class KernelTable:
             rows.encode(&row[0], 0, row.shape[0], row.shape[0], &to[0])
         return encoded
 
+    def activate(self, g, u, activation, finish_g=None, finish_u=None):
+        """h of products g and u, float32 [m, 64], as bfloat16 bits [m, 64]: what a kernel's results become, for its test.
+
+        finish_g, finish_u: {"factor": float32 [64], "divides": bool, "bias": float32 [64], "added": float32 [m, 64]}, or fewer.
+        """
+        cdef kt_activate a
+        cdef float[:, ::1] of_g = np.array(g, np.float32), of_u = np.array(u, np.float32)
+        cdef uint16_t[:, ::1] h = np.empty((of_g.shape[0], KT_PANEL), np.uint16)
+        memset(&a, 0, sizeof(a))
+        held = [_fill_finish(&a.finish_g, finish_g or {}), _fill_finish(&a.finish_u, finish_u or {})]
+        a.g, a.u, a.m, a.columns = &of_g[0, 0], &of_u[0, 0], of_g.shape[0], KT_PANEL
+        a.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
+        a.h, a.h_stride = &h[0, 0], KT_PANEL
+        self.isa.activate(&a)
+        return np.asarray(h)
+
     def exp(self, const float[::1] x):
         """The activation's exponential, float32 [n]."""
         y = np.empty(x.shape[0], np.float32)
@@ -134,3 +150,22 @@ cdef class KernelTable:
         if seconds < 0:
             _raise(<int>-seconds, "measuring the multiply peak")
         return flops, seconds
+
+
+cdef object _fill_finish(kt_finish *to, given):
+    """Point at the arrays; returns them, who hold the memory."""
+    cdef float[::1] numbers
+    held = []
+    for name in ("factor", "bias", "added"):
+        if name not in given:
+            continue
+        numbers = np.array(given[name], np.float32).reshape(-1)
+        held.append(numbers)
+        if name == "factor":
+            to.factor = &numbers[0]
+        elif name == "bias":
+            to.bias = &numbers[0]
+        else:
+            to.added = &numbers[0]
+    to.divides = given.get("divides", False)
+    return held
