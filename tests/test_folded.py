@@ -7,6 +7,7 @@ import pytest
 from helpers import (
     BF16,
     GROUPS,
+    KINDS,
     MIXED,
     WEIGHTS,
     assert_right,
@@ -32,12 +33,12 @@ def may_round(weight_format):
     return weight_format.family == "q4" and scale is not None and scale.kind in ("bf16", "fp16") and not weight_format.offset
 
 
-@pytest.mark.parametrize("name", [*WEIGHTS, *MIXED])
+@pytest.mark.parametrize("name", [*KINDS, "int4-32", "gptq-sym-128", "fp8-bf16", *MIXED])
 def test_who_rounds(backend, name):
     """Every matrix with bfloat16 or fp16 scales, where a backend can: the others are as they are in any case."""
     weights = {**WEIGHTS, **MIXED}[name]
     experts = random_experts(np.random.default_rng(1), 2, 160, 100, biases=True, **weights)
-    batches = [random_batch(np.random.default_rng(2), experts, tokens, 2) for tokens in (1, 7, 60)]
+    batches = [random_batch(np.random.default_rng(2), experts, tokens, 2) for tokens in (1, 20)]
     with MoELayer(experts, backend) as layer:
         assert layer.rounding == "exact"
         exact, kernels = [assert_right(layer, experts, *batch) for batch in batches], layer.packed.kernels()
