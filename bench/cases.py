@@ -104,6 +104,4 @@ def _ways(way: Way, experts: ExpertWeights) -> Iterator[Way]:
 
 def _rounds(table: core.KernelTable, weight_format, mode: str) -> bool:
     """Whether it has kernels that round scaled weights to bfloat16."""
-    scale = weight_format.scale
-    kernels = {(family, kind, activations) for family, kind, _, activations, folded in table.kernels() if folded}
-    return scale is not None and scale.kind == "bf16" and (weight_format.family, "bf16", mode) in kernels
+    return table.folds(weight_format, mode, "folded") and not table.folds(weight_format, mode)

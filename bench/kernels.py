@@ -15,7 +15,7 @@ from ktmoe import measure
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
 
-WEIGHTS = ("MXFP4", "INT4", "BF16")
+WEIGHTS = ("MXFP4", "NVFP4", "INT4", "GPTQ symmetric", "GPTQ", "MXFP8", "FP8", "FP8 per row", "BF16")
 #: Where the weights are: rotated through a footprint that no cache holds, or in one core's L2, for one thread.
 SOURCES = ("memory", "L2")
 #: The part of L2 that the weights of an expert take there, which leaves some for rows.
@@ -40,24 +40,20 @@ class Kernel:
     @property
     def scales(self) -> str:
         """Onto each weight, onto each group's sum, or none."""
-        return "none" if self.weights == "BF16" else "in weights" if self.folds else "of sums"
+        return "none" if self.weights in ("BF16", "FP8 per row") else "in weights" if self.folds else "of sums"
 
 
 def kernels() -> Iterator[Kernel]:
-    """Each one of each table that runs here, once."""
+    """Each one of each table that runs here, once. GPTQ's kernels are AWQ's, too."""
     seen = set()
     for weights in WEIGHTS:
         experts = replace(models()[EVERYWHERE], weights=weights).make(1)
-        family, scale = experts.formats["gate"].family, experts.formats["gate"].scale
+        weight_format = experts.formats["gate"]
         for way in every_way(experts):
             with way.table(experts) as table:
-                folding = {
-                    folded
-                    for name, kind, _, activations, folded in table.kernels()
-                    if (name, kind, activations) == (family, scale.kind if scale else "none", way.activations)
-                }
-            if scale and scale.kind == "bf16":
-                folding &= {way.rounding == "folded"}
+                folding = {table.folds(weight_format, way.activations, way.rounding)}
+            if True in folding and weight_format.scale.kind == "ue8m0":  # some scales fold and some do not
+                folding.add(False)
             for folds in sorted(folding, reverse=True):
                 for source in SOURCES:
                     kernel = Kernel(weights, way, folds, source)

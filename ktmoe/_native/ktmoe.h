@@ -28,8 +28,8 @@ enum {
 /* The 16 values of a 4-bit element in the forms that kernels look up. The bf16 tables stand there twice, since VPERMW reads five index
  * bits and the fifth is the neighbour's. */
 typedef struct kt_codebook {
-    uint16_t plain[32];  /* bf16 bits of the value */
-    uint16_t folded[32]; /* sign | (bf16 bits of |value| + (126 << 7)), zero for zero: minus (253 - b) << 7, saturating,
+    uint16_t plain[32];   /* bf16 bits of the value */
+    uint16_t folded[32];  /* sign | (bf16 bits of |value| + (126 << 7)), zero for zero: minus (253 - b) << 7, saturating,
                             is the bf16 of value * 2^(b-127), exactly, for the b of codebook.fold_range() */
     uint16_t signed5[32]; /* of the integers 0 to 15, -16 to -1: what a code less its zero point is, by its low five bits */
     float value[16];
@@ -60,10 +60,10 @@ typedef struct kt_rows {
 typedef struct kt_dot {
     const void *const *x; /* m rows as the kernel's kt_rows has them; of tiled ones, their first blocks */
     size_t m;
-    size_t k;            /* multiple of KT_BLOCK */
-    const uint8_t *w[2]; /* packed panels */
-    size_t panels;       /* 1, or 2: gate and up, or neighbours of down */
-    size_t scale_group;  /* k that share a scale; the last group may be shorter. 0 without scales */
+    size_t k;                    /* multiple of KT_BLOCK */
+    const uint8_t *w[2];         /* packed panels */
+    size_t panels;               /* 1, or 2: gate and up, or neighbours of down */
+    size_t scale_group;          /* k that share a scale; the last group may be shorter. 0 without scales */
     const kt_codebook *codebook; /* of 4-bit codes */
     /* The panels that this thread is likely to be given next, as many as these, and their bytes: for a kernel to fetch while it
      * computes. next[0] NULL: none. */
@@ -80,12 +80,12 @@ typedef struct kt_kernel {
     const char *scale;      /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16"; "fp32", one a panel; "none" */
     size_t scale_group_min; /* the shortest and the longest scale group that it takes; 0 without scales */
     size_t scale_group_max;
-    const char *offset;     /* "zero_point", or NULL: none */
-    const kt_rows *rows;    /* what it takes, and so its activation mode */
-    int folded;             /* 1: scales are in the weights, which needs every scale to be one that folds into a bf16 weight;
+    const char *offset;  /* "zero_point", or NULL: none */
+    const kt_rows *rows; /* what it takes, and so its activation mode */
+    int folded;          /* 1: scales are in the weights, which needs every scale to be one that folds into a bf16 weight;
                                0: takes any scale. See folding.py */
-    int whole;              /* 1: needs 4-bit values that have a unit */
-    size_t few_max;         /* rows up to which few() is the faster */
+    int whole;           /* 1: needs 4-bit values that have a unit */
+    size_t few_max;      /* rows up to which few() is the faster */
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
     void (*many)(const kt_dot *); /* any m <= KT_ROWS_MAX */

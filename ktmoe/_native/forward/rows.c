@@ -25,8 +25,8 @@ void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t cou
 void kt_x_point(const kt_x *x, kt_x_form *form) {
     const kt_route *r = x->route;
     const kt_layer *l = x->layer;
-    const bool as_it_is =
-        !form->rows->encode && !form->rows->round && x->batch->dtype == KT_BF16 && x->k == l->hidden && l->router_weight != KT_EXPERT_INPUT;
+    const bool as_it_is = !form->rows->encode && !form->rows->round && x->batch->dtype == KT_BF16 && x->k == l->hidden &&
+                          l->router_weight != KT_EXPERT_INPUT;
     /* A row alone is a tile, too. */
     form->stage = !as_it_is || (form->rows->tiled ? r->num_slots > r->num_used : x->batch->tokens >= STAGE_TOKENS);
     for (const kt_expert_rows *e = r->used; e < r->used + r->num_used; e++)

@@ -12,9 +12,7 @@ typedef char table;
 typedef char fold;
 
 INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
-    return (void)header, (void)v, (void)how, 0;
-}
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
 
 INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
     (void)how, (void)t, (void)f;

@@ -11,9 +11,7 @@ typedef char table;
 typedef char fold;
 
 INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
-    return (void)header, (void)v, (void)how, 0;
-}
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
 
 /* To move the byte of k up to a dword's top. */
 INLINE int up(const int k) { return k % 4 == 0 ? 24 : k % 4 == 1 ? 8 : k % 4 == 2 ? 16 : 0; }

@@ -51,6 +51,11 @@ INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_
 FUNCTIONS(folded, UE8M0 | FOLDED)
 
 const kt_kernel KT_NAME(q4_amx)[] = {
-    {.family = "q4", .scale = "ue8m0", .scale_group_min = KT_BLOCK, .scale_group_max = KT_BLOCK, .folded = 1, SERVED_BY(folded)},
+    {.family = "q4",
+     .scale = "ue8m0",
+     .scale_group_min = KT_BLOCK,
+     .scale_group_max = KT_BLOCK,
+     .folded = 1,
+     SERVED_BY(folded)},
     {0},
 };

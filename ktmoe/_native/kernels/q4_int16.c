@@ -40,9 +40,7 @@ INLINE table load_table(const kt_dot *a, const scaling how) {
     return (table){_mm256_add_epi8(whole, _mm256_set1_epi8(16)), a->codebook->unit};
 }
 
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
-    return (void)header, (void)v, (void)how, 0;
-}
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
 
 INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
     (void)how, (void)f;

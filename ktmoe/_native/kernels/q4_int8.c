@@ -66,9 +66,7 @@ INLINE table load_table(const kt_dot *a, const scaling how) {
     return (table){(u32v)(whole + 16), a->codebook->unit};
 }
 
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
-    return (void)header, (void)v, (void)how, 0;
-}
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
 
 INLINE u32v decode(const place *p, const int v, const int step, const scaling how, const table *t, const fold *f) {
     (void)how, (void)f;

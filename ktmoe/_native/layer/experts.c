@@ -192,8 +192,8 @@ enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *gi
     return outcome;
 }
 
-enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count,
-                                  kt_numbers *numbers, int *error) {
+enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, kt_numbers *numbers,
+                                  int *error) {
     kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES] = {0};
     *error = 0;
     if (!e->layer.shards) return KT_CLOSED;

@@ -37,7 +37,7 @@ typedef struct kt_given {
     const float *bias;                           /* [n], or NULL */
     const float *factor;                         /* [n] or [1], or NULL */
     bool factor_per_row, divides;
-    const kt_kernel *kernels[2];   /* the second where all scales are in [low, high], which fold into the weights */
+    const kt_kernel *kernels[2]; /* the second where all scales are in [low, high], which fold into the weights */
     uint8_t low, high;
 } kt_given;
 
@@ -56,8 +56,8 @@ typedef struct kt_numbers {
 } kt_numbers;
 
 /* Fills slices, and numbers, [KT_MATRICES], of the matrices that they are of. */
-enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count,
-                                  kt_numbers *numbers, int *error);
+enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, kt_numbers *numbers,
+                                  int *error);
 
 static inline kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix) {
     return &e->layer.shards[shard].experts[expert].matrices[matrix];

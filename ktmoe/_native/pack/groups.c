@@ -11,8 +11,8 @@ enum { LINE_BYTES = 64, LINE_COPIES = LINE_BYTES / sizeof(float) };
 
 static const struct kind {
     size_t bytes;
-    uint32_t one;           /* its bits */
-    uint32_t field, shift;  /* of the exponent: its bits, and where they begin; a scale that has them all is no real number */
+    uint32_t one;          /* its bits */
+    uint32_t field, shift; /* of the exponent: its bits, and where they begin; a scale that has them all is no real number */
 } kinds[] = {
     [KT_UE8M0] = {1, 127, 0xFF, 0},
     [KT_E4M3] = {1, 0x38, 0x7F, 0}, /* only 0x7F is NaN */
@@ -46,8 +46,7 @@ static uint32_t load(const uint8_t *from, size_t bytes) {
 }
 
 /* bytes: a constant where this is called, since a copy of one or two is a call otherwise. */
-ALWAYS_INLINE void copy_row(const kt_groups *g, const uint8_t *from, size_t count, uint8_t *to,
-                                                           const size_t bytes) {
+ALWAYS_INLINE void copy_row(const kt_groups *g, const uint8_t *from, size_t count, uint8_t *to, const size_t bytes) {
     const size_t stride = kt_header_at(g, 1);
     if (g->halves == 1) {
         for (size_t i = 0; i < count; i++) memcpy(to + i * stride, from + i * bytes, bytes);
@@ -57,8 +56,7 @@ ALWAYS_INLINE void copy_row(const kt_groups *g, const uint8_t *from, size_t coun
 }
 
 /* Apart from the copy, so that it vectorises. Zeros are not the least. */
-ALWAYS_INLINE void scan_row(enum kt_scale_kind kind, const uint8_t *from, size_t count,
-                                                           kt_scan *scan, const size_t bytes) {
+ALWAYS_INLINE void scan_row(enum kt_scale_kind kind, const uint8_t *from, size_t count, kt_scan *scan, const size_t bytes) {
     const uint32_t field = kinds[kind].field, shift = kinds[kind].shift, magnitude = bytes == 1 ? 0xFF : 0x7FFF;
     if (kind == KT_E4M3) {
         uint8_t refused = 0;
@@ -128,8 +126,8 @@ void kt_pack_headers(const kt_shard_matrix *m, size_t panel, uint8_t *packed, kt
 
 /* Header by header, as the panel lies in memory: waiting for scales alone, each on a cache line far from the next, took half of the
  * time. */
-ALWAYS_INLINE void unpack_scales(const kt_groups *g, const uint8_t *packed, size_t rows,
-                                                                size_t count, uint8_t *scales, const size_t bytes) {
+ALWAYS_INLINE void unpack_scales(const kt_groups *g, const uint8_t *packed, size_t rows, size_t count, uint8_t *scales,
+                                 const size_t bytes) {
     for (size_t i = 0; i < count; i++) {
         const uint8_t *from = packed + kt_header_at(g, i / g->halves) + i % g->halves * g->scales_bytes;
         for (size_t c = 0; c < rows; c++) memcpy(scales + (c * count + i) * bytes, from + c * bytes, bytes);

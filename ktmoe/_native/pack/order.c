@@ -108,8 +108,7 @@ void kt_order_from_rows(const kt_order *o, const uint8_t *rows, size_t row_bytes
             const size_t squares = r.rows - n < 4 * EIGHT ? (r.rows - n) / EIGHT : 4;
             u32x4 in[EIGHT] = {0}, out[EIGHT];
             for (size_t s = 0; s < squares; s++)
-                for (size_t i = 0; i < EIGHT; i++)
-                    in[i][s] = load(rows + (n + s * EIGHT + o->nibbles[i]) * row_bytes + k / 2);
+                for (size_t i = 0; i < EIGHT; i++) in[i][s] = load(rows + (n + s * EIGHT + o->nibbles[i]) * row_bytes + k / 2);
             transpose_nibbles(in, same, out); /* out[c]: k + c */
             for (size_t c = 0; c < EIGHT; c++)
                 memcpy(stored + (r.column + k + c) * r.n / 2 + (r.row + n) / 2, &out[c], squares * 4);

@@ -66,8 +66,8 @@ static void pack_panel(const kt_shard_matrix *s, size_t panel, uint8_t *dense, k
     const uint8_t *rows = s->stored.codes + row * stride + kt_codes_bytes(f, s->column);
     if (f->order.dwords) {
         stride = kt_codes_bytes(f, s->k);
-        kt_order_to_rows(&f->order, s->stored.codes, (kt_rectangle){s->stored.n, s->stored.k, row, count, s->column, s->k}, dense,
-                         stride);
+        kt_order_to_rows(&f->order, s->stored.codes, (kt_rectangle){s->stored.n, s->stored.k, row, count, s->column, s->k},
+                         dense, stride);
         rows = dense;
     }
     scan->refused |= !f->packing->pack_codes(s, rows, stride, count, packed);
@@ -111,7 +111,8 @@ static kt_rectangle common(const kt_shard_matrix *s, size_t panel, const kt_slic
     const size_t first = row > to->row ? row : to->row, last = end < to->row + to->rows ? end : to->row + to->rows;
     const size_t begin = s->column > to->column ? s->column : to->column;
     const size_t s_end = s->column + s->k, to_end = to->column + to->columns, stop = s_end < to_end ? s_end : to_end;
-    return (kt_rectangle){to->rows, to->columns, first, last > first ? last - first : 0, begin, stop > begin ? stop - begin : 0};
+    return (kt_rectangle){
+        to->rows, to->columns, first, last > first ? last - first : 0, begin, stop > begin ? stop - begin : 0};
 }
 
 /* Rows of a panel's dense array to a slice's. bytes: of so many of its columns. `shared` rows of the matrix are one of the array. */

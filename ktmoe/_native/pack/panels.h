@@ -16,8 +16,8 @@
 enum { LINE_BLOCKS = ROW_BYTES < 64 ? 64 / ROW_BYTES : 1 };
 
 /* Four rows of one block, some of which are not there, or end in it. Not inlined: it is rare, and would take registers. */
-static __attribute__((noinline)) u32x4 pack_tail(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, size_t block,
-                       uint8_t *to) {
+static __attribute__((noinline)) u32x4 pack_tail(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes,
+                                                 size_t count, size_t block, uint8_t *to) {
     const size_t bits = m->format->packing->code_bits, offset = block * ROW_BYTES, left = m->k * bits / 8 - offset;
     uint8_t padded[4][ROW_BYTES];
     memset(padded, bits == 4 ? m->format->padding * 0x11 : m->format->padding, sizeof padded);

@@ -91,6 +91,11 @@ cdef class KernelTable:
                 return 0, what
         return rows[0][1], ""
 
+    def folds(self, weight_format, str activations, str rounding="exact"):
+        """Whether it has a kernel whose weights hold the scale, for those matrices of a format whose scales allow it."""
+        low, high = folding.fold_range(weight_format, rounding)
+        return low <= high and bool(self._choose(weight_format, activations, True)[0])
+
     cdef const kt_kernel *find(self, weight_format, str activations, bint folded):
         return <const kt_kernel *><size_t>self._choose(weight_format, activations, folded)[0]
 

@@ -17,11 +17,10 @@ typedef struct e4m3_to_bf16 {
 
 /* bf16 bits of m * 2^-9, their exponent raised, minus m << 4; 0 for m = 0. */
 #define DENORMAL(bits, m, raised) (short)((bits) + ((raised) << 7) - ((m) << 4))
-#define DENORMALS(raised)                                                                                                \
-    _mm512_castsi128_si512(_mm_setr_epi16(0, DENORMAL(0x3B00, 1, raised), DENORMAL(0x3B80, 2, raised),                   \
-                                          DENORMAL(0x3BC0, 3, raised), DENORMAL(0x3C00, 4, raised),                      \
-                                          DENORMAL(0x3C20, 5, raised), DENORMAL(0x3C40, 6, raised),                      \
-                                          DENORMAL(0x3C60, 7, raised)))
+#define DENORMALS(raised)                                                                                                      \
+    _mm512_castsi128_si512(_mm_setr_epi16(                                                                                     \
+        0, DENORMAL(0x3B00, 1, raised), DENORMAL(0x3B80, 2, raised), DENORMAL(0x3BC0, 3, raised), DENORMAL(0x3C00, 4, raised), \
+        DENORMAL(0x3C20, 5, raised), DENORMAL(0x3C40, 6, raised), DENORMAL(0x3C60, 7, raised)))
 
 /* Without a scale: nothing is lower. */
 static inline __attribute__((always_inline)) e4m3_to_bf16 e4m3_plain(void) {

@@ -33,9 +33,7 @@ INLINE size_t scales_bytes(const scaling how) {
     const int kind = kind_of(how);
     return kind == NONE ? 0 : kind == FP32 ? LINE : kind == BF16 || kind == FP16 ? KT_PANEL * 2 : KT_PANEL;
 }
-INLINE size_t header_bytes(const scaling how) {
-    return halves(how) * scales_bytes(how) + (how & ZERO_POINTS ? KT_PANEL : 0);
-}
+INLINE size_t header_bytes(const scaling how) { return halves(how) * scales_bytes(how) + (how & ZERO_POINTS ? KT_PANEL : 0); }
 
 /* Floats of fewer bits, from the top of a dword on: moved to where fp32 has its exponent and mantissa, they are the number times a
  * small power of two, denormals included, which one exact multiplication undoes. */

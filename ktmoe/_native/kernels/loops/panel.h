@@ -134,8 +134,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                 for (int i = 0; i < rows; i++) of_x[i] = factor(x[i], a->k, k / KT_BLOCK, &t);
                 for (int v = 0; v < vectors; v++) {
                     const f32v scale = load_scales(header[v / VECTORS], v0 + v % VECTORS, half, how);
-                    for (int i = 0; i < rows; i++)
-                        store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
+                    for (int i = 0; i < rows; i++) store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
                 }
             }
             w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
@@ -154,8 +153,8 @@ INLINE size_t next_rows(size_t left, size_t most) {
     return (left + steps - 1) / steps;
 }
 
-#define PASS(rows, vectors)                                                                             \
-    case rows:                                                                                          \
+#define PASS(rows, vectors)                                                                            \
+    case rows:                                                                                         \
         for (int v0 = 0; v0 < VECTORS; v0 += (vectors)) pass(a, first, rows, panel, v0, vectors, how); \
         break;
 
@@ -223,8 +222,8 @@ INLINE int tile_vectors(const scaling how) { return !HOLD_TOTALS && hold_totals(
 
 /* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of `per` pieces:
  * halves of blocks where those have scales of their own, else blocks. */
-INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int v0, const int rows,
-                 const scaling how) {
+INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int v0,
+                 const int rows, const scaling how) {
     const int vectors = tile_vectors(how), hold = hold_totals(how);
     const void *const *rows_x = a->x + first;
     const size_t k0 = s->k0, pieces = s->blocks * halves(how), piece = STEPS / halves(how); /* steps */
@@ -279,10 +278,10 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
             store_f32(out + i * KT_PANEL + v * LANES, in_groups(how) ? total[i][v] : (f32v)sum[i][v]);
 }
 
-#define TILE(rows)                                                                                         \
-    case rows:                                                                                             \
-        for (int v0 = 0; (rows) <= TILE_ROWS && v0 < TILE_VECTORS; v0 += tile_vectors(how))                \
-            tile(a, &s, first, out, v0, rows, how);                                                        \
+#define TILE(rows)                                                                          \
+    case rows:                                                                              \
+        for (int v0 = 0; (rows) <= TILE_ROWS && v0 < TILE_VECTORS; v0 += tile_vectors(how)) \
+            tile(a, &s, first, out, v0, rows, how);                                         \
         break
 
 /* Panels are innermost, so that the second finds the rows' x in L2. While DECODE_K k are multiplied, the codes and x of the next ones

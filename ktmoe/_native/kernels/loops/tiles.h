@@ -212,9 +212,9 @@ INLINE void many(const kt_dot *a, const scaling how) {
 }
 
 /* few_<name>() and many_<name>() for one way of scaling, and what a kernel's row says of them. */
-#define FUNCTIONS(name, how)                                      \
-    static void few_##name(const kt_dot *a) { few(a, how); }      \
+#define FUNCTIONS(name, how)                                 \
+    static void few_##name(const kt_dot *a) { few(a, how); } \
     static void many_##name(const kt_dot *a) { many(a, how); }
-#define SERVED_BY(name)                                                                           \
+#define SERVED_BY(name)                                                                                         \
     .rows = &KT_NAME(rows_bf16_tiles), .few_max = KT_TILE_ROWS, .scratch_bytes = RING_BYTES, .few = few_##name, \
     .many = many_##name
