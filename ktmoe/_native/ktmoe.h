@@ -11,10 +11,6 @@
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
 #define KT_ABI_VERSION 5
-/* Versions of the packed layouts, golden-tested: pack/q4.c, pack/f8.c, pack/b16.c. */
-#define KT_Q4_LAYOUT_VERSION 1
-#define KT_F8_LAYOUT_VERSION 1
-#define KT_B16_LAYOUT_VERSION 1
 
 enum {
     KT_PANEL = 64,            /* output columns of a panel */

@@ -5,9 +5,6 @@ from libc.stdint cimport int8_t, uint8_t, uint16_t, uint32_t
 cdef extern from "ktmoe.h":
     enum:
         KT_ABI_VERSION
-        KT_Q4_LAYOUT_VERSION
-        KT_F8_LAYOUT_VERSION
-        KT_B16_LAYOUT_VERSION
         KT_PANEL
         KT_BLOCK
         KT_SCALE_GROUP_MIN

@@ -18,13 +18,30 @@ class ScaleKind:
     """How stored scales read.
 
     dtype: of the array that holds the checkpoint's bytes, which are viewed as it and never cast.
-    numbers: such an array as float64; NaN or infinite where an item is no real number. stored: the inverse; None for a cast.
+    field: the bits of the exponent; with all of them set, an item is no real number. signed: whether the highest bit is a sign.
+    numbers: such an array as float64, NaN or infinite where an item is no real number. stored: the inverse.
     """
 
     name: str
     dtype: np.dtype
+    field: int
+    signed: bool = True
     numbers: Callable[[np.ndarray], np.ndarray] = field(default=lambda stored: stored.astype(np.float64), compare=False)
     stored: Callable[[np.ndarray], np.ndarray] | None = field(default=None, compare=False)
+
+    @property
+    def magnitude(self) -> int:
+        """All bits but the sign."""
+        return (1 << 8 * self.dtype.itemsize - self.signed) - 1
+
+    @property
+    def one(self) -> int:
+        """The bits of 1."""
+        return int.from_bytes(self.of_numbers(np.ones(1)).tobytes(), "little")
+
+    def of_numbers(self, numbers: np.ndarray) -> np.ndarray:
+        """Numbers of this kind as they are stored."""
+        return self.stored(numbers) if self.stored else numbers.astype(self.dtype)
 
 
 def _of_ue8m0(numbers: np.ndarray) -> np.ndarray:
@@ -35,21 +52,25 @@ def _ue8m0(stored: np.ndarray) -> np.ndarray:
     return np.where(stored == 255, np.nan, np.ldexp(1.0, stored.astype(np.int32) - 127))
 
 
+def _of_e4m3(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def _e4m3(stored: np.ndarray) -> np.ndarray:
+    return stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
 #: "ue8m0": one byte b that means 2**(b - 127); 255 is NaN (OCP MX v1.0, 5.4.1). "e4m3": one byte, OCP E4M3, 0x7F and 0xFF are
-#: NaN. The others are the numbers themselves. Plugins may add kinds of their own for backends of their own.
+#: NaN. The others are the numbers themselves. A plugin may add a kind of its own: packing follows from the row; a kernel has to
+#: load it.
 SCALE_KINDS = {
     kind.name: kind
     for kind in (
-        ScaleKind("ue8m0", np.dtype(np.uint8), _ue8m0, _of_ue8m0),
-        ScaleKind(
-            "e4m3",
-            np.dtype(np.uint8),
-            lambda stored: stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64),
-            lambda numbers: numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
-        ),
-        ScaleKind("bf16", _BF16),
-        ScaleKind("fp16", np.dtype(np.float16)),
-        ScaleKind("fp32", np.dtype(np.float32)),
+        ScaleKind("ue8m0", np.dtype(np.uint8), 0xFF, False, _ue8m0, _of_ue8m0),
+        ScaleKind("e4m3", np.dtype(np.uint8), 0x7F, True, _e4m3, _of_e4m3),
+        ScaleKind("bf16", _BF16, 0x7F80),
+        ScaleKind("fp16", np.dtype(np.float16), 0x7C00),
+        ScaleKind("fp32", np.dtype(np.float32), 0x7F800000),
     )
 }
 
@@ -93,8 +114,7 @@ class Scale:
 
     def stored(self, numbers: np.ndarray) -> np.ndarray:
         """The inverse of numbers(), for numbers that came from it."""
-        stored = SCALE_KINDS[self.kind].stored
-        return stored(numbers) if stored else numbers.astype(self.dtype)
+        return SCALE_KINDS[self.kind].of_numbers(numbers)
 
     def spread(self, stored: np.ndarray, n: int, k: int) -> np.ndarray:
         """Stored scales of a matrix [n, k] as float64 [n, k]: each weight's own."""

@@ -134,7 +134,7 @@ static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard
         fresh[i] = (kt_matrix){
             .data = s->packed,
             .panel_bytes = kt_panel_bytes(s->format, s->k),
-            .scale_group = s->format->scale_group,
+            .scale_group = s->format->scale.group,
             .codebook = codebook_of(e, matrix),
         };
         const bool folds = g->low <= scans[matrix].low && scans[matrix].high <= g->high;

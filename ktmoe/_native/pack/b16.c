@@ -36,4 +36,4 @@ ALWAYS_INLINE void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_b
 
 #include "pack/panels.h"
 
-const kt_packing kt_pack_b16 = {"b16", 16, BLOCK_BYTES, pack_codes, unpack_codes};
+const kt_packing kt_pack_b16 = {"b16", 1, 16, BLOCK_BYTES, pack_codes, unpack_codes};

@@ -45,4 +45,4 @@ ALWAYS_INLINE void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_b
 
 #include "pack/panels.h"
 
-const kt_packing kt_pack_f8 = {"f8", 8, BLOCK_BYTES, pack_codes, unpack_codes};
+const kt_packing kt_pack_f8 = {"f8", 1, 8, BLOCK_BYTES, pack_codes, unpack_codes};

@@ -152,7 +152,7 @@ static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice 
     for (const kt_slice *to = slices; to < slices + count; to++) {
         if (to->matrix != matrix) continue;
         copy_codes(s, panel, to, codes);
-        if (f->scale_group) copy_rows(s, panel, to, kt_scales_bytes, f->scale_rows, scales, to->scales);
+        if (f->scale.group) copy_rows(s, panel, to, kt_scales_bytes, f->scale.rows, scales, to->scales);
         if (f->zero_points) copy_rows(s, panel, to, kt_zero_points_bytes, 1, zero_points, to->zero_points);
     }
 }
@@ -173,9 +173,4 @@ int kt_unpack(const kt_placement *placement, const kt_shard_matrix *matrices, co
     return error ? error : j.error;
 }
 
-const kt_packing *kt_packing_of(const char *family) {
-    static const kt_packing *const all[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_b16};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (!strcmp(all[i]->family, family)) return all[i];
-    return NULL;
-}
+const kt_packing *const kt_packings[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_b16, NULL};

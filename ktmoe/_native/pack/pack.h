@@ -7,17 +7,21 @@
 
 typedef struct kt_packing kt_packing;
 
-/* What stored scales are, for their copies, their checks and what pads. LINE: fp32, one for all columns of a panel. */
-enum kt_scale_kind { KT_NO_SCALES, KT_UE8M0, KT_E4M3, KT_BF16_SCALES, KT_FP16_SCALES, KT_FP32_LINE };
+/* Scales as they are packed: numbers of so many bytes. */
+typedef struct kt_scale {
+    size_t group; /* k that share one; 0 without scales */
+    size_t rows;  /* rows that do: 1, or whole panels, whose one is fp32 and stands in a line of copies */
+    size_t bytes; /* 1, 2; 4 only in lines */
+    uint32_t one; /* the bits of 1, which pads */
+    uint32_t magnitude, field; /* all bits but a sign; those of the exponent: with all of them a scale is no real number */
+} kt_scale;
 
 typedef struct kt_format {
     const kt_packing *packing; /* the family's */
     kt_order order;            /* of its codes */
-    enum kt_scale_kind scale;
-    size_t scale_group; /* k that share a scale; 0 without scales */
-    size_t scale_rows;  /* rows that do: 1, or of LINE whole panels */
-    bool zero_points;   /* a byte for each scale */
-    uint8_t padding;    /* a code */
+    kt_scale scale;
+    bool zero_points; /* a byte for each scale */
+    uint8_t padding;  /* a code */
 } kt_format;
 
 /* A whole matrix [n][k] in the checkpoint's own bytes: codes in their order, scales and zero points by row, along k. */
@@ -28,8 +32,7 @@ typedef struct kt_stored {
 
 /* What was seen while a matrix was packed. */
 typedef struct kt_scan {
-    /* Of UE8M0 scales, the least and the greatest byte; of bf16 and fp16 scales that are not 0, exponent field. low > high: none
-     * were seen. */
+    /* The least and the greatest exponent field of scales that are not 0; of UE8M0 that is all bytes. low > high: none was seen. */
     uint8_t low, high;
     bool refused; /* a scale or a weight is no real number */
 } kt_scan;
@@ -47,13 +50,14 @@ size_t kt_packed_bytes(const kt_shard_matrix *m);
 /* One family's layout. Panels are packed one by one, by any thread; scan is that thread's own and is added to. */
 struct kt_packing {
     const char *family;
+    int version; /* of the layout, golden-tested */
     size_t code_bits, block_bytes;
     /* rows: the panel's codes, row i at rows + i * stride_bytes; from `count` on there are none. */
     bool (*pack_codes)(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed);
     void (*unpack_codes)(const kt_format *format, const uint8_t *packed, size_t count, size_t k, uint8_t *rows);
 };
 extern const kt_packing kt_pack_q4, kt_pack_f8, kt_pack_b16;
-const kt_packing *kt_packing_of(const char *family); /* NULL: no such family */
+extern const kt_packing *const kt_packings[]; /* all of them; NULL ends the list */
 
 /* Of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */
 size_t kt_codes_bytes(const kt_format *format, size_t columns);

@@ -23,12 +23,24 @@ from ktmoe._native.python.driver cimport *
 from ktmoe.weights import folding
 from ktmoe.weights.elements import ELEMENTS, UINT4
 from ktmoe.weights.formats import Minimum
+from ktmoe.weights.scales import SCALE_KINDS
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 
-LAYOUT_VERSIONS = {"q4": KT_Q4_LAYOUT_VERSION, "f8": KT_F8_LAYOUT_VERSION, "b16": KT_B16_LAYOUT_VERSION}
 ROWS_MAX = KT_ROWS_MAX
 
+
+def _layout_versions():
+    """{family: the version of its packed layout}."""
+    versions = {}
+    cdef const kt_packing *const *packing = kt_packings
+    while packing[0] != NULL:
+        versions[packing[0].family.decode()] = packing[0].version
+        packing += 1
+    return versions
+
+
+LAYOUT_VERSIONS = _layout_versions()
 
 cdef dict _features = {}
 

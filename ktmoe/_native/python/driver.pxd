@@ -56,20 +56,16 @@ cdef extern from "pack/order.h" nogil:
 
 
 cdef extern from "pack/pack.h" nogil:
-    enum kt_scale_kind:
-        KT_NO_SCALES
-        KT_UE8M0
-        KT_E4M3
-        KT_BF16_SCALES
-        KT_FP16_SCALES
-        KT_FP32_LINE
+    ctypedef struct kt_scale:
+        size_t group, rows, bytes
+        uint32_t one, magnitude, field
     ctypedef struct kt_packing:
-        pass
+        const char *family
+        int version
     ctypedef struct kt_format:
         const kt_packing *packing
         kt_order order
-        kt_scale_kind scale
-        size_t scale_group, scale_rows
+        kt_scale scale
         kt_bool zero_points
         uint8_t padding
     ctypedef struct kt_scan:
@@ -79,7 +75,7 @@ cdef extern from "pack/pack.h" nogil:
         uint8_t *codes
         uint8_t *scales
         uint8_t *zero_points
-    const kt_packing *kt_packing_of(const char *family)
+    const kt_packing *kt_packings[]
 
 
 cdef extern from "pack/groups.h" nogil:

@@ -1,10 +1,5 @@
 # What a format is to the driver: values in the forms that kernels look up, and how codes, scales and zero points are packed.
 
-_KINDS = {
-    "none": KT_NO_SCALES, "ue8m0": KT_UE8M0, "e4m3": KT_E4M3, "bf16": KT_BF16_SCALES, "fp16": KT_FP16_SCALES, "fp32": KT_FP32_LINE
-}
-
-
 def packed_scale(weight_format):
     """(kind, k that share one) of the scales in a packed panel; ("none", 0) without. Raises FormatError for what no panel can have.
 
@@ -53,9 +48,12 @@ cdef void _fill_codebook(kt_codebook *book, weight_format):
 
 
 cdef _fill_format(kt_format *packed, weight_format):
+    cdef const kt_packing *const *packing = kt_packings
     memset(packed, 0, sizeof(kt_format))
-    packed.packing = kt_packing_of(weight_format.family.encode())
-    if not packed.packing:
+    while packing[0] != NULL and packing[0].family.decode() != weight_format.family:
+        packing += 1
+    packed.packing = packing[0]
+    if packed.packing == NULL:
         raise FormatError(f"weights of family {weight_format.family!r} cannot be packed")
     packed.padding = weight_format.element.padding
     order = weight_format.order
@@ -64,11 +62,14 @@ cdef _fill_format(kt_format *packed, weight_format):
         for i, code in enumerate(order.nibbles):
             packed.order.nibbles[i] = code
     kind, columns = packed_scale(weight_format)
-    if kind not in _KINDS:
-        raise FormatError(f"{weight_format.description}: scales of kind {kind!r} cannot be packed")
-    packed.scale, packed.scale_group = _KINDS[kind], columns
-    packed.scale_rows = weight_format.scale.extent[0] if columns else 0
     packed.zero_points = weight_format.offset is not None
+    if kind == "none":
+        return
+    if kind not in SCALE_KINDS:
+        raise FormatError(f"{weight_format.description}: scales of kind {kind!r} cannot be packed")
+    of = SCALE_KINDS[kind]
+    packed.scale.group, packed.scale.rows, packed.scale.bytes = columns, weight_format.scale.extent[0], of.dtype.itemsize
+    packed.scale.one, packed.scale.magnitude, packed.scale.field = of.one, of.magnitude, of.field
 
 
 def staged(matrix):
