@@ -12,28 +12,54 @@ from ktmoe.machine.threads import get_num_threads, set_num_threads
 from ktmoe.model import MoEModel
 from ktmoe.version import installed_version
 from ktmoe.weights.activation import SILU, GatedActivation
-from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
+from ktmoe.weights.elements import Element
+from ktmoe.weights.formats import (
+    BF16,
+    FP8_PER_ROW,
+    MXFP4,
+    MXFP8,
+    Factor,
+    Minimum,
+    Scale,
+    WeightFormat,
+    ZeroPoint,
+    fp8,
+    int4,
+    nvfp4,
+    uint4,
+)
+from ktmoe.weights.order import Order
 
 __all__ = [
     "BF16",
+    "FP8_PER_ROW",
     "MXFP4",
+    "MXFP8",
     "SILU",
+    "Element",
     "ExpertWeights",
+    "Factor",
     "GatedActivation",
     "Matrix",
+    "Minimum",
     "MoELayer",
     "MoEModel",
+    "Order",
     "Scale",
     "WeightFormat",
+    "ZeroPoint",
     "__version__",
     "backends",
+    "fp8",
     "get_include",
     "get_num_threads",
     "int4",
     "load_experts",
     "loaders",
+    "nvfp4",
     "set_num_threads",
     "show_config",
+    "uint4",
 ]
 
 
