@@ -251,7 +251,7 @@ def test_what_a_table_serves(row):
     if "bf16" in modes:
         expected |= {("q4", *scale, "bf16", False, "none") for scale in (("none", 0), ("e4m3", 16))}
         expected |= {("q4", kind, longest, "bf16", False, "zero_point") for kind in ("bf16", "fp16")}
-        expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("fp32", longest))}
+        expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("panel", longest))}
         expected |= {("b16", "none", 0, "bf16", False, "none")}
     if row in ("avx512_bf16", "amx"):
         expected |= {(family, "ue8m0", 32, "bf16", True, "none") for family in ("q4", "f8")}
@@ -283,8 +283,8 @@ UNSERVED = {
     "bf16 per 16": (WeightFormat(INT4, Scale("bf16", (1, 16))), "scale groups of 16"),
     "bf16 per 48": (WeightFormat(INT4, Scale("bf16", (1, 48))), "scale groups of 48, only of 16, 32, 64 and 128"),
     "bf16 per 256": (WeightFormat(INT4, Scale("bf16", (1, 256))), "scale groups of 256, only of 16, 32, 64 and 128"),
-    "blocks of q4": (WeightFormat(INT4, Scale("bf16", (128, 128))), "fp32 scales"),
-    "fp32 a row": (WeightFormat(INT4, Scale("fp32", (1, 32))), "fp32 per row scales"),
+    "blocks of q4": (WeightFormat(INT4, Scale("bf16", (128, 128))), "scales shared by 64 rows or more"),
+    "fp32 a row": (WeightFormat(INT4, Scale("fp32", (1, 32))), "fp32 scales"),
     "e4m3 per 32": (WeightFormat(E2M1, Scale("e4m3", (1, 32))), "scale groups of 32"),
     "f8 with bf16 per 32": (WeightFormat(E4M3, Scale("bf16", (1, 32))), "bf16 scales"),
     "E5M2": (WeightFormat(E5M2, Scale("ue8m0", (1, 32))), "element E5M2"),

@@ -30,13 +30,13 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
 FUNCTIONS(none, NONE)
 FUNCTIONS(folded, UE8M0 | FOLDED)
 FUNCTIONS(ue8m0, UE8M0)
-FUNCTIONS(fp32, FP32)
+FUNCTIONS(panel, PANEL)
 
 #define F8 .family = "f8", .element = "E4M3", .rows = &KT_NAME(rows_bf16)
 const kt_kernel KT_NAME(f8_bf16)[] = {
     {F8, .scale = "none", SERVED_BY(none)},
     {F8, .scale = "ue8m0", PER_BLOCK, .folded = 1, SERVED_BY(folded)},
     {F8, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
-    {F8, .scale = "fp32", PER_BLOCKS, SERVED_BY(fp32)},
+    {F8, .scale = "panel", PER_BLOCKS, SERVED_BY(panel)},
     {0},
 };

@@ -25,12 +25,12 @@ INLINE u32v decode(const place *p, const int v, const int k, const scaling how, 
 
 FUNCTIONS(none, NONE)
 FUNCTIONS(ue8m0, UE8M0)
-FUNCTIONS(fp32, FP32)
+FUNCTIONS(panel, PANEL)
 
 #define F8 .family = "f8", .element = "E4M3", .rows = &KT_NAME(rows_f32)
 const kt_kernel KT_NAME(f8_f32)[] = {
     {F8, .scale = "none", SERVED_BY(none)},
     {F8, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
-    {F8, .scale = "fp32", PER_BLOCKS, SERVED_BY(fp32)},
+    {F8, .scale = "panel", PER_BLOCKS, SERVED_BY(panel)},
     {0},
 };

@@ -1,31 +1,31 @@
 # What a format is to the driver: values in the forms that kernels look up, and how codes, scales and zero points are packed.
 
 def packed_scale(weight_format):
-    """(kind, k that share one) of the scales in a packed panel; ("none", 0) without. Raises FormatError for what no panel can have.
+    """(kind, k that share one) of the scales in a packed panel; ("none", 0) without.
 
-    Scales that are shared by the columns of whole panels are packed as float32, which all kinds are exactly.
+    Scales that are shared by the columns of whole panels are packed as float32, which all kinds are exactly: "panel".
+    Raises FormatError, which names the part, for what no panel can have.
     """
     scale, offset = weight_format.scale, weight_format.offset
-    what = weight_format.description
     if weight_format.super_scale:
-        raise FormatError(f"{what}: no kernel has scales of scales")
+        raise FormatError("no kernel has scales of scales")
     if isinstance(offset, Minimum):
-        raise FormatError(f"{what}: no kernel has minima")
+        raise FormatError("no kernel has minima")
     if scale is None:
         if offset:
-            raise FormatError(f"{what}: no kernel has zero points without scales")
+            raise FormatError("no kernel has zero points without scales")
         return "none", 0
     rows, columns = scale.extent
     if columns not in (KT_SCALE_GROUP_MIN, 32, 64, KT_SCALE_GROUP_MAX):
-        raise FormatError(f"{what}: no kernel has scale groups of {columns}, only of 16, 32, 64 and {KT_SCALE_GROUP_MAX} along k")
+        raise FormatError(f"no kernel has scale groups of {columns}, only of 16, 32, 64 and {KT_SCALE_GROUP_MAX} along k")
     if offset and offset.extent != scale.extent:
-        raise FormatError(f"{what}: no kernel has zero points for other groups than the scales'")
+        raise FormatError("no kernel has zero points for other groups than the scales'")
     if rows == 1:
-        return scale.kind if scale.kind != "fp32" else "fp32 per row", columns
+        return scale.kind, columns
     if rows % KT_PANEL or offset:
-        raise FormatError(f"{what}: no kernel has {'zero points and ' if offset else ''}scales shared by {rows} rows, "
+        raise FormatError(f"no kernel has {'zero points and ' if offset else ''}scales shared by {rows} rows, "
                           f"only by 1 row or by multiples of {KT_PANEL}")
-    return "fp32", columns
+    return "panel", columns
 
 
 cdef void _fill_codebook(kt_codebook *book, weight_format):
@@ -61,13 +61,14 @@ cdef _fill_format(kt_format *packed, weight_format):
         packed.order.dwords, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
         for i, code in enumerate(order.nibbles):
             packed.order.nibbles[i] = code
-    kind, columns = packed_scale(weight_format)
+    try:
+        kind, columns = packed_scale(weight_format)
+    except FormatError as error:
+        raise FormatError(f"{weight_format.description}: {error}") from None
     packed.zero_points = weight_format.offset is not None
     if kind == "none":
         return
-    if kind not in SCALE_KINDS:
-        raise FormatError(f"{weight_format.description}: scales of kind {kind!r} cannot be packed")
-    of = SCALE_KINDS[kind]
+    of = SCALE_KINDS["fp32" if kind == "panel" else kind]
     packed.scale.group, packed.scale.rows, packed.scale.bytes = columns, weight_format.scale.extent[0], of.dtype.itemsize
     packed.scale.one, packed.scale.magnitude, packed.scale.field = of.one, of.magnitude, of.field
 

@@ -1,5 +1,9 @@
 # Kernel tables: those of this build, and those of third parties.
 
+#: What messages call them, where that is not their name.
+_SCALES = {"none": "weights without scales", "panel": f"scales shared by {KT_PANEL} rows or more"}
+
+
 def kernel_table(str isa):
     """The kernels of a row of isa.py. Raises UnavailableError if the compiler that built this package did not know it."""
     cdef const kt_isa *const *table = kt_isas
@@ -81,7 +85,7 @@ cdef class KernelTable:
             (f"weights of family {element.family}", lambda k: k["family"] == element.family),
             (f"element {element.name}", lambda k: k["element"] is None or ELEMENTS.get(k["element"]) == element),
             ("values that are no small integers times a power of two", lambda k: not k["whole"] or folding.unit(element.values)),
-            (f"{kind} scales" if group else "weights without scales", lambda k: k["scale"] == kind),
+            (_SCALES.get(kind, f"{kind} scales"), lambda k: k["scale"] == kind),
             (f"scale groups of {group}", lambda k: not group or k["group"][0] <= group <= k["group"][1]),
             ("zero points" if offset else "weights without zero points", lambda k: (k["offset"] is not None) == (offset is not None)),
             ("zero points of other integers than 0 to 15", lambda k: not offset or element.values == UINT4.values),

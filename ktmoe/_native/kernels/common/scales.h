@@ -13,7 +13,7 @@ enum {
     E4M3,
     BF16,
     FP16,
-    FP32,        /* one for the panel, a line of copies */
+    PANEL,       /* one fp32 for all columns of a panel, a line of copies */
     KINDS = 7,   /* the bits of a kind */
     FOLDED = 8,  /* scales are in the weights: one chain over all k */
     HALVES = 16, /* a scale of 16 k: two in a block */
@@ -31,7 +31,7 @@ INLINE int halves(const scaling how) { return how & HALVES ? 2 : 1; }
 /* Of a header's row of scales, and of all of it. */
 INLINE size_t scales_bytes(const scaling how) {
     const int kind = kind_of(how);
-    return kind == NONE ? 0 : kind == FP32 ? LINE : kind == BF16 || kind == FP16 ? KT_PANEL * 2 : KT_PANEL;
+    return kind == NONE ? 0 : kind == PANEL ? LINE : kind == BF16 || kind == FP16 ? KT_PANEL * 2 : KT_PANEL;
 }
 INLINE size_t header_bytes(const scaling how) { return halves(how) * scales_bytes(how) + (how & ZERO_POINTS ? KT_PANEL : 0); }
 
