@@ -10,9 +10,8 @@ from ktmoe.weights.formats import WeightFormat
 #: What MoELayer's `rounding` may be: whether a scaled weight may be rounded to bfloat16.
 ROUNDING = ("exact", "folded")
 
-#: Exponents of the least and the greatest number above 0, and significant bits.
+#: E4M3's exponents of the least and the greatest number above 0, and its significant bits.
 _E4M3_SCALES = (-9, 8, 4)
-_FP16_SCALES = (-24, 15, 11)
 _BF16_BITS = 8
 
 _NONE = (255, 0)
@@ -46,11 +45,13 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact") -> tuple[in
         # Significands below 2 make a product's exponent up to 1 more than the sum of theirs, and rounding may add 1. Field 0 is
         # of denormal scales.
         return max(1, 1 - low), min(254, 252 - high)
-    if scale.kind in ("e4m3", "fp16"):
-        least, most, bits = _E4M3_SCALES if scale.kind == "e4m3" else _FP16_SCALES
+    if scale.kind == "fp16":
+        # Field 0 is of denormal scales, from 2**-24 on, which are normal numbers here.
+        return 0 if low - 24 >= -126 else max(1, -111 - low), min(30, 140 - high)
+    if scale.kind == "e4m3":
+        least, most, bits = _E4M3_SCALES
         exact = bits + _significant_bits(weight_format.element.values) <= _BF16_BITS
-        fits = low + least >= -126 and high + most + 2 <= 127
-        return (0, 255) if fits and (exact or rounded) else _NONE
+        return (0, 255) if exact and low + least >= -126 and high + most <= 127 else _NONE
     return _NONE
 
 
