@@ -149,7 +149,7 @@ def test_parts_that_do_not_go_together():
     with pytest.raises(FormatError, match="super-scale needs a scale"):
         WeightFormat(E2M1, super_scale=UE8M0)
     for element in (E2M1, E4M3):
-        with pytest.raises(FormatError, match=f"zero points need 4-bit integers, found {element.name}"):
+        with pytest.raises(FormatError, match=f"zero points need 4-bit integers of at most 16, found {element.name}"):
             WeightFormat(element, UE8M0, offset=ZeroPoint((1, 32)))
     for order in (GPTQ, AWQ):
         with pytest.raises(FormatError, match=f"order '{order.name}' is one of 4-bit codes, found E4M3"):
