@@ -82,6 +82,7 @@ def test_gate_and_up(backend, projection, name, tokens):
     assert not y[:, n:].any()
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("tokens", [1, 2, 12, 40])
 def test_every_weight_by_itself(backend, tokens):
     """Token k is 127 at k."""
