@@ -34,7 +34,7 @@ class Kernels:
 
     def compile(self, folder, source):
         flags = [*(flag for flag in isa.C_FLAGS if "visibility" not in flag), *isa.compile_flags("amx")]
-        flags += [*isa.definitions("amx", source), "-O1", "-fPIC", "-I", folder, "-I", NATIVE]
+        flags += [*isa.definitions("amx", source), "-O0", "-fPIC", "-I", folder, "-I", NATIVE]
         run([*COMPILER, *flags, "-c", folder / f"kernels/{source}.c", "-o", folder / f"{source}.o"])
 
     def link(self, folder):
