@@ -62,6 +62,10 @@ WEIGHTS = {
     "all three": {"formats": {"gate": MXFP4, "up": LONGEST, "down": B16}},
     "group lengths": {"formats": {"gate": int4(64), "up": LONGEST, "down": MXFP4}},
 }
+#: One for each kind of kernel, for tests that are not about formats.
+REPRESENTATIVES = {
+    name: WEIGHTS[name] for name in ("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "mxfp8", "fp8", "b16", "all three")
+}
 #: More of those that differ by projection.
 MIXED = {
     "gate and up alike": {"formats": {"gate": int4(128), "up": int4(128), "down": int4(32)}},

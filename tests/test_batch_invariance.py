@@ -4,7 +4,18 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import BF16, DEEPSEEK, MANY_THREADS, WEIGHTS, assert_folds, assert_right, random_batch, random_experts, same_bits
+from helpers import (
+    BF16,
+    DEEPSEEK,
+    MANY_THREADS,
+    REPRESENTATIVES,
+    WEIGHTS,
+    assert_folds,
+    assert_right,
+    random_batch,
+    random_experts,
+    same_bits,
+)
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
@@ -96,7 +107,7 @@ def test_duplicates_of_one_token(case, count):
 
 
 @pytest.mark.parametrize("shape", [(544, 32), (32, 544)], ids=str)
-@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("weights", REPRESENTATIVES.values(), ids=REPRESENTATIVES)
 def test_sums_longer_than_a_kernels_block(backend, weights, shape):
     """Kernels for many rows put sums aside between blocks of k, and those for few do not."""
     case = Case(backend, weights, dtype=np.float32, shape=shape)

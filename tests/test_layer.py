@@ -12,6 +12,7 @@ from helpers import (
     GPT_OSS,
     LONGEST,
     MIXED,
+    REPRESENTATIVES,
     SCALES,
     WEIGHTS,
     assert_folds,
@@ -36,6 +37,7 @@ SHAPES = [(32, 64), (64, 100), (100, 64), (34, 2), (2, 34), (2880, 64), (64, 144
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25]
 
 every_weights = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+one_of_each_kind = pytest.mark.parametrize("weights", REPRESENTATIVES.values(), ids=REPRESENTATIVES)
 
 
 @pytest.mark.cover("all")
@@ -45,11 +47,12 @@ def test_every_kind_of_weights(backend, weights):
     rng = np.random.default_rng(11)
     experts = random_experts(rng, 3, 160, 96, biases=True, **weights)
     with MoELayer(experts, backend) as layer:
+        assert_folds(layer, experts, weights.get("fold", True))
         for tokens in (1, 30):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2))
 
 
-@every_weights
+@one_of_each_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(backend, shape, weights):
     rng = np.random.default_rng(shape)
@@ -84,7 +87,7 @@ def test_odd_shapes(backend, shape, name):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-@every_weights
+@one_of_each_kind
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_tokens_per_expert(backend, tokens, weights):
     """k of 288 and 96: more than a kernel's block of 128 or 256, and less than the longest group."""
