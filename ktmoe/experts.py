@@ -23,6 +23,9 @@ PROJECTIONS = ("gate", "up", "down")
 #: The arrays that a Matrix may have besides its bias.
 ARRAYS = ("codes", "scales", "super_scales", "offsets", "factor")
 
+#: Numbers of an array that Matrix.refuse() makes float64 at a time: all of them are much more than the matrix.
+LOOKED_AT_ONCE = 2**16
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -90,9 +93,12 @@ class Matrix:
 
 
 def _refuse(name: str, stored: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray]) -> None:
-    for row in range(len(stored)):  # a row at a time: float64 of a whole matrix is much more than the matrix
-        if (at := np.argwhere(~np.isfinite(numbers(stored[row : row + 1])))).size:
-            place = [row, *at[0][1:].tolist()]
+    rows = max(1, LOOKED_AT_ONCE // math.prod(stored.shape[1:]))
+    for first in range(0, len(stored), rows):
+        finite = np.isfinite(numbers(stored[first : first + rows]))
+        if not finite.all():
+            row, *others = np.argwhere(~finite)[0].tolist()
+            place = [first + row, *others]
             found = stored[tuple(place)]
             meaning = f"byte {found}, which is NaN or infinite" if stored.dtype == np.uint8 else f"{found}"
             raise FormatError(f"{name} {place} is {meaning}; expected a finite number")

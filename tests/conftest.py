@@ -46,6 +46,13 @@ def one_blas_thread():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What a module's tests collect is not gone through with all that pytest keeps of the modules before it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def defaults(monkeypatch):
     """No KTMOE_ variable from outside, and threads and tuning as they are by default, before and after."""

@@ -2,8 +2,9 @@
 
 A case is one choice of a value for each of its test's parameters. A test on backends has two parameters in place of one:
 its backend's instruction set, and its activation mode. Of such a test's cases, enough run that every pair of values that
-occurs together in some case does so in one that runs. Cases that this CPU can run are chosen among themselves. Those that it
-skips are chosen apart, so that they are counted. Tests without a backend run all of their cases. A marker says otherwise:
+occurs together in some case does so in one that runs. Cases that this CPU runs are chosen among themselves. Of those that are
+emulated, which takes a hundred times as long, enough run that every value occurs. Those that it skips are chosen apart, so that
+they are counted. Tests without a backend run all of their cases. A marker says otherwise:
 
 - ``@pytest.mark.cover("values")``: enough cases that every backend, and every value of each other parameter, occurs.
 - ``@pytest.mark.cover("pairs")``: enough that every pair of values does, for a test without a backend.
@@ -60,11 +61,11 @@ def case_of(item: pytest.Item, strength: int) -> dict[str, Hashable]:
     return case
 
 
-def runs(item: pytest.Item) -> bool:
-    """Whether this CPU has, or can emulate, the instruction set of an item's backend or table."""
+def way_of(item: pytest.Item) -> str:
+    """How this CPU has the instruction set of an item's backend or table: "native", "emulated" or "skipped"."""
     subject = ways.SUBJECTS.get(item.callspec.params.get("backend"))
     row = subject.isa if subject else item.callspec.params.get("table")
-    return not ways.WAYS.get(row, "").startswith("skipped")
+    return ways.WAYS.get(row, "native").partition(":")[0]
 
 
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -78,9 +79,10 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     if how == "all":
         return items
     kept = []
-    for some in ([item for item in items if runs(item)], [item for item in items if not runs(item)]):
-        cases = [case_of(item, STRENGTHS[how]) for item in some]
-        kept += [some[number] for number in cover(cases, min(STRENGTHS[how], len(cases[0])))] if cases else []
+    for way, strength in (("native", STRENGTHS[how]), ("emulated", 1), ("skipped", STRENGTHS[how])):
+        some = [item for item in items if way_of(item) == way]
+        cases = [case_of(item, strength) for item in some]
+        kept += [some[number] for number in cover(cases, min(strength, len(cases[0])))] if cases else []
     return kept
 
 

@@ -62,25 +62,9 @@ WEIGHTS = {
     "all three": {"formats": {"gate": MXFP4, "up": LONGEST, "down": B16}},
     "group lengths": {"formats": {"gate": int4(64), "up": LONGEST, "down": MXFP4}},
 }
-#: Each kind of kernel, of scales and of factors once, for tests of which not every format needs its own.
+#: One for each kind of kernel, for tests that are not about formats.
 KINDS = {
-    name: WEIGHTS[name]
-    for name in (
-        "folded",
-        "unfolded",
-        "int4-64",
-        "int4-fp16",
-        "gptq-32",
-        "awq-128",
-        "nvfp4",
-        "mxfp8",
-        "mxfp8 unfolded",
-        "fp8",
-        "fp8-row",
-        "b16",
-        "all three",
-        "group lengths",
-    )
+    name: WEIGHTS[name] for name in ("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "mxfp8", "fp8", "b16", "all three")
 }
 #: More of those that differ by projection.
 MIXED = {

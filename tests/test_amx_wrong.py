@@ -34,7 +34,7 @@ class Kernels:
 
     def compile(self, folder, source):
         flags = [*(flag for flag in isa.C_FLAGS if "visibility" not in flag), *isa.compile_flags("amx")]
-        flags += [*isa.definitions("amx", source), "-O1", "-fPIC", "-I", folder, "-I", NATIVE]
+        flags += [*isa.definitions("amx", source), "-O0", "-fPIC", "-I", folder, "-I", NATIVE]
         run([*COMPILER, *flags, "-c", folder / f"kernels/{source}.c", "-o", folder / f"{source}.o"])
 
     def link(self, folder):
@@ -85,7 +85,7 @@ MISTAKES = {
         "q4_amx.c", "_mm512_subs_epu16(w16, fold))", "_mm512_rol_epi32(_mm512_subs_epu16(w16, fold), 16))", "q4_amx", "mxfp4"
     ),
     "even and odd k, bf16": Mistake(
-        "q4_amx_rounded.c", "(__m512)odd, (__m512)even", "(__m512)even, (__m512)odd", "q4_amx_rounded", "int4-64"
+        "q4_amx_products.c", "(__m512)odd, (__m512)even", "(__m512)even, (__m512)odd", "q4_amx_products", "int4-64"
     ),
     "a group without its scale, ue8m0": Mistake(
         "q4_amx.c",
@@ -95,11 +95,11 @@ MISTAKES = {
         "mxfp4",
     ),
     "a group without its scale, bf16": Mistake(
-        "q4_amx_rounded.c", "f32v scale = load_bf16(", "f32v scale = step >> w->group_shift == 1 ? (f32v){0} + 1 : load_bf16(",
-        "q4_amx_rounded", "int4-64",
+        "q4_amx_products.c", "f32v scale = load_scales(", "f32v scale = step >> w->group_shift == 1 ? (f32v){0} + 1 : load_scales(",
+        "q4_amx_products", "int4-64",
     ),
     "a group with another's scale": Mistake(
-        "q4_amx_rounded.c", "load_bf16(w->packed + (step", "load_bf16(w->packed + (step / 3 * 3", "q4_amx_rounded", "int4-32"
+        "q4_amx_products.c", "header = w->packed + (step", "header = w->packed + (step / 3 * 3", "q4_amx_products", "int4-32"
     ),
     "the last step, q4": Mistake(TILES, **STEPS, kernel="q4_amx", weights="mxfp4"),
     "the last step, b16": Mistake(TILES, **STEPS, kernel="b16_amx", weights="b16"),

@@ -4,7 +4,17 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import BF16, DEEPSEEK, KINDS, MANY_THREADS, assert_folds, assert_right, random_batch, random_experts, same_bits
+from helpers import (
+    BF16,
+    DEEPSEEK,
+    KINDS,
+    MANY_THREADS,
+    assert_folds,
+    assert_right,
+    random_batch,
+    random_experts,
+    same_bits,
+)
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
@@ -56,6 +66,7 @@ def case(request, backend):
     case.layer.close()
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("seed", range(8))
 def test_random_batches(case, seed):
     rng = np.random.default_rng(seed)
@@ -65,6 +76,7 @@ def test_random_batches(case, seed):
         case.check(rng.integers(0, POOL, rng.integers(1, 60)))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("threads", range(1, MANY_THREADS + 1))
 def test_every_thread_count(case, threads):
     set_num_threads(threads)
@@ -74,6 +86,7 @@ def test_every_thread_count(case, threads):
         case.check([3])
 
 
+@pytest.mark.cover("values")
 def test_every_setting_matters_to_no_bit(case):
     set_num_threads(2)
     for values in itertools.product(*SETTINGS.values()):
@@ -81,6 +94,7 @@ def test_every_setting_matters_to_no_bit(case):
         case.check(np.arange(POOL)[::-3])
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 12, 13, 25, core.ROWS_MAX + 8])
 def test_duplicates_of_one_token(case, count):
     """All of them have the same row in every kernel of every height."""
@@ -102,6 +116,7 @@ def test_sums_longer_than_a_kernels_block(backend, weights, shape):
             case.check(np.arange(12))
 
 
+@pytest.mark.cover("values")
 def test_every_position(case):
     others = np.arange(POOL)
     for position in range(0, POOL, 5):
@@ -121,6 +136,7 @@ def test_router_weights_and_kinds(backend, router_weight, dtype):
             case.check(rng.integers(0, POOL, rng.integers(1, 40)))
 
 
+@pytest.mark.cover("values")
 def test_skipped_slots_change_nothing(case):
     """A token's own list may hold any number of skipped ids, anywhere."""
     rng = np.random.default_rng(3)
@@ -131,6 +147,7 @@ def test_skipped_slots_change_nothing(case):
     assert same_bits(case.layer.forward(case.x, ids, weights), case.alone)
 
 
+@pytest.mark.cover("values")
 def test_the_last_chunk_may_be_short(case):
     """Chunks hold a power-of-two share of the batch; 2 << 17 bytes and odd counts make the last one shorter."""
     set_num_threads(1)
@@ -139,6 +156,7 @@ def test_the_last_chunk_may_be_short(case):
         case.check(np.arange(count) % POOL)
 
 
+@pytest.mark.cover("values")
 def test_two_layers_share_the_scratch(case, backend):
     other = random_experts(np.random.default_rng(4), 2, 256, 192)
     with MoELayer(other, backend) as layer:

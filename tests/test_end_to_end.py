@@ -51,6 +51,7 @@ def test_a_layers_output(backend, folder, layer):
             assert_right(made, experts, *random_batch(rng, experts, tokens, 3, dtype))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("label", SCHEMES)
 def test_every_scheme(backend, tmp_path, label):
     """Written, recognised, loaded and computed; layer 1, of several files."""

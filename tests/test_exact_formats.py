@@ -130,6 +130,7 @@ def test_dense(backend, name, shape):
                 assert np.count_nonzero(y) > y.size / 2
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("projection", ["up", "down"])
 @pytest.mark.parametrize("name", SERVED)
 def test_every_weight_by_itself(backend, name, projection):

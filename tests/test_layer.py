@@ -36,6 +36,7 @@ SHAPES = [(32, 64), (64, 100), (100, 64), (34, 2), (2, 34), (2880, 64), (64, 144
 # On both sides of where the kernels change: rows of a register tile, few() and many(), rows of one kernel call.
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 25]
 
+every_weights = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 every_kind = pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)
 
 
@@ -46,6 +47,7 @@ def test_every_kind_of_weights(backend, weights):
     rng = np.random.default_rng(11)
     experts = random_experts(rng, 3, 160, 96, biases=True, **weights)
     with MoELayer(experts, backend) as layer:
+        assert_folds(layer, experts, weights.get("fold", True))
         for tokens in (1, 30):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2))
 

@@ -85,6 +85,7 @@ def added_up(experts, nodes, batch, backend, **settings):
 # Bits
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)
 def test_a_layer_is_its_shards_added_up(backend, weights):
     """Bit for bit, with every number of threads; 418 is 14 units of 32, the last one shorter, and 4 of 128."""
@@ -139,9 +140,9 @@ def test_the_number_of_nodes_decides_and_not_which_or_in_what_order(backend):
 
 
 def test_2880_columns_on_two_nodes(backend):
-    """1440 each, which is 22.5 panels: the shape of gpt-oss."""
+    """1440 each, which is 22.5 panels: gpt-oss's."""
     rng = np.random.default_rng(3)
-    experts = random_experts(rng, 1, 2880, 2880, biases=True)
+    experts = random_experts(rng, 1, 192, 2880, biases=True)
     with MoELayer(experts, backend, numa_nodes=[0, 1]) as layer:
         assert shards_of(layer, experts) == [(0, 1440), (1440, 2880)]
         assert_right(layer, experts, *random_batch(rng, experts, 3, 1))
@@ -160,13 +161,13 @@ def test_both_forms_of_phase_b_and_chunks_have_the_same_bits(backend):
     rng = np.random.default_rng(5)
     experts = random_experts(rng, 5, 260, 192)
     with MoELayer(experts, backend, numa_nodes=[0, 1, 2]) as layer:
-        batch = random_batch(rng, experts, 90, 3)
+        batch = random_batch(rng, experts, 45, 3)
         y = assert_right(layer, experts, *batch)
-        for settings in ({"reduce_slots": 0}, {"reduce_slots": 10**6}, {"scratch_bytes": 1 << 20}, {"uneven": 5}):
+        for settings in ({"reduce_slots": 0}, {"reduce_slots": 10**6}, {"scratch_bytes": 1 << 19}, {"uneven": 5}):
             old = core.tune(**settings)
             try:
                 assert same_bits(layer.forward(*batch), y), settings
-                for t in (0, 44, 89):  # a token by itself
+                for t in (0, 22, 44):  # a token by itself
                     assert same_bits(layer.forward(*(a[t : t + 1] for a in batch)), y[t : t + 1])
             finally:
                 core.tune(**old)

@@ -50,7 +50,7 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
     assert np.abs(reference.y - expected).max() <= 1e-12 * np.abs(expected).max()
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("format", "activations"),
     [(format, "bf16") for format in (int4(32), int4(64), BF16)]

@@ -113,7 +113,7 @@ def test_a_token_without_slots_is_exactly_zero():
 # The bound
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(("format", "kind"), PAIRS, ids=label)
 @pytest.mark.parametrize("seed", range(len(ROUTER_WEIGHTS)), ids=ROUTER_WEIGHTS)
 def test_a_simulated_sharded_backend_stays_within_the_bound(seed, format, kind):

@@ -172,83 +172,85 @@ def test_a_replaced_expert_is_as_if_it_had_always_been_there(backend, weights, n
         assert same_bits(layer.forward(*batch), before)
 
 
-def test_forward_calls_see_the_old_expert_or_the_new_and_nothing_between(backend):
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("nodes", [None, [0, 1]], ids=str)
+def test_forward_calls_see_the_old_expert_or_the_new_and_nothing_between(backend, nodes):
     rng = np.random.default_rng(7)
     first, second = (random_experts(rng, 2, 256, 512) for _ in range(2))
     batch = random_batch(rng, first, 5, 2, np.float32)
-    for nodes in (None, [0, 1]):
-        with MoELayer(first, backend, numa_nodes=nodes) as layer:
-            outputs = [layer.forward(*batch)]
-            layer.replace_expert(0, matrices(second, 0))
-            outputs.append(layer.forward(*batch))
-            assert not same_bits(*outputs)
-            stop, torn, seen = threading.Event(), [], set()
+    with MoELayer(first, backend, numa_nodes=nodes) as layer:
+        outputs = [layer.forward(*batch)]
+        layer.replace_expert(0, matrices(second, 0))
+        outputs.append(layer.forward(*batch))
+        assert not same_bits(*outputs)
+        stop, torn, seen = threading.Event(), [], set()
 
-            def call(layer=layer, outputs=outputs, stop=stop, torn=torn, seen=seen):
-                while not stop.is_set():
-                    y = layer.forward(*batch)
-                    which = [i for i, known in enumerate(outputs) if same_bits(y, known)]
-                    seen.update(which)
-                    if not which:
-                        torn.append(y)
+        def call():
+            while not stop.is_set():
+                y = layer.forward(*batch)
+                which = [i for i, known in enumerate(outputs) if same_bits(y, known)]
+                seen.update(which)
+                if not which:
+                    torn.append(y)
 
-            def look(layer=layer, stop=stop, torn=torn):
-                while not stop.is_set():
-                    (exported,) = layer.export_expert(0)
-                    if not any(
-                        all(np.array_equal(exported[p].codes, source.matrix(0, p).codes) for p in PROJECTIONS)
-                        for source in (first, second)
-                    ):
-                        torn.append(exported)
+        def look():
+            while not stop.is_set():
+                (exported,) = layer.export_expert(0)
+                if not any(
+                    all(np.array_equal(exported[p].codes, source.matrix(0, p).codes) for p in PROJECTIONS)
+                    for source in (first, second)
+                ):
+                    torn.append(exported)
 
-            threads = [threading.Thread(target=target) for target in (call, call, look)]
-            for thread in threads:
-                thread.start()
-            for turn in range(2000):
-                layer.replace_expert(0, matrices((first, second)[turn % 2], 0))
-                if turn >= 60 and seen == {0, 1}:
-                    break
-            stop.set()
-            for thread in threads:
-                thread.join()
-            assert not torn
-            assert seen == {0, 1}
+        threads = [threading.Thread(target=target) for target in (call, call, look)]
+        for thread in threads:
+            thread.start()
+        for turn in range(2000):
+            layer.replace_expert(0, matrices((first, second)[turn % 2], 0))
+            if turn >= 60 and seen == {0, 1}:
+                break
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not torn
+        assert seen == {0, 1}
 
 
-def test_an_experts_biases_are_the_ones_that_came_with_its_matrices(backend):
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("nodes", [None, [0, 1]], ids=str)
+def test_an_experts_biases_are_the_ones_that_came_with_its_matrices(backend, nodes):
     """Also where several threads replace it at once: whichever was last, its biases stay with it, and are in memory."""
     rng = np.random.default_rng(13)
     sources = [random_experts(rng, 1, 64, 96, biases=True) for _ in range(3)]
     batch = random_batch(rng, sources[0], 1, 1, np.float32)
-    for nodes in (None, [0, 1]):
-        outputs = []
-        for source in sources:
-            with MoELayer(source, backend, numa_nodes=nodes) as layer:
-                outputs.append(layer.forward(*batch))
-        with MoELayer(sources[0], backend, numa_nodes=nodes) as layer:
-            wrong, started = [], threading.Barrier(4)
+    outputs = []
+    for source in sources:
+        with MoELayer(source, backend, numa_nodes=nodes) as layer:
+            outputs.append(layer.forward(*batch))
+    with MoELayer(sources[0], backend, numa_nodes=nodes) as layer:
+        wrong, started = [], threading.Barrier(4)
 
-            def exchange(source, layer=layer, started=started):
-                started.wait()
-                for _ in range(150):
-                    layer.replace_expert(0, matrices(source, 0))
+        def exchange(source):
+            started.wait()
+            for _ in range(150):
+                layer.replace_expert(0, matrices(source, 0))
 
-            def look(layer=layer, started=started, wrong=wrong, outputs=outputs):
-                started.wait()
-                for _ in range(150):
-                    y, (exported,) = layer.forward(*batch), layer.export_expert(0)
-                    ours = [s for s in sources if np.array_equal(exported["up"].codes, s.matrix(0, "up").codes)]
-                    known = any(same_bits(y, output) for output in outputs)
-                    if not known or any(not np.array_equal(exported[p].bias, ours[0].matrix(0, p).bias) for p in PROJECTIONS):
-                        wrong.append(exported)
+        def look():
+            started.wait()
+            for _ in range(150):
+                y, (exported,) = layer.forward(*batch), layer.export_expert(0)
+                ours = [s for s in sources if np.array_equal(exported["up"].codes, s.matrix(0, "up").codes)]
+                known = any(same_bits(y, output) for output in outputs)
+                if not known or any(not np.array_equal(exported[p].bias, ours[0].matrix(0, p).bias) for p in PROJECTIONS):
+                    wrong.append(exported)
 
-            threads = [threading.Thread(target=exchange, args=(source,)) for source in sources]
-            threads.append(threading.Thread(target=look))
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not wrong
+        threads = [threading.Thread(target=exchange, args=(source,)) for source in sources]
+        threads.append(threading.Thread(target=look))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
 
 
 def test_whether_weights_are_rounded_is_known_after_a_replacement(backend):

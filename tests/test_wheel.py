@@ -56,25 +56,33 @@ def test_the_build_says_what_it_left_out(wheel):
     assert re.findall("built WITHOUT (.*)", wheel[1]) == [LACKING]
 
 
-def test_an_edit_compiles_what_it_concerns(wheel, tmp_path):
+#: A kernel's file, a header of kernels, and one of the driver.
+EDITS = ["kernels/q4_int8.c", "kernels/common/exp.h", "forward/carve.h"]
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [name if name == "kernels/common/exp.h" else pytest.param(name, marks=pytest.mark.exhaustive) for name in EDITS],
+)
+def test_an_edit_compiles_what_it_concerns(wheel, tmp_path, edited):
     """A kernel's file, for each instruction set that has it; a header, for the files that include it; and nothing else."""
     path, _, environment = wheel
     source = path.parent / "source" / "ktmoe" / "_native"
     rows = [name for name in ISAS if name != LACKING]
+    expected = {
+        "kernels/q4_int8.c": ["kernels/q4_int8"] * sum("q4_int8" in ISAS[name].kernels for name in rows),
+        "kernels/common/exp.h": ["kernels/activation"] * len(rows),
+        "forward/carve.h": ["forward/moe", "forward/phases", "forward/route", "forward/rows", "forward/scratch"],
+    }
 
     def compiled():
         printed = environment.wheel(path.parent / "source", tmp_path, CC=str(path.parent / "compiler"))
         return sorted(re.findall(r" -c (?:build/cython/)?ktmoe/_native/(\S+)\.c ", printed))
 
     assert compiled() == []
-    for edited, expected in (
-        ("kernels/q4_int8.c", ["kernels/q4_int8"] * sum("q4_int8" in ISAS[name].kernels for name in rows)),
-        ("kernels/common/exp.h", ["kernels/activation"] * len(rows)),
-        ("forward/carve.h", ["forward/moe", "forward/phases", "forward/route", "forward/rows", "forward/scratch"]),
-    ):
-        file = source / edited
-        file.write_text(file.read_text() + "\n")
-        assert compiled() == expected
+    file = source / edited
+    file.write_text(file.read_text() + "\n")
+    assert compiled() == expected[edited]
 
 
 def test_what_the_wheel_holds(wheel):

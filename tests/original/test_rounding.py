@@ -13,6 +13,7 @@ from cases import FORMATS, batches, expected, experts, forward
 from ktmoe import ExpertWeights
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("name", "clamps"), [("MXFP4", "silu"), ("MXFP4", "limit"), ("MXFP4", "alpha"), ("RAWINT4", "silu"), ("BF16", "silu")]
 )
