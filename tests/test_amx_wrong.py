@@ -89,14 +89,17 @@ MISTAKES = {
     ),
     "a group without its scale, ue8m0": Mistake(
         "q4_amx.c",
-        "ue8m0_fold(step_at(w, step) + 16 * n);",
-        "step == 1 ? _mm512_set1_epi16((253 - 127) << 7) : ue8m0_fold(step_at(w, step) + 16 * n);",
+        "ue8m0_fold(step_at(w, step) + 16 * n, 253);",
+        "step == 1 ? _mm512_set1_epi16((253 - 127) << 7) : ue8m0_fold(step_at(w, step) + 16 * n, 253);",
         "q4_amx",
         "mxfp4",
     ),
     "a group without its scale, bf16": Mistake(
-        "q4_amx_products.c", "f32v scale = load_scales(", "f32v scale = step >> w->group_shift == 1 ? (f32v){0} + 1 : load_scales(",
-        "q4_amx_products", "int4-64",
+        "q4_amx_products.c",
+        "f32v scale = load_scales(",
+        "f32v scale = step >> w->group_shift == 1 ? (f32v){0} + 1 : load_scales(",
+        "q4_amx_products",
+        "int4-64",
     ),
     "a group with another's scale": Mistake(
         "q4_amx_products.c", "header = w->packed + (step", "header = w->packed + (step / 3 * 3", "q4_amx_products", "int4-32"

@@ -107,15 +107,21 @@ def names(collected, test):
 def test_what_pytest_runs(collected):
     chosen = collected()
     assert chosen == collected("--tb=no")  # chosen a second time
-    subjects, isas = ways.SUBJECTS.values(), {subject.isa for subject in ways.SUBJECTS.values()}
+    subjects = ways.SUBJECTS.values()
+    isas = {subject.isa for subject in subjects if not ways.WAYS[subject.isa].startswith("emulated")}
+    emulated = [subject.id for subject in subjects if subject.isa not in isas]
     pairs = names(chosen, "test_pairs")
     assert len(pairs) < len(subjects) * 80 / 4
     for isa, tokens in itertools.product(isas, range(10)):
         ids = [subject.id for subject in subjects if subject.isa == isa]
         assert any(name.startswith(f"test_pairs[{i}-") and f"-{tokens}-" in name for i in ids for name in pairs)
+    for i, token in itertools.product(emulated[:1], range(10)):  # of these every value, by one of them or another
+        assert any(name.startswith(f"test_pairs[{i}-") for name in pairs)
+        assert any(f"-{token}-" in name for name in pairs if name.startswith(tuple(f"test_pairs[{e}-" for e in emulated)))
     assert {name.split("[")[1].rpartition("-")[2] for name in names(chosen, "test_values")} == {f"{b}]" for b in range(20)}
     assert all(any(f"[{i}-" in name for name in names(chosen, "test_values")) for i in ways.SUBJECTS)
-    assert len(names(chosen, "test_values")) == max(20, len(subjects))
+    natives = len(subjects) - len(emulated)
+    assert len(names(chosen, "test_values")) == sum(max(20, count) for count in (natives, len(emulated)) if count)
     assert len(names(chosen, "test_all")) == 20 * len(subjects)
     assert len(names(chosen, "test_errors")) == 36
     assert 36 <= len(names(chosen, "test_without_a_backend")) < 54
