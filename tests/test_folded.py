@@ -33,6 +33,7 @@ def may_round(weight_format):
     return weight_format.family == "q4" and scale is not None and scale.kind in ("bf16", "fp16") and not weight_format.offset
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("name", [*KINDS, "int4-32", "gptq-sym-128", "fp8-bf16", *MIXED])
 def test_who_rounds(backend, name):
     """Every matrix with bfloat16 or fp16 scales, where a backend can: the others are as they are in any case."""
@@ -51,6 +52,7 @@ def test_who_rounds(backend, name):
             assert same_bits(old, new) == (not rounded)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_batch_changes_no_bit(backend, group, kind):

@@ -248,6 +248,7 @@ def test_a_layer_outlives_its_model(folder, nothing_left):
     gc.collect()
     assert same_bits(layer.forward(*batch(layer)), y)
     layer.close()
+    wait_for_threads()
 
 
 # Processes

@@ -20,7 +20,7 @@ from ktmoe.backends import native
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import UnavailableError
 
-pytestmark = NEEDS_COMPILER
+pytestmark = [NEEDS_COMPILER, pytest.mark.exhaustive]  # a build of everything
 #: The instruction set that the compiler lacks, the backend that cannot do without it, and the flag that gives it away.
 LACKING = max(ISAS, key=lambda name: ISAS[name].rank)
 BACKEND = next(name for name in backends.names() if getattr(backends.get(name), "isas", {}).get("bf16") == (LACKING,))

@@ -46,21 +46,20 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 }
 #endif
 
-typedef f32v fold; /* zero points */
+/* With zero points a value is its code. A code in the last bits of 2^23 makes the float 2^23 + code, so that a fold is 2^23 + z, and
+ * their difference is exact. It takes as many instructions as a lookup and a subtraction at most, and not the shuffles' port. */
+#define TWO_23 0x4B000000u
+
+typedef f32v fold;
 
 INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
-    return __builtin_convertvector((i32v)load_zero_points(header, v, how), f32v);
-}
-
-/* With zero points, a value is its code; where a lookup takes more than one instruction, converting it is faster. */
-INLINE f32v value_of(const u32v codes, const int bit, const scaling how, const table *t) {
-    const int converts = how & ZERO_POINTS && VECTOR_BYTES < 64;
-    return converts ? __builtin_convertvector((i32v)(codes >> bit & 15), f32v) : lookup(codes, bit, t);
+    return (f32v)(load_zero_points(header, v, how) | TWO_23);
 }
 
 INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
-    const f32v w = value_of(load_u32(codes_at(p, v)), nibble_bit(k), how, t);
-    return (u32v)(how & ZERO_POINTS ? w - *f : w);
+    const u32v codes = load_u32(codes_at(p, v));
+    if (how & ZERO_POINTS) return (u32v)((f32v)((codes >> nibble_bit(k) & 15) | TWO_23) - *f);
+    return (u32v)lookup(codes, nibble_bit(k), t);
 }
 
 #include "kernels/loops/panel.h"
