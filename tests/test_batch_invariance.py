@@ -103,6 +103,7 @@ def test_duplicates_of_one_token(case, count):
         case.check(np.zeros(count, int))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("shape", [(544, 32), (32, 544)], ids=str)
 @pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)
 def test_sums_longer_than_a_kernels_block(backend, weights, shape):

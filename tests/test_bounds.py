@@ -212,6 +212,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("side", ["end", "start"])
 @pytest.mark.parametrize(("shape", "weights"), CASES, ids=str)

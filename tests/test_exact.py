@@ -344,6 +344,7 @@ def test_every_scale_byte_in_gate_and_up(backend, projection, block):
 # The tests above, tested: what they must tell apart.
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -393,6 +394,7 @@ OF_SCALES = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("name", "mistake"), [*product(("int4-32", "int4-128"), {**OF_CODES, **OF_SCALES}), *product(("b16",), OF_CODES)]
 )

@@ -275,6 +275,7 @@ def test_every_zero_point_with_every_code(backend, weight_format, kind):
 # Factors
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("factor", [PER_MATRIX, PER_ROW, DIVIDED, DIVIDED_PER_ROW], ids=lambda factor: factor.description)
 @pytest.mark.parametrize("name", ["mxfp4", "int4-32", "awq-128", "nvfp4", "mxfp8", "fp8", "fp8-row", "b16"])
 def test_factors(backend, name, factor):
@@ -325,6 +326,7 @@ def test_the_bias_comes_after_the_factor(backend, name, factor):
 # The largest sums
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "fp8-row", "gptq-32", "awq-128", "int4-fp16"])
 def test_the_largest_sums(backend, name, tokens):
@@ -379,6 +381,7 @@ MADE = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(("name", "mistake"), [(name, mistake) for name in MADE for mistake in MADE[name]])
 def test_mistakes_are_seen(backend, name, mistake):
     rng = np.random.default_rng(11)

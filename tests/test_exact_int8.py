@@ -39,6 +39,7 @@ def quantised(h):
     return (np.rint(groups / steps) * steps).reshape(padded.shape)[:, : h.shape[1]]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_down(backend, name, tokens):
@@ -54,6 +55,7 @@ def test_down(backend, name, tokens):
         assert np.array_equal(y[:, :n], x[:, :k] @ weights_of(codes, scales, weight_format).T)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("projection", ["gate", "up"])
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("name", FOUR_BITS)

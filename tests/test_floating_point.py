@@ -23,6 +23,7 @@ def experts(request):
     return random_experts(np.random.default_rng(1), 3, 100, 64, activation=DEEPSEEK, **WEIGHTS[request.param])
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 @pytest.mark.parametrize("tokens", [2, 6, 20])
 def test_nan_and_infinity_touch_only_their_own_token(backend, experts, router_weight, tokens):
@@ -48,6 +49,7 @@ def test_nan_and_infinity_touch_only_their_own_token(backend, experts, router_we
         assert same_bits(layer.forward(x, ids, weights), clean)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
 def test_a_skipped_slot_is_zero_even_where_x_and_weight_are_nan(backend, experts, dtype):
     x, ids, weights = random_batch(np.random.default_rng(3), experts, 3, 2, dtype)
@@ -58,6 +60,7 @@ def test_a_skipped_slot_is_zero_even_where_x_and_weight_are_nan(backend, experts
     assert np.isfinite(y.astype(np.float32)).all()
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 def test_what_earlier_calls_left_in_the_scratch_does_not_matter(backend, experts, router_weight):
     """NaN everywhere, from a layer of other sizes: padding that nobody wrote would make of it NaN times zero."""
@@ -73,6 +76,7 @@ def test_what_earlier_calls_left_in_the_scratch_does_not_matter(backend, experts
             assert same_bits(layer.forward(*batch), clean)
 
 
+@pytest.mark.cover("values")
 def test_every_nan_is_still_nan_when_rounded(backend, experts):
     """Also the ones whose payload lies in the bits that bfloat16 cuts off: they must not become infinity."""
     x, ids, weights = random_batch(np.random.default_rng(4), experts, 4, 1, np.float32)
@@ -81,6 +85,7 @@ def test_every_nan_is_still_nan_when_rounded(backend, experts):
         assert np.isnan(layer.forward(x, ids, weights)).all()
 
 
+@pytest.mark.cover("values")
 def test_an_output_beyond_bfloat16_is_infinite(backend, experts):
     x, ids, _ = random_batch(np.random.default_rng(5), experts, 4, 1)
     x *= BF16.type(4)

@@ -58,6 +58,7 @@ def with_elements(experts, **elements):
     return ExpertWeights(experts.num_experts, experts.hidden, experts.intermediate, read, formats, experts.activation)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(("values", "scale"), GO_TOGETHER, ids=str)
 def test_values(backend, values, scale):
     """The scales bring an element's values back to where outputs are moderate."""
@@ -96,6 +97,7 @@ def test_each_projection_has_an_element_of_its_own(backend, which):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, np.float32))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("byte", [1, 2, 126, 128, 252, 253, 254])
 @pytest.mark.parametrize("values", ["NF4-like", "with a denormal", "zeros"])
 def test_no_scale_byte_is_folded_that_would_not_be_exact(backend, values, byte):

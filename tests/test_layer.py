@@ -52,6 +52,7 @@ def test_every_kind_of_weights(backend, weights):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2))
 
 
+@pytest.mark.cover("values")
 @every_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(backend, shape, weights):
@@ -87,6 +88,7 @@ def test_odd_shapes(backend, shape, name):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
+@pytest.mark.cover("values")
 @every_kind
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_tokens_per_expert(backend, tokens, weights):
@@ -98,6 +100,7 @@ def test_tokens_per_expert(backend, tokens, weights):
         assert_right(layer, experts, x, np.tile([1, 0], (tokens, 1)), router_weights)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     ("tokens", "weights"),
     [
@@ -116,6 +119,7 @@ def test_more_tokens_per_expert_than_a_kernel_call_takes(backend, tokens, weight
         assert same_bits(layer.forward(x, ids, router_weights), y)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("weights", MIXED.values(), ids=MIXED)
 def test_formats_differ_by_projection(backend, weights):
     rng = np.random.default_rng(14)
@@ -152,6 +156,7 @@ def test_activations_router_weights_and_biases(backend, activation, router_weigh
 OTHERS = ["int4-32", "int4-128", "b16", "all three", "nvfp4 divided", "mxfp8", "fp8-row", "gptq-64"]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("weights", [WEIGHTS[name] for name in OTHERS], ids=OTHERS)
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 def test_router_weights_of_other_formats(backend, router_weight, weights):

@@ -27,6 +27,7 @@ def scheme(request):
     return SCHEMES[request.param]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model."])
 def test_layers(tmp_path, scheme, prefix):
     """Numbers, order and names of layers behind any prefix, and no loader but one that wants them."""
@@ -186,6 +187,7 @@ def test_truncated_while_loaded(tmp_path, scheme):
     assert all(f"{last.file}: truncated: tensor {last.name!r}: expected" in message for message in failed), failed
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("stated", [EXPERTS - 1, EXPERTS + 1, str(EXPERTS), float(EXPERTS), True])
 @pytest.mark.parametrize("nested", [False, True])
 def test_config_disagrees_on_the_number_of_experts(tmp_path, scheme, stated, nested):
@@ -249,6 +251,7 @@ def test_an_expert_unlike_the_first(tmp_path, scheme):
         assert str(caught.value) == f"{name}: expected {dtype} {shape} as in expert 0, found {dtype} {[2, *shape]}"
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     "alias", ["layers.09", "layers.9x", "xlayers.9", "layers.1000000", "layers.\u0669", "foo.layers.9", "mtp.0."]
 )

@@ -201,6 +201,7 @@ def test_layout_versions():
         assert all((GOLDEN / f"{family}_layout_v{v}.json").exists() for v in range(1, version + 1))
 
 
+@pytest.mark.cover("values")
 @every_case
 def test_unpacking_gives_the_checkpoints_bytes(name, n, k):
     stored = random_stored(np.random.default_rng((n, k)), n, k, FORMATS[name])
@@ -380,6 +381,7 @@ MODELS = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(("hidden", "intermediate", "weight_format", "bytes_a_weight"), MODELS.values(), ids=MODELS)
 def test_packed_weights_take_at_most_one_percent_more_than_the_checkpoints(
     backend, hidden, intermediate, weight_format, bytes_a_weight

@@ -15,7 +15,7 @@ from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(("format", "kind"), PAIRS, ids=label)
 @pytest.mark.parametrize("seed", range(len(ROUTER_WEIGHTS)), ids=ROUTER_WEIGHTS)
 def test_a_simulated_backend_stays_within_the_bound(seed, format, kind):
@@ -38,7 +38,7 @@ def test_a_simulated_backend_stays_within_the_bound(seed, format, kind):
     assert np.isfinite(reference.bound).all()
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(("format", "kind", "case"), [(*pair, case) for pair in PAIRS for case in edges_of(pair[0])], ids=label)
 def test_a_simulated_backend_stays_within_the_bound_at_the_edges(case, format, kind):
     scale_bytes, down_bytes, exponents = EDGES[case]

@@ -136,6 +136,7 @@ def test_a_simulated_sharded_backend_stays_within_the_bound(seed, format, kind):
     assert np.isfinite(reference.bound).all()
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", EDGES)
 def test_a_simulated_sharded_backend_stays_within_the_bound_at_the_edges(case, kind):

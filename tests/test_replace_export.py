@@ -59,6 +59,7 @@ def cut(matrix, rows=slice(None), columns=slice(None)):
 BACKEND = "fp32_lut"
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("weight_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("nodes", [[0], [1, 0], [0, 1, 2]], ids=str)
 def test_any_cut_of_any_split_is_the_checkpoints_bytes(weight_format, nodes):
@@ -82,6 +83,7 @@ def test_any_cut_of_any_split_is_the_checkpoints_bytes(weight_format, nodes):
                     same_stored(part["down"], cut(m, columns=own), None if i else m.bias)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("nodes", [None, [2, 1]], ids=str)
 @pytest.mark.parametrize("weights", [*WEIGHTS.values(), *MIXED.values()], ids=[*WEIGHTS, *MIXED])
 def test_whole_experts_of_any_shape(weights, nodes):

@@ -59,6 +59,7 @@ SKIPPED = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", SKIPPED, ids=lambda dtype: dtype.__name__)
 def test_ids_out_of_range_add_zero(layer, experts, dtype):
     rng = np.random.default_rng(3)
