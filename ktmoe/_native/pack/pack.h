@@ -9,10 +9,10 @@ typedef struct kt_packing kt_packing;
 
 /* Scales as they are packed: numbers of so many bytes. */
 typedef struct kt_scale {
-    size_t group; /* k that share one; 0 without scales */
-    size_t rows;  /* rows that do: 1, or whole panels, whose one is fp32 and stands in a line of copies */
-    size_t bytes; /* 1, 2; 4 only in lines */
-    uint32_t one; /* the bits of 1, which pads */
+    size_t group;              /* k that share one; 0 without scales */
+    size_t rows;               /* rows that do: 1, or whole panels, whose one is fp32 and stands in a line of copies */
+    size_t bytes;              /* 1, 2; 4 only in lines */
+    uint32_t one;              /* the bits of 1, which pads */
     uint32_t magnitude, field; /* all bits but a sign; those of the exponent: with all of them a scale is no real number */
 } kt_scale;
 
