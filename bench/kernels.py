@@ -21,7 +21,7 @@ SOURCES = ("memory", "L2")
 #: The part of L2 that the weights of an expert take there, which leaves some for rows.
 _SHARE_OF_L2 = 0.75
 _HIDDEN_IN_L2 = 1024
-_PANEL = 64
+_COLUMNS = 128  # whole panels, and whole blocks of 128x128
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
     model = replace(models()[EVERYWHERE], weights=kernel.weights)
     if kernel.source == "L2":
         ktmoe.set_num_threads(1)
-        smallest = replace(model, hidden=_HIDDEN_IN_L2, intermediate=_PANEL)
+        smallest = replace(model, hidden=_HIDDEN_IN_L2, intermediate=_COLUMNS)
         panels = max(1, int(_SHARE_OF_L2 * machine.l2_bytes() / smallest.expert_bytes))
-        experts = copies(replace(smallest, intermediate=panels * _PANEL), 1, kernel.folds)
+        experts = copies(replace(smallest, intermediate=panels * _COLUMNS), 1, kernel.folds)
     else:
         most = min(footprints.wanted_bytes(), machine.usable_bytes(footprints.MEMORY_SHARE))
         experts = copies(model, most // model.expert_bytes + 1, kernel.folds)
