@@ -94,6 +94,18 @@ class Published:
 _G_IDX = {(".g_idx", "I32"): (lambda n, k: (k,), lambda n, k: constant(np.arange(k, dtype=np.int32) // 128))}
 
 
+def _gptq_config(sym: bool) -> dict[str, object]:
+    quantization = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": sym,
+        "checkpoint_format": "gptq",
+    }
+    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "quantization_config": quantization}
+
+
 def sevens(out: np.ndarray) -> None:
     """Zero points of 8, less 1."""
     out[:] = 0x77
@@ -164,18 +176,7 @@ PUBLISHED = {
         "gptq",
         uint4(128, order=GPTQ, plus=1),
         {"codes": (".qweight", "I32"), "scales": (".scales", "F16"), "offsets": (".qzeros", "I32")},
-        {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "quantization_config": {
-                "quant_method": "gptq",
-                "bits": 4,
-                "group_size": 128,
-                "desc_act": False,
-                "sym": False,
-                "checkpoint_format": "gptq",
-            },
-        },
+        _gptq_config(sym=False),
         hidden=2048,
         intermediate=768,
         more=_G_IDX,
@@ -184,18 +185,7 @@ PUBLISHED = {
         "gptq",
         int4(128, "fp16", GPTQ),
         {"codes": (".qweight", "I32"), "scales": (".scales", "F16")},
-        {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "quantization_config": {
-                "quant_method": "gptq",
-                "bits": 4,
-                "group_size": 128,
-                "desc_act": False,
-                "sym": True,
-                "checkpoint_format": "gptq",
-            },
-        },
+        _gptq_config(sym=True),
         hidden=2048,
         intermediate=768,
         more=_G_IDX | {(".qzeros", "I32"): (lambda n, k: (k // 128, n // 8), lambda n, k: sevens)},

@@ -37,25 +37,13 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(folded, UE8M0 | FOLDED)
-FUNCTIONS(none, NONE)
-FUNCTIONS(ue8m0, UE8M0)
-FUNCTIONS(bf16, BF16)
-FUNCTIONS(fp16, FP16)
-FUNCTIONS(e4m3, E4M3 | HALVES)
-FUNCTIONS(bf16_zero_points, BF16 | ZERO_POINTS)
-FUNCTIONS(fp16_zero_points, FP16 | ZERO_POINTS)
+#define Q4_ROWS rows_bf16
+#include "kernels/common/q4_ways.h"
 
-#define Q4 .family = "q4", .rows = &KT_NAME(rows_bf16)
-#define ZEROS .offset = "zero_point"
+FUNCTIONS(folded, UE8M0 | FOLDED)
+
 const kt_kernel KT_NAME(q4_bf16)[] = {
     {Q4, .scale = "ue8m0", PER_BLOCK, .folded = 1, SERVED_BY(folded)},
-    {Q4, .scale = "none", SERVED_BY(none)},
-    {Q4, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
-    {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},
-    {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},
-    {Q4, .scale = "e4m3", PER_16, SERVED_BY(e4m3)},
-    {Q4, .scale = "bf16", PER_BLOCKS, ZEROS, SERVED_BY(bf16_zero_points)},
-    {Q4, .scale = "fp16", PER_BLOCKS, ZEROS, SERVED_BY(fp16_zero_points)},
+    Q4_WAYS,
     {0},
 };
