@@ -46,19 +46,34 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 }
 #endif
 
-/* With zero points a value is its code. A code in the last bits of 2^23 makes the float 2^23 + code, so that a fold is 2^23 + z, and
- * their difference is exact. It takes as many instructions as a lookup and a subtraction at most, and not the shuffles' port. */
-#define TWO_23 0x4B000000u
+/* (v & mask) | bits. GCC 12 copies a constant for each VPTERNLOGD that it makes of that itself. */
+INLINE u32v replace(const u32v v, const uint32_t mask, const uint32_t bits) {
+#if VECTOR_BYTES == 64
+    return (u32v)_mm512_ternarylogic_epi32((__m512i)v, _mm512_set1_epi32((int)mask), _mm512_set1_epi32((int)bits), 0xEA);
+#else
+    return (v & mask) | bits;
+#endif
+}
 
-typedef f32v fold;
+/* With zero points a value is its code. A nibble at bit b of the float 2^(23 - b) adds the code itself to it; a fold has
+ * 2^(23 - b) + z for each of four such bits, so that their difference is exact, and a dword of codes is shifted but once. */
+typedef struct fold {
+    f32v offset[4]; /* of nibbles at bits 0, 4, 8, 12 */
+} fold;
+
+INLINE u32v at_bit(const u32v codes, const int bit) { return replace(codes, 15u << bit, (uint32_t)(127 + 23 - bit) << 23); }
 
 INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
-    return (f32v)(load_zero_points(header, v, how) | TWO_23);
+    const u32v z = load_zero_points(header, v, how);
+    fold f;
+    for (int i = 0; i < 4; i++) f.offset[i] = (f32v)at_bit(z << 4 * i, 4 * i);
+    return f;
 }
 
 INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
     const u32v codes = load_u32(codes_at(p, v));
-    if (how & ZERO_POINTS) return (u32v)((f32v)((codes >> nibble_bit(k) & 15) | TWO_23) - *f);
+    const int half = nibble_bit(k) & 16, bit = nibble_bit(k) & 15;
+    if (how & ZERO_POINTS) return (u32v)((f32v)at_bit(codes >> half, bit) - f->offset[bit / 4]);
     return (u32v)lookup(codes, nibble_bit(k), t);
 }
 

@@ -15,6 +15,8 @@ static inline size_t column_at(size_t column) { return column * 4; }
 
 ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     u32x4 infinite = {0}; /* bits 15 and 31: an exponent of all ones was seen */
+    /* Unrolled, GCC checks at the end and keeps rows on the stack until then: 0.7 of the speed. */
+#pragma GCC unroll 1
     for (int four = 0; four < 4; four++) {
         u32x4 v[4];
         for (int i = 0; i < 4; i++) {
