@@ -38,22 +38,39 @@ ALWAYS_INLINE void copy_row(const kt_groups *g, const uint8_t *from, size_t coun
     for (size_t i = 0; i < count; i++) memcpy(to + i / 2 * stride + i % 2 * g->scales_bytes, from + i * bytes, bytes);
 }
 
-/* Apart from the copy, so that it vectorises. Zeros are not the least, where a scale may be zero: where it has a sign. */
-ALWAYS_INLINE void scan_row(const kt_scale *s, const uint8_t *from, size_t count, kt_scan *scan, const size_t bytes) {
-    const uint16_t magnitude = (uint16_t)s->magnitude, zero = s->magnitude >> (8 * bytes - 1) ? 0 : 1;
+/* The least and the greatest magnitude of a row's scales; `least` is less by `zero`, so that with 1 a scale of zero is the greatest.
+ * Apart from the copy and with numbers as wide as the scales, so that it vectorises. */
+#define EXTREMES(type)                                                                                                       \
+    static void extremes_##type(const uint8_t *from, size_t count, type magnitude, type zero, type *least, type *greatest) { \
+        type low = (type)-1, high = 0;                                                                                       \
+        for (size_t i = 0; i < count; i++) {                                                                                 \
+            type bits;                                                                                                       \
+            memcpy(&bits, from + i * sizeof bits, sizeof bits);                                                              \
+            bits &= magnitude;                                                                                               \
+            const type less = (type)(bits - zero);                                                                           \
+            low = less < low ? less : low;                                                                                   \
+            high = bits > high ? bits : high;                                                                                \
+        }                                                                                                                    \
+        *least = low, *greatest = high;                                                                                      \
+    }
+EXTREMES(uint8_t)
+EXTREMES(uint16_t)
+
+/* Zeros are not the least, where a scale may be zero: where it has a sign. */
+static void scan_row(const kt_scale *s, const uint8_t *from, size_t count, kt_scan *scan) {
+    const bool zeros = !(s->magnitude >> (8 * s->bytes - 1));
     const int shift = __builtin_ctz(s->field);
-    uint16_t low = 0xFFFF, high = 0; /* low is less by `zero`, so that zero is the greatest */
-    for (size_t i = 0; i < count; i++) {
-        uint16_t bits = 0;
-        memcpy(&bits, from + i * bytes, bytes);
-        bits &= magnitude;
-        const uint16_t less = (uint16_t)(bits - zero);
-        low = less < low ? less : low;
-        high = bits > high ? bits : high;
+    uint16_t low, high;
+    if (s->bytes == 1) {
+        uint8_t least, greatest;
+        extremes_uint8_t(from, count, (uint8_t)s->magnitude, zeros, &least, &greatest);
+        low = least, high = greatest;
+    } else {
+        extremes_uint16_t(from, count, (uint16_t)s->magnitude, zeros, &low, &high);
     }
     scan->refused |= (high & s->field) == s->field;
-    if (zero && !high) return;
-    const uint8_t least = (uint8_t)((low + zero) >> shift), most = (uint8_t)(high >> shift);
+    if (zeros && !high) return;
+    const uint8_t least = (uint8_t)((low + zeros) >> shift), most = (uint8_t)(high >> shift);
     scan->low = least < scan->low ? least : scan->low;
     scan->high = most > scan->high ? most : scan->high;
 }
@@ -90,13 +107,11 @@ void kt_pack_headers(const kt_shard_matrix *m, size_t panel, uint8_t *packed, kt
         pad_column(&g, inside ? count : 0, to, s);
         if (!inside) continue;
         const uint8_t *from = scales + (m->row + first + c) * stride;
-        if (s->bytes == 1) {
+        if (s->bytes == 1)
             copy_row(&g, from, count, to, 1);
-            scan_row(s, from, count, scan, 1);
-        } else {
+        else
             copy_row(&g, from, count, to, 2);
-            scan_row(s, from, count, scan, 2);
-        }
+        scan_row(s, from, count, scan);
     }
     for (size_t c = 0; f->zero_points && c < KT_PANEL; c++)
         for (size_t h = 0; h < count; h++)

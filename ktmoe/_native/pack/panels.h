@@ -27,7 +27,8 @@ static __attribute__((noinline)) u32x4 pack_tail(const kt_shard_matrix *m, const
 }
 
 /* 16 rows together, since 16 columns fill a cache line of the panel; within them as many blocks as fill one of the source. So a
- * line of either is in L1 until it is done with, and memory sees 16 ascending streams. */
+ * line of either is in L1 until it is done with. Of 4 and 8 bits the next 16 rows are fetched meanwhile: they are too short for the
+ * hardware to foresee, and up to half of the time went into waiting. With 16 bits it foresees them, and fetching costs 10 %. */
 static bool pack_codes(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed) {
     const kt_groups g = kt_groups_of(m->format, m->k);
     const size_t whole = m->k / KT_BLOCK;
@@ -40,6 +41,7 @@ static bool pack_codes(const kt_shard_matrix *m, const uint8_t *rows, size_t str
             for (size_t column = sixteen; column < sixteen + 16; column += 4) {
                 const uint8_t *four = rows + column * stride_bytes + line * ROW_BYTES;
                 const bool inside = column + 4 <= count;
+                for (size_t i = 16; i < 20 && LINE_BLOCKS > 1; i++) __builtin_prefetch(four + i * stride_bytes);
                 for (size_t b = 0; b < blocks; b++)
                     wrong |= inside && line + b < whole
                                  ? pack_four(four + b * ROW_BYTES, stride_bytes, to[b] + column_at(column))
