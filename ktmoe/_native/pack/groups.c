@@ -42,7 +42,7 @@ ALWAYS_INLINE void copy_row(const kt_groups *g, const uint8_t *from, size_t coun
  * Apart from the copy and with numbers as wide as the scales, so that it vectorises. */
 #define EXTREMES(type)                                                                                                       \
     static void extremes_##type(const uint8_t *from, size_t count, type magnitude, type zero, type *least, type *greatest) { \
-        type low = (type)-1, high = 0;                                                                                       \
+        type low = (type) - 1, high = 0;                                                                                     \
         for (size_t i = 0; i < count; i++) {                                                                                 \
             type bits;                                                                                                       \
             memcpy(&bits, from + i * sizeof bits, sizeof bits);                                                              \
