@@ -221,10 +221,10 @@ INLINE int hold_totals(const scaling how) { return HOLD_TOTALS || (HOLD_HALVES &
 INLINE int tile_vectors(const scaling how) { return !HOLD_TOTALS && hold_totals(how) ? TILE_VECTORS / 2 : TILE_VECTORS; }
 
 /* What a tile fetches while it multiplies: at each step the line so many bytes further. */
-typedef struct ahead {
+typedef struct stream {
     const uint8_t *at;
     size_t bytes;
-} ahead;
+} stream;
 
 /* Whether it does: two instructions a step, which fewer products do not hide, and two registers, which pointers to more rows need. */
 INLINE int fetches(const size_t rows) { return VECTOR_BYTES == 64 && rows <= 8; }
@@ -232,7 +232,7 @@ INLINE int fetches(const size_t rows) { return VECTOR_BYTES == 64 && rows <= 8; 
 /* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of `per` pieces:
  * halves of blocks where those have scales of their own, else blocks. */
 INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int v0,
-                 const int rows, const scaling how, ahead fetch) {
+                 const int rows, const scaling how, stream codes) {
     const int vectors = tile_vectors(how), hold = hold_totals(how);
     const void *const *rows_x = a->x + first;
     const size_t k0 = s->k0, pieces = s->blocks * halves(how), piece = STEPS / halves(how); /* steps */
@@ -255,7 +255,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
             for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block);
 #pragma GCC unroll 2
         for (size_t step = p * piece; step < last * piece; step++) {
-            if (fetches((size_t)rows)) prefetch_l2(fetch.at), fetch.at += fetch.bytes;
+            if (fetches((size_t)rows)) prefetch_l2(codes.at), codes.at += codes.bytes;
             u32v ws[TILE_VECTORS];
             for (int v = 0; v < vectors; v++) ws[v] = load_u32(s->w + step * STRIP + (v0 + v) * LANES);
             /* GCC 12 would load them anew for each row, by way of the stack, with registers to spare. */
@@ -291,15 +291,15 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
 #define TILE(rows)                                                                          \
     case rows:                                                                              \
         for (int v0 = 0; (rows) <= TILE_ROWS && v0 < TILE_VECTORS; v0 += tile_vectors(how)) \
-            tile(a, &s, first, out, v0, rows, how, fetch);                                  \
+            tile(a, &s, first, out, v0, rows, how, rest);                                   \
         break
 
 /* A tile's share of the next codes: up to a line at each of its steps, since as many at once would wait for one another (bfloat16
  * weights and 16 rows took 1.4 times as long). What is more is fetched at once. */
-INLINE ahead fetch_share(const uint8_t *from, const size_t share, const size_t rows, const size_t steps) {
+INLINE stream fetch_share(const uint8_t *from, const size_t share, const size_t rows, const size_t steps) {
     const size_t spread = fetches(rows) ? least(share, steps * LINE) : 0, at_once = share - spread;
     for (size_t at = 0; at < at_once; at += LINE) prefetch_l2(from + at);
-    return (ahead){from + at_once, spread ? (spread + steps - 1) / steps : 0};
+    return (stream){from + at_once, spread ? (spread + steps - 1) / steps : 0};
 }
 
 /* Panels are innermost, so that the second finds the rows' x in L2. While DECODE_K k are multiplied, the codes and x of the next ones
@@ -333,7 +333,7 @@ INLINE void many(const kt_dot *a, const scaling how) {
                 for (size_t first = 0, rows; first < m; first += rows) {
                     rows = next_rows(m - first, TILE_ROWS);
                     const size_t share = least(each, next_bytes - fetched);
-                    const ahead fetch = fetch_share(next ? next + fetched : packed, share, rows, blocks * STEPS);
+                    const stream rest = fetch_share(next ? next + fetched : packed, share, rows, blocks * STEPS);
                     fetched += share;
                     if (n == 0)
                         for (size_t i = first; i < first + rows; i++)
