@@ -14,7 +14,16 @@ from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.machine import threads
 
-pytest_plugins = ("checkpoint_files", "design", "emulator.fixtures", "kt_wrappers", "loading_models", "skips", "topology")
+pytest_plugins = (
+    "checkpoint_files",
+    "cpus",
+    "design",
+    "emulator.fixtures",
+    "kt_wrappers",
+    "loading_models",
+    "skips",
+    "topology",
+)
 
 TUNING = core.tune()
 

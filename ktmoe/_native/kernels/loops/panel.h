@@ -226,7 +226,8 @@ typedef struct stream {
     size_t bytes;
 } stream;
 
-/* Whether it does: two instructions a step, which fewer products do not hide, and two registers, which pointers to more rows need. */
+/* Whether it does. That takes two instructions a step, which fewer products do not hide, and two registers. With more rows their
+ * pointers need these. */
 INLINE int fetches(const size_t rows) { return VECTOR_BYTES == 64 && rows <= 8; }
 
 /* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of `per` pieces:
