@@ -9,8 +9,9 @@ import numpy as np
 
 from ktmoe.errors import FormatError
 
-#: Bits of a code, by family. q4: any 16 bfloat16 numbers. f8: floats of 8 bits. b16: the code is the bfloat16 number itself.
-FAMILIES = {"q4": 4, "f8": 8, "b16": 16}
+#: Bits of a code, by family. q4: any 16 bfloat16 numbers. f8: floats of 8 bits. i8: integers of 8 bits. b16: the code is the
+#: bfloat16 number itself.
+FAMILIES = {"q4": 4, "f8": 8, "i8": 8, "b16": 16}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,11 @@ UINT4 = Element("UINT4", "q4", tuple(float(q) for q in range(16)))
 E4M3 = Element("E4M3", "f8", _of_dtype(ml_dtypes.float8_e4m3fn))
 #: The same, E5M2: 0x7C to 0x7F and their negatives are infinities and NaN.
 E5M2 = Element("E5M2", "f8", _of_dtype(ml_dtypes.float8_e5m2))
+#: Signed 8-bit integers, in two's complement.
+INT8 = Element("INT8", "i8", tuple(float(q - 256 * (q > 127)) for q in range(256)))
+#: The same, stored as q + 128.
+INT8_PLUS_128 = Element("INT8 + 128", "i8", tuple(float(q - 128) for q in range(256)))
 BFLOAT16 = Element("BF16", "b16")
 
 #: By name: those that kernels know by their names.
-ELEMENTS = {element.name: element for element in (E2M1, INT4, UINT4, E4M3, E5M2, BFLOAT16)}
+ELEMENTS = {element.name: element for element in (E2M1, INT4, UINT4, E4M3, E5M2, INT8, INT8_PLUS_128, BFLOAT16)}

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import FormatError
-from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, INT4, UINT4, Element
+from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, INT4, INT8, UINT4, Element
 from ktmoe.weights.order import AWQ, GPTQ, ROWS, Order
 from ktmoe.weights.scales import Scale
 
@@ -216,6 +216,13 @@ def int4(group: int, kind: str = "bf16", order: Order = ROWS) -> WeightFormat:
 def uint4(group: int, kind: str = "fp16", order: Order = ROWS, plus: int = 0) -> WeightFormat:
     """Asymmetric INT4: one scale and one zero point per `group` along k; GPTQ's and AWQ's in their orders."""
     return WeightFormat(UINT4, Scale(kind, (1, group)), offset=ZeroPoint((1, group), plus), order=order)
+
+
+def int8(group: int | None = None, kind: str = "bf16", element: Element = INT8) -> WeightFormat:
+    """Symmetric INT8: one scale per `group` along k, or a float32 one per output row."""
+    if group is None:
+        return WeightFormat(element, factor=Factor(per_row=True))
+    return WeightFormat(element, Scale(kind, (1, group)))
 
 
 #: What ktmoe's own loaders read, by name; {group} stands for 32, 64 or 128. docs/formats.md has a row for each.
