@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -209,6 +209,18 @@ class Names:
                         most[key] = count, spelling, mine
             found += [(base, spelling, mine) for _, spelling, mine in most.values()]
         return found
+
+
+def layers(checkpoint: Checkpoint) -> list[int | str]:
+    """Those that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on."""
+    return list(_find(checkpoint))
+
+
+def tensors(checkpoint: Checkpoint, layer: int | str) -> Iterator[str]:
+    """The names of a layer's tensors of routed experts; none if there is no such layer."""
+    for base, experts in _find(checkpoint).get(layer_key(layer), {}).items():
+        for expert, suffixes in experts.items():
+            yield from (_prefix(base, expert) + suffix for suffix in suffixes)
 
 
 def config(checkpoint: Checkpoint, key: str) -> object:
