@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+import stacked_checkpoints as stacked
 from safetensors import TensorSpec, serialize_file
 
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
@@ -90,10 +91,12 @@ def numbers(matrix: Matrix) -> np.ndarray:
     """What a Matrix stands for, float64 [n, k]: its own arrays, by what its format says."""
     weight_format, (n, k) = matrix.format, matrix.shape
     if weight_format.family == "b16":
-        return matrix.codes.astype(np.float64)
+        return (matrix.codes if weight_format.order.name == "rows" else matrix.codes.T).astype(np.float64)
     order, codes, scales, zeros = weight_format.order.name, matrix.codes, matrix.scales, matrix.offsets
     if order == "rows":
         codes = nibbles(codes) if weight_format.family == "q4" else codes
+    elif order == "transposed":
+        codes, scales = codes.T, None if scales is None else scales.T
     else:
         codes = (along_k(codes) if order == "gptq" else along_n(codes, AWQ_PLACES)).T
         zeros = None if zeros is None else along_n(zeros, range(8) if order == "gptq" else AWQ_PLACES).T
@@ -130,16 +133,17 @@ class Scheme:
     tensors: Callable[..., Tensors]
     meaning: Callable[[Tensors, str, int, str], tuple[np.ndarray, np.ndarray | None]]
     stacked: bool = False
+    intermediate: int = INTERMEDIATE
 
-    def layer(self, layer: str, seed=0, hidden=HIDDEN, intermediate=INTERMEDIATE) -> Tensors:
+    def layer(self, layer: str, seed=0, hidden=HIDDEN, intermediate=None) -> Tensors:
         """layer: such as "model.layers.0"."""
-        return self.tensors(f"{layer}.{self.module}", np.random.default_rng(seed), hidden, intermediate)
+        return self.tensors(f"{layer}.{self.module}", np.random.default_rng(seed), hidden, intermediate or self.intermediate)
 
     def check(self, weights: ExpertWeights, tensors: Tensors, layer: str) -> None:
         """Every matrix stands for the numbers that went in."""
         base = f"{layer}.{self.module}"
         assert weights.name == base
-        assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, HIDDEN, INTERMEDIATE)
+        assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, HIDDEN, self.intermediate)
         for expert in reversed(range(EXPERTS)):
             for projection in PROJECTIONS:
                 check_matrix(weights.matrix(expert, projection), *self.meaning(tensors, base, expert, projection))
@@ -163,6 +167,11 @@ def each(stems, hidden, intermediate):
 
 def _scale_bytes(random, *shape):
     return random.integers(0, 255, shape, np.uint8)  # all but 255, which is NaN
+
+
+def all_in_one(loader, make, module="mlp.experts", count="num_experts", intermediate=INTERMEDIATE, **other) -> Scheme:
+    """make, other: stacked()'s of tests/stacked_checkpoints.py."""
+    return Scheme(loader, module, count, *stacked.stacked(make, **other), stacked=True, intermediate=intermediate)
 
 
 def per_expert(loader, make, meaning, stems=PROJ, module="mlp.experts", count="num_experts") -> Scheme:
@@ -280,19 +289,6 @@ def _bf16_meaning(stems):
     )
 
 
-def _fused(base, random, hidden, intermediate):
-    shapes = {"gate_up_proj": (EXPERTS, 2 * intermediate, hidden), "down_proj": (EXPERTS, hidden, intermediate)}
-    return {f"{base}.{stem}": ["BF16", random.standard_normal(shape).astype(BF16)] for stem, shape in shapes.items()}
-
-
-def _fused_meaning(tensors, base, expert, projection):
-    if projection == "down":
-        return tensors[f"{base}.down_proj"][1][expert].astype(np.float64), None
-    half = len(tensors[f"{base}.gate_up_proj"][1][expert]) // 2
-    rows = slice(half) if projection == "gate" else slice(half, None)
-    return tensors[f"{base}.gate_up_proj"][1][expert, rows].astype(np.float64), None
-
-
 def fp8(ending, dtype, size=128):
     """Tensors of FP8 with a scale per block."""
 
@@ -391,7 +387,6 @@ SCHEMES = {
     "bf16": Scheme("bf16", "mlp.experts", "num_experts", _bf16(PROJ), _bf16_meaning(PROJ)),
     "bf16 w1": Scheme("bf16", "block_sparse_moe.experts", "num_local_experts", _bf16(W), _bf16_meaning(W)),
     "bf16 native": Scheme("bf16", "experts", "num_experts", _bf16(W), _bf16_meaning(W)),
-    "bf16 fused": Scheme("bf16", "mlp.experts", "num_experts", _fused, _fused_meaning, stacked=True),
     "fp8": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), count="n_routed_experts"),
     "fp8 w1": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), W, "block_sparse_moe.experts", "num_local_experts"),
     "fp8 bf16": per_expert("fp8", *fp8(".weight_scale_inv", "BF16")),
@@ -405,4 +400,17 @@ SCHEMES = {
     "gptq": per_expert("gptq", gptq, gptq_meaning),
     "gptq w1": per_expert("gptq", gptq, gptq_meaning, W, "block_sparse_moe.experts", "num_local_experts"),
     "awq": per_expert("awq", awq, awq_meaning),
+    "bf16 fused": all_in_one("bf16", stacked.bf16()),
+    "bf16 transposed": all_in_one("bf16", stacked.bf16(), transposed=True),
+    "llama4": all_in_one("bf16", stacked.bf16(), "feed_forward.experts", "num_local_experts", transposed=True),
+    "aria": all_in_one("bf16", stacked.bf16(".weight"), stems=("fc1", "fc2"), transposed=True),
+    "granite": all_in_one(
+        "bf16", stacked.bf16(".weight"), "block_sparse_moe", "num_local_experts", stems=("input_linear", "output_linear")
+    ),
+    "gpt_oss bf16": all_in_one(
+        "gpt_oss", stacked.bf16(), count="num_local_experts", transposed=True, interleaved=True, bias="BF16"
+    ),
+    "fp8 fused": all_in_one("fp8", stacked.fp8, intermediate=128),
+    "fp8 transposed": all_in_one("fp8", stacked.fp8, intermediate=128, transposed=True),
+    "llama4 fp8": all_in_one("fp8_per_row", stacked.fbgemm, "feed_forward.experts", "num_local_experts", transposed=True),
 }

@@ -5,6 +5,11 @@ An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} 
     weight        F8_E4M3 [N, K]
     weight_scale  F32, BF16 or F16 [N, 1] or [N]
 
+Or, with all experts in one tensor (Llama-4 in transformers' fbgemm_fp8), columns of gate before those of up:
+
+    {base}.gate_up_proj    F8_E4M3 [E, H, 2I], and gate_up_proj_scale F32 [E, 1, 2I]
+    {base}.down_proj       F8_E4M3 [E, I, H], and down_proj_scale F32 [E, H, 1]
+
 A weight is its E4M3 number times its row's scale, which is kept in float32. Activations stay bfloat16, whatever config.json
 says of quantizing them when the model runs.
 """
@@ -12,16 +17,23 @@ says of quantizing them when the model runs.
 from __future__ import annotations
 
 from ktmoe.loaders import naming, registry
-from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
+from ktmoe.loaders.per_expert import Headers, spellings
+from ktmoe.loaders.stacked import Stacked
 from ktmoe.weights.formats import FP8_PER_ROW, WeightFormat
 
 _FOREIGN = {"bias": "biases are not supported", "input_scale": "activations with a scale of their own are not supported"}
 
 
-class Fp8PerRow(PerExpert):
+class Fp8PerRow(Stacked):
     """Reads E4M3 experts with one scale per row."""
 
-    names = naming.Names("FP8 experts", *spellings({"codes": ".weight", "factor": ".weight_scale"}, foreign=_FOREIGN))
+    names = naming.Names(
+        "FP8 experts",
+        *spellings({"codes": ".weight", "factor": ".weight_scale"}, foreign=_FOREIGN),
+        naming.Spelling(
+            naming.FUSED_STEMS, ("", "_scale"), foreign=_FOREIGN, stacked=True, arrays={"codes": "", "factor": "_scale"}
+        ),
+    )
 
     def format(self, headers: Headers) -> WeightFormat:
         return FP8_PER_ROW
