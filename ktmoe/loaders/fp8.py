@@ -18,6 +18,8 @@ quantization_config is the block's size where it is given.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ktmoe.errors import FormatError
 from ktmoe.loaders import naming, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -41,6 +43,7 @@ class Fp8(Stacked):
             naming.FUSED_STEMS, ("", "_scale_inv"), foreign=_FOREIGN, stacked=True, arrays={"codes": "", "scales": "_scale_inv"}
         ),
     )
+    dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return fp8(headers.kind("F32", "BF16", "F8_E8M0"), _block(headers.checkpoint))

@@ -16,6 +16,8 @@ says of quantizing them when the model runs.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.per_expert import Headers, spellings
 from ktmoe.loaders.stacked import Stacked
@@ -34,6 +36,7 @@ class Fp8PerRow(Stacked):
             naming.FUSED_STEMS, ("", "_scale"), foreign=_FOREIGN, stacked=True, arrays={"codes": "", "factor": "_scale"}
         ),
     )
+    dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return FP8_PER_ROW
