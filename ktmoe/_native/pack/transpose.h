@@ -18,6 +18,9 @@ typedef uint32_t u32x4 __attribute__((vector_size(16)));
 #define INTERLEAVE(a, b, i) __builtin_shuffle(a, b, (u32x4){i, (i) + 4, (i) + 1, (i) + 5})
 #endif
 
+/* Bytes 0 1 2 3 <-> 0 2 1 3, in four dwords. */
+static inline u32x4 swap_middle(u32x4 v) { return (v & 0xFF0000FF) | (v >> 8 & 0x0000FF00) | (v << 8 & 0x00FF0000); }
+
 /* v[i][j] to dword i at to + j * stride: four rows of four dwords to four cache lines. */
 static inline void store_transposed(const u32x4 v[4], uint8_t *to, size_t stride) {
     const u32x4 low02 = INTERLEAVE(v[0], v[2], 0), low13 = INTERLEAVE(v[1], v[3], 0);
