@@ -212,8 +212,10 @@ def nvfp4(divides: bool = False) -> WeightFormat:
     return WeightFormat(E2M1, Scale("e4m3", (1, 16)), factor=Factor(per_row=False, divides=divides))
 
 
-def int4(group: int, kind: str = "bf16", order: Order = ROWS) -> WeightFormat:
-    """Symmetric INT4: codes that store q + 8, one scale per `group` along k."""
+def int4(group: int | None = None, kind: str = "bf16", order: Order = ROWS) -> WeightFormat:
+    """Symmetric INT4: codes that store q + 8, one scale per `group` along k, or a float32 one per output row."""
+    if group is None:
+        return WeightFormat(INT4, factor=Factor(per_row=True), order=order)
     return WeightFormat(INT4, Scale(kind, (1, group)), order=order)
 
 
