@@ -29,10 +29,13 @@ def steps() -> Iterator[Callable[..., AbstractContextManager[Draw]]]:
     FORCE_COLOR. Raises UnavailableError if rich is not installed.
     """
     rich = _rich()
-    columns = (rich.TextColumn("{task.description:<32}"), rich.BarColumn(), rich.TaskProgressColumn(), rich.TimeRemainingColumn())
-    with rich.Progress(
-        *columns, console=rich.Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
+    columns = (
+        rich.TextColumn("{task.description:<32}"),
+        rich.BarColumn(),
+        rich.TaskProgressColumn(),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=rich.Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
 
         @contextmanager
         def step(description: str, total: float | None = None) -> Iterator[Draw]:

@@ -42,7 +42,7 @@ def _run(arguments: list[str]) -> int:
         return root.main(arguments, prog_name="ktmoe", standalone_mode=False) or 0
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "ktmoe"
-        return _fail(f"{error.format_message()}; see {command} --help", error.exit_code)
+        return _fail(f"{error.format_message().rstrip('.')}; see {command} --help", error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except click.Abort:  # what click makes of KeyboardInterrupt

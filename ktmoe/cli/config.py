@@ -7,8 +7,13 @@ import click
 from ktmoe.cli import options, output
 from ktmoe.config import config, show_config
 
+HELP = """What this build and this CPU have.
 
-@click.command("config", help="What was compiled, what this CPU supports, what was chosen and why.")
+What was compiled, what this CPU supports, what was chosen and why.
+"""
+
+
+@click.command("config", help=HELP)
 @options.JSON
 def command(as_json: bool) -> None:
     if as_json:

@@ -19,7 +19,6 @@ from ktmoe.cli import measuring, options, units
 from ktmoe.cli.measuring import TOP_K, Row
 from ktmoe.errors import OutOfSpaceError, UnavailableError
 from ktmoe.experts import ExpertWeights
-from ktmoe.machine import threads
 from ktmoe.weights.formats import MXFP4
 
 #: work, tokens, tokens whose outputs are checked against the reference, which takes a second or two for each.
@@ -27,8 +26,13 @@ PHASES = (("decode", 1, 1), ("prefill", 256, 2))
 #: Free space that is left alone beside the written checkpoint.
 SPARE_BYTES = 64 << 20
 
+HELP = """One layer on every backend of this CPU.
 
-@click.command("demo", help="Load a layer, check it and measure it on every backend that this CPU has.")
+It is loaded, measured for decode and prefill, and checked against a float64 reference.
+"""
+
+
+@click.command("demo", help=HELP)
 @click.option("--model", metavar="DIR", help="A checkpoint; by default a synthetic one, written and removed again.")
 @options.LAYER
 @click.option(
@@ -79,26 +83,21 @@ def run(
         tables = measure.backends_for(loaded)
         if not tables:
             raise UnavailableError(f"{loaded.name}: no backend of this CPU can run {measuring.describe(loaded, TOP_K)}")
-        rows, peaks = [], []
+        rows = []
         for name, table in tables.items():
             with measuring.packed(loaded, name, step) as packed:
                 subject = measuring.Subject(loaded, packed, table.name, measure.Limits(packed, table), TOP_K, step)
                 rows += [subject.row(work, tokens, seconds, checked) for work, tokens, checked in PHASES]
-            peaks.append(f"{units.gflop_s(rows[-1].result.peak_limit)} by floats of {table.name}")
     console.print(measuring.table(rows))
-    measuring.print_text(console, _notes(loaded, rows, peaks, set(tables)))
+    measuring.print_text(console, _notes(loaded, rows, set(tables)))
     return 0 if all(row.right for row in rows) else 1
 
 
-def _notes(experts: ExpertWeights, rows: list[Row], peaks: list[str], measured: set[str]) -> list[str]:
-    reads = ", ".join(units.number(row.result.read_limit / 1e9, 3) for row in rows)
+def _notes(experts: ExpertWeights, rows: list[Row], measured: set[str]) -> list[str]:
     notes = [
         "",
         measuring.describe(experts, TOP_K),
-        f"{threads.cpu_name()}, {units.count(threads.get_num_threads(), 'thread')}",
-        f"read limit: {reads} GB/s row by row; multiply peak: {', '.join(peaks)}",
-        "1 token is decode, more are prefill;",
-        *measuring.NOTES,
+        *measuring.notes(rows),
     ]
     for name in backends.ranked():
         if name not in measured:

@@ -11,8 +11,13 @@ import click
 from ktmoe.cli import options, output, units
 from ktmoe.model import MoEModel
 
+HELP = """Load a checkpoint: time and memory.
 
-@click.command("load", help="Load a whole checkpoint DIR: how fast it goes, what memory it takes, whether it fits.")
+All layers of DIR that have routed experts are loaded, and given back. A model that does not fit is refused before a weight is read.
+"""
+
+
+@click.command("load", help=HELP)
 @options.MODEL
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
 @options.BACKEND

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.machine import threads
 
 #: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
 
-NOTES = (
+_NOTES = (
     "all figures are medians over rounds, each with limits measured in it:",
     "  of read: of the bandwidth of reading packed weights",
     "  of peak: of the multiply peak",
@@ -98,6 +100,23 @@ def describe(experts: ExpertWeights, top_k: int) -> str:
     formats = sorted({experts.formats[projection].description for projection in PROJECTIONS})
     shape = f"{experts.num_experts} experts of {experts.hidden} x {experts.intermediate}"
     return f"{experts.name}: {shape}, {', '.join(formats)}, {units.gb(experts.nbytes)}, top-{top_k}"
+
+
+def limits(rows: list[Row]) -> dict[str, tuple[float, float]]:
+    """{isa: (read, peak)}, medians over the rows of an instruction set."""
+    found: dict[str, list[measure.Result]] = {}
+    for row in rows:
+        found.setdefault(row.isa, []).append(row.result)
+    return {
+        isa: (statistics.median(r.read_limit for r in results), statistics.median(r.peak_limit for r in results))
+        for isa, results in found.items()
+    }
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """The machine, its limits, and what the table's heads mean."""
+    machine = f"this machine: {threads.cpu_name()}, {units.count(threads.get_num_threads(), 'thread')}"
+    return [machine, *(f"  {units.limits(*of_isa, isa)}" for isa, of_isa in limits(rows).items()), *_NOTES]
 
 
 def call(row: Row) -> dict:

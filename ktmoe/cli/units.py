@@ -41,6 +41,11 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
+def limits(read: float, peak: float, isa: str) -> str:
+    """What a machine allows. read: bytes per second. peak: FLOPs per second."""
+    return f"reads {gb_s(read)}, multiplies {gflop_s(peak)} by kernels of {isa}"
+
+
 def count(number: int, what: str) -> str:
     """1 layer, 2 layers."""
     return f"{number} {what}{'' if number == 1 else 's'}"
