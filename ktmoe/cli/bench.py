@@ -27,9 +27,9 @@ SYNTHETIC, SYNTHETIC_BYTES, SHARE_OF_MEMORY = "V4-Flash", 1e9, 0.4
 
 HELP = """The machine's limits, and one layer beside them.
 
-It takes about a minute. DIR is a checkpoint; without it the layer is synthetic, has the shape of DeepSeek-V4-Flash's, and stays in
-memory. Decode has 1, 4 and 16 tokens a call, prefill more. Outputs are checked against a float64 reference. `ktmoe demo` compares
-all backends instead.
+It takes about a minute. DIR is a checkpoint; without it the layer is synthetic, has the shape of DeepSeek-V4-Flash's,
+and stays in memory. Decode has 1, 4 and 16 tokens a call, prefill more. Outputs are checked against a float64
+reference. `ktmoe demo` compares all backends instead.
 """
 
 

@@ -16,9 +16,9 @@ from ktmoe.weights.activation import GatedActivation
 
 HELP = """What a checkpoint holds and takes here.
 
-No weight is read. The report says which loader reads DIR and why; the layers' experts, formats and bytes; the memory that they take on this
-machine; the tokens/s that it allows for the routed experts alone; and what is not served, and why. Exit code 1: nothing is
-served.
+No weight is read. The report says which loader reads DIR and why; the layers' experts, formats and bytes; the memory
+that they take on this machine; the tokens/s that it allows for the routed experts alone; and what is not served, and
+why. Exit code 1: nothing is served.
 """
 
 

@@ -13,7 +13,8 @@ from ktmoe.model import MoEModel
 
 HELP = """Load a checkpoint: time and memory.
 
-All layers of DIR that have routed experts are loaded, and given back. A model that does not fit is refused before a weight is read.
+All layers of DIR that have routed experts are loaded, and given back. A model that does not fit is refused before a
+weight is read.
 """
 
 
