@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ktmoe import backends, loaders
 from ktmoe.backends.base import Found
 from ktmoe.backends.choice import Choice, choose_backend
-from ktmoe.errors import CheckpointError, FormatError, KtmoeError, UnavailableError
+from ktmoe.errors import CheckpointError, FormatError, KtmoeError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import placement_of
 from ktmoe.limits import Limits, measured
@@ -16,7 +16,7 @@ from ktmoe.loaders import naming
 from ktmoe.loaders.base import Finding, Loader, explain, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
-from ktmoe.messages import show
+from ktmoe.messages import printable, show
 from ktmoe.model import memory_needed
 
 #: Where config.json says how many experts a token has.
@@ -107,7 +107,7 @@ def inspect(path: str, loader: str = "auto", backend: str = "auto", top_k: int |
     A layer that cannot be read is no error: it is among the refused.
     """
     with Checkpoint(path) as checkpoint:
-        found = Inspection(str(path), len(checkpoint), explain(checkpoint))
+        found = Inspection(printable(str(path)), len(checkpoint), explain(checkpoint))
         try:
             reader = find_loader(checkpoint, loader)
         except (CheckpointError, FormatError, UnavailableError) as error:
@@ -237,19 +237,32 @@ class Estimate:
         return max(self.by, key=self.by.__getitem__)
 
 
-def estimates(found: Inspection) -> tuple[dict[str, Limits], dict[str, Estimate]]:
-    """The limits, by instruction set, measured now; and by them the estimates of a pass through all layers, by CALLS' names.
+@dataclass(frozen=True)
+class Speed:
+    """limits: by instruction set. calls: by CALLS' names, a pass through all layers; empty where it is not known, and why."""
 
-    No estimates where top_k is not known, or a backend's limits are not.
-    """
+    limits: dict[str, Limits]
+    calls: dict[str, Estimate]
+    why_not: str = ""
+
+
+def speed(found: Inspection) -> Speed:
+    """Measure the machine's limits now, and estimate by them."""
     limits: dict[str, Limits] = {}
-    for group in found.groups:
-        if (isa := group.isa) and isa not in limits:
-            limits[isa] = group.limits()
-    passed = [(group, sum(map(found.counts, group.layers))) for group in found.groups]
-    passed = [(group, count) for group, count in passed if count]
-    if not passed or found.top_k is None or not all(group.isa for group, _ in passed):
-        return limits, {}
+    try:
+        for group in found.groups:
+            if (isa := group.isa) and isa not in limits:
+                limits[isa] = group.limits()
+    except OutOfMemoryError as error:
+        return Speed({}, {}, str(error))
+    passed = [(group, count) for group in found.groups if (count := sum(map(found.counts, group.layers)))]
+    if not passed:
+        return Speed(limits, {}, "no layer that a token passes through is served")
+    if found.top_k is None:
+        return Speed(limits, {}, found.why_no_top_k)
+    for group, _ in passed:
+        if group.isa is None:
+            return Speed(limits, {}, group.why_not or f"backend {group.choice.name} has no kernel table to measure limits with")
     calls = {}
     for name, tokens in CALLS.items():
         by: dict[str, float] = {}
@@ -257,4 +270,4 @@ def estimates(found: Inspection) -> tuple[dict[str, Limits], dict[str, Estimate]
             seconds, bound = limits[group.isa].seconds(group.experts, group.packed_nbytes, tokens, found.top_k)
             by[bound] = by.get(bound, 0.0) + count * seconds
         calls[name] = Estimate(tokens, sum(by.values()), by)
-    return limits, calls
+    return Speed(limits, calls)

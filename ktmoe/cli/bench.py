@@ -11,7 +11,7 @@ import click
 from ktmoe import backends, measure, progress_bar, synthetic
 from ktmoe._native import core
 from ktmoe.backends.choice import choose_backend
-from ktmoe.cli import measuring, options, output, results
+from ktmoe.cli import measuring, options, output, results, units
 from ktmoe.cli.measuring import Row, Subject
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights
@@ -126,6 +126,6 @@ def _data(rows: list[Row], layer: dict, left_out: list[str], experts: ExpertWeig
         for row in rows
     ]
     about = {key: value for key, value in layer.items() if key not in ("decode", "prefill")}
-    sizes = {"hidden": experts.hidden, "intermediate": experts.intermediate, "top_k": top_k, "bytes": experts.nbytes}
-    machine = {"cpu": results.cpu(), "limits": results.limits(rows)}
+    sizes = {"hidden": experts.hidden, "intermediate": experts.intermediate, "top_k": top_k, "layer_bytes": experts.nbytes}
+    machine = {"cpu": results.cpu(), "limits": units.limits_data(measuring.limits(rows))}
     return {**machine, "layer": {**about, **sizes}, "calls": calls, "not_measured": left_out}

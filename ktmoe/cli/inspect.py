@@ -8,10 +8,8 @@ import click
 
 from ktmoe.cli import options, output, units
 from ktmoe.experts import PROJECTIONS
-from ktmoe.inspection import Estimate, Group, Inspection, estimates, inspect
-from ktmoe.limits import Limits
+from ktmoe.inspection import Group, Inspection, Speed, inspect, speed
 from ktmoe.loaders.naming import listed
-from ktmoe.machine import threads
 from ktmoe.weights.activation import GatedActivation
 
 HELP = """What a checkpoint holds and takes here.
@@ -31,15 +29,15 @@ why. Exit code 1: nothing is served.
 @options.JSON
 def command(model: str, loader: str, backend: str, top_k: int | None, measure: bool, as_json: bool) -> int:
     found = inspect(model, loader, backend, top_k)
-    limits, calls = estimates(found) if measure else ({}, {})
+    measured = speed(found) if measure and found.groups else None
     if as_json:
-        output.print_json(_data(found, limits, calls, measure))
+        output.print_json(_data(found, measured))
     else:
-        output.print_lines(_lines(found, limits, calls, measure))
+        output.print_lines(_lines(found, measured))
     return 0 if found.groups else 1
 
 
-def _lines(found: Inspection, limits: dict[str, Limits], calls: dict[str, Estimate], measured: bool) -> list[str]:
+def _lines(found: Inspection, measured: Speed | None) -> list[str]:
     nbytes = sum(len(group.layers) * group.experts.nbytes for group in found.groups)
     lines = [f"{found.path}: {units.count(found.tensors, 'tensor')}, {units.gb(nbytes)} of routed experts", *_loaders(found)]
     for group in found.groups:
@@ -51,7 +49,9 @@ def _lines(found: Inspection, limits: dict[str, Limits], calls: dict[str, Estima
             by_name = f"; read with {' or '.join(readers)}" if readers else ""
             lines.append(f"  {listed(refused.layers)}: {refused.reason}{by_name}")
     if found.groups:
-        lines += [_memory(found), *_speed(found, limits, calls, measured)]
+        lines.append(_memory(found))
+    if measured:
+        lines += _speed(found, measured)
     return lines
 
 
@@ -103,26 +103,21 @@ def _memory(found: Inspection) -> str:
     return f"{needs}; {units.gb(max(0, found.available))} is available{verdict}"
 
 
-def _speed(found: Inspection, limits: dict[str, Limits], calls: dict[str, Estimate], measured: bool) -> list[str]:
-    if not measured:
-        return []
-    lines = [f"this machine: {threads.cpu_name()}, {units.count(threads.get_num_threads(), 'thread')}"]
-    for limit in limits.values():
-        lines.append(f"  {units.limits(limit.read, limit.peak, limit.isa)}")
-    if not calls:
-        why = found.why_no_top_k or "the limits of a layer's backend cannot be measured"
-        return [*lines, f"tokens/s: not known: {why}"]
+def _speed(found: Inspection, measured: Speed) -> list[str]:
+    lines = units.machine(measured.limits.values())
+    if not measured.calls:
+        return [*lines, f"tokens/s: not known: {measured.why_not}"]
     counted = listed([layer for group in found.groups for layer in group.layers if found.counts(layer)])
     lines.append(f"at most, for the routed experts of {counted} alone, {found.top_k} experts a token:")
     words = {"read": "reading weights", "multiply": "multiplying"}
-    for name, call in calls.items():
+    for name, call in measured.calls.items():
         what = f"{name}, {units.count(call.tokens, 'token')} a call"
         rate, took = units.tokens_s(call.tokens / call.seconds), units.ms(call.seconds)
         lines.append(f"  {what}: {rate}, {took}, bounded by {words[call.bound]}")
     return [*lines, "  attention, shared experts and all else of the model take time of their own"]
 
 
-def _data(found: Inspection, limits: dict[str, Limits], calls: dict[str, Estimate], measured: bool) -> dict:
+def _data(found: Inspection, measured: Speed | None) -> dict:
     data = {
         "path": found.path,
         "tensors": found.tensors,
@@ -140,7 +135,7 @@ def _data(found: Inspection, limits: dict[str, Limits], calls: dict[str, Estimat
         },
     }
     if measured:
-        data["limits"] = [{"isa": x.isa, "read_gb_s": x.read / 1e9, "multiply_gflop_s": x.peak / 1e9} for x in limits.values()]
+        data["limits"] = units.limits_data(measured.limits.values())
         data["at_most"] = {
             name: {
                 "tokens": call.tokens,
@@ -148,8 +143,9 @@ def _data(found: Inspection, limits: dict[str, Limits], calls: dict[str, Estimat
                 "ms": call.seconds * 1e3,
                 "bounded_by": call.bound,
             }
-            for name, call in calls.items()
+            for name, call in measured.calls.items()
         }
+        data["why_not_at_most"] = measured.why_not or None
     return data
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from ktmoe.cli import options, output, units
+from ktmoe.messages import printable
 from ktmoe.model import MoEModel
 
 HELP = """Load a checkpoint: time and memory.
@@ -29,7 +30,7 @@ def command(model: str, layers: list[int | str] | None, backend: str, as_json: b
         seconds = time.perf_counter() - start
         _, nbytes = loaded.loaded
         found = {
-            "path": model,
+            "path": printable(model),
             "layers": len(loaded),
             "backends": sorted({loaded[layer].backend for layer in loaded}),
             "checkpoint_bytes": nbytes,
@@ -44,7 +45,7 @@ def command(model: str, layers: list[int | str] | None, backend: str, as_json: b
     words = units.count(found["layers"], "layer"), units.gb(nbytes), f"backend {', '.join(found['backends'])}"
     output.print_lines(
         [
-            f"{model}: {words[0]}, {words[1]} in the checkpoint, {words[2]}",
+            f"{found['path']}: {words[0]}, {words[1]} in the checkpoint, {words[2]}",
             f"loaded in {seconds:.2f} s, {units.gb_s(nbytes / seconds)}",
             f"packed weights {units.gb(found['packed_bytes'])}, peak RSS {units.gb(found['peak_rss_bytes'])}",
         ]

@@ -17,9 +17,9 @@ from ktmoe.cli import units
 from ktmoe.errors import MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
+from ktmoe.limits import Limits
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.machine import threads
 
 #: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
@@ -102,21 +102,20 @@ def describe(experts: ExpertWeights, top_k: int) -> str:
     return f"{experts.name}: {shape}, {', '.join(formats)}, {units.gb(experts.nbytes)}, top-{top_k}"
 
 
-def limits(rows: list[Row]) -> dict[str, tuple[float, float]]:
-    """{isa: (read, peak)}, medians over the rows of an instruction set."""
+def limits(rows: list[Row]) -> list[Limits]:
+    """Of each instruction set, medians over its rows."""
     found: dict[str, list[measure.Result]] = {}
     for row in rows:
         found.setdefault(row.isa, []).append(row.result)
-    return {
-        isa: (statistics.median(r.read_limit for r in results), statistics.median(r.peak_limit for r in results))
+    return [
+        Limits(isa, statistics.median(r.read_limit for r in results), statistics.median(r.peak_limit for r in results))
         for isa, results in found.items()
-    }
+    ]
 
 
 def notes(rows: list[Row]) -> list[str]:
     """The machine, its limits, and what the table's heads mean."""
-    machine = f"this machine: {threads.cpu_name()}, {units.count(threads.get_num_threads(), 'thread')}"
-    return [machine, *(f"  {units.limits(*of_isa, isa)}" for isa, of_isa in limits(rows).items()), *_NOTES]
+    return [*units.machine(limits(rows)), *_NOTES]
 
 
 def call(row: Row) -> dict:

@@ -32,13 +32,14 @@ def write(file: Path, data: dict) -> None:
 
 
 def results(rows: list[Row], of_layer: dict) -> dict:
+    """What the file holds. rows: of one backend. of_layer: layer()'s."""
     return {
         "date": datetime.date.today(),
         "commit": "unknown",  # an installed package does not know it
         "source": "ktmoe bench",
         "ktmoe": installed_version(),
         "cpu": cpu(),
-        "limits": limits(rows),
+        "limits": _limits(rows),
         "layer": [of_layer],
     }
 
@@ -57,16 +58,13 @@ def cpu() -> dict:
     }
 
 
-def limits(rows: list[Row]) -> dict:
-    """Medians over all calls."""
-    found = measuring.limits(rows)
-    (read, _), *_ = found.values()
-    peaks = {isa: _digits(peak / 1e9) for isa, (_, peak) in found.items()}
-    return {"read_gb_s": _digits(read / 1e9), "multiply_gflop_s": peaks}
+def _limits(rows: list[Row]) -> dict:
+    (found,) = measuring.limits(rows)
+    return {"read_gb_s": _digits(found.read / 1e9), "multiply_gflop_s": {found.isa: _digits(found.peak / 1e9)}}
 
 
 def layer(rows: list[Row], experts: ExpertWeights, model: str, rounding: str) -> dict:
-    """All rows are of one backend. bound: of the first, whose outputs are those of one token."""
+    """A results file's entry for one layer. bound: of the first row, whose outputs are those of one token."""
     first, bound = rows[0], rows[0].check.bound
     calls = {work: [_call(row) for row in rows if row.work == work] for work in ("decode", "prefill")}
     return {

@@ -1,8 +1,12 @@
-"""Numbers as all commands print them: GB = 1e9 bytes, GB/s, GFLOP/s, tokens/s, ms, and shares in percent."""
+"""Numbers as all commands print them: GB = 1e9 bytes, GB/s, GFLOP/s, tokens/s, ms, and shares in percent; and the machine."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+
+from ktmoe.limits import Limits
+from ktmoe.machine import threads
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -41,11 +45,17 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
-def limits(read: float, peak: float, isa: str) -> str:
-    """What a machine allows. read: bytes per second. peak: FLOPs per second."""
-    return f"reads {gb_s(read)}, multiplies {gflop_s(peak)} by kernels of {isa}"
-
-
 def count(number: int, what: str) -> str:
     """1 layer, 2 layers."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def machine(limits: Iterable[Limits]) -> list[str]:
+    """This machine, and a line for each instruction set's limits."""
+    lines = [f"  reads {gb_s(x.read)}, multiplies {gflop_s(x.peak)} by kernels of {x.isa}" for x in limits]
+    return [f"this machine: {threads.cpu_name()}, {count(threads.get_num_threads(), 'thread')}", *lines]
+
+
+def limits_data(limits: Iterable[Limits]) -> list[dict]:
+    """The same for JSON."""
+    return [{"isa": x.isa, "read_gb_s": x.read / 1e9, "multiply_gflop_s": x.peak / 1e9} for x in limits]
