@@ -41,7 +41,7 @@ reference. `ktmoe demo` compares all backends instead.
 )
 @options.BACKEND
 @options.SECONDS
-@click.option("--output", "file", metavar="FILE", type=click.Path(dir_okay=False, writable=True), help="Write a results file.")
+@click.option("--output", "file", metavar="FILE", type=click.Path(dir_okay=False, writable=True), help="Write a results file, if all is right.")
 @options.JSON
 def command(
     model: str | None,
@@ -63,7 +63,8 @@ def command(
             rounding = packed.rounding
     name = SYNTHETIC if model is None else Path(model).expanduser().resolve().name
     layer_data = results.layer(rows, loaded, name, rounding)
-    if file:
+    right = all(row.right for row in rows)
+    if file and right:
         results.write(Path(file), results.results(rows, layer_data))
     if as_json:
         output.print_json(_data(rows, layer_data, left_out, loaded, top_k))
@@ -72,7 +73,7 @@ def command(
         console.print(measuring.table(rows))
         lines = ["", measuring.describe(loaded, top_k), *measuring.notes(rows), *left_out]
         measuring.print_text(console, lines + [row.wrong_words for row in rows if not row.right])
-    return 0 if all(row.right for row in rows) else 1
+    return 0 if right else 1
 
 
 @contextmanager
