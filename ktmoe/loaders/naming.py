@@ -34,7 +34,9 @@ _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
 _NAME = re.compile(
-    rf"((?:language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\.(?:[a-z_]+\.)?experts)\.(?:{_NUMBER}\.)?([a-z].*)"
+    rf"((?:language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
+    r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)))"  # Granite's have no word "experts"
+    rf"\.(?:{_NUMBER}\.)?([a-z].*)"
 )
 
 #: expert, or None for tensors that hold all experts -> the suffixes that exist.
@@ -51,7 +53,8 @@ class Spelling:
     unused: of those that a matrix may have and nothing depends on.
     foreign: endings of tensors that change what the others mean, and what to say about them; any other is refused unexplained.
     module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
-    arrays: which ending each array of a Matrix has, by the array's name; what PerExpert reads.
+    interleaved: of stacked gate and up in one, rows alternate; else gate's come first.
+    arrays: which ending each array of a Matrix has, by the array's name; what PerExpert and Stacked read.
     """
 
     stems: Mapping[str, str]
@@ -61,6 +64,7 @@ class Spelling:
     foreign: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
     stacked: bool = False
+    interleaved: bool = False
     arrays: Mapping[str, str] = field(default_factory=dict)
 
     def suffixes(self, endings: tuple[str, ...]) -> dict[str, None]:
@@ -108,23 +112,9 @@ class Place:
                     raise CheckpointError(f"{found.name}: expected {describe(like)} as in expert 0, found {describe(found)}")
         return shapes
 
-    def fused_shapes(self, gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(num_experts, hidden, intermediate), where gate_up is [E, 2I, H] and down [E, H, I].
-
-        Raises CheckpointError if they do not fit, or if config.json has another number of experts.
-        """
-        num_experts, rows, hidden = gate_up
-        name = self.name("gate", 0) + self.endings[0]
-        if rows % 2:
-            raise CheckpointError(f"{name}: expected an even number of rows, gate and up, found [E, n, k] = {list(gate_up)}")
-        expected = (num_experts, hidden, rows // 2)
-        if down != expected:
-            raise CheckpointError(
-                f"{self.name('down', 0)}{self.endings[0]}: expected [E, n, k] = {list(expected)}, "
-                f"as {name} is {list(gate_up)}, found {list(down)}"
-            )
+    def check_count(self, num_experts: int) -> None:
+        """Raise CheckpointError if config.json has another number of experts."""
         _check_count(self.checkpoint, self.base, num_experts)
-        return expected
 
 
 class Names:
@@ -257,6 +247,11 @@ def activation(checkpoint: Checkpoint) -> GatedActivation:
     """
     if config(checkpoint, "hidden_act") != "swigluoai":
         return silu(checkpoint)
+    return swiglu_oai(checkpoint)
+
+
+def swiglu_oai(checkpoint: Checkpoint) -> GatedActivation:
+    """gpt-oss's function, with config.json's swiglu_alpha and swiglu_limit where it has them. Raises CheckpointError."""
     values = {}
     for key, usual in (("swiglu_alpha", SWIGLU_OAI.alpha), ("swiglu_limit", SWIGLU_OAI.limit)):
         found = config(checkpoint, key)
@@ -266,6 +261,20 @@ def activation(checkpoint: Checkpoint) -> GatedActivation:
                 f"{checkpoint.path}: {key} of config.json: expected a float32 number above 0, found {show(found)}"
             )
     return GatedActivation(float(values["swiglu_alpha"]), float(values["swiglu_limit"]), SWIGLU_OAI.up_offset)
+
+
+def router_weight(checkpoint: Checkpoint, base: str) -> str:
+    """What the model multiplies a router weight onto: "expert_input" for Llama-4, else "down_output".
+
+    By config.json's model_type; where there is none, by the shared expert that Llama-4 has beside a base feed_forward.experts.
+    """
+    model = config(checkpoint, "model_type")
+    if model is None:
+        module = base.removesuffix("experts")
+        llama4 = module.endswith(".feed_forward.") and f"{module}shared_expert.down_proj.weight" in checkpoint
+    else:
+        llama4 = model in ("llama4", "llama4_text")
+    return "expert_input" if llama4 else "down_output"
 
 
 def check_dtype(info: TensorInfo, *dtypes: str) -> None:
