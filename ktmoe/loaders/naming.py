@@ -34,7 +34,7 @@ _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
 _NAME = re.compile(
-    rf"((?:language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
+    rf"((?:thinker\.|language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
     r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)))"  # Granite's have no word "experts"
     rf"\.(?:{_NUMBER}\.)?([a-z].*)"
 )
@@ -235,7 +235,7 @@ def silu(checkpoint: Checkpoint) -> GatedActivation:
     for key in ("hidden_act", "hidden_activation"):
         if (found := config(checkpoint, key)) not in (None, "silu", "swish"):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {show(found)}")
-    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha"):
+    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "situ_beta", "activation_situ_beta"):
         if found := config(checkpoint, key):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {show(found)}")
     return SILU
