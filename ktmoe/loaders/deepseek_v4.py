@@ -36,7 +36,7 @@ class DeepSeekV4(PerExpert):
         "DeepSeek-V4",
         *(
             naming.Spelling(naming.NUMBERED_STEMS, tuple(arrays.values()), module=MODULE, arrays=arrays)
-            for arrays in ({"codes": ".weight"}, _ARRAYS)
+            for arrays in ({"codes": ".weight"}, _ARRAYS)  # of those that fit as well, the first counts
         ),
     )
 
