@@ -63,6 +63,10 @@ def value_of(element, code):
         return e4m3(code)
     if element.name == "E5M2":
         return float_of(code, 5, 2)
+    if element.name == "INT8":
+        return Fraction(code - 256 * (code >> 7))
+    if element.name == "INT8 + 128":
+        return Fraction(code - 128)
     if element.name in ("INT4", "UINT4"):
         return Fraction(code - 8 if element.name == "INT4" else code)
     return Fraction(element.values[code])

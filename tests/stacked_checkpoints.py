@@ -87,6 +87,19 @@ def fp8(random, _stem, *shape):
     return tensors, dequantize
 
 
+def fp8_per_matrix(random, _stem, count, outputs, inputs, transposed):
+    """A scale per expert, of gate and up in common, as transformers has Mistral-Small-4: [E, 1, 1]."""
+    assert not transposed
+    tensors = {}
+    if random:
+        scales = random.uniform(0.5, 2, (count, 1, 1)).astype(BF16)
+        tensors = {"": ["F8_E4M3", _e4m3(random, (count, outputs, inputs))], "_scale_inv": ["BF16", scales]}
+    return (
+        tensors,
+        lambda arrays: arrays[""].view(ml_dtypes.float8_e4m3fn).astype(np.float64) * arrays["_scale_inv"].astype(np.float64),
+    )
+
+
 def fbgemm(random, stem, count, outputs, inputs, transposed):
     """A float32 scale per output, as transformers' fbgemm_fp8 has them for Llama-4: [E, 1, 2I] and [E, H, 1]."""
     assert transposed

@@ -86,22 +86,7 @@ REFUSED = {
         ["[3, 1, 1]", "[2, 1, 1]"],
     ),
     "BF16 down": ("fp8 fused", 128, "down_proj", zeros("BF16", 3, 96, 128), FormatError, ["expected F8_E4M3", "BF16"]),
-    "scales of activations": (
-        "fp8 fused",
-        128,
-        "down_proj_activation_scale",
-        zeros("F32", 3),
-        FormatError,
-        ["expected none beside", "activations with a scale of their own are not supported"],
-    ),
-    "per block": (
-        "llama4 fp8",
-        64,
-        "gate_up_proj_scale",
-        zeros("F32", 3, 1, 1),
-        FormatError,
-        ["[3, 128]", "per expert and row"],
-    ),
+    "per expert": ("llama4 fp8", 64, "down_proj_scale", zeros("F32", 3, 1, 1), FormatError, ["[3, 96]", "per expert and row"]),
     "four axes": ("llama4 fp8", 64, "down_proj_scale", zeros("F32", 3, 96, 1, 1), FormatError, ["[3, 96]", "[3, 96, 1, 1]"]),
     "no experts": ("llama4 fp8", 64, "gate_up_proj", zeros("F8_E4M3", 0, 96, 128), FormatError, ["above 0", "[0, 96, 128]"]),
     "other inputs": (
@@ -113,6 +98,18 @@ REFUSED = {
         ["expected [E, n, k] = [3, "],
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["fp8 fused", "fp8 fused per matrix", "llama4 fp8"])
+def test_scales_of_activations_are_not_used(tmp_path, name):
+    scheme = SCHEMES[name]
+    tensors = scheme.layer("model.layers.0", intermediate=128)
+    more = {
+        f"model.layers.0.{scheme.module}.{stem}_activation_scale": zeros("F32", 3) for stem in ("gate_up_proj", "down_proj")
+    }
+    weights = load(tmp_path, tensors | more, {"model_type": "llama4"} if name == "llama4 fp8" else None)
+    for expert, projection in ((0, "gate"), (2, "up"), (1, "down")):
+        check_matrix(weights.matrix(expert, projection), *scheme.meaning(tensors, weights.name, expert, projection))
 
 
 @pytest.mark.parametrize("label", REFUSED)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
-from ktmoe.loaders import naming
+from ktmoe.loaders import naming, quantization
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.pairs import Pairs
 from ktmoe.loaders.per_expert import FACTORS, Headers, PerExpert, why
@@ -25,6 +25,8 @@ from ktmoe.weights.order import TRANSPOSED
 
 #: The ending of biases, float [E, rows].
 BIAS = "_bias"
+#: Of a Spelling of quantized tensors that hold all experts. Scales of their input are not used, as in per_expert.
+STACKED = {"stacked": True, "foreign": {"bias": "biases are not supported"}, "unused": ("_input_scale", "_activation_scale")}
 
 
 class Stacked(PerExpert):
@@ -50,6 +52,7 @@ class Stacked(PerExpert):
         if not place.spelling.stacked:
             return super().load_place(place)
         checkpoint = place.checkpoint
+        quantization.check_transforms(checkpoint)
         self.check_config(checkpoint)
         tensors = self._tensors(checkpoint, place.spelling, f"{place.base}.", place.endings)
         place.check_count(tensors.num_experts)
@@ -162,9 +165,14 @@ class _Tensors:
         bias = {"bias": (np.dtype(np.float32), (n,))} if "bias" in headers.arrays else {}
         return self.format.arrays(n, k) | bias
 
+    @property
+    def _common_factor(self) -> bool:
+        """Whether gate and up have one factor."""
+        return self.format.factor is not None and not self.format.factor.per_row
+
     def reader(self) -> Callable[[int, str], Matrix]:
         """(expert, projection) -> Matrix. It reads an expert's bytes alone; once, if gate and up are asked for in turn."""
-        together = self.parts == 2 and (self.interleaved or self.format.order.transposed)
+        together = self.parts == 2 and (self.interleaved or self.format.order.transposed or self._common_factor)
         pairs = Pairs(self._both) if together else None
 
         def read(expert: int, projection: str) -> Matrix:
@@ -201,6 +209,9 @@ class _Tensors:
         """Gate's arrays, or up's, from those of both."""
         halves = {}
         for label, array in arrays.items():
+            if label == "factor" and self._common_factor:
+                halves[label] = array
+                continue
             columns = array.ndim == 2 and self.format.order.transposed
             half = array.shape[columns] // 2
             rows = slice(second, None, 2) if self.interleaved else slice(second * half, (second + 1) * half)
