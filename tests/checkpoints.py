@@ -6,11 +6,15 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import integer_checkpoints as integers
 import ml_dtypes
 import numpy as np
+import stacked_checkpoints as stacked
+from integer_checkpoints import AWQ_PLACES, along_k, along_n, factors
 from safetensors import TensorSpec, serialize_file
 
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.loaders.base import explain
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 
 HIDDEN, INTERMEDIATE, EXPERTS = 96, 64, 3
@@ -52,6 +56,11 @@ def write(folder, tensors: Tensors, config: dict | None = None, file="model.safe
     return Checkpoint(folder)
 
 
+def scores(checkpoint: Checkpoint) -> dict[str, float]:
+    """How sure every loader is of a checkpoint, by its name."""
+    return {finding.loader: finding.score for finding in explain(checkpoint)}
+
+
 def write_index(folder, weight_map: dict[str, str]) -> None:
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
 
@@ -71,29 +80,16 @@ def mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return weights * np.repeat(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), 32, 1)
 
 
-#: Where the code of n = 8i + j stands in AWQ's dword i.
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-def along_n(dwords: np.ndarray, places=range(8)) -> np.ndarray:
-    """int32 [rows, n/8] -> codes [rows, n]: that of n = 8i + j is at 4 * places[j] of dword i."""
-    codes = [dwords.astype(np.int64) >> 4 * place & 15 for place in places]
-    return np.stack(codes, -1).reshape(len(dwords), -1)
-
-
-def along_k(dwords: np.ndarray) -> np.ndarray:
-    """int32 [k/8, n] -> codes [k, n]."""
-    return along_n(np.ascontiguousarray(dwords.T)).T
-
-
 def numbers(matrix: Matrix) -> np.ndarray:
     """What a Matrix stands for, float64 [n, k]: its own arrays, by what its format says."""
     weight_format, (n, k) = matrix.format, matrix.shape
     if weight_format.family == "b16":
-        return matrix.codes.astype(np.float64)
+        return (matrix.codes if weight_format.order.name == "rows" else matrix.codes.T).astype(np.float64)
     order, codes, scales, zeros = weight_format.order.name, matrix.codes, matrix.scales, matrix.offsets
     if order == "rows":
         codes = nibbles(codes) if weight_format.family == "q4" else codes
+    elif order == "transposed":
+        codes, scales = codes.T, None if scales is None else scales.T
     else:
         codes = (along_k(codes) if order == "gptq" else along_n(codes, AWQ_PLACES)).T
         zeros = None if zeros is None else along_n(zeros, range(8) if order == "gptq" else AWQ_PLACES).T
@@ -130,16 +126,17 @@ class Scheme:
     tensors: Callable[..., Tensors]
     meaning: Callable[[Tensors, str, int, str], tuple[np.ndarray, np.ndarray | None]]
     stacked: bool = False
+    intermediate: int = INTERMEDIATE
 
-    def layer(self, layer: str, seed=0, hidden=HIDDEN, intermediate=INTERMEDIATE) -> Tensors:
+    def layer(self, layer: str, seed=0, hidden=HIDDEN, intermediate=None) -> Tensors:
         """layer: such as "model.layers.0"."""
-        return self.tensors(f"{layer}.{self.module}", np.random.default_rng(seed), hidden, intermediate)
+        return self.tensors(f"{layer}.{self.module}", np.random.default_rng(seed), hidden, intermediate or self.intermediate)
 
     def check(self, weights: ExpertWeights, tensors: Tensors, layer: str) -> None:
         """Every matrix stands for the numbers that went in."""
         base = f"{layer}.{self.module}"
         assert weights.name == base
-        assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, HIDDEN, INTERMEDIATE)
+        assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, HIDDEN, self.intermediate)
         for expert in reversed(range(EXPERTS)):
             for projection in PROJECTIONS:
                 check_matrix(weights.matrix(expert, projection), *self.meaning(tensors, base, expert, projection))
@@ -163,6 +160,11 @@ def each(stems, hidden, intermediate):
 
 def _scale_bytes(random, *shape):
     return random.integers(0, 255, shape, np.uint8)  # all but 255, which is NaN
+
+
+def all_in_one(loader, make, module="mlp.experts", count="num_experts", intermediate=INTERMEDIATE, **other) -> Scheme:
+    """make, other: stacked()'s of tests/stacked_checkpoints.py."""
+    return Scheme(loader, module, count, *stacked.stacked(make, **other), stacked=True, intermediate=intermediate)
 
 
 def per_expert(loader, make, meaning, stems=PROJ, module="mlp.experts", count="num_experts") -> Scheme:
@@ -280,19 +282,6 @@ def _bf16_meaning(stems):
     )
 
 
-def _fused(base, random, hidden, intermediate):
-    shapes = {"gate_up_proj": (EXPERTS, 2 * intermediate, hidden), "down_proj": (EXPERTS, hidden, intermediate)}
-    return {f"{base}.{stem}": ["BF16", random.standard_normal(shape).astype(BF16)] for stem, shape in shapes.items()}
-
-
-def _fused_meaning(tensors, base, expert, projection):
-    if projection == "down":
-        return tensors[f"{base}.down_proj"][1][expert].astype(np.float64), None
-    half = len(tensors[f"{base}.gate_up_proj"][1][expert]) // 2
-    rows = slice(half) if projection == "gate" else slice(half, None)
-    return tensors[f"{base}.gate_up_proj"][1][expert, rows].astype(np.float64), None
-
-
 def fp8(ending, dtype, size=128):
     """Tensors of FP8 with a scale per block."""
 
@@ -304,18 +293,36 @@ def fp8(ending, dtype, size=128):
     return make, lambda arrays: blocks(arrays[".weight"], arrays[ending].astype(np.float64), size)
 
 
-def fp8_per_row(dtype, *columns):
+def fp8_per_row(dtype, *columns, ending=".weight_scale"):
     """Tensors of FP8 with a scale per row, [n, *columns]."""
 
     def make(random, n, k):
-        scales = random.uniform(0.5, 2, (n, *columns)).astype({"F32": np.float32, "BF16": BF16, "F16": np.float16}[dtype])
-        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ".weight_scale": [dtype, scales]}
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: factors(random, dtype, n, *columns)}
 
     def meaning(arrays):
-        codes, scales = arrays[".weight"].view(ml_dtypes.float8_e4m3fn), arrays[".weight_scale"]
+        codes, scales = arrays[".weight"].view(ml_dtypes.float8_e4m3fn), arrays[ending]
         return codes.astype(np.float64) * scales.astype(np.float64).reshape(-1, 1)
 
     return make, meaning
+
+
+def fp8_per_matrix(dtype, *shape, ending=".weight_scale"):
+    """Tensors of FP8 with one scale, of that shape."""
+
+    def make(random, n, k):
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: factors(random, dtype, *shape)}
+
+    return make, fp8_per_row(dtype, ending=ending)[1]
+
+
+def mxfp4_per_expert(ending):
+    def make(random, n, k):
+        return {
+            ending: ["U8", random.integers(0, 256, (n, k // 2), np.uint8)],
+            ".weight_scale": ["U8", _scale_bytes(random, n, k // 32)],
+        }
+
+    return make, lambda arrays: mxfp4(arrays[ending], arrays[".weight_scale"])
 
 
 def mxfp8(ending, dtype):
@@ -354,55 +361,55 @@ def nvfp4(spelling):
     return make, meaning
 
 
-def gptq(random, n, k):
-    """Tensors of symmetric GPTQ, in groups of 32."""
-    return {
-        ".qweight": ["I32", random.integers(-(2**31), 2**31, (k // 8, n), np.int32)],
-        ".scales": ["F16", random.uniform(0.01, 0.1, (k // 32, n)).astype(np.float16)],
-        ".qzeros": ["I32", np.full((k // 32, n // 8), 0x77777777, np.int32)],
-        ".g_idx": ["I32", np.arange(k, dtype=np.int32) // 32],
-    }
-
-
-def gptq_meaning(arrays):
-    return ((along_k(arrays[".qweight"]) - 8) * arrays[".scales"].astype(np.float64).repeat(32, 0)).T
-
-
-def awq(random, n, k):
-    """Tensors of AWQ, in groups of 32."""
-    return {
-        ".qweight": ["I32", random.integers(-(2**31), 2**31, (k, n // 8), np.int32)],
-        ".qzeros": ["I32", random.integers(-(2**31), 2**31, (k // 32, n // 8), np.int32)],
-        ".scales": ["F16", random.uniform(0.01, 0.1, (k // 32, n)).astype(np.float16)],
-    }
-
-
-def awq_meaning(arrays):
-    codes, zeros = along_n(arrays[".qweight"], AWQ_PLACES), along_n(arrays[".qzeros"], AWQ_PLACES)
-    return ((codes - zeros.repeat(32, 0)) * arrays[".scales"].astype(np.float64).repeat(32, 0)).T
-
-
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
     "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
     "gpt_oss": Scheme("gpt_oss", "mlp.experts", "num_local_experts", _gpt_oss, _gpt_oss_meaning, stacked=True),
     "int4": Scheme("compressed_tensors", "mlp.experts", "n_routed_experts", int4(PROJ), int4_meaning(PROJ)),
     "int4 w1": Scheme("compressed_tensors", "block_sparse_moe.experts", "num_local_experts", int4(W), int4_meaning(W)),
+    "int4 zero points": per_expert("compressed_tensors", integers.asymmetric_int4, integers.asymmetric_int4_meaning),
+    "int4 per row": per_expert("compressed_tensors", *integers.int4_per_row("F32")),
+    "int8 packed": per_expert("compressed_tensors", *integers.packed_int8(32)),
+    "int8 packed per row": per_expert("compressed_tensors", *integers.packed_int8(None)),
+    "int8 per row": per_expert("int8", *integers.int8(".weight_scale", "BF16", lambda n, k: (n, 1))),
+    "int8 per matrix": per_expert("int8", *integers.int8(".weight_scale", "F32", lambda n, k: ())),
+    "int8 groups": per_expert("int8", *integers.int8(".weight_scale", "F16", lambda n, k: (n, k // 32))),
+    "int8 blocks": per_expert("int8", *integers.int8(".weight_scale_inv", "F32", lambda n, k: (-(-n // 128), -(-k // 128)))),
     "bf16": Scheme("bf16", "mlp.experts", "num_experts", _bf16(PROJ), _bf16_meaning(PROJ)),
     "bf16 w1": Scheme("bf16", "block_sparse_moe.experts", "num_local_experts", _bf16(W), _bf16_meaning(W)),
     "bf16 native": Scheme("bf16", "experts", "num_experts", _bf16(W), _bf16_meaning(W)),
-    "bf16 fused": Scheme("bf16", "mlp.experts", "num_experts", _fused, _fused_meaning, stacked=True),
     "fp8": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), count="n_routed_experts"),
     "fp8 w1": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), W, "block_sparse_moe.experts", "num_local_experts"),
     "fp8 bf16": per_expert("fp8", *fp8(".weight_scale_inv", "BF16")),
     "fp8 weight_scale": per_expert("fp8", *fp8(".weight_scale", "BF16")),
     "fp8 per row": per_expert("fp8_per_row", *fp8_per_row("BF16", 1), count="n_routed_experts"),
     "fp8 per row, flat": per_expert("fp8_per_row", *fp8_per_row("F32")),
+    "fp8 per matrix": per_expert("fp8_per_row", *fp8_per_matrix("F32")),
+    "fp8 per matrix, inverse": per_expert("fp8_per_row", *fp8_per_matrix("BF16", ending=".weight_scale_inv")),
+    "fp8 mistral": per_expert("fp8_per_row", *fp8_per_matrix("BF16", 1, ending=".qscale_weight"), W, "experts"),
     "mxfp8": per_expert("mxfp8", *mxfp8(".weight_scale_inv", "U8"), W, "block_sparse_moe.experts", "num_local_experts"),
     "mxfp8 weight_scale": per_expert("mxfp8", *mxfp8(".weight_scale", "U8")),
+    "mxfp4 quark": per_expert("mxfp4", *mxfp4_per_expert(".weight")),
+    "mxfp4 packed": per_expert(
+        "mxfp4", *mxfp4_per_expert(".weight_packed"), W, "block_sparse_moe.experts", "num_local_experts"
+    ),
     "nvfp4": per_expert("nvfp4", *nvfp4("modelopt")),
     "nvfp4 divided": per_expert("nvfp4", *nvfp4("llm-compressor")),
-    "gptq": per_expert("gptq", gptq, gptq_meaning),
-    "gptq w1": per_expert("gptq", gptq, gptq_meaning, W, "block_sparse_moe.experts", "num_local_experts"),
-    "awq": per_expert("awq", awq, awq_meaning),
+    "gptq": per_expert("gptq", integers.gptq, integers.gptq_meaning),
+    "gptq w1": per_expert("gptq", integers.gptq, integers.gptq_meaning, W, "block_sparse_moe.experts", "num_local_experts"),
+    "awq": per_expert("awq", integers.awq, integers.awq_meaning),
+    "bf16 fused": all_in_one("bf16", stacked.bf16()),
+    "bf16 transposed": all_in_one("bf16", stacked.bf16(), transposed=True),
+    "llama4": all_in_one("bf16", stacked.bf16(), "feed_forward.experts", "num_local_experts", transposed=True),
+    "aria": all_in_one("bf16", stacked.bf16(".weight"), stems=("fc1", "fc2"), transposed=True),
+    "granite": all_in_one(
+        "bf16", stacked.bf16(".weight"), "block_sparse_moe", "num_local_experts", stems=("input_linear", "output_linear")
+    ),
+    "gpt_oss bf16": all_in_one(
+        "gpt_oss", stacked.bf16(), count="num_local_experts", transposed=True, interleaved=True, bias="BF16"
+    ),
+    "fp8 fused": all_in_one("fp8", stacked.fp8, intermediate=128),
+    "fp8 transposed": all_in_one("fp8", stacked.fp8, intermediate=128, transposed=True),
+    "fp8 fused per matrix": all_in_one("fp8_per_row", stacked.fp8_per_matrix),
+    "llama4 fp8": all_in_one("fp8_per_row", stacked.fbgemm, "feed_forward.experts", "num_local_experts", transposed=True),
 }

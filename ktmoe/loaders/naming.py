@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +34,9 @@ _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
 _NAME = re.compile(
-    rf"((?:language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\.(?:[a-z_]+\.)?experts)\.(?:{_NUMBER}\.)?([a-z].*)"
+    rf"((?:thinker\.|language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
+    r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)))"  # Granite's have no word "experts"
+    rf"\.(?:{_NUMBER}\.)?([a-z].*)"
 )
 
 #: expert, or None for tensors that hold all experts -> the suffixes that exist.
@@ -48,17 +50,21 @@ class Spelling:
     """How tensors are called: {base}.{E}.{stem}{ending}, or {base}.{stem}{ending} where one tensor holds all experts.
 
     stems: by projection. endings: of the tensors that every matrix has. optional: of those that all matrices have or none.
+    unused: of those that a matrix may have and nothing depends on.
     foreign: endings of tensors that change what the others mean, and what to say about them; any other is refused unexplained.
     module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
-    arrays: which ending each array of a Matrix has, by the array's name; what PerExpert reads.
+    interleaved: of stacked gate and up in one, rows alternate; else gate's come first.
+    arrays: which ending each array of a Matrix has, by the array's name; what PerExpert and Stacked read.
     """
 
     stems: Mapping[str, str]
     endings: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     foreign: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
     stacked: bool = False
+    interleaved: bool = False
     arrays: Mapping[str, str] = field(default_factory=dict)
 
     def suffixes(self, endings: tuple[str, ...]) -> dict[str, None]:
@@ -106,23 +112,9 @@ class Place:
                     raise CheckpointError(f"{found.name}: expected {describe(like)} as in expert 0, found {describe(found)}")
         return shapes
 
-    def fused_shapes(self, gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(num_experts, hidden, intermediate), where gate_up is [E, 2I, H] and down [E, H, I].
-
-        Raises CheckpointError if they do not fit, or if config.json has another number of experts.
-        """
-        num_experts, rows, hidden = gate_up
-        name = self.name("gate", 0) + self.endings[0]
-        if rows % 2:
-            raise CheckpointError(f"{name}: expected an even number of rows, gate and up, found [E, n, k] = {list(gate_up)}")
-        expected = (num_experts, hidden, rows // 2)
-        if down != expected:
-            raise CheckpointError(
-                f"{self.name('down', 0)}{self.endings[0]}: expected [E, n, k] = {list(expected)}, "
-                f"as {name} is {list(gate_up)}, found {list(down)}"
-            )
+    def check_count(self, num_experts: int) -> None:
+        """Raise CheckpointError if config.json has another number of experts."""
         _check_count(self.checkpoint, self.base, num_experts)
-        return expected
 
 
 class Names:
@@ -136,10 +128,11 @@ class Names:
         """The layers that have tensors of these names: ints in ascending order, then "mtp.0" and so on."""
         return [layer for layer, bases in _find(checkpoint).items() if self._spelled(bases)]
 
-    def detect(self, checkpoint: Checkpoint, score: Callable[[Spelling, str], float], refused: float = 0.0) -> float:
-        """score(spelling, prefix) of the first layer that can be read; `refused` if it raises FormatError; 0 if there is none.
+    def detect(self, checkpoint: Checkpoint, score: Callable[[Spelling, str], float], refused: float | None = 0.0) -> float:
+        """score(spelling, prefix) of the first layer that can be read; 0 if there is none.
 
         prefix: what comes before the stems of an expert, "{base}.{E}." or "{base}.".
+        refused: what a FormatError of score() counts as; None to let it pass.
         Raises MissingTensorError if there are such names, but none of their files.
         """
         absent = None
@@ -153,6 +146,8 @@ class Names:
                 except MissingTensorError as error:  # a partial download: another layer may be there
                     absent = absent or error
                 except FormatError:
+                    if refused is None:
+                        raise
                     return refused
         if absent is not None:
             raise absent
@@ -206,6 +201,18 @@ class Names:
         return found
 
 
+def layers(checkpoint: Checkpoint) -> list[int | str]:
+    """Those that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on."""
+    return list(_find(checkpoint))
+
+
+def tensors(checkpoint: Checkpoint, layer: int | str) -> Iterator[str]:
+    """The names of a layer's tensors of routed experts; none if there is no such layer."""
+    for base, experts in _find(checkpoint).get(layer_key(layer), {}).items():
+        for expert, suffixes in experts.items():
+            yield from (_prefix(base, expert) + suffix for suffix in suffixes)
+
+
 def config(checkpoint: Checkpoint, key: str) -> object:
     """A value of config.json, at the top or else in text_config; None if it is in neither, or null."""
     value, nested = checkpoint.config.get(key), checkpoint.config.get("text_config")
@@ -228,7 +235,7 @@ def silu(checkpoint: Checkpoint) -> GatedActivation:
     for key in ("hidden_act", "hidden_activation"):
         if (found := config(checkpoint, key)) not in (None, "silu", "swish"):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {show(found)}")
-    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha"):
+    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "situ_beta", "activation_situ_beta"):
         if found := config(checkpoint, key):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {show(found)}")
     return SILU
@@ -240,6 +247,11 @@ def activation(checkpoint: Checkpoint) -> GatedActivation:
     """
     if config(checkpoint, "hidden_act") != "swigluoai":
         return silu(checkpoint)
+    return swiglu_oai(checkpoint)
+
+
+def swiglu_oai(checkpoint: Checkpoint) -> GatedActivation:
+    """gpt-oss's function, with config.json's swiglu_alpha and swiglu_limit where it has them. Raises CheckpointError."""
     values = {}
     for key, usual in (("swiglu_alpha", SWIGLU_OAI.alpha), ("swiglu_limit", SWIGLU_OAI.limit)):
         found = config(checkpoint, key)
@@ -249,6 +261,20 @@ def activation(checkpoint: Checkpoint) -> GatedActivation:
                 f"{checkpoint.path}: {key} of config.json: expected a float32 number above 0, found {show(found)}"
             )
     return GatedActivation(float(values["swiglu_alpha"]), float(values["swiglu_limit"]), SWIGLU_OAI.up_offset)
+
+
+def router_weight(checkpoint: Checkpoint, base: str) -> str:
+    """What the model multiplies a router weight onto: "expert_input" for Llama-4, else "down_output".
+
+    By config.json's model_type; where there is none, by the shared expert that Llama-4 has beside a base feed_forward.experts.
+    """
+    model = config(checkpoint, "model_type")
+    if model is None:
+        module = base.removesuffix("experts")
+        llama4 = module.endswith(".feed_forward.") and f"{module}shared_expert.down_proj.weight" in checkpoint
+    else:
+        llama4 = model in ("llama4", "llama4_text")
+    return "expert_input" if llama4 else "down_output"
 
 
 def check_dtype(info: TensorInfo, *dtypes: str) -> None:
@@ -299,6 +325,7 @@ def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
 
 def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endings: tuple[str, ...], tensors: _Tensors) -> None:
     wanted = spelling.suffixes(endings)
+    unused = spelling.suffixes(spelling.unused)
     beside = "the others of this layer" if spelling.stacked else f"experts 0-{max(tensors)}"
     for expert in [None] if spelling.stacked else range(max(tensors) + 1):
         suffixes = tensors.get(expert, set())
@@ -306,7 +333,7 @@ def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endin
             if suffix not in suffixes:
                 name = _prefix(base, expert) + suffix
                 raise MissingTensorError(f"{checkpoint.path}: {name}: expected with {beside}, found no such tensor")
-        for suffix in sorted(suffixes - wanted.keys()):
+        for suffix in sorted(suffixes - wanted.keys() - unused.keys()):
             why = next((why for ending, why in spelling.foreign.items() if suffix.endswith(ending)), "its meaning is not known")
             known = ", ".join(dict.fromkeys(e.lstrip("._") or "the weights" for e in spelling.endings + spelling.optional))
             raise FormatError(f"{_prefix(base, expert)}{suffix}: expected none beside {known}, found one: {why}")
