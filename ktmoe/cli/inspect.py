@@ -24,7 +24,7 @@ why. Exit code 1: nothing is served.
 @options.MODEL
 @click.option("--loader", metavar="NAME", default="auto", help="By default the one that is surest.")
 @options.BACKEND
-@click.option("--top-k", metavar="K", type=click.IntRange(1), help="Experts of a token; by default what config.json says.")
+@options.TOP_K
 @click.option("--measure/--no-measure", default=True, help="Measure what the machine allows, for a few seconds. On by default.")
 @options.JSON
 def command(model: str, loader: str, backend: str, top_k: int | None, measure: bool, as_json: bool) -> int:
