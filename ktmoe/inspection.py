@@ -164,7 +164,8 @@ def _refusals(checkpoint: Checkpoint, found: Inspection, served: Iterable[Name],
     alike: dict[tuple, Refused] = {}
     for layer, reason in refused.items():
         # messages name the layer's tensors: without its number they are often the same
-        key = reason.replace(str(layer), "{L}"), tuple(readers[layer])
+        number = f"layers.{layer}." if isinstance(layer, int) else f"{layer}."
+        key = reason.replace(number, "{L}."), tuple(readers[layer])
         alike.setdefault(key, Refused([], reason, readers[layer])).layers.append(layer)
     return list(alike.values())
 
