@@ -74,7 +74,7 @@ def command(
     else:
         console = measuring.console()
         console.print(measuring.table(rows))
-        lines = ["", measuring.describe(loaded, top_k), *measuring.notes(rows), *left_out]
+        lines = ["", measuring.describe(loaded, top_k), *measuring.notes(rows), *(f"not measured: {what}" for what in left_out)]
         measuring.print_text(console, lines + [row.wrong_words for row in rows if not row.right])
     return 0 if right else 1
 
@@ -117,7 +117,7 @@ def _rows(subject: Subject, seconds: float) -> tuple[list[Row], list[str]]:
         expected = last.seconds * tokens / last.tokens if i else 0.0  # at most: more tokens share more weights
         if expected > LONGEST:
             rest = ", ".join(map(str, PREFILL[i:]))
-            return rows, [f"not measured: prefill of {rest} tokens: a call of {tokens} would take up to {expected:.0f} s"]
+            return rows, [f"prefill of {rest} tokens: a call of {tokens} would take up to {expected:.0f} s"]
         rows.append(subject.row("prefill", tokens, seconds, checked=1))
     return rows, []
 
