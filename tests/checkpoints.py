@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import TensorSpec, serialize_file
 
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.loaders.base import explain
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 
 HIDDEN, INTERMEDIATE, EXPERTS = 96, 64, 3
@@ -50,6 +51,11 @@ def write(folder, tensors: Tensors, config: dict | None = None, file="model.safe
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return Checkpoint(folder)
+
+
+def scores(checkpoint: Checkpoint) -> dict[str, float]:
+    """How sure every loader is of a checkpoint, by its name."""
+    return {finding.loader: finding.score for finding in explain(checkpoint)}
 
 
 def write_index(folder, weight_map: dict[str, str]) -> None:

@@ -20,6 +20,9 @@ from ktmoe.loaders.safetensors_file import SafetensorsFile, TensorInfo, new_byte
 from ktmoe.messages import show
 
 INDEX_NAME = "model.safetensors.index.json"
+_PICKLED = "torch's pickled files are not read, convert them to safetensors"
+#: Files that other engines read, by their ending, and what to say of them.
+_OTHER_FILES = {".gguf": "GGUF is not read yet", ".bin": _PICKLED, ".pt": _PICKLED, ".pth": _PICKLED}
 
 
 class Checkpoint:
@@ -124,6 +127,10 @@ class Checkpoint:
                 files = _list_files(folder)
         elif os.path.exists(self.path):
             folder, files = self.path.parent, [self.path.name]
+            if about := _OTHER_FILES.get(self.path.suffix):
+                raise CheckpointError(
+                    f"{self.path}: expected a folder or a .safetensors file, found {self.path.suffix}: {about}"
+                )
         else:
             raise CheckpointError(f"{self.path}: expected a folder or a .safetensors file, found nothing of that name")
         self._folder = folder
@@ -195,8 +202,18 @@ def _list_files(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder}: expected a readable folder, found {error.strerror}") from error
     files = sorted(name for name in files if not name.startswith("."))  # macOS leaves "._model.safetensors" on foreign disks
     if not files:
-        raise CheckpointError(f"{folder}: expected {INDEX_NAME} or *.safetensors files in this folder, found none")
+        raise CheckpointError(
+            f"{folder}: expected {INDEX_NAME} or *.safetensors files in this folder, found {_instead(folder)}"
+        )
     return files
+
+
+def _instead(folder: Path) -> str:
+    """What a folder has in the place of *.safetensors files."""
+    for ending, about in _OTHER_FILES.items():
+        if name := next((name for name in sorted(os.listdir(folder)) if name.endswith(ending)), None):
+            return f"{show(name)}: {about}"
+    return "none"
 
 
 def parse_index(path: Path) -> dict[str, str]:

@@ -11,6 +11,8 @@ quantization_config is the block's size where it is given.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ktmoe.errors import FormatError
 from ktmoe.loaders import naming, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -29,6 +31,7 @@ class Fp8(PerExpert):
         *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}, foreign=_FOREIGN),
         *spellings({"codes": ".weight", "scales": ".weight_scale"}, foreign=_FOREIGN),
     )
+    dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return fp8(headers.kind("F32", "BF16", "F8_E8M0"), _block(headers.checkpoint))

@@ -11,6 +11,8 @@ says of quantizing them when the model runs.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
 from ktmoe.weights.formats import FP8_PER_ROW, WeightFormat
@@ -22,6 +24,7 @@ class Fp8PerRow(PerExpert):
     """Reads E4M3 experts with one scale per row."""
 
     names = naming.Names("FP8 experts", *spellings({"codes": ".weight", "factor": ".weight_scale"}, foreign=_FOREIGN))
+    dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return FP8_PER_ROW

@@ -17,6 +17,7 @@ GPTQModel subtracts from eight as one integer and so borrows, and AutoGPTQ sets 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class Gptq(PerExpert):
     """Reads 4-bit GPTQ experts without activation order."""
 
     names = naming.Names("GPTQ", *spellings(_ARRAYS, optional=(".g_idx",), foreign={"bias": "biases are not supported"}))
+    dtypes: ClassVar = {"codes": ("I32",)}
 
     def check_config(self, checkpoint: Checkpoint) -> None:
         quantization.check(checkpoint, _SUPPORTED)

@@ -11,6 +11,8 @@ swiglu_alpha and swiglu_limit; its gate and up are not interleaved.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
 from ktmoe.weights.formats import MXFP8, WeightFormat
@@ -26,6 +28,7 @@ class Mxfp8(PerExpert):
         *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}, foreign=_FOREIGN),
         *spellings({"codes": ".weight", "scales": ".weight_scale"}, foreign=_FOREIGN),
     )
+    dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return MXFP8

@@ -136,10 +136,11 @@ class Names:
         """The layers that have tensors of these names: ints in ascending order, then "mtp.0" and so on."""
         return [layer for layer, bases in _find(checkpoint).items() if self._spelled(bases)]
 
-    def detect(self, checkpoint: Checkpoint, score: Callable[[Spelling, str], float], refused: float = 0.0) -> float:
-        """score(spelling, prefix) of the first layer that can be read; `refused` if it raises FormatError; 0 if there is none.
+    def detect(self, checkpoint: Checkpoint, score: Callable[[Spelling, str], float], refused: float | None = 0.0) -> float:
+        """score(spelling, prefix) of the first layer that can be read; 0 if there is none.
 
         prefix: what comes before the stems of an expert, "{base}.{E}." or "{base}.".
+        refused: what a FormatError of score() counts as; None to let it pass.
         Raises MissingTensorError if there are such names, but none of their files.
         """
         absent = None
@@ -153,6 +154,8 @@ class Names:
                 except MissingTensorError as error:  # a partial download: another layer may be there
                     absent = absent or error
                 except FormatError:
+                    if refused is None:
+                        raise
                     return refused
         if absent is not None:
             raise absent

@@ -13,7 +13,7 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
+from ktmoe.errors import FormatError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import Loader
@@ -66,7 +66,8 @@ class Headers:
 class PerExpert(Loader):
     """Reads what format() says, from tensors of names' spellings, each of which has `arrays`.
 
-    names: Names. dtypes: what an array's tensor may be stored in, by the array's name, where it is not the usual.
+    names: Names. dtypes: what an array's tensor may be stored in, by the array's name, where it is not the usual. The
+    codes' tell this scheme from others with its names.
     num_experts is what the tensor names say; config.json must agree with it where it gives it, see naming.
     """
 
@@ -91,22 +92,23 @@ class PerExpert(Loader):
         """Raise FormatError for a matrix whose bytes are not what its headers promise; it may read other tensors."""
 
     def detect(self, checkpoint: Checkpoint) -> float:
-        """0.9 if the first layer that can be read has tensors of these names, dtypes and shapes, else 0."""
+        """0.9 if the first layer that can be read has tensors of these names, dtypes and shapes, else 0.
+
+        Raises FormatError if it has these names and these dtypes of codes, but is not what format() wants.
+        """
 
         def score(spelling: naming.Spelling, prefix: str) -> float:
             matrices = [Headers(checkpoint, prefix + stem, spelling.arrays) for stem in spelling.stems.values()]
-            try:
-                weight_format = self.format(matrices[0])
-                for headers in matrices:
-                    self._check_dtypes(headers, weight_format)
-                    self._shape(headers, weight_format)
-            except MissingTensorError:
-                raise
-            except CheckpointError:  # a wrong config, which load() refuses
+            mine = self.dtypes.get("codes")
+            if mine and any(headers.info("codes").dtype not in mine for headers in matrices):
                 return 0.0
+            weight_format = self.format(matrices[0])
+            for headers in matrices:
+                self._check_dtypes(headers, weight_format)
+                self._shape(headers, weight_format)
             return 0.9
 
-        return self.names.detect(checkpoint, score)
+        return self.names.detect(checkpoint, score, refused=None)
 
     def layers(self, checkpoint: Checkpoint) -> list[int | str]:
         return self.names.layers(checkpoint)
