@@ -197,8 +197,9 @@ MXFP4 = WeightFormat(E2M1, Scale("ue8m0", (1, 32)))
 MXFP8 = WeightFormat(E4M3, Scale("ue8m0", (1, 32)))
 #: bfloat16 weights.
 BF16 = WeightFormat(BFLOAT16)
-#: E4M3 with one scale per output row ("channel").
+#: E4M3 with one scale per output row ("channel"), or per matrix ("tensor").
 FP8_PER_ROW = WeightFormat(E4M3, factor=Factor(per_row=True))
+FP8_PER_MATRIX = WeightFormat(E4M3, factor=Factor(per_row=False))
 
 
 def fp8(kind: str = "fp32", block: tuple[int, int] = (128, 128)) -> WeightFormat:
