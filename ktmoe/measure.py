@@ -255,6 +255,7 @@ def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int 
         batch.x[rows],
         batch.ids[rows],
         batch.weights[rows],
+        router_weight=layer.router_weight,
         out_dtype="float32",
         columns=outputs,
         activations=layer.activations,

@@ -55,7 +55,7 @@ class MoEModel:
         *,
         loader: str = "auto",
         rounding: str = "exact",
-        router_weight: str = "down_output",
+        router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: np.ndarray | Sequence | None = None,
         progress: Progress | bool | None = None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe.errors import InputError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ROUTER_WEIGHTS, ExpertWeights, Matrix
 from ktmoe.reference_operands import ACTIVATIONS, flush_to_zero, operand
 from ktmoe.reference_weights import (
     BLOCK,
@@ -66,7 +66,6 @@ ACTIVATION_ROUNDINGS = 5
 #: Where v * sigmoid(v) has its only minimum; it falls before and rises after.
 SILU_MINIMUM = -1.2784645427610738
 
-ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
 #: What bfloat16 and fp16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that
 #: folds().
 ROUNDING = ("exact", "folded")

@@ -2,22 +2,38 @@
 
 import ctypes
 
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import write as write_tensors
 from helpers import BF16
-from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, arguments, wrapper, write
+from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, WRITERS, arguments, wrapper, write
 
-from ktmoe import MoELayer, load_experts
+from ktmoe import MoELayer, load_experts, synthetic
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 GUARD = 64
+#: method -> what writes such a checkpoint, for those that WRITERS has not.
+PUBLISHED = {"FP8": "FP8", "FP8_PERCHANNEL": "FP8 per row", "MXFP8": "MXFP8", "NVFP4": "NVFP4"}
+#: So that four ranks have whole blocks of 128 rows.
+WIDE = 512
 
 
-@pytest.fixture(scope="module", params=["MXFP4", "RAWINT4", "BF16"])
+@pytest.fixture(scope="module", params=[*WRITERS, *PUBLISHED])
+def exported(request, tmp_path_factory):
+    """A method, a checkpoint of it, and its intermediate size."""
+    method, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if method in WRITERS:
+        return method, write(method, folder), INTERMEDIATE
+    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": WIDE, "top_k": 4}
+    synthetic.PUBLISHED[PUBLISHED[method]].write(folder, **sizes)
+    return method, folder, WIDE
+
+
+@pytest.fixture(scope="module", params=WRITERS)
 def checkpoint(request, tmp_path_factory):
     return request.param, write(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -37,20 +53,28 @@ class Host:
         return array[GUARD:-GUARD]
 
 
-def as_bfloat16(scales):
-    """A checkpoint's scales as kt-kernel hands them over, by the numbers they stand for."""
-    if scales.dtype == BF16:
-        return scales
-    exact = np.ldexp(1.0, scales.astype(int) - 127).astype(BF16)
-    assert np.array_equal(exact.astype(np.float64), np.ldexp(1.0, scales.astype(int) - 127))
-    return exact
+def scales_of(method, matrix):
+    """A matrix's scales [rows, columns] as kt-kernel hands them over, None without: by the numbers that they stand for."""
+    if method == "BF16":
+        return None
+    if method == "FP8_PERCHANNEL":
+        return matrix.factor[:, None]
+    if method == "MXFP4":
+        exact = np.ldexp(1.0, matrix.scales.astype(int) - 127).astype(BF16)
+        assert np.array_equal(exact.astype(np.float64), np.ldexp(1.0, matrix.scales.astype(int) - 127))
+        return exact
+    if method == "NVFP4":
+        numbers = matrix.scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return (numbers * matrix.factor[0]).astype(BF16)
+    assert matrix.scales.dtype == {"RAWINT4": BF16, "FP8": np.float32, "MXFP8": np.uint8}[method]
+    return matrix.scales
 
 
 def raw(array):
     return np.ascontiguousarray(array).view(np.uint8).ravel()
 
 
-def expected(experts, expert, ranks, rank):
+def expected(method, experts, expert, ranks, rank):
     """(w13, w13 scales, w2, w2 scales) as bytes."""
     gate, up, down = (experts.matrix(expert, projection) for projection in ("gate", "up", "down"))
 
@@ -60,17 +84,19 @@ def expected(experts, expert, ranks, rank):
 
     def columns(array):
         step = array.shape[1] // ranks
-        return array[:, rank * step : (rank + 1) * step]
+        return array[:, rank * step : (rank + 1) * step] if array.shape[1] > 1 else array  # one column: a scale per row
 
-    codes = [np.concatenate([raw(rows(gate.codes)), raw(rows(up.codes))]), raw(columns(down.codes))]
-    if gate.scales is None:
-        return codes[0], np.empty(0, np.uint8), codes[1], np.empty(0, np.uint8)
-    w13 = np.concatenate([raw(as_bfloat16(rows(matrix.scales))) for matrix in (gate, up)])
-    return codes[0], w13, codes[1], raw(as_bfloat16(columns(down.scales)))
+    found = []
+    for of in (lambda matrix: matrix.codes, lambda matrix: scales_of(method, matrix)):
+        if of(gate) is None:
+            found += [np.empty(0, np.uint8)] * 2
+        else:
+            found += [np.concatenate([raw(rows(of(gate))), raw(rows(of(up)))]), raw(columns(of(down)))]
+    return found[0], found[2], found[1], found[3]
 
 
 def check(w, experts, ranks, expert, logical=None):
-    wanted = [expected(experts, expert if logical is None else logical, ranks, rank) for rank in range(ranks)]
+    wanted = [expected(w.method, experts, expert if logical is None else logical, ranks, rank) for rank in range(ranks)]
     hosts = [Host(ranks, array.nbytes) for array in wanted[0]]
     pointers = [host.pointers if wanted[0][kind].size else [0] * ranks for kind, host in enumerate(hosts)]
     w.submit_write_weight_scale_to_buffer(ranks, expert, *pointers)
@@ -81,32 +107,33 @@ def check(w, experts, ranks, expert, logical=None):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_expert(checkpoint, ranks):
+def test_every_expert(exported, ranks):
     """Also those on the GPU."""
-    method, folder = checkpoint
+    method, folder, intermediate = exported
     experts = load_experts(folder, 0)
-    with wrapper(folder, method=method, gpu_experts_mask=np.arange(EXPERTS) % 2 == 0) as w:
+    mask = np.arange(EXPERTS) % 2 == 0
+    with wrapper(folder, method=method, moe_intermediate_size=intermediate, gpu_experts_mask=mask) as w:
         for expert in range(EXPERTS):
             check(w, experts, ranks, expert)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_more_and_fewer_numa_nodes_than_ranks(checkpoint, fake_nodes, nodes, ranks):
+def test_more_and_fewer_numa_nodes_than_ranks(exported, fake_nodes, nodes, ranks):
     """What is cut for the nodes is not what is cut for the ranks."""
-    method, folder = checkpoint
+    method, folder, intermediate = exported
     fake_nodes({node: {0} for node in range(nodes)})
     experts = load_experts(folder, 0)
-    with wrapper(folder, method=method, threadpool_count=nodes) as w:
+    with wrapper(folder, method=method, moe_intermediate_size=intermediate, threadpool_count=nodes) as w:
         assert w.moe.placement.shards == nodes
         for expert in range(2):
             check(w, experts, ranks, expert)
 
 
-def test_a_slot_has_the_expert_that_fills_it(checkpoint):
-    method, folder = checkpoint
+def test_a_slot_has_the_expert_that_fills_it(exported):
+    method, folder, intermediate = exported
     physical = np.array([3, 3, 0, 7])
-    with wrapper(folder, physical=physical, num_experts=4, method=method) as w:
+    with wrapper(folder, physical=physical, num_experts=4, method=method, moe_intermediate_size=intermediate) as w:
         for slot, logical in enumerate(physical):
             check(w, load_experts(folder, 0), 2, slot, logical)
 
@@ -132,7 +159,7 @@ def test_pointers_of_any_integer_kind_and_writes_in_a_row(checkpoint):
     """SGLang submits the next expert into the other half of its buffers before it has copied this one."""
     method, folder = checkpoint
     experts = load_experts(folder, 0)
-    wanted = [expected(experts, expert, 1, 0) for expert in range(EXPERTS)]
+    wanted = [expected(method, experts, expert, 1, 0) for expert in range(EXPERTS)]
     hosts = [Host(EXPERTS, array.nbytes) for array in wanted[0]]
     with wrapper(folder, method=method) as w:
         for expert in range(EXPERTS):

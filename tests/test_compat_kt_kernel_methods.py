@@ -1,4 +1,4 @@
-"""Methods of kt-kernel and the formats that they stand for; exports of formats that its buffers have no place for."""
+"""Methods of kt-kernel and the formats that they stand for."""
 
 import numpy as np
 import pytest
@@ -45,20 +45,29 @@ def test_groups_and_blocks_of_any_size():
     methods.check_formats("FP8", {"gate": fp8("ue8m0", (64, 64))}, "experts")
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_exports(name):
-    """Whatever has more than codes and scales, or others, is refused before an address is looked at."""
+@pytest.mark.parametrize(("method", "name"), [("GPTQ_INT4", "GPTQ, symmetric"), ("NVFP4", "NVFP4, divided")])
+def test_exports_that_kt_kernel_has_not(method, name):
+    """Refused before an address is looked at."""
     experts = ExpertSpec(2, 256, 256, dict.fromkeys(PROJECTIONS, FORMATS[name]), "layers.0.experts")
-    memory = np.zeros(1 << 20, np.uint8)
-    pointers = [[memory.ctypes.data]] * 4
-    if name in ("MXFP4", "INT4", "BF16"):
-        (part,) = Target(experts, 1, *pointers).parts
-        for projection in PROJECTIONS:
-            found = {label: (array.dtype, array.shape) for label, array in part[projection].items()}
-            assert found == FORMATS[name].arrays(256, 256)
-    else:
-        with pytest.raises(UnavailableError, match=r"layers.0.experts: the buffers for GPUs take .*; found .* \(gate\)$"):
-            Target(experts, 1, *pointers)
+    message = rf"layers.0.experts: kt-kernel has no buffers for GPUs .* of method '{method}': found .* \(gate\)$"
+    with pytest.raises(UnavailableError, match=message):
+        Target(method, experts, 1, *[[1]] * 4)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "ue8m0"])
+def test_block_scales_are_exported_as_float32(kind):
+    """Exactly, whatever they are in the checkpoint."""
+    weight_format = fp8(kind)
+    experts = ExpertSpec(2, 256, 128, dict.fromkeys(PROJECTIONS, weight_format), "experts")
+    w13, w2 = np.full(2 * 256 * 128, 0xA5, np.uint8), np.full(256 * 128, 0xA5, np.uint8)
+    w13_scales, w2_scales = np.full(4, np.nan, np.float32), np.full(2, np.nan, np.float32)
+    target = Target("FP8", experts, 1, *([array.ctypes.data] for array in (w13, w13_scales, w2, w2_scales)))
+    numbers = 2.0 ** np.arange(-127, -121) * ([1] * 6 if kind == "ue8m0" else [1, 1.5, 1.25, 1.75, 1, 1])
+    for projection, these in zip(PROJECTIONS, np.split(numbers, 3), strict=True):
+        (part,) = target.parts
+        part[projection]["scales"][...] = weight_format.scale.stored(these.reshape(part[projection]["scales"].shape))
+    target.finish()
+    assert np.array_equal(np.concatenate([w13_scales, w2_scales]).astype(np.float64), numbers)
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -69,5 +78,3 @@ def test_forward(method, tmp_path):
     with wrapper(tmp_path, method=method, moe_intermediate_size=256) as w, MoELayer(experts) as layer:
         x, ids, scores = batch()
         assert_right(layer, experts, x, ids, scores, w.forward(x, ids, scores))
-        with pytest.raises(UnavailableError, match="the buffers for GPUs take"):
-            w.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])

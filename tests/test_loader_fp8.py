@@ -109,7 +109,7 @@ REFUSED = {
     "no rows": ("gate_proj.weight", zeros("F8_E4M3", 0, 96), ["two dimensions above 0", "[0, 96]"]),
     "per row": ("gate_proj.weight_scale_inv", zeros("F32", 64, 1), ["expected [1, 1] (one scale per 128x128)", "[64, 1]"]),
     "bias": ("gate_proj.bias", zeros("BF16", 64), ["found one: biases"]),
-    "input": ("gate_proj.input_scale", zeros("F32", 1), ["found one: activations"]),
+    "AWQ": ("gate_proj.pre_quant_scale", zeros("BF16", 96), ["found one: inputs that are scaled"]),
 }
 
 

@@ -1,86 +1,107 @@
-"""One expert's weights into a GPU rank's host buffers: the checkpoint's own packing, scales as bfloat16."""
+"""One expert's weights into a GPU rank's host buffers: codes in the checkpoint's own packing, scales as kt-kernel has them.
+
+A scale buffer has an item for each scale, of the dtype that methods.Method.scales says: bfloat16 (MXFP4, RAWINT4, NVFP4),
+float32 (FP8, FP8_PERCHANNEL) or the UE8M0 byte (MXFP8). They are exact but for NVFP4's, scale * weight_scale_2, which is
+rounded to float32 and then to bfloat16.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ktmoe.arrays import BF16
+from ktmoe.compat import methods
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.experts import ExpertSpec
 from ktmoe.messages import show
 from ktmoe.weights.formats import WeightFormat
-
-#: bfloat16 bits of each UE8M0 byte, 2**(byte - 127), exactly: byte 0 is a subnormal number, and 255, a NaN, is never loaded.
-_UE8M0_BITS = (np.arange(256, dtype=np.uint16) << 7) | (np.arange(256) == 0).astype(np.uint16) << 6
 
 
 class Target:
     """The host buffers of all GPU ranks, as the arrays that MoELayer.export_expert writes.
 
     Rank i has gate's rows [i*I/ranks, (i+1)*I/ranks), then up's, in w13, and those columns of down in w2; scales likewise.
-    Raises UnavailableError for a format that these buffers have no place for, InputError for addresses that are not one to a
+    down's scales per row are in every rank.
+    Raises UnavailableError for weights that kt-kernel has no such buffers for, InputError for addresses that are not one to a
     rank, and what ExpertSpec.part raises.
     """
 
-    def __init__(self, experts: ExpertSpec, ranks: int, w13, w13_scales, w2, w2_scales):
+    def __init__(self, method: str, experts: ExpertSpec, ranks: int, w13, w13_scales, w2, w2_scales):
         ranks = _whole("gpu_tp_count", ranks)
-        one = experts.part(ranks, "gpu_tp_count")
-        for projection, weight_format in one.formats.items():
-            _check(experts.name, projection, weight_format)
-        scaled = {projection: weight_format.scale for projection, weight_format in one.formats.items()}
-        codes = {"w13": _addresses("w13_weight_ptrs", w13, ranks), "w2": _addresses("w2_weight_ptrs", w2, ranks)}
-        scales = {
-            "w13": _addresses("w13_scale_ptrs", w13_scales, ranks, needed=bool(scaled["gate"] or scaled["up"])),
-            "w2": _addresses("w2_scale_ptrs", w2_scales, ranks, needed=bool(scaled["down"])),
-        }
-        self._convert: list[tuple[np.ndarray, np.ndarray]] = []
+        self._one = experts.part(ranks, "gpu_tp_count")
+        _check(method, experts)
+        self._dtype = methods.SERVED[method].scales
+        self._convert: list[tuple[WeightFormat, Mapping[str, np.ndarray], np.ndarray]] = []
         self.parts = [{} for _ in range(ranks)]
-        for rank, part in enumerate(self.parts):
-            offsets = {"codes": 0, "scales": 0}
-            for projection, buffer in (("gate", "w13"), ("up", "w13"), ("down", "w2")):
-                if buffer == "w2":
-                    offsets = {"codes": 0, "scales": 0}
-                weight_format = one.formats[projection]
-                part[projection] = {}
-                for label, (dtype, shape) in weight_format.arrays(*one.shape(projection)).items():
-                    addresses = codes if label == "codes" else scales
-                    at = addresses[buffer][rank] + offsets[label]
-                    array = _at(at, shape, dtype if label == "codes" else np.dtype(np.uint16))
-                    offsets[label] += array.nbytes
-                    part[projection][label] = array if label == "codes" else self._scales(weight_format.scale.kind, array)
-
-    def _scales(self, kind: str, bits: np.ndarray) -> np.ndarray:
-        if kind == "bf16":
-            return bits.view(BF16)
-        self._convert.append((np.empty(bits.shape, np.uint8), bits))
-        return self._convert[-1][0]
+        for name, codes, scales, projections in (("w13", w13, w13_scales, ("gate", "up")), ("w2", w2, w2_scales, ("down",))):
+            codes = _addresses(f"{name}_weight_ptrs", codes, ranks)
+            scales = [0] * ranks if self._dtype is None else _addresses(f"{name}_scale_ptrs", scales, ranks)
+            for part, *addresses in zip(self.parts, codes, scales, strict=True):
+                memory = [_Memory(address) for address in addresses]
+                for projection in projections:
+                    part[projection] = self._place(projection, *memory)
 
     def finish(self) -> None:
         """Once the parts are written: turn the scales into what the buffers take."""
-        for stored, bits in self._convert:
-            np.take(_UE8M0_BITS, stored, out=bits)
+        for weight_format, stored, out in self._convert:
+            _convert(weight_format, stored, out)
+
+    def _place(self, projection: str, codes: _Memory, scales: _Memory) -> dict[str, np.ndarray]:
+        """The arrays of a rank's part of a matrix, by name: in the buffers, or to be converted into them by finish()."""
+        weight_format = self._one.formats[projection]
+        arrays = weight_format.arrays(*self._one.shape(projection))
+        dtype, shape = arrays.pop("codes")
+        placed = {"codes": codes.next(dtype, shape)}
+        if not arrays:
+            return placed
+        label, (dtype, shape) = next(iter(arrays.items()))  # scales, if there are any, else the factor
+        out = scales.next(self._dtype, shape)
+        if len(arrays) == 1 and dtype == self._dtype:
+            return placed | {label: out}
+        stored = {label: np.empty(shape, dtype) for label, (dtype, shape) in arrays.items()}
+        self._convert.append((weight_format, stored, out))
+        return placed | stored
 
 
-def _check(name: str, projection: str, weight_format: WeightFormat) -> None:
-    scale = weight_format.scale
-    plain = (
-        weight_format.order.rows and weight_format.element.bits != 8 and set(weight_format.arrays(8, 8)) <= {"codes", "scales"}
-    )
-    if not plain or (scale and scale.kind not in ("ue8m0", "bf16")):
-        raise UnavailableError(
-            f"{name}: the buffers for GPUs take 4-bit codes along k with ue8m0 or bf16 scales, and bfloat16; "
-            f"found {weight_format.description} ({projection})"
-        )
+class _Memory:
+    """Host memory from an address on, as one array after another."""
+
+    def __init__(self, address: int):
+        self._address = address
+
+    def next(self, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        memory = (ctypes.c_uint8 * nbytes).from_address(self._address)
+        self._address += nbytes
+        return np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
 
 
-def _addresses(name: str, given: Sequence[int], ranks: int, needed: bool = True) -> list[int]:
-    """One a rank. Formats without scales come with null addresses, or none."""
-    if not needed:
-        return []
+def _convert(weight_format: WeightFormat, stored: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+    """Scales, times the factor if there is one, as the numbers of out's dtype."""
+    scale, scales, factor = weight_format.scale, stored["scales"], stored.get("factor", np.float32(1))
+    if scale.dtype.itemsize > 1:
+        out[...] = scale.numbers(scales).astype(np.float32) * factor
+        return
+    table = (scale.numbers(np.arange(256, dtype=np.uint8)).astype(np.float32) * factor).astype(out.dtype)
+    bits = np.dtype(f"u{out.dtype.itemsize}")
+    np.take(table.view(bits), scales, out=out.view(bits), mode="clip")  # "raise" would write into a copy first
+
+
+def _check(method: str, experts: ExpertSpec) -> None:
+    for projection, weight_format in experts.formats.items():
+        divides = weight_format.factor is not None and weight_format.factor.divides
+        if divides or not methods.SERVED[method].exports:
+            raise UnavailableError(
+                f"{experts.name}: kt-kernel has no buffers for GPUs that take these weights of method {method!r}: "
+                f"found {weight_format.description} ({projection})"
+            )
+
+
+def _addresses(name: str, given: Sequence[int], ranks: int) -> list[int]:
+    """One a rank."""
     addresses = [_whole(name, address) for address in given] if np.iterable(given) else []
     if len(addresses) != ranks or not all(address > 0 for address in addresses):
         raise InputError(f"{name} must have {ranks} host addresses, one for each of gpu_tp_count, found {addresses or given}")
@@ -92,9 +113,3 @@ def _whole(name: str, value) -> int:
         return operator.index(value)
     except TypeError:
         raise InputError(f"{name} must be a whole number, found {show(value)}") from None
-
-
-def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """The memory at an address as an array."""
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8).view(dtype).reshape(shape)

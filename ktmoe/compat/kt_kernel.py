@@ -205,14 +205,15 @@ class KTMoEWrapper:
         """Begin to write one expert's weights, in the checkpoint's own packing, to host addresses, one a GPU rank.
 
         expert_id: a slot, whether on the GPU or not. A rank's w13 holds its I / gpu_tp_count rows of gate, then of up, [.., H];
-        its w2 those columns of down, [H, ..]. Scales are bfloat16, UE8M0's too; BF16 has none.
+        its w2 those columns of down, [H, ..]. Scales are what export.py says. Raises UnavailableError for a method that has no
+        such buffers in kt-kernel.
         """
         loaded = self._require()
         expert = _count("expert_id", expert_id, 0)
         if expert >= self.num_experts:
             raise InputError(f"expert_id must be in [0, {self.num_experts}), found {expert}")
-        spec = loaded.layer.spec
-        target = Target(spec, gpu_tp_count, w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
+        pointers = w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs
+        target = Target(self.method, loaded.layer.spec, gpu_tp_count, *pointers)
         with self._lock:
             self._writes.append(ENGINE.submit(_write, loaded.layer, expert, target))
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from ktmoe import arrays
 from ktmoe.errors import FormatError, InputError, UnavailableError
 from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, WeightFormat, fp8, int4, nvfp4
 from ktmoe.weights.order import GPTQ
@@ -24,22 +27,30 @@ def _fp8(found: WeightFormat) -> bool:
 
 @dataclass(frozen=True)
 class Method:
-    """wanted: what its experts' matrices are. fits: whether a format is that."""
+    """wanted: what its experts' matrices are. fits: whether a format is that.
+
+    exports: whether kt-kernel has host buffers for these weights. scales: what an item of their scale buffers is; None: there
+    are none.
+    """
 
     wanted: str
     fits: Callable[[WeightFormat], bool]
+    scales: np.dtype | None = None
+    exports: bool = True
 
 
+_FP32 = np.dtype(np.float32)
+_NVFP4 = (nvfp4(), nvfp4(divides=True))
 #: By name.
 SERVED = {
     "BF16": Method("bfloat16", BF16.__eq__),
-    "MXFP4": Method("E2M1 with a UE8M0 scale per 32", MXFP4.__eq__),
-    "RAWINT4": Method("symmetric INT4 of compressed-tensors, with a bfloat16 scale per group", _rawint4),
-    "FP8": Method("E4M3 with a scale per 128 x 128", _fp8),
-    "FP8_PERCHANNEL": Method("E4M3 with a scale per row", FP8_PER_ROW.__eq__),
-    "GPTQ_INT4": Method("GPTQ's symmetric INT4", _gptq_int4),
-    "MXFP8": Method("E4M3 with a UE8M0 scale per 32", MXFP8.__eq__),
-    "NVFP4": Method("E2M1 with an E4M3 scale per 16 and an fp32 scale per tensor", (nvfp4(), nvfp4(divides=True)).__contains__),
+    "MXFP4": Method("E2M1 with a UE8M0 scale per 32", MXFP4.__eq__, arrays.BF16),
+    "RAWINT4": Method("symmetric INT4 of compressed-tensors, with a bfloat16 scale per group", _rawint4, arrays.BF16),
+    "FP8": Method("E4M3 with a scale per 128 x 128", _fp8, _FP32),
+    "FP8_PERCHANNEL": Method("E4M3 with a scale per row", FP8_PER_ROW.__eq__, _FP32),
+    "GPTQ_INT4": Method("GPTQ's symmetric INT4", _gptq_int4, exports=False),
+    "MXFP8": Method("E4M3 with a UE8M0 scale per 32", MXFP8.__eq__, np.dtype(np.uint8)),
+    "NVFP4": Method("E2M1 with an E4M3 scale per 16 and an fp32 scale per tensor", _NVFP4.__contains__, arrays.BF16),
 }
 _ROWS = "symmetric integers with an fp32 scale per row, quantized or converted by kt-kernel"
 #: method -> the weights that ktmoe does not have yet.

@@ -32,7 +32,7 @@ _SUPPORTED = {
 class Awq(PerExpert):
     """Reads 4-bit AWQ experts."""
 
-    names = naming.Names("AWQ", *spellings(_ARRAYS, foreign={"bias": "biases are not supported", "g_idx": "that is GPTQ's"}))
+    names = naming.Names("AWQ", *spellings(_ARRAYS, foreign={"g_idx": "that is GPTQ's"}))
     dtypes: ClassVar = {"codes": ("I32",)}
 
     def check_config(self, checkpoint: Checkpoint) -> None:

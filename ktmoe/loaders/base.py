@@ -71,8 +71,8 @@ def _finding(name: str, loader: Loader, checkpoint: Checkpoint) -> Finding:
 def find_loader(checkpoint: Checkpoint, name: str = "auto") -> Loader:
     """The loader of that name, or the one that is surest of this checkpoint.
 
-    If none is, raises FormatError with the reasons of those that know the names, MissingTensorError if a file is missing that
-    would decide, else UnavailableError, which says what was found.
+    If none is, raises FormatError or CheckpointError with the reasons of those that know the names, MissingTensorError if a
+    file is missing that would decide, else UnavailableError, which says what was found.
     """
     if name != "auto":
         return registry.get(name)
@@ -87,7 +87,9 @@ def _refusal(checkpoint: Checkpoint, findings: list[Finding]) -> KtmoeError:
     if wrong:
         reasons = {finding.reason: finding.loader for finding in reversed(wrong)}  # one of those that say the same
         said = "; ".join(f"{loader}: {reason}" for reason, loader in reversed(reasons.items()))
-        return FormatError(f"{checkpoint.path}: no loader reads these experts: {said}{unknown.method(checkpoint)}")
+        kinds = {type(finding.error) for finding in wrong}
+        kind = kinds.pop() if len(kinds) == 1 else FormatError
+        return kind(f"{checkpoint.path}: no loader reads these experts: {said}{unknown.method(checkpoint)}")
     absent = next((finding.error for finding in findings if finding.error), None)
     tried = ", ".join(finding.loader for finding in sorted(findings, key=lambda finding: finding.loader))
     return absent or UnavailableError(

@@ -42,7 +42,7 @@ _SUPPORTED = {
 class Gptq(PerExpert):
     """Reads 4-bit GPTQ experts without activation order."""
 
-    names = naming.Names("GPTQ", *spellings(_ARRAYS, optional=(".g_idx",), foreign={"bias": "biases are not supported"}))
+    names = naming.Names("GPTQ", *spellings(_ARRAYS, optional=(".g_idx",)))
     dtypes: ClassVar = {"codes": ("I32",)}
 
     def check_config(self, checkpoint: Checkpoint) -> None:

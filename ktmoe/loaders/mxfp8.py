@@ -17,16 +17,14 @@ from ktmoe.loaders import naming, registry
 from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
 from ktmoe.weights.formats import MXFP8, WeightFormat
 
-_FOREIGN = {"bias": "biases are not supported", "input_scale": "activations with a scale of their own are not supported"}
-
 
 class Mxfp8(PerExpert):
     """Reads MXFP8 experts."""
 
     names = naming.Names(
         "MXFP8 experts",
-        *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}, foreign=_FOREIGN),
-        *spellings({"codes": ".weight", "scales": ".weight_scale"}, foreign=_FOREIGN),
+        *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}),
+        *spellings({"codes": ".weight", "scales": ".weight_scale"}),
     )
     dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 

@@ -48,6 +48,7 @@ class Spelling:
     """How tensors are called: {base}.{E}.{stem}{ending}, or {base}.{stem}{ending} where one tensor holds all experts.
 
     stems: by projection. endings: of the tensors that every matrix has. optional: of those that all matrices have or none.
+    unused: of those that a matrix may have and nothing depends on.
     foreign: endings of tensors that change what the others mean, and what to say about them; any other is refused unexplained.
     module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
     arrays: which ending each array of a Matrix has, by the array's name; what PerExpert reads.
@@ -56,6 +57,7 @@ class Spelling:
     stems: Mapping[str, str]
     endings: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     foreign: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
     stacked: bool = False
@@ -302,6 +304,7 @@ def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
 
 def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endings: tuple[str, ...], tensors: _Tensors) -> None:
     wanted = spelling.suffixes(endings)
+    unused = spelling.suffixes(spelling.unused)
     beside = "the others of this layer" if spelling.stacked else f"experts 0-{max(tensors)}"
     for expert in [None] if spelling.stacked else range(max(tensors) + 1):
         suffixes = tensors.get(expert, set())
@@ -309,7 +312,7 @@ def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endin
             if suffix not in suffixes:
                 name = _prefix(base, expert) + suffix
                 raise MissingTensorError(f"{checkpoint.path}: {name}: expected with {beside}, found no such tensor")
-        for suffix in sorted(suffixes - wanted.keys()):
+        for suffix in sorted(suffixes - wanted.keys() - unused.keys()):
             why = next((why for ending, why in spelling.foreign.items() if suffix.endswith(ending)), "its meaning is not known")
             known = ", ".join(dict.fromkeys(e.lstrip("._") or "the weights" for e in spelling.endings + spelling.optional))
             raise FormatError(f"{_prefix(base, expert)}{suffix}: expected none beside {known}, found one: {why}")

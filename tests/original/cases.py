@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import rounding
@@ -11,9 +12,13 @@ from helpers import BF16, random_experts
 from rounding import KT_KERNEL, Roundings
 
 from ktmoe import BF16 as B16
-from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, MoELayer, WeightFormat, int4, reference
+from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, WeightFormat, int4, reference
+from ktmoe.weights.elements import E2M1
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, fp8, nvfp4
+from ktmoe.weights.order import GPTQ
+from ktmoe.weights.scales import Scale
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 256, 192, 4
+EXPERTS, HIDDEN, TOP_K = 8, 256, 4
 TOKENS = (1, 2, 7, 64, 200)
 MOST_TOKENS = max(TOKENS)
 #: Scales for g and u of a few units, so that clamps at 1 or 2 have much to do.
@@ -22,29 +27,55 @@ WIDE = (121, 125)
 
 @dataclass(frozen=True)
 class Format:
-    """kinds: kt-kernel's classes for it, and where each rounds. group: of k that share a scale; 0 without."""
+    """kinds: kt-kernel's classes for it, the first one first that its wrapper takes, and where each rounds.
+
+    quantization: what its quant_config says. intermediate: a size that its classes take. theirs: the format that its loader
+    makes of these weights, where that rounds them.
+    """
 
     weights: WeightFormat
-    group: int
-    kinds: dict[str, Roundings]
+    kinds: Mapping[str, Roundings]
+    quantization: Mapping[str, object] = field(default_factory=dict)
+    intermediate: int = 192
+    theirs: WeightFormat | None = None
 
 
 VNNI = Roundings(sums=True, int8_group=32)
+#: By kt-kernel's name of the method.
 FORMATS = {
-    "MXFP4": Format(MXFP4, 32, {"AMXFP4_KGroup_MOE": KT_KERNEL, "AVX2MXFP4_MOE": KT_KERNEL}),
+    "MXFP4": Format(MXFP4, {"AMXFP4_KGroup_MOE": KT_KERNEL, "AVX2MXFP4_MOE": KT_KERNEL}, {"bits": 4, "group_size": 32}),
     "RAWINT4": Format(
         int4(32),
-        32,
         {
             "AMXInt4_KGroup_MOE": VNNI,
             "AMXInt4_KGroupBlocked_MOE": VNNI,
             "AVXVNNI256RawInt4_MOE": VNNI,
             "AVX2RawInt4_MOE": KT_KERNEL,
         },
+        {"bits": 4, "group_size": 32},
     ),
-    "BF16": Format(B16, 0, {"AMXBF16_MOE": KT_KERNEL, "AVX2BF16_MOE": KT_KERNEL}),
+    "BF16": Format(B16, {"AMXBF16_MOE": KT_KERNEL, "AVX2BF16_MOE": KT_KERNEL}),
+    "FP8": Format(fp8(), {"AMXFP8_MOE": KT_KERNEL, "AVX2FP8_MOE": KT_KERNEL}, {"bits": 8, "group_size": 128}, 256),
+    "FP8_PERCHANNEL": Format(FP8_PER_ROW, {"AMXFP8PerChannel_MOE": KT_KERNEL}, {"bits": 8, "per_channel": True}, 256),
+    "MXFP8": Format(MXFP8, {"AMXMXFP8_KGroup_MOE": KT_KERNEL, "AVX2MXFP8_MOE": KT_KERNEL}, {"bits": 8, "group_size": 32}),
+    "NVFP4": Format(
+        nvfp4(),
+        {"AVX2MXFP4_MOE": KT_KERNEL},
+        {"bits": 4, "group_size": 16},
+        theirs=WeightFormat(E2M1, Scale("bf16", (1, 16))),
+    ),
+    "GPTQ_INT4": Format(
+        int4(64, "fp16", GPTQ),
+        {
+            "AVXVNNI256GPTQInt4Packed_MOE": Roundings(sums=True, int8_group=64),
+            "AVXVNNI256GPTQInt4_MOE": Roundings(sums=True, int8_group=64),
+            "AVX2GPTQInt4_MOE": KT_KERNEL,
+        },
+        {"bits": 4, "group_size": 64},
+    ),
 }
-KINDS = {kind: (name, roundings) for name, format in FORMATS.items() for kind, roundings in format.kinds.items()}
+#: (method, class): a class may serve two methods.
+KINDS = [(name, kind) for name, format in FORMATS.items() for kind in format.kinds]
 
 
 @dataclass(frozen=True)
@@ -71,11 +102,43 @@ ON_GPU = np.arange(EXPERTS) == 2
 MOVED = np.array([3, 0, 0, 7, 1, 2, 6, 5])
 
 
+#: What is compared of each method: classes are compared in all of these.
+CASES = [
+    ("MXFP4", "silu"),
+    ("MXFP4", "limit"),
+    ("MXFP4", "alpha"),
+    ("MXFP8", "alpha"),
+    *((name, "silu") for name in FORMATS if name != "MXFP4"),
+]
+
+
 @functools.cache
 def experts(name: str, clamps: str = "silu") -> ExpertWeights:
+    """What ktmoe loads."""
     wide = {} if clamps == "silu" else {"scales": WIDE}
-    rng, form = np.random.default_rng(len(name + clamps)), FORMATS[name].weights
-    return random_experts(rng, EXPERTS, HIDDEN, INTERMEDIATE, formats=form, activation=CLAMPS[clamps].activation, **wide)
+    rng, form = np.random.default_rng(len(name + clamps)), FORMATS[name]
+    activation = CLAMPS[clamps].activation
+    return random_experts(rng, EXPERTS, HIDDEN, form.intermediate, formats=form.weights, activation=activation, **wide)
+
+
+@functools.cache
+def loaded(name: str, clamps: str = "silu") -> ExpertWeights:
+    """What kt-kernel's loader makes of these; the same, unless it rounds them."""
+    return as_theirs(experts(name, clamps), FORMATS[name].theirs)
+
+
+def as_theirs(weights: ExpertWeights, form: WeightFormat | None) -> ExpertWeights:
+    """With one scale for both levels of NVFP4, rounded to float32 and then to bfloat16."""
+    if form is None:
+        return weights
+
+    def read(expert, projection):
+        matrix = weights.matrix(expert, projection)
+        scales = matrix.format.scale.numbers(matrix.scales).astype(np.float32) * matrix.factor[0]
+        return Matrix(matrix.name, form, matrix.shape, matrix.codes, scales.astype(BF16))
+
+    sizes = weights.num_experts, weights.hidden, weights.intermediate
+    return ExpertWeights(*sizes, read, form, weights.activation, weights.name)
 
 
 @functools.cache
@@ -103,8 +166,10 @@ def batches() -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
 def expected(name: str, clamps: str, roundings: Roundings) -> tuple[reference.Reference, np.ndarray]:
     """Of batch(): kt-kernel's result by the model, and how far ktmoe's own y, float64, can be from what kt-kernel returns."""
     roundings = replace(roundings, clamps_below=CLAMPS[clamps].below)
-    arguments = experts(name, clamps), *batch(), roundings
-    return rounding.forward(*arguments, skip=ON_GPU), rounding.apart(*arguments, skip=ON_GPU)
+    weights, arguments = loaded(name, clamps), (*batch(), roundings)
+    return rounding.forward(weights, *arguments, skip=ON_GPU), rounding.apart(
+        experts(name, clamps), weights, *arguments, skip=ON_GPU
+    )
 
 
 @functools.cache

@@ -6,7 +6,12 @@ from original import Original
 from ktmoe._native import core
 
 #: CPU features that a class checks for itself when a layer is made: the extension has it on CPUs without them, too.
-REQUIRES = {"AVXVNNI256RawInt4_MOE": "avx_vnni"}
+REQUIRES = {
+    "AMXMXFP8_KGroup_MOE": "amx_tile",
+    "AVXVNNI256GPTQInt4Packed_MOE": "avx_vnni",
+    "AVXVNNI256GPTQInt4_MOE": "avx_vnni",
+    "AVXVNNI256RawInt4_MOE": "avx_vnni",
+}
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import BF16
 
-from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 
 #: An interpreter that has kt-kernel, by tools/test_kt_kernel.py; read at import, since the suite clears such variables.
 INTERPRETER = os.environ.get("KTMOE_TEST_KT_KERNEL")
@@ -19,15 +20,30 @@ needed = pytest.mark.skipif(not INTERPRETER, reason="kt-kernel is not installed:
 
 
 def stored(experts: ExpertWeights) -> dict[str, np.ndarray]:
-    """All experts' bytes in the form that kt-kernel takes: codes as uint8, or uint16 bits of bfloat16; scales as bfloat16."""
+    """All experts' bytes as kt-kernel takes them: codes as they are, bfloat16 as uint16 bits; scales by scales_of()."""
     arrays = {}
     for projection in PROJECTIONS:
         matrices = [experts.matrix(e, projection) for e in range(experts.num_experts)]
         codes = np.stack([matrix.codes for matrix in matrices])
-        arrays[f"{projection} codes"] = codes.view(np.uint8 if codes.dtype.itemsize == 1 else np.uint16)
-        if matrices[0].scales is not None:
-            arrays[f"{projection} scales"] = bfloat16_scales(np.stack([matrix.scales for matrix in matrices]))
+        arrays[f"{projection} codes"] = codes if codes.dtype.kind in "iu" else codes.view(np.uint16)
+        if scales_of(matrices[0]) is not None:
+            arrays[f"{projection} scales"] = np.stack([scales_of(matrix) for matrix in matrices])
     return arrays
+
+
+def scales_of(matrix: Matrix) -> np.ndarray | None:
+    """A matrix's scales as kt-kernel's loader gives them to its classes; None if there are none.
+
+    UE8M0 bytes of 8-bit codes; float32 of other 8-bit codes and GPTQ's; else uint16, bits of bfloat16.
+    """
+    form, scales = matrix.format, matrix.scales
+    if scales is None:
+        return matrix.factor
+    if form.factor:  # both levels of NVFP4
+        scales = (form.scale.numbers(scales).astype(np.float32) * matrix.factor[0]).astype(BF16)
+    if form.element.bits == 8 or not form.order.rows:
+        return scales if scales.dtype == np.uint8 else scales.astype(np.float32)
+    return bfloat16_scales(scales)
 
 
 def bfloat16_scales(scales: np.ndarray) -> np.ndarray:
@@ -76,15 +92,22 @@ BUFFERS = ("w13", "w13 scales", "w2", "w2 scales")
 def exported(weights: ExpertWeights, expert: int, parts: int) -> dict[str, np.ndarray]:
     """An expert's bytes [parts, bytes] by the definition: gate's rows, then up's; of down a part of each row."""
     matrices = {projection: weights.matrix(expert, projection) for projection in ("gate", "up", "down")}
-    bytes_ = {"": {p: np.ascontiguousarray(m.codes).view(np.uint8) for p, m in matrices.items()}}
-    if matrices["gate"].scales is not None:
-        bytes_[" scales"] = {p: bfloat16_scales(m.scales).view(np.uint8) for p, m in matrices.items()}
+    kinds = {"": {p: matrix.codes for p, matrix in matrices.items()}}
+    if scales_of(matrices["gate"]) is not None:
+        kinds[" scales"] = {p: scales_of(matrix) for p, matrix in matrices.items()}
     cut = {}
-    for kind, arrays in bytes_.items():
+    for kind, arrays in kinds.items():
         rows = [np.split(arrays[p], parts) for p in ("gate", "up")]
-        cut[f"w13{kind}"] = np.stack([np.concatenate(part).ravel() for part in zip(*rows, strict=True)])
-        cut[f"w2{kind}"] = np.stack([part.ravel() for part in np.split(arrays["down"], parts, axis=1)])
+        down = arrays["down"]
+        columns = np.split(down, parts, axis=1) if down.ndim > 1 else [down] * parts  # a scale per row is in every part
+        cut[f"w13{kind}"] = np.stack([raw(np.concatenate(part)) for part in zip(*rows, strict=True)])
+        cut[f"w2{kind}"] = np.stack([raw(part) for part in columns])
     return cut
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    """Its bytes."""
+    return np.ascontiguousarray(array).view(np.uint8).ravel()
 
 
 def sizes(cut: dict[str, np.ndarray]) -> list[int]:

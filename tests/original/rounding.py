@@ -81,12 +81,13 @@ def forward(
     return Reference(y, np.maximum(high - y, y - low) + np.where(np.abs(y) - eps <= TINY, TINY, 0.0))
 
 
-def apart(experts: ExpertWeights, x, ids, weights, roundings: Roundings, **options) -> np.ndarray:
+def apart(experts: ExpertWeights, loaded: ExpertWeights, x, ids, weights, roundings: Roundings, **options) -> np.ndarray:
     """How far ktmoe's y, float64 but with its own roundings, and a library's output with these can be apart.
 
-    Both are within a bound of the same real numbers, or of two where kt-kernel clamps the gate below, too.
+    loaded: what the library makes of the experts. Both are within a bound of the same real numbers, or of two where it rounds
+    weights, or clamps the gate below, too.
     """
-    theirs = forward(experts, x, ids, weights, roundings, exact=True, **options)
+    theirs = forward(loaded, x, ids, weights, roundings, exact=True, **options)
     ours = forward(experts, x, ids, weights, KTMOE, exact=True, **options)
     return ours.bound + theirs.bound + np.abs(ours.y - theirs.y)
 
@@ -97,8 +98,8 @@ def _sum(matrix: Matrix, a, eps_a, roundings: Roundings, exact: bool, k=slice(No
     if roundings.int8_group:
         a, eps_a = _int8(a, eps_a, roundings.int8_group, exact)
     size = np.abs(a) + eps_a
-    scale = matrix.format.scale
-    largest = 1.0 if scale is None or scale.kind == "ue8m0" else max(1.0, float(np.abs(matrix.scales).astype(float).max()))
+    scales = [of for of in (matrix.scales, matrix.factor) if of is not None and of.dtype != np.uint8]
+    largest = max([1.0, *(float(np.abs(of.astype(float)).max()) for of in scales)])
     lost = TINY * (len(w) + 2 + w.sum(axis=0)) * largest
     eps = eps_a @ w + _gamma(len(w) + 3) * (size @ w) + lost
     return _rounded(a @ weights.T, eps, exact) if roundings.sums else (a @ weights.T, eps)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import rounding
 from cases import (
+    CASES,
     CLAMPS,
     EXPERTS,
     FORMATS,
@@ -14,77 +15,85 @@ from cases import (
     MOVED,
     ON_GPU,
     TOP_K,
+    as_theirs,
     batches,
     expected,
     experts,
     forward,
+    loaded,
 )
 from helpers import BF16, random_experts
 from original import Original, exported, needed, sizes
 
-from ktmoe import MXFP4, MoELayer
+from ktmoe import MXFP4, ExpertWeights, MoELayer
 
 pytestmark = needed
 IDENTITY = np.arange(EXPERTS)
-CASES = [(kind, clamps) for kind, (name, _) in KINDS.items() for clamps in (CLAMPS if name == "MXFP4" else ["silu"])]
+#: Classes that load the expert of its own number into a slot, and leave those out that the map leaves out.
+IGNORES_MAP = {"AVX2FP8_MOE", "AVX2MXFP8_MOE", *FORMATS["GPTQ_INT4"].kinds}
+CLASSES = [(name, kind, clamps) for name, kind in KINDS for of, clamps in CASES if of == name]
 
 
-def add_layer(original: Original, kind: str, clamps: str = "silu", **options) -> None:
-    group = FORMATS[KINDS[kind][0]].group
-    keywords = {"mask": ON_GPU, "logical": IDENTITY} | options
-    limit, alpha = CLAMPS[clamps].limit, CLAMPS[clamps].alpha
-    original.layer(
-        name="layer", kind=kind, top_k=TOP_K, most_tokens=MOST_TOKENS, group=group, limit=limit, alpha=alpha, **keywords
-    )
+def made(weights: ExpertWeights, name: str, kind: str, clamps: str = "silu", **options) -> Original:
+    """kt-kernel with these experts as its layer "layer"."""
+    original = Original(weights)
+    sizes = [EXPERTS, TOP_K, weights.hidden, weights.intermediate]
+    keywords = {"mask": ON_GPU, "logical": IDENTITY, "most_tokens": MOST_TOKENS} | options
+    limits = {"limit": CLAMPS[clamps].limit, "alpha": CLAMPS[clamps].alpha}
+    original.layer(name="layer", kind=kind, sizes=sizes, quantization=dict(FORMATS[name].quantization), **limits, **keywords)
+    return original
+
+
+def need(exists: set[str], kind: str) -> None:
+    if kind not in exists:
+        pytest.skip(f"this CPU lacks what kt-kernel's {kind} needs")
 
 
 @pytest.fixture(scope="module")
 def theirs(exists, tmp_path_factory):
     """What kt-kernel returns for batch(), float64, by class and clamps, each in a process of its own."""
 
-    def run(kind, clamps):
-        if kind not in exists:
-            pytest.skip(f"this CPU lacks what kt-kernel's {kind} needs")
-        if (kind, clamps) not in done:
-            original = Original(experts(KINDS[kind][0], clamps))
-            add_layer(original, kind, clamps)
+    def run(name, kind, clamps):
+        need(exists, kind)
+        if (case := (name, kind, clamps)) not in done:
+            original = made(loaded(name, clamps), *case)
             for part, (x, ids, weights) in enumerate(batches()):
                 original.forward(layer="layer", x=x, ids=ids, weights=weights, out=str(part))
             answer = original.run(tmp_path_factory.mktemp("forward"))
-            done[kind, clamps] = np.concatenate([answer[str(part)] for part in range(len(batches()))]).view(BF16)
-        return done[kind, clamps].astype(np.float64)
+            done[case] = np.concatenate([answer[str(part)] for part in range(len(batches()))]).view(BF16)
+        return done[case].astype(np.float64)
 
     done = {}
     return run
 
 
-@pytest.mark.parametrize(("kind", "clamps"), CASES)
-def test_the_model_is_kt_kernel(theirs, kind, clamps):
+@pytest.mark.parametrize(("name", "kind", "clamps"), CLASSES)
+def test_the_model_is_kt_kernel(theirs, name, kind, clamps):
     """All of its classes: token counts, a mask, ids of nobody and repeated ones, clamps."""
-    name, roundings = KINDS[kind]
-    model, _ = expected(name, clamps, roundings)
+    model, _ = expected(name, clamps, FORMATS[name].kinds[kind])
     assert np.isfinite(model.bound).all()
-    assert model.worst(theirs(kind, clamps)) <= 1
+    assert model.worst(theirs(name, kind, clamps)) <= 1
 
 
-@pytest.mark.parametrize(("kind", "clamps"), CASES)
-def test_ktmoe_agrees(backend, theirs, kind, clamps):
+@pytest.mark.parametrize(("name", "kind", "clamps"), CLASSES)
+def test_ktmoe_agrees(backend, theirs, name, kind, clamps):
     """Within the sum of both bounds, on every backend."""
-    name, roundings = KINDS[kind]
     ours, off = forward(name, clamps, backend)
-    assert (np.abs(ours - theirs(kind, clamps)) <= expected(name, clamps, roundings)[1] + off).all()
+    apart = expected(name, clamps, FORMATS[name].kinds[kind])[1]
+    assert (np.abs(ours - theirs(name, kind, clamps)) <= apart + off).all()
 
 
-@pytest.mark.parametrize("kind", ["AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE", "AMXBF16_MOE"])
-def test_parts_and_what_was_there_before(exists, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("MXFP4", "AMXFP4_KGroup_MOE"), ("MXFP4", "AVX2MXFP4_MOE"), ("BF16", "AMXBF16_MOE"), ("FP8", "AVX2FP8_MOE")],
+)
+def test_parts_and_what_was_there_before(exists, tmp_path, name, kind):
     """Two parts, as for two NUMA nodes; and a result that is added to bfloat16 numbers, as deferred experts' are."""
-    if kind not in exists:
-        pytest.skip(f"this CPU lacks what kt-kernel's {kind} needs")
-    name, roundings = KINDS[kind]
+    need(exists, kind)
+    roundings = FORMATS[name].kinds[kind]
     (x, ids, weights), rng = batches()[2], np.random.default_rng(1)
     before = (8 * rng.standard_normal(x.shape)).astype(BF16)
-    original = Original(experts(name))
-    add_layer(original, kind, parts=2)
+    original = made(experts(name), name, kind, parts=2)
     for out, more in (("plain", {}), ("added", {"before": before})):
         original.forward(layer="layer", x=x, ids=ids, weights=weights, out=out, **more)
     answer = original.run(tmp_path)
@@ -94,11 +103,9 @@ def test_parts_and_what_was_there_before(exists, tmp_path, kind):
 
 
 def test_a_mask_that_changes(exists, tmp_path):
-    if "AMXFP4_KGroup_MOE" not in exists:
-        pytest.skip("this CPU lacks what kt-kernel's AMXFP4_KGroup_MOE needs")
+    need(exists, "AMXFP4_KGroup_MOE")
     batch, other = batches()[2], IDENTITY % 3 == 0
-    original = Original(experts("MXFP4"))
-    add_layer(original, "AMXFP4_KGroup_MOE")
+    original = made(experts("MXFP4"), "MXFP4", "AMXFP4_KGroup_MOE")
     original.mask(layer="layer", mask=other)
     original.forward(layer="layer", **dict(zip(("x", "ids", "weights"), batch, strict=True)), out="y")
     y = original.run(tmp_path)["y"].view(BF16)
@@ -106,21 +113,50 @@ def test_a_mask_that_changes(exists, tmp_path):
     assert rounding.forward(experts("MXFP4"), *batch, rounding.KT_KERNEL, skip=ON_GPU).worst(y) > 1
 
 
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_a_map(exists, tmp_path, name, kind):
+    """Which expert of the checkpoint is in a slot. Some classes ignore it, and have each in its own."""
+    need(exists, kind)
+    batch, moved = batches()[1], loaded(name).take(MOVED)
+    original = made(loaded(name), name, kind, logical=MOVED)
+    original.forward(layer="layer", **dict(zip(("x", "ids", "weights"), batch, strict=True)), out="y")
+    y = original.run(tmp_path)["y"].view(BF16)
+    weights = loaded(name) if kind in IGNORES_MAP else moved
+    assert rounding.forward(weights, *batch, FORMATS[name].kinds[kind], skip=ON_GPU).worst(y) <= 1
+
+
 # Export
 
 
-@pytest.mark.parametrize("cpu_parts", [1, 2])
-@pytest.mark.parametrize("kind", ["AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE", "AMXInt4_KGroup_MOE", "AMXBF16_MOE"])
-def test_export(exists, tmp_path, kind, cpu_parts):
+#: (method, class); AVX2RawInt4_MOE takes one part only.
+EXPORTS = [
+    ("MXFP4", "AMXFP4_KGroup_MOE"),
+    ("MXFP4", "AVX2MXFP4_MOE"),
+    ("RAWINT4", "AMXInt4_KGroup_MOE"),
+    ("RAWINT4", "AVX2RawInt4_MOE"),
+    ("BF16", "AMXBF16_MOE"),
+    ("BF16", "AVX2BF16_MOE"),
+    ("FP8", "AMXFP8_MOE"),
+    ("FP8", "AVX2FP8_MOE"),
+    ("FP8_PERCHANNEL", "AMXFP8PerChannel_MOE"),
+    ("MXFP8", "AMXMXFP8_KGroup_MOE"),
+    ("MXFP8", "AVX2MXFP8_MOE"),
+    ("NVFP4", "AVX2MXFP4_MOE"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "cpu_parts"),
+    [(*case, parts) for case in EXPORTS for parts in (1, 2) if (*case, parts) != ("RAWINT4", "AVX2RawInt4_MOE", 2)],
+)
+def test_export(exists, tmp_path, name, kind, cpu_parts):
     """Bit for bit, every scale byte but 0, which kt-kernel takes for zero, for 1, 2 and 4 GPUs; ids are the slots'."""
-    if kind not in exists:
-        pytest.skip(f"this CPU lacks what kt-kernel's {kind} needs")
-    form, rng = FORMATS[KINDS[kind][0]], np.random.default_rng(2)
-    weights = random_experts(
-        rng, EXPERTS, 128, 256, formats=form.weights, scales=(0, 255) if form.weights == MXFP4 else (1, 254)
-    )
-    original = Original(weights)
-    add_layer(original, kind, logical=MOVED, parts=cpu_parts)
+    need(exists, kind)
+    form, rng = FORMATS[name].weights, np.random.default_rng(2)
+    ue8m0 = form.scale is not None and form.scale.kind == "ue8m0"
+    intermediate, logical = 512 if name == "FP8" else 256, IDENTITY if kind in IGNORES_MAP else MOVED
+    weights = random_experts(rng, EXPERTS, 128, intermediate, formats=form, scales=(0, 255) if ue8m0 else (1, 254))
+    original = made(as_theirs(weights, FORMATS[name].theirs), name, kind, logical=logical, parts=cpu_parts)
     slots, gpus = (0, 4), (1, 2, 4)
     for slot in slots:
         for parts in gpus:
@@ -130,24 +166,22 @@ def test_export(exists, tmp_path, kind, cpu_parts):
     answer = original.run(tmp_path)
     for slot in slots:
         for parts in gpus:
-            for name, wanted in exported(weights, MOVED[slot], parts).items():
-                found = answer[f"{slot} {parts} {name}"]
-                if name.endswith("scales") and form.weights == MXFP4:
+            for what, wanted in exported(weights, logical[slot], parts).items():
+                found = answer[f"{slot} {parts} {what}"]
+                if what.endswith("scales") and form == MXFP4:
                     found, wanted = found.view(np.uint16), wanted.view(np.uint16)
                     assert (wanted == 0x0040).any()
                     assert (wanted == 0x7F80).any()
                     wanted = np.where(wanted == 0x0040, 0, wanted)
-                assert np.array_equal(found, wanted), (slot, parts, name)
+                assert np.array_equal(found, wanted), (slot, parts, what)
 
 
 def test_scale_byte_zero(exists, tmp_path):
     """It is 2**-127 by the format, and here; kt-kernel computes with zero."""
-    if "AMXFP4_KGroup_MOE" not in exists:
-        pytest.skip("this CPU lacks what kt-kernel's AMXFP4_KGroup_MOE needs")
+    need(exists, "AMXFP4_KGroup_MOE")
     weights = random_experts(np.random.default_rng(3), EXPERTS, 128, 128, scales=(0, 0), down_scales=(127, 127))
     x, ids, r = np.full((1, 128), 2.0**100, BF16), np.arange(TOP_K)[None], np.ones((1, TOP_K), np.float32)
-    original = Original(weights)
-    add_layer(original, "AMXFP4_KGroup_MOE", mask=np.zeros(EXPERTS, bool))
+    original = made(weights, "MXFP4", "AMXFP4_KGroup_MOE", mask=np.zeros(EXPERTS, bool))
     original.forward(layer="layer", x=x, ids=ids, weights=r, out="y")
     assert not original.run(tmp_path)["y"].view(BF16).any()
     with MoELayer(weights, "fp32_lut") as layer:

@@ -8,14 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import rounding
-from cases import FORMATS, batches, expected, experts, forward
+from cases import CASES, FORMATS, batches, expected, experts, forward, loaded
 
 from ktmoe import ExpertWeights
+
+#: What runs by default: the others take kernels and roundings that these have.
+QUICK = ("MXFP4", "RAWINT4", "BF16")
 
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize(
-    ("name", "clamps"), [("MXFP4", "silu"), ("MXFP4", "limit"), ("MXFP4", "alpha"), ("RAWINT4", "silu"), ("BF16", "silu")]
+    ("name", "clamps"),
+    [case if case[0] in QUICK else pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES],
 )
 def test_ktmoe_agrees(backend, name, clamps):
     ours, off = forward(name, clamps, backend)
@@ -27,7 +31,7 @@ def test_ktmoe_agrees(backend, name, clamps):
 @pytest.mark.parametrize("name", FORMATS)
 def test_where_it_rounds_shows(name):
     """Another way of rounding leaves the bound: without it for g, u and d, with or without 8 bits, of another group."""
-    weights, (*_, batch) = experts(name), batches()
+    weights, (*_, batch) = loaded(name), batches()
     for way in set(FORMATS[name].kinds.values()):
         right = rounding.forward(weights, *batch, way)
         others = [rounding.KTMOE, replace(way, int8_group=64), rounding.KT_KERNEL]

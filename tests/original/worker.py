@@ -67,19 +67,20 @@ class Session:
     def classes(self, out: str) -> None:
         self.answer[out] = np.array([name for name in dir(kt_kernel_ext.moe) if name.endswith("_MOE")])
 
-    def layer(self, name, kind, top_k, most_tokens, group, mask, logical, parts=1, limit=0.0, alpha=0.0) -> None:
+    def layer(self, name, kind, sizes, most_tokens, quantization, mask, logical, parts=1, limit=0.0, alpha=0.0) -> None:
+        """sizes: experts, experts of a token, hidden, intermediate. quantization: what quant_config says."""
         a, cpu = self.arrays, self.pool(parts)
-        experts, hidden, intermediate = len(a["gate codes"]), a["down codes"].shape[1], a["gate codes"].shape[1]
         on_gpu, logical = torch.from_numpy(a[mask]), torch.from_numpy(a[logical])
-        config = kt_kernel_ext.moe.MOEConfig(experts, top_k, hidden, intermediate, on_gpu.data_ptr())
+        config = kt_kernel_ext.moe.MOEConfig(*sizes, on_gpu.data_ptr())
         config.layer_idx, config.pool, config.max_len = 0, cpu.backend_, most_tokens
         config.swiglu_limit, config.swiglu_alpha = limit, alpha
         for projection in PROJECTIONS:
-            scales = pointers(a[f"{projection} scales"]) if group else [0] * experts
-            setattr(config, f"{projection}_projs", [pointers(a[f"{projection} codes"])])
-            setattr(config, f"{projection}_scales", [scales])
-        if group:
-            config.quant_config.bits, config.quant_config.group_size, config.quant_config.zero_point = 4, group, False
+            codes, scales = (a.get(f"{projection} {what}") for what in ("codes", "scales"))
+            setattr(config, f"{projection}_projs", [pointers(codes)])
+            setattr(config, f"{projection}_scales", [[0] * len(codes) if scales is None else pointers(scales)])
+        for key, value in quantization.items():
+            setattr(config.quant_config, key, value)
+        config.quant_config.zero_point = False
         moe = getattr(kt_kernel_ext.moe, kind)(config)
         cpu.submit(moe.load_weights_task(logical.data_ptr()))
         cpu.sync()
