@@ -192,7 +192,7 @@ def _grouped(served: dict[Name, ExpertWeights]) -> list[Group]:
 def _kind(experts: ExpertWeights) -> tuple:
     """What layers have alike that are in one group."""
     formats = [experts.formats[projection] for projection in PROJECTIONS]
-    return experts.num_experts, experts.hidden, experts.intermediate, formats, experts.activation
+    return experts.num_experts, experts.hidden, experts.intermediate, formats, experts.activation, experts.router_weight
 
 
 def _choose(group: Group, backend: str) -> None:

@@ -121,7 +121,7 @@ def test_text(model, capsys):
         f"\nlayers 0-2, mtp.0 (layers.0.ffn.experts): {EXPERTS} experts, hidden {HIDDEN}, intermediate {INTERMEDIATE}\n" in out
     )
     assert f"\n  down: [{HIDDEN}, {INTERMEDIATE}], E2M1 with ue8m0 scales per 1x32\n" in out
-    assert "\n  activation: silu(gate) * up, gate at most 10, up within 10\n" in out
+    assert "\n  activation: silu(gate) * up, gate at most 10, up within 10; router weights multiply an expert's output\n" in out
     assert "\nmemory: loading needs " in out
     assert "tokens/s" not in out
 
