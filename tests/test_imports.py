@@ -32,7 +32,13 @@ FORBIDDEN = {
     "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.
-ONLY_FOR = {"compat": {"compat"}, "cli": {"cli", "__main__"}, "synthetic": {"synthetic", "cli"}}
+ONLY_FOR = {
+    "compat": {"compat"},
+    "cli": {"cli", "__main__"},
+    "inspection": {"cli"},
+    "limits": {"inspection", "cli"},
+    "synthetic": {"synthetic", "cli"},
+}
 
 
 def module_of(file: Path) -> str:
