@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, scores, write, write_index, zeros
+from checkpoints import EXPERTS, HIDDEN, SCHEMES, check_matrix, scores, write, write_index, zeros
 
 from ktmoe import loaders
 from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError, UnavailableError
@@ -144,7 +144,7 @@ def test_weights_keep_the_checkpoint_open_and_let_it_go(tmp_path, scheme):
         weights = find_loader(checkpoint).load(checkpoint, 0)
         del checkpoint
         gc.collect()
-        assert weights.matrix(0, "gate").shape == (INTERMEDIATE, HIDDEN)
+        assert weights.matrix(0, "gate").shape == (scheme.intermediate, HIDDEN)
         del weights
         gc.collect()
     assert gone() is None

@@ -65,15 +65,18 @@ FORMATS = {
         theirs=WeightFormat(E2M1, Scale("bf16", (1, 16))),
     ),
     "GPTQ_INT4": Format(
-        int4(64, "fp16", GPTQ),
+        int4(128, "fp16", GPTQ),
         {
-            "AVXVNNI256GPTQInt4Packed_MOE": Roundings(sums=True, int8_group=64),
-            "AVXVNNI256GPTQInt4_MOE": Roundings(sums=True, int8_group=64),
+            "AVXVNNI256GPTQInt4Packed_MOE": Roundings(sums=True, int8_group=128),
+            "AVXVNNI256GPTQInt4_MOE": Roundings(sums=True, int8_group=128),
             "AVX2GPTQInt4_MOE": KT_KERNEL,
         },
-        {"bits": 4, "group_size": 64},
+        {"bits": 4, "group_size": 128},
+        256,
     ),
 }
+#: Classes that load the expert of its own number into a slot, and leave those out that the map leaves out.
+IGNORES_MAP = {"AVX2FP8_MOE", "AVX2MXFP8_MOE", *FORMATS["GPTQ_INT4"].kinds}
 #: (method, class): a class may serve two methods.
 KINDS = [(name, kind) for name, format in FORMATS.items() for kind in format.kinds]
 

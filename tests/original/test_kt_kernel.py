@@ -10,6 +10,7 @@ from cases import (
     CLAMPS,
     EXPERTS,
     FORMATS,
+    IGNORES_MAP,
     KINDS,
     MOST_TOKENS,
     MOVED,
@@ -29,8 +30,6 @@ from ktmoe import MXFP4, ExpertWeights, MoELayer
 
 pytestmark = needed
 IDENTITY = np.arange(EXPERTS)
-#: Classes that load the expert of its own number into a slot, and leave those out that the map leaves out.
-IGNORES_MAP = {"AVX2FP8_MOE", "AVX2MXFP8_MOE", *FORMATS["GPTQ_INT4"].kinds}
 CLASSES = [(name, kind, clamps) for name, kind in KINDS for of, clamps in CASES if of == name]
 
 

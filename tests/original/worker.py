@@ -117,6 +117,9 @@ class Session:
     def masks(self, frequency, number, out) -> None:
         self.answer[out] = kt_kernel.generate_gpu_experts_masks(torch.from_numpy(self.arrays[frequency]), number).numpy()
 
+    def environment(self, variables) -> None:
+        os.environ.update(variables)
+
     def wrapper(self, name, logical=None, mask=None, **keywords) -> None:
         """Its KTMoEWrapper, loaded from files. An exception of the constructor is an answer."""
         mask = None if mask is None else torch.from_numpy(self.arrays[mask])
