@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
-from helpers import assert_right
-from kt_wrappers import batch, wrapper
+from helpers import assert_right, same_bits
+from kt_wrappers import EXPERTS, REVERSED, batch, wrapper, write
 
 from ktmoe import MoELayer, load_experts, synthetic
 from ktmoe.compat import methods
 from ktmoe.compat.export import Target
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
+from ktmoe.quantize.rows import AWAY_4, AWAY_8, EVEN_4, EVEN_8
 from ktmoe.weights.formats import FORMATS, fp8, int4
 from ktmoe.weights.order import GPTQ
 
@@ -23,6 +24,7 @@ TAKEN = {
     "GPTQ_INT4": {"GPTQ, symmetric"},
     "MXFP8": {"MXFP8"},
     "NVFP4": {"NVFP4", "NVFP4, divided"},
+    **{method: {"BF16"} for method in ("AMXINT4", "AMXINT8", "MOE_INT4", "MOE_INT8")},
 }
 #: method -> what writes such a checkpoint.
 NEW = {"FP8": "FP8", "FP8_PERCHANNEL": "FP8 per row", "GPTQ_INT4": "GPTQ symmetric", "MXFP8": "MXFP8", "NVFP4": "NVFP4"}
@@ -68,6 +70,27 @@ def test_block_scales_are_exported_as_float32(kind):
         part[projection]["scales"][...] = weight_format.scale.stored(these.reshape(part[projection]["scales"].shape))
     target.finish()
     assert np.array_equal(np.concatenate([w13_scales, w2_scales]).astype(np.float64), numbers)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(
+    ("method", "rule"), [("AMXINT4", EVEN_4), ("AMXINT8", EVEN_8), ("MOE_INT4", AWAY_4), ("MOE_INT8", AWAY_8)]
+)
+def test_methods_that_round(method, rule, tmp_path):
+    """A bfloat16 checkpoint, or its tensors: the same bits. There is nothing to export."""
+    experts = load_experts(write("BF16", tmp_path), 0)
+    tensors = [np.stack([experts.matrix(e, p).codes for e in range(EXPERTS)]) for p in PROJECTIONS]
+    rounded, batch_ = rule.experts(experts), batch()
+    with wrapper(tmp_path, method=method) as w, MoELayer(rounded) as layer:
+        y = w.forward(*batch_)
+        assert_right(layer, rounded, *batch_, y)
+        with pytest.raises(UnavailableError, match=f"no buffers for GPUs that take these weights of method '{method}'"):
+            w.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
+        w.load_weights_from_tensors(*tensors)
+        assert same_bits(w.forward(*batch_), y)
+        w.load_weights(REVERSED)
+        x, ids, scores = batch_
+        assert_right(layer, rounded, x, REVERSED[ids], scores, w.forward(x, ids, scores))
 
 
 @pytest.mark.usefixtures("nothing_is_left")

@@ -32,6 +32,7 @@ from ktmoe.experts import SIZE_LIMIT, ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.machine import numa
 from ktmoe.messages import show
+from ktmoe.weights.formats import BF16
 
 __all__ = ["KTMoEWrapper", "generate_gpu_experts_masks"]
 
@@ -51,9 +52,10 @@ class KTMoEWrapper:
     max_deferred_experts_per_token: so many of a token's experts, those with the least weights, may be added to the next layer's
     result instead of this one's; 0 and None: none.
     method: a key of methods.SERVED, such as "MXFP4" (DeepSeek-V4), "RAWINT4" (compressed-tensors INT4), "FP8" (DeepSeek-V3) or
-    "BF16". UnavailableError says what the others lack.
+    "BF16". AMXINT4, AMXINT8, MOE_INT4 and MOE_INT8 round bfloat16 weights. UnavailableError says what the others lack.
     swiglu_limit: None = as the checkpoint says, 0 = no clamp. swiglu_alpha: not 0 = GPT-OSS's activation.
-    chunked_prefill_size, cpu_save and the arguments of mode "sft" are taken and change nothing.
+    chunked_prefill_size, cpu_save and the arguments of mode "sft", group_size and zero_point among them, are taken and change
+    nothing.
 
     Raises InputError (a ValueError) for a wrong mode or method and for arguments that do not fit.
     """
@@ -147,9 +149,15 @@ class KTMoEWrapper:
             raise
 
     def load_weights_from_tensors(self, gate_proj, up_proj, down_proj, physical_to_logical_map_cpu=None) -> None:
-        """Pack bfloat16 matrices: gate and up [E, I, H], down [E, H, I]; method "BF16". The map as in load_weights()."""
-        if self.method != "BF16":
-            raise InputError(f"load_weights_from_tensors takes bfloat16 as it is: method must be 'BF16', found {self.method!r}")
+        """Pack bfloat16 matrices: gate and up [E, I, H], down [E, H, I]; the map as in load_weights().
+
+        method: "BF16", or one that rounds bfloat16, see methods.SERVED.
+        """
+        takes = [name for name, method in methods.SERVED.items() if method.fits(BF16)]
+        if self.method not in takes:
+            raise InputError(
+                f"load_weights_from_tensors takes bfloat16: method must be one of {', '.join(takes)}, found {self.method!r}"
+            )
         name = f"layer {self.layer_idx}"
         self._load(weights.from_tensors(gate_proj, up_proj, down_proj, self._activation, name), physical_to_logical_map_cpu)
 
@@ -266,6 +274,9 @@ class KTMoEWrapper:
         found, wanted = (experts.hidden, experts.intermediate), (self.hidden_size, self.moe_intermediate_size)
         if found != wanted:
             raise InputError(f"{experts.name}: hidden and intermediate size must be {wanted} as given, found {found}")
+        rule = methods.SERVED[self.method].rule
+        if rule is not None:
+            experts = rule.experts(experts)
         experts = experts.take(weights.physical_map(physical, self.num_experts, experts.num_experts))
         if self._activation is not None:
             experts = experts.with_activation(self._activation)
