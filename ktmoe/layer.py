@@ -103,7 +103,7 @@ class MoELayer:
         Raises CheckpointError and MissingTensorError besides what MoELayer raises.
         """
         with Checkpoint(path) as checkpoint:
-            experts = find_loader(checkpoint, loader).load(checkpoint, layer)
+            experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
             options = {"rounding": rounding, "router_weight": router_weight, "numa_nodes": numa_nodes, "progress": progress}

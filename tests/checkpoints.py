@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import TensorSpec, serialize_file
 
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.loaders.base import explain
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 
 HIDDEN, INTERMEDIATE, EXPERTS = 96, 64, 3
@@ -50,6 +51,11 @@ def write(folder, tensors: Tensors, config: dict | None = None, file="model.safe
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return Checkpoint(folder)
+
+
+def scores(checkpoint: Checkpoint) -> dict[str, float]:
+    """How sure every loader is of a checkpoint, by its name."""
+    return {finding.loader: finding.score for finding in explain(checkpoint)}
 
 
 def write_index(folder, weight_map: dict[str, str]) -> None:
@@ -304,18 +310,101 @@ def fp8(ending, dtype, size=128):
     return make, lambda arrays: blocks(arrays[".weight"], arrays[ending].astype(np.float64), size)
 
 
-def fp8_per_row(dtype, *columns):
+def _factors(random, dtype, *shape) -> list:
+    return [
+        dtype,
+        np.asarray(random.uniform(0.5, 2, shape)).astype({"F32": np.float32, "BF16": BF16, "F16": np.float16}[dtype]),
+    ]
+
+
+def fp8_per_row(dtype, *columns, ending=".weight_scale"):
     """Tensors of FP8 with a scale per row, [n, *columns]."""
 
     def make(random, n, k):
-        scales = random.uniform(0.5, 2, (n, *columns)).astype({"F32": np.float32, "BF16": BF16, "F16": np.float16}[dtype])
-        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ".weight_scale": [dtype, scales]}
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: _factors(random, dtype, n, *columns)}
 
     def meaning(arrays):
-        codes, scales = arrays[".weight"].view(ml_dtypes.float8_e4m3fn), arrays[".weight_scale"]
+        codes, scales = arrays[".weight"].view(ml_dtypes.float8_e4m3fn), arrays[ending]
         return codes.astype(np.float64) * scales.astype(np.float64).reshape(-1, 1)
 
     return make, meaning
+
+
+def fp8_per_matrix(dtype, *shape, ending=".weight_scale"):
+    """Tensors of FP8 with one scale, of that shape."""
+
+    def make(random, n, k):
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: _factors(random, dtype, *shape)}
+
+    return make, fp8_per_row(dtype, ending=ending)[1]
+
+
+def mxfp4_per_expert(ending):
+    def make(random, n, k):
+        return {
+            ending: ["U8", random.integers(0, 256, (n, k // 2), np.uint8)],
+            ".weight_scale": ["U8", _scale_bytes(random, n, k // 32)],
+        }
+
+    return make, lambda arrays: mxfp4(arrays[ending], arrays[".weight_scale"])
+
+
+def int8(ending, dtype, scales):
+    """Tensors of INT8. scales: the shape of a matrix's, by (n, k)."""
+
+    def make(random, n, k):
+        return {".weight": ["I8", random.integers(-128, 128, (n, k), np.int8)], ending: _factors(random, dtype, *scales(n, k))}
+
+    def meaning(arrays):
+        codes, stored = arrays[".weight"].astype(np.float64), arrays[ending].astype(np.float64)
+        if stored.ndim < 2 or stored.shape[1] == 1:
+            return codes * stored.reshape(-1, 1)
+        size = 32 if len(stored) == len(codes) else 128
+        return codes * stored.repeat(1 if size == 32 else size, 0)[: len(codes)].repeat(size, 1)[:, : codes.shape[1]]
+
+    return make, meaning
+
+
+def packed_int8(group):
+    """Tensors of compressed-tensors' pack-quantized, 8 bits. group: columns that share a scale, or None for all of a row."""
+
+    def make(random, n, k):
+        packed = random.integers(-(2**31), 2**31, (n, k // 4), np.int32)
+        scales = _factors(random, "BF16", n, -(-k // (group or k)))
+        return {".weight_packed": ["I32", packed], ".weight_scale": scales, ".weight_shape": ["I64", np.array([n, k])]}
+
+    def meaning(arrays):
+        codes = arrays[".weight_packed"].astype(np.int64)[..., None] >> 8 * np.arange(4) & 255
+        q = codes.reshape(len(codes), -1) - 128
+        return q * np.repeat(arrays[".weight_scale"].astype(np.float64), group or q.shape[1], 1)[:, : q.shape[1]]
+
+    return make, meaning
+
+
+def asymmetric_int4(random, n, k):
+    """Tensors of compressed-tensors' pack-quantized with zero points, in groups of 32."""
+    return {
+        ".weight_packed": ["I32", random.integers(-(2**31), 2**31, (n, k // 8), np.int32)],
+        ".weight_scale": _factors(random, "BF16", n, k // 32),
+        ".weight_zero_point": ["I32", random.integers(-(2**31), 2**31, (-(-n // 8), k // 32), np.int32)],
+        ".weight_shape": ["I64", np.array([n, k])],
+    }
+
+
+def asymmetric_int4_meaning(arrays):
+    codes, n = along_n(arrays[".weight_packed"]), len(arrays[".weight_packed"])
+    zeros, scales = along_k(arrays[".weight_zero_point"])[:n], arrays[".weight_scale"].astype(np.float64)
+    return (codes - zeros.repeat(32, 1)) * scales.repeat(32, 1)
+
+
+def int4_per_row(dtype):
+    """Tensors of compressed-tensors' pack-quantized, a scale per row."""
+
+    def make(random, n, k):
+        packed = random.integers(-(2**31), 2**31, (n, k // 8), np.int32)
+        return {".weight_packed": ["I32", packed], ".weight_scale": _factors(random, dtype, n, 1)}
+
+    return make, lambda arrays: (along_n(arrays[".weight_packed"]) - 8) * arrays[".weight_scale"].astype(np.float64)
 
 
 def mxfp8(ending, dtype):
@@ -388,6 +477,14 @@ SCHEMES = {
     "gpt_oss": Scheme("gpt_oss", "mlp.experts", "num_local_experts", _gpt_oss, _gpt_oss_meaning, stacked=True),
     "int4": Scheme("compressed_tensors", "mlp.experts", "n_routed_experts", int4(PROJ), int4_meaning(PROJ)),
     "int4 w1": Scheme("compressed_tensors", "block_sparse_moe.experts", "num_local_experts", int4(W), int4_meaning(W)),
+    "int4 zero points": per_expert("compressed_tensors", asymmetric_int4, asymmetric_int4_meaning),
+    "int4 per row": per_expert("compressed_tensors", *int4_per_row("F32")),
+    "int8 packed": per_expert("compressed_tensors", *packed_int8(32)),
+    "int8 packed per row": per_expert("compressed_tensors", *packed_int8(None)),
+    "int8 per row": per_expert("int8", *int8(".weight_scale", "BF16", lambda n, k: (n, 1))),
+    "int8 per matrix": per_expert("int8", *int8(".weight_scale", "F32", lambda n, k: ())),
+    "int8 groups": per_expert("int8", *int8(".weight_scale", "F16", lambda n, k: (n, k // 32))),
+    "int8 blocks": per_expert("int8", *int8(".weight_scale_inv", "F32", lambda n, k: (-(-n // 128), -(-k // 128)))),
     "bf16": Scheme("bf16", "mlp.experts", "num_experts", _bf16(PROJ), _bf16_meaning(PROJ)),
     "bf16 w1": Scheme("bf16", "block_sparse_moe.experts", "num_local_experts", _bf16(W), _bf16_meaning(W)),
     "bf16 native": Scheme("bf16", "experts", "num_experts", _bf16(W), _bf16_meaning(W)),
@@ -398,8 +495,15 @@ SCHEMES = {
     "fp8 weight_scale": per_expert("fp8", *fp8(".weight_scale", "BF16")),
     "fp8 per row": per_expert("fp8_per_row", *fp8_per_row("BF16", 1), count="n_routed_experts"),
     "fp8 per row, flat": per_expert("fp8_per_row", *fp8_per_row("F32")),
+    "fp8 per matrix": per_expert("fp8_per_row", *fp8_per_matrix("F32")),
+    "fp8 per matrix, inverse": per_expert("fp8_per_row", *fp8_per_matrix("BF16", ending=".weight_scale_inv")),
+    "fp8 mistral": per_expert("fp8_per_row", *fp8_per_matrix("BF16", 1, ending=".qscale_weight"), W, "experts"),
     "mxfp8": per_expert("mxfp8", *mxfp8(".weight_scale_inv", "U8"), W, "block_sparse_moe.experts", "num_local_experts"),
     "mxfp8 weight_scale": per_expert("mxfp8", *mxfp8(".weight_scale", "U8")),
+    "mxfp4 quark": per_expert("mxfp4", *mxfp4_per_expert(".weight")),
+    "mxfp4 packed": per_expert(
+        "mxfp4", *mxfp4_per_expert(".weight_packed"), W, "block_sparse_moe.experts", "num_local_experts"
+    ),
     "nvfp4": per_expert("nvfp4", *nvfp4("modelopt")),
     "nvfp4 divided": per_expert("nvfp4", *nvfp4("llm-compressor")),
     "gptq": per_expert("gptq", gptq, gptq_meaning),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from checkpoints import BF16, PROJ, SCHEMES, numbers, write, zeros
+from checkpoints import BF16, PROJ, SCHEMES, numbers, scores, write, zeros
 
 from ktmoe import loaders
 from ktmoe.errors import FormatError
@@ -73,8 +73,8 @@ def test_shapes_tell_it_from_gptq(tmp_path, name, method):
     tensors = SCHEMES[name].layer("model.layers.0", hidden=64, intermediate=64)
     tensors = {each: tensor for each, tensor in tensors.items() if "g_idx" not in each}
     checkpoint = write(tmp_path, tensors, {"quantization_config": {"quant_method": method}})
-    scores = {each: loaders.get(each).detect(checkpoint) for each in ("gptq", "awq")}
-    assert scores == {"gptq": 0.0, "awq": 0.0} | {name: 0.9}
+    found = scores(checkpoint)
+    assert {each: found[each] for each in ("gptq", "awq")} == {"gptq": 0.0, "awq": 0.0} | {name: 0.9}
     if name != method:
         with pytest.raises(FormatError, match=rf"quant_method: expected '{name}', found '{method}'"):
             find_loader(checkpoint).load(checkpoint, 0)

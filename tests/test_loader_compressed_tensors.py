@@ -9,7 +9,10 @@ from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import compressed_tensors
 from ktmoe.loaders.base import find_loader
+from ktmoe.weights import formats
 from ktmoe.weights.activation import SILU
+from ktmoe.weights.elements import INT4, INT8_PLUS_128
+from ktmoe.weights.formats import Factor, WeightFormat
 
 SCHEME = SCHEMES["int4"]
 EXPERT = "model.layers.0.mlp.experts.0"
@@ -117,15 +120,15 @@ WHERE = "quantization_config.config_groups.group_0.weights"
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_bits": 8}, [f"{WHERE}.num_bits", "expected 4", "found 8"]),
+        ({"num_bits": 3}, [f"{WHERE}.num_bits", "expected 4 or 8", "found 3"]),
         ({"num_bits": True}, [f"{WHERE}.num_bits", "found True"]),
         ({"type": "float"}, [f"{WHERE}.type", "expected 'int'", "found 'float'"]),
-        ({"symmetric": False}, [f"{WHERE}.symmetric", "expected True", "found False"]),
-        ({"strategy": "channel"}, [f"{WHERE}.strategy", "expected 'group'", "found 'channel'"]),
+        ({"symmetric": "no"}, [f"{WHERE}.symmetric", "expected True or False", "found 'no'"]),
+        ({"strategy": "block"}, [f"{WHERE}.strategy", "expected 'group' or 'channel'", "found 'block'"]),
         ({"strategy": "tensor_group"}, [f"{WHERE}.strategy", "found 'tensor_group'"]),
         ({"actorder": "group"}, [f"{WHERE}.actorder", "'weight'", "found 'group'"]),
         ({"actorder": True}, [f"{WHERE}.actorder", "found True"]),
-        ({"group_size": -1}, [f"{WHERE}.group_size", "expected a count", "found -1"]),
+        ({"group_size": -2}, [f"{WHERE}.group_size", "expected a count", "found -2"]),
         ({"group_size": "32"}, [f"{WHERE}.group_size", "expected a count", "found '32'"]),
         ({"group_size": 64}, [f"{EXPERT}.gate_proj.weight_scale", "expected [64, 2]", "per 64 along k = 96", "found [64, 3]"]),
     ],
@@ -160,16 +163,15 @@ REFUSED = {
     "flat": ("gate_proj.weight_packed", zeros("I32", 768), ["two dimensions", "[768]"]),
     "no rows": ("gate_proj.weight_packed", zeros("I32", 0, 12), ["above 0", "[0, 12]"]),
     "U8 weights": ("up_proj.weight_packed", zeros("U8", 64, 48), ["dtype", "expected I32", "U8 [64, 48]"]),
-    "F16 scale": ("gate_proj.weight_scale", zeros("F16", 64, 3), ["dtype", "expected BF16", "F16 [64, 3]"]),
-    "F32 scale": ("down_proj.weight_scale", zeros("F32", 96, 2), ["dtype", "expected BF16", "F32 [96, 2]"]),
-    "one scale per row": ("gate_proj.weight_scale", zeros("BF16", 64, 1), ["one per row (channel)", "[64, 1]"]),
+    "F16 scale": ("up_proj.weight_scale", zeros("F16", 64, 3), ["dtype", "expected BF16", "F16 [64, 3]"]),
+    "F32 scale": ("gate_proj.weight_scale", zeros("F32", 64, 3), ["dtype", "expected BF16 or F16", "F32 [64, 3]"]),
+    "one scale per row": ("down_proj.weight_scale", zeros("BF16", 96, 1), ["expected [96, 2]", "per 32", "[96, 1]"]),
     "no group fits": ("gate_proj.weight_scale", zeros("BF16", 64, 5), ["divides k = 96", "group_size", "[64, 5]"]),
     "flat scale": ("gate_proj.weight_scale", zeros("BF16", 192), ["two dimensions", "[192]"]),
     "too few rows": ("gate_proj.weight_scale", zeros("BF16", 63, 3), ["expected [64, 3]", "[63, 3]"]),
     "another group": ("down_proj.weight_scale", zeros("BF16", 96, 4), ["expected [96, 2]", "per 32", "[96, 4]"]),
     "F32 shape": ("up_proj.weight_shape", zeros("F32", 2), ["expected I32 or I64", "F32 [2]"]),
     "long shape": ("up_proj.weight_shape", zeros("I64", 3), ["expected [2]", "[3]"]),
-    "zero points": ("gate_proj.weight_zero_point", zeros("I32", 8, 3), ["found one: asymmetric"]),
     "activation order": ("gate_proj.weight_g_idx", zeros("I32", 96), ["found one: activation reordering"]),
     "global scale": ("gate_proj.weight_global_scale", zeros("F32", 1), ["found one: FP4"]),
     "bias": ("down_proj.bias", zeros("BF16", 96), ["found one: biases"]),
@@ -200,6 +202,94 @@ def test_projections_that_do_not_fit(tmp_path, tensors, projection, n, k, words)
     assert all(word in str(caught.value) for word in [EXPERT, *words]), str(caught.value)
 
 
+def test_scales_in_float16(tmp_path, tensors):
+    for name in tensors:
+        if name.endswith("scale"):
+            tensors[name] = ["F16", tensors[name][1].astype(np.float16)]
+    weights = load(tmp_path, tensors, config())
+    assert weights.formats["up"] == formats.int4(32, "fp16")
+    SCHEME.check(weights, tensors, "model.layers.0")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("int4 zero points", formats.uint4(32, "bf16")),
+        ("int4 per row", WeightFormat(INT4, factor=Factor(per_row=True))),
+        ("int8 packed", formats.int8(32, "bf16", INT8_PLUS_128)),
+        ("int8 packed per row", formats.int8(None, element=INT8_PLUS_128)),
+    ],
+)
+@pytest.mark.parametrize("stated", [False, True])
+def test_formats(tmp_path, name, expected, stated):
+    """Told by shapes; what llm-compressor writes into the config changes nothing."""
+    per_row = "row" in name
+    said = config(
+        num_bits=8 if "int8" in name else 4,
+        symmetric="zero" not in name,
+        strategy="channel" if per_row else "group",
+        group_size=-1 if per_row else 32,
+    )
+    tensors = SCHEMES[name].layer("model.layers.0")
+    weights = load(tmp_path, tensors, said if stated else None)
+    assert weights.formats == dict.fromkeys(PROJECTIONS, expected)
+    SCHEMES[name].check(weights, tensors, "model.layers.0")
+
+
+def test_zero_points_are_of_their_rows(tmp_path):
+    tensors = SCHEMES["int4 zero points"].layer("model.layers.0")
+    matrix = load(tmp_path, tensors, config(symmetric=False)).matrix(2, "up")
+    stored = tensors[f"{EXPERT[:-1]}2.up_proj.weight_zero_point"][1]
+    assert (matrix.offsets.shape, stored.shape) == ((64, 3), (8, 3))
+    for n, group in ((0, 0), (7, 1), (8, 2), (63, 0)):
+        assert matrix.offsets[n, group] == int(stored[n // 8, group]) >> 4 * (n % 8) & 15
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("int8 packed", {"weight_zero_point": zeros("I32", 24, 3)}, ["zero points of 4 bits in groups", "found 8 bits"]),
+        ("int4 per row", {"weight_zero_point": zeros("I32", 12, 1)}, ["zero points of 4 bits", "found one per row (channel)"]),
+        ("int4 zero points", {"weight_zero_point": zeros("I8", 96, 3)}, ["dtype: expected I32", "found I8 [96, 3]"]),
+        ("int4 zero points", {"weight_zero_point": zeros("I32", 96, 3)}, ["shape: expected [12, 3]", "found [96, 3]"]),
+    ],
+)
+def test_zero_points_that_are_refused(tmp_path, name, changes, words):
+    tensors = SCHEMES[name].layer("model.layers.0", hidden=96, intermediate=96)
+    with pytest.raises(FormatError) as caught:
+        load(tmp_path, tensors | per_expert(**changes))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}, ["transform_config: expected none", "R4"]),
+        (
+            {"algo_config": [{"name": "rotation", "online_config": {"online_rotation_layers": [f"{EXPERT}.down_proj"]}}]},
+            ["algo_config: online_rotation_layers: expected none of experts", EXPERT],
+        ),
+    ],
+)
+def test_weights_for_rotated_inputs_are_refused(tmp_path, tensors, stated, words):
+    with pytest.raises(FormatError) as caught:
+        load(tmp_path, tensors, {"quantization_config": stated})
+    assert all(word in str(caught.value) for word in [*words, "inputs would have to be rotated"]), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"transform_config": None},
+        {"transform_config": {"config_groups": {}}},
+        {"algo_config": None},
+        {"algo_config": [None, {"online_config": None}, {"online_config": {"online_rotation_layers": ["x.self_attn.o_proj"]}}]},
+    ],
+)
+def test_rotations_that_are_none_of_experts(tmp_path, tensors, stated):
+    SCHEME.check(load(tmp_path, tensors, {"quantization_config": stated}), tensors, "model.layers.0")
+
+
 def per_expert(**parts):
     return {
         f"model.layers.0.mlp.experts.{expert}.{stem}.{part}": tensor
@@ -214,13 +304,11 @@ def test_other_formats_of_compressed_tensors(tmp_path):
     fp8 = per_expert(weight=zeros("F8_E4M3", 96, 96), weight_scale=zeros("BF16", 96, 1))
     checkpoint = write(tmp_path, fp8)
     assert loaders.get("compressed_tensors").detect(checkpoint) == 0
-    (tmp_path / "fp4").mkdir()
-    fp4 = per_expert(weight_packed=zeros("U8", 96, 48), weight_scale=zeros("F8_E4M3", 96, 6))
-    with pytest.raises(FormatError, match=rf"{EXPERT}.gate_proj.weight_packed: dtype: expected I32, found U8 \[96, 48\]"):
-        load(tmp_path / "fp4", fp4)
     (tmp_path / "nvfp4").mkdir()
+    fp4 = per_expert(weight_packed=zeros("U8", 96, 48), weight_scale=zeros("F8_E4M3", 96, 6))
     checkpoint = write(tmp_path / "nvfp4", fp4 | per_expert(weight_global_scale=zeros("F32", 1)))
     assert loaders.get("compressed_tensors").detect(checkpoint) == 0
+    assert find_loader(checkpoint) is loaders.get("nvfp4")
     with pytest.raises(FormatError, match=r"weight_global_scale: expected none .*: FP4"):
         loaders.get("compressed_tensors").load(checkpoint, 0)
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, W, check_matrix, write, zeros
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, W, check_matrix, scores, write, zeros
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
@@ -87,7 +87,7 @@ def test_bad_swiglu_limit(tmp_path, limit, nested):
 
 def test_weights_without_scales_are_another_format(tmp_path):
     checkpoint = write(tmp_path, {name: tensor for name, tensor in SCHEME.layer("layers.0").items() if name.endswith("weight")})
-    assert registry.get("deepseek_v4").detect(checkpoint) == 0
+    assert scores(checkpoint)["deepseek_v4"] == 0
 
 
 # label: (tensor of expert 0, what it is instead, what the message must hold)
@@ -112,7 +112,7 @@ def test_not_mxfp4(tmp_path, label):
     name = f"layers.0.ffn.experts.0.{suffix}"
     checkpoint = write(tmp_path, SCHEME.layer("layers.0") | {name: tensor})
     loader = registry.get("deepseek_v4")
-    assert loader.detect(checkpoint) == 0
+    assert scores(checkpoint)["deepseek_v4"] == 0
     with pytest.raises(FormatError) as caught:
         loader.load(checkpoint, 0)
     named = name.rsplit(".", 2)[0]
@@ -130,7 +130,7 @@ def test_odd_f4_rows_would_share_a_byte(tmp_path):
     text, data = json.dumps(header).encode(), bytes(start + nbytes)
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
     checkpoint = Checkpoint(tmp_path)
-    assert registry.get("deepseek_v4").detect(checkpoint) == 0
+    assert scores(checkpoint)["deepseek_v4"] == 0
     with pytest.raises(FormatError, match=r"w1.weight: shape: expected an even number of F4 columns, found \[64, 95\]"):
         registry.get("deepseek_v4").load(checkpoint, 0)
 

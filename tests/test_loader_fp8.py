@@ -4,11 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import drop, write_file
-from checkpoints import PROJ, SCHEMES, numbers, per_expert, write, zeros
+from checkpoints import PROJ, SCHEMES, numbers, per_expert, scores, write, zeros
 from checkpoints import fp8 as made_fp8
 
 from ktmoe import loaders
-from ktmoe.errors import CheckpointError, FormatError, UnavailableError
+from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -86,13 +86,13 @@ def test_a_config_that_is_no_object(tmp_path):
     checkpoint = write(tmp_path, SCHEMES["fp8"].layer("model.layers.0"), {"quantization_config": [1]})
     with pytest.raises(CheckpointError, match=r"quantization_config: expected an object, found \[1\]"):
         loaders.get("fp8").load(checkpoint, 0)
-    with pytest.raises(UnavailableError):
+    with pytest.raises(FormatError, match=r"no loader reads these experts: fp8: .* expected an object, found \[1\]"):
         find_loader(checkpoint)
 
 
 def test_a_block_size_that_contradicts_the_tensors(tmp_path):
     checkpoint = write(tmp_path, SCHEMES["fp8"].layer("model.layers.0", **SIZES), config(weight_block_size=[64, 64]))
-    assert loaders.get("fp8").detect(checkpoint) == 0
+    assert scores(checkpoint)["fp8"] == 0
     with pytest.raises(
         FormatError, match=r"weight_scale_inv: shape: expected \[3, 5\] \(one scale per 64x64\), found \[2, 3\]"
     ):
@@ -109,7 +109,7 @@ REFUSED = {
     "no rows": ("gate_proj.weight", zeros("F8_E4M3", 0, 96), ["two dimensions above 0", "[0, 96]"]),
     "per row": ("gate_proj.weight_scale_inv", zeros("F32", 64, 1), ["expected [1, 1] (one scale per 128x128)", "[64, 1]"]),
     "bias": ("gate_proj.bias", zeros("BF16", 64), ["found one: biases"]),
-    "input": ("gate_proj.input_scale", zeros("F32", 1), ["found one: activations"]),
+    "AWQ": ("gate_proj.pre_quant_scale", zeros("BF16", 96), ["found one: inputs that are scaled"]),
 }
 
 
@@ -125,7 +125,7 @@ def test_refused(tmp_path, label):
 def test_a_config_of_fp8_says_nothing_of_the_experts(tmp_path):
     """V4-Flash's says fp8, and its experts are MXFP4."""
     checkpoint = write(tmp_path, SCHEMES["deepseek_v4"].layer("layers.0"), config(weight_block_size=[128, 128]))
-    assert loaders.get("fp8").detect(checkpoint) == 0
+    assert scores(checkpoint)["fp8"] == 0
     assert find_loader(checkpoint) is loaders.get("deepseek_v4")
 
 

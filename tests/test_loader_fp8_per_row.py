@@ -7,12 +7,12 @@ from checkpoint_files import drop, write_file
 from checkpoints import PROJ, SCHEMES, fp8_per_row, numbers, per_expert, write, zeros
 
 from ktmoe import loaders
-from ktmoe.errors import FormatError, UnavailableError
+from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.weights.activation import SILU
-from ktmoe.weights.formats import FP8_PER_ROW
+from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW
 
 EXPERT = "model.layers.0.mlp.experts.0"
 
@@ -93,11 +93,12 @@ def test_scales_are_aligned_wherever_they_are(tmp_path, before):
 REFUSED = {
     "BF16 weight": ("gate_proj.weight", zeros("BF16", 64, 96), ["dtype: expected F8_E4M3", "found BF16 [64, 96]"]),
     "U8 scale": ("gate_proj.weight_scale", zeros("U8", 64, 1), ["expected F32 or BF16 or F16", "U8 [64, 1]"]),
-    "per matrix": ("gate_proj.weight_scale", zeros("F32", 1), ["shape: expected [64] or [64, 1]", "found [1]"]),
+    "per matrix": ("up_proj.weight_scale", zeros("F32", 1), ["shape: expected [64] or [64, 1]", "found [1]"]),
+    "two of a matrix": ("up_proj.weight_scale", zeros("F32", 2), ["shape: expected [64] or [64, 1]", "found [2]"]),
     "per column": ("up_proj.weight_scale", zeros("BF16", 1, 96), ["shape: expected [64] or [64, 1]", "found [1, 96]"]),
     "flat": ("gate_proj.weight", zeros("F8_E4M3", 64), ["two dimensions above 0", "[64]"]),
     "bias": ("gate_proj.bias", zeros("BF16", 64), ["found one: biases"]),
-    "input": ("gate_proj.input_scale", zeros("F32", 1), ["found one: activations"]),
+    "rotated": ("gate_proj.input_rotation", zeros("I8", 96, 96), ["found one: inputs that are rotated"]),
 }
 
 
@@ -110,8 +111,25 @@ def test_refused(tmp_path, label):
     assert all(word in str(caught.value) for word in [f"{EXPERT}.{suffix}: ", "expected", *words]), str(caught.value)
 
 
-def test_one_scale_per_matrix_is_nobodys(tmp_path):
+@pytest.mark.parametrize("name", ["fp8 per matrix", "fp8 per matrix, inverse", "fp8 mistral"])
+def test_one_scale_per_matrix(tmp_path, name):
+    tensors = SCHEMES[name].layer("layers.0")
+    weights = load(tmp_path, tensors)
+    assert weights.formats == dict.fromkeys(PROJECTIONS, FP8_PER_MATRIX)
+    assert weights.matrix(1, "up").factor.shape == (1,)
+
+
+@pytest.mark.parametrize("ending", ["input_scale", "activation_scale", "qscale_act"])
+@pytest.mark.parametrize("name", ["fp8 per row", "fp8 per matrix"])
+def test_the_inputs_scales_are_not_used(tmp_path, name, ending):
+    """Whatever they hold, and where only some experts were calibrated."""
+    tensors = SCHEMES[name].layer("model.layers.0")
+    more = {f"{EXPERT}.{stem}.{ending}": ["F32", np.float32([np.nan])] for stem in ("gate_proj", "down_proj")}
+    SCHEMES[name].check(load(tmp_path, tensors | more), tensors, "model.layers.0")
+
+
+def test_a_scale_that_nobody_has(tmp_path):
     tensors = SCHEMES["fp8 per row"].layer("model.layers.0")
-    tensors |= {name: zeros("F32", 1) for name in tensors if name.endswith("scale")}
-    with pytest.raises(UnavailableError, match="no loader recognises"):
+    tensors |= {name: zeros("F32", 3) for name in tensors if name.endswith("scale")}
+    with pytest.raises(FormatError, match=rf"fp8_per_row: {EXPERT}.gate_proj.weight_scale: shape: expected .*, found \[3\]"):
         find_loader(write(tmp_path, tensors))

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import PROJ, SCHEMES, W, numbers, write, zeros
+from checkpoints import PROJ, SCHEMES, W, numbers, scores, write, zeros
 
 from ktmoe import loaders
 from ktmoe.errors import FormatError
@@ -72,9 +72,9 @@ def test_names_of_others_with_these_tensors_are_mxfp8(tmp_path):
         name = f"model.layers.0.mlp.experts.0.{stem}"
         tensors |= {f"{name}.weight": zeros("F8_E4M3", n, k), f"{name}.weight_scale_inv": zeros("F8_E8M0", n, k // 32)}
     checkpoint = write(tmp_path, tensors, {"quantization_config": {"quant_method": "fp8"}})
-    scores = {name: loaders.get(name).detect(checkpoint) for name in loaders.names()}
-    assert scores.pop("mxfp8") > 0.5
-    assert not any(scores.values())
+    found = scores(checkpoint)
+    assert found.pop("mxfp8") > 0.5
+    assert not any(found.values())
 
 
 # label: (tensor of expert 0, what it is instead, what the message must hold)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, write, write_index, zeros
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, scores, write, write_index, zeros
 
 from ktmoe import loaders
 from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError, UnavailableError
@@ -39,9 +39,9 @@ def test_layers(tmp_path, scheme, prefix):
     tensors[f"{prefix}layers.3.mlp.shared_experts.gate_proj.weight"] = zeros("BF16", 8, 8)
     tensors[f"{prefix}embed.weight"] = zeros("BF16", 8, 8)
     checkpoint = write(tmp_path, tensors)
-    scores = {name: loaders.get(name).detect(checkpoint) for name in loaders.names()}
-    assert scores.pop(scheme.loader) > 0.5
-    assert not any(scores.values())
+    found = scores(checkpoint)
+    assert found.pop(scheme.loader) > 0.5
+    assert not any(found.values())
     loader = find_loader(checkpoint)
     assert loader is loaders.get(scheme.loader)
     assert loader.layers(checkpoint) == [1, 2, 10, "mtp.0"]

@@ -172,6 +172,7 @@ def test_values_of_a_hostile_config(tmp_path, loader, config, peak):
     scheme = next(scheme for scheme in checkpoints.SCHEMES.values() if scheme.loader == loader)
     with checkpoints.write(tmp_path, scheme.layer("layers.0")) as checkpoint:
         assert find_loader(checkpoint) is loaders.get(loader)
+    with Checkpoint(tmp_path) as checkpoint:
         checkpoint.config = config
         assert peak(lambda: refused(lambda: loaders.get(loader).load(checkpoint, 0))) < 10_000_000
 

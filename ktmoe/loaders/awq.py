@@ -12,6 +12,8 @@ AutoAWQ writes this version with zero points only; group_size, else it is found 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ktmoe.loaders import naming, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
@@ -30,7 +32,8 @@ _SUPPORTED = {
 class Awq(PerExpert):
     """Reads 4-bit AWQ experts."""
 
-    names = naming.Names("AWQ", *spellings(_ARRAYS, foreign={"bias": "biases are not supported", "g_idx": "that is GPTQ's"}))
+    names = naming.Names("AWQ", *spellings(_ARRAYS, foreign={"g_idx": "that is GPTQ's"}))
+    dtypes: ClassVar = {"codes": ("I32",)}
 
     def check_config(self, checkpoint: Checkpoint) -> None:
         quantization.check(checkpoint, _SUPPORTED)

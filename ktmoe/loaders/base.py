@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
-from ktmoe.errors import MissingTensorError, UnavailableError
+from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.experts import ExpertWeights
-from ktmoe.loaders import registry
+from ktmoe.loaders import naming, registry, unknown
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.one_layer import OneLayer
 
 #: What Loader.detect gives for a checkpoint that has its names, and weights that it refuses.
 NAMED = 0.1
@@ -23,7 +25,8 @@ class Loader(ABC):
 
         By tensor names, dtypes, shapes and config; no tensor is read. NAMED where no other loader's names fit but the weights
         are not what this one reads: unless another one claims the checkpoint, load() then says what is wrong with it.
-        May raise MissingTensorError where what would decide has not been downloaded.
+        May raise FormatError or CheckpointError: these are its names and its weights' dtype, but it does not read them, and the
+        message says why. May raise MissingTensorError where what would decide has not been downloaded.
         """
 
     @abstractmethod
@@ -35,28 +38,85 @@ class Loader(ABC):
         """One layer's experts, read lazily. Raises MissingTensorError for a layer or tensor that does not exist."""
 
 
-def find_loader(checkpoint: Checkpoint, name: str = "auto") -> Loader:
-    """The loader of that name, or the one that is surest of this checkpoint.
+@dataclass(frozen=True)
+class Finding:
+    """What one loader says of a checkpoint.
 
-    Raises UnavailableError if none is, MissingTensorError if that is for want of a file.
+    loader: its name. score: what its detect() gives, 0 where it raises. error: what it raises.
+    reason: why it does not read the checkpoint, in a sentence; empty where it does.
+    """
+
+    loader: str
+    score: float
+    reason: str
+    error: KtmoeError | None = None
+
+
+def explain(checkpoint: Checkpoint | OneLayer) -> list[Finding]:
+    """What each loader says of a checkpoint, the surest one first. Reads no tensor."""
+    findings = [_finding(name, registry.get(name), checkpoint) for name in registry.names()]
+    return sorted(findings, key=lambda finding: (-finding.score, finding.error is None))
+
+
+def _finding(name: str, loader: Loader, checkpoint: Checkpoint | OneLayer) -> Finding:
+    try:
+        score = loader.detect(checkpoint)
+    except (CheckpointError, FormatError) as error:  # MissingTensorError, too
+        return Finding(name, 0.0, str(error), error)
+    if score > 0:
+        return Finding(name, score, "")
+    layers = naming.listed(loader.layers(checkpoint))
+    return Finding(name, 0.0, f"its names in {layers}, but other weights" if layers else "no tensor has its names")
+
+
+def find_loader(checkpoint: Checkpoint, name: str = "auto", layer: int | str | None = None) -> Loader:
+    """The loader of that name, or the one that is surest of this checkpoint, or of that layer of it: layers may differ.
+
+    If none is, raises FormatError or CheckpointError with the reasons of those that know the names, MissingTensorError if a
+    file is missing that would decide, else UnavailableError, which says what was found.
     """
     if name != "auto":
         return registry.get(name)
-    scores, absent = {}, None
-    for candidate in registry.names():
-        try:
-            scores[candidate] = registry.get(candidate).detect(checkpoint)
-        except MissingTensorError as error:  # a partial download: it may still be another loader's
-            scores[candidate], absent = 0.0, absent or error
-    best = max(scores, key=scores.__getitem__, default=None)
-    if best is None or scores[best] <= 0:
-        if absent is not None:
-            raise absent
-        raise UnavailableError(
-            f"{checkpoint.path}: no loader recognises this checkpoint; tried {', '.join(scores)}. "
-            "Pass loader=... to choose one, or register one for its naming scheme."
-        )
-    return registry.get(best)
+    alone = _surest(explain(OneLayer(checkpoint, layer))) if layer is not None else None
+    if alone:
+        return alone
+    findings = explain(checkpoint)
+    if surest := _surest(findings):
+        return surest
+    raise _refusal(checkpoint, findings)
+
+
+def find_layers(checkpoint: Checkpoint, name: str = "auto") -> list[int | str]:
+    """The layers that the loader of that name has; or all that some loader reads, in the model's order.
+
+    Raises what find_loader() raises.
+    """
+    found = find_loader(checkpoint, name).layers(checkpoint)
+    if name != "auto":
+        return found
+    known = naming.layers(checkpoint)
+    more = {layer for layer in known if layer not in found and _surest(explain(OneLayer(checkpoint, layer)))}
+    return [layer for layer in known if layer in more or layer in found] if more else found
+
+
+def _surest(findings: list[Finding]) -> Loader | None:
+    return registry.get(findings[0].loader) if findings and findings[0].score > 0 else None
+
+
+def _refusal(checkpoint: Checkpoint, findings: list[Finding]) -> KtmoeError:
+    wrong = [finding for finding in findings if finding.error and not isinstance(finding.error, MissingTensorError)]
+    if wrong:
+        reasons = {finding.reason: finding.loader for finding in reversed(wrong)}  # one of those that say the same
+        said = "; ".join(f"{loader}: {reason}" for reason, loader in reversed(reasons.items()))
+        kinds = {type(finding.error) for finding in wrong}
+        kind = kinds.pop() if len(kinds) == 1 else FormatError
+        return kind(f"{checkpoint.path}: no loader reads these experts: {said}{unknown.method(checkpoint)}")
+    absent = next((finding.error for finding in findings if finding.error), None)
+    tried = ", ".join(finding.loader for finding in sorted(findings, key=lambda finding: finding.loader))
+    return absent or UnavailableError(
+        f"{checkpoint.path}: no loader recognises this checkpoint; tried {tried}. Found {unknown.found(checkpoint)}. "
+        "Pass loader=... to choose one, or register one for its naming scheme."
+    )
 
 
 def load_experts(path: str | os.PathLike, layer: int | str, *, loader: str = "auto") -> ExpertWeights:
@@ -66,4 +126,4 @@ def load_experts(path: str | os.PathLike, layer: int | str, *, loader: str = "au
     Raises CheckpointError, MissingTensorError, FormatError; UnavailableError if no loader recognises the checkpoint.
     """
     checkpoint = Checkpoint(path)
-    return find_loader(checkpoint, loader).load(checkpoint, layer)
+    return find_loader(checkpoint, loader, layer).load(checkpoint, layer)

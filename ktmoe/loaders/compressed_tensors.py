@@ -1,14 +1,17 @@
-"""compressed-tensors, pack-quantized: symmetric INT4 experts (Kimi-K2-Thinking, and what llm-compressor writes as W4A16).
+"""compressed-tensors, pack-quantized: INT4 and INT8 experts (Kimi-K2-Thinking, and llm-compressor's W4A16 and W8A16).
 
 An expert's tensors are {base}.{E}.{gate,up,down}_proj.weight_{packed,scale,shape}, or with w1, w3, w2, where base is
 layers.{L}.mlp.experts, or another module's experts, behind model. and language_model. prefixes:
 
-    weight_packed  I32 [N, K/8], eight codes an integer, lowest bits first along k, a code stores q + 8
-    weight_scale   BF16 [N, K/group]
-    weight_shape   I32 or I64 [2], holds N and K; may be absent
+    weight_packed      I32 [N, K/8], eight codes an integer, lowest bits first along k, a code stores q + 8;
+                       or of 8 bits, [N, K/4], four codes, q + 128
+    weight_scale       BF16 or F16 [N, K/group]; or F32, too, [N, 1], one per row ("channel")
+    weight_zero_point  I32 [N/8, K/group], eight an integer along n, lowest bits first; of 4 bits in groups, if asymmetric
+    weight_shape       I32 or I64 [2], holds N and K; may be absent
 
-The little-endian bytes of an I32 are two codes each, low nibble = even k, so nothing is converted. config.json's
-quantization_config must agree with the tensors where it is given.
+A weight is (code - 8) * scale, (code - 128) * scale or (code - zero point) * scale. The little-endian bytes of an I32 are its
+codes in order, low nibble = even k, so only zero points are unpacked. Whether codes have 4 or 8 bits is said by the shapes of
+gate and down. Of config.json's quantization_config, what is not supported is refused, and group_size counts where it is given.
 """
 
 from __future__ import annotations
@@ -22,29 +25,30 @@ import numpy as np
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import Matrix
 from ktmoe.loaders import naming, quantization, registry
-from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
 from ktmoe.messages import show
-from ktmoe.weights.formats import WeightFormat, int4
+from ktmoe.weights.elements import INT4, INT8_PLUS_128
+from ktmoe.weights.formats import Factor, WeightFormat, int4, int8, uint4
 
-_ARRAYS = {"codes": ".weight_packed", "scales": ".weight_scale"}
+_SYMMETRIC = {"codes": ".weight_packed", "scales": ".weight_scale", "factor": ".weight_scale"}
+_ASYMMETRIC = {**_SYMMETRIC, "offsets": ".weight_zero_point"}
 _STATED = ".weight_shape"
-_FOREIGN = {
-    "weight_zero_point": "asymmetric quantization is not supported",
-    "weight_g_idx": "activation reordering (actorder group) is not supported",
-    "weight_global_scale": "FP4 (NVFP4) is not supported",
-    "input_global_scale": "quantized activations are not supported",
-    "input_scale": "quantized activations are not supported",
-    "bias": "biases are not supported",
+_REST = {
+    "optional": (_STATED,),
+    "foreign": {
+        "weight_g_idx": "activation reordering (actorder group) is not supported",
+        "weight_global_scale": "FP4 (NVFP4) is not supported",
+    },
 }
 _SHAPE_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_ELEMENTS = {4: INT4, 8: INT8_PLUS_128}
 #: What config_groups.*.weights may say, besides nothing and group_size. actorder "weight" reorders nothing that is stored.
 _SUPPORTED = {
-    "num_bits": (4,),
+    "num_bits": (4, 8),
     "type": ("int",),
-    "symmetric": (True,),
-    "strategy": ("group", None),
+    "symmetric": (True, False),
+    "strategy": ("group", "channel", None),
     "actorder": (None, False, "weight", "static"),
 }
 
@@ -53,33 +57,42 @@ _groups: weakref.WeakKeyDictionary[Checkpoint, int | None] = weakref.WeakKeyDict
 
 
 class CompressedTensors(PerExpert):
-    """Reads INT4 experts with one bfloat16 scale a group along k, of any group size.
+    """Reads integers of 4 and 8 bits with a scale per group along k, of any group size, or per row.
 
     A weight_shape is compared when its matrix is read. Refused are other quantizations, by tensors or config.
     """
 
-    names = naming.Names("compressed-tensors' pack-quantized", *spellings(_ARRAYS, optional=(_STATED,), foreign=_FOREIGN))
-    dtypes: ClassVar = {"codes": ("I32",)}
-
-    def detect(self, checkpoint: Checkpoint) -> float:
-        """0.9 if the first layer that can be read has experts packed in I32; NAMED if they are packed otherwise; 0 for NVFP4.
-
-        What else is refused, is by load(), so that it is said: the names are no other scheme's.
-        """
-
-        def score(spelling: naming.Spelling, prefix: str) -> float:
-            gate = prefix + spelling.stems["gate"]
-            if checkpoint.info(f"{gate}.weight_packed").dtype == "I32":
-                return 0.9
-            return 0.0 if f"{gate}.weight_global_scale" in checkpoint.names() else NAMED
-
-        return self.names.detect(checkpoint, score)
+    names = naming.Names(
+        "compressed-tensors' pack-quantized", *spellings(_SYMMETRIC, **_REST), *spellings(_ASYMMETRIC, **_REST)
+    )
+    dtypes: ClassVar = {"codes": ("I32",), "offsets": ("I32",)}
 
     def format(self, headers: Headers) -> WeightFormat:
-        packed = headers.info("codes")
+        packed, scales = headers.info("codes"), headers.info("scales")
         naming.check_dtype(packed, "I32")
         naming.check_dimensions(packed, 2)
-        return int4(_stated_group(headers.checkpoint) or _derived_group(headers, 8 * packed.shape[1]))
+        naming.check_dimensions(scales, 2)
+        bits, asymmetric = _bits(headers), headers.arrays is _ASYMMETRIC
+        size = _stated_group(headers.checkpoint)
+        per_row = size is None and scales.shape[1] == 1
+        if asymmetric and (bits == 8 or per_row):
+            found = "8 bits" if bits == 8 else "one per row (channel)"
+            raise FormatError(f"{headers.tensor('offsets')}: expected zero points of 4 bits in groups, found {found}")
+        if per_row:
+            return WeightFormat(_ELEMENTS[bits], factor=Factor(per_row=True))
+        size, kind = size or group(headers, packed.shape[1] * 32 // bits, axis=1), headers.kind("BF16", "F16")
+        if asymmetric:
+            return uint4(size, kind)
+        return int4(size, kind) if bits == 4 else int8(size, kind, INT8_PLUS_128)
+
+    def tensor_shape(self, label: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (-(-shape[0] // 8), shape[1]) if label == "offsets" else shape
+
+    def array(self, headers: Headers, label: str, stored: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        if label == "offsets":
+            eights = stored.view("<u4").reshape(-1, 1, shape[1]) >> 4 * np.arange(8, dtype=np.uint32)[:, None] & 15
+            stored = np.ascontiguousarray(eights.astype(np.uint8).reshape(-1, shape[1])[: shape[0]])
+        return super().array(headers, label, stored, dtype, shape)
 
     def check_more(self, headers: Headers, endings: Iterable[str], shape: tuple[int, int]) -> None:
         if _STATED in endings:
@@ -95,14 +108,11 @@ class CompressedTensors(PerExpert):
                 raise CheckpointError(f"{name}: expected {list(matrix.shape)} by weight_packed, found {found}")
 
 
-def _derived_group(headers: Headers, k: int) -> int:
-    """The group size by a matrix's shapes, where config.json does not give it."""
-    scale = headers.info("scales")
-    if len(scale.shape) == 2 and scale.shape[1] == 1:
-        raise FormatError(
-            f"{scale.name}: shape: expected one scale per group, found one per row (channel), {show(list(scale.shape))}"
-        )
-    return group(headers, k, axis=1)
+def _bits(headers: Headers) -> int:
+    """Of a code: gate has as many rows as down has columns, which down's items hold eight or four of."""
+    down = headers.checkpoint.info(headers.down + headers.arrays["codes"])
+    naming.check_dimensions(down, 2)
+    return 8 if headers.info("codes").shape[0] == 4 * down.shape[1] else 4
 
 
 def _stated_group(checkpoint: Checkpoint) -> int | None:
@@ -132,7 +142,7 @@ def read_group(checkpoint: Checkpoint) -> int | None:
             refused = refused or error
     if refused is not None and not sizes:
         raise refused
-    sizes = set(sizes) - {None}
+    sizes = set(sizes)
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -143,6 +153,8 @@ def _group_size(where: str, weights: dict) -> int | None:
             expected = " or ".join(repr(value) for value in supported)
             raise FormatError(f"{where}.{key}: expected {expected}, found {show(found)}")
     size = weights.get("group_size")
+    if type(size) is int and size == -1:  # all of a row
+        return None
     if size is not None and (type(size) is not int or not 1 <= size < 2**31):
         raise FormatError(f"{where}.group_size: expected a count of columns, found {show(size)}")
     return size

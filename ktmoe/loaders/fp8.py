@@ -11,14 +11,11 @@ quantization_config is the block's size where it is given.
 
 from __future__ import annotations
 
-from ktmoe.errors import FormatError
-from ktmoe.loaders import naming, quantization, registry
-from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
-from ktmoe.messages import show
-from ktmoe.weights.formats import WeightFormat, fp8
+from typing import ClassVar
 
-_FOREIGN = {"bias": "biases are not supported", "input_scale": "activations with a scale of their own are not supported"}
+from ktmoe.loaders import naming, quantization, registry
+from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
+from ktmoe.weights.formats import WeightFormat, fp8
 
 
 class Fp8(PerExpert):
@@ -26,22 +23,13 @@ class Fp8(PerExpert):
 
     names = naming.Names(
         "FP8 experts",
-        *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}, foreign=_FOREIGN),
-        *spellings({"codes": ".weight", "scales": ".weight_scale"}, foreign=_FOREIGN),
+        *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}),
+        *spellings({"codes": ".weight", "scales": ".weight_scale"}),
     )
+    dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
-        return fp8(headers.kind("F32", "BF16", "F8_E8M0"), _block(headers.checkpoint))
-
-
-def _block(checkpoint: Checkpoint) -> tuple[int, int]:
-    stated = quantization.read(checkpoint).get("weight_block_size")
-    if stated is None:
-        return 128, 128
-    if not (isinstance(stated, list) and len(stated) == 2 and all(type(size) is int and 0 < size < 2**31 for size in stated)):
-        where = f"{checkpoint.path}: quantization_config.weight_block_size of config.json"
-        raise FormatError(f"{where}: expected two counts, found {show(stated)}")
-    return stated[0], stated[1]
+        return fp8(headers.kind("F32", "BF16", "F8_E8M0"), quantization.block_size(headers.checkpoint))
 
 
 registry.register("fp8", Fp8())

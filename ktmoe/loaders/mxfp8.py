@@ -11,11 +11,11 @@ swiglu_alpha and swiglu_limit; its gate and up are not interleaved.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
 from ktmoe.weights.formats import MXFP8, WeightFormat
-
-_FOREIGN = {"bias": "biases are not supported", "input_scale": "activations with a scale of their own are not supported"}
 
 
 class Mxfp8(PerExpert):
@@ -23,9 +23,10 @@ class Mxfp8(PerExpert):
 
     names = naming.Names(
         "MXFP8 experts",
-        *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}, foreign=_FOREIGN),
-        *spellings({"codes": ".weight", "scales": ".weight_scale"}, foreign=_FOREIGN),
+        *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}),
+        *spellings({"codes": ".weight", "scales": ".weight_scale"}),
     )
+    dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return MXFP8

@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +48,7 @@ class Spelling:
     """How tensors are called: {base}.{E}.{stem}{ending}, or {base}.{stem}{ending} where one tensor holds all experts.
 
     stems: by projection. endings: of the tensors that every matrix has. optional: of those that all matrices have or none.
+    unused: of those that a matrix may have and nothing depends on.
     foreign: endings of tensors that change what the others mean, and what to say about them; any other is refused unexplained.
     module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
     arrays: which ending each array of a Matrix has, by the array's name; what PerExpert reads.
@@ -56,6 +57,7 @@ class Spelling:
     stems: Mapping[str, str]
     endings: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     foreign: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
     stacked: bool = False
@@ -136,10 +138,11 @@ class Names:
         """The layers that have tensors of these names: ints in ascending order, then "mtp.0" and so on."""
         return [layer for layer, bases in _find(checkpoint).items() if self._spelled(bases)]
 
-    def detect(self, checkpoint: Checkpoint, score: Callable[[Spelling, str], float], refused: float = 0.0) -> float:
-        """score(spelling, prefix) of the first layer that can be read; `refused` if it raises FormatError; 0 if there is none.
+    def detect(self, checkpoint: Checkpoint, score: Callable[[Spelling, str], float], refused: float | None = 0.0) -> float:
+        """score(spelling, prefix) of the first layer that can be read; 0 if there is none.
 
         prefix: what comes before the stems of an expert, "{base}.{E}." or "{base}.".
+        refused: what a FormatError of score() counts as; None to let it pass.
         Raises MissingTensorError if there are such names, but none of their files.
         """
         absent = None
@@ -153,6 +156,8 @@ class Names:
                 except MissingTensorError as error:  # a partial download: another layer may be there
                     absent = absent or error
                 except FormatError:
+                    if refused is None:
+                        raise
                     return refused
         if absent is not None:
             raise absent
@@ -204,6 +209,18 @@ class Names:
                         most[key] = count, spelling, mine
             found += [(base, spelling, mine) for _, spelling, mine in most.values()]
         return found
+
+
+def layers(checkpoint: Checkpoint) -> list[int | str]:
+    """Those that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on."""
+    return list(_find(checkpoint))
+
+
+def tensors(checkpoint: Checkpoint, layer: int | str) -> Iterator[str]:
+    """The names of a layer's tensors of routed experts; none if there is no such layer."""
+    for base, experts in _find(checkpoint).get(layer_key(layer), {}).items():
+        for expert, suffixes in experts.items():
+            yield from (_prefix(base, expert) + suffix for suffix in suffixes)
 
 
 def config(checkpoint: Checkpoint, key: str) -> object:
@@ -299,6 +316,7 @@ def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
 
 def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endings: tuple[str, ...], tensors: _Tensors) -> None:
     wanted = spelling.suffixes(endings)
+    unused = spelling.suffixes(spelling.unused)
     beside = "the others of this layer" if spelling.stacked else f"experts 0-{max(tensors)}"
     for expert in [None] if spelling.stacked else range(max(tensors) + 1):
         suffixes = tensors.get(expert, set())
@@ -306,7 +324,7 @@ def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endin
             if suffix not in suffixes:
                 name = _prefix(base, expert) + suffix
                 raise MissingTensorError(f"{checkpoint.path}: {name}: expected with {beside}, found no such tensor")
-        for suffix in sorted(suffixes - wanted.keys()):
+        for suffix in sorted(suffixes - wanted.keys() - unused.keys()):
             why = next((why for ending, why in spelling.foreign.items() if suffix.endswith(ending)), "its meaning is not known")
             known = ", ".join(dict.fromkeys(e.lstrip("._") or "the weights" for e in spelling.endings + spelling.optional))
             raise FormatError(f"{_prefix(base, expert)}{suffix}: expected none beside {known}, found one: {why}")

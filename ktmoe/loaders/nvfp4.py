@@ -27,7 +27,6 @@ from ktmoe.weights.formats import WeightFormat, nvfp4
 
 _MODELOPT = {"codes": ".weight", "scales": ".weight_scale", "factor": ".weight_scale_2"}
 _COMPRESSED = {"codes": ".weight_packed", "scales": ".weight_scale", "factor": ".weight_global_scale"}
-_FOREIGN = {"bias": "biases are not supported"}
 
 
 class Nvfp4(PerExpert):
@@ -35,8 +34,8 @@ class Nvfp4(PerExpert):
 
     names = naming.Names(
         "NVFP4 experts",
-        *spellings(_MODELOPT, optional=(".input_scale",), foreign=_FOREIGN),
-        *spellings(_COMPRESSED, optional=(".input_global_scale",), foreign=_FOREIGN),
+        *spellings(_MODELOPT),
+        *spellings(_COMPRESSED),
     )
     dtypes: ClassVar = {"codes": ("U8",), "scales": ("F8_E4M3",), "factor": ("F32",)}
 

@@ -13,9 +13,9 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
+from ktmoe.errors import FormatError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.loaders import naming
+from ktmoe.loaders import naming, quantization
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.safetensors_file import DTYPE_BITS, TensorInfo
@@ -29,26 +29,44 @@ KINDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E8M0": "ue8m0"}
 #: How a float32 factor may be stored: all of these are float32 numbers.
 _FACTORS = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 _SCALES = {"fp32": ("F32",), "bf16": ("BF16",), "fp16": ("F16",), "ue8m0": ("F8_E8M0", "U8"), "e4m3": ("F8_E4M3", "U8")}
-_CODES = {"E4M3": ("F8_E4M3",), "E5M2": ("F8_E5M2",), "BF16": ("BF16",)}
+_CODES = {
+    "E4M3": ("F8_E4M3",),
+    "E5M2": ("F8_E5M2",),
+    "BF16": ("BF16",),
+    "INT8": ("I8",),
+    "INT8 + 128": ("U8", "I32"),
+}
+#: Endings of scales for quantizing an expert's input. They are not used: activations stay as they are, which is more precise.
+_INPUT = (".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".qscale_act")
+#: Endings of what no loader with tensors of an expert's own reads, and why.
+_FOREIGN = {
+    "bias": "biases are not supported",
+    "pre_quant_scale": "inputs that are scaled column by column are not supported",
+    "input_rotation": "inputs that are rotated are not supported",
+}
 
 
-def spellings(arrays: Mapping[str, str], *more: str, **other) -> tuple[naming.Spelling, ...]:
+def spellings(
+    arrays: Mapping[str, str], *more: str, foreign: Mapping[str, str] | None = None, **other
+) -> tuple[naming.Spelling, ...]:
     """Names with transformers' stems, and with Mixtral's. arrays: the ending of each array's tensor, by the array's name.
 
-    more: endings of other tensors that every matrix has. other: Spelling's.
+    Arrays of which a format has only one may share an ending. more: endings of other tensors that every matrix has.
+    foreign, other: Spelling's. Scales of an expert's input may be there and are not used.
     """
     endings = tuple(dict.fromkeys((*arrays.values(), *more)))
-    stems = (naming.PROJ_STEMS, naming.NUMBERED_STEMS)
-    return tuple(naming.Spelling(each, endings, arrays=arrays, **other) for each in stems)
+    rest = {"unused": _INPUT, "foreign": {**_FOREIGN, **(foreign or {})}, "arrays": arrays, **other}
+    return tuple(naming.Spelling(stems, endings, **rest) for stems in (naming.PROJ_STEMS, naming.NUMBERED_STEMS))
 
 
 @dataclass(frozen=True)
 class Headers:
-    """Of one matrix. name: what its tensors' names begin with. arrays: the spelling's."""
+    """Of one matrix. name: what its tensors' names begin with. arrays: the spelling's. down: the name of its expert's down."""
 
     checkpoint: Checkpoint
     name: str
     arrays: Mapping[str, str]
+    down: str = ""
 
     def tensor(self, label: str) -> str:
         return self.name + self.arrays[label]
@@ -66,7 +84,8 @@ class Headers:
 class PerExpert(Loader):
     """Reads what format() says, from tensors of names' spellings, each of which has `arrays`.
 
-    names: Names. dtypes: what an array's tensor may be stored in, by the array's name, where it is not the usual.
+    names: Names. dtypes: what an array's tensor may be stored in, by the array's name, where it is not the usual. The
+    codes' tell this scheme from others with its names.
     num_experts is what the tensor names say; config.json must agree with it where it gives it, see naming.
     """
 
@@ -87,26 +106,38 @@ class PerExpert(Loader):
     def check_more(self, headers: Headers, endings: Iterable[str], shape: tuple[int, int]) -> None:
         """Raise FormatError for headers of tensors that are no arrays. endings: of all tensors that are there."""
 
+    def tensor_shape(self, label: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor that holds an array of that name and shape."""
+        return shape
+
+    def array(self, headers: Headers, label: str, stored: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """An array of a matrix, of that dtype and shape. stored: its tensor's bytes, uint8."""
+        if label == "factor":  # exact: float32 has every number of the others
+            stored = stored.view(_FACTORS[headers.info(label).dtype]).astype(np.float32)
+        return np.require(stored.view(dtype).reshape(shape), requirements="A")
+
     def check_read(self, matrix: Matrix, headers: Headers, endings: Iterable[str]) -> None:
         """Raise FormatError for a matrix whose bytes are not what its headers promise; it may read other tensors."""
 
     def detect(self, checkpoint: Checkpoint) -> float:
-        """0.9 if the first layer that can be read has tensors of these names, dtypes and shapes, else 0."""
+        """0.9 if the first layer that can be read has tensors of these names, dtypes and shapes, else 0.
+
+        Raises FormatError if it has these names and these dtypes of codes, but is not what format() wants.
+        """
 
         def score(spelling: naming.Spelling, prefix: str) -> float:
-            matrices = [Headers(checkpoint, prefix + stem, spelling.arrays) for stem in spelling.stems.values()]
-            try:
-                weight_format = self.format(matrices[0])
-                for headers in matrices:
-                    self._check_dtypes(headers, weight_format)
-                    self._shape(headers, weight_format)
-            except MissingTensorError:
-                raise
-            except CheckpointError:  # a wrong config, which load() refuses
+            down = prefix + spelling.stems["down"]
+            matrices = [Headers(checkpoint, prefix + stem, spelling.arrays, down) for stem in spelling.stems.values()]
+            mine = self.dtypes.get("codes")
+            if mine and matrices[0].info("codes").dtype not in mine:
                 return 0.0
+            weight_format = self.format(matrices[0])
+            for headers in matrices:
+                self._check_dtypes(headers, weight_format)
+                self._shape(headers, weight_format)
             return 0.9
 
-        return self.names.detect(checkpoint, score)
+        return self.names.detect(checkpoint, score, refused=None)
 
     def layers(self, checkpoint: Checkpoint) -> list[int | str]:
         return self.names.layers(checkpoint)
@@ -124,11 +155,13 @@ class PerExpert(Loader):
     def load_place(self, place: naming.Place) -> ExpertWeights:
         """What load() gives, for a layer that has been found."""
         checkpoint, arrays = place.checkpoint, place.spelling.arrays
+        quantization.check_transforms(checkpoint)
         self.check_config(checkpoint)
-        weight_format = self.format(Headers(checkpoint, place.name("gate", 0), arrays))
+        down = place.name("down", 0)
+        weight_format = self.format(Headers(checkpoint, place.name("gate", 0), arrays, down))
 
         def check(name: str) -> tuple[int, int]:
-            headers = Headers(checkpoint, name, arrays)
+            headers = Headers(checkpoint, name, arrays, down)
             self._check_dtypes(headers, weight_format)
             shape = self._shape(headers, weight_format)
             self.check_more(headers, place.endings, shape)
@@ -140,10 +173,7 @@ class PerExpert(Loader):
             headers, shape = Headers(checkpoint, place.name(projection, expert), arrays), shapes[projection]
             stored = {}
             for label, (dtype, wanted) in weight_format.arrays(*shape).items():
-                data = checkpoint.read(headers.tensor(label), release=True)
-                if label == "factor":  # exact: float32 has every number of the others
-                    data = data.view(_FACTORS[headers.info(label).dtype]).astype(np.float32)
-                stored[label] = np.require(data.view(dtype).reshape(wanted), requirements="A")
+                stored[label] = self.array(headers, label, checkpoint.read(headers.tensor(label), release=True), dtype, wanted)
             matrix = Matrix(headers.name, weight_format, shape, **stored)
             self.check_read(matrix, headers, place.endings)
             return matrix
@@ -169,9 +199,9 @@ class PerExpert(Loader):
             raise FormatError(f"{info.name}: shape: expected an n that is a multiple of {whole}, found [n, k] = {[n, k]}")
         for label, (_, wanted) in weight_format.arrays(n, k).items():
             if label == "factor":
-                _check_factor(headers.info(label), wanted)
+                _check_factor(headers.info(label), wanted, weight_format.order.transposed)
             elif label != "codes":
-                naming.check_shape(headers.info(label), wanted, _why(weight_format, label, k))
+                naming.check_shape(headers.info(label), self.tensor_shape(label, wanted), _why(weight_format, label, k))
         return n, k
 
 
@@ -215,9 +245,9 @@ def _why(weight_format: WeightFormat, label: str, k: int) -> str:
     return f"one {what} per {columns} along k = {k}" if rows == 1 else f"one {what} per {rows}x{columns}"
 
 
-def _check_factor(info: TensorInfo, wanted: tuple[int]) -> None:
+def _check_factor(info: TensorInfo, wanted: tuple[int], transposed: bool) -> None:
     (count,) = wanted
-    shapes = ((), (1,)) if count == 1 else ((count,), (count, 1))
+    shapes = ((), (1,)) if count == 1 else ((count,), (1, count) if transposed else (count, 1))
     if info.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise FormatError(f"{info.name}: shape: expected {expected}, found {list(info.shape)}")

@@ -24,10 +24,39 @@ def group_size(checkpoint: Checkpoint) -> int | None:
     return size if type(size) is int and 1 <= size < 2**31 else None
 
 
-def check(checkpoint: Checkpoint, supported: Mapping[str, tuple]) -> None:
+def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Its weight_block_size, (rows, columns) that share a scale; 128x128 if there is none. Raises FormatError."""
+    stated = read(checkpoint).get("weight_block_size")
+    if stated is None:
+        return 128, 128
+    if not (isinstance(stated, list) and len(stated) == 2 and all(type(size) is int and 0 < size < 2**31 for size in stated)):
+        where = f"{checkpoint.path}: quantization_config.weight_block_size of config.json"
+        raise FormatError(f"{where}: expected two counts, found {show(stated)}")
+    return stated[0], stated[1]
+
+
+def check_transforms(checkpoint: Checkpoint) -> None:
+    """Raise FormatError if weights are only right for inputs that have been rotated: compressed-tensors' transform_config, or
+    the layers of a rotation that Quark leaves to the inference.
+    """
+    stated, where = read(checkpoint), f"{checkpoint.path}: quantization_config"
+    transforms = stated.get("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        where += ".transform_config"
+        raise FormatError(f"{where}: expected none, found {show(transforms)}: inputs would have to be rotated")
+    algorithms = stated.get("algo_config")
+    for algorithm in algorithms if isinstance(algorithms, list) else []:
+        online = algorithm.get("online_config") if isinstance(algorithm, dict) else None
+        layers = online.get("online_rotation_layers") if isinstance(online, dict) else None
+        if isinstance(layers, list) and (wrong := next((name for name in layers if "experts" in str(name)), None)):
+            where += ".algo_config: online_rotation_layers"
+            raise FormatError(f"{where}: expected none of experts, found {show(wrong)}: inputs would have to be rotated")
+
+
+def check(checkpoint: Checkpoint, supported: Mapping[str, tuple], also: tuple[int, ...] = ()) -> None:
     """Raise FormatError, which names the key, for a value that is not supported, or a group_size that is no count.
 
-    supported: by key, the values that it may have where it is there; the first ones are named.
+    supported: by key, the values that it may have where it is there; the first ones are named. also: other group sizes.
     """
     stated, where = read(checkpoint), f"{checkpoint.path}: quantization_config"
     for key, values in supported.items():
@@ -35,5 +64,5 @@ def check(checkpoint: Checkpoint, supported: Mapping[str, tuple]) -> None:
         if not any(type(found) is type(value) and found == value for value in values):
             expected = " or ".join(repr(value) for value in values if value is not None)
             raise FormatError(f"{where}.{key}: expected {expected}, found {show(found)}")
-    if stated.get("group_size") is not None and group_size(checkpoint) is None:
+    if stated.get("group_size") not in (None, *also) and group_size(checkpoint) is None:
         raise FormatError(f"{where}.group_size: expected a count of columns, found {show(stated['group_size'])}")

@@ -1,0 +1,55 @@
+"""What a checkpoint is that no loader reads, in words: how it is quantized, what its experts are called."""
+
+from __future__ import annotations
+
+from ktmoe.errors import CheckpointError
+from ktmoe.loaders import naming
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.messages import show
+
+#: What config.json's quant_method says where no loader reads it, and what its weights are.
+METHODS = {
+    "aqlm": "codebooks of several levels",
+    "auto-round": "weights that Intel's AutoRound packs; its exports to GPTQ and AWQ are read",
+    "bitnet": "ternary weights",
+    "bitsandbytes": "NF4, FP4 or INT8 with statistics of their own",
+    "eetq": "INT8 in an order that its GPU kernels want",
+    "exl2": "ExLlamaV2's mix of 2 to 8 bits",
+    "exl3": "ExLlamaV3's trellis codes",
+    "fbgemm_fp8": "FP8 in fused tensors with bounds for activations",
+    "higgs": "codebooks over rotated weights",
+    "hqq": "integers with groups along either axis",
+    "quanto": "packed tensors with shifts",
+    "quip": "codebooks over rotated weights",
+    "spqr": "integers with sparse outliers",
+    "torchao": "tensors of torch's own classes",
+    "vptq": "vectors from codebooks",
+}
+
+
+def method(checkpoint: Checkpoint) -> str:
+    """What config.json calls the way of quantizing, as the end of a sentence; empty if it says nothing."""
+    stated = _quantization(checkpoint)
+    name = stated.get("quant_method")
+    if name is None:
+        return ""
+    about = METHODS.get(name.lower().replace("_", "-")) or METHODS.get(name.lower()) if isinstance(name, str) else None
+    return f"; config.json says quant_method {show(name)}" + (f", which is {about}, and is not supported" if about else "")
+
+
+def found(checkpoint: Checkpoint) -> str:
+    """What the checkpoint holds instead of experts that a loader knows."""
+    name = next((name for name in checkpoint.names() if ".experts." in name or ".experts_" in name), None)
+    name = name or next((name for name in checkpoint.names() if "expert" in name and "shared" not in name), None)
+    if name is None:
+        return f"no tensor of routed experts among {len(checkpoint)}: a dense model{method(checkpoint)}"
+    try:
+        tensor = f"{show(name)} {naming.describe(checkpoint.info(name))}"
+    except CheckpointError as error:  # a file that has not been downloaded, or that is no good
+        tensor = f"{show(name)} ({error})"
+    return f"experts with tensors such as {tensor}{method(checkpoint)}"
+
+
+def _quantization(checkpoint: Checkpoint) -> dict:
+    stated = naming.config(checkpoint, "quantization_config")
+    return stated if isinstance(stated, dict) else {}
