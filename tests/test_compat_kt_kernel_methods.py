@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from checkpoints import write as write_tensors
 from helpers import assert_right, same_bits
 from kt_wrappers import EXPERTS, REVERSED, batch, wrapper, write
 
@@ -91,6 +92,23 @@ def test_methods_that_round(method, rule, tmp_path):
         w.load_weights(REVERSED)
         x, ids, scores = batch_
         assert_right(layer, rounded, x, REVERSED[ids], scores, w.forward(x, ids, scores))
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("method", ["AMXINT4", "MOE_INT8"])
+def test_converted_checkpoints(method, tmp_path):
+    """Their bytes are in an order that only kt-kernel's sources say: the message sends to the original."""
+    tensors = {}
+    for projection in PROJECTIONS:
+        for node in range(2):
+            base = f"blk.0.ffn_{projection}_exps.0.numa.{node}"
+            tensors[f"{base}.weight"] = ["U8", np.zeros(64 * 128 // 2, np.uint8)]
+            tensors[f"{base}.scale"] = ["F32", np.ones(64, np.float32)]
+    write_tensors(tmp_path, tensors).close()
+    message = r"Found 'blk\.0\.ffn_.*_exps\.0\.numa\.[01]\..*', weights that kt-kernel has converted .*: take the checkpoint"
+    for load in (lambda: wrapper(tmp_path, method=method), lambda: load_experts(tmp_path, 0)):
+        with pytest.raises(UnavailableError, match=message):
+            load()
 
 
 @pytest.mark.usefixtures("nothing_is_left")
