@@ -1,13 +1,16 @@
 """Methods of kt-kernel and the formats that they stand for."""
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
+from checkpoints import SCHEMES
 from checkpoints import write as write_tensors
 from helpers import assert_right, same_bits
 from kt_wrappers import EXPERTS, REVERSED, batch, wrapper, write
 
 from ktmoe import MoELayer, load_experts, synthetic
-from ktmoe.compat import methods
+from ktmoe.compat import methods, weights
 from ktmoe.compat.export import Target
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
@@ -45,6 +48,7 @@ def test_formats(method):
 def test_groups_and_blocks_of_any_size():
     methods.check_formats("RAWINT4", {"gate": int4(128)}, "experts")
     methods.check_formats("GPTQ_INT4", {"gate": int4(32, "bf16", GPTQ)}, "experts")
+    methods.check_formats("GPTQ_INT4", {"gate": int4(order=GPTQ)}, "experts")
     methods.check_formats("FP8", {"gate": fp8("ue8m0", (64, 64))}, "experts")
 
 
@@ -92,6 +96,24 @@ def test_methods_that_round(method, rule, tmp_path):
         w.load_weights(REVERSED)
         x, ids, scores = batch_
         assert_right(layer, rounded, x, REVERSED[ids], scores, w.forward(x, ids, scores))
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_layers_of_different_formats(tmp_path):
+    """Each has the loader of its own tensors; the checkpoint is open once."""
+    methods_ = {1: ("fp8 per row", "FP8_PERCHANNEL"), 2: ("bf16", "BF16"), 3: ("nvfp4", "NVFP4")}
+    tensors = {}
+    for number, (scheme, _) in methods_.items():
+        tensors |= SCHEMES[scheme].layer(f"model.layers.{number}", number)
+    write_tensors(tmp_path, tensors).close()
+    with ExitStack() as stack:
+        for number, (_, method) in methods_.items():
+            experts = load_experts(tmp_path, number)
+            sizes = {"num_experts": experts.num_experts, "num_experts_per_tok": 1, "hidden_size": experts.hidden}
+            sizes["moe_intermediate_size"] = experts.intermediate
+            made = stack.enter_context(wrapper(tmp_path, layer=number, method=method, **sizes))
+            assert made.moe.spec.formats == experts.formats
+        assert len(weights.Lease.leased) == 1
 
 
 @pytest.mark.usefixtures("nothing_is_left")

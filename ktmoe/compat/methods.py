@@ -19,7 +19,9 @@ def _rawint4(found: WeightFormat) -> bool:
 
 
 def _gptq_int4(found: WeightFormat) -> bool:
-    return bool(found.scale) and found == int4(found.scale.extent[1], found.scale.kind, GPTQ)
+    if not found.scale:  # one group is the whole row
+        return found == int4(order=GPTQ)
+    return found == int4(found.scale.extent[1], found.scale.kind, GPTQ)
 
 
 def _fp8(found: WeightFormat) -> bool:

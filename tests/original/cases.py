@@ -28,7 +28,7 @@ WIDE = (121, 125)
 
 @dataclass(frozen=True)
 class Format:
-    """kinds: kt-kernel's classes for it, the first one first that its wrapper takes, and where each rounds.
+    """kinds: kt-kernel's classes for it, as its wrapper prefers them on CPUs without AMX, and where each rounds.
 
     quantization: what its quant_config says. intermediate: a size that its classes take. theirs: the format that its loader
     makes of these weights, where that rounds them. rule: by which both round bfloat16 weights.
@@ -59,7 +59,7 @@ FORMATS = {
     "BF16": Format(B16, {"AMXBF16_MOE": KT_KERNEL, "AVX2BF16_MOE": KT_KERNEL}),
     "FP8": Format(fp8(), {"AMXFP8_MOE": KT_KERNEL, "AVX2FP8_MOE": KT_KERNEL}, {"bits": 8, "group_size": 128}, 256),
     "FP8_PERCHANNEL": Format(FP8_PER_ROW, {"AMXFP8PerChannel_MOE": KT_KERNEL}, {"bits": 8, "per_channel": True}, 256),
-    "MXFP8": Format(MXFP8, {"AMXMXFP8_KGroup_MOE": KT_KERNEL, "AVX2MXFP8_MOE": KT_KERNEL}, {"bits": 8, "group_size": 32}),
+    "MXFP8": Format(MXFP8, {"AVX2MXFP8_MOE": KT_KERNEL, "AMXMXFP8_KGroup_MOE": KT_KERNEL}, {"bits": 8, "group_size": 32}),
     "NVFP4": Format(
         nvfp4(),
         {"AVX2MXFP4_MOE": KT_KERNEL},
