@@ -28,7 +28,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(STAMPS)/native $(STAMPS)/cli ## write a layer, load, check and measure it; MODEL=dir LAYER=3 takes a real one
-	@$(PY) -m ktmoe.cli demo $(if $(MODEL),--model "$(MODEL)") $(if $(LAYER),--layer "$(LAYER)")
+	@$(PY) -m ktmoe demo $(if $(MODEL),--model "$(MODEL)") $(if $(LAYER),--layer "$(LAYER)")
 
 test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by design; ARGS="-k pack" goes to pytest
 verify: CASES := --exhaustive
@@ -65,8 +65,8 @@ format: $(STAMPS)/lint ## rewrite the sources as lint wants them
 	@$(PY) -m ruff format -q .
 	@$(PY) tools/lint_c.py --fix
 
-config: $(STAMPS)/native ## what was compiled, what this CPU supports, what was chosen and why
-	@$(PY) -m ktmoe.cli config
+config: $(STAMPS)/native $(STAMPS)/cli ## what was compiled, what this CPU supports, what was chosen and why
+	@$(PY) -m ktmoe config
 
 clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, from all files of bench/results. Each stands between marks that name it."""
+"""The tables of docs/performance.md and README, from all files of bench/results. Each stands between marks that name it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench import cost_model, explain
+from bench import cost_model, explain, readme
 from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
 from bench.explain import Call
@@ -17,17 +17,19 @@ from bench.results_file import LOADING, Results, read_all
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 Row = tuple[str, ...]
+Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
 NONE = "-"
 
 
-def write(page: Path = PAGE) -> None:
-    """Put the tables of all results into the page."""
-    page.write_text(filled(page.read_text(), read_all()))
+def write() -> None:
+    """Put the tables of all results into the pages."""
+    for page, tables in PAGES.items():
+        page.write_text(filled(page.read_text(), read_all(), tables))
 
 
-def filled(text: str, found: list[Results]) -> str:
+def filled(text: str, found: list[Results], tables: Tables) -> str:
     """The text with all tables in it. Raises ValueError where it lacks a mark."""
-    for name, make in TABLES.items():
+    for name, make in tables.items():
         heads, rows = make(found)
         text = replaced(text, name, markdown(heads, rows) if rows else "No results file has these yet.\n")
     return text
@@ -214,7 +216,7 @@ def _rate(point: dict | None, what: str) -> str:
     return f"{number} {unit}" + (f", {100 * point[share]:.0f} %" if share in point else "")
 
 
-TABLES: dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]] = {
+TABLES: Tables = {
     "cpus": cpus,
     "ways": ways,
     "models": other_models,
@@ -225,3 +227,5 @@ TABLES: dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]] = {
     "cost numbers": cost_numbers,
     "cost checks": cost_checks,
 }
+#: Each page's tables.
+PAGES: dict[Path, Tables] = {PAGE: TABLES, readme.PAGE: {"weights": readme.table}}

@@ -10,7 +10,6 @@ import ktmoe
 from bench import footprints, machine, probe
 from bench.cases import EVERYWHERE, Way, every_way
 from bench.models import Model, models
-from bench.subjects import settled
 from ktmoe import measure
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
@@ -97,7 +96,7 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
             used = set(layer.packed.kernels().values())
             assert used == {kernel.folds}, f"{kernel.id}: the layer uses other kernels"
             check = probe.make(experts, [0], kernel.way.activations, kernel.way.rounding)
-            yield Subject(kernel, layer, settled(layer, table), check)
+            yield Subject(kernel, layer, measure.settled(layer, table), check)
     finally:
         ktmoe.set_num_threads(threads)
 

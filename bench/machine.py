@@ -9,22 +9,15 @@ from pathlib import Path
 
 import ktmoe
 from ktmoe._native import core
-from ktmoe.machine import memory, threads
+from ktmoe.machine import cpu, memory, threads
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 #: Where the system does not say.
 ASSUMED_CACHES = {2: 1 << 20, 3: 256 << 20}
 
 
-def cache_sizes(folder: Path = _CACHES) -> dict[int, int]:
+def cache_sizes(folder: Path | None = None) -> dict[int, int]:
     """{level: bytes} of CPU 0's data caches, as the operating system reports them; what it does not report is assumed."""
-    found = {}
-    for index in folder.glob("index*"):
-        if (index / "type").read_text().strip() != "Instruction":
-            size = (index / "size").read_text().strip()
-            found[int((index / "level").read_text())] = int(size.rstrip("KMG")) * _UNITS.get(size[-1], 1)
-    return found or dict(ASSUMED_CACHES)
+    return (cpu.cache_sizes(folder) if folder else cpu.cache_sizes()) or dict(ASSUMED_CACHES)
 
 
 def l2_bytes() -> int:

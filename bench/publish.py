@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"results: {error}", file=sys.stderr)
         return 2
-    print(f"written: {document.PAGE}")
+    print(f"written: {', '.join(map(str, document.PAGES))}")
     return 0
 
 

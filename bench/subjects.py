@@ -13,14 +13,11 @@ from bench import footprints, probe
 from bench.cases import Case, Way
 from bench.models import Model
 from ktmoe import measure
-from ktmoe._native import core
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
 #: By a batch of so many tokens for each of so many experts it is found out how fast a layer multiplies.
 _TRIAL = (48, 12)
-#: Reading has settled when three looks in a row agree.
-_LOOK_SECONDS, _MOST_LOOKS, _ALIKE = 0.1, 20, 1.02
 
 
 @dataclass
@@ -51,16 +48,6 @@ class Subject:
         return footprints.of_cache(sum(layer.nbytes for layer in self.layers))
 
 
-def settled(layer: MoELayer, table: core.KernelTable) -> measure.Limits:
-    """The limits, once reading is as fast as just before: for a second or so after packing it was found to be slower."""
-    limits, rates = measure.Limits(layer, table), []
-    while len(rates) < _MOST_LOOKS:
-        rates.append(limits.read(_LOOK_SECONDS))
-        if len(rates) > 2 and max(rates[-3:]) < _ALIKE * min(rates[-3:]):
-            break
-    return limits
-
-
 @contextmanager
 def packed(case: Case, *, full: bool) -> Iterator[Subject]:
     """A model's footprint, as footprints.footprint() has it, packed for one way to compute."""
@@ -71,7 +58,7 @@ def packed(case: Case, *, full: bool) -> Iterator[Subject]:
         with case.way.table(experts) as table:
             for _ in range(size.layers):
                 layers.append(MoELayer(experts, case.way.backend, case.way.activations, rounding=case.way.rounding))
-            limits = settled(layers[0], table)
+            limits = measure.settled(layers[0], table)
             yield Subject(case.model, case.way, size.experts, layers, limits, _probe(case, experts))
     finally:
         for layer in layers:

@@ -20,6 +20,9 @@ SIZE_LIMIT = 2**28
 #: The three matrices of an expert: y = down(activation(gate(x), up(x))).
 PROJECTIONS = ("gate", "up", "down")
 
+#: Where a router weight is multiplied in: onto the down projection's output, onto its input, or onto the expert's input.
+ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
+
 #: The arrays that a Matrix may have besides its bias.
 ARRAYS = ("codes", "scales", "super_scales", "offsets", "factor")
 
@@ -177,7 +180,7 @@ class ExpertWeights(ExpertSpec):
 
     num_experts, hidden, intermediate, formats, name: ExpertSpec's; a WeightFormat alone stands for all three projections.
     read: (expert, projection) -> Matrix, called when a matrix is asked for, possibly from several threads.
-    activation: GatedActivation.
+    activation: GatedActivation. router_weight: what the model multiplies a router weight onto, one of ROUTER_WEIGHTS.
     """
 
     def __init__(
@@ -189,6 +192,7 @@ class ExpertWeights(ExpertSpec):
         formats: Mapping[str, WeightFormat] | WeightFormat = MXFP4,
         activation: GatedActivation = SILU,
         name: str = "experts",
+        router_weight: str = "down_output",
     ):
         if isinstance(formats, WeightFormat):
             formats = dict.fromkeys(PROJECTIONS, formats)
@@ -197,6 +201,7 @@ class ExpertWeights(ExpertSpec):
         intermediate = _size(f"{name}: intermediate", intermediate)
         super().__init__(num_experts, hidden, intermediate, dict(formats), name)
         self.activation = activation
+        self.router_weight = checked_router_weight(router_weight)
         self._read = read
 
     @property
@@ -215,6 +220,7 @@ class ExpertWeights(ExpertSpec):
         format: WeightFormat = MXFP4,
         activation: GatedActivation = SILU,
         name: str = "experts",
+        router_weight: str = "down_output",
     ) -> ExpertWeights:
         """From arrays in memory that hold all experts, E along the first axis; dtypes and shapes as Matrix has them.
 
@@ -252,7 +258,7 @@ class ExpertWeights(ExpertSpec):
             stored = {label: array[expert] for label, array in given[projection].items()}
             return Matrix(f"{name}.{expert}.{projection}", format, shape, **stored)
 
-        return cls(num_experts, hidden, intermediate, read, format, activation, name)
+        return cls(num_experts, hidden, intermediate, read, format, activation, name, router_weight)
 
     def take(self, ids: Sequence[int]) -> ExpertWeights:
         """Slot i of these is expert ids[i] of this one; ids may repeat, for experts that are there more than once.
@@ -270,11 +276,16 @@ class ExpertWeights(ExpertSpec):
         def read(slot: int, projection: str) -> Matrix:
             return self.matrix(chosen[slot], projection)
 
-        return ExpertWeights(len(chosen), self.hidden, self.intermediate, read, self.formats, self.activation, self.name)
+        return self._with(len(chosen), read, self.activation)
 
     def with_activation(self, activation: GatedActivation) -> ExpertWeights:
         """The same matrices under another activation."""
-        return ExpertWeights(self.num_experts, self.hidden, self.intermediate, self._read, self.formats, activation, self.name)
+        return self._with(self.num_experts, self._read, activation)
+
+    def _with(self, num_experts: int, read: Callable[[int, str], Matrix], activation: GatedActivation) -> ExpertWeights:
+        return ExpertWeights(
+            num_experts, self.hidden, self.intermediate, read, self.formats, activation, self.name, self.router_weight
+        )
 
     def matrix(self, expert: int, projection: str) -> Matrix:
         """Read one matrix.
@@ -287,6 +298,13 @@ class ExpertWeights(ExpertSpec):
         matrix = self._read(expert, projection)
         self.check(expert, projection, matrix)
         return matrix
+
+
+def checked_router_weight(router_weight: str) -> str:
+    """Itself. Raises InputError if it is none of ROUTER_WEIGHTS."""
+    if router_weight not in ROUTER_WEIGHTS:
+        raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {show(router_weight)}")
+    return router_weight
 
 
 def _size(name: str, value: int) -> int:

@@ -15,15 +15,12 @@ from ktmoe.backends.base import Plan, Progress, Stored
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix, checked_router_weight
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
 from ktmoe.messages import show
 from ktmoe.weights.folding import ROUNDING
-
-#: Where a router weight is multiplied in: onto the down projection's output, onto its input, or onto the expert's input.
-ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
 
 
 class MoELayer:
@@ -35,7 +32,8 @@ class MoELayer:
     and 32 along k (docs/numerics.md). "auto": the backend's first mode for these weights, never "int8".
     rounding: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
     2^-8) if that lets it multiply faster; the attribute of that name says whether any are.
-    router_weight: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code), "expert_input" (Llama-4).
+    router_weight: what a router weight multiplies: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code),
+    "expert_input" (Llama-4). None: what the experts' own is, which a loader knows. The attribute of that name says which.
     numa_nodes: the NUMA nodes, such as [1] or [1, 0]: each has a shard of the intermediate dimension, whose threads run there
     alone; what the shards give is added in that order. None: all that can be used, or no binding if that is one.
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
@@ -55,7 +53,7 @@ class MoELayer:
         activations: str = "auto",
         *,
         rounding: str = "exact",
-        router_weight: str = "down_output",
+        router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
         progress: Progress | None = None,
     ):
@@ -63,8 +61,7 @@ class MoELayer:
             raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
         if rounding not in ROUNDING:
             raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
-        if router_weight not in ROUTER_WEIGHTS:
-            raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {show(router_weight)}")
+        router_weight = experts.router_weight if router_weight is None else checked_router_weight(router_weight)
         choice = choose_backend(backend, experts, activations)
         self.backend = choice.name
         self.activations = choice.activations
@@ -91,7 +88,7 @@ class MoELayer:
         *,
         loader: str = "auto",
         rounding: str = "exact",
-        router_weight: str = "down_output",
+        router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: Sequence[int] | None = None,
         progress: Progress | None = None,

@@ -55,7 +55,7 @@ class MoEModel:
         *,
         loader: str = "auto",
         rounding: str = "exact",
-        router_weight: str = "down_output",
+        router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: np.ndarray | Sequence | None = None,
         progress: Progress | bool | None = None,
@@ -188,11 +188,17 @@ def _maps(physical_to_logical, layers: int) -> np.ndarray:
     return np.broadcast_to(maps, (layers, maps.shape[-1]))
 
 
+def memory_needed(packed: Sequence[int], experts: Iterable[ExpertWeights]) -> tuple[int, int]:
+    """(bytes that loading these layers takes, bytes of it to read into). packed: Backend.packed_nbytes of each layer."""
+    largest = max(weights.nbytes // weights.num_experts for weights in experts)
+    staged = min(AT_ONCE, len(packed)) * STAGED_EXPERTS * largest
+    return sum(packed) + staged, staged
+
+
 def _require_memory(path: str | os.PathLike, packed: list[int], experts: Iterable[ExpertWeights]) -> None:
     """Raise OutOfMemoryError, which says how many layers would fit, if packed layers and what is read ahead do not."""
     available = memory.available_bytes()
-    staged = min(AT_ONCE, len(packed)) * STAGED_EXPERTS * max(weights.nbytes // weights.num_experts for weights in experts)
-    needed = sum(packed) + staged
+    needed, staged = memory_needed(packed, experts)
     if available is None or needed <= available:
         return
     fitting, left = 0, available - staged

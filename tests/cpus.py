@@ -8,9 +8,10 @@ from ktmoe.backends import native
 from ktmoe.errors import UnavailableError
 
 ALL_FEATURES = sorted(core.cpu_features())
-#: CPUs that have exactly the features of a row; and with AMX, where VDPBF16PS is slower than two FMAs.
+#: CPUs that have exactly the features of a row; and cores with AMX, hidden or not, where VDPBF16PS is slower than two FMAs.
 CPUS = {row: isa.required_features(row) for row in isa.ISAS}
 CPUS["avx512_bf16 with AMX"] = (*CPUS["avx512_bf16"], "amx_tile")
+CPUS["avx512_bf16 with FP16"] = (*CPUS["avx512_bf16"], "avx512_fp16")
 EVERYTHING = CPUS["amx"]
 #: What each can use, best first: {backend: the row of its kernels}. The first is what "auto" takes.
 BEST = {
@@ -21,6 +22,7 @@ BEST = {
     "avx512_vnni": {"fp32_lut": "avx512f", "avx2": "avx2"},
     "avx512_bf16": {"avx512_bf16": "avx512_bf16", "fp32_lut": "avx512f", "avx2": "avx2"},
     "avx512_bf16 with AMX": {"fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"},
+    "avx512_bf16 with FP16": {"fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"},
     "amx": {"amx": "amx", "fp32_lut": "avx512f", "avx512_bf16": "avx512_bf16", "avx2": "avx2"},
 }
 #: CPU feature -> the backends that need it.
@@ -36,6 +38,7 @@ NEEDED_BY = {
     "amx_bf16": {"amx"},
     "avx_vnni": set(),  # only modes of avx2, which has other kernels for them
     "avx512_vnni": set(),
+    "avx512_fp16": set(),  # only a mark of Intel's cores with AMX
 }
 #: Rows that serve nothing but activation modes of other rows' backends.
 OF_MODES = {"avx_vnni": ["int16", "int8"], "avx512_vnni": ["int8"]}

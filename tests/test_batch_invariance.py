@@ -18,7 +18,7 @@ from helpers import (
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
-from ktmoe.layer import ROUTER_WEIGHTS
+from ktmoe.experts import ROUTER_WEIGHTS
 
 POOL, TOP_K = 24, 3  # different tokens that batches are drawn from
 SETTINGS = {

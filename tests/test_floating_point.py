@@ -10,7 +10,7 @@ from helpers import BF16, DEEPSEEK, WEIGHTS, bits, random_batch, random_experts,
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
-from ktmoe.layer import ROUTER_WEIGHTS
+from ktmoe.experts import ROUTER_WEIGHTS
 
 NAN, INF = np.nan, np.inf
 

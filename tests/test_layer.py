@@ -28,7 +28,7 @@ from helpers import (
 from ktmoe import MXFP4, SILU, MoELayer, int4
 from ktmoe._native import core
 from ktmoe.errors import UnavailableError
-from ktmoe.layer import ROUTER_WEIGHTS
+from ktmoe.experts import ROUTER_WEIGHTS
 
 # hidden, intermediate: tails of panels (64), blocks of k (32, 128, 256), groups (up to 128) and codes; hidden 100 and 34 make
 # the driver copy x to pad it.

@@ -44,9 +44,11 @@ def test_built_in_names():
         "direct_io",
         "naming",
         "one_layer",
+        "pairs",
         "per_expert",
         "quantization",
         "safetensors_file",
+        "stacked",
         "unknown",
     }
     for module, others in ((backends, {"base", "choice", "native"}), (loaders, files)):

@@ -40,7 +40,7 @@ class Missing:
 class Plan:
     """How a layer's experts are packed and computed.
 
-    router_weight: a value of ktmoe.layer.ROUTER_WEIGHTS. activations: the mode, as Backend.lookup found it.
+    router_weight: a value of ktmoe.experts.ROUTER_WEIGHTS. activations: the mode, as Backend.lookup found it.
     rounding: "exact", or "folded": weights may be rounded to bfloat16, as docs/numerics.md has it.
     placement: the NUMA nodes that hold the shards; a backend that does not know nodes ignores it.
     """

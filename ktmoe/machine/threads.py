@@ -11,6 +11,7 @@ import threadpoolctl
 from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.machine import cgroup, environment, numa
+from ktmoe.machine.cpu import cpuinfo
 from ktmoe.messages import show
 from ktmoe.version import installed_version
 
@@ -20,10 +21,7 @@ _chosen: int | None = None  # by set_num_threads
 
 def cpu_name() -> str:
     """The CPU's name as /proc/cpuinfo has it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
+    return cpuinfo("model name") or "unknown"
 
 
 def physical_cores(cpus: set[int]) -> int:

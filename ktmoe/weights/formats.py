@@ -105,7 +105,7 @@ class WeightFormat:
             raise FormatError("a super-scale needs a scale that it multiplies")
         if isinstance(self.offset, ZeroPoint) and not _small_integers(self.element):
             raise FormatError(f"zero points need 4-bit integers of at most 16, found {self.element.name}")
-        if not self.order.rows and self.element.family != "q4":
+        if self.element.bits != 4 and not self.order.of_items:
             raise FormatError(f"order {self.order.name!r} is one of 4-bit codes, found {self.element.name}")
 
     @property
@@ -153,11 +153,13 @@ class WeightFormat:
     def _codes(self, n: int, k: int) -> tuple[np.dtype, tuple[int, int]]:
         if self.element.bits == 4:
             return self.order.codes_dtype, self.order.codes_shape(n, k)
-        return _CODES_DTYPES[self.element.bits], (n, k)
+        return _CODES_DTYPES[self.element.bits], (k, n) if self.order.transposed else (n, k)
 
     def shape(self, codes_shape: tuple[int, int]) -> tuple[int, int]:
         """(n, k) of the matrix whose codes have that shape."""
-        return self.order.shape(codes_shape) if self.element.bits == 4 else codes_shape
+        if self.element.bits == 4:
+            return self.order.shape(codes_shape)
+        return codes_shape[::-1] if self.order.transposed else codes_shape
 
     def empty(self, n: int, k: int) -> dict[str, np.ndarray]:
         """New arrays for a matrix [n, k], by name."""
@@ -172,7 +174,8 @@ class WeightFormat:
         arrays = dict(stored)
         if self.order.rows:
             return arrays
-        arrays["codes"] = self.order.to_rows(stored["codes"], n, k)
+        codes = stored["codes"]
+        arrays["codes"] = self.order.to_rows(codes, n, k) if self.element.bits == 4 else np.ascontiguousarray(codes.T)
         return arrays | self.group_rows(stored)
 
     def group_rows(self, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,6 +1,7 @@
 """Order: where the code of (n, k) stands in a checkpoint's arrays. Packing turns it into rows; here numpy says what that means.
 
 Rows are what the packed layouts are made from: codes along k, n after n, as many a byte as fit, lower bits first.
+Methods that name no size of codes are for 4-bit ones; WeightFormat asks them for those alone.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ _EIGHT = tuple(range(8))
 
 @dataclass(frozen=True)
 class Order:
-    """The order of 4-bit codes, eight in each int32, or of rows.
+    """The order of 4-bit codes, eight in each int32, of rows, or of rows of the transposed matrix.
 
-    along: the axis of a dword's eight codes, "k" or "n".
+    along: the axis along which codes are neighbours, as are a dword's eight: "k" or "n".
     transposed: k is the first axis of codes, and the groups along k are the first one of scales and zero points.
     nibbles: nibble i of a dword, from its lowest bits up, is code nibbles[i] of its eight.
-    Rows: uint8 [n, k/2]. Along k, transposed: int32 [k/8, n]. Along n, transposed: int32 [k, n/8].
+    4-bit rows: uint8 [n, k/2]. Along k, transposed: int32 [k/8, n]. Along n, transposed: int32 [k, n/8].
+    Codes of 8 and 16 bits are an item each: [n, k], or, along n and transposed, [k, n]. They have no other order.
     """
 
     name: str
@@ -33,8 +35,13 @@ class Order:
         return self.along == "k" and not self.transposed and self.nibbles == _EIGHT
 
     @property
+    def of_items(self) -> bool:
+        """Whether codes of 8 and 16 bits may have it, too."""
+        return self.rows or (self.along == "n" and self.transposed and self.nibbles == _EIGHT)
+
+    @property
     def unit(self) -> tuple[int, int]:
-        """(rows, columns) of the matrix that may not be cut."""
+        """(rows, columns) of the matrix that may not be cut; of 4-bit codes."""
         return (1, 2) if self.rows else (8, 8) if self.along == "n" else (1, 8)
 
     def codes_shape(self, n: int, k: int) -> tuple[int, int]:
@@ -112,3 +119,5 @@ ROWS = Order("rows")
 GPTQ = Order("gptq", transposed=True)
 #: AutoAWQ: qweight int32 [k, n/8], qzeros int32 [groups, n/8], in the order that its kernels unpack; scales [groups, n].
 AWQ = Order("awq", "n", True, (0, 2, 4, 6, 1, 3, 5, 7))
+#: Rows of the transposed matrix, which x is multiplied with as they stand: codes [k, n], scales [groups, n].
+TRANSPOSED = Order("transposed", "n", True)

@@ -31,7 +31,7 @@ const kt_cpu_feature *kt_cpu_features(size_t *count) {
         {"avx512vl", avx512 && (leaf7[1] >> 31 & 1)},  {"avx512_bf16", avx512 && (leaf71[0] >> 5 & 1)},
         {"avx512vbmi", avx512 && (leaf7[2] >> 1 & 1)}, {"amx_tile", amx && (leaf7[3] >> 24 & 1)},
         {"amx_bf16", amx && (leaf7[3] >> 22 & 1)},     {"avx512_vnni", avx512 && (leaf7[2] >> 11 & 1)},
-        {"avx_vnni", avx && (leaf71[0] >> 4 & 1)},
+        {"avx_vnni", avx && (leaf71[0] >> 4 & 1)},     {"avx512_fp16", avx512 && (leaf7[3] >> 23 & 1)},
     };
     _Static_assert(sizeof found <= sizeof features, "each has a place");
     *count = sizeof found / sizeof found[0];

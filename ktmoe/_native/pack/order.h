@@ -6,13 +6,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of 4-bit codes, eight in a dword. All zero, `rows` is what it means: codes are rows as they stand, of any size. */
+/* moved: codes do not stand as rows. All zero, they do, whatever their size. */
 typedef struct kt_order {
-    bool dwords, along_n, transposed;
+    bool moved, along_n, transposed;
+    uint8_t code_bytes; /* of codes of 8 or 16 bits, which stand k after k; 0: 4-bit codes, eight in a dword */
     uint8_t nibbles[8];
 } kt_order;
 
-/* A rectangle of a matrix [n][k]; all numbers are whole dwords of the order. */
+/* A rectangle of a matrix [n][k]; of 4-bit codes, all numbers are whole dwords of the order. */
 typedef struct kt_rectangle {
     size_t n, k, row, rows, column, columns;
 } kt_rectangle;

@@ -42,7 +42,7 @@ static size_t grab(pack_job *j, size_t shard, size_t *panel) {
 static bool dense_panel(pack_job *j, bool unpacks, uint8_t **dense) {
     size_t most = 0;
     for (const kt_shard_matrix *s = j->matrices; s < j->matrices + j->shards * KT_MATRICES; s++) {
-        if (!s->format || !(unpacks || s->format->order.dwords)) continue;
+        if (!s->format || !(unpacks || s->format->order.moved)) continue;
         const kt_format *f = s->format;
         const size_t row = kt_codes_bytes(f, s->k) + kt_scales_bytes(f, s->k) + kt_zero_points_bytes(f, s->k);
         most = KT_PANEL * row > most ? KT_PANEL * row : most;
@@ -64,7 +64,7 @@ static void pack_panel(const kt_shard_matrix *s, size_t panel, uint8_t *dense, k
     uint8_t *packed = s->packed + panel * kt_panel_bytes(f, s->k);
     size_t stride = kt_codes_bytes(f, s->stored.k);
     const uint8_t *rows = s->stored.codes + row * stride + kt_codes_bytes(f, s->column);
-    if (f->order.dwords) {
+    if (f->order.moved) {
         stride = kt_codes_bytes(f, s->k);
         kt_order_to_rows(&f->order, s->stored.codes, (kt_rectangle){s->stored.n, s->stored.k, row, count, s->column, s->k},
                          dense, stride);
@@ -129,7 +129,7 @@ static void copy_rows(const kt_shard_matrix *s, size_t panel, const kt_slice *to
 }
 
 static void copy_codes(const kt_shard_matrix *s, size_t panel, const kt_slice *to, const uint8_t *rows) {
-    if (!s->format->order.dwords) {
+    if (!s->format->order.moved) {
         copy_rows(s, panel, to, kt_codes_bytes, 1, rows, to->codes);
         return;
     }

@@ -10,16 +10,19 @@
 
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
-/* a[i] b[i] a[i+1] b[i+1]. GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle; without either, GCC
- * shuffles through memory, at 0.6 times the speed. */
+/* GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle; without either, GCC shuffles through memory, at 0.6 times
+ * the speed. */
 #if __has_builtin(__builtin_shufflevector)
-#define INTERLEAVE(a, b, i) __builtin_shufflevector(a, b, i, (i) + 4, (i) + 1, (i) + 5)
+#define SHUFFLE(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define INTERLEAVE(a, b, i) __builtin_shuffle(a, b, (u32x4){i, (i) + 4, (i) + 1, (i) + 5})
+#define SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
 
 /* Bytes 0 1 2 3 <-> 0 2 1 3, in four dwords. */
 static inline u32x4 swap_middle(u32x4 v) { return (v & 0xFF0000FF) | (v >> 8 & 0x0000FF00) | (v << 8 & 0x00FF0000); }
+
+/* a[i] b[i] a[i+1] b[i+1]. */
+#define INTERLEAVE(a, b, i) SHUFFLE(u32x4, a, b, i, (i) + 4, (i) + 1, (i) + 5)
 
 /* v[i][j] to dword i at to + j * stride: four rows of four dwords to four cache lines. */
 static inline void store_transposed(const u32x4 v[4], uint8_t *to, size_t stride) {

@@ -51,7 +51,8 @@ cdef extern from "base/limits.h" nogil:
 
 cdef extern from "pack/order.h" nogil:
     ctypedef struct kt_order:
-        kt_bool dwords, along_n, transposed
+        kt_bool moved, along_n, transposed
+        uint8_t code_bytes
         uint8_t nibbles[8]
 
 

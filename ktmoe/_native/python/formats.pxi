@@ -58,7 +58,8 @@ cdef _fill_format(kt_format *packed, weight_format):
     packed.padding = weight_format.element.padding
     order = weight_format.order
     if not order.rows:
-        packed.order.dwords, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
+        packed.order.moved, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
+        packed.order.code_bytes = weight_format.element.bits // 8
         for i, code in enumerate(order.nibbles):
             packed.order.nibbles[i] = code
     try:

@@ -1,0 +1,108 @@
+"""README's table of weights, from weights.toml, the formats themselves and the results files."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from bench.models import models
+from bench.results_file import Results
+from ktmoe import backends
+from ktmoe.backends.native import NativeBackend, load_table
+from ktmoe.weights.formats import WeightFormat
+
+PAGE = Path(__file__).resolve().parents[1] / "README.md"
+FILE = Path(__file__).with_name("weights.toml")
+HEADS = ("weights", "checkpoints", "loaders", "rounded besides sums", "backends")
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A row. name: of the weights. measured: a model of models.toml. The others: see weights.toml."""
+
+    name: str
+    checkpoints: str
+    loaders: list[str]
+    measured: str
+
+    @property
+    def format(self) -> WeightFormat:
+        (weight_format,) = set(models()[self.measured].make(1).formats.values())
+        return weight_format
+
+    def covers(self, loader: str, weight_format: WeightFormat) -> bool:
+        """Whether what a loader reads belongs in this row: another group size or kind of scale makes no other row."""
+        return loader in self.loaders and _parts(weight_format) == _parts(self.format)
+
+    @property
+    def rounded(self) -> str:
+        """What mode bf16 rounds, besides adding in float32: docs/numerics.md, "Scales" and "Factors"."""
+        scale = self.format.scale
+        words = [f"once per {scale.extent[1]} k"] if scale and scale.kind != "ue8m0" else []
+        words += ["once per output"] if self.format.factor else []
+        return ", ".join(words) or "nothing"
+
+    @property
+    def backends(self) -> str:
+        """Those of this package that have kernels, whatever this CPU is; and their modes besides bf16."""
+        built_in = [name for name in backends.names() if isinstance(backends.get(name), NativeBackend)]
+        exact = [name for name in built_in if self._served(name, "bf16")]
+        others = [mode for mode in ("int16", "int8") if any(self._served(name, mode) for name in built_in)]
+        names = "all" if exact == built_in else ", ".join(f"`{name}`" for name in exact)
+        return f"{names}; also {', '.join(others)}" if others else names
+
+    def _served(self, backend: str, mode: str) -> bool:
+        return any(load_table(isa).serves(self.format, mode) for isa in backends.get(backend).isas.get(mode, ()))
+
+
+@cache
+def weights() -> list[Weights]:
+    """All rows. Raises ValueError, which names the row, for fields that are wrong."""
+    found = []
+    for name, fields in tomllib.loads(FILE.read_text()).items():
+        try:
+            found.append(Weights(name, **fields))
+        except TypeError as error:  # a field that is missing or unknown, which the text names
+            raise ValueError(f"{FILE.name} [{name}]: {error}") from None
+    return found
+
+
+def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Figures are of the CPU that most rows were measured on, and of these the last."""
+    results = max(found, key=lambda results: len(_measured(results)), default=None)
+    calls = _measured(results) if results else {}
+    rows = []
+    for row in weights():
+        loaders = ", ".join(f"`{loader}`" for loader in row.loaders)
+        figures = calls.get(row.name, (NONE, NONE))
+        rows.append((row.name, row.checkpoints, loaders, row.rounded, row.backends, *figures))
+    return (*HEADS, f"decode on {results.label}" if calls else "decode", "prefill there"), rows
+
+
+def _measured(results: Results) -> dict[str, tuple[str, str]]:
+    """Decode of 1 token, and prefill of the largest batch that was measured, as "auto" runs it."""
+    calls = {}
+    for row in weights():
+        for layer in results.entries("layer"):
+            if layer["model"] == row.measured and layer["rounding"] == "exact" and row.name not in calls:
+                decode = next((call for call in layer.get("decode", ()) if call["tokens"] == 1), None)
+                prefill = max(layer.get("prefill", ()), key=lambda call: call["tokens"], default=None)
+                if decode and prefill and "gb_s" in decode and "gflop_s" in prefill:
+                    calls[row.name] = _rate(decode, "gb_s", "GB/s", "of_read"), _rate(prefill, "gflop_s", "GFLOP/s", "of_peak")
+    return calls
+
+
+def _rate(call: dict, rate: str, unit: str, of: str) -> str:
+    return f"{float(f'{call[rate]:.3g}'):g} {unit}" + (f", {100 * call[of]:.0f} %" if of in call else "")
+
+
+def _parts(weight_format: WeightFormat) -> tuple:
+    """What tells rows apart."""
+    scale, factor = weight_format.scale, weight_format.factor
+    blocks = scale is not None and scale.extent[0] > 1
+    kind = scale.kind if scale and scale.kind in ("ue8m0", "e4m3") and not blocks else scale is not None
+    order = weight_format.order.name
+    return weight_format.element, kind, blocks, bool(weight_format.offset), factor and factor.per_row, order

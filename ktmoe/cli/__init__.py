@@ -1,0 +1,54 @@
+"""The `ktmoe` command, which the extra `cli` is for: main() runs it. One file a command."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+
+from ktmoe.errors import KtmoeError
+
+#: What the extra `cli` installs, by the names of its modules.
+EXTRA = {"click", "rich", "tomli_w"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status: 0, 1 for an error or a wrong result, 2 for wrong usage, 130 after Ctrl-C."""
+    try:
+        status = _run(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()
+    except (KtmoeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            # whoever read stdout has gone; what is left in its buffer must not fail again when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        return _fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        if (missing := (error.name or "").partition(".")[0]) not in EXTRA:
+            raise
+        return _fail(f"the command needs {missing}, which is not installed: pip install 'ktmoe[cli]'", 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    return status
+
+
+def _run(arguments: list[str]) -> int:
+    import click
+
+    from ktmoe.cli.commands import root
+
+    try:
+        return root.main(arguments, prog_name="ktmoe", standalone_mode=False) or 0
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "ktmoe"
+        return _fail(f"{error.format_message().rstrip('.')}; see {command} --help", error.exit_code)
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except click.Abort:  # what click makes of KeyboardInterrupt
+        raise KeyboardInterrupt from None
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"ktmoe: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,138 @@
+"""`ktmoe bench`: what this machine allows, and how near one layer comes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from ktmoe import backends, measure, progress_bar, synthetic
+from ktmoe._native import core
+from ktmoe.backends.choice import choose_backend
+from ktmoe.cli import measuring, options, output, results, units
+from ktmoe.cli.measuring import Row, Subject
+from ktmoe.errors import UnavailableError
+from ktmoe.experts import ExpertWeights
+from ktmoe.inspection import top_k_of
+from ktmoe.machine import memory
+
+#: Tokens of a call.
+DECODE, PREFILL = (1, 4, 16), (64, 256, 1024, 4096)
+#: Seconds that a call may take, so that all are measured within a minute; longer ones are left out.
+LONGEST = 3.0
+#: Of the synthetic layer, which has V4-Flash's shape: bytes, and of the memory that can be had at most.
+SYNTHETIC, SYNTHETIC_BYTES, SHARE_OF_MEMORY = "V4-Flash", 1e9, 0.4
+
+HELP = """The machine's limits, and one layer beside them.
+
+It takes about a minute. DIR is a checkpoint; without it the layer is synthetic, has the shape of DeepSeek-V4-Flash's,
+and stays in memory. Decode has 1, 4 and 16 tokens a call, prefill more. Outputs are checked against a float64
+reference. `ktmoe demo` compares all backends instead.
+"""
+
+
+@click.command("bench", help=HELP)
+@click.argument("model", metavar="[DIR]", required=False)
+@options.LAYER
+@click.option(
+    "--experts", metavar="N", type=click.IntRange(1), help="The layer's first N; by default all, or 1 GB if synthetic."
+)
+@options.BACKEND
+@options.SECONDS
+@click.option(
+    "--output",
+    "file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True),
+    help="Write a results file, if all is right.",
+)
+@options.JSON
+def command(
+    model: str | None,
+    layer: int | str | None,
+    experts: int | None,
+    backend: str,
+    seconds: float,
+    file: str | None,
+    as_json: bool,
+) -> int:
+    if file:
+        results.check_writable(Path(file))  # before a minute of measuring
+    with progress_bar.steps() as step, _layer(model, layer, experts) as (loaded, top_k):
+        table = _table(loaded, backend)
+        with measuring.packed(loaded, backend, step) as packed:
+            with step("measure the machine's limits"):
+                limits = measure.settled(packed, table)
+            rows, left_out = _rows(Subject(loaded, packed, table.name, limits, top_k, step), seconds)
+            rounding = packed.rounding
+    name = SYNTHETIC if model is None else Path(model).expanduser().resolve().name
+    layer_data = results.layer(rows, loaded, name, rounding)
+    right = all(row.right for row in rows)
+    if file and right:
+        results.write(Path(file), results.results(rows, layer_data))
+    if as_json:
+        output.print_json(_data(rows, layer_data, left_out, loaded, top_k))
+    else:
+        console = measuring.console()
+        console.print(measuring.table(rows))
+        lines = ["", measuring.describe(loaded, top_k), *measuring.notes(rows), *left_out]
+        measuring.print_text(console, lines + [row.wrong_words for row in rows if not row.right])
+    return 0 if right else 1
+
+
+@contextmanager
+def _layer(model: str | None, layer: int | str | None, experts: int | None) -> Iterator[tuple[ExpertWeights, int]]:
+    """The experts to measure, and how many of them a token has."""
+    if model is None:
+        yield synthetic.deepseek_v4_experts(num_experts=experts or _synthetic_experts()), measuring.TOP_K
+        return
+    checkpoint, loaded = measuring.open_layer(Path(model).expanduser(), layer)
+    with checkpoint:
+        top_k = top_k_of(checkpoint, loaded.num_experts)
+        yield (loaded.take(range(min(experts, loaded.num_experts))) if experts else loaded), top_k
+
+
+def _synthetic_experts() -> int:
+    available = memory.available_bytes()
+    nbytes = SYNTHETIC_BYTES if available is None else min(SYNTHETIC_BYTES, SHARE_OF_MEMORY * available)
+    return max(measuring.TOP_K, int(nbytes // synthetic.deepseek_v4_experts(num_experts=1).nbytes))
+
+
+def _table(experts: ExpertWeights, backend: str) -> core.KernelTable:
+    chosen = choose_backend(backend, experts)
+    table = backends.get(chosen.name).lookup(experts, chosen.activations).table
+    if table is None:
+        raise UnavailableError(f"backend {chosen.name!r} ({chosen.why}) has no kernel table: its limits cannot be measured")
+    return table
+
+
+def _rows(subject: Subject, seconds: float) -> tuple[list[Row], list[str]]:
+    """And which calls were left out, since they take too long."""
+    rows = [subject.row("decode", tokens, seconds, checked=1) for tokens in DECODE]
+    for i, tokens in enumerate(PREFILL):
+        last = rows[-1].result
+        expected = last.seconds * tokens / last.tokens if i else 0.0  # at most: more tokens share more weights
+        if expected > LONGEST:
+            rest = ", ".join(map(str, PREFILL[i:]))
+            return rows, [f"not measured: prefill of {rest} tokens: a call of {tokens} would take up to {expected:.0f} s"]
+        rows.append(subject.row("prefill", tokens, seconds, checked=1))
+    return rows, []
+
+
+def _data(rows: list[Row], layer: dict, left_out: list[str], experts: ExpertWeights, top_k: int) -> dict:
+    calls = [
+        {
+            "work": row.work,
+            **measuring.call(row),
+            "tokens_s": row.result.tokens / row.result.seconds,
+            "error_of_bound": row.check.error,
+            "right": row.right,
+        }
+        for row in rows
+    ]
+    about = {key: value for key, value in layer.items() if key not in ("decode", "prefill")}
+    sizes = {"hidden": experts.hidden, "intermediate": experts.intermediate, "top_k": top_k, "layer_bytes": experts.nbytes}
+    machine = {"cpu": results.cpu(), "limits": units.limits_data(measuring.limits(rows))}
+    return {**machine, "layer": {**about, **sizes}, "calls": calls, "not_measured": left_out}

@@ -1,0 +1,169 @@
+"""`ktmoe inspect`: what a checkpoint holds, who reads it, what it takes here, and how fast this machine could be."""
+
+from __future__ import annotations
+
+import math
+
+import click
+
+from ktmoe.cli import options, output, units
+from ktmoe.experts import PROJECTIONS
+from ktmoe.inspection import Group, Inspection, Speed, inspect, speed
+from ktmoe.loaders.naming import listed
+from ktmoe.weights.activation import GatedActivation
+
+HELP = """What a checkpoint holds and takes here.
+
+No weight is read. The report says which loader reads DIR and why; the layers' experts, formats and bytes; the memory
+that they take on this machine; the tokens/s that it allows for the routed experts alone; and what is not served, and
+why. Exit code 1: nothing is served.
+"""
+
+
+@click.command("inspect", help=HELP)
+@options.MODEL
+@click.option("--loader", metavar="NAME", default="auto", help="By default the one that is surest.")
+@options.BACKEND
+@click.option("--top-k", metavar="K", type=click.IntRange(1), help="Experts of a token; by default what config.json says.")
+@click.option("--measure/--no-measure", default=True, help="Measure what the machine allows, for a few seconds. On by default.")
+@options.JSON
+def command(model: str, loader: str, backend: str, top_k: int | None, measure: bool, as_json: bool) -> int:
+    found = inspect(model, loader, backend, top_k)
+    measured = speed(found) if measure and found.groups else None
+    if as_json:
+        output.print_json(_data(found, measured))
+    else:
+        output.print_lines(_lines(found, measured))
+    return 0 if found.groups else 1
+
+
+def _lines(found: Inspection, measured: Speed | None) -> list[str]:
+    nbytes = sum(len(group.layers) * group.experts.nbytes for group in found.groups)
+    lines = [f"{found.path}: {units.count(found.tensors, 'tensor')}, {units.gb(nbytes)} of routed experts", *_loaders(found)]
+    for group in found.groups:
+        lines += _group(group)
+    if found.refused:
+        lines.append("not served:")
+        for refused in found.refused:
+            readers = [f"loader={name!r}" for name in refused.readers]
+            by_name = f"; read with {' or '.join(readers)}" if readers else ""
+            lines.append(f"  {listed(refused.layers)}: {refused.reason}{by_name}")
+    if found.groups:
+        lines.append(_memory(found))
+    if measured:
+        lines += _speed(found, measured)
+    return lines
+
+
+def _loaders(found: Inspection) -> list[str]:
+    """The one that reads it, and what the others say; those that say the same in one line."""
+    scores = {finding.loader: finding.score for finding in found.findings}
+    if found.loader:
+        lines = [f"loader: {found.loader}, score {scores[found.loader]:g} of 1 by names, dtypes, shapes and config.json"]
+    else:
+        lines = ["loader: none", f"  {found.why_no_loader}"]
+    others: dict[str, list[str]] = {}
+    for finding in found.findings:
+        if finding.loader != found.loader:
+            others.setdefault(finding.reason or f"score {finding.score:g}", []).append(finding.loader)
+    return lines + [f"  not {', '.join(names)}: {reason}" for reason, names in others.items()]
+
+
+def _group(group: Group) -> list[str]:
+    e = group.experts
+    shape = f"{units.count(e.num_experts, 'expert')}, hidden {e.hidden}, intermediate {e.intermediate}"
+    lines = [f"{listed(group.layers)} ({e.name}): {shape}"]
+    lines += [f"  {p}: {list(e.shape(p))}, {e.formats[p].description}" for p in PROJECTIONS]
+    lines.append(f"  activation: {_activation(e.activation)}")
+    lines.append(f"  checkpoint: {_sizes(e.nbytes, group)}")
+    if group.choice is None:
+        return [*lines, f"  no backend: {group.why_not}"]
+    chosen = group.choice
+    kernels = f", kernels of {group.isa}" if group.isa else ""
+    lines.append(f"  backend: {chosen.name} ({chosen.why}), activations {chosen.activations}{kernels}")
+    return [*lines, f"  packed: {_sizes(group.packed_nbytes, group)}"]
+
+
+def _activation(a: GatedActivation) -> str:
+    gate = "silu(gate)" if a.alpha == 1 else f"gate * sigmoid({a.alpha:g} * gate)"
+    up = f"(up + {a.up_offset:g})" if a.up_offset else "up"
+    return f"{gate} * {up}" + (f", gate at most {a.limit:g}, up within {a.limit:g}" if math.isfinite(a.limit) else "")
+
+
+def _sizes(nbytes: int, group: Group) -> str:
+    each, layers = nbytes / group.experts.num_experts, len(group.layers)
+    return f"{units.gb(each)} an expert, {units.gb(nbytes)} a layer, {units.gb(layers * nbytes)} in all"
+
+
+def _memory(found: Inspection) -> str:
+    needs = f"memory: loading needs {units.gb(found.needed)}, {units.gb(found.staged)} of it to read into"
+    if found.available is None:
+        return f"{needs}; the system does not say how much is available"
+    verdict = {True: ": it fits", False: ": it does not fit", None: ""}[found.fits]
+    return f"{needs}; {units.gb(max(0, found.available))} is available{verdict}"
+
+
+def _speed(found: Inspection, measured: Speed) -> list[str]:
+    lines = units.machine(measured.limits.values())
+    if not measured.calls:
+        return [*lines, f"tokens/s: not known: {measured.why_not}"]
+    counted = listed([layer for group in found.groups for layer in group.layers if found.counts(layer)])
+    lines.append(f"at most, for the routed experts of {counted} alone, {found.top_k} experts a token:")
+    words = {"read": "reading weights", "multiply": "multiplying"}
+    for name, call in measured.calls.items():
+        what = f"{name}, {units.count(call.tokens, 'token')} a call"
+        rate, took = units.tokens_s(call.tokens / call.seconds), units.ms(call.seconds)
+        lines.append(f"  {what}: {rate}, {took}, bounded by {words[call.bound]}")
+    return [*lines, "  attention, shared experts and all else of the model take time of their own"]
+
+
+def _data(found: Inspection, measured: Speed | None) -> dict:
+    data = {
+        "path": found.path,
+        "tensors": found.tensors,
+        "loader": found.loader,
+        "why_no_loader": found.why_no_loader or None,
+        "loaders": [{"name": f.loader, "score": f.score, "reason": f.reason or None} for f in found.findings],
+        "groups": [_group_data(group) for group in found.groups],
+        "not_served": [{"layers": r.layers, "reason": r.reason, "readers": r.readers} for r in found.refused],
+        "top_k": found.top_k,
+        "memory": {
+            "needed_bytes": found.needed,
+            "staged_bytes": found.staged,
+            "available_bytes": found.available,
+            "fits": found.fits,
+        },
+    }
+    if measured:
+        data["limits"] = units.limits_data(measured.limits.values())
+        data["at_most"] = {
+            name: {
+                "tokens": call.tokens,
+                "tokens_s": call.tokens / call.seconds,
+                "ms": call.seconds * 1e3,
+                "bounded_by": call.bound,
+            }
+            for name, call in measured.calls.items()
+        }
+        data["why_not_at_most"] = measured.why_not or None
+    return data
+
+
+def _group_data(group: Group) -> dict:
+    e, chosen = group.experts, group.choice
+    return {
+        "layers": group.layers,
+        "base": e.name,
+        "experts": e.num_experts,
+        "hidden": e.hidden,
+        "intermediate": e.intermediate,
+        "projections": {p: {"shape": e.shape(p), "format": e.formats[p].description} for p in PROJECTIONS},
+        "activation": {"alpha": e.activation.alpha, "limit": e.activation.limit, "up_offset": e.activation.up_offset},
+        "expert_bytes": e.nbytes // e.num_experts,
+        "layer_bytes": e.nbytes,
+        "backend": chosen and chosen.name,
+        "why_no_backend": group.why_not or None,
+        "activations": chosen and chosen.activations,
+        "isa": group.isa,
+        "packed_layer_bytes": group.packed_nbytes if chosen else None,
+    }

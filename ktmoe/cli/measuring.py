@@ -1,0 +1,164 @@
+"""What `ktmoe bench` and `ktmoe demo` share: a layer, its measured and checked calls, and their table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ktmoe import measure
+from ktmoe.cli import units
+from ktmoe.errors import MissingTensorError
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.layer import MoELayer
+from ktmoe.limits import Limits
+from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.checkpoint import Checkpoint
+
+#: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
+TOP_K = 6
+
+_NOTES = (
+    "all figures are medians over rounds, each with limits measured in it:",
+    "  of read: of the bandwidth of reading packed weights",
+    "  of peak: of the multiply peak",
+    "error of bound: the worst of sampled outputs against a float64 reference; 100% is the most that rounding explains",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. work: "decode" or "prefill". check: an error above 1 is wrong."""
+
+    backend: str
+    activations: str
+    isa: str
+    work: str
+    result: measure.Result
+    check: measure.Check
+
+    @property
+    def right(self) -> bool:
+        return self.check.error <= 1
+
+    @property
+    def label(self) -> str:
+        """The backend, and its activation mode where that is not exact."""
+        return self.backend if self.activations == "bf16" else f"{self.backend} {self.activations}"
+
+    @property
+    def wrong_words(self) -> str:
+        name, tokens = f"{self.backend} {self.work}", units.count(self.result.tokens, "token")
+        return f"WRONG: {name}: {tokens}: an output is off by {self.check.error:.3g} times its bound"
+
+
+def open_layer(path: Path, layer: int | str | None) -> tuple[Checkpoint, ExpertWeights]:
+    """A layer's experts, by default the first's. The checkpoint stays open: the reference reads the experts again."""
+    checkpoint = Checkpoint(path)
+    loader = find_loader(checkpoint)
+    if layer is None:
+        layer = next(iter(loader.layers(checkpoint)), None)
+        if layer is None:
+            raise MissingTensorError(f"{path}: expected a layer with routed experts, found none")
+    return checkpoint, loader.load(checkpoint, layer)
+
+
+@contextmanager
+def packed(experts: ExpertWeights, backend: str, step: Callable) -> Iterator[MoELayer]:
+    with step(f"load for {backend}", experts.nbytes) as draw:
+        layer = MoELayer(experts, backend, progress=draw)
+    with layer:
+        yield layer
+
+
+class Subject:
+    """A packed layer that is measured. step: of ktmoe.progress_bar.steps. top_k: experts of a token."""
+
+    def __init__(self, experts: ExpertWeights, layer: MoELayer, isa: str, limits: measure.Limits, top_k: int, step: Callable):
+        self.layer, self.limits = layer, limits
+        self._experts, self._isa, self._top_k, self._step = experts, isa, top_k, step
+
+    def row(self, work: str, tokens: int, seconds: float, checked: int) -> Row:
+        """Measure calls of so many tokens for about so long, and check that many tokens of one."""
+        layer, experts = self.layer, self._experts
+        batches = measure.random_batches(tokens, self._top_k, experts.num_experts, experts.hidden)
+        what = f"{layer.backend} {work}, {units.count(tokens, 'token')}"
+        with self._step(f"measure {what}") as draw:
+            result = measure.run(layer, self.limits, batches, seconds=seconds, progress=lambda share: draw(share, 1.0))
+        with self._step(f"check {what}"):
+            check = measure.check(experts, layer, next(batches), tokens=checked)
+        return Row(layer.backend, layer.activations, self._isa, work, result, check)
+
+
+def describe(experts: ExpertWeights, top_k: int) -> str:
+    formats = sorted({experts.formats[projection].description for projection in PROJECTIONS})
+    shape = f"{experts.num_experts} experts of {experts.hidden} x {experts.intermediate}"
+    return f"{experts.name}: {shape}, {', '.join(formats)}, {units.gb(experts.nbytes)}, top-{top_k}"
+
+
+def limits(rows: list[Row]) -> list[Limits]:
+    """Of each instruction set, medians over its rows."""
+    found: dict[str, list[measure.Result]] = {}
+    for row in rows:
+        found.setdefault(row.isa, []).append(row.result)
+    return [
+        Limits(isa, statistics.median(r.read_limit for r in results), statistics.median(r.peak_limit for r in results))
+        for isa, results in found.items()
+    ]
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """The machine, its limits, and what the table's heads mean."""
+    return [*units.machine(limits(rows)), *_NOTES]
+
+
+def call(row: Row) -> dict:
+    """What a row measured, under the names of the results files. Shares are of 1."""
+    r = row.result
+    return {
+        "tokens": r.tokens,
+        "ms": r.seconds * 1e3,
+        "gb_s": r.bytes_rate / 1e9,
+        "of_read": r.read_share,
+        "gflop_s": r.flops_rate / 1e9,
+        "of_peak": r.peak_share,
+    }
+
+
+def table(rows: list[Row]) -> Table:
+    """At most 80 columns wide."""
+    drawn = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
+    drawn.add_column("\nbackend", no_wrap=True)
+    heads = ("\ntokens", "\nms", "\ntokens/s", "\nGB/s", "of\nread", "\nGFLOP/s", "of\npeak", "error\nof bound")
+    for head in heads:
+        drawn.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        r = row.result
+        drawn.add_row(
+            row.label,
+            str(r.tokens),
+            units.number(r.seconds * 1e3),
+            units.number(r.tokens / r.seconds),
+            f"{r.bytes_rate / 1e9:.2f}",
+            units.percent(r.read_share),
+            units.number(r.flops_rate / 1e9),
+            units.percent(r.peak_share),
+            f"{100 * row.check.error:.2g}%" if row.right else "[red]WRONG[/red]",
+        )
+    return drawn
+
+
+def console() -> Console:
+    """stdout, wide enough for the table where it is no terminal."""
+    found = Console()
+    return found if found.is_terminal else Console(width=100)
+
+
+def print_text(to: Console, lines: list[str]) -> None:
+    to.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

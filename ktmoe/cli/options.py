@@ -1,0 +1,44 @@
+"""Options and arguments that commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import click
+
+MODEL = click.argument("model", metavar="DIR")
+BACKEND = click.option("--backend", metavar="NAME", default="auto", help="By default the best that runs here.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, to stdout.")
+SECONDS = click.option(
+    "--seconds", metavar="S", type=click.FloatRange(0, 3600), default=2.0, show_default=True, help="To measure each row for."
+)
+
+
+class Layer(click.ParamType):
+    """3 for "3", "mtp.0" for "mtp.0"."""
+
+    name = "layer"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else value
+
+
+class Layers(click.ParamType):
+    """[0, 1, 2, 3, 7, "mtp.0"] for "0-3,7,mtp.0"."""
+
+    name = "layers"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int | str]:
+        if not isinstance(value, str):
+            return value
+        layers: list[int | str] = []
+        for item in value.split(","):
+            first, dash, last = item.partition("-")
+            if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 10**6:
+                layers += range(int(first), int(last) + 1)
+            elif item and not dash:
+                layers.append(Layer().convert(item, param, ctx))
+            else:
+                self.fail(f"expected numbers, ranges such as 0-3 and names, found {item!r}", param, ctx)
+        return layers
+
+
+LAYER = click.option("--layer", metavar="L", type=Layer(), help="Its number, or a name such as mtp.0; by default the first.")

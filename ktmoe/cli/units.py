@@ -1,0 +1,61 @@
+"""Numbers as all commands print them: GB = 1e9 bytes, GB/s, GFLOP/s, tokens/s, ms, and shares in percent; and the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ktmoe.limits import Limits
+from ktmoe.machine import threads
+
+
+def number(value: float, digits: int = 4) -> str:
+    """At least so many digits, and no exponent: 0.01234, 1.234, 12345."""
+    if not math.isfinite(value):
+        return "-"
+    if not value:
+        return "0"
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+
+
+def gb(nbytes: float) -> str:
+    return f"{number(nbytes / 1e9, 3)} GB"
+
+
+def gb_s(rate: float) -> str:
+    """rate: bytes per second."""
+    return f"{number(rate / 1e9, 3)} GB/s"
+
+
+def gflop_s(rate: float) -> str:
+    """rate: FLOPs per second."""
+    return f"{number(rate / 1e9, 3)} GFLOP/s"
+
+
+def tokens_s(rate: float) -> str:
+    return f"{number(rate, 3)} tokens/s"
+
+
+def ms(seconds: float) -> str:
+    return f"{number(seconds * 1e3)} ms"
+
+
+def percent(share: float) -> str:
+    """Of a limit: 12%, 1.2%."""
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def count(number: int, what: str) -> str:
+    """1 layer, 2 layers."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def machine(limits: Iterable[Limits]) -> list[str]:
+    """This machine, and a line for each instruction set's limits."""
+    lines = [f"  reads {gb_s(x.read)}, multiplies {gflop_s(x.peak)} by kernels of {x.isa}" for x in limits]
+    return [f"this machine: {threads.cpu_name()}, {count(threads.get_num_threads(), 'thread')}", *lines]
+
+
+def limits_data(limits: Iterable[Limits]) -> list[dict]:
+    """The same for JSON."""
+    return [{"isa": x.isa, "read_gb_s": x.read / 1e9, "multiply_gflop_s": x.peak / 1e9} for x in limits]

@@ -1,0 +1,273 @@
+"""What a checkpoint holds, who reads it, and what it takes here: by headers and config.json alone, no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ktmoe import backends, loaders
+from ktmoe.backends.base import Found
+from ktmoe.backends.choice import Choice, choose_backend
+from ktmoe.errors import CheckpointError, FormatError, KtmoeError, OutOfMemoryError, UnavailableError
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.layer import placement_of
+from ktmoe.limits import Limits, measured
+from ktmoe.loaders import naming
+from ktmoe.loaders.base import Finding, Loader, explain, find_loader
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.machine import memory
+from ktmoe.messages import printable, show
+from ktmoe.model import memory_needed
+
+#: Where config.json says how many experts a token has.
+TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token")
+#: Tokens of the calls whose speed is estimated.
+CALLS = {"decode": 1, "prefill": 4096}
+
+Name = int | str
+
+
+@dataclass
+class Group:
+    """Layers that are alike, and how they would be computed here.
+
+    experts: the first layer's. choice: None where no backend can; why_not says why. packed_nbytes: of one layer.
+    """
+
+    layers: list[Name]
+    experts: ExpertWeights
+    choice: Choice | None = None
+    why_not: str = ""
+    packed_nbytes: int = 0
+
+    @property
+    def isa(self) -> str | None:
+        """The instruction set of the kernels, if the backend has a table of them."""
+        found = self._found()
+        return found.table.name if found else None
+
+    def limits(self) -> Limits:
+        return measured(self.experts, self.choice.name, self._found().table)
+
+    def _found(self) -> Found | None:
+        if self.choice is None:
+            return None
+        found = backends.get(self.choice.name).lookup(self.experts, self.choice.activations)
+        return found if isinstance(found, Found) and found.table else None
+
+
+@dataclass
+class Refused:
+    """Layers that are not served. reason: what the loader says. readers: loaders that read them if they are named."""
+
+    layers: list[Name]
+    reason: str
+    readers: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Inspection:
+    """findings: what each loader says, the surest first. loader: the name of the one that is chosen; None if none is, and why.
+
+    top_k: experts of a token; None where config.json does not say, and why. num_layers: by config.json, None where it does not
+    say.
+    needed, staged: bytes that loading all groups takes, and those of it to read into. available: None where nothing says.
+    """
+
+    path: str
+    tensors: int
+    findings: list[Finding]
+    loader: str | None = None
+    why_no_loader: str = ""
+    groups: list[Group] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    top_k: int | None = None
+    why_no_top_k: str = ""
+    num_layers: int | None = None
+    needed: int = 0
+    staged: int = 0
+    available: int | None = None
+
+    def counts(self, layer: Name) -> bool:
+        """Whether a token passes through a layer: not those of multi-token prediction, mtp.0 or past the model's own layers."""
+        return isinstance(layer, int) and (self.num_layers is None or layer < self.num_layers)
+
+    @property
+    def fits(self) -> bool | None:
+        """None where nothing says how much memory is available, or where a layer has no backend."""
+        if self.available is None or not all(group.choice for group in self.groups):
+            return None
+        return self.needed <= self.available
+
+
+def inspect(path: str, loader: str = "auto", backend: str = "auto", top_k: int | None = None) -> Inspection:
+    """Look at all headers. loader, backend: names, or "auto". top_k: experts of a token, by default what config.json says.
+
+    Raises CheckpointError for files that are no checkpoint, UnknownNameError for a loader or backend that does not exist.
+    A layer that cannot be read is no error: it is among the refused.
+    """
+    with Checkpoint(path) as checkpoint:
+        found = Inspection(printable(str(path)), len(checkpoint), explain(checkpoint))
+        try:
+            reader = find_loader(checkpoint, loader)
+        except (CheckpointError, FormatError, UnavailableError) as error:
+            found.why_no_loader = str(error)
+            reader = None
+        else:
+            found.loader = next(name for name in loaders.names() if loaders.get(name) is reader)
+        served, refused = _read(checkpoint, reader)
+        found.refused = _refusals(checkpoint, found, served, refused)
+    found.groups = _grouped(served)
+    for group in found.groups:
+        _choose(group, backend)
+    if found.groups:
+        _set_top_k(found, checkpoint, top_k)
+        num_layers = naming.config(checkpoint, "num_hidden_layers")
+        found.num_layers = num_layers if type(num_layers) is int else None
+    if served:
+        packed = [group.packed_nbytes for group in found.groups for _ in group.layers]
+        found.needed, found.staged = memory_needed(packed, served.values())
+    found.available = memory.available_bytes()
+    return found
+
+
+def _read(checkpoint: Checkpoint, reader: Loader | None) -> tuple[dict[Name, ExpertWeights], dict[Name, str]]:
+    """Layers whose headers are right, and what is said of the others."""
+    served, refused = {}, {}
+    for layer in reader.layers(checkpoint) if reader else ():
+        try:
+            served[layer] = reader.load(checkpoint, layer)
+        except KtmoeError as error:
+            refused[layer] = str(error)
+    return served, refused
+
+
+def _refusals(checkpoint: Checkpoint, found: Inspection, served: Iterable[Name], refused: dict[Name, str]) -> list[Refused]:
+    """Also the layers that other loaders know, with those that read them. Alike ones are put together."""
+    readers: dict[Name, list[str]] = {layer: [] for layer in refused}
+    for finding in found.findings:
+        if finding.loader == found.loader:
+            continue
+        other = loaders.get(finding.loader)
+        for layer in _layers(checkpoint, other):
+            if layer in served:
+                continue
+            if layer not in readers:
+                readers[layer] = []
+                unknown = f"loader {found.loader} knows no such layer" if found.loader else "no loader reads this checkpoint"
+                refused[layer] = unknown
+            try:
+                other.load(checkpoint, layer)
+            except KtmoeError:
+                continue
+            readers[layer].append(finding.loader)
+    alike: dict[tuple, Refused] = {}
+    for layer, reason in refused.items():
+        # messages name the layer's tensors: without its number they are often the same
+        key = reason.replace(str(layer), "{L}"), tuple(readers[layer])
+        alike.setdefault(key, Refused([], reason, readers[layer])).layers.append(layer)
+    return list(alike.values())
+
+
+def _layers(checkpoint: Checkpoint, loader: Loader) -> list[Name]:
+    try:
+        return loader.layers(checkpoint)
+    except KtmoeError:
+        return []
+
+
+def _grouped(served: dict[Name, ExpertWeights]) -> list[Group]:
+    groups: list[Group] = []
+    for layer, experts in served.items():
+        for group in groups:
+            if _kind(group.experts) == _kind(experts):
+                group.layers.append(layer)
+                break
+        else:
+            groups.append(Group([layer], experts))
+    return groups
+
+
+def _kind(experts: ExpertWeights) -> tuple:
+    """What layers have alike that are in one group."""
+    formats = [experts.formats[projection] for projection in PROJECTIONS]
+    return experts.num_experts, experts.hidden, experts.intermediate, formats, experts.activation
+
+
+def _choose(group: Group, backend: str) -> None:
+    try:
+        group.choice = choose_backend(backend, group.experts)
+    except UnavailableError as error:
+        group.why_not = str(error)
+    else:
+        chosen = backends.get(group.choice.name)
+        group.packed_nbytes = chosen.packed_nbytes(group.experts, placement_of(group.experts))
+
+
+def _set_top_k(found: Inspection, checkpoint: Checkpoint, top_k: int | None) -> None:
+    most = min(group.experts.num_experts for group in found.groups)
+    try:
+        found.top_k = top_k_of(checkpoint, most) if top_k is None else min(top_k, most)
+    except CheckpointError as error:
+        found.why_no_top_k = str(error)
+
+
+def top_k_of(checkpoint: Checkpoint, num_experts: int) -> int:
+    """Experts of a token by config.json. Raises CheckpointError if it does not say, or something impossible."""
+    for key in TOP_K_KEYS:
+        stated = naming.config(checkpoint, key)
+        if type(stated) is int and 1 <= stated <= num_experts:
+            return stated
+        if stated is not None:
+            expected = f"a whole number from 1 to {num_experts}"
+            raise CheckpointError(f"{checkpoint.path}: {key} of config.json: expected {expected}, found {show(stated)}")
+    raise CheckpointError(f"{checkpoint.path}: config.json does not say how many experts a token has ({TOP_K_KEYS[0]})")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The fastest that a call of all layers can be. by: for each limit, the seconds of those layers that it bounds."""
+
+    tokens: int
+    seconds: float
+    by: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        return max(self.by, key=self.by.__getitem__)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """limits: by instruction set. calls: by CALLS' names, a pass through all layers; empty where it is not known, and why."""
+
+    limits: dict[str, Limits]
+    calls: dict[str, Estimate]
+    why_not: str = ""
+
+
+def speed(found: Inspection) -> Speed:
+    """Measure the machine's limits now, and estimate by them."""
+    limits: dict[str, Limits] = {}
+    try:
+        for group in found.groups:
+            if (isa := group.isa) and isa not in limits:
+                limits[isa] = group.limits()
+    except OutOfMemoryError as error:
+        return Speed({}, {}, str(error))
+    passed = [(group, count) for group in found.groups if (count := sum(map(found.counts, group.layers)))]
+    if not passed:
+        return Speed(limits, {}, "no layer that a token passes through is served")
+    if found.top_k is None:
+        return Speed(limits, {}, found.why_no_top_k)
+    for group, _ in passed:
+        if group.isa is None:
+            return Speed(limits, {}, group.why_not or f"backend {group.choice.name} has no kernel table to measure limits with")
+    calls = {}
+    for name, tokens in CALLS.items():
+        by: dict[str, float] = {}
+        for group, count in passed:
+            seconds, bound = limits[group.isa].seconds(group.experts, group.packed_nbytes, tokens, found.top_k)
+            by[bound] = by.get(bound, 0.0) + count * seconds
+        calls[name] = Estimate(tokens, sum(by.values()), by)
+    return Speed(limits, calls)
