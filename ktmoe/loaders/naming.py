@@ -37,7 +37,7 @@ _FLOAT32_MAX = (2 - 2**-23) * 2**127
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
 # the modules without a word "experts" are Granite's and Step-3's
 _NAME = re.compile(
-    rf"((?:language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
+    rf"((?:thinker\.|language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
     r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)|moe(?=\.(?:gate|up|down)_proj\.)))"
     rf"\.(?:{_NUMBER}\.)?([a-z].*)"
 )
@@ -244,7 +244,7 @@ def silu(checkpoint: Checkpoint) -> GatedActivation:
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {show(found)}")
     if config(checkpoint, "model_type") in _CLAMPED:
         return clamped_silu(checkpoint)
-    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha"):
+    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "situ_beta", "activation_situ_beta"):
         if found := config(checkpoint, key):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {show(found)}")
     return SILU
