@@ -164,7 +164,8 @@ def _refusals(checkpoint: Checkpoint, found: Inspection, served: Iterable[Name],
     alike: dict[tuple, Refused] = {}
     for layer, reason in refused.items():
         # messages name the layer's tensors: without its number they are often the same
-        key = reason.replace(str(layer), "{L}"), tuple(readers[layer])
+        number = f"layers.{layer}." if isinstance(layer, int) else f"{layer}."
+        key = reason.replace(number, "{L}."), tuple(readers[layer])
         alike.setdefault(key, Refused([], reason, readers[layer])).layers.append(layer)
     return list(alike.values())
 
@@ -191,7 +192,7 @@ def _grouped(served: dict[Name, ExpertWeights]) -> list[Group]:
 def _kind(experts: ExpertWeights) -> tuple:
     """What layers have alike that are in one group."""
     formats = [experts.formats[projection] for projection in PROJECTIONS]
-    return experts.num_experts, experts.hidden, experts.intermediate, formats, experts.activation
+    return experts.num_experts, experts.hidden, experts.intermediate, formats, experts.activation, experts.router_weight
 
 
 def _choose(group: Group, backend: str) -> None:
@@ -207,13 +208,18 @@ def _choose(group: Group, backend: str) -> None:
 def _set_top_k(found: Inspection, checkpoint: Checkpoint, top_k: int | None) -> None:
     most = min(group.experts.num_experts for group in found.groups)
     try:
-        found.top_k = top_k_of(checkpoint, most) if top_k is None else min(top_k, most)
+        found.top_k = top_k_of(checkpoint, most, top_k)
     except CheckpointError as error:
         found.why_no_top_k = str(error)
 
 
-def top_k_of(checkpoint: Checkpoint, num_experts: int) -> int:
-    """Experts of a token by config.json. Raises CheckpointError if it does not say, or something impossible."""
+def top_k_of(checkpoint: Checkpoint, num_experts: int, asked: int | None = None) -> int:
+    """Experts of a token, at most all: as many as asked, or as config.json says.
+
+    Raises CheckpointError if that does not say, or something impossible.
+    """
+    if asked is not None:
+        return min(asked, num_experts)
     for key in TOP_K_KEYS:
         stated = naming.config(checkpoint, key)
         if type(stated) is int and 1 <= stated <= num_experts:

@@ -364,6 +364,7 @@ def nvfp4(spelling):
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
     "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
+    "deepseek_v4 bf16": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _bf16(W), _bf16_meaning(W)),
     "gpt_oss": Scheme("gpt_oss", "mlp.experts", "num_local_experts", _gpt_oss, _gpt_oss_meaning, stacked=True),
     "int4": Scheme("compressed_tensors", "mlp.experts", "n_routed_experts", int4(PROJ), int4_meaning(PROJ)),
     "int4 w1": Scheme("compressed_tensors", "block_sparse_moe.experts", "num_local_experts", int4(W), int4_meaning(W)),
@@ -405,6 +406,7 @@ SCHEMES = {
     "granite": all_in_one(
         "bf16", stacked.bf16(".weight"), "block_sparse_moe", "num_local_experts", stems=("input_linear", "output_linear")
     ),
+    "step3": Scheme("bf16", "moe", "moe_num_experts", *stacked.step3(), stacked=True),
     "gpt_oss bf16": all_in_one(
         "gpt_oss", stacked.bf16(), count="num_local_experts", transposed=True, interleaved=True, bias="BF16"
     ),

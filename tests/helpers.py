@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,7 @@ from ktmoe.machine import numa
 from ktmoe.weights import formats
 from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT8_PLUS_128, UINT4
 from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
-from ktmoe.weights.order import AWQ, GPTQ
+from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DEEPSEEK = GatedActivation(limit=10.0)
@@ -46,10 +47,16 @@ FORMATS = {
     "int8-block": int8(128, "fp32", rows=128),
     "b16": B16,
 }
+#: Codes of 8 and 16 bits in the other order that they may have: packing differs, kernels do not.
+TURNED = {
+    f"{name} transposed": replace(FORMATS[name], order=TRANSPOSED)
+    for name in ("b16", "fp8", "fp8-bf16", "fp8-row", "mxfp8", "int8-64")
+}
 #: Those and the loaders' own, and some of no loader and no kernel, which the reference has.
 ALL_FORMATS = {
     **formats.FORMATS,
     **FORMATS,
+    **TURNED,
     "minima": WeightFormat(
         UINT4, Scale("fp16", (1, 32)), Scale("fp32", (1, 256)), Minimum(Scale("fp16", (1, 32))), Factor(per_row=True)
     ),
@@ -83,6 +90,7 @@ MIXED = {
     "q4 and f8": {"formats": {"gate": nvfp4(), "up": fp8("bf16"), "down": nvfp4(divides=True)}},
     "i8": {"formats": {"gate": int8(), "up": int8(32), "down": int8(64, "fp16", INT8_PLUS_128)}},
     "orders": {"formats": {"gate": uint4(64, order=GPTQ, plus=1), "up": uint4(128, order=AWQ), "down": int4(32, "fp16")}},
+    "transposed": {"formats": {"gate": TURNED["b16 transposed"], "up": B16, "down": TURNED["fp8-row transposed"]}},
 }
 #: Scale kinds that are floats: dtype as stored, bits of the exponent and of the significand.
 FLOATS = {

@@ -114,3 +114,21 @@ def fbgemm(random, stem, count, outputs, inputs, transposed):
         return codes * arrays["_scale"].astype(np.float64).reshape(len(codes), 1, -1)
 
     return tensors, dequantize
+
+
+def step3(count=3):
+    """(tensors, meaning) of BF16 tensors that hold all experts, gate and up apart."""
+    stems = {"gate": "gate_proj.weight", "up": "up_proj.weight", "down": "down_proj.weight"}
+
+    def tensors(base, random, hidden, intermediate):
+        shapes = {
+            "gate": (count, intermediate, hidden),
+            "up": (count, intermediate, hidden),
+            "down": (count, hidden, intermediate),
+        }
+        return {f"{base}.{stems[p]}": ["BF16", random.standard_normal(shape).astype(BF16)] for p, shape in shapes.items()}
+
+    return tensors, lambda tensors, base, expert, projection: (
+        tensors[f"{base}.{stems[projection]}"][1][expert].astype(np.float64),
+        None,
+    )

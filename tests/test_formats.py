@@ -6,13 +6,13 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import ALL_FORMATS, DEEPSEEK, assert_right, random_batch, random_experts
+from helpers import ALL_FORMATS, DEEPSEEK, TURNED, assert_right, random_batch, random_experts
 
 from ktmoe import BF16, MXFP4, ExpertWeights, Matrix, MoELayer, Scale, WeightFormat, backends, int4
 from ktmoe.errors import FormatError
 from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, E5M2, INT4, INT8, INT8_PLUS_128, UINT4, Element
 from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
-from ktmoe.weights.order import AWQ, GPTQ, Order
+from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED, Order
 
 UE8M0 = Scale("ue8m0", (1, 32))
 VALUES = {
@@ -242,6 +242,9 @@ def test_units():
         uint4(64, order=GPTQ): ((8, 64), (8, 8)),
         int4(64, order=GPTQ): ((1, 64), (1, 8)),
         uint4(128, order=AWQ): ((8, 128), (8, 8)),
+        TURNED["b16 transposed"]: ((1, 1), (1, 1)),
+        TURNED["fp8 transposed"]: ((128, 128), (1, 1)),
+        int4(64, order=TRANSPOSED): ((8, 64), (8, 8)),
     }
     for weight_format, (unit, code_unit) in units.items():
         assert (weight_format.unit, weight_format.code_unit) == (unit, code_unit), weight_format.description

@@ -229,3 +229,29 @@ def test_quantized_experts_of_the_same_names_are_no_business_of_this_loader(tmp_
 def test_two_spellings_in_one_layer(tmp_path):
     with pytest.raises(CheckpointError, match=rf"expected one name, found {BASE} \(gate_proj\) and {BASE} \(gate_up_proj\)"):
         load(tmp_path, PER_EXPERT | FUSED)
+
+
+CLAMP = {"swiglu_limit": 10.0, "hidden_act": "silu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "limit"),
+    [
+        ("deepseek_v4 bf16", CLAMP, 10.0),
+        ("deepseek_v4 bf16", {"model_type": "deepseek_v41", "text_config": CLAMP}, 10.0),
+        ("deepseek_v4 bf16", {}, math.inf),
+        ("bf16", CLAMP | {"model_type": "glm5_next"}, 10.0),
+        ("bf16", CLAMP | {"model_type": "hy_v4", "swiglu_limit": None}, math.inf),
+        ("bf16 fused", CLAMP | {"model_type": "deepseek_v4"}, 10.0),
+    ],
+)
+def test_the_clamp_of_deepseek_v4(tmp_path, name, config, limit):
+    """By its own module's name, and by the type of the models that have the same."""
+    checkpoint = write(tmp_path, SCHEMES[name].layer("layers.0"), config)
+    assert find_loader(checkpoint).load(checkpoint, 0).activation == GatedActivation(limit=limit)
+
+
+def test_a_clamp_for_each_layer_is_refused(tmp_path):
+    """Step-3.7 clamps after SiLU, and some layers only."""
+    with pytest.raises(FormatError, match=r"swiglu_limits of config.json: expected none for this scheme, found \[0.0, 7.0\]"):
+        load(tmp_path, SCHEMES["step3"].layer("layers.0"), {"swiglu_limits": [0.0, 7.0]})

@@ -259,3 +259,10 @@ def test_bfloat16_without_biases_is_refused_by_its_clamp(tmp_path):
     tensors = {name: tensor for name, tensor in SCHEMES[BF16_NAME].layer("model.layers.0").items() if "bias" not in name}
     with pytest.raises(FormatError, match=r"swiglu_limit of config.json: expected none for this scheme, found 7.0"):
         load(tmp_path, tensors, {"model_type": "gpt_oss", "swiglu_limit": 7.0})
+
+
+def test_the_privacy_filters_gate_comes_first(tmp_path):
+    """It has gpt-oss's names and function, but its gate and up do not alternate."""
+    checkpoint = write(tmp_path, SCHEMES[BF16_NAME].layer("model.layers.0"), {"model_type": "openai_privacy_filter"})
+    with pytest.raises(FormatError, match=r"model_type of config.json: expected 'gpt_oss' .*, found 'openai_privacy_filter'"):
+        find_loader(checkpoint).load(checkpoint, 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import B16, BF16, FORMATS, LONGEST, MIXED, WEIGHTS, bits, random_arrays, random_experts
+from helpers import B16, BF16, FORMATS, LONGEST, MIXED, TURNED, WEIGHTS, bits, random_arrays, random_experts
 
 from ktmoe import MXFP4, SILU, ExpertWeights, Matrix, MoELayer, int4, set_num_threads
 from ktmoe._native import core
@@ -52,6 +52,8 @@ def place(family, c, kk):
 def codes_of(weight_format, stored, n, k):
     """Codes one by one, [n, k], by what an order says of each."""
     codes = stored["codes"]
+    if weight_format.family != "q4":
+        codes = np.ascontiguousarray(codes.T) if weight_format.order.transposed else codes
     if weight_format.family == "b16":
         return codes.view(np.uint16)
     if weight_format.family == "f8":
@@ -143,15 +145,17 @@ def same_stored(a, b):
 
 SHAPES = [(1, 2), (64, 32), (63, 32), (65, 34), (1, 258), (100, 100), (66, 288), (130, 62), (3, 320), (68, 512)]
 ODD_SHAPES = [(1, 1), (65, 33), (3, 7), (64, 31), (5, 289)]
+PACKED = FORMATS | TURNED
 CASES = {f"{name}-{n}x{k}": (name, *fits(w, n, k)) for name, w in FORMATS.items() for n, k in SHAPES}
 ODD = ("b16", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128")
 CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in ODD for n, k in ODD_SHAPES}
+CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in TURNED for n, k in [*ODD_SHAPES, (64, 64), (130, 100)]}
 every_case = pytest.mark.parametrize(("name", "n", "k"), CASES.values(), ids=CASES)
 
 
 @every_case
 def test_layout(name, n, k):
-    weight_format = FORMATS[name]
+    weight_format = PACKED[name]
     stored = random_stored(np.random.default_rng((n, k)), n, k, weight_format)
     assert np.array_equal(
         pack(weight_format, (n, k), **stored).packed_bytes(0, "gate"), by_formula(weight_format, stored, n, k)
@@ -211,8 +215,8 @@ def test_layout_versions():
 @pytest.mark.cover("values")
 @every_case
 def test_unpacking_gives_the_checkpoints_bytes(name, n, k):
-    stored = random_stored(np.random.default_rng((n, k)), n, k, FORMATS[name])
-    same_stored(pack(FORMATS[name], (n, k), **stored).unpack(0, "gate"), stored)
+    stored = random_stored(np.random.default_rng((n, k)), n, k, PACKED[name])
+    same_stored(pack(PACKED[name], (n, k), **stored).unpack(0, "gate"), stored)
 
 
 def test_an_order_that_only_permutes_nibbles():

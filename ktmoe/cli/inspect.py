@@ -19,12 +19,19 @@ that they take on this machine; the tokens/s that it allows for the routed exper
 why. Exit code 1: nothing is served.
 """
 
+#: What they multiply, in words.
+_ROUTER_WEIGHTS = {
+    "down_output": "an expert's output",
+    "down_input": "what enters the down projection",
+    "expert_input": "an expert's input",
+}
+
 
 @click.command("inspect", help=HELP)
 @options.MODEL
 @click.option("--loader", metavar="NAME", default="auto", help="By default the one that is surest.")
 @options.BACKEND
-@click.option("--top-k", metavar="K", type=click.IntRange(1), help="Experts of a token; by default what config.json says.")
+@options.TOP_K
 @click.option("--measure/--no-measure", default=True, help="Measure what the machine allows, for a few seconds. On by default.")
 @options.JSON
 def command(model: str, loader: str, backend: str, top_k: int | None, measure: bool, as_json: bool) -> int:
@@ -74,7 +81,7 @@ def _group(group: Group) -> list[str]:
     shape = f"{units.count(e.num_experts, 'expert')}, hidden {e.hidden}, intermediate {e.intermediate}"
     lines = [f"{listed(group.layers)} ({e.name}): {shape}"]
     lines += [f"  {p}: {list(e.shape(p))}, {e.formats[p].description}" for p in PROJECTIONS]
-    lines.append(f"  activation: {_activation(e.activation)}")
+    lines.append(f"  activation: {_activation(e.activation)}; router weights multiply {_ROUTER_WEIGHTS[e.router_weight]}")
     lines.append(f"  checkpoint: {_sizes(e.nbytes, group)}")
     if group.choice is None:
         return [*lines, f"  no backend: {group.why_not}"]
@@ -159,6 +166,7 @@ def _group_data(group: Group) -> dict:
         "intermediate": e.intermediate,
         "projections": {p: {"shape": e.shape(p), "format": e.formats[p].description} for p in PROJECTIONS},
         "activation": {"alpha": e.activation.alpha, "limit": e.activation.limit, "up_offset": e.activation.up_offset},
+        "router_weight": e.router_weight,
         "expert_bytes": e.nbytes // e.num_experts,
         "layer_bytes": e.nbytes,
         "backend": chosen and chosen.name,

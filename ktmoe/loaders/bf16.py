@@ -8,9 +8,11 @@ Tensors are BF16, where base is layers.{L}.mlp.experts, or another module's expe
                                                    transposed, [E, H, 2I] and [E, I, H] (Llama-4, Qwen3-VL)
     {base}.fc1.weight and {base}.fc2.weight        the same (Aria)
     {base}.{input,output}_linear.weight            the same, with base layers.{L}.block_sparse_moe (Granite)
+    {base}.{gate,up,down}_proj.weight [E, N, K]    with base layers.{L}.moe (Step-3)
 
-gate_up_proj with biases is gpt-oss's. Of config.json's keys, an activation other than SiLU and a clamp (swiglu_limit) are
-refused; tensors of an expert's own may have MiniMax-M3's, "swigluoai".
+gate_up_proj with biases is gpt-oss's, and w1, w3 and w2 in ffn.experts are DeepSeek-V4's. Of config.json's keys, an activation
+other than SiLU and a clamp (swiglu_limit) are refused, but for the models whose clamp is known; tensors of an expert's own may
+have MiniMax-M3's, "swigluoai".
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from __future__ import annotations
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.deepseek_v4 import MODULE as DEEPSEEK_V4
 from ktmoe.loaders.per_expert import Headers, spellings
 from ktmoe.loaders.stacked import BIAS, Stacked
 from ktmoe.weights.formats import BF16, WeightFormat
 
 _QUANTIZED = "scales mean quantized weights"
 _FOREIGN = {"bias": "biases are not supported", "scale": _QUANTIZED, "scale_inv": _QUANTIZED}
-#: Where all experts are in one tensor: (stems, ending) of Llama-4, Qwen3-VL and Qwen3.5, of Aria, and of Granite.
+#: Where all experts are in one tensor: (stems, ending) of Llama-4, Qwen3-VL and Qwen3.5, of Aria, of Granite, and of Step-3.
 _STACKED = (
     (naming.FUSED_STEMS, ""),
     ({"gate": "fc1", "up": "fc1", "down": "fc2"}, ".weight"),
     ({"gate": "input_linear", "up": "input_linear", "down": "output_linear"}, ".weight"),
+    (naming.PROJ_STEMS, ".weight"),
 )
 
 
@@ -54,6 +58,8 @@ class Bf16(Stacked):
             name = prefix + spelling.stems["gate"]
             if spelling.stacked and {name + BIAS, prefix + spelling.stems["down"] + BIAS} <= checkpoint.names():
                 return 0.0  # gpt-oss
+            if f"{DEEPSEEK_V4}." in prefix and spelling.stems == naming.NUMBERED_STEMS:
+                return 0.0  # DeepSeek-V4, whose loader knows its clamp
             info = checkpoint.info(name + spelling.endings[0])
             naming.check_dtype(info, "BF16", "F16", "F32")
             return 0.8 if info.dtype == "BF16" else NAMED

@@ -5,7 +5,6 @@ An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} 
     weight        F8_E4M3 [N, K]
     weight_scale  F32, BF16 or F16 [N, 1] or [N], or [] or [1]; or weight_scale_inv, or qscale_weight (Mistral)
 
-
 Or, with all experts in one tensor (Llama-4 in transformers' fbgemm_fp8), columns of gate before those of up:
 
     {base}.gate_up_proj    F8_E4M3 [E, H, 2I], and gate_up_proj_scale F32 [E, 1, 2I]

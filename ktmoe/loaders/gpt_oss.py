@@ -17,12 +17,14 @@ Their meaning is that of the model's own inference code; config.json contributes
 
 from __future__ import annotations
 
+from ktmoe.errors import FormatError
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers
 from ktmoe.loaders.safetensors_file import TensorInfo
 from ktmoe.loaders.stacked import BIAS, Stacked
+from ktmoe.messages import show
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import BF16, MXFP4, WeightFormat
 
@@ -51,6 +53,12 @@ class GptOss(Stacked):
             return 0.9
 
         return self.names.detect(checkpoint, score, refused=NAMED)
+
+    def check_config(self, checkpoint: Checkpoint) -> None:
+        if (found := naming.config(checkpoint, "model_type")) == "openai_privacy_filter":  # whose gate comes first
+            raise FormatError(
+                f"{checkpoint.path}: model_type of config.json: expected 'gpt_oss' for these names, found {show(found)}"
+            )
 
     def format(self, headers: Headers) -> WeightFormat:
         return MXFP4 if "scales" in headers.arrays else BF16

@@ -30,12 +30,15 @@ FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"
 #: The activation of gpt-oss, with its usual numbers.
 SWIGLU_OAI = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+#: Values of model_type whose swiglu_limit is clamped_silu()'s, under plain SiLU: DeepSeek-V4, GLM-5's and Hunyuan's next ones.
+_CLAMPED = ("deepseek_v4", "glm5_next", "glm5_next_text", "hy_v4")
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
+# the modules without a word "experts" are Granite's and Step-3's
 _NAME = re.compile(
     rf"((?:thinker\.|language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
-    r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)))"  # Granite's have no word "experts"
+    r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)|moe(?=\.(?:gate|up|down)_proj\.)))"
     rf"\.(?:{_NUMBER}\.)?([a-z].*)"
 )
 
@@ -219,22 +222,28 @@ def config(checkpoint: Checkpoint, key: str) -> object:
     return nested.get(key) if value is None and isinstance(nested, dict) else value
 
 
-def swiglu_limit(checkpoint: Checkpoint, default: float) -> float:
-    """config.json's swiglu_limit, 0 or more; `default` where it is absent or null. Raises CheckpointError."""
+def clamped_silu(checkpoint: Checkpoint) -> GatedActivation:
+    """DeepSeek-V4's silu(min(gate, limit)) * clip(up, -limit, limit); SILU if config.json's swiglu_limit is absent, null or 0.
+
+    Raises CheckpointError if it is no float32 number, 0 or more.
+    """
     limit = config(checkpoint, "swiglu_limit")
-    if limit is None:
-        return default
+    limit = 0 if limit is None else limit
     if type(limit) not in (int, float) or not 0 <= limit <= _FLOAT32_MAX:
         expected = "a float32 number, 0 or more"
         raise CheckpointError(f"{checkpoint.path}: swiglu_limit of config.json: expected {expected}, found {show(limit)}")
-    return float(limit)
+    return GatedActivation(limit=float(limit)) if limit else SILU
 
 
 def silu(checkpoint: Checkpoint) -> GatedActivation:
-    """SILU, if config.json does not say otherwise. Raises FormatError, which names the key, if it does."""
+    """SILU, with a clamp for the models of which that is known. Raises FormatError, which names the key, for what config.json
+    says otherwise.
+    """
     for key in ("hidden_act", "hidden_activation"):
         if (found := config(checkpoint, key)) not in (None, "silu", "swish"):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {show(found)}")
+    if config(checkpoint, "model_type") in _CLAMPED:
+        return clamped_silu(checkpoint)
     for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "situ_beta", "activation_situ_beta"):
         if found := config(checkpoint, key):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {show(found)}")
