@@ -126,13 +126,23 @@ def python(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
 
 
-@pytest.mark.parametrize("module", ["ktmoe", "ktmoe.cli"])
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("module", ["ktmoe", pytest.param("ktmoe.cli", marks=EXHAUSTIVE)])
 def test_as_a_module(module):
     done = python("-m", module, "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"ktmoe {ktmoe.__version__}\n", "")
 
 
-@pytest.mark.parametrize(("missing", "command"), [("click", "config"), ("rich", "demo"), ("tomli_w", "bench")])
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        ("click", "config"),
+        pytest.param("rich", "demo", marks=EXHAUSTIVE),
+        pytest.param("tomli_w", "bench", marks=EXHAUSTIVE),
+    ],
+)
 def test_without_the_extra(missing, command):
     code = f"import sys; sys.modules[{missing!r}] = None; from ktmoe.cli import main; sys.exit(main([{command!r}]))"
     done = python("-c", code)
@@ -146,7 +156,7 @@ def test_another_module_that_is_missing_is_no_matter_of_the_extra(monkeypatch):
         cli.main(["load"])
 
 
-@pytest.mark.parametrize("arguments", [["config"], ["--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["config"], pytest.param(["--help"], marks=EXHAUSTIVE)])
 def test_a_broken_pipe_ends_quietly(arguments):
     reader, writer = os.pipe()
     os.close(reader)

@@ -6,6 +6,7 @@ import math
 
 import click
 
+from ktmoe import progress_bar
 from ktmoe.cli import options, output, units
 from ktmoe.experts import PROJECTIONS
 from ktmoe.inspection import Group, Inspection, Speed, inspect, speed
@@ -36,7 +37,10 @@ _ROUTER_WEIGHTS = {
 @options.JSON
 def command(model: str, loader: str, backend: str, top_k: int | None, measure: bool, as_json: bool) -> int:
     found = inspect(model, loader, backend, top_k)
-    measured = speed(found) if measure and found.groups else None
+    measured = None
+    if measure and found.groups:
+        with progress_bar.steps() as step, step("measure the machine's limits"):
+            measured = speed(found)
     if as_json:
         output.print_json(_data(found, measured))
     else:
