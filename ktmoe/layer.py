@@ -32,8 +32,8 @@ class MoELayer:
     and 32 along k (docs/numerics.md). "auto": the backend's first mode for these weights, never "int8".
     rounding: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
     2^-8) if that lets it multiply faster; the attribute of that name says whether any are.
-    router_weight: what a router weight is multiplied onto: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own
-    code), "expert_input" (Llama-4). None: the experts' own, which a loader knows. The attribute of that name says which.
+    router_weight: what a router weight multiplies: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code),
+    "expert_input" (Llama-4). None: what the experts' own is, which a loader knows. The attribute of that name says which.
     numa_nodes: the NUMA nodes, such as [1] or [1, 0]: each has a shard of the intermediate dimension, whose threads run there
     alone; what the shards give is added in that order. None: all that can be used, or no binding if that is one.
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
@@ -100,7 +100,7 @@ class MoELayer:
         Raises CheckpointError and MissingTensorError besides what MoELayer raises.
         """
         with Checkpoint(path) as checkpoint:
-            experts = find_loader(checkpoint, loader).load(checkpoint, layer)
+            experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
             options = {"rounding": rounding, "router_weight": router_weight, "numa_nodes": numa_nodes, "progress": progress}

@@ -18,7 +18,7 @@ from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOf
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer, placement_of
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
 from ktmoe.messages import show
@@ -73,11 +73,10 @@ class MoEModel:
         """
         with ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
-            reader = find_loader(checkpoint, loader)
-            names = reader.layers(checkpoint) if layers is None else _names(layers)
+            names = find_layers(checkpoint, loader) if layers is None else _names(layers)
             if not names:
                 raise InputError(f"{path}: layers: expected at least one, found none")
-            experts = {name: reader.load(checkpoint, name) for name in names}
+            experts = {name: find_loader(checkpoint, loader, name).load(checkpoint, name) for name in names}
             if physical_to_logical is not None:
                 maps = _maps(physical_to_logical, len(names))
                 experts = {name: experts[name].take(ids) for name, ids in zip(names, maps, strict=True)}

@@ -6,8 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import integer_checkpoints as integers
 import ml_dtypes
 import numpy as np
+import stacked_checkpoints as stacked
+from integer_checkpoints import AWQ_PLACES, along_k, along_n, factors
 from safetensors import TensorSpec, serialize_file
 
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
@@ -77,29 +80,16 @@ def mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return weights * np.repeat(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64), 32, 1)
 
 
-#: Where the code of n = 8i + j stands in AWQ's dword i.
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-def along_n(dwords: np.ndarray, places=range(8)) -> np.ndarray:
-    """int32 [rows, n/8] -> codes [rows, n]: that of n = 8i + j is at 4 * places[j] of dword i."""
-    codes = [dwords.astype(np.int64) >> 4 * place & 15 for place in places]
-    return np.stack(codes, -1).reshape(len(dwords), -1)
-
-
-def along_k(dwords: np.ndarray) -> np.ndarray:
-    """int32 [k/8, n] -> codes [k, n]."""
-    return along_n(np.ascontiguousarray(dwords.T)).T
-
-
 def numbers(matrix: Matrix) -> np.ndarray:
     """What a Matrix stands for, float64 [n, k]: its own arrays, by what its format says."""
     weight_format, (n, k) = matrix.format, matrix.shape
     if weight_format.family == "b16":
-        return matrix.codes.astype(np.float64)
+        return (matrix.codes if weight_format.order.name == "rows" else matrix.codes.T).astype(np.float64)
     order, codes, scales, zeros = weight_format.order.name, matrix.codes, matrix.scales, matrix.offsets
     if order == "rows":
         codes = nibbles(codes) if weight_format.family == "q4" else codes
+    elif order == "transposed":
+        codes, scales = codes.T, None if scales is None else scales.T
     else:
         codes = (along_k(codes) if order == "gptq" else along_n(codes, AWQ_PLACES)).T
         zeros = None if zeros is None else along_n(zeros, range(8) if order == "gptq" else AWQ_PLACES).T
@@ -136,16 +126,17 @@ class Scheme:
     tensors: Callable[..., Tensors]
     meaning: Callable[[Tensors, str, int, str], tuple[np.ndarray, np.ndarray | None]]
     stacked: bool = False
+    intermediate: int = INTERMEDIATE
 
-    def layer(self, layer: str, seed=0, hidden=HIDDEN, intermediate=INTERMEDIATE) -> Tensors:
+    def layer(self, layer: str, seed=0, hidden=HIDDEN, intermediate=None) -> Tensors:
         """layer: such as "model.layers.0"."""
-        return self.tensors(f"{layer}.{self.module}", np.random.default_rng(seed), hidden, intermediate)
+        return self.tensors(f"{layer}.{self.module}", np.random.default_rng(seed), hidden, intermediate or self.intermediate)
 
     def check(self, weights: ExpertWeights, tensors: Tensors, layer: str) -> None:
         """Every matrix stands for the numbers that went in."""
         base = f"{layer}.{self.module}"
         assert weights.name == base
-        assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, HIDDEN, INTERMEDIATE)
+        assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, HIDDEN, self.intermediate)
         for expert in reversed(range(EXPERTS)):
             for projection in PROJECTIONS:
                 check_matrix(weights.matrix(expert, projection), *self.meaning(tensors, base, expert, projection))
@@ -169,6 +160,11 @@ def each(stems, hidden, intermediate):
 
 def _scale_bytes(random, *shape):
     return random.integers(0, 255, shape, np.uint8)  # all but 255, which is NaN
+
+
+def all_in_one(loader, make, module="mlp.experts", count="num_experts", intermediate=INTERMEDIATE, **other) -> Scheme:
+    """make, other: stacked()'s of tests/stacked_checkpoints.py."""
+    return Scheme(loader, module, count, *stacked.stacked(make, **other), stacked=True, intermediate=intermediate)
 
 
 def per_expert(loader, make, meaning, stems=PROJ, module="mlp.experts", count="num_experts") -> Scheme:
@@ -286,19 +282,6 @@ def _bf16_meaning(stems):
     )
 
 
-def _fused(base, random, hidden, intermediate):
-    shapes = {"gate_up_proj": (EXPERTS, 2 * intermediate, hidden), "down_proj": (EXPERTS, hidden, intermediate)}
-    return {f"{base}.{stem}": ["BF16", random.standard_normal(shape).astype(BF16)] for stem, shape in shapes.items()}
-
-
-def _fused_meaning(tensors, base, expert, projection):
-    if projection == "down":
-        return tensors[f"{base}.down_proj"][1][expert].astype(np.float64), None
-    half = len(tensors[f"{base}.gate_up_proj"][1][expert]) // 2
-    rows = slice(half) if projection == "gate" else slice(half, None)
-    return tensors[f"{base}.gate_up_proj"][1][expert, rows].astype(np.float64), None
-
-
 def fp8(ending, dtype, size=128):
     """Tensors of FP8 with a scale per block."""
 
@@ -310,18 +293,11 @@ def fp8(ending, dtype, size=128):
     return make, lambda arrays: blocks(arrays[".weight"], arrays[ending].astype(np.float64), size)
 
 
-def _factors(random, dtype, *shape) -> list:
-    return [
-        dtype,
-        np.asarray(random.uniform(0.5, 2, shape)).astype({"F32": np.float32, "BF16": BF16, "F16": np.float16}[dtype]),
-    ]
-
-
 def fp8_per_row(dtype, *columns, ending=".weight_scale"):
     """Tensors of FP8 with a scale per row, [n, *columns]."""
 
     def make(random, n, k):
-        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: _factors(random, dtype, n, *columns)}
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: factors(random, dtype, n, *columns)}
 
     def meaning(arrays):
         codes, scales = arrays[".weight"].view(ml_dtypes.float8_e4m3fn), arrays[ending]
@@ -334,7 +310,7 @@ def fp8_per_matrix(dtype, *shape, ending=".weight_scale"):
     """Tensors of FP8 with one scale, of that shape."""
 
     def make(random, n, k):
-        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: _factors(random, dtype, *shape)}
+        return {".weight": ["F8_E4M3", e4m3(random, n, k)], ending: factors(random, dtype, *shape)}
 
     return make, fp8_per_row(dtype, ending=ending)[1]
 
@@ -347,64 +323,6 @@ def mxfp4_per_expert(ending):
         }
 
     return make, lambda arrays: mxfp4(arrays[ending], arrays[".weight_scale"])
-
-
-def int8(ending, dtype, scales):
-    """Tensors of INT8. scales: the shape of a matrix's, by (n, k)."""
-
-    def make(random, n, k):
-        return {".weight": ["I8", random.integers(-128, 128, (n, k), np.int8)], ending: _factors(random, dtype, *scales(n, k))}
-
-    def meaning(arrays):
-        codes, stored = arrays[".weight"].astype(np.float64), arrays[ending].astype(np.float64)
-        if stored.ndim < 2 or stored.shape[1] == 1:
-            return codes * stored.reshape(-1, 1)
-        size = 32 if len(stored) == len(codes) else 128
-        return codes * stored.repeat(1 if size == 32 else size, 0)[: len(codes)].repeat(size, 1)[:, : codes.shape[1]]
-
-    return make, meaning
-
-
-def packed_int8(group):
-    """Tensors of compressed-tensors' pack-quantized, 8 bits. group: columns that share a scale, or None for all of a row."""
-
-    def make(random, n, k):
-        packed = random.integers(-(2**31), 2**31, (n, k // 4), np.int32)
-        scales = _factors(random, "BF16", n, -(-k // (group or k)))
-        return {".weight_packed": ["I32", packed], ".weight_scale": scales, ".weight_shape": ["I64", np.array([n, k])]}
-
-    def meaning(arrays):
-        codes = arrays[".weight_packed"].astype(np.int64)[..., None] >> 8 * np.arange(4) & 255
-        q = codes.reshape(len(codes), -1) - 128
-        return q * np.repeat(arrays[".weight_scale"].astype(np.float64), group or q.shape[1], 1)[:, : q.shape[1]]
-
-    return make, meaning
-
-
-def asymmetric_int4(random, n, k):
-    """Tensors of compressed-tensors' pack-quantized with zero points, in groups of 32."""
-    return {
-        ".weight_packed": ["I32", random.integers(-(2**31), 2**31, (n, k // 8), np.int32)],
-        ".weight_scale": _factors(random, "BF16", n, k // 32),
-        ".weight_zero_point": ["I32", random.integers(-(2**31), 2**31, (-(-n // 8), k // 32), np.int32)],
-        ".weight_shape": ["I64", np.array([n, k])],
-    }
-
-
-def asymmetric_int4_meaning(arrays):
-    codes, n = along_n(arrays[".weight_packed"]), len(arrays[".weight_packed"])
-    zeros, scales = along_k(arrays[".weight_zero_point"])[:n], arrays[".weight_scale"].astype(np.float64)
-    return (codes - zeros.repeat(32, 1)) * scales.repeat(32, 1)
-
-
-def int4_per_row(dtype):
-    """Tensors of compressed-tensors' pack-quantized, a scale per row."""
-
-    def make(random, n, k):
-        packed = random.integers(-(2**31), 2**31, (n, k // 8), np.int32)
-        return {".weight_packed": ["I32", packed], ".weight_scale": _factors(random, dtype, n, 1)}
-
-    return make, lambda arrays: (along_n(arrays[".weight_packed"]) - 8) * arrays[".weight_scale"].astype(np.float64)
 
 
 def mxfp8(ending, dtype):
@@ -443,52 +361,24 @@ def nvfp4(spelling):
     return make, meaning
 
 
-def gptq(random, n, k):
-    """Tensors of symmetric GPTQ, in groups of 32."""
-    return {
-        ".qweight": ["I32", random.integers(-(2**31), 2**31, (k // 8, n), np.int32)],
-        ".scales": ["F16", random.uniform(0.01, 0.1, (k // 32, n)).astype(np.float16)],
-        ".qzeros": ["I32", np.full((k // 32, n // 8), 0x77777777, np.int32)],
-        ".g_idx": ["I32", np.arange(k, dtype=np.int32) // 32],
-    }
-
-
-def gptq_meaning(arrays):
-    return ((along_k(arrays[".qweight"]) - 8) * arrays[".scales"].astype(np.float64).repeat(32, 0)).T
-
-
-def awq(random, n, k):
-    """Tensors of AWQ, in groups of 32."""
-    return {
-        ".qweight": ["I32", random.integers(-(2**31), 2**31, (k, n // 8), np.int32)],
-        ".qzeros": ["I32", random.integers(-(2**31), 2**31, (k // 32, n // 8), np.int32)],
-        ".scales": ["F16", random.uniform(0.01, 0.1, (k // 32, n)).astype(np.float16)],
-    }
-
-
-def awq_meaning(arrays):
-    codes, zeros = along_n(arrays[".qweight"], AWQ_PLACES), along_n(arrays[".qzeros"], AWQ_PLACES)
-    return ((codes - zeros.repeat(32, 0)) * arrays[".scales"].astype(np.float64).repeat(32, 0)).T
-
-
 SCHEMES = {
     "deepseek_v4": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _deepseek_v4, _deepseek_v4_meaning),
     "deepseek_v4 base": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _flash_base, _flash_base_meaning),
+    "deepseek_v4 bf16": Scheme("deepseek_v4", "ffn.experts", "n_routed_experts", _bf16(W), _bf16_meaning(W)),
     "gpt_oss": Scheme("gpt_oss", "mlp.experts", "num_local_experts", _gpt_oss, _gpt_oss_meaning, stacked=True),
     "int4": Scheme("compressed_tensors", "mlp.experts", "n_routed_experts", int4(PROJ), int4_meaning(PROJ)),
     "int4 w1": Scheme("compressed_tensors", "block_sparse_moe.experts", "num_local_experts", int4(W), int4_meaning(W)),
-    "int4 zero points": per_expert("compressed_tensors", asymmetric_int4, asymmetric_int4_meaning),
-    "int4 per row": per_expert("compressed_tensors", *int4_per_row("F32")),
-    "int8 packed": per_expert("compressed_tensors", *packed_int8(32)),
-    "int8 packed per row": per_expert("compressed_tensors", *packed_int8(None)),
-    "int8 per row": per_expert("int8", *int8(".weight_scale", "BF16", lambda n, k: (n, 1))),
-    "int8 per matrix": per_expert("int8", *int8(".weight_scale", "F32", lambda n, k: ())),
-    "int8 groups": per_expert("int8", *int8(".weight_scale", "F16", lambda n, k: (n, k // 32))),
-    "int8 blocks": per_expert("int8", *int8(".weight_scale_inv", "F32", lambda n, k: (-(-n // 128), -(-k // 128)))),
+    "int4 zero points": per_expert("compressed_tensors", integers.asymmetric_int4, integers.asymmetric_int4_meaning),
+    "int4 per row": per_expert("compressed_tensors", *integers.int4_per_row("F32")),
+    "int8 packed": per_expert("compressed_tensors", *integers.packed_int8(32)),
+    "int8 packed per row": per_expert("compressed_tensors", *integers.packed_int8(None)),
+    "int8 per row": per_expert("int8", *integers.int8(".weight_scale", "BF16", lambda n, k: (n, 1))),
+    "int8 per matrix": per_expert("int8", *integers.int8(".weight_scale", "F32", lambda n, k: ())),
+    "int8 groups": per_expert("int8", *integers.int8(".weight_scale", "F16", lambda n, k: (n, k // 32))),
+    "int8 blocks": per_expert("int8", *integers.int8(".weight_scale_inv", "F32", lambda n, k: (-(-n // 128), -(-k // 128)))),
     "bf16": Scheme("bf16", "mlp.experts", "num_experts", _bf16(PROJ), _bf16_meaning(PROJ)),
     "bf16 w1": Scheme("bf16", "block_sparse_moe.experts", "num_local_experts", _bf16(W), _bf16_meaning(W)),
     "bf16 native": Scheme("bf16", "experts", "num_experts", _bf16(W), _bf16_meaning(W)),
-    "bf16 fused": Scheme("bf16", "mlp.experts", "num_experts", _fused, _fused_meaning, stacked=True),
     "fp8": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), count="n_routed_experts"),
     "fp8 w1": per_expert("fp8", *fp8(".weight_scale_inv", "F32"), W, "block_sparse_moe.experts", "num_local_experts"),
     "fp8 bf16": per_expert("fp8", *fp8(".weight_scale_inv", "BF16")),
@@ -506,7 +396,22 @@ SCHEMES = {
     ),
     "nvfp4": per_expert("nvfp4", *nvfp4("modelopt")),
     "nvfp4 divided": per_expert("nvfp4", *nvfp4("llm-compressor")),
-    "gptq": per_expert("gptq", gptq, gptq_meaning),
-    "gptq w1": per_expert("gptq", gptq, gptq_meaning, W, "block_sparse_moe.experts", "num_local_experts"),
-    "awq": per_expert("awq", awq, awq_meaning),
+    "gptq": per_expert("gptq", integers.gptq, integers.gptq_meaning),
+    "gptq w1": per_expert("gptq", integers.gptq, integers.gptq_meaning, W, "block_sparse_moe.experts", "num_local_experts"),
+    "awq": per_expert("awq", integers.awq, integers.awq_meaning),
+    "bf16 fused": all_in_one("bf16", stacked.bf16()),
+    "bf16 transposed": all_in_one("bf16", stacked.bf16(), transposed=True),
+    "llama4": all_in_one("bf16", stacked.bf16(), "feed_forward.experts", "num_local_experts", transposed=True),
+    "aria": all_in_one("bf16", stacked.bf16(".weight"), stems=("fc1", "fc2"), transposed=True),
+    "granite": all_in_one(
+        "bf16", stacked.bf16(".weight"), "block_sparse_moe", "num_local_experts", stems=("input_linear", "output_linear")
+    ),
+    "step3": Scheme("bf16", "moe", "moe_num_experts", *stacked.step3(), stacked=True),
+    "gpt_oss bf16": all_in_one(
+        "gpt_oss", stacked.bf16(), count="num_local_experts", transposed=True, interleaved=True, bias="BF16"
+    ),
+    "fp8 fused": all_in_one("fp8", stacked.fp8, intermediate=128),
+    "fp8 transposed": all_in_one("fp8", stacked.fp8, intermediate=128, transposed=True),
+    "fp8 fused per matrix": all_in_one("fp8_per_row", stacked.fp8_per_matrix),
+    "llama4 fp8": all_in_one("fp8_per_row", stacked.fbgemm, "feed_forward.experts", "num_local_experts", transposed=True),
 }

@@ -44,6 +44,8 @@ def weights_of(codes, scales, weight_format=MXFP4, zero_points=None):
         return codes.astype(float)
     if weight_format.family == "f8":
         values = codes.view(ml_dtypes.float8_e4m3fn).astype(float)
+    elif weight_format.family == "i8":
+        values = codes.view(np.int8).astype(float) if weight_format.element.name == "INT8" else codes.astype(float) - 128
     else:
         values = np.array(weight_format.element.values)[codes]
     n, k = codes.shape
@@ -145,14 +147,14 @@ def shift_for(byte):
 
 
 def random_codes(rng, n, k, weight_format):
-    """Codes [n, k]; for b16 integers of at most 4 bits; for f8 four exponents next to each other, of which all is a multiple
-    of one power of two, by at most 7 bits."""
+    """Codes [n, k]; for b16 integers of at most 4 bits; for i8 any; for f8 four exponents next to each other, of which
+    all is a multiple of one power of two, by at most 7 bits."""
     if weight_format.family == "b16":
         return rng.integers(-15, 16, (n, k)).astype(BF16)
     if weight_format.family == "f8":
         fields = rng.integers(0, 12) + rng.integers(0, 4, (n, k))
         return (rng.integers(0, 2, (n, k)) << 7 | fields << 3 | rng.integers(0, 8, (n, k))).astype(np.uint8)
-    return rng.integers(0, 16, (n, k), dtype=np.uint8)
+    return rng.integers(0, 256 if weight_format.family == "i8" else 16, (n, k), dtype=np.uint8)
 
 
 def odd_scales(rng, n, k, weight_format, largest=7, powers=1):

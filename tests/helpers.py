@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -14,9 +15,9 @@ from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer,
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
 from ktmoe.weights import formats
-from ktmoe.weights.elements import E2M1, E4M3, E5M2, UINT4
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, nvfp4, uint4
-from ktmoe.weights.order import AWQ, GPTQ
+from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT8_PLUS_128, UINT4
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
+from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DEEPSEEK = GatedActivation(limit=10.0)
@@ -40,12 +41,22 @@ FORMATS = {
     "fp8": fp8(),
     "fp8-bf16": fp8("bf16"),
     "fp8-row": FP8_PER_ROW,
+    "int8-row": int8(),
+    "int8-64": int8(64),
+    "int8+128": int8(128, "fp16", INT8_PLUS_128),
+    "int8-block": int8(128, "fp32", rows=128),
     "b16": B16,
+}
+#: Codes of 8 and 16 bits in the other order that they may have: packing differs, kernels do not.
+TURNED = {
+    f"{name} transposed": replace(FORMATS[name], order=TRANSPOSED)
+    for name in ("b16", "fp8", "fp8-bf16", "fp8-row", "mxfp8", "int8-64")
 }
 #: Those and the loaders' own, and some of no loader and no kernel, which the reference has.
 ALL_FORMATS = {
     **formats.FORMATS,
     **FORMATS,
+    **TURNED,
     "minima": WeightFormat(
         UINT4, Scale("fp16", (1, 32)), Scale("fp32", (1, 256)), Minimum(Scale("fp16", (1, 32))), Factor(per_row=True)
     ),
@@ -64,7 +75,8 @@ WEIGHTS = {
 }
 #: One for each kind of kernel, for tests that are not about formats.
 KINDS = {
-    name: WEIGHTS[name] for name in ("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "mxfp8", "fp8", "b16", "all three")
+    name: WEIGHTS[name]
+    for name in ("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "mxfp8", "fp8", "int8-64", "b16", "all three")
 }
 #: More of those that differ by projection.
 MIXED = {
@@ -76,7 +88,9 @@ MIXED = {
     "unfolded and int4": {"formats": {"gate": MXFP4, "up": MXFP4, "down": int4(32)}, "fold": False},
     "f8": {"formats": {"gate": fp8(), "up": FP8_PER_ROW, "down": MXFP8}},
     "q4 and f8": {"formats": {"gate": nvfp4(), "up": fp8("bf16"), "down": nvfp4(divides=True)}},
+    "i8": {"formats": {"gate": int8(), "up": int8(32), "down": int8(64, "fp16", INT8_PLUS_128)}},
     "orders": {"formats": {"gate": uint4(64, order=GPTQ, plus=1), "up": uint4(128, order=AWQ), "down": int4(32, "fp16")}},
+    "transposed": {"formats": {"gate": TURNED["b16 transposed"], "up": B16, "down": TURNED["fp8-row transposed"]}},
 }
 #: Scale kinds that are floats: dtype as stored, bits of the exponent and of the significand.
 FLOATS = {
@@ -122,7 +136,7 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
     """The arrays of so many matrices [n, k] of any format, by name, [count, ...] each; scales, fold: random_experts()'s."""
     low, high = scales
     element, expected = weight_format.element, weight_format.arrays(n, k)
-    if element.family == "f8":  # as large weights as q4's
+    if element.bits == 8:  # as large weights as q4's
         shift = int(np.log2(max(abs(value) for value in element.values if value is not None))) - 2
         low, high = max(low - shift, 0), max(high - shift, 0)
     middle = 127
@@ -198,8 +212,9 @@ def random_experts(
 
     hidden, intermediate: rounded up to whole items of the formats' arrays, see whole().
     formats: of all matrices, or by projection.
-    scales: the least and the greatest byte of scales, or exponent field as bfloat16 has it; of weights of b16, too. For f8,
-    whose values are larger, so much less that weights are as large as q4's. Where a factor is the only scale, it has these.
+    scales: the least and the greatest byte of scales, or exponent field as bfloat16 has it; of weights of b16, too. For codes
+    of 8 bits, whose values are larger, so much less that weights are as large as q4's. Where a factor is the only scale, it has
+    these.
     fold: if not, byte 0 occurs once in every matrix with UE8M0 scales, so that no kernel may fold them.
     """
     formats = dict.fromkeys(PROJECTIONS, formats) if isinstance(formats, WeightFormat) else formats

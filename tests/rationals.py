@@ -63,6 +63,10 @@ def value_of(element, code):
         return e4m3(code)
     if element.name == "E5M2":
         return float_of(code, 5, 2)
+    if element.name == "INT8":
+        return Fraction(code - 256 * (code >> 7))
+    if element.name == "INT8 + 128":
+        return Fraction(code - 128)
     if element.name in ("INT4", "UINT4"):
         return Fraction(code - 8 if element.name == "INT4" else code)
     return Fraction(element.values[code])
@@ -99,9 +103,10 @@ def shared(matrix, label, scale, row, k):
 def weight_of(matrix, row, k, rounded=False):
     """A weight, without its factor. rounded: to bfloat16."""
     format, offset = matrix.format, matrix.format.offset
+    at = (row, k) if format.order.name == "rows" else (k, row)
     if format.element.family == "b16":
-        return Fraction(float(matrix.codes[row, k]))
-    code = int(matrix.codes[row, k]) if format.element.bits == 8 else four_bits(format.order.name, matrix.codes, row, k)
+        return Fraction(float(matrix.codes[at]))
+    code = int(matrix.codes[at]) if format.element.bits == 8 else four_bits(format.order.name, matrix.codes, row, k)
     value = value_of(format.element, code) - (zero_point(matrix, row, k) if hasattr(offset, "plus") else 0)
     scaled = value * shared(matrix, "scales", format.scale, row, k)
     scaled *= shared(matrix, "super_scales", format.super_scale, row, k)

@@ -24,8 +24,8 @@ from exact import (
 from helpers import BF16, FORMATS, folds
 
 from ktmoe import MXFP4, Scale, WeightFormat, int4
-from ktmoe.weights.elements import E2M1, E4M3
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, fp8, nvfp4, uint4
+from ktmoe.weights.elements import E2M1, E4M3, INT8, INT8_PLUS_128
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, Order
 
 
@@ -68,6 +68,11 @@ SERVED = {
     "fp8-e4m3": fp8("e4m3"),
     "fp8-ue8m0": fp8("ue8m0"),
     "fp8-fp16": fp8("fp16"),
+    "no scales, i8": WeightFormat(INT8),
+    "int8-32": int8(32),
+    "int8+128 per row": int8(element=INT8_PLUS_128),
+    "int8-block-bf16": int8(64, "bf16", rows=64),
+    "int8 divided": replace(int8(32, "fp16"), factor=DIVIDED),
     "b16 factor": replace(FORMATS["b16"], factor=PER_ROW),
     "b16 divided": replace(FORMATS["b16"], factor=DIVIDED),
     **{order.name: int4(32, order=order) for order in ORDERS[2:]},
@@ -81,11 +86,11 @@ SHAPES = [(48, 16), (72, 48), (130, 66), (136, 80), (264, 136), (320, 200)]
 
 
 def parts(rng, weight_format, n, k, powers=2):
-    """codes, scales, zero points of a matrix whose sums with x of 3 bits are exact in every order: f8 has 7 bits of code and 3
-    of scale, the others 5 and 5, and 9 are of length. n, k are rounded up to what the format can have."""
+    """codes, scales, zero points of a matrix whose sums with x of 3 bits are exact in every order: f8 has 7 bits of code and i8
+    8, both 3 of scale; the others have 5 and 5; 9 are of length. n, k are rounded up to what the format can have."""
     rows, columns = weight_format.code_unit
     n, k = -(-n // rows) * rows, -(-k // columns) * columns
-    largest = 3 if weight_format.family == "f8" else 7
+    largest = 3 if weight_format.element.bits == 8 else 7
     codes = random_codes(rng, n, k, weight_format)
     scales = odd_scales(rng, n, k, weight_format, largest, powers)
     if scales is not None and weight_format.scale.kind == "ue8m0" and weight_format.family == "f8":
@@ -143,6 +148,8 @@ def test_every_weight_by_itself(backend, name, projection):
     factor = None if weight_format.factor is None else np.full(weight_format.factor.shape(n), -0.5, np.float32)
     if factor is not None:
         expected = expected / -0.5 if weight_format.factor.divides else expected * -0.5
+    if projection == "up":  # 8 bits of i8 times a scale
+        expected = rounded(expected)
     make = (
         down_layer if projection == "down" else lambda backend, *matrix, **more: visible_layer(backend, "up", *matrix, **more)
     )
@@ -277,7 +284,7 @@ def test_every_zero_point_with_every_code(backend, weight_format, kind):
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("factor", [PER_MATRIX, PER_ROW, DIVIDED, DIVIDED_PER_ROW], ids=lambda factor: factor.description)
-@pytest.mark.parametrize("name", ["mxfp4", "int4-32", "awq-128", "nvfp4", "mxfp8", "fp8", "fp8-row", "b16"])
+@pytest.mark.parametrize("name", ["mxfp4", "int4-32", "awq-128", "nvfp4", "mxfp8", "fp8", "fp8-row", "int8-row", "b16"])
 def test_factors(backend, name, factor):
     """Powers of two change no bit of a sum but its exponent; a product or a quotient of any other number is rounded once, to
     nearest even, which 1/3 multiplied would not be. Rows may have factors far from each other's."""
@@ -328,7 +335,9 @@ def test_the_bias_comes_after_the_factor(backend, name, factor):
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("tokens", [1, 7])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "fp8-row", "gptq-32", "awq-128", "int4-fp16"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128", "int8-block", "gptq-32", "awq-128", "int4-fp16"]
+)
 def test_the_largest_sums(backend, name, tokens):
     """x of 255, all of one sign, the codes that are farthest from 0 (or from their zero points), of one sign or of both, with
     the largest scales that keep the sums exact."""
@@ -376,6 +385,8 @@ MADE = {
     "mxfp8": ("code", "sign", "column", "k", "pairs", "group", "row", "last bit"),
     "fp8": ("code", "sign", "group", "last bit"),
     "fp8-row": ("code", "column", "factor", "factors"),
+    "int8-row": ("code", "sign", "column", "k", "pairs", "factor"),
+    "int8+128": ("code", "sign", "k", "group", "row", "last bit"),
     "gptq-32": ("code", "k", "pairs", "group", "row", "last bit", "zero point", "zero points"),
     "int4-fp16": ("code", "sign", "group", "last bit"),
 }

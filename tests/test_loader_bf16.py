@@ -1,13 +1,15 @@
 """The bf16 loader beyond what tests/test_loader_schemes.py asks of all: fused tensors, and what only looks like them."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 from checkpoints import BF16 as BFLOAT16
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, write, zeros
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, write, zeros
+from helpers import assert_right, random_batch, same_bits
 
-from ktmoe import loaders
+from ktmoe import MoELayer, MoEModel, loaders
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
@@ -33,8 +35,8 @@ def test_layout(tmp_path, name):
     assert weights.activation == SILU
     for projection in PROJECTIONS:
         matrix = weights.matrix(1, projection)
-        stem = "down_proj" if projection == "down" else "gate_up_proj"
-        assert matrix.name == (f"{BASE}.{stem}[1] {projection}" if name == "bf16 fused" else f"{BASE}.1.{projection}_proj")
+        fused = f"{BASE}.down_proj[1]" if projection == "down" else f"{BASE}.gate_up_proj[1] {projection}"
+        assert matrix.name == (fused if name == "bf16 fused" else f"{BASE}.1.{projection}_proj")
         assert matrix.codes.dtype == BFLOAT16
         assert matrix.codes.flags.c_contiguous
 
@@ -50,20 +52,73 @@ def test_fused_gate_rows_come_first(tmp_path):
     assert weights.matrix(0, "up").codes[:, 0].astype(int).tolist() == list(range(INTERMEDIATE, ROWS))
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (7, 3), (96, 48), (48, 96), (64, 32)])
-def test_fused_shapes_are_told_from_transposed_ones(tmp_path, hidden, intermediate):
+@pytest.mark.parametrize("name", ["bf16 fused", "bf16 transposed"])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1, 1), (7, 3), (96, 48), (48, 96), (64, 32), (64, 64)])
+def test_shapes_tell_transposed_tensors_from_others(tmp_path, name, hidden, intermediate):
     """Also where a dimension of one is a dimension of the other."""
-    straight = {"gate_up_proj": (2 * intermediate, hidden), "down_proj": (hidden, intermediate)}
-    for kind in ("straight", "transposed"):
-        (tmp_path / kind).mkdir()
-        shapes = {stem: shape if kind == "straight" else shape[::-1] for stem, shape in straight.items()}
-        tensors = {f"{BASE}.{stem}": zeros("BF16", EXPERTS, *shape) for stem, shape in shapes.items()}
-        if kind == "straight":
-            weights = load(tmp_path / kind, tensors)
-            assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, hidden, intermediate)
-        else:
-            with pytest.raises(FormatError, match=rf"{BASE}.gate_up_proj: shape: expected .*, found it transposed"):
-                load(tmp_path / kind, tensors)
+    scheme = SCHEMES[name]
+    tensors = scheme.layer("model.layers.0", hidden=hidden, intermediate=intermediate)
+    weights = load(tmp_path, tensors)
+    assert (weights.num_experts, weights.hidden, weights.intermediate) == (EXPERTS, hidden, intermediate)
+    for projection in PROJECTIONS:
+        check_matrix(weights.matrix(1, projection), *scheme.meaning(tensors, BASE, 1, projection))
+
+
+def test_no_shape_is_both_transposed_and_not():
+    """gate_up [a, b] and down [c, d]: (2I, H) and (H, I) are never (H', 2I') and (I', H')."""
+    sizes = list(itertools.product(range(1, 40), repeat=2))
+    straight = {((2 * i, h), (h, i)) for h, i in sizes}
+    assert straight.isdisjoint({((h, 2 * i), (i, h)) for h, i in sizes})
+
+
+@pytest.mark.usefixtures("three_nodes")
+def test_transposed_weights_are_what_the_checkpoint_has(tmp_path):
+    """Through a layer on two nodes, and back: gate's and up's columns, and down's rows cut for tensor parallelism."""
+    tensors = SCHEMES["bf16 transposed"].layer("model.layers.0", hidden=40, intermediate=192)
+    gate_up, down = (tensors[f"{BASE}.{stem}"][1][2] for stem in ("gate_up_proj", "down_proj"))
+    with MoELayer(load(tmp_path, tensors), numa_nodes=[1, 0]) as layer:
+        for part, own in zip(layer.export_expert(2, parts=3), (slice(0, 64), slice(64, 128), slice(128, 192)), strict=True):
+            np.testing.assert_array_equal(part["gate"].codes, gate_up[:, :192][:, own])
+            np.testing.assert_array_equal(part["up"].codes, gate_up[:, 192:][:, own])
+            np.testing.assert_array_equal(part["down"].codes, down[own])
+
+
+LLAMA4 = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "beside", "expected"),
+    [
+        ("llama4", LLAMA4, None, "expert_input"),
+        ("llama4 fp8", LLAMA4, None, "expert_input"),
+        ("bf16", LLAMA4["text_config"], None, "expert_input"),
+        ("llama4", None, "feed_forward.shared_expert.down_proj.weight", "expert_input"),
+        ("llama4", {"model_type": "lfm2_moe"}, "feed_forward.shared_expert.down_proj.weight", "down_output"),
+        ("llama4", {}, "feed_forward.shared_experts.down_proj.weight", "down_output"),
+        ("bf16", None, "mlp.shared_expert.down_proj.weight", "down_output"),
+        ("bf16 transposed", {"model_type": "qwen3_vl_moe"}, None, "down_output"),
+    ],
+)
+def test_the_router_weight_of_llama4_is_the_experts_inputs(tmp_path, name, config, beside, expected):
+    """By the model's type; without one, by the shared expert beside the others."""
+    tensors = SCHEMES[name].layer("model.layers.0")
+    if beside:
+        tensors |= {f"model.layers.0.{beside}": zeros("BF16", 8, 8)}
+    checkpoint = write(tmp_path, tensors, config)
+    experts = find_loader(checkpoint).load(checkpoint, 0)
+    assert experts.router_weight == expected
+    assert experts.take([1, 0]).router_weight == experts.with_activation(SILU).router_weight == expected
+    with MoELayer(experts) as layer:
+        assert layer.router_weight == expected
+        rng = np.random.default_rng(1)
+        x, ids, weights = random_batch(rng, experts, 3, 2, np.float32)
+        assert_right(layer, experts, x, ids, weights)
+        y = layer.forward(x, ids, weights)
+    with MoELayer(experts, router_weight="down_output") as layer:
+        assert layer.router_weight == "down_output"
+        assert same_bits(layer.forward(x, ids, weights), y) == (expected == "down_output")
+    with MoEModel.from_checkpoint(tmp_path) as model:
+        assert model[0].router_weight == expected
 
 
 FUSED, PER_EXPERT = SCHEMES["bf16 fused"].layer("model.layers.0"), SCHEMES["bf16"].layer("model.layers.0")
@@ -85,7 +140,7 @@ REFUSED = {
     "no experts": (FUSED, ALL_DOWN, zeros("BF16", 0, 96, 64), FormatError, ["three dimensions above 0", "[0, 96, 64]"]),
     "fewer experts": (FUSED, ALL_DOWN, zeros("BF16", 2, 96, 64), CheckpointError, ["= [3, 96, 64]", "found [2, 96, 64]"]),
     "odd rows": (FUSED, GATE_UP, zeros("BF16", EXPERTS, 127, 96), CheckpointError, ["even number of rows", "[3, 127, 96]"]),
-    "down transposed": (
+    "only down transposed": (
         FUSED,
         ALL_DOWN,
         zeros("BF16", EXPERTS, 64, 96),
@@ -174,3 +229,29 @@ def test_quantized_experts_of_the_same_names_are_no_business_of_this_loader(tmp_
 def test_two_spellings_in_one_layer(tmp_path):
     with pytest.raises(CheckpointError, match=rf"expected one name, found {BASE} \(gate_proj\) and {BASE} \(gate_up_proj\)"):
         load(tmp_path, PER_EXPERT | FUSED)
+
+
+CLAMP = {"swiglu_limit": 10.0, "hidden_act": "silu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "limit"),
+    [
+        ("deepseek_v4 bf16", CLAMP, 10.0),
+        ("deepseek_v4 bf16", {"model_type": "deepseek_v41", "text_config": CLAMP}, 10.0),
+        ("deepseek_v4 bf16", {}, math.inf),
+        ("bf16", CLAMP | {"model_type": "glm5_next"}, 10.0),
+        ("bf16", CLAMP | {"model_type": "hy_v4", "swiglu_limit": None}, math.inf),
+        ("bf16 fused", CLAMP | {"model_type": "deepseek_v4"}, 10.0),
+    ],
+)
+def test_the_clamp_of_deepseek_v4(tmp_path, name, config, limit):
+    """By its own module's name, and by the type of the models that have the same."""
+    checkpoint = write(tmp_path, SCHEMES[name].layer("layers.0"), config)
+    assert find_loader(checkpoint).load(checkpoint, 0).activation == GatedActivation(limit=limit)
+
+
+def test_a_clamp_for_each_layer_is_refused(tmp_path):
+    """Step-3.7 clamps after SiLU, and some layers only."""
+    with pytest.raises(FormatError, match=r"swiglu_limits of config.json: expected none for this scheme, found \[0.0, 7.0\]"):
+        load(tmp_path, SCHEMES["step3"].layer("layers.0"), {"swiglu_limits": [0.0, 7.0]})

@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import BF16, EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, write, zeros
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, write, zeros
+from helpers import assert_right, random_batch
 
-from ktmoe import loaders
+from ktmoe import MoELayer, loaders
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
@@ -71,23 +72,26 @@ def test_without_biases(tmp_path, tensors):
 
 
 @pytest.mark.parametrize(
-    ("config", "limit"),
+    ("config", "alpha", "limit"),
     [
-        (None, 7.0),
-        ({"swiglu_limit": None}, 7.0),
-        ({"swiglu_limit": 7}, 7.0),
-        ({"swiglu_limit": 3.5, "hidden_act": "silu"}, 3.5),
-        ({"text_config": {"swiglu_limit": 2.0}}, 2.0),
+        (None, 1.702, 7.0),
+        ({"swiglu_limit": None, "swiglu_alpha": None}, 1.702, 7.0),
+        ({"swiglu_limit": 7}, 1.702, 7.0),
+        ({"swiglu_limit": 3.5, "hidden_act": "silu"}, 1.702, 3.5),
+        ({"text_config": {"swiglu_limit": 2.0, "swiglu_alpha": 1.5}}, 1.5, 2.0),
     ],
 )
-def test_activation(tmp_path, tensors, config, limit):
-    assert load(tmp_path, tensors, config).activation == GatedActivation(alpha=1.702, limit=limit, up_offset=1.0)
+@pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss bf16"])
+def test_activation(tmp_path, name, config, alpha, limit):
+    weights = load(tmp_path, SCHEMES[name].layer("model.layers.0"), config)
+    assert weights.activation == GatedActivation(alpha=alpha, limit=limit, up_offset=1.0)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(-1, "0 or more"), ("7", "0 or more"), (True, "0 or more"), (0, "above 0")])
-def test_bad_limit(tmp_path, tensors, limit, expected):
-    with pytest.raises(CheckpointError, match=rf"swiglu_limit of config.json: expected .*{expected}.*, found {limit!r}"):
-        load(tmp_path, tensors, {"swiglu_limit": limit})
+@pytest.mark.parametrize("key", ["swiglu_limit", "swiglu_alpha"])
+@pytest.mark.parametrize("value", [-1, "7", True, 0])
+def test_bad_activation(tmp_path, tensors, key, value):
+    with pytest.raises(CheckpointError, match=rf"{key} of config.json: expected a float32 number above 0, found {value!r}"):
+        load(tmp_path, tensors, {key: value})
 
 
 def test_gate_and_up_are_read_once(tmp_path, tensors, reads):
@@ -152,7 +156,12 @@ def test_a_failed_read_is_tried_again(tmp_path, tensors, monkeypatch):
 ROWS = 2 * INTERMEDIATE
 # label: (tensor, what it is instead, error, what the message must hold)
 MALFORMED = {
-    "BF16 blocks": ("gate_up_proj_blocks", zeros("BF16", EXPERTS, ROWS, 3, 16), FormatError, ["expected U8", "BF16 [3, 128"]),
+    "BF16 blocks": (
+        "gate_up_proj_blocks",
+        zeros("BF16", EXPERTS, ROWS, 3, 16),
+        FormatError,
+        ["expected I8 or U8 or F4", "BF16 [3, 128"],
+    ),
     "flat blocks": ("gate_up_proj_blocks", zeros("U8", EXPERTS, ROWS, 48), FormatError, ["four dimensions", "[3, 128, 48]"]),
     "blocks of 8": ("down_proj_blocks", zeros("U8", EXPERTS, 96, 2, 8), FormatError, ["[3, 96, 2, 16]", "16 bytes", "2, 8]"]),
     "no rows": ("down_proj_blocks", zeros("U8", EXPERTS, 0, 2, 16), FormatError, ["above 0", "[3, 0, 2, 16]"]),
@@ -160,10 +169,10 @@ MALFORMED = {
         "down_proj_scales",
         zeros("BF16", EXPERTS, 96, 2),
         FormatError,
-        ["expected U8 or F8_E8M0", "BF16 [3, 96, 2]"],
+        ["expected F8_E8M0 or U8", "BF16 [3, 96, 2]"],
     ),
     "groups of 16": ("down_proj_scales", zeros("U8", EXPERTS, 96, 4), FormatError, ["[3, 96, 2]", "per 32", "[3, 96, 4]"]),
-    "F16 bias": ("down_proj_bias", zeros("F16", EXPERTS, 96), FormatError, ["expected BF16 or F32", "F16 [3, 96]"]),
+    "I32 bias": ("down_proj_bias", zeros("I32", EXPERTS, 96), FormatError, ["expected F32 or BF16 or F16", "I32 [3, 96]"]),
     "bias per gate": ("gate_up_proj_bias", zeros("BF16", EXPERTS, 64), FormatError, ["[3, 128]", "one bias", "[3, 64]"]),
 }
 
@@ -196,18 +205,64 @@ def test_projections_that_do_not_fit(tmp_path, gate_up, down, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_dequantized_one_is_refused_by_the_bf16_loader(tmp_path):
-    """[E, H, 2I], interleaved, with biases; and without them by its shape alone."""
-    tensors = {
-        f"{BASE}.gate_up_proj": zeros("BF16", EXPERTS, HIDDEN, ROWS),
-        f"{BASE}.down_proj": zeros("BF16", EXPERTS, INTERMEDIATE, HIDDEN),
-    }
-    biases = {
-        f"{BASE}.{stem}_bias": ["BF16", np.zeros((EXPERTS, n), BF16)] for stem, n in (("gate_up_proj", ROWS), ("down_proj", 96))
-    }
-    with pytest.raises(FormatError, match=rf"{BASE}.down_proj_bias: expected none .*, found one: biases are not supported"):
-        load(tmp_path, tensors | biases)
-    with pytest.raises(
-        FormatError, match=rf"{BASE}.gate_up_proj: shape: .*found it transposed, \[3, 96, 128\] beside \[3, 64, 96\]"
-    ):
-        load(tmp_path, tensors)
+BF16_NAME = "gpt_oss bf16"
+
+
+def test_bfloat16_columns_are_interleaved_and_read_once(tmp_path, reads):
+    """By their numbers: gate has the even columns, up the odd ones, with their biases; an expert's bytes alone are read."""
+    tensors = SCHEMES[BF16_NAME].layer("model.layers.0")
+    weights = load(tmp_path, tensors)
+    gate_up, biases = tensors[f"{BASE}.gate_up_proj"][1], tensors[f"{BASE}.gate_up_proj_bias"][1]
+    for first, projection in enumerate(("gate", "up")):
+        matrix = weights.matrix(2, projection)
+        assert matrix.shape == (INTERMEDIATE, HIDDEN)
+        np.testing.assert_array_equal(matrix.codes, gate_up[2, :, first::2])
+        np.testing.assert_array_equal(matrix.bias, biases[2, first::2].astype(np.float32))
+    size = gate_up[0].nbytes
+    assert reads == [(f"{BASE}.gate_up_proj", (2 * size, 3 * size)), (f"{BASE}.gate_up_proj_bias", (512, 768))]
+
+
+@pytest.mark.usefixtures("three_nodes")
+def test_bfloat16_computes(tmp_path):
+    """Transposed, interleaved and with biases, on two nodes; and the checkpoint's numbers come back."""
+    tensors = SCHEMES[BF16_NAME].layer("model.layers.0", hidden=40, intermediate=96)
+    experts = load(tmp_path, tensors)
+    with MoELayer(experts, numa_nodes=[0, 1]) as layer:
+        assert_right(layer, experts, *random_batch(np.random.default_rng(1), experts, 5, 2, np.float32))
+        (exported,) = layer.export_expert(1)
+    np.testing.assert_array_equal(exported["up"].codes, tensors[f"{BASE}.gate_up_proj"][1][1, :, 1::2])
+    np.testing.assert_array_equal(exported["down"].codes, tensors[f"{BASE}.down_proj"][1][1])
+    np.testing.assert_array_equal(exported["down"].bias, tensors[f"{BASE}.down_proj_bias"][1][1].astype(np.float32))
+
+
+# label: (tensor, what it is instead, error, what the message must hold)
+BF16_MALFORMED = {
+    "F16": ("gate_up_proj", zeros("F16", EXPERTS, 96, ROWS), FormatError, ["expected BF16", "F16 [3, 96, 128]"]),
+    "flat": ("down_proj", zeros("BF16", EXPERTS, 64 * 96), FormatError, ["three dimensions", "[3, 6144]"]),
+    "odd columns": ("gate_up_proj", zeros("BF16", EXPERTS, 96, 127), CheckpointError, ["[E, n, k]", "found [3, 64, 96]"]),
+    "two experts": ("down_proj", zeros("BF16", 2, 64, 96), CheckpointError, ["= [3, 96, 64]", "found [2, 96, 64]"]),
+    "bias per gate": ("gate_up_proj_bias", zeros("BF16", EXPERTS, 64), FormatError, ["[3, 128]", "one bias", "[3, 64]"]),
+}
+
+
+@pytest.mark.parametrize("label", BF16_MALFORMED)
+def test_malformed_bfloat16(tmp_path, label):
+    suffix, tensor, error, words = BF16_MALFORMED[label]
+    checkpoint = write(tmp_path, SCHEMES[BF16_NAME].layer("model.layers.0") | {f"{BASE}.{suffix}": tensor})
+    with pytest.raises(error) as caught:
+        loaders.get("gpt_oss").load(checkpoint, 0)
+    assert all(word in str(caught.value) for word in [f"{BASE}.", "expected", "found", *words]), str(caught.value)
+
+
+def test_bfloat16_without_biases_is_refused_by_its_clamp(tmp_path):
+    """Nothing but config.json would then tell it from the models whose gate comes first."""
+    tensors = {name: tensor for name, tensor in SCHEMES[BF16_NAME].layer("model.layers.0").items() if "bias" not in name}
+    with pytest.raises(FormatError, match=r"swiglu_limit of config.json: expected none for this scheme, found 7.0"):
+        load(tmp_path, tensors, {"model_type": "gpt_oss", "swiglu_limit": 7.0})
+
+
+def test_the_privacy_filters_gate_comes_first(tmp_path):
+    """It has gpt-oss's names and function, but its gate and up do not alternate."""
+    checkpoint = write(tmp_path, SCHEMES[BF16_NAME].layer("model.layers.0"), {"model_type": "openai_privacy_filter"})
+    with pytest.raises(FormatError, match=r"model_type of config.json: expected 'gpt_oss' .*, found 'openai_privacy_filter'"):
+        find_loader(checkpoint).load(checkpoint, 0)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from checkpoints import BF16, PROJ, SCHEMES, numbers, write, zeros
 
-from ktmoe import loaders
+from ktmoe import loaders, reference
 from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
-from ktmoe.weights.formats import int4, uint4
+from ktmoe.weights.elements import INT4
+from ktmoe.weights.formats import Factor, WeightFormat, int4, uint4
 from ktmoe.weights.order import GPTQ
 
 EXPERT = "model.layers.0.mlp.experts.0"
@@ -127,6 +128,34 @@ def test_symmetric_ones_must_be_around_8(tmp_path, version):
         weights.matrix(0, "gate")
 
 
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_one_group_for_all_of_a_row(tmp_path, dtype):
+    """group_size -1: the groups are the rows, of gate and of down."""
+    tensors, expected = {}, {}
+    for projection, stem in PROJ.items():
+        n, k = (256, 128) if projection == "down" else (128, 256)
+        made, z, expected[projection] = quantize(np.random.default_rng(7), n, k, k, sym=True)
+        made[".qzeros"] = ["I32", pack(z - 1, 1).view(np.int32)]
+        made[".scales"] = [dtype, made[".scales"][1].astype({"F16": np.float16, "BF16": BF16}[dtype])]
+        expected[projection] = numbers_per_row(made)
+        tensors |= {f"{EXPERT}.{stem}{ending}": tensor for ending, tensor in made.items()}
+    weights = load(tmp_path, tensors, config(group_size=-1))
+    assert weights.formats == dict.fromkeys(PROJECTIONS, WeightFormat(INT4, factor=Factor(per_row=True), order=GPTQ))
+    for projection in PROJECTIONS:
+        matrix = weights.matrix(0, projection)
+        np.testing.assert_array_equal(reference.dequantize(matrix), expected[projection])
+    (tmp_path / "asymmetric").mkdir()
+    with pytest.raises(FormatError, match=r"gate_proj.qzeros: expected zero points in groups, found one per row"):
+        load(tmp_path / "asymmetric", tensors, config(group_size=-1, sym=False))
+
+
+def numbers_per_row(made):
+    """(code - 8) * its row's scale; code (k, n) is nibble k % 8 of dword (k // 8, n)."""
+    dwords, scales = made[".qweight"][1].astype(np.int64), made[".scales"][1].astype(np.float64)
+    codes = np.stack([dwords[k // 8] >> 4 * (k % 8) & 15 for k in range(8 * len(dwords))])
+    return ((codes - 8) * scales).T
+
+
 def test_without_a_config_it_is_symmetric_or_refused(tmp_path):
     tensors, expected = checkpoint_of(group=64, sym=True)
     weights = load(tmp_path, tensors)
@@ -172,7 +201,7 @@ def test_activation_order(tmp_path):
         ({"sym": "yes"}, ["sym: expected True or False, found 'yes'"]),
         ({"checkpoint_format": "marlin"}, ["checkpoint_format: expected 'gptq' or 'gptq_v2', found 'marlin'"]),
         ({"quant_method": "awq"}, ["quant_method: expected 'gptq', found 'awq'"]),
-        ({"group_size": -1}, ["group_size: expected a count of columns, found -1"]),
+        ({"group_size": -2}, ["group_size: expected a count of columns, found -2"]),
         ({"group_size": "32"}, ["group_size: expected a count of columns, found '32'"]),
     ],
 )

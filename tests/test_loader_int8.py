@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from checkpoints import PROJ, SCHEMES, int8, numbers, per_expert, write, zeros
+from checkpoints import PROJ, SCHEMES, numbers, per_expert, write, zeros
+from integer_checkpoints import int8
 
 from ktmoe import loaders
 from ktmoe.errors import FormatError

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, scores, write, write_index, zeros
+from checkpoints import EXPERTS, HIDDEN, SCHEMES, check_matrix, scores, write, write_index, zeros
 
 from ktmoe import loaders
 from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError, UnavailableError
@@ -19,16 +19,38 @@ from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
-PER_EXPERT = [name for name, scheme in SCHEMES.items() if not scheme.stacked]
+#: Schemes that differ from another one in a name, or in the kind of a scale. What every scheme must do is asked of them in
+#: test_layers() alone, unless all cases run.
+VARIANTS = {
+    "bf16 w1",
+    "fp8 bf16",
+    "fp8 per matrix, inverse",
+    "fp8 per row, flat",
+    "fp8 w1",
+    "fp8 weight_scale",
+    "gptq w1",
+    "int4 w1",
+    "int8 groups",
+    "int8 packed per row",
+    "int8 per matrix",
+    "mxfp8 weight_scale",
+}
+CHOSEN = [pytest.param(name, marks=pytest.mark.exhaustive) if name in VARIANTS else name for name in SCHEMES]
+PER_EXPERT = [name for name in CHOSEN if not SCHEMES[name if isinstance(name, str) else name.values[0]].stacked]
 
 
-@pytest.fixture(params=SCHEMES)
+@pytest.fixture(params=CHOSEN)
 def scheme(request):
     return SCHEMES[request.param]
 
 
+def test_the_variants_are_schemes():
+    assert SCHEMES.keys() > VARIANTS
+
+
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model.", "thinker.model."])
 def test_layers(tmp_path, scheme, prefix):
     """Numbers, order and names of layers behind any prefix, and no loader but one that wants them."""
     names = {layer: f"{prefix}layers.{layer}" for layer in (1, 2, 10)} | {"mtp.0": f"{prefix}mtp.layers.0"}
@@ -144,7 +166,7 @@ def test_weights_keep_the_checkpoint_open_and_let_it_go(tmp_path, scheme):
         weights = find_loader(checkpoint).load(checkpoint, 0)
         del checkpoint
         gc.collect()
-        assert weights.matrix(0, "gate").shape == (INTERMEDIATE, HIDDEN)
+        assert weights.matrix(0, "gate").shape == (scheme.intermediate, HIDDEN)
         del weights
         gc.collect()
     assert gone() is None

@@ -13,7 +13,7 @@ from ktmoe.backends import native
 from ktmoe.backends.base import Found, Missing, select
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import UnavailableError
-from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, UINT4, Element
+from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, INT8, UINT4, Element
 from ktmoe.weights.formats import Minimum, ZeroPoint
 
 #: A codebook that integers of at most 16 cannot stand for.
@@ -29,7 +29,7 @@ def modes_of(backend, experts):
 
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
-    """All formats in bf16; 4-bit integers without zero points in int16 and int8 where those exist; folded scales where weights
+    """All formats in bf16; integers without zero points in int16 and int8 where those exist; folded scales where weights
     are bfloat16, of amx rounded ones, too. Or integers alone."""
     table = native.load_table(row)
     keys = table.kernels()
@@ -37,17 +37,21 @@ def test_what_a_table_serves(row):
     longest = GROUPS[-1]
     of_integers = {("ue8m0", 32), ("bf16", longest), ("fp16", longest)}
     expected = {("q4", *scale, mode, False, "none") for mode in modes for scale in of_integers}
+    of_integers = {("none", 0), ("bf16", longest), ("fp16", longest)}
+    expected |= {("i8", *scale, mode, False, "none") for mode in modes for scale in of_integers}
     if "bf16" in modes:
         expected |= {("q4", *scale, "bf16", False, "none") for scale in (("none", 0), ("e4m3", 16))}
         expected |= {("q4", kind, longest, "bf16", False, "zero_point") for kind in ("bf16", "fp16")}
         expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("panel", longest))}
+        expected |= {("i8", "panel", longest, "bf16", False, "none")}
         expected |= {("b16", "none", 0, "bf16", False, "none")}
     if row in ("avx512_bf16", "amx"):
         expected |= {(family, "ue8m0", 32, "bf16", True, "none") for family in ("q4", "f8")}
     if row == "amx":
         expected |= {("q4", *scale, "bf16", True, "none") for scale in (("bf16", longest), ("fp16", longest), ("e4m3", 16))}
     assert set(keys) == expected
-    assert len(keys) == len(expected) + (row == "amx")  # f8 without scales, on tiles and, since f8_f32 has it, in fp32
+    # f8 and i8 without scales: on tiles and, since f8_f32 and i8_f32 have them, in fp32
+    assert len(keys) == len(expected) + 2 * (row == "amx")
     for weight_format in FORMATS.values():
         assert table.serves(weight_format, "bf16") == ("bf16" in modes)
         for mode in ("int16", "int8"):
@@ -60,6 +64,8 @@ def test_what_a_table_serves(row):
 
 def has_integers(weight_format):
     """Whether the modes of integers have these weights."""
+    if weight_format.family == "i8":
+        return weight_format.scale is None or weight_format.scale.kind in ("bf16", "fp16")
     kinds = ("ue8m0", "bf16", "fp16")
     return weight_format.family == "q4" and weight_format.scale.kind in kinds and not weight_format.offset
 
@@ -76,6 +82,8 @@ UNSERVED = {
     "fp32 a row": (WeightFormat(INT4, Scale("fp32", (1, 32))), "fp32 scales"),
     "e4m3 per 32": (WeightFormat(E2M1, Scale("e4m3", (1, 32))), "scale groups of 32"),
     "f8 with bf16 per 32": (WeightFormat(E4M3, Scale("bf16", (1, 32))), "bf16 scales"),
+    "i8 with ue8m0": (WeightFormat(INT8, Scale("ue8m0", (1, 32))), "ue8m0 scales"),
+    "i8 per 16": (WeightFormat(INT8, Scale("bf16", (1, 16))), "scale groups of 16"),
     "E5M2": (WeightFormat(E5M2, Scale("ue8m0", (1, 32))), "element E5M2"),
     "two levels": (WeightFormat(INT4, Scale("fp16", (1, 32)), Scale("fp16", (1, 256))), "scales of scales"),
     "minima": (WeightFormat(UINT4, Scale("fp16", (1, 32)), offset=Minimum(Scale("fp16", (1, 32)))), "minima"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import B16, BF16, FORMATS, LONGEST, MIXED, WEIGHTS, bits, random_arrays, random_experts
+from helpers import B16, BF16, FORMATS, LONGEST, MIXED, TURNED, WEIGHTS, bits, random_arrays, random_experts
 
 from ktmoe import MXFP4, SILU, ExpertWeights, Matrix, MoELayer, int4, set_num_threads
 from ktmoe._native import core
@@ -14,7 +14,7 @@ from ktmoe.backends import native
 from ktmoe.backends.base import Plan
 from ktmoe.errors import FormatError
 from ktmoe.weights.elements import E2M1, Element
-from ktmoe.weights.formats import MXFP8, Scale, WeightFormat, fp8, uint4
+from ktmoe.weights.formats import MXFP8, Scale, WeightFormat, fp8, int8, uint4
 from ktmoe.weights.order import Order
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -31,8 +31,10 @@ def pack(weight_format, shape, **stored):
     return layer
 
 
-#: Of k % 8 in its column's dword: k0 k2 k4 k6 | k1 k3 k5 k7; of k % 4 of f8, its byte: k0 k2 k1 k3.
+#: Of k % 8 in its column's dword: k0 k2 k4 k6 | k1 k3 k5 k7; of k % 4 of f8, its byte: k0 k2 k1 k3; of k % 8
+#: of i8, its byte in two lines: k0 k4 k1 k5 | k2 k6 k3 k7.
 NIBBLES, BYTES = np.array([0, 16, 4, 20, 8, 24, 12, 28]), np.array([0, 2, 1, 3])
+BYTES_OF_EIGHT = np.array([0, 2, 64, 66, 1, 3, 65, 67])
 
 
 def place(family, c, kk):
@@ -42,16 +44,22 @@ def place(family, c, kk):
         return (c // 16) * 256 + (kk % 32 // 8) * 64 + (c % 16) * 4 + bit // 8, bit % 8
     if family == "f8":
         return (c // 16) * 512 + (kk % 32 // 4) * 64 + (c % 16) * 4 + BYTES[kk % 4], 0 * kk
+    if family == "i8":
+        return (c // 16) * 512 + (kk % 32 // 8) * 128 + (c % 16) * 4 + BYTES_OF_EIGHT[kk % 8], 0 * kk
     return (kk % 32 // 2) * 256 + c * 4 + (kk % 2) * 2, 0 * kk
 
 
 def codes_of(weight_format, stored, n, k):
     """Codes one by one, [n, k], by what an order says of each."""
     codes = stored["codes"]
+    if weight_format.family != "q4":
+        codes = np.ascontiguousarray(codes.T) if weight_format.order.transposed else codes
     if weight_format.family == "b16":
         return codes.view(np.uint16)
     if weight_format.family == "f8":
         return codes
+    if weight_format.family == "i8":
+        return codes.astype(np.uint16) + (128 if weight_format.element.name == "INT8" else 0) & 255
     order = weight_format.order
     if not order.transposed:
         return np.stack([codes & 15, codes >> 4], -1).reshape(n, k)
@@ -64,7 +72,7 @@ def codes_of(weight_format, stored, n, k):
 
 def by_formula(weight_format, stored, n, k):
     """The packed bytes, number by number, from LAYOUT of pack/groups.h and of the family's packing file."""
-    block_bytes = {"q4": 1024, "f8": 2048, "b16": 4096}[weight_format.family]
+    block_bytes = {"q4": 1024, "f8": 2048, "i8": 2048, "b16": 4096}[weight_format.family]
     panels, blocks = -(-n // PANEL), -(-k // BLOCK)
     scale, offset = weight_format.scale, weight_format.offset
     header = per = 0
@@ -78,7 +86,8 @@ def by_formula(weight_format, stored, n, k):
         row_bytes = 64 if rows > 1 else 64 * scale.dtype.itemsize
         header = halves * row_bytes + (64 if offset else 0)
     packed = np.zeros((panels, blocks * block_bytes + (-(-blocks // per) * header if per else 0)), np.uint8)
-    codes = np.full((panels * PANEL, blocks * BLOCK), weight_format.element.padding, np.uint16)
+    padding = 128 if weight_format.family == "i8" else weight_format.element.padding
+    codes = np.full((panels * PANEL, blocks * BLOCK), padding, np.uint16)
     codes[:n, :k] = codes_of(weight_format, stored, n, k)
     kk = np.arange(blocks * BLOCK)
     for column in range(panels * PANEL):
@@ -136,14 +145,17 @@ def same_stored(a, b):
 
 SHAPES = [(1, 2), (64, 32), (63, 32), (65, 34), (1, 258), (100, 100), (66, 288), (130, 62), (3, 320), (68, 512)]
 ODD_SHAPES = [(1, 1), (65, 33), (3, 7), (64, 31), (5, 289)]
+PACKED = FORMATS | TURNED
 CASES = {f"{name}-{n}x{k}": (name, *fits(w, n, k)) for name, w in FORMATS.items() for n, k in SHAPES}
-CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in ("b16", "mxfp8", "fp8", "fp8-row") for n, k in ODD_SHAPES}
+ODD = ("b16", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128")
+CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in ODD for n, k in ODD_SHAPES}
+CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in TURNED for n, k in [*ODD_SHAPES, (64, 64), (130, 100)]}
 every_case = pytest.mark.parametrize(("name", "n", "k"), CASES.values(), ids=CASES)
 
 
 @every_case
 def test_layout(name, n, k):
-    weight_format = FORMATS[name]
+    weight_format = PACKED[name]
     stored = random_stored(np.random.default_rng((n, k)), n, k, weight_format)
     assert np.array_equal(
         pack(weight_format, (n, k), **stored).packed_bytes(0, "gate"), by_formula(weight_format, stored, n, k)
@@ -176,6 +188,7 @@ GOLDEN_FORMATS = {
     "q4_bf16": (int4(64), 66),
     "q4_e4m3": (NVFP4_LIKE, 66),
     "f8": (MXFP8, 35),
+    "i8": (int8(64), 35),
     "b16": (B16, 35),
 }
 
@@ -202,8 +215,8 @@ def test_layout_versions():
 @pytest.mark.cover("values")
 @every_case
 def test_unpacking_gives_the_checkpoints_bytes(name, n, k):
-    stored = random_stored(np.random.default_rng((n, k)), n, k, FORMATS[name])
-    same_stored(pack(FORMATS[name], (n, k), **stored).unpack(0, "gate"), stored)
+    stored = random_stored(np.random.default_rng((n, k)), n, k, PACKED[name])
+    same_stored(pack(PACKED[name], (n, k), **stored).unpack(0, "gate"), stored)
 
 
 def test_an_order_that_only_permutes_nibbles():

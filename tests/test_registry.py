@@ -38,7 +38,19 @@ def test_every_subclass_in_the_package_is_registered(module, base):
 
 def test_built_in_names():
     """Of modules and plugins alike; the backends' are part of the API."""
-    files = {"base", "checkpoint", "direct_io", "naming", "per_expert", "quantization", "safetensors_file", "unknown"}
+    files = {
+        "base",
+        "checkpoint",
+        "direct_io",
+        "naming",
+        "one_layer",
+        "pairs",
+        "per_expert",
+        "quantization",
+        "safetensors_file",
+        "stacked",
+        "unknown",
+    }
     for module, others in ((backends, {"base", "choice", "native"}), (loaders, files)):
         assert set(module.names()) == {found.name for found in pkgutil.iter_modules(module.__path__)} - others
     assert {"amx", "avx2", "avx512_bf16", "fp32_lut"} <= set(backends.names())

@@ -8,7 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import B16, FORMATS, MIXED, SCALES, WEIGHTS, assert_right, bits, random_batch, random_experts, rounds, same_bits
+from helpers import (
+    B16,
+    FORMATS,
+    MIXED,
+    SCALES,
+    TURNED,
+    WEIGHTS,
+    assert_right,
+    bits,
+    random_batch,
+    random_experts,
+    rounds,
+    same_bits,
+)
 
 from ktmoe import MXFP4, ExpertWeights, MoELayer, int4
 from ktmoe._native import core
@@ -60,7 +73,7 @@ BACKEND = "fp32_lut"
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("weight_format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("weight_format", (FORMATS | TURNED).values(), ids=FORMATS | TURNED)
 @pytest.mark.parametrize("nodes", [[0], [1, 0], [0, 1, 2]], ids=str)
 def test_any_cut_of_any_split_is_the_checkpoints_bytes(weight_format, nodes):
     """Shards and parts that begin at the same columns, between them, and across them."""

@@ -32,38 +32,38 @@ class Isa:
 
 
 ISAS = {
-    "portable": Isa(100, kernels=("q4_f32", "f8_f32", "b16_f32")),
+    "portable": Isa(100, kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32")),
     "avx2": Isa(
         200,
-        kernels=("q4_f32", "f8_f32", "b16_f32", "q4_int16", "q4_int8"),
+        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "q4_int16", "i8_int16", "q4_int8", "i8_int8"),
         flags=("-mavx2", "-mfma"),
         requires=("avx2", "fma"),
         implies=("portable",),
     ),
     "avx_vnni": Isa(
         210,
-        kernels=("q4_int16", "q4_int8"),
+        kernels=("q4_int16", "i8_int16", "q4_int8", "i8_int8"),
         flags=("-mavxvnni",),
         requires=("avx_vnni",),
         implies=("avx2",),
     ),
     "avx512f": Isa(
         250,
-        kernels=("q4_f32", "f8_f32", "b16_f32"),
+        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32"),
         flags=("-mavx512f",),
         requires=("avx512f",),
         implies=("avx2",),
     ),
     "avx512_vnni": Isa(
         260,
-        kernels=("q4_int8",),
+        kernels=("q4_int8", "i8_int8"),
         flags=("-mavx512bw", "-mavx512vnni"),
         requires=("avx512bw", "avx512_vnni"),
         implies=("avx512f",),
     ),
     "avx512_bf16": Isa(
         300,
-        kernels=("q4_bf16", "f8_bf16", "b16_bf16"),
+        kernels=("q4_bf16", "f8_bf16", "i8_bf16", "b16_bf16"),
         flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
         requires=("avx512bw", "avx512vl", "avx512_bf16"),
         implies=("avx512f",),
@@ -74,7 +74,7 @@ ISAS = {
     "amx": Isa(
         400,
         # Scales that do not fold multiply fp32 sums of scale groups: on CPUs with AMX, FMAs beat VDPBF16PS.
-        kernels=("q4_amx", "q4_amx_products", "f8_amx", "b16_amx", "q4_f32", "f8_f32"),
+        kernels=("q4_amx", "q4_amx_products", "f8_amx", "i8_amx", "b16_amx", "q4_f32", "f8_f32", "i8_f32"),
         flags=("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
         requires=("avx512vbmi", "amx_tile", "amx_bf16"),
         implies=("avx512_bf16",),

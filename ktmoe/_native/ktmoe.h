@@ -71,7 +71,7 @@ typedef struct kt_dot {
 
 /* One kernel: the weights and the activation mode, and the functions that serve them. */
 typedef struct kt_kernel {
-    const char *family;  /* "q4", "f8", "b16" */
+    const char *family;  /* "q4", "f8", "i8", "b16" */
     const char *element; /* the only one that it decodes, "E4M3"; NULL: any of the family */
     const char
         *scale; /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16"; "none"; "panel", one fp32 for all columns */

@@ -10,6 +10,7 @@ from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensor
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders import naming, registry, unknown
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.one_layer import OneLayer
 
 #: What Loader.detect gives for a checkpoint that has its names, and weights that it refuses.
 NAMED = 0.1
@@ -51,13 +52,13 @@ class Finding:
     error: KtmoeError | None = None
 
 
-def explain(checkpoint: Checkpoint) -> list[Finding]:
+def explain(checkpoint: Checkpoint | OneLayer) -> list[Finding]:
     """What each loader says of a checkpoint, the surest one first. Reads no tensor."""
     findings = [_finding(name, registry.get(name), checkpoint) for name in registry.names()]
     return sorted(findings, key=lambda finding: (-finding.score, finding.error is None))
 
 
-def _finding(name: str, loader: Loader, checkpoint: Checkpoint) -> Finding:
+def _finding(name: str, loader: Loader, checkpoint: Checkpoint | OneLayer) -> Finding:
     try:
         score = loader.detect(checkpoint)
     except (CheckpointError, FormatError) as error:  # MissingTensorError, too
@@ -68,18 +69,38 @@ def _finding(name: str, loader: Loader, checkpoint: Checkpoint) -> Finding:
     return Finding(name, 0.0, f"its names in {layers}, but other weights" if layers else "no tensor has its names")
 
 
-def find_loader(checkpoint: Checkpoint, name: str = "auto") -> Loader:
-    """The loader of that name, or the one that is surest of this checkpoint.
+def find_loader(checkpoint: Checkpoint, name: str = "auto", layer: int | str | None = None) -> Loader:
+    """The loader of that name, or the one that is surest of this checkpoint, or of that layer of it: layers may differ.
 
     If none is, raises FormatError or CheckpointError with the reasons of those that know the names, MissingTensorError if a
     file is missing that would decide, else UnavailableError, which says what was found.
     """
     if name != "auto":
         return registry.get(name)
+    alone = _surest(explain(OneLayer(checkpoint, layer))) if layer is not None else None
+    if alone:
+        return alone
     findings = explain(checkpoint)
-    if findings and findings[0].score > 0:
-        return registry.get(findings[0].loader)
+    if surest := _surest(findings):
+        return surest
     raise _refusal(checkpoint, findings)
+
+
+def find_layers(checkpoint: Checkpoint, name: str = "auto") -> list[int | str]:
+    """The layers that the loader of that name has; or all that some loader reads, in the model's order.
+
+    Raises what find_loader() raises.
+    """
+    found = find_loader(checkpoint, name).layers(checkpoint)
+    if name != "auto":
+        return found
+    known = naming.layers(checkpoint)
+    more = {layer for layer in known if layer not in found and _surest(explain(OneLayer(checkpoint, layer)))}
+    return [layer for layer in known if layer in more or layer in found] if more else found
+
+
+def _surest(findings: list[Finding]) -> Loader | None:
+    return registry.get(findings[0].loader) if findings and findings[0].score > 0 else None
 
 
 def _refusal(checkpoint: Checkpoint, findings: list[Finding]) -> KtmoeError:
@@ -105,4 +126,4 @@ def load_experts(path: str | os.PathLike, layer: int | str, *, loader: str = "au
     Raises CheckpointError, MissingTensorError, FormatError; UnavailableError if no loader recognises the checkpoint.
     """
     checkpoint = Checkpoint(path)
-    return find_loader(checkpoint, loader).load(checkpoint, layer)
+    return find_loader(checkpoint, loader, layer).load(checkpoint, layer)

@@ -20,6 +20,8 @@ from ktmoe.loaders.safetensors_file import SafetensorsFile, TensorInfo, new_byte
 from ktmoe.messages import show
 
 INDEX_NAME = "model.safetensors.index.json"
+#: Of Mistral's own files, which count where there is no other index.
+MISTRAL_INDEX_NAME = "consolidated.safetensors.index.json"
 _PICKLED = "torch's pickled files are not read, convert them to safetensors"
 #: Files that other engines read, by their ending, and what to say of them.
 _OTHER_FILES = {".gguf": "GGUF is not read yet", ".bin": _PICKLED, ".pt": _PICKLED, ".pth": _PICKLED}
@@ -28,10 +30,12 @@ _OTHER_FILES = {".gguf": "GGUF is not read yet", ".bin": _PICKLED, ".pt": _PICKL
 class Checkpoint:
     """The tensors of a folder with *.safetensors files, or of one such file, by name.
 
-    path: a folder with model.safetensors.index.json, whose weight_map then decides which file holds which tensor; or a
-    folder without it, whose *.safetensors files must not share a tensor name; or one .safetensors file.
-    config: the folder's config.json as a dict, empty if there is none. Where it has no quantization_config, the object in
-    quantize_config.json, which AutoGPTQ writes, takes that place.
+    path: a folder with model.safetensors.index.json, or else consolidated.safetensors.index.json, whose weight_map then decides
+    which file holds which tensor; or a folder without them, whose *.safetensors files must not share a tensor name; or one
+    .safetensors file.
+    config: the folder's config.json as a dict, or else Mistral's params.json with the keys that config.json would have; empty
+    if there is neither. Where it has no quantization_config, the object in quantize_config.json, which AutoGPTQ writes, takes
+    that place.
 
     With an index, a file is opened and its header checked when one of its tensors is first asked for, so a partial download
     serves what it has. One descriptor is kept per opened file until close() or garbage collection.
@@ -44,6 +48,7 @@ class Checkpoint:
         self.path = Path(path)
         self.after_fork()
         self._closed = False
+        self._index_name = INDEX_NAME
         self._open_files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[str, str] = {}
         forks.watch(self)
@@ -120,9 +125,9 @@ class Checkpoint:
     def _open(self) -> None:
         folder, files = self.path, []
         if os.path.isdir(folder):
-            index = folder / INDEX_NAME
-            if os.path.lexists(index):
-                self._file_of = parse_index(index)
+            index = next((name for name in (INDEX_NAME, MISTRAL_INDEX_NAME) if os.path.lexists(folder / name)), None)
+            if index:
+                self._index_name, self._file_of = index, parse_index(folder / index)
             else:
                 files = _list_files(folder)
         elif os.path.exists(self.path):
@@ -140,8 +145,7 @@ class Checkpoint:
                 other = self._file_of.setdefault(tensor, name)
                 if other != name:
                     raise CheckpointError(f"{folder}: tensor {show(tensor)}: expected in one file, found in {other}, {name}")
-        config = folder / "config.json"
-        self.config = read_json_object(config) if os.path.lexists(config) else {}
+        self.config = _read_config(folder)
         quantize = folder / "quantize_config.json"
         if "quantization_config" not in self.config and os.path.lexists(quantize):
             self.config["quantization_config"] = read_json_object(quantize)
@@ -160,7 +164,9 @@ class Checkpoint:
                     fresh.close()
         info = file.tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{file.path}: tensor {show(name)}: expected here by {INDEX_NAME}, found no such tensor")
+            raise CheckpointError(
+                f"{file.path}: tensor {show(name)}: expected here by {self._index_name}, found no such tensor"
+            )
         return file, info
 
     def _opened(self, file_name: str, wanted: str, fresh: SafetensorsFile | None = None) -> SafetensorsFile | None:
@@ -175,13 +181,13 @@ class Checkpoint:
     def _open_indexed(self, file_name: str, wanted: str) -> SafetensorsFile:
         path = self._folder / file_name
         if not os.path.exists(path):
-            raise MissingTensorError(f"{path}: expected by {INDEX_NAME} for tensor {show(wanted)}, found no such file")
+            raise MissingTensorError(f"{path}: expected by {self._index_name} for tensor {show(wanted)}, found no such file")
         file = SafetensorsFile(path)
         for tensor in file.tensors:
             owner = self._file_of.get(tensor, file_name)  # a tensor that the index leaves out is not the checkpoint's
             if owner != file_name:
                 file.close()
-                raise CheckpointError(f"{path}: tensor {show(tensor)}: expected in {owner} by {INDEX_NAME}, found here")
+                raise CheckpointError(f"{path}: tensor {show(tensor)}: expected in {owner} by {self._index_name}, found here")
         return file
 
 
@@ -193,6 +199,19 @@ def _part(info: TensorInfo, part: tuple[int, int] | None) -> tuple[int, int]:
     if not 0 <= start <= stop <= info.nbytes:
         raise InputError(f"{info.name}: part: expected 0 <= start <= stop <= {info.nbytes} bytes, found {(start, stop)}")
     return start, stop
+
+
+def _read_config(folder: Path) -> dict:
+    """config.json, or else params.json, of which the numbers of experts and the quantization get the names of config.json."""
+    if os.path.lexists(folder / "config.json"):
+        return read_json_object(folder / "config.json")
+    if not os.path.lexists(folder / "params.json"):
+        return {}
+    params = read_json_object(folder / "params.json")
+    experts = params.get("moe")
+    names = {"hidden_act": params.get("activation"), "quantization_config": params.get("quantization")}
+    names["num_experts"] = experts.get("num_experts") if isinstance(experts, dict) else None
+    return {key: value for key, value in names.items() if value is not None} | params
 
 
 def _list_files(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 (V4-Flash, V4-Pro): native names, MXFP4 experts; FP8 experts in V4-Flash-Base.
+"""DeepSeek-V4 (V4-Flash, V4-Pro): native names, MXFP4 experts; FP8 experts in V4-Flash-Base; BF16 ones that were dequantized.
 
 An expert's tensors are {base}.{E}.{w1,w3,w2}.{weight,scale} with w1 = gate, w3 = up, w2 = down, where base is
 layers.{L}.ffn.experts or mtp.{M}.ffn.experts, by itself or behind model. and language_model. prefixes:
@@ -6,7 +6,8 @@ layers.{L}.ffn.experts or mtp.{M}.ffn.experts, by itself or behind model. and la
     weight  I8 or U8 [N, K/2], two E2M1 codes a byte, low nibble = even k; or F4 [N, K], the same bytes
     scale   F8_E8M0 or U8 [N, K/32], bytes that mean 2**(b - 127)
 
-Or, in V4-Flash-Base, weight is F8_E4M3 [N, K], and scale F8_E8M0 or U8 [ceil(N/128), ceil(K/128)].
+Or, in V4-Flash-Base, weight is F8_E4M3 [N, K], and scale F8_E8M0 or U8 [ceil(N/128), ceil(K/128)]. Or weight is BF16 [N, K],
+without a scale.
 
 Their meaning is that of the model's own inference code; config.json contributes swiglu_limit and the number of experts.
 """
@@ -16,9 +17,11 @@ from __future__ import annotations
 from ktmoe.loaders import naming, registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert
-from ktmoe.weights.activation import SILU, GatedActivation
-from ktmoe.weights.formats import MXFP4, WeightFormat, fp8
+from ktmoe.weights.activation import GatedActivation
+from ktmoe.weights.formats import BF16, MXFP4, WeightFormat, fp8
 
+#: What a layer's base ends in. Other models' own names have no ffn.
+MODULE = ".ffn.experts"
 _ARRAYS = {"codes": ".weight", "scales": ".scale"}
 _FP8 = fp8("ue8m0")
 
@@ -31,15 +34,19 @@ class DeepSeekV4(PerExpert):
 
     names = naming.Names(
         "DeepSeek-V4",
-        naming.Spelling(naming.NUMBERED_STEMS, tuple(_ARRAYS.values()), module=".ffn.experts", arrays=_ARRAYS),
+        *(
+            naming.Spelling(naming.NUMBERED_STEMS, tuple(arrays.values()), module=MODULE, arrays=arrays)
+            for arrays in ({"codes": ".weight"}, _ARRAYS)  # of those that fit as well, the first counts
+        ),
     )
 
     def format(self, headers: Headers) -> WeightFormat:
+        if "scales" not in headers.arrays:
+            return BF16
         return _FP8 if headers.info("codes").dtype == "F8_E4M3" else MXFP4
 
     def activation(self, checkpoint: Checkpoint) -> GatedActivation:
-        limit = naming.swiglu_limit(checkpoint, 0.0)
-        return GatedActivation(limit=limit) if limit else SILU
+        return naming.clamped_silu(checkpoint)
 
 
 registry.register("deepseek_v4", DeepSeekV4())

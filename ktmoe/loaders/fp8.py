@@ -5,6 +5,13 @@ An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} 
     weight            F8_E4M3 [N, K]
     weight_scale_inv  F32, BF16 or F8_E8M0 [ceil(N/128), ceil(K/128)], or weight_scale
 
+Or, with all experts in one tensor, gate rows before up rows (transformers' models that keep theirs so):
+
+    {base}.gate_up_proj            F8_E4M3 [E, 2I, H]; gate_up_proj_scale_inv as above, [E, 2I/128, ceil(H/128)]
+    {base}.down_proj               F8_E4M3 [E, H, I], and down_proj_scale_inv likewise
+
+These may be transposed, as the bf16 loader's: [E, H, 2I] and [E, I, H], and scales likewise.
+
 A weight is its E4M3 number times its block's scale, whatever the scale's name says. weight_block_size in config.json's
 quantization_config is the block's size where it is given.
 """
@@ -14,17 +21,19 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ktmoe.loaders import naming, quantization, registry
-from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
+from ktmoe.loaders.per_expert import Headers, spellings
+from ktmoe.loaders.stacked import STACKED, Stacked
 from ktmoe.weights.formats import WeightFormat, fp8
 
 
-class Fp8(PerExpert):
+class Fp8(Stacked):
     """Reads E4M3 experts with one scale per block."""
 
     names = naming.Names(
         "FP8 experts",
         *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}),
         *spellings({"codes": ".weight", "scales": ".weight_scale"}),
+        naming.Spelling(naming.FUSED_STEMS, ("", "_scale_inv"), arrays={"codes": "", "scales": "_scale_inv"}, **STACKED),
     )
     dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 

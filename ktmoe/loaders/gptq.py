@@ -3,7 +3,7 @@
 An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
 
     qweight  I32 [K/8, N], eight codes along k, lowest bits first
-    scales   F16 or BF16 [K/group, N]
+    scales   F16 or BF16 [K/group, N]; [1, N] if group_size is -1, all of a row
     qzeros   I32 [K/group, N/8], eight zero points along n, lowest bits first
     g_idx    I32 [K], each k's group; may be absent, and must be k // group
 
@@ -26,10 +26,11 @@ from ktmoe.experts import Matrix
 from ktmoe.loaders import naming, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
-from ktmoe.weights.formats import WeightFormat, int4, uint4
+from ktmoe.weights.elements import INT4
+from ktmoe.weights.formats import Factor, WeightFormat, int4, uint4
 from ktmoe.weights.order import GPTQ
 
-_ARRAYS = {"codes": ".qweight", "scales": ".scales", "offsets": ".qzeros"}
+_ARRAYS = {"codes": ".qweight", "scales": ".scales", "factor": ".scales", "offsets": ".qzeros"}
 _SUPPORTED = {
     "bits": (4,),
     "desc_act": (False, None),
@@ -46,14 +47,19 @@ class Gptq(PerExpert):
     dtypes: ClassVar = {"codes": ("I32",)}
 
     def check_config(self, checkpoint: Checkpoint) -> None:
-        quantization.check(checkpoint, _SUPPORTED)
+        quantization.check(checkpoint, _SUPPORTED, also=(-1,))
 
     def format(self, headers: Headers) -> WeightFormat:
         codes, kind, checkpoint = headers.info("codes"), headers.kind("F16", "BF16"), headers.checkpoint
         naming.check_dtype(codes, "I32")
         naming.check_dimensions(codes, 2)
+        symmetric = quantization.read(checkpoint).get("sym") is not False
+        if quantization.read(checkpoint).get("group_size") == -1:
+            if not symmetric:
+                raise FormatError(f"{headers.tensor('offsets')}: expected zero points in groups, found one per row")
+            return WeightFormat(INT4, factor=Factor(per_row=True), order=GPTQ)
         size = quantization.group_size(checkpoint) or group(headers, 8 * codes.shape[0], axis=0)
-        if quantization.read(checkpoint).get("sym") is not False:
+        if symmetric:
             return int4(size, kind, GPTQ)
         return uint4(size, kind, GPTQ, plus=_plus(checkpoint))
 
@@ -67,7 +73,8 @@ class Gptq(PerExpert):
             naming.check_shape(index, (k,), "one group per k")
 
     def check_read(self, matrix: Matrix, headers: Headers, endings: Iterable[str]) -> None:
-        checkpoint, size = headers.checkpoint, matrix.format.scale.extent[1]
+        checkpoint, scale = headers.checkpoint, matrix.format.scale
+        size = scale.extent[1] if scale else matrix.shape[1]
         if ".g_idx" in endings:
             name = f"{headers.name}.g_idx"
             index = checkpoint.read(name, release=True).view("<i4")

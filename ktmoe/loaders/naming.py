@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,11 +30,16 @@ FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"
 #: The activation of gpt-oss, with its usual numbers.
 SWIGLU_OAI = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+#: Values of model_type whose swiglu_limit is clamped_silu()'s, under plain SiLU: DeepSeek-V4, GLM-5's and Hunyuan's next ones.
+_CLAMPED = ("deepseek_v4", "glm5_next", "glm5_next_text", "hy_v4")
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
+# the modules without a word "experts" are Granite's and Step-3's
 _NAME = re.compile(
-    rf"((?:language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\.(?:[a-z_]+\.)?experts)\.(?:{_NUMBER}\.)?([a-z].*)"
+    rf"((?:thinker\.|language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
+    r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)|moe(?=\.(?:gate|up|down)_proj\.)))"
+    rf"\.(?:{_NUMBER}\.)?([a-z].*)"
 )
 
 #: expert, or None for tensors that hold all experts -> the suffixes that exist.
@@ -51,7 +56,8 @@ class Spelling:
     unused: of those that a matrix may have and nothing depends on.
     foreign: endings of tensors that change what the others mean, and what to say about them; any other is refused unexplained.
     module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
-    arrays: which ending each array of a Matrix has, by the array's name; what PerExpert reads.
+    interleaved: of stacked gate and up in one, rows alternate; else gate's come first.
+    arrays: which ending each array of a Matrix has, by the array's name; what PerExpert and Stacked read.
     """
 
     stems: Mapping[str, str]
@@ -61,6 +67,7 @@ class Spelling:
     foreign: Mapping[str, str] = field(default_factory=dict)
     module: str = ""
     stacked: bool = False
+    interleaved: bool = False
     arrays: Mapping[str, str] = field(default_factory=dict)
 
     def suffixes(self, endings: tuple[str, ...]) -> dict[str, None]:
@@ -108,23 +115,9 @@ class Place:
                     raise CheckpointError(f"{found.name}: expected {describe(like)} as in expert 0, found {describe(found)}")
         return shapes
 
-    def fused_shapes(self, gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(num_experts, hidden, intermediate), where gate_up is [E, 2I, H] and down [E, H, I].
-
-        Raises CheckpointError if they do not fit, or if config.json has another number of experts.
-        """
-        num_experts, rows, hidden = gate_up
-        name = self.name("gate", 0) + self.endings[0]
-        if rows % 2:
-            raise CheckpointError(f"{name}: expected an even number of rows, gate and up, found [E, n, k] = {list(gate_up)}")
-        expected = (num_experts, hidden, rows // 2)
-        if down != expected:
-            raise CheckpointError(
-                f"{self.name('down', 0)}{self.endings[0]}: expected [E, n, k] = {list(expected)}, "
-                f"as {name} is {list(gate_up)}, found {list(down)}"
-            )
+    def check_count(self, num_experts: int) -> None:
+        """Raise CheckpointError if config.json has another number of experts."""
         _check_count(self.checkpoint, self.base, num_experts)
-        return expected
 
 
 class Names:
@@ -211,29 +204,47 @@ class Names:
         return found
 
 
+def layers(checkpoint: Checkpoint) -> list[int | str]:
+    """Those that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on."""
+    return list(_find(checkpoint))
+
+
+def tensors(checkpoint: Checkpoint, layer: int | str) -> Iterator[str]:
+    """The names of a layer's tensors of routed experts; none if there is no such layer."""
+    for base, experts in _find(checkpoint).get(layer_key(layer), {}).items():
+        for expert, suffixes in experts.items():
+            yield from (_prefix(base, expert) + suffix for suffix in suffixes)
+
+
 def config(checkpoint: Checkpoint, key: str) -> object:
     """A value of config.json, at the top or else in text_config; None if it is in neither, or null."""
     value, nested = checkpoint.config.get(key), checkpoint.config.get("text_config")
     return nested.get(key) if value is None and isinstance(nested, dict) else value
 
 
-def swiglu_limit(checkpoint: Checkpoint, default: float) -> float:
-    """config.json's swiglu_limit, 0 or more; `default` where it is absent or null. Raises CheckpointError."""
+def clamped_silu(checkpoint: Checkpoint) -> GatedActivation:
+    """DeepSeek-V4's silu(min(gate, limit)) * clip(up, -limit, limit); SILU if config.json's swiglu_limit is absent, null or 0.
+
+    Raises CheckpointError if it is no float32 number, 0 or more.
+    """
     limit = config(checkpoint, "swiglu_limit")
-    if limit is None:
-        return default
+    limit = 0 if limit is None else limit
     if type(limit) not in (int, float) or not 0 <= limit <= _FLOAT32_MAX:
         expected = "a float32 number, 0 or more"
         raise CheckpointError(f"{checkpoint.path}: swiglu_limit of config.json: expected {expected}, found {show(limit)}")
-    return float(limit)
+    return GatedActivation(limit=float(limit)) if limit else SILU
 
 
 def silu(checkpoint: Checkpoint) -> GatedActivation:
-    """SILU, if config.json does not say otherwise. Raises FormatError, which names the key, if it does."""
+    """SILU, with a clamp for the models of which that is known. Raises FormatError, which names the key, for what config.json
+    says otherwise.
+    """
     for key in ("hidden_act", "hidden_activation"):
         if (found := config(checkpoint, key)) not in (None, "silu", "swish"):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {show(found)}")
-    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha"):
+    if config(checkpoint, "model_type") in _CLAMPED:
+        return clamped_silu(checkpoint)
+    for key in ("swiglu_limit", "swiglu_limits", "swiglu_alpha", "situ_beta", "activation_situ_beta"):
         if found := config(checkpoint, key):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected none for this scheme, found {show(found)}")
     return SILU
@@ -245,6 +256,11 @@ def activation(checkpoint: Checkpoint) -> GatedActivation:
     """
     if config(checkpoint, "hidden_act") != "swigluoai":
         return silu(checkpoint)
+    return swiglu_oai(checkpoint)
+
+
+def swiglu_oai(checkpoint: Checkpoint) -> GatedActivation:
+    """gpt-oss's function, with config.json's swiglu_alpha and swiglu_limit where it has them. Raises CheckpointError."""
     values = {}
     for key, usual in (("swiglu_alpha", SWIGLU_OAI.alpha), ("swiglu_limit", SWIGLU_OAI.limit)):
         found = config(checkpoint, key)
@@ -254,6 +270,20 @@ def activation(checkpoint: Checkpoint) -> GatedActivation:
                 f"{checkpoint.path}: {key} of config.json: expected a float32 number above 0, found {show(found)}"
             )
     return GatedActivation(float(values["swiglu_alpha"]), float(values["swiglu_limit"]), SWIGLU_OAI.up_offset)
+
+
+def router_weight(checkpoint: Checkpoint, base: str) -> str:
+    """What the model multiplies a router weight onto: "expert_input" for Llama-4, else "down_output".
+
+    By config.json's model_type; where there is none, by the shared expert that Llama-4 has beside a base feed_forward.experts.
+    """
+    model = config(checkpoint, "model_type")
+    if model is None:
+        module = base.removesuffix("experts")
+        llama4 = module.endswith(".feed_forward.") and f"{module}shared_expert.down_proj.weight" in checkpoint
+    else:
+        llama4 = model in ("llama4", "llama4_text")
+    return "expert_input" if llama4 else "down_output"
 
 
 def check_dtype(info: TensorInfo, *dtypes: str) -> None:

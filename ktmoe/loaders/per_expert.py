@@ -27,7 +27,7 @@ from ktmoe.weights.scales import Scale
 #: Scale kinds by the dtype names of a safetensors header, where no other kind is stored so.
 KINDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E8M0": "ue8m0"}
 #: How a float32 factor may be stored: all of these are float32 numbers.
-_FACTORS = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+FACTORS = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 _SCALES = {"fp32": ("F32",), "bf16": ("BF16",), "fp16": ("F16",), "ue8m0": ("F8_E8M0", "U8"), "e4m3": ("F8_E4M3", "U8")}
 _CODES = {
     "E4M3": ("F8_E4M3",),
@@ -113,7 +113,7 @@ class PerExpert(Loader):
     def array(self, headers: Headers, label: str, stored: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """An array of a matrix, of that dtype and shape. stored: its tensor's bytes, uint8."""
         if label == "factor":  # exact: float32 has every number of the others
-            stored = stored.view(_FACTORS[headers.info(label).dtype]).astype(np.float32)
+            stored = stored.view(FACTORS[headers.info(label).dtype]).astype(np.float32)
         return np.require(stored.view(dtype).reshape(shape), requirements="A")
 
     def check_read(self, matrix: Matrix, headers: Headers, endings: Iterable[str]) -> None:
@@ -126,18 +126,22 @@ class PerExpert(Loader):
         """
 
         def score(spelling: naming.Spelling, prefix: str) -> float:
-            down = prefix + spelling.stems["down"]
-            matrices = [Headers(checkpoint, prefix + stem, spelling.arrays, down) for stem in spelling.stems.values()]
-            mine = self.dtypes.get("codes")
-            if mine and matrices[0].info("codes").dtype not in mine:
+            gate = checkpoint.info(f"{prefix}{spelling.stems['gate']}{spelling.arrays['codes']}")
+            if gate.dtype not in self.dtypes.get("codes", (gate.dtype,)):
                 return 0.0
-            weight_format = self.format(matrices[0])
-            for headers in matrices:
-                self._check_dtypes(headers, weight_format)
-                self._shape(headers, weight_format)
+            self.check_headers(checkpoint, spelling, prefix)
             return 0.9
 
         return self.names.detect(checkpoint, score, refused=None)
+
+    def check_headers(self, checkpoint: Checkpoint, spelling: naming.Spelling, prefix: str) -> None:
+        """Raise FormatError for an expert whose headers are not what format() says. prefix: what comes before its stems."""
+        down = prefix + spelling.stems["down"]
+        matrices = [Headers(checkpoint, prefix + stem, spelling.arrays, down) for stem in spelling.stems.values()]
+        weight_format = self.format(matrices[0])
+        for headers in matrices:
+            self.check_dtypes(headers, weight_format)
+            self._shape(headers, weight_format)
 
     def layers(self, checkpoint: Checkpoint) -> list[int | str]:
         return self.names.layers(checkpoint)
@@ -162,7 +166,7 @@ class PerExpert(Loader):
 
         def check(name: str) -> tuple[int, int]:
             headers = Headers(checkpoint, name, arrays, down)
-            self._check_dtypes(headers, weight_format)
+            self.check_dtypes(headers, weight_format)
             shape = self._shape(headers, weight_format)
             self.check_more(headers, place.endings, shape)
             return shape
@@ -178,9 +182,11 @@ class PerExpert(Loader):
             self.check_read(matrix, headers, place.endings)
             return matrix
 
-        return ExpertWeights(place.num_experts, *shapes["down"], read, weight_format, self.activation(checkpoint), place.base)
+        activation, router_weight = self.activation(checkpoint), naming.router_weight(checkpoint, place.base)
+        return ExpertWeights(place.num_experts, *shapes["down"], read, weight_format, activation, place.base, router_weight)
 
-    def _check_dtypes(self, headers: Headers, weight_format: WeightFormat) -> None:
+    def check_dtypes(self, headers: Headers, weight_format: WeightFormat) -> None:
+        """Raise FormatError for an array's tensor of another dtype."""
         for label in weight_format.arrays(8, 8):
             naming.check_dtype(headers.info(label), *self.dtypes.get(label) or _dtypes(weight_format, label))
 
@@ -201,7 +207,7 @@ class PerExpert(Loader):
             if label == "factor":
                 _check_factor(headers.info(label), wanted, weight_format.order.transposed)
             elif label != "codes":
-                naming.check_shape(headers.info(label), self.tensor_shape(label, wanted), _why(weight_format, label, k))
+                naming.check_shape(headers.info(label), self.tensor_shape(label, wanted), why(weight_format, label, k))
         return n, k
 
 
@@ -221,7 +227,7 @@ def group(headers: Headers, k: int, axis: int) -> int:
 
 def _dtypes(weight_format: WeightFormat, label: str) -> tuple[str, ...]:
     if label == "factor":
-        return tuple(_FACTORS)
+        return tuple(FACTORS)
     if label == "codes" and weight_format.element.name in _CODES:
         return _CODES[weight_format.element.name]
     if scale := _scale(weight_format, label):
@@ -238,7 +244,8 @@ def _scale(weight_format: WeightFormat, label: str) -> Scale | None:
     return scales.get(label) or (offset.scale if label == "offsets" and isinstance(offset, Minimum) else None)
 
 
-def _why(weight_format: WeightFormat, label: str, k: int) -> str:
+def why(weight_format: WeightFormat, label: str, k: int) -> str:
+    """A reason for check_shape(), of scales and zero points."""
     scale, offset = _scale(weight_format, label), weight_format.offset
     rows, columns = scale.extent if scale else offset.extent
     what = "zero point" if isinstance(offset, ZeroPoint) and label == "offsets" else "scale"

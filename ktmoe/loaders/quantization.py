@@ -53,10 +53,10 @@ def check_transforms(checkpoint: Checkpoint) -> None:
             raise FormatError(f"{where}: expected none of experts, found {show(wrong)}: inputs would have to be rotated")
 
 
-def check(checkpoint: Checkpoint, supported: Mapping[str, tuple]) -> None:
+def check(checkpoint: Checkpoint, supported: Mapping[str, tuple], also: tuple[int, ...] = ()) -> None:
     """Raise FormatError, which names the key, for a value that is not supported, or a group_size that is no count.
 
-    supported: by key, the values that it may have where it is there; the first ones are named.
+    supported: by key, the values that it may have where it is there; the first ones are named. also: other group sizes.
     """
     stated, where = read(checkpoint), f"{checkpoint.path}: quantization_config"
     for key, values in supported.items():
@@ -64,5 +64,5 @@ def check(checkpoint: Checkpoint, supported: Mapping[str, tuple]) -> None:
         if not any(type(found) is type(value) and found == value for value in values):
             expected = " or ".join(repr(value) for value in values if value is not None)
             raise FormatError(f"{where}.{key}: expected {expected}, found {show(found)}")
-    if stated.get("group_size") is not None and group_size(checkpoint) is None:
+    if stated.get("group_size") not in (None, *also) and group_size(checkpoint) is None:
         raise FormatError(f"{where}.group_size: expected a count of columns, found {show(stated['group_size'])}")

@@ -37,6 +37,8 @@ class Element:
         wrong = ~np.isfinite(known) | (known.astype(ml_dtypes.bfloat16) != known)
         if wrong.any():
             raise FormatError(f"{self.name}: an element's values must be finite bfloat16 numbers, found {known[wrong][0]}")
+        if self.family == "i8" and self.values not in _INTEGERS:
+            raise FormatError(f"{self.name}: an i8 element's values are -128 to 127, in two's complement or plus 128")
         if self.family == "q4" and len(known) < count:
             raise FormatError(f"{self.name}: every code of a q4 element must have a value")
 
@@ -57,6 +59,13 @@ class Element:
             return codes.astype(np.float64) if self.family == "b16" else np.array(self.values, np.float64)[codes]
 
 
+#: What codes of i8 may stand for: q in two's complement, and stored as q + 128.
+_INTEGERS = (
+    tuple(float(q - 256 * (q > 127)) for q in range(256)),
+    tuple(float(q - 128) for q in range(256)),
+)
+
+
 def _of_dtype(dtype) -> tuple[float | None, ...]:
     values = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64)
     return tuple(float(value) if np.isfinite(value) else None for value in values)
@@ -73,9 +82,9 @@ E4M3 = Element("E4M3", "f8", _of_dtype(ml_dtypes.float8_e4m3fn))
 #: The same, E5M2: 0x7C to 0x7F and their negatives are infinities and NaN.
 E5M2 = Element("E5M2", "f8", _of_dtype(ml_dtypes.float8_e5m2))
 #: Signed 8-bit integers, in two's complement.
-INT8 = Element("INT8", "i8", tuple(float(q - 256 * (q > 127)) for q in range(256)))
+INT8 = Element("INT8", "i8", _INTEGERS[0])
 #: The same, stored as q + 128.
-INT8_PLUS_128 = Element("INT8 + 128", "i8", tuple(float(q - 128) for q in range(256)))
+INT8_PLUS_128 = Element("INT8 + 128", "i8", _INTEGERS[1])
 BFLOAT16 = Element("BF16", "b16")
 
 #: By name: those that kernels know by their names.

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import FormatError
-from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, INT4, INT8, UINT4, Element
+from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, INT4, INT8, INT8_PLUS_128, UINT4, Element
 from ktmoe.weights.order import AWQ, GPTQ, ROWS, Order
 from ktmoe.weights.scales import Scale
 
@@ -212,8 +212,10 @@ def nvfp4(divides: bool = False) -> WeightFormat:
     return WeightFormat(E2M1, Scale("e4m3", (1, 16)), factor=Factor(per_row=False, divides=divides))
 
 
-def int4(group: int, kind: str = "bf16", order: Order = ROWS) -> WeightFormat:
-    """Symmetric INT4: codes that store q + 8, one scale per `group` along k."""
+def int4(group: int | None = None, kind: str = "bf16", order: Order = ROWS) -> WeightFormat:
+    """Symmetric INT4: codes that store q + 8, one scale per `group` along k, or a float32 one per output row."""
+    if group is None:
+        return WeightFormat(INT4, factor=Factor(per_row=True), order=order)
     return WeightFormat(INT4, Scale(kind, (1, group)), order=order)
 
 
@@ -222,11 +224,11 @@ def uint4(group: int, kind: str = "fp16", order: Order = ROWS, plus: int = 0) ->
     return WeightFormat(UINT4, Scale(kind, (1, group)), offset=ZeroPoint((1, group), plus), order=order)
 
 
-def int8(group: int | None = None, kind: str = "bf16", element: Element = INT8) -> WeightFormat:
-    """Symmetric INT8: one scale per `group` along k, or a float32 one per output row."""
+def int8(group: int | None = None, kind: str = "bf16", element: Element = INT8, rows: int = 1) -> WeightFormat:
+    """Symmetric INT8: one scale per (rows, group along k), or a float32 one per output row."""
     if group is None:
         return WeightFormat(element, factor=Factor(per_row=True))
-    return WeightFormat(element, Scale(kind, (1, group)))
+    return WeightFormat(element, Scale(kind, (rows, group)))
 
 
 #: What ktmoe's own loaders read, by name; {group} stands for 32, 64 or 128. docs/formats.md has a row for each.
@@ -238,6 +240,11 @@ FORMATS = {
     "FP8 per 128x128": fp8(),
     "FP8 per 128x128, bf16 scales": fp8("bf16"),
     "FP8 per row": FP8_PER_ROW,
+    "FP8 per matrix": FP8_PER_MATRIX,
+    "INT8 per row": int8(),
+    "INT8 per group": int8(128),
+    "INT8 + 128": int8(128, element=INT8_PLUS_128),
+    "INT8 per 128x128": int8(128, "fp32", rows=128),
     "INT4": int4(32),
     "GPTQ": uint4(128, order=GPTQ, plus=1),
     "GPTQ, symmetric": int4(128, "fp16", GPTQ),

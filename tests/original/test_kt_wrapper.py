@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import rounding
-from cases import EXPERTS, FORMATS, HIDDEN, INTERMEDIATE, MOST_TOKENS, MOVED, ON_GPU, TOP_K
+from cases import EXPERTS, FORMATS, HIDDEN, IGNORES_MAP, MOST_TOKENS, MOVED, ON_GPU, TOP_K, as_theirs
 from helpers import BF16
-from original import BUFFERS, Original, exported, needed, sizes
+from original import BUFFERS, Original, exported, needed, sizes, stored
 
 from ktmoe import ExpertWeights, MoELayer, load_experts, reference, synthetic
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
+from ktmoe.compat.methods import SERVED
 
 pytestmark = needed
 LAYERS, DEFERRED, CAPTURED = 3, 2, [1, 2]
-WRITERS = {"MXFP4": synthetic.write_deepseek_v4, "RAWINT4": synthetic.write_kimi_k2, "BF16": synthetic.write_qwen3}
+WRITERS = {
+    "MXFP4": synthetic.write_deepseek_v4,
+    "RAWINT4": synthetic.write_kimi_k2,
+    "BF16": synthetic.write_qwen3,
+    "FP8": synthetic.write_fp8,
+    "FP8_PERCHANNEL": synthetic.PUBLISHED["FP8 per row"].write,
+    "MXFP8": synthetic.write_mxfp8,
+    "NVFP4": synthetic.write_nvfp4,
+    "GPTQ_INT4": synthetic.PUBLISHED["GPTQ symmetric"].write,
+    "AMXINT8": synthetic.write_qwen3,
+    "AMXINT4": synthetic.write_qwen3,
+}
+#: swiglu_limit and swiglu_alpha of the checkpoints that have them.
+LIMITS = {"MXFP4": (10.0, 0.0), "MXFP8": (7.0, 1.702)}
+#: What kt-kernel needs to be told to take a class that can do it.
+ENVIRONMENT = {"NVFP4": {"KT_MXFP4_BACKEND": "avx2"}}
 
 
 def wrapper_keywords(method: str, folder, layer: int) -> dict:
-    """As SGLang gives them. swiglu_alpha is for other methods, which kt-kernel does not say."""
+    """As SGLang gives them; and group_size and zero_point, which are for fine-tuning and change nothing."""
+    limit, alpha = LIMITS.get(method, (0.0, 0.0))
     return {
         "layer_idx": layer,
         "num_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
         "hidden_size": HIDDEN,
-        "moe_intermediate_size": INTERMEDIATE,
+        "moe_intermediate_size": FORMATS[method].intermediate,
         "cpuinfer_threads": 2,
         "threadpool_count": 1,
         "numa_nodes": [0],
@@ -32,8 +51,10 @@ def wrapper_keywords(method: str, folder, layer: int) -> dict:
         "chunked_prefill_size": MOST_TOKENS,
         "method": method,
         "max_deferred_experts_per_token": DEFERRED if layer < LAYERS - 1 else 0,
-        "swiglu_limit": 10.0 if method == "MXFP4" else 0.0,
-        "swiglu_alpha": 0.0,
+        "swiglu_limit": limit,
+        "swiglu_alpha": alpha,
+        "group_size": 8,
+        "zero_point": True,
     }
 
 
@@ -47,18 +68,25 @@ def split(ids, weights, deferred: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("method", WRITERS)
 def test_wrappers_agree(exists, tmp_path, method):
     """Theirs is what the model says of deferred experts, and ours is within both bounds of theirs: prefill and decode, layers
-    in turn, a map with an expert that is there twice, a mask; and both export the same bytes.
+    in turn, a map with an expert that is there twice, where kt-kernel's class minds it, a mask; and both export the same bytes.
     """
-    folder, rng = tmp_path / "model", np.random.default_rng(7)
-    shape = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K}
-    WRITERS[method](folder, layers=LAYERS, **shape)
-    layers = [load_experts(folder, layer).take(MOVED) for layer in range(LAYERS)]
-    kind = next((kind for kind in FORMATS[method].kinds if kind in exists), None)
+    folder, rng, form = tmp_path / "model", np.random.default_rng(7), FORMATS[method]
+    kind = next((kind for kind in form.kinds if kind in exists), None)
     if kind is None:
         pytest.skip(f"this CPU lacks what kt-kernel's {method} needs")
-    roundings, original, calls = FORMATS[method].kinds[kind], Original(), []
-    for layer in range(LAYERS):
-        original.wrapper(name=str(layer), mask=ON_GPU, logical=MOVED, **wrapper_keywords(method, folder, layer))
+    logical = np.arange(EXPERTS) if kind in IGNORES_MAP else MOVED
+    shape = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": form.intermediate, "top_k": TOP_K}
+    WRITERS[method](folder, layers=LAYERS, **shape)
+    layers = [load_experts(folder, layer) for layer in range(LAYERS)]
+    roundings, original, calls = replace(form.kinds[kind], clamps_below=LIMITS.get(method, (0, 0))[1] > 0), Original(), []
+    original.environment(variables=ENVIRONMENT.get(method, {}))
+    for layer, weights in enumerate(layers):
+        keywords = wrapper_keywords(method, folder, layer)
+        if form.rule:  # which its wrapper applies to tensors alone
+            original.arrays |= {f"{layer} {name.split()[0]}": array for name, array in stored(weights).items()}
+            keywords |= {"tensors": str(layer), "weight_path": str(tmp_path / "saved")}
+        original.wrapper(name=str(layer), mask=ON_GPU, logical=logical, **keywords)
+    layers = [(form.rule.experts(weights) if form.rule else weights).take(logical) for weights in layers]
     original.capture(sizes=CAPTURED)
     for step, tokens in enumerate((17, 1, 2, 1, 3, 1)):
         for layer in range(LAYERS):
@@ -67,18 +95,20 @@ def test_wrappers_agree(exists, tmp_path, method):
             weights = rng.random((tokens, TOP_K), np.float32)
             original.call(wrapper=str(layer), x=x, ids=ids, weights=weights, out=f"{step} {layer}")
             calls.append((f"{step} {layer}", layer, x, ids, weights))
-    cut = exported(layers[0], 4, 2)
-    original.export(layer="0", expert=4, parts=2, sizes=sizes(cut), out="e")
+    cut = exported(layers[0], 4, 2) if SERVED[method].exports else {}
+    if cut:
+        original.export(layer="0", expert=4, parts=2, sizes=sizes(cut), out="e")
     answer = original.run(tmp_path)
 
     wrappers = [KTMoEWrapper(gpu_experts_mask=ON_GPU, **wrapper_keywords(method, folder, layer)) for layer in range(LAYERS)]
     for wrapper in wrappers:
-        wrapper.load_weights(MOVED)
+        wrapper.load_weights(logical)
     KTMoEWrapper.set_capture_batch_sizes(CAPTURED)
     try:
         for name, wanted in cut.items():
             assert np.array_equal(answer[f"e {name}"], wanted), name
-        assert_exports(wrappers[0], 4, 2, cut)
+        if cut:
+            assert_exports(wrappers[0], 4, 2, cut)
         before = None
         for name, layer, x, ids, weights in calls:
             theirs = answer[name].view(BF16).astype(np.float64)
@@ -86,7 +116,7 @@ def test_wrappers_agree(exists, tmp_path, method):
             ours = wrappers[layer].sync_forward(x, 0).astype(np.float64)
             deferred = wrappers[layer].max_deferred_experts_per_token
             now, later = split(ids, weights, deferred)
-            model, apart = both(layers[layer], x, now, weights, roundings)
+            model, apart = both(layers[layer], x, now, weights, roundings, form.theirs)
             if before is not None:
                 y = rounding.round_bfloat16(before[0].y)
                 once_more = 2.0**-8 * (np.abs(model.y + y) + model.bound + before[0].bound)
@@ -94,7 +124,7 @@ def test_wrappers_agree(exists, tmp_path, method):
                 apart = apart + before[1] + 2 * once_more
             assert model.worst(theirs) <= 1, name
             assert (np.abs(ours - theirs) <= apart).all(), name
-            before = both(layers[layer], x, later, weights, roundings) if deferred else None
+            before = both(layers[layer], x, later, weights, roundings, form.theirs) if deferred else None
     finally:
         for wrapper in wrappers:
             wrapper.close()
@@ -102,14 +132,15 @@ def test_wrappers_agree(exists, tmp_path, method):
         KTMoEWrapper.clear_buffer_cache()
 
 
-def both(weights: ExpertWeights, x, ids, r, roundings) -> tuple[reference.Reference, np.ndarray]:
+def both(weights: ExpertWeights, x, ids, r, roundings, theirs) -> tuple[reference.Reference, np.ndarray]:
     """Of some slots: kt-kernel's result by the model, and how far ours and theirs can be apart."""
     with MoELayer(weights) as layer:
         options = {"expert_mask": ~ON_GPU}
         mode = reference.forward(weights, x, ids, r, activations=layer.activations, **options)
     own = reference.forward(weights, x, ids, r, **options)
-    apart = rounding.apart(weights, x, ids, r, roundings, skip=ON_GPU)
-    return rounding.forward(weights, x, ids, r, roundings, skip=ON_GPU), apart + mode.bound + np.abs(mode.y - own.y)
+    loaded = as_theirs(weights, theirs)
+    apart = rounding.apart(weights, loaded, x, ids, r, roundings, skip=ON_GPU)
+    return rounding.forward(loaded, x, ids, r, roundings, skip=ON_GPU), apart + mode.bound + np.abs(mode.y - own.y)
 
 
 def assert_exports(wrapper: KTMoEWrapper, expert: int, parts: int, wanted: dict[str, np.ndarray]) -> None:
@@ -120,6 +151,16 @@ def assert_exports(wrapper: KTMoEWrapper, expert: int, parts: int, wanted: dict[
     wrapper.sync_write_weight_scale_to_buffer()
     for name, array in wanted.items():
         assert np.array_equal(buffers[name], array), name
+
+
+@pytest.mark.parametrize("method", ["MOE_INT8", "MOE_INT4"])
+def test_methods_that_its_wheel_has_no_class_for(tmp_path, method):
+    """These are classes of builds for other CPUs."""
+    original = Original()
+    original.wrapper(name="wrapper", mask=ON_GPU, **wrapper_keywords("BF16", tmp_path, 0) | {"method": method})
+    kind, message = original.run(tmp_path)["wrapper"]
+    assert kind == "RuntimeError"
+    assert "backend not available" in message
 
 
 @pytest.mark.parametrize("number", [-1, 0, 1, 5, 23, 24, 25])

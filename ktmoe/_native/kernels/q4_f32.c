@@ -46,22 +46,15 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 }
 #endif
 
-/* (v & mask) | bits. GCC 12 copies a constant for each VPTERNLOGD that it makes of that itself. */
-INLINE u32v replace(const u32v v, const uint32_t mask, const uint32_t bits) {
-#if VECTOR_BYTES == 64
-    return (u32v)_mm512_ternarylogic_epi32((__m512i)v, _mm512_set1_epi32((int)mask), _mm512_set1_epi32((int)bits), 0xEA);
-#else
-    return (v & mask) | bits;
-#endif
-}
-
 /* With zero points a value is its code. A nibble at bit b of the float 2^(23 - b) adds the code itself to it; a fold has
  * 2^(23 - b) + z for each of four such bits, so that their difference is exact, and a dword of codes is shifted but once. */
 typedef struct fold {
     f32v offset[4]; /* of nibbles at bits 0, 4, 8, 12 */
 } fold;
 
-INLINE u32v at_bit(const u32v codes, const int bit) { return replace(codes, 15u << bit, (uint32_t)(127 + 23 - bit) << 23); }
+INLINE u32v at_bit(const u32v codes, const int bit) {
+    return replace_bits(codes, 15u << bit, (uint32_t)(127 + 23 - bit) << 23);
+}
 
 INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
     const u32v z = load_zero_points(header, v, how);

@@ -7,13 +7,15 @@
  * the pair order of VDPBF16PS and TDPBF16PS. Padding is zero.
  */
 #include "ktmoe.h"
+#include "pack/pack.h"
 #include "pack/transpose.h"
 
 enum { PAIR_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK / 2 * PAIR_BYTES, ROW_BYTES = KT_BLOCK * 2 };
 
 static inline size_t column_at(size_t column) { return column * 4; }
 
-ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t *to) {
+ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
+    (void)f;
     u32x4 infinite = {0}; /* bits 15 and 31: an exponent of all ones was seen */
     /* Unrolled, GCC checks at the end and keeps rows on the stack until then: 0.7 of the speed. */
 #pragma GCC unroll 1
@@ -28,7 +30,8 @@ ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t 
     return infinite & 0x80008000;
 }
 
-ALWAYS_INLINE void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+    (void)f;
     for (int four = 0; four < 4; four++) {
         u32x4 v[4];
         for (int j = 0; j < 4; j++) memcpy(&v[j], from + (four * 4 + j) * PAIR_BYTES, sizeof v[j]);

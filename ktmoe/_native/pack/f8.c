@@ -9,16 +9,15 @@
  * and (0,1): the pair order of VDPBF16PS and TDPBF16PS.
  */
 #include "ktmoe.h"
+#include "pack/pack.h"
 #include "pack/transpose.h"
 
 enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK, ROW_BYTES = KT_BLOCK, HALF = 16 };
 
-/* k0 k1 k2 k3 <-> k0 k2 k1 k3, in four dwords. */
-static inline u32x4 swap_middle(u32x4 v) { return (v & 0xFF0000FF) | (v >> 8 & 0x0000FF00) | (v << 8 & 0x00FF0000); }
-
 static inline size_t column_at(size_t column) { return column / 16 * 512 + column % 16 * 4; }
 
-ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t *to) {
+ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
+    (void)f;
     u32x4 wrong = {0};
     for (int half = 0; half < 2; half++) {
         u32x4 v[4];
@@ -32,7 +31,8 @@ ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t 
     return wrong;
 }
 
-ALWAYS_INLINE void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+    (void)f;
     for (int half = 0; half < 2; half++) {
         u32x4 v[4];
         for (int j = 0; j < 4; j++) {

@@ -21,7 +21,7 @@ typedef struct kt_format {
     kt_order order;            /* of its codes */
     kt_scale scale;
     bool zero_points; /* a byte for each scale */
-    uint8_t padding;  /* a code */
+    uint8_t padding;  /* a code: of 0, where one is */
 } kt_format;
 
 /* A whole matrix [n][k] in the checkpoint's own bytes: codes in their order, scales and zero points by row, along k. */
@@ -56,7 +56,7 @@ struct kt_packing {
     bool (*pack_codes)(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed);
     void (*unpack_codes)(const kt_format *format, const uint8_t *packed, size_t count, size_t k, uint8_t *rows);
 };
-extern const kt_packing kt_pack_q4, kt_pack_f8, kt_pack_b16;
+extern const kt_packing kt_pack_q4, kt_pack_f8, kt_pack_i8, kt_pack_b16;
 extern const kt_packing *const kt_packings[]; /* all of them; NULL ends the list */
 
 /* Of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */

@@ -3,9 +3,9 @@
  * A packing file defines, before it includes this:
  *     BLOCK_BYTES, ROW_BYTES       of 32 k: of a packed panel, of a row of codes
  *     column_at(column)            where a column begins in a block
- *     pack_four(from, stride_bytes, to)  four columns of one block, from rows stride_bytes apart, to the block at the first's
+ *     pack_four(format, from, stride_bytes, to)  four columns of one block, from rows stride_bytes apart, to the block at the first's
  *                                  column. Returns dwords that are not 0 where a code is no real number
- *     unpack_four(from, to, stride_bytes)
+ *     unpack_four(format, from, to, stride_bytes)
  */
 #include "base/numbers.h"
 #include "ktmoe.h"
@@ -23,7 +23,7 @@ static __attribute__((noinline)) u32x4 pack_tail(const kt_shard_matrix *m, const
     memset(padded, bits == 4 ? m->format->padding * 0x11 : m->format->padding, sizeof padded);
     for (size_t i = 0; i < count && i < 4; i++)
         memcpy(padded[i], rows + i * stride_bytes + offset, left < ROW_BYTES ? left : ROW_BYTES);
-    return pack_four(padded[0], ROW_BYTES, to);
+    return pack_four(m->format, padded[0], ROW_BYTES, to);
 }
 
 /* 16 rows together, since 16 columns fill a cache line of the panel; within them as many blocks as fill one of the source. So a
@@ -44,7 +44,7 @@ static bool pack_codes(const kt_shard_matrix *m, const uint8_t *rows, size_t str
                 for (size_t i = 16; i < 20 && LINE_BLOCKS > 1; i++) __builtin_prefetch(four + i * stride_bytes);
                 for (size_t b = 0; b < blocks; b++)
                     wrong |= inside && line + b < whole
-                                 ? pack_four(four + b * ROW_BYTES, stride_bytes, to[b] + column_at(column))
+                                 ? pack_four(m->format, four + b * ROW_BYTES, stride_bytes, to[b] + column_at(column))
                                  : pack_tail(m, rows + column * stride_bytes, stride_bytes, count > column ? count - column : 0,
                                              line + b, to[b] + column_at(column));
             }
@@ -61,10 +61,10 @@ static void unpack_codes(const kt_format *f, const uint8_t *packed, size_t count
             const size_t at = b * ROW_BYTES, left = row_bytes - at < ROW_BYTES ? row_bytes - at : ROW_BYTES;
             uint8_t *to = rows + column * row_bytes + at, four[4][ROW_BYTES];
             if (column + 4 <= count && left == ROW_BYTES) {
-                unpack_four(from, to, row_bytes);
+                unpack_four(f, from, to, row_bytes);
                 continue;
             }
-            unpack_four(from, four[0], ROW_BYTES);
+            unpack_four(f, from, four[0], ROW_BYTES);
             for (size_t i = 0; i < 4 && column + i < count; i++) memcpy(to + i * row_bytes, four[i], left);
         }
 }

@@ -9,6 +9,7 @@
  * (4,5), (6,7) in the low bits of each column's two words: the pair order of VDPBF16PS and TDPBF16PS.
  */
 #include "ktmoe.h"
+#include "pack/pack.h"
 #include "pack/transpose.h"
 
 enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK / 2, ROW_BYTES = KT_BLOCK / 2 };
@@ -34,7 +35,8 @@ static inline u32x4 join_pairs(u32x4 v) {
 
 static inline size_t column_at(size_t column) { return column / 16 * 256 + column % 16 * 4; }
 
-ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t *to) {
+ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
+    (void)f;
     u32x4 v[4];
     for (int i = 0; i < 4; i++) {
         memcpy(&v[i], from + i * stride_bytes, sizeof v[i]);
@@ -44,7 +46,8 @@ ALWAYS_INLINE u32x4 pack_four(const uint8_t *from, size_t stride_bytes, uint8_t 
     return (u32x4){0}; /* every code is a number */
 }
 
-ALWAYS_INLINE void unpack_four(const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+    (void)f;
     u32x4 v[4];
     for (int j = 0; j < 4; j++) {
         memcpy(&v[j], from + j * 64, sizeof v[j]);

@@ -78,6 +78,15 @@ INLINE f32v select_f32(i32v where, f32v a, f32v b) { return (f32v)((where & (i32
 INLINE f32v at_most(f32v v, f32v limit) { return select_f32(v > limit, limit, v); }
 INLINE f32v at_least(f32v v, f32v limit) { return select_f32(v < limit, limit, v); }
 
+/* (v & mask) | bits. GCC 12 copies a constant for each VPTERNLOGD that it makes of that itself. */
+INLINE u32v replace_bits(const u32v v, const uint32_t mask, const uint32_t bits) {
+#if VECTOR_BYTES == 64
+    return (u32v)_mm512_ternarylogic_epi32((__m512i)v, _mm512_set1_epi32((int)mask), _mm512_set1_epi32((int)bits), 0xEA);
+#else
+    return (v & mask) | bits;
+#endif
+}
+
 /* Unsigned integers of a vector of columns as 32 bits. By __builtin_convertvector, GCC 12 does it one by one. */
 INLINE u32v widen_u8(const uint8_t *p) {
 #if VECTOR_BYTES == 64

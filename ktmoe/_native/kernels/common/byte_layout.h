@@ -1,6 +1,6 @@
-/* Where f8's codes are; pack/f8.c has the picture. */
-#ifndef KT_F8_LAYOUT_H
-#define KT_F8_LAYOUT_H
+/* Where codes of 8 bits are; pack/f8.c and pack/i8.c have the pictures. */
+#ifndef KT_BYTE_LAYOUT_H
+#define KT_BYTE_LAYOUT_H
 
 #include "kernels/common/place.h"
 #include "kernels/common/scales.h"

@@ -1,0 +1,24 @@
+/* i8's codes as floats; pack/i8.c has the layout. */
+#ifndef KT_I8_VALUES_H
+#define KT_I8_VALUES_H
+
+#include "kernels/common/byte_layout.h"
+
+/* Of the dwords of 4 k, q of one byte, exactly. A byte at bit b of the float 2^(23 - b) adds itself, q + 128, to it; at bits 0 and 8
+ * it does not reach the exponent. */
+INLINE f32v i8_value(const u32v codes, const int byte) {
+    const int bit = byte % 2 * 8;
+    const u32v low = byte / 2 ? codes >> 16 : codes;
+    return (f32v)replace_bits(low, 0xFFu << bit, (uint32_t)(127 + 23 - bit) << 23) - splat((float)(1 << (23 - bit)) + 128);
+}
+
+/* Both k of a pair as bf16: the upper half of a float that has so few bits is its number. byte: of their words. */
+INLINE u32v i8_pair(const u32v codes, const int byte) {
+    return (u32v)i8_value(codes, byte) >> 16 | (u32v)i8_value(codes, byte + 2);
+}
+
+/* Of a k-pair of 8 k: which of their two dwords has it, and in which bytes of its words. */
+INLINE int quad_of(const int pair) { return pair % 2; }
+INLINE int byte_of(const int pair) { return pair / 2; }
+
+#endif

@@ -1,0 +1,42 @@
+/* i8 without scales, by TDPBF16PS: an integer of 8 bits is a bf16, exactly; see i8_values.h and tiles.h.
+ *
+ * DEFINITION  w = q
+ * LAYOUT      pack/i8.c. The lower and the upper bytes of a vector's words are two k-pairs of 16 columns, two rows of a tile.
+ */
+#include <immintrin.h>
+
+#include "kernels/common/i8_values.h"
+#include "kernels/common/isa.h"
+#include "kernels/common/tile.h"
+
+enum { IN_PLACE = 0, B_STRIDE = 0, STEP_BYTES = BLOCK_BYTES };
+
+typedef struct weights {
+    const uint8_t *packed;
+} weights;
+
+INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) { return (void)how, (weights){a->w[p]}; }
+
+INLINE const uint8_t *step_at(const weights *w, const size_t step) { return w->packed + step * STEP_BYTES; }
+
+INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) { return step_at(w, step) + n * SIXTEEN_BYTES; }
+
+INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
+    const uint8_t *from = tile_at(w, step, n);
+#pragma GCC unroll 4
+    for (int octet = 0; octet < KT_BLOCK / 8; octet++, from += OCTET_BYTES)
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; pair++, to += TILE_ROW_BYTES) {
+            const u32v codes = load_u32(from + quad_of(pair) * QUAD_BYTES);
+            _mm512_storeu_si512(to, (__m512i)i8_pair(codes, byte_of(pair)));
+        }
+}
+
+#include "kernels/loops/tiles.h"
+
+FUNCTIONS(none, NONE)
+
+const kt_kernel KT_NAME(i8_amx)[] = {
+    {.family = "i8", .scale = "none", SERVED_BY(none)},
+    {0},
+};

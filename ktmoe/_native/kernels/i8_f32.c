@@ -1,0 +1,32 @@
+/* i8 in fp32: a code in the mantissa of a float, less a constant, is the integer; see i8_values.h, f32.h and panel.h.
+ *
+ * LAYOUT      pack/i8.c. A code dword holds 4 k of one column.
+ */
+#include "kernels/common/f32.h"
+#include "kernels/common/i8_values.h"
+#include "kernels/common/isa.h"
+
+typedef char table;
+typedef char fold;
+
+INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
+
+INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
+    (void)how, (void)t, (void)f;
+    const int pair = k / 2;
+    return (u32v)i8_value(load_u32(quad_at(p, v, quad_of(pair))), byte_of(pair) + k % 2 * 2);
+}
+
+#include "kernels/loops/panel.h"
+
+#define I8_ROWS rows_f32
+#include "kernels/common/i8_ways.h"
+
+FUNCTIONS(panel, PANEL)
+
+const kt_kernel KT_NAME(i8_f32)[] = {
+    I8_WAYS,
+    {I8, .scale = "panel", PER_BLOCKS, SERVED_BY(panel)},
+    {0},
+};

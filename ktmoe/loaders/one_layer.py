@@ -1,0 +1,31 @@
+"""OneLayer: a checkpoint of which only one layer's experts are seen. Layers of a checkpoint may be quantized differently."""
+
+from __future__ import annotations
+
+from collections.abc import KeysView
+
+from ktmoe.loaders import naming
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.safetensors_file import TensorInfo
+
+
+class OneLayer:
+    """What Loader.detect() looks at, of one layer: names, headers, config and path. It shares the checkpoint's files."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: int | str):
+        self.path, self.config = checkpoint.path, checkpoint.config
+        self._checkpoint = checkpoint
+        self._names = dict.fromkeys(naming.tensors(checkpoint, layer))
+
+    def names(self) -> KeysView[str]:
+        return self._names.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises MissingTensorError for a tensor that the checkpoint has not."""
+        return self._checkpoint.info(name)
