@@ -56,9 +56,7 @@ def _lines(found: Inspection, measured: Speed | None) -> list[str]:
     if found.refused:
         lines.append("not served:")
         for refused in found.refused:
-            readers = [f"loader={name!r}" for name in refused.readers]
-            by_name = f"; read with {' or '.join(readers)}" if readers else ""
-            lines.append(f"  {listed(refused.layers)}: {refused.reason}{by_name}")
+            lines.append(f"  {listed(refused.layers)}: {refused.reason}")
     if found.groups:
         lines.append(_memory(found))
     if measured:
@@ -83,7 +81,7 @@ def _loaders(found: Inspection) -> list[str]:
 def _group(group: Group) -> list[str]:
     e = group.experts
     shape = f"{units.count(e.num_experts, 'expert')}, hidden {e.hidden}, intermediate {e.intermediate}"
-    lines = [f"{listed(group.layers)} ({e.name}): {shape}"]
+    lines = [f"{listed(group.layers)} ({e.name}), loader {group.loader}: {shape}"]
     lines += [f"  {p}: {list(e.shape(p))}, {e.formats[p].description}" for p in PROJECTIONS]
     lines.append(f"  activation: {_activation(e.activation)}; router weights multiply {_ROUTER_WEIGHTS[e.router_weight]}")
     lines.append(f"  checkpoint: {_sizes(e.nbytes, group)}")
@@ -136,7 +134,7 @@ def _data(found: Inspection, measured: Speed | None) -> dict:
         "why_no_loader": found.why_no_loader or None,
         "loaders": [{"name": f.loader, "score": f.score, "reason": f.reason or None} for f in found.findings],
         "groups": [_group_data(group) for group in found.groups],
-        "not_served": [{"layers": r.layers, "reason": r.reason, "readers": r.readers} for r in found.refused],
+        "not_served": [{"layers": r.layers, "reason": r.reason} for r in found.refused],
         "top_k": found.top_k,
         "memory": {
             "needed_bytes": found.needed,
@@ -164,6 +162,7 @@ def _group_data(group: Group) -> dict:
     e, chosen = group.experts, group.choice
     return {
         "layers": group.layers,
+        "loader": group.loader,
         "base": e.name,
         "experts": e.num_experts,
         "hidden": e.hidden,
