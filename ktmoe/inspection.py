@@ -33,7 +33,8 @@ Served = dict[Name, tuple[str, ExpertWeights]]
 class Group:
     """Layers that are alike, and how they would be computed here.
 
-    loader: the name of the one that reads them. experts: the first layer's. choice: None where no backend can; why_not says why. packed_nbytes: of one layer.
+    loader: the name of the one that reads them. experts: the first layer's. choice: None where no backend can compute them;
+    why_not says why. packed_nbytes: of one layer.
     """
 
     layers: list[Name]
@@ -50,6 +51,7 @@ class Group:
         return found.table.name if found else None
 
     def limits(self) -> Limits:
+        """What the machine allows these layers, measured now. Not where isa is None."""
         return measured(self.experts, self.choice.name, self._found().table)
 
     def _found(self) -> Found | None:
@@ -69,12 +71,12 @@ class Refused:
 
 @dataclass
 class Inspection:
-    """findings: what each loader says, the surest first. loader: the one that is surest of the
-    checkpoint; None if none is, and why.
+    """A checkpoint as inspect() found it.
 
-    top_k: experts of a token; None where config.json does not say, and why. num_layers: by config.json, None where it does not
-    say.
-    needed, staged: bytes that loading all groups takes, and those of it to read into. available: None where nothing says.
+    findings: what each loader says, the surest one first. loader: the name of the surest; None if none reads the checkpoint, and
+    why_no_loader says why. top_k: experts of a token; None where config.json does not say, and why_no_top_k says why.
+    num_layers: by config.json; None where it does not say. needed, staged: bytes that loading all groups takes, and those of it
+    to read into. available: bytes; None where the system does not say.
     """
 
     path: str
