@@ -73,8 +73,8 @@ class Refused:
 class Inspection:
     """A checkpoint as inspect() found it.
 
-    findings: what each loader says, the surest one first. loader: the name of the surest; None if none reads the checkpoint, and
-    why_no_loader says why. top_k: experts of a token; None where config.json does not say, and why_no_top_k says why.
+    findings: what each loader says, the surest one first. loader: the name of the surest; None if none reads the checkpoint,
+    and why_no_loader says why. top_k: experts of a token; None where config.json does not say, and why_no_top_k says why.
     num_layers: by config.json; None where it does not say. needed, staged: bytes that loading all groups takes, and those of it
     to read into. available: bytes; None where the system does not say.
     """
