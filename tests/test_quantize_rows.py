@@ -106,10 +106,12 @@ def test_the_smallest_and_the_largest_numbers(name):
 
 @pytest.mark.parametrize("name", RULES)
 def test_experts(name):
-    """A matrix at a time, with its bias, and the same activation."""
+    """A matrix at a time, with its bias; the activation and what router weights multiply are the same."""
     activation = GatedActivation(limit=3.0)
     experts = random_experts(np.random.default_rng(2), 3, 64, 32, formats=B16, biases=True, activation=activation)
+    experts.router_weight = "expert_input"
     made = RULES[name].experts(experts)
+    assert made.router_weight == "expert_input"
     assert (made.num_experts, made.hidden, made.intermediate, made.activation) == (3, 64, 32, activation)
     for projection in ("gate", "up", "down"):
         found, original = made.matrix(1, projection), experts.matrix(1, projection)

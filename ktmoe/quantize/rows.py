@@ -80,7 +80,7 @@ class Rule:
             return self.matrix(experts.matrix(expert, projection))
 
         sizes = experts.num_experts, experts.hidden, experts.intermediate
-        return ExpertWeights(*sizes, read, self.format, experts.activation, experts.name)
+        return ExpertWeights(*sizes, read, self.format, experts.activation, experts.name, experts.router_weight)
 
 
 def _even(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
