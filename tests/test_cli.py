@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,11 @@ def test_version_and_help(run):
         status, out, err = run(name, "--help")
         assert (status, err) == (0, "")
         assert out.startswith(f"Usage: ktmoe {name} ")
+
+
+def test_the_page_has_every_command():
+    page = (Path(__file__).parents[1] / "docs" / "command-line.md").read_text()
+    assert re.findall(r"^\| `ktmoe (\w+)", page, re.MULTILINE) == list(COMMANDS)
 
 
 def test_no_command(run):
