@@ -11,7 +11,7 @@ from ktmoe.errors import CheckpointError, FormatError, KtmoeError, OutOfMemoryEr
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import placement_of
 from ktmoe.limits import Limits, measured
-from ktmoe.loaders import naming
+from ktmoe.loaders import model_config, naming
 from ktmoe.loaders.base import Finding, Loader, explain, find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.one_layer import OneLayer
@@ -124,7 +124,7 @@ def inspect(path: str, loader: str = "auto", backend: str = "auto", top_k: int |
         _choose(group, backend)
     if found.groups:
         _set_top_k(found, checkpoint, top_k)
-        num_layers = naming.config(checkpoint, "num_hidden_layers")
+        num_layers = model_config.value(checkpoint, "num_hidden_layers")
         found.num_layers = num_layers if type(num_layers) is int else None
     if served:
         packed = [group.packed_nbytes for group in found.groups for _ in group.layers]
@@ -212,7 +212,7 @@ def top_k_of(checkpoint: Checkpoint, num_experts: int, asked: int | None = None)
     if asked is not None:
         return min(asked, num_experts)
     for key in TOP_K_KEYS:
-        stated = naming.config(checkpoint, key)
+        stated = model_config.value(checkpoint, key)
         if type(stated) is int and 1 <= stated <= num_experts:
             return stated
         if stated is not None:

@@ -42,6 +42,7 @@ def test_built_in_names():
         "base",
         "checkpoint",
         "direct_io",
+        "model_config",
         "naming",
         "one_layer",
         "pairs",

@@ -14,7 +14,7 @@ Their meaning is that of the model's own inference code; config.json contributes
 
 from __future__ import annotations
 
-from ktmoe.loaders import naming, registry
+from ktmoe.loaders import model_config, naming, registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert
 from ktmoe.weights.activation import GatedActivation
@@ -46,7 +46,7 @@ class DeepSeekV4(PerExpert):
         return _FP8 if headers.info("codes").dtype == "F8_E4M3" else MXFP4
 
     def activation(self, checkpoint: Checkpoint) -> GatedActivation:
-        return naming.clamped_silu(checkpoint)
+        return model_config.clamped_silu(checkpoint)
 
 
 registry.register("deepseek_v4", DeepSeekV4())

@@ -18,7 +18,7 @@ Their meaning is that of the model's own inference code; config.json contributes
 from __future__ import annotations
 
 from ktmoe.errors import FormatError
-from ktmoe.loaders import naming, registry
+from ktmoe.loaders import model_config, naming, registry
 from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers
@@ -55,7 +55,7 @@ class GptOss(Stacked):
         return self.names.detect(checkpoint, score, refused=NAMED)
 
     def check_config(self, checkpoint: Checkpoint) -> None:
-        if (found := naming.config(checkpoint, "model_type")) == "openai_privacy_filter":  # whose gate comes first
+        if (found := model_config.value(checkpoint, "model_type")) == "openai_privacy_filter":  # whose gate comes first
             raise FormatError(
                 f"{checkpoint.path}: model_type of config.json: expected 'gpt_oss' for these names, found {show(found)}"
             )
@@ -72,7 +72,7 @@ class GptOss(Stacked):
         return *outer, groups * _GROUP // 2
 
     def stacked_activation(self, checkpoint: Checkpoint) -> GatedActivation:
-        return naming.swiglu_oai(checkpoint)
+        return model_config.swiglu_oai(checkpoint)
 
 
 registry.register("gpt_oss", GptOss())

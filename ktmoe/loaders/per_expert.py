@@ -15,7 +15,7 @@ import numpy as np
 
 from ktmoe.errors import FormatError
 from ktmoe.experts import ExpertWeights, Matrix
-from ktmoe.loaders import naming, quantization
+from ktmoe.loaders import model_config, naming, quantization
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.safetensors_file import DTYPE_BITS, TensorInfo
@@ -98,7 +98,7 @@ class PerExpert(Loader):
 
     def activation(self, checkpoint: Checkpoint) -> GatedActivation:
         """By config.json. Raises FormatError, CheckpointError."""
-        return naming.activation(checkpoint)
+        return model_config.activation(checkpoint)
 
     def check_config(self, checkpoint: Checkpoint) -> None:
         """Raise FormatError for what config.json says and this loader does not read."""
@@ -182,7 +182,7 @@ class PerExpert(Loader):
             self.check_read(matrix, headers, place.endings)
             return matrix
 
-        activation, router_weight = self.activation(checkpoint), naming.router_weight(checkpoint, place.base)
+        activation, router_weight = self.activation(checkpoint), model_config.router_weight(checkpoint, place.base)
         return ExpertWeights(place.num_experts, *shapes["down"], read, weight_format, activation, place.base, router_weight)
 
     def check_dtypes(self, headers: Headers, weight_format: WeightFormat) -> None:

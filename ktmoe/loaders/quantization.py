@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ktmoe.errors import CheckpointError, FormatError
-from ktmoe.loaders import naming
+from ktmoe.loaders import model_config
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
 
 def read(checkpoint: Checkpoint) -> dict:
     """It, at the top or in text_config; empty where there is none. Raises CheckpointError if it is no object."""
-    stated = naming.config(checkpoint, "quantization_config")
+    stated = model_config.value(checkpoint, "quantization_config")
     if not isinstance(stated, dict | None):
         raise CheckpointError(f"{checkpoint.path}: quantization_config: expected an object, found {show(stated)}")
     return stated or {}

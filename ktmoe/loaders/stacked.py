@@ -15,7 +15,7 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
-from ktmoe.loaders import naming, quantization
+from ktmoe.loaders import model_config, naming, quantization
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.pairs import Pairs
 from ktmoe.loaders.per_expert import FACTORS, Headers, PerExpert, why
@@ -35,7 +35,7 @@ class Stacked(PerExpert):
 
     def stacked_activation(self, checkpoint: Checkpoint) -> GatedActivation:
         """By config.json, for tensors that hold all experts. Raises FormatError, CheckpointError."""
-        return naming.silu(checkpoint)
+        return model_config.silu(checkpoint)
 
     def codes_shape(self, info: TensorInfo) -> tuple[int, int, int]:
         """(experts, *shape of the codes that a Matrix takes), by the header of all experts' codes. Raises FormatError."""
@@ -64,7 +64,7 @@ class Stacked(PerExpert):
             tensors.format,
             self.stacked_activation(checkpoint),
             place.base,
-            naming.router_weight(checkpoint, place.base),
+            model_config.router_weight(checkpoint, place.base),
         )
 
     def _tensors(self, checkpoint: Checkpoint, spelling: naming.Spelling, prefix: str, endings: Collection[str]) -> _Tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ktmoe.errors import CheckpointError
-from ktmoe.loaders import naming
+from ktmoe.loaders import model_config, naming
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
@@ -63,5 +63,5 @@ def found(checkpoint: Checkpoint) -> str:
 
 
 def _quantization(checkpoint: Checkpoint) -> dict:
-    stated = naming.config(checkpoint, "quantization_config")
+    stated = model_config.value(checkpoint, "quantization_config")
     return stated if isinstance(stated, dict) else {}
