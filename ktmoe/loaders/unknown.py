@@ -25,7 +25,6 @@ METHODS = {
     "eetq": "INT8 in an order that its GPU kernels want",
     "exl2": "ExLlamaV2's mix of 2 to 8 bits",
     "exl3": "ExLlamaV3's trellis codes",
-    "fbgemm_fp8": "FP8 in fused tensors with bounds for activations",
     "higgs": "codebooks over rotated weights",
     "hqq": "integers with groups along either axis",
     "quanto": "packed tensors with shifts",
@@ -34,6 +33,10 @@ METHODS = {
     "torchao": "tensors of torch's own classes",
     "vptq": "vectors from codebooks",
 }
+
+
+#: What names of routed experts have in them, the surest first.
+_EXPERTS = (".experts.", "expert", "_moe.", ".moe.")
 
 
 def method(checkpoint: Checkpoint) -> str:
@@ -51,8 +54,8 @@ def found(checkpoint: Checkpoint) -> str:
     for scheme, about in SCHEMES.items():
         if name := next(filter(scheme.fullmatch, checkpoint.names()), None):
             return f"{show(name)}, {about}"
-    name = next((name for name in checkpoint.names() if ".experts." in name or ".experts_" in name), None)
-    name = name or next((name for name in checkpoint.names() if "expert" in name and "shared" not in name), None)
+    names = checkpoint.names()
+    name = next((name for word in _EXPERTS for name in names if word in name and "shared" not in name), None)
     if name is None:
         return f"no tensor of routed experts among {len(checkpoint)}: a dense model{method(checkpoint)}"
     try:
