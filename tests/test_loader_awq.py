@@ -76,7 +76,7 @@ def test_shapes_tell_it_from_gptq(tmp_path, name, method):
     found = scores(checkpoint)
     assert {each: found[each] for each in ("gptq", "awq")} == {"gptq": 0.0, "awq": 0.0} | {name: 0.9}
     if name != method:
-        with pytest.raises(FormatError, match=rf"quant_method: expected '{name}', found '{method}'"):
+        with pytest.raises(FormatError, match=rf"quant_method: expected '{name}' or 'auto-round', found '{method}'"):
             find_loader(checkpoint).load(checkpoint, 0)
 
 
@@ -86,8 +86,12 @@ def test_shapes_tell_it_from_gptq(tmp_path, name, method):
         ({"bits": 8}, "bits: expected 4, found 8"),
         ({"version": "gemv"}, "version: expected 'gemm' or 'GEMM', found 'gemv'"),
         ({"version": "marlin"}, "version: expected 'gemm' or 'GEMM', found 'marlin'"),
-        ({"zero_point": False}, "zero_point: expected True, found False"),
-        ({"quant_method": "gptq"}, "quant_method: expected 'awq', found 'gptq'"),
+        ({"zero_point": "no"}, "zero_point: expected True or False, found 'no'"),
+        (
+            {"packing_format": "auto_round"},
+            "packing_format: expected 'auto_round:auto_awq' or 'auto_round:awq', found 'auto_round'",
+        ),
+        ({"quant_method": "gptq"}, "quant_method: expected 'awq' or 'auto-round', found 'gptq'"),
         ({"group_size": -1}, "group_size: expected a count of columns, found -1"),
     ],
 )
@@ -99,7 +103,16 @@ def test_configs_that_are_refused(tmp_path, changes, words, nested):
     assert f"quantization_config.{words}" in str(caught.value)
 
 
-@pytest.mark.parametrize("stated", [config(version="GEMM"), config(version="absent", zero_point="absent"), {}])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        config(version="GEMM"),
+        config(version="absent", zero_point="absent"),
+        config(zero_point=False),
+        config(quant_method="auto-round", packing_format="auto_round:auto_awq", version="absent"),
+        {},
+    ],
+)
 def test_configs_that_agree(tmp_path, stated):
     tensors = SCHEMES["awq"].layer("model.layers.0")
     SCHEMES["awq"].check(load(tmp_path, tensors, stated), tensors, "model.layers.0")

@@ -16,7 +16,7 @@ READ = {
     ("compressed-tensors", "compressed_tensors", "W4A16 group 32"): "compressed_tensors",
     ("compressed-tensors", "compressed_tensors", "W4A16 channel"): "compressed_tensors",
     ("compressed-tensors", "compressed_tensors", "W4A16_ASYM"): "compressed_tensors",
-    ("compressed-tensors", "compressed_tensors", "W4AFP8"): "compressed_tensors",
+    ("compressed-tensors", "compressed_tensors", "W4AFP8"): "int8",
     ("compressed-tensors", "compressed_tensors", "W8A16"): "compressed_tensors",
     ("compressed-tensors", "compressed_tensors", "W8A16 group"): "compressed_tensors",
     ("compressed-tensors", "compressed_tensors", "INT8"): "int8",
