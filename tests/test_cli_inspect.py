@@ -268,8 +268,10 @@ def test_layers_that_are_incomplete(tmp_path, inspect):
     assert "layers.1.mlp.experts.1.up_proj.weight: expected with experts 0-1" in refused["reason"]
 
 
-def test_a_dense_model(tmp_path, inspect):
+def test_a_dense_model(tmp_path, inspect, capsys):
     write_file(tmp_path / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": ("BF16", [2, 2], bytes(8))})
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith(f"{tmp_path}: 1 tensor\nloader: none\n")
     status, data = inspect(tmp_path)
     assert (status, data["loader"], data["groups"], data["not_served"]) == (1, None, [], [])
     assert "dense" in data["why_no_loader"]

@@ -50,7 +50,8 @@ def command(model: str, loader: str, backend: str, top_k: int | None, measure: b
 
 def _lines(found: Inspection, measured: Speed | None) -> list[str]:
     nbytes = sum(len(group.layers) * group.experts.nbytes for group in found.groups)
-    lines = [f"{found.path}: {units.count(found.tensors, 'tensor')}, {units.gb(nbytes)} of routed experts", *_loaders(found)]
+    holds = f", {units.gb(nbytes)} of routed experts" if found.groups else ""
+    lines = [f"{found.path}: {units.count(found.tensors, 'tensor')}{holds}", *_loaders(found)]
     for group in found.groups:
         lines += _group(group)
     if found.refused:
