@@ -137,27 +137,3 @@ def test_refused(tmp_path, label):
     with pytest.raises(FormatError) as caught:
         loaders.get("awq").load(checkpoint, 0)
     assert all(word in str(caught.value) for word in [f"{EXPERT}.{suffix}: ", "expected", *words]), str(caught.value)
-
-
-def test_a_published_writer(tmp_path):
-    """AutoAWQ's own packing."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("awq", reason="AutoAWQ is not installed")
-    from awq.modules.linear.gemm import WQLinear_GEMM
-
-    tensors, expected = {}, {}
-    generator = torch.Generator().manual_seed(1)
-    for projection, stem in PROJ.items():
-        n, k = (256, 128) if projection == "down" else (128, 256)
-        q = torch.randint(0, 16, (n, k), generator=generator)
-        z = torch.randint(0, 16, (k // 32, n), generator=generator)
-        scales = (0.01 + torch.rand((k // 32, n), generator=generator) / 10).half().float()
-        linear = torch.nn.Linear(k, n, bias=False)
-        linear.weight.data = ((q.T - z.repeat_interleave(32, 0)) * scales.repeat_interleave(32, 0)).T.contiguous()
-        written = WQLinear_GEMM.from_linear(linear, 4, 32, scales=scales, zeros=z)
-        for ending, dtype in (("qweight", "I32"), ("qzeros", "I32"), ("scales", "F16")):
-            tensors[f"{EXPERT}.{stem}.{ending}"] = [dtype, getattr(written, ending).contiguous().numpy()]
-        expected[projection] = linear.weight.data.double().numpy()
-    weights = load(tmp_path, tensors)
-    for projection in PROJECTIONS:
-        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])
