@@ -77,7 +77,7 @@ MODELS = {
 }
 #: model_type -> (changes of its config, what the message says).
 REFUSED = {
-    "jetmoe": ({}, r"self_attention\.experts\.bias' BF16"),
+    "jetmoe": ({}, r"self_attention\.experts\.bias: expected none beside weight, found one"),
     "kimi_k25": ({}, r"language_model\.model\.blocks\.0\.mlp\.experts\.0\.down_proj\.weight' BF16 \[64, 96\]"),
     "openai_privacy_filter": ({}, r"expected 'gpt_oss' for these names, found 'openai_privacy_filter'"),
     "nemotron_h": ({}, r"backbone\.layers\.1\.mixer\.experts\.0\.down_proj\.weight' BF16 \[64, 96\]"),
