@@ -94,7 +94,7 @@ def numbers(matrix: Matrix) -> np.ndarray:
     else:
         codes = (along_k(codes) if order == "gptq" else along_n(codes, AWQ_PLACES)).T
         zeros = None if zeros is None else along_n(zeros, range(8) if order == "gptq" else AWQ_PLACES).T
-        scales = scales.T
+        scales = None if scales is None else scales.T
     found = np.array([np.nan if value is None else value for value in weight_format.element.values])[codes]
     assert found.shape == (n, k)
     if zeros is not None:
