@@ -28,7 +28,7 @@ def scheme(request):
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model.", "thinker.model."])
 def test_layers(tmp_path, scheme, prefix):
     """Numbers, order and names of layers behind any prefix, and no loader but one that wants them."""
     names = {layer: f"{prefix}layers.{layer}" for layer in (1, 2, 10)} | {"mtp.0": f"{prefix}mtp.layers.0"}
