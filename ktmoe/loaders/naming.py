@@ -253,8 +253,8 @@ def silu(checkpoint: Checkpoint) -> GatedActivation:
 
 
 def activation(checkpoint: Checkpoint) -> GatedActivation:
-    """What config.json says: silu(), or gpt-oss's function where hidden_act is "swigluoai" (MiniMax-M3). For gate and up that are
-    tensors of their own: fused ones may be interleaved. Raises FormatError, CheckpointError.
+    """What config.json says: silu(), or gpt-oss's function where hidden_act is "swigluoai" (MiniMax-M3). For gate and up that
+    are tensors of their own: fused ones may be interleaved. Raises FormatError, CheckpointError.
     """
     oai = config(checkpoint, "hidden_act") == "swigluoai" or config(checkpoint, "model_type") in _SWIGLU_OAI_MODELS
     return swiglu_oai(checkpoint) if oai else silu(checkpoint)
