@@ -14,7 +14,19 @@ from ktmoe import measure
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
 
-WEIGHTS = ("MXFP4", "NVFP4", "INT4", "GPTQ symmetric", "GPTQ", "MXFP8", "FP8", "FP8 per row", "BF16")
+WEIGHTS = (
+    "MXFP4",
+    "NVFP4",
+    "INT4",
+    "GPTQ symmetric",
+    "GPTQ",
+    "MXFP8",
+    "FP8",
+    "FP8 per row",
+    "INT8 per row",
+    "INT8 per group",
+    "BF16",
+)
 #: Where the weights are: rotated through a footprint that no cache holds, or in one core's L2, for one thread.
 SOURCES = ("memory", "L2")
 #: The part of L2 that the weights of an expert take there, which leaves some for rows.
@@ -39,7 +51,7 @@ class Kernel:
     @property
     def scales(self) -> str:
         """Onto each weight, onto each group's sum, or none."""
-        return "none" if self.weights in ("BF16", "FP8 per row") else "in weights" if self.folds else "of sums"
+        return "none" if self.weights in ("BF16", "FP8 per row", "INT8 per row") else "in weights" if self.folds else "of sums"
 
 
 def kernels() -> Iterator[Kernel]:

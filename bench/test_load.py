@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 import ktmoe
 from bench import record
 from bench.cases import EVERYWHERE
+from bench.copying import Copying
 from bench.models import models
 from ktmoe import synthetic
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
@@ -69,28 +69,18 @@ def test_packing(benchmark, work):
     experts = PACKED[work]()
     staged = [{p: experts.matrix(e, p) for p in PROJECTIONS} for e in range(STAGED)]
     source = np.frombuffer(b"".join(a.tobytes() for s in staged for m in s.values() for a in m.stored.values()), np.uint8)
-    target = np.ones_like(source)
-    threads = ktmoe.get_num_threads()
-    parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
-    copied = []
-
-    with MoELayer(experts) as layer, ThreadPoolExecutor(threads) as pool:
-
-        def copy():
-            start = time.perf_counter()
-            list(pool.map(lambda part: np.copyto(*part), parts))
-            copied.append(time.perf_counter() - start)
+    with MoELayer(experts) as layer, Copying(source) as memcpy:
 
         def pack():
             for expert, matrices in enumerate(staged):
                 layer.packed.pack(expert, matrices)
 
-        benchmark.pedantic(pack, setup=copy, rounds=10, warmup_rounds=1)
+        benchmark.pedantic(pack, setup=memcpy.copy, rounds=10, warmup_rounds=1)
         unpacked = layer.packed.unpack(STAGED - 1, "down")
     for label, array in staged[-1]["down"].stored.items():
         assert np.array_equal(unpacked[label].view(np.uint8), array.view(np.uint8))
     packing = benchmark.stats.stats.data
-    shares = [copy / pack for copy, pack in zip(copied[-len(packing) :], packing, strict=True)]
+    shares = memcpy.shares(packing)
     share = statistics.median(shares)
     rate = experts.nbytes / statistics.median(packing) / 1e9
     benchmark.extra_info.update(
@@ -100,7 +90,7 @@ def test_packing(benchmark, work):
             work=work,
             gb_s=rate,
             of_memcpy=share,
-            figure=f"{rate:.2f} GB/s, {share:.0%} of memcpy with {threads} threads",
+            figure=f"{rate:.2f} GB/s, {share:.0%} of memcpy with {ktmoe.get_num_threads()} threads",
             contract="at least 50 %",
         )
     )

@@ -15,6 +15,7 @@ from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import (
     BF16,
+    FP8_PER_MATRIX,
     FP8_PER_ROW,
     MXFP4,
     MXFP8,
@@ -25,6 +26,7 @@ from ktmoe.weights.formats import (
     ZeroPoint,
     fp8,
     int4,
+    int8,
     nvfp4,
     uint4,
 )
@@ -32,6 +34,7 @@ from ktmoe.weights.order import Order
 
 __all__ = [
     "BF16",
+    "FP8_PER_MATRIX",
     "FP8_PER_ROW",
     "MXFP4",
     "MXFP8",
@@ -54,6 +57,7 @@ __all__ = [
     "get_include",
     "get_num_threads",
     "int4",
+    "int8",
     "load_experts",
     "loaders",
     "nvfp4",

@@ -140,8 +140,8 @@ def forward(
     for projection, format in experts.formats.items():
         if activations != "bf16" and integer_unit(format) is None:
             raise InputError(
-                f"activations {activations!r} need 4-bit integers up to 16 times one power of two from 2**-8 to 1, with"
-                f" {', '.join(INTEGER_KINDS)} scales per 1x32 or a multiple of it, and without zero points, minima and"
+                f"activations {activations!r} need 8-bit integers, or 4-bit ones up to 16 times one power of two from 2**-8 to"
+                f" 1, with {', '.join(INTEGER_KINDS)} scales per 1x32 or a multiple of it, and without zero points, minima and"
                 f" super-scales; {projection} of {experts.name} is {format.description}"
             )
     cuts = _cuts(experts, shards)
@@ -260,11 +260,14 @@ def linear(
                 unscaled = np.where(smallest > 0, in_group / smallest, sizes * given.largest)
             overflow |= (unscaled / unit >= limit) | (largest > MAX_FLOAT32)
             flush = flush * np.maximum(largest, 1.0)
+            if format.family == "i8" and activations != "bf16":  # it may multiply the scale of x first, which is below |x|
+                overflow |= size.max(axis=1, keepdims=True) * largest >= limit
             if format.super_scale:  # what rounding its product with a scale changes, where that is denormal
                 flush = flush + (smallest < TINY) * 2.0**-149 * sizes * given.largest
         sums = -(-len(w) // min(group, BLOCK))  # that are scaled and added to the total
-        if activations != "bf16":  # each of them is exact
-            error = _gamma(sums) * of_all + sums * TINY
+        if activations != "bf16":  # each of them is exact, but for i8 and int16, where it becomes float32
+            of_sums = _gamma(1) * terms if format.family == "i8" and activations == "int16" else 0.0
+            error = of_sums + _gamma(sums) * (of_all + of_sums) + sums * TINY
         elif scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
             # such a scale may also be folded into the weights, whose products are then added to the total
             error = _gamma(n) * np.maximum(of_group, of_all) + flush

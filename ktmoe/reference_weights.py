@@ -121,18 +121,24 @@ def round_bfloat16(a: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(a), np.where(np.abs(rounded) < 2.0**128, rounded, np.copysign(np.inf, a)), a)
 
 
-def _plain(format: WeightFormat, kinds: tuple[str, ...]) -> bool:
-    """Whether a format is 4-bit values times scales of these kinds, each of whole blocks of one row."""
+def _plain(format: WeightFormat, family: str, kinds: tuple[str, ...]) -> bool:
+    """Whether a format is values of this family times scales of these kinds, each of whole blocks of one row."""
     scale = format.scale
-    if format.family != "q4" or scale is None or format.super_scale or format.offset:
+    if format.family != family or scale is None or format.super_scale or format.offset:
         return False
     return scale.kind in kinds and scale.extent[0] == 1 and scale.extent[1] % BLOCK == 0
 
 
 def integer_unit(format: WeightFormat) -> float | None:
-    """The largest power of two, 2**-8 to 1, of which a 4-bit element's values are multiples, by 16 at most; None if there is
-    none, or the format has more than scales of whole blocks, of INTEGER_KINDS."""
-    if _plain(format, INTEGER_KINDS):
+    """What a format's values are multiples of where sums of integers can be made of them; None where they cannot.
+
+    8-bit integers: 1. 4 bits: the largest power of two, 2**-8 to 1, of which all values are multiples, by 16 at most. Both with
+    scales of whole blocks, of INTEGER_KINDS, and 8-bit integers without scales, too; with neither offsets nor super-scales.
+    """
+    if format.family == "i8":
+        alone = format.scale is None and format.offset is None
+        return 1.0 if alone or _plain(format, "i8", INTEGER_KINDS) else None
+    if _plain(format, "q4", INTEGER_KINDS):
         for unit in 2.0 ** -np.arange(9):
             values = np.array(format.element.values) / unit
             if (values == np.rint(values)).all() and np.abs(values).max() <= 16:
@@ -144,7 +150,7 @@ def folds(matrix: Matrix) -> bool:
     """Whether rounding="folded" rounds a matrix's weights to bfloat16: if its scales are bfloat16, normal or zero, or fp16, and
     by their exponents and the values' no product, whether it occurs or not, is denormal, or above 2**127 when rounded.
     """
-    if not _plain(matrix.format, ROUNDED_KINDS):
+    if not _plain(matrix.format, "q4", ROUNDED_KINDS):
         return False
     matrix.refuse()
 

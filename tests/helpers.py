@@ -76,7 +76,7 @@ WEIGHTS = {
 #: One for each kind of kernel, for tests that are not about formats.
 KINDS = {
     name: WEIGHTS[name]
-    for name in ("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "mxfp8", "fp8", "int8-64", "b16", "all three")
+    for name in ("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "mxfp8", "fp8", "int8-row", "b16", "all three")
 }
 #: More of those that differ by projection.
 MIXED = {

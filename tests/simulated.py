@@ -5,7 +5,7 @@ from reference_experts import BFLOAT16
 
 from ktmoe import reference
 from ktmoe.reference import BLOCK, EXP_RELATIVE_ERROR, TINY, forward
-from ktmoe.weights.elements import E2M1, UINT4
+from ktmoe.weights.elements import E2M1, INT8_PLUS_128, UINT4
 from ktmoe.weights.formats import (
     BF16,
     FP8_PER_ROW,
@@ -17,6 +17,7 @@ from ktmoe.weights.formats import (
     ZeroPoint,
     fp8,
     int4,
+    int8,
     nvfp4,
     uint4,
 )
@@ -140,18 +141,21 @@ def simulated_linear(matrix, a, kind, shard=None):
                 total = fma(x, w, total)
         return total
 
-    if scale is None:
+    if scale is None and kind not in INTEGERS:
         total = tdpbf16ps(a[:, first:last], weights[:, first:last]) if kind.startswith("amx") else chain(first)
     else:
         unit = np.float32(0.5 if matrix.format.element == E2M1 else 1.0)
         total = np.zeros((len(a), n), np.float32)
         integers, steps = (int8_rows if kind == "int8" else int16_rows)(a)
-        for start in range(first, last, width):
-            at = slice(start, min(start + width, last))
-            factor = scales[:, start // matrix.format.scale.extent[1]]
+        for start in range(first, last, 32 if scale is None else width):
+            at = slice(start, min(start + (32 if scale is None else width), last))
+            factor = np.ones(n, np.float32) if scale is None else scales[:, start // scale.extent[1]]
             if kind in INTEGERS:
                 sums = integers[:, at] @ (weights[:, at] / unit).astype(np.int64).T
-                assert np.abs(sums).max() < 2**24
+                assert np.abs(sums).max() < (2**24 if matrix.format.family == "q4" or kind == "int8" else 2**28)
+            if kind == "int8" and matrix.format.family == "i8":
+                total = fma(sums.astype(np.float32), steps[:, start // 32, None] * factor, total)
+            elif kind in INTEGERS:
                 total = fma(sums.astype(np.float32) * steps[:, start // 32, None], factor * unit, total)
             elif kind == "portable":
                 total = (total + chain(start).astype(np.float64) * factor).astype(np.float32)
@@ -268,6 +272,9 @@ FORMATS = (
     fp8(),
     fp8("bf16"),
     FP8_PER_ROW,
+    int8(),
+    int8(64),
+    int8(32, "fp16", INT8_PLUS_128),
     WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32)))),
     WeightFormat(UINT4, Scale("ue8m0", (1, 64)), Scale("fp16", (1, 128)), Minimum(Scale("bf16", (1, 128)))),
     WeightFormat(UINT4, Scale("fp32", (1, 64)), Scale("fp32", (2, 128)), Minimum(Scale("fp32", (1, 32)))),
@@ -276,12 +283,13 @@ FORMATS = (
 
 def kinds_of(format):
     if format.scale is None:
-        return ("portable", "fma", "vdpbf16ps", "amx")
-    plain = format.family == "q4" and set(format.arrays(8, 8)) == {"codes", "scales"} and format.scale.extent[1] % 32 == 0
+        return ("portable", "fma", "vdpbf16ps", "amx", *(INTEGERS if format.family == "i8" else ()))
+    plain = format.family in ("q4", "i8") and set(format.arrays(8, 8)) == {"codes", "scales"}
+    plain = plain and format.scale.extent[1] % 32 == 0
     integers = plain and format.scale.kind in ("ue8m0", "bf16", "fp16")
     absent = {
         "fma by 32": format.scale.extent[1] <= 32 or isinstance(format.offset, Minimum),
-        "amx folded": not plain or format.scale.kind not in ("bf16", "fp16"),
+        "amx folded": not plain or format.family == "i8" or format.scale.kind not in ("bf16", "fp16"),
         **dict.fromkeys(INTEGERS, not integers),
     }
     return tuple(kind for kind in KINDS if not absent.get(kind))

@@ -12,7 +12,7 @@ from helpers import BF16, FORMATS, assert_right, crowd, random_batch, random_exp
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
-from ktmoe.layer import ROUTER_WEIGHTS
+from ktmoe.experts import ROUTER_WEIGHTS
 
 pytestmark = pytest.mark.parametrize("backend", ["amx"], indirect=True)
 #: Rows of one expert at and beside multiples of 16, 48 and a kernel call's most, with every rest.

@@ -81,8 +81,9 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("peers")
     worker = folder / "worker_fake.py"
     worker.write_text(WORKER.format(workers=str(session.WORKERS)))
-    fake = Peer("fake", "fake", str(worker), (), tuple(Way(name, numerics) for name, numerics in WAYS.items()))
-    absent = Peer("absent", "absent", str(worker), (("--no-index", "no-such-package"),), (Way("way", BF16),))
+    ways = tuple(Way(name, numerics) for name, numerics in WAYS.items())
+    fake = Peer("fake", "fake", (), worker=str(worker), ways=ways)
+    absent = Peer("absent", "absent", (("--no-index", "no-such-package"),), worker=str(worker), ways=(Way("way", BF16),))
     words = ["run", "--seconds", "0.1", "--rounds", "4", "--points", "decode-1", "--points", "prefill-6"]
     words += ["--only", "fake *", "--only", "absent *", "--only", "ktmoe fp32_lut bf16"]
     model = folder / "model"
@@ -126,7 +127,7 @@ def test_who_is_out_is_told_why(result):
 
 def test_an_environment_without_its_python_is_made_again(tmp_path, monkeypatch):
     """What it links to may be gone."""
-    peer, made = Peer("nobody", "nobody", "", (), ()), []
+    environment, made = environments.Environment("nobody", "nobody", ()), []
 
     def create(home, clear, with_pip):
         interpreter = home / "bin" / "python"
@@ -137,11 +138,11 @@ def test_an_environment_without_its_python_is_made_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(environments.venv, "create", create)
     for _ in range(2):
-        interpreter = environments.python(peer, lambda text: None, tmp_path)
+        interpreter = environments.python(environment, lambda text: None, tmp_path)
         assert made == [tmp_path / "nobody"]
     interpreter.unlink()
     interpreter.symlink_to(tmp_path / "gone")
-    assert environments.python(peer, lambda text: None, tmp_path).exists()
+    assert environments.python(environment, lambda text: None, tmp_path).exists()
     assert len(made) == 2
 
 

@@ -203,10 +203,10 @@ CASES = [
     *(
         (shape, name)
         for shape in SHAPES[:2]
-        for name in ("gptq-32", "awq-128", "nvfp4", "int4-fp16", "mxfp8", "fp8", "fp8-row")
+        for name in ("gptq-32", "awq-128", "nvfp4", "int4-fp16", "mxfp8", "fp8", "fp8-row", "int8-64", "int8-block")
     ),
     *(
-        (shape, name) for shape in ((1, 1), (33, 7), (7, 289)) for name in ("b16", "mxfp8", "fp8-row")
+        (shape, name) for shape in ((1, 1), (33, 7), (7, 289)) for name in ("b16", "mxfp8", "fp8-row", "int8-row")
     ),  # 4-bit codes have no odd k
     ((129, 259), "fp8-bf16"),
 ]

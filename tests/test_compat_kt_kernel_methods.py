@@ -1,15 +1,20 @@
 """Methods of kt-kernel and the formats that they stand for."""
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
-from helpers import assert_right
-from kt_wrappers import batch, wrapper
+from checkpoints import SCHEMES
+from checkpoints import write as write_tensors
+from helpers import assert_right, same_bits
+from kt_wrappers import EXPERTS, REVERSED, batch, wrapper, write
 
 from ktmoe import MoELayer, load_experts, synthetic
-from ktmoe.compat import methods
+from ktmoe.compat import methods, weights
 from ktmoe.compat.export import Target
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
+from ktmoe.quantize.rows import AWAY_4, AWAY_8, EVEN_4, EVEN_8
 from ktmoe.weights.formats import FORMATS, fp8, int4
 from ktmoe.weights.order import GPTQ
 
@@ -23,6 +28,7 @@ TAKEN = {
     "GPTQ_INT4": {"GPTQ, symmetric"},
     "MXFP8": {"MXFP8"},
     "NVFP4": {"NVFP4", "NVFP4, divided"},
+    **{method: {"BF16"} for method in ("AMXINT4", "AMXINT8", "MOE_INT4", "MOE_INT8")},
 }
 #: method -> what writes such a checkpoint.
 NEW = {"FP8": "FP8", "FP8_PERCHANNEL": "FP8 per row", "GPTQ_INT4": "GPTQ symmetric", "MXFP8": "MXFP8", "NVFP4": "NVFP4"}
@@ -42,6 +48,7 @@ def test_formats(method):
 def test_groups_and_blocks_of_any_size():
     methods.check_formats("RAWINT4", {"gate": int4(128)}, "experts")
     methods.check_formats("GPTQ_INT4", {"gate": int4(32, "bf16", GPTQ)}, "experts")
+    methods.check_formats("GPTQ_INT4", {"gate": int4(order=GPTQ)}, "experts")
     methods.check_formats("FP8", {"gate": fp8("ue8m0", (64, 64))}, "experts")
 
 
@@ -68,6 +75,62 @@ def test_block_scales_are_exported_as_float32(kind):
         part[projection]["scales"][...] = weight_format.scale.stored(these.reshape(part[projection]["scales"].shape))
     target.finish()
     assert np.array_equal(np.concatenate([w13_scales, w2_scales]).astype(np.float64), numbers)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(
+    ("method", "rule"), [("AMXINT4", EVEN_4), ("AMXINT8", EVEN_8), ("MOE_INT4", AWAY_4), ("MOE_INT8", AWAY_8)]
+)
+def test_methods_that_round(method, rule, tmp_path):
+    """A bfloat16 checkpoint, or its tensors: the same bits. There is nothing to export."""
+    experts = load_experts(write("BF16", tmp_path), 0)
+    tensors = [np.stack([experts.matrix(e, p).codes for e in range(EXPERTS)]) for p in PROJECTIONS]
+    rounded, batch_ = rule.experts(experts), batch()
+    with wrapper(tmp_path, method=method) as w, MoELayer(rounded) as layer:
+        y = w.forward(*batch_)
+        assert_right(layer, rounded, *batch_, y)
+        with pytest.raises(UnavailableError, match=f"no buffers for GPUs that take these weights of method '{method}'"):
+            w.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
+        w.load_weights_from_tensors(*tensors)
+        assert same_bits(w.forward(*batch_), y)
+        w.load_weights(REVERSED)
+        x, ids, scores = batch_
+        assert_right(layer, rounded, x, REVERSED[ids], scores, w.forward(x, ids, scores))
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_layers_of_different_formats(tmp_path):
+    """Each has the loader of its own tensors; the checkpoint is open once."""
+    methods_ = {1: ("fp8 per row", "FP8_PERCHANNEL"), 2: ("bf16", "BF16"), 3: ("nvfp4", "NVFP4")}
+    tensors = {}
+    for number, (scheme, _) in methods_.items():
+        tensors |= SCHEMES[scheme].layer(f"model.layers.{number}", number)
+    write_tensors(tmp_path, tensors).close()
+    with ExitStack() as stack:
+        for number, (_, method) in methods_.items():
+            experts = load_experts(tmp_path, number)
+            sizes = {"num_experts": experts.num_experts, "num_experts_per_tok": 1, "hidden_size": experts.hidden}
+            sizes["moe_intermediate_size"] = experts.intermediate
+            made = stack.enter_context(wrapper(tmp_path, layer=number, method=method, **sizes))
+            assert made.moe.spec.formats == experts.formats
+        assert len(weights.Lease.leased) == 1
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("method", ["AMXINT4", "MOE_INT8"])
+def test_converted_checkpoints(method, tmp_path):
+    """Their bytes are in an order that only kt-kernel's sources say: the message sends to the original."""
+    tensors = {}
+    for projection in PROJECTIONS:
+        for node in range(2):
+            base = f"blk.0.ffn_{projection}_exps.0.numa.{node}"
+            tensors[f"{base}.weight"] = ["U8", np.zeros(64 * 128 // 2, np.uint8)]
+            tensors[f"{base}.scale"] = ["F32", np.ones(64, np.float32)]
+    write_tensors(tmp_path, tensors).close()
+    message = r"Found 'blk\.0\.ffn_.*_exps\.0\.numa\.[01]\..*', weights that kt-kernel has converted .*: take the checkpoint"
+    for load in (lambda: wrapper(tmp_path, method=method), lambda: load_experts(tmp_path, 0)):
+        with pytest.raises(UnavailableError, match=message):
+            load()
 
 
 @pytest.mark.usefixtures("nothing_is_left")

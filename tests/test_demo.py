@@ -107,9 +107,9 @@ def test_a_nan_fails(monkeypatch):
 def test_command(folder, monkeypatch, capsys):
     monkeypatch.setattr(demo, "run", lambda *arguments, **options: print(arguments, options) or 0)
     assert cli.main(["demo", "--model", "~/m", "--layer", "3", "--experts", "8", "--seconds", "0.5"]) == 0
-    assert capsys.readouterr().out == "('~/m', 3) {'experts': 8, 'seconds': 0.5}\n"
+    assert capsys.readouterr().out == "('~/m', 3, None) {'experts': 8, 'seconds': 0.5}\n"
     assert cli.main(["demo", "--layer", "mtp.0"]) == 0
-    assert capsys.readouterr().out == "(None, 'mtp.0') {'experts': 32, 'seconds': 2.0}\n"
+    assert capsys.readouterr().out == "(None, 'mtp.0', None) {'experts': 32, 'seconds': 2.0}\n"
 
 
 def test_too_little_space(folder, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from exact import SIXTEENS, down_layer, forward, odd_scales, random_codes, shift
 from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
 
 from ktmoe import MXFP4, int4
-from ktmoe.weights.elements import Element
+from ktmoe.weights.elements import INT8, Element
 from ktmoe.weights.folding import ROUNDING
 from ktmoe.weights.formats import Scale, WeightFormat
 
@@ -27,6 +27,9 @@ def backend(request, emulator_folder):
 
 #: What packs as nibbles, and what a group's length may be.
 INTEGERS = {name: weight_format for name, weight_format in FORMATS.items() if name.startswith("int4")}
+#: Of 8 bits, which have modes of integers, too.
+EIGHT_BITS = {"int8": WeightFormat(INT8), "int8-64": FORMATS["int8-64"], "int8+128": FORMATS["int8+128"]}
+OTHERS = {**INTEGERS, **EIGHT_BITS, "b16": B16}
 
 
 # Down: h is any small integers, and float32 outputs show 24 bits.
@@ -48,9 +51,10 @@ def test_dense_integers(backend, size, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 3, 16], ids=lambda tokens: f"{tokens} tokens")
 @pytest.mark.parametrize("size", [32, 100, 320])
-@pytest.mark.parametrize("weight_format", [*INTEGERS.values(), B16], ids=[*INTEGERS, "b16"])
+@pytest.mark.parametrize("weight_format", OTHERS.values(), ids=OTHERS)
 def test_dense_integers_of_other_formats(backend, weight_format, size, tokens):
-    """3 bits of x, 4 of code, 3 of an odd scale and 2 of its exponent, 9 of length: 21. Groups are cut short by every size."""
+    """3 bits of x, 4 of code, 3 of an odd scale and 2 of its exponent, 9 of length: 21; of int8, 7 * 128 * 28 * 320 < 2**23.
+    Groups are cut short by every size."""
     rng = np.random.default_rng((size, tokens))
     codes, scales = random_codes(rng, size, size, weight_format), odd_scales(rng, size, size, weight_format, powers=3)
     x = rng.integers(-7, 8, (tokens, size)).astype(float)
@@ -59,7 +63,11 @@ def test_dense_integers_of_other_formats(backend, weight_format, size, tokens):
             assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales, weight_format).T)
 
 
-@pytest.mark.parametrize("weight_format", [MXFP4, LONGEST, SIXTEENS, B16], ids=["mxfp4", "int4", "sixteens", "b16"])
+@pytest.mark.parametrize(
+    "weight_format",
+    [MXFP4, LONGEST, SIXTEENS, *EIGHT_BITS.values(), B16],
+    ids=["mxfp4", "int4", "sixteens", *EIGHT_BITS, "b16"],
+)
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_the_largest_sums(backend, weight_format, tokens):
     """x of 255, all of one sign, and the largest codes of either: of int16's sums, the greatest that there are."""
@@ -71,9 +79,9 @@ def test_the_largest_sums(backend, weight_format, tokens):
         ends = [values.argmin(), values.argmax(), weight_format.element.values.index(0), values.argmax()]
         codes = np.array(ends, np.uint8)[row][:, None].repeat(k, 1)
         codes[3, 1::2] = values.argmin()
-        scales = np.full(weight_format.scale.shape(4, k), 127 if weight_format == MXFP4 else 1).astype(
-            weight_format.scale.dtype
-        )
+        scales = None
+        if scale := weight_format.scale:
+            scales = np.full(scale.shape(4, k), 127 if weight_format == MXFP4 else 1).astype(scale.dtype)
     x = np.concatenate([np.full((1, k), 255.0), np.full((1, k), -255.0), np.resize([255.0, -255.0], (5, k))])[:tokens]
     expected = x @ weights_of(codes, scales, weight_format).T
     with down_layer(backend, codes, scales, weight_format) as layer:
@@ -206,16 +214,16 @@ def test_every_weight_by_itself(backend, projection, size):
 
 @pytest.mark.parametrize("projection", ["gate", "up"])
 @pytest.mark.parametrize("shape", [(34, 34), (66, 70), (64, 290)], ids=str)
-@pytest.mark.parametrize("weight_format", [*INTEGERS.values(), B16], ids=[*INTEGERS, "b16"])
+@pytest.mark.parametrize("weight_format", OTHERS.values(), ids=OTHERS)
 def test_every_weight_of_other_formats_by_itself(backend, projection, shape, weight_format):
-    """Weights are integers of at most 56, and the gate's bias of 64 keeps it above 0. Of many k, those at ends of blocks and
-    groups and some others."""
+    """Weights are integers of at most 56, or 896, and the gate's bias keeps it above 0; h is rounded to bfloat16. Of many k,
+    those at ends of blocks and groups and some others."""
     rng = np.random.default_rng(shape)
     n, size = shape
     codes, scales = random_codes(rng, *shape, weight_format), odd_scales(rng, *shape, weight_format)
-    bias = 64 if projection == "gate" else 0
+    bias = (1024 if weight_format.family == "i8" else 64) if projection == "gate" else 0
     k = np.arange(size) if size < 100 else np.unique([0, 31, 32, 63, 64, 127, 128, 255, 256, size - 1, *rng.choice(size, 30)])
-    expected = weights_of(codes, scales, weight_format).T[k] + bias
+    expected = (weights_of(codes, scales, weight_format).T[k] + bias).astype(BF16).astype(float)
     with visible_layer(backend, projection, codes, scales, weight_format, bias or 1) as layer:
         assert np.array_equal(forward(layer, np.eye(size)[k])[:, :n], expected)
         for first in range(0, len(k), 4 * 7):
@@ -396,7 +404,7 @@ OF_SCALES = {
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize(
-    ("name", "mistake"), [*product(("int4-32", "int4-128"), {**OF_CODES, **OF_SCALES}), *product(("b16",), OF_CODES)]
+    ("name", "mistake"), [*product(("int4-32", "int4-128", "int8-64"), {**OF_CODES, **OF_SCALES}), *product(("b16",), OF_CODES)]
 )
 def test_mistakes_are_seen_in_other_formats(backend, name, mistake):
     rng = np.random.default_rng(4)

@@ -8,10 +8,12 @@ import ways
 from exact import SIXTEENS, down_layer, forward, identity, make_layer, odd_scales, random_codes, weights_of, zeros
 from helpers import BF16, FORMATS
 
-from ktmoe import MXFP4
+from ktmoe import MXFP4, WeightFormat
+from ktmoe.weights.elements import INT8
 
 #: Formats that have kernels of integers.
-FOUR_BITS = {name: FORMATS[name] for name in FORMATS if name == "mxfp4" or name.startswith("int4")}
+INTEGERS = {name: FORMATS[name] for name in FORMATS if name == "mxfp4" or name.startswith("int4")}
+INTEGERS |= {"int8": WeightFormat(INT8), "int8-64": FORMATS["int8-64"], "int8+128": FORMATS["int8+128"]}
 #: Rows of an expert that are served apart: few() in passes of each size, many() in tiles of each.
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 21)
 
@@ -30,6 +32,11 @@ def integers(rng, tokens, k, power=0):
     return np.ldexp(x, power)
 
 
+def scales_of(rng, n, k, weight_format):
+    """Odd ones; powers of two for 8-bit codes, so that 127 * 128 * 2 * 290 < 2**24. None without scales."""
+    return odd_scales(rng, n, k, weight_format, *((1, 2) if weight_format.family == "i8" else ()))
+
+
 def quantised(h):
     """bfloat16 numbers [tokens, n] as int8 takes them; none is below 2**-111."""
     padded = np.pad(h, ((0, 0), (0, -h.shape[1] % 32)))
@@ -41,12 +48,12 @@ def quantised(h):
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_down(backend, name, tokens):
     rng = np.random.default_rng(tokens)
-    weight_format = FOUR_BITS[name]
+    weight_format = INTEGERS[name]
     for n, k in ((64, 32), (70, 70), (66, 290)):
-        codes, scales = random_codes(rng, n, k, weight_format), odd_scales(rng, n, k, weight_format)
+        codes, scales = random_codes(rng, n, k, weight_format), scales_of(rng, n, k, weight_format)
         with down_layer(backend, codes, scales, weight_format) as layer:
             assert layer.activations == "int8"
             x = np.zeros((tokens, layer.hidden))
@@ -58,13 +65,13 @@ def test_down(backend, name, tokens):
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("projection", ["gate", "up"])
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("name", FOUR_BITS)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_gate_and_up(backend, projection, name, tokens):
     """Both panels at once; h is rounded to bfloat16 and quantised, and down is an identity."""
     rng = np.random.default_rng(tokens)
-    weight_format = FOUR_BITS[name]
+    weight_format = INTEGERS[name]
     n, k = 96, 160
-    codes, scales = random_codes(rng, n, k, weight_format), odd_scales(rng, n, k, weight_format)
+    codes, scales = random_codes(rng, n, k, weight_format), scales_of(rng, n, k, weight_format)
     down = identity(k)
     down = np.ascontiguousarray(down[0][:, :n]), np.ascontiguousarray(down[1][:, : n // 32])
     x = integers(rng, tokens, k, -7)
@@ -86,11 +93,11 @@ def test_gate_and_up(backend, projection, name, tokens):
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("tokens", [1, 2, 12, 40])
-@pytest.mark.parametrize("weight_format", FOUR_BITS.values(), ids=FOUR_BITS)
+@pytest.mark.parametrize("weight_format", INTEGERS.values(), ids=INTEGERS)
 def test_every_weight_by_itself(backend, weight_format, tokens):
     """Token k is 127 at k."""
     rng = np.random.default_rng(5)
-    codes, scales = random_codes(rng, 160, 160, weight_format), odd_scales(rng, 160, 160, weight_format)
+    codes, scales = random_codes(rng, 160, 160, weight_format), scales_of(rng, 160, 160, weight_format)
     expected = 127 * weights_of(codes, scales, weight_format).T
     with down_layer(backend, codes, scales, weight_format) as layer:
         for first in range(0, 160, tokens):
@@ -109,6 +116,24 @@ def test_the_largest_sums(backend, sign, code, other, tokens):
     with down_layer(backend, codes, scales, SIXTEENS) as layer:
         y = forward(layer, x)
     assert np.array_equal(y[:, :64], x @ weights_of(codes, scales, SIXTEENS).T)
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", ["int8", "int8-64", "int8+128"])
+def test_the_largest_sums_of_8_bits(backend, name, sign, tokens):
+    """x of 127, of one sign or of both, and codes of the largest size: pairs of products reach 32512."""
+    weight_format = INTEGERS[name]
+    pairs = np.array([[-128, -128], [127, 127], [-128, 127], [0, -128]])
+    codes = (np.tile(pairs, (16, 64)) + (128 if name == "int8+128" else 0)).astype(np.uint8)  # two's complement, else plus 128
+    scales = None if weight_format.scale is None else np.ones(weight_format.scale.shape(64, 128), weight_format.scale.dtype)
+    weights = weights_of(codes, scales, weight_format)
+    with down_layer(backend, codes, scales, weight_format) as layer:
+        for pair in ([127.0, 127.0], [127.0, -127.0]):
+            x = np.tile(np.array(pair) * sign, (tokens, 64))
+            assert np.array_equal(forward(layer, x)[:, :64], x @ weights.T)
+            assert np.abs(x @ weights.T).max() >= 128 * 127 * 127
 
 
 @pytest.mark.parametrize("byte", [0, 1, 60, 127, 200, 253, 254])

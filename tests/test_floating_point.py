@@ -17,7 +17,20 @@ NAN, INF = np.nan, np.inf
 
 @pytest.fixture(
     scope="module",
-    params=["folded", "unfolded", "int4-32", "int4-128", "b16", "all three", "gptq-32", "nvfp4", "mxfp8", "fp8", "fp8-row"],
+    params=[
+        "folded",
+        "unfolded",
+        "int4-32",
+        "int4-128",
+        "b16",
+        "all three",
+        "gptq-32",
+        "nvfp4",
+        "mxfp8",
+        "fp8",
+        "fp8-row",
+        "int8-row",
+    ],
 )
 def experts(request):
     return random_experts(np.random.default_rng(1), 3, 100, 64, activation=DEEPSEEK, **WEIGHTS[request.param])

@@ -10,8 +10,8 @@ from helpers import ALL_FORMATS, DEEPSEEK, TURNED, assert_right, random_batch, r
 
 from ktmoe import BF16, MXFP4, ExpertWeights, Matrix, MoELayer, Scale, WeightFormat, backends, int4
 from ktmoe.errors import FormatError
-from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, E5M2, INT4, UINT4, Element
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, nvfp4, uint4
+from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, E5M2, INT4, INT8, INT8_PLUS_128, UINT4, Element
+from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED, Order
 
 UE8M0 = Scale("ue8m0", (1, 32))
@@ -124,7 +124,7 @@ def test_a_value_that_is_no_bfloat16_number_is_refused(value):
 
 
 def test_elements_that_are_refused():
-    with pytest.raises(FormatError, match=r"five: weight family 'q5' is unknown; known are q4, f8, b16"):
+    with pytest.raises(FormatError, match=r"five: weight family 'q5' is unknown; known are q4, f8, i8, b16"):
         Element("five", "q5", E2M1.values)
     with pytest.raises(FormatError, match="short: a q4 element has 16 values, found 15"):
         Element("short", "q4", E2M1.values[:15])
@@ -134,6 +134,11 @@ def test_elements_that_are_refused():
         Element("given", "b16", E2M1.values)
     with pytest.raises(FormatError, match="holes: every code of a q4 element must have a value"):
         Element("holes", "q4", (*E2M1.values[:15], None))
+    for values in (tuple(reversed(INT8.values)), (*INT8.values[:255], None), tuple(v / 2 for v in INT8.values)):
+        with pytest.raises(FormatError, match="other: an i8 element's values are -128 to 127, in two's complement or plus 128"):
+            Element("other", "i8", values)
+    assert Element("mine", "i8", INT8.values).padding == 0
+    assert Element("mine", "i8", INT8_PLUS_128.values).padding == 128
 
 
 def test_parts_that_do_not_go_together():
@@ -186,6 +191,10 @@ def test_descriptions():
         BF16: "BF16",
         WeightFormat(E2M1): "E2M1",
         FP8_PER_ROW: "E4M3 with an fp32 factor per row",
+        FP8_PER_MATRIX: "E4M3 with an fp32 factor per matrix",
+        int8(): "INT8 with an fp32 factor per row",
+        int8(32, "fp16", INT8_PLUS_128): "INT8 + 128 with fp16 scales per 1x32",
+        int8(128, "fp32", rows=128): "INT8 with fp32 scales per 128x128",
         fp8("bf16"): "E4M3 with bf16 scales per 128x128",
         nvfp4(divides=True): "E2M1 with e4m3 scales per 1x16, an fp32 divisor per matrix",
         uint4(64, order=GPTQ): "UINT4 with fp16 scales per 1x64, zero points per 1x64, in gptq order",
@@ -210,6 +219,7 @@ def test_bytes_and_shapes():
     assert BF16.arrays(3, 33) == {"codes": (ml_dtypes.bfloat16, (3, 33))}
     assert nvfp4().nbytes(3, 34) == 3 * (17 + 3) + 4
     assert FP8_PER_ROW.arrays(3, 33) == {"codes": (np.uint8, (3, 33)), "factor": (np.float32, (3,))}
+    assert int8(64).arrays(3, 65) == {"codes": (np.uint8, (3, 65)), "scales": (ml_dtypes.bfloat16, (3, 2))}
     assert fp8().arrays(129, 257)["scales"] == (np.float32, (2, 3))
     gptq = uint4(64, order=GPTQ).arrays(24, 72)
     assert gptq == {"codes": (np.int32, (9, 24)), "scales": (np.float16, (2, 24)), "offsets": (np.int32, (2, 3))}

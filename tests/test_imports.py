@@ -21,8 +21,9 @@ FORBIDDEN = {
     "weights": {"layer", "model", "loaders", "backends", "machine", "_native", "experts", "compat", "background"},
     "machine": {"layer", "model", "loaders", "backends", "compat", "background"},
     "background": {"layer", "model", "loaders", "backends", "compat", "_native"},
-    "loaders": {"layer", "model", "backends", "machine", "compat", "_native"},
-    "backends": {"layer", "model", "loaders", "compat", "background"},
+    "loaders": {"layer", "model", "backends", "machine", "compat", "_native", "quantize"},
+    "quantize": {"layer", "model", "loaders", "backends", "machine", "compat", "_native", "background"},
+    "backends": {"layer", "model", "loaders", "compat", "background", "quantize"},
     "_native": {"layer", "model", "loaders", "backends", "machine", "compat", "background"},
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
     "layer": {"model", "compat"},
@@ -32,7 +33,13 @@ FORBIDDEN = {
     "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.
-ONLY_FOR = {"compat": {"compat"}, "cli": {"cli", "__main__"}, "synthetic": {"synthetic", "cli"}}
+ONLY_FOR = {
+    "compat": {"compat"},
+    "cli": {"cli", "__main__"},
+    "inspection": {"cli"},
+    "limits": {"inspection", "cli"},
+    "synthetic": {"synthetic", "cli"},
+}
 
 
 def module_of(file: Path) -> str:

@@ -48,7 +48,7 @@ def library(tmp_path_factory):
     """The kernel table of a row that has what portable has, under another name; and ROUNDING's."""
     folder = tmp_path_factory.mktemp("row")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(isa.ISAS, "made_up", isa.Isa(1, kernels=("b16_f32", "f8_f32", "q4_f32"), implies=("portable",)))
+        patch.setitem(isa.ISAS, "made_up", isa.Isa(1, kernels=("b16_f32", "i8_f32", "f8_f32", "q4_f32"), implies=("portable",)))
         for source in isa.sources("made_up"):
             flags = [*(flag for flag in isa.C_FLAGS if "visibility" not in flag), *isa.compile_flags("made_up"), "-O1"]
             flags += [*isa.definitions("made_up", source), "-fPIC", "-I", ktmoe.get_include()]
@@ -82,7 +82,7 @@ def test_its_table(table):
     assert sorted(table.kernels()) == sorted(core.kernel_table("portable").kernels())
 
 
-@pytest.mark.parametrize("weights", ["folded", "int4-64", "nvfp4", "fp8", "b16"])
+@pytest.mark.parametrize("weights", ["folded", "int4-64", "nvfp4", "fp8", "int8-64", "b16"])
 def test_its_kernels_have_the_bits_of_portables(backend, monkeypatch, weights):
     experts = random_experts(np.random.default_rng(1), 3, 96, 160, **WEIGHTS[weights])
     batch = random_batch(np.random.default_rng(2), experts, 9, 2)

@@ -65,7 +65,7 @@ def test_shapes(backend, shape, weights):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-LONG = ["folded", "b16", "nvfp4", "fp8"]
+LONG = ["folded", "b16", "nvfp4", "fp8", "int8-row"]
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS[name] for name in LONG], ids=LONG)
@@ -77,7 +77,7 @@ def test_a_long_sum(backend, weights):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 1, np.float32))
 
 
-@pytest.mark.parametrize("name", ["b16", "mxfp8", "fp8", "fp8-row"])
+@pytest.mark.parametrize("name", ["b16", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128"])
 @pytest.mark.parametrize("shape", [(1, 1), (33, 7), (101, 65), (259, 1), (129, 259)], ids=str)
 def test_odd_shapes(backend, shape, name):
     """Not of 4-bit codes, since two of them make a byte."""
@@ -105,7 +105,10 @@ def test_tokens_per_expert(backend, tokens, weights):
     ("tokens", "weights"),
     [
         *((tokens, {}) for tokens in (core.ROWS_MAX, core.ROWS_MAX + 1, 2 * core.ROWS_MAX + 1)),
-        *((core.ROWS_MAX + 1, WEIGHTS[name]) for name in ("int4-64", "b16", "all three", "nvfp4", "fp8", "awq-128")),
+        *(
+            (core.ROWS_MAX + 1, WEIGHTS[name])
+            for name in ("int4-64", "b16", "all three", "nvfp4", "fp8", "awq-128", "int8-row")
+        ),
     ],
     ids=str,
 )
@@ -153,7 +156,7 @@ def test_activations_router_weights_and_biases(backend, activation, router_weigh
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, dtype))
 
 
-OTHERS = ["int4-32", "int4-128", "b16", "all three", "nvfp4 divided", "mxfp8", "fp8-row", "gptq-64"]
+OTHERS = ["int4-32", "int4-128", "b16", "all three", "nvfp4 divided", "mxfp8", "fp8-row", "int8-64", "gptq-64"]
 
 
 @pytest.mark.cover("values")

@@ -58,6 +58,14 @@ def test_a_config_of_quark(tmp_path):
     SCHEMES["mxfp4 quark"].check(load(tmp_path, tensors, {"quantization_config": stated}), tensors, "model.layers.0")
 
 
+@pytest.mark.parametrize("key", ["situ_beta", "activation_situ_beta"])
+def test_an_activation_that_is_not_silu(tmp_path, key):
+    """Kimi-K3 has these names and weights, and a function of its own."""
+    tensors = SCHEMES["mxfp4 packed"].layer("language_model.model.layers.0")
+    with pytest.raises(FormatError, match=rf"{key} of config.json: expected none for this scheme, found 4.0"):
+        load(tmp_path, tensors, {"text_config": {key: 4.0}})
+
+
 # label: (tensor of expert 0, what it is instead, what the message must hold)
 REFUSED = {
     "FP6": ("gate_proj.weight", zeros("U8", 64, 72), ["weight_scale: shape: expected [64, 5]", "found [64, 3]"]),

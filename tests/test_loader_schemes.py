@@ -19,15 +19,37 @@ from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
-PER_EXPERT = [name for name, scheme in SCHEMES.items() if not scheme.stacked]
+#: Schemes that differ from another one in a name, or in the kind of a scale. What every scheme must do is asked of them in
+#: test_layers() alone, unless all cases run.
+VARIANTS = {
+    "bf16 w1",
+    "fp8 bf16",
+    "fp8 per matrix, inverse",
+    "fp8 per row, flat",
+    "fp8 w1",
+    "fp8 weight_scale",
+    "gptq w1",
+    "int4 w1",
+    "int8 groups",
+    "int8 packed per row",
+    "int8 per matrix",
+    "mxfp8 weight_scale",
+}
+CHOSEN = [pytest.param(name, marks=pytest.mark.exhaustive) if name in VARIANTS else name for name in SCHEMES]
+PER_EXPERT = [name for name in CHOSEN if not SCHEMES[name if isinstance(name, str) else name.values[0]].stacked]
 
 
-@pytest.fixture(params=SCHEMES)
+@pytest.fixture(params=CHOSEN)
 def scheme(request):
     return SCHEMES[request.param]
 
 
+def test_the_variants_are_schemes():
+    assert SCHEMES.keys() > VARIANTS
+
+
 @pytest.mark.cover("values")
+@pytest.mark.parametrize("scheme", SCHEMES, indirect=True)
 @pytest.mark.parametrize("prefix", ["", "model.", "language_model.model.", "model.language_model.", "thinker.model."])
 def test_layers(tmp_path, scheme, prefix):
     """Numbers, order and names of layers behind any prefix, and no loader but one that wants them."""

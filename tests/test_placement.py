@@ -18,7 +18,7 @@ from ktmoe import BF16 as B16
 from ktmoe import ExpertWeights, Matrix, MoELayer, backends, config, int4, set_num_threads
 from ktmoe._native import core
 from ktmoe.errors import InputError, OutOfMemoryError
-from ktmoe.layer import ROUTER_WEIGHTS
+from ktmoe.experts import ROUTER_WEIGHTS
 from ktmoe.machine import numa
 from ktmoe.weights.formats import FP8_PER_ROW, Factor, fp8, nvfp4
 from ktmoe.weights.order import ROWS

@@ -12,9 +12,10 @@ from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.reference import ROUTER_WEIGHTS, Reference, forward, round_bfloat16
 from ktmoe.weights.activation import SILU
-from ktmoe.weights.elements import E2M1, E5M2, INT4, UINT4, Element
+from ktmoe.weights.elements import E2M1, E5M2, INT4, INT8_PLUS_128, UINT4, Element
 from ktmoe.weights.formats import (
     BF16,
+    FP8_PER_MATRIX,
     FP8_PER_ROW,
     MXFP4,
     MXFP8,
@@ -25,6 +26,7 @@ from ktmoe.weights.formats import (
     ZeroPoint,
     fp8,
     int4,
+    int8,
     nvfp4,
     uint4,
 )
@@ -54,7 +56,11 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
 @pytest.mark.parametrize(
     ("format", "activations"),
     [(format, "bf16") for format in (int4(32), int4(64), BF16)]
-    + [(format, mode) for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED) for mode in ("int16", "int8")],
+    + [
+        (format, mode)
+        for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED, int8(), int8(64))
+        for mode in ("int16", "int8")
+    ],
     ids=lambda v: v if isinstance(v, str) else v.description,
 )
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
@@ -79,6 +85,10 @@ OTHERS = (
     fp8(block=(16, 16)),
     fp8("bf16", block=(16, 16)),
     FP8_PER_ROW,
+    FP8_PER_MATRIX,
+    int8(),
+    int8(16, "fp16", INT8_PLUS_128),
+    int8(16, "fp32", rows=16),
     WeightFormat(E5M2, factor=Factor(per_row=True, divides=True)),
     uint4(32, order=GPTQ, plus=1),
     int4(32, "fp16", GPTQ),

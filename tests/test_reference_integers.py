@@ -8,7 +8,8 @@ from rationals import bfloat16s, int8_step, quantised_by_rationals
 from reference_experts import BFLOAT16
 
 from ktmoe.reference import integer_unit, operand, round_bfloat16
-from ktmoe.weights.elements import E2M1, Element
+from ktmoe.weights import formats
+from ktmoe.weights.elements import E2M1, INT8, INT8_PLUS_128, Element
 from ktmoe.weights.formats import (
     BF16,
     FP8_PER_ROW,
@@ -165,5 +166,13 @@ def test_which_formats_have_integers():
         (MXFP8, None),
         (fp8("bf16"), None),
         (FP8_PER_ROW, None),
+        (formats.int8(), 1),
+        (formats.int8(32, "fp16", INT8_PLUS_128), 1),
+        (WeightFormat(INT8), 1),
+        (formats.int8(16), None),
+        (formats.int8(128, "fp32"), None),
+        (formats.int8(128, rows=128), None),
+        (WeightFormat(INT8, offset=Minimum(ue8m0)), None),
+        (WeightFormat(INT8, Scale("bf16", (1, 32)), Scale("bf16", (1, 256))), None),
     ):
         assert integer_unit(format) == unit

@@ -1,13 +1,12 @@
 """test_kt_kernel.py [pytest's arguments]: runs the tests that compare ktmoe with kt-kernel, which it installs in .venv-peers.
 
-And, as torch is there, those that need torch, also those against compressed-tensors' own writers. Ends well, and says why
-nothing was compared, where kt-kernel cannot be installed or does not start.
+And, as torch is there, those that need torch. Ends well, and says why nothing was compared, where kt-kernel cannot be installed
+or does not start.
 """
 
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ sys.path.insert(0, str(ROOT))
 from bench.peers import environments  # noqa: E402
 from bench.peers.peers import PEERS  # noqa: E402
 
-LOADERS = ("compressed_tensors", "fp8_per_row", "mxfp8", "nvfp4")
 TESTS = ("original", "test_sglang_layer.py", "test_torch.py", "test_compat_kt_kernel_torch.py")
 #: What prints its version if the extension for this CPU can be loaded.
 STARTS = "import importlib.metadata, kt_kernel; print(importlib.metadata.version('kt-kernel'), kt_kernel.__cpu_variant__)"
@@ -34,14 +32,11 @@ def main(arguments: list[str]) -> int:
     if started.returncode:
         return nothing(f"it does not start: {(started.stderr.strip().splitlines() or [f'exit code {started.returncode}'])[-1]}")
     print(f"ktmoe: comparing with kt-kernel {started.stdout.strip().splitlines()[-1]}", flush=True)
-    # whose own writers the loaders' tests use; they are skipped without it
-    subprocess.run([interpreter, "-m", "pip", "install", "-q", "compressed-tensors==0.20.0"], check=False)
-    loaders = [f"tests/test_loader_{name}.py::test_a_published_writer" for name in LOADERS]
     os.environ["KTMOE_TEST_KT_KERNEL"] = str(interpreter)
     # at the end, so that of what both environments have this one's counts
-    sys.path.append(sysconfig.get_path("purelib", "venv", {"base": str(interpreter.parents[1])}))
+    sys.path.append(str(environments.packages(environments.TORCH)))
     os.chdir(ROOT)
-    return pytest.main(["-q", "--exhaustive", *(f"tests/{name}" for name in TESTS), *loaders, *arguments])
+    return pytest.main(["-q", "--exhaustive", *(f"tests/{name}" for name in TESTS), *arguments])
 
 
 def nothing(reason: str) -> int:

@@ -1,4 +1,4 @@
-"""One virtual environment a peer, so that none meets another's dependencies."""
+"""Virtual environments of their own for what others wrote, so that none meets another's dependencies."""
 
 from __future__ import annotations
 
@@ -6,42 +6,85 @@ import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.peers.peers import Peer
-
 FOLDER = Path(__file__).resolve().parents[2] / ".venv-peers"
+#: Seconds that one pip command may take.
+PATIENCE = 600
 
 
 class SetUpError(Exception):
-    """A peer could not be installed."""
+    """An environment could not be made."""
 
 
-def python(peer: Peer, progress: Callable[[str], object], folder: Path = FOLDER) -> Path:
-    """The interpreter of a peer's environment, which is made if need be. Raises SetUpError with what pip said last."""
-    home = folder / peer.name
-    stamp, wanted = home / "installed", _fingerprint(peer)
+@dataclass(frozen=True)
+class Environment:
+    """name: of its folder. title: for messages. installs: pip's arguments, one command each. variables: for pip's builds.
+
+    base: an environment whose packages this one sees, too, so that large ones are installed once.
+    """
+
+    name: str
+    title: str
+    installs: tuple[tuple[str, ...], ...]
+    variables: dict[str, str] = field(default_factory=dict)
+    base: Environment | None = None
+
+
+#: What several share: torch, and what packages that use it need.
+TORCH = Environment(
+    "torch",
+    "torch",
+    (("numpy", "torch==2.13.0", "transformers==5.23.0", "safetensors", "gguf", "accelerate", "datasets", "scipy"),),
+)
+
+
+def python(environment: Environment, progress: Callable[[str], object], folder: Path = FOLDER) -> Path:
+    """The interpreter of an environment, which is made if need be. Raises SetUpError with what pip said last."""
+    home = folder / environment.name
+    stamp, wanted = home / "installed", _fingerprint(environment)
     interpreter = home / "bin" / "python"
+    if environment.base:
+        python(environment.base, progress, folder)
     if not (interpreter.exists() and stamp.exists() and stamp.read_text() == wanted):
-        progress(f"installing {peer.title}")
+        progress(f"installing {environment.title}")
         try:
             venv.create(home, clear=True, with_pip=True)
         except subprocess.CalledProcessError as error:
             raise SetUpError(f"{home}: could not be made a virtual environment with pip: {error}") from None
-        environment = os.environ | peer.environment | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-        for arguments in peer.installs:
-            command = [interpreter, "-m", "pip", "install", *arguments]
-            with (home / "install.log").open("a+") as log:
-                if subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode:
-                    log.seek(0)
-                    last = log.read().strip().splitlines()[-1:]
-                    raise SetUpError(f"pip install {' '.join(arguments)} failed: {''.join(last)} ({log.name})")
+        if environment.base:
+            (packages(environment, folder) / "base.pth").write_text(f"{packages(environment.base, folder)}\n")
+        variables = os.environ | environment.variables | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+        for arguments in environment.installs:
+            _install(interpreter, arguments, variables, home / "install.log")
         stamp.write_text(wanted)
     return interpreter
 
 
-def _fingerprint(peer: Peer) -> str:
+def packages(environment: Environment, folder: Path = FOLDER) -> Path:
+    """Where an environment's own packages are."""
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / environment.name)}))
+
+
+def _install(interpreter: Path, arguments: tuple[str, ...], variables: dict[str, str], file: Path) -> None:
+    what = f"pip install {' '.join(arguments)}"
+    with file.open("a+") as log:
+        command = [interpreter, "-m", "pip", "install", *arguments]
+        try:
+            done = subprocess.run(command, env=variables, stdout=log, stderr=log, check=False, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise SetUpError(f"{what} took more than {PATIENCE} seconds ({file})") from None
+        if done.returncode:
+            log.seek(0)
+            raise SetUpError(f"{what} failed: {''.join(log.read().strip().splitlines()[-1:])} ({file})")
+
+
+def _fingerprint(environment: Environment) -> str:
     """What an environment was made from: if it is another, the environment is made again."""
-    return hashlib.sha256(repr((sys.version_info[:2], peer.installs, peer.environment)).encode()).hexdigest()
+    made_from = (sys.version_info[:2], environment.installs, environment.variables)
+    base = _fingerprint(environment.base) if environment.base else ""
+    return hashlib.sha256((repr(made_from) + base).encode()).hexdigest()

@@ -35,14 +35,14 @@ ISAS = {
     "portable": Isa(100, kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32")),
     "avx2": Isa(
         200,
-        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "q4_int16", "q4_int8"),
+        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "q4_int16", "i8_int16", "q4_int8", "i8_int8"),
         flags=("-mavx2", "-mfma"),
         requires=("avx2", "fma"),
         implies=("portable",),
     ),
     "avx_vnni": Isa(
         210,
-        kernels=("q4_int16", "q4_int8"),
+        kernels=("q4_int16", "i8_int16", "q4_int8", "i8_int8"),
         flags=("-mavxvnni",),
         requires=("avx_vnni",),
         implies=("avx2",),
@@ -56,7 +56,7 @@ ISAS = {
     ),
     "avx512_vnni": Isa(
         260,
-        kernels=("q4_int8",),
+        kernels=("q4_int8", "i8_int8"),
         flags=("-mavx512bw", "-mavx512vnni"),
         requires=("avx512bw", "avx512_vnni"),
         implies=("avx512f",),

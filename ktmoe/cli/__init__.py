@@ -42,7 +42,8 @@ def _run(arguments: list[str]) -> int:
         return root.main(arguments, prog_name="ktmoe", standalone_mode=False) or 0
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "ktmoe"
-        return _fail(f"{error.format_message().rstrip('.')}; see {command} --help", error.exit_code)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        return _fail(f"{message}; see {command} --help", error.exit_code)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except click.Abort:  # what click makes of KeyboardInterrupt

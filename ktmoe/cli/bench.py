@@ -15,7 +15,6 @@ from ktmoe.cli import measuring, options, output, results, units
 from ktmoe.cli.measuring import Row, Subject
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights
-from ktmoe.inspection import top_k_of
 from ktmoe.machine import memory
 
 #: Tokens of a call.
@@ -40,13 +39,10 @@ reference. `ktmoe demo` compares all backends instead.
     "--experts", metavar="N", type=click.IntRange(1), help="The layer's first N; by default all, or 1 GB if synthetic."
 )
 @options.BACKEND
+@options.TOP_K
 @options.SECONDS
 @click.option(
-    "--output",
-    "file",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, writable=True),
-    help="Write a results file, if all is right.",
+    "--output", "file", metavar="FILE", type=click.Path(dir_okay=False), help="Write a results file, if all is right."
 )
 @options.JSON
 def command(
@@ -54,13 +50,14 @@ def command(
     layer: int | str | None,
     experts: int | None,
     backend: str,
+    top_k: int | None,
     seconds: float,
     file: str | None,
     as_json: bool,
 ) -> int:
     if file:
         results.check_writable(Path(file))  # before a minute of measuring
-    with progress_bar.steps() as step, _layer(model, layer, experts) as (loaded, top_k):
+    with progress_bar.steps() as step, _layer(model, layer, experts, top_k) as (loaded, top_k):
         table = _table(loaded, backend)
         with measuring.packed(loaded, backend, step) as packed:
             with step("measure the machine's limits"):
@@ -77,21 +74,25 @@ def command(
     else:
         console = measuring.console()
         console.print(measuring.table(rows))
-        lines = ["", measuring.describe(loaded, top_k), *measuring.notes(rows), *left_out]
+        lines = ["", measuring.describe(loaded, top_k), *measuring.notes(rows), *(f"not measured: {what}" for what in left_out)]
         measuring.print_text(console, lines + [row.wrong_words for row in rows if not row.right])
     return 0 if right else 1
 
 
 @contextmanager
-def _layer(model: str | None, layer: int | str | None, experts: int | None) -> Iterator[tuple[ExpertWeights, int]]:
+def _layer(
+    model: str | None, layer: int | str | None, experts: int | None, top_k: int | None
+) -> Iterator[tuple[ExpertWeights, int]]:
     """The experts to measure, and how many of them a token has."""
     if model is None:
-        yield synthetic.deepseek_v4_experts(num_experts=experts or _synthetic_experts()), measuring.TOP_K
+        made = synthetic.deepseek_v4_experts(num_experts=experts or _synthetic_experts())
+        yield made, min(top_k or measuring.TOP_K, made.num_experts)
         return
-    checkpoint, loaded = measuring.open_layer(Path(model).expanduser(), layer)
+    checkpoint, loaded, top_k = measuring.open_layer(Path(model).expanduser(), layer, top_k)
     with checkpoint:
-        top_k = top_k_of(checkpoint, loaded.num_experts)
-        yield (loaded.take(range(min(experts, loaded.num_experts))) if experts else loaded), top_k
+        if experts and experts < loaded.num_experts:
+            loaded = loaded.take(range(experts))
+        yield loaded, min(top_k, loaded.num_experts)
 
 
 def _synthetic_experts() -> int:
@@ -116,7 +117,7 @@ def _rows(subject: Subject, seconds: float) -> tuple[list[Row], list[str]]:
         expected = last.seconds * tokens / last.tokens if i else 0.0  # at most: more tokens share more weights
         if expected > LONGEST:
             rest = ", ".join(map(str, PREFILL[i:]))
-            return rows, [f"not measured: prefill of {rest} tokens: a call of {tokens} would take up to {expected:.0f} s"]
+            return rows, [f"prefill of {rest} tokens: a call of {tokens} would take up to {expected:.0f} s"]
         rows.append(subject.row("prefill", tokens, seconds, checked=1))
     return rows, []
 

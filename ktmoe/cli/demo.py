@@ -38,10 +38,11 @@ It is loaded, measured for decode and prefill, and checked against a float64 ref
 @click.option(
     "--experts", metavar="N", type=click.IntRange(1), default=32, show_default=True, help="Of the synthetic checkpoint."
 )
+@options.TOP_K
 @options.SECONDS
-def command(model: str | None, layer: int | str | None, experts: int, seconds: float) -> int:
+def command(model: str | None, layer: int | str | None, experts: int, top_k: int | None, seconds: float) -> int:
     with _signals_as_exit():
-        return run(model, layer, experts=experts, seconds=seconds)
+        return run(model, layer, top_k, experts=experts, seconds=seconds)
 
 
 @contextmanager
@@ -62,6 +63,7 @@ def _signals_as_exit() -> Iterator[None]:
 def run(
     model: str | None = None,
     layer: int | str | None = None,
+    top_k: int | None = None,
     *,
     experts: int = 32,
     hidden: int = 4096,
@@ -72,31 +74,33 @@ def run(
     """Print the table for a checkpoint's layer; 0 if every checked output is within its bound, else 1.
 
     model: the checkpoint, or None to write a synthetic one of `experts` experts of [intermediate, hidden] to a temporary
-    folder, which is removed whatever happens. layer: by default the model's first. seconds: to measure each row for.
+    folder, which is removed whatever happens. layer: by default the model's first. top_k: experts of a token, by default what
+    config.json says. seconds: to measure each row for.
     console: where the table goes; progress goes to stderr. Raises OutOfSpaceError, and what loading raises.
     """
     console = console or measuring.console()
     with progress_bar.steps() as step, tempfile.TemporaryDirectory(prefix="ktmoe-demo-") as folder:
         if model is None:
             _write(Path(folder), experts, hidden, intermediate, step)
-        _, loaded = measuring.open_layer(Path(model).expanduser() if model is not None else Path(folder), layer)
+        path = Path(model).expanduser() if model is not None else Path(folder)
+        _, loaded, top_k = measuring.open_layer(path, layer, top_k)
         tables = measure.backends_for(loaded)
         if not tables:
-            raise UnavailableError(f"{loaded.name}: no backend of this CPU can run {measuring.describe(loaded, TOP_K)}")
+            raise UnavailableError(f"{loaded.name}: no backend of this CPU can run {measuring.describe(loaded, top_k)}")
         rows = []
         for name, table in tables.items():
             with measuring.packed(loaded, name, step) as packed:
-                subject = measuring.Subject(loaded, packed, table.name, measure.Limits(packed, table), TOP_K, step)
+                subject = measuring.Subject(loaded, packed, table.name, measure.Limits(packed, table), top_k, step)
                 rows += [subject.row(work, tokens, seconds, checked) for work, tokens, checked in PHASES]
     console.print(measuring.table(rows))
-    measuring.print_text(console, _notes(loaded, rows, set(tables)))
+    measuring.print_text(console, _notes(loaded, top_k, rows, set(tables)))
     return 0 if all(row.right for row in rows) else 1
 
 
-def _notes(experts: ExpertWeights, rows: list[Row], measured: set[str]) -> list[str]:
+def _notes(experts: ExpertWeights, top_k: int, rows: list[Row], measured: set[str]) -> list[str]:
     notes = [
         "",
-        measuring.describe(experts, TOP_K),
+        measuring.describe(experts, top_k),
         *measuring.notes(rows),
     ]
     for name in backends.ranked():

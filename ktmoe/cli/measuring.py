@@ -16,9 +16,10 @@ from ktmoe import measure
 from ktmoe.cli import units
 from ktmoe.errors import MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.inspection import top_k_of
 from ktmoe.layer import MoELayer
 from ktmoe.limits import Limits
-from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 
 #: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
@@ -58,15 +59,18 @@ class Row:
         return f"WRONG: {name}: {tokens}: an output is off by {self.check.error:.3g} times its bound"
 
 
-def open_layer(path: Path, layer: int | str | None) -> tuple[Checkpoint, ExpertWeights]:
-    """A layer's experts, by default the first's. The checkpoint stays open: the reference reads the experts again."""
+def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[Checkpoint, ExpertWeights, int]:
+    """A layer's experts, by default the first's, and how many a token has, by default what config.json says.
+
+    The checkpoint stays open: the reference reads the experts again.
+    """
     checkpoint = Checkpoint(path)
-    loader = find_loader(checkpoint)
     if layer is None:
-        layer = next(iter(loader.layers(checkpoint)), None)
+        layer = next(iter(find_layers(checkpoint)), None)
         if layer is None:
             raise MissingTensorError(f"{path}: expected a layer with routed experts, found none")
-    return checkpoint, loader.load(checkpoint, layer)
+    experts = find_loader(checkpoint, layer=layer).load(checkpoint, layer)
+    return checkpoint, experts, top_k_of(checkpoint, experts.num_experts, top_k)
 
 
 @contextmanager

@@ -7,6 +7,9 @@ import click
 MODEL = click.argument("model", metavar="DIR")
 BACKEND = click.option("--backend", metavar="NAME", default="auto", help="By default the best that runs here.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, to stdout.")
+TOP_K = click.option(
+    "--top-k", metavar="K", type=click.IntRange(1), help="Experts of a token; by default what config.json says."
+)
 SECONDS = click.option(
     "--seconds", metavar="S", type=click.FloatRange(0, 3600), default=2.0, show_default=True, help="To measure each row for."
 )

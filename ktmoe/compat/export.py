@@ -8,15 +8,14 @@ rounded to float32 and then to bfloat16.
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ktmoe.compat import methods
+from ktmoe.compat.arguments import whole
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.experts import ExpertSpec
-from ktmoe.messages import show
 from ktmoe.weights.formats import WeightFormat
 
 
@@ -30,7 +29,7 @@ class Target:
     """
 
     def __init__(self, method: str, experts: ExpertSpec, ranks: int, w13, w13_scales, w2, w2_scales):
-        ranks = _whole("gpu_tp_count", ranks)
+        ranks = whole("gpu_tp_count", ranks)
         self._one = experts.part(ranks, "gpu_tp_count")
         _check(method, experts)
         self._dtype = methods.SERVED[method].scales
@@ -102,14 +101,7 @@ def _check(method: str, experts: ExpertSpec) -> None:
 
 def _addresses(name: str, given: Sequence[int], ranks: int) -> list[int]:
     """One a rank."""
-    addresses = [_whole(name, address) for address in given] if np.iterable(given) else []
+    addresses = [whole(name, address) for address in given] if np.iterable(given) else []
     if len(addresses) != ranks or not all(address > 0 for address in addresses):
         raise InputError(f"{name} must have {ranks} host addresses, one for each of gpu_tp_count, found {addresses or given}")
     return addresses
-
-
-def _whole(name: str, value) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InputError(f"{name} must be a whole number, found {show(value)}") from None

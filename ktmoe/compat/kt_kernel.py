@@ -7,9 +7,7 @@ says why); no layer loses what it deferred (deferral.py). extras/kt_kernel_shim 
 from __future__ import annotations
 
 import functools
-import operator
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ import numpy as np
 import ktmoe
 from ktmoe import forks
 from ktmoe.compat import masks, methods, weights
+from ktmoe.compat.arguments import count, nodes
 from ktmoe.compat.buffers import Key
 from ktmoe.compat.calls import Call, Loaded
 from ktmoe.compat.deferral import Pending
@@ -30,8 +29,7 @@ from ktmoe.compat.sides import side_of
 from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import SIZE_LIMIT, ExpertWeights
 from ktmoe.layer import MoELayer
-from ktmoe.machine import numa
-from ktmoe.messages import show
+from ktmoe.weights.formats import BF16
 
 __all__ = ["KTMoEWrapper", "generate_gpu_experts_masks"]
 
@@ -51,9 +49,10 @@ class KTMoEWrapper:
     max_deferred_experts_per_token: so many of a token's experts, those with the least weights, may be added to the next layer's
     result instead of this one's; 0 and None: none.
     method: a key of methods.SERVED, such as "MXFP4" (DeepSeek-V4), "RAWINT4" (compressed-tensors INT4), "FP8" (DeepSeek-V3) or
-    "BF16". UnavailableError says what the others lack.
+    "BF16". AMXINT4, AMXINT8, MOE_INT4 and MOE_INT8 round bfloat16 weights. UnavailableError says what the others lack.
     swiglu_limit: None = as the checkpoint says, 0 = no clamp. swiglu_alpha: not 0 = GPT-OSS's activation.
-    chunked_prefill_size, cpu_save and the arguments of mode "sft" are taken and change nothing.
+    chunked_prefill_size, cpu_save and the arguments of mode "sft", group_size and zero_point among them, are taken and change
+    nothing.
 
     Raises InputError (a ValueError) for a wrong mode or method and for arguments that do not fit.
     """
@@ -87,16 +86,16 @@ class KTMoEWrapper:
         swiglu_alpha: float = 0.0,
     ):
         methods.require(mode, method)
-        self.layer_idx = _count("layer_idx", layer_idx, 0)
-        self.num_experts = _count("num_experts", num_experts, most=SIZE_LIMIT)
-        self.num_experts_per_tok = _count("num_experts_per_tok", num_experts_per_tok)
+        self.layer_idx = count("layer_idx", layer_idx, 0)
+        self.num_experts = count("num_experts", num_experts, most=SIZE_LIMIT)
+        self.num_experts_per_tok = count("num_experts_per_tok", num_experts_per_tok)
         if self.num_experts_per_tok > self.num_experts:
             raise InputError(f"num_experts_per_tok must be at most num_experts {num_experts}, found {num_experts_per_tok}")
-        self.hidden_size = _count("hidden_size", hidden_size)
-        self.moe_intermediate_size = _count("moe_intermediate_size", moe_intermediate_size)
-        self.max_deferred_experts_per_token = _count("max_deferred_experts_per_token", max_deferred_experts_per_token or 0, 0)
+        self.hidden_size = count("hidden_size", hidden_size)
+        self.moe_intermediate_size = count("moe_intermediate_size", moe_intermediate_size)
+        self.max_deferred_experts_per_token = count("max_deferred_experts_per_token", max_deferred_experts_per_token or 0, 0)
         self.gpu_experts_mask = masks.make(
-            gpu_experts_mask, _count("num_gpu_experts", num_gpu_experts or 0, 0), self.num_experts
+            gpu_experts_mask, count("num_gpu_experts", num_gpu_experts or 0, 0), self.num_experts
         )
         self.num_gpu_experts = int(self.gpu_experts_mask.sum())
         self.weight_path = weight_path
@@ -107,7 +106,7 @@ class KTMoEWrapper:
         self.swiglu_limit = swiglu_limit
         self.swiglu_alpha = swiglu_alpha
         self._activation = weights.gated_activation(swiglu_limit, swiglu_alpha)
-        self._nodes = _nodes(_count("threadpool_count", threadpool_count), numa_nodes)
+        self._nodes = nodes(count("threadpool_count", threadpool_count), numa_nodes)
         if cpuinfer_threads is not None:
             ktmoe.set_num_threads(cpuinfer_threads)
         self._loaded: Loaded | None = None
@@ -147,9 +146,15 @@ class KTMoEWrapper:
             raise
 
     def load_weights_from_tensors(self, gate_proj, up_proj, down_proj, physical_to_logical_map_cpu=None) -> None:
-        """Pack bfloat16 matrices: gate and up [E, I, H], down [E, H, I]; method "BF16". The map as in load_weights()."""
-        if self.method != "BF16":
-            raise InputError(f"load_weights_from_tensors takes bfloat16 as it is: method must be 'BF16', found {self.method!r}")
+        """Pack bfloat16 matrices: gate and up [E, I, H], down [E, H, I]; the map as in load_weights().
+
+        method: "BF16", or one that rounds bfloat16, see methods.SERVED.
+        """
+        takes = [name for name, method in methods.SERVED.items() if method.fits(BF16)]
+        if self.method not in takes:
+            raise InputError(
+                f"load_weights_from_tensors takes bfloat16: method must be one of {', '.join(takes)}, found {self.method!r}"
+            )
         name = f"layer {self.layer_idx}"
         self._load(weights.from_tensors(gate_proj, up_proj, down_proj, self._activation, name), physical_to_logical_map_cpu)
 
@@ -209,7 +214,7 @@ class KTMoEWrapper:
         such buffers in kt-kernel.
         """
         loaded = self._require()
-        expert = _count("expert_id", expert_id, 0)
+        expert = count("expert_id", expert_id, 0)
         if expert >= self.num_experts:
             raise InputError(f"expert_id must be in [0, {self.num_experts}), found {expert}")
         pointers = w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs
@@ -228,7 +233,7 @@ class KTMoEWrapper:
     @staticmethod
     def set_capture_batch_sizes(capture_bs: Sequence[int]) -> None:
         """Batch sizes whose buffers are kept for good, at the same addresses."""
-        ENGINE.pool.captured = [_count("capture_bs", size) for size in capture_bs]
+        ENGINE.pool.captured = [count("capture_bs", size) for size in capture_bs]
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
@@ -266,6 +271,9 @@ class KTMoEWrapper:
         found, wanted = (experts.hidden, experts.intermediate), (self.hidden_size, self.moe_intermediate_size)
         if found != wanted:
             raise InputError(f"{experts.name}: hidden and intermediate size must be {wanted} as given, found {found}")
+        rule = methods.SERVED[self.method].rule
+        if rule is not None:
+            experts = rule.experts(experts)
         experts = experts.take(weights.physical_map(physical, self.num_experts, experts.num_experts))
         if self._activation is not None:
             experts = experts.with_activation(self._activation)
@@ -340,27 +348,3 @@ def _leave(model: tuple[str, int], layer: int, lease: weights.Lease | None) -> N
 def _write(layer: MoELayer, expert: int, target: Target) -> None:
     layer.export_expert(expert, len(target.parts), out=target.parts)
     target.finish()
-
-
-def _count(name: str, value, least: int = 1, most: int = sys.maxsize) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = least - 1
-    if not least <= count <= most:
-        upwards = f"{least} or more" if most == sys.maxsize else f"from {least} to {most}"
-        raise InputError(f"{name} must be a whole number, {upwards}, found {show(value)}")
-    return count
-
-
-def _nodes(count: int, wanted: Sequence[int] | None) -> list[int] | None:
-    """NUMA nodes for MoELayer, None for its default, all. A count above the number of nodes means all of them."""
-    there = sorted(numa.nodes())
-    if wanted is None:
-        return there[:count] if count < len(there) else None
-    if len(wanted) != count:
-        raise InputError(f"numa_nodes must have threadpool_count = {count} entries, found {list(wanted)}")
-    if len(wanted) > len(there):
-        wanted = [node for node in wanted if node in there]
-        return wanted if len(there) > 1 and wanted else None
-    return list(wanted)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe.errors import FormatError, InputError, UnavailableError
+from ktmoe.quantize.rows import AWAY_4, AWAY_8, EVEN_4, EVEN_8, Rule
 from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, WeightFormat, fp8, int4, nvfp4
 from ktmoe.weights.order import GPTQ
 
@@ -18,7 +19,9 @@ def _rawint4(found: WeightFormat) -> bool:
 
 
 def _gptq_int4(found: WeightFormat) -> bool:
-    return bool(found.scale) and found == int4(found.scale.extent[1], found.scale.kind, GPTQ)
+    if not found.scale:  # one group is the whole row
+        return found == int4(order=GPTQ)
+    return found == int4(found.scale.extent[1], found.scale.kind, GPTQ)
 
 
 def _fp8(found: WeightFormat) -> bool:
@@ -30,13 +33,19 @@ class Method:
     """wanted: what its experts' matrices are. fits: whether a format is that.
 
     exports: whether kt-kernel has host buffers for these weights. scales: what an item of their scale buffers is; None: there
-    are none.
+    are none. rule: how they are rounded when they are loaded; None: not at all.
     """
 
     wanted: str
     fits: Callable[[WeightFormat], bool]
     scales: np.dtype | None = None
     exports: bool = True
+    rule: Rule | None = None
+
+
+def _rounds(rule: Rule) -> Method:
+    """kt-kernel rounds the original's bfloat16 weights, and has no buffers for the result."""
+    return Method(f"bfloat16, to be rounded to {rule.format.description}", BF16.__eq__, exports=False, rule=rule)
 
 
 _FP32 = np.dtype(np.float32)
@@ -51,15 +60,14 @@ SERVED = {
     "GPTQ_INT4": Method("GPTQ's symmetric INT4", _gptq_int4, exports=False),
     "MXFP8": Method("E4M3 with a UE8M0 scale per 32", MXFP8.__eq__, np.dtype(np.uint8)),
     "NVFP4": Method("E2M1 with an E4M3 scale per 16 and an fp32 scale per tensor", _NVFP4.__contains__, arrays.BF16),
+    "AMXINT4": _rounds(EVEN_4),
+    "AMXINT8": _rounds(EVEN_8),
+    "MOE_INT4": _rounds(AWAY_4),
+    "MOE_INT8": _rounds(AWAY_8),
 }
-_ROWS = "symmetric integers with an fp32 scale per row, quantized or converted by kt-kernel"
 #: method -> the weights that ktmoe does not have yet.
 MISSING = {
-    "AMXINT4": f"4-bit {_ROWS}",
-    "AMXINT8": f"8-bit {_ROWS}",
     "LLAMAFILE": "GGUF",
-    "MOE_INT4": f"4-bit {_ROWS}",
-    "MOE_INT8": f"8-bit {_ROWS}",
     "SYCL_GPTQ_INT4": "GPTQ's symmetric INT4 on a SYCL device",
 }
 _SFT = ("AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")

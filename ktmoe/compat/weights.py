@@ -13,7 +13,7 @@ from ktmoe import arrays
 from ktmoe.compat.order import Order
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
-from ktmoe.loaders.base import Loader, find_loader
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
@@ -22,10 +22,9 @@ from ktmoe.weights.formats import BF16
 
 @dataclass
 class _Shared:
-    """A checkpoint, its loader, and how many leases it is held by."""
+    """A checkpoint, and how many leases it is held by."""
 
     checkpoint: Checkpoint
-    loader: Loader
     leases: int = 0
 
 
@@ -40,19 +39,14 @@ class Lease:
         with self.order:
             shared = self.leased.get(self._key)
             if shared is None:
-                checkpoint = Checkpoint(path)
-                try:
-                    shared = _Shared(checkpoint, find_loader(checkpoint))
-                except BaseException:
-                    checkpoint.close()
-                    raise
-                self.leased[self._key] = shared
+                shared = self.leased[self._key] = _Shared(Checkpoint(path))
             shared.leases += 1
         self._shared: _Shared | None = shared
 
     def experts(self, layer: int) -> ExpertWeights:
-        """A layer's experts, by the loader that is surest of the checkpoint."""
-        return self._shared.loader.load(self._shared.checkpoint, layer)
+        """A layer's experts, by the loader that is surest of it. Raises what find_loader() and its load() raise."""
+        checkpoint = self._shared.checkpoint
+        return find_loader(checkpoint, layer=layer).load(checkpoint, layer)
 
     def close(self) -> None:
         """A second call does nothing."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from ktmoe.errors import CheckpointError
 from ktmoe.loaders import naming
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
+#: Names of routed experts' tensors that no loader reads, what has them, and what to do.
+SCHEMES = {
+    re.compile(r"blk\.[0-9]+\.ffn_(?:gate|up|down)(?:_bwd)?_exps\.[0-9]+\.numa\.[0-9]+\.(?:weight|scale)"): (
+        "weights that kt-kernel has converted to tiles of its own kernels, cut for a number of NUMA nodes: "
+        "take the checkpoint that they were made from"
+    ),
+}
 #: What config.json's quant_method says where no loader reads it, and what its weights are.
 METHODS = {
     "aqlm": "codebooks of several levels",
-    "auto-round": "weights that Intel's AutoRound packs; its exports to GPTQ and AWQ are read",
+    "auto-round": "weights that AutoRound packs in another way than GPTQ's or AWQ's",
     "bitnet": "ternary weights",
     "bitsandbytes": "NF4, FP4 or INT8 with statistics of their own",
     "eetq": "INT8 in an order that its GPU kernels want",
@@ -39,6 +48,9 @@ def method(checkpoint: Checkpoint) -> str:
 
 def found(checkpoint: Checkpoint) -> str:
     """What the checkpoint holds instead of experts that a loader knows."""
+    for scheme, about in SCHEMES.items():
+        if name := next(filter(scheme.fullmatch, checkpoint.names()), None):
+            return f"{show(name)}, {about}"
     name = next((name for name in checkpoint.names() if ".experts." in name or ".experts_" in name), None)
     name = name or next((name for name in checkpoint.names() if "expert" in name and "shared" not in name), None)
     if name is None:

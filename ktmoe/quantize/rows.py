@@ -1,12 +1,14 @@
 """bfloat16 weights as symmetric integers of 8 or 4 bits, with one float32 scale for each row.
 
-A row's scale is s = max |w| / most in float32, most = 127 or 7. Its codes q are integers from -most to most, and q * s stands
-for w; docs/numerics.md says how far that can be from w. A row of zeros has the scale 0. The rules differ in what is near a tie:
+A row's scale s is its max |w| / most, most = 127 or 7. Its codes q are integers from -most to most, and q * s stands for w;
+docs/numerics.md says how far that can be from w. A row of zeros has the scale 0. The rules differ in the last bit of s and in
+what is near a tie. Operations are in float32 unless said otherwise:
 
-    EVEN_8   q = w * (1 / s) in float32, to the nearest integer, ties to even
-    EVEN_4   t = w * (16 / s) in float32, to the nearest integer, ties to even; q = t / 16, to the nearest, halves away from 0
-    AWAY_8   q = w / s in float32, to the nearest integer, halves away from 0
-    AWAY_4   q = w / s in float64, to the nearest integer, halves away from 0
+    EVEN_8   s = max |w| * (1 / 127); q = w * (1 / s), to the nearest integer, ties to even
+    EVEN_4   s = max |w| / 7; t = w * (16 / s), to the nearest integer, ties to even; q = t / 16, to the nearest, halves away
+             from 0
+    AWAY_8   s = max |w| / 127; q = w / s, to the nearest integer, halves away from 0
+    AWAY_4   s = max |w| / 7; q = w / s in float64, to the nearest integer, halves away from 0
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ _AT_ONCE = 2**16
 class Rule:
     """How rows are rounded.
 
-    format: what becomes of BF16. most: the largest code. nearest: (weights float32 [rows, k], scales float32 [rows, 1] above
-    0) -> codes, integers as floats; those beyond `most` are set to it.
+    format: what becomes of BF16. most: the largest code. scale: of each row's largest magnitude, float32.
+    nearest: (weights float32 [rows, k], scales float32 [rows, 1] above 0) -> codes, integers as floats; those beyond `most` are
+    set to it.
     """
 
     format: WeightFormat
     most: int
+    scale: Callable[[np.ndarray], np.ndarray]
     nearest: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
     def codes(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -43,7 +47,7 @@ class Rule:
         step = max(1, _AT_ONCE // k)
         for rows in (slice(first, first + step) for first in range(0, n, step)):
             exact = weights[rows].astype(np.float32)
-            scales[rows] = np.abs(exact).max(axis=1) / np.float32(self.most)
+            scales[rows] = self.scale(np.abs(exact).max(axis=1))
             of_rows = scales[rows, None]
             codes[rows] = np.clip(self.nearest(exact, np.where(of_rows == 0, np.float32(1), of_rows)), -self.most, self.most)
         return codes, scales
@@ -76,7 +80,7 @@ class Rule:
             return self.matrix(experts.matrix(expert, projection))
 
         sizes = experts.num_experts, experts.hidden, experts.intermediate
-        return ExpertWeights(*sizes, read, self.format, experts.activation, experts.name)
+        return ExpertWeights(*sizes, read, self.format, experts.activation, experts.name, experts.router_weight)
 
 
 def _even(weights: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -109,7 +113,7 @@ def _away(numbers: np.ndarray) -> np.ndarray:
     return np.copysign(np.floor(np.abs(numbers).astype(np.float64) + 0.5), numbers)
 
 
-EVEN_8 = Rule(int8(), 127, _even)
-EVEN_4 = Rule(int4(), 7, _even_in_sixteenths)
-AWAY_8 = Rule(int8(), 127, _away_from_zero)
-AWAY_4 = Rule(int4(), 7, _away_from_zero_in_float64)
+EVEN_8 = Rule(int8(), 127, lambda largest: largest * np.float32(1 / 127), _even)
+EVEN_4 = Rule(int4(), 7, lambda largest: largest / np.float32(7), _even_in_sixteenths)
+AWAY_8 = Rule(int8(), 127, lambda largest: largest / np.float32(127), _away_from_zero)
+AWAY_4 = Rule(int4(), 7, lambda largest: largest / np.float32(7), _away_from_zero_in_float64)

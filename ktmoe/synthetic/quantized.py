@@ -14,7 +14,7 @@ from ktmoe.loaders.naming import NUMBERED_STEMS, PROJ_STEMS
 from ktmoe.synthetic.files import Model, check, load, write
 from ktmoe.synthetic.models import bases, matrices
 from ktmoe.synthetic.tensors import Shaper, Tensor, codes, constant, factors, scales, zero_points
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8, int4, nvfp4, uint4
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, WeightFormat, fp8, int4, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ
 
 
@@ -111,6 +111,18 @@ def sevens(out: np.ndarray) -> None:
     out[:] = 0x77
 
 
+def _int8_config(strategy: str) -> dict[str, object]:
+    """compressed-tensors' W8A8, as llm-compressor writes it."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy}
+    weights |= {"group_size": 128} if strategy == "group" else {}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }
+    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "quantization_config": quantization}
+
+
 #: By the name that tables give the weights.
 PUBLISHED = {
     "FP8": Published(
@@ -189,6 +201,23 @@ PUBLISHED = {
         hidden=2048,
         intermediate=768,
         more=_G_IDX | {(".qzeros", "I32"): (lambda n, k: (k // 128, n // 8), lambda n, k: sevens)},
+    ),
+    "INT8 per row": Published(
+        "int8",
+        int8(),
+        {"codes": (".weight", "I8"), "factor": (".weight_scale", "BF16")},
+        _int8_config("channel"),
+        hidden=2048,
+        intermediate=768,
+        factor_shape=lambda n: (n, 1),
+    ),
+    "INT8 per group": Published(
+        "int8",
+        int8(128),
+        {"codes": (".weight", "I8"), "scales": (".weight_scale", "BF16")},
+        _int8_config("group"),
+        hidden=2048,
+        intermediate=768,
     ),
     "AWQ": Published(
         "awq",

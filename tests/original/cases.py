@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import rounding
 from helpers import BF16, random_experts
-from rounding import KT_KERNEL, Roundings
+from rounding import KT_KERNEL, ROW, Roundings
 
 from ktmoe import BF16 as B16
 from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, WeightFormat, int4, reference
+from ktmoe.quantize.rows import EVEN_4, EVEN_8, Rule
 from ktmoe.weights.elements import E2M1
 from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, fp8, nvfp4
 from ktmoe.weights.order import GPTQ
@@ -20,17 +21,17 @@ from ktmoe.weights.scales import Scale
 
 EXPERTS, HIDDEN, TOP_K = 8, 256, 4
 TOKENS = (1, 2, 7, 64, 200)
-MOST_TOKENS = max(TOKENS)
+MOST_TOKENS = -(-max(TOKENS) // 32) * 32  # some classes take no other number
 #: Scales for g and u of a few units, so that clamps at 1 or 2 have much to do.
 WIDE = (121, 125)
 
 
 @dataclass(frozen=True)
 class Format:
-    """kinds: kt-kernel's classes for it, the first one first that its wrapper takes, and where each rounds.
+    """kinds: kt-kernel's classes for it, as its wrapper prefers them on CPUs without AMX, and where each rounds.
 
     quantization: what its quant_config says. intermediate: a size that its classes take. theirs: the format that its loader
-    makes of these weights, where that rounds them.
+    makes of these weights, where that rounds them. rule: by which both round bfloat16 weights.
     """
 
     weights: WeightFormat
@@ -38,6 +39,7 @@ class Format:
     quantization: Mapping[str, object] = field(default_factory=dict)
     intermediate: int = 192
     theirs: WeightFormat | None = None
+    rule: Rule | None = None
 
 
 VNNI = Roundings(sums=True, int8_group=32)
@@ -57,7 +59,7 @@ FORMATS = {
     "BF16": Format(B16, {"AMXBF16_MOE": KT_KERNEL, "AVX2BF16_MOE": KT_KERNEL}),
     "FP8": Format(fp8(), {"AMXFP8_MOE": KT_KERNEL, "AVX2FP8_MOE": KT_KERNEL}, {"bits": 8, "group_size": 128}, 256),
     "FP8_PERCHANNEL": Format(FP8_PER_ROW, {"AMXFP8PerChannel_MOE": KT_KERNEL}, {"bits": 8, "per_channel": True}, 256),
-    "MXFP8": Format(MXFP8, {"AMXMXFP8_KGroup_MOE": KT_KERNEL, "AVX2MXFP8_MOE": KT_KERNEL}, {"bits": 8, "group_size": 32}),
+    "MXFP8": Format(MXFP8, {"AVX2MXFP8_MOE": KT_KERNEL, "AMXMXFP8_KGroup_MOE": KT_KERNEL}, {"bits": 8, "group_size": 32}),
     "NVFP4": Format(
         nvfp4(),
         {"AVX2MXFP4_MOE": KT_KERNEL},
@@ -74,9 +76,11 @@ FORMATS = {
         {"bits": 4, "group_size": 128},
         256,
     ),
+    "AMXINT8": Format(B16, {"AMXInt8_MOE": Roundings(sums=True, int8_group=ROW)}, intermediate=256, rule=EVEN_8),
+    "AMXINT4": Format(B16, {"AMXInt4_MOE": Roundings(sums=True, int8_group=ROW)}, intermediate=256, rule=EVEN_4),
 }
 #: Classes that load the expert of its own number into a slot, and leave those out that the map leaves out.
-IGNORES_MAP = {"AVX2FP8_MOE", "AVX2MXFP8_MOE", *FORMATS["GPTQ_INT4"].kinds}
+IGNORES_MAP = {"AVX2FP8_MOE", "AVX2MXFP8_MOE", *FORMATS["GPTQ_INT4"].kinds, "AMXInt8_MOE", "AMXInt4_MOE"}
 #: (method, class): a class may serve two methods.
 KINDS = [(name, kind) for name, format in FORMATS.items() for kind in format.kinds]
 
@@ -116,8 +120,8 @@ CASES = [
 
 
 @functools.cache
-def experts(name: str, clamps: str = "silu") -> ExpertWeights:
-    """What ktmoe loads."""
+def originals(name: str, clamps: str = "silu") -> ExpertWeights:
+    """What a checkpoint holds."""
     wide = {} if clamps == "silu" else {"scales": WIDE}
     rng, form = np.random.default_rng(len(name + clamps)), FORMATS[name]
     activation = CLAMPS[clamps].activation
@@ -125,8 +129,15 @@ def experts(name: str, clamps: str = "silu") -> ExpertWeights:
 
 
 @functools.cache
+def experts(name: str, clamps: str = "silu") -> ExpertWeights:
+    """What ktmoe computes with."""
+    rule = FORMATS[name].rule
+    return rule.experts(originals(name, clamps)) if rule else originals(name, clamps)
+
+
+@functools.cache
 def loaded(name: str, clamps: str = "silu") -> ExpertWeights:
-    """What kt-kernel's loader makes of these; the same, unless it rounds them."""
+    """What kt-kernel computes with: the same, unless its loader rounds it."""
     return as_theirs(experts(name, clamps), FORMATS[name].theirs)
 
 

@@ -7,7 +7,6 @@ from ktmoe._native import core
 
 #: CPU features that a class checks for itself when a layer is made: the extension has it on CPUs without them, too.
 REQUIRES = {
-    "AMXMXFP8_KGroup_MOE": "amx_tile",
     "AVXVNNI256GPTQInt4Packed_MOE": "avx_vnni",
     "AVXVNNI256GPTQInt4_MOE": "avx_vnni",
     "AVXVNNI256RawInt4_MOE": "avx_vnni",

@@ -15,6 +15,8 @@ from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.reference import Reference, dequantize, round_bfloat16
 from ktmoe.weights.activation import GatedActivation
 
+#: In place of a number of k: all of a row share an int8 scale.
+ROW = -1
 UNIT = 2.0**-24
 TINY = 2.0**-126
 #: kt-kernel's exp is 2**n * p(f), |f| <= 1/2, p of degree 5: at most 3.5e-6 = 2**-18.1 off, and six float32 roundings.
@@ -27,7 +29,7 @@ ACTIVATION_ROUNDINGS = 5
 
 @dataclass(frozen=True)
 class Roundings:
-    """sums: whether g, u and d are kept as bfloat16 (h always is). int8_group: of how many k of x and h one int8 scale is.
+    """sums: whether g, u and d are kept as bfloat16 (h always is). int8_group: of how many k of x and h one int8 scale is; ROW.
 
     clamps_below: whether the gate's clamp has a lower end, too, which kt-kernel's has with an alpha.
     """
@@ -115,7 +117,7 @@ def _rounded(v, eps, exact: bool):
 def _int8(a, eps, group: int, exact: bool):
     """Each group of k as integers of 8 bits times its maximum / 127; the quotient is a float32 product: near ties may flip."""
     shape = a.shape
-    a, eps = (v.reshape(len(a), -1, group) for v in (a, eps))
+    a, eps = (v.reshape(len(a), -1, shape[1] if group == ROW else group) for v in (a, eps))
     most = (np.abs(a) + eps).max(axis=2, keepdims=True) / 127
     certain = (np.abs(a) - eps).max(axis=2, keepdims=True) / 127 == most
     step = np.where(most > 0, most, 1.0)

@@ -7,12 +7,10 @@ import pytest
 import rounding
 from cases import (
     CASES,
-    CLAMPS,
     EXPERTS,
     FORMATS,
     IGNORES_MAP,
     KINDS,
-    MOST_TOKENS,
     MOVED,
     ON_GPU,
     TOP_K,
@@ -23,29 +21,14 @@ from cases import (
     forward,
     loaded,
 )
+from classes import IDENTITY, given, made, need, saved
 from helpers import BF16, random_experts
-from original import Original, exported, needed, sizes
+from original import exported, needed, sizes
 
-from ktmoe import MXFP4, ExpertWeights, MoELayer
+from ktmoe import MXFP4, MoELayer
 
 pytestmark = needed
-IDENTITY = np.arange(EXPERTS)
 CLASSES = [(name, kind, clamps) for name, kind in KINDS for of, clamps in CASES if of == name]
-
-
-def made(weights: ExpertWeights, name: str, kind: str, clamps: str = "silu", **options) -> Original:
-    """kt-kernel with these experts as its layer "layer"."""
-    original = Original(weights)
-    sizes = [EXPERTS, TOP_K, weights.hidden, weights.intermediate]
-    keywords = {"mask": ON_GPU, "logical": IDENTITY, "most_tokens": MOST_TOKENS} | options
-    limits = {"limit": CLAMPS[clamps].limit, "alpha": CLAMPS[clamps].alpha}
-    original.layer(name="layer", kind=kind, sizes=sizes, quantization=dict(FORMATS[name].quantization), **limits, **keywords)
-    return original
-
-
-def need(exists: set[str], kind: str) -> None:
-    if kind not in exists:
-        pytest.skip(f"this CPU lacks what kt-kernel's {kind} needs")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +38,7 @@ def theirs(exists, tmp_path_factory):
     def run(name, kind, clamps):
         need(exists, kind)
         if (case := (name, kind, clamps)) not in done:
-            original = made(loaded(name, clamps), *case)
+            original = made(given(name, clamps), *case, **saved(name, tmp_path_factory.mktemp("saved")))
             for part, (x, ids, weights) in enumerate(batches()):
                 original.forward(layer="layer", x=x, ids=ids, weights=weights, out=str(part))
             answer = original.run(tmp_path_factory.mktemp("forward"))
@@ -117,7 +100,7 @@ def test_a_map(exists, tmp_path, name, kind):
     """Which expert of the checkpoint is in a slot. Some classes ignore it, and have each in its own."""
     need(exists, kind)
     batch, moved = batches()[1], loaded(name).take(MOVED)
-    original = made(loaded(name), name, kind, logical=MOVED)
+    original = made(given(name), name, kind, logical=MOVED, **saved(name, tmp_path))
     original.forward(layer="layer", **dict(zip(("x", "ids", "weights"), batch, strict=True)), out="y")
     y = original.run(tmp_path)["y"].view(BF16)
     weights = loaded(name) if kind in IGNORES_MAP else moved

@@ -9,7 +9,7 @@ import pytest
 import rounding
 from cases import EXPERTS, FORMATS, HIDDEN, IGNORES_MAP, MOST_TOKENS, MOVED, ON_GPU, TOP_K, as_theirs
 from helpers import BF16
-from original import BUFFERS, Original, exported, needed, sizes
+from original import BUFFERS, Original, exported, needed, sizes, stored
 
 from ktmoe import ExpertWeights, MoELayer, load_experts, reference, synthetic
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
@@ -26,6 +26,8 @@ WRITERS = {
     "MXFP8": synthetic.write_mxfp8,
     "NVFP4": synthetic.write_nvfp4,
     "GPTQ_INT4": synthetic.PUBLISHED["GPTQ symmetric"].write,
+    "AMXINT8": synthetic.write_qwen3,
+    "AMXINT4": synthetic.write_qwen3,
 }
 #: swiglu_limit and swiglu_alpha of the checkpoints that have them.
 LIMITS = {"MXFP4": (10.0, 0.0), "MXFP8": (7.0, 1.702)}
@@ -75,11 +77,16 @@ def test_wrappers_agree(exists, tmp_path, method):
     logical = np.arange(EXPERTS) if kind in IGNORES_MAP else MOVED
     shape = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": form.intermediate, "top_k": TOP_K}
     WRITERS[method](folder, layers=LAYERS, **shape)
-    layers = [load_experts(folder, layer).take(logical) for layer in range(LAYERS)]
+    layers = [load_experts(folder, layer) for layer in range(LAYERS)]
     roundings, original, calls = replace(form.kinds[kind], clamps_below=LIMITS.get(method, (0, 0))[1] > 0), Original(), []
     original.environment(variables=ENVIRONMENT.get(method, {}))
-    for layer in range(LAYERS):
-        original.wrapper(name=str(layer), mask=ON_GPU, logical=logical, **wrapper_keywords(method, folder, layer))
+    for layer, weights in enumerate(layers):
+        keywords = wrapper_keywords(method, folder, layer)
+        if form.rule:  # which its wrapper applies to tensors alone
+            original.arrays |= {f"{layer} {name.split()[0]}": array for name, array in stored(weights).items()}
+            keywords |= {"tensors": str(layer), "weight_path": str(tmp_path / "saved")}
+        original.wrapper(name=str(layer), mask=ON_GPU, logical=logical, **keywords)
+    layers = [(form.rule.experts(weights) if form.rule else weights).take(logical) for weights in layers]
     original.capture(sizes=CAPTURED)
     for step, tokens in enumerate((17, 1, 2, 1, 3, 1)):
         for layer in range(LAYERS):
@@ -144,6 +151,16 @@ def assert_exports(wrapper: KTMoEWrapper, expert: int, parts: int, wanted: dict[
     wrapper.sync_write_weight_scale_to_buffer()
     for name, array in wanted.items():
         assert np.array_equal(buffers[name], array), name
+
+
+@pytest.mark.parametrize("method", ["MOE_INT8", "MOE_INT4"])
+def test_methods_that_its_wheel_has_no_class_for(tmp_path, method):
+    """These are classes of builds for other CPUs."""
+    original = Original()
+    original.wrapper(name="wrapper", mask=ON_GPU, **wrapper_keywords("BF16", tmp_path, 0) | {"method": method})
+    kind, message = original.run(tmp_path)["wrapper"]
+    assert kind == "RuntimeError"
+    assert "backend not available" in message
 
 
 @pytest.mark.parametrize("number", [-1, 0, 1, 5, 23, 24, 25])

@@ -67,8 +67,13 @@ class Session:
     def classes(self, out: str) -> None:
         self.answer[out] = np.array([name for name in dir(kt_kernel_ext.moe) if name.endswith("_MOE")])
 
-    def layer(self, name, kind, sizes, most_tokens, quantization, mask, logical, parts=1, limit=0.0, alpha=0.0) -> None:
-        """sizes: experts, experts of a token, hidden, intermediate. quantization: what quant_config says."""
+    def layer(
+        self, name, kind, sizes, most_tokens, quantization, mask, logical, parts=1, limit=0.0, alpha=0.0, rounded=None
+    ) -> None:
+        """sizes: experts, experts of a token, hidden, intermediate. quantization: what quant_config says.
+
+        rounded: None, or a folder: codes are bfloat16, which the class rounds when it loads them, and saves there.
+        """
         a, cpu = self.arrays, self.pool(parts)
         on_gpu, logical = torch.from_numpy(a[mask]), torch.from_numpy(a[logical])
         config = kt_kernel_ext.moe.MOEConfig(*sizes, on_gpu.data_ptr())
@@ -76,8 +81,13 @@ class Session:
         config.swiglu_limit, config.swiglu_alpha = limit, alpha
         for projection in PROJECTIONS:
             codes, scales = (a.get(f"{projection} {what}") for what in ("codes", "scales"))
+            if rounded is not None:
+                setattr(config, f"{projection}_proj", codes.ctypes.data)
+                continue
             setattr(config, f"{projection}_projs", [pointers(codes)])
             setattr(config, f"{projection}_scales", [[0] * len(codes) if scales is None else pointers(scales)])
+        if rounded is not None:
+            config.save, config.load, config.path = True, False, rounded
         for key, value in quantization.items():
             setattr(config.quant_config, key, value)
         config.quant_config.zero_point = False
@@ -120,15 +130,21 @@ class Session:
     def environment(self, variables) -> None:
         os.environ.update(variables)
 
-    def wrapper(self, name, logical=None, mask=None, **keywords) -> None:
-        """Its KTMoEWrapper, loaded from files. An exception of the constructor is an answer."""
+    def wrapper(self, name, logical=None, mask=None, tensors=None, **keywords) -> None:
+        """Its KTMoEWrapper, loaded from files, or from the arrays "{tensors} gate" and so on.
+
+        An exception of the constructor is an answer.
+        """
         mask = None if mask is None else torch.from_numpy(self.arrays[mask])
         try:
             wrapper = kt_kernel.KTMoEWrapper(gpu_experts_mask=mask, **keywords)
         except Exception as error:
             self.answer[name] = np.array([type(error).__name__, str(error)])
             return
-        if logical is not None:
+        if tensors is not None:
+            given = [tensor(self.arrays[f"{tensors} {projection}"]) for projection in PROJECTIONS]
+            wrapper.load_weights_from_tensors(*given, torch.from_numpy(self.arrays[logical]))
+        elif logical is not None:
             wrapper.load_weights(torch.from_numpy(self.arrays[logical]))
         self.layers[name] = wrapper
 

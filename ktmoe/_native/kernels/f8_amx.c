@@ -5,8 +5,8 @@
  */
 #include <immintrin.h>
 
-#include "kernels/common/e4m3_bf16.h"
 #include "kernels/common/byte_layout.h"
+#include "kernels/common/e4m3_bf16.h"
 #include "kernels/common/isa.h"
 #include "kernels/common/tile.h"
 #include "kernels/common/ue8m0_fold.h"

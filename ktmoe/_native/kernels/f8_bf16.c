@@ -5,8 +5,8 @@
  * LAYOUT      pack/f8.c. A vector of codes is 4 k of 16 columns; the lower and the upper bytes of its words are the k-pairs.
  */
 #include "kernels/common/bf16.h"
-#include "kernels/common/e4m3_bf16.h"
 #include "kernels/common/byte_layout.h"
+#include "kernels/common/e4m3_bf16.h"
 #include "kernels/common/isa.h"
 #include "kernels/common/ue8m0_fold.h"
 

@@ -3,8 +3,8 @@
  *
  * LAYOUT      pack/f8.c. A code dword holds 4 k of one column, in its bytes k0 k2 k1 k3.
  */
-#include "kernels/common/f32.h"
 #include "kernels/common/byte_layout.h"
+#include "kernels/common/f32.h"
 #include "kernels/common/isa.h"
 
 typedef char table;

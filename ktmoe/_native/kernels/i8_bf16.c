@@ -25,7 +25,10 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
 #define I8_ROWS rows_bf16
 #include "kernels/common/i8_ways.h"
 
+FUNCTIONS(panel, PANEL)
+
 const kt_kernel KT_NAME(i8_bf16)[] = {
     I8_WAYS,
+    {I8, .scale = "panel", PER_BLOCKS, SERVED_BY(panel)},
     {0},
 };

@@ -23,7 +23,10 @@ INLINE u32v decode(const place *p, const int v, const int k, const scaling how, 
 #define I8_ROWS rows_f32
 #include "kernels/common/i8_ways.h"
 
+FUNCTIONS(panel, PANEL)
+
 const kt_kernel KT_NAME(i8_f32)[] = {
     I8_WAYS,
+    {I8, .scale = "panel", PER_BLOCKS, SERVED_BY(panel)},
     {0},
 };

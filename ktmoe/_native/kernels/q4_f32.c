@@ -52,7 +52,9 @@ typedef struct fold {
     f32v offset[4]; /* of nibbles at bits 0, 4, 8, 12 */
 } fold;
 
-INLINE u32v at_bit(const u32v codes, const int bit) { return replace_bits(codes, 15u << bit, (uint32_t)(127 + 23 - bit) << 23); }
+INLINE u32v at_bit(const u32v codes, const int bit) {
+    return replace_bits(codes, 15u << bit, (uint32_t)(127 + 23 - bit) << 23);
+}
 
 INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
     const u32v z = load_zero_points(header, v, how);

@@ -1,4 +1,4 @@
-/* q4 with VPMADDWD or VPDPWSSD: codes stand for small integers, x for 16-bit ones; see int16_rows.h and panel.h.
+/* q4 with VPMADDWD or VPDPWSSD: codes stand for small integers, x for 16-bit ones; see int16.h and panel.h.
  *
  * DEFINITION  for each 32 k: sum of (whole[code] + 16) * q, begun at -16 * sum of q, exact in int32;
  *             out = fma(sum * (scale of x * unit), scale, out): sum is exact in fp32, since 32 * 16 * 32640 < 2^24, and
@@ -7,32 +7,14 @@
  *             two k-pairs, one of them in the lower, one in the upper bytes of its words. Bytes that are not negative become
  *             words by one instruction.
  */
-#include "kernels/common/int16_rows.h"
+#include "kernels/common/int16.h"
 #include "kernels/common/isa.h"
 #include "kernels/common/q4_layout.h"
-
-enum {
-    STEP_K = 2,
-    DECODE_K = 256, /* a strip is 16 KiB */
-    IN_PLACE = 0,
-    BY_VECTOR = 1,
-    HOLD_TOTALS = 0,
-    HOLD_HALVES = 0,
-    BLOCK_SUMS = 1,
-    TILE_ROWS = 6, /* x 2 vectors = 12 accumulators of 16 */
-    TILE_VECTORS = 2,
-    FEW_ROWS = 2, /* from 3 on, decoding once is faster */
-    FEW_MAX = FEW_ROWS,
-};
-
-#define PASSES(P) P(1, 8) P(2, 4)
 
 typedef struct table {
     __m256i whole;
     float unit;
 } table;
-typedef char fold;
-typedef i32v sums;
 
 INLINE table load_table(const kt_dot *a, const scaling how) {
     (void)how;
@@ -46,32 +28,13 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
     (void)how, (void)f;
     const u32v codes = load_u32(codes_at(p, v));
     const u32v nibbles = (pair % 2 ? codes >> 4 : codes) & 0x0F0F0F0F;
-    const __m256i whole = _mm256_shuffle_epi8(t->whole, (__m256i)nibbles);
-    return (u32v)(pair < 2 ? _mm256_and_si256(whole, _mm256_set1_epi16(0xFF)) : _mm256_srli_epi16(whole, 8));
+    return bytes_of_words((u32v)_mm256_shuffle_epi8(t->whole, (__m256i)nibbles), pair >= 2);
 }
 
-INLINE const int16_block *tail(const void *x, const size_t k, const size_t block) {
-    return (const int16_block *)((const int16_t *)x + k) + block;
-}
-
-INLINE sums start(const void *x, const size_t k, const size_t block) {
-    return (sums)_mm256_set1_epi32(tail(x, k, block)->minus_16_sums);
-}
-
-INLINE sums dot(const sums sum, const u32v w, const u32v x) {
-#if defined __AVXVNNI__
-    return (sums)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-#else
-    return sum + (i32v)_mm256_madd_epi16((__m256i)w, (__m256i)x);
-#endif
-}
+INLINE sums start(const void *x, const size_t k, const size_t block) { return minus_16_sums(x, k, block); }
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const table *t) {
     return splat(tail(x, k, block)->scale) * t->unit;
-}
-
-INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v out) {
-    return multiply_add(__builtin_convertvector(sum, f32v) * of_x, scale, out);
 }
 
 #include "kernels/loops/panel.h"

@@ -18,9 +18,9 @@
 
 /* Without VPDPBUSD, sums are kept in words. Rows and kernels have to agree on that. */
 #if defined __AVX512VNNI__ || defined __AVXVNNI__
-enum { SUMS_OF_WORDS = 0 };
+#define SUMS_OF_WORDS 0
 #else
-enum { SUMS_OF_WORDS = 1 };
+#define SUMS_OF_WORDS 1
 #endif
 
 /* What a row of int8 has for each 32 k behind its integers. start: minus 16 times the sum of the 32 integers; or, in words, that of

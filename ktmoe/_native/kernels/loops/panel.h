@@ -53,6 +53,9 @@ _Static_assert(TILE_ROWS <= 12, "TILE() has a case for each number of rows");
 _Static_assert(STRIPS == 1 || !IN_PLACE, "packed weights in place are one strip");
 _Static_assert(DECODE_K % KT_SCALE_GROUP_MAX == 0, "a scale group is not cut");
 
+/* Whether out is added up from sums that are finished apart: those of scale groups, or of blocks that x has scales for. */
+INLINE int has_sums(const scaling how) { return BLOCK_SUMS || in_groups(how); }
+
 /* Blocks behind one header: of UE8M0 always one. */
 INLINE size_t blocks_per_header(const kt_dot *a, const scaling how) {
     if (kind_of(how) == NONE) return BLOCKS;
@@ -85,7 +88,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
         x[i] = a->x[first + i];
         for (int v = 0; v < vectors; v++) {
             sum[i][v] = start(x[i], a->k, 0);
-            if (in_groups(how)) store_f32(OUT(i, v), splat(0));
+            if (has_sums(how)) store_f32(OUT(i, v), splat(0));
         }
     }
     const size_t per = blocks_per_header(a, how), bytes = header_bytes(how);
@@ -100,7 +103,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
         const size_t blocks = least(per, (a->k - k) / KT_BLOCK);
         for (size_t b = 0; b < blocks; b++, k += KT_BLOCK) {
             for (int half = 0; half < halves(how); half++) {
-                if (in_groups(how) && (BLOCK_SUMS || how & HALVES || !b))
+                if (has_sums(how) && (BLOCK_SUMS || how & HALVES || !b))
                     for (int i = 0; i < rows; i++)
                         for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_BLOCK);
                 const int octets = KT_BLOCK / 8 / halves(how);
@@ -129,7 +132,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                         __asm__ volatile("" : : : "memory"); /* x is broadcast again, so that sums keep their registers */
                     }
                 }
-                if (!in_groups(how) || (!BLOCK_SUMS && !(how & HALVES) && b + 1 < blocks)) continue;
+                if (!has_sums(how) || (!BLOCK_SUMS && !(how & HALVES) && b + 1 < blocks)) continue;
                 f32v of_x[FEW_ROWS];
                 for (int i = 0; i < rows; i++) of_x[i] = factor(x[i], a->k, k / KT_BLOCK, &t);
                 for (int v = 0; v < vectors; v++) {
@@ -140,7 +143,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
             w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
         }
     }
-    for (int i = 0; !in_groups(how) && i < rows; i++)
+    for (int i = 0; !has_sums(how) && i < rows; i++)
         for (int v = 0; v < vectors; v++) store_f32(OUT(i, v), (f32v)sum[i][v]);
 #undef OUT
 #undef FETCH
@@ -191,7 +194,7 @@ INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict w, const size_
         if (b % per == 0) {
             header = w;
             w += header_bytes(how);
-            for (int half = 0; half < halves(how) && in_groups(how); half++)
+            for (int half = 0; half < halves(how) && has_sums(how); half++)
                 for (int v = 0; v < VECTORS; v++)
                     store_f32(to->scale[b / per * halves(how) + half] + v * LANES, load_scales(header, v, half, how));
         }
@@ -244,15 +247,15 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
     sums sum[TILE_ROWS][TILE_VECTORS];
     f32v total[TILE_ROWS][TILE_VECTORS];
     for (int i = 0; i < rows; i++) {
-        for (int v = 0; in_groups(how) && hold && v < vectors; v++)
+        for (int v = 0; has_sums(how) && hold && v < vectors; v++)
             total[i][v] = k0 ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
         x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
-        for (int v = 0; !in_groups(how) && v < vectors; v++)
+        for (int v = 0; !has_sums(how) && v < vectors; v++)
             sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0);
     }
     for (size_t p = 0; p < pieces;) {
         const size_t last = least(p + per, pieces), block = k0 / KT_BLOCK + p / halves(how);
-        for (int i = 0; in_groups(how) && i < rows; i++)
+        for (int i = 0; has_sums(how) && i < rows; i++)
             for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block);
 #pragma GCC unroll 2
         for (size_t step = p * piece; step < last * piece; step++) {
@@ -267,7 +270,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
                 for (int v = 0; v < vectors; v++) sum[i][v] = dot(sum[i][v], ws[v], xs);
             }
         }
-        if (in_groups(how)) {
+        if (has_sums(how)) {
             const size_t group = BLOCK_SUMS ? p / blocks_per_header(a, how) : p / per;
             for (int v = 0; v < vectors; v++) {
                 const f32v scale = load_f32(s->scale + group * KT_PANEL + (v0 + v) * LANES);
@@ -284,9 +287,9 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
         }
         p = last;
     }
-    for (int i = 0; (!in_groups(how) || hold) && i < rows; i++)
+    for (int i = 0; (!has_sums(how) || hold) && i < rows; i++)
         for (int v = 0; v < vectors; v++)
-            store_f32(out + i * KT_PANEL + v * LANES, in_groups(how) ? total[i][v] : (f32v)sum[i][v]);
+            store_f32(out + i * KT_PANEL + v * LANES, has_sums(how) ? total[i][v] : (f32v)sum[i][v]);
 }
 
 #define TILE(rows)                                                                          \

@@ -1,0 +1,166 @@
+"""`ktmoe bench` at small sizes: what it prints, the results file that it writes, and what it leaves out."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bench import results_file
+from ktmoe import MoELayer, backends, cli, measure, synthetic
+from ktmoe.backends.base import Backend
+from ktmoe.cli import bench
+from ktmoe.machine import memory
+
+PREFILL_TOKENS = 12
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Few calls, of a small layer."""
+    made = functools.partial(synthetic.deepseek_v4_experts, hidden=64, intermediate=96)
+    monkeypatch.setattr(synthetic, "deepseek_v4_experts", made)
+    monkeypatch.setattr(bench, "DECODE", (1, 3))
+    monkeypatch.setattr(bench, "PREFILL", (PREFILL_TOKENS,))
+    monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(measure, "settled", measure.Limits)
+
+
+@pytest.fixture
+def run(capsys):
+    """A function that gives (exit status, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = cli.main(["bench", "--seconds", "0", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_json_and_the_results_file(run, tmp_path):
+    file = tmp_path / "results.toml"
+    status, out, err = run("--experts", 8, "--json", "--output", file)
+    assert (status, err) == (0, "")
+    data = json.loads(out)
+    layer, calls = data["layer"], data["calls"]
+    assert [(call["work"], call["tokens"]) for call in calls] == [("decode", 1), ("decode", 3), ("prefill", PREFILL_TOKENS)]
+    with MoELayer(synthetic.deepseek_v4_experts(num_experts=8)) as packed:
+        assert (layer["backend"], layer["activations"], layer["rounding"]) == (packed.backend, packed.activations, "exact")
+        assert (layer["model"], layer["weights"], layer["experts"], layer["top_k"]) == ("V4-Flash", "MXFP4", 8, 6)
+        for call in calls:
+            assert call["tokens_s"] == pytest.approx(call["tokens"] / call["ms"] * 1e3)
+            # six of eight experts a token: a call reads at least those of one token, at most all
+            read = call["gb_s"] * 1e9 * call["ms"] / 1e3
+            assert packed.nbytes * 6 / 8 * (1 - 1e-6) <= read <= packed.nbytes * (1 + 1e-6)
+            flops = call["tokens"] * 6 * 2 * 3 * 64 * 96
+            assert call["gflop_s"] == pytest.approx(flops / (call["ms"] / 1e3) / 1e9)
+            assert 0 <= call["error_of_bound"] <= 1
+            assert call["right"]
+    assert data["not_measured"] == []
+    written = results_file.read(file).data
+    assert written["source"] == "ktmoe bench"
+    assert written["cpu"] == data["cpu"]
+    (entry,) = written["layer"]
+    assert {name: entry[name] for name in entry if name not in ("decode", "prefill")}.items() <= layer.items()
+    for work in ("decode", "prefill"):
+        of_work = [call for call in calls if call["work"] == work]
+        for call, kept in zip(of_work, entry[work], strict=True):
+            assert kept == pytest.approx({name: call[name] for name in kept}, rel=1e-3)
+    (limits,) = data["limits"]
+    assert written["limits"]["read_gb_s"] == pytest.approx(limits["read_gb_s"], rel=1e-3)
+    assert written["limits"]["multiply_gflop_s"] == pytest.approx({limits["isa"]: limits["multiply_gflop_s"]}, rel=1e-3)
+
+
+def test_text_of_a_checkpoint(run, tmp_path):
+    model = tmp_path / "model"
+    synthetic.write_deepseek_v4(model, num_experts=7, hidden=64, intermediate=32, layers=2, mtp_layers=1, top_k=2)
+    file = tmp_path / "results.toml"
+    status, out, err = run(model, "--layer", "mtp.0", "--backend", "fp32_lut", "--output", file)
+    assert (status, err) == (0, "")
+    assert "\x1b" not in out
+    assert "mtp.0.ffn.experts: 7 experts of 64 x 32, E2M1 with ue8m0 scales per 1x32, " in out
+    assert ", top-2\n" in out
+    assert "this machine: " in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("fp32_lut ")]
+    assert [row[1] for row in rows] == ["1", "3", str(PREFILL_TOKENS)]
+    (entry,) = results_file.read(file).entries("layer")
+    assert (entry["model"], entry["backend"], entry["experts"]) == ("model", "fp32_lut", 7)
+    status, out, _ = run(model, "--experts", 3, "--top-k", 5, "--json")
+    assert (status, json.loads(out)["layer"]["experts"], json.loads(out)["layer"]["top_k"]) == (0, 3, 3)
+
+
+def test_a_wrong_result_fails_and_is_not_written(run, monkeypatch, tmp_path):
+    right = MoELayer.forward
+
+    def wrong(layer, x, ids, weights, out=None):
+        y = right(layer, x, ids, weights, out)
+        return (y * 1.01).astype(y.dtype) if len(x) == 3 and y.dtype in (np.float32, ml_dtypes.bfloat16) else y
+
+    monkeypatch.setattr(MoELayer, "forward", wrong)
+    file = tmp_path / "results.toml"
+    status, out, _ = run("--experts", 8, "--output", file)
+    assert status == 1
+    assert "decode: 3 tokens: an output is off by " in out
+    assert out.count("WRONG: ") == 1
+    assert not file.exists()
+
+
+def test_a_result_that_is_no_number(run, monkeypatch):
+    monkeypatch.setattr(MoELayer, "forward", lambda layer, x, *rest: np.full_like(x, np.nan))
+    status, out, _ = run("--experts", 8, "--json")
+    assert status == 1
+    assert [call["right"] for call in json.loads(out)["calls"]] == [False] * 3
+
+
+def test_calls_that_take_too_long_are_left_out(run, monkeypatch):
+    monkeypatch.setattr(bench, "PREFILL", (PREFILL_TOKENS, 1000, 2000))
+    monkeypatch.setattr(bench, "LONGEST", 0.0)
+    status, out, _ = run("--experts", 8, "--json")
+    data = json.loads(out)
+    assert (status, [call["tokens"] for call in data["calls"]]) == (0, [1, 3, PREFILL_TOKENS])
+    (line,) = data["not_measured"]
+    assert line.startswith("prefill of 1000, 2000 tokens: a call of 1000 would take up to ")
+
+
+def test_little_memory_has_few_experts(run, monkeypatch):
+    nbytes = synthetic.deepseek_v4_experts(num_experts=1).nbytes
+    monkeypatch.setattr(bench, "SYNTHETIC_BYTES", 10 * nbytes)
+    for available, experts in ((None, 10), (20 * nbytes, 8)):
+        monkeypatch.setattr(memory, "available_bytes", lambda available=available: available)
+        status, out, _ = run("--json")
+        assert (status, json.loads(out)["layer"]["experts"]) == (0, experts)
+
+
+class Elsewhere(Backend):
+    """A backend without a kernel table."""
+
+    def pack(self, experts, plan, progress=None):
+        raise AssertionError
+
+
+def test_errors(run, monkeypatch, tmp_path):
+    backends.register("elsewhere", Elsewhere())
+    try:
+        found = run("--experts", 8, "--backend", "elsewhere")
+    finally:
+        backends.unregister("elsewhere")
+    assert found == (
+        1,
+        "",
+        "ktmoe: backend 'elsewhere' (asked for by name) has no kernel table: its limits cannot be measured\n",
+    )
+    status, out, err = run("--backend", "none", "--experts", 8)
+    assert (status, out) == (1, "")
+    assert "'none'" in err
+    monkeypatch.setattr(measure, "run", None)  # nothing is measured before it is known where to write
+    status, out, err = run("--output", tmp_path / "absent" / "results.toml")
+    assert (status, out) == (1, "")
+    assert f"{tmp_path}/absent/results.toml: expected a folder that can be written to, found {tmp_path}/absent" in err
+    synthetic.write_deepseek_v4(tmp_path, num_experts=2, hidden=64, intermediate=32, top_k=3)
+    status, out, err = run(tmp_path)
+    assert (status, out) == (1, "")
+    assert "num_experts_per_tok of config.json: expected a whole number from 1 to 2, found 3" in err
