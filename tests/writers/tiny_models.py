@@ -29,8 +29,8 @@ SIZES = {
 
 #: model_type -> (loader, changes of its config).
 MODELS = {
-    "deepseek_v4": ("bf16", {}),
-    "gpt_oss": ("bf16", {}),
+    "deepseek_v4": ("deepseek_v4", {}),
+    "gpt_oss": ("gpt_oss", {}),
     "granitemoe": ("bf16", {}),
     "granitemoehybrid": ("bf16", {}),
     "granitemoeshared": ("bf16", {}),
@@ -38,6 +38,7 @@ MODELS = {
     "llama4_text": ("bf16", {}),
     "minimax_m3_vl": ("bf16", {}),
     "afmoe": ("bf16", {}),
+    "aria": ("bf16", {}),
     "axk1": ("bf16", {}),
     "bailing_hybrid": ("bf16", {}),
     "cohere2_moe": ("bf16", {}),
@@ -78,8 +79,7 @@ MODELS = {
 REFUSED = {
     "jetmoe": ({}, r"self_attention\.experts\.bias' BF16"),
     "kimi_k25": ({}, r"language_model\.model\.blocks\.0\.mlp\.experts\.0\.down_proj\.weight' BF16 \[64, 96\]"),
-    "openai_privacy_filter": ({}, r"."),
-    "aria": ({}, r"experts\.fc1\.weight' BF16 \[4, 64, 192\]"),
+    "openai_privacy_filter": ({}, r"model_type of config.json: expected 'gpt_oss' .*, found 'openai_privacy_filter'"),
     "nemotron_h": ({}, r"backbone\.layers\.1\.mixer\.experts\.0\.down_proj\.weight' BF16 \[64, 96\]"),
 }
 
