@@ -11,12 +11,15 @@ from bench.models import models
 from bench.results_file import Results
 from ktmoe import backends
 from ktmoe.backends.native import NativeBackend, load_table
+from ktmoe.weights.elements import E2M1, E4M3, INT4, INT8, INT8_PLUS_128, UINT4
 from ktmoe.weights.formats import WeightFormat
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
 FILE = Path(__file__).with_name("weights.toml")
 HEADS = ("weights", "checkpoints", "loaders", "rounded besides sums", "backends")
 NONE = "-"
+#: Elements that stand in one row.
+_SAME = {UINT4: INT4, INT8_PLUS_128: INT8}
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,15 @@ class Weights:
         return weight_format
 
     def covers(self, loader: str, weight_format: WeightFormat) -> bool:
-        """Whether what a loader reads belongs in this row: another group size or kind of scale makes no other row."""
-        return loader in self.loaders and _parts(weight_format) == _parts(self.format)
+        """Whether what a loader reads belongs in this row."""
+        return loader in self.loaders and _kind(weight_format) == _kind(self.format)
 
     @property
     def rounded(self) -> str:
         """What mode bf16 rounds, besides adding in float32: docs/numerics.md, "Scales" and "Factors"."""
         scale = self.format.scale
-        words = [f"once per {scale.extent[1]} k"] if scale and scale.kind != "ue8m0" else []
-        words += ["once per output"] if self.format.factor else []
-        return ", ".join(words) or "nothing"
+        scales = bool(scale and scale.kind != "ue8m0") + bool(self.format.factor)
+        return ("nothing", "once per scale", "once per scale, once per output")[scales]
 
     @property
     def backends(self) -> str:
@@ -99,10 +101,10 @@ def _rate(call: dict, rate: str, unit: str, of: str) -> str:
     return f"{float(f'{call[rate]:.3g}'):g} {unit}" + (f", {100 * call[of]:.0f} %" if of in call else "")
 
 
-def _parts(weight_format: WeightFormat) -> tuple:
-    """What tells rows apart."""
-    scale, factor = weight_format.scale, weight_format.factor
-    blocks = scale is not None and scale.extent[0] > 1
-    kind = scale.kind if scale and scale.kind in ("ue8m0", "e4m3") and not blocks else scale is not None
-    order = weight_format.order.name
-    return weight_format.element, kind, blocks, bool(weight_format.offset), factor and factor.per_row, order
+def _kind(weight_format: WeightFormat) -> tuple:
+    """What tells rows apart: of integers neither how the scales are stored nor how many weights share one."""
+    name = _SAME.get(weight_format.element, weight_format.element).name
+    scale = weight_format.scale
+    if weight_format.element in (E2M1, E4M3) and scale:
+        return name, "block" if scale.extent[0] > 1 else scale.kind
+    return name, bool(weight_format.offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ktmoe import backends, loaders
@@ -13,8 +12,9 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import placement_of
 from ktmoe.limits import Limits, measured
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import Finding, Loader, explain, find_loader
+from ktmoe.loaders.base import Finding, Loader, explain, find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.one_layer import OneLayer
 from ktmoe.machine import memory
 from ktmoe.messages import printable, show
 from ktmoe.model import memory_needed
@@ -25,16 +25,20 @@ TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token")
 CALLS = {"decode": 1, "prefill": 4096}
 
 Name = int | str
+#: By layer: the name of its loader, and what that gives.
+Served = dict[Name, tuple[str, ExpertWeights]]
 
 
 @dataclass
 class Group:
     """Layers that are alike, and how they would be computed here.
 
-    experts: the first layer's. choice: None where no backend can; why_not says why. packed_nbytes: of one layer.
+    loader: the name of the one that reads them. experts: the first layer's. choice: None where no backend can compute them;
+    why_not says why. packed_nbytes: of one layer.
     """
 
     layers: list[Name]
+    loader: str
     experts: ExpertWeights
     choice: Choice | None = None
     why_not: str = ""
@@ -47,6 +51,7 @@ class Group:
         return found.table.name if found else None
 
     def limits(self) -> Limits:
+        """What the machine allows these layers, measured now. Not where isa is None."""
         return measured(self.experts, self.choice.name, self._found().table)
 
     def _found(self) -> Found | None:
@@ -58,20 +63,20 @@ class Group:
 
 @dataclass
 class Refused:
-    """Layers that are not served. reason: what the loader says. readers: loaders that read them if they are named."""
+    """Layers that are not served. reason: what the loader says of the first."""
 
     layers: list[Name]
     reason: str
-    readers: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Inspection:
-    """findings: what each loader says, the surest first. loader: the name of the one that is chosen; None if none is, and why.
+    """A checkpoint as inspect() found it.
 
-    top_k: experts of a token; None where config.json does not say, and why. num_layers: by config.json, None where it does not
-    say.
-    needed, staged: bytes that loading all groups takes, and those of it to read into. available: None where nothing says.
+    findings: what each loader says, the surest one first. loader: the name of the surest; None if none reads the checkpoint,
+    and why_no_loader says why. top_k: experts of a token; None where config.json does not say, and why_no_top_k says why.
+    num_layers: by config.json; None where it does not say. needed, staged: bytes that loading all groups takes, and those of it
+    to read into. available: bytes; None where the system does not say.
     """
 
     path: str
@@ -109,15 +114,12 @@ def inspect(path: str, loader: str = "auto", backend: str = "auto", top_k: int |
     with Checkpoint(path) as checkpoint:
         found = Inspection(printable(str(path)), len(checkpoint), explain(checkpoint))
         try:
-            reader = find_loader(checkpoint, loader)
+            found.loader = _name(find_loader(checkpoint, loader))
+            layers = find_layers(checkpoint, loader)
         except (CheckpointError, FormatError, UnavailableError) as error:
-            found.why_no_loader = str(error)
-            reader = None
-        else:
-            found.loader = next(name for name in loaders.names() if loaders.get(name) is reader)
-        served, refused = _read(checkpoint, reader)
-        found.refused = _refusals(checkpoint, found, served, refused)
-    found.groups = _grouped(served)
+            found.why_no_loader, layers = str(error), []
+        served, refused = _read(checkpoint, loader, layers)
+    found.groups, found.refused = _grouped(served), _alike(refused)
     for group in found.groups:
         _choose(group, backend)
     if found.groups:
@@ -126,66 +128,55 @@ def inspect(path: str, loader: str = "auto", backend: str = "auto", top_k: int |
         found.num_layers = num_layers if type(num_layers) is int else None
     if served:
         packed = [group.packed_nbytes for group in found.groups for _ in group.layers]
-        found.needed, found.staged = memory_needed(packed, served.values())
+        found.needed, found.staged = memory_needed(packed, [experts for _, experts in served.values()])
     found.available = memory.available_bytes()
     return found
 
 
-def _read(checkpoint: Checkpoint, reader: Loader | None) -> tuple[dict[Name, ExpertWeights], dict[Name, str]]:
-    """Layers whose headers are right, and what is said of the others."""
+def _name(reader: Loader) -> str:
+    return next(name for name in loaders.names() if loaders.get(name) is reader)
+
+
+def _read(checkpoint: Checkpoint, loader: str, layers: list[Name]) -> tuple[Served, dict[Name, str]]:
+    """Layers whose headers are right, and what is said of the others, those that no loader reads among them."""
     served, refused = {}, {}
-    for layer in reader.layers(checkpoint) if reader else ():
+    for layer in layers:
         try:
-            served[layer] = reader.load(checkpoint, layer)
+            reader = find_loader(checkpoint, loader, layer)
+            served[layer] = _name(reader), reader.load(checkpoint, layer)
         except KtmoeError as error:
             refused[layer] = str(error)
+    for layer in naming.layers(checkpoint):
+        if layer not in served and layer not in refused:
+            refused[layer] = _why_not(checkpoint, layer)
     return served, refused
 
 
-def _refusals(checkpoint: Checkpoint, found: Inspection, served: Iterable[Name], refused: dict[Name, str]) -> list[Refused]:
-    """Also the layers that other loaders know, with those that read them. Alike ones are put together."""
-    readers: dict[Name, list[str]] = {layer: [] for layer in refused}
-    for finding in found.findings:
-        if finding.loader == found.loader:
-            continue
-        other = loaders.get(finding.loader)
-        for layer in _layers(checkpoint, other):
-            if layer in served:
-                continue
-            if layer not in readers:
-                readers[layer] = []
-                unknown = f"loader {found.loader} knows no such layer" if found.loader else "no loader reads this checkpoint"
-                refused[layer] = unknown
-            try:
-                other.load(checkpoint, layer)
-            except KtmoeError:
-                continue
-            readers[layer].append(finding.loader)
-    alike: dict[tuple, Refused] = {}
+def _why_not(checkpoint: Checkpoint, layer: Name) -> str:
+    findings = explain(OneLayer(checkpoint, layer))
+    if findings[0].score > 0:  # another one was asked for by name
+        return f"loader {findings[0].loader} reads it"
+    return "; ".join(f"{finding.loader}: {finding.reason}" for finding in findings if finding.error) or "no loader reads it"
+
+
+def _alike(refused: dict[Name, str]) -> list[Refused]:
+    found: dict[str, Refused] = {}
     for layer, reason in refused.items():
         # messages name the layer's tensors: without its number they are often the same
         number = f"layers.{layer}." if isinstance(layer, int) else f"{layer}."
-        key = reason.replace(number, "{L}."), tuple(readers[layer])
-        alike.setdefault(key, Refused([], reason, readers[layer])).layers.append(layer)
-    return list(alike.values())
+        found.setdefault(reason.replace(number, "{L}."), Refused([], reason)).layers.append(layer)
+    return list(found.values())
 
 
-def _layers(checkpoint: Checkpoint, loader: Loader) -> list[Name]:
-    try:
-        return loader.layers(checkpoint)
-    except KtmoeError:
-        return []
-
-
-def _grouped(served: dict[Name, ExpertWeights]) -> list[Group]:
+def _grouped(served: Served) -> list[Group]:
     groups: list[Group] = []
-    for layer, experts in served.items():
+    for layer, (loader, experts) in served.items():
         for group in groups:
-            if _kind(group.experts) == _kind(experts):
+            if group.loader == loader and _kind(group.experts) == _kind(experts):
                 group.layers.append(layer)
                 break
         else:
-            groups.append(Group([layer], experts))
+            groups.append(Group([layer], loader, experts))
     return groups
 
 

@@ -2,7 +2,7 @@
 
 A speed alone says little on a machine that others share. So each round measures the read bandwidth, on the same pages as
 the packed weights, and the multiply peak, both with the pool's own threads, and then the call; what counts is the median
-over rounds of the call's share of that round's limits. `make demo` and `make bench` both measure with this module.
+over rounds of the call's share of that round's limits. `ktmoe demo`, `ktmoe bench` and `make bench` measure with this module.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ ALLOWED = (
     r"torch has no CUDA device here",
     r"matplotlib is not installed",
     r"needs two CPUs",
-    r"(kt-kernel|compressed-tensors|modelopt|autoawq|quark|auto-round|gptqmodel) is not installed",
+    r"(kt-kernel|compressed-tensors|modelopt|autoawq|quark|gptqmodel) is not installed",
     r"this CPU lacks what kt-kernel's \w+ needs",
 )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,11 @@ def test_version_and_help(run):
         status, out, err = run(name, "--help")
         assert (status, err) == (0, "")
         assert out.startswith(f"Usage: ktmoe {name} ")
+
+
+def test_the_page_has_every_command():
+    page = (Path(__file__).parents[1] / "docs" / "command-line.md").read_text()
+    assert re.findall(r"^\| `ktmoe (\w+)", page, re.MULTILINE) == list(COMMANDS)
 
 
 def test_no_command(run):
@@ -126,13 +133,23 @@ def python(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
 
 
-@pytest.mark.parametrize("module", ["ktmoe", "ktmoe.cli"])
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("module", ["ktmoe", pytest.param("ktmoe.cli", marks=EXHAUSTIVE)])
 def test_as_a_module(module):
     done = python("-m", module, "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"ktmoe {ktmoe.__version__}\n", "")
 
 
-@pytest.mark.parametrize(("missing", "command"), [("click", "config"), ("rich", "demo"), ("tomli_w", "bench")])
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        ("click", "config"),
+        pytest.param("rich", "demo", marks=EXHAUSTIVE),
+        pytest.param("tomli_w", "bench", marks=EXHAUSTIVE),
+    ],
+)
 def test_without_the_extra(missing, command):
     code = f"import sys; sys.modules[{missing!r}] = None; from ktmoe.cli import main; sys.exit(main([{command!r}]))"
     done = python("-c", code)
@@ -146,7 +163,7 @@ def test_another_module_that_is_missing_is_no_matter_of_the_extra(monkeypatch):
         cli.main(["load"])
 
 
-@pytest.mark.parametrize("arguments", [["config"], ["--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["config"], pytest.param(["--help"], marks=EXHAUSTIVE)])
 def test_a_broken_pipe_ends_quietly(arguments):
     reader, writer = os.pipe()
     os.close(reader)

@@ -107,8 +107,6 @@ def test_a_wrong_result_fails_and_is_not_written(run, monkeypatch, tmp_path):
     assert "decode: 3 tokens: an output is off by " in out
     assert out.count("WRONG: ") == 1
     assert not file.exists()
-    status, out, _ = run("--experts", 8, "--json")
-    assert (status, [call["right"] for call in json.loads(out)["calls"]]) == (1, [True, False, True])
 
 
 def test_a_result_that_is_no_number(run, monkeypatch):
@@ -131,7 +129,7 @@ def test_calls_that_take_too_long_are_left_out(run, monkeypatch):
 def test_little_memory_has_few_experts(run, monkeypatch):
     nbytes = synthetic.deepseek_v4_experts(num_experts=1).nbytes
     monkeypatch.setattr(bench, "SYNTHETIC_BYTES", 10 * nbytes)
-    for available, experts in ((None, 10), (1000 * nbytes, 10), (20 * nbytes, 8)):
+    for available, experts in ((None, 10), (20 * nbytes, 8)):
         monkeypatch.setattr(memory, "available_bytes", lambda available=available: available)
         status, out, _ = run("--json")
         assert (status, json.loads(out)["layer"]["experts"]) == (0, experts)

@@ -117,9 +117,8 @@ def test_text(model, capsys):
     out = capsys.readouterr().out
     assert out.startswith(f"{model}: 96 tensors, 0.000836 GB of routed experts\nloader: deepseek_v4, score 0.9 of 1 ")
     assert "\n  not awq, " in out
-    assert (
-        f"\nlayers 0-2, mtp.0 (layers.0.ffn.experts): {EXPERTS} experts, hidden {HIDDEN}, intermediate {INTERMEDIATE}\n" in out
-    )
+    sizes = f"{EXPERTS} experts, hidden {HIDDEN}, intermediate {INTERMEDIATE}"
+    assert f"\nlayers 0-2, mtp.0 (layers.0.ffn.experts), loader deepseek_v4: {sizes}\n" in out
     assert f"\n  down: [{HIDDEN}, {INTERMEDIATE}], E2M1 with ue8m0 scales per 1x32\n" in out
     assert "\n  activation: silu(gate) * up, gate at most 10, up within 10; router weights multiply an expert's output\n" in out
     assert "\nmemory: loading needs " in out
@@ -233,15 +232,13 @@ def test_layers_of_another_format(tmp_path, inspect, capsys):
     MODELS["nvfp4"](tmp_path)
     write_file(tmp_path / "more.safetensors", bf16("mtp.0.mlp.experts", EXPERTS, HIDDEN, INTERMEDIATE))
     status, data = inspect(tmp_path, "--no-measure")
-    assert status == 0
-    assert [group["layers"] for group in data["groups"]] == [[0, 1]]
-    (refused,) = data["not_served"]
-    assert (refused["layers"], refused["readers"]) == (["mtp.0"], ["bf16"])
-    assert "weight_scale" in refused["reason"]
-    assert cli.main(["inspect", str(tmp_path), "--no-measure"]) == 0
-    assert "; read with loader='bf16'\n" in capsys.readouterr().out
+    assert (status, data["loader"], data["not_served"]) == (0, "nvfp4", [])
+    assert [(group["layers"], group["loader"]) for group in data["groups"]] == [([0, 1], "nvfp4"), (["mtp.0"], "bf16")]
+    with MoEModel.from_checkpoint(tmp_path) as loaded:
+        assert sum(len(group["layers"]) * group["packed_layer_bytes"] for group in data["groups"]) == loaded.nbytes
     status, data = inspect(tmp_path, "--no-measure", "--loader", "bf16")
     assert [group["layers"] for group in data["groups"]] == [["mtp.0"]]
+    assert [refused["layers"] for refused in data["not_served"]] == [[0, 1]]
 
 
 def test_alike_layers_are_grouped(tmp_path, inspect):
@@ -271,8 +268,10 @@ def test_layers_that_are_incomplete(tmp_path, inspect):
     assert "layers.1.mlp.experts.1.up_proj.weight: expected with experts 0-1" in refused["reason"]
 
 
-def test_a_dense_model(tmp_path, inspect):
+def test_a_dense_model(tmp_path, inspect, capsys):
     write_file(tmp_path / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": ("BF16", [2, 2], bytes(8))})
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith(f"{tmp_path}: 1 tensor\nloader: none\n")
     status, data = inspect(tmp_path)
     assert (status, data["loader"], data["groups"], data["not_served"]) == (1, None, [], [])
     assert "dense" in data["why_no_loader"]

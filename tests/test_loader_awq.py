@@ -76,7 +76,7 @@ def test_shapes_tell_it_from_gptq(tmp_path, name, method):
     found = scores(checkpoint)
     assert {each: found[each] for each in ("gptq", "awq")} == {"gptq": 0.0, "awq": 0.0} | {name: 0.9}
     if name != method:
-        with pytest.raises(FormatError, match=rf"quant_method: expected '{name}', found '{method}'"):
+        with pytest.raises(FormatError, match=rf"quant_method: expected '{name}' or 'auto-round', found '{method}'"):
             find_loader(checkpoint).load(checkpoint, 0)
 
 
@@ -86,8 +86,12 @@ def test_shapes_tell_it_from_gptq(tmp_path, name, method):
         ({"bits": 8}, "bits: expected 4, found 8"),
         ({"version": "gemv"}, "version: expected 'gemm' or 'GEMM', found 'gemv'"),
         ({"version": "marlin"}, "version: expected 'gemm' or 'GEMM', found 'marlin'"),
-        ({"zero_point": False}, "zero_point: expected True, found False"),
-        ({"quant_method": "gptq"}, "quant_method: expected 'awq', found 'gptq'"),
+        ({"zero_point": "no"}, "zero_point: expected True or False, found 'no'"),
+        (
+            {"packing_format": "auto_round"},
+            "packing_format: expected 'auto_round:auto_awq' or 'auto_round:awq', found 'auto_round'",
+        ),
+        ({"quant_method": "gptq"}, "quant_method: expected 'awq' or 'auto-round', found 'gptq'"),
         ({"group_size": -1}, "group_size: expected a count of columns, found -1"),
     ],
 )
@@ -99,7 +103,16 @@ def test_configs_that_are_refused(tmp_path, changes, words, nested):
     assert f"quantization_config.{words}" in str(caught.value)
 
 
-@pytest.mark.parametrize("stated", [config(version="GEMM"), config(version="absent", zero_point="absent"), {}])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        config(version="GEMM"),
+        config(version="absent", zero_point="absent"),
+        config(zero_point=False),
+        config(quant_method="auto-round", packing_format="auto_round:auto_awq", version="absent"),
+        {},
+    ],
+)
 def test_configs_that_agree(tmp_path, stated):
     tensors = SCHEMES["awq"].layer("model.layers.0")
     SCHEMES["awq"].check(load(tmp_path, tensors, stated), tensors, "model.layers.0")
@@ -124,27 +137,3 @@ def test_refused(tmp_path, label):
     with pytest.raises(FormatError) as caught:
         loaders.get("awq").load(checkpoint, 0)
     assert all(word in str(caught.value) for word in [f"{EXPERT}.{suffix}: ", "expected", *words]), str(caught.value)
-
-
-def test_a_published_writer(tmp_path):
-    """AutoAWQ's own packing."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("awq", reason="AutoAWQ is not installed")
-    from awq.modules.linear.gemm import WQLinear_GEMM
-
-    tensors, expected = {}, {}
-    generator = torch.Generator().manual_seed(1)
-    for projection, stem in PROJ.items():
-        n, k = (256, 128) if projection == "down" else (128, 256)
-        q = torch.randint(0, 16, (n, k), generator=generator)
-        z = torch.randint(0, 16, (k // 32, n), generator=generator)
-        scales = (0.01 + torch.rand((k // 32, n), generator=generator) / 10).half().float()
-        linear = torch.nn.Linear(k, n, bias=False)
-        linear.weight.data = ((q.T - z.repeat_interleave(32, 0)) * scales.repeat_interleave(32, 0)).T.contiguous()
-        written = WQLinear_GEMM.from_linear(linear, 4, 32, scales=scales, zeros=z)
-        for ending, dtype in (("qweight", "I32"), ("qzeros", "I32"), ("scales", "F16")):
-            tensors[f"{EXPERT}.{stem}.{ending}"] = [dtype, getattr(written, ending).contiguous().numpy()]
-        expected[projection] = linear.weight.data.double().numpy()
-    weights = load(tmp_path, tensors)
-    for projection in PROJECTIONS:
-        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])

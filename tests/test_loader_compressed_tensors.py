@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, PROJ, SCHEMES, Scheme, int4, int4_meaning, numbers, write, zeros
+from checkpoints import EXPERTS, PROJ, SCHEMES, Scheme, int4, int4_meaning, write, zeros
 
 from ktmoe import loaders
 from ktmoe.errors import CheckpointError, FormatError
@@ -323,24 +323,3 @@ def test_the_config_is_looked_through_once(tmp_path, monkeypatch):
         for layer in (0, 1, 0):
             loader.load(checkpoint, layer)
         assert looked == [checkpoint]
-
-
-def test_a_published_writer(tmp_path):
-    """compressed-tensors' own packing."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    tensors, expected = {}, {}
-    generator = torch.Generator().manual_seed(1)
-    for projection, stem in PROJ.items():
-        n, k = (96, 64) if projection == "down" else (64, 96)
-        q = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
-        scales = torch.rand((n, k // 32), generator=generator).bfloat16()
-        tensors[f"{EXPERT}.{stem}.weight_packed"] = ["I32", pack_to_int32(q, 4).numpy()]
-        tensors[f"{EXPERT}.{stem}.weight_scale"] = ["BF16", scales.view(torch.int16).numpy()]
-        tensors[f"{EXPERT}.{stem}.weight_shape"] = ["I64", np.array([n, k], "<i8")]
-        expected[projection] = (q.double() * scales.double().repeat_interleave(32, 1)).numpy()
-    weights = load(tmp_path, tensors, config())
-    for projection in PROJECTIONS:
-        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])

@@ -99,6 +99,20 @@ def test_a_block_size_that_contradicts_the_tensors(tmp_path):
         loaders.get("fp8").load(checkpoint, 0)
 
 
+def test_scales_as_modelopt_has_them(tmp_path):
+    """Each axis of blocks has one of ones behind it."""
+    tensors = SCHEMES["fp8 weight_scale"].layer("model.layers.0", **SIZES)
+    for name in tensors:
+        if name.endswith("scale"):
+            tensors[name] = ["F32", np.ascontiguousarray(tensors[name][1].astype(np.float32)[:, None, :, None])]
+    weights = load(tmp_path, tensors)
+    for projection in PROJECTIONS:
+        name = f"{EXPERT}.{PROJ[projection]}"
+        flat = {".weight": tensors[f"{name}.weight"][1], ".weight_scale": tensors[f"{name}.weight_scale"][1][:, 0, :, 0]}
+        expected = made_fp8(".weight_scale", "F32")[1](flat)
+        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected)
+
+
 # label: (tensor of expert 0, what it is instead, what the message must hold)
 REFUSED = {
     "BF16 weight": ("gate_proj.weight", zeros("BF16", 64, 96), ["dtype: expected F8_E4M3", "found BF16 [64, 96]"]),

@@ -39,28 +39,6 @@ def test_against_a_writer(tmp_path):
         np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])
 
 
-def test_a_published_writer(tmp_path):
-    """compressed-tensors' own compressor."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
-    from compressed_tensors.quantization.quant_args import QuantizationArgs
-
-    arguments = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
-    tensors, expected = {}, {}
-    generator = torch.Generator().manual_seed(1)
-    for projection, stem in PROJ.items():
-        w = torch.randn((96, 64) if projection == "down" else (64, 96), generator=generator)
-        scale = w.abs().amax(1, keepdim=True) / 448
-        codes = quantize(w, scale, torch.zeros_like(scale), arguments, dtype=torch.float8_e4m3fn)
-        tensors[f"{EXPERT}.{stem}.weight"] = ["F8_E4M3", codes.view(torch.uint8).numpy()]
-        tensors[f"{EXPERT}.{stem}.weight_scale"] = ["F32", scale.numpy()]
-        expected[projection] = dequantize(codes, scale.double(), args=arguments, dtype=torch.float64).numpy()
-    weights = load(tmp_path, tensors)
-    for projection in PROJECTIONS:
-        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])
-
-
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 @pytest.mark.parametrize("columns", [(), (1,)])
 def test_scales(tmp_path, dtype, columns):

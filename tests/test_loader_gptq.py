@@ -109,6 +109,18 @@ def test_a_zero_point_of_0_is_refused_where_it_made_its_neighbours_wrong(tmp_pat
         weights.matrix(0, "up")
 
 
+@pytest.mark.parametrize(("packing", "version"), [("auto_round:auto_gptq", "gptq"), ("auto_round", "gptq_v2")])
+@pytest.mark.parametrize("sym", [False, True])
+def test_autoround(tmp_path, packing, version, sym):
+    """Its zero points are less 1, or as they are; it writes neither checkpoint_format nor g_idx."""
+    tensors, expected = checkpoint_of(sym=sym, version=version)
+    tensors = {name: tensor for name, tensor in tensors.items() if "g_idx" not in name}
+    stated = config(sym=sym, quant_method="auto-round", packing_format=packing, checkpoint_format="absent", desc_act="absent")
+    weights = load(tmp_path, tensors, stated)
+    for projection in PROJECTIONS:
+        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])
+
+
 def test_a_zero_point_of_15_is_one_in_version_2(tmp_path):
     tensors, _ = checkpoint_of(version="gptq_v2")
     tensors[f"{EXPERT}.up_proj.qzeros"][1][0, 0] = -1
@@ -200,7 +212,8 @@ def test_activation_order(tmp_path):
         ({"desc_act": True}, ["desc_act: expected False, found True"]),
         ({"sym": "yes"}, ["sym: expected True or False, found 'yes'"]),
         ({"checkpoint_format": "marlin"}, ["checkpoint_format: expected 'gptq' or 'gptq_v2', found 'marlin'"]),
-        ({"quant_method": "awq"}, ["quant_method: expected 'gptq', found 'awq'"]),
+        ({"quant_method": "awq"}, ["quant_method: expected 'gptq' or 'auto-round', found 'awq'"]),
+        ({"packing_format": "auto_round:exllamav2"}, ["packing_format: expected 'auto_round:auto_gptq'", "exllamav2"]),
         ({"group_size": -2}, ["group_size: expected a count of columns, found -2"]),
         ({"group_size": "32"}, ["group_size: expected a count of columns, found '32'"]),
     ],

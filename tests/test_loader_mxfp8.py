@@ -95,30 +95,3 @@ def test_refused(tmp_path, label):
     with pytest.raises(FormatError) as caught:
         loaders.get("mxfp8").load(checkpoint, 0)
     assert all(word in str(caught.value) for word in [f"{EXPERT}.{suffix}: ", "expected", *words]), str(caught.value)
-
-
-def test_a_published_writer(tmp_path):
-    """compressed-tensors' own compressor, and its own way back."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.quant_scheme import MXFP8A16
-
-    scheme = QuantizationScheme(targets=["Linear"], **MXFP8A16)
-    tensors, expected = {}, {}
-    generator = torch.Generator().manual_seed(1)
-    for projection, stem in PROJ.items():
-        n, k = (96, 64) if projection == "down" else (64, 96)
-        w = torch.randn((n, k), generator=generator)
-        scale = torch.exp2(torch.floor(torch.log2(w.reshape(n, -1, 32).abs().amax(2))) - 8)
-        stored = MXFP8QuantizationCompressor.compress({"weight": w, "weight_scale": scale}, scheme)
-        name = f"model.layers.0.mlp.experts.0.{stem}"
-        tensors[f"{name}.weight"] = ["F8_E4M3", stored["weight"].view(torch.uint8).numpy()]
-        tensors[f"{name}.weight_scale"] = ["U8", stored["weight_scale"].numpy()]
-        theirs = MXFP8QuantizationCompressor.decompress(dict(stored), scheme)["weight"]
-        expected[projection] = stored["weight"].double() * scale.double().repeat_interleave(32, 1)
-        assert torch.allclose(theirs.double(), expected[projection], rtol=2**-8)  # theirs is bfloat16
-    weights = load(tmp_path, tensors)
-    for projection in PROJECTIONS:
-        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection].numpy())

@@ -58,39 +58,6 @@ def test_against_a_writer(tmp_path, divides):
         np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection])
 
 
-def test_a_published_writer(tmp_path):
-    """compressed-tensors' own compressor, and its own way back."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
-    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-    from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-    from compressed_tensors.quantization.quant_scheme import NVFP4A16
-
-    scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
-    tensors, expected = {}, {}
-    generator = torch.Generator().manual_seed(1)
-    for projection, stem in PROJ.items():
-        n, k = (96, 64) if projection == "down" else (64, 96)
-        w = torch.randn((n, k), generator=generator)
-        whole = (448 * 6 / w.abs().max()).reshape(1)
-        scale = (w.reshape(n, -1, 16).abs().amax(2) / 6 * whole).to(torch.float8_e4m3fn)
-        stored = {"weight": w, "weight_scale": scale.float(), "weight_global_scale": whole}
-        stored = NVFP4PackedCompressor.compress(stored, scheme)
-        tensors[f"{EXPERT}.{stem}.weight_packed"] = ["U8", stored["weight_packed"].numpy()]
-        tensors[f"{EXPERT}.{stem}.weight_scale"] = ["F8_E4M3", stored["weight_scale"].view(torch.uint8).numpy()]
-        tensors[f"{EXPERT}.{stem}.weight_global_scale"] = ["F32", stored["weight_global_scale"].numpy()]
-        values = unpack_fp4_from_uint8(stored["weight_packed"], n, k).double()
-        # its own dequantize() divides the scale first, which rounds once more
-        expected[projection] = values * stored["weight_scale"].double().repeat_interleave(16, 1) / whole.double()
-        theirs = dequantize(values, stored["weight_scale"].double(), args=scheme.weights, global_scale=whole.double())
-        assert torch.allclose(theirs.double(), expected[projection], rtol=1e-6)
-    weights = load(tmp_path, tensors)
-    for projection in PROJECTIONS:
-        np.testing.assert_array_equal(numbers(weights.matrix(0, projection)), expected[projection].numpy())
-
-
 @pytest.mark.parametrize(("name", "ending"), [("nvfp4", "input_scale"), ("nvfp4 divided", "input_global_scale")])
 def test_the_inputs_scales_are_not_used(tmp_path, name, ending):
     tensors = SCHEMES[name].layer("model.layers.0")

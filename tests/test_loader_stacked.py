@@ -1,5 +1,6 @@
 """FP8 experts that are all in one tensor: scales per block and per row, transposed or not, and what is refused."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import BF16, EXPERTS, HIDDEN, SCHEMES, check_matrix, write, zeros
@@ -62,6 +63,24 @@ def test_a_factor_per_row_may_have_an_axis_of_one(tmp_path, suffix, shape, dtype
     scale = tensors[f"{LLAMA4}.{suffix}_scale"]
     scale[:] = [dtype, scale[1].reshape(shape).astype({"F32": np.float32, "BF16": BF16}[dtype])]
     scheme.check(load(tmp_path, tensors), tensors, "model.layers.0")
+
+
+def test_one_scale_for_all_experts(tmp_path):
+    """Llama-4 by ModelOpt; the scale of an expert's input is not used."""
+    fused, random = SCHEMES["llama4 fp8"].layer("model.layers.0"), np.random.default_rng(3)
+    tensors, scales = {}, {}
+    for stem in ("gate_up_proj", "down_proj"):
+        scales[stem] = np.float32(random.uniform(0.5, 2))
+        tensors[f"{LLAMA4}.{stem}"] = fused[f"{LLAMA4}.{stem}"]
+        tensors[f"{LLAMA4}.{stem}_weight_scale"] = ["F32", np.array(scales[stem])]
+        tensors[f"{LLAMA4}.{stem}_input_scale"] = ["F32", np.array(np.float32(3))]
+    weights = load(tmp_path, tensors, {"model_type": "llama4"})
+    assert weights.router_weight == "expert_input"
+    for projection, columns in (("gate", slice(64)), ("up", slice(64, 128)), ("down", slice(96))):
+        stem = "down_proj" if projection == "down" else "gate_up_proj"
+        for expert in range(EXPERTS):
+            codes = tensors[f"{LLAMA4}.{stem}"][1][expert].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            check_matrix(weights.matrix(expert, projection), codes.T[columns] * float(scales[stem]), None)
 
 
 # label: (scheme, intermediate, tensor, what it is instead or None, error, what the message must hold)

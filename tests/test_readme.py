@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checkpoints import SCHEMES, gptq, gptq_meaning, per_expert, write
+from checkpoints import SCHEMES, per_expert, write
 from helpers import assert_right, random_batch
+from integer_checkpoints import gptq, gptq_meaning
 
 import ktmoe
 from bench import readme

@@ -6,6 +6,7 @@ import math
 
 import click
 
+from ktmoe import progress_bar
 from ktmoe.cli import options, output, units
 from ktmoe.experts import PROJECTIONS
 from ktmoe.inspection import Group, Inspection, Speed, inspect, speed
@@ -36,7 +37,10 @@ _ROUTER_WEIGHTS = {
 @options.JSON
 def command(model: str, loader: str, backend: str, top_k: int | None, measure: bool, as_json: bool) -> int:
     found = inspect(model, loader, backend, top_k)
-    measured = speed(found) if measure and found.groups else None
+    measured = None
+    if measure and found.groups:
+        with progress_bar.steps() as step, step("measure the machine's limits"):
+            measured = speed(found)
     if as_json:
         output.print_json(_data(found, measured))
     else:
@@ -46,15 +50,14 @@ def command(model: str, loader: str, backend: str, top_k: int | None, measure: b
 
 def _lines(found: Inspection, measured: Speed | None) -> list[str]:
     nbytes = sum(len(group.layers) * group.experts.nbytes for group in found.groups)
-    lines = [f"{found.path}: {units.count(found.tensors, 'tensor')}, {units.gb(nbytes)} of routed experts", *_loaders(found)]
+    holds = f", {units.gb(nbytes)} of routed experts" if found.groups else ""
+    lines = [f"{found.path}: {units.count(found.tensors, 'tensor')}{holds}", *_loaders(found)]
     for group in found.groups:
         lines += _group(group)
     if found.refused:
         lines.append("not served:")
         for refused in found.refused:
-            readers = [f"loader={name!r}" for name in refused.readers]
-            by_name = f"; read with {' or '.join(readers)}" if readers else ""
-            lines.append(f"  {listed(refused.layers)}: {refused.reason}{by_name}")
+            lines.append(f"  {listed(refused.layers)}: {refused.reason}")
     if found.groups:
         lines.append(_memory(found))
     if measured:
@@ -79,7 +82,7 @@ def _loaders(found: Inspection) -> list[str]:
 def _group(group: Group) -> list[str]:
     e = group.experts
     shape = f"{units.count(e.num_experts, 'expert')}, hidden {e.hidden}, intermediate {e.intermediate}"
-    lines = [f"{listed(group.layers)} ({e.name}): {shape}"]
+    lines = [f"{listed(group.layers)} ({e.name}), loader {group.loader}: {shape}"]
     lines += [f"  {p}: {list(e.shape(p))}, {e.formats[p].description}" for p in PROJECTIONS]
     lines.append(f"  activation: {_activation(e.activation)}; router weights multiply {_ROUTER_WEIGHTS[e.router_weight]}")
     lines.append(f"  checkpoint: {_sizes(e.nbytes, group)}")
@@ -132,7 +135,7 @@ def _data(found: Inspection, measured: Speed | None) -> dict:
         "why_no_loader": found.why_no_loader or None,
         "loaders": [{"name": f.loader, "score": f.score, "reason": f.reason or None} for f in found.findings],
         "groups": [_group_data(group) for group in found.groups],
-        "not_served": [{"layers": r.layers, "reason": r.reason, "readers": r.readers} for r in found.refused],
+        "not_served": [{"layers": r.layers, "reason": r.reason} for r in found.refused],
         "top_k": found.top_k,
         "memory": {
             "needed_bytes": found.needed,
@@ -160,6 +163,7 @@ def _group_data(group: Group) -> dict:
     e, chosen = group.experts, group.choice
     return {
         "layers": group.layers,
+        "loader": group.loader,
         "base": e.name,
         "experts": e.num_experts,
         "hidden": e.hidden,

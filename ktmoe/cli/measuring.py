@@ -19,7 +19,7 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.inspection import top_k_of
 from ktmoe.layer import MoELayer
 from ktmoe.limits import Limits
-from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 
 #: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
@@ -65,12 +65,11 @@ def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[
     The checkpoint stays open: the reference reads the experts again.
     """
     checkpoint = Checkpoint(path)
-    loader = find_loader(checkpoint)
     if layer is None:
-        layer = next(iter(loader.layers(checkpoint)), None)
+        layer = next(iter(find_layers(checkpoint)), None)
         if layer is None:
             raise MissingTensorError(f"{path}: expected a layer with routed experts, found none")
-    experts = loader.load(checkpoint, layer)
+    experts = find_loader(checkpoint, layer=layer).load(checkpoint, layer)
     return checkpoint, experts, top_k_of(checkpoint, experts.num_experts, top_k)
 
 

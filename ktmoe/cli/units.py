@@ -45,9 +45,9 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
-def count(number: int, what: str) -> str:
+def count(things: int, what: str) -> str:
     """1 layer, 2 layers."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{things} {what}{'' if things == 1 else 's'}"
 
 
 def machine(limits: Iterable[Limits]) -> list[str]:

@@ -1,4 +1,4 @@
-"""AWQ (AutoAWQ, version "gemm"): 4-bit integers with zero points, in groups along k.
+"""AWQ (AutoAWQ and AutoRound, version "gemm"): 4-bit integers with zero points, in groups along k.
 
 An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
 
@@ -6,8 +6,8 @@ An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} 
     qzeros   I32 [K/group, N/8], zero points in the same order
     scales   F16 or BF16 [K/group, N]
 
-A weight is (code - zero point) * scale. Of config.json's quantization_config: bits 4; version "gemm"; zero_point true, as
-AutoAWQ writes this version with zero points only; group_size, else it is found by the shapes.
+A weight is (code - zero point) * scale, also where config.json's zero_point is false: AutoRound writes zero points of 8 then.
+Of quantization_config: bits 4; version "gemm"; group_size, else it is found by the shapes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _ARRAYS = {"codes": ".qweight", "scales": ".scales", "offsets": ".qzeros"}
 _SUPPORTED = {
     "bits": (4,),
     "version": ("gemm", "GEMM"),
-    "zero_point": (True,),
-    "quant_method": ("awq", None),
+    "zero_point": (True, False),
+    "quant_method": ("awq", "auto-round", None),
+    "packing_format": ("auto_round:auto_awq", "auto_round:awq", None),
 }
 
 

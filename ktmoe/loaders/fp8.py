@@ -3,7 +3,7 @@
 An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
 
     weight            F8_E4M3 [N, K]
-    weight_scale_inv  F32, BF16 or F8_E8M0 [ceil(N/128), ceil(K/128)], or weight_scale
+    weight_scale_inv  F32, BF16 or F8_E8M0 [ceil(N/128), ceil(K/128)], or weight_scale; ModelOpt's is [N/128, 1, K/128, 1]
 
 Or, with all experts in one tensor, gate rows before up rows (transformers' models that keep theirs so):
 

@@ -15,6 +15,11 @@ Or (Mistral-Small-4 in transformers) one scale per expert, and rows:
     {base}.gate_up_proj    F8_E4M3 [E, 2I, H], and gate_up_proj_scale_inv [E, 1, 1], of both
     {base}.down_proj       F8_E4M3 [E, H, I], and down_proj_scale_inv [E, 1, 1]
 
+Or (Llama-4 by ModelOpt) one scale for all experts, and columns of gate before those of up:
+
+    {base}.gate_up_proj    F8_E4M3 [E, H, 2I], and gate_up_proj_weight_scale F32 []
+    {base}.down_proj       F8_E4M3 [E, I, H], and down_proj_weight_scale F32 []
+
 A weight is its E4M3 number times its row's or its matrix's scale, whatever the scale's name says; it is kept in float32.
 Activations stay bfloat16, whatever config.json says of quantizing them when the model runs. So an input_scale, activation_scale
 or qscale_act may be there, and is not used.
@@ -41,7 +46,7 @@ class Fp8PerRow(Stacked):
         *(each for ending in _ENDINGS for each in spellings({"codes": ".weight", "factor": ending})),
         *(
             naming.Spelling(naming.FUSED_STEMS, ("", ending), arrays={"codes": "", "factor": ending}, **STACKED)
-            for ending in ("_scale", "_scale_inv")
+            for ending in ("_scale", "_scale_inv", "_weight_scale")
         ),
     )
     dtypes: ClassVar = {"codes": ("F8_E4M3",)}

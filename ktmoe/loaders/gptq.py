@@ -1,4 +1,4 @@
-"""GPTQ (AutoGPTQ, GPTQModel): 4-bit integers, symmetric or with zero points, in groups along k.
+"""GPTQ (AutoGPTQ, GPTQModel, AutoRound): 4-bit integers, symmetric or with zero points, in groups along k.
 
 An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
 
@@ -7,8 +7,9 @@ An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} 
     qzeros   I32 [K/group, N/8], eight zero points along n, lowest bits first
     g_idx    I32 [K], each k's group; may be absent, and must be k // group
 
-A weight is (code - z) * scale. What qzeros store is z - 1, or z where quantization_config's checkpoint_format is "gptq_v2". If
-its sym is true or left out, every z must be 8. group_size may be left out; activation order (desc_act) is refused.
+A weight is (code - z) * scale. What qzeros store is z - 1, or z where quantization_config's checkpoint_format is "gptq_v2" or
+its packing_format is "auto_round". If its sym is true or left out, every z must be 8. group_size may be left out; activation
+order (desc_act) is refused.
 
 Where z - 1 is stored, 15 is refused. It is what writers make of z = 0, and then the zero points beside it are wrong, too:
 GPTQModel subtracts from eight as one integer and so borrows, and AutoGPTQ sets all bits above.
@@ -36,7 +37,8 @@ _SUPPORTED = {
     "desc_act": (False, None),
     "sym": (True, False, None),
     "checkpoint_format": ("gptq", "gptq_v2", None),
-    "quant_method": ("gptq", None),
+    "quant_method": ("gptq", "auto-round", None),
+    "packing_format": ("auto_round:auto_gptq", "auto_round:gptq", "auto_round", None),
 }
 
 
@@ -92,7 +94,8 @@ class Gptq(PerExpert):
 
 
 def _plus(checkpoint: Checkpoint) -> int:
-    return 0 if quantization.read(checkpoint).get("checkpoint_format") == "gptq_v2" else 1
+    stated = quantization.read(checkpoint)
+    return 0 if stated.get("checkpoint_format") == "gptq_v2" or stated.get("packing_format") == "auto_round" else 1
 
 
 registry.register("gptq", Gptq())

@@ -216,6 +216,13 @@ def tensors(checkpoint: Checkpoint, layer: int | str) -> Iterator[str]:
             yield from (_prefix(base, expert) + suffix for suffix in suffixes)
 
 
+def share(checkpoint: Checkpoint, layer: int | str, part: object) -> None:
+    """Let what was found of a layer hold for `part`, which has that layer's tensors alone: no name is looked at again."""
+    key = layer_key(layer)
+    found = _find(checkpoint)
+    _found[part] = {key: found[key]} if key in found else {}
+
+
 def config(checkpoint: Checkpoint, key: str) -> object:
     """A value of config.json, at the top or else in text_config; None if it is in neither, or null."""
     value, nested = checkpoint.config.get(key), checkpoint.config.get("text_config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import KeysView
+from functools import cached_property
 
 from ktmoe.loaders import naming
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -14,8 +15,12 @@ class OneLayer:
 
     def __init__(self, checkpoint: Checkpoint, layer: int | str):
         self.path, self.config = checkpoint.path, checkpoint.config
-        self._checkpoint = checkpoint
-        self._names = dict.fromkeys(naming.tensors(checkpoint, layer))
+        self._checkpoint, self._layer = checkpoint, layer
+        naming.share(checkpoint, layer, self)
+
+    @cached_property
+    def _names(self) -> dict[str, None]:
+        return dict.fromkeys(naming.tensors(self._checkpoint, self._layer))
 
     def names(self) -> KeysView[str]:
         return self._names.keys()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import ml_dtypes
@@ -207,7 +207,10 @@ class PerExpert(Loader):
             if label == "factor":
                 _check_factor(headers.info(label), wanted, weight_format.order.transposed)
             elif label != "codes":
-                naming.check_shape(headers.info(label), self.tensor_shape(label, wanted), why(weight_format, label, k))
+                info = headers.info(label)
+                if len(info.shape) == 4 and info.shape[1] == info.shape[3] == 1:  # as ModelOpt has scales of blocks
+                    info = replace(info, shape=info.shape[::2])
+                naming.check_shape(info, self.tensor_shape(label, wanted), why(weight_format, label, k))
         return n, k
 
 

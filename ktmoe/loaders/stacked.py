@@ -7,6 +7,7 @@ Such a tensor is an array of a matrix behind one more axis, the experts: [E, ...
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -149,7 +150,10 @@ class _Tensors:
                 naming.check_dtype(info, *FACTORS)
             if label == "factor":  # which may have an axis of 1 more
                 flat = tuple(size for size in info.shape if size > 1)
-                if len(info.shape) > 3 or flat != tuple(size for size in (self.num_experts, *shape) if size > 1):
+                of_all = self._common_factor and not flat
+                if len(info.shape) > 3 or (
+                    flat != tuple(size for size in (self.num_experts, *shape) if size > 1) and not of_all
+                ):
                     naming.check_shape(info, (self.num_experts, *shape), "one factor per expert and row")
             elif label != "codes":
                 reason = "one bias per expert and row" if label == "bias" else why(self.format, label, k)
@@ -199,7 +203,9 @@ class _Tensors:
         headers, (n, k) = self.headers[projection], self._stored_shape(projection)
         arrays = {}
         for label, (dtype, shape) in self._arrays(n // slices, k, headers).items():
-            data = naming.read_slice(headers.checkpoint, headers.tensor(label), index, self.num_experts * slices)
+            of_all = label == "factor" and math.prod(headers.info(label).shape) == 1
+            place = (0, 1) if of_all else (index, self.num_experts * slices)
+            data = naming.read_slice(headers.checkpoint, headers.tensor(label), *place)
             if label in ("bias", "factor"):  # exact: float32 has every number of the others
                 data = data.view(FACTORS[headers.info(label).dtype]).astype(np.float32)
             arrays[label] = np.require(data.view(dtype).reshape(shape), requirements="A")

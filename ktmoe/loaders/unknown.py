@@ -19,7 +19,7 @@ SCHEMES = {
 #: What config.json's quant_method says where no loader reads it, and what its weights are.
 METHODS = {
     "aqlm": "codebooks of several levels",
-    "auto-round": "weights that Intel's AutoRound packs; its exports to GPTQ and AWQ are read",
+    "auto-round": "weights that AutoRound packs in another way than GPTQ's or AWQ's",
     "bitnet": "ternary weights",
     "bitsandbytes": "NF4, FP4 or INT8 with statistics of their own",
     "eetq": "INT8 in an order that its GPU kernels want",

@@ -18,7 +18,8 @@ from ktmoe.loaders.checkpoint import Checkpoint
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model(case, model):
     folder = case("torch", "transformers", model)
-    expected = np.load(folder / "expected.npz")
+    with np.load(folder / "expected.npz") as arrays:
+        expected = dict(arrays)
     loader, checkpoint = claimed(folder, MODELS[model][0])
     assert [f"y.{layer}" for layer in loader.layers(checkpoint)] == list(expected)
     for layer in loader.layers(checkpoint):

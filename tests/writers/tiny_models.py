@@ -29,6 +29,14 @@ SIZES = {
 
 #: model_type -> (loader, changes of its config).
 MODELS = {
+    "deepseek_v4": ("bf16", {}),
+    "gpt_oss": ("bf16", {}),
+    "granitemoe": ("bf16", {}),
+    "granitemoehybrid": ("bf16", {}),
+    "granitemoeshared": ("bf16", {}),
+    "hy_v4": ("bf16", {}),
+    "llama4_text": ("bf16", {}),
+    "minimax_m3_vl": ("bf16", {}),
     "afmoe": ("bf16", {}),
     "axk1": ("bf16", {}),
     "bailing_hybrid": ("bf16", {}),
@@ -68,6 +76,9 @@ MODELS = {
 }
 #: model_type -> (changes of its config, what the message says).
 REFUSED = {
+    "jetmoe": ({}, r"self_attention\.experts\.bias' BF16"),
+    "kimi_k25": ({}, r"language_model\.model\.blocks\.0\.mlp\.experts\.0\.down_proj\.weight' BF16 \[64, 96\]"),
+    "openai_privacy_filter": ({}, r"."),
     "aria": ({}, r"experts\.fc1\.weight' BF16 \[4, 64, 192\]"),
     "nemotron_h": ({}, r"backbone\.layers\.1\.mixer\.experts\.0\.down_proj\.weight' BF16 \[64, 96\]"),
 }

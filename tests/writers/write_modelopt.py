@@ -1,4 +1,4 @@
-"""write_modelopt.py FOLDER: ModelOpt quantizes and exports a Qwen3-MoE of transformers; its own classes dequantise the experts."""
+"""write_modelopt.py FOLDER: ModelOpt quantizes and exports a Qwen3-MoE of transformers; its own classes dequantise it."""
 
 from functools import partial
 from pathlib import Path

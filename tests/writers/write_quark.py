@@ -1,4 +1,4 @@
-"""write_quark.py FOLDER: Quark quantizes a Qwen3-MoE that transformers saved, file by file; its own unpacking gives the codes."""
+"""write_quark.py FOLDER: Quark quantizes a Qwen3-MoE that transformers saved; its own unpacking gives the codes."""
 
 from functools import partial
 from pathlib import Path
