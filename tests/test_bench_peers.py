@@ -146,6 +146,30 @@ def test_an_environment_without_its_python_is_made_again(tmp_path, monkeypatch):
     assert len(made) == 2
 
 
+def test_an_environment_sees_the_packages_of_its_base(tmp_path, monkeypatch):
+    def create(home, clear, with_pip):
+        (home / "bin").mkdir(parents=True)
+        (home / "bin" / "python").symlink_to(sys.executable)
+        environments.packages(environments.Environment(home.name, "", ()), tmp_path).mkdir(parents=True)
+
+    monkeypatch.setattr(environments.venv, "create", create)
+    base = environments.Environment("base", "base", ())
+    above, said = environments.Environment("above", "above", (), base=base), []
+    environments.python(above, said.append, tmp_path)
+    assert said == ["installing base", "installing above"]
+    assert (environments.packages(above, tmp_path) / "base.pth").read_text() == f"{environments.packages(base, tmp_path)}\n"
+
+
+def test_an_installation_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+    def run(command, timeout, **others):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(environments.venv, "create", lambda home, clear, with_pip: home.mkdir())
+    monkeypatch.setattr(environments.subprocess, "run", run)
+    with pytest.raises(environments.SetUpError, match="pip install this took more than 600 seconds"):
+        environments.python(environments.Environment("slow", "slow", (("this",),)), lambda text: None, tmp_path)
+
+
 def test_the_fastest_setting_is_taken(result):
     for point in result["points"]:
         assert point["participants"]["fake right"]["best"] == "fast"

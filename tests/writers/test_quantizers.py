@@ -48,7 +48,13 @@ CASES = {
         "INT4 per group": re.compile(r"down_proj\.weight' I32 \[128, 32\]"),
     },
     "autoawq": {"group 32": "awq", "group 128": "awq"},
-    "gptqmodel": {"sym": "gptq", "asym": "gptq", "v2": "gptq", "per row": "gptq", "8 bits": re.compile("bits")},
+    "gptqmodel": {
+        "sym": "gptq",
+        "asym": "gptq",
+        "v2": "gptq",
+        "per row": "gptq",
+        "8 bits": re.compile(r"gptq: .*gate_proj\.scales: shape"),
+    },
 }
 READ = [(script, name) for script, of in CASES.items() for name, found in of.items() if isinstance(found, str)]
 REFUSED = [(script, name) for script, of in CASES.items() for name in of if (script, name) not in READ]

@@ -79,7 +79,7 @@ MODELS = {
 REFUSED = {
     "jetmoe": ({}, r"self_attention\.experts\.bias' BF16"),
     "kimi_k25": ({}, r"language_model\.model\.blocks\.0\.mlp\.experts\.0\.down_proj\.weight' BF16 \[64, 96\]"),
-    "openai_privacy_filter": ({}, r"model_type of config.json: expected 'gpt_oss' .*, found 'openai_privacy_filter'"),
+    "openai_privacy_filter": ({}, r"expected 'gpt_oss' for these names, found 'openai_privacy_filter'"),
     "nemotron_h": ({}, r"backbone\.layers\.1\.mixer\.experts\.0\.down_proj\.weight' BF16 \[64, 96\]"),
 }
 
