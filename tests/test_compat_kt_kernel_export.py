@@ -117,6 +117,7 @@ def test_every_expert(exported, ranks):
             check(w, experts, ranks, expert)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_more_and_fewer_numa_nodes_than_ranks(exported, fake_nodes, nodes, ranks):

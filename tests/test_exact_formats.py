@@ -24,7 +24,7 @@ from exact import (
 from helpers import BF16, FORMATS, folds
 
 from ktmoe import MXFP4, Scale, WeightFormat, int4
-from ktmoe.weights.elements import E2M1, E4M3, INT8, INT8_PLUS_128
+from ktmoe.weights.elements import E2M1, E4M3, INT8
 from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, Order
 
@@ -69,8 +69,6 @@ SERVED = {
     "fp8-ue8m0": fp8("ue8m0"),
     "fp8-fp16": fp8("fp16"),
     "no scales, i8": WeightFormat(INT8),
-    "int8-32": int8(32),
-    "int8+128 per row": int8(element=INT8_PLUS_128),
     "int8-block-bf16": int8(64, "bf16", rows=64),
     "int8 divided": replace(int8(32, "fp16"), factor=DIVIDED),
     "b16 factor": replace(FORMATS["b16"], factor=PER_ROW),

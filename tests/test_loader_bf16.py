@@ -197,6 +197,7 @@ OAI = {"hidden_act": "swigluoai"}
         (OAI, 1.702, 7.0),
         (OAI | {"swiglu_alpha": 1.5, "swiglu_limit": 10}, 1.5, 10.0),
         ({"text_config": OAI | {"swiglu_limit": 3.0}}, 1.702, 3.0),
+        ({"model_type": "minimax_m3_vl", "text_config": {"hidden_act": "silu", "swiglu_limit": 3.0}}, 1.702, 3.0),
     ],
 )
 def test_the_activation_of_minimax_m3(tmp_path, config, alpha, limit):

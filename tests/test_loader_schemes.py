@@ -22,17 +22,22 @@ from ktmoe.messages import show
 #: Schemes that differ from another one in a name, or in the kind of a scale. What every scheme must do is asked of them in
 #: test_layers() alone, unless all cases run.
 VARIANTS = {
+    "aria",
     "bf16 w1",
+    "deepseek_v4 bf16",
     "fp8 bf16",
     "fp8 per matrix, inverse",
     "fp8 per row, flat",
+    "fp8 transposed",
     "fp8 w1",
     "fp8 weight_scale",
     "gptq w1",
+    "granite",
     "int4 w1",
     "int8 groups",
     "int8 packed per row",
     "int8 per matrix",
+    "llama4",
     "mxfp8 weight_scale",
 }
 CHOSEN = [pytest.param(name, marks=pytest.mark.exhaustive) if name in VARIANTS else name for name in SCHEMES]

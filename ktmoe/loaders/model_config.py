@@ -9,10 +9,11 @@ from ktmoe.weights.activation import SILU, GatedActivation
 
 #: The activation of gpt-oss, with its usual numbers.
 SWIGLU_OAI = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
+
 #: Values of model_type whose swiglu_limit is clamped_silu()'s, under plain SiLU: DeepSeek-V4, GLM-5's and Hunyuan's next ones.
 _CLAMPED = ("deepseek_v4", "glm5_next", "glm5_next_text", "hy_v4")
-#: Values of model_type of the models whose activation is gpt-oss's, whatever hidden_act says.
-_SWIGLU_OAI = ("minimax_m3_vl", "minimax_m3_vl_text")
+#: Those whose function is gpt-oss's, whatever their hidden_act says: transformers writes "silu" for MiniMax-M3's "swigluoai".
+_SWIGLU_OAI_MODELS = ("minimax_m3_vl", "minimax_m3_vl_text")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 
 
@@ -51,13 +52,11 @@ def silu(checkpoint: Checkpoint) -> GatedActivation:
 
 
 def activation(checkpoint: Checkpoint) -> GatedActivation:
-    """What config.json says: SILU, or gpt-oss's function where hidden_act is "swigluoai", or model_type is MiniMax-M3's:
-    transformers saves its hidden_act as "silu". For gate and up that are tensors of their own: fused ones may be interleaved.
-    Raises FormatError, CheckpointError.
+    """What config.json says: silu(), or gpt-oss's function where hidden_act is "swigluoai" (MiniMax-M3). For gate and up that
+    are tensors of their own: fused ones may be interleaved. Raises FormatError, CheckpointError.
     """
-    if value(checkpoint, "hidden_act") == "swigluoai" or value(checkpoint, "model_type") in _SWIGLU_OAI:
-        return swiglu_oai(checkpoint)
-    return silu(checkpoint)
+    oai = value(checkpoint, "hidden_act") == "swigluoai" or value(checkpoint, "model_type") in _SWIGLU_OAI_MODELS
+    return swiglu_oai(checkpoint) if oai else silu(checkpoint)
 
 
 def swiglu_oai(checkpoint: Checkpoint) -> GatedActivation:
