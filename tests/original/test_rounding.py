@@ -26,7 +26,8 @@ def test_ktmoe_agrees(backend, name, clamps):
     ours, off = forward(name, clamps, backend)
     for way in set(FORMATS[name].kinds.values()):
         theirs, apart = expected(name, clamps, way)
-        assert (np.abs(ours - theirs.y) <= apart + off).all(), way
+        returned = rounding.round_bfloat16(theirs.y)  # which is what the bound is for
+        assert (np.abs(ours - returned) <= apart + off).all(), way
 
 
 @pytest.mark.parametrize("name", [quick(name) for name in FORMATS])
