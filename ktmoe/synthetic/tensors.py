@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 
 import ml_dtypes
 import numpy as np
@@ -83,15 +85,33 @@ def constant(array: np.ndarray) -> Shaper:
 
 
 def codes(element: Element) -> Shaper:
-    """All codes alike, but for those that are no real number: 0 takes their place."""
-    if None not in element.values:
-        return uniform
-    table = np.array([0 if value is None else code for code, value in enumerate(element.values)], np.uint8)
+    """Codes as drawn() has them."""
+    table = drawn(element)
+    if len(table) <= 256:
+        return uniform  # bytes or pairs of nibbles
 
     def shape(out: np.ndarray) -> None:
-        np.take(table, out.copy(), out=out)
+        words = out.astype(np.uint16)
+        words |= np.roll(out, -1).astype(np.uint16) << 8  # a byte's neighbour decides on the size
+        np.take(table, words, out=out, mode="clip")  # "raise" makes a copy
 
     return shape
+
+
+@cache
+def drawn(element: Element) -> np.ndarray:
+    """Codes of which each is as likely. All of them; of floats of 8 bits 2**16, rounded from a normal distribution whose
+    largest number is the element's, as quantized weights are. Denormal numbers are rare then; on some CPUs they are slow.
+    """
+    if element.family != "f8":
+        return np.arange(1 << element.bits, dtype=np.uint8)
+    known = np.array([-np.inf if value is None else value for value in element.values])
+    order = np.argsort(known, kind="stable")[np.isinf(known).sum() :]
+    normal = NormalDist()
+    upper = np.array([normal.inv_cdf((i + 0.5) / 2**16) for i in range(2**15, 2**16)])
+    wanted = np.concatenate([-upper[::-1], upper]) * (known.max() / upper[-1])
+    middles = (known[order][1:] + known[order][:-1]) / 2
+    return order[np.searchsorted(middles, wanted)].astype(np.uint8)
 
 
 def zero_points(out: np.ndarray) -> None:
@@ -154,7 +174,7 @@ def _bits(mask: int, first: int) -> Shaper:
 
 def _rms(weight_format: WeightFormat) -> float:
     """Of what codes() and zero_points() stand for, before any scale."""
-    values = np.array([value for value in weight_format.element.values if value is not None])
+    values = weight_format.element.numbers(drawn(weight_format.element))
     if isinstance(weight_format.offset, ZeroPoint):
         values = np.subtract.outer(values, np.arange(4, 12) + weight_format.offset.plus)
     return math.sqrt(np.mean(np.square(values)))
