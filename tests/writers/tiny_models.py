@@ -45,6 +45,10 @@ MODELS = {
     "glm4_moe": ("bf16", {}),
     "glm4_moe_lite": ("bf16", {}),
     "glm4v_moe": ("bf16", {}),
+    "glm5_next_text": (
+        "bf16",
+        {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
+    ),
     "glm_moe_dsa": ("bf16", {}),
     "gpt_oss": ("gpt_oss", {}),
     "granitemoe": ("bf16", {}),
