@@ -12,6 +12,7 @@ PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
 EXTRAS := build package cli test bench lint
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.p[yx][xdi]') ktmoe/_native/isa.py
+PROCESSES := -n 2 --dist loadfile# of a test run; ARGS="-n 0" is none beside pytest's own, as --pdb wants it
 ARGS ?=# more arguments for pytest or the tool that a target runs
 
 # .venv is made again where it does not run, and where PYTHON is given and is another version.
@@ -34,10 +35,10 @@ test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by de
 verify: CASES := --exhaustive
 verify: ## all cases of all tests, about 10 minutes on 2 cores
 test verify: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test
-	@$(PY) -m pytest -q $(CASES) $(ARGS)
+	@$(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS)
 	@if grep -qw amx_tile /proc/cpuinfo; then \
 	  echo 'ktmoe: amx again, emulated as on CPUs without it'; \
-	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(CASES) $(ARGS); \
+	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS); \
 	fi
 
 test-kt-kernel: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## kt-kernel itself beside ktmoe: installs it where that is possible

@@ -17,7 +17,8 @@ from ktmoe import MoELayer, backends, forks, layer, loaders
 from ktmoe.compat import engine
 from ktmoe.errors import ClosedError
 from ktmoe.loaders import checkpoint as checkpoint_module
-from ktmoe.loaders import gpt_oss
+from ktmoe.loaders import pairs as pairs_module
+from ktmoe.loaders import stacked
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.direct_io import DirectFile
 from ktmoe.loaders.safetensors_file import SafetensorsFile
@@ -169,12 +170,12 @@ def pairs(monkeypatch):
     """What gpt_oss makes for a layer that is loaded."""
     made = []
 
-    class Recorded(gpt_oss._Pairs):
+    class Recorded(pairs_module.Pairs):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(gpt_oss, "_Pairs", Recorded)
+    monkeypatch.setattr(stacked, "Pairs", Recorded)
     return made
 
 
