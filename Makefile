@@ -12,7 +12,7 @@ PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
 EXTRAS := build package cli test bench lint
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.p[yx][xdi]') ktmoe/_native/isa.py
-PROCESSES := -n 2 --dist loadfile# of a test run; ARGS="-n 0" is none beside pytest's own, as --pdb wants it
+PROCESSES := -n 2 --dist loadfile# two; ARGS="-n 0" is one, as --pdb wants it
 ARGS ?=# more arguments for pytest or the tool that a target runs
 
 # .venv is made again where it does not run, and where PYTHON is given and is another version.
