@@ -20,7 +20,7 @@ from ktmoe.messages import printable, show
 from ktmoe.model import memory_needed
 
 #: Where config.json says how many experts a token has.
-TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token")
+TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k")
 #: Tokens of the calls whose speed is estimated.
 CALLS = {"decode": 1, "prefill": 4096}
 

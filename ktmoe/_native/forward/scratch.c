@@ -91,13 +91,14 @@ bool kt_scratch_have(kt_job *j, size_t tokens) {
     if (scratch.placement != j->layer->placement) release_shards(); /* theirs is on other nodes */
     scratch.placement = j->layer->placement;
     const size_t held = kt_moe_scratch_bytes(), bytes = lay_out(j, NULL, tokens);
-    size_t shard_bytes[KT_SHARDS_MAX], more = beyond(&scratch.common, bytes);
+    size_t shard_bytes[KT_SHARDS_MAX], more = beyond(&scratch.common, bytes), needed = bytes;
     for (size_t i = 0; i < j->num_shards; i++) {
         shard_bytes[i] = lay_out_shard(j, &j->shards[i], NULL, tokens);
         more += beyond(&scratch.of[i], shard_bytes[i]);
+        needed += shard_bytes[i];
     }
-    /* Other calls may have needed much of other arenas. */
-    if (more && held + more > kt_moe_tuning.scratch_bytes) kt_moe_release();
+    /* Other calls may have needed much of other arenas, or had a larger bound. */
+    if (held + more > needed && held + more > kt_moe_tuning.scratch_bytes) kt_moe_release();
     if (bytes > scratch.common.bytes && !resize(&scratch.common, bytes)) return false;
     lay_out(j, scratch.common.base, tokens);
     for (size_t i = 0; i < j->num_shards; i++) {
