@@ -74,14 +74,14 @@ def weights() -> list[Weights]:
 
 def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Figures are of the CPU that most rows were measured on, and of these the last."""
-    results = max(found, key=lambda results: len(_measured(results)), default=None)
-    calls = _measured(results) if results else {}
+    measured = [(results.label, _measured(results)) for results in found]
+    label, calls = max(measured, key=lambda pair: len(pair[1]), default=("", {}))
     rows = []
     for row in weights():
         loaders = ", ".join(f"`{loader}`" for loader in row.loaders)
         figures = calls.get(row.name, (NONE, NONE))
         rows.append((row.name, row.checkpoints, loaders, row.rounded, row.backends, *figures))
-    return (*HEADS, f"decode on {results.label}" if calls else "decode", "prefill there"), rows
+    return (*HEADS, f"decode on {label}" if calls else "decode", "prefill there"), rows
 
 
 def _measured(results: Results) -> dict[str, tuple[str, str]]:

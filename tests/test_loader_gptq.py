@@ -259,3 +259,16 @@ def test_asymmetric_rows_are_multiples_of_8(tmp_path):
         FormatError, match=r"qweight: shape: expected an n that is a multiple of 8, found \[n, k\] = \[36, 32\]"
     ):
         loaders.get("gptq").load(write(tmp_path, tensors, config(sym=False)), 0)
+
+
+def test_eight_bits_are_refused_by_name(tmp_path):
+    """As GPTQModel writes them: four codes an integer. Shapes alone would say that scales are too many."""
+    tensors = {}
+    for projection, stem in PROJ.items():
+        n, k = (96, 64) if projection == "down" else (64, 96)
+        name = f"{EXPERT}.{stem}"
+        tensors[f"{name}.qweight"] = zeros("I32", k // 4, n)
+        tensors[f"{name}.scales"] = zeros("F16", k // 32, n)
+        tensors[f"{name}.qzeros"] = zeros("I32", k // 32, n // 4)
+    with pytest.raises(FormatError, match=r"gptq: .*quantization_config\.bits: expected 4, found 8"):
+        find_loader(write(tmp_path, tensors, config(bits=8, group_size=32)))

@@ -22,10 +22,10 @@ from ktmoe.weights.order import AWQ
 
 _ARRAYS = {"codes": ".qweight", "scales": ".scales", "offsets": ".qzeros"}
 _SUPPORTED = {
+    "quant_method": ("awq", "auto-round", None),
     "bits": (4,),
     "version": ("gemm", "GEMM"),
     "zero_point": (True, False),
-    "quant_method": ("awq", "auto-round", None),
     "packing_format": ("auto_round:auto_awq", "auto_round:awq", None),
 }
 

@@ -33,11 +33,11 @@ from ktmoe.weights.order import GPTQ
 
 _ARRAYS = {"codes": ".qweight", "scales": ".scales", "factor": ".scales", "offsets": ".qzeros"}
 _SUPPORTED = {
+    "quant_method": ("gptq", "auto-round", None),
     "bits": (4,),
     "desc_act": (False, None),
     "sym": (True, False, None),
     "checkpoint_format": ("gptq", "gptq_v2", None),
-    "quant_method": ("gptq", "auto-round", None),
     "packing_format": ("auto_round:auto_gptq", "auto_round:gptq", "auto_round", None),
 }
 

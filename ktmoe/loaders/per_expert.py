@@ -129,7 +129,11 @@ class PerExpert(Loader):
             gate = checkpoint.info(f"{prefix}{spelling.stems['gate']}{spelling.arrays['codes']}")
             if gate.dtype not in self.dtypes.get("codes", (gate.dtype,)):
                 return 0.0
-            self.check_headers(checkpoint, spelling, prefix)
+            try:
+                self.check_headers(checkpoint, spelling, prefix)
+            except FormatError:
+                self.check_config(checkpoint)  # 8 bits where 4 are read say more than the shapes that follow from them
+                raise
             return 0.9
 
         return self.names.detect(checkpoint, score, refused=None)
