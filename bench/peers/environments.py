@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.requirements import requirements
+
 FOLDER = Path(__file__).resolve().parents[2] / ".venv-peers"
 #: Seconds that one pip command may take.
 PATIENCE = 600
@@ -40,6 +42,11 @@ TORCH = Environment(
     "torch",
     "torch",
     (("numpy", "torch==2.13.0", "transformers==5.23.0", "safetensors", "gguf", "accelerate", "datasets", "scipy"),),
+)
+
+#: transformers with its server, and all that ktmoe needs besides its native modules.
+ENGINES = Environment(
+    "engines", "transformers", ((*requirements(("package", "serve", "test")), "compressed-tensors==0.20.0"),), base=TORCH
 )
 
 
