@@ -56,6 +56,14 @@ def about() -> dict:
     }
 
 
+def cpu_fields() -> dict:
+    """A results file's `cpu`."""
+    numbers = {"family": "cpu family", "model": "model", "stepping": "stepping"}
+    found = {name: cpu.cpuinfo(field) or "" for name, field in numbers.items()}
+    known = {name: int(text) for name, text in found.items() if text.isdecimal()}
+    return {"name": threads.cpu_name(), "family": 0, "model": 0, **known, **about()["machine"]}
+
+
 def compiler(native: bytes) -> str:
     """What built a native module, as GCC and clang write it into what they build; empty where neither did."""
     found = re.search(rb"GCC: \([^)\0]*\) [\d.]+|clang version [\d.]+", native)

@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     if not (options.rounds > 0 and options.seconds > 0):
         raise ValueError(f"expected --rounds and --seconds above 0, found {options.rounds} and {options.seconds}")
     model = replace(models()[MODEL], experts=options.experts)
-    with _progress() as progress, tempfile.TemporaryDirectory(prefix="ktmoe-peers-") as folder:
+    with progress_line() as progress, tempfile.TemporaryDirectory(prefix="ktmoe-peers-") as folder:
         result = measure_all(model, options, Path(folder), progress)
     options.save.parent.mkdir(parents=True, exist_ok=True)
     options.save.write_text(json.dumps(result, indent=1) + "\n")
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], object]]:
+def progress_line() -> Iterator[Callable[[str], object]]:
     """Says on stderr what is being done: in one line that changes, or in one line each where stderr is no terminal."""
     console, start = Console(stderr=True), time.monotonic()
     if console.is_terminal:

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,17 +127,21 @@ class Model:
 
 def serve(worker: type[Worker]) -> None:
     """Answer the driver until it closes the pipe or ends."""
+    way, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    answer_all(_Session(worker, way, folder, threads).answer)
+
+
+def answer_all(answer: Callable[[dict], dict]) -> None:
+    """Answer each message of the driver, until it closes the pipe or ends. An exception is an answer, too."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped worker would not notice
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    way, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    session = _Session(worker, way, folder, threads)
     for line in sys.stdin:
         try:
-            answer = session.answer(json.loads(line))
+            found = answer(json.loads(line))
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
+            found = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(found) + "\n")
         answers.flush()
 
 

@@ -1,0 +1,78 @@
+"""The models that are measured: a few layers of real ones, and how much memory they take.
+
+Sources: the experts are those of models.toml; all else is transformers' configuration classes' own defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.models import Model, models
+
+#: Bytes of a weight.
+BYTES = {"MXFP4": 17 / 32, "BF16": 2}
+#: What a process takes besides weights: torch, transformers, and the tensors of the largest prompt.
+PROCESS_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model. kind: its model_type in transformers. vocabulary: of all layers. other_bytes: of a layer without its experts."""
+
+    experts: Model
+    kind: str
+    vocabulary: int
+    other_bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.experts.name
+
+    def vocabulary_of(self, layers: int) -> int:
+        """The same share of the vocabulary as of the layers: else the output layer would take most of the time."""
+        return max(64, self.vocabulary * layers // self.experts.layers // 64 * 64)
+
+    def expert_bytes(self, weights: str) -> int:
+        """Of one expert. weights: a name of BYTES."""
+        return round(3 * self.experts.hidden * self.experts.intermediate * BYTES[weights])
+
+    def layer_bytes(self, weights: str) -> int:
+        """Of a layer's experts."""
+        return self.experts.experts * self.expert_bytes(weights)
+
+    def process_bytes(self, weights: str, layers: int) -> int:
+        """What a process takes that has loaded so many layers, about."""
+        vocabulary = 2 * 2 * self.vocabulary_of(layers) * self.experts.hidden
+        return PROCESS_BYTES + vocabulary + layers * (self.layer_bytes(weights) + self.other_bytes)
+
+    def config(self, layers: int) -> dict:
+        """Of transformers' configuration class, whose defaults are the rest. No token ends a text."""
+        experts = self.experts
+        common = {
+            "model_type": self.kind,
+            "num_hidden_layers": layers,
+            "vocab_size": self.vocabulary_of(layers),
+            "hidden_size": experts.hidden,
+            "num_experts_per_tok": experts.top_k,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        if self.kind == "gpt_oss":
+            return common | {"intermediate_size": experts.intermediate, "num_local_experts": experts.experts}
+        kinds = ("compressed_sparse_attention", "heavily_compressed_attention")  # in turns, but for the first layers
+        return common | {
+            "moe_intermediate_size": experts.intermediate,
+            "n_routed_experts": experts.experts,
+            "layer_types": [kinds[layer % 2] for layer in range(layers)],
+            "mlp_layer_types": ["moe"] * layers,  # the first three of the real model route by a table of tokens
+        }
+
+
+def engines() -> dict[str, Engine]:
+    """By name."""
+    known = models()
+    found = (
+        Engine(known["gpt-oss-20b"], "gpt_oss", 201_088, 53_000_000),
+        Engine(known["V4-Flash"], "deepseek_v4", 129_280, 310_000_000),
+    )
+    return {engine.name: engine for engine in found}

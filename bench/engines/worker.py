@@ -1,0 +1,89 @@
+"""`python -m bench.engines.worker FOLDER THREADS`: runs a model in a process of its own, as the driver asks. Needs torch.
+
+{"do": "write", "config": {...}}                    -> {}    a checkpoint into FOLDER
+{"do": "load", "config": {...}, "owner": name,
+ "weights": name}                                   -> {"seconds": 1.2, "peak": bytes, "about": {...}}
+{"do": "logits", "implementation": name,
+ "tokens": 64, "into": file}                        -> {}    float32 [tokens, vocabulary] as .npy in FOLDER
+{"do": "generate", "implementation": name,
+ "batch": 1, "prompt": 128, "new": 32, "seed": 0}   -> {"prefill": ..., "decode": ..., "peak": bytes}
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+import ktmoe
+import ktmoe.transformers
+from bench.engines import generation, torch_model
+from bench.peers.workers.protocol import answer_all
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Session:
+    def __init__(self, folder: Path, threads: int):
+        self._folder, self._threads = folder, threads
+        torch.set_num_threads(threads)
+        ktmoe.set_num_threads(threads)
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+
+    def answer(self, message: dict) -> dict:
+        match message.pop("do"):
+            case "write":
+                torch_model.write(self._folder, **message)
+                return {}
+            case "load":
+                return self._load(**message)
+            case "logits":
+                return self._logits(**message)
+            case "generate":
+                return self._generate(**message)
+        raise ValueError(f"unknown message {message}")
+
+    def _load(self, config: dict, owner: str, weights: str) -> dict:
+        reset_peak()
+        start = time.perf_counter()
+        if (owner, weights) == ("ktmoe", "MXFP4"):
+            self._model = ktmoe.transformers.load(self._folder, threads=self._threads)
+        else:
+            self._model = torch_model.made(self._folder, config)
+            if owner == "ktmoe":
+                ktmoe.transformers.pack(self._model, threads=self._threads)
+        seconds = time.perf_counter() - start
+        layers = [module.ktmoe_layer for module in self._model.modules() if hasattr(module, "ktmoe_layer")]
+        kernels = sorted({f"{layer.backend} {layer.activations}" for layer in layers})
+        about = {"torch": version("torch"), "transformers": version("transformers"), "kernels": kernels}
+        return {"seconds": seconds, "peak": peak(), "about": about}
+
+    def _logits(self, implementation: str, tokens: int, into: str) -> dict:
+        self._model.set_experts_implementation(implementation)
+        np.save(self._folder / into, generation.logits(self._model, tokens).numpy())
+        return {}
+
+    def _generate(self, implementation: str, batch: int, prompt: int, new: int, seed: int) -> dict:
+        self._model.set_experts_implementation(implementation)
+        reset_peak()
+        return {**generation.generate(self._model, batch, prompt, new, seed), "peak": peak()}
+
+
+def reset_peak() -> None:
+    CLEAR.write_text("5")
+
+
+def peak() -> int:
+    """Bytes of memory that were resident at once, at most, since reset_peak()."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())[1])
+
+
+if __name__ == "__main__":
+    answer_all(Session(Path(sys.argv[1]), int(sys.argv[2])).answer)
