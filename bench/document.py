@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and README, from all files of bench/results. Each stands between marks that name it."""
+"""The tables of docs/performance.md, docs/engines.md and README, from all files of bench/results. Each stands between marks that name it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from bench.explain import Call
 from bench.models import models
 from bench.results_file import LOADING, Results, read_all
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, ENGINES = DOCS / "performance.md", DOCS / "engines.md"
 Row = tuple[str, ...]
 Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
 NONE = "-"
@@ -160,6 +161,38 @@ def _call(call: dict) -> str:
     return f"{_three_digits(call['ms'])} ms" + (f", {call['lead']:.1f} x" if "lead" in call else "")
 
 
+def engines(found: list[Results]) -> tuple[Row, list[Row]]:
+    """A line for each way to generate text with a model; columns for the lengths of prompts and the numbers of texts."""
+    entries = [
+        (results, comparison, way)
+        for results in found
+        for comparison in results.data.get("engines", {}).get("comparison", ())
+        for way in comparison["way"]
+    ]
+    tokens = sorted({part["tokens"] for *_, way in entries for part in way["prefill"]})
+    texts = sorted({part["texts"] for *_, way in entries for part in way["decode"]})
+    heads = ("CPU", "model", "layers", "way", *(f"prefill, {count} tokens" for count in tokens))
+    heads += (*(f"decode, {count} text{'s' * (count > 1)}" for count in texts), "experts in decode", "memory", "loading")
+    rows = []
+    for results, comparison, way in entries:
+        prefill = {part["tokens"]: part for part in way["prefill"]}
+        decode = {part["texts"]: part for part in way["decode"]}
+        cells = [_tokens_rate(prefill.get(count)) for count in tokens] + [_tokens_rate(decode.get(count)) for count in texts]
+        first = decode[min(decode)]
+        experts = f"{100 * first['experts']:.0f} %, {first['read_gb_s']:.3g} GB/s, {100 * first['of_read']:.0f} % of read"
+        load = f"{way['load_s']:.2g} s" if "load_s" in way else NONE
+        layers = f"{comparison['layers']} of {comparison['of_layers']}"
+        memory = f"{way['peak_gb']:.3g} GB"
+        rows.append((results.label, comparison["model"], layers, way["name"], *cells, experts, memory, load))
+    return heads, rows
+
+
+def _tokens_rate(part: dict | None) -> str:
+    if part is None:
+        return NONE
+    return f"{_three_digits(part['tokens_s'])} tokens/s" + (f", {part['lead']:.1f} x" if "lead" in part else "")
+
+
 def cost_numbers(found: list[Results]) -> tuple[Row, list[Row]]:
     heads = ("CPU", "instruction set", "activations", "c, ns a byte", "e", "o", "read, GB/s", "peak, GFLOP/s", "crossover")
     rows = []
@@ -228,4 +261,4 @@ TABLES: Tables = {
     "cost checks": cost_checks,
 }
 #: Each page's tables.
-PAGES: dict[Path, Tables] = {PAGE: TABLES, readme.PAGE: {"weights": readme.table}}
+PAGES: dict[Path, Tables] = {PAGE: TABLES, ENGINES: {"engines": engines}, readme.PAGE: {"weights": readme.table}}

@@ -1,6 +1,7 @@
 """Writes a saved run of the benchmarks into bench/results, and the tables of all results files into docs/performance.md.
 
 python -m bench.publish [RUN ...]     # by default the last saved run; several are joined, if they are of one commit and CPU
+python -m bench.publish --engines     # what make bench-engines saved, and nothing else, into that CPU's file
 python -m bench.publish --tables      # the tables alone
 """
 
@@ -14,12 +15,14 @@ import sys
 from pathlib import Path
 
 from bench import document, explain, runs
+from bench.engines import report as engines_report
 from bench.models import models
 from bench.peers.rounds import figures
 from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, read
 
-#: Where make bench-peers saves what it measured.
+#: Where make bench-peers and make bench-engines save what they measured.
 PEERS = runs.STORAGE / "peers.json"
+ENGINES = runs.STORAGE / "engines.json"
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
 CALL = {
@@ -90,15 +93,76 @@ def peers(saved: dict) -> dict:
     return {"date": date, **commit, "source": "make bench-peers", "experts": experts, "library": libraries}
 
 
-def with_peers(results: Results, folder: Path = FOLDER) -> Results:
-    """With what make bench-peers saved last, if it was on this CPU, and else with what the file that is there has of it."""
-    saved = json.loads(PEERS.read_text()) if PEERS.exists() else None
+def engines(saved: dict) -> dict:
+    """A results file's `engines`, of what make bench-engines saved. Ways that failed are left out."""
+    commit = {"commit": saved["commit"]} if saved["commit"] else {}
+    comparisons = [
+        {
+            **{name: comparison[name] for name in ("model", "layers", "of_layers", "vocabulary")},
+            "way": [
+                _way(name, about, found)
+                for name, about in comparison["ways"].items()
+                if not about["failure"] and (found := engines_report.figures(comparison, name))
+            ],
+        }
+        for comparison in saved["comparisons"]
+    ]
+    date = datetime.date.fromisoformat(saved["date"])
+    return {"date": date, **commit, "source": "make bench-engines", "comparison": comparisons}
+
+
+def _way(name: str, about: dict, found: dict) -> dict:
+    """load_s: of a checkpoint that was read. bfloat16 weights were made."""
+
+    def part(number: str, count: int, fields: dict) -> dict:
+        lead = {"lead": _digits(fields["lead"])} if fields["lead"] else {}
+        read = {"read_gb_s": _digits(fields["read"] / 1e9), "of_read": _digits(fields["of_read"])} if "read" in fields else {}
+        return {number: count, "tokens_s": _digits(fields["rate"]), **lead, "experts": _digits(fields["share"]), **read}
+
+    return {
+        "name": name,
+        "weights": about["weights"],
+        **({"environment": about["environment"]} if about["environment"] else {}),
+        **({"error": _digits(about["error"])} if about["error"] is not None else {}),
+        "peak_gb": _digits(found["peak"] / 1e9),
+        **({"load_s": _digits(found["load"]["seconds"])} if about["weights"] == "MXFP4" else {}),
+        "prefill": [part("tokens", *entry) for entry in found["prefill"].items()],
+        "decode": [part("texts", *entry) for entry in found["decode"].items()],
+    }
+
+
+def with_others(results: Results, folder: Path = FOLDER) -> Results:
+    """With what make bench-peers and make bench-engines saved last, each if it was on this CPU.
+
+    Otherwise with what the file that is there has of them.
+    """
     cpu, file = results.data["cpu"], folder / results.file_name
+    data = dict(results.data)
+    saved = json.loads(PEERS.read_text()) if PEERS.exists() else None
     if saved and (saved["machine"]["cpu"], saved["machine"]["threads"]) == (cpu["name"], cpu["threads"]):
-        found = {"peers": peers(saved)}
-    else:
-        found = {"peers": old.data["peers"]} if file.exists() and "peers" in (old := read(file)).data else {}
-    check(data := {**results.data, **found}, "the run")
+        data["peers"] = peers(saved)
+    saved = json.loads(ENGINES.read_text()) if ENGINES.exists() else None
+    if saved and (saved["cpu"]["name"], saved["cpu"]["threads"]) == (cpu["name"], cpu["threads"]):
+        data["engines"] = engines(saved)
+    if file.exists():
+        old = read(file).data
+        data = {name: old[name] for name in ("peers", "engines") if name in old} | data
+    check(data, "the run")
+    return Results(data)
+
+
+def engines_alone(saved: dict, folder: Path = FOLDER) -> Results:
+    """The file of the CPU that make bench-engines ran on, with what it saved; a new one has nothing else."""
+    found = engines(saved)
+    new = {
+        **{name: found[name] for name in ("date", "source")},
+        "commit": saved["commit"] or "unknown",
+        "ktmoe": saved["ktmoe"],
+        "cpu": saved["cpu"],
+    }
+    file = folder / Results(new).file_name
+    data = (read(file).data if file.exists() else new) | {"engines": found}
+    check(data, "the run")
     return Results(data)
 
 
@@ -193,13 +257,16 @@ def write(found: Results, folder: Path = FOLDER) -> Path:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="saved runs: files, or the numbers that their names begin with")
+    parser.add_argument("--engines", action="store_true", help="only what make bench-engines saved")
     parser.add_argument("--tables", action="store_true", help="only write the tables of the files that are there")
     options = parser.parse_args(arguments)
     try:
-        if not options.tables:
+        if options.engines:
+            print(f"written: {write(engines_alone(json.loads(ENGINES.read_text())))}")
+        elif not options.tables:
             paths = [runs.named(name) for name in options.runs] or [runs.last()]
             saved = [json.loads(path.read_text()) for path in paths]
-            print(f"written: {write(with_peers(results(saved)))}")
+            print(f"written: {write(with_others(results(saved)))}")
         document.write()
     except (OSError, ValueError) as error:
         print(f"results: {error}", file=sys.stderr)

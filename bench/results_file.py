@@ -16,6 +16,8 @@ FOLDER = Path(__file__).with_name("results")
 
 #: Of one call or kernel. Shares are of the limits that the same rounds measured.
 CALL = {"ms?": float, "gb_s?": float, "of_read?": float, "gflop_s?": float, "of_peak?": float}
+#: Of generate(). experts: their share of the time.
+RATE = {"tokens_s": float, "lead?": float, "experts": float}
 LOADING = (
     "seconds",
     "gb_s",
@@ -85,6 +87,31 @@ SCHEMA = {
                 "least_error?": float,
                 "most_error?": float,
                 "calls": [{"tokens": int, "ms": float, "lead?": float}],
+            }
+        ],
+    },
+    "engines?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "comparison": [
+            {
+                "model": str,
+                "layers": int,
+                "of_layers": int,
+                "vocabulary": int,
+                "way": [
+                    {
+                        "name": str,
+                        "weights": str,
+                        "environment?": {str: str},
+                        "error?": float,
+                        "peak_gb": float,
+                        "load_s?": float,
+                        "prefill": [{"tokens": int, **RATE}],
+                        "decode": [{"texts": int, **RATE, "read_gb_s": float, "of_read": float}],
+                    }
+                ],
             }
         ],
     },

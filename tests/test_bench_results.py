@@ -251,7 +251,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     written = []
     monkeypatch.setattr(document, "write", lambda: written.append("page"))
     monkeypatch.setattr(publish, "write", lambda results: written.append(results.data["pool"][0]["us"]))
-    monkeypatch.setattr(publish, "with_peers", lambda results: results)
+    monkeypatch.setattr(publish, "with_others", lambda results: results)
     assert publish.main([]) == 2
     assert "expected a saved run, found none; make bench saves one" in capsys.readouterr().err
     folder = tmp_path / runs.STORAGE / "Linux"
@@ -314,15 +314,15 @@ def test_what_the_peers_took():
 def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fresh = Results(made())
-    assert publish.with_peers(fresh, tmp_path) == fresh
+    assert publish.with_others(fresh, tmp_path) == fresh
     old = publish.peers(peers_run()) | {"commit": "876543210"}
     publish.write(Results(made(peers=old)), tmp_path)
-    assert publish.with_peers(fresh, tmp_path).data["peers"] == old
+    assert publish.with_others(fresh, tmp_path).data["peers"] == old
     publish.PEERS.parent.mkdir()
     publish.PEERS.write_text(json.dumps(peers_run(cpu="another CPU")))
-    assert publish.with_peers(fresh, tmp_path).data["peers"] == old
+    assert publish.with_others(fresh, tmp_path).data["peers"] == old
     publish.PEERS.write_text(json.dumps(peers_run()))
-    assert publish.with_peers(fresh, tmp_path).data["peers"] == publish.peers(peers_run())
+    assert publish.with_others(fresh, tmp_path).data["peers"] == publish.peers(peers_run())
 
 
 def test_the_commit_is_what_git_says():
