@@ -32,6 +32,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quiet():
+    """No progress bars, and no advice about tiny models."""
+    if PRESENT:
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """The name of an architecture or of a packed format -> the folder of a small checkpoint, written once."""

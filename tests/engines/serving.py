@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import engine_models
 import torch
+from checkpoints import numbers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import ktmoe
 import ktmoe.transformers as served
 
 
-def eager(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """transformers' own loop over experts. It dequantizes what is packed: into bfloat16 with a rounding, into float32 without."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+def eager(folder: Path) -> PreTrainedModel:
+    """transformers' own loop over experts, in bfloat16: it rounds to that what is packed."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="eager").eval()
+
+
+def eager_float32(folder: Path) -> PreTrainedModel:
+    """The same with float32 in place of bfloat16, but for weights that are not experts'. Experts' are as they are packed."""
+    model = nn.Module.float(eager(folder))  # transformers has no such method for what was packed
+    for name, module in engine_models.experts(model):
+        weights = ktmoe.load_experts(folder, int(re.search(r"layers\.(\d+)\.", name)[1]))
+        for expert in range(weights.num_experts):
+            gate, up, down = (torch.from_numpy(numbers(weights.matrix(expert, p))) for p in ("gate", "up", "down"))
+            fused = torch.cat([gate, up]) if module.is_concatenated else torch.stack([gate, up], 1).flatten(0, 1)
+            module.gate_up_proj.data[expert] = fused.T if module.is_transposed else fused
+            module.down_proj.data[expert] = down.T if module.is_transposed else down
+    return model
 
 
 def packed(folder: Path, **options: object) -> PreTrainedModel:
@@ -65,9 +81,9 @@ def assert_served(model: PreTrainedModel) -> None:
     for module in modules.values():
         assert module.ktmoe_layer is not None
         assert list(module.parameters()) == []
-    names = [*dict(model.named_parameters()), *model.state_dict()]
-    assert [name for name in names if ".experts." in name] == []
-    assert [tensor.device.type for tensor in model.state_dict().values() if tensor.device.type != "cpu"] == []
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert [name for name in tensors if ".experts." in name] == []
+    assert [name for name, tensor in tensors.items() if tensor.device.type != "cpu"] == []
 
 
 Routing = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
