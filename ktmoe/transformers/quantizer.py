@@ -18,9 +18,9 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktmoe.errors import CheckpointError, InputError, KtmoeError, UnavailableError
+from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.layer import MoELayer
 from ktmoe.messages import show
 from ktmoe.model import MoEModel
 from ktmoe.transformers.function import NAME, GpuExperts, adopt, attach, pack_tensors
