@@ -1,4 +1,7 @@
-"""The tables of docs/performance.md, docs/engines.md and README, from all files of bench/results. Each stands between marks that name it."""
+"""The tables of docs/performance.md, docs/engines.md and README, from all files of bench/results.
+
+Each stands between marks that name it.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from bench.models import Model, models
 
-#: Bytes of a weight.
-BYTES = {"MXFP4": 17 / 32, "BF16": 2}
 #: What a process takes besides weights: torch, transformers, and the tensors of the largest prompt.
 PROCESS_BYTES = 1_000_000_000
 
@@ -33,8 +31,9 @@ class Engine:
         return max(64, self.vocabulary * layers // self.experts.layers // 64 * 64)
 
     def expert_bytes(self, weights: str) -> int:
-        """Of one expert. weights: a name of BYTES."""
-        return round(3 * self.experts.hidden * self.experts.intermediate * BYTES[weights])
+        """Of one expert. weights: "MXFP4" or "BF16"."""
+        experts = self.experts
+        return experts.expert_bytes if weights == "MXFP4" else 2 * 3 * experts.hidden * experts.intermediate
 
     def layer_bytes(self, weights: str) -> int:
         """Of a layer's experts."""

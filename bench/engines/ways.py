@@ -14,7 +14,7 @@ SHORT_SPIN = {"GOMP_SPINCOUNT": "10000"}
 class Process:
     """One process and the ways that it measures, one after the other, on one copy of the weights.
 
-    owner: "ktmoe" or "transformers". weights: a name of shapes.BYTES. implementations: names of transformers, each of which is
+    owner: "ktmoe" or "transformers". weights: "MXFP4" or "BF16". implementations: names of transformers, each of which is
     a way. environment: of the process. note: told apart by it.
     """
 
