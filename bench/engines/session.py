@@ -27,9 +27,9 @@ PATIENCE = 1800
 LIMIT_SECONDS = 0.2
 #: Tokens of the text whose logits are compared.
 CHECKED_TOKENS = 64
-#: Of logits, as the median token's error over their norm. bfloat16's own roundings make 1 %, as the norm of eager's error
-#: against float32 does for two layers; another expert in one layer makes ten times that.
-MOST_ERROR = 0.04
+#: Of logits, as the median token's error over their norm. Two ways in bfloat16 differ by 0.3 % with one layer and 1.7 % with
+#: eight, by their roundings; one wrong expert for each token of one layer makes 19 % or more.
+MOST_ERROR = 0.06
 
 
 @dataclass(frozen=True)
