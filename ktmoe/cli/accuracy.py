@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,7 @@ def command(
     modes = None if activations is None else activations.split(",")
     for mode in modes or ["auto"]:
         choose_backend(backend, None, mode)  # raises, before anything is loaded
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of transformers and its quantizers are drawn into pipes, too
     from ktmoe.transformers.accuracy import accuracy
 
     with progress_bar.steps() as step:
@@ -127,7 +129,6 @@ def _print(found: Accuracy) -> None:
         sampled = units.count(len(found.layers[0].sample.x), "token")
         checked = units.count(found.layers[0].checked, "token")
         lines += [line.format(sampled=sampled, checked=checked) for line in _LAYER_DEFINITIONS]
-        lines += [f"layers, weights: {weights}" for weights in dict.fromkeys(layer.formats for layer in found.layers)]
         lines += [
             f"WRONG: {layer.name}: an output of bf16 is off by {layer.of_bound:.3g} times its bound"
             for layer in found.layers
@@ -153,7 +154,8 @@ def _table(found: Accuracy) -> Table:
 
 def _layer_table(found: Accuracy) -> Table:
     drawn = Table(box=SIMPLE_HEAD)
-    drawn.add_column("layer")
+    drawn.add_column("layer", no_wrap=True)
+    drawn.add_column("weights")
     for run in found.runs:
         drawn.add_column(run.mode.label, justify="right")
         drawn.add_column("of bound" if run is found.runs[0] else "largest", justify="right")
@@ -161,7 +163,7 @@ def _layer_table(found: Accuracy) -> Table:
         cells = [f"{layer.relative:.1e}", units.percent(layer.of_bound)]
         for run in found.runs[1:]:
             cells += [f"{run.layers[number].relative:.1e}", f"{run.layers[number].largest:.1e}"]
-        drawn.add_row(layer.name, *cells)
+        drawn.add_row(layer.name, layer.formats, *cells)
     return drawn
 
 

@@ -24,8 +24,9 @@ from ktmoe.errors import CheckpointError, InputError, UnavailableError
 from ktmoe.layer import MoELayer
 from ktmoe.transformers import load
 from ktmoe.transformers.activation import recognise
-from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler
+from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler, weights_of
 from ktmoe.transformers.perplexity import Logits, Mean, Scores, Window, require_space, score, windows
+from ktmoe.weights.activation import SILU
 
 #: The activation mode that rounds nothing.
 EXACT = "bf16"
@@ -123,7 +124,10 @@ class _Work:
         """The exact run, the modes to compare with it, and its layers."""
         mode = Mode(EXACT)
         with self._loaded(mode) as (model, packed, load_seconds):
-            modes = _modes(list(packed.values()), self.backend, activations, rounding)
+            modes = _modes(list(packed.values()), self.backend, activations)
+            if rounding != "exact":
+                _require_rounding(self.path, list(packed.values()), rounding)
+                modes.append(Mode(EXACT, rounding))
             if modes:
                 require_space(sum(window.scored for window in self.windows) * vocabulary * model.dtype.itemsize)
             sampler = Sampler({name: model.get_submodule(name) for name in packed} if layers else {}, len(self.windows))
@@ -142,9 +146,6 @@ class _Work:
     def run(self, mode: Mode, exact: Logits, layers: list[LayerErrors]) -> Run:
         """exact: the exact run's logits. layers: its."""
         with self._loaded(mode) as (model, packed, load_seconds):
-            if mode.rounding != "exact" and all(layer.rounding == "exact" for layer in packed.values()):
-                names = ", ".join(_backends(packed))
-                raise UnavailableError(f"{self.path}: rounding {mode.rounding!r}: backend {names} rounds none of these weights")
             start = time.perf_counter()
             with self.step(f"{mode.label}: text") as draw:
                 scores = score(model, self.tokens, self.windows, against=exact, progress=draw)
@@ -189,7 +190,7 @@ def _tokens(path: str | os.PathLike, text: str, config: PreTrainedConfig) -> tor
     return found
 
 
-def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | None, rounding: str) -> list[Mode]:
+def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | None) -> list[Mode]:
     """The modes to compare with the exact run of these layers, whose backends were chosen for it."""
     if activations is None:
         known = dict.fromkeys(mode for layer in packed for mode in backends.get(layer.backend).modes)
@@ -204,7 +205,17 @@ def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | No
         for mode in names:
             for layer in packed:
                 choose_backend(backend, layer.spec, mode)  # raises, before the text is read
-    return [Mode(name) for name in names] + [Mode(EXACT, rounding)] * (rounding != "exact")
+    return [Mode(name) for name in names]
+
+
+def _require_rounding(path: str | os.PathLike, packed: list[MoELayer], rounding: str) -> None:
+    """Raise UnavailableError if no weight would be rounded, as the first expert of each layer shows."""
+    for layer in packed:
+        with MoELayer(weights_of(layer, SILU).take([0]), layer.backend, EXACT, rounding=rounding) as one:
+            if one.rounding == rounding:
+                return
+    names = ", ".join(sorted({layer.backend for layer in packed}))
+    raise UnavailableError(f"{path}: rounding {rounding!r}: backend {names} rounds none of these weights")
 
 
 def _backends(packed: dict[str, MoELayer]) -> list[str]:
