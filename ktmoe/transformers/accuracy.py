@@ -182,6 +182,8 @@ def _tokens(path: str | os.PathLike, text: str, config: PreTrainedConfig) -> tor
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers has many for what is missing or malformed
         raise CheckpointError(f"{path}: transformers reads no tokenizer from it: {' '.join(str(error).split())}") from error
+    if len(tokenizer) == len(tokenizer.all_special_ids):  # what transformers makes for some models where there is no file
+        raise CheckpointError(f"{path}: expected a tokenizer's files in it, found none")
     found = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(found) and found.max() >= config.vocab_size:
         raise CheckpointError(

@@ -12,6 +12,7 @@ import characters
 import numpy as np
 import pytest
 import torch
+import ways
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ktmoe
@@ -19,7 +20,7 @@ from ktmoe import cli, reference
 from ktmoe.errors import CheckpointError, InputError, OutOfSpaceError, UnavailableError
 from ktmoe.transformers import accuracy as module
 from ktmoe.transformers import load
-from ktmoe.transformers.accuracy import Mode, accuracy
+from ktmoe.transformers.accuracy import Accuracy, Mode, accuracy
 from ktmoe.transformers.perplexity import Logits, Scores, score, windows
 
 CONTEXT, TEXT = 64, characters.text(500)
@@ -160,26 +161,41 @@ def test_standard_errors():
     assert twice.mean(twice.nll).error == pytest.approx(expected / 2 * np.sqrt(19 / 20 * 80 / 79), rel=1e-12)
 
 
-def test_layers_beside_the_reference(folder, found):
-    """A mode's output is within its bound of its own reference. So the norm of its difference from the exact one is that of the
-    references' difference, but for the norms of both bounds."""
-    assert len(found.layers) == len(found.runs[1].layers) == 3
-    for number, (layer, difference) in enumerate(zip(found.layers, found.runs[1].layers, strict=True)):
+def check_layers(path: Path, found: Accuracy, **rounded: str) -> None:
+    """The second run's layers. rounded: what tells the reference how they round.
+
+    A layer's output is within its bound of its own reference. So the norm of the difference of two is that of the references'
+    difference, but for the norms of both bounds.
+    """
+    assert len(found.layers) == len(found.runs[1].layers) > 1
+    for layer, difference in zip(found.layers, found.runs[1].layers, strict=True):
         sample = layer.sample
-        assert len(sample.x) == 64
-        experts = ktmoe.load_experts(folder(MXFP4), number)
-        x, ids, weights = sample.x.float().numpy(), sample.ids.numpy(), sample.weights.numpy()
-        exact, rounded = (
-            reference.forward(experts, x, ids, weights, out_dtype="float32", activations=mode) for mode in ("bf16", "int8")
-        )
+        experts = ktmoe.load_experts(path, int(layer.name.split(".")[2]))
+        batch = sample.x.float().numpy(), sample.ids.numpy(), sample.weights.numpy()
+        exact, other = (reference.forward(experts, *batch, out_dtype="float32", **options) for options in ({}, rounded))
         size = np.linalg.norm(exact.y)
-        expected = np.linalg.norm(rounded.y - exact.y) / size
-        bound = (np.linalg.norm(rounded.bound) + np.linalg.norm(exact.bound)) / size
+        expected = np.linalg.norm(other.y - exact.y) / size
+        bound = (np.linalg.norm(other.bound) + np.linalg.norm(exact.bound)) / size
         assert abs(difference.relative - expected) <= bound * (1 + difference.relative)
         assert bound < 0.5 * expected  # or it would be no test
         assert difference.relative <= difference.largest
-        assert 0 < layer.relative < np.linalg.norm(exact.bound) / size
+        assert 0 < layer.relative
         assert 0 < layer.of_bound <= 1
+
+
+def test_layers_beside_the_reference(folder, found):
+    check_layers(folder(MXFP4), found, activations="int8")
+    assert all(len(layer.sample.x) == 64 for layer in found.layers)
+
+
+def test_folded(folder, emulator_folder):
+    """Weights with bfloat16 scales, which amx rounds if it may."""
+    path = folder("Kimi INT4")
+    with ways.prepared("amx", emulator_folder):
+        found = accuracy(path, TEXT[:80], backend="amx", activations=[], rounding="folded", context=CONTEXT, step=step)
+    assert [run.mode for run in found.runs] == [Mode("bf16"), Mode("bf16", "folded")]
+    assert found.runs[1].scores.kl.sum() > 0
+    check_layers(path, found, rounding="folded")
 
 
 def test_what_enters_the_layers(folder, found):
@@ -219,9 +235,12 @@ def test_one_model_at_a_time(folder, monkeypatch):
     assert 0 < int16 < int8
 
 
-def test_without_a_tokenizer(checkpoint):
-    with pytest.raises(CheckpointError, match="reads no tokenizer from it"):
-        accuracy(checkpoint(PLAIN), TEXT, step=step)
+@pytest.mark.parametrize(
+    ("name", "message"), [(MXFP4, "transformers reads no tokenizer from it"), (PLAIN, "expected a tokenizer's files in it")]
+)
+def test_without_a_tokenizer(checkpoint, name, message):
+    with pytest.raises(CheckpointError, match=message):
+        accuracy(checkpoint(name), TEXT, context=CONTEXT, step=step)
 
 
 def test_tokens_that_the_model_does_not_have(folder, tmp_path):
