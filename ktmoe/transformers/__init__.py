@@ -1,0 +1,26 @@
+"""Models of Hugging Face transformers whose routed experts ktmoe computes: load(), Config and pack(). Needs torch.
+
+Importing it registers "ktmoe" with transformers, as an implementation of experts and as a quantization method. Nothing else of
+transformers or torch is changed.
+"""
+
+from ktmoe.errors import UnavailableError
+
+try:
+    from ktmoe.transformers.loading import load, pack
+    from ktmoe.transformers.quantizer import Config
+except ModuleNotFoundError as error:
+    missing = (error.name or "").partition(".")[0]
+    installs = {
+        "torch": "uv pip install --torch-backend=cpu torch accelerate (pip would install its build for CUDA)",
+        "transformers": "pip install 'ktmoe[transformers]'",
+    }
+    if missing not in installs:
+        raise
+    raise UnavailableError(f"ktmoe.transformers needs {missing}, which is not installed: {installs[missing]}") from None
+except ImportError as error:
+    if not (error.name or "").startswith("transformers"):
+        raise
+    raise UnavailableError(f"ktmoe.transformers needs transformers 5.23 or newer: {error}") from error
+
+__all__ = ["Config", "load", "pack"]

@@ -1,0 +1,121 @@
+"""load() and pack(): a model whose routed experts ktmoe computes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ktmoe.transformers.function import NAME, pack_module
+from ktmoe.transformers.modules import check_dtypes, find
+from ktmoe.transformers.options import Options
+from ktmoe.transformers.quantizer import Config
+
+#: Arguments of from_pretrained() that say where config.json is.
+_WHERE = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "token",
+    "revision",
+    "subfolder",
+    "trust_remote_code",
+    "code_revision",
+)
+
+
+def load(
+    path: str | os.PathLike,
+    *,
+    backend: str = "auto",
+    activations: str = "auto",
+    rounding: str = "exact",
+    threads: int | None = None,
+    numa_nodes: Sequence[int] | None = None,
+    gpu_experts_mask: np.ndarray | Sequence | None = None,
+    progress=None,
+    source: str = "auto",
+    **from_pretrained,
+) -> PreTrainedModel:
+    """A checkpoint as a transformers model whose routed experts ktmoe computes, straight from the checkpoint's own weights.
+
+    path: a folder, or an id of the Hugging Face Hub. The class is the one that config.json names in "architectures".
+    backend, activations, rounding, numa_nodes: as MoELayer has them. threads: of ktmoe in this process; None leaves them.
+    gpu_experts_mask: bool [experts], or [layers, experts] with a row for each layer that has experts. True: that expert stays
+    in torch, dequantized, on its layer's device.
+    progress: called with (done_bytes, total_bytes) of the experts, from threads, one at a time. True: a bar on stderr, which
+    needs rich.
+    source: "checkpoint": ktmoe's loaders read the experts while transformers loads the rest; experts are never torch tensors.
+    "parameters": transformers reads them, and ktmoe packs them layer by layer; only for unquantized checkpoints. "auto": the
+    first, and the second where no loader reads an unquantized checkpoint.
+    from_pretrained: more arguments for transformers' from_pretrained(), such as dtype, which is "auto" by default.
+
+    The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,
+    and what MoEModel.from_checkpoint and from_pretrained() raise.
+    """
+    config = from_pretrained.pop("config", None)
+    if config is None:
+        where = {name: from_pretrained[name] for name in _WHERE if name in from_pretrained}
+        config = AutoConfig.from_pretrained(path, **where)
+    else:
+        config = copy.deepcopy(config)
+    inner = _quantization(config)
+    named = Config(
+        backend=backend,
+        activations=activations,
+        rounding=rounding,
+        threads=threads,
+        numa_nodes=numa_nodes,
+        gpu_experts_mask=gpu_experts_mask,
+        source=source,
+        **inner,
+    )
+    # a function: transformers copies the dict deeply, which most other callables do not survive
+    report = progress if progress in (None, True, False) else lambda done, total: progress(done, total)
+    config.quantization_config = named.to_dict() | {"progress": report}
+    architecture = next(iter(getattr(config, "architectures", None) or ()), "")
+    model_class = getattr(transformers, architecture, AutoModelForCausalLM)
+    return model_class.from_pretrained(path, config=config, **{"dtype": "auto"} | from_pretrained)
+
+
+def _quantization(config: PreTrainedConfig) -> dict:
+    """Config's path and inner: what config.json says of the checkpoint's own quantization."""
+    found = getattr(config, "quantization_config", None)
+    found = getattr(config.get_text_config(decoder=True), "quantization_config", None) if found is None else found
+    found = found if found is None or isinstance(found, dict) else found.to_dict()
+    if found and found.get("quant_method") == NAME:
+        return {"path": found.get("path"), "inner": found.get("inner")}
+    return {"inner": found}
+
+
+def pack(
+    model: PreTrainedModel,
+    *,
+    backend: str = "auto",
+    activations: str = "auto",
+    rounding: str = "exact",
+    threads: int | None = None,
+    numa_nodes: Sequence[int] | None = None,
+    gpu_experts_mask: np.ndarray | Sequence | None = None,
+    progress=None,
+) -> PreTrainedModel:
+    """The same model, whose bfloat16 experts are packed in place, layer by layer; their parameters are freed.
+
+    The arguments are those of load(). model.set_experts_implementation("ktmoe") does the same without options, when a layer is
+    first called. The model is frozen afterwards, and cannot be saved.
+    Raises UnavailableError, before anything is packed, for a model that ktmoe cannot serve.
+    """
+    options = Options(backend, activations, rounding, threads, numa_nodes, gpu_experts_mask, progress)
+    found = find(model)
+    check_dtypes(found)
+    on_gpu = options.on_gpu(found)
+    options.set_threads()
+    with options.reporting(sum(experts.nbytes for experts in found)) as report:
+        for experts, ids in zip(found, on_gpu, strict=True):
+            pack_module(experts, options, ids, report)
+    model.set_experts_implementation(NAME)
+    return model.requires_grad_(False)

@@ -1,0 +1,82 @@
+"""What a user may choose for the experts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ktmoe.backends.base import Progress
+from ktmoe.errors import InputError
+from ktmoe.machine.threads import set_num_threads
+from ktmoe.progress_bar import bytes_done
+
+if TYPE_CHECKING:
+    from ktmoe.transformers.modules import Experts
+
+#: bytes of a layer -> what MoELayer reports its progress to.
+Reporting = Callable[[int], Progress | None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """backend, activations, rounding, numa_nodes: as MoELayer has them.
+
+    threads: of ktmoe in this process; None leaves them as they are.
+    gpu_experts_mask: bool [experts], or [layers, experts] with a row for each layer that has experts: True stays in torch, on
+    the device of its layer. None: no expert does.
+    progress: called with (done_bytes, total_bytes), from threads, one at a time. True: a bar on stderr, which needs rich.
+    """
+
+    backend: str = "auto"
+    activations: str = "auto"
+    rounding: str = "exact"
+    threads: int | None = None
+    numa_nodes: Sequence[int] | None = None
+    gpu_experts_mask: np.ndarray | Sequence | None = None
+    progress: Progress | bool | None = None
+
+    @property
+    def packing(self) -> dict:
+        """Arguments of MoELayer and MoEModel."""
+        return {
+            "backend": self.backend,
+            "activations": self.activations,
+            "rounding": self.rounding,
+            "numa_nodes": self.numa_nodes,
+        }
+
+    def set_threads(self) -> None:
+        if self.threads is not None:
+            set_num_threads(self.threads)
+
+    def on_gpu(self, found: Sequence[Experts]) -> list[np.ndarray]:
+        """For each of a model's modules of experts, the ids of those that stay in torch. Raises InputError."""
+        if self.gpu_experts_mask is None:
+            return [np.zeros(0, np.int64) for _ in found]
+        mask = np.asarray(self.gpu_experts_mask)
+        counts = [experts.num_experts for experts in found]
+        shapes = [(count,) for count in set(counts)] + [(len(found), count) for count in set(counts)]
+        if mask.dtype != np.bool_ or len(set(counts)) > 1 or mask.shape not in shapes:
+            expected = f"bool [{counts[0]} experts] or [{len(found)} layers, {counts[0]} experts]"
+            raise InputError(f"gpu_experts_mask: expected {expected}, found {mask.dtype} {list(mask.shape)}")
+        return [np.flatnonzero(row) for row in np.broadcast_to(mask, (len(found), counts[0]))]
+
+    @contextmanager
+    def reporting(self, total: int) -> Iterator[Reporting]:
+        """A function that makes the progress of one layer, of so many bytes, into that of all layers, of `total` bytes."""
+        with ExitStack() as resources:
+            report = self.progress or None
+            if report is True:
+                report = resources.enter_context(bytes_done("loading"))
+            done = 0
+
+            def of_layer(nbytes: int) -> Progress | None:
+                nonlocal done
+                before, done = done, done + nbytes
+                return report and (lambda now, _: report(before + now, total))
+
+            yield of_layer
