@@ -37,6 +37,10 @@ class Answer:
         """None for an answer of one token."""
         return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else None
 
+    def data(self) -> dict:
+        """For JSON: the fields and the rates."""
+        return vars(self) | {"prefill_tokens_s": self.prefill_tokens_s, "decode_tokens_s": self.decode_tokens_s}
+
 
 class _Streamer(TextStreamer):
     """Gives the text to a function, and notes when tokens come."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 import typer
 from huggingface_hub import set_async_client_factory
@@ -95,12 +95,12 @@ def _url(serve: Serve) -> str:
     return f"http://{serve.server.config.host}:{port}"
 
 
-def converse(name: str, url: str, flags: Sequence[str], system: str | None) -> None:
+def converse(name: str, url: str, *, flags: Sequence[str], system: str | None, save_folder: Path) -> None:
     """transformers' chat client on this terminal, until !exit, the end of the input, or Ctrl-C at its prompt.
 
-    flags: of generate(), such as "max_new_tokens=256". Conversations are saved below the working directory, when asked for.
+    flags: of generate(), such as "max_new_tokens=256". save_folder: where !save puts a conversation.
     """
     # the Hub's own client refuses all addresses, even this machine's, where HF_HUB_OFFLINE is set
     set_async_client_factory(lambda: httpx.AsyncClient(timeout=None))
     with contextlib.suppress(EOFError):
-        Chat(name, url, list(flags), system_prompt=system, save_folder=os.path.abspath("chat_history"))
+        Chat(name, url, list(flags), system_prompt=system, save_folder=str(save_folder))

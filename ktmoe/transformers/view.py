@@ -46,8 +46,8 @@ def view(path: str | os.PathLike, *, progress: bool = False, **options) -> Itera
     """
     folder = folder_of(path)
     config = read_json_object(folder / CONFIG_NAME)
-    found = Config(**options, path=folder.absolute(), inner=config.get("quantization_config")).to_dict()
-    config["quantization_config"] = found | {"progress": progress}
+    ours = Config(**options, path=folder.absolute(), inner=_quantization(config)).to_dict()
+    config["quantization_config"] = ours | {"progress": progress}
     with tempfile.TemporaryDirectory(prefix="ktmoe-view-") as root:
         made = View(Path(root), _name(path))
         made.path.mkdir(parents=True)
@@ -75,6 +75,12 @@ def folder_of(path: str | os.PathLike) -> Path:
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found no such file")
     return folder
+
+
+def _quantization(config: dict) -> dict | None:
+    """The checkpoint's own quantization_config; models of text and images may have it in text_config."""
+    nested = config.get("text_config")
+    return config.get("quantization_config") or (nested.get("quantization_config") if isinstance(nested, dict) else None)
 
 
 def _name(path: str | os.PathLike) -> str:
