@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from ktmoe import progress_bar
 from ktmoe.backends.choice import choose_backend
-from ktmoe.cli import measuring, options, output, units
+from ktmoe.cli import engine, measuring, options, output, units
 from ktmoe.errors import InputError
 from ktmoe.messages import printable
 
@@ -79,7 +78,7 @@ def command(
     modes = None if activations is None else activations.split(",")
     for mode in modes or ["auto"]:
         choose_backend(backend, None, mode)  # raises, before anything is loaded
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the bars of transformers and its quantizers are drawn into pipes, too
+    engine.start()
     from ktmoe.transformers.accuracy import accuracy
 
     with progress_bar.steps() as step:

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ktmoe import backends
 from ktmoe.backends.base import Found
@@ -24,8 +25,10 @@ from ktmoe.errors import CheckpointError, InputError, UnavailableError
 from ktmoe.layer import MoELayer
 from ktmoe.transformers import load
 from ktmoe.transformers.activation import recognise
+from ktmoe.transformers.answer import load_tokenizer
 from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler, weights_of
 from ktmoe.transformers.perplexity import Logits, Mean, Scores, Window, require_space, score, windows
+from ktmoe.transformers.view import folder_of
 from ktmoe.weights.activation import SILU
 
 #: The activation mode that rounds nothing.
@@ -92,16 +95,17 @@ def accuracy(
     activations: the modes to compare with "bf16"; None: all that the chosen backend has for all layers. rounding: "folded" adds
     a run with "bf16" whose weights may be rounded. tokens: the text's first so many; None: all. context: of the windows, see
     ktmoe.transformers.perplexity. layers: the errors of each layer, too. step: of ktmoe.progress_bar.steps.
-    Raises CheckpointError without a tokenizer, InputError for a text that is too short or a context that is too long for the
+    Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short or a context that is too long for the
     model, OutOfSpaceError if the exact run's logits do not fit onto the disk, UnavailableError for a mode that cannot run, and
     what ktmoe.transformers.load() raises.
     """
-    config = _config(path)
-    read = _tokens(path, text, config)[:tokens]
+    folder = folder_of(path)
+    config = _config(folder)
+    read = _tokens(folder, text, config)[:tokens]
     longest = getattr(config, "max_position_embeddings", None)
     if longest and context > longest:
         raise InputError(f"context must be at most {longest} tokens, which this model has positions for, found {context}")
-    work = _Work(path, backend, read, windows(len(read), context), step)
+    work = _Work(folder, backend, read, windows(len(read), context), step)
     with tempfile.TemporaryFile() as file:
         exact, modes, found = work.exact(Logits(file), config.vocab_size, activations, rounding, layers)
         runs = [exact, *(work.run(mode, Logits(file), found) for mode in modes)]
@@ -112,7 +116,7 @@ def accuracy(
 class _Work:
     """The text's tokens and windows, and how to load the model. A method's model is garbage once it has returned."""
 
-    path: str | os.PathLike
+    folder: Path
     backend: str
     tokens: torch.Tensor
     windows: list[Window]
@@ -126,7 +130,7 @@ class _Work:
         with self._loaded(mode) as (model, packed, load_seconds):
             modes = _modes(list(packed.values()), self.backend, activations)
             if rounding != "exact":
-                _require_rounding(self.path, list(packed.values()), rounding)
+                _require_rounding(self.folder, list(packed.values()), rounding)
                 modes.append(Mode(EXACT, rounding))
             if modes:
                 require_space(sum(window.scored for window in self.windows) * vocabulary * model.dtype.itemsize)
@@ -160,7 +164,7 @@ class _Work:
         start = time.perf_counter()
         with self.step(f"{mode.label}: load") as draw:
             options = {"activations": mode.activations, "rounding": mode.rounding}
-            model = load(self.path, backend=self.backend, **options, progress=draw).eval()
+            model = load(self.folder, backend=self.backend, **options, progress=draw).eval()
         layers = {name: module.ktmoe_layer for name, module in model.named_modules() if hasattr(module, "ktmoe_layer")}
         try:
             yield model, layers, time.perf_counter() - start
@@ -169,25 +173,23 @@ class _Work:
                 layer.close()
 
 
-def _config(path: str | os.PathLike) -> PreTrainedConfig:
+def _config(folder: Path) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path).get_text_config()
+        return AutoConfig.from_pretrained(folder).get_text_config()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: transformers reads no config.json from it: {' '.join(str(error).split())}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{folder}: expected a config.json that transformers reads: {reason}") from error
 
 
-def _tokens(path: str | os.PathLike, text: str, config: PreTrainedConfig) -> torch.Tensor:
+def _tokens(folder: Path, text: str, config: PreTrainedConfig) -> torch.Tensor:
     """All of the text's, int64, with the special tokens that the tokenizer itself adds."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # transformers has many for what is missing or malformed
-        raise CheckpointError(f"{path}: transformers reads no tokenizer from it: {' '.join(str(error).split())}") from error
+    tokenizer = load_tokenizer(folder)
     if len(tokenizer) == len(tokenizer.all_special_ids):  # what transformers makes for some models where there is no file
-        raise CheckpointError(f"{path}: expected a tokenizer's files in it, found none")
+        raise CheckpointError(f"{folder}: expected a tokenizer's files in it, found none")
     found = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(found) and found.max() >= config.vocab_size:
         raise CheckpointError(
-            f"{path}: the model has {config.vocab_size} tokens, but its tokenizer made token {int(found.max())} of the text"
+            f"{folder}: the model has {config.vocab_size} tokens, but its tokenizer made token {int(found.max())} of the text"
         )
     return found
 
@@ -210,14 +212,14 @@ def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | No
     return [Mode(name) for name in names]
 
 
-def _require_rounding(path: str | os.PathLike, packed: list[MoELayer], rounding: str) -> None:
+def _require_rounding(folder: Path, packed: list[MoELayer], rounding: str) -> None:
     """Raise UnavailableError if no weight would be rounded, as the first expert of each layer shows."""
     for layer in packed:
         with MoELayer(weights_of(layer, SILU).take([0]), layer.backend, EXACT, rounding=rounding) as one:
             if one.rounding == rounding:
                 return
     names = ", ".join(sorted({layer.backend for layer in packed}))
-    raise UnavailableError(f"{path}: rounding {rounding!r}: backend {names} rounds none of these weights")
+    raise UnavailableError(f"{folder}: rounding {rounding!r}: backend {names} rounds none of these weights")
 
 
 def _backends(packed: dict[str, MoELayer]) -> list[str]:

@@ -59,7 +59,8 @@ class Scores:
     @property
     def perplexity(self) -> Mean:
         mean = self.mean(self.nll)
-        value = math.exp(mean.value) if mean.value < 700 else math.inf
+        with np.errstate(over="ignore"):
+            value = float(np.exp(mean.value))
         return Mean(value, value * mean.error)
 
     def mean(self, sums: np.ndarray) -> Mean:
