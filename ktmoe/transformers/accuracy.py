@@ -95,9 +95,9 @@ def accuracy(
     activations: the modes to compare with "bf16"; None: all that the chosen backend has for all layers. rounding: "folded" adds
     a run with "bf16" whose weights may be rounded. tokens: the text's first so many; None: all. context: of the windows, see
     ktmoe.transformers.perplexity. layers: the errors of each layer, too. step: of ktmoe.progress_bar.steps.
-    Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short or a context that is too long for the
-    model, OutOfSpaceError if the exact run's logits do not fit onto the disk, UnavailableError for a mode that cannot run, and
-    what ktmoe.transformers.load() raises.
+    Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short or a context that is too long
+    for the model, OutOfSpaceError if the exact run's logits do not fit onto the disk, UnavailableError for a mode that cannot
+    run, and what ktmoe.transformers.load() raises.
     """
     folder = folder_of(path)
     config = _config(folder)
