@@ -22,8 +22,8 @@ import torch
 
 from ktmoe.errors import InputError, OutOfSpaceError
 
-#: Rows of logits that become float64 at a time: a vocabulary may have 200,000 tokens.
-ROWS = 16
+#: Logits that become float64 at a time: a window's may be 100 million.
+AT_ONCE = 2**21
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,9 @@ def score(
             keep.write(found)
         exact = against.read(found) if against else None
         targets = tokens[window.last - window.scored : window.last]
-        for start in range(0, window.scored, ROWS):
-            rows = slice(start, start + ROWS)
+        count = max(1, AT_ONCE // found.shape[1])
+        for start in range(0, window.scored, count):
+            rows = slice(start, start + count)
             sums[:, number] += _sums(found[rows], targets[rows], None if exact is None else exact[rows])
         if progress:
             progress(number + 1, len(cut))
@@ -174,6 +175,6 @@ def _sums(found: torch.Tensor, targets: torch.Tensor, exact: torch.Tensor | None
         return nll, 0.0, 0.0
     theirs = torch.log_softmax(exact.double(), -1)
     p = theirs.exp()
-    kl = (p * torch.where(p > 0, theirs - ours, 0.0)).sum().item()
+    kl = theirs.sub_(ours).mul_(p).nansum().item()  # NaN is 0 times infinity: a token whose p is 0 counts 0
     same = (found.argmax(-1) == exact.argmax(-1)).sum().item()
     return nll, kl, same

@@ -7,6 +7,7 @@ import weakref
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import characters
 import numpy as np
@@ -19,7 +20,7 @@ import ktmoe
 from ktmoe import cli, reference
 from ktmoe.errors import CheckpointError, InputError, OutOfSpaceError, UnavailableError
 from ktmoe.transformers import accuracy as module
-from ktmoe.transformers import load
+from ktmoe.transformers import load, perplexity
 from ktmoe.transformers.accuracy import Accuracy, Mode, accuracy
 from ktmoe.transformers.perplexity import Logits, Scores, score, windows
 
@@ -148,6 +149,38 @@ def test_divergence(folder, found):
     assert [each.scores.perplexity.value for each in found.runs] == pytest.approx(np.exp(nll), rel=1e-12)
     same = (exact.argmax(-1) == rounded.argmax(-1)).double().mean().item()
     assert run.scores.mean(run.scores.same_top).value == pytest.approx(same, rel=1e-12)
+
+
+class Fixed(torch.nn.Module):
+    """Gives these logits, [tokens, vocabulary], whatever it reads."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits: torch.Tensor):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, ids, use_cache, logits_to_keep):
+        return SimpleNamespace(logits=self.logits[None, : ids.shape[1]][:, -logits_to_keep:])
+
+
+@pytest.mark.parametrize("at_once", [1, 10, 2**21])
+def test_rows_at_once(tmp_path, monkeypatch, at_once):
+    """They change nothing. A token that one run excludes counts 0 where the exact run excludes it, and else infinity."""
+    monkeypatch.setattr(perplexity, "AT_ONCE", at_once)
+    tokens = torch.tensor([0, 1, 0, 1, 0])
+    exact, other = torch.randn((2, 4, 3), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact[:, 2] = other[0, 2] = -torch.inf
+    impossible = other.clone()
+    impossible[1, 1] = -torch.inf
+    cut = windows(len(tokens), 4)  # the first window scores by rows 0 to 2, the second by row 1
+    with open(tmp_path / "logits", "w+b") as file:
+        score(Fixed(exact), tokens, cut, keep=Logits(file))
+        kl, infinite = (score(Fixed(model), tokens, cut, against=Logits(file)).kl for model in (other, impossible))
+    p, q = exact.softmax(-1)[:, :2], other.softmax(-1)[:, :2]
+    expected = (p * (p / q).log()).sum(-1)
+    assert kl.tolist() == pytest.approx([expected[:3].sum().item(), expected[1].item()], rel=1e-12)
+    assert np.isinf(infinite).all()
 
 
 def test_standard_errors():
