@@ -6,7 +6,6 @@ wait in a temporary file, in the model's own dtype: nothing is rounded or left o
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 import time
@@ -160,7 +159,6 @@ class _Work:
     @contextmanager
     def _loaded(self, mode: Mode) -> Iterator[tuple[torch.nn.Module, dict[str, MoELayer], float]]:
         """(the model, its packed layers by their modules' names, seconds). The layers are closed at the end."""
-        gc.collect()  # modules of the model before refer to each other in circles
         start = time.perf_counter()
         with self.step(f"{mode.label}: load") as draw:
             options = {"activations": mode.activations, "rounding": mode.rounding}
