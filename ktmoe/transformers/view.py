@@ -71,7 +71,9 @@ def folder_of(path: str | os.PathLike) -> Path:
             raise CheckpointError(f"{path}: expected a folder or the id of a model on the Hub, found neither") from None
         except OSError as error:  # the base of the Hub's own errors
             reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(f"{path}: there is no such folder, and the Hub does not give such a model: {reason}") from None
+            raise CheckpointError(
+                f"{path}: there is no such folder, and the Hub does not give such a model: {reason}"
+            ) from None
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found no such file")
     return folder
