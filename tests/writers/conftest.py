@@ -28,7 +28,8 @@ def written(tmp_path_factory):
         if script not in folders:
             folders[script] = tmp_path_factory.mktemp(script)
             command = [home / "bin" / "python", Path(__file__).with_name(f"write_{script}.py"), folders[script]]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
+            shared = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # tiny_models.py
+            done = subprocess.run(command, env=shared, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS)
             (folders[script] / "log").write_text(f"exit code {done.returncode}\n{done.stdout}{done.stderr}")
         return folders[script]
 

@@ -1,0 +1,46 @@
+"""Every way of serving a model: the same bits of logits, and no parameter of its experts left."""
+
+import pytest
+import torch
+from engine_models import ARCHITECTURES, logits, prompts
+from quantized_checkpoints import PACKED
+from serving import WAYS, assert_served, eager, packed
+
+import ktmoe.transformers as served
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_same_bits(checkpoint, name):
+    folder, ids = checkpoint(name), prompts()
+    of_eager, found = logits(eager(folder), ids), {}
+    for way, make in WAYS.items():
+        model = make(folder)
+        found[way] = logits(model, ids)
+        assert_served(model)
+    first = found["pack()"]
+    assert first.dtype == of_eager.dtype
+    assert not torch.equal(first, of_eager)  # whose sums are other ones
+    assert [way for way, values in found.items() if not torch.equal(values, first)] == []
+
+
+@pytest.mark.parametrize("name", [name for name, each in PACKED.items() if each.exact])
+def test_the_same_bits_as_of_dequantized_weights(checkpoint, name):
+    """transformers' own bfloat16 numbers are the packed ones, so that packing either gives the same products and sums."""
+    folder, ids = checkpoint(name), prompts()
+    model, dequantized = served.load(folder, source="checkpoint").eval(), packed(folder)
+    for each in (model, dequantized):
+        values = logits(each, ids)
+        assert_served(each)
+        assert torch.isfinite(values).all()
+    assert torch.equal(logits(model, ids), logits(dequantized, ids))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_codes_stay_packed(checkpoint, name):
+    """A weight takes 4 or 8 bits and its part of a scale, not bfloat16's 16; load() alone does that, too."""
+    model = served.load(checkpoint(name))
+    assert_served(model)
+    for module in model.modules():
+        if layer := getattr(module, "ktmoe_layer", None):
+            weights = 3 * layer.num_experts * layer.hidden * layer.intermediate
+            assert layer.nbytes / weights < (1.1 if "FP8" in name else 0.8)
