@@ -24,7 +24,7 @@ ARGUMENTS behind -- go to `transformers serve`; `ktmoe serve DIR -- --help` list
 @options.MODEL
 @click.argument("arguments", metavar="[-- ARGUMENTS ...]", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host", metavar="NAME", default="localhost", show_default=True, help="0.0.0.0 is every address.")
-@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
 @options.BACKEND
 @options.ACTIVATIONS
 @options.THREADS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -96,11 +98,26 @@ def _url(serve: Serve) -> str:
 
 
 def converse(name: str, url: str, *, flags: Sequence[str], system: str | None, save_folder: Path) -> None:
-    """transformers' chat client on this terminal, until !exit, the end of the input, or Ctrl-C at its prompt.
+    """transformers' chat client on this terminal, until !exit or the end of the input.
 
     flags: of generate(), such as "max_new_tokens=256". save_folder: where !save puts a conversation.
+    Raises KeyboardInterrupt after Ctrl-C.
     """
     # the Hub's own client refuses all addresses, even this machine's, where HF_HUB_OFFLINE is set
     set_async_client_factory(lambda: httpx.AsyncClient(timeout=None))
-    with contextlib.suppress(EOFError):
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    # in the place of Python's own handler asyncio puts one of its own, which the prompt does not notice
+    old = signal.signal(signal.SIGINT, interrupt)
+    try:
         Chat(name, url, list(flags), system_prompt=system, save_folder=str(save_folder))
+    except EOFError:  # the input's end
+        pass
+    finally:
+        signal.signal(signal.SIGINT, old)
+    if interrupted.is_set():  # the client takes it for !exit
+        raise KeyboardInterrupt

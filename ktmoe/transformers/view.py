@@ -25,7 +25,7 @@ _NOT_NEEDED = ("*/*", "consolidated*")
 
 @dataclass(frozen=True)
 class View:
-    """root: the temporary folder. name: of the model, by which it is a folder in there: the checkpoint folder's, or the Hub id."""
+    """root: the temporary folder. name: the model's, which is a folder in there: the checkpoint folder's own, or the Hub id."""
 
     root: Path
     name: str
@@ -71,7 +71,7 @@ def folder_of(path: str | os.PathLike) -> Path:
             raise CheckpointError(f"{path}: expected a folder or the id of a model on the Hub, found neither") from None
         except OSError as error:  # the base of the Hub's own errors
             reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(f"{path}: there is no such folder, and the Hub does not give such a model: {reason}") from None
+            raise CheckpointError(f"{path}: expected a folder or a model that the Hub gives: {reason}") from None
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found no such file")
     return folder
