@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from bench.engines.shapes import Engine
 
-#: torch's idle threads spin for milliseconds after each of its operations, on the CPUs of ktmoe's. This ends it sooner.
-SHORT_SPIN = {"GOMP_SPINCOUNT": "10000"}
+#: torch's idle threads spin for milliseconds after each of its operations, on the CPUs of ktmoe's. With this they sleep.
+PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Process:
         return engine.process_bytes(self.weights, layers) + packing
 
 
-OURS = Process("ktmoe", "MXFP4", environment=SHORT_SPIN)
+OURS = Process("ktmoe", "MXFP4", environment=PASSIVE)
 THEIRS = Process("transformers", "BF16", ("eager", "grouped_mm"))
 #: What takes part where the memory is enough for a layer of it, the most important first.
 OTHERS = (
-    Process("ktmoe", "BF16", environment=SHORT_SPIN),
+    Process("ktmoe", "BF16", environment=PASSIVE),
     Process("ktmoe", "MXFP4", note="torch's threads spin"),
 )
 #: How each comparison is called, and who must take part.
