@@ -44,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=list(COMPARISONS),
         default=list(COMPARISONS),
-        help="beside: transformers' own experts take part; alone: ktmoe alone, with more layers",
+        help="beside: transformers' own experts take part; alone: ktmoe alone, with more layers; "
+        "threads: ktmoe with and without OMP_WAIT_POLICY=passive",
     )
     run.add_argument("--layers", metavar="N", type=int, help="of each model; as many as fit into memory by default")
     run.add_argument("--rounds", metavar="N", type=int, default=5, help="(%(default)s)")

@@ -43,13 +43,11 @@ class Process:
 
 OURS = Process("ktmoe", "MXFP4", environment=PASSIVE)
 THEIRS = Process("transformers", "BF16", ("eager", "grouped_mm"))
-#: What takes part where the memory is enough for a layer of it, the most important first.
-OTHERS = (
-    Process("ktmoe", "BF16", environment=PASSIVE),
-    Process("ktmoe", "MXFP4", note="torch's threads spin"),
-)
+SPINNING = Process("ktmoe", "MXFP4", note="torch's threads spin")
+#: What takes part beside transformers' own experts where the memory is enough for a layer of it, too.
+OTHERS = (Process("ktmoe", "BF16", environment=PASSIVE),)
 #: How each comparison is called, and who must take part.
-COMPARISONS = {"beside": (OURS, THEIRS), "alone": (OURS,)}
+COMPARISONS = {"beside": (OURS, THEIRS), "alone": (OURS,), "threads": (OURS, SPINNING)}
 
 
 def layers_that_fit(engine: Engine, processes: tuple[Process, ...], nbytes: int) -> int:
