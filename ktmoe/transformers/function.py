@@ -62,6 +62,7 @@ class GpuExperts(torch.nn.Module):
         super().__init__()
         self.chosen = chosen
         part = copy.copy(experts.module)
+        part.__class__ = experts.kind
         part._modules = dict(part._modules)
         part._parameters = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
         part.num_experts = len(chosen)
@@ -83,21 +84,21 @@ def pack_module(experts: Experts, options: Options, on_gpu: np.ndarray, report: 
     Raises what MoELayer does; the module is then as it was.
     """
     tensors = {name: experts.module.get_parameter(name).detach() for name in experts.parameters}
-    serve(experts, tensors, options, on_gpu, report)
+    packed = pack_tensors(experts, tensors, options, on_gpu, report)
+    adopt(experts)
+    attach(experts, *packed)
     experts.module.register_state_dict_pre_hook(_refuse_saving)
 
 
-def serve(
+def pack_tensors(
     experts: Experts, tensors: Mapping[str, torch.Tensor], options: Options, on_gpu: np.ndarray, report: Reporting
-) -> None:
-    """Let ktmoe compute a module of experts, whose bfloat16 parameters are these. The module's own are taken away."""
+) -> tuple[MoELayer, GpuExperts | None]:
+    """What attach() takes, from bfloat16 tensors of the names and shapes of a module's parameters."""
     layer = MoELayer(experts.weights(tensors), **options.packing, progress=report(experts.nbytes))
-    stay = None
-    if on_gpu.size:
-        chosen = {name: tensor[torch.from_numpy(on_gpu).to(tensor.device)] for name, tensor in tensors.items()}
-        stay = GpuExperts(experts, chosen, on_gpu)
-    adopt(experts)
-    attach(experts, layer, stay)
+    if not on_gpu.size:
+        return layer, None
+    chosen = {name: tensor[torch.from_numpy(on_gpu).to(tensor.device)] for name, tensor in tensors.items()}
+    return layer, GpuExperts(experts, chosen, on_gpu)
 
 
 def adopt(experts: Experts) -> None:
@@ -105,7 +106,7 @@ def adopt(experts: Experts) -> None:
     module = experts.module
     for name in experts.parameters:
         del module._parameters[name]
-    module.__class__ = _without(type(module), tuple(experts.parameters))
+    module.__class__ = _without(experts.kind, tuple(experts.parameters))
     module._is_hf_initialized = True  # nothing is left that transformers would have to initialize
     module.ktmoe_layer = None
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Sequence
 
 import numpy as np
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ktmoe.errors import CheckpointError
+from ktmoe.messages import show
 from ktmoe.transformers.function import NAME, pack_module
 from ktmoe.transformers.modules import check_dtypes, find
 from ktmoe.transformers.options import Options
@@ -26,6 +29,9 @@ _WHERE = (
     "trust_remote_code",
     "code_revision",
 )
+
+#: name or owner/name.
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load(
@@ -57,6 +63,8 @@ def load(
     The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,
     and what MoEModel.from_checkpoint and from_pretrained() raise.
     """
+    if not os.path.isdir(path) and not _HUB_ID.fullmatch(os.fspath(path)):
+        raise CheckpointError(f"{show(path)}: expected a folder, or an id of the Hugging Face Hub such as openai/gpt-oss-20b")
     config = from_pretrained.pop("config", None)
     if config is None:
         where = {name: from_pretrained[name] for name in _WHERE if name in from_pretrained}

@@ -24,12 +24,14 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 class Experts:
     """One module of routed experts that ktmoe can compute.
 
-    name: in its model. module: transformers'. num_experts, hidden, intermediate: as ExpertWeights has them.
-    parameters: the shapes of its weights and biases, by name. activation: between gate/up and down.
+    name: in its model. module, kind: transformers' module, and its class before ktmoe changes it.
+    num_experts, hidden, intermediate: as ExpertWeights has them. activation: between gate/up and down.
+    parameters: the shapes of its weights and biases, by name.
     """
 
     name: str
     module: torch.nn.Module
+    kind: type[torch.nn.Module]
     num_experts: int
     hidden: int
     intermediate: int
@@ -50,7 +52,7 @@ class Experts:
     @property
     def title(self) -> str:
         """What messages call it."""
-        return f"{self.name} ({type(self.module).__name__})"
+        return f"{self.name} ({self.kind.__name__})"
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> ExpertWeights:
         """bfloat16 tensors of the parameters' names and shapes as ExpertWeights, which read them when a matrix is asked for.
@@ -144,7 +146,7 @@ def examine(module: torch.nn.Module, name: str) -> Experts:
             f"{title}: expected gate_up_proj {[num_experts, *fused]} beside down_proj {list(shapes['down_proj'])}, "
             f"found {list(shapes['gate_up_proj'])}"
         )
-    return Experts(name, module, num_experts, hidden, intermediate, shapes, recognise(module, title))
+    return Experts(name, module, type(module), num_experts, hidden, intermediate, shapes, recognise(module, title))
 
 
 def check_dtypes(found: Iterable[Experts]) -> None:

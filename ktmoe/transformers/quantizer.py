@@ -18,11 +18,12 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktmoe.errors import CheckpointError, InputError, KtmoeError, UnavailableError
+from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.model import MoEModel
-from ktmoe.transformers.function import NAME, GpuExperts, adopt, attach, serve
+from ktmoe.transformers.function import NAME, GpuExperts, adopt, attach, pack_tensors
 from ktmoe.transformers.modules import Experts, check_dtypes, check_same, find
 from ktmoe.transformers.options import Options
 
@@ -220,6 +221,7 @@ class Packing(ConversionOps):
         self._resources = ExitStack()
         self._report = self._resources.enter_context(options.reporting(sum(experts.nbytes for experts in found)))
         self._read: dict[str, dict[str, torch.Tensor]] = {experts.name: {} for experts in found}
+        self._packed: list[tuple[Experts, MoELayer, GpuExperts | None]] = []
         self._error: Exception | None = None
 
     def wants(self, parameter: str) -> bool:
@@ -248,10 +250,12 @@ class Packing(ConversionOps):
             raise CheckpointError(f"{experts.title}: {own}: expected shape {list(expected)}, found {list(found)}")
         self._read[name][own] = tensor
         if self._read[name].keys() == experts.parameters.keys():
-            serve(experts, self._read.pop(name), self._options, on_gpu, self._report)
+            packed = pack_tensors(experts, self._read.pop(name), self._options, on_gpu, self._report)
+            adopt(experts)
+            self._packed.append((experts, *packed))
 
     def finish(self) -> None:
-        """Raise what went wrong, and CheckpointError if a parameter was not in the checkpoint."""
+        """Attach what was packed. Raises what went wrong, and CheckpointError if a parameter was not in the checkpoint."""
         self._resources.close()
         if self._error is not None:
             raise self._error
@@ -259,6 +263,9 @@ class Packing(ConversionOps):
             experts, _ = self._experts[name]
             missing = [parameter for parameter in experts.parameters if parameter not in read]
             raise CheckpointError(f"{experts.title}: expected {', '.join(missing)} in the checkpoint, found no such tensor")
+        # not before: transformers would clear the buffers of modules that come while it loads
+        for packed in self._packed:
+            attach(*packed)
 
 
 def _quantizer_of_the_rest(inner: dict | None) -> HfQuantizer | None:
