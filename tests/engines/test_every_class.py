@@ -39,7 +39,7 @@ def test_the_lists_are_complete():
 
 
 def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, bfloat16 numbers as float32, ids and router weights. x is so large that gate and up go past the limits that some have."""
+    """x, bfloat16 numbers as float32, ids and router weights. gate and up go past the limits that some have."""
     generator = torch.Generator().manual_seed(5)
     x = (4 * torch.randn((TOKENS, HIDDEN), generator=generator)).bfloat16().float()
     ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)])
