@@ -95,7 +95,7 @@ def _config(kind: type[nn.Module]) -> PreTrainedConfig:
 def computed(experts: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """y [tokens, hidden] of a module's parameters and its own _apply_gate() in float64, and how far ktmoe's float32 may be off.
 
-    h is rounded to bfloat16: a part 2**-9 of it. What else is rounded are float32 sums of n products and the activation, whose
+    h is rounded to bfloat16: a part 2**-8 of it. What else is rounded are float32 sums of n products and the activation, whose
     derivatives are below 1.1 for SiLU: n + 64 roundings of 2**-24 of the sizes of their terms.
     """
     gate_up, down = experts.gate_up_proj.double(), experts.down_proj.double()
@@ -114,6 +114,6 @@ def computed(experts: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: to
         of_gate, of_up = sizes.chunk(2) if experts.is_concatenated else (sizes[::2], sizes[1::2])
         of_h = h.abs() + 1.1 * of_gate * (of_up + 1)
         y[token] += r * (down[expert] @ h + biases[1][expert])
-        off = down[expert].abs() @ (2.0**-9 * h.abs() + 2 * roundings * 2.0**-24 * of_h)
+        off = down[expert].abs() @ (2.0**-8 * h.abs() + 2 * roundings * 2.0**-24 * of_h)
         bound[token] += r.abs() * (off + roundings * 2.0**-24 * (down[expert].abs() @ h.abs() + biases[1][expert].abs()))
     return y, bound
