@@ -39,6 +39,7 @@ ONLY_FOR = {
     "inspection": {"cli"},
     "limits": {"inspection", "cli"},
     "synthetic": {"synthetic", "cli"},
+    "transformers": {"transformers", "cli"},
 }
 
 

@@ -97,6 +97,7 @@ class Quantizer(HfQuantizer):
         self._found: list[Experts] = []
         self._on_gpu: list[np.ndarray] = []
         self._loading: MoEModel | None = None  # where the experts are read from the checkpoint
+        self._refused: KtmoeError | None = None  # why they are not
         self._packing: Packing | None = None  # where transformers reads them
 
     def validate_environment(self, **kwargs) -> None:
@@ -146,7 +147,7 @@ class Quantizer(HfQuantizer):
         model.is_quantized, model.quantization_method = True, NAME
         model.set_experts_implementation(NAME)
         path = config.path or _folder(checkpoint_files)
-        if self._read_from_checkpoint(path):
+        if self._loaders_read(path):
             self._loading = MoEModel.from_checkpoint(
                 path, [experts.layer for experts in self._found], **options.packing, progress=options.progress, wait=False
             )
@@ -159,24 +160,24 @@ class Quantizer(HfQuantizer):
             }
         else:
             check_dtypes(self._found)
-            self._packing = Packing(self._found, self._on_gpu, options)
+            self._packing = Packing(self._found, self._on_gpu, options, self._refused)
         # if not, transformers asks what to do with each parameter, and reads them one after the other
         self.pre_quantized = self._packing is None
 
-    def _read_from_checkpoint(self, path: str | os.PathLike) -> bool:
-        """Whether ktmoe's loaders read the experts. Raises their error where nothing else can."""
+    def _loaders_read(self, path: str | os.PathLike) -> bool:
+        """Whether ktmoe's loaders read the experts. Raises their error where transformers cannot read them for ktmoe either."""
         source, inner = self.quantization_config.source, self.quantization_config.inner
         if source == "parameters":
             if inner is not None:
-                raise UnavailableError(
-                    f'{path}: source="parameters" needs an unquantized checkpoint, found {inner["quant_method"]}'
-                )
+                found = f"quant_method {show(inner.get('quant_method'))}"
+                raise UnavailableError(f'{path}: source="parameters": expected an unquantized checkpoint, found {found}')
             return False
         try:
             _check_layers(path, self._found)
-        except KtmoeError:
+        except KtmoeError as error:
             if source == "checkpoint" or inner is not None:
                 raise
+            self._refused = error
             return False
         return True
 
@@ -215,8 +216,9 @@ class Quantizer(HfQuantizer):
 class Packing(ConversionOps):
     """Packs a layer's experts as soon as transformers has read its last parameter, and keeps no parameter."""
 
-    def __init__(self, found: list[Experts], on_gpu: list[np.ndarray], options: Options):
+    def __init__(self, found: list[Experts], on_gpu: list[np.ndarray], options: Options, refused: KtmoeError | None):
         self._options = options
+        self._refused = refused
         self._experts = {experts.name: (experts, ids) for experts, ids in zip(found, on_gpu, strict=True)}
         self._resources = ExitStack()
         self._report = self._resources.enter_context(options.reporting(sum(experts.nbytes for experts in found)))
@@ -258,11 +260,13 @@ class Packing(ConversionOps):
         """Attach what was packed. Raises what went wrong, and CheckpointError if a parameter was not in the checkpoint."""
         self._resources.close()
         if self._error is not None:
-            raise self._error
+            raise self._error from self._refused
         for name, read in self._read.items():
             experts, _ = self._experts[name]
             missing = [parameter for parameter in experts.parameters if parameter not in read]
-            raise CheckpointError(f"{experts.title}: expected {', '.join(missing)} in the checkpoint, found no such tensor")
+            raise CheckpointError(
+                f"{experts.title}: expected {', '.join(missing)} in the checkpoint, found no such tensor"
+            ) from self._refused
         # not before: transformers would clear the buffers of modules that come while it loads
         for packed in self._packed:
             attach(*packed)
