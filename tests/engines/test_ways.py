@@ -1,10 +1,12 @@
 """Every way of serving a model: the same bits of logits, and no parameter of its experts left."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from engine_models import ARCHITECTURES, logits, prompts
 from quantized_checkpoints import PACKED
-from serving import WAYS, assert_served, eager, packed
+from serving import WAYS, assert_served, eager, packed, switched
 
 import ktmoe.transformers as served
 
@@ -44,3 +46,14 @@ def test_packed_codes_stay_packed(checkpoint, name):
         if layer := getattr(module, "ktmoe_layer", None):
             weights = 3 * layer.num_experts * layer.hidden * layer.intermediate
             assert layer.nbytes / weights < (1.1 if "FP8" in name else 0.8)
+
+
+def test_first_calls_at_once(checkpoint):
+    """Of several threads, one packs each layer, and all have the same bits."""
+    folder, ids = checkpoint("qwen3_moe"), prompts()
+    model, threads = switched(folder), 4
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda _: logits(model, ids), range(threads)))
+    assert_served(model)
+    for values in found:
+        assert torch.equal(values, logits(packed(folder), ids))
