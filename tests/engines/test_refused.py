@@ -73,6 +73,16 @@ def test_parameters_that_are_not_bfloat16(checkpoint, tmp_path, dtype):
     assert torch.equal(logits(rounded, prompts()), logits(packed(checkpoint("qwen3_moe")), prompts()))
 
 
+def test_one_layer_that_is_not_bfloat16(checkpoint):
+    """None is packed then."""
+    model = eager(checkpoint("qwen3_moe"))
+    *others, (_, last) = experts(model)
+    last.float()
+    with pytest.raises(UnavailableError, match=r"model\.layers\.2\.mlp\.experts .* found float32"):
+        served.pack(model)
+    assert [len(list(module.parameters())) for _, module in others] == [2, 2]
+
+
 def test_packed_weights_cannot_be_read_as_parameters(checkpoint):
     with pytest.raises(UnavailableError, match="expected an unquantized checkpoint, found quant_method 'mxfp4'"):
         served.load(checkpoint("gpt-oss MXFP4"), source="parameters")
