@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -17,6 +14,7 @@ from ktmoe import backends, measure, progress_bar, synthetic
 from ktmoe.backends.base import Missing
 from ktmoe.cli import measuring, options, units
 from ktmoe.cli.measuring import TOP_K, Row
+from ktmoe.cli.signals import signals_as_exit
 from ktmoe.errors import OutOfSpaceError, UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.weights.formats import MXFP4
@@ -41,23 +39,8 @@ It is loaded, measured for decode and prefill, and checked against a float64 ref
 @options.TOP_K
 @options.SECONDS
 def command(model: str | None, layer: int | str | None, experts: int, top_k: int | None, seconds: float) -> int:
-    with _signals_as_exit():
+    with signals_as_exit():
         return run(model, layer, top_k, experts=experts, seconds=seconds)
-
-
-@contextmanager
-def _signals_as_exit() -> Iterator[None]:
-    """Left alone, these signals would end the process without removing the temporary checkpoint."""
-
-    def leave(number, frame):
-        sys.exit(128 + number)
-
-    old = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def run(

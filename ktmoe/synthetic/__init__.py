@@ -1,9 +1,11 @@
 """Synthetic checkpoints with true tensor names, dtypes and sizes, for the demo, tests and benches.
 
 write_*: into a folder. *_experts: what layer 0 of that loads as, without a file; a matrix is made when it is asked for.
+write_chat_model: not the experts alone, but a whole tiny model with a tokenizer, which generates text.
 PUBLISHED: experts of each quantized format by the name of the weights; each has write() and experts().
 """
 
+from ktmoe.synthetic.chat import write_chat_model
 from ktmoe.synthetic.models import (
     deepseek_v4_experts,
     gpt_oss_experts,
@@ -40,6 +42,7 @@ __all__ = [
     "nvfp4_experts",
     "qwen3_experts",
     "write_awq",
+    "write_chat_model",
     "write_deepseek_v4",
     "write_fp8",
     "write_gpt_oss",

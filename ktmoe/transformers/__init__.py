@@ -9,8 +9,8 @@ from ktmoe.errors import UnavailableError
 try:
     import torch  # noqa: F401 - named first where all of it is missing, since no package brings the right build of it
 
+    from ktmoe.transformers.config import Config
     from ktmoe.transformers.loading import load, pack
-    from ktmoe.transformers.quantizer import Config
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     installs = {

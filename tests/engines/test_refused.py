@@ -154,7 +154,7 @@ def test_the_first_call_refuses(checkpoint):
 
 
 def test_training(checkpoint, text):
-    """A model that pack() or load() made is frozen. Where one is not, its hidden states require grad, and ktmoe has none to give."""
+    """A model of pack() or load() is frozen. Where one is not, its hidden states require grad, and ktmoe has none to give."""
     ids = prompts()
     with torch.enable_grad():
         for make in (packed, served.load):

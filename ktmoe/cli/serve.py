@@ -1,0 +1,59 @@
+"""`ktmoe serve`: transformers' own server, with OpenAI's interface, for one model."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import click
+
+from ktmoe.cli import engine, options
+from ktmoe.cli.signals import signals_as_exit
+
+HELP = """An OpenAI-compatible server for one model.
+
+DIR is a checkpoint's folder, or the id of a model on the Hugging Face Hub. The server is `transformers serve`, with its
+streaming, tools and chat templates. It loads the model first, and names it by the folder's name. Ctrl-C ends it.
+
+ARGUMENTS behind -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists them. Paths in them must be absolute.
+"""
+
+
+@click.command("serve", help=HELP)
+@options.MODEL
+@click.argument("arguments", metavar="[-- ARGUMENTS ...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--host", metavar="NAME", default="localhost", show_default=True, help="0.0.0.0 is every address.")
+@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@options.BACKEND
+@options.ACTIVATIONS
+@options.THREADS
+def command(
+    model: str, arguments: tuple[str, ...], host: str, port: int, backend: str, activations: str, threads: int | None
+) -> None:
+    engine.start(server=True)
+    import typer
+
+    from ktmoe.transformers import serving
+    from ktmoe.transformers.view import view
+
+    chosen = {"backend": backend, "activations": activations, "threads": threads}
+    with signals_as_exit(), view(model, progress=sys.stderr.isatty(), **chosen) as made:
+        try:
+            context = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")
+        except typer.Exit:  # --help
+            return
+        except typer.TyperException as error:
+            raise click.UsageError(f"transformers serve: {error.format_message()}") from None
+        serving.check_address(host, port)
+        with serving.serving(made, context) as url:
+            click.echo(f"{made.name} is served at {url}/v1: {example(url, made.name)}")
+            sys.stdout.flush()
+            while True:
+                time.sleep(3600)
+
+
+def example(url: str, name: str) -> str:
+    """A call of curl."""
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
