@@ -19,7 +19,7 @@ from ktmoe.transformers.options import Options
 
 
 def check_readable(path: str | os.PathLike, found: list[Experts]) -> None:
-    """Raise a KtmoeError if no loader reads the weights of these modules, or if they are others. Layers have one number in both."""
+    """Raise a KtmoeError if no loader reads the weights of these modules, by their layers' numbers, or if they are others."""
     layers = [experts.layer for experts in found]
     if None in layers or len(set(layers)) < len(layers):
         names = ", ".join(experts.name for experts in found)
