@@ -48,7 +48,7 @@ test-writers: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## loaders on what o
 	@$(PY) tools/test_writers.py $(ARGS)
 
 test-engines: $(STAMPS)/native $(STAMPS)/test ## generating text in transformers: first installs it, about 4 minutes
-	@$(PY) tools/test_engines.py $(ARGS)
+	@$(PY) tools/test_engines.py $(PROCESSES) $(ARGS)
 
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2 cores, saved; ARGS="--full" is everything
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)

@@ -91,26 +91,27 @@ REFUSED = {
 }
 
 
-def config(kind: type, changes: dict):
-    """A transformers config of that class with SIZES and changes; its own configs, such as that of text, likewise."""
+def config(kind: type, changes: dict, sizes: dict = SIZES):
+    """A transformers config of that class with changes, and what it knows of sizes; its own configs, such as that of text,
+    likewise."""
     usual = kind()
     known = {*vars(usual), *(getattr(kind, "attribute_map", None) or {})}
-    told = {key: value for key, value in SIZES.items() if key in known}
+    told = {key: value for key, value in sizes.items() if key in known}
     for name, part in (getattr(kind, "sub_configs", None) or {}).items():
         stated = getattr(usual, name, None)
         part = type(stated) if stated is not None else part
         if part.__name__ != "AutoConfig":
-            told[name] = config(part, changes.get(name, {})).to_dict()
+            told[name] = config(part, changes.get(name, {}), sizes).to_dict()
     return kind(**told | {key: value for key, value in changes.items() if key not in told or not isinstance(value, dict)})
 
 
-def make(model_type: str, changes: dict):
-    """A model with bfloat16 weights, of which the experts' are normal numbers."""
+def make(model_type: str, changes: dict, sizes: dict = SIZES):
+    """A model with bfloat16 weights, of which the experts' are normal numbers. changes, sizes: of its config()."""
     import torch
     import transformers
 
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
-    stated = config(kind, changes)
+    stated = config(kind, changes, sizes)
     autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel)
     auto = next(auto for auto in autos if kind in auto._model_mapping)
     torch.manual_seed(1)

@@ -7,6 +7,8 @@ transformers or torch is changed.
 from ktmoe.errors import UnavailableError
 
 try:
+    import torch  # noqa: F401 - named first where all of it is missing, since no package brings the right build of it
+
     from ktmoe.transformers.config import Config
     from ktmoe.transformers.loading import load, pack
 except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 8, 3, 3, 128
-#: What all of them are told: no token ends a text, and none is padding unless a test says so.
+#: What a config is told if it knows the key: no token ends a text, and none is padding unless a test says so.
 SIZES = {
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
@@ -46,9 +46,9 @@ ARCHITECTURES = {
 }
 
 
-def make(model_type: str, **changes: object) -> PreTrainedModel:
-    """A model in bfloat16, the same each time. changes: of its config, besides those above."""
-    model = tiny_models.make(model_type, SIZES | ARCHITECTURES.get(model_type, {}) | changes)
+def make(model_type: str, **sizes: object) -> PreTrainedModel:
+    """A model in bfloat16, the same each time. sizes: more of them, of which its config takes those that it knows."""
+    model = tiny_models.make(model_type, ARCHITECTURES[model_type], tiny_models.SIZES | SIZES | sizes)
     generator = torch.Generator().manual_seed(2)
     embedding = model.get_input_embeddings()
     for module in model.modules():
@@ -73,9 +73,9 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of each module of routed experts."""
+    """(name, module) of each module of routed experts, but for the part of one that ktmoe leaves to torch."""
     for name, module in model.named_modules():
-        if hasattr(module, "_apply_gate"):
+        if hasattr(module, "_apply_gate") and ".gpu_experts." not in name:
             yield name, module
 
 

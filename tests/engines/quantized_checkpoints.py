@@ -75,7 +75,7 @@ def _int4(weights: np.ndarray) -> Tensors:
 
 @dataclass(frozen=True)
 class Packed:
-    """model_type, changes: engine_models.make()'s. config: the checkpoint's quantization_config.
+    """model_type, sizes: engine_models.make()'s. config: the checkpoint's quantization_config.
 
     rules: regular expression of a tensor's name, whose group 1 is the stem -> what the tensor becomes, by the stem's endings.
     exact: whether every weight, scale included, is a bfloat16 number.
@@ -85,7 +85,7 @@ class Packed:
     config: dict
     rules: Mapping[str, Callable[[np.ndarray], Tensors]]
     exact: bool
-    changes: dict = field(default_factory=dict)
+    sizes: dict = field(default_factory=dict)
 
 
 _FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -122,7 +122,7 @@ PACKED = {
         _FP8_CONFIG,
         {rf"(.*\.self_attn\.\w+proj\w*|.*\.{_PROJECTIONS})\.weight": _fp8(".weight_scale_inv", "F32")},
         exact=False,
-        changes=_BLOCKS,
+        sizes=_BLOCKS,
     ),
     "Kimi INT4": Packed(
         "deepseek_v3",
@@ -146,10 +146,10 @@ PACKED = {
 }
 
 
-def write(name: str, folder: Path) -> Path:
-    """One of PACKED."""
+def write(name: str, folder: Path, **sizes: object) -> Path:
+    """One of PACKED. sizes: more of them."""
     packed = PACKED[name]
-    plain = engine_models.save(engine_models.make(packed.model_type, **packed.changes), folder / "bfloat16")
+    plain = engine_models.save(engine_models.make(packed.model_type, **packed.sizes | sizes), folder / "bfloat16")
     checkpoint, tensors = Checkpoint(plain), {}
     for tensor in checkpoint.names():
         info = checkpoint.info(tensor)

@@ -1,4 +1,4 @@
-"""Models that are loaded eagerly, as an oracle, and by each way in which ktmoe can serve them; and one model's routing in another."""
+"""Models loaded eagerly, as an oracle, and by each way in which ktmoe can serve them; and the routing of one in another."""
 
 from __future__ import annotations
 

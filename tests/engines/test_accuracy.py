@@ -1,7 +1,7 @@
 """How far logits are from float32's, beside transformers' own bfloat16, and greedy tokens where that leaves no doubt.
 
-A router's near tie may fall either way, and then a token has other experts: no error of theirs. So what is compared has the same
-routing: that of one run is replayed in the others.
+A router's near tie may fall either way, and then a token has other experts: no error of theirs. So what is compared has
+the same routing: that of one run is replayed in the others.
 """
 
 import pytest
