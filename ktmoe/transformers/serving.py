@@ -18,6 +18,7 @@ from transformers.cli.chat import Chat
 from transformers.cli.serve import Serve
 
 from ktmoe.errors import UnavailableError
+from ktmoe.transformers.refusals import in_one_line
 from ktmoe.transformers.view import View
 
 #: What the server needs besides transformers: the extra `serve` has it.
@@ -61,7 +62,8 @@ def serving(view: View, context: typer.Context) -> Iterator[str]:
     meanwhile, so that this name is a path. Raises what loading raises, and UnavailableError if the server does not start.
     """
     with contextlib.chdir(view.root):
-        serve: Serve = context.command.invoke(context)
+        with in_one_line(view.name):
+            serve: Serve = context.command.invoke(context)
         try:
             _list_model(serve, view.name)
             yield _url(serve)
