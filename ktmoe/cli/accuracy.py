@@ -1,0 +1,91 @@
+"""`ktmoe accuracy`: what activation modes change, in the perplexity of a text and in each layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ktmoe import progress_bar
+from ktmoe.backends.choice import choose_backend
+from ktmoe.cli import accuracy_report, engine, options, output
+from ktmoe.errors import InputError
+from ktmoe.messages import printable
+
+HELP = """What activation modes change.
+
+DIR is a checkpoint with its tokenizer, FILE a text in UTF-8. The text's perplexity with each activation mode stands beside
+the exact one, "bf16". So do the divergence of the next token's distribution from the exact one, and the error that each mode
+adds in each layer. The modes run one after the other. It needs torch and transformers.
+"""
+
+
+@click.command("accuracy", help=HELP)
+@options.MODEL
+@click.option("--text", "file", metavar="FILE", required=True, type=click.Path(), help="The text, UTF-8.")
+@options.BACKEND
+@click.option("--activations", metavar="M,M", help="The modes; by default all that the backend has for these weights.")
+@click.option(
+    "--rounding",
+    type=click.Choice(["exact", "folded"]),
+    default="exact",
+    help="folded: also bf16 with weights that may be rounded to bfloat16.",
+)
+@click.option("--tokens", metavar="N", type=click.IntRange(2), help="The text's first N; by default all.")
+@click.option(
+    "--context",
+    metavar="N",
+    type=click.IntRange(2),
+    default=512,
+    show_default=True,
+    help="Tokens of a window; a new one every N/2.",
+)
+@click.option("--layers/--no-layers", default=True, help="The errors of each layer, too. On by default.")
+@options.JSON
+def command(
+    model: str,
+    file: str,
+    backend: str,
+    activations: str | None,
+    rounding: str,
+    tokens: int | None,
+    context: int,
+    layers: bool,
+    as_json: bool,
+) -> int:
+    text = _read(Path(file).expanduser())
+    modes = None if activations is None else activations.split(",")
+    for mode in modes or ["auto"]:
+        choose_backend(backend, None, mode)  # raises, before anything is loaded
+    engine.start()
+    from ktmoe.transformers.accuracy import accuracy
+
+    with progress_bar.steps() as step:
+        found = accuracy(
+            model,
+            text,
+            backend=backend,
+            activations=modes,
+            rounding=rounding,
+            tokens=tokens,
+            context=context,
+            layers=layers,
+            step=step,
+        )
+    if as_json:
+        output.print_json({"path": printable(model), "text": printable(file), **accuracy_report.data(found)})
+    else:
+        accuracy_report.show(found)
+    return 1 if any(layer.of_bound > 1 for layer in found.layers) else 0
+
+
+def _read(file: Path) -> str:
+    """Raises InputError if the file is empty or not UTF-8, OSError if it cannot be read."""
+    data = file.read_bytes()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: expected text in UTF-8, found byte {data[error.start]:#04x} at {error.start}") from None
+    if not text.strip():
+        raise InputError(f"{file}: expected a text, found {'white space alone' if text else 'an empty file'}")
+    return text

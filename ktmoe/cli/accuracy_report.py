@@ -1,0 +1,167 @@
+"""What `ktmoe accuracy` found, as tables and for JSON."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ktmoe.cli import measuring, units
+from ktmoe.loaders.naming import listed
+
+if TYPE_CHECKING:
+    from ktmoe.transformers.accuracy import Accuracy, Run
+    from ktmoe.transformers.perplexity import Mean
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+_DEFINITIONS = (
+    "perplexity: exp of the mean negative log-likelihood of the scored tokens",
+    "ln ratio: ln(perplexity / perplexity of bf16), the log-likelihood that a token loses",
+    "KL: mean divergence of the next token's distribution from that of bf16",
+    "same top: how often the likeliest token is that of bf16",
+    "±: standard error over windows",
+)
+_LAYER_DEFINITIONS = (
+    "layers: ||y - y of bf16|| / ||y of bf16|| over {sampled} of the text, and the largest of a token;",
+    "  each layer gets what enters it with bf16",
+    "layers, bf16: the same beside float64 for {checked}; of bound: above 100% is wrong",
+)
+
+
+def show(found: Accuracy) -> None:
+    """Print tables for 80 columns and up to two modes beside bf16, and what they mean."""
+    console = measuring.console()
+    scored = int(found.runs[0].scores.tokens.sum())
+    cut = f"{units.count(len(found.windows), 'window')} of {found.context}, a new one every {found.context // 2}"
+    console.print(_table(found))
+    lines = [f"text: {units.count(found.tokens, 'token')}, {scored} of them scored; {cut}"]
+    for run in found.runs:
+        lines.append(f"{run.mode.label}: backend {', '.join(run.backends)}; loaded in {run.load_seconds:.1f} s")
+    if len(found.runs) == 1:
+        lines.append("the backend has no other activation mode for these weights")
+    lines += _DEFINITIONS
+    if found.layers:
+        console.print(_layer_table(found))
+        sampled = units.count(len(found.layers[0].sample.x), "token")
+        checked = units.count(found.layers[0].checked, "token")
+        lines += [line.format(sampled=sampled, checked=checked) for line in _LAYER_DEFINITIONS]
+        lines += _weights(found)
+        lines += [
+            f"WRONG: {layer.name}: an output of bf16 is off by {layer.of_bound:.3g} times its bound"
+            for layer in found.layers
+            if layer.of_bound > 1
+        ]
+    measuring.print_text(console, lines)
+
+
+def _table(found: Accuracy) -> Table:
+    """A row for each quantity, a column for each mode."""
+    rows: dict[str, list[str]] = {name: [] for name in ("perplexity", "ln ratio", "KL", "same top, %", "seconds")}
+    for run in found.runs:
+        scores = run.scores
+        compared = ["-"] * 3
+        if scores.kl is not None:
+            means = found.lost(run), scores.mean(scores.kl), scores.mean(100 * scores.same_top)
+            compared = [_mean(mean) for mean in means]
+        cells = [_mean(scores.perplexity), *compared, f"{run.seconds:.1f}"]
+        for row, cell in zip(rows.values(), cells, strict=True):
+            row.append(cell)
+    drawn = Table(box=SIMPLE_HEAD)
+    drawn.add_column("activations")
+    for run in found.runs:
+        drawn.add_column(run.mode.label, justify="right")
+    for name, cells in rows.items():
+        drawn.add_row(name, *cells)
+    return drawn
+
+
+def _layer_table(found: Accuracy) -> Table:
+    drawn = Table(box=SIMPLE_HEAD)
+    drawn.add_column("layer")
+    for run in found.runs:
+        drawn.add_column(run.mode.label, justify="right")
+        drawn.add_column("of bound" if run is found.runs[0] else "largest", justify="right")
+    for number, layer in enumerate(found.layers):
+        cells = [f"{layer.relative:.1e}", units.percent(layer.of_bound)]
+        for run in found.runs[1:]:
+            cells += [f"{run.layers[number].relative:.1e}", f"{run.layers[number].largest:.1e}"]
+        drawn.add_row(str(_layer(layer.name)), *cells)
+    return drawn
+
+
+def _layer(module: str) -> int | str:
+    """A layer's number, or its module's name if that has none."""
+    found = _LAYER.search(module)
+    return int(found[1]) if found else module
+
+
+def _weights(found: Accuracy) -> list[str]:
+    layers: dict[str, list[int | str]] = {}
+    for layer in found.layers:
+        layers.setdefault(layer.formats, []).append(_layer(layer.name))
+    return [f"{listed(having)}: {formats}" for formats, having in layers.items()]
+
+
+def _mean(mean: Mean) -> str:
+    """With as many decimals as its standard error has for two digits."""
+    if not math.isfinite(mean.value) or not mean.error > 0:
+        return f"{mean.value:.4g}"
+    digits = max(0, 1 - math.floor(math.log10(mean.error)))
+    return f"{mean.value:.{digits}f} ± {mean.error:.{digits}f}"
+
+
+def data(found: Accuracy) -> dict:
+    """For JSON."""
+    return {
+        "tokens": found.tokens,
+        "scored_tokens": int(found.runs[0].scores.tokens.sum()),
+        "windows": len(found.windows),
+        "context": found.context,
+        "stride": found.context // 2,
+        "runs": [_run_data(found, run) for run in found.runs],
+        "layers": [_layer_data(found, number) for number in range(len(found.layers))],
+    }
+
+
+def _run_data(found: Accuracy, run: Run) -> dict:
+    scores = run.scores
+    compared = scores.kl is not None
+    return {
+        "activations": run.mode.activations,
+        "rounding": run.mode.rounding,
+        "backends": run.backends,
+        "perplexity": _mean_data(scores.perplexity),
+        "ln_ratio": _mean_data(found.lost(run)) if compared else None,
+        "kl": _mean_data(scores.mean(scores.kl)) if compared else None,
+        "same_top": _mean_data(scores.mean(scores.same_top)) if compared else None,
+        "load_seconds": run.load_seconds,
+        "seconds": run.seconds,
+    }
+
+
+def _mean_data(mean: Mean) -> dict:
+    return {"mean": mean.value, "standard_error": mean.error}
+
+
+def _layer_data(found: Accuracy, number: int) -> dict:
+    layer = found.layers[number]
+    return {
+        "name": layer.name,
+        "formats": layer.formats,
+        "sampled_tokens": len(layer.sample.x),
+        "checked_tokens": layer.checked,
+        "exact": {"relative_error": layer.relative, "error_of_bound": layer.of_bound},
+        "runs": [
+            {
+                "activations": run.mode.activations,
+                "rounding": run.mode.rounding,
+                "relative_error": run.layers[number].relative,
+                "largest_relative_error": run.layers[number].largest,
+            }
+            for run in found.runs[1:]
+        ],
+    }

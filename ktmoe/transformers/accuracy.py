@@ -1,0 +1,224 @@
+"""What activation modes change: the perplexity of a text with each beside the exact one, and the error of each layer.
+
+The modes run one after the other, each with a model of its own, so that the memory of one is enough. The exact run's logits
+wait in a temporary file, in the model's own dtype: nothing is rounded or left out.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from ktmoe import backends
+from ktmoe.backends.base import Found
+from ktmoe.backends.choice import choose_backend
+from ktmoe.errors import CheckpointError, InputError, UnavailableError
+from ktmoe.layer import MoELayer
+from ktmoe.transformers import load
+from ktmoe.transformers.activation import recognise
+from ktmoe.transformers.answer import load_tokenizer
+from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler, weights_of
+from ktmoe.transformers.perplexity import Logits, Mean, Scores, Window, require_space, score, windows
+from ktmoe.transformers.view import folder_of
+from ktmoe.weights.activation import SILU
+
+#: The activation mode that rounds nothing.
+EXACT = "bf16"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How experts compute: an activation mode, and whether weights are rounded ("folded") or not ("exact")."""
+
+    activations: str
+    rounding: str = "exact"
+
+    @property
+    def label(self) -> str:
+        return self.activations if self.rounding == "exact" else f"{self.activations}, {self.rounding}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The text under one mode.
+
+    backends: of its layers. layers: what each differs from the exact run's by, in the order of Accuracy.layers; empty for the
+    exact run itself. load_seconds: of loading. seconds: of the text.
+    """
+
+    mode: Mode
+    backends: list[str]
+    scores: Scores
+    layers: list[Difference]
+    load_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """tokens: of the text. runs: the exact one first. layers: empty if they were not asked for."""
+
+    tokens: int
+    context: int
+    windows: list[Window]
+    runs: list[Run]
+    layers: list[LayerErrors]
+
+    def lost(self, run: Run) -> Mean:
+        """The mean log-likelihood of a token that a run has less than the exact one: ln(perplexity / exact perplexity)."""
+        return run.scores.mean(run.scores.nll - self.runs[0].scores.nll)
+
+
+def accuracy(
+    path: str | os.PathLike,
+    text: str,
+    *,
+    backend: str = "auto",
+    activations: Sequence[str] | None = None,
+    rounding: str = "exact",
+    tokens: int | None = None,
+    context: int = 512,
+    layers: bool = True,
+    step: Callable,
+) -> Accuracy:
+    """Run a text through a checkpoint's model, exactly and with each activation mode. path: a folder, or a Hub id.
+
+    activations: the modes to compare with "bf16"; None: all that the chosen backend has for all layers. rounding: "folded" adds
+    a run with "bf16" whose weights may be rounded. tokens: the text's first so many; None: all. context: of the windows, see
+    ktmoe.transformers.perplexity. layers: the errors of each layer, too. step: of ktmoe.progress_bar.steps.
+    Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short or a context that is too long
+    for the model, OutOfSpaceError if the exact run's logits do not fit onto the disk, UnavailableError for a mode that cannot
+    run, and what ktmoe.transformers.load() raises.
+    """
+    folder = folder_of(path)
+    config = _config(folder)
+    read = _tokens(folder, text, config)[:tokens]
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and context > longest:
+        raise InputError(f"context must be at most {longest} tokens, which this model has positions for, found {context}")
+    work = _Work(folder, backend, read, windows(len(read), context), step)
+    with tempfile.TemporaryFile() as file:
+        exact, modes, found = work.exact(Logits(file), config.vocab_size, activations, rounding, layers)
+        runs = [exact, *(work.run(mode, Logits(file), found) for mode in modes)]
+    return Accuracy(len(read), context, work.windows, runs, found)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The text's tokens and windows, and how to load the model. A method's model is garbage once it has returned."""
+
+    folder: Path
+    backend: str
+    tokens: torch.Tensor
+    windows: list[Window]
+    step: Callable
+
+    def exact(
+        self, logits: Logits, vocabulary: int, activations: Sequence[str] | None, rounding: str, layers: bool
+    ) -> tuple[Run, list[Mode], list[LayerErrors]]:
+        """The exact run, the modes to compare with it, and its layers."""
+        mode = Mode(EXACT)
+        with self._loaded(mode) as (model, packed, load_seconds):
+            modes = _modes(list(packed.values()), self.backend, activations)
+            if rounding != "exact":
+                _require_rounding(self.folder, list(packed.values()), rounding)
+                modes.append(Mode(EXACT, rounding))
+            if modes:
+                require_space(sum(window.scored for window in self.windows) * vocabulary * model.dtype.itemsize)
+            sampler = Sampler({name: model.get_submodule(name) for name in packed} if layers else {}, len(self.windows))
+            start = time.perf_counter()
+            with self.step(f"{mode.label}: text") as draw:
+                keep = logits if modes else None
+                scores = score(model, self.tokens, self.windows, keep=keep, before=sampler.start, progress=draw)
+            run = Run(mode, _backends(packed), scores, [], load_seconds, time.perf_counter() - start)
+            found = []
+            with self.step(f"{mode.label}: layers beside float64") as draw:
+                for name, sample in sampler.samples().items():
+                    found.append(LayerErrors(name, packed[name], recognise(model.get_submodule(name), name), sample))
+                    draw(len(found), len(packed))
+        return run, modes, found
+
+    def run(self, mode: Mode, exact: Logits, layers: list[LayerErrors]) -> Run:
+        """exact: the exact run's logits. layers: its."""
+        with self._loaded(mode) as (model, packed, load_seconds):
+            start = time.perf_counter()
+            with self.step(f"{mode.label}: text") as draw:
+                scores = score(model, self.tokens, self.windows, against=exact, progress=draw)
+            seconds = time.perf_counter() - start
+            differences = [layer.difference(packed[layer.name]) for layer in layers]
+            return Run(mode, _backends(packed), scores, differences, load_seconds, seconds)
+
+    @contextmanager
+    def _loaded(self, mode: Mode) -> Iterator[tuple[torch.nn.Module, dict[str, MoELayer], float]]:
+        """(the model, its packed layers by their modules' names, seconds). The layers are closed at the end."""
+        start = time.perf_counter()
+        with self.step(f"{mode.label}: load") as draw:
+            options = {"activations": mode.activations, "rounding": mode.rounding}
+            model = load(self.folder, backend=self.backend, **options, progress=draw).eval()
+        layers = {name: module.ktmoe_layer for name, module in model.named_modules() if hasattr(module, "ktmoe_layer")}
+        try:
+            yield model, layers, time.perf_counter() - start
+        finally:
+            for layer in layers.values():
+                layer.close()
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{folder}: expected a config.json that transformers reads: {reason}") from error
+
+
+def _tokens(folder: Path, text: str, config: PreTrainedConfig) -> torch.Tensor:
+    """All of the text's, int64, with the special tokens that the tokenizer itself adds."""
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) == len(tokenizer.all_special_ids):  # what transformers makes for some models where there is no file
+        raise CheckpointError(f"{folder}: expected a tokenizer's files in it, found none")
+    found = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    if len(found) and found.max() >= config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: the model has {config.vocab_size} tokens, but its tokenizer made token {int(found.max())} of the text"
+        )
+    return found
+
+
+def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | None) -> list[Mode]:
+    """The modes to compare with the exact run of these layers, whose backends were chosen for it."""
+    if activations is None:
+        known = dict.fromkeys(mode for layer in packed for mode in backends.get(layer.backend).modes)
+        names = [
+            mode
+            for mode in known
+            if mode != EXACT
+            and all(isinstance(backends.get(layer.backend).lookup(layer.spec, mode), Found) for layer in packed)
+        ]
+    else:
+        names = [mode for mode in dict.fromkeys(activations) if mode != EXACT]
+        for mode in names:
+            for layer in packed:
+                choose_backend(backend, layer.spec, mode)  # raises, before the text is read
+    return [Mode(name) for name in names]
+
+
+def _require_rounding(folder: Path, packed: list[MoELayer], rounding: str) -> None:
+    """Raise UnavailableError if no weight would be rounded, as the first expert of each layer shows."""
+    for layer in packed:
+        with MoELayer(weights_of(layer, SILU).take([0]), layer.backend, EXACT, rounding=rounding) as one:
+            if one.rounding == rounding:
+                return
+    names = ", ".join(sorted({layer.backend for layer in packed}))
+    raise UnavailableError(f"{folder}: rounding {rounding!r}: backend {names} rounds none of these weights")
+
+
+def _backends(packed: dict[str, MoELayer]) -> list[str]:
+    return sorted({layer.backend for layer in packed.values()})

@@ -1,0 +1,138 @@
+"""The error that an activation mode adds in each layer, on what enters the layer's experts in the exact run.
+
+Errors do not add up along the layers here: every layer gets the exact run's inputs, expert ids and router weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ktmoe import reference
+from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.layer import MoELayer
+from ktmoe.weights.activation import GatedActivation
+
+#: Tokens of each layer whose outputs are compared. Tokens that are also compared with the float64 reference, which takes about
+#: a second for each of them in a layer of DeepSeek-V4-Flash.
+SAMPLED, CHECKED = 64, 2
+#: Outputs of such a token.
+COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class Sample:
+    """x: bfloat16 or float32 [tokens, hidden]; ids: integers [tokens, top_k]; weights: float32 [tokens, top_k]."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    def outputs(self, layer: MoELayer) -> np.ndarray:
+        """The layer's, not rounded to bfloat16: float32 [tokens, hidden]."""
+        return layer.forward(self.x.float(), self.ids, self.weights).numpy()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """||y - y_exact|| / ||y_exact||: of all tokens at once, and the largest of one token."""
+
+    relative: float
+    largest: float
+
+    @classmethod
+    def of(cls, y: np.ndarray, exact: np.ndarray) -> Difference:
+        """[tokens, hidden]. A token whose exact outputs are all 0 does not count."""
+        y, exact = y.astype(np.float64), exact.astype(np.float64)
+        off, size = np.linalg.norm(y - exact, axis=1), np.linalg.norm(exact, axis=1)
+        off, size = off[size > 0], size[size > 0]
+        if not len(size):
+            return cls(math.nan, math.nan)
+        return cls(float(np.linalg.norm(off) / np.linalg.norm(size)), float((off / size).max()))
+
+
+class LayerErrors:
+    """One layer's errors, on a sample of what enters it in the exact run.
+
+    name: its module's. layer: of the exact run; it is not kept. activation: between gate/up and down.
+    formats: its weights', in words. relative: ||y_exact - y|| / ||y|| of the exact run beside the float64 reference, for
+    `checked` tokens. of_bound: the largest share that one of these outputs' errors is of its bound; above 1 is wrong.
+    """
+
+    def __init__(self, name: str, layer: MoELayer, activation: GatedActivation, sample: Sample):
+        self.name = name
+        self.sample = sample
+        self.formats = ", ".join(dict.fromkeys(each.description for each in layer.spec.formats.values()))
+        self._exact = sample.outputs(layer)
+        columns = np.unique(np.linspace(0, layer.hidden - 1, COLUMNS).astype(int))
+        y = self._exact[:CHECKED, columns]
+        self.checked = len(y)
+        expected = reference.forward(
+            weights_of(layer, activation),
+            sample.x[:CHECKED].float().numpy(),
+            sample.ids[:CHECKED].numpy(),
+            sample.weights[:CHECKED].numpy(),
+            router_weight=layer.router_weight,
+            out_dtype="float32",
+            columns=columns,
+            activations=layer.activations,
+            rounding=layer.rounding,
+        )
+        self.relative, self.of_bound = Difference.of(y, expected.y).relative, expected.worst(y)
+
+    def difference(self, layer: MoELayer) -> Difference:
+        """The same layer's in another mode."""
+        return Difference.of(self.sample.outputs(layer), self._exact)
+
+
+class Sampler:
+    """Takes SAMPLED tokens of what enters each layer's experts, about equally many from each window.
+
+    modules: by name. windows: how many there will be. start() has to be called with a window's number before the model runs.
+    """
+
+    def __init__(self, modules: dict[str, torch.nn.Module], windows: int):
+        self._windows = windows
+        self._left: dict[str, int] = {}
+        self._taken: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in modules}
+        self._random = np.random.default_rng(0)
+        self._hooks = [
+            module.register_forward_pre_hook(lambda _, arguments, name=name: self._take(name, *arguments))
+            for name, module in modules.items()
+        ]
+
+    def start(self, window: int) -> None:
+        wanted = (window + 1) * SAMPLED // self._windows - window * SAMPLED // self._windows
+        self._left = dict.fromkeys(self._taken, wanted)
+
+    def samples(self) -> dict[str, Sample]:
+        """Of each module that was called; nothing is taken any more."""
+        for hook in self._hooks:
+            hook.remove()
+        return {name: Sample(*map(torch.cat, zip(*taken, strict=True))) for name, taken in self._taken.items() if taken}
+
+    def _take(self, name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        count = min(self._left[name], len(x))
+        if count:
+            rows = torch.from_numpy(self._random.choice(len(x), count, replace=False))
+            self._taken[name].append((x[rows].cpu(), ids[rows].cpu(), weights[rows].float().cpu()))
+            self._left[name] -= count
+
+
+def weights_of(layer: MoELayer, activation: GatedActivation) -> ExpertWeights:
+    """What a layer was packed from: the checkpoint's own bytes, unpacked when they are read."""
+    last: dict[int, dict[str, Matrix]] = {}
+
+    def read(expert: int, projection: str) -> Matrix:
+        if expert not in last:
+            last.clear()
+            last[expert] = layer.export_expert(expert)[0]
+        return last[expert][projection]
+
+    spec = layer.spec
+    return ExpertWeights(
+        spec.num_experts, spec.hidden, spec.intermediate, read, spec.formats, activation, spec.name, layer.router_weight
+    )
