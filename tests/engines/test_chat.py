@@ -9,6 +9,7 @@ import re
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -188,6 +189,34 @@ def test_an_architecture_that_transformers_lacks(run, changed):
     *_, last = err.splitlines()
     assert last.startswith("ktmoe: transformers cannot load ")
     assert "`unheard_of`" in last
+
+
+PROGRAM = """
+import sys
+from ktmoe import cli
+sys.modules.update(dict.fromkeys({missing}))
+status = cli.main({arguments})
+assert "torch" not in sys.modules or sys.modules["torch"] is None
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["chat", "--help"], ["serve", "--help"]])
+def test_help_does_not_wait_for_torch(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(missing=[], arguments=arguments)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", [["chat", "absent", "hello"], ["serve", "absent"]])
+def test_without_torch(command):
+    code = PROGRAM.format(missing=["torch"], arguments=command)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    install = "uv pip install --torch-backend=cpu torch accelerate"
+    assert f"ktmoe: ktmoe.transformers needs torch, which is not installed: {install}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 class Terminal(io.StringIO):
