@@ -69,9 +69,8 @@ def test_a_tiny_model_for_it(tmp_path):
     """Its loader reads it, and sizes that cannot be are refused."""
     synthetic.write_chat_model(tmp_path / "tiny", num_experts=5, hidden=64, intermediate=32, layers=3, top_k=2)
     with ktmoe.MoEModel.from_checkpoint(tmp_path / "tiny") as model:
-        assert [(model[layer].num_experts, model[layer].hidden, model[layer].intermediate) for layer in model] == [
-            (5, 64, 32)
-        ] * 3
+        found = [(model[layer].num_experts, model[layer].hidden, model[layer].intermediate) for layer in model]
+    assert found == [(5, 64, 32)] * 3
     for sizes, named in (({"hidden": 96}, "hidden"), ({"top_k": 9}, "top_k"), ({"layers": 0}, "layers")):
         with pytest.raises(ktmoe.errors.InputError, match=named):
             synthetic.write_chat_model(tmp_path / "wrong", **sizes)
