@@ -18,12 +18,16 @@ PATIENCE = 60
 
 @dataclass(frozen=True)
 class Server:
-    """url: with /v1. line: what the command printed. temporary: where the view is. process: may be sent signals."""
+    """url: with /v1. line: what the command printed. temporary: where the view is. process: may be sent signals.
+
+    errors: what it writes to stderr.
+    """
 
     url: str
     line: str
     temporary: Path
     process: subprocess.Popen
+    errors: Path
 
 
 def start(arguments: list[str], temporary: Path, **options) -> subprocess.Popen:
@@ -49,7 +53,7 @@ def server(model: Path, temporary: Path, *arguments: str) -> Iterator[Server]:
         line = process.stdout.readline()
         found = re.search(r"http://\S+/v1", line)
         assert found, errors.read_text()
-        yield Server(found.group(), line, temporary, process)
+        yield Server(found.group(), line, temporary, process, errors)
     finally:
         process.kill()
         process.communicate(timeout=PATIENCE)

@@ -7,6 +7,8 @@ import shutil
 import signal
 import socket
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import commands
 import openai
@@ -113,16 +115,25 @@ def test_options_reach_the_view(server, model):
     }
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_it(model, tmp_path, number, status):
-    """In the middle of an answer; nothing is left behind."""
-    with commands.server(model, tmp_path, "--", "--log-level", "error") as started:
+@pytest.mark.parametrize(("number", "status", "stream"), [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)])
+def test_signals_end_it(model, tmp_path, number, status, stream):
+    """In the middle of an answer, of which the client is told; nothing is left behind."""
+    with commands.server(model, tmp_path) as started:
         assert len(commands.views(tmp_path)) == 1
-        with openai.OpenAI(base_url=started.url, api_key="none", max_retries=0) as client:
-            stream = client.chat.completions.create(model="Tiny-1.5", messages=MESSAGES, stream=True, max_tokens=3500)
-            assert next(iter(stream))
+        with (
+            openai.OpenAI(base_url=started.url, api_key="none", max_retries=0) as client,
+            ThreadPoolExecutor(1) as background,
+        ):
+            answer = background.submit(
+                client.chat.completions.create, model="Tiny-1.5", messages=MESSAGES, stream=stream, max_tokens=3500
+            )
+            while "Request received" not in started.errors.read_text():
+                time.sleep(0.05)
             started.process.send_signal(number)
             assert started.process.wait(commands.PATIENCE) == status
+            if not stream:
+                with pytest.raises(openai.APIError):
+                    answer.result(commands.PATIENCE)
     assert commands.views(tmp_path) == []
 
 
