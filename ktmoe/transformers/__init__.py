@@ -7,8 +7,8 @@ transformers or torch is changed.
 from ktmoe.errors import UnavailableError
 
 try:
+    from ktmoe.transformers.config import Config
     from ktmoe.transformers.loading import load, pack
-    from ktmoe.transformers.quantizer import Config
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     installs = {

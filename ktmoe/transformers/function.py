@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 
 import numpy as np
@@ -14,8 +14,9 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktmoe import forks
+from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import InputError, UnavailableError
-from ktmoe.layer import MoELayer
+from ktmoe.layer import MoELayer, placement_of
 from ktmoe.transformers.modules import Experts, examine
 from ktmoe.transformers.options import Options, Reporting
 
@@ -76,6 +77,17 @@ class GpuExperts(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x, ids, weights = (tensor.to(self.slots.device) for tensor in (hidden_states, top_k_index, top_k_weights))
         return ALL_EXPERTS_FUNCTIONS[_ON_GPU](self.part, x, self.slots[ids], weights).to(hidden_states)
+
+
+def check_packable(found: Iterable[Experts], options: Options) -> None:
+    """Raise, before anything is packed, UnavailableError for parameters that are not bfloat16, and what choosing a backend and
+    NUMA nodes raises.
+    """
+    for experts in found:
+        tensors = {name: experts.module.get_parameter(name) for name in experts.parameters}
+        weights = experts.weights(tensors)
+        choose_backend(options.backend, weights, options.activations)
+        placement_of(weights, options.numa_nodes)
 
 
 def pack_module(experts: Experts, options: Options, on_gpu: np.ndarray, report: Reporting) -> None:

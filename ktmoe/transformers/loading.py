@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ktmoe.errors import CheckpointError
 from ktmoe.messages import show
-from ktmoe.transformers.function import NAME, pack_module
-from ktmoe.transformers.modules import check_dtypes, find
+from ktmoe.transformers import quantizer  # noqa: F401  registers itself
+from ktmoe.transformers.config import Config
+from ktmoe.transformers.function import NAME, check_packable, pack_module
+from ktmoe.transformers.modules import find
 from ktmoe.transformers.options import Options
-from ktmoe.transformers.quantizer import Config
 
 #: Arguments of from_pretrained() that say where config.json is.
 _WHERE = (
@@ -119,7 +120,7 @@ def pack(
     """
     options = Options(backend, activations, rounding, threads, numa_nodes, gpu_experts_mask, progress)
     found = find(model)
-    check_dtypes(found)
+    check_packable(found, options)
     on_gpu = options.on_gpu(found)
     options.set_threads()
     with options.reporting(sum(experts.nbytes for experts in found)) as report:

@@ -149,13 +149,6 @@ def examine(module: torch.nn.Module, name: str) -> Experts:
     return Experts(name, module, type(module), num_experts, hidden, intermediate, shapes, recognise(module, title))
 
 
-def check_dtypes(found: Iterable[Experts]) -> None:
-    """Raise UnavailableError for parameters that are not bfloat16: ktmoe would have to round them."""
-    for experts in found:
-        for name in experts.parameters:
-            _check_dtype(f"{experts.title}: {name}", experts.module.get_parameter(name).dtype)
-
-
 def check_same(experts: Experts, weights: ExpertWeights) -> None:
     """Raise CheckpointError if a checkpoint's weights are not those of this module."""
     sizes = ("num_experts", "hidden", "intermediate", "activation")

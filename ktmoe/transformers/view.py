@@ -15,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 
 from ktmoe.errors import CheckpointError
 from ktmoe.loaders.safetensors_file import read_json_object
-from ktmoe.transformers.quantizer import Config
+from ktmoe.transformers.config import Config
 
 CONFIG_NAME = "config.json"
 #: What a model on the Hub needs. Copies of the weights in other formats are in its subfolders or have other names.

@@ -1,0 +1,71 @@
+"""ktmoe's quantization_config for transformers."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers.quantizers import register_quantization_config
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ktmoe.errors import InputError
+from ktmoe.messages import show
+from ktmoe.transformers.function import NAME
+from ktmoe.transformers.options import Options
+
+#: Where the experts are taken from.
+SOURCES = ("auto", "checkpoint", "parameters")
+
+
+@register_quantization_config(NAME)
+class Config(QuantizationConfigMixin):
+    """A quantization_config for from_pretrained(): ktmoe computes the routed experts.
+
+    backend, activations, rounding, threads, numa_nodes, gpu_experts_mask, progress: as ktmoe.transformers.load() has them.
+    source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
+    reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
+    the second where no loader reads an unquantized checkpoint.
+    path: the checkpoint's folder; None: where transformers finds its files. inner: the checkpoint's own quantization_config,
+    by which transformers reads the rest of the model. Those two are for a config.json that names ktmoe as its quant_method.
+    Raises InputError.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        activations: str = "auto",
+        rounding: str = "exact",
+        threads: int | None = None,
+        numa_nodes: Sequence[int] | None = None,
+        gpu_experts_mask: np.ndarray | Sequence | None = None,
+        progress=None,
+        source: str = "auto",
+        path: str | os.PathLike | None = None,
+        inner: dict | None = None,
+        quant_method: str = NAME,
+    ):
+        if source not in SOURCES:
+            raise InputError(f"source must be one of {SOURCES}, found {show(source)}")
+        self.quant_method = quant_method
+        self.options = Options(backend, activations, rounding, threads, numa_nodes, gpu_experts_mask, progress)
+        self.source = source
+        self.path = path
+        self.inner = inner
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold: all but progress."""
+        options = dict(vars(self.options))
+        del options["progress"]
+        for name in ("numa_nodes", "gpu_experts_mask"):
+            options[name] = None if options[name] is None else np.asarray(options[name]).tolist()
+        path = None if self.path is None else os.fspath(self.path)
+        own = {"quant_method": self.quant_method, "source": self.source, "path": path, "inner": self.inner}
+        return copy.deepcopy(options | own)
+
+    def __deepcopy__(self, memo: dict) -> Config:
+        """Itself, since nothing changes it: transformers copies configs, and a progress bar cannot be copied."""
+        return self

@@ -1,0 +1,69 @@
+"""Experts that ktmoe's loaders read, in the background, while transformers loads the rest of the model."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from ktmoe.errors import UnavailableError
+from ktmoe.experts import ExpertWeights
+from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.model import MoEModel
+from ktmoe.transformers.function import GpuExperts, adopt, attach
+from ktmoe.transformers.modules import Experts, check_same
+from ktmoe.transformers.options import Options
+
+
+def check_readable(path: str | os.PathLike, found: list[Experts]) -> None:
+    """Raise a KtmoeError if no loader reads the weights of these modules, by their layers' numbers, or if they are others."""
+    layers = [experts.layer for experts in found]
+    if None in layers or len(set(layers)) < len(layers):
+        names = ", ".join(experts.name for experts in found)
+        raise UnavailableError(f"{path}: expected one module of experts in each layer, found {names}")
+    with Checkpoint(path) as checkpoint:
+        for experts in found:
+            check_same(experts, _read(checkpoint, experts))
+
+
+class FromCheckpoint:
+    """found: a model's modules of experts, which passed check_readable(). Raises what MoEModel.from_checkpoint does."""
+
+    def __init__(self, path: str | os.PathLike, found: list[Experts], on_gpu: list[np.ndarray], options: Options):
+        self._found, self._on_gpu = found, on_gpu
+        layers = [experts.layer for experts in found]
+        self._loading = MoEModel.from_checkpoint(path, layers, **options.packing, progress=options.progress, wait=False)
+
+    def start(self, model: PreTrainedModel) -> None:
+        """Take the parameters away: the experts' tensors then fit none, and transformers does not read them."""
+        for experts in self._found:
+            adopt(experts)
+        # nor is it to warn of them
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*known, *(name for experts in self._found for name in _names(experts))}
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Wait until all experts are packed, and attach them."""
+        self._loading.wait()
+        for experts, on_gpu in zip(self._found, self._on_gpu, strict=True):
+            stay = self._stay(model, experts, on_gpu) if on_gpu.size else None
+            attach(experts, self._loading[experts.layer], stay)
+
+    def _stay(self, model: PreTrainedModel, experts: Experts, on_gpu: np.ndarray) -> GpuExperts:
+        """On the device of the other parameters of their block, such as the router's."""
+        with Checkpoint(self._loading.path) as checkpoint:
+            tensors = experts.tensors(_read(checkpoint, experts), on_gpu, model.dtype)
+        device = next(model.get_submodule(experts.name.rpartition(".")[0]).parameters()).device
+        return GpuExperts(experts, {name: tensor.to(device) for name, tensor in tensors.items()}, on_gpu)
+
+
+def _read(checkpoint: Checkpoint, experts: Experts) -> ExpertWeights:
+    return find_loader(checkpoint, layer=experts.layer).load(checkpoint, experts.layer)
+
+
+def _names(experts: Experts) -> tuple[str, str]:
+    """Regular expressions of the names that these experts' tensors may have, as transformers renames them and as they are."""
+    return rf"^{re.escape(experts.name)}\.", rf"(^|\.)layers\.{experts.layer}\.(.*\.)?experts\."
