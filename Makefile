@@ -31,6 +31,9 @@ help: ## this list
 demo: $(STAMPS)/native $(STAMPS)/cli ## write a layer, load, check and measure it; MODEL=dir LAYER=3 takes a real one
 	@$(PY) -m ktmoe demo $(if $(MODEL),--model "$(MODEL)") $(if $(LAYER),--layer "$(LAYER)")
 
+demo-chat: $(STAMPS)/native ## a model answers: first installs transformers; MODEL=dir PROMPT="..." takes a real one
+	@$(PY) tools/demo_chat.py $(if $(MODEL),--model "$(MODEL)") $(if $(PROMPT),--prompt "$(PROMPT)")
+
 test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by design; ARGS="-k pack" goes to pytest
 verify: CASES := --exhaustive
 verify: ## all cases of all tests, about 10 minutes on 2 cores
@@ -82,7 +85,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test verify test-kt-kernel test-writers test-engines bench bench-compare bench-peers bench-engines results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines bench bench-compare bench-peers bench-engines results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

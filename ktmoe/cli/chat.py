@@ -34,6 +34,7 @@ server of its own that ends with it. A model without a chat template continues t
 @options.BACKEND
 @options.ACTIVATIONS
 @options.THREADS
+@click.option("--trust-remote-code", "trusted", is_flag=True, help="Run Python code of the checkpoint, if it has some.")
 @options.JSON
 def command(
     model: str,
@@ -45,6 +46,7 @@ def command(
     backend: str,
     activations: str,
     threads: int | None,
+    trusted: bool,
     as_json: bool,
 ) -> None:
     if greedy and temperature is not None:
@@ -56,11 +58,11 @@ def command(
         if not prompt:
             raise InputError("expected a PROMPT or one on stdin, found neither")
     if prompt is not None:
-        _answer(model, prompt, system, generation, chosen, as_json)
+        _answer(model, prompt, system, generation, chosen, trusted, as_json)
     elif as_json:
         raise click.UsageError("--json needs a PROMPT")
     else:
-        _converse(model, system, generation, chosen)
+        _converse(model, system, generation, chosen, trusted)
 
 
 def _sampling(temperature: float | None, greedy: bool) -> dict:
@@ -70,19 +72,21 @@ def _sampling(temperature: float | None, greedy: bool) -> dict:
     return {} if temperature is None else {"do_sample": True, "temperature": temperature}
 
 
-def _answer(model: str, prompt: str, system: str | None, generation: dict, chosen: dict, as_json: bool) -> None:
+def _answer(model: str, prompt: str, system: str | None, generation: dict, chosen: dict, trusted: bool, as_json: bool) -> None:
     engine.start()
     import ktmoe.transformers
     from ktmoe.transformers import answer
+    from ktmoe.transformers.refusals import in_one_line
     from ktmoe.transformers.view import folder_of
 
-    folder = folder_of(model)
-    tokenizer = answer.load_tokenizer(folder)
+    folder, trust = folder_of(model), {"trust_remote_code": trusted}
+    tokenizer = answer.load_tokenizer(folder, **trust)
     inputs = answer.encode(tokenizer, prompt, system)
     if not tokenizer.chat_template:
         click.echo(f"ktmoe: {printable(model)} has no chat template: the prompt is continued as it is", err=True)
     start = time.perf_counter()
-    loaded = ktmoe.transformers.load(folder, progress=sys.stderr.isatty(), **chosen)
+    with in_one_line(str(folder)):
+        loaded = ktmoe.transformers.load(folder, progress=sys.stderr.isatty(), **chosen, **trust)
     seconds = time.perf_counter() - start
     found = answer.answer(loaded, tokenizer, inputs, _no_text if as_json else _print, **generation)
     if as_json:
@@ -110,17 +114,17 @@ def _words(found) -> str:
     return words if found.stopped else f"{words}; stopped at --max-new-tokens"
 
 
-def _converse(model: str, system: str | None, generation: dict, chosen: dict) -> None:
+def _converse(model: str, system: str | None, generation: dict, chosen: dict, trusted: bool) -> None:
     engine.start(server=True)
     from ktmoe.transformers import answer, serving
     from ktmoe.transformers.view import view
 
     save_folder = Path.cwd() / "chat_history"
     with signals_as_exit(), _quiet(), view(model, progress=sys.stderr.isatty(), **chosen) as made:
-        if not answer.load_tokenizer(made.path).chat_template:
+        if not answer.load_tokenizer(made.folder, trust_remote_code=trusted).chat_template:
             raise InputError(f"{model} has no chat template, so it cannot converse; with a PROMPT it continues that")
-        host = "127.0.0.1"
-        context = serving.parse(serving.arguments(made, host, 0, ["--log-level", "error"]), "ktmoe chat")
+        further = ["--log-level", "error", *(["--trust-remote-code"] if trusted else [])]
+        context = serving.parse(serving.arguments(made, "127.0.0.1", 0, further), "ktmoe chat")
         with serving.serving(made, context) as url:
             flags = [f"{name}={value}" for name, value in generation.items()]
             serving.converse(made.name, url, flags=flags, system=system, save_folder=save_folder)

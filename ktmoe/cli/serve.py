@@ -34,7 +34,7 @@ def command(
     engine.start(server=True)
     import typer
 
-    from ktmoe.transformers import serving
+    from ktmoe.transformers import answer, serving
     from ktmoe.transformers.view import view
 
     chosen = {"backend": backend, "activations": activations, "threads": threads}
@@ -46,14 +46,15 @@ def command(
         except typer.TyperException as error:
             raise click.UsageError(f"transformers serve: {error.format_message()}") from None
         serving.check_address(host, port)
+        tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=context.params["trust_remote_code"])
         with serving.serving(made, context) as url:
-            click.echo(f"{made.name} is served at {url}/v1: {example(url, made.name)}")
-            sys.stdout.flush()
+            click.echo(f"{made.name} is served at {url}/v1: {_example(url, made.name, bool(tokenizer.chat_template))}")
             while True:
                 time.sleep(3600)
 
 
-def example(url: str, name: str) -> str:
-    """A call of curl."""
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+def _example(url: str, name: str, converses: bool) -> str:
+    """A call of curl. converses: whether the model has a chat template; without one it only continues a text."""
+    asked = {"messages": [{"role": "user", "content": "Hello"}]} if converses else {"prompt": "Hello"}
+    path, body = "chat/completions" if converses else "completions", json.dumps({"model": name, **asked})
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from ktmoe.errors import CheckpointError, InputError
+from ktmoe.transformers.refusals import in_one_line
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,16 @@ class _Streamer(TextStreamer):
         self._write(text)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Raises CheckpointError if there is none that transformers reads."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{folder}: expected a tokenizer that transformers reads: {reason}") from error
+def load_tokenizer(folder: Path, **options) -> PreTrainedTokenizerBase:
+    """Of a checkpoint's folder. options: from_pretrained()'s.
+
+    Raises CheckpointError if there is none, and UnavailableError if transformers cannot read it.
+    """
+    with in_one_line(f"the tokenizer of {folder}"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    if tokenizer.vocab_size <= 1:  # what transformers makes of no files
+        raise CheckpointError(f"{folder}: expected a tokenizer, found none")
+    return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> dict[str, torch.Tensor]:

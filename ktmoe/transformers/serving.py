@@ -14,16 +14,20 @@ from pathlib import Path
 import typer
 from huggingface_hub import set_async_client_factory
 from huggingface_hub.utils import httpx
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.cli.chat import Chat
 from transformers.cli.serve import Serve
 
 from ktmoe.errors import UnavailableError
+from ktmoe.transformers.refusals import in_one_line
 from ktmoe.transformers.view import View
 
 #: What the server needs besides transformers: the extra `serve` has it.
 PACKAGES = ("fastapi", "openai", "pydantic", "starlette", "uvicorn")
-#: Seconds that answers have to end in when the server is stopped; seconds for it to start once the model is loaded.
-GRACE, PATIENCE = 1, 60
+#: Seconds at most until clients were told that the server stops; seconds for it to start once the model is loaded.
+GRACE, PATIENCE = 10, 60
+#: What transformers calls the thread of its server.
+THREAD = "uvicorn-thread"
 
 
 def check_packages() -> None:
@@ -61,14 +65,35 @@ def serving(view: View, context: typer.Context) -> Iterator[str]:
     meanwhile, so that this name is a path. Raises what loading raises, and UnavailableError if the server does not start.
     """
     with contextlib.chdir(view.root):
-        serve: Serve = context.command.invoke(context)
+        with in_one_line(view.name):
+            serve: Serve = context.command.invoke(context)
         try:
             _list_model(serve, view.name)
             yield _url(serve)
         finally:
-            serve.server.config.timeout_graceful_shutdown = GRACE
-            serve.server.should_exit = True
-            serve.kill_server()
+            with _no_forward_calls():
+                serve.server.config.timeout_graceful_shutdown = GRACE
+                serve.server.should_exit = True
+                serve.kill_server()
+                for thread in threading.enumerate():
+                    if thread.name == THREAD:
+                        thread.join()
+
+
+@contextlib.contextmanager
+def _no_forward_calls() -> Iterator[None]:
+    """Answers end at once, with an error. The thread that generates them is a daemon: if Python ended while it is in torch, the
+    process would abort.
+    """
+
+    def refuse(*_: object) -> None:
+        raise UnavailableError("the server was stopped")
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def arguments(view: View, host: str, port: int, further: Sequence[str] = ()) -> list[str]:

@@ -25,10 +25,14 @@ _NOT_NEEDED = ("*/*", "consolidated*")
 
 @dataclass(frozen=True)
 class View:
-    """root: the temporary folder. name: the model's, which is a folder in there: the checkpoint folder's own, or the Hub id."""
+    """root: the temporary folder. name: the model's, which is a folder in there: the checkpoint folder's own, or the Hub id.
+
+    folder: the checkpoint's.
+    """
 
     root: Path
     name: str
+    folder: Path
 
     @property
     def path(self) -> Path:
@@ -49,7 +53,7 @@ def view(path: str | os.PathLike, *, progress: bool = False, **options) -> Itera
     ours = Config(**options, path=folder.absolute(), inner=_quantization(config)).to_dict()
     config["quantization_config"] = ours | {"progress": progress}
     with tempfile.TemporaryDirectory(prefix="ktmoe-view-") as root:
-        made = View(Path(root), _name(path))
+        made = View(Path(root), _name(path), folder)
         made.path.mkdir(parents=True)
         for file in folder.iterdir():
             if file.name != CONFIG_NAME:

@@ -1,0 +1,64 @@
+"""Runs of the command line in processes of their own, with a folder of their own for what is temporary."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Seconds that a process may take to end.
+PATIENCE = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    """url: with /v1. line: what the command printed. temporary: where the view is. process: may be sent signals.
+
+    errors: what it writes to stderr.
+    """
+
+    url: str
+    line: str
+    temporary: Path
+    process: subprocess.Popen
+    errors: Path
+
+
+def start(arguments: list[str], temporary: Path, **options) -> subprocess.Popen:
+    """`ktmoe` with these arguments. options: Popen's."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ktmoe", *arguments],
+        env=os.environ | {"TMPDIR": str(temporary), "NO_COLOR": "1"},
+        # a background shell hands SIGINT down ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **options,
+    )
+
+
+@contextmanager
+def server(model: Path, temporary: Path, *arguments: str) -> Iterator[Server]:
+    """`ktmoe serve` on a free port, once the model is loaded. It is killed if it still runs in the end."""
+    errors = temporary / "stderr"
+    with errors.open("w") as stderr:
+        process = start(
+            ["serve", str(model), "--port", "0", *arguments], temporary, stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+/v1", line)
+        assert found, errors.read_text()
+        yield Server(found.group(), line, temporary, process, errors)
+    finally:
+        process.kill()
+        process.communicate(timeout=PATIENCE)
+
+
+def views(temporary: Path) -> list[Path]:
+    """What is there of views."""
+    return list(temporary.glob("ktmoe-view-*"))

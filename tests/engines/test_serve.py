@@ -1,0 +1,196 @@
+"""`ktmoe serve`: OpenAI's own client gets generate()'s answers, from a server that outlives its clients."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import commands
+import openai
+import pytest
+from texts import PROMPT, TOKENS, Oracle
+
+from ktmoe import cli, synthetic
+
+MESSAGES = [{"role": "user", "content": PROMPT}]
+GREEDY = {"temperature": 0, "max_tokens": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "Tiny-1.5"
+    synthetic.write_chat_model(folder, seed=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The greedy answer to MESSAGES, and the continuation of PROMPT."""
+    oracle = Oracle(model)
+    return oracle.answer(("user", PROMPT)), oracle.continuation(PROMPT)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    options = ["--backend", "fp32_lut", "--activations", "bf16", "--threads", "1"]
+    with commands.server(model, tmp_path_factory.mktemp("temporary"), *options, "--", "--log-level", "error") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=commands.PATIENCE) as found:
+        yield found
+
+
+def streamed(stream) -> tuple[str, int]:
+    """(text, pieces)."""
+    pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices[0].delta.content]
+    return "".join(pieces), len(pieces)
+
+
+def test_the_line_that_is_printed(server):
+    body = '{"model": "Tiny-1.5", "messages": [{"role": "user", "content": "Hello"}]}'
+    assert server.line == (
+        f"Tiny-1.5 is served at {server.url}: curl {server.url}/chat/completions"
+        f" -H 'Content-Type: application/json' -d '{body}'\n"
+    )
+
+
+def test_models(client):
+    assert [found.id for found in client.models.list()] == ["Tiny-1.5"]
+
+
+def test_a_completion(client, expected):
+    found = client.chat.completions.create(model="Tiny-1.5", messages=MESSAGES, **GREEDY)
+    assert found.choices[0].message.content == expected[0]
+    assert found.usage.completion_tokens == TOKENS
+
+
+def test_a_streamed_completion(client, expected):
+    text, pieces = streamed(client.chat.completions.create(model="Tiny-1.5", messages=MESSAGES, stream=True, **GREEDY))
+    assert text == expected[0]
+    assert pieces > 1
+
+
+def test_a_continued_text(client, expected):
+    found = client.completions.create(model="Tiny-1.5", prompt=PROMPT, **GREEDY)
+    assert found.choices[0].text == expected[1]
+
+
+def test_another_model(client):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="another", messages=MESSAGES, **GREEDY)
+    assert error.value.response.json()["detail"] == "Server is pinned to 'Tiny-1.5'; requested 'another'."
+
+
+def test_a_client_that_goes_away(client, expected):
+    """Twice, in the middle of a stream; the next one is answered."""
+    for _ in range(2):
+        with client.chat.completions.create(
+            model="Tiny-1.5", messages=MESSAGES, stream=True, temperature=0, max_tokens=3500
+        ) as stream:
+            assert any(chunk.choices[0].delta.content for chunk in stream)
+        assert (
+            client.chat.completions.create(model="Tiny-1.5", messages=MESSAGES, **GREEDY).choices[0].message.content
+            == (expected[0])
+        )
+
+
+def test_options_reach_the_view(server, model):
+    (view,) = commands.views(server.temporary)
+    written = json.loads((view / "Tiny-1.5" / "config.json").read_text())["quantization_config"]
+    found = {name: written[name] for name in ("quant_method", "path", "backend", "activations", "threads")}
+    assert found == {
+        "quant_method": "ktmoe",
+        "path": str(model),
+        "backend": "fp32_lut",
+        "activations": "bf16",
+        "threads": 1,
+    }
+
+
+@pytest.mark.parametrize(("number", "status", "stream"), [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)])
+def test_signals_end_it(model, tmp_path, number, status, stream):
+    """In the middle of an answer, of which the client is told; nothing is left behind."""
+    with commands.server(model, tmp_path) as started:
+        assert len(commands.views(tmp_path)) == 1
+        with (
+            openai.OpenAI(base_url=started.url, api_key="none", max_retries=0) as client,
+            ThreadPoolExecutor(1) as background,
+        ):
+            answer = background.submit(
+                client.chat.completions.create, model="Tiny-1.5", messages=MESSAGES, stream=stream, max_tokens=3500
+            )
+            while "Request received" not in started.errors.read_text():
+                time.sleep(0.05)
+            started.process.send_signal(number)
+            assert started.process.wait(commands.PATIENCE) == status
+            if not stream:
+                with pytest.raises(openai.APIError):
+                    answer.result(commands.PATIENCE)
+    assert commands.views(tmp_path) == []
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """A function that gives (exit status, stdout, stderr) of what does not serve; nothing is left behind."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = cli.main(["serve", *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert commands.views(tmp_path) == []
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_an_address_that_is_taken(run, model):
+    """It is found out before the model is loaded, which could take minutes."""
+    (model / "model.safetensors").rename(model / "away")
+    try:
+        with socket.create_server(("localhost", 0)) as taken:
+            port = taken.getsockname()[1]
+            status, out, err = run(model, "--port", port)
+    finally:
+        (model / "away").rename(model / "model.safetensors")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"ktmoe: localhost port {port}: a server cannot listen there: Address already in use")
+    assert err.count("\n") == 1
+
+
+def test_arguments_for_transformers(run, model):
+    status, out, err = run(model, "--", "--nonsense")
+    assert (status, out) == (2, "")
+    assert err == "ktmoe: transformers serve: No such option: --nonsense; see ktmoe serve --help\n"
+    status, out, err = run(model, "--", "--help")
+    assert (status, err) == (0, "")
+    assert "--reasoning" in out
+
+
+@pytest.mark.parametrize("missing", [("uvicorn",), ("fastapi", "openai")])
+def test_a_package_that_is_missing(run, model, monkeypatch, missing):
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    verb = "is" if len(missing) == 1 else "are"
+    words = f"transformers' server needs {', '.join(missing)}, which {verb} not installed: pip install 'ktmoe[serve]'"
+    assert run(model) == (1, "", f"ktmoe: {words}\n")
+
+
+def test_refusals(run, model, tmp_path):
+    absent = tmp_path / "absent"
+    words = "expected a folder or the id of a model on the Hub, found neither"
+    assert run(absent) == (1, "", f"ktmoe: {absent}: {words}\n")
+    dense = tmp_path / "dense"
+    shutil.copytree(model, dense)
+    config = json.loads((dense / "config.json").read_text())
+    (dense / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [0, 1]}))
+    status, out, err = run(dense, "--port", 0)
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == "ktmoe: Qwen3MoeForCausalLM: ktmoe cannot serve it: it has no routed experts"
