@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,12 +144,14 @@ class SafetensorsFile:
                 if self._closing and not self._readers:
                     self._close()
 
-    def _close(self) -> None:
+    def _close(
+        self, close: Callable[[int], None] = os.close
+    ) -> None:  # when the interpreter ends, os may be gone before a file
         fd, self._fd = self._fd, -1
         if self._direct is not None:
             self._direct.close()
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
     def __del__(self):
         self._close()

@@ -13,7 +13,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ktmoe.errors import KtmoeError, UnavailableError
+from ktmoe.errors import KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.messages import show
 from ktmoe.transformers.config import Config
 from ktmoe.transformers.from_checkpoint import FromCheckpoint, check_readable
@@ -103,6 +103,8 @@ class Quantizer(HfQuantizer):
         if config.source != "parameters":
             try:
                 check_readable(path, self._found)
+            except MissingTensorError:  # the names are known, and something is missing
+                raise
             except KtmoeError as error:
                 if config.source == "checkpoint" or config.inner is not None:
                     raise
