@@ -62,6 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.rounds < 1 or (options.layers is not None and options.layers < 1):
         raise ValueError(f"expected --rounds and --layers above 0, found {options.rounds} and {options.layers}")
     result = about() | {"comparisons": []}
+    options.save.parent.mkdir(parents=True, exist_ok=True)
     with progress_line() as progress:
         python = environments.python(environments.ENGINES, progress)
         for comparison in options.comparisons:
@@ -70,8 +71,8 @@ def _run(options: argparse.Namespace) -> int:
                     result["comparisons"].append(
                         compare(engines()[name], comparison, options, python, Path(folder) / "model", progress)
                     )
-    options.save.parent.mkdir(parents=True, exist_ok=True)
-    options.save.write_text(json.dumps(result, indent=1) + "\n")
+                # each is minutes of work
+                options.save.write_text(json.dumps(result, indent=1) + "\n")
     report.show(result)
     print(f"saved: {options.save}")
     return 1 if report.wrong(result) else 0
