@@ -10,14 +10,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """Left alone, these signals would end the process without removing what is temporary."""
+    """Left alone, these signals would end the process without removing what is temporary. One that is ignored stays so."""
 
     def leave(number, frame):
         sys.exit(128 + number)
 
-    old = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # nohup starts a process with SIGHUP ignored
+    left_alone = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in left_alone:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        for number in left_alone:
+            signal.signal(number, signal.SIG_DFL)
