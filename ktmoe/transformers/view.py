@@ -90,5 +90,5 @@ def _quantization(config: dict) -> dict | None:
 def _name(path: str | os.PathLike) -> str:
     """The Hub id, or the folder's own name. transformers' server takes what follows an @ for a revision."""
     folder = Path(path).expanduser()
-    name = folder.absolute().name if folder.is_dir() else str(path)
+    name = os.path.basename(os.path.abspath(folder)) if folder.is_dir() else str(path)
     return name.replace("@", "-") or "model"

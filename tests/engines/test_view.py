@@ -93,6 +93,9 @@ def test_names(model, tmp_path, monkeypatch):
     with view(".") as made:
         assert made.name == "Tiny-1.5"
         assert json.loads((made.path / "config.json").read_text())["quantization_config"]["path"] == str(model)
+    (model / "more").mkdir()
+    with view("more/..") as made:
+        assert made.name == "Tiny-1.5"
     (tmp_path / "tiny@4bit").symlink_to(model)
     with view(tmp_path / "tiny@4bit") as made:
         assert made.name == "tiny-4bit"
