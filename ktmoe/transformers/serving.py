@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str], program: str) -> typer.Context:
 def check_address(host: str, port: int) -> None:
     """Raise UnavailableError if nobody could listen there: before a model is loaded, not after."""
     try:
-        socket.create_server((host, port)).close()
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise UnavailableError(f"{host} port {port}: a server cannot listen there: {error.strerror}") from None
 
@@ -119,7 +119,8 @@ def _url(serve: Serve) -> str:
             raise UnavailableError(f"{serve.server.config.host} port {serve.server.config.port}: the server did not start")
         time.sleep(0.01)
     port = serve.server.servers[0].sockets[0].getsockname()[1]
-    return f"http://{serve.server.config.host}:{port}"
+    host = serve.server.config.host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def converse(name: str, url: str, *, flags: Sequence[str], system: str | None, save_folder: Path) -> None:

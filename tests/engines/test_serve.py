@@ -165,6 +165,19 @@ def test_an_address_that_is_taken(run, model):
     assert err.count("\n") == 1
 
 
+def test_an_ipv6_address(model, tmp_path):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"IPv6 cannot be used here: {error}")
+    with (
+        commands.server(model, tmp_path, "--host", "::1") as started,
+        openai.OpenAI(base_url=started.url, api_key="none", max_retries=0, timeout=commands.PATIENCE) as client,
+    ):
+        assert started.url.startswith("http://[::1]:")
+        assert [found.id for found in client.models.list()] == ["Tiny-1.5"]
+
+
 def test_arguments_for_transformers(run, model):
     status, out, err = run(model, "--", "--nonsense")
     assert (status, out) == (2, "")
