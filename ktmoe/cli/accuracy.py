@@ -59,10 +59,12 @@ def command(
         choose_backend(backend, None, mode)  # raises, before anything is loaded
     engine.start()
     from ktmoe.transformers.accuracy import accuracy
+    from ktmoe.transformers.view import folder_of
 
+    folder = folder_of(model)  # a download draws bars of its own
     with progress_bar.steps() as step:
         found = accuracy(
-            model,
+            folder,
             text,
             backend=backend,
             activations=modes,
