@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ktmoe.errors import CheckpointError
+from ktmoe.backends.base import Progress
+from ktmoe.errors import CheckpointError, UnavailableError
 from ktmoe.messages import show
+from ktmoe.progress_bar import bytes_done
 from ktmoe.transformers import quantizer  # noqa: F401  registers itself
 from ktmoe.transformers.config import Config
 from ktmoe.transformers.function import NAME, check_packable, pack_module
@@ -83,12 +86,33 @@ def load(
         source=source,
         **inner,
     )
-    # a function: transformers copies the dict deeply, which most other callables do not survive
-    report = progress if progress in (None, True, False) else lambda done, total: progress(done, total)
-    config.quantization_config = named.to_dict() | {"progress": report}
     architecture = next(iter(getattr(config, "architectures", None) or ()), "")
     model_class = getattr(transformers, architecture, AutoModelForCausalLM)
-    return model_class.from_pretrained(path, config=config, **{"dtype": "auto"} | from_pretrained)
+    with _ended_by_errors(progress) as report:
+        config.quantization_config = named.to_dict() | {"progress": report}
+        return model_class.from_pretrained(path, config=config, **{"dtype": "auto"} | from_pretrained)
+
+
+@contextmanager
+def _ended_by_errors(progress: Progress | bool | None) -> Iterator[Progress]:
+    """What loading reports to: progress, or a bar if it is True. After an error in the block it ends loading in the background.
+
+    It is a function, since transformers copies it deeply, which most other callables do not survive.
+    """
+    failed = False
+    with bytes_done("loading") if progress is True else nullcontext(progress or None) as draw:
+
+        def report(done: int, total: int) -> None:
+            if failed:
+                raise UnavailableError("loading was ended by an error elsewhere")
+            if draw:
+                draw(done, total)
+
+        try:
+            yield report
+        except BaseException:
+            failed = True
+            raise
 
 
 def _quantization(config: PreTrainedConfig) -> dict:

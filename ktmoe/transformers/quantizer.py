@@ -118,7 +118,7 @@ class Quantizer(HfQuantizer):
         if self._rest:
             self._rest._process_model_after_weight_loading(model, **kwargs)
         self._source.finish(model)
-        model.config.quantization_config = self.quantization_config
+        model.config.quantization_config = Config(**self.quantization_config.to_dict())  # without progress, which is over
         model.requires_grad_(False)
 
     def is_serializable(self) -> bool:

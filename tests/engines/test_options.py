@@ -1,12 +1,15 @@
 """What may be chosen for the experts, by each way that takes options, and what messages say of wrong values."""
 
+import pickle
+import threading
+
 import numpy as np
 import pytest
 import torch
 from engine_models import ARCHITECTURES, EXPERTS, LAYERS, experts, logits, prompts
 from quantized_checkpoints import PACKED
 from serving import assert_served, eager, packed
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktmoe
 import ktmoe.transformers as served
@@ -84,6 +87,49 @@ def test_progress(make):
     done = [done for done, _ in calls]
     assert done == sorted(done)
     assert calls[-1][0] == calls[-1][1] > 0
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "parameters"])
+@pytest.mark.parametrize("error", [ValueError("from progress"), KeyboardInterrupt()])
+def test_an_error_from_progress(checkpoint, source, error):
+    def fail(done, total):
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        served.load(checkpoint("qwen3_moe"), source=source, progress=fail)
+    assert error in (raised.value, raised.value.__cause__)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_while_transformers_loads_ends_loading_in_the_background(checkpoint, monkeypatch, error):
+    """Even while the error's traceback holds everything."""
+    started, failed, calls = threading.Event(), threading.Event(), []
+
+    def progress(done, total):
+        calls.append(failed.is_set())
+        started.set()
+        assert failed.wait(60)
+
+    def fail(*args, **kwargs):
+        assert started.wait(60)
+        raise error("elsewhere")
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", fail)
+    before = set(threading.enumerate())
+    with pytest.raises(error, match="elsewhere") as raised:
+        served.load(checkpoint("qwen3_moe"), source="checkpoint", progress=progress)
+    failed.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert raised.tb  # still there
+    assert calls == [False]
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "parameters"])
+def test_a_loaded_models_config_can_be_pickled(checkpoint, source):
+    config = served.load(checkpoint("qwen3_moe"), source=source, threads=1, progress=lambda done, total: None).config
+    assert pickle.loads(pickle.dumps(config)).quantization_config.to_dict() == config.quantization_config.to_dict()
+    assert config.quantization_config.options.threads == 1
 
 
 @pytest.mark.parametrize(
