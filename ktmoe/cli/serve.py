@@ -41,16 +41,16 @@ def command(
     with signals_as_exit(), view(model, progress=sys.stderr.isatty(), **chosen) as made:
         try:
             context = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")
+            serving.check_address(host, port)
+            tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=context.params["trust_remote_code"])
+            with serving.serving(made, context) as url:
+                click.echo(f"{made.name} is served at {url}/v1: {_example(url, made.name, bool(tokenizer.chat_template))}")
+                while True:
+                    time.sleep(3600)
         except typer.Exit:  # --help
             return
-        except typer.TyperException as error:
+        except typer.TyperException as error:  # some arguments are checked when the server starts
             raise click.UsageError(f"transformers serve: {error.format_message()}") from None
-        serving.check_address(host, port)
-        tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=context.params["trust_remote_code"])
-        with serving.serving(made, context) as url:
-            click.echo(f"{made.name} is served at {url}/v1: {_example(url, made.name, bool(tokenizer.chat_template))}")
-            while True:
-                time.sleep(3600)
 
 
 def _example(url: str, name: str, converses: bool) -> str:

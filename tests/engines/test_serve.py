@@ -182,6 +182,9 @@ def test_arguments_for_transformers(run, model):
     status, out, err = run(model, "--", "--nonsense")
     assert (status, out) == (2, "")
     assert err == "ktmoe: transformers serve: No such option: --nonsense; see ktmoe serve --help\n"
+    status, out, err = run(model, "--port", 0, "--", "--chat-template-kwargs", "[1]")
+    assert (status, out) == (2, "")
+    assert "transformers serve: Invalid value: --chat-template-kwargs must be a JSON object" in err.splitlines()[-1]
     status, out, err = run(model, "--", "--help")
     assert (status, err) == (0, "")
     assert "--reasoning" in out
