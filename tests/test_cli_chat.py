@@ -55,6 +55,19 @@ def test_json_is_of_one_answer(run, monkeypatch):
     assert run("chat", "x", "--json") == (2, "", "ktmoe: --json needs a PROMPT; see ktmoe chat --help\n")
 
 
+def test_a_prompt_that_is_not_utf8(run, monkeypatch):
+    """Bytes that are none become surrogates, in arguments always and in a pipe in some locales."""
+    assert run("chat", "x", "h\udcff") == (1, "", "ktmoe: PROMPT: expected text in UTF-8, found another byte at character 1\n")
+    status, _, err = run("chat", "x", "hello", "--system", "\udcff")
+    assert (status, err) == (1, "ktmoe: --system: expected text in UTF-8, found another byte at character 0\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"h\xff"), "utf-8", "surrogateescape"))
+    assert run("chat", "x") == (1, "", "ktmoe: PROMPT: expected text in UTF-8, found another byte at character 1\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"h\xff"), "utf-8"))
+    status, _, err = run("chat", "x")
+    assert status == 1
+    assert err.startswith("ktmoe: stdin: expected text in UTF-8: ")
+
+
 @pytest.mark.parametrize("command", [("chat", "hello"), ("serve",)])
 def test_without_transformers(run, monkeypatch, tmp_path, command):
     """One line, before anything else is said of DIR."""

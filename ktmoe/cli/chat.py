@@ -54,15 +54,34 @@ def command(
     chosen = {"backend": backend, "activations": activations, "threads": threads}
     generation = {"max_new_tokens": max_new_tokens, **_sampling(temperature, greedy)}
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().strip()
-        if not prompt:
-            raise InputError("expected a PROMPT or one on stdin, found neither")
+        prompt = _piped()
+    for name, text in (("PROMPT", prompt), ("--system", system)):
+        _check_utf8(name, text or "")
     if prompt is not None:
         _answer(model, prompt, system, generation, chosen, trusted, as_json)
     elif as_json:
         raise click.UsageError("--json needs a PROMPT")
     else:
         _converse(model, system, generation, chosen, trusted)
+
+
+def _piped() -> str:
+    """The prompt on stdin."""
+    try:
+        prompt = sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"stdin: expected text in UTF-8: {error}") from None
+    if not prompt:
+        raise InputError("expected a PROMPT or one on stdin, found neither")
+    return prompt
+
+
+def _check_utf8(name: str, text: str) -> None:
+    """Raise InputError for bytes of an argument, or of stdin in some locales, that Python could not decode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name}: expected text in UTF-8, found another byte at character {error.start}") from None
 
 
 def _sampling(temperature: float | None, greedy: bool) -> dict:
