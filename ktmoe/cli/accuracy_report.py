@@ -42,7 +42,7 @@ def show(found: Accuracy) -> None:
     for run in found.runs:
         lines.append(f"{run.mode.label}: backend {', '.join(run.backends)}; loaded in {run.load_seconds:.1f} s")
     if len(found.runs) == 1:
-        lines.append("the backend has no other activation mode for these weights")
+        lines.append("nothing to compare: no other mode was asked for, or the backend has none for these weights")
     lines += _DEFINITIONS
     if found.layers:
         console.print(_layer_table(found))
