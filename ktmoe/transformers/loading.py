@@ -144,6 +144,12 @@ def pack(
     """
     options = Options(backend, activations, rounding, threads, numa_nodes, gpu_experts_mask, progress)
     found = find(model)
+    for experts in found:
+        if elsewhere := [name for name in experts.parameters if experts.module.get_parameter(name).is_meta]:
+            raise UnavailableError(
+                f"{experts.title}: expected {', '.join(elsewhere)} in memory, found the device meta, as after offloading; "
+                "ktmoe.transformers.load() takes experts from the checkpoint"
+            )
     check_packable(found, options)
     on_gpu = options.on_gpu(found)
     options.set_threads()

@@ -84,6 +84,16 @@ def test_one_layer_that_is_not_bfloat16(checkpoint):
     assert [len(list(module.parameters())) for _, module in others] == [2, 2]
 
 
+def test_parameters_that_are_not_in_memory(checkpoint):
+    """As accelerate leaves them when it offloads. Nothing is packed."""
+    model = eager(checkpoint("qwen3_moe"))
+    *_, (_, last) = experts(model)
+    last.to("meta")
+    with pytest.raises(UnavailableError, match="expected gate_up_proj, down_proj in memory, found the device meta"):
+        served.pack(model)
+    assert not [module for module in model.modules() if hasattr(module, "ktmoe_layer")]
+
+
 def test_packed_weights_cannot_be_read_as_parameters(checkpoint):
     with pytest.raises(UnavailableError, match="expected an unquantized checkpoint, found quant_method 'mxfp4'"):
         served.load(checkpoint("gpt-oss MXFP4"), source="parameters")
