@@ -16,10 +16,12 @@ import time
 import commands
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from texts import PROMPT, TOKENS, Oracle
 
 import ktmoe.transformers
 from ktmoe import cli, synthetic
+from ktmoe.cli import engine
 from ktmoe.transformers import answer
 
 GREEDY = ("--greedy", "--max-new-tokens", str(TOKENS))
@@ -145,6 +147,14 @@ def test_what_the_template_refuses(run, changed):
     status, out, err = run("chat", folder, PROMPT)
     assert (status, out) == (1, "")
     assert err == "ktmoe: the model's chat template refuses this conversation: no system here\n"
+
+
+def test_downloads_have_progress_bars_on_a_terminal(monkeypatch):
+    for terminal in (True, False):
+        enable_progress_bars()
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        engine.start()
+        assert are_progress_bars_disabled() != terminal
 
 
 def test_the_text_comes_piece_by_piece(oracle):
