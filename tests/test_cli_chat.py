@@ -71,9 +71,9 @@ def test_a_prompt_that_is_not_utf8(run, monkeypatch):
 @pytest.mark.parametrize("command", [("chat", "hello"), ("serve",)])
 def test_without_transformers(run, monkeypatch, tmp_path, command):
     """One line, before anything else is said of DIR."""
-    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))  # it may be missing, too, and would be named first
     for module in [name for name in sys.modules if name.startswith("ktmoe.transformers")]:
         monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     name, *rest = command
     words = "ktmoe.transformers needs transformers, which is not installed: pip install 'ktmoe[transformers]'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -11,6 +12,8 @@ def start(*, server: bool = False) -> None:
     The Hub's bars of downloads stay where stderr is a terminal.
     server: they must be able to serve, too. Raises UnavailableError, which says how to install what is missing.
     """
+    # torch's idle threads would spin on the CPUs of ktmoe's; OpenMP reads this when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import ktmoe.transformers  # noqa: F401
 
     if server:
