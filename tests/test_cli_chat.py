@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -59,6 +60,7 @@ def test_without_transformers(run, monkeypatch, tmp_path, command):
     """One line, before anything else is said of DIR."""
     for module in [name for name in sys.modules if name.startswith("ktmoe.transformers")]:
         monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     name, *rest = command
     words = "ktmoe.transformers needs transformers, which is not installed: pip install 'ktmoe[transformers]'"

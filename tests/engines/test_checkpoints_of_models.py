@@ -15,7 +15,7 @@ from serving import assert_served, eager
 from transformers import AutoModelForCausalLM
 
 import ktmoe.transformers as served
-from ktmoe.errors import CheckpointError, KtmoeError
+from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError
 
 #: An expert's weight, and one of no expert.
 EXPERT, OTHER = "model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -128,8 +128,13 @@ def test_a_wrong_tensor(plain, tmp_path, wrong):
         served.load(changed(plain, tmp_path, change), source="checkpoint")
 
 
-@pytest.mark.parametrize("source", ["auto", "parameters"])
-@pytest.mark.parametrize("wrong", ["missing", "shape"])
+def test_a_missing_tensor_is_named(plain, tmp_path):
+    """transformers is not asked to read what ktmoe's loaders know to be incomplete."""
+    with pytest.raises(MissingTensorError, match=rf"{re.escape(EXPERT)}: expected with experts 0-7"):
+        served.load(changed(plain, tmp_path, WRONG["missing"][0]))
+
+
+@pytest.mark.parametrize(("wrong", "source"), [("missing", "parameters"), ("shape", "auto"), ("shape", "parameters")])
 def test_a_wrong_tensor_that_transformers_reads(plain, tmp_path, wrong, source, warned):
     """It prints which it was."""
     with pytest.raises(RuntimeError, match="conversion of the weights"):
