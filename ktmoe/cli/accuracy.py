@@ -12,7 +12,7 @@ from ktmoe.cli import accuracy_report, engine, options, output
 from ktmoe.errors import InputError
 from ktmoe.messages import printable
 
-HELP = """What activation modes change.
+HELP = """Measure what activation modes change.
 
 DIR is a checkpoint with its tokenizer, FILE a text in UTF-8. The text's perplexity with each activation mode stands beside
 the exact one, "bf16". So do the divergence of the next token's distribution from the exact one, and the error that each mode
@@ -24,14 +24,14 @@ adds in each layer. The modes run one after the other. It needs torch and transf
 @options.MODEL
 @click.option("--text", "file", metavar="FILE", required=True, type=click.Path(), help="The text, UTF-8.")
 @options.BACKEND
-@click.option("--activations", metavar="M,M", help="The modes; by default all that the backend has for these weights.")
+@click.option("--activations", metavar="M,M", help="Modes to compare; by default all that the backend has for these weights.")
 @click.option(
     "--rounding",
     type=click.Choice(["exact", "folded"]),
     default="exact",
     help="folded: also bf16 with weights that may be rounded to bfloat16.",
 )
-@click.option("--tokens", metavar="N", type=click.IntRange(2), help="The text's first N; by default all.")
+@click.option("--tokens", metavar="N", type=click.IntRange(2), help="Take the text's first N tokens; by default all.")
 @click.option(
     "--context",
     metavar="N",
@@ -40,7 +40,7 @@ adds in each layer. The modes run one after the other. It needs torch and transf
     show_default=True,
     help="Tokens of a window; a new one every N/2.",
 )
-@click.option("--layers/--no-layers", default=True, help="The errors of each layer, too. On by default.")
+@click.option("--layers/--no-layers", default=True, help="Also measure the error of each layer. On by default.")
 @options.JSON
 def command(
     model: str,

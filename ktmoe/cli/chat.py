@@ -19,8 +19,8 @@ from ktmoe.messages import printable
 HELP = """Talk to a model.
 
 DIR is a checkpoint's folder, or the id of a model on the Hugging Face Hub. PROMPT, or what a pipe brings, gets one
-answer, on stdout; tokens and times go to stderr. Without either a conversation begins: it is `transformers chat`, with a
-server of its own that ends with it. A model without a chat template continues the bare PROMPT.
+answer, on stdout; tokens and times go to stderr. Without either, a conversation begins: `transformers chat`, with a server
+that ends with it. A model without a chat template continues the bare PROMPT.
 """
 
 
@@ -28,7 +28,9 @@ server of its own that ends with it. A model without a chat template continues t
 @options.MODEL
 @click.argument("prompt", required=False)
 @click.option("--system", metavar="TEXT", help="A system prompt.")
-@click.option("--max-new-tokens", metavar="N", type=click.IntRange(1), default=256, show_default=True, help="Of an answer.")
+@click.option(
+    "--max-new-tokens", metavar="N", type=click.IntRange(1), default=256, show_default=True, help="Most tokens of an answer."
+)
 @click.option("--temperature", metavar="T", type=click.FloatRange(0, min_open=True), help="Sample, at this temperature.")
 @click.option("--greedy", is_flag=True, help="Always take the likeliest token.")
 @options.BACKEND

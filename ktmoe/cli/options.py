@@ -9,7 +9,9 @@ BACKEND = click.option("--backend", metavar="NAME", default="auto", help="By def
 ACTIVATIONS = click.option(
     "--activations", metavar="MODE", default="auto", help="bf16, int16 or int8; by default the backend's own, never int8."
 )
-THREADS = click.option("--threads", metavar="N", type=click.IntRange(1), help="Of ktmoe; by default one a physical core.")
+THREADS = click.option(
+    "--threads", metavar="N", type=click.IntRange(1), help="Threads of ktmoe; by default one a physical core."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, to stdout.")
 TOP_K = click.option(
     "--top-k", metavar="K", type=click.IntRange(1), help="Experts of a token; by default what config.json says."

@@ -14,17 +14,22 @@ from ktmoe.cli.signals import signals_as_exit
 HELP = """An OpenAI-compatible server for one model.
 
 DIR is a checkpoint's folder, or the id of a model on the Hugging Face Hub. The server is `transformers serve`, with its
-streaming, tools and chat templates. It loads the model first, and names it by the folder's name. Ctrl-C ends it.
+streaming, tools and chat templates. It loads the model first. Clients name it by the folder's name, or by its Hub id.
+Ctrl-C ends it.
 
-ARGUMENTS behind -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists them. Paths in them must be absolute.
+ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists them. Paths in them must be absolute.
 """
 
 
 @click.command("serve", help=HELP)
 @options.MODEL
 @click.argument("arguments", metavar="[-- ARGUMENTS ...]", nargs=-1, type=click.UNPROCESSED)
-@click.option("--host", metavar="NAME", default="localhost", show_default=True, help="0.0.0.0 is every address.")
-@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@click.option(
+    "--host", metavar="NAME", default="localhost", show_default=True, help="Where to listen; 0.0.0.0 is every address."
+)
+@click.option(
+    "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free port."
+)
 @options.BACKEND
 @options.ACTIVATIONS
 @options.THREADS

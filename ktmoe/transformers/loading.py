@@ -35,7 +35,7 @@ _WHERE = (
 )
 
 #: name or owner/name.
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def load(

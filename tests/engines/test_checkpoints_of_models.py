@@ -15,7 +15,7 @@ from serving import assert_served, eager
 from transformers import AutoModelForCausalLM
 
 import ktmoe.transformers as served
-from ktmoe.errors import KtmoeError, MissingTensorError
+from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError
 
 #: An expert's weight, and one of no expert.
 EXPERT, OTHER = "model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -75,9 +75,11 @@ def test_a_config_that_names_ktmoe(checkpoint, tmp_path, name):
     assert torch.equal(logits(model, prompts()), logits(served.load(folder), prompts()))
 
 
-def test_a_path_that_is_not_there(tmp_path):
-    with pytest.raises((OSError, KtmoeError), match=re.escape(str(tmp_path / "nothing"))):
-        served.load(tmp_path / "nothing")
+@pytest.mark.parametrize("path", ["/nothing", "./nothing", "../nothing", "one/two/three"])
+def test_a_path_that_is_not_there(path):
+    """It is no id of the Hub either, so the Hub is not asked."""
+    with pytest.raises(CheckpointError, match=re.escape(f"{path!r}: expected a folder, or an id of the Hugging Face Hub")):
+        served.load(path)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+import ways
 from engine_models import ARCHITECTURES, EXPERTS, LAYERS, experts, logits, prompts
 from quantized_checkpoints import PACKED
 from serving import assert_served, eager, packed
@@ -57,10 +58,13 @@ def test_activations(checkpoint, activations):
     assert torch.equal(logits(model, ids), exact) == (activations == "bf16")
 
 
-def test_rounding(checkpoint):
-    model = served.load(checkpoint("Kimi INT4"), rounding="folded")
-    assert_served(model)
-    assert torch.isfinite(logits(model, prompts())).all()
+@pytest.mark.parametrize("rounding", ["exact", "folded"])
+def test_rounding(checkpoint, emulator_folder, rounding):
+    """amx may fold INT4's scales into its weights."""
+    with ways.prepared("amx", emulator_folder):
+        model = served.load(checkpoint("Kimi INT4"), backend="amx", rounding=rounding)
+        assert_served(model)
+        assert {layer.rounding for layer in layers(model)} == {rounding}
 
 
 def test_threads(make):
