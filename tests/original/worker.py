@@ -17,6 +17,8 @@ from kt_kernel import kt_kernel_ext
 
 PROJECTIONS = ("gate", "up", "down")
 ALIGNMENT = 64  # of buffers, as CUDA's pinned ones have: BF16 is exported by stores that need it
+#: Bytes of a buffer that malloc always maps by itself, at an address above 2**31.
+MAPPED = 1 << 26
 
 
 def without_cuda() -> None:
@@ -27,7 +29,19 @@ def without_cuda() -> None:
 
 
 def unpinned(make):
-    return lambda *arguments, pin_memory=False, **others: make(*arguments, **others)
+    def made(*arguments, pin_memory=False, **others):
+        tensor = make(*arguments, **others)
+        return far(tensor) if pin_memory else tensor
+
+    return made
+
+
+def far(tensor: torch.Tensor) -> torch.Tensor:
+    """The same at an address above 2**31, where pinned memory is, too. kt-kernel takes a mask's address for a number of experts
+    if it fits into an int, and so it does on Linux 6.18, in the heap of a Python that is no position-independent executable.
+    """
+    place = torch.empty(MAPPED, dtype=torch.uint8)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return place.copy_(tensor)
 
 
 def buffer(size: int) -> np.ndarray:
@@ -75,7 +89,7 @@ class Session:
         rounded: None, or a folder: codes are bfloat16, which the class rounds when it loads them, and saves there.
         """
         a, cpu = self.arrays, self.pool(parts)
-        on_gpu, logical = torch.from_numpy(a[mask]), torch.from_numpy(a[logical])
+        on_gpu, logical = far(torch.from_numpy(a[mask])), torch.from_numpy(a[logical])
         config = kt_kernel_ext.moe.MOEConfig(*sizes, on_gpu.data_ptr())
         config.layer_idx, config.pool, config.max_len = 0, cpu.backend_, most_tokens
         config.swiglu_limit, config.swiglu_alpha = limit, alpha
