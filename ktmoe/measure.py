@@ -29,8 +29,10 @@ MOST_SECONDS = 0.2
 SHARE_OF_CALL = 0.1
 READ_BYTES = 128 << 20
 _PAGE = 4096
-#: Reading has settled when three looks in a row agree.
-_LOOK_SECONDS, _MOST_LOOKS, _ALIKE = 0.1, 20, 1.02
+#: What a thread reads at once: on Intel's cores, more than one stream is faster.
+STREAMS = (1, 2, 4, 8)
+#: Reading has settled when three looks in a row agree. A look is for so long with each number of streams.
+_LOOK_SECONDS, _MOST_LOOKS, _ALIKE = 0.03, 20, 1.02
 #: Exponent of skewed routing's popularity, by Zipf's law: the r-th most popular expert is asked for in proportion to r^-SKEW.
 #: 1 is what vLLM's benchmark_moe.py takes for skewed load (its pull request 57100 adds -log(rank) to the router's logits).
 #: Among 256 experts and 6 a token, the most popular one then serves two tokens of three.
@@ -87,11 +89,11 @@ def slot_flops(shape) -> int:
 class Limits:
     """The machine's limits as one backend meets them: with its instructions, on its threads and on its packed pages.
 
-    layer: of a native backend. table: the kernel table that serves it.
+    layer: of a native backend. table: the kernel table that serves it. streams: see STREAMS.
     """
 
-    def __init__(self, layer: MoELayer, table: core.KernelTable):
-        self._packed, self._table = layer.packed, table
+    def __init__(self, layer: MoELayer, table: core.KernelTable, streams: int = 1):
+        self._packed, self._table, self.streams = layer.packed, table, streams
         self._at = 0
         iterations, seconds = 1 << 10, 0.0
         while seconds < LEAST_SECONDS / 4:
@@ -106,7 +108,7 @@ class Limits:
         while took < seconds:
             if self._at + nbytes > self._packed.nbytes:
                 self._at = 0
-            took += self._packed.read_seconds(self._table, self._at, nbytes)
+            took += self._packed.read_seconds(self._table, self._at, nbytes, self.streams)
             total += nbytes
             self._at += -(-nbytes // _PAGE) * _PAGE
         return total / took
@@ -118,13 +120,18 @@ class Limits:
 
 
 def settled(layer: MoELayer, table: core.KernelTable) -> Limits:
-    """The limits, once reading is as fast as just before: for a second or so after packing it was found to be slower."""
-    limits, rates = Limits(layer, table), []
-    while len(rates) < _MOST_LOOKS:
-        rates.append(limits.read(_LOOK_SECONDS))
-        if len(rates) > 2 and max(rates[-3:]) < _ALIKE * min(rates[-3:]):
+    """The limits, once reading is as fast as just before: for a second or so after packing it was found to be slower.
+
+    Each thread reads as many streams as were the fastest by then.
+    """
+    ways, looks = [Limits(layer, table, streams) for streams in STREAMS], []
+    while len(looks) < _MOST_LOOKS:
+        looks.append([way.read(_LOOK_SECONDS) for way in ways])
+        best = [max(look) for look in looks[-3:]]
+        if len(best) > 2 and max(best) < _ALIKE * min(best):
             break
-    return limits
+    rates = [statistics.median(rates) for rates in zip(*looks[-3:], strict=True)]
+    return ways[rates.index(max(rates))]
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,7 @@ class Result:
     """Medians over the rounds; shares are medians of each round's own ratio. Rates are per second.
 
     limit_shares: of each round, the share of the nearer limit, which is the larger one.
+    streams: that each thread read at once for the read limit.
     """
 
     tokens: int
@@ -143,6 +151,7 @@ class Result:
     read_share: float
     peak_share: float
     limit_shares: tuple[float, ...]
+    streams: int
 
 
 class Rounds:
@@ -177,7 +186,9 @@ class Rounds:
             nbytes, flops = len(batch.experts) * self._expert_bytes / took, batch.slots * self._slot_flops / took
             rows.append((took, nbytes, flops, read, peak, nbytes / read, flops / peak))
         limit_shares = tuple(max(row[-2:]) for row in rows)
-        return Result(tokens, *(statistics.median(column) for column in zip(*rows, strict=True)), limit_shares)
+        return Result(
+            tokens, *(statistics.median(column) for column in zip(*rows, strict=True)), limit_shares, self._limits.streams
+        )
 
 
 def run(

@@ -5,6 +5,7 @@ What is wrong here ends the process, so that it runs in a child.
 
 import ctypes
 import faulthandler
+import itertools
 import multiprocessing
 import signal
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from helpers import WEIGHTS, random_batch, random_experts
 
-from ktmoe import ExpertWeights, MoELayer, set_num_threads
+from ktmoe import ExpertWeights, MoELayer, measure, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
@@ -97,7 +98,7 @@ def test_a_matrix_that_was_not_packed_or_does_not_exist(call):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_reading_beyond_the_packed_bytes():
     """Sums that do not fit into 64 bits, too."""
-    experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+    experts = random_experts(np.random.default_rng(1), 1, 256, 256)
 
     def run():
         faulthandler.disable()
@@ -108,8 +109,9 @@ def test_reading_beyond_the_packed_bytes():
             for offset, nbytes in (*wraps, (1, size), (size + 1, 0), (-1, 1), (1, -1)):
                 with pytest.raises(InputError, match="is not within"):
                     packed.read_seconds(table, offset, nbytes)
-            for offset, nbytes in ((0, size), (size, 0), (size - 1, 1)):
-                assert packed.read_seconds(table, offset, nbytes) >= 0
+            for offset, nbytes, streams in itertools.product((0, 64, 4096), (0, 1, size // 2, size - 4096), measure.STREAMS):
+                assert packed.read_seconds(table, offset, nbytes, streams) >= 0
+            assert packed.read_seconds(table, size, 0) >= 0
         with pytest.raises(ClosedError):
             packed.read_seconds(table, 0, size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +73,8 @@ def test_skewed_routing_without_replacement():
 class FakeLimits:
     """Limits that double in every round."""
 
+    streams = 4
+
     def __init__(self):
         self.rounds = 0
 
@@ -91,6 +94,7 @@ def test_shares_are_medians_of_each_rounds_own(experts):
         result = rounds.finish([0.5, 0.25, 0.125])  # the first round was for warming up
         nbytes, flops = 2 * layer.nbytes / 8, 2 * 2 * 3 * 64 * 96
     assert result.tokens == 1
+    assert result.streams == 4
     assert result.seconds == 0.25
     assert result.bytes_rate == nbytes / 0.25
     assert result.flops_rate == flops / 0.25
@@ -114,6 +118,29 @@ def test_limits_are_measured_on_this_machine(experts):
         limits = measure.Limits(layer, measure.backends_for(experts)["fp32_lut"])
         assert 1e6 < limits.peak(1e-4) < 1e14
         assert 1e6 < limits.read(1e-4) < 1e13
+
+
+class FakePacked:
+    """Four streams are read twice as fast as any other number of them."""
+
+    nbytes = 1 << 20
+
+    def __init__(self):
+        self.asked = []
+
+    def read_seconds(self, table, offset, nbytes, streams):
+        self.asked.append(streams)
+        return 0.5 if streams == 4 else 1.0
+
+
+def test_reading_is_by_as_many_streams_as_are_fastest(experts):
+    packed = FakePacked()
+    limits = measure.settled(SimpleNamespace(packed=packed), measure.backends_for(experts)["fp32_lut"])
+    assert set(packed.asked) == set(measure.STREAMS)
+    packed.asked.clear()
+    assert limits.read(1.0) == 2 * packed.nbytes
+    assert limits.streams == 4
+    assert set(packed.asked) == {4}
 
 
 def test_check(experts, backend):

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 5
+#define KT_ABI_VERSION 6
 
 enum {
     KT_PANEL = 64,            /* output columns of a panel */
@@ -121,8 +121,9 @@ typedef struct kt_isa {
     void (*leave)(void);
     void (*activate)(const kt_activate *);
     void (*exp)(const float *x, float *y, size_t count); /* the activation's exp, for its error test */
-    void (*read)(const void *p, size_t bytes);           /* touches every line: the read-bandwidth limit */
-    double (*peak)(size_t iterations);                   /* dense multiplies from registers; returns the FLOPs it did */
+    /* Touches every line, of so many equal parts by turns: the read-bandwidth limit, of which one stream may not be enough. */
+    void (*read)(const void *p, size_t bytes, size_t streams);
+    double (*peak)(size_t iterations); /* dense multiplies from registers; returns the FLOPs it did */
 } kt_isa;
 
 #endif

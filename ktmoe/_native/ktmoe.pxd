@@ -83,5 +83,5 @@ cdef extern from "ktmoe.h":
         void (*leave)() nogil
         void (*activate)(const kt_activate *) nogil
         void (*exp)(const float *, float *, size_t) nogil
-        void (*read)(const void *, size_t) nogil
+        void (*read)(const void *, size_t, size_t) nogil
         double (*peak)(size_t) nogil

@@ -7,7 +7,8 @@
 #include "base/pool.h"
 
 typedef struct limit_job {
-    void (*read)(const void *, size_t);
+    void (*read)(const void *, size_t, size_t);
+    size_t streams;
     double (*peak)(size_t);
     size_t shards;
     const uint8_t *const *p; /* [shards] */
@@ -20,11 +21,11 @@ typedef struct limit_job {
 } limit_job;
 
 static void read_all(void *context, size_t worker, size_t workers) {
-    enum { RUN = 256 << 10 }; /* bytes at a time: a packed panel's order of magnitude */
+    enum { RUN = 1 << 20 }; /* bytes at a time: of eight streams, each has a panel's order of magnitude */
     limit_job *j = context;
     for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
         for (size_t at; (at = atomic_fetch_add(&j->next[shard].byte, RUN)) < j->bytes[shard];)
-            j->read(j->p[shard] + at, j->bytes[shard] - at < RUN ? j->bytes[shard] - at : RUN);
+            j->read(j->p[shard] + at, j->bytes[shard] - at < RUN ? j->bytes[shard] - at : RUN, j->streams);
 }
 
 static void multiply_all(void *context, size_t worker, size_t workers) {
@@ -40,9 +41,9 @@ static double timed(kt_task task, limit_job *j, const kt_placement *placement) {
     return error ? -(double)error : (double)(end - start) * 1e-9;
 }
 
-double kt_limit_read(void (*read)(const void *, size_t), const kt_placement *placement, const uint8_t *const *p,
-                     const size_t *bytes) {
-    limit_job j = {.read = read, .shards = kt_shards_of(placement), .p = p, .bytes = bytes};
+double kt_limit_read(void (*read)(const void *, size_t, size_t), size_t streams, const kt_placement *placement,
+                     const uint8_t *const *p, const size_t *bytes) {
+    limit_job j = {.read = read, .streams = streams, .shards = kt_shards_of(placement), .p = p, .bytes = bytes};
     return timed(read_all, &j, placement);
 }
 

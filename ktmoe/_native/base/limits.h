@@ -4,9 +4,10 @@
 
 #include "base/placement.h"
 
-/* Each shard's threads read so many bytes of its own; with the lock held, since somebody may want to free them. */
-double kt_limit_read(void (*read)(const void *, size_t), const kt_placement *placement, const uint8_t *const *p,
-                     const size_t *bytes);
+/* Each shard's threads read so many bytes of its own, each in so many streams; with the lock held, since somebody may want to free
+ * them. */
+double kt_limit_read(void (*read)(const void *, size_t, size_t), size_t streams, const kt_placement *placement,
+                     const uint8_t *const *p, const size_t *bytes);
 double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops);
 /* Until a run's last worker begins, all having been idle for so long. */
 double kt_latency_wake(uint64_t idle_ns);

@@ -14,7 +14,7 @@ typedef struct kt_counter {
 
 typedef struct kt_worker_scratch {
     kt_panel_row *g, *u; /* [KT_ROWS_MAX] each; phase B has d in them, of two panels */
-    kt_panel_row *slab;  /* [run_b][tokens] */
+    kt_panel_row *slab;  /* [slab_panels][tokens] */
     kt_panel_h *h;       /* [KT_ROWS_MAX], before rows are encoded */
     uint16_t *row;       /* [k_hidden], likewise */
     void *kernel;
@@ -25,7 +25,7 @@ typedef struct kt_shard_job {
     const kt_shard *shard;
     size_t k_inter, inter_panels; /* padded sizes */
     size_t threads;               /* of its team */
-    size_t run_b;                 /* panels of y that one worker does together, at most */
+    size_t slab_panels;           /* panels of y that one worker adds up together, at most */
     size_t h_stride_bytes;
     const void **h_rows;        /* [slots] */
     _Atomic uint32_t *arrived;  /* [hidden_panels]: experts whose d is there */
@@ -52,8 +52,8 @@ typedef struct kt_job {
     kt_shard_job shards[KT_SHARDS_MAX];
 } kt_job;
 
-/* Of items that one worker takes: the longest run, and how many each worker may still expect. */
-enum { LONGEST_RUN = 8, RUNS_LEFT = 4 };
+/* How many runs of items each worker may still expect, and the panels of y that one worker adds up together, at most. */
+enum { RUNS_LEFT = 4, SLAB_PANELS = 8 };
 
 size_t kt_scratch_need(kt_job *j, size_t tokens); /* bytes, for a chunk of so many */
 bool kt_scratch_have(kt_job *j, size_t tokens);   /* gives all arrays of a job their places; false where memory is refused */

@@ -20,7 +20,7 @@
 #include "forward/job.h"
 
 /* The next run of items, `longest` at most: [*first, end). Neighbours are neighbours in memory, so that what a kernel prefetches
- * beyond its panel is the same worker's next; runs shrink towards the end, so that all workers end together. Tests force uneven
+ * beyond its panel is the same worker's next, and so runs are as long as may be; they shrink towards the end, so that all workers end together. Tests force uneven
  * ones. */
 static size_t grab(kt_counter *c, size_t items, size_t workers, size_t longest, size_t *first) {
     const size_t seen = atomic_load_explicit(&c->next, memory_order_relaxed), left = seen < items ? items - seen : 0;
@@ -263,13 +263,13 @@ static void work_on_shard(kt_job *j, kt_shard_job *p, kt_team team) {
     const kt_route *r = &j->route;
     size_t first, end;
     const size_t items_a = r->num_used * p->inter_panels;
-    while ((end = grab(&p->a, items_a, team.size, LONGEST_RUN, &first)) > first)
+    while ((end = grab(&p->a, items_a, team.size, items_a, &first)) > first)
         for (size_t i = first; i < end; i++)
             gate_up(j, p, s, &r->used[r->by_cost[i / p->inter_panels]], i % p->inter_panels,
                     next_of(j, p, &p->a, i + 1, end, p->inter_panels));
     kt_pool_barrier(team);
     const size_t items_b = j->hidden_panels * (j->reduce ? r->num_used : 1);
-    while ((end = grab(&p->b, items_b, team.size, p->run_b, &first)) > first) {
+    while ((end = grab(&p->b, items_b, team.size, j->reduce ? items_b : p->slab_panels, &first)) > first) {
         if (!j->reduce) panels_of_y(j, p, s, first, end);
         for (size_t i = first, panels; j->reduce && i < end; i += panels) {
             const size_t panel = i % j->hidden_panels;

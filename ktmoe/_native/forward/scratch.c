@@ -61,8 +61,8 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     const kt_layer *l = j->layer;
     const size_t slots = tokens * j->batch.top_k;
     kt_carver c = {base, 0};
-    p->run_b = j->hidden_panels / (RUNS_LEFT * p->threads); /* grab()'s first */
-    p->run_b = j->reduce || p->run_b > LONGEST_RUN ? LONGEST_RUN : p->run_b < 1 ? 1 : p->run_b;
+    const size_t first_run = j->hidden_panels / (RUNS_LEFT * p->threads); /* grab()'s */
+    p->slab_panels = first_run < 1 ? 1 : first_run > SLAB_PANELS ? SLAB_PANELS : first_run;
     p->h = kt_carve(&c, slots, p->h_stride_bytes);
     kt_carve(&c, KT_TILE_ROWS, l->h_block_bytes); /* may be read */
     p->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(kt_panel_row));
@@ -71,7 +71,7 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
         const kt_worker_scratch w = {
             .g = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
             .u = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
-            .slab = kt_carve(&c, j->reduce || j->num_shards > 1 ? 0 : p->run_b * tokens, sizeof(kt_panel_row)),
+            .slab = kt_carve(&c, j->reduce || j->num_shards > 1 ? 0 : p->slab_panels * tokens, sizeof(kt_panel_row)),
             .h = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_h)),
             .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),

@@ -41,8 +41,8 @@ cdef extern from "base/pool.h" nogil:
 
 
 cdef extern from "base/limits.h" nogil:
-    double kt_limit_read(void (*read)(const void *, size_t) nogil, const kt_placement *placement, const uint8_t *const *p,
-                         const size_t *nbytes)
+    double kt_limit_read(void (*read)(const void *, size_t, size_t) nogil, size_t streams, const kt_placement *placement,
+                         const uint8_t *const *p, const size_t *nbytes)
     double kt_limit_peak(double (*peak)(size_t) nogil, size_t iterations, double *flops)
     double kt_latency_wake(uint64_t idle_ns)
     double kt_latency_barrier(size_t count)

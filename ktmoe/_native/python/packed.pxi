@@ -327,10 +327,10 @@ cdef class PackedLayer:
         if error:
             _raise(error, f"forward of {batch.tokens} tokens")
 
-    def read_seconds(self, KernelTable table, offset, nbytes):
+    def read_seconds(self, KernelTable table, offset, nbytes, size_t streams=1):
         """Seconds in which all threads of the pool read that range of the packed weights: the read-bandwidth limit.
 
-        Each shard's threads read that range of their own, in proportion.
+        Each shard's threads read that range of their own, in proportion. streams: 1, 2, 4 or 8 that each thread reads by turns.
         """
         cdef const uint8_t *at[KT_SHARDS_MAX]
         cdef size_t lengths[KT_SHARDS_MAX]
@@ -349,7 +349,7 @@ cdef class PackedLayer:
             if not closed:
                 for i in range(self.num_shards):
                     at[i] = self.experts.memory[i].arena + begins[i]
-                seconds = kt_limit_read(table.isa.read, self.experts.layer.placement, at, lengths)
+                seconds = kt_limit_read(table.isa.read, streams, self.experts.layer.placement, at, lengths)
             kt_pool_unlock()
         self._check_whole(closed, 0)
         if seconds < 0:

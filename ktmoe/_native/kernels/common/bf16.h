@@ -16,8 +16,8 @@ enum {
     FEW_MAX = FEW_ROWS,
 };
 
-/* So that 4 to 24 chains hide the latency and fit into registers; a broadcast of x serves all vectors. */
-#define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 2) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
+/* So that 4 to 24 chains hide the latency and fit into registers; a broadcast of x serves all vectors, and 6 rows decode once. */
+#define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) {
     return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);

@@ -13,7 +13,7 @@ extern const kt_rows KT_NAME(rows_f32), KT_NAME(rows_bf16), KT_NAME(rows_bf16_ti
 
 void KT_NAME(activate)(const kt_activate *a);
 void KT_NAME(exp)(const float *x, float *y, size_t count);
-void KT_NAME(read)(const void *p, size_t bytes);
+void KT_NAME(read)(const void *p, size_t bytes, size_t streams);
 double KT_NAME(peak)(size_t iterations);
 
 #endif

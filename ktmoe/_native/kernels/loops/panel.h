@@ -77,12 +77,17 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
     const uint32_t *x[FEW_ROWS];
     float *out[2] = {a->out[panel] + first * KT_PANEL, a->out[vectors == BOTH ? 1 : panel] + first * KT_PANEL};
     sums sum[FEW_ROWS][BOTH];
+    const uint8_t *next = panel + 1 < (int)a->panels ? a->w[panel + 1] : a->next[0] ? a->next[0] : a->w[panel];
+    if (v0 > 0) next += (size_t)(v0 - vectors) * (a->k / 8 * OCTET_LINES * LINE / VECTORS);
 /* The hardware does not fetch ahead far enough, if at all: without this, reading and computing add up. In ascending order, since
  * that is what the hardware helps with, and one line at a time, since a prefetch that finds all fill buffers taken holds up what
- * is behind it. A panel's first pass does it for all. */
-#define FETCH(slot, slots)                                                                              \
-    for (int line = (slot); v0 == 0 && line < (vectors == BOTH ? 2 : 1) * OCTET_LINES; line += (slots)) \
-    prefetch_l1(w[line / OCTET_LINES] + AHEAD_BYTES + (octet * OCTET_LINES + line % OCTET_LINES) * LINE)
+ * is behind it. A panel's first pass does it for all. Where nothing is decoded, memory would have nothing to do in the others: each
+ * of them fetches its share of the next panel. */
+#define FETCH(slot, slots)                                                                                    \
+    for (int line = (slot); v0 == 0 && line < (vectors == BOTH ? 2 : 1) * OCTET_LINES; line += (slots))       \
+        prefetch_l1(w[line / OCTET_LINES] + AHEAD_BYTES + (octet * OCTET_LINES + line % OCTET_LINES) * LINE); \
+    for (int line = (slot); IN_PLACE && v0 > 0 && line < OCTET_LINES * vectors / VECTORS; line += (slots))    \
+    prefetch_l2(next + line * LINE)
 #define OUT(i, v) (out[(v) / VECTORS] + (i) * KT_PANEL + (v0 + (v) % VECTORS) * LANES)
     for (int i = 0; i < rows; i++) {
         x[i] = a->x[first + i];
@@ -131,6 +136,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                         }
                         __asm__ volatile("" : : : "memory"); /* x is broadcast again, so that sums keep their registers */
                     }
+                    if (IN_PLACE && v0 > 0) next += OCTET_LINES * vectors / VECTORS * LINE;
                 }
                 if (!has_sums(how) || (!BLOCK_SUMS && !(how & HALVES) && b + 1 < blocks)) continue;
                 f32v of_x[FEW_ROWS];
@@ -229,9 +235,8 @@ typedef struct stream {
     size_t bytes;
 } stream;
 
-/* Whether it does. That takes two instructions a step, which fewer products do not hide, and two registers. With more rows their
- * pointers need these. */
-INLINE int fetches(const size_t rows) { return VECTOR_BYTES == 64 && rows <= 8; }
+/* Whether it does. That takes two instructions a step and two registers, which the pointers of more rows need. */
+INLINE int fetches(const size_t rows) { return rows <= (VECTOR_BYTES == 64 ? 8 : 5); }
 
 /* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of `per` pieces:
  * halves of blocks where those have scales of their own, else blocks. */
