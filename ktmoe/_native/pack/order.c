@@ -113,8 +113,7 @@ static inline void transpose_words(const uint8_t *from, size_t from_row, uint8_t
 /* A matrix of codes of so many bytes, transposed: its own inverse. As many rows together as fill a cache line of what is written.
  * One side is a checkpoint's, whose rows are far apart, and a panel has few columns of each. The hardware does not foresee these:
  * they are fetched ahead, at up to 1.7 times the speed. */
-static void transpose(const uint8_t *from, size_t from_row, size_t rows, size_t columns, uint8_t *to, size_t to_row,
-                      size_t bytes) {
+void kt_transpose(const uint8_t *from, size_t from_row, size_t rows, size_t columns, uint8_t *to, size_t to_row, size_t bytes) {
     const size_t side = TILE_BYTES / bytes, line = LINE_BYTES / bytes;
     for (size_t first = 0; first < rows; first += line)
         for (size_t j = 0; j < columns; j += side) {
@@ -144,7 +143,7 @@ static void transpose(const uint8_t *from, size_t from_row, size_t rows, size_t 
 void kt_order_to_rows(const kt_order *o, const uint8_t *stored, kt_rectangle r, uint8_t *rows, size_t row_bytes) {
     if (o->code_bytes) {
         const size_t b = o->code_bytes;
-        transpose(stored + (r.column * r.n + r.row) * b, r.n * b, r.columns, r.rows, rows, row_bytes, b);
+        kt_transpose(stored + (r.column * r.n + r.row) * b, r.n * b, r.columns, r.rows, rows, row_bytes, b);
         return;
     }
     uint8_t at[EIGHT];
@@ -170,7 +169,7 @@ void kt_order_to_rows(const kt_order *o, const uint8_t *stored, kt_rectangle r, 
 void kt_order_from_rows(const kt_order *o, const uint8_t *rows, size_t row_bytes, kt_rectangle r, uint8_t *stored) {
     if (o->code_bytes) {
         const size_t b = o->code_bytes;
-        transpose(rows, row_bytes, r.rows, r.columns, stored + (r.column * r.n + r.row) * b, r.n * b, b);
+        kt_transpose(rows, row_bytes, r.rows, r.columns, stored + (r.column * r.n + r.row) * b, r.n * b, b);
         return;
     }
     if (!o->along_n) {

@@ -12,26 +12,11 @@
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK / 2, ROW_BYTES = KT_BLOCK / 2 };
+enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK / 2, ROW_BYTES = KT_BLOCK / 2, LINE_STEP = 64 };
 
 /* k0 k1 .. k7 from the lowest nibble up -> k0 k2 k4 k6 k1 k3 k5 k7, in four dwords: a dword is 8 k of one row. */
-static inline u32x4 split_pairs(u32x4 v) {
-    u32x4 even = v & 0x0F0F0F0F, odd = v >> 4 & 0x0F0F0F0F;
-    even = (even | even >> 4) & 0x00FF00FF;
-    odd = (odd | odd >> 4) & 0x00FF00FF;
-    even = (even | even >> 8) & 0x0000FFFF;
-    odd = (odd | odd >> 8) << 16;
-    return even | odd;
-}
-
-static inline u32x4 join_pairs(u32x4 v) {
-    u32x4 even = v & 0x0000FFFF, odd = v >> 16;
-    even = (even | even << 8) & 0x00FF00FF;
-    odd = (odd | odd << 8) & 0x00FF00FF;
-    even = (even | even << 4) & 0x0F0F0F0F;
-    odd = (odd | odd << 4) & 0x0F0F0F0F;
-    return even | odd << 4;
-}
+static inline u32x4 split_pairs(u32x4 v) { return swap_middle(swap_bits(v, 0x00F000F0, 4)); }
+static inline u32x4 join_pairs(u32x4 v) { return swap_bits(swap_middle(v), 0x00F000F0, 4); }
 
 static inline size_t column_at(size_t column) { return column / 16 * 256 + column % 16 * 4; }
 
