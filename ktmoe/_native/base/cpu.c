@@ -1,4 +1,4 @@
-/* CPU detection, floating-point state and stores past the caches: compiled for the baseline, and besides kernels/ the only file that knows x86. */
+/* CPU detection and floating-point state: compiled for the baseline, and besides kernels/ the only file that knows x86. */
 #include <cpuid.h>
 #include <emmintrin.h>
 #include <stdint.h>
@@ -40,15 +40,6 @@ const kt_cpu_feature *kt_cpu_features(size_t *count) {
 }
 
 void kt_cpu_relax(void) { _mm_pause(); }
-
-void kt_cpu_stream(void *to, size_t step, const void *from, size_t lines) {
-    uint8_t *line = to;
-    const __m128i *quarters = from;
-    for (; lines--; line += step, quarters += 4)
-        for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)line + i, quarters[i]);
-}
-
-void kt_cpu_streamed(void) { _mm_sfence(); }
 
 unsigned kt_fp_enter(void) {
     const unsigned state = _mm_getcsr();

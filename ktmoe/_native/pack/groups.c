@@ -3,13 +3,13 @@
 
 #include <string.h>
 
-#include "base/cpu.h"
 #include "base/numbers.h"
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/order.h"
 #include "pack/transpose.h"
 
-enum { LINE_BYTES = 64, LINE_COPIES = LINE_BYTES / sizeof(float) };
+enum { LINE_COPIES = KT_LINE / sizeof(float) };
 
 kt_groups kt_groups_of(const kt_format *f, size_t k) {
     const kt_scale *s = &f->scale;
@@ -17,7 +17,7 @@ kt_groups kt_groups_of(const kt_format *f, size_t k) {
     if (!s->group) return g;
     g.halves = s->group < KT_BLOCK ? KT_BLOCK / s->group : 1;
     g.header_shift = s->group < KT_BLOCK ? 0 : __builtin_ctzl(s->group / KT_BLOCK);
-    g.scales_bytes = s->rows > 1 ? LINE_BYTES : KT_PANEL * s->bytes;
+    g.scales_bytes = s->rows > 1 ? KT_LINE : KT_PANEL * s->bytes;
     g.header_bytes = g.halves * g.scales_bytes + (f->zero_points ? KT_PANEL : 0);
     return g;
 }
@@ -69,12 +69,12 @@ static void scan_row(const kt_scale *s, const uint8_t *from, size_t count, kt_sc
 
 static void pack_lines(const kt_shard_matrix *m, const kt_groups *g, const uint8_t *from, uint8_t *packed, kt_scan *scan) {
     for (size_t h = 0; h < kt_headers(g); h++) {
-        _Alignas(LINE_BYTES) uint8_t line[LINE_BYTES];
+        _Alignas(KT_LINE) uint8_t line[KT_LINE];
         uint32_t bits;
         memcpy(&bits, from + h * sizeof bits, sizeof bits);
         scan->refused |= (bits & m->format->scale.field) == m->format->scale.field;
         for (size_t i = 0; i < LINE_COPIES; i++) memcpy(line + i * sizeof bits, &bits, sizeof bits);
-        kt_cpu_stream(packed + kt_header_at(g, h), LINE_BYTES, line, 1);
+        kt_stream(packed + kt_header_at(g, h), KT_LINE, line, 1);
     }
 }
 
@@ -90,7 +90,7 @@ typedef struct header_rows {
 /* Some rows at a time become columns in L1, and are written as whole lines. */
 static void pack_rows(const kt_groups *g, const header_rows *r, uint8_t *packed) {
     enum { ROWS = 16 };
-    _Alignas(LINE_BYTES) uint8_t lines[ROWS][KT_PANEL * sizeof(uint16_t)];
+    _Alignas(KT_LINE) uint8_t lines[ROWS][KT_PANEL * sizeof(uint16_t)];
     const size_t row_bytes = KT_PANEL * r->bytes, rows = kt_headers(g) * r->halves;
     for (size_t first = 0; first < rows; first += ROWS) {
         const size_t many = rows - first < ROWS ? rows - first : ROWS;
@@ -101,7 +101,7 @@ static void pack_rows(const kt_groups *g, const header_rows *r, uint8_t *packed)
         for (size_t i = 0; i < many; i++) {
             const size_t row = first + i;
             uint8_t *to = packed + kt_header_at(g, row / r->halves) + r->place + row % r->halves * row_bytes;
-            kt_cpu_stream(to, LINE_BYTES, lines[0] + i * row_bytes, row_bytes / LINE_BYTES);
+            kt_stream(to, KT_LINE, lines[0] + i * row_bytes, row_bytes / KT_LINE);
         }
     }
 }

@@ -75,14 +75,9 @@ static inline void transpose_nibbles(const u32x4 in[EIGHT], const uint8_t at[EIG
     }
 }
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-typedef uint16_t u16x8 __attribute__((vector_size(16)));
-
 /* a0 b0 a1 b1 and so on, of the first halves of a and b, or of the second. */
 #define FIRST_BYTES(a, b) SHUFFLE(u8x16, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define SECOND_BYTES(a, b) SHUFFLE(u8x16, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#define FIRST_WORDS(a, b) SHUFFLE(u16x8, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define SECOND_WORDS(a, b) SHUFFLE(u16x8, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 
 /* A square of 16 x 16 bytes: four rows become dwords, and those are transposed. */
 static inline void transpose_bytes(const uint8_t *from, size_t from_row, uint8_t *to, size_t to_row) {

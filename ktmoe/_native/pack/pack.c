@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/cpu.h"
 #include "base/numbers.h"
 #include "base/pool.h"
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/groups.h"
 
@@ -99,7 +99,7 @@ static void pack_panels(void *context, size_t worker, size_t workers) {
                 const size_t m = matrix_of(j, shard, &panel);
                 pack_panel(&j->matrices[shard * KT_MATRICES + m], panel, dense, &scans[m]);
             }
-    kt_cpu_streamed();
+    kt_streamed();
     free(dense);
     for (size_t m = 0; m < KT_MATRICES; m++) {
         uint8_t seen = atomic_load(&j->low[m]);

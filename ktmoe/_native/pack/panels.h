@@ -9,8 +9,8 @@
  *                                  number
  *     unpack_four(format, from, to, stride_bytes)  back, from a block at its first column
  */
-#include "base/cpu.h"
 #include "base/numbers.h"
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/groups.h"
 #include "pack/transpose.h"
@@ -54,7 +54,7 @@ static bool pack_codes(const kt_shard_matrix *m, const uint8_t *rows, size_t str
                                         count > first + column ? count - first - column : 0, line + b, lines[b] + column * 4);
             }
             for (size_t b = 0; b < blocks; b++)
-                kt_cpu_stream(packed + kt_block_at(&g, line + b) + column_at(first), LINE_STEP, lines[b], LINES);
+                kt_stream(packed + kt_block_at(&g, line + b) + column_at(first), LINE_STEP, lines[b], LINES);
         }
     return (wrong[0] | wrong[1] | wrong[2] | wrong[3]) == 0;
 }
