@@ -43,7 +43,7 @@ class DirectFile:
         first = offset - offset % BLOCK_BYTES
         length = offset + nbytes - first
         length += -length % BLOCK_BYTES
-        blocks = staging.take(length)  # whole pages, which are whole blocks
+        blocks = staging.take(nbytes + 2 * BLOCK_BYTES)[:length]  # the same size wherever it begins
         view, done = memoryview(blocks), 0
         try:
             while done < length:
