@@ -40,8 +40,8 @@ def direct(monkeypatch):
     counts = []
     read = DirectFile.read
 
-    def record(self, offset, nbytes):
-        found = read(self, offset, nbytes)
+    def record(self, offset, nbytes, staging):
+        found = read(self, offset, nbytes, staging)
         counts.append(None if found is None else len(found))
         return found
 

@@ -17,6 +17,7 @@ import numpy as np
 from ktmoe import forks
 from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError
 from ktmoe.loaders.safetensors_file import SafetensorsFile, TensorInfo, new_bytes, read_json_object
+from ktmoe.loaders.staging import Staging
 from ktmoe.messages import show
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -48,6 +49,7 @@ class Checkpoint:
         self.path = Path(path)
         self.after_fork()
         self._closed = False
+        self._staging = Staging()
         self._index_name = INDEX_NAME
         self._open_files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[str, str] = {}
@@ -89,7 +91,7 @@ class Checkpoint:
         file, info = self._find(name)
         start, stop = _part(info, part)
         if out is None and release:
-            return file.take(info, start, stop)
+            return file.take(info, start, stop, self._staging)
         if out is None:
             out = new_bytes(stop - start, f"{self.path}: tensor {show(name)}")
         elif not isinstance(out, np.ndarray) or out.dtype != np.uint8 or out.nbytes != stop - start:

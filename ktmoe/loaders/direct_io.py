@@ -13,6 +13,7 @@ from contextlib import suppress
 import numpy as np
 
 from ktmoe import forks
+from ktmoe.loaders.staging import Staging
 
 #: Offsets, lengths and addresses are multiples of it; no disk or file system in use asks for more.
 BLOCK_BYTES = 4096
@@ -32,8 +33,8 @@ class DirectFile:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
 
-    def read(self, offset: int, nbytes: int) -> np.ndarray | None:
-        """`nbytes` from an offset on, uint8, fewer only where the file ends.
+    def read(self, offset: int, nbytes: int, staging: Staging) -> np.ndarray | None:
+        """`nbytes` from an offset on, uint8, fewer only where the file ends, in memory of `staging`.
 
         None if the page cache is the better way: it has them, they are few, or there is no direct I/O here.
         """
@@ -42,8 +43,7 @@ class DirectFile:
         first = offset - offset % BLOCK_BYTES
         length = offset + nbytes - first
         length += -length % BLOCK_BYTES
-        memory = np.empty(length + BLOCK_BYTES, np.uint8)
-        blocks = memory[-memory.ctypes.data % BLOCK_BYTES :][:length]
+        blocks = staging.take(nbytes + 2 * BLOCK_BYTES)[:length]  # the same size wherever it begins
         view, done = memoryview(blocks), 0
         try:
             while done < length:

@@ -20,6 +20,7 @@ import numpy as np
 from ktmoe import forks
 from ktmoe.errors import CheckpointError, ClosedError, memory_for
 from ktmoe.loaders.direct_io import DirectFile
+from ktmoe.loaders.staging import Staging
 from ktmoe.messages import show
 
 #: Bits of one element, by the dtype names of a safetensors header.
@@ -97,15 +98,16 @@ class SafetensorsFile:
                 _drop_pages(fd, info, start, stop)
         self._expect(info, start, out.nbytes, found)
 
-    def take(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
-        """A tensor's bytes [start, stop) in new memory, uint8, of which none stay in the page cache."""
+    def take(self, info: TensorInfo, start: int, stop: int, staging: Staging) -> np.ndarray:
+        """A tensor's bytes [start, stop) in memory of `staging`, uint8, of which none stay in the page cache."""
         with self._descriptor() as fd:
             with memory_for(f"{self.path}: tensor {show(info.name)}"):
-                data = self._direct.read(info.offset + start, stop - start)
+                data = self._direct.read(info.offset + start, stop - start, staging)
             if data is not None:
                 _drop_pages(fd, info, start, stop)  # looking whether it is there may have brought a page
         if data is None:
-            data = new_bytes(stop - start, f"{self.path}: tensor {show(info.name)}")
+            with memory_for(f"{self.path}: tensor {show(info.name)}"):
+                data = staging.take(stop - start)
             self.read_into(data, info, start=start, release=True)
         self._expect(info, start, stop - start, len(data))
         return data

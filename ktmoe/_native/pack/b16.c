@@ -10,7 +10,7 @@
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { PAIR_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK / 2 * PAIR_BYTES, ROW_BYTES = KT_BLOCK * 2 };
+enum { PAIR_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK / 2 * PAIR_BYTES, ROW_BYTES = KT_BLOCK * 2, LINE_STEP = PAIR_BYTES };
 
 static inline size_t column_at(size_t column) { return column * 4; }
 
@@ -25,7 +25,7 @@ ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t st
             memcpy(&v[i], from + i * stride_bytes + four * sizeof v[i], sizeof v[i]);
             infinite |= (v[i] & 0x7F807F80) + 0x00800080;
         }
-        store_transposed(v, to + four * 4 * PAIR_BYTES, PAIR_BYTES);
+        store_transposed(v, to + four * 4 * 64, 64);
     }
     return infinite & 0x80008000;
 }

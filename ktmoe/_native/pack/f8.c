@@ -12,7 +12,7 @@
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK, ROW_BYTES = KT_BLOCK, HALF = 16 };
+enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK, ROW_BYTES = KT_BLOCK, LINE_STEP = 64, HALF = 16 };
 
 static inline size_t column_at(size_t column) { return column / 16 * 512 + column % 16 * 4; }
 

@@ -4,10 +4,12 @@
 #include <string.h>
 
 #include "base/numbers.h"
+#include "base/stream.h"
 #include "ktmoe.h"
+#include "pack/order.h"
 #include "pack/transpose.h"
 
-enum { LINE_BYTES = 64, LINE_COPIES = LINE_BYTES / sizeof(float) };
+enum { LINE_COPIES = KT_LINE / sizeof(float) };
 
 kt_groups kt_groups_of(const kt_format *f, size_t k) {
     const kt_scale *s = &f->scale;
@@ -15,7 +17,7 @@ kt_groups kt_groups_of(const kt_format *f, size_t k) {
     if (!s->group) return g;
     g.halves = s->group < KT_BLOCK ? KT_BLOCK / s->group : 1;
     g.header_shift = s->group < KT_BLOCK ? 0 : __builtin_ctzl(s->group / KT_BLOCK);
-    g.scales_bytes = s->rows > 1 ? LINE_BYTES : KT_PANEL * s->bytes;
+    g.scales_bytes = s->rows > 1 ? KT_LINE : KT_PANEL * s->bytes;
     g.header_bytes = g.halves * g.scales_bytes + (f->zero_points ? KT_PANEL : 0);
     return g;
 }
@@ -27,16 +29,6 @@ size_t kt_scales_bytes(const kt_format *f, size_t columns) {
 }
 
 size_t kt_zero_points_bytes(const kt_format *f, size_t columns) { return f->zero_points ? groups_along(f, columns) : 0; }
-
-/* bytes: a constant where this is called, since a copy of one or two is a call otherwise. */
-ALWAYS_INLINE void copy_row(const kt_groups *g, const uint8_t *from, size_t count, uint8_t *to, const size_t bytes) {
-    const size_t stride = kt_header_at(g, 1);
-    if (g->halves == 1) {
-        for (size_t i = 0; i < count; i++) memcpy(to + i * stride, from + i * bytes, bytes);
-        return;
-    }
-    for (size_t i = 0; i < count; i++) memcpy(to + i / 2 * stride + i % 2 * g->scales_bytes, from + i * bytes, bytes);
-}
 
 /* The least and the greatest magnitude of a row's scales; `least` is less by `zero`, so that with 1 a scale of zero is the greatest.
  * Apart from the copy and with numbers as wide as the scales, so that it vectorises. */
@@ -77,16 +69,41 @@ static void scan_row(const kt_scale *s, const uint8_t *from, size_t count, kt_sc
 
 static void pack_lines(const kt_shard_matrix *m, const kt_groups *g, const uint8_t *from, uint8_t *packed, kt_scan *scan) {
     for (size_t h = 0; h < kt_headers(g); h++) {
+        _Alignas(KT_LINE) uint8_t line[KT_LINE];
         uint32_t bits;
         memcpy(&bits, from + h * sizeof bits, sizeof bits);
         scan->refused |= (bits & m->format->scale.field) == m->format->scale.field;
-        for (size_t i = 0; i < LINE_COPIES; i++) memcpy(packed + kt_header_at(g, h) + i * sizeof bits, &bits, sizeof bits);
+        for (size_t i = 0; i < LINE_COPIES; i++) memcpy(line + i * sizeof bits, &bits, sizeof bits);
+        kt_stream(packed + kt_header_at(g, h), KT_LINE, line, 1);
     }
 }
 
-static void pad_column(const kt_groups *g, size_t first, uint8_t *to, const kt_scale *s) {
-    for (size_t i = first; i < kt_headers(g) * g->halves; i++)
-        memcpy(to + kt_header_at(g, i / g->halves) + i % g->halves * g->scales_bytes, &s->one, s->bytes);
+/* What a panel's headers have of one array: rows of 64 numbers, one for each of its columns. */
+typedef struct header_rows {
+    const uint8_t *from; /* the first column's numbers, along k */
+    size_t stride, bytes;
+    size_t columns, count; /* there are so many */
+    uint32_t padding;      /* in place of the others */
+    size_t halves, place;  /* rows in a header, from there on */
+} header_rows;
+
+/* Some rows at a time become columns in L1, and are written as whole lines. */
+static void pack_rows(const kt_groups *g, const header_rows *r, uint8_t *packed) {
+    enum { ROWS = 16 };
+    _Alignas(KT_LINE) uint8_t lines[ROWS][KT_PANEL * sizeof(uint16_t)];
+    const size_t row_bytes = KT_PANEL * r->bytes, rows = kt_headers(g) * r->halves;
+    for (size_t first = 0; first < rows; first += ROWS) {
+        const size_t many = rows - first < ROWS ? rows - first : ROWS;
+        const size_t there = first >= r->count ? 0 : r->count - first < many ? r->count - first : many;
+        if (there < many || r->columns < KT_PANEL)
+            for (size_t i = 0; i < many * KT_PANEL; i++) memcpy(lines[0] + i * r->bytes, &r->padding, r->bytes);
+        kt_transpose(r->from + first * r->bytes, r->stride, r->columns, there, lines[0], row_bytes, r->bytes);
+        for (size_t i = 0; i < many; i++) {
+            const size_t row = first + i;
+            uint8_t *to = packed + kt_header_at(g, row / r->halves) + r->place + row % r->halves * row_bytes;
+            kt_stream(to, KT_LINE, lines[0] + i * row_bytes, row_bytes / KT_LINE);
+        }
+    }
 }
 
 void kt_pack_headers(const kt_shard_matrix *m, size_t panel, uint8_t *packed, kt_scan *scan) {
@@ -94,29 +111,21 @@ void kt_pack_headers(const kt_shard_matrix *m, size_t panel, uint8_t *packed, kt
     const kt_scale *s = &f->scale;
     if (!s->group) return;
     const kt_groups g = kt_groups_of(f, m->k);
-    const size_t first = panel * KT_PANEL, count = groups_along(f, m->k), column = m->column / s->group;
+    const size_t first = panel * KT_PANEL, row = m->row + first, column = m->column / s->group;
     const size_t stride = kt_scales_bytes(f, m->stored.k), zeros_stride = kt_zero_points_bytes(f, m->stored.k);
     const uint8_t *scales = m->stored.scales + column * s->bytes;
     if (s->rows > 1) {
-        pack_lines(m, &g, scales + (m->row + first) / s->rows * stride, packed, scan);
+        pack_lines(m, &g, scales + row / s->rows * stride, packed, scan);
         return;
     }
-    for (size_t c = 0; c < KT_PANEL; c++) {
-        const bool inside = first + c < m->n;
-        uint8_t *to = packed + c * s->bytes;
-        pad_column(&g, inside ? count : 0, to, s);
-        if (!inside) continue;
-        const uint8_t *from = scales + (m->row + first + c) * stride;
-        if (s->bytes == 1)
-            copy_row(&g, from, count, to, 1);
-        else
-            copy_row(&g, from, count, to, 2);
-        scan_row(s, from, count, scan);
-    }
-    for (size_t c = 0; f->zero_points && c < KT_PANEL; c++)
-        for (size_t h = 0; h < count; h++)
-            packed[kt_header_at(&g, h) + g.scales_bytes + c] =
-                first + c < m->n ? m->stored.zero_points[(m->row + first + c) * zeros_stride + column + h] : 0;
+    header_rows r = {.columns = m->n - first < KT_PANEL ? m->n - first : KT_PANEL, .count = groups_along(f, m->k)};
+    r.from = scales + row * stride, r.stride = stride, r.bytes = s->bytes, r.padding = s->one, r.halves = g.halves;
+    for (size_t c = 0; c < r.columns; c++) scan_row(s, r.from + c * stride, r.count, scan);
+    pack_rows(&g, &r, packed);
+    if (!f->zero_points) return;
+    r.from = m->stored.zero_points + row * zeros_stride + column, r.stride = zeros_stride, r.bytes = 1, r.padding = 0;
+    r.halves = 1, r.place = g.scales_bytes;
+    pack_rows(&g, &r, packed);
 }
 
 /* Header by header, as the panel lies in memory: waiting for scales alone, each on a cache line far from the next, took half of the

@@ -13,7 +13,7 @@
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK, ROW_BYTES = KT_BLOCK, HALF = 16 };
+enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK, ROW_BYTES = KT_BLOCK, LINE_STEP = 64, HALF = 16 };
 
 typedef uint64_t u64x2 __attribute__((vector_size(16)));
 

@@ -75,14 +75,9 @@ static inline void transpose_nibbles(const u32x4 in[EIGHT], const uint8_t at[EIG
     }
 }
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-typedef uint16_t u16x8 __attribute__((vector_size(16)));
-
 /* a0 b0 a1 b1 and so on, of the first halves of a and b, or of the second. */
 #define FIRST_BYTES(a, b) SHUFFLE(u8x16, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define SECOND_BYTES(a, b) SHUFFLE(u8x16, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-#define FIRST_WORDS(a, b) SHUFFLE(u16x8, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define SECOND_WORDS(a, b) SHUFFLE(u16x8, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 
 /* A square of 16 x 16 bytes: four rows become dwords, and those are transposed. */
 static inline void transpose_bytes(const uint8_t *from, size_t from_row, uint8_t *to, size_t to_row) {
@@ -113,8 +108,7 @@ static inline void transpose_words(const uint8_t *from, size_t from_row, uint8_t
 /* A matrix of codes of so many bytes, transposed: its own inverse. As many rows together as fill a cache line of what is written.
  * One side is a checkpoint's, whose rows are far apart, and a panel has few columns of each. The hardware does not foresee these:
  * they are fetched ahead, at up to 1.7 times the speed. */
-static void transpose(const uint8_t *from, size_t from_row, size_t rows, size_t columns, uint8_t *to, size_t to_row,
-                      size_t bytes) {
+void kt_transpose(const uint8_t *from, size_t from_row, size_t rows, size_t columns, uint8_t *to, size_t to_row, size_t bytes) {
     const size_t side = TILE_BYTES / bytes, line = LINE_BYTES / bytes;
     for (size_t first = 0; first < rows; first += line)
         for (size_t j = 0; j < columns; j += side) {
@@ -144,7 +138,7 @@ static void transpose(const uint8_t *from, size_t from_row, size_t rows, size_t 
 void kt_order_to_rows(const kt_order *o, const uint8_t *stored, kt_rectangle r, uint8_t *rows, size_t row_bytes) {
     if (o->code_bytes) {
         const size_t b = o->code_bytes;
-        transpose(stored + (r.column * r.n + r.row) * b, r.n * b, r.columns, r.rows, rows, row_bytes, b);
+        kt_transpose(stored + (r.column * r.n + r.row) * b, r.n * b, r.columns, r.rows, rows, row_bytes, b);
         return;
     }
     uint8_t at[EIGHT];
@@ -170,7 +164,7 @@ void kt_order_to_rows(const kt_order *o, const uint8_t *stored, kt_rectangle r, 
 void kt_order_from_rows(const kt_order *o, const uint8_t *rows, size_t row_bytes, kt_rectangle r, uint8_t *stored) {
     if (o->code_bytes) {
         const size_t b = o->code_bytes;
-        transpose(rows, row_bytes, r.rows, r.columns, stored + (r.column * r.n + r.row) * b, r.n * b, b);
+        kt_transpose(rows, row_bytes, r.rows, r.columns, stored + (r.column * r.n + r.row) * b, r.n * b, b);
         return;
     }
     if (!o->along_n) {

@@ -22,4 +22,7 @@ typedef struct kt_rectangle {
 void kt_order_to_rows(const kt_order *order, const uint8_t *stored, kt_rectangle r, uint8_t *rows, size_t row_bytes);
 void kt_order_from_rows(const kt_order *order, const uint8_t *rows, size_t row_bytes, kt_rectangle r, uint8_t *stored);
 
+/* Rows of numbers of 1 or 2 bytes to columns, which are to_row bytes apart. */
+void kt_transpose(const uint8_t *from, size_t from_row, size_t rows, size_t columns, uint8_t *to, size_t to_row, size_t bytes);
+
 #endif

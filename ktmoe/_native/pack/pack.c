@@ -7,6 +7,7 @@
 
 #include "base/numbers.h"
 #include "base/pool.h"
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/groups.h"
 
@@ -27,13 +28,24 @@ static size_t panels_of(const kt_shard_matrix *s) { return s->format ? kt_round_
 
 size_t kt_packed_bytes(const kt_shard_matrix *m) { return panels_of(m) * kt_panel_bytes(m->format, m->k); }
 
-/* The next panel of a shard and its matrix, or KT_MATRICES. */
-static size_t grab(pack_job *j, size_t shard, size_t *panel) {
-    *panel = atomic_fetch_add(&j->next[shard].panel, 1);
+/* Of panels that one worker takes: how many such runs each may still expect. Neighbours are neighbours in the checkpoint, too, so
+ * that what is fetched beyond a panel is the same worker's next one. */
+enum { RUNS_LEFT = 2 };
+
+/* The next run of a shard's panels, of all matrices one after another: [*first, end). */
+static size_t grab(pack_job *j, size_t shard, size_t workers, size_t *first) {
+    size_t panels = 0;
+    for (size_t m = 0; m < KT_MATRICES; m++) panels += panels_of(&j->matrices[shard * KT_MATRICES + m]);
+    const size_t seen = atomic_load(&j->next[shard].panel), left = seen < panels ? panels - seen : 0;
+    const size_t team = workers > j->shards ? workers / j->shards : 1, run = left / (RUNS_LEFT * team) + 1;
+    *first = atomic_fetch_add(&j->next[shard].panel, run);
+    return *first + run < panels ? *first + run : panels;
+}
+
+/* The matrix that has a panel of that number among all of its shard; *panel becomes the number in the matrix. */
+static size_t matrix_of(const pack_job *j, size_t shard, size_t *panel) {
     size_t matrix = 0;
-    for (size_t panels; matrix < KT_MATRICES && *panel >= (panels = panels_of(&j->matrices[shard * KT_MATRICES + matrix]));
-         matrix++)
-        *panel -= panels;
+    for (size_t panels; *panel >= (panels = panels_of(&j->matrices[shard * KT_MATRICES + matrix])); matrix++) *panel -= panels;
     return matrix;
 }
 
@@ -81,8 +93,13 @@ static void pack_panels(void *context, size_t worker, size_t workers) {
     if (!dense_panel(j, false, &dense)) return;
     for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){.low = 255};
     for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
-        for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;)
-            pack_panel(&j->matrices[shard * KT_MATRICES + m], panel, dense, &scans[m]);
+        for (size_t first, end; (end = grab(j, shard, workers, &first)) > first;)
+            for (size_t i = first; i < end; i++) {
+                size_t panel = i;
+                const size_t m = matrix_of(j, shard, &panel);
+                pack_panel(&j->matrices[shard * KT_MATRICES + m], panel, dense, &scans[m]);
+            }
+    kt_streamed();
     free(dense);
     for (size_t m = 0; m < KT_MATRICES; m++) {
         uint8_t seen = atomic_load(&j->low[m]);
@@ -162,8 +179,12 @@ static void unpack_panels(void *context, size_t worker, size_t workers) {
     uint8_t *dense;
     if (!dense_panel(j, true, &dense)) return;
     for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
-        for (size_t panel, m; (m = grab(j, shard, &panel)) < KT_MATRICES;)
-            unpack_panel(&j->matrices[shard * KT_MATRICES + m], panel, j->slices, j->num_slices, m, dense);
+        for (size_t first, end; (end = grab(j, shard, workers, &first)) > first;)
+            for (size_t i = first; i < end; i++) {
+                size_t panel = i;
+                const size_t m = matrix_of(j, shard, &panel);
+                unpack_panel(&j->matrices[shard * KT_MATRICES + m], panel, j->slices, j->num_slices, m, dense);
+            }
     free(dense);
 }
 

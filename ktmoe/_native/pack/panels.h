@@ -2,18 +2,23 @@
  *
  * A packing file defines, before it includes this:
  *     BLOCK_BYTES, ROW_BYTES       of 32 k: of a packed panel, of a row of codes
+ *     LINE_STEP                    in a block, from a line of 16 columns to the same columns' next
  *     column_at(column)            where a column begins in a block
- *     pack_four(format, from, stride_bytes, to)  four columns of one block, from rows stride_bytes apart, to the block at the first's
- *                                  column. Returns dwords that are not 0 where a code is no real number
- *     unpack_four(format, from, to, stride_bytes)
+ *     pack_four(format, from, stride_bytes, to)  four columns of one block, from rows stride_bytes apart, to a quarter of each line of
+ *                                  their 16 columns, the lines side by side. Returns dwords that are not 0 where a code is no real
+ *                                  number
+ *     unpack_four(format, from, to, stride_bytes)  back, from a block at its first column
  */
 #include "base/numbers.h"
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/groups.h"
 #include "pack/transpose.h"
 
 /* Blocks whose bytes of a row fill a cache line. */
 enum { LINE_BLOCKS = ROW_BYTES < 64 ? 64 / ROW_BYTES : 1 };
+/* Columns that fill a line of the panel, and what a block has of them. */
+enum { TOGETHER = 16, LINES = BLOCK_BYTES / 64 * TOGETHER / KT_PANEL, LINES_BYTES = LINES * 64 };
 
 /* Four rows of one block, some of which are not there, or end in it. Not inlined: it is rare, and would take registers. */
 static __attribute__((noinline)) u32x4 pack_tail(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes,
@@ -26,28 +31,30 @@ static __attribute__((noinline)) u32x4 pack_tail(const kt_shard_matrix *m, const
     return pack_four(m->format, padded[0], ROW_BYTES, to);
 }
 
-/* 16 rows together, since 16 columns fill a cache line of the panel; within them as many blocks as fill one of the source. So a
- * line of either is in L1 until it is done with. Of 4 and 8 bits the next 16 rows are fetched meanwhile: they are too short for the
- * hardware to foresee, and up to half of the time went into waiting. With 16 bits it foresees them, and fetching costs 10 %. */
+/* 16 rows together, and of them as many blocks as fill a cache line of the source: so each line is read once. What they become is put
+ * together in L1 and written in whole lines past the caches. Meanwhile the same line of the next 16 rows is fetched into L2: the
+ * hardware does not foresee rows this short, and in L1 they would take the places of those at hand. */
 static bool pack_codes(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed) {
     const kt_groups g = kt_groups_of(m->format, m->k);
     const size_t whole = m->k / KT_BLOCK;
+    _Alignas(64) uint8_t lines[LINE_BLOCKS][LINES_BYTES];
     u32x4 wrong = {0};
-    for (size_t sixteen = 0; sixteen < KT_PANEL; sixteen += 16)
+    for (size_t first = 0; first < KT_PANEL; first += TOGETHER)
         for (size_t line = 0; line < g.blocks; line += LINE_BLOCKS) {
             const size_t blocks = g.blocks - line < LINE_BLOCKS ? g.blocks - line : LINE_BLOCKS;
-            uint8_t *to[LINE_BLOCKS];
-            for (size_t b = 0; b < blocks; b++) to[b] = packed + kt_block_at(&g, line + b);
-            for (size_t column = sixteen; column < sixteen + 16; column += 4) {
-                const uint8_t *four = rows + column * stride_bytes + line * ROW_BYTES;
-                const bool inside = column + 4 <= count;
-                for (size_t i = 16; i < 20 && LINE_BLOCKS > 1; i++) __builtin_prefetch(four + i * stride_bytes);
+            for (size_t column = 0; column < TOGETHER; column += 4) {
+                const uint8_t *four = rows + (first + column) * stride_bytes + line * ROW_BYTES;
+                const bool inside = first + column + 4 <= count;
+                for (size_t i = TOGETHER; i < TOGETHER + 4; i++) __builtin_prefetch(four + i * stride_bytes, 0, 2);
                 for (size_t b = 0; b < blocks; b++)
-                    wrong |= inside && line + b < whole
-                                 ? pack_four(m->format, four + b * ROW_BYTES, stride_bytes, to[b] + column_at(column))
-                                 : pack_tail(m, rows + column * stride_bytes, stride_bytes, count > column ? count - column : 0,
-                                             line + b, to[b] + column_at(column));
+                    wrong |=
+                        inside && line + b < whole
+                            ? pack_four(m->format, four + b * ROW_BYTES, stride_bytes, lines[b] + column * 4)
+                            : pack_tail(m, rows + (first + column) * stride_bytes, stride_bytes,
+                                        count > first + column ? count - first - column : 0, line + b, lines[b] + column * 4);
             }
+            for (size_t b = 0; b < blocks; b++)
+                kt_stream(packed + kt_block_at(&g, line + b) + column_at(first), LINE_STEP, lines[b], LINES);
         }
     return (wrong[0] | wrong[1] | wrong[2] | wrong[3]) == 0;
 }

@@ -12,36 +12,28 @@
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK / 2, ROW_BYTES = KT_BLOCK / 2 };
+enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK / 2, ROW_BYTES = KT_BLOCK / 2, LINE_STEP = 64 };
 
-/* k0 k1 .. k7 from the lowest nibble up -> k0 k2 k4 k6 k1 k3 k5 k7, in four dwords: a dword is 8 k of one row. */
-static inline u32x4 split_pairs(u32x4 v) {
-    u32x4 even = v & 0x0F0F0F0F, odd = v >> 4 & 0x0F0F0F0F;
-    even = (even | even >> 4) & 0x00FF00FF;
-    odd = (odd | odd >> 4) & 0x00FF00FF;
-    even = (even | even >> 8) & 0x0000FFFF;
-    odd = (odd | odd >> 8) << 16;
-    return even | odd;
+/* Of two rows, k0 k1 .. k7 of each dword from the lowest nibble up -> k0 k2 k4 k6 k1 k3 k5 k7. The rows' even bytes have k0 k1 k4 k5,
+ * their odd bytes the others; these change nibbles, and then words alternate. */
+static inline void split_pairs(u32x4 two[2]) {
+    const u8x16 a = (u8x16)two[0], b = (u8x16)two[1];
+    u32x4 even = (u32x4)SHUFFLE(u8x16, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    u32x4 odd = (u32x4)SHUFFLE(u8x16, a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    const u32x4 changed = (even >> 4 ^ odd) & 0x0F0F0F0F;
+    even ^= changed << 4, odd ^= changed;
+    two[0] = (u32x4)FIRST_WORDS((u16x8)even, (u16x8)odd), two[1] = (u32x4)SECOND_WORDS((u16x8)even, (u16x8)odd);
 }
 
-static inline u32x4 join_pairs(u32x4 v) {
-    u32x4 even = v & 0x0000FFFF, odd = v >> 16;
-    even = (even | even << 8) & 0x00FF00FF;
-    odd = (odd | odd << 8) & 0x00FF00FF;
-    even = (even | even << 4) & 0x0F0F0F0F;
-    odd = (odd | odd << 4) & 0x0F0F0F0F;
-    return even | odd << 4;
-}
+static inline u32x4 join_pairs(u32x4 v) { return swap_bits(swap_middle(v), 0x00F000F0, 4); }
 
 static inline size_t column_at(size_t column) { return column / 16 * 256 + column % 16 * 4; }
 
 ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     (void)f;
     u32x4 v[4];
-    for (int i = 0; i < 4; i++) {
-        memcpy(&v[i], from + i * stride_bytes, sizeof v[i]);
-        v[i] = split_pairs(v[i]);
-    }
+    for (int i = 0; i < 4; i++) memcpy(&v[i], from + i * stride_bytes, sizeof v[i]);
+    split_pairs(v), split_pairs(v + 2);
     store_transposed(v, to, 64);
     return (u32x4){0}; /* every code is a number */
 }

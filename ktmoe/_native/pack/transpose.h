@@ -8,6 +8,8 @@
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
 /* GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle; without either, GCC shuffles through memory, at 0.6 times
@@ -18,8 +20,18 @@ typedef uint32_t u32x4 __attribute__((vector_size(16)));
 #define SHUFFLE(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
 
-/* Bytes 0 1 2 3 <-> 0 2 1 3, in four dwords. */
-static inline u32x4 swap_middle(u32x4 v) { return (v & 0xFF0000FF) | (v >> 8 & 0x0000FF00) | (v << 8 & 0x00FF0000); }
+/* a0 b0 a1 b1 and so on, of the first halves of a and b, or of the second. */
+#define FIRST_WORDS(a, b) SHUFFLE(u16x8, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define SECOND_WORDS(a, b) SHUFFLE(u16x8, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+
+/* In four dwords, the bits of `mask` change places with those `shift` above them. */
+static inline u32x4 swap_bits(u32x4 v, uint32_t mask, int shift) {
+    const u32x4 changed = (v ^ v >> shift) & mask;
+    return v ^ changed ^ changed << shift;
+}
+
+/* Bytes 0 1 2 3 <-> 0 2 1 3. */
+static inline u32x4 swap_middle(u32x4 v) { return swap_bits(v, 0x0000FF00, 8); }
 
 /* a[i] b[i] a[i+1] b[i+1]. */
 #define INTERLEAVE(a, b, i) SHUFFLE(u32x4, a, b, i, (i) + 4, (i) + 1, (i) + 5)
