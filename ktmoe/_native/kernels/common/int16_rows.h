@@ -13,7 +13,7 @@
 /* What a row of int16 has for each 32 k behind its integers. */
 typedef struct int16_block {
     float scale;
-    int32_t minus_16_sums; /* -16 times the sum of the 32 integers */
+    int32_t minus_16_sums[3]; /* -16 times the sum of the 32 integers, of the first and of the last 16 */
 } int16_block;
 
 static inline float power_of_two(int n) {
@@ -29,14 +29,14 @@ static inline void encode_int16(const uint16_t *restrict x, size_t first, size_t
     for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++) {
         const uint32_t field = largest_magnitude(x) >> 7;
         if (field == 0xFF) {
-            *block = (int16_block){__builtin_nanf(""), 0};
+            *block = (int16_block){.scale = __builtin_nanf("")};
             __builtin_memset(q, 0, KT_BLOCK * sizeof *q);
             continue;
         }
         const int exponent = (field ? (int)field : 1) - 127, up = 14 - exponent, half = up >> 1;
         /* 2^-147 and 2^140 are beyond the normal range: two factors each. Scaling is exact where q is not rounded to 0. */
         const __m256 factor1 = _mm256_set1_ps(power_of_two(half)), factor2 = _mm256_set1_ps(power_of_two(up - half));
-        __m256i sums = _mm256_setzero_si256();
+        __m256i sums[2];
         for (int j = 0; j < KT_BLOCK; j += 16) {
             __m256i v[2];
             for (int h = 0; h < 2; h++) {
@@ -46,12 +46,12 @@ static inline void encode_int16(const uint16_t *restrict x, size_t first, size_t
             }
             const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(v[0], v[1]), 0xD8);
             _mm256_storeu_si256((__m256i *)(q + j), packed);
-            sums = _mm256_add_epi32(sums, _mm256_add_epi32(v[0], v[1]));
+            sums[j / 16] = _mm256_add_epi32(v[0], v[1]);
         }
-        int32_t sum = 0, lanes[8];
-        __builtin_memcpy(lanes, &sums, sizeof lanes);
-        for (int l = 0; l < 8; l++) sum += lanes[l];
-        *block = (int16_block){power_of_two(-half) * power_of_two(half - up), -16 * sum};
+        const __m256i fours = _mm256_hadd_epi32(sums[0], sums[1]), both = _mm256_hadd_epi32(fours, fours);
+        const __m128i of_halves = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+        const int32_t first = _mm_extract_epi32(of_halves, 0), last = _mm_extract_epi32(of_halves, 1);
+        *block = (int16_block){power_of_two(-half) * power_of_two(half - up), {-16 * (first + last), -16 * first, -16 * last}};
     }
 }
 

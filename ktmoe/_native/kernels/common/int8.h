@@ -34,7 +34,6 @@ enum {
 #define PASSES(P) P(1, 8) P(2, 4)
 #endif
 
-typedef char fold;
 typedef i32v sums;
 
 INLINE const int8_block *tail(const void *x, const size_t k, const size_t block) {
@@ -42,9 +41,9 @@ INLINE const int8_block *tail(const void *x, const size_t k, const size_t block)
 }
 
 /* -16 times the sum of x, as int8_block.start has it. */
-INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block) {
+INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, const int part) {
     float bits;
-    memcpy(&bits, &tail(x, k, block)->start, sizeof bits);
+    memcpy(&bits, &tail(x, k, block)->start[part], sizeof bits);
     return (sums)splat(bits);
 }
 

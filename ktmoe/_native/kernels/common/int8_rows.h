@@ -23,11 +23,11 @@
 #define SUMS_OF_WORDS 1
 #endif
 
-/* What a row of int8 has for each 32 k behind its integers. start: minus 16 times the sum of the 32 integers; or, in words, that of
- * those with even k and of those with odd k. */
+/* What a row of int8 has for each 32 k behind its integers. start: minus 16 times the sum of the 32 integers, of the first and of
+ * the last 16; or, in words, that of those with even k and of those with odd k. */
 typedef struct int8_block {
     float scale;
-    int32_t start;
+    int32_t start[3];
 } int8_block;
 
 enum { LEAST_INT8_MAXIMUM = 15 << 7 | 126 }; /* bf16 bits of 127 * 2^-118: scale * unit is a normal number */
@@ -55,13 +55,19 @@ static inline __m256i int8_integers(const uint16_t *x, const float scale) {
     return _mm256_set_m128i(_mm_unpackhi_epi8(first, last), _mm_unpacklo_epi8(first, last));
 }
 
-/* -16 times the sums of integers: in words, of those of even and of odd k. */
-static inline uint32_t int8_minus_16_sums(const __m256i integers) {
+/* Of two words, of even and of odd k. */
+static inline int32_t int8_start(const __m128i words) {
+    const uint32_t both = (uint32_t)_mm_cvtsi128_si32(words);
+    return SUMS_OF_WORDS ? (int32_t)both : (int16_t)(both & 0xFFFF) + (int16_t)(both >> 16);
+}
+
+static inline int8_block int8_block_of(const float scale, const __m256i integers) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(16), integers);
-    __m128i sums = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    sums = _mm_add_epi16(sums, _mm_srli_si128(sums, 8));
-    sums = _mm_add_epi16(sums, _mm_srli_si128(sums, 4));
-    return (uint32_t)_mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), sums));
+    __m256i sums = _mm256_sub_epi16(_mm256_setzero_si256(), pairs);
+    sums = _mm256_add_epi16(sums, _mm256_srli_si256(sums, 8));
+    sums = _mm256_add_epi16(sums, _mm256_srli_si256(sums, 4));
+    const __m128i first = _mm256_castsi256_si128(sums), last = _mm256_extracti128_si256(sums, 1);
+    return (int8_block){scale, {int8_start(_mm_add_epi16(first, last)), int8_start(first), int8_start(last)}};
 }
 
 static inline void encode_int8(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
@@ -70,15 +76,14 @@ static inline void encode_int8(const uint16_t *restrict x, size_t first, size_t 
     for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++) {
         const uint32_t largest = largest_magnitude(x);
         if (largest >> 7 == 0xFF) {
-            *block = (int8_block){__builtin_nanf(""), 0};
+            *block = (int8_block){.scale = __builtin_nanf("")};
             memset(q, 0, KT_BLOCK);
             continue;
         }
-        block->scale = int8_scale(largest);
-        const __m256i integers = int8_integers(x, block->scale);
+        const float scale = int8_scale(largest);
+        const __m256i integers = int8_integers(x, scale);
         _mm256_storeu_si256((__m256i *)q, integers);
-        const uint32_t sums = int8_minus_16_sums(integers);
-        block->start = SUMS_OF_WORDS ? (int32_t)sums : (int16_t)(sums & 0xFFFF) + (int16_t)(sums >> 16);
+        *block = int8_block_of(scale, integers);
     }
 }
 
