@@ -29,8 +29,8 @@ def int16(request, emulator_folder):
         row = table.encode(MXFP4, "int16", bits)
         k = len(bits)
         assert row.nbytes == 2 * k + 16 * (k // GROUP)
-        behind = row[2 * k :].reshape(-1, 16)
-        scales, sums = behind[:, :4].copy().view(np.float32)[:, 0], behind[:, 4:].copy().view(np.int32)
+        behind, halves = row[2 * k :].reshape(2, -1, 8)
+        scales, sums = behind[:, :4].copy().view(np.float32)[:, 0], np.hstack([behind[:, 4:], halves]).view(np.int32)
         return row[: 2 * k].view(np.int16), scales, sums
 
     return encode
@@ -190,12 +190,13 @@ def int8(request, emulator_folder):
         row = table.encode(MXFP4, "int8", bits)
         k = len(bits)
         assert row.nbytes == k + 16 * (k // GROUP)
-        behind = row[k:].reshape(-1, 16)
+        behind, halves = row[k:].reshape(2, -1, 8)
         q = np.empty((k // 8, 8), np.int8)
         q[:, ORDER] = row[:k].view(np.int8).reshape(-1, 8)
-        scales, sums = behind[:, :4].copy().view(np.uint32)[:, 0], behind[:, 4:].copy().view(np.int32)
+        starts = np.hstack([behind[:, 4:], halves])
+        scales, sums = behind[:, :4].copy().view(np.uint32)[:, 0], starts.view(np.int32)
         if table.name == "avx2":  # of even k in the lower word, of odd k in the upper
-            words_ = behind[:, 4:].copy().view(np.int16).reshape(-1, 3, 2).astype(int)
+            words_ = starts.view(np.int16).reshape(-1, 3, 2).astype(int)
             even = np.where(np.arange(GROUP) % 2, 0, q.reshape(-1, GROUP))
             assert np.array_equal(words_[..., 0], minus_16_sums(even))
             sums = words_.sum(axis=2)

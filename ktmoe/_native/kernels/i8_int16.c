@@ -20,7 +20,9 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
     return bytes_of_words(load_u32(quad_at(p, v, pair % 2)), pair / 2);
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block, const int part) { return minus_16_sums(x, k, block, part) << 3; }
+INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
+    return minus_16_sums(x, k, block, part) << 3;
+}
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const table *t) {
     return (void)t, splat(tail(x, k, block)->scale);

@@ -1,6 +1,6 @@
 /* Activation mode int8: rows of 8-bit integers with a bf16 number as scale per 32 k. Includers have AVX2.
  *
- * LAYOUT      of a row of k: k int8, of each 8 in the order 0 4 1 5 2 6 3 7, then k / 32 int8_block
+ * LAYOUT      of a row of k: k int8, of each 8 in the order 0 4 1 5 2 6 3 7, then k / 32 int8_block, then k / 32 int8_halves
  * DEFINITION  of 32 bf16 x: M = max(largest magnitude, 127 * 2^-118), scale = M / 127 rounded to bf16, q = x / scale rounded to
  *             an integer, both to nearest, ties to even: |q| <= 127. A NaN or an infinity makes scale NaN.
  *
@@ -23,12 +23,17 @@
 #define SUMS_OF_WORDS 1
 #endif
 
-/* What a row of int8 has for each 32 k behind its integers. start: minus 16 times the sum of the 32 integers, of the first and of
- * the last 16; or, in words, that of those with even k and of those with odd k. */
+/* What a row of int8 has for each 32 k behind its integers. start: minus 16 times the sum of the 32 integers; or, in words, that of
+ * those with even k and of those with odd k. */
 typedef struct int8_block {
     float scale;
-    int32_t start[3];
+    int32_t start;
 } int8_block;
+
+/* The same start of the first and of the last 16 k, apart: the common case has shorter addresses then. */
+typedef struct int8_halves {
+    int32_t start[2];
+} int8_halves;
 
 enum { LEAST_INT8_MAXIMUM = 15 << 7 | 126 }; /* bf16 bits of 127 * 2^-118: scale * unit is a normal number */
 
@@ -61,29 +66,33 @@ static inline int32_t int8_start(const __m128i words) {
     return SUMS_OF_WORDS ? (int32_t)both : (int16_t)(both & 0xFFFF) + (int16_t)(both >> 16);
 }
 
-static inline int8_block int8_block_of(const float scale, const __m256i integers) {
+/* Of integers in the row's order. */
+static inline void int8_starts(const __m256i integers, int8_block *block, int8_halves *halves) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(16), integers);
     __m256i sums = _mm256_sub_epi16(_mm256_setzero_si256(), pairs);
     sums = _mm256_add_epi16(sums, _mm256_srli_si256(sums, 8));
     sums = _mm256_add_epi16(sums, _mm256_srli_si256(sums, 4));
     const __m128i first = _mm256_castsi256_si128(sums), last = _mm256_extracti128_si256(sums, 1);
-    return (int8_block){scale, {int8_start(_mm_add_epi16(first, last)), int8_start(first), int8_start(last)}};
+    block->start = int8_start(_mm_add_epi16(first, last));
+    *halves = (int8_halves){{int8_start(first), int8_start(last)}};
 }
 
 static inline void encode_int8(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
     int8_t *restrict q = (int8_t *)row + first;
     int8_block *restrict block = (int8_block *)((int8_t *)row + k) + first / KT_BLOCK;
-    for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++) {
+    int8_halves *restrict halves = (int8_halves *)((int8_block *)((int8_t *)row + k) + k / KT_BLOCK) + first / KT_BLOCK;
+    for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++, halves++) {
         const uint32_t largest = largest_magnitude(x);
         if (largest >> 7 == 0xFF) {
-            *block = (int8_block){.scale = __builtin_nanf("")};
+            *block = (int8_block){__builtin_nanf(""), 0};
+            *halves = (int8_halves){{0}};
             memset(q, 0, KT_BLOCK);
             continue;
         }
-        const float scale = int8_scale(largest);
-        const __m256i integers = int8_integers(x, scale);
+        block->scale = int8_scale(largest);
+        const __m256i integers = int8_integers(x, block->scale);
         _mm256_storeu_si256((__m256i *)q, integers);
-        *block = int8_block_of(scale, integers);
+        int8_starts(integers, block, halves);
     }
 }
 
