@@ -33,7 +33,7 @@ INLINE table load_table(const kt_dot *a, const scaling how) {
 }
 
 /* Two VPSHUFB look up the bytes of half of a vector's 8 k; of these, two bf16 of k and k + 1 are joined in each dword. It takes 27
- * instructions for 8 k, where a table of fp32, in two registers, took 39. */
+ * instructions for 8 k, where a table of fp32, in two registers, took 38. */
 INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
     const __m256i nibbles = (__m256i)((bit & 4 ? codes >> 4 : codes) & 0x0F0F0F0F);
     const __m256i low = _mm256_shuffle_epi8(t->low, nibbles), high = _mm256_shuffle_epi8(t->high, nibbles);
