@@ -140,9 +140,10 @@ def forward(
     for projection, format in experts.formats.items():
         if activations != "bf16" and integer_unit(format) is None:
             raise InputError(
-                f"activations {activations!r} need 8-bit integers, or 4-bit ones up to 16 times one power of two from 2**-8 to"
-                f" 1, with {', '.join(INTEGER_KINDS)} scales per 1x32 or a multiple of it, and without zero points, minima and"
-                f" super-scales; {projection} of {experts.name} is {format.description}"
+                f"activations {activations!r} need 8-bit integers, or 4-bit ones up to 16, less zero points, times one power of"
+                f" two from 2**-8 to 1, without scales or with {', '.join(INTEGER_KINDS)} scales per 1x32, a multiple of it or,"
+                f" of 4 bits, 1x16, and without minima and super-scales; {projection} of {experts.name} is"
+                f" {format.description}"
             )
     cuts = _cuts(experts, shards)
     y = np.zeros((len(cuts), len(x), len(np.arange(experts.hidden)[columns])))  # of each shard

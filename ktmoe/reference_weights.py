@@ -21,7 +21,7 @@ TINY = 2.0**-126
 #: A backend adds blocks of this many products in ascending k; within a block any order will do. Integers are quantised by it.
 BLOCK = 32
 #: Scale kinds that sums of integers can be multiplied by; those with which rounding="folded" rounds weights.
-INTEGER_KINDS = ("ue8m0", "bf16", "fp16")
+INTEGER_KINDS = ("ue8m0", "e4m3", "bf16", "fp16")
 ROUNDED_KINDS = ("bf16", "fp16")
 
 
@@ -130,19 +130,29 @@ def _plain(format: WeightFormat, family: str, kinds: tuple[str, ...]) -> bool:
 
 
 def integer_unit(format: WeightFormat) -> float | None:
-    """What a format's values are multiples of where sums of integers can be made of them; None where they cannot.
+    """What a format's values, less its zero points, are multiples of where sums of integers can be made of them; None where
+    they cannot.
 
-    8-bit integers: 1. 4 bits: the largest power of two, 2**-8 to 1, of which all values are multiples, by 16 at most. Both with
-    scales of whole blocks, of INTEGER_KINDS, and 8-bit integers without scales, too; with neither offsets nor super-scales.
+    8-bit integers: 1. 4 bits: the largest power of two, 2**-8 to 1, of which all these are multiples, by 16 at most. Both
+    without scales, or with scales of whole blocks, of INTEGER_KINDS; 4 bits with such scales of half blocks, too. With neither
+    minima nor super-scales.
     """
+    scale = format.scale
+    if format.family not in ("q4", "i8") or isinstance(format.offset, Minimum) or format.super_scale:
+        return None
+    if scale is not None:
+        half = format.family == "q4" and scale.extent[1] == BLOCK // 2
+        if scale.kind not in INTEGER_KINDS or scale.extent[0] != 1 or not (half or scale.extent[1] % BLOCK == 0):
+            return None
     if format.family == "i8":
-        alone = format.scale is None and format.offset is None
-        return 1.0 if alone or _plain(format, "i8", INTEGER_KINDS) else None
-    if _plain(format, "q4", INTEGER_KINDS):
-        for unit in 2.0 ** -np.arange(9):
-            values = np.array(format.element.values) / unit
-            if (values == np.rint(values)).all() and np.abs(values).max() <= 16:
-                return float(unit)
+        return 1.0
+    values = np.array(format.element.values)
+    if format.offset is not None:
+        values = np.subtract.outer(values, np.arange(16))
+    for unit in 2.0 ** -np.arange(9):
+        wholes = values / unit
+        if (wholes == np.rint(wholes)).all() and np.abs(wholes).max() <= 16:
+            return float(unit)
     return None
 
 

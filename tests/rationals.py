@@ -174,7 +174,7 @@ def naive_forward(experts, x, ids, weights, mask, router_weight, activations="bf
     def act(g, u):
         alpha, limit = (float(np.float32(v)) for v in (experts.activation.alpha, experts.activation.limit))
         g, u = min(float(g), limit), max(-limit, min(float(u), limit))
-        return Fraction((u + experts.activation.up_offset) * g / (1 + math.exp(-alpha * g)))
+        return Fraction((u + experts.activation.up_offset) * g / (1 + math.exp(min(-alpha * g, 700.0))))
 
     y = [[Fraction(0)] * experts.hidden for _ in x]
     for t in range(len(x)):

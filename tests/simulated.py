@@ -122,7 +122,7 @@ def simulated_linear(matrix, a, kind, shard=None):
         if fold:
             weights, scale, width = folded, None, k
         elif "32" in kind or kind in INTEGERS:
-            width = 32
+            width = min(width, 32)
 
     def chain(start):
         order = np.arange(start, min(start + width, last))
@@ -283,10 +283,11 @@ FORMATS = (
 
 def kinds_of(format):
     if format.scale is None:
-        return ("portable", "fma", "vdpbf16ps", "amx", *(INTEGERS if format.family == "i8" else ()))
+        return ("portable", "fma", "vdpbf16ps", "amx", *(INTEGERS if format.family in ("q4", "i8") else ()))
     plain = format.family in ("q4", "i8") and set(format.arrays(8, 8)) == {"codes", "scales"}
     plain = plain and format.scale.extent[1] % 32 == 0
-    integers = plain and format.scale.kind in ("ue8m0", "bf16", "fp16")
+    integers = (plain or format.family == "q4") and format.scale.kind in ("ue8m0", "e4m3", "bf16", "fp16")
+    integers = integers and not format.super_scale and not isinstance(format.offset, Minimum)
     absent = {
         "fma by 32": format.scale.extent[1] <= 32 or isinstance(format.offset, Minimum),
         "amx folded": not plain or format.family == "i8" or format.scale.kind not in ("bf16", "fp16"),

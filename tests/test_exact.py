@@ -9,13 +9,23 @@ from itertools import product
 import numpy as np
 import pytest
 import ways
-from exact import SIXTEENS, down_layer, forward, odd_scales, random_codes, shift_for, visible_layer, weights_of
+from exact import (
+    SIXTEENS,
+    down_layer,
+    forward,
+    odd_scales,
+    random_codes,
+    random_zero_points,
+    shift_for,
+    visible_layer,
+    weights_of,
+)
 from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
 
 from ktmoe import MXFP4, int4
-from ktmoe.weights.elements import INT8, Element
+from ktmoe.weights.elements import E2M1, INT4, INT8, Element
 from ktmoe.weights.folding import ROUNDING
-from ktmoe.weights.formats import Scale, WeightFormat
+from ktmoe.weights.formats import Scale, WeightFormat, uint4
 
 
 @pytest.fixture(scope="module", params=[name for name, subject in ways.SUBJECTS.items() if subject.activations != "int8"])
@@ -29,6 +39,13 @@ def backend(request, emulator_folder):
 INTEGERS = {name: weight_format for name, weight_format in FORMATS.items() if name.startswith("int4")}
 #: Of 8 bits, which have modes of integers, too.
 EIGHT_BITS = {"int8": WeightFormat(INT8), "int8-64": FORMATS["int8-64"], "int8+128": FORMATS["int8+128"]}
+#: Of 4 bits, with scales of 16, with zero points, or without scales.
+FOUR_BITS = {
+    "e4m3": WeightFormat(E2M1, Scale("e4m3", (1, 16))),
+    "zero points, bf16": uint4(32, "bf16"),
+    "zero points, fp16": uint4(128),
+    "no scales": WeightFormat(INT4),
+}
 OTHERS = {**INTEGERS, **EIGHT_BITS, "b16": B16}
 
 
@@ -51,16 +68,17 @@ def test_dense_integers(backend, size, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 3, 16], ids=lambda tokens: f"{tokens} tokens")
 @pytest.mark.parametrize("size", [32, 100, 320])
-@pytest.mark.parametrize("weight_format", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("weight_format", (OTHERS | FOUR_BITS).values(), ids=OTHERS | FOUR_BITS)
 def test_dense_integers_of_other_formats(backend, weight_format, size, tokens):
     """3 bits of x, 4 of code, 3 of an odd scale and 2 of its exponent, 9 of length: 21; of int8, 7 * 128 * 28 * 320 < 2**23.
     Groups are cut short by every size."""
     rng = np.random.default_rng((size, tokens))
     codes, scales = random_codes(rng, size, size, weight_format), odd_scales(rng, size, size, weight_format, powers=3)
+    points = random_zero_points(rng, size, size, weight_format)
     x = rng.integers(-7, 8, (tokens, size)).astype(float)
     for rounding in ROUNDING:  # products of a code and a scale have 6 bits
-        with down_layer(backend, codes, scales, weight_format, rounding) as layer:
-            assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales, weight_format).T)
+        with down_layer(backend, codes, scales, weight_format, rounding, points) as layer:
+            assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales, weight_format, points).T)
 
 
 @pytest.mark.parametrize(

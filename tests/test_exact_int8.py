@@ -2,17 +2,36 @@
 is exact in float32 and compared bit for bit. h is quantised by arithmetic of this file's own.
 """
 
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 import pytest
 import ways
-from exact import SIXTEENS, down_layer, forward, identity, make_layer, odd_scales, random_codes, weights_of, zeros
+from exact import (
+    SIXTEENS,
+    down_layer,
+    forward,
+    identity,
+    make_layer,
+    odd_scales,
+    random_codes,
+    random_factor,
+    random_zero_points,
+    scaled_by,
+    weights_of,
+    zeros,
+)
 from helpers import BF16, FORMATS
 
-from ktmoe import MXFP4, WeightFormat
+from ktmoe import MXFP4, WeightFormat, int4
 from ktmoe.weights.elements import INT8
+from ktmoe.weights.formats import nvfp4, uint4
+from ktmoe.weights.order import AWQ
 
 #: Formats that have kernels of integers.
-INTEGERS = {name: FORMATS[name] for name in FORMATS if name == "mxfp4" or name.startswith("int4")}
+INTEGERS = {name: weight_format for name, weight_format in FORMATS.items() if weight_format.family == "q4"}
+INTEGERS |= {"int4-row": int4(), "zero points, bf16": uint4(32, "bf16"), "nvfp4, awq": replace(nvfp4(), order=AWQ)}
 INTEGERS |= {"int8": WeightFormat(INT8), "int8-64": FORMATS["int8-64"], "int8+128": FORMATS["int8+128"]}
 #: Rows of an expert that are served apart: few() in passes of each size, many() in tiles of each.
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 21)
@@ -37,6 +56,14 @@ def scales_of(rng, n, k, weight_format):
     return odd_scales(rng, n, k, weight_format, *((1, 2) if weight_format.family == "i8" else ()))
 
 
+def parts_of(rng, n, k, weight_format):
+    """codes, scales, zero points, factor of a matrix; n, k are rounded up to what the format can have."""
+    rows, columns = weight_format.code_unit
+    n, k = -(-n // rows) * rows, -(-k // columns) * columns
+    codes, scales = random_codes(rng, n, k, weight_format), scales_of(rng, n, k, weight_format)
+    return codes, scales, random_zero_points(rng, n, k, weight_format), random_factor(rng, n, weight_format)
+
+
 def quantised(h):
     """bfloat16 numbers [tokens, n] as int8 takes them; none is below 2**-111."""
     padded = np.pad(h, ((0, 0), (0, -h.shape[1] % 32)))
@@ -53,13 +80,15 @@ def test_down(backend, name, tokens):
     rng = np.random.default_rng(tokens)
     weight_format = INTEGERS[name]
     for n, k in ((64, 32), (70, 70), (66, 290)):
-        codes, scales = random_codes(rng, n, k, weight_format), scales_of(rng, n, k, weight_format)
-        with down_layer(backend, codes, scales, weight_format) as layer:
+        codes, scales, points, factor = parts_of(rng, n, k, weight_format)
+        n, k = codes.shape
+        with down_layer(backend, codes, scales, weight_format, zero_points=points, factor=factor) as layer:
             assert layer.activations == "int8"
             x = np.zeros((tokens, layer.hidden))
             x[:, :k] = integers(rng, tokens, k, -3)
             y = forward(layer, x)
-        assert np.array_equal(y[:, :n], x[:, :k] @ weights_of(codes, scales, weight_format).T)
+        weights = weights_of(codes, scales, weight_format, points)
+        assert np.array_equal(y[:, :n], scaled_by(x[:, :k] @ weights.T, weight_format, factor))
 
 
 @pytest.mark.cover("values")
@@ -71,16 +100,16 @@ def test_gate_and_up(backend, projection, name, tokens):
     rng = np.random.default_rng(tokens)
     weight_format = INTEGERS[name]
     n, k = 96, 160
-    codes, scales = random_codes(rng, n, k, weight_format), scales_of(rng, n, k, weight_format)
+    codes, scales, points, factor = parts_of(rng, n, k, weight_format)
     down = identity(k)
     down = np.ascontiguousarray(down[0][:, :n]), np.ascontiguousarray(down[1][:, : n // 32])
     x = integers(rng, tokens, k, -7)
-    h = x @ weights_of(codes, scales, weight_format).T
-    shown, zero = (codes, scales, weight_format), zeros(n, k)
+    h = scaled_by(x @ weights_of(codes, scales, weight_format, points).T, weight_format, factor)
+    shown, zero = (codes, scales, weight_format, points, factor), zeros(n, k)
     bias = 1.0
     if projection == "gate":  # keeps the gate above 0
         bias = 2.0 ** (np.ceil(np.log2(np.abs(h).max())) + 1)
-        h = h + bias
+        h = (h + bias).astype(np.float32).astype(float)
         layer = make_layer(backend, shown, zero, down, bias, 1)
     else:
         layer = make_layer(backend, zero, shown, down, 1, 0)
@@ -97,9 +126,9 @@ def test_gate_and_up(backend, projection, name, tokens):
 def test_every_weight_by_itself(backend, weight_format, tokens):
     """Token k is 127 at k."""
     rng = np.random.default_rng(5)
-    codes, scales = random_codes(rng, 160, 160, weight_format), scales_of(rng, 160, 160, weight_format)
-    expected = 127 * weights_of(codes, scales, weight_format).T
-    with down_layer(backend, codes, scales, weight_format) as layer:
+    codes, scales, points, factor = parts_of(rng, 160, 160, weight_format)
+    expected = scaled_by(127 * weights_of(codes, scales, weight_format, points).T, weight_format, factor)
+    with down_layer(backend, codes, scales, weight_format, zero_points=points, factor=factor) as layer:
         for first in range(0, 160, tokens):
             one_hot = 127 * np.eye(160)[first : first + tokens]
             assert np.array_equal(forward(layer, one_hot), expected[first : first + tokens])
@@ -116,6 +145,36 @@ def test_the_largest_sums(backend, sign, code, other, tokens):
     with down_layer(backend, codes, scales, SIXTEENS) as layer:
         y = forward(layer, x)
     assert np.array_equal(y[:, :64], x @ weights_of(codes, scales, SIXTEENS).T)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize(("code", "point"), [(0, 0), (15, 0), (0, 15), (15, 15), (7, 8)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_with_zero_points(backend, sign, code, point, tokens):
+    """x of 127, of one sign or of both in turns of 16 k, and codes that are up to 15 more or less than the zero point."""
+    weight_format = uint4(32, "bf16")
+    codes, scales = np.full((64, 256), code, np.uint8), np.ones((64, 8), BF16)
+    points = np.full((64, 8), point)
+    weights = weights_of(codes, scales, weight_format, points)
+    with down_layer(backend, codes, scales, weight_format, zero_points=points) as layer:
+        for turns in (1, 1 - 2 * (np.arange(256) // 16 % 2)):
+            x = np.full((tokens, 256), 127.0 * sign) * turns
+            assert np.array_equal(forward(layer, x)[:, :64], x @ weights.T)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("codes_", [(7, 7), (15, 15), (7, 15)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_of_16(backend, sign, codes_, tokens):
+    """x of 127, of one sign or of both in turns of 16 k; each half of a block has a scale of its own."""
+    weight_format = replace(nvfp4(), factor=None)
+    codes = np.tile(np.array(codes_, np.uint8), (64, 128))
+    scales = np.tile(np.array([1.0, -3.0]), (64, 8)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    weights = weights_of(codes, scales, weight_format)
+    with down_layer(backend, codes, scales, weight_format) as layer:
+        for turns in (1, 1 - 2 * (np.arange(256) // 16 % 2)):
+            x = np.full((tokens, 256), 127.0 * sign) * turns
+            assert np.array_equal(forward(layer, x)[:, :64], x @ weights.T)
 
 
 @pytest.mark.cover("values")

@@ -29,19 +29,18 @@ def modes_of(backend, experts):
 
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
-    """All formats in bf16; integers without zero points in int16 and int8 where those exist; folded scales where weights
+    """All formats in bf16; those of 4 bits and integers of 8 in int16 and int8 where those exist; folded scales where weights
     are bfloat16, of amx rounded ones, too. Or integers alone."""
     table = native.load_table(row)
     keys = table.kernels()
     modes = OF_MODES.get(row) or (["bf16", "int16", "int8"] if row == "avx2" else ["bf16"])
     longest = GROUPS[-1]
-    of_integers = {("ue8m0", 32), ("bf16", longest), ("fp16", longest)}
-    expected = {("q4", *scale, mode, False, "none") for mode in modes for scale in of_integers}
+    of_4_bits = {("none", 0), ("ue8m0", 32), ("e4m3", 16), ("bf16", longest), ("fp16", longest)}
+    expected = {("q4", *scale, mode, False, "none") for mode in modes for scale in of_4_bits}
+    expected |= {("q4", kind, longest, mode, False, "zero_point") for mode in modes for kind in ("bf16", "fp16")}
     of_integers = {("none", 0), ("bf16", longest), ("fp16", longest)}
     expected |= {("i8", *scale, mode, False, "none") for mode in modes for scale in of_integers}
     if "bf16" in modes:
-        expected |= {("q4", *scale, "bf16", False, "none") for scale in (("none", 0), ("e4m3", 16))}
-        expected |= {("q4", kind, longest, "bf16", False, "zero_point") for kind in ("bf16", "fp16")}
         expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("panel", longest))}
         expected |= {("i8", "panel", longest, "bf16", False, "none")}
         expected |= {("b16", "none", 0, "bf16", False, "none")}
@@ -66,8 +65,7 @@ def has_integers(weight_format):
     """Whether the modes of integers have these weights."""
     if weight_format.family == "i8":
         return weight_format.scale is None or weight_format.scale.kind in ("bf16", "fp16")
-    kinds = ("ue8m0", "bf16", "fp16")
-    return weight_format.family == "q4" and weight_format.scale.kind in kinds and not weight_format.offset
+    return weight_format.family == "q4"
 
 
 #: Formats that no kernel has, and the part that a refusal names.

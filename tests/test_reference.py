@@ -58,7 +58,7 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
     [(format, "bf16") for format in (int4(32), int4(64), BF16)]
     + [
         (format, mode)
-        for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED, int8(), int8(64))
+        for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED, int8(), int8(64), nvfp4(), uint4(32))
         for mode in ("int16", "int8")
     ],
     ids=lambda v: v if isinstance(v, str) else v.description,
@@ -241,7 +241,7 @@ def test_wrong_inputs_are_refused():
 
 @pytest.mark.parametrize(
     "format",
-    [BF16, WeightFormat(Element("77/256", "q4", (77 / 256, *[0.0] * 15)), MXFP4.scale), int4(16), nvfp4(), MXFP8, uint4(32)],
+    [BF16, WeightFormat(Element("77/256", "q4", (77 / 256, *[0.0] * 15)), MXFP4.scale), int4(64, "fp32"), MXFP8],
     ids=lambda v: v.description,
 )
 def test_integers_are_refused_where_they_do_not_exist(format):

@@ -9,7 +9,7 @@ from reference_experts import BFLOAT16
 
 from ktmoe.reference import integer_unit, operand, round_bfloat16
 from ktmoe.weights import formats
-from ktmoe.weights.elements import E2M1, INT8, INT8_PLUS_128, Element
+from ktmoe.weights.elements import E2M1, INT4, INT8, INT8_PLUS_128, Element
 from ktmoe.weights.formats import (
     BF16,
     FP8_PER_ROW,
@@ -19,6 +19,7 @@ from ktmoe.weights.formats import (
     Minimum,
     Scale,
     WeightFormat,
+    ZeroPoint,
     fp8,
     int4,
     nvfp4,
@@ -152,17 +153,22 @@ def test_which_formats_have_integers():
         (of((17.0,) + (0.0,) * 15), None),
         (of((16.0, 0.5) + (0.0,) * 14), None),
         (of((2.0**-9,) + (0.0,) * 15), None),
-        (WeightFormat(E2M1, per_16), None),
+        (WeightFormat(E2M1, per_16), 0.5),
+        (WeightFormat(E2M1, Scale("bf16", (1, 48))), None),
+        (WeightFormat(E2M1), 0.5),
         (BF16, None),
         (int4(64, "fp16"), 1),
         (int4(64, "fp16", GPTQ), 1),
         (WeightFormat(E2M1, ue8m0, factor=Factor(per_row=True)), 0.5),
         (int4(64, "fp32"), None),
-        (uint4(64), None),
+        (uint4(64), 1),
+        (uint4(32, order=GPTQ, plus=1), 1),
+        (WeightFormat(INT4, Scale("fp16", (1, 32)), offset=ZeroPoint((1, 32))), None),
         (WeightFormat(E2M1, ue8m0, Scale("bf16", (1, 256))), None),
         (WeightFormat(E2M1, ue8m0, offset=Minimum(ue8m0)), None),
         (WeightFormat(E2M1, Scale("bf16", (2, 32))), None),
-        (nvfp4(), None),
+        (nvfp4(), 0.5),
+        (nvfp4(divides=True), 0.5),
         (MXFP8, None),
         (fp8("bf16"), None),
         (FP8_PER_ROW, None),

@@ -37,6 +37,7 @@ def differ_somewhere(rng, arrays, where):
     [
         *((MXFP4, kind) for kind in ("vdpbf16ps", "amx", "int16", "int8")),
         *((int4(32), kind) for kind in ("fma", "int16", "int8", "amx folded")),
+        *((replace(nvfp4(), factor=None), kind) for kind in ("int16", "int8")),
         (BF16, "fma"),
         (BF16, "amx"),
     ],

@@ -21,16 +21,16 @@ INT8 = ["avx512_vnni", "avx_vnni", "avx2"]
 
 @pytest.fixture(scope="module", params=INT16)
 def int16(request, emulator_folder):
-    """KernelTable.encode for int16: a function from bfloat16 bits [k] to (q int16 [k], scales float32, minus 16 sums int32)."""
+    """KernelTable.encode for int16: a function from bfloat16 bits [k] to (q int16 [k], scales float32, minus_16_sums(q))."""
     with ways.prepared(request.param, emulator_folder):
         table = native.load_table(request.param)
 
     def encode(bits):
         row = table.encode(MXFP4, "int16", bits)
         k = len(bits)
-        assert row.nbytes == 2 * k + 8 * (k // GROUP)
-        behind = row[2 * k :].reshape(-1, 8)
-        scales, sums = behind[:, :4].copy().view(np.float32)[:, 0], behind[:, 4:].copy().view(np.int32)[:, 0]
+        assert row.nbytes == 2 * k + 16 * (k // GROUP)
+        behind, halves = row[2 * k :].reshape(2, -1, 8)
+        scales, sums = behind[:, :4].copy().view(np.float32)[:, 0], np.hstack([behind[:, 4:], halves]).view(np.int32)
         return row[: 2 * k].view(np.int16), scales, sums
 
     return encode
@@ -43,6 +43,12 @@ def test_who_has_integers(table):
         if table.name not in who:
             with pytest.raises(InputError, match=rf"{table.name} has no rows of 32 for '{mode}'"):
                 table.encode(MXFP4, mode, np.zeros(32, np.uint16))
+
+
+def minus_16_sums(q):
+    """Of each group's 32 integers, its first and its last 16: [groups, 3]."""
+    halves = q.reshape(-1, 2, GROUP // 2).astype(int).sum(axis=2)
+    return -16 * np.column_stack([halves.sum(axis=1), halves])
 
 
 def split(bits):
@@ -69,7 +75,7 @@ def check(int16, bits):
     expected_q, exponents = expected(bits)
     assert np.array_equal(q, expected_q)
     assert same_bits(scales, np.ldexp(1.0, exponents).astype(np.float32))
-    assert np.array_equal(sums, -16 * expected_q.reshape(-1, GROUP).sum(axis=1))
+    assert np.array_equal(sums, minus_16_sums(expected_q))
     return q, scales
 
 
@@ -147,7 +153,7 @@ def test_a_group_that_is_not_finite_has_a_nan_as_scale(int16):
             expected_q, exponents = expected(clean.ravel())
             assert np.array_equal(q.reshape(4, GROUP)[others], expected_q.reshape(4, GROUP)[others])
             assert np.array_equal(scales[others], np.ldexp(1.0, exponents[others]))
-            assert np.array_equal(sums[others], -16 * expected_q.reshape(4, GROUP)[others].sum(axis=1))
+            assert np.array_equal(sums[others], minus_16_sums(expected_q)[others])
 
 
 def test_the_bound_of_the_error(int16):
@@ -176,22 +182,24 @@ LEAST_INT8 = (127, -118)
 
 @pytest.fixture(scope="module", params=INT8)
 def int8(request, emulator_folder):
-    """The same for int8: a function from bfloat16 bits [k] to (q int8 [k], scales' bits uint32, minus 16 sums int32)."""
+    """The same for int8: a function from bfloat16 bits [k] to (q int8 [k], scales' bits uint32, minus_16_sums(q))."""
     with ways.prepared(request.param, emulator_folder):
         table = native.load_table(request.param)
 
     def encode(bits):
         row = table.encode(MXFP4, "int8", bits)
         k = len(bits)
-        assert row.nbytes == k + 8 * (k // GROUP)
-        behind = row[k:].reshape(-1, 8)
+        assert row.nbytes == k + 16 * (k // GROUP)
+        behind, halves = row[k:].reshape(2, -1, 8)
         q = np.empty((k // 8, 8), np.int8)
         q[:, ORDER] = row[:k].view(np.int8).reshape(-1, 8)
-        scales, sums = behind[:, :4].copy().view(np.uint32)[:, 0], behind[:, 4:].copy().view(np.int32)[:, 0]
+        starts = np.hstack([behind[:, 4:], halves])
+        scales, sums = behind[:, :4].copy().view(np.uint32)[:, 0], starts.view(np.int32)
         if table.name == "avx2":  # of even k in the lower word, of odd k in the upper
-            words_ = behind[:, 4:].copy().view(np.int16).astype(int)
-            assert np.array_equal(words_[:, 0], -16 * q.reshape(-1, GROUP)[:, ::2].astype(int).sum(axis=1))
-            sums = words_.sum(axis=1)
+            words_ = starts.view(np.int16).reshape(-1, 3, 2).astype(int)
+            even = np.where(np.arange(GROUP) % 2, 0, q.reshape(-1, GROUP))
+            assert np.array_equal(words_[..., 0], minus_16_sums(even))
+            sums = words_.sum(axis=2)
         return q.ravel(), scales, sums
 
     return encode
@@ -227,7 +235,7 @@ def check_int8(int8, bits):
     assert np.array_equal(q, expected_q)
     assert np.array_equal(scales.view(np.float32).astype(float), np.ldexp(m.astype(float), e))
     assert not (scales & 0xFFFF).any()  # bfloat16 numbers
-    assert np.array_equal(sums, -16 * expected_q.reshape(-1, GROUP).sum(axis=1))
+    assert np.array_equal(sums, minus_16_sums(expected_q))
     return q, scales.view(np.float32)
 
 

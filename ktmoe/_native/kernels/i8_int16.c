@@ -10,6 +10,7 @@
 #include "kernels/common/isa.h"
 
 typedef char table;
+typedef char fold;
 
 INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
 INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
@@ -19,7 +20,9 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
     return bytes_of_words(load_u32(quad_at(p, v, pair % 2)), pair / 2);
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block) { return minus_16_sums(x, k, block) << 3; }
+INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
+    return minus_16_sums(x, k, block, part) << 3;
+}
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const table *t) {
     return (void)t, splat(tail(x, k, block)->scale);

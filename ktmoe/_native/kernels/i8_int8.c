@@ -13,6 +13,7 @@
 #include "kernels/common/isa.h"
 
 typedef char table;
+typedef char fold;
 
 INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
 INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
@@ -23,8 +24,8 @@ INLINE u32v decode(const place *p, const int v, const int quad, const scaling ho
     return SUMS_OF_WORDS ? codes ^ 0x80808080 : codes;
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block) {
-    return SUMS_OF_WORDS ? (sums)splat(0) : minus_16_sums(x, k, block) << 3;
+INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
+    return SUMS_OF_WORDS ? (sums)splat(0) : minus_16_sums(x, k, block, part) << 3;
 }
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) {

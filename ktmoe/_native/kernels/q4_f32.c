@@ -19,20 +19,27 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
     return (f32v)_mm512_permutexvar_ps((__m512i)(codes >> bit), *t);
 }
 #elif VECTOR_BYTES == 32
+/* The lower and the upper bytes of bf16 values. */
 typedef struct table {
-    __m256 low, high;
+    __m256i low, high;
 } table;
 
 INLINE table load_table(const kt_dot *a, const scaling how) {
     (void)how;
-    return (table){_mm256_loadu_ps(a->codebook->value), _mm256_loadu_ps(a->codebook->value + 8)};
+    const __m256i values = _mm256_loadu_si256((const __m256i *)a->codebook->plain);
+    const __m256i low = _mm256_and_si256(values, _mm256_set1_epi16(0xFF)), high = _mm256_srli_epi16(values, 8);
+    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, high), 0xD8);
+    return (table){_mm256_permute4x64_epi64(bytes, 0x44), _mm256_permute4x64_epi64(bytes, 0xEE)};
 }
 
-/* VPERMPS reads three index bits; the nibble's fourth chooses between two lookups, as the sign that VBLENDVPS reads. */
+/* Two VPSHUFB look up the bytes of half of a vector's 8 k; of these, two bf16 of k and k + 1 are joined in each dword. It takes 27
+ * instructions for 8 k, where a table of fp32, in two registers, took 38. */
 INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
-    const __m256i index = (__m256i)(codes >> bit);
-    const __m256 low = _mm256_permutevar8x32_ps(t->low, index), high = _mm256_permutevar8x32_ps(t->high, index);
-    return (f32v)_mm256_blendv_ps(low, high, (__m256)(codes << (28 - bit)));
+    const __m256i nibbles = (__m256i)((bit & 4 ? codes >> 4 : codes) & 0x0F0F0F0F);
+    const __m256i low = _mm256_shuffle_epi8(t->low, nibbles), high = _mm256_shuffle_epi8(t->high, nibbles);
+    const u32v pair = bit & 8 ? (u32v)_mm256_srli_epi16(low, 8) | ((u32v)high & 0xFF00FF00)
+                              : ((u32v)low & 0x00FF00FF) | (u32v)_mm256_slli_epi16(high, 8);
+    return (f32v)(bit & 16 ? pair & 0xFFFF0000 : pair << 16);
 }
 #else
 typedef const float *table;

@@ -1,6 +1,7 @@
 /* q4 with VPMADDWD or VPDPWSSD: codes stand for small integers, x for 16-bit ones; see int16.h and panel.h.
  *
- * DEFINITION  for each 32 k: sum of (whole[code] + 16) * q, begun at -16 * sum of q, exact in int32;
+ * DEFINITION  for each 32 k, or 16 where these have a scale: sum of (whole + 16) * q, begun at -16 * sum of q, exact in int32;
+ *             whole is whole[code], or code - zero point: of size 16 at most;
  *             out = fma(sum * (scale of x * unit), scale, out): sum is exact in fp32, since 32 * 16 * 32640 < 2^24, and
  *             both products are but for fp32's range
  * LAYOUT      pack/q4.c. The low nibbles of a dword's bytes are k0 k4 k1 k5, the high ones k2 k6 k3 k7: one VPSHUFB looks up
@@ -22,16 +23,21 @@ INLINE table load_table(const kt_dot *a, const scaling how) {
     return (table){_mm256_add_epi8(whole, _mm256_set1_epi8(16)), a->codebook->unit};
 }
 
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
+/* With zero points a value is its code: what a fold adds to each makes code - z + 16 of it. */
+typedef u32v fold;
 
-INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
-    (void)how, (void)f;
-    const u32v codes = load_u32(codes_at(p, v));
-    const u32v nibbles = (pair % 2 ? codes >> 4 : codes) & 0x0F0F0F0F;
-    return bytes_of_words((u32v)_mm256_shuffle_epi8(t->whole, (__m256i)nibbles), pair >= 2);
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    return (16 - load_zero_points(header, v, how)) * 0x01010101;
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block) { return minus_16_sums(x, k, block); }
+INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
+    const u32v codes = load_u32(codes_at(p, v)), nibbles = (pair % 2 ? codes >> 4 : codes) & 0x0F0F0F0F;
+    return bytes_of_words(how & ZERO_POINTS ? nibbles + *f : (u32v)_mm256_shuffle_epi8(t->whole, (__m256i)nibbles), pair >= 2);
+}
+
+INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
+    return minus_16_sums(x, k, block, part);
+}
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const table *t) {
     return splat(tail(x, k, block)->scale) * t->unit;
@@ -39,14 +45,10 @@ INLINE f32v factor(const void *x, const size_t k, const size_t block, const tabl
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(ue8m0, UE8M0)
-FUNCTIONS(bf16, BF16)
-FUNCTIONS(fp16, FP16)
+#define Q4_ROWS rows_int16
+#include "kernels/common/q4_ways.h"
 
-#define Q4 .family = "q4", .rows = &KT_NAME(rows_int16), .whole = 1
 const kt_kernel KT_NAME(q4_int16)[] = {
-    {Q4, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
-    {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},
-    {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},
+    Q4_WAYS,
     {0},
 };

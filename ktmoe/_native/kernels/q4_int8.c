@@ -1,13 +1,13 @@
 /* q4 with 8-bit x: codes stand for small integers; see int8.h and panel.h.
  *
- * DEFINITION  for each 32 k: sum of whole[code] * q, exact: of (whole[code] + 16) * q, bytes that are not negative, begun at
- *             -16 * sum of q;
+ * DEFINITION  for each 32 k, or 16 where these have a scale: sum of whole * q, exact: of (whole + 16) * q, bytes that are not
+ *             negative, begun at -16 * sum of q; whole is whole[code], or code - zero point: of size 16 at most;
  *             out = fma(sum * (scale of x * unit), scale, out): sum has 16 bits and the scale of x has 8, so that both products
  *             are exact but for fp32's range
  * LAYOUT      pack/q4.c. The low nibbles of a dword's bytes are k0 k4 k1 k5, the high ones k2 k6 k3 k7, and so are those of x.
  * REGULARITIES VPDPBUSD adds four products to a sum of 32 bits. VPMADDUBSW and VPADDW sum even and odd k in words of 16 k: of a
  *             sum begun at -16 * sum of q, what is added counts whole * q and what is not -16 * q, each at most 16 * 127, so
- *             that it is always within +-32512. Two products, at most 2 * 32 * 127, never saturate.
+ *             that it is always within +-32512, of 16 k within half of that. Two products, at most 2 * 32 * 127, never saturate.
  */
 #include "kernels/common/int8.h"
 #include "kernels/common/isa.h"
@@ -34,15 +34,21 @@ INLINE table load_table(const kt_dot *a, const scaling how) {
     return (table){(u32v)(whole + 16), a->codebook->unit};
 }
 
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
+/* With zero points a value is its code: what a fold adds to each makes code - z + 16 of it. */
+typedef u32v fold;
 
-INLINE u32v decode(const place *p, const int v, const int step, const scaling how, const table *t, const fold *f) {
-    (void)how, (void)f;
-    const u32v codes = load_u32(codes_at(p, v));
-    return lookup(t->whole, (step ? codes >> 4 : codes) & 0x0F0F0F0F);
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+    return (16 - load_zero_points(header, v, how)) * 0x01010101;
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block) { return minus_16_sums(x, k, block); }
+INLINE u32v decode(const place *p, const int v, const int step, const scaling how, const table *t, const fold *f) {
+    const u32v codes = load_u32(codes_at(p, v)), nibbles = (step ? codes >> 4 : codes) & 0x0F0F0F0F;
+    return how & ZERO_POINTS ? nibbles + *f : lookup(t->whole, nibbles);
+}
+
+INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
+    return minus_16_sums(x, k, block, part);
+}
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) {
 #if SUMS_OF_WORDS
@@ -70,14 +76,10 @@ INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v
 
 #include "kernels/loops/panel.h"
 
-FUNCTIONS(ue8m0, UE8M0)
-FUNCTIONS(bf16, BF16)
-FUNCTIONS(fp16, FP16)
+#define Q4_ROWS rows_int8
+#include "kernels/common/q4_ways.h"
 
-#define Q4 .family = "q4", .rows = &KT_NAME(rows_int8), .whole = 1
 const kt_kernel KT_NAME(q4_int8)[] = {
-    {Q4, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},
-    {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},
-    {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},
+    Q4_WAYS,
     {0},
 };

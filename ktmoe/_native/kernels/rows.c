@@ -20,12 +20,12 @@ const kt_rows KT_NAME(rows_bf16_tiles) = {.mode = "bf16", .block_bytes = KT_BLOC
 #ifdef __AVX2__
 const kt_rows KT_NAME(rows_int16) = {
     .mode = "int16",
-    .block_bytes = KT_BLOCK * sizeof(int16_t) + sizeof(int16_block),
+    .block_bytes = KT_BLOCK * sizeof(int16_t) + sizeof(int16_block) + sizeof(int16_halves),
     .encode = encode_int16,
 };
 const kt_rows KT_NAME(rows_int8) = {
     .mode = "int8",
-    .block_bytes = KT_BLOCK * sizeof(int8_t) + sizeof(int8_block),
+    .block_bytes = KT_BLOCK * sizeof(int8_t) + sizeof(int8_block) + sizeof(int8_halves),
     .encode = encode_int8,
 };
 #endif

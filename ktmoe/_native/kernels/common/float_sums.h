@@ -6,7 +6,9 @@
 
 typedef f32v sums;
 
-INLINE sums start(const void *x, const size_t k, const size_t block) { return (void)x, (void)k, (void)block, splat(0); }
+INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
+    return (void)x, (void)k, (void)block, (void)part, splat(0);
+}
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const void *t) {
     return (void)x, (void)k, (void)block, (void)t, splat(1);

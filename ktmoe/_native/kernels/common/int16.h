@@ -20,15 +20,20 @@ enum {
 
 #define PASSES(P) P(1, 8) P(2, 4)
 
-typedef char fold;
 typedef i32v sums;
 
 INLINE const int16_block *tail(const void *x, const size_t k, const size_t block) {
     return (const int16_block *)((const int16_t *)x + k) + block;
 }
 
-INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block) {
-    return (sums)_mm256_set1_epi32(tail(x, k, block)->minus_16_sums);
+INLINE const int16_halves *tail_of_halves(const void *x, const size_t k, const size_t block) {
+    return (const int16_halves *)tail(x, k, k / KT_BLOCK) + block;
+}
+
+/* part: panel.h's. */
+INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, const int part) {
+    const int32_t *sum = part ? &tail_of_halves(x, k, block)->minus_16_sums[part - 1] : &tail(x, k, block)->minus_16_sums;
+    return (sums)_mm256_set1_epi32(*sum);
 }
 
 /* The lower or the upper bytes of words, as words. */

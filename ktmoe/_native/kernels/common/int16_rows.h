@@ -1,6 +1,6 @@
 /* Activation mode int16: rows of 16-bit integers with a power of two as scale per 32 k. Includers have AVX2.
  *
- * LAYOUT      of a row of k: k int16, then k / 32 int16_block
+ * LAYOUT      of a row of k: k int16, then k / 32 int16_block, then k / 32 int16_halves
  * DEFINITION  of 32 bf16 x: E = max(exponent of their largest magnitude, -126), scale = 2^(E - 14), q = x / scale, rounded to
  *             nearest, ties to even: 2^14 <= |largest q| <= 32640 unless it is denormal. A NaN or an infinity makes scale NaN.
  */
@@ -16,6 +16,11 @@ typedef struct int16_block {
     int32_t minus_16_sums; /* -16 times the sum of the 32 integers */
 } int16_block;
 
+/* The same of the first and of the last 16 k, apart: the common case has shorter addresses then. */
+typedef struct int16_halves {
+    int32_t minus_16_sums[2];
+} int16_halves;
+
 static inline float power_of_two(int n) {
     const uint32_t bits = (uint32_t)(n + 127) << 23;
     float value;
@@ -26,17 +31,19 @@ static inline float power_of_two(int n) {
 static inline void encode_int16(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
     int16_t *restrict q = (int16_t *)row + first;
     int16_block *restrict block = (int16_block *)((int16_t *)row + k) + first / KT_BLOCK;
-    for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++) {
+    int16_halves *restrict halves = (int16_halves *)((int16_block *)((int16_t *)row + k) + k / KT_BLOCK) + first / KT_BLOCK;
+    for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++, halves++) {
         const uint32_t field = largest_magnitude(x) >> 7;
         if (field == 0xFF) {
             *block = (int16_block){__builtin_nanf(""), 0};
+            *halves = (int16_halves){{0}};
             __builtin_memset(q, 0, KT_BLOCK * sizeof *q);
             continue;
         }
         const int exponent = (field ? (int)field : 1) - 127, up = 14 - exponent, half = up >> 1;
         /* 2^-147 and 2^140 are beyond the normal range: two factors each. Scaling is exact where q is not rounded to 0. */
         const __m256 factor1 = _mm256_set1_ps(power_of_two(half)), factor2 = _mm256_set1_ps(power_of_two(up - half));
-        __m256i sums = _mm256_setzero_si256();
+        __m256i sums[2];
         for (int j = 0; j < KT_BLOCK; j += 16) {
             __m256i v[2];
             for (int h = 0; h < 2; h++) {
@@ -46,12 +53,13 @@ static inline void encode_int16(const uint16_t *restrict x, size_t first, size_t
             }
             const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(v[0], v[1]), 0xD8);
             _mm256_storeu_si256((__m256i *)(q + j), packed);
-            sums = _mm256_add_epi32(sums, _mm256_add_epi32(v[0], v[1]));
+            sums[j / 16] = _mm256_add_epi32(v[0], v[1]);
         }
-        int32_t sum = 0, lanes[8];
-        __builtin_memcpy(lanes, &sums, sizeof lanes);
-        for (int l = 0; l < 8; l++) sum += lanes[l];
-        *block = (int16_block){power_of_two(-half) * power_of_two(half - up), -16 * sum};
+        const __m256i fours = _mm256_hadd_epi32(sums[0], sums[1]), both = _mm256_hadd_epi32(fours, fours);
+        const __m128i of_halves = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+        const int32_t first = _mm_extract_epi32(of_halves, 0), last = _mm_extract_epi32(of_halves, 1);
+        *block = (int16_block){power_of_two(-half) * power_of_two(half - up), -16 * (first + last)};
+        *halves = (int16_halves){{-16 * first, -16 * last}};
     }
 }
 

@@ -34,17 +34,20 @@ enum {
 #define PASSES(P) P(1, 8) P(2, 4)
 #endif
 
-typedef char fold;
 typedef i32v sums;
 
 INLINE const int8_block *tail(const void *x, const size_t k, const size_t block) {
     return (const int8_block *)((const int8_t *)x + k) + block;
 }
 
-/* -16 times the sum of x, as int8_block.start has it. */
-INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block) {
+INLINE const int8_halves *tail_of_halves(const void *x, const size_t k, const size_t block) {
+    return (const int8_halves *)tail(x, k, k / KT_BLOCK) + block;
+}
+
+/* -16 times the sum of x, as int8_block.start has it; part: panel.h's. */
+INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, const int part) {
     float bits;
-    memcpy(&bits, &tail(x, k, block)->start, sizeof bits);
+    memcpy(&bits, part ? &tail_of_halves(x, k, block)->start[part - 1] : &tail(x, k, block)->start, sizeof bits);
     return (sums)splat(bits);
 }
 

@@ -1,6 +1,6 @@
 /* Activation mode int8: rows of 8-bit integers with a bf16 number as scale per 32 k. Includers have AVX2.
  *
- * LAYOUT      of a row of k: k int8, of each 8 in the order 0 4 1 5 2 6 3 7, then k / 32 int8_block
+ * LAYOUT      of a row of k: k int8, of each 8 in the order 0 4 1 5 2 6 3 7, then k / 32 int8_block, then k / 32 int8_halves
  * DEFINITION  of 32 bf16 x: M = max(largest magnitude, 127 * 2^-118), scale = M / 127 rounded to bf16, q = x / scale rounded to
  *             an integer, both to nearest, ties to even: |q| <= 127. A NaN or an infinity makes scale NaN.
  *
@@ -30,6 +30,11 @@ typedef struct int8_block {
     int32_t start;
 } int8_block;
 
+/* The same start of the first and of the last 16 k, apart: the common case has shorter addresses then. */
+typedef struct int8_halves {
+    int32_t start[2];
+} int8_halves;
+
 enum { LEAST_INT8_MAXIMUM = 15 << 7 | 126 }; /* bf16 bits of 127 * 2^-118: scale * unit is a normal number */
 
 static inline float int8_scale(uint32_t largest) {
@@ -55,30 +60,39 @@ static inline __m256i int8_integers(const uint16_t *x, const float scale) {
     return _mm256_set_m128i(_mm_unpackhi_epi8(first, last), _mm_unpacklo_epi8(first, last));
 }
 
-/* -16 times the sums of integers: in words, of those of even and of odd k. */
-static inline uint32_t int8_minus_16_sums(const __m256i integers) {
+/* Of two words, of even and of odd k. */
+static inline int32_t int8_start(const __m128i words) {
+    const uint32_t both = (uint32_t)_mm_cvtsi128_si32(words);
+    return SUMS_OF_WORDS ? (int32_t)both : (int16_t)(both & 0xFFFF) + (int16_t)(both >> 16);
+}
+
+/* Of integers in the row's order. */
+static inline void int8_starts(const __m256i integers, int8_block *block, int8_halves *halves) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(16), integers);
-    __m128i sums = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    sums = _mm_add_epi16(sums, _mm_srli_si128(sums, 8));
-    sums = _mm_add_epi16(sums, _mm_srli_si128(sums, 4));
-    return (uint32_t)_mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), sums));
+    __m256i sums = _mm256_sub_epi16(_mm256_setzero_si256(), pairs);
+    sums = _mm256_add_epi16(sums, _mm256_srli_si256(sums, 8));
+    sums = _mm256_add_epi16(sums, _mm256_srli_si256(sums, 4));
+    const __m128i first = _mm256_castsi256_si128(sums), last = _mm256_extracti128_si256(sums, 1);
+    block->start = int8_start(_mm_add_epi16(first, last));
+    *halves = (int8_halves){{int8_start(first), int8_start(last)}};
 }
 
 static inline void encode_int8(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
     int8_t *restrict q = (int8_t *)row + first;
     int8_block *restrict block = (int8_block *)((int8_t *)row + k) + first / KT_BLOCK;
-    for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++) {
+    int8_halves *restrict halves = (int8_halves *)((int8_block *)((int8_t *)row + k) + k / KT_BLOCK) + first / KT_BLOCK;
+    for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++, halves++) {
         const uint32_t largest = largest_magnitude(x);
         if (largest >> 7 == 0xFF) {
             *block = (int8_block){__builtin_nanf(""), 0};
+            *halves = (int8_halves){{0}};
             memset(q, 0, KT_BLOCK);
             continue;
         }
         block->scale = int8_scale(largest);
         const __m256i integers = int8_integers(x, block->scale);
         _mm256_storeu_si256((__m256i *)q, integers);
-        const uint32_t sums = int8_minus_16_sums(integers);
-        block->start = SUMS_OF_WORDS ? (int32_t)sums : (int16_t)(sums & 0xFFFF) + (int16_t)(sums >> 16);
+        int8_starts(integers, block, halves);
     }
 }
 

@@ -1,5 +1,5 @@
-/* What q4's kernels with float sums have, after panel.h: one function pair and one row of the table for each way of scaling. Includers
- * define Q4_ROWS, the form of rows that they take.
+/* What q4's kernels have, after panel.h: one function pair and one row of the table for each way of scaling. Includers define Q4_ROWS,
+ * the form of rows that they take. Sums of blocks are of integers, which need values that have a unit.
  */
 FUNCTIONS(none, NONE)
 FUNCTIONS(ue8m0, UE8M0)
@@ -9,7 +9,7 @@ FUNCTIONS(e4m3, E4M3 | HALVES)
 FUNCTIONS(bf16_zero_points, BF16 | ZERO_POINTS)
 FUNCTIONS(fp16_zero_points, FP16 | ZERO_POINTS)
 
-#define Q4 .family = "q4", .rows = &KT_NAME(Q4_ROWS)
+#define Q4 .family = "q4", .rows = &KT_NAME(Q4_ROWS), .whole = BLOCK_SUMS
 #define ZEROS .offset = "zero_point"
 #define Q4_WAYS                                                                                                                \
     {Q4, .scale = "none", SERVED_BY(none)}, {Q4, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},                               \

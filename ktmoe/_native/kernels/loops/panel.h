@@ -30,7 +30,8 @@
  *     fold, load_fold(header, v, how)  what it needs of a group's scales or zero points
  *     decode(p, v, j, how, t, f)       u32v of the weights of step j of the 8 k at p, in the columns of vector v
  *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
- *     start(x, k, block)        a sum before its first step: x is a row of k, its block the first one
+ *     start(x, k, block, part)  a sum before its first step: x is a row of k, its block the first one; part 0: a sum of whole
+ *                               blocks, 1 or 2: of the block's first or last 16 k
  *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
  *     finish(sums, f32v scale, f32v factor, f32v out)
  * and how scales are loaded, in scales.h or in a way of its own.
@@ -62,6 +63,9 @@ INLINE size_t blocks_per_header(const kt_dot *a, const scaling how) {
     return kind_of(how) == UE8M0 || how & HALVES ? 1 : a->scale_group / KT_BLOCK;
 }
 
+/* What start() is told of a half of a block, the only one where scales are of more than 16 k. */
+INLINE int part_of(const int half, const scaling how) { return halves(how) - 1 + half; }
+
 INLINE u32v broadcast(const uint32_t *x) {
     float bits;
     memcpy(&bits, x, sizeof bits);
@@ -92,7 +96,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
     for (int i = 0; i < rows; i++) {
         x[i] = a->x[first + i];
         for (int v = 0; v < vectors; v++) {
-            sum[i][v] = start(x[i], a->k, 0);
+            sum[i][v] = start(x[i], a->k, 0, 0);
             if (has_sums(how)) store_f32(OUT(i, v), splat(0));
         }
     }
@@ -110,7 +114,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
             for (int half = 0; half < halves(how); half++) {
                 if (has_sums(how) && (BLOCK_SUMS || how & HALVES || !b))
                     for (int i = 0; i < rows; i++)
-                        for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_BLOCK);
+                        for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_BLOCK, part_of(half, how));
                 const int octets = KT_BLOCK / 8 / halves(how);
 #pragma GCC unroll 1
                 for (int octet = half * octets; octet < (half + 1) * octets; octet++) {
@@ -256,12 +260,13 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
             total[i][v] = k0 ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
         x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
         for (int v = 0; !has_sums(how) && v < vectors; v++)
-            sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0);
+            sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0, 0);
     }
     for (size_t p = 0; p < pieces;) {
         const size_t last = least(p + per, pieces), block = k0 / KT_BLOCK + p / halves(how);
+        const int part = part_of((int)(p % halves(how)), how);
         for (int i = 0; has_sums(how) && i < rows; i++)
-            for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block);
+            for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block, part);
 #pragma GCC unroll 2
         for (size_t step = p * piece; step < last * piece; step++) {
             if (fetches((size_t)rows)) prefetch_l2(codes.at), codes.at += codes.bytes;
