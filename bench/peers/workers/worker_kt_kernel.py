@@ -1,7 +1,7 @@
 """kt-kernel: its C++ classes on its thread pool, driven as its Python wrappers do, but for their copies to and from a GPU.
 
-Ways are its methods' weights. Where its wrapper has a class that it prefers and one for AVX2, the faster one is taken for a
-size of calls. "BF16" has one class alone, since another would double so much memory.
+Ways are its methods' weights. Where its wrapper chooses among two classes, the faster one is taken for a size of calls.
+"BF16" has one class alone, since another would double so much memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLASSES = {
     "MXFP4": {"amx": "AMXFP4_KGroup_MOE", "avx2": "AVX2MXFP4_MOE"},
     "BF16": {"amx": "AMXBF16_MOE", "avx2": "AVX2BF16_MOE"},
     "FP8": {"amx": "AMXFP8_MOE", "avx2": "AVX2FP8_MOE"},
-    "INT4": {"amx": "AMXInt4_KGroup_MOE", "avx2": "AVX2RawInt4_MOE"},
+    "INT4": {"amx": "AMXInt4_KGroup_MOE", "amx, blocked": "AMXInt4_KGroupBlocked_MOE"},
 }
 LOADERS = {"MXFP4": "MXFP4SafeTensorLoader", "FP8": "FP8SafeTensorLoader", "INT4": "CompressedSafeTensorLoader"}
 #: Bits of a code, and codes of a scale.
