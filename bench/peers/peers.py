@@ -69,7 +69,7 @@ PEERS = (
         },
         notes={
             "MXFP4": ("ggml's buffer type AMX is left out: it has no MXFP4 and no mul_mat_id",),
-            "FP8": (f"ggml has no FP8, so that it has BF16; {_ROUNDED}",),
+            "FP8": ("ggml has no FP8, so that it has BF16", _ROUNDED),
             "INT4": ("ggml has INT4 as Q4_0, whose float16 scales are the same numbers",),
         },
     ),
