@@ -84,10 +84,11 @@ def cpus(found: list[Results]) -> tuple[Row, list[Row]]:
 def ways(found: list[Results]) -> tuple[Row, list[Row]]:
     """EVERYWHERE in every way to compute; the same way on each CPU, one below the other."""
     layers = [(layer, results) for results in found for layer in results.entries("layer") if layer["model"] == EVERYWHERE]
-    first, *others = sorted({point["rows"] for layer, _ in layers for point in layer.get("per_expert", ())})
-    columns = [("decode", 1), ("decode", 4), ("decode", 16), *(("per_expert", rows) for rows in (first, *others))]
+    measured = sorted({point["rows"] for layer, _ in layers for point in layer.get("per_expert", ())})
+    columns = [("decode", 1), ("decode", 4), ("decode", 16), *(("per_expert", rows) for rows in measured)]
     heads = ("backend", "instruction set", "activations", "CPU", "decode, 1 token", "4 tokens", "16 tokens")
-    heads += (f"prefill, {first} tokens an expert", *map(str, others), "bound")
+    heads += tuple(f"prefill, {rows} tokens an expert" if rows == measured[0] else f"{rows}" for rows in measured)
+    heads += ("bound",)
     order = list(dict.fromkeys(_way(layer) for layer, _ in layers))
     rows = []
     for layer, results in sorted(layers, key=lambda pair: order.index(_way(pair[0]))):

@@ -87,6 +87,10 @@ def test_tables_of_two_cpus():
         ("`avx2`", "avx2", "int16", label, "22.9 GB/s, 74 % of 1 stream", "-", "-", "218 GFLOP/s, 97 %", "-")
         for label in ("AMD EPYC 9754 25-160", "Intel Xeon 6-207")
     ]
+    layer = without("layer", 0, "per_expert")["layer"]
+    heads, rows = document.ways([Results(made(layer=layer))])
+    assert heads[-2:] == ("16 tokens", "bound")
+    assert rows[0][-2:] == ("-", "-")
     heads, rows = document.pool(both)
     assert heads[1:] == ("AMD EPYC 9754 25-160", "Intel Xeon 6-207")
     assert rows == [("barrier", "1.5 µs", "0.25 µs"), ("call", "60 µs, 1.8 % of the call", "-")]
@@ -283,7 +287,7 @@ def peers_run(weights="MXFP4", cpu="AMD EPYC 9754 128-Core Processor") -> dict:
     took = ({"ktmoe avx2 int16": seconds, "ggml repack": 2 * seconds} for seconds in (1e-3, 2e-3))
     rounds = [{"batch": 0, "read": 3e10, "peaks": {}, "seconds": seconds} for seconds in took]
     errors = {"ktmoe avx2 int16": {"error": 0.0016}, "ggml repack": {"error": 0.012}, "torch BF16": {"failure": "too large"}}
-    about = {"ktmoe avx2 int16": {"version": "0.1.0"}, "ggml repack": {}, "torch BF16": {}}
+    about = {"ggml repack": {}, "torch BF16": {}, "ktmoe avx2 int16": {"version": "0.1.0"}}
     return {
         "date": "2026-11-22",
         "commit": "012345678",
