@@ -99,7 +99,7 @@ def peers(saved: dict) -> dict:
 
 def engines(saved: dict) -> dict:
     """A results file's `engines`, of what make bench-engines saved. Ways that failed are left out."""
-    streams = {"read_streams": saved["read_streams"]} if "read_streams" in saved else {}
+    streams = _streams([row for comparison in saved["comparisons"] for row in comparison["rounds"]])
     commit = {"commit": saved["commit"]} if saved["commit"] else {}
     comparisons = [
         {
@@ -113,7 +113,13 @@ def engines(saved: dict) -> dict:
         for comparison in saved["comparisons"]
     ]
     date = datetime.date.fromisoformat(saved["date"])
-    return {"date": date, **commit, "source": "make bench-engines", **streams, "comparison": comparisons}
+    return {
+        "date": date,
+        **commit,
+        "source": "make bench-engines",
+        **({"read_streams": streams} if streams else {}),
+        "comparison": comparisons,
+    }
 
 
 def _way(name: str, about: dict, found: dict) -> dict:
@@ -194,9 +200,7 @@ def _limits(rows: dict[str, list[dict]]) -> dict:
         peaks.setdefault(row["isa"], []).append(row["limit_gflop_s"])
     found = {
         "read_gb_s": _median([row["limit_read_gb_s"] for row in rows["layer"]]),
-        "read_streams": next(
-            iter(statistics.multimode(row["read_streams"] for row in rows["layer"] if "read_streams" in row)), None
-        ),
+        "read_streams": _streams(rows["layer"]),
         "handoff_us": _median([row["handoff_us"] for row in rows["pool"]]),
         "multiply_gflop_s": {isa: _median(limits) for isa, limits in peaks.items()},
     }
@@ -247,6 +251,12 @@ def _pool(row: dict) -> dict:
 
 def _call(row: dict) -> dict:
     return {name: _digits(row[key]) for name, key in CALL.items()}
+
+
+def _streams(rows: list[dict]) -> int | None:
+    """The number of streams that most points or rounds were read fastest with; None of those that tried one alone."""
+    found = statistics.multimode(row["read_streams"] for row in rows if "read_streams" in row)
+    return found[0] if found else None
 
 
 def _median(values: list[float]) -> float | None:

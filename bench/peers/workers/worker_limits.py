@@ -15,7 +15,9 @@ class LimitsWorker(Worker):
         experts = ktmoe.load_experts(model.folder, 0)
         tables = measure.backends_for(experts)
         self.layer = MoELayer(experts, next(iter(tables)))
-        self._limits = {table.name: measure.Limits(self.layer, table) for table in tables.values()}
+        read, *others = tables.values()
+        self._limits = {read.name: measure.settled(self.layer, read)}
+        self._limits |= {table.name: measure.Limits(self.layer, table) for table in others}
         self.about = {"bytes an expert": self.layer.nbytes // model.experts}
 
     def limits(self, seconds: float) -> dict:
