@@ -18,7 +18,7 @@ What is slower everywhere alike does not deviate: then most points are slower. A
 
 A point is not judged, and tells nothing of the others, if the machine was in another state: a limit differs by more than a
 factor of MOST_LIMITS between the runs, or the rounds of one run deviate by more than MOST_SPREAD. (Where nobody else uses the
-machine, they deviate by 1 to 5 %.)
+machine, they deviate by 1 to 5 %.) Nor is it judged if one run measured reading by one stream alone.
 
 Latencies of the pool are compared as times. Their limit, a handoff between CPUs, swings more than they do. What counts is the
 time that a tenth of the rounds stay below: in the others somebody else had the CPU. A latency is slower if it takes LATENCY
@@ -137,7 +137,10 @@ def _latency(point: str, before: list[float], after: list[float]) -> Change:
 
 
 def _other_state(point: str, old: dict, new: dict) -> Change | None:
-    """By the limit that differs most or by the rounds' spread, if that is too much."""
+    """By what reading was measured with, by the limit that differs most, or by the rounds' spread, if that is too much."""
+    streams = [run.get("read_streams", "1 alone") for run in (old, new)]
+    if "limit_read_gb_s" in new and streams.count("1 alone") == 1:
+        return Change(point, *(f"{number} streams" for number in streams), 1.0, "not judged")
     pairs = [(old[name], new[name], unit) for name, unit in LIMITS.items() if name in old and name in new]
     was, is_now, unit = max(pairs, key=lambda pair: abs(math.log(pair[1] / pair[0])), default=(1.0, 1.0, ""))
     if abs(math.log(is_now / was)) > math.log(MOST_LIMITS):
@@ -150,7 +153,11 @@ def _other_state(point: str, old: dict, new: dict) -> Change | None:
 
 def report(found: list[Change], console: Console) -> None:
     """The points that are slower, faster and not judged, farthest first."""
-    titles = {"slower": "slower", "faster": "faster", "not judged": "not judged: the machine was in another state"}
+    titles = {
+        "slower": "slower",
+        "faster": "faster",
+        "not judged": "not judged: the machine was in another state, or reading was measured by other streams",
+    }
     for verdict, title in titles.items():
         picked = sorted((c for c in found if c.verdict == verdict), key=lambda c: -abs(math.log(c.factor)))
         rows = ((c.point, c.old, c.new, f"{c.factor - 1:+.1%}" if c.factor != 1 else "") for c in picked)

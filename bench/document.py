@@ -5,6 +5,7 @@ Each stands between marks that name it.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
@@ -16,6 +17,7 @@ from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
 from bench.explain import Call
 from bench.models import models
+from bench.peers.formats import FORMATS
 from bench.results_file import LOADING, Results, read_all
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -23,6 +25,8 @@ PAGE, ENGINES = DOCS / "performance.md", DOCS / "engines.md"
 Row = tuple[str, ...]
 Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
 NONE = "-"
+#: Where no more were tried.
+ONE_STREAM = "1 alone"
 
 
 def write() -> None:
@@ -53,28 +57,42 @@ def markdown(heads: Row, rows: Iterable[Row]) -> str:
 
 
 def cpus(found: list[Results]) -> tuple[Row, list[Row]]:
-    heads = ("CPU", "threads", "instruction sets", "L2 of a core", "last cache", "reads", "compiler", "date", "commit", "by")
+    heads = (
+        "CPU",
+        "threads",
+        "instruction sets",
+        "L2 of a core",
+        "last cache",
+        "reads",
+        "streams",
+        "compiler",
+        "date",
+        "commit",
+        "by",
+    )
     rows = []
     for results in found:
         data, cpu, limits = results.data, results.data["cpu"], results.data.get("limits", {})
         caches = (f"{cpu[name] / 2**20:g} MiB" if name in cpu else NONE for name in ("l2_bytes", "llc_bytes"))
         read = f"{limits['read_gb_s']:.3g} GB/s" if "read_gb_s" in limits else NONE
+        streams = f"{limits['read_streams']}" if "read_streams" in limits else ONE_STREAM if "layer" in data else NONE
         made = data.get("compiler", NONE), f"{data['date']}", f"`{data['commit']}`", data["source"]
-        rows.append((results.label, f"{cpu['threads']}", ", ".join(cpu.get("features", [NONE])), *caches, read, *made))
+        rows.append((results.label, f"{cpu['threads']}", ", ".join(cpu.get("features", [NONE])), *caches, read, streams, *made))
     return heads, rows
 
 
 def ways(found: list[Results]) -> tuple[Row, list[Row]]:
     """EVERYWHERE in every way to compute; the same way on each CPU, one below the other."""
     layers = [(layer, results) for results in found for layer in results.entries("layer") if layer["model"] == EVERYWHERE]
-    first, *others = sorted({point["rows"] for layer, _ in layers for point in layer.get("per_expert", ())})
-    columns = [("decode", 1), ("decode", 4), ("decode", 16), *(("per_expert", rows) for rows in (first, *others))]
+    measured = sorted({point["rows"] for layer, _ in layers for point in layer.get("per_expert", ())})
+    columns = [("decode", 1), ("decode", 4), ("decode", 16), *(("per_expert", rows) for rows in measured)]
     heads = ("backend", "instruction set", "activations", "CPU", "decode, 1 token", "4 tokens", "16 tokens")
-    heads += (f"prefill, {first} tokens an expert", *map(str, others), "bound")
+    heads += tuple(f"prefill, {rows} tokens an expert" if rows == measured[0] else f"{rows}" for rows in measured)
+    heads += ("bound",)
     order = list(dict.fromkeys(_way(layer) for layer, _ in layers))
     rows = []
     for layer, results in sorted(layers, key=lambda pair: order.index(_way(pair[0]))):
-        cells = [_rate(_point(layer, *column), column[0]) for column in columns]
+        cells = [_rate(results, _point(layer, *column), column[0]) for column in columns]
         if any(cell != NONE for cell in cells):
             mode = layer["activations"] + (", folded" if layer["rounding"] == "folded" else "")
             bound = f"{100 * layer['bound']:.2g} %" if "bound" in layer else NONE
@@ -96,7 +114,7 @@ def other_models(found: list[Results]) -> tuple[Row, list[Row]]:
                 if layer["model"] == model != EVERYWHERE:
                     weights = layer["weights"] + (", folded" if layer["rounding"] == "folded" else "")
                     experts = f"{layer['experts']}" + (f" x {layer['copies']}" if layer["copies"] > 1 else "")
-                    cells = (_rate(_point(layer, *column), column[0]) for column in columns)
+                    cells = (_rate(results, _point(layer, *column), column[0]) for column in columns)
                     rows.append((model, weights, f"`{layer['backend']}`", results.label, experts, *cells))
     return heads, rows
 
@@ -109,7 +127,7 @@ def kernels(found: list[Results]) -> tuple[Row, list[Row]]:
     rows = []
     for kernel, results in sorted(entries, key=lambda pair: order.index(tuple(pair[0][name] for name in names))):
         few, many = (next(iter(kernel.get(where, ())), None) for where in ("memory", "l2"))
-        cells = _rate(few, "decode"), _rate(many, "prefill")
+        cells = _rate(results, few, "decode"), _rate(results, many, "prefill")
         rows.append((*(kernel[name] for name in names), results.label, *cells))
     return heads, rows
 
@@ -144,20 +162,21 @@ def _by_work(found: list[Results], section: str, cell: Callable[[dict], str]) ->
     return ("", *(results.label for results in found)), [(w, *(column.get(w, NONE) for column in columns)) for w in works]
 
 
-def peers(found: list[Results]) -> tuple[Row, list[Row]]:
+def peers(weights: str, found: list[Results]) -> tuple[Row, list[Row]]:
     """A line for each library, ktmoe's own ways to compute among them; columns for the numbers of tokens."""
-    found = [results for results in found if "peers" in results.data]
-    tokens = sorted({c["tokens"] for r in found for library in r.data["peers"]["library"] for c in library["calls"]})
+    entries = [(results, entry) for results in found for entry in results.entries("peers") if entry["weights"] == weights]
+    tokens = sorted({call["tokens"] for _, entry in entries for library in entry["library"] for call in library["calls"]})
     words = [f"{count:,} token{'s' if count > 1 else ''}" for count in tokens]
     rows = []
-    for results in found:
-        for library in results.data["peers"]["library"]:
+    for results, entry in entries:
+        for library in entry["library"]:
             calls = {call["tokens"]: call for call in library["calls"]}
             cells = (_call(calls[count]) if count in calls else NONE for count in tokens)
             errors = dict.fromkeys(f"{100 * library[name]:.2g}" for name in ("least_error", "most_error") if name in library)
             error = f"{' to '.join(errors)} %" if errors else NONE
-            rows.append((results.label, library["name"], library["activations"], *cells, error))
-    return ("CPU", "library", "activations", *words, "distance from float64"), rows
+            name = library["name"] + (", auto" if library["name"] == entry.get("auto") else "")
+            rows.append((results.label, f"{entry['experts']}", name, library["activations"], *cells, error))
+    return ("CPU", "experts", "library", "activations", *words, "distance from float64"), rows
 
 
 def _call(call: dict) -> str:
@@ -181,8 +200,8 @@ def engines(found: list[Results]) -> tuple[Row, list[Row]]:
         prefill = {part["tokens"]: part for part in way["prefill"]}
         decode = {part["texts"]: part for part in way["decode"]}
         cells = [_tokens_rate(prefill.get(count)) for count in tokens] + [_tokens_rate(decode.get(count)) for count in texts]
-        first = decode[min(decode)]
-        experts = f"{100 * first['experts']:.0f} %, {first['read_gb_s']:.3g} GB/s, {100 * first['of_read']:.0f} % of read"
+        first, read = decode[min(decode)], "1 stream" if results.of_one_stream("engines") else "read"
+        experts = f"{100 * first['experts']:.0f} %, {first['read_gb_s']:.3g} GB/s, {100 * first['of_read']:.0f} % of {read}"
         load = f"{way['load_s']:.2g} s" if "load_s" in way else NONE
         layers = f"{comparison['layers']} of {comparison['of_layers']}"
         memory = f"{way['peak_gb']:.3g} GB"
@@ -206,7 +225,8 @@ def cost_numbers(found: list[Results]) -> tuple[Row, list[Row]]:
             machine = Machine(results.data["cpu"]["threads"], read, peak)
             crossover = cost_model.crossover(models()[EVERYWHERE], kernel, machine)
             numbers = f"{kernel.decode_ns:.2f}", f"{kernel.efficiency:.2f}", f"{kernel.overlap:.2f}"
-            rows.append((results.label, *name, *numbers, f"{read / 1e9:.0f}", f"{peak / 1e9:.0f}", f"{crossover:.1f}"))
+            reads = f"{read / 1e9:.0f}" + (" by 1 stream" if results.of_one_stream() else "")
+            rows.append((results.label, *name, *numbers, reads, f"{peak / 1e9:.0f}", f"{crossover:.1f}"))
     return heads, rows
 
 
@@ -243,13 +263,14 @@ def _point(layer: dict, what: str, number: int) -> dict | None:
     return next((point for point in layer.get(what, ()) if number in (point.get("tokens"), point.get("rows"))), None)
 
 
-def _rate(point: dict | None, what: str) -> str:
+def _rate(results: Results, point: dict | None, what: str) -> str:
     """Decode by what it reads, all else by what it multiplies."""
     rate, unit, share = ("gb_s", "GB/s", "of_read") if what == "decode" else ("gflop_s", "GFLOP/s", "of_peak")
     if not point or rate not in point:
         return NONE
     number = f"{point[rate]:.1f}" if what == "decode" else f"{point[rate]:.0f}"
-    return f"{number} {unit}" + (f", {100 * point[share]:.0f} %" if share in point else "")
+    of = readme.of_what(results) if what == "decode" else ""
+    return f"{number} {unit}" + (f", {100 * point[share]:.0f} %{of}" if share in point else "")
 
 
 TABLES: Tables = {
@@ -259,7 +280,7 @@ TABLES: Tables = {
     "kernels": kernels,
     "pool": pool,
     "loading": loading,
-    "peers": peers,
+    **{f"peers {weights}": functools.partial(peers, weights) for weights in FORMATS},
     "cost numbers": cost_numbers,
     "cost checks": cost_checks,
 }

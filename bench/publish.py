@@ -17,11 +17,12 @@ from pathlib import Path
 from bench import document, explain, runs
 from bench.engines import report as engines_report
 from bench.models import models
+from bench.peers.formats import FORMATS
 from bench.peers.rounds import figures
 from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, read
 
-#: Where make bench-peers and make bench-engines save what they measured.
-PEERS = runs.STORAGE / "peers.json"
+#: Where make bench-peers, by format, and make bench-engines save what they measured.
+PEERS = {weights: runs.STORAGE / f"peers-{weights.lower()}.json" for weights in FORMATS}
 ENGINES = runs.STORAGE / "engines.json"
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
@@ -69,9 +70,12 @@ def results(saved: list[dict]) -> Results:
 
 
 def peers(saved: dict) -> dict:
-    """A results file's `peers`, of what make bench-peers saved. Whoever failed at all points is left out."""
+    """An entry of a results file's `peers`, of one format that make bench-peers saved.
+
+    ktmoe's own ways come first. Whoever failed at all points is left out.
+    """
     libraries = []
-    for name, participant in saved["participants"].items():
+    for name, participant in sorted(saved["participants"].items(), key=lambda item: not item[0].startswith("ktmoe ")):
         measured = [(point, figures(saved, point, name)) for point in saved["points"]]
         calls = [
             {
@@ -89,12 +93,13 @@ def peers(saved: dict) -> dict:
             libraries.append({**about, "least_error": min(errors), "most_error": max(errors), "calls": calls})
     commit = {"commit": saved["commit"]} if saved.get("commit") else {}
     date = datetime.date.fromisoformat(saved["date"])
-    experts = saved["shape"]["experts"]
-    return {"date": date, **commit, "source": "make bench-peers", "experts": experts, "library": libraries}
+    shape = {name: saved["shape"][name] for name in ("weights", "experts")}
+    return {**shape, "date": date, **commit, "source": "make bench-peers", "auto": saved["base"], "library": libraries}
 
 
 def engines(saved: dict) -> dict:
     """A results file's `engines`, of what make bench-engines saved. Ways that failed are left out."""
+    streams = _streams([row for comparison in saved["comparisons"] for row in comparison["rounds"]])
     commit = {"commit": saved["commit"]} if saved["commit"] else {}
     comparisons = [
         {
@@ -108,7 +113,13 @@ def engines(saved: dict) -> dict:
         for comparison in saved["comparisons"]
     ]
     date = datetime.date.fromisoformat(saved["date"])
-    return {"date": date, **commit, "source": "make bench-engines", "comparison": comparisons}
+    return {
+        "date": date,
+        **commit,
+        "source": "make bench-engines",
+        **({"read_streams": streams} if streams else {}),
+        "comparison": comparisons,
+    }
 
 
 def _way(name: str, about: dict, found: dict) -> dict:
@@ -132,21 +143,25 @@ def _way(name: str, about: dict, found: dict) -> dict:
 
 
 def with_others(results: Results, folder: Path = FOLDER) -> Results:
-    """With what make bench-peers and make bench-engines saved last, each if it was on this CPU.
+    """With what make bench-peers saved last of each format, and make bench-engines, each if it was on this CPU.
 
     Otherwise with what the file that is there has of them.
     """
     cpu, file = results.data["cpu"], folder / results.file_name
     data = dict(results.data)
-    saved = json.loads(PEERS.read_text()) if PEERS.exists() else None
-    if saved and (saved["machine"]["cpu"], saved["machine"]["threads"]) == (cpu["name"], cpu["threads"]):
-        data["peers"] = peers(saved)
+    old = read(file).data if file.exists() else {}
+    found = {entry["weights"]: entry for entry in old.get("peers", ())}
+    for weights, path in PEERS.items():
+        saved = json.loads(path.read_text()) if path.exists() else None
+        if saved and (saved["machine"]["cpu"], saved["machine"]["threads"]) == (cpu["name"], cpu["threads"]):
+            found[weights] = peers(saved)
+    if found:
+        data["peers"] = [found[weights] for weights in FORMATS if weights in found]
     saved = json.loads(ENGINES.read_text()) if ENGINES.exists() else None
     if saved and (saved["cpu"]["name"], saved["cpu"]["threads"]) == (cpu["name"], cpu["threads"]):
         data["engines"] = engines(saved)
-    if file.exists():
-        old = read(file).data
-        data = {name: old[name] for name in ("peers", "engines") if name in old} | data
+    elif "engines" in old:
+        data["engines"] = old["engines"]
     check(data, "the run")
     return Results(data)
 
@@ -179,12 +194,13 @@ def _cpu(machine: dict) -> dict:
 
 
 def _limits(rows: dict[str, list[dict]]) -> dict:
-    """Medians over all points."""
+    """Medians over all points, and the number of streams that most of them read fastest with."""
     peaks: dict[str, list[float]] = {}
     for row in rows["layer"]:
         peaks.setdefault(row["isa"], []).append(row["limit_gflop_s"])
     found = {
         "read_gb_s": _median([row["limit_read_gb_s"] for row in rows["layer"]]),
+        "read_streams": _streams(rows["layer"]),
         "handoff_us": _median([row["handoff_us"] for row in rows["pool"]]),
         "multiply_gflop_s": {isa: _median(limits) for isa, limits in peaks.items()},
     }
@@ -235,6 +251,12 @@ def _pool(row: dict) -> dict:
 
 def _call(row: dict) -> dict:
     return {name: _digits(row[key]) for name, key in CALL.items()}
+
+
+def _streams(rows: list[dict]) -> int | None:
+    """The number of streams that most points or rounds were read fastest with; None of those that tried one alone."""
+    found = statistics.multimode(row["read_streams"] for row in rows if "read_streams" in row)
+    return found[0] if found else None
 
 
 def _median(values: list[float]) -> float | None:

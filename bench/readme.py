@@ -93,12 +93,18 @@ def _measured(results: Results) -> dict[str, tuple[str, str]]:
                 decode = next((call for call in layer.get("decode", ()) if call["tokens"] == 1), None)
                 prefill = max(layer.get("prefill", ()), key=lambda call: call["tokens"], default=None)
                 if decode and prefill and "gb_s" in decode and "gflop_s" in prefill:
-                    calls[row.name] = _rate(decode, "gb_s", "GB/s", "of_read"), _rate(prefill, "gflop_s", "GFLOP/s", "of_peak")
+                    read = _rate(decode, "gb_s", "GB/s", "of_read", of_what(results))
+                    calls[row.name] = read, _rate(prefill, "gflop_s", "GFLOP/s", "of_peak")
     return calls
 
 
-def _rate(call: dict, rate: str, unit: str, of: str) -> str:
-    return f"{float(f'{call[rate]:.3g}'):g} {unit}" + (f", {100 * call[of]:.0f} %" if of in call else "")
+def of_what(results: Results) -> str:
+    """What follows a share of the read bandwidth in a table: shares of one stream alone do not compare with others."""
+    return " of 1 stream" if results.of_one_stream() else ""
+
+
+def _rate(call: dict, rate: str, unit: str, of: str, what: str = "") -> str:
+    return f"{float(f'{call[rate]:.3g}'):g} {unit}" + (f", {100 * call[of]:.0f} %{what}" if of in call else "")
 
 
 def _kind(weight_format: WeightFormat) -> tuple:

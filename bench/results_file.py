@@ -45,7 +45,7 @@ SCHEMA = {
         "l2_bytes?": int,
         "llc_bytes?": int,
     },
-    "limits?": {"read_gb_s?": float, "handoff_us?": float, "multiply_gflop_s?": {str: float}},
+    "limits?": {"read_gb_s?": float, "read_streams?": int, "handoff_us?": float, "multiply_gflop_s?": {str: float}},
     "layer?": [
         {
             "model": str,
@@ -74,26 +74,31 @@ SCHEMA = {
     ],
     "pool?": [{"work": str, "us": float, "low_us?": float, "high_us?": float, "of_call?": float}],
     "load?": [{"work": str, **{f"{name}?": float for name in LOADING}}],
-    "peers?": {
-        "date": datetime.date,
-        "commit?": str,
-        "source": str,
-        "experts": int,
-        "library": [
-            {
-                "name": str,
-                "version?": str,
-                "activations": str,
-                "least_error?": float,
-                "most_error?": float,
-                "calls": [{"tokens": int, "ms": float, "lead?": float}],
-            }
-        ],
-    },
+    "peers?": [
+        {
+            "weights": str,
+            "date": datetime.date,
+            "commit?": str,
+            "source": str,
+            "experts": int,
+            "auto?": str,
+            "library": [
+                {
+                    "name": str,
+                    "version?": str,
+                    "activations": str,
+                    "least_error?": float,
+                    "most_error?": float,
+                    "calls": [{"tokens": int, "ms": float, "lead?": float}],
+                }
+            ],
+        }
+    ],
     "engines?": {
         "date": datetime.date,
         "commit?": str,
         "source": str,
+        "read_streams?": int,
         "comparison": [
             {
                 "model": str,
@@ -142,6 +147,13 @@ class Results:
 
     def entries(self, section: str) -> list[dict]:
         return self.data.get(section, [])
+
+    def of_one_stream(self, section: str = "limits") -> bool:
+        """Whether a section's shares are of what one stream of reads for each core reads, and no more streams were tried.
+
+        So were all of before. One stream is not the most that a memory can do.
+        """
+        return "read_streams" not in self.data.get(section, {})
 
 
 def short_name(name: str) -> str:

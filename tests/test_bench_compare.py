@@ -148,6 +148,16 @@ def test_a_point_on_another_machine_state_is_not_judged(runs, capsys):
     assert re.search(r"test\[4\] +400\.0 GFLOP/s +501\.0 GFLOP/s +\+25\.2%", out)
 
 
+def test_a_share_of_one_stream_is_not_judged_beside_others(runs, capsys):
+    """What was best of several reads more, and may have been one. Points without the limit are judged."""
+    slower = dict.fromkeys((3, 4, 5), 0.5)
+    limit = {"limit_read_gb_s": 30.0}
+    before = {3: limit, 4: limit | {"read_streams": 4}, 5: {}}
+    after = {3: limit | {"read_streams": 1}, 4: limit | {"read_streams": 8}, 5: {"read_streams": 8}}
+    assert runs(shares(1), shares(2, factors=slower), before, after) == (1, [4, 5], [], [3])
+    assert re.search(r"test\[3\] +1 alone streams +1 streams", capsys.readouterr().out)
+
+
 def latencies(seed, middle) -> dict:
     """What the pool's points record: most rounds near the middle, a third of them far above, and shares that swing."""
     rng = np.random.default_rng(seed)

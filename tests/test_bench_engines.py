@@ -227,6 +227,18 @@ def test_what_becomes_of_it(comparison, tmp_path, monkeypatch):
     assert publish.with_others(fresh, tmp_path).data["engines"]["commit"] == "012345678"
 
 
+@pytest.mark.parametrize(("streams", "words"), [({}, "% of 1 stream"), ({"read_streams": 4}, "% of read")])
+def test_a_share_says_what_reading_was_measured_with(comparison, streams, words):
+    """Saved rounds of before tried one stream alone, and do not say so."""
+    made = copy.deepcopy(comparison[0])
+    made["rounds"] = [{"read": row["read"], "ways": row["ways"], **streams} for row in made["rounds"]]
+    found = publish.engines(saved(made))
+    assert found.get("read_streams") == streams.get("read_streams")
+    cpu = saved(made)["cpu"]
+    heads, rows = document.engines([Results({"cpu": cpu, "engines": found})])
+    assert rows[0][heads.index("experts in decode")].endswith(words)
+
+
 def test_without_results_the_table_is_empty():
     cpu = {"name": "x", "family": 1, "model": 2, "threads": 1}
     _, rows = document.engines([Results({"date": None, "commit": "", "source": "", "cpu": cpu})])

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from rich.console import Console
@@ -18,11 +20,11 @@ from rich.console import Console
 import ktmoe
 from bench.models import Model
 from bench.peers import __main__ as peers
-from bench.peers import environments, report, rounds, session
-from bench.peers.peers import BF16, INT8, Peer, Way
+from bench.peers import environments, formats, report, rounds, session
+from bench.peers.peers import BF16, INT8, PEERS, Peer, Way
 from bench.peers.processes import Process, WorkerError
-from bench.peers.workers import weights
-from ktmoe import reference, synthetic
+from bench.peers.workers import protocol, weights
+from ktmoe import reference
 
 MODEL = Model("small", "MXFP4", hidden=128, intermediate=96, experts=8, top_k=2)
 WORKER = """
@@ -81,9 +83,10 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("peers")
     worker = folder / "worker_fake.py"
     worker.write_text(WORKER.format(workers=str(session.WORKERS)))
-    ways = tuple(Way(name, numerics) for name, numerics in WAYS.items())
-    fake = Peer("fake", "fake", (), worker=str(worker), ways=ways)
-    absent = Peer("absent", "absent", (("--no-index", "no-such-package"),), worker=str(worker), ways=(Way("way", BF16),))
+    ways = {"MXFP4": tuple(Way(name, numerics, 4.25) for name, numerics in WAYS.items())}
+    fake = Peer("fake", "fake", (), worker=str(worker), ways=ways, notes={"MXFP4": ("a fake",), "BF16": ("not here",)})
+    ways = {"MXFP4": (Way("way", BF16, 4.25),), "BF16": (Way("another", BF16, 16),)}
+    absent = Peer("absent", "absent", (("--no-index", "no-such-package"),), worker=str(worker), ways=ways)
     words = ["run", "--seconds", "0.1", "--rounds", "4", "--points", "decode-1", "--points", "prefill-6"]
     words += ["--only", "fake *", "--only", "absent *", "--only", "ktmoe fp32_lut bf16"]
     model = folder / "model"
@@ -122,6 +125,8 @@ def test_who_is_out_is_told_why(result):
     assert prefill["fake one token only"]["failure"] == "ValueError: one token, please"
     assert result["participants"]["fake does not load"]["failure"] == "ValueError: the moon is not full"
     assert "pip install --no-index no-such-package failed" in result["participants"]["absent way"]["failure"]
+    assert "absent another" not in result["participants"]
+    assert result["notes"] == ["a fake"]
     assert report.wrong(result) == [f"{name}: fake {way}" for name in ("decode-1", "prefill-6") for way in ("3 % off", "NaN")]
 
 
@@ -212,17 +217,61 @@ def test_a_ratio_is_the_median_of_rounds_ratios():
     assert (ours["read_share"], ours["peak_share"], theirs["peak_share"]) == (1 / 3, 1 / 3, None)
 
 
-def test_peers_get_the_same_weights():
-    """In bfloat16 and in ggml's blocks, whose table is twice E2M1's and whose scales are halved."""
-    matrix = synthetic.deepseek_v4_experts(num_experts=1, hidden=64, intermediate=96).matrix(0, "up")
-    expected = reference.dequantize(matrix)
-    bits = weights.bfloat16_weights(matrix.codes, matrix.scales)
+@pytest.fixture(params=formats.FORMATS)
+def checkpoint(request, tmp_path):
+    """(what a worker has of a format's checkpoint, what ktmoe loads of it). FP8's last blocks are cut."""
+    cut = 8 if request.param == "FP8" else 0
+    sizes = {"hidden": 256 - cut, "intermediate": 160 - cut, "top_k": 2}
+    formats.FORMATS[request.param].write(tmp_path, num_experts=2, **sizes)
+    return protocol.Model(tmp_path, request.param), ktmoe.load_experts(tmp_path, 0)
+
+
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+def test_peers_get_the_same_weights_in_bfloat16(checkpoint, projection):
+    """Exactly, or rounded once where that is said."""
+    model, experts = checkpoint
+    expected = reference.dequantize(experts.matrix(1, projection)).astype(np.float32)
+    if model.weights in ("FP8", "INT4"):
+        expected = expected.astype(ml_dtypes.bfloat16)
+    bits = weights.bfloat16_weights(model.weights, *model.matrix(1, projection))
+    assert np.array_equal(bits, expected.astype(ml_dtypes.bfloat16).view(np.uint16))
     assert np.array_equal(weights.float32(bits), expected)
-    blocks = weights.mxfp4_blocks(matrix.codes, matrix.scales)
-    codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
-    doubled = 2 * np.array(ktmoe.MXFP4.element.values)
-    values = doubled[codes] * np.exp2(blocks[..., :1].astype(np.float64) - 128)
-    assert np.array_equal(values.reshape(expected.shape), expected)
+    assert (model.experts, model.top_k, model.hidden) == (experts.num_experts, 2, experts.hidden)
+
+
+@pytest.mark.parametrize("checkpoint", ["MXFP4", "INT4"], indirect=True)
+def test_ggml_gets_the_same_weights_in_blocks(checkpoint):
+    """Of MXFP4 its table is twice E2M1's, and its scales are halved. Q4_0 has INT4's codes and float16 scales."""
+    model, experts = checkpoint
+    expected = reference.dequantize(experts.matrix(0, "up"))
+    matrix = model.matrix(0, "up")
+    if model.weights == "MXFP4":
+        blocks = weights.mxfp4_blocks(*matrix)
+        table, scales = 2 * np.array(ktmoe.MXFP4.element.values), np.exp2(blocks[..., :1].astype(np.float64) - 128)
+    else:
+        blocks = weights.q4_0_blocks(*matrix)
+        table, scales = np.arange(-8, 8), np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float64)
+    codes = np.concatenate([blocks[..., -16:] & 15, blocks[..., -16:] >> 4], axis=-1)
+    assert np.array_equal((table[codes] * scales).reshape(expected.shape), expected)
+
+
+def test_a_scale_that_q4_0_does_not_have_is_refused():
+    scales = np.float32([[2.0**-30]]).astype(ml_dtypes.bfloat16).view(np.uint16)
+    with pytest.raises(ValueError, match="Q4_0 has float16 scales"):
+        weights.q4_0_blocks(np.zeros((1, 16), np.uint8), scales)
+
+
+def test_numbers_round_to_bfloat16_as_ties_to_even():
+    ties = np.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 2.0**-130, 3.3e38, 0, -0.0])
+    assert np.array_equal(weights.bfloat16(ties), ties.astype(ml_dtypes.bfloat16).view(np.uint16))
+    assert np.isnan(weights.float32(weights.bfloat16(np.float32([np.nan]))))[0]
+
+
+def test_every_format_has_participants_and_a_shape():
+    for name in formats.FORMATS:
+        assert {peer.name for peer in PEERS if peer.ways[name]} == {"kt-kernel", "ggml", "torch"}
+        tokens = [point.tokens for point in session.points(replace(MODEL, weights=name, experts=64, top_k=6), None)]
+        assert tokens == [1, 4, 16, 64, 256, 1024]
 
 
 ECHO = """
@@ -247,7 +296,7 @@ def echo(tmp_path):
     )
     worker = tmp_path / "worker_echo.py"
     worker.write_text(ECHO.format(workers=str(session.WORKERS)))
-    return [sys.executable, str(worker), "way", str(tmp_path), "1"]
+    return [sys.executable, str(worker), "way", str(tmp_path), "1", "MXFP4"]
 
 
 def state(pid: int) -> str:
@@ -301,9 +350,10 @@ def test_stopped_workers_end_with_their_driver(echo, tmp_path, how):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["run", "--formats", "FP4"], "expected --formats of MXFP4, BF16, FP8, INT4, found 'FP4'"),
         (["run", "--points", "decode-3"], "nothing to measure: no point is of these names; there are decode-1, decode-4"),
         (["run", "--experts", "5"], "top_k: expected at most the 5 experts, found 6"),
-        (["run", "--rounds", "0"], "expected --rounds and --seconds above 0, found 0 and 40"),
+        (["run", "--rounds", "0"], "expected --rounds and --seconds above 0, found 0 and 20"),
         (["show", "no such file"], "No such file or directory: 'no such file'"),
     ],
 )
@@ -318,9 +368,9 @@ def test_a_picture_without_a_peer_is_not_drawn(result, tmp_path, capsys):
     saved = tmp_path / "result.json"
     saved.write_text(json.dumps(alone))
     assert peers.main(["plot", str(saved), "--into", str(tmp_path)]) == 0
-    assert "not drawn: peers.png: at no point were ktmoe and a peer measured" in capsys.readouterr().out
-    assert (tmp_path / "roofline.png").exists()
-    assert not (tmp_path / "peers.png").exists()
+    assert "not drawn: peers: at no point were ktmoe and a peer measured" in capsys.readouterr().out
+    assert (tmp_path / "roofline-mxfp4.png").exists()
+    assert not (tmp_path / "peers-mxfp4.png").exists()
 
 
 def test_both_pictures_are_drawn(result, tmp_path):
@@ -328,5 +378,5 @@ def test_both_pictures_are_drawn(result, tmp_path):
     saved = tmp_path / "result.json"
     saved.write_text(json.dumps(result))
     assert peers.main(["plot", str(saved), "--into", str(tmp_path / "img")]) == 0
-    for name in ("roofline.png", "peers.png"):
+    for name in ("roofline-mxfp4.png", "peers-mxfp4.png"):
         assert (tmp_path / "img" / name).read_bytes().startswith(b"\x89PNG")

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from bench import document, machine, publish, results_file, runs
+from bench import document, machine, publish, readme, results_file, runs
 from bench.results_file import FOLDER, Results, ResultsError
 
 FILES = sorted(FOLDER.glob("*"))
@@ -84,9 +84,13 @@ def test_tables_of_two_cpus():
     ]
     _, rows = document.ways(both)
     assert rows == [
-        ("`avx2`", "avx2", "int16", label, "22.9 GB/s, 74 %", "-", "-", "218 GFLOP/s, 97 %", "-")
+        ("`avx2`", "avx2", "int16", label, "22.9 GB/s, 74 % of 1 stream", "-", "-", "218 GFLOP/s, 97 %", "-")
         for label in ("AMD EPYC 9754 25-160", "Intel Xeon 6-207")
     ]
+    layer = without("layer", 0, "per_expert")["layer"]
+    heads, rows = document.ways([Results(made(layer=layer))])
+    assert heads[-2:] == ("16 tokens", "bound")
+    assert rows[0][-2:] == ("-", "-")
     heads, rows = document.pool(both)
     assert heads[1:] == ("AMD EPYC 9754 25-160", "Intel Xeon 6-207")
     assert rows == [("barrier", "1.5 µs", "0.25 µs"), ("call", "60 µs, 1.8 % of the call", "-")]
@@ -115,7 +119,10 @@ def without(*path):
         (made(cpu=[]), r"file: cpu: expected a table, found \[\]"),
         (made(pool=[{"work": "x", "us": -1}]), r"file: pool\[0\]: us: expected a number, found -1"),
         (made(pool=[{"work": "x", "us": float("nan")}]), r"us: expected a number, found nan"),
-        (made(peers={"date": 7}), r"file: peers: unknown fields \[\], missing fields \['experts', 'library', 'source'\]"),
+        (
+            made(peers=[{"date": 7}]),
+            r"peers\[0\]: unknown fields \[\], missing fields \['experts', 'library', 'source', 'weights'\]",
+        ),
         (made(pool=[{"work": "x", "us": True}]), r"us: expected a number, found True"),
         (made(limits={"multiply_gflop_s": {"amx": "fast"}}), r"multiply_gflop_s: amx: expected a number, found 'fast'"),
     ],
@@ -276,16 +283,16 @@ def test_which_compiler_built_a_module():
 # What make bench-peers saved
 
 
-def peers_run(cpu="AMD EPYC 9754 128-Core Processor") -> dict:
+def peers_run(weights="MXFP4", cpu="AMD EPYC 9754 128-Core Processor") -> dict:
     took = ({"ktmoe avx2 int16": seconds, "ggml repack": 2 * seconds} for seconds in (1e-3, 2e-3))
     rounds = [{"batch": 0, "read": 3e10, "peaks": {}, "seconds": seconds} for seconds in took]
     errors = {"ktmoe avx2 int16": {"error": 0.0016}, "ggml repack": {"error": 0.012}, "torch BF16": {"failure": "too large"}}
-    about = {"ktmoe avx2 int16": {"version": "0.1.0"}, "ggml repack": {}, "torch BF16": {}}
+    about = {"ggml repack": {}, "torch BF16": {}, "ktmoe avx2 int16": {"version": "0.1.0"}}
     return {
         "date": "2026-11-22",
         "commit": "012345678",
         "machine": {"cpu": cpu, "threads": 8},
-        "shape": {"experts": 64, "bytes an expert": 10},
+        "shape": {"weights": weights, "experts": 64, "bytes an expert": 10},
         "base": "ktmoe avx2 int16",
         "participants": {name: {"numerics": "int8", "about": words, "failure": ""} for name, words in about.items()},
         "points": [{"name": "decode-4", "tokens": 4, "flops": 1e9, "experts": [6], "participants": errors, "rounds": rounds}],
@@ -296,6 +303,8 @@ def test_what_the_peers_took():
     ours = {"name": "ktmoe avx2 int16", "version": "0.1.0", "least_error": 0.0016, "most_error": 0.0016}
     theirs = {"name": "ggml repack", "least_error": 0.012, "most_error": 0.012}
     assert publish.peers(peers_run()) == {
+        "weights": "MXFP4",
+        "auto": "ktmoe avx2 int16",
         "date": results_file.datetime.date(2026, 11, 22),
         "commit": "012345678",
         "source": "make bench-peers",
@@ -305,24 +314,63 @@ def test_what_the_peers_took():
             {**theirs, "activations": "int8", "calls": [{"tokens": 4, "ms": 3.0, "lead": 2.0}]},
         ],
     }
-    results = Results(made(peers=publish.peers(peers_run())))
-    heads, rows = document.peers([results])
-    assert heads[3:] == ("4 tokens", "distance from float64")
-    assert rows[1][1:] == ("ggml repack", "int8", "3 ms, 2.0 x", "1.2 %")
+    results = Results(made(peers=[publish.peers(peers_run("INT4")), publish.peers(peers_run())]))
+    heads, rows = document.peers("MXFP4", [results])
+    assert heads[4:] == ("4 tokens", "distance from float64")
+    assert [row[1:4] for row in rows] == [("64", "ktmoe avx2 int16, auto", "int8"), ("64", "ggml repack", "int8")]
+    assert rows[1][4:] == ("3 ms, 2.0 x", "1.2 %")
+    assert document.peers("FP8", [results])[1] == []
 
 
 def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypatch):
+    """Each format by itself."""
     monkeypatch.chdir(tmp_path)
     fresh = Results(made())
     assert publish.with_others(fresh, tmp_path) == fresh
-    old = publish.peers(peers_run()) | {"commit": "876543210"}
+    old = [publish.peers(peers_run(weights)) | {"commit": "876543210"} for weights in ("MXFP4", "INT4")]
     publish.write(Results(made(peers=old)), tmp_path)
     assert publish.with_others(fresh, tmp_path).data["peers"] == old
-    publish.PEERS.parent.mkdir()
-    publish.PEERS.write_text(json.dumps(peers_run(cpu="another CPU")))
+    runs.STORAGE.mkdir()
+    publish.PEERS["INT4"].write_text(json.dumps(peers_run("INT4", cpu="another CPU")))
     assert publish.with_others(fresh, tmp_path).data["peers"] == old
-    publish.PEERS.write_text(json.dumps(peers_run()))
-    assert publish.with_others(fresh, tmp_path).data["peers"] == publish.peers(peers_run())
+    for weights in ("INT4", "BF16"):
+        publish.PEERS[weights].write_text(json.dumps(peers_run(weights)))
+    new = [publish.peers(peers_run(weights)) for weights in ("BF16", "INT4")]
+    assert publish.with_others(fresh, tmp_path).data["peers"] == [old[0], *new]
+
+
+def test_engines_stay_in_the_file_that_make_bench_writes_again(tmp_path, monkeypatch):
+    """A file that has nothing else so far, too, as make bench-engines makes it."""
+    monkeypatch.chdir(tmp_path)
+    fresh, engines = publish.results([run(*POINTS)]), {"date": made()["date"], "source": "make bench-engines", "comparison": []}
+    alone = {name: fresh.data[name] for name in ("date", "commit", "source", "cpu")} | {"engines": engines}
+    publish.write(Results(alone), tmp_path)
+    assert publish.with_others(fresh, tmp_path).data == {**fresh.data, "engines": engines}
+
+
+# The streams that reading was measured with
+
+
+def test_shares_of_one_stream_are_told_apart():
+    """In every table that has shares of the read bandwidth, by the file and not by the CPU."""
+    old, new = Results(made()), Results(made(limits={"read_gb_s": 31.0, "read_streams": 4}))
+    assert (old.of_one_stream(), new.of_one_stream()) == (True, False)
+    heads, rows = document.cpus([old, new, Results(without("layer"))])
+    assert [row[heads.index("streams")] for row in rows] == ["1 alone", "4", "-"]
+    _, rows = document.ways([old, new])
+    assert [row[4] for row in rows] == ["22.9 GB/s, 74 % of 1 stream", "22.9 GB/s, 74 %"]
+    assert all(row[7] == "218 GFLOP/s, 97 %" for row in rows)
+    layer = made()["layer"][0] | {"prefill": [{"tokens": 64, "gflop_s": 100.0}]}
+    for results, share in ((made(layer=[layer]), "74 % of 1 stream"), ({**new.data, "layer": [layer]}, "74 %")):
+        _, rows = readme.table([Results(results)])
+        assert rows[0][5:] == (f"22.9 GB/s, {share}", "100 GFLOP/s")
+
+
+def test_a_run_says_how_many_streams_were_best():
+    """What most points found."""
+    points = [point(f"{n}", work="decode", tokens=1, **LAYER, **WAY, **CALL, read_streams=n) for n in (4, 8)]
+    points.append(point("c", work="prefill", tokens=64, **LAYER, **WAY, **CALL, read_streams=8))
+    assert publish.results([run(*points)]).data["limits"]["read_streams"] == 8
 
 
 def test_the_commit_is_what_git_says():

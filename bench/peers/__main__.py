@@ -17,11 +17,12 @@ from rich.console import Console
 
 from bench.models import models
 from bench.peers import report
+from bench.peers.formats import FORMATS
 from bench.peers.processes import WorkerError
 from bench.peers.session import measure_all
 
 MODEL = "V4-Flash"
-RESULT = Path(".benchmarks/peers.json")
+FOLDER = Path(".benchmarks")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,21 +44,23 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description="The same expert work on ktmoe and its peers.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="install the peers, check and measure them, print the table and draw the pictures")
+    run = commands.add_parser("run", help="install the peers, check and measure them, print tables and draw pictures")
+    known = ", ".join(FORMATS)
+    run.add_argument("--formats", metavar="LIST", default=",".join(FORMATS), help=f"of the weights: some of {known} (all)")
     run.add_argument("--only", metavar="PATTERN", action="append", help="participants such as 'ktmoe *' or 'ggml repack'")
     run.add_argument("--without", metavar="PATTERN", action="append", default=[], help="participants to leave out")
     run.add_argument("--points", metavar="PATTERN", action="append", help="points such as 'decode*' or 'prefill-24'")
-    run.add_argument("--experts", metavar="N", type=int, default=64, help="of the layer (%(default)s)")
-    run.add_argument("--seconds", metavar="S", type=float, default=40, help="to measure each point for, about (%(default)s)")
+    run.add_argument("--experts", metavar="N", type=int, help="of the layer (64, or 32 of BF16)")
+    run.add_argument("--seconds", metavar="S", type=float, default=20, help="to measure each point for, about (%(default)s)")
     run.add_argument("--rounds", metavar="N", type=int, default=40, help="at most, for each point (%(default)s)")
-    run.add_argument("--save", metavar="FILE", type=Path, default=RESULT, help="%(default)s; pictures beside it")
+    run.add_argument("--into", metavar="FOLDER", type=Path, default=FOLDER, help="for results and pictures (%(default)s)")
     run.set_defaults(run=_run)
-    show = commands.add_parser("show", help="print the table of a saved result")
-    show.add_argument("result", type=Path)
+    show = commands.add_parser("show", help="print the tables of saved results")
+    show.add_argument("results", metavar="RESULT", nargs="+", type=Path)
     show.set_defaults(run=_show)
-    plot = commands.add_parser("plot", help="draw the pictures of a saved result")
-    plot.add_argument("result", type=Path)
-    plot.add_argument("--into", metavar="FOLDER", type=Path, default=RESULT.parent, help="(%(default)s)")
+    plot = commands.add_parser("plot", help="draw the pictures of saved results")
+    plot.add_argument("results", metavar="RESULT", nargs="+", type=Path)
+    plot.add_argument("--into", metavar="FOLDER", type=Path, default=FOLDER, help="(%(default)s)")
     plot.set_defaults(run=_plot)
     return parser
 
@@ -65,14 +68,23 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     if not (options.rounds > 0 and options.seconds > 0):
         raise ValueError(f"expected --rounds and --seconds above 0, found {options.rounds} and {options.seconds}")
-    model = replace(models()[MODEL], experts=options.experts)
+    formats = options.formats.split(",")
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise ValueError(f"expected --formats of {', '.join(FORMATS)}, found {', '.join(map(repr, unknown))}")
+    return max(_session(name, options) for name in formats)
+
+
+def _session(name: str, options: argparse.Namespace) -> int:
+    """One format, measured, saved, shown and drawn."""
+    model = replace(models()[MODEL], weights=name, experts=options.experts or FORMATS[name].experts)
     with progress_line() as progress, tempfile.TemporaryDirectory(prefix="ktmoe-peers-") as folder:
-        result = measure_all(model, options, Path(folder), progress)
-    options.save.parent.mkdir(parents=True, exist_ok=True)
-    options.save.write_text(json.dumps(result, indent=1) + "\n")
+        result = measure_all(model, options, Path(folder), lambda text: progress(f"{name}: {text}"))
+    options.into.mkdir(parents=True, exist_ok=True)
+    file = options.into / f"peers-{name.lower()}.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
     report.show(result)
-    print(f"saved: {options.save}")
-    _draw(result, options.save.parent)
+    print(f"saved: {file}")
+    _draw(result, options.into)
     return 1 if report.wrong(result) else 0
 
 
@@ -88,12 +100,14 @@ def progress_line() -> Iterator[Callable[[str], object]]:
 
 
 def _show(options: argparse.Namespace) -> int:
-    report.show(json.loads(options.result.read_text()))
+    for file in options.results:
+        report.show(json.loads(file.read_text()))
     return 0
 
 
 def _plot(options: argparse.Namespace) -> int:
-    _draw(json.loads(options.result.read_text()), options.into)
+    for file in options.results:
+        _draw(json.loads(file.read_text()), options.into)
     return 0
 
 

@@ -3,11 +3,14 @@
 ktmoe is held to its own derived bound (docs/numerics.md). A peer has no such bound, so that the measure is the error's norm
 over the outputs' norm, and what its numerics explain is the most that it may be:
 
-    bf16   Gate and up, h, each expert's output and their sum may each be rounded to bfloat16, by 2^-9 at most and 0.29 of
-           that in the mean, and so may each of the few partial sums: below 1 %.
+    bf16   Gate and up, h, each expert's output and their sum may each be rounded to bfloat16, by 2^-8 at most and 0.17 % in
+           the mean, and so may each of the few partial sums, and weights of FP8 or INT4 that a peer has in bfloat16, which
+           are 0.3 % of y: below 1 %.
     int8   x and h are 8-bit integers with a scale per 32, rounded by half a step at most and 0.29 steps in the mean. A step
            is 1/127 of the group's largest, which is about 2.1 standard deviations of x and 3 to 4 of h, a product: 0.5 %
            of x, which counts in gate and in up, and 0.9 % of h. Together 1.2 %; below 2 %.
+
+The reference rounds h to bfloat16, as ktmoe does by contract, and nothing else.
 
 A wrong scale, a swapped nibble or a missed expert makes 10 % at least.
 """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from bench.peers.environments import TORCH, Environment
 
@@ -17,17 +18,20 @@ class Way:
 
     name: str
     numerics: str
-    bits: float = 4.25
+    bits: float
 
 
 @dataclass(frozen=True)
 class Peer(Environment):
-    """worker: the script that its interpreter runs. notes: what it cannot do, and why."""
+    """worker: the script that its interpreter runs. ways: by the format of the weights. notes: what it cannot do, and why."""
 
     worker: str = ""
-    ways: tuple[Way, ...] = ()
-    notes: tuple[str, ...] = ()
+    ways: Mapping[str, tuple[Way, ...]] = field(default_factory=dict)
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+
+_DEQUANTISED = Way("BF16", BF16, 16)
+_ROUNDED = "weights that a peer has in bfloat16 are rounded to it: a code times its scale has more bits"
 
 PEERS = (
     Peer(
@@ -37,8 +41,18 @@ PEERS = (
         (("--no-deps", "kt-kernel==0.7.2"),),
         base=TORCH,
         worker="worker_kt_kernel.py",
-        ways=(Way("MXFP4", BF16, 9), Way("BF16", BF16, 16)),
-        notes=("kt-kernel's LLAMAFILE class is left out: the extension's ggml_type ends at BF16, and MXFP4 tensors crash it",),
+        ways={
+            "MXFP4": (Way("MXFP4", BF16, 9), _DEQUANTISED),
+            "BF16": (_DEQUANTISED,),
+            "FP8": (Way("FP8", BF16, 16),),
+            "INT4": (Way("INT4", INT8, 9),),
+        },
+        notes={
+            "MXFP4": (
+                "kt-kernel's LLAMAFILE class is left out: the extension's ggml_type ends at BF16, and MXFP4 tensors crash it",
+            ),
+            "INT4": ("kt-kernel's AVX2RawInt4_MOE is left out: its first call ends with a segmentation fault",),
+        },
     ),
     Peer(
         "ggml",
@@ -47,8 +61,32 @@ PEERS = (
         # for the build of its sdist: neither multimodal models nor more compilers than CPUs
         {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": str(len(os.sched_getaffinity(0)))},
         worker="worker_ggml.py",
-        ways=(Way("repack", INT8), Way("plain", INT8)),
-        notes=("ggml's buffer type AMX is left out: it has no MXFP4 and no mul_mat_id",),
+        ways={
+            "MXFP4": (Way("repack", INT8, 4.25), Way("plain", INT8, 4.25)),
+            "BF16": (_DEQUANTISED,),
+            "FP8": (_DEQUANTISED,),
+            "INT4": (Way("repack", INT8, 4.5), Way("plain", INT8, 4.5)),
+        },
+        notes={
+            "MXFP4": ("ggml's buffer type AMX is left out: it has no MXFP4 and no mul_mat_id",),
+            "FP8": ("ggml has no FP8, so that it has BF16", _ROUNDED),
+            "INT4": ("ggml has INT4 as Q4_0, whose float16 scales are the same numbers",),
+        },
     ),
-    Peer(TORCH.name, TORCH.title, TORCH.installs, worker="worker_torch.py", ways=(Way("BF16", BF16, 16),)),
+    Peer(
+        TORCH.name,
+        TORCH.title,
+        TORCH.installs,
+        worker="worker_torch.py",
+        ways={
+            "MXFP4": (_DEQUANTISED,),
+            "BF16": (_DEQUANTISED,),
+            "FP8": (_DEQUANTISED,),
+            "INT4": (_DEQUANTISED, Way("INT4", BF16, 4.5)),
+        },
+        notes={
+            "FP8": ("torch's _scaled_mm for CPUs is left out: it wants activations in FP8, too, and one scale a row", _ROUNDED),
+            "INT4": (_ROUNDED,),
+        },
+    ),
 )

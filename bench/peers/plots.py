@@ -1,4 +1,4 @@
-"""The pictures, from a result alone: the roofline, and bars against the peers."""
+"""The pictures of a format, from its result alone: the roofline, and bars against the peers."""
 
 from __future__ import annotations
 
@@ -49,19 +49,21 @@ class NothingToDrawError(Exception):
 
 
 def draw(result: dict, name: str, folder: Path) -> Path:
-    """Write one of PICTURES into a folder, which is made if need be."""
+    """Write one of PICTURES into a folder, which is made if need be. The file's name has the format, too."""
+    file = folder / f"{name}-{result['shape']['weights'].lower()}.png"
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 5.2), layout="constrained")
         PICTURES[name](result, figure.add_subplot())
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / name, dpi=180)
-    return folder / name
+        figure.savefig(file, dpi=180)
+    return file
 
 
 def _title(axes: Axes, result: dict, text: str) -> None:
     machine, shape = result["machine"], result["shape"]
     where = f"{machine['cpu']}, {machine['threads']} threads, {result['date']}"
-    what = f"one layer, {shape['experts']} MXFP4 experts of {shape['hidden']} x {shape['intermediate']}, top-{shape['top_k']}"
+    experts = f"{shape['experts']} {shape['weights']} experts of {shape['hidden']} x {shape['intermediate']}"
+    what = f"one layer, {experts}, top-{shape['top_k']}"
     axes.set_title(text, loc="left", fontsize=13, fontweight="bold", pad=24)
     axes.text(0, 1.025, f"{what}; {where}", transform=axes.transAxes, fontsize=9, color=PALE)
 
@@ -119,7 +121,7 @@ def _roofline(result: dict, axes: Axes) -> None:
             axes.plot(x, y, color=color, marker="o", markersize=size, linewidth=width, label=label, zorder=4 - 0.1 * ours)
             ours += 1
     axes.set(xscale="log", yscale="log", xlim=(left, right))
-    axes.set_xlabel("FLOPs per byte of packed 4-bit weights read  (one token on the left, long prefill on the right)")
+    axes.set_xlabel("FLOPs per byte of packed weights read  (one token on the left, long prefill on the right)")
     axes.set_ylabel("GFLOP/s")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
@@ -227,4 +229,4 @@ def _color(owner: str) -> str:
     return PEERS.get(owner, OTHER)[0]
 
 
-PICTURES = {"roofline.png": _roofline, "peers.png": _bars}
+PICTURES = {"roofline": _roofline, "peers": _bars}

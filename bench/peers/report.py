@@ -62,10 +62,10 @@ def _notes(result: dict) -> Iterator[str]:
     shape, machine = result["shape"], result["machine"]
     yield (
         f"\n{shape['experts']} experts of {shape['hidden']} x {shape['intermediate']}, top-{shape['top_k']}"
-        f", the same MXFP4 values for all; {machine['cpu']}, {machine['threads']} threads; {result['date']}"
+        f", the same {shape['weights']} weights for all; {machine['cpu']}, {machine['threads']} threads; {result['date']}"
     )
     yield f'our lead: of {result["base"]}, which "auto" takes here; the median of the rounds\' own ratios, below 1 is behind'
-    yield "GB/s: of the distinct experts' packed 4-bit weights, whatever a participant reads"
+    yield f"GB/s: of the distinct experts' packed {shape['weights']} weights, whatever a participant reads"
     yield "of read, of peak: of limits measured in the same rounds"
     yield "error: norm of sampled outputs' differences from float64, of the outputs' norm"
     for key, participant in result["participants"].items():

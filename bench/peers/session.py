@@ -15,17 +15,18 @@ import ktmoe
 from bench import machine
 from bench.models import Model
 from bench.peers import environments
+from bench.peers.formats import FORMATS
 from bench.peers.peers import PEERS, Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.rounds import Participant, Point, batches, run_point
-from ktmoe import measure, synthetic
+from ktmoe import measure
 from ktmoe.backends.base import Missing
 from ktmoe.backends.choice import choose_backend
 from ktmoe.experts import ExpertWeights
 from ktmoe.machine import memory
 
 WORKERS = Path(__file__).resolve().parent / "workers"
-DECODE_TOKENS = (1, 4, 16, 64)
+DECODE_TOKENS = (1, 4, 16)
 TOKENS_PER_EXPERT = (6, 24, 96)
 
 
@@ -37,17 +38,17 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
     wanted_points = points(model, options.points)
     progress("writing the weights")
     sizes = {"hidden": model.hidden, "intermediate": model.intermediate, "top_k": model.top_k}
-    synthetic.write_deepseek_v4(folder, num_experts=model.experts, swiglu_limit=None, **sizes)
+    FORMATS[model.weights].write(folder, num_experts=model.experts, **sizes)
     experts = ktmoe.load_experts(folder, 0)
     batches(experts, 1, model.top_k, 1).save(folder / "warm.npz")
     participants: list[Participant] = []
-    limits = _start("worker_limits.py", "limits", folder, Path(sys.executable))
+    limits = _start("worker_limits.py", "limits", folder, Path(sys.executable), model.weights)
     try:
         about = limits.ask(do="load")["about"]
-        for participant, worker, interpreter in _participants(experts, options, progress):
+        for participant, worker, interpreter in _participants(experts, model.weights, options, progress):
             participants.append(participant)
             progress(f"loading {participant.key}")
-            _load(participant, worker, interpreter, experts, folder)
+            _load(participant, worker, interpreter, experts, folder, model.weights)
         base = _base(experts, participants)
         measured = []
         for point in wanted_points:
@@ -79,13 +80,13 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
             "python": platform.python_version(),
             "ktmoe": version("ktmoe"),
         },
-        "shape": {**sizes, "experts": model.experts, **about},
+        "shape": {**sizes, "weights": model.weights, "experts": model.experts, **about},
         "base": base.key,
         "participants": {
             p.key: {"owner": p.owner, "numerics": p.way.numerics, "about": p.about, "failure": p.failure} for p in participants
         },
         "points": measured,
-        "notes": [note for peer in PEERS for note in peer.notes if any(p.owner == peer.title for p in participants)],
+        "notes": _notes(model.weights, participants),
     }
 
 
@@ -93,7 +94,7 @@ def points(model: Model, patterns: list[str] | None) -> list[Point]:
     """Those of these names. Raises WorkerError if there are none."""
     every = [Point(f"decode-{tokens}", tokens) for tokens in DECODE_TOKENS]
     every += [Point(f"prefill-{mean}", max(1, mean * model.experts // model.top_k)) for mean in TOKENS_PER_EXPERT]
-    different = {point.tokens: point for point in reversed(every)}  # with 64 experts, prefill-6 is decode-64
+    different = {point.tokens: point for point in reversed(every)}  # with 16 experts, prefill-6 is decode-16
     every = [point for point in every if point in different.values()]
     chosen = [point for point in every if _matches(point.name, patterns)]
     if not chosen:
@@ -101,8 +102,14 @@ def points(model: Model, patterns: list[str] | None) -> list[Point]:
     return chosen
 
 
+def _notes(weights: str, participants: list[Participant]) -> list[str]:
+    """What the peers that took part cannot do, each note once."""
+    took = {participant.owner for participant in participants}
+    return list(dict.fromkeys(note for peer in PEERS if peer.title in took for note in peer.notes.get(weights, ())))
+
+
 def _participants(
-    experts: ExpertWeights, options: Namespace, progress: Callable[[str], object]
+    experts: ExpertWeights, weights: str, options: Namespace, progress: Callable[[str], object]
 ) -> Iterator[tuple[Participant, str, Path]]:
     """Those that are wanted, with their workers and interpreters. A peer that cannot be installed has failed."""
 
@@ -110,7 +117,7 @@ def _participants(
         return _matches(participant.key, options.only) and not (options.without and _matches(participant.key, options.without))
 
     for peer in PEERS:
-        chosen = [p for p in (Participant(peer.title, way) for way in peer.ways) if wanted(p)]
+        chosen = [p for p in (Participant(peer.title, way) for way in peer.ways.get(weights, ())) if wanted(p)]
         interpreter = Path()
         try:
             if chosen:
@@ -119,7 +126,7 @@ def _participants(
             for participant in chosen:
                 participant.fail(str(error))
         yield from ((participant, peer.worker, interpreter) for participant in chosen)
-    seen = set()
+    seen, bits = set(), 8 * experts.nbytes / _weights(experts)
     for name in measure.backends_for(experts):
         backend = ktmoe.backends.get(name)
         for mode in backend.modes:
@@ -127,7 +134,7 @@ def _participants(
             if isinstance(found, Missing):
                 continue
             kernels = found.table.name, mode
-            participant = Participant("ktmoe", Way(f"{name} {mode}", mode), bound=True)
+            participant = Participant("ktmoe", Way(f"{name} {mode}", mode, bits), bound=True)
             if wanted(participant) and kernels not in seen:  # some modes are served alike for several backends
                 seen.add(kernels)
                 yield participant, "worker_ktmoe.py", Path(sys.executable)
@@ -143,25 +150,29 @@ def _base(experts: ExpertWeights, participants: list[Participant]) -> Participan
     return next((participant for participant in living if participant.key == auto), living[0])
 
 
-def _load(participant: Participant, worker: str, interpreter: Path, experts: ExpertWeights, folder: Path) -> None:
+def _weights(experts: ExpertWeights) -> int:
+    """How many there are."""
+    return experts.num_experts * 3 * experts.hidden * experts.intermediate
+
+
+def _load(participant: Participant, worker: str, interpreter: Path, experts: ExpertWeights, folder: Path, weights: str) -> None:
     if participant.failure:
         return
-    weights = experts.num_experts * 3 * experts.hidden * experts.intermediate
-    needed, available = round(1.5 * weights * participant.way.bits / 8), memory.available_bytes()
+    needed, available = round(1.5 * _weights(experts) * participant.way.bits / 8), memory.available_bytes()
     if available is not None and available < needed:
         participant.fail(f"needs about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB is available")
         return
     try:
-        participant.process = _start(worker, participant.way.name, folder, interpreter)
+        participant.process = _start(worker, participant.way.name, folder, interpreter, weights)
         participant.about = participant.ask(do="load")["about"]
         participant.about["resident GB"] = round(participant.process.resident_bytes() / 1e9, 2)
     except WorkerError as error:
         participant.fail(str(error))
 
 
-def _start(worker: str, way: str, folder: Path, interpreter: Path) -> Process:
+def _start(worker: str, way: str, folder: Path, interpreter: Path, weights: str) -> Process:
     count = ktmoe.get_num_threads()
-    command = [interpreter, WORKERS / worker, way, folder, str(count)]
+    command = [interpreter, WORKERS / worker, way, folder, str(count), weights]
     log = folder / f"{worker}-{way}.log".replace(" ", "-")
     return Process(command, log, {"OMP_NUM_THREADS": str(count), "PYTHONUNBUFFERED": "1"})
 

@@ -1,8 +1,8 @@
 """What the driver and its workers say to each other, and what all workers share. Needs numpy alone.
 
-A worker is a script that the driver starts in its peer's environment: `worker_x.py WAY FOLDER THREADS`. It reads one JSON
-object a line from stdin and answers each with one line on stdout, {"error": text} if it cannot. FOLDER holds a checkpoint
-and the points' inputs. What libraries print goes to stderr.
+A worker is a script that the driver starts in its peer's environment: `worker_x.py WAY FOLDER THREADS WEIGHTS`. It reads
+one JSON object a line from stdin and answers each with one line on stdout, {"error": text} if it cannot. FOLDER holds a
+checkpoint, whose format WEIGHTS names, and the points' inputs. What libraries print goes to stderr.
 
     {"do": "load"}                                     -> {"about": {...}}
     {"do": "point", "inputs": name}                    -> {"settings": {name: seconds}, "best": name}
@@ -29,8 +29,15 @@ import numpy as np
 TRIES, LONG_SECONDS = 4, 0.5
 FEW_TOKENS = 16
 PR_SET_PDEATHSIG = 1
-#: DeepSeek-V4's names of an expert's matrices.
-NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+#: By format: what the names of a layer's experts begin with, those of an expert's matrices, and a matrix's tensors.
+LAYER = "model.layers.0.mlp.experts"
+STEMS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+TENSORS = {
+    "MXFP4": ("layers.0.ffn.experts", {"gate": "w1", "up": "w3", "down": "w2"}, {"weight": np.uint8, "scale": np.uint8}),
+    "BF16": (LAYER, STEMS, {"weight": np.uint16}),
+    "FP8": (LAYER, STEMS, {"weight": np.uint8, "weight_scale_inv": np.float32}),
+    "INT4": (LAYER, STEMS, {"weight_packed": np.uint8, "weight_scale": np.uint16}),
+}
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,13 @@ class Worker:
 
 
 class Model:
-    """The checkpoint in a folder: one layer of MXFP4 experts."""
+    """The checkpoint in a folder: one layer of experts. weights: their format, one of TENSORS."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, weights: str):
+        self.folder, self.weights = folder, weights
         config = json.loads((folder / "config.json").read_text())
-        self.experts, self.top_k = config["n_routed_experts"], config["num_experts_per_tok"]
+        self.experts = config.get("n_routed_experts") or config["num_experts"]
+        self.top_k = config["num_experts_per_tok"]
         self.hidden, self.intermediate = config["hidden_size"], config["moe_intermediate_size"]
         self._tensors = {}
         for file in sorted(folder.glob("*.safetensors")):
@@ -113,22 +121,28 @@ class Model:
                 header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             for name, info in header.items():
-                self._tensors[name] = (file, 8 + length + info["data_offsets"][0], tuple(info["shape"]))
+                begin, end = info["data_offsets"]
+                self._tensors[name] = (file, 8 + length + begin, end - begin, info["shape"][0])
 
-    def matrix(self, expert: int, projection: str) -> tuple[np.ndarray, np.ndarray]:
-        """Codes uint8 [n, k / 2], even k in the low nibble, and UE8M0 scales uint8 [n, k / 32]."""
-        name = f"layers.0.ffn.experts.{expert}.{NAMES[projection]}"
-        return self._read(f"{name}.weight"), self._read(f"{name}.scale")
+    def matrix(self, expert: int, projection: str) -> tuple[np.ndarray, ...]:
+        """What TENSORS has of a matrix [n, k]. Bytes of 4-bit codes have the even k in the low nibble.
 
-    def _read(self, name: str) -> np.ndarray:
-        file, offset, shape = self._tensors[name]
-        return np.fromfile(file, np.uint8, int(np.prod(shape)), offset=offset).reshape(shape)
+        MXFP4: codes uint8 [n, k / 2], and UE8M0 scales uint8 [n, k / 32]. BF16: bits uint16 [n, k].
+        FP8: E4M3 uint8 [n, k], and scales float32 of 128 x 128. INT4: codes plus 8, uint8 [n, k / 2], and scales, the bits
+        of bfloat16, uint16 [n, k / 32].
+        """
+        layer, stems, tensors = TENSORS[self.weights]
+        return tuple(self._read(f"{layer}.{expert}.{stems[projection]}.{name}", dtype) for name, dtype in tensors.items())
+
+    def _read(self, name: str, dtype: type) -> np.ndarray:
+        file, offset, nbytes, rows = self._tensors[name]
+        return np.fromfile(file, dtype, nbytes // np.dtype(dtype).itemsize, offset=offset).reshape(rows, -1)
 
 
 def serve(worker: type[Worker]) -> None:
     """Answer the driver until it closes the pipe or ends."""
-    way, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    answer_all(_Session(worker, way, folder, threads).answer)
+    way, folder, threads, weights = sys.argv[1:]
+    answer_all(_Session(worker, way, Path(folder), int(threads), weights).answer)
 
 
 def answer_all(answer: Callable[[dict], dict]) -> None:
@@ -146,8 +160,8 @@ def answer_all(answer: Callable[[dict], dict]) -> None:
 
 
 class _Session:
-    def __init__(self, worker: type[Worker], way: str, folder: Path, threads: int):
-        self._start = lambda: worker(way, Model(folder), threads)
+    def __init__(self, worker: type[Worker], way: str, folder: Path, threads: int, weights: str):
+        self._start = lambda: worker(way, Model(folder, weights), threads)
         self._folder = folder
         self._warm: Calls | None = None
         self._calls: Calls | None = None

@@ -1,7 +1,8 @@
 """ggml, as llama-cpp-python ships it: the graph that llama.cpp's build_moe_ffn makes, on its CPU backend, by ctypes.
 
-Ways: "repack", MXFP4 in the buffer type that interleaves rows for its gemm kernels, which llama.cpp takes by itself where
-it can; "plain", MXFP4 blocks as in a GGUF file. Both round x and h to 8 bits with a scale per 32 (Q8_0).
+Ways: "repack", the buffer type that interleaves rows for its gemm kernels, which llama.cpp takes by itself where it can;
+"plain", blocks as in a GGUF file. MXFP4 is its own type. INT4 is its Q4_0, and both round x and h to 8 bits with a scale
+per 32 (Q8_0). "BF16", as in a GGUF file: it rounds x and h to bfloat16.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import ctypes
 import importlib.metadata
 import importlib.util
 from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from protocol import Batches, Calls, Model, Worker, count, serve, thread_counts
-from weights import float32, mxfp4_blocks
+from weights import bfloat16_weights, float32, mxfp4_blocks, q4_0_blocks
 
-F32, I32, MXFP4 = 0, 26, 39  # enum ggml_type
+F32, I32 = 0, 26  # enum ggml_type
+#: By a checkpoint's weights: its own type of them, with its number, and what makes a matrix's blocks.
+OWN = {"MXFP4": ("MXFP4", 39, mxfp4_blocks), "INT4": ("Q4_0", 2, q4_0_blocks)}
 
 
 class InitParams(ctypes.Structure):
@@ -100,21 +104,22 @@ class GgmlWorker(Worker):
         if way == "repack" and "CPU_REPACK" not in extra:
             raise RuntimeError(f"this build of ggml has no buffer type CPU_REPACK, only {', '.join(extra) or 'the plain one'}")
         self.plain = plain
+        own, number, blocks = OWN[model.weights] if way != "BF16" else ("BF16", 30, partial(bfloat16_weights, model.weights))
         context = ggml.context(3)
         self.weights = {}
         for name in ("gate", "up", "down"):
             n, k = (model.hidden, model.intermediate) if name == "down" else (model.intermediate, model.hidden)
-            self.weights[name] = ggml.new_tensor_3d(context, MXFP4, k, n, model.experts)
-        if not ggml.backend_alloc_ctx_tensors_from_buft(context, plain if way == "plain" else extra["CPU_REPACK"]):
+            self.weights[name] = ggml.new_tensor_3d(context, number, k, n, model.experts)
+        if not ggml.backend_alloc_ctx_tensors_from_buft(context, extra["CPU_REPACK"] if way == "repack" else plain):
             raise MemoryError("ggml could not allocate the weights")
         for name, tensor in self.weights.items():
-            data = np.concatenate([mxfp4_blocks(*model.matrix(expert, name)) for expert in range(model.experts)])
+            data = np.concatenate([blocks(*model.matrix(expert, name)) for expert in range(model.experts)])
             if data.nbytes != ggml.nbytes(tensor):
-                raise RuntimeError(f"{name}: ggml expects {ggml.nbytes(tensor)} bytes of MXFP4, here are {data.nbytes}")
+                raise RuntimeError(f"{name}: ggml expects {ggml.nbytes(tensor)} bytes of {own}, here are {data.nbytes}")
             ggml.backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
         self.about = {
             "version": f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}, ggml {ggml.version().decode()}",
-            "weights": f"MXFP4, buffer type {'CPU' if way == 'plain' else 'CPU_REPACK'}",
+            "weights": f"{own}, buffer type {'CPU_REPACK' if way == 'repack' else 'CPU'}",
             "built for": ggml.features,
             "extra buffer types": sorted(extra),
         }

@@ -1,7 +1,7 @@
 """kt-kernel: its C++ classes on its thread pool, driven as its Python wrappers do, but for their copies to and from a GPU.
 
-Ways: "MXFP4" is AMXFP4_KGroup_MOE, which its wrapper prefers, and AVX2MXFP4_MOE, whichever is faster for a size of calls;
-"BF16" is AMXBF16_MOE, or AVX2BF16_MOE where the extension lacks that.
+Ways are its methods' weights. Where its wrapper chooses among two classes, the faster one is taken for a size of calls.
+"BF16" has one class alone, since another would double so much memory.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ from importlib.metadata import version
 import numpy as np
 import torch
 from kt_kernel import __cpu_variant__, kt_kernel_ext
-from kt_kernel.utils.loader import MXFP4SafeTensorLoader
+from kt_kernel.utils import loader
 from protocol import Batches, Calls, Model, Worker, count, serve
 from weights import bfloat16_weights, float32
 
 CLASSES = {
     "MXFP4": {"amx": "AMXFP4_KGroup_MOE", "avx2": "AVX2MXFP4_MOE"},
     "BF16": {"amx": "AMXBF16_MOE", "avx2": "AVX2BF16_MOE"},
+    "FP8": {"amx": "AMXFP8_MOE", "avx2": "AVX2FP8_MOE"},
+    "INT4": {"amx": "AMXInt4_KGroup_MOE", "amx, blocked": "AMXInt4_KGroupBlocked_MOE"},
 }
+LOADERS = {"MXFP4": "MXFP4SafeTensorLoader", "FP8": "FP8SafeTensorLoader", "INT4": "CompressedSafeTensorLoader"}
+#: Bits of a code, and codes of a scale.
+GROUPS = {"MXFP4": (4, 32), "FP8": (8, 128), "INT4": (4, 32)}
 #: What its buffers are made for.
 MOST_TOKENS = 4096
 
@@ -33,7 +38,7 @@ class KtWorker(Worker):
             raise RuntimeError(f"the extension for {__cpu_variant__} has none of {', '.join(CLASSES[way].values())}")
         self.on_gpu = torch.zeros(model.experts, dtype=torch.bool)
         self.identity = torch.arange(model.experts, dtype=torch.int64)
-        weights, scales = self._mxfp4() if way == "MXFP4" else self._bf16()
+        weights, scales = self._bf16() if way == "BF16" else self._own()
         self.layers = {}
         for name, kind in self.classes.items():
             self.layers[f"{name}, {count(threads)}"] = self._layer(kind, threads, weights, scales)
@@ -59,22 +64,22 @@ class KtWorker(Worker):
         for name in ("gate", "up", "down"):
             setattr(config, f"{name}_projs", [[tensor.data_ptr() for tensor in weights[name]]])
             setattr(config, f"{name}_scales", [[tensor.data_ptr() for tensor in scales[name]] or [0] * model.experts])
-        if self.way == "MXFP4":
-            config.quant_config.bits = 4
-            config.quant_config.group_size = 32
+        if self.way in GROUPS:
+            config.quant_config.bits, config.quant_config.group_size = GROUPS[self.way]
             config.quant_config.zero_point = False
         layer = getattr(kt_kernel_ext.moe, kind)(config)
         cpu.submit(layer.load_weights_task(self.identity.data_ptr()))
         cpu.sync()
         return cpu, layer
 
-    def _mxfp4(self) -> tuple[dict, dict]:
-        loaded = MXFP4SafeTensorLoader(str(self.model.folder)).load_experts("model.layers.0")
+    def _own(self) -> tuple[dict, dict]:
+        """As its own loader reads them."""
+        loaded = getattr(loader, LOADERS[self.way])(str(self.model.folder)).load_experts("model.layers.0")
         return loaded, {name: loaded[f"{name}_scale"] for name in ("gate", "up", "down")}
 
     def _bf16(self) -> tuple[dict, dict]:
         def tensor(expert: int, name: str) -> torch.Tensor:
-            return torch.from_numpy(bfloat16_weights(*self.model.matrix(expert, name)).view(np.int16))
+            return torch.from_numpy(bfloat16_weights(self.model.weights, *self.model.matrix(expert, name)).view(np.int16))
 
         names = ("gate", "up", "down")
         loaded = {name: [tensor(expert, name) for expert in range(self.model.experts)] for name in names}

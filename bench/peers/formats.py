@@ -1,0 +1,27 @@
+"""The formats of weights that are compared, each in a session of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ktmoe import synthetic
+
+
+@dataclass(frozen=True)
+class Format:
+    """write: makes the checkpoint; it takes num_experts, hidden, intermediate and top_k. experts: of the layer, by default."""
+
+    write: Callable[..., None]
+    experts: int
+
+
+#: By the name that bench/models.py gives the weights. All have SwiGLU without a limit, since not every peer has one.
+#: BF16 has half as many experts, so that every participant's own copy of them fits into 24 GB.
+FORMATS = {
+    "MXFP4": Format(functools.partial(synthetic.write_deepseek_v4, swiglu_limit=None), 64),
+    "BF16": Format(synthetic.write_qwen3, 32),
+    "FP8": Format(synthetic.write_fp8, 64),
+    "INT4": Format(synthetic.write_kimi_k2, 64),
+}
