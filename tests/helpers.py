@@ -303,6 +303,7 @@ def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=Non
         out_dtype="float32" if x.dtype == np.float32 else "bfloat16",
         activations=layer.activations,
         rounding=layer.rounding,
+        tuned_for=layer.tuned_for,
         shards=shards_of(layer, experts),
     )
     assert np.isfinite(expected.bound).all()
