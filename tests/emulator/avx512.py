@@ -13,8 +13,9 @@ from .machine import DEFAULT_MXCSR, Frame, NotAssembledError, aligned, assemble,
 
 BF16 = ["vdpbf16ps", "vcvtne2ps2bf16", "vcvtneps2bf16"]
 VBMI = ["vpmultishiftqb"]
+GFNI = ["vgf2p8affineqb"]
 VNNI = ["vpdpbusd"]
-OPS = BF16 + VBMI + VNNI
+OPS = BF16 + VBMI + GFNI + VNNI
 _CASES_PER_OP = 250
 
 
