@@ -22,6 +22,7 @@ typedef struct weights {
     steps at;
     __m512i high, low; /* VPERMW reads five index bits, and the fifth is the neighbour's: 16 words twice */
 } weights;
+typedef __m512i fold;
 
 INLINE __m512i table_of(const __m512 powers) {
     const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(powers), 16);
@@ -42,31 +43,30 @@ INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) {
     return (weights){steps_of(a, p, how), table_of(high), table_of(low)};
 }
 
-INLINE const uint8_t *step_at(const weights *w, const size_t step) { return step_of(&w->at, step); }
-
-INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) { return step_at(w, step) + n * SIXTEEN_BYTES; }
+INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) {
+    return step_of(&w->at, step) + n * SIXTEEN_BYTES;
+}
 
 /* What is subtracted from both words of each of 16 columns; all bits for a scale of 0, so that nothing is left. */
-INLINE __m512i fold_of(const uint8_t *scales) {
+INLINE fold load_fold(const weights *w, const size_t step, const int n) {
     const __m512i spread = _mm512_set_epi32(0xF000F, 0xE000E, 0xD000D, 0xC000C, 0xB000B, 0xA000A, 0x90009, 0x80008, 0x70007,
                                             0x60006, 0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0x00000);
-    const __m256i sixteen = _mm256_loadu_si256((const __m256i *)scales);
-    const __m512i both = _mm512_permutexvar_epi16(spread, _mm512_castsi256_si512(sixteen));
+    const __m256i scales = _mm256_loadu_si256((const __m256i *)(header_of(&w->at, step) + 32 * n));
+    const __m512i both = _mm512_permutexvar_epi16(spread, _mm512_castsi256_si512(scales));
     const __mmask32 some = _mm512_test_epi16_mask(both, both);
     return _mm512_mask_sub_epi16(_mm512_set1_epi16(-1), some, _mm512_set1_epi16(ONE), both);
 }
 
-INLINE void decode_quarter(const weights *w, const size_t step, const int n, const int quarter, uint8_t *to) {
-    const __m512i fold = fold_of(header_of(&w->at, step) + 32 * n);
+INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
     const __m512i bytes = _mm512_set1_epi64(0x3830282018100800); /* bit offsets of a qword's bytes */
     const __m512i codes = _mm512_loadu_si512(tile_at(w, step, n) + quarter * OCTET_BYTES);
-    to += quarter * 4 * TILE_ROW_BYTES;
+    to += quarter * QUARTER_BYTES;
 #pragma GCC unroll 4
     for (int pair = 0; pair < 4; pair++, to += TILE_ROW_BYTES) {
         const __m512i offsets = _mm512_add_epi8(bytes, _mm512_set1_epi8(4 * pair));
         const __m512i down = pair ? _mm512_multishift_epi64_epi8(offsets, codes) : codes;
-        _mm512_storeu_si512(to, _mm512_subs_epu16(_mm512_permutexvar_epi16(down, w->high), fold));
-        _mm512_storeu_si512(to + TILE_BYTES, _mm512_subs_epu16(_mm512_permutexvar_epi16(down, w->low), fold));
+        _mm512_storeu_si512(to, _mm512_subs_epu16(_mm512_permutexvar_epi16(down, w->high), *f));
+        _mm512_storeu_si512(to + TILE_BYTES, _mm512_subs_epu16(_mm512_permutexvar_epi16(down, w->low), *f));
     }
 }
 

@@ -45,19 +45,19 @@ typedef struct extremes {
 } extremes;
 
 /* Apart from the copy and with numbers as wide as the scales, so that it vectorises. */
-#define EXTREMES(type)                                                                                     \
-    static extremes extremes_##type(const uint8_t *from, size_t count, type magnitude, type zero) {        \
-        type any = 0, low = (type) - 1, high = 0;                                                          \
-        for (size_t i = 0; i < count; i++) {                                                               \
-            type bits;                                                                                     \
-            memcpy(&bits, from + i * sizeof bits, sizeof bits);                                            \
-            any |= bits;                                                                                   \
-            bits &= magnitude;                                                                             \
-            const type less = (type)(bits - zero);                                                         \
-            low = less < low ? less : low;                                                                 \
-            high = bits > high ? bits : high;                                                              \
-        }                                                                                                  \
-        return (extremes){any, low, high};                                                                 \
+#define EXTREMES(type)                                                                              \
+    static extremes extremes_##type(const uint8_t *from, size_t count, type magnitude, type zero) { \
+        type any = 0, low = (type) - 1, high = 0;                                                   \
+        for (size_t i = 0; i < count; i++) {                                                        \
+            type bits;                                                                              \
+            memcpy(&bits, from + i * sizeof bits, sizeof bits);                                     \
+            any |= bits;                                                                            \
+            bits &= magnitude;                                                                      \
+            const type less = (type)(bits - zero);                                                  \
+            low = less < low ? less : low;                                                          \
+            high = bits > high ? bits : high;                                                       \
+        }                                                                                           \
+        return (extremes){any, low, high};                                                          \
     }
 EXTREMES(uint8_t)
 EXTREMES(uint16_t)
