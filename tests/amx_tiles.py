@@ -57,7 +57,7 @@ def passes(rows):
     """The tiles of rows that each pass over a panel takes."""
     tiles = ceil(rows, TILE)
     while tiles:
-        now = {1: 1, 2: 2, 4: 2}.get(tiles, 3)
+        now = tiles if tiles <= 3 else 2
         yield now
         tiles -= now
 

@@ -11,32 +11,34 @@
 #include "kernels/common/tile.h"
 #include "kernels/common/ue8m0_fold.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, STEP_BYTES = KT_PANEL + BLOCK_BYTES };
+enum { IN_PLACE = 0, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
+
+#include "kernels/common/steps.h"
 
 typedef struct weights {
-    const uint8_t *packed;
+    steps at;
     scaling how;
 } weights;
+typedef e4m3_to_bf16 fold;
 
-INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) { return (weights){a->w[p], how}; }
-
-INLINE const uint8_t *step_at(const weights *w, const size_t step) {
-    return w->packed + step * (header_bytes(w->how) + BLOCK_BYTES);
-}
+INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) { return (weights){steps_of(a, p, how), how}; }
 
 INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) {
-    return step_at(w, step) + header_bytes(w->how) + n * SIXTEEN_BYTES;
+    return step_of(&w->at, step) + n * SIXTEEN_BYTES;
 }
 
-INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
-    const int folded = w->how & FOLDED;
-    const e4m3_to_bf16 e = folded ? e4m3_folded(ue8m0_fold(step_at(w, step) + 16 * n, 247)) : e4m3_plain();
-    const uint8_t *from = tile_at(w, step, n);
-#pragma GCC unroll 8
-    for (int quad = 0; quad < KT_BLOCK / 4; quad++, from += QUAD_BYTES, to += 2 * TILE_ROW_BYTES) {
+INLINE fold load_fold(const weights *w, const size_t step, const int n) {
+    return w->how & FOLDED ? e4m3_folded(ue8m0_fold(header_of(&w->at, step) + 16 * n, 247)) : e4m3_plain();
+}
+
+INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
+    const uint8_t *from = tile_at(w, step, n) + quarter * OCTET_BYTES;
+    to += quarter * QUARTER_BYTES;
+#pragma GCC unroll 2
+    for (int quad = 0; quad < 2; quad++, from += QUAD_BYTES, to += 2 * TILE_ROW_BYTES) {
         const __m512i codes = _mm512_loadu_si512(from);
-        _mm512_storeu_si512(to, e4m3_to_words(codes, 0, &e, folded));
-        _mm512_storeu_si512(to + TILE_ROW_BYTES, e4m3_to_words(codes, 1, &e, folded));
+        _mm512_storeu_si512(to, e4m3_to_words(codes, 0, f, w->how & FOLDED));
+        _mm512_storeu_si512(to + TILE_ROW_BYTES, e4m3_to_words(codes, 1, f, w->how & FOLDED));
     }
 }
 

@@ -11,7 +11,7 @@ typedef struct steps {
 } steps;
 
 INLINE steps steps_of(const kt_dot *a, const size_t p, const scaling how) {
-    const int one = how & HALVES || a->scale_group <= KT_BLOCK;
+    const int one = how & HALVES || kind_of(how) == NONE || kind_of(how) == UE8M0;
     return (steps){a->w[p], header_bytes(how), one ? 0 : __builtin_ctzl(a->scale_group / KT_BLOCK)};
 }
 
