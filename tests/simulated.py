@@ -358,10 +358,10 @@ def edges_of(format):
 
 
 @np.errstate(all="ignore")
-def linear(matrix, a, activations="bf16", rounding="exact"):
+def linear(matrix, a, activations="bf16", rounding="exact", tuned_for="decode"):
     """The reference's y and bound for a linear map of bfloat16 or other float32 numbers that are known exactly."""
     operand, eps = reference.operand(a, a, a, activations) if activations != "bf16" else (a, np.zeros_like(a))
-    return reference.linear(matrix, operand, eps, BLOCK, activations, rounding)
+    return reference.linear(matrix, operand, eps, BLOCK, activations, rounding, tuned_for)
 
 
 def linear_ratio(matrix, a, kind):
