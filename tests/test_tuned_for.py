@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import BF16, GROUPS, KINDS, LONGEST, assert_right, random_batch, random_experts, reading, same_bits
-from test_folded import may_round
 
 from ktmoe import MXFP4, MoELayer, Scale, WeightFormat, int4, reference
 from ktmoe.errors import InputError
@@ -121,7 +120,6 @@ def test_matrices_that_split_beside_others(backend):
 def test_weights_that_may_be_rounded_are(backend):
     """rounding="folded" has one number a weight, which is faster than two."""
     experts = positive(random_experts(np.random.default_rng(9), 1, 64, 96, formats=int4(32)))
-    assert may_round(experts.formats["gate"])
     with MoELayer(experts, backend, rounding="folded", tuned_for="prefill") as layer:
         assert set(layer.packed.kernels().values()) == {int(splits(layer))}
         assert_right(layer, experts, *random_batch(np.random.default_rng(10), experts, 20, 1))
