@@ -41,9 +41,9 @@ class MoELayer:
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
-    in place at any time, by any thread, and is read when a forward call begins. backend: the name. tuned_for: as
-    given. nbytes: of the packed weights. spec: ktmoe.experts.ExpertSpec. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, for
-    whoever looks into it; None after close().
+    in place at any time, by any thread, and is read when a forward call begins. backend: the name. tuned_for: as it was given.
+    nbytes: of the packed weights. spec: ktmoe.experts.ExpertSpec. placement: ktmoe.machine.numa.Placement. packed: what
+    Backend.pack returned, for whoever looks into it; None after close().
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """

@@ -240,8 +240,8 @@ def linear(
     Where a sum before a block is s, none inside it exceeds |s| + sum |a w|, and adding n products takes n roundings in any
     order: an error of gamma(n) times that (Higham 2002, "Accuracy and Stability of Numerical Algorithms", eq. 4.4). s is of all
     k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total. The total of
-    all k is multiplied, or divided, by the factor, and then the bias is added: a rounding each. Where a weight may be the sum of
-    two numbers, there are twice as many products, and those of one weight may be larger than it.
+    all k is multiplied, or divided, by the factor, and then the bias is added: a rounding each. Where a weight may be the
+    sum of two numbers, there are twice as many products, and those of one weight may be larger than it.
     """
     format, given = matrix.format, read(matrix, rows)
     weights, flushed, scales, minima = given.scaled, denormal_weights(matrix, rows), given.scales, given.minima

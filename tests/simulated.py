@@ -63,8 +63,8 @@ def int8_rows(a):
 
 
 def tdpbf16ps(x, *terms):
-    """x @ w.T, float32, w the sum of terms: for each 32 k and each term a chain over the even k and one over the odd, whose sum is
-    added to the total."""
+    """x @ w.T, float32, w the sum of terms: for each 32 k and each term a chain over the even k and one over the odd, whose sum
+    is added to the total."""
     x, terms = flushed(x), [flushed(w) for w in terms]
     total = np.zeros((len(x), len(terms[0])), np.float32)
     for start in range(0, x.shape[1], 32):
@@ -90,7 +90,7 @@ def allow_two_terms(scales, codebook):
     terms, some = terms[terms > 0], np.abs(scales[scales != 0]).astype(np.float64)
     if np.signbit(scales).any() or not np.isin(np.frexp(terms)[0], 0.5).all() or terms.min() < TINY or terms.max() > 8:
         return False
-    return not some.size or some.min() >= max(TINY, TINY / terms.min()) and some.max() < 2.0**125
+    return not some.size or bool(some.min() >= max(TINY, TINY / terms.min()) and some.max() < 2.0**125)
 
 
 #: portable: fp32_lut in C; fma: fp32_lut with AVX-512F and avx2, a group's sum as a whole or by 32 products; vdpbf16ps:

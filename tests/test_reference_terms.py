@@ -1,4 +1,4 @@
-"""tuned_for="prefill" in the float64 reference: which matrices are sums of two numbers a weight, and the bound on those that are."""
+"""tuned_for="prefill" in the float64 reference: which matrices have two numbers a weight, and the bound on those that do."""
 
 from dataclasses import replace
 from fractions import Fraction

@@ -15,7 +15,10 @@ from ktmoe.weights.elements import E2M1, INT4, Element
 SPLIT = {
     **{f"int4-{group}": (int4(group), 1) for group in GROUPS},
     "e2m1": (WeightFormat(E2M1, Scale("bf16", (1, 32))), 2),
-    "others": (WeightFormat(Element("others", "q4", (0.0, 7.0, -7.0, 12.0, 1.75, -0.75, *INT4.values[1:11])), LONGEST.scale), 3),
+    "others": (
+        WeightFormat(Element("others", "q4", (0.0, 7.0, -7.0, 12.0, 1.75, -0.75, *INT4.values[1:11])), LONGEST.scale),
+        3,
+    ),
 }
 HIGH = 251  # the greatest
 #: Those whose weights may not.

@@ -55,7 +55,8 @@ def load(
     """A checkpoint as a transformers model whose routed experts ktmoe computes, straight from the checkpoint's own weights.
 
     path: a folder, or an id of the Hugging Face Hub. The class is the one that config.json names in "architectures".
-    backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them. threads: of ktmoe in this process; None leaves them.
+    backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them. threads: of ktmoe in this process; None leaves
+    them.
     gpu_experts_mask: bool [experts], or [layers, experts] with a row for each layer that has experts. True: that expert stays
     in torch, dequantized, on its layer's device.
     progress: called with (done_bytes, total_bytes) of the experts, from threads, one at a time. True: a bar on stderr, which
