@@ -169,7 +169,7 @@ def folds(matrix: Matrix) -> bool:
 
 @functools.cache
 def _powers(value: float) -> tuple[float, float] | None:
-    """The sizes of two powers of two, or zeros, whose sum or difference a value's size is, the least sizes; None without such."""
+    """The sizes of two powers of two, or zeros, whose sum or difference a value's size is, the least; None without such."""
     size = abs(value)
     powers = [0.0, *(2.0**exponent for exponent in range(-126, 4))]
     sums = ((a, b) for a in powers for b in powers if (a > b or a == b == 0) and size in (a + b, a - b))

@@ -232,6 +232,16 @@ def random_experts(
     return ExpertWeights(num_experts, hidden, intermediate, read, formats, activation)
 
 
+def unsigned(experts: ExpertWeights, keys=None) -> ExpertWeights:
+    """The same experts, but for the signs of scales that are floats: none has one, of all matrices or of some."""
+
+    def read(*key):
+        matrix = experts.matrix(*key)
+        return matrix if keys is not None and key not in keys else replace(matrix, scales=np.abs(matrix.scales))
+
+    return reading(experts, read)
+
+
 def reading(experts: ExpertWeights, read) -> ExpertWeights:
     """The same experts, whose matrices are read another way."""
     sizes = experts.num_experts, experts.hidden, experts.intermediate

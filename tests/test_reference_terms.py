@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from helpers import pack_nibbles, reading
+from helpers import pack_nibbles, unsigned
 from reference_experts import BFLOAT16, random_batch, random_experts
 from simulated import allow_two_terms, flushed, label, linear, simulated_linear, tdpbf16ps, two_terms, worst
 
@@ -26,16 +26,6 @@ def matrix_of(values, scales):
     scales = np.tile(np.array(scales, np.float64).astype(BFLOAT16), (16, 1))
     weight_format = WeightFormat(Element("values", "q4", values), Scale("bf16", (1, 32)))
     return Matrix("w", weight_format, codes.shape, pack_nibbles(codes), scales)
-
-
-def positive(experts):
-    """The same experts with scales of no sign."""
-
-    def read(*key):
-        matrix = experts.matrix(*key)
-        return replace(matrix, scales=np.abs(matrix.scales))
-
-    return reading(experts, read)
 
 
 @pytest.mark.parametrize("values", [INT4.values, E2M1.values, tuple(range(-4, 12)), UINT4.values, (2.0**-126,) * 16])
@@ -103,7 +93,7 @@ SPLITTING = {
 def test_two_numbers_are_for_bfloat16_scales_of_4_bits(format):
     experts = random_experts(np.random.default_rng(0), 1, 64, 64, format=format)
     if format.scale and format.scale.dtype.kind != "u":
-        experts = positive(experts)
+        experts = unsigned(experts)
     assert splits(experts.matrix(0, "up")) == SPLITTING[format]
 
 
@@ -112,7 +102,7 @@ def test_two_numbers_are_for_bfloat16_scales_of_4_bits(format):
 def test_simulated_backends_stay_within_the_bound(format, kind):
     """Also those that do not know the choice: its bound holds for all."""
     rng = np.random.default_rng(1)
-    experts = positive(random_experts(rng, 2, 260, 130, format=format, bias=True))
+    experts = unsigned(random_experts(rng, 2, 260, 130, format=format, bias=True))
     batch = random_batch(rng, experts)
     for router_weight in ROUTER_WEIGHTS:
         error, _ = worst(experts, *batch, kind, rng, router_weight)
@@ -173,7 +163,7 @@ def test_flushed_terms_are_within_the_bound():
 @pytest.mark.parametrize("mistake", ["none", "no second", "seven", "signs", "even and odd"])
 def test_a_mistake_leaves_the_bound(mistake):
     rng = np.random.default_rng(6)
-    matrix = positive(random_experts(rng, 1, 64, 64, format=INT4_32)).matrix(0, "gate")
+    matrix = unsigned(random_experts(rng, 1, 64, 64, format=INT4_32)).matrix(0, "gate")
     a = rng.standard_normal((16, 64)).astype(BFLOAT16).astype(np.float32)
     y, bound = linear(matrix, a.astype(np.float64), tuned_for="prefill")
     codes = np.stack([matrix.codes & 15, matrix.codes >> 4], axis=2).reshape(64, 64)

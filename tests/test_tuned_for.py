@@ -1,24 +1,22 @@
 """tuned_for: which kernels serve then, that a batch changes no bit of either, and that all entrances take it."""
 
-from dataclasses import replace
+import json
 
 import numpy as np
 import pytest
-from helpers import BF16, GROUPS, KINDS, LONGEST, assert_right, random_batch, random_experts, reading, same_bits
+from helpers import BF16, GROUPS, KINDS, LONGEST, assert_right, random_batch, random_experts, reading, same_bits, unsigned
 
-from ktmoe import MXFP4, MoELayer, Scale, WeightFormat, int4, reference
+from ktmoe import MXFP4, MoELayer, MoEModel, Scale, WeightFormat, cli, int4, reference, synthetic
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import E2M1, INT4, Element
 
+OTHERS = Element("others", "q4", (0.0, 7.0, -7.0, 12.0, 1.75, -0.75, *INT4.values[1:11]))
 #: Formats whose weights may be sums of two bfloat16 numbers, and the least exponent fields of their scales.
 SPLIT = {
     **{f"int4-{group}": (int4(group), 1) for group in GROUPS},
     "e2m1": (WeightFormat(E2M1, Scale("bf16", (1, 32))), 2),
-    "others": (
-        WeightFormat(Element("others", "q4", (0.0, 7.0, -7.0, 12.0, 1.75, -0.75, *INT4.values[1:11])), LONGEST.scale),
-        3,
-    ),
+    "others": (WeightFormat(OTHERS, LONGEST.scale), 3),
 }
 HIGH = 251  # the greatest
 #: Those whose weights may not.
@@ -27,18 +25,6 @@ WHOLE = {
     "16": WeightFormat(Element("16", "q4", (16.0, *INT4.values[1:])), Scale("bf16", (1, 32))),
     "fp16 scales": int4(32, "fp16"),
 }
-
-
-def positive(experts, keys=None):
-    """The same, but for the signs of scales, of all matrices or of some: none is left."""
-
-    def read(*key):
-        matrix = experts.matrix(*key)
-        if keys is not None and key not in keys:
-            return matrix
-        return replace(matrix, scales=np.abs(matrix.scales))
-
-    return reading(experts, read)
 
 
 def keys(experts):
@@ -54,7 +40,7 @@ def splits(layer, tuned_for="prefill"):
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("tuned_for", ["decode", "prefill"])
 def test_a_batch_changes_no_bit(backend, name, tuned_for):
-    experts = positive(random_experts(np.random.default_rng(3), 3, 160, 96, formats=SPLIT[name][0], biases=True))
+    experts = unsigned(random_experts(np.random.default_rng(3), 3, 160, 96, formats=SPLIT[name][0], biases=True))
     with MoELayer(experts, backend, tuned_for=tuned_for) as layer:
         assert layer.tuned_for == tuned_for
         assert layer.rounding == "exact"
@@ -70,7 +56,7 @@ def test_other_weights_have_the_same_bits_either_way(backend, name):
     weights = {"formats": WHOLE[name]} if name in WHOLE else KINDS[name]
     experts = random_experts(np.random.default_rng(1), 2, 160, 100, **weights)
     if name in WHOLE:
-        experts = positive(experts)
+        experts = unsigned(experts)
     batch = random_batch(np.random.default_rng(2), experts, 20, 2)
     with MoELayer(experts, backend) as decode, MoELayer(experts, backend, tuned_for="prefill") as prefill:
         assert decode.packed.kernels() == prefill.packed.kernels()
@@ -113,7 +99,7 @@ def test_one_scale_decides_for_its_matrix(backend, name, which, projection):
 def test_matrices_that_split_beside_others(backend):
     experts = random_experts(np.random.default_rng(7), 3, 160, 96, formats=int4(64), biases=True)
     some = [(0, "gate"), (1, "up"), (1, "down"), (2, "gate"), (2, "up")]
-    experts = positive(experts, some)
+    experts = unsigned(experts, some)
     with MoELayer(experts, backend, tuned_for="prefill") as layer:
         assert layer.packed.kernels() == {key: 2 * (key in some and splits(layer)) for key in keys(experts)}
         for tokens in (1, 40):
@@ -122,14 +108,14 @@ def test_matrices_that_split_beside_others(backend):
 
 def test_weights_that_may_be_rounded_are(backend):
     """rounding="folded" has one number a weight, which is faster than two."""
-    experts = positive(random_experts(np.random.default_rng(9), 1, 64, 96, formats=int4(32)))
+    experts = unsigned(random_experts(np.random.default_rng(9), 1, 64, 96, formats=int4(32)))
     with MoELayer(experts, backend, rounding="folded", tuned_for="prefill") as layer:
         assert set(layer.packed.kernels().values()) == {int(splits(layer))}
         assert_right(layer, experts, *random_batch(np.random.default_rng(10), experts, 20, 1))
 
 
 def test_replaced_experts_are_tuned_alike(backend):
-    experts = positive(random_experts(np.random.default_rng(12), 2, 64, 96, formats=int4(32)))
+    experts = unsigned(random_experts(np.random.default_rng(12), 2, 64, 96, formats=int4(32)))
     other = random_experts(np.random.default_rng(13), 2, 64, 96, formats=int4(32))
     with MoELayer(experts, backend, tuned_for="prefill") as layer:
         layer.replace_expert(0, {projection: other.matrix(0, projection) for projection in PROJECTIONS})
@@ -145,3 +131,37 @@ def test_what_is_no_choice(wrong):
         MoELayer(experts, tuned_for=wrong)
     with pytest.raises(InputError, match=r"tuned_for must be one of \('decode', 'prefill'\), found"):
         reference.forward(experts, *random_batch(np.random.default_rng(16), experts, 1, 1), tuned_for=wrong)
+
+
+# entrances
+
+
+def test_layers_and_models_of_checkpoints(tmp_path):
+    synthetic.write_deepseek_v4(tmp_path, num_experts=3, hidden=64, intermediate=32, layers=2)
+    for given in ({}, {"tuned_for": "decode"}, {"tuned_for": "prefill"}):
+        with MoELayer.from_checkpoint(tmp_path, 1, **given) as layer, MoEModel.from_checkpoint(tmp_path, **given) as model:
+            assert {layer.tuned_for, model[0].tuned_for, model[1].tuned_for} == {given.get("tuned_for", "decode")}
+    for make in (
+        lambda **wrong: MoELayer.from_checkpoint(tmp_path, 1, **wrong),
+        lambda **wrong: MoEModel.from_checkpoint(tmp_path, **wrong),
+    ):
+        with pytest.raises(InputError, match="tuned_for must be one of"):
+            make(tuned_for="chat")
+
+
+def test_commands(tmp_path, capsys, monkeypatch):
+    synthetic.write_deepseek_v4(tmp_path, num_experts=8, hidden=64, intermediate=32, layers=1)
+    monkeypatch.setattr("ktmoe.cli.bench.DECODE", (1,))
+    monkeypatch.setattr("ktmoe.cli.bench.PREFILL", ())
+    assert cli.main(["bench", str(tmp_path), "--top-k", "2", "--seconds", "0", "--tuned-for", "prefill", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layer"]["tuned_for"] == "prefill"
+    loaded = []
+    load = MoEModel.from_checkpoint
+    monkeypatch.setattr(
+        MoEModel, "from_checkpoint", lambda *args, **given: loaded.append(given["tuned_for"]) or load(*args, **given)
+    )
+    for given in ([], ["--tuned-for", "prefill"]):
+        assert cli.main(["load", str(tmp_path), *given]) == 0
+    assert loaded == ["decode", "prefill"]
+    for command in ("bench", "load", "chat", "serve"):
+        assert cli.main([command, str(tmp_path), "--tuned-for", "both"]) == 2

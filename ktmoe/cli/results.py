@@ -64,8 +64,8 @@ def _limits(rows: list[Row]) -> dict:
 
 
 def layer(rows: list[Row], experts: ExpertWeights, model: str, choices: dict[str, str]) -> dict:
-    """A results file's entry for one layer. choices: the layer's attributes, by name. bound: of the first row, whose outputs are
-    those of one token."""
+    """A results file's entry for one layer. choices: the layer's attributes, by name. bound: of the first row, whose outputs
+    are those of one token."""
     first, bound = rows[0], rows[0].check.bound
     calls = {work: [_call(row) for row in rows if row.work == work] for work in ("decode", "prefill")}
     return {
