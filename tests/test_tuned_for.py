@@ -141,12 +141,10 @@ def test_layers_and_models_of_checkpoints(tmp_path):
     for given in ({}, {"tuned_for": "decode"}, {"tuned_for": "prefill"}):
         with MoELayer.from_checkpoint(tmp_path, 1, **given) as layer, MoEModel.from_checkpoint(tmp_path, **given) as model:
             assert {layer.tuned_for, model[0].tuned_for, model[1].tuned_for} == {given.get("tuned_for", "decode")}
-    for make in (
-        lambda **wrong: MoELayer.from_checkpoint(tmp_path, 1, **wrong),
-        lambda **wrong: MoEModel.from_checkpoint(tmp_path, **wrong),
-    ):
-        with pytest.raises(InputError, match="tuned_for must be one of"):
-            make(tuned_for="chat")
+    with pytest.raises(InputError, match="tuned_for must be one of"):
+        MoELayer.from_checkpoint(tmp_path, 1, tuned_for="chat")
+    with pytest.raises(InputError, match="tuned_for must be one of"):
+        MoEModel.from_checkpoint(tmp_path, tuned_for="chat")
 
 
 def test_commands(tmp_path, capsys, monkeypatch):
@@ -155,11 +153,13 @@ def test_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ktmoe.cli.bench.PREFILL", ())
     assert cli.main(["bench", str(tmp_path), "--top-k", "2", "--seconds", "0", "--tuned-for", "prefill", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layer"]["tuned_for"] == "prefill"
-    loaded = []
-    load = MoEModel.from_checkpoint
-    monkeypatch.setattr(
-        MoEModel, "from_checkpoint", lambda *args, **given: loaded.append(given["tuned_for"]) or load(*args, **given)
-    )
+    loaded, load = [], MoEModel.from_checkpoint
+
+    def spy(*arguments, **given):
+        loaded.append(given["tuned_for"])
+        return load(*arguments, **given)
+
+    monkeypatch.setattr(MoEModel, "from_checkpoint", spy)
     for given in ([], ["--tuned-for", "prefill"]):
         assert cli.main(["load", str(tmp_path), *given]) == 0
     assert loaded == ["decode", "prefill"]
