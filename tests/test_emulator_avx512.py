@@ -63,6 +63,8 @@ def expected_registers(case, zmm, k, memory):
     source, first, dest = (x[: case.vector_bytes].view(np.uint32) for x in (source, zmm[case.first], zmm[case.dest]))
     if case.op == "vpmultishiftqb":
         result = multishift(first.view(np.uint8), source.view(np.uint8))
+    elif case.op == "vpermb":
+        result = source.view(np.uint8)[first.view(np.uint8) % case.vector_bytes]
     elif case.op == "vpdpbusd":
         result = dot_bytes(dest.view(np.int32), first.view(np.uint8), source.view(np.int8)).view(np.uint32)
     elif case.op == "vdpbf16ps":
