@@ -65,6 +65,8 @@ def expected_registers(case, zmm, k, memory):
         result = multishift(first.view(np.uint8), source.view(np.uint8))
     elif case.op == "vgf2p8affineqb":
         result = affine(first.view(np.uint8), source.view(np.uint8), case.immediate)
+    elif case.op == "vpermb":
+        result = source.view(np.uint8)[first.view(np.uint8) % case.vector_bytes]
     elif case.op == "vpdpbusd":
         result = dot_bytes(dest.view(np.int32), first.view(np.uint8), source.view(np.int8)).view(np.uint32)
     elif case.op == "vdpbf16ps":

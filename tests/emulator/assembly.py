@@ -161,7 +161,7 @@ def random_cases(rng: np.random.Generator, op: str, count: int, low_address: int
             case.vector_bytes, case.dest, case.first, case.source = 32, dest % 16, first % 16, source % 16
         if op in STORES or (rng.integers(3) and op not in VEX_SHIFTS):
             case.source = None
-            case.broadcast = bool(rng.integers(2)) and op not in BETWEEN
+            case.broadcast = bool(rng.integers(2)) and op not in [*BETWEEN, "vpermb"]
             _place(case, rng, low_address)
         cases.append(case)
     return cases
@@ -253,6 +253,7 @@ def program(cases: list[Case]) -> str:
         "vcvtne2ps2bf16": "(%rsi), %zmm1, %zmm2{%k1}",
         "vpmultishiftqb": "(%rsi), %zmm1, %zmm2{%k1}",
         "vgf2p8affineqb": "$1, (%rsi), %zmm1, %zmm2{%k1}",
+        "vpermb": "(%rsi), %zmm1, %zmm2{%k1}",
     }.items():
         parts.append(_with_registers(f"masked_{op}", f"{first_only} {op} {operands}"))
     components = "mov $0xe6, %eax; xor %edx, %edx;"  # SSE, AVX, opmask and the rest of AVX-512

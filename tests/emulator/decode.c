@@ -27,8 +27,8 @@
 
 #include <string.h>
 
-static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_gfni,    &kt_vnni,
-                                          &kt_amx_tiles,   &kt_amx_dot,     &kt_between, &kt_loops};
+static struct kt_group *const groups[] = {&kt_avx512_bf16, &kt_avx512_vbmi, &kt_vnni, &kt_amx_tiles,
+                                          &kt_amx_dot,     &kt_between,     &kt_loops};
 
 struct kt_opcode *kt_opcode_at(size_t i) {
     for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {

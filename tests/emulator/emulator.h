@@ -57,7 +57,7 @@ struct kt_group {
     size_t count;
 };
 
-extern struct kt_group kt_avx512_bf16, kt_avx512_vbmi, kt_gfni, kt_vnni, kt_between, kt_loops, kt_amx_tiles, kt_amx_dot;
+extern struct kt_group kt_avx512_bf16, kt_avx512_vbmi, kt_vnni, kt_between, kt_loops, kt_amx_tiles, kt_amx_dot;
 
 struct kt_insn {
     struct kt_opcode *opcode;
