@@ -79,12 +79,13 @@ typedef struct kt_kernel {
     size_t scale_group_max;
     const char *offset;  /* "zero_point", or NULL: none */
     const kt_rows *rows; /* what it takes, and so its activation mode */
-    int folded; /* 0: takes any scale. Else scales are in the weights, where all scales of a matrix allow it (folding.py): a weight is
-                               1 bf16 number, or the sum of 2, which needs scales that are not negative */
+    /* 0: takes any scale. Else scales are in the weights, where all scales of a matrix allow it (folding.py): a weight is 1 bf16
+     * number, or the sum of 2, which needs scales that are not negative. */
+    int folded;
     int whole; /* 1: needs 4-bit values that have a unit */
-    const char
-        *tuned_for; /* "prefill": for layers that are tuned for that, since it is slower for one row and has another order of
-                              sums; NULL: for all */
+    /* "prefill": only for layers that are tuned for that, since it is slower for one row and has another order of sums. NULL: for
+     * all layers. */
+    const char *tuned_for;
     size_t few_max; /* rows up to which few() is the faster */
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
