@@ -97,13 +97,17 @@ MISTAKES = {
     ),
     "a group without its scale, bf16": Mistake(
         "q4_amx_products.c",
-        "f32v first = load_scales(",
-        "f32v first = step >> w->at.group_shift == 1 ? (f32v){0} + 1 : load_scales(",
+        ".scale = load_scales(",
+        ".scale = step >> w->at.group_shift == 1 ? (f32v){0} + 1 : load_scales(",
         "q4_amx_products",
         "int4-64",
     ),
     "a group with another's scale": Mistake(
-        "q4_amx_products.c", "header_of(&w->at, step)", "header_of(&w->at, step / 3 * 3)", "q4_amx_products", "int4-32"
+        "q4_amx_products.c",
+        "header = header_of(&w->at, step)",
+        "header = header_of(&w->at, step / 3 * 3)",
+        "q4_amx_products",
+        "int4-32",
     ),
     "the last step, q4": Mistake(TILES, **STEPS, kernel="q4_amx", weights="mxfp4"),
     "the last step, b16": Mistake(TILES, **STEPS, kernel="b16_amx", weights="b16"),

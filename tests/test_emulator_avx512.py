@@ -169,7 +169,7 @@ def test_cases_cover_the_forms(program):
             "ymm",
             "zmm",
             "{z}",
-            *(["1to2", "1to4", "1to8"] if op in VBMI + GFNI else ["1to4", "1to8", "1to16"]),
+            *([] if op == "vpermb" else ["1to2", "1to4", "1to8"] if op in VBMI + GFNI else ["1to4", "1to8", "1to16"]),
         ]:
             assert any(part in text for text in texts), (op, part)
         for register in range(32):

@@ -51,36 +51,39 @@ INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) 
     return step_of(&w->at, step) + n * SIXTEEN_BYTES;
 }
 
-/* For 16 E4M3 scales that are positive and normal, thus not to be changed but in bias: a scale s has the bits 16 byte + (120 << 7),
- * and 1.5 s has so many more as the three bits of s's mantissa say. */
-INLINE void fold_e4m3(const __m128i scales, __m512i *lower, __m512i *mantissas) {
+/* 16 E4M3 scales, each in all bytes of its column. */
+INLINE __m512i spread_e4m3(const uint8_t *scales) {
 #define LANE(i) (i) * 0x01010101
     const __m512i spread = _mm512_setr_epi32(LANE(0), LANE(1), LANE(2), LANE(3), LANE(4), LANE(5), LANE(6), LANE(7), LANE(8),
                                              LANE(9), LANE(10), LANE(11), LANE(12), LANE(13), LANE(14), LANE(15));
 #undef LANE
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)scales)), spread);
+}
+
+/* Of positive and normal ones: the bf16 of a scale s has the bits 16 byte + (120 << 7), */
+INLINE __m512i lower_e4m3(const __m512i scales) {
+    return _mm512_sub_epi16(_mm512_set1_epi16(RAISED + ((127 - 120) << 7)),
+                            _mm512_maddubs_epi16(scales, _mm512_set1_epi16(16)));
+}
+
+/* and 1.5 s has so many more as the three bits of s's mantissa say. */
+INLINE __m512i mantissas_e4m3(const __m512i scales) {
 #define MORE(m) (char)(0x80 | ((m) < 3 ? 64 + 8 * (m) : 96 - 4 * (m)))
 #define EIGHT MORE(0), MORE(1), MORE(2), MORE(3), MORE(4), MORE(5), MORE(6), MORE(7)
-    const __m512i more = _mm512_broadcast_i32x4(_mm_setr_epi8(EIGHT, EIGHT));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(EIGHT, EIGHT)), scales);
 #undef EIGHT
 #undef MORE
-    const __m512i all = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(scales), spread);
-    *lower = _mm512_sub_epi16(_mm512_set1_epi16(RAISED + ((127 - 120) << 7)), _mm512_maddubs_epi16(all, _mm512_set1_epi16(16)));
-    *mantissas = _mm512_shuffle_epi8(more, all);
 }
 
 INLINE fold load_fold(const weights *w, const size_t step, const int n) {
     const uint8_t *header = header_of(&w->at, step);
-    fold f;
-    if (kind_of(w->how) != E4M3) {
-        f.scale = load_scales(header, n, 0, w->how);
-        return f;
-    }
-    const __m128i first = _mm_loadu_si128((const __m128i *)(header + 16 * n));
-    const __m128i second = _mm_loadu_si128((const __m128i *)(header + KT_PANEL + 16 * n));
-    f.bits = w->bits && !_mm_cmplt_epi8_mask(_mm_min_epi8(first, second), _mm_set1_epi8(8));
-    fold_e4m3(first, &f.lower[0], &f.mantissas[0]);
-    fold_e4m3(second, &f.lower[1], &f.mantissas[1]);
-    return f;
+    if (kind_of(w->how) != E4M3) return (fold){.scale = load_scales(header, n, 0, w->how)};
+    const __m512i first = spread_e4m3(header + 16 * n), second = spread_e4m3(header + KT_PANEL + 16 * n);
+    return (fold){
+        .bits = w->bits && !_mm512_cmplt_epi8_mask(_mm512_min_epi8(first, second), _mm512_set1_epi8(8)),
+        .lower = {lower_e4m3(first), lower_e4m3(second)},
+        .mantissas = {mantissas_e4m3(first), mantissas_e4m3(second)},
+    };
 }
 
 /* The general way: products in fp32. */

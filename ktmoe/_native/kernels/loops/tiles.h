@@ -183,7 +183,7 @@ INLINE void few(const kt_dot *a, const scaling how) {
 }
 
 /* What the larger shapes do between multiplications: a share of the two tiles that are decoded ahead, and of the next step's A,
- * which comes to L1. dot: of so many. */
+ * which comes to L1; behind a row alone, whose next steps these are, nothing is lost. dot: of so many. */
 INLINE void between(const weights *w, const row_tile *x, const int tiles, const size_t step, const int n, const fold f[2],
                     uint8_t *next, const int dot, const int dots, const int more) {
     const int quarters = more ? 2 * QUARTERS : 0;
@@ -191,12 +191,11 @@ INLINE void between(const weights *w, const row_tile *x, const int tiles, const 
     for (int q = dot * quarters / dots; q < (dot + 1) * quarters / dots; q++)
         decode_quarter(w, &f[q / QUARTERS], step + PAIRS_AHEAD, n + q / QUARTERS, q % QUARTERS,
                        next + q / QUARTERS * DECODED_BYTES);
-    const int lines = tiles * KT_TILE_ROWS;
+    const int lines = tiles * KT_TILE_ROWS, line = dot * lines / dots;
+    const uint8_t *ahead = a_tile(&x[line / KT_TILE_ROWS], step + 1) + line % KT_TILE_ROWS * TILE_ROW_BYTES;
+    __asm__("" : "+r"(ahead)); /* GCC 12 would keep a pointer for each line */
 #pragma GCC unroll 16
-    for (int line = dot * lines / dots; line < (dot + 1) * lines / dots; line++) {
-        const row_tile *t = &x[line / KT_TILE_ROWS];
-        prefetch_l1(a_tile(t, step + 1) + line % KT_TILE_ROWS * t->stride);
-    }
+    for (int i = 0; i < lines / dots; i++) prefetch_l1(ahead + i * TILE_ROW_BYTES);
 }
 
 #define PAIR_STEP()                                                          \
