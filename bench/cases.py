@@ -22,17 +22,24 @@ EVERYWHERE = "V4-Flash"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute. isa: one of the backend's. rounding: as MoELayer takes it."""
+    """One way to compute. isa: one of the backend's. rounding, tuned_for: as MoELayer takes them."""
 
     backend: str
     isa: str
     activations: str
     rounding: str = "exact"
+    tuned_for: str = "decode"
 
     @property
     def id(self) -> str:
         words = [self.backend, self.isa, self.activations]
-        return "-".join([*words, *([self.rounding] if self.rounding != "exact" else [])])
+        words += [self.rounding] if self.rounding != "exact" else []
+        return "-".join([*words, *([self.tuned_for] if self.tuned_for != "decode" else [])])
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Of MoELayer and of the reference."""
+        return {"rounding": self.rounding, "tuned_for": self.tuned_for}
 
     @contextmanager
     def table(self, experts: ExpertWeights) -> Iterator[core.KernelTable | None]:
@@ -84,7 +91,7 @@ def every_way(experts: ExpertWeights) -> Iterator[Way]:
 
 
 def auto_ways(experts: ExpertWeights) -> Iterator[Way]:
-    """What "auto" chooses, and the same with folded scales where those make a difference."""
+    """What "auto" chooses, and the same with folded scales and for prefill where those make a difference."""
     choice = choose_backend("auto", experts)
     found = ktmoe.backends.get(choice.name).lookup(experts, choice.activations)
     if found.table is not None:
@@ -92,12 +99,15 @@ def auto_ways(experts: ExpertWeights) -> Iterator[Way]:
 
 
 def _ways(way: Way, experts: ExpertWeights) -> Iterator[Way]:
-    """It, if it can run here, and the same with folded scales if that makes a difference."""
+    """It, if it can run here, and the same with folded scales and for prefill if that makes a difference."""
     with way.table(experts) as table:
         if table is None:
             return
         rounds = any(_rounds(table, weight_format, way.activations) for weight_format in experts.formats.values())
+        tuned = any(_tuned(table, weight_format, way.activations) for weight_format in experts.formats.values())
     yield way
+    if tuned:
+        yield replace(way, tuned_for="prefill")
     if rounds:
         yield replace(way, rounding="folded")
 
@@ -105,3 +115,8 @@ def _ways(way: Way, experts: ExpertWeights) -> Iterator[Way]:
 def _rounds(table: core.KernelTable, weight_format, mode: str) -> bool:
     """Whether it has kernels that round scaled weights to bfloat16."""
     return table.folds(weight_format, mode, "folded") and not table.folds(weight_format, mode)
+
+
+def _tuned(table: core.KernelTable, weight_format, mode: str) -> bool:
+    """Whether it has other kernels for prefill than for decode."""
+    return table.folds(weight_format, mode, tuned_for="prefill") != table.folds(weight_format, mode)

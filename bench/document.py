@@ -94,14 +94,19 @@ def ways(found: list[Results]) -> tuple[Row, list[Row]]:
     for layer, results in sorted(layers, key=lambda pair: order.index(_way(pair[0]))):
         cells = [_rate(results, _point(layer, *column), column[0]) for column in columns]
         if any(cell != NONE for cell in cells):
-            mode = layer["activations"] + (", folded" if layer["rounding"] == "folded" else "")
+            mode = layer["activations"] + _choices(layer)
             bound = f"{100 * layer['bound']:.2g} %" if "bound" in layer else NONE
             rows.append((f"`{layer['backend']}`", layer["isa"], mode, results.label, *cells, bound))
     return heads, rows
 
 
 def _way(layer: dict) -> tuple[str, ...]:
-    return layer["backend"], layer["isa"], layer["activations"], layer["rounding"]
+    return layer["backend"], layer["isa"], layer["activations"], layer["rounding"], layer.get("tuned_for", "decode")
+
+
+def _choices(layer: dict) -> str:
+    folded = ", folded" if layer["rounding"] == "folded" else ""
+    return folded + (", for prefill" if layer.get("tuned_for") == "prefill" else "")
 
 
 def other_models(found: list[Results]) -> tuple[Row, list[Row]]:
@@ -112,7 +117,7 @@ def other_models(found: list[Results]) -> tuple[Row, list[Row]]:
         for results in found:
             for layer in results.entries("layer"):
                 if layer["model"] == model != EVERYWHERE:
-                    weights = layer["weights"] + (", folded" if layer["rounding"] == "folded" else "")
+                    weights = layer["weights"] + _choices(layer)
                     experts = f"{layer['experts']}" + (f" x {layer['copies']}" if layer["copies"] > 1 else "")
                     cells = (_rate(results, _point(layer, *column), column[0]) for column in columns)
                     rows.append((model, weights, f"`{layer['backend']}`", results.label, experts, *cells))

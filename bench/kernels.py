@@ -50,8 +50,11 @@ class Kernel:
 
     @property
     def scales(self) -> str:
-        """Onto each weight, onto each group's sum, or none."""
-        return "none" if self.weights in ("BF16", "FP8 per row", "INT8 per row") else "in weights" if self.folds else "of sums"
+        """Onto each weight, onto each of two numbers whose sum it is, onto each group's sum, or none."""
+        if self.weights in ("BF16", "FP8 per row", "INT8 per row"):
+            return "none"
+        in_weights = "in two numbers a weight" if self.way.tuned_for == "prefill" else "in weights"
+        return in_weights if self.folds else "of sums"
 
 
 def kernels() -> Iterator[Kernel]:
@@ -62,7 +65,7 @@ def kernels() -> Iterator[Kernel]:
         weight_format = experts.formats["gate"]
         for way in every_way(experts):
             with way.table(experts) as table:
-                folding = {table.folds(weight_format, way.activations, way.rounding)}
+                folding = {bool(table.folds(weight_format, way.activations, **way.choices))}
             if True in folding and weight_format.scale.kind == "ue8m0":  # some scales fold and some do not
                 folding.add(False)
             for folds in sorted(folding, reverse=True):
@@ -103,11 +106,11 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
     try:
         with (
             kernel.way.table(experts) as table,
-            MoELayer(experts, kernel.way.backend, kernel.way.activations, rounding=kernel.way.rounding) as layer,
+            MoELayer(experts, kernel.way.backend, kernel.way.activations, **kernel.way.choices) as layer,
         ):
-            used = set(layer.packed.kernels().values())
+            used = {bool(terms) for terms in layer.packed.kernels().values()}
             assert used == {kernel.folds}, f"{kernel.id}: the layer uses other kernels"
-            check = probe.make(experts, [0], kernel.way.activations, kernel.way.rounding)
+            check = probe.make(experts, [0], kernel.way)
             yield Subject(kernel, layer, measure.settled(layer, table), check)
     finally:
         ktmoe.set_num_threads(threads)

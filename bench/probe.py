@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from bench.cases import Way
 from ktmoe import measure, reference
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
@@ -41,7 +42,7 @@ class Probe:
         return measure.Check.of(y32[-1:][:, self.columns], self.expected)
 
 
-def make(experts: ExpertWeights, ids: list[int], activations: str, rounding: str) -> Probe:
+def make(experts: ExpertWeights, ids: list[int], way: Way) -> Probe:
     """A random token that goes to these experts; the reference takes seconds."""
     random = np.random.default_rng(1)
     x = random.standard_normal((1, experts.hidden), np.float32).astype(ml_dtypes.bfloat16)
@@ -49,6 +50,6 @@ def make(experts: ExpertWeights, ids: list[int], activations: str, rounding: str
     columns = np.sort(random.choice(experts.hidden, min(_COLUMNS, experts.hidden), replace=False))
     routing = np.array([ids], np.int64)
     expected = reference.forward(
-        experts, x, routing, weights, out_dtype="float32", columns=columns, activations=activations, rounding=rounding
+        experts, x, routing, weights, out_dtype="float32", columns=columns, activations=way.activations, **way.choices
     )
     return Probe(x, routing, weights, columns, expected)

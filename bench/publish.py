@@ -213,7 +213,7 @@ def _layers(rows: list[dict]) -> list[dict]:
     for row in rows:
         if row["routing"] != "random":
             continue
-        names = ("model", "backend", "isa", "activations", "rounding")
+        names = ("model", "backend", "isa", "activations", "rounding", *(["tuned_for"] if "tuned_for" in row else []))
         layer = found.setdefault(
             tuple(row[name] for name in names),
             {

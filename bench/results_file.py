@@ -54,6 +54,7 @@ SCHEMA = {
             "isa": str,
             "activations": str,
             "rounding": str,
+            "tuned_for?": str,
             "experts": int,
             "copies": int,
             "bound?": float,

@@ -57,7 +57,7 @@ def packed(case: Case, *, full: bool) -> Iterator[Subject]:
     try:
         with case.way.table(experts) as table:
             for _ in range(size.layers):
-                layers.append(MoELayer(experts, case.way.backend, case.way.activations, rounding=case.way.rounding))
+                layers.append(MoELayer(experts, case.way.backend, case.way.activations, **case.way.choices))
             limits = measure.settled(layers[0], table)
             yield Subject(case.model, case.way, size.experts, layers, limits, _probe(case, experts))
     finally:
@@ -69,8 +69,8 @@ _probes: dict[tuple, probe.Probe] = {}
 
 
 def _probe(case: Case, experts: ExpertWeights) -> probe.Probe:
-    key = case.model, experts.num_experts, case.way.activations, case.way.rounding
+    key = case.model, experts.num_experts, case.way.activations, *case.way.choices.values()
     if key not in _probes:
         ids = np.linspace(0, experts.num_experts - 1, case.model.top_k).astype(int).tolist()
-        _probes[key] = probe.make(experts, ids, case.way.activations, case.way.rounding)
+        _probes[key] = probe.make(experts, ids, case.way)
     return _probes[key]

@@ -30,7 +30,7 @@ def text(rows: list[Row]) -> str:
 
 
 def _layer(rows: list[Row]) -> Table:
-    heads = ("model", "backend", "ISA", "mode", "rounding", "work", "routing")
+    heads = ("model", "backend", "ISA", "mode", "rounding", "tuned for", "work", "routing")
     numbers = ("tokens", "experts", "ms", "GB/s", "of read", "GFLOP/s", "of peak", "limits", "footprint", "error/bound")
 
     def cells(row: Row) -> tuple[str, ...]:
@@ -40,6 +40,7 @@ def _layer(rows: list[Row]) -> Table:
             row["isa"],
             row["activations"],
             row["rounding"],
+            row.get("tuned_for", "decode"),
             row["work"],
             row["routing"],
             f"{row['tokens']}",

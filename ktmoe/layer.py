@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ktmoe import arrays, backends
-from ktmoe.backends.base import Plan, Progress, Stored
+from ktmoe.backends.base import TUNED_FOR, Plan, Progress, Stored
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
@@ -32,6 +32,8 @@ class MoELayer:
     and 32 along k (docs/numerics.md). "auto": the backend's first mode for these weights, never "int8".
     rounding: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
     2^-8) if that lets it multiply faster; the attribute of that name says whether any are.
+    tuned_for: "decode": calls of a few tokens are fast; "prefill": calls of many are, where a backend has another kernel for
+    these weights that adds in another order. A token's bits depend on this choice, and not on its batch.
     router_weight: what a router weight multiplies: "down_output" (transformers, kt-kernel), "down_input" (DeepSeek's own code),
     "expert_input" (Llama-4). None: what the experts' own is, which a loader knows. The attribute of that name says which.
     numa_nodes: the NUMA nodes, such as [1] or [1, 0]: each has a shard of the intermediate dimension, whose threads run there
@@ -39,9 +41,9 @@ class MoELayer:
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
-    in place at any time, by any thread, and is read when a forward call begins. backend: the name. nbytes: of the packed
-    weights. spec: ktmoe.experts.ExpertSpec. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned, for
-    whoever looks into it; None after close().
+    in place at any time, by any thread, and is read when a forward call begins. backend: the name. tuned_for: as it was given.
+    nbytes: of the packed weights. spec: ktmoe.experts.ExpertSpec. placement: ktmoe.machine.numa.Placement. packed: what
+    Backend.pack returned, for whoever looks into it; None after close().
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -53,6 +55,7 @@ class MoELayer:
         activations: str = "auto",
         *,
         rounding: str = "exact",
+        tuned_for: str = "decode",
         router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
         progress: Progress | None = None,
@@ -61,10 +64,13 @@ class MoELayer:
             raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
         if rounding not in ROUNDING:
             raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
+        if tuned_for not in TUNED_FOR:
+            raise InputError(f"tuned_for must be one of {TUNED_FOR}, found {show(tuned_for)}")
         router_weight = experts.router_weight if router_weight is None else checked_router_weight(router_weight)
         choice = choose_backend(backend, experts, activations)
         self.backend = choice.name
         self.activations = choice.activations
+        self.tuned_for = tuned_for
         self.router_weight = router_weight
         self.num_experts = experts.num_experts
         self.hidden = experts.hidden
@@ -72,7 +78,7 @@ class MoELayer:
         self.name = experts.name
         self.placement = placement_of(experts, numa_nodes)
         self.spec = experts.spec
-        plan = Plan(router_weight, self.activations, rounding, self.placement)
+        plan = Plan(router_weight, self.activations, rounding, self.placement, tuned_for)
         self.packed = backends.get(self.backend).pack(experts, plan, progress)
         self.rounding = self.packed.rounding
         self.nbytes = self.packed.nbytes
@@ -88,6 +94,7 @@ class MoELayer:
         *,
         loader: str = "auto",
         rounding: str = "exact",
+        tuned_for: str = "decode",
         router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: Sequence[int] | None = None,
@@ -103,8 +110,8 @@ class MoELayer:
             experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
-            options = {"rounding": rounding, "router_weight": router_weight, "numa_nodes": numa_nodes, "progress": progress}
-            return cls(experts, backend, activations, **options)
+            options = {"rounding": rounding, "tuned_for": tuned_for, "router_weight": router_weight, "numa_nodes": numa_nodes}
+            return cls(experts, backend, activations, **options, progress=progress)
 
     def forward(self, x, expert_ids, expert_weights, out=None):
         """y [tokens, hidden], in x's kind and dtype.

@@ -271,5 +271,6 @@ def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int 
         columns=outputs,
         activations=layer.activations,
         rounding=layer.rounding,
+        tuned_for=layer.tuned_for,
     )
     return Check.of(y32[rows][:, outputs], expected)

@@ -55,6 +55,7 @@ class MoEModel:
         *,
         loader: str = "auto",
         rounding: str = "exact",
+        tuned_for: str = "decode",
         router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: np.ndarray | Sequence | None = None,
@@ -87,7 +88,12 @@ class MoEModel:
                 for name, weights in experts.items()
             ]
             _require_memory(path, packed, experts.values())
-            options = {"rounding": rounding, "router_weight": router_weight, "numa_nodes": numa_nodes}
+            options = {
+                "rounding": rounding,
+                "tuned_for": tuned_for,
+                "router_weight": router_weight,
+                "numa_nodes": numa_nodes,
+            }
 
             def make(name: int | str, progress: Progress) -> MoELayer:
                 return MoELayer(experts[name], chosen[name], activations, **options, progress=progress)

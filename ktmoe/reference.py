@@ -28,6 +28,8 @@ from ktmoe.reference_weights import (
     part,
     read,
     round_bfloat16,
+    splits,
+    term_sizes,
 )
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import Minimum, WeightFormat
@@ -41,6 +43,7 @@ __all__ = [
     "ROUNDING",
     "ROUTER_WEIGHTS",
     "TINY",
+    "TUNED_FOR",
     "UNIT",
     "Reference",
     "activate",
@@ -51,6 +54,7 @@ __all__ = [
     "linear",
     "operand",
     "round_bfloat16",
+    "splits",
 ]
 
 #: Unit roundoff of float32, round to nearest.
@@ -69,6 +73,8 @@ SILU_MINIMUM = -1.2784645427610738
 #: What bfloat16 and fp16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that
 #: folds().
 ROUNDING = ("exact", "folded")
+#: What kernels are chosen for. "prefill": weights may be sums of two numbers, in the matrices that a backend splits().
+TUNED_FOR = ("decode", "prefill")
 #: Scale kinds that a backend may fold into weights that are bfloat16 numbers then, exactly.
 FOLDED_EXACTLY = ("ue8m0", "e4m3")
 
@@ -109,6 +115,7 @@ def forward(
     block: int = BLOCK,
     activations: str = "bf16",
     rounding: str = "exact",
+    tuned_for: str = "decode",
     shards: Sequence[tuple[int, int]] | None = None,
 ) -> Reference:
     """The layer's output in float64 and the bound on the error of a backend that rounds its output to out_dtype.
@@ -120,6 +127,8 @@ def forward(
     block: products that a backend may add in any order, see BLOCK; intermediate or hidden, whichever is larger, allows any.
     activations: what the linear maps take, one of ACTIVATIONS. Integers exist for the formats that have an integer_unit.
     rounding: one of ROUNDING. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
+    tuned_for: one of TUNED_FOR. "prefill": the bound also holds for a backend that multiplies by two numbers a weight in each
+    matrix that splits(); y is the same.
     shards: (first, last) of each part of the intermediate dimension, ascending, if a backend computes an output for each
     part and then adds these in this order; y is the same. Each begins at a multiple of experts.shard_unit.
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
@@ -133,6 +142,8 @@ def forward(
         raise InputError(f"activations must be one of {ACTIVATIONS}, found {activations!r}")
     if rounding not in ROUNDING:
         raise InputError(f"rounding must be one of {ROUNDING}, found {rounding!r}")
+    if tuned_for not in TUNED_FOR:
+        raise InputError(f"tuned_for must be one of {TUNED_FOR}, found {tuned_for!r}")
     if rounding == "folded" and activations != "bf16":
         raise InputError(
             f"rounding 'folded' needs activations 'bf16', found {activations!r}, which multiplies integers and folds no scale"
@@ -146,6 +157,7 @@ def forward(
                 f" {format.description}"
             )
     cuts = _cuts(experts, shards)
+    how = block, activations, rounding, tuned_for
     y = np.zeros((len(cuts), len(x), len(np.arange(experts.hidden)[columns])))  # of each shard
     eps, size = np.zeros_like(y), np.zeros_like(y)
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
@@ -156,8 +168,8 @@ def forward(
             if router_weight == "expert_input":
                 a = round_bfloat16((a * r).astype(np.float32))
             a, eps_a = operand(a, a, a, activations)
-            g, eps_g = linear(experts.matrix(expert, "gate"), a, eps_a, block, activations, rounding)
-            u, eps_u = linear(experts.matrix(expert, "up"), a, eps_a, block, activations, rounding)
+            g, eps_g = linear(experts.matrix(expert, "gate"), a, eps_a, *how)
+            u, eps_u = linear(experts.matrix(expert, "up"), a, eps_a, *how)
             h, eps_h = activate(experts.activation, g, eps_g, u, eps_u)
             if router_weight == "down_input":
                 h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
@@ -165,12 +177,15 @@ def forward(
             h, eps_h = operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), activations)
             down = experts.matrix(expert, "down")
             # the whole matrix folds or does not, whatever one of its parts might do
-            of_down = "folded" if rounding == "folded" and folds(down) else "exact"
+            of_down = (
+                "folded" if rounding == "folded" and folds(down) else "exact",
+                "prefill" if tuned_for == "prefill" and splits(down) else "decode",
+            )
             if router_weight != "down_output":
                 r = np.ones_like(r)
             for shard, (first, last) in enumerate(cuts):
                 k = slice(first, last)
-                d, eps_d = linear(part(down, first, last), h[:, k], eps_h[:, k], block, activations, of_down, columns)
+                d, eps_d = linear(part(down, first, last), h[:, k], eps_h[:, k], block, activations, *of_down, columns)
                 np.add.at(y[shard], token, r * d)
                 np.add.at(eps[shard], token, np.abs(r) * eps_d)
                 np.add.at(size[shard], token, np.abs(r) * (np.abs(d) + eps_d))
@@ -218,6 +233,7 @@ def linear(
     block: int = BLOCK,
     activations: str = "bf16",
     rounding: str = "exact",
+    tuned_for: str = "decode",
     rows=slice(None),
 ) -> tuple[np.ndarray, np.ndarray]:
     """a @ W.T, times the factor, + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
@@ -225,12 +241,15 @@ def linear(
     Where a sum before a block is s, none inside it exceeds |s| + sum |a w|, and adding n products takes n roundings in any
     order: an error of gamma(n) times that (Higham 2002, "Accuracy and Stability of Numerical Algorithms", eq. 4.4). s is of all
     k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total. The total of
-    all k is multiplied, or divided, by the factor, and then the bias is added: a rounding each.
+    all k is multiplied, or divided, by the factor, and then the bias is added: a rounding each. Where a weight may be the
+    sum of two numbers, there are twice as many products, and those of one weight may be larger than it.
     """
     format, given = matrix.format, read(matrix, rows)
     weights, flushed, scales, minima = given.scaled, denormal_weights(matrix, rows), given.scales, given.minima
     if rounding == "folded" and folds(matrix):
         weights, flushed, scales = round_bfloat16(weights), None, None  # as those of b16, and all normal or zero
+    split = tuned_for == "prefill" and scales is not None and splits(matrix)
+    of_terms = term_sizes(matrix, rows) if split else None
     group, block = _groups(given.group if scales is not None else None, format, matrix.shape[1], block)
     unit = integer_unit(format) if activations != "bf16" else 1.0
     limit = MAX_FLOAT32 / (1 + _gamma(matrix.shape[1] + 1))
@@ -274,6 +293,10 @@ def linear(
             error = _gamma(n) * np.maximum(of_group, of_all) + flush
         else:
             error = _gamma(n + bool(format.super_scale)) * of_group + _gamma(sums) * of_all + flush
+        if split and activations == "bf16":
+            of_two = of_all + size @ of_terms[:, k].T - terms
+            overflow |= of_two >= limit
+            error = np.maximum(error, _gamma(2 * n) * of_two + (1 + _gamma(2 * n)) * 2 * n * TINY)
         eps = np.where(overflow, np.inf, eps + error)
         added = a[:, k] @ w
         total, of_this = total + added, of_this + added

@@ -5,6 +5,7 @@ Nothing here is shared with a kernel or with packing, but for the formats themse
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -174,6 +175,41 @@ def folds(matrix: Matrix) -> bool:
     least, most = scales.min() + values.min(), scales.max() + values.max()
     # fp16's least number is 2**-24
     return bool(scales.min() >= -126 and least >= -126 and most + 2 <= 127)
+
+
+@functools.cache
+def _powers(value: float) -> tuple[float, float] | None:
+    """The sizes of two powers of two, or zeros, whose sum or difference a value's size is, the least; None without such."""
+    size = abs(value)
+    powers = [0.0, *(2.0**exponent for exponent in range(-126, 4))]
+    sums = ((a, b) for a in powers for b in powers if (a > b or a == b == 0) and size in (a + b, a - b))
+    return min(sums, key=sum, default=None)
+
+
+def splits(matrix: Matrix) -> bool:
+    """Whether tuned_for="prefill" may make each weight the sum of two bfloat16 numbers, exactly: if its scales are bfloat16,
+    positive or zero, below 2**125, and each value of its element is a sum or a difference of two powers of two, from 2**-126
+    to 8, whose products with any of its scales are normal.
+    """
+    if not _plain(matrix.format, "q4", ("bf16",)):
+        return False
+    matrix.refuse()
+    powers = [_powers(value) for value in matrix.format.element.values]
+    if None in powers or np.signbit(matrix.scales).any():
+        return False
+    scales = matrix.scales.astype(np.float64)
+    scales, terms = scales[scales > 0], [term for pair in powers for term in pair if term]
+    if not terms or not scales.size:
+        return bool(terms)
+    return bool(scales.min() >= TINY and scales.max() < 2.0**125 and scales.min() * min(terms) >= TINY)
+
+
+def term_sizes(matrix: Matrix, rows=slice(None)) -> np.ndarray:
+    """The sum of the sizes of those two numbers, for each weight."""
+    matrix = in_rows(matrix)
+    values = tuple(sum(_powers(value)) for value in matrix.format.element.values)
+    element = replace(matrix.format.element, values=values)
+    return read(replace(matrix, format=replace(matrix.format, element=element)), rows).scaled
 
 
 def part(matrix: Matrix, first: int, last: int) -> Matrix:

@@ -38,6 +38,8 @@ TILE, WIDTH, STEP = 16, 64, 32
 #: By tiles of rows: (passes for the columns of a panel, tiles of C, loads of A and of B a step). The tallest loads A twice, but
 #: for the tile at which it turns round.
 PASSES = {1: (1, 4, 1 + 4), 2: (2, 4, 2 + 2), 3: (2, 6, 5 + 2)}
+#: The same where each weight is the sum of two: twice as many tiles of B.
+PASSES_OF_TWO = {1: (1, 4, 1 + 8), 2: (2, 4, 2 + 4), 3: (2, 6, 9 + 4)}
 
 
 def ceil(a, b):
@@ -57,21 +59,21 @@ def passes(rows):
     """The tiles of rows that each pass over a panel takes."""
     tiles = ceil(rows, TILE)
     while tiles:
-        now = {1: 1, 2: 2, 4: 2}.get(tiles, 3)
+        now = tiles if tiles <= 3 else 2
         yield now
         tiles -= now
 
 
-def formula(m, n, k):
-    """Of m rows times the transpose of W [n, k]."""
+def formula(m, n, k, terms=1, group=None):
+    """Of m rows times the transpose of W [n, k]. terms: numbers a weight. group: k after which C is stored and begins anew."""
     counts, steps = Counter(), ceil(k, STEP)
     for now in [now for rows in blocks(m) for now in passes(rows)]:
-        times, tiles, loads = PASSES[now]
+        times, tiles, loads = (PASSES if terms == 1 else PASSES_OF_TWO)[now]
         times *= ceil(n, WIDTH)
-        counts["tdpbf16ps"] += times * tiles * steps
+        counts["tdpbf16ps"] += times * tiles * terms * steps
         counts["tileloadd"] += times * loads * steps
-        counts["tilezero"] += times * tiles
-        counts["tilestored"] += times * tiles
+        counts["tilezero"] += times * tiles * (1 + ceil(k, group) if group else 1)
+        counts["tilestored"] += times * tiles * (ceil(k, group) if group else 1)
     return counts
 
 
@@ -86,7 +88,7 @@ def counted(layer, m):
     return of_tiles
 
 
-def expected(layer, m):
-    """Of a forward pass of m rows."""
-    gate = up = formula(m, layer.intermediate, layer.hidden)
-    return gate + up + formula(m, layer.hidden, layer.intermediate)
+def expected(layer, m, **how):
+    """Of a forward pass of m rows. how: as formula() takes it."""
+    gate = up = formula(m, layer.intermediate, layer.hidden, **how)
+    return gate + up + formula(m, layer.hidden, layer.intermediate, **how)

@@ -34,6 +34,7 @@ NEEDED_BY = {
     "avx512vl": {"avx512_bf16", "amx"},
     "avx512_bf16": {"avx512_bf16", "amx"},
     "avx512vbmi": {"amx"},
+    "gfni": {"amx"},
     "amx_tile": {"amx"},
     "amx_bf16": {"amx"},
     "avx_vnni": set(),  # only modes of avx2, which has other kernels for them

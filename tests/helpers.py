@@ -232,6 +232,16 @@ def random_experts(
     return ExpertWeights(num_experts, hidden, intermediate, read, formats, activation)
 
 
+def unsigned(experts: ExpertWeights, keys=None) -> ExpertWeights:
+    """The same experts, but for the signs of scales that are floats: none has one, of all matrices or of some."""
+
+    def read(*key):
+        matrix = experts.matrix(*key)
+        return matrix if keys is not None and key not in keys else replace(matrix, scales=np.abs(matrix.scales))
+
+    return reading(experts, read)
+
+
 def reading(experts: ExpertWeights, read) -> ExpertWeights:
     """The same experts, whose matrices are read another way."""
     sizes = experts.num_experts, experts.hidden, experts.intermediate
@@ -303,6 +313,7 @@ def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=Non
         out_dtype="float32" if x.dtype == np.float32 else "bfloat16",
         activations=layer.activations,
         rounding=layer.rounding,
+        tuned_for=layer.tuned_for,
         shards=shards_of(layer, experts),
     )
     assert np.isfinite(expected.bound).all()

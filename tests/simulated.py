@@ -62,29 +62,53 @@ def int8_rows(a):
     return q.reshape(tokens, -1)[:, :k], step[..., 0]
 
 
-def tdpbf16ps(x, w):
-    """x @ w.T, float32: for each 32 k a chain over the even ones and a chain over the odd, whose sum is added to the total."""
-    x, w = flushed(x), flushed(w)
-    total = np.zeros((len(x), len(w)), np.float32)
+def tdpbf16ps(x, *terms):
+    """x @ w.T, float32, w the sum of terms: for each 32 k and each term a chain over the even k and one over the odd, whose sum
+    is added to the total."""
+    x, terms = flushed(x), [flushed(w) for w in terms]
+    total = np.zeros((len(x), len(terms[0])), np.float32)
     for start in range(0, x.shape[1], 32):
-        chains = [np.zeros_like(total), np.zeros_like(total)]
-        for at in range(start, min(start + 32, x.shape[1])):
-            chains[at % 2] = flushed(fma(x[:, at, None], w[:, at], chains[at % 2]))
-        total = flushed(total + flushed(chains[0] + chains[1]))
+        for w in terms:
+            chains = [np.zeros_like(total), np.zeros_like(total)]
+            for at in range(start, min(start + 32, x.shape[1])):
+                chains[at % 2] = flushed(fma(x[:, at, None], w[:, at], chains[at % 2]))
+            total = flushed(total + flushed(chains[0] + chains[1]))
     return total
+
+
+def two_terms(values):
+    """Signed powers of two, or zeros, whose sums these are, the larger ones first; they add up to no more than they have to."""
+    below = np.ldexp(1.0, np.frexp(values)[1] - 1) * (values != 0)
+    rest = np.abs(values) - below
+    high = np.where(np.isin(np.frexp(rest)[0], (0, 0.5)), below, 2 * below)
+    return np.copysign(high, values), values - np.copysign(high, values)
+
+
+def allow_two_terms(scales, codebook):
+    """The rule of tuned_for="prefill", for the exponents of scales and of the terms of codebook's entries."""
+    terms = np.abs(np.concatenate(two_terms(np.array(codebook, np.float64))))
+    terms, some = terms[terms > 0], np.abs(scales[scales != 0]).astype(np.float64)
+    if np.signbit(scales).any() or not np.isin(np.frexp(terms)[0], 0.5).all() or terms.min() < TINY or terms.max() > 8:
+        return False
+    return not some.size or bool(some.min() >= max(TINY, TINY / terms.min()) and some.max() < 2.0**125)
 
 
 #: portable: fp32_lut in C; fma: fp32_lut with AVX-512F and avx2, a group's sum as a whole or by 32 products; vdpbf16ps:
 #: avx512_bf16; int16: avx2; int8: all; amx, amx folded: amx, whose group sums are those of fma. None folds a scale but
 #: vdpbf16ps and amx, which fold powers of two where they can, amx, which folds E4M3's into values of 4 bits, too, and "amx
-#: folded", which folds bfloat16 and fp16 scales where they allow.
-KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16", "int8", "amx", "amx folded")
+#: folded", which folds bfloat16 and fp16 scales where they allow, and "amx terms", whose weights are two numbers where bfloat16
+#: scales allow.
+KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16", "int8", "amx", "amx folded", "amx terms")
 INTEGERS = ("int16", "int8")
 
 
 def options(kind):
     """What the reference is to be asked for."""
-    return {"activations": kind if kind in INTEGERS else "bf16", "rounding": "folded" if kind == "amx folded" else "exact"}
+    return {
+        "activations": kind if kind in INTEGERS else "bf16",
+        "rounding": "folded" if kind == "amx folded" else "exact",
+        "tuned_for": "prefill" if kind == "amx terms" else "decode",
+    }
 
 
 def allow_folding(scales, codebook):
@@ -110,7 +134,7 @@ def simulated_linear(matrix, a, kind, shard=None):
     if scale:
         width = scale.extent[1]
         folded = weights * np.repeat(scales, width, axis=1)[:, :k]
-        fold = kind == "descending"
+        fold, terms = kind == "descending", None
         values = np.array([v for v in matrix.format.element.values if v is not None], np.float32)
         if kind in ("vdpbf16ps", "amx") and scale.kind == "ue8m0" and matrix.format.super_scale is None and minima is None:
             entries = np.abs(np.outer(values, scales))  # each, whether it occurs or not
@@ -119,6 +143,9 @@ def simulated_linear(matrix, a, kind, shard=None):
             fold = True
         if kind == "amx folded" and allow_folding(scales, values):
             fold, folded = True, folded.astype(BFLOAT16).astype(np.float32)
+        if kind == "amx terms" and scale.kind == "bf16" and allow_two_terms(scales, values):
+            fold, factors = True, np.repeat(scales, width, axis=1)[:, :k]
+            terms = [(term * factors).astype(np.float32) for term in two_terms(weights.astype(np.float64))]
         if fold:
             weights, scale, width = folded, None, k
         elif "32" in kind or kind in INTEGERS:
@@ -142,7 +169,9 @@ def simulated_linear(matrix, a, kind, shard=None):
         return total
 
     if scale is None and kind not in INTEGERS:
-        total = tdpbf16ps(a[:, first:last], weights[:, first:last]) if kind.startswith("amx") else chain(first)
+        terms = [weights] if matrix.format.scale is None or terms is None else terms
+        of_k = slice(first, last)
+        total = tdpbf16ps(a[:, of_k], *(w[:, of_k] for w in terms)) if kind.startswith("amx") else chain(first)
     else:
         unit = np.float32(0.5 if matrix.format.element == E2M1 else 1.0)
         total = np.zeros((len(a), n), np.float32)
@@ -291,6 +320,7 @@ def kinds_of(format):
     absent = {
         "fma by 32": format.scale.extent[1] <= 32 or isinstance(format.offset, Minimum),
         "amx folded": not plain or format.family == "i8" or format.scale.kind not in ("bf16", "fp16"),
+        "amx terms": not plain or format.family == "i8" or format.scale.kind != "bf16",
         **dict.fromkeys(INTEGERS, not integers),
     }
     return tuple(kind for kind in KINDS if not absent.get(kind))
@@ -329,10 +359,10 @@ def edges_of(format):
 
 
 @np.errstate(all="ignore")
-def linear(matrix, a, activations="bf16", rounding="exact"):
+def linear(matrix, a, activations="bf16", rounding="exact", tuned_for="decode"):
     """The reference's y and bound for a linear map of bfloat16 or other float32 numbers that are known exactly."""
     operand, eps = reference.operand(a, a, a, activations) if activations != "bf16" else (a, np.zeros_like(a))
-    return reference.linear(matrix, operand, eps, BLOCK, activations, rounding)
+    return reference.linear(matrix, operand, eps, BLOCK, activations, rounding, tuned_for)
 
 
 def linear_ratio(matrix, a, kind):

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import ways
 from amx_tiles import counted, expected, formula
-from helpers import FORMATS, GROUPS, assert_right, crowd, random_experts
+from helpers import FORMATS, GROUPS, assert_right, crowd, random_experts, unsigned
 
 from ktmoe import MXFP4, MoELayer, int4
 from ktmoe._native import core
+from ktmoe.experts import PROJECTIONS
+from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, fp8
 
 ON_AMX = pytest.mark.parametrize("backend", ["amx"], indirect=True)
 EMULATED = pytest.mark.skipif(ways.WAYS["amx"] == "native", reason="this CPU has the instructions")
@@ -30,6 +32,44 @@ def test_every_instruction_is_accounted_for(backend, name, shape, m):
             assert counted(layer, m) == expected(layer, m)
 
 
+@ON_AMX
+@EMULATED
+@pytest.mark.parametrize("m", [1, 16, 20, 48, 100])
+@pytest.mark.parametrize("group", GROUPS)
+def test_two_numbers_a_weight_are_two_multiplications(backend, group, m):
+    experts = unsigned(random_experts(np.random.default_rng(5), 1, 160, 100, formats=int4(group)))
+    with MoELayer(experts, backend, tuned_for="prefill") as layer:
+        assert counted(layer, m) == expected(layer, m, terms=2)
+        assert_right(layer, experts, *crowd(layer, m))
+
+
+@ON_AMX
+@EMULATED
+@pytest.mark.parametrize("m", [1, 16, 20, 48, 100])
+@pytest.mark.parametrize(("weights", "group"), [({"formats": fp8()}, 128), ({"formats": MXFP8, "fold": False}, 32)])
+def test_scales_of_sums_store_tiles_after_each_group(backend, weights, group, m):
+    experts = random_experts(np.random.default_rng(6), 1, 160, 100, **weights)
+    with MoELayer(experts, backend) as layer:
+        assert not any(layer.packed.kernels().values())
+        assert counted(layer, m) == expected(layer, m, group=group)
+        assert_right(layer, experts, *crowd(layer, m))
+
+
+@ON_AMX
+@EMULATED
+def test_e4m3_without_small_numbers_and_with_one(backend):
+    """Which are decoded apart: a quarter of a tile with any, and one with none."""
+    experts = random_experts(np.random.default_rng(7), 1, 160, 128, formats=FP8_PER_ROW)
+    matrices = {p: experts.matrix(0, p) for p in PROJECTIONS}
+    for matrix in matrices.values():
+        matrix.codes[matrix.codes & 0x78 == 0] = 0x08
+        matrix.codes[70, 40], matrix.codes[3, 9], matrix.codes[3, 10] = 0x05, 0x00, 0x87
+    with MoELayer(experts, backend) as layer:
+        for m in (1, 20, 40):
+            assert counted(layer, m) == expected(layer, m)
+            assert_right(layer, experts, *crowd(layer, m))
+
+
 def test_the_formula():
     """By hand, for a panel of two steps."""
     names = ("tdpbf16ps", "tileloadd", "tilezero", "tilestored")
@@ -38,8 +78,8 @@ def test_the_formula():
         32: (16, 16, 8, 8),
         48: (24, 28, 12, 12),
         64: (32, 32, 16, 16),
-        65: (24 + 16, 28 + 16, 20, 20),
-        112: (24 + 32, 28 + 32, 12 + 16, 12 + 16),
+        65: (16 + 24, 16 + 28, 20, 20),
+        112: (32 + 24, 32 + 28, 16 + 12, 16 + 12),
     }.items():
         assert formula(m, 64, 64) == dict(zip(names, counts, strict=True))
 

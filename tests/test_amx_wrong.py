@@ -82,36 +82,40 @@ TILES = "loops/tiles.h"
 STEPS = {"old": "step < steps; step++) {", "new": "step + 1 < steps; step++) {", "times": 3}
 MISTAKES = {
     "even and odd k, ue8m0": Mistake(
-        "q4_amx.c", "_mm512_subs_epu16(w16, fold))", "_mm512_rol_epi32(_mm512_subs_epu16(w16, fold), 16))", "q4_amx", "mxfp4"
+        "q4_amx.c", "_mm512_subs_epu16(_mm512_permutexvar_epi16(down, w->table), *f)",
+        "_mm512_subs_epu16(_mm512_permutexvar_epi16(_mm512_rol_epi32(down, 16), w->table), *f)", "q4_amx", "mxfp4"
     ),
     "even and odd k, bf16": Mistake(
         "q4_amx_products.c", "(__m512)odd, (__m512)even", "(__m512)even, (__m512)odd", "q4_amx_products", "int4-64"
     ),
     "a group without its scale, ue8m0": Mistake(
         "q4_amx.c",
-        "ue8m0_fold(step_at(w, step) + 16 * n, 253);",
-        "step == 1 ? _mm512_set1_epi16((253 - 127) << 7) : ue8m0_fold(step_at(w, step) + 16 * n, 253);",
+        "ue8m0_fold(header_of(&w->at, step) + 16 * n, 253);",
+        "step == 1 ? _mm512_set1_epi16((253 - 127) << 7) : ue8m0_fold(header_of(&w->at, step) + 16 * n, 253);",
         "q4_amx",
         "mxfp4",
     ),
     "a group without its scale, bf16": Mistake(
         "q4_amx_products.c",
-        "f32v scale = load_scales(",
-        "f32v scale = step >> w->group_shift == 1 ? (f32v){0} + 1 : load_scales(",
+        ".scale = load_scales(",
+        ".scale = step >> w->at.group_shift == 1 ? (f32v){0} + 1 : load_scales(",
         "q4_amx_products",
         "int4-64",
     ),
     "a group with another's scale": Mistake(
-        "q4_amx_products.c", "header = w->packed + (step", "header = w->packed + (step / 3 * 3", "q4_amx_products", "int4-32"
+        "q4_amx_products.c",
+        "header = header_of(&w->at, step)",
+        "header = header_of(&w->at, step / 3 * 3)",
+        "q4_amx_products",
+        "int4-32",
     ),
     "the last step, q4": Mistake(TILES, **STEPS, kernel="q4_amx", weights="mxfp4"),
     "the last step, b16": Mistake(TILES, **STEPS, kernel="b16_amx", weights="b16"),
     "the next step's tile": Mistake(
-        TILES, "uint8_t (*now)[TILE_BYTES] = ring[step % PAIRS]", "uint8_t (*now)[TILE_BYTES] = ring[(step + 1) % PAIRS]",
-        "q4_amx", "mxfp4", times=2, seen=("square", "tall"),
+        TILES, "now = ring + step % PAIRS", "now = ring + (step + 1) % PAIRS", "q4_amx", "mxfp4", seen=("square", "tall"),
     ),
-    "rows of another tile": Mistake(TILES, "TILE_DOT(3, 5, 7)", "TILE_DOT(3, 4, 7)", "b16_amx", "b16", seen=("square",)),
-    "rows of a third tile": Mistake(TILES, "TILE_DOT(5, 7, 6)", "TILE_DOT(3, 7, 6)", "b16_amx", "b16", seen=("tall",)),
+    "rows of another tile": Mistake(TILES, "DOT(3, 5, 7, ", "DOT(3, 4, 7, ", "b16_amx", "b16", seen=("square",)),
+    "rows of a third tile": Mistake(TILES, "UP(1, 3, 5, 3)", "UP(1, 3, 3, 3)", "b16_amx", "b16", seen=("tall",)),
     "C of the pass before": Mistake(TILES, "    TILE_ZERO(3);\n", "", "q4_amx", "mxfp4", times=3),
 }  # fmt: skip
 
@@ -155,7 +159,7 @@ def test_a_mistake_is_seen(backend, kernels, monkeypatch, tmp_path, name):
 def test_stores_that_nobody_needs_are_counted(backend, kernels, monkeypatch, tmp_path):
     """The results are right."""
     mistake = Mistake(
-        TILES, "TILE_DOT(n, 4, b)\n", "TILE_DOT(n, 4, b); TILE_STORE(n, out + first * KT_PANEL + 16 * n, OUT_BYTES)\n",
+        TILES, "TILE_DOT(n, 4, b);", "TILE_DOT(n, 4, b); TILE_STORE(n, ring + RING_BYTES, OUT_BYTES);",
         "q4_amx", "mxfp4",
     )  # fmt: skip
     layer, experts = layer_with(monkeypatch, backend, kernels.right, "mxfp4")

@@ -114,7 +114,7 @@ def test_the_choice_says_who_was_passed_over(cpu):
     name, why, _ = choose_backend("auto")
     assert name == "fp32_lut"
     reasons = (
-        "amx: this CPU lacks avx512bw avx512vl avx512_bf16 avx512vbmi amx_tile amx_bf16 (needed by amx); "
+        "amx: this CPU lacks avx512bw avx512vl avx512_bf16 avx512vbmi gfni amx_tile amx_bf16 (needed by amx); "
         "avx512_bf16: this CPU lacks avx512bw avx512vl avx512_bf16 (needed by avx512_bf16)"
     )
     assert why == f"the best available; {reasons}"

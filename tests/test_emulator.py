@@ -224,7 +224,7 @@ def test_without_the_emulator_an_amx_instruction_kills(program, emulator_folder)
     assert done.returncode == -signal.SIGILL
 
 
-@pytest.mark.parametrize("op", ["vcvtne2ps2bf16", "vpmultishiftqb"])
+@pytest.mark.parametrize("op", ["vcvtne2ps2bf16", "vpmultishiftqb", "vpermb", "vgf2p8affineqb"])
 def test_a_bad_address_faults(program, emulator_folder, op):
     """These do not spare masked-out elements; the process gets the SIGSEGV it would get from a CPU."""
     script = f"""

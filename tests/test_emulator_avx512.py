@@ -13,9 +13,9 @@ import emulator
 import numpy as np
 import pytest
 from emulator import assembly
-from emulator.avx512 import OPS, VBMI, VNNI, emulate, execute, loop
+from emulator.avx512 import GFNI, OPS, VBMI, VNNI, emulate, execute, loop
 from emulator.machine import STALE, Frame, aligned
-from emulator.model import SPECIAL, bf16_values, bits, dot_bytes, dot_pairs, dot_words, multiply, multishift, to_bf16
+from emulator.model import SPECIAL, affine, bf16_values, bits, dot_bytes, dot_pairs, dot_words, multiply, multishift, to_bf16
 
 pytestmark = pytest.mark.skipif(emulator.unavailable() is not None, reason=str(emulator.unavailable()))
 
@@ -63,6 +63,10 @@ def expected_registers(case, zmm, k, memory):
     source, first, dest = (x[: case.vector_bytes].view(np.uint32) for x in (source, zmm[case.first], zmm[case.dest]))
     if case.op == "vpmultishiftqb":
         result = multishift(first.view(np.uint8), source.view(np.uint8))
+    elif case.op == "vgf2p8affineqb":
+        result = affine(first.view(np.uint8), source.view(np.uint8), case.immediate)
+    elif case.op == "vpermb":
+        result = source.view(np.uint8)[first.view(np.uint8) % case.vector_bytes]
     elif case.op == "vpdpbusd":
         result = dot_bytes(dest.view(np.int32), first.view(np.uint8), source.view(np.int8)).view(np.uint32)
     elif case.op == "vdpbf16ps":
@@ -117,10 +121,11 @@ def run_cases(program, op, way, before):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_operand_form(program, emulated, trapping, multishift_traps, dot_bytes_traps, op):
+def test_every_operand_form(program, emulated, trapping, multishift_traps, affine_traps, dot_bytes_traps, op):
     """Random registers, lengths, masks, broadcasts and addresses: all 32 registers and 8 masks are as the model says."""
     done = run_cases(program, op, "case", lambda zmm: zmm)
-    traps = multishift_traps if op in VBMI else dot_bytes_traps if op in VNNI else trapping
+    of_groups = ((VBMI, multishift_traps), (GFNI, affine_traps), (VNNI, dot_bytes_traps))
+    traps = next((traps for group, traps in of_groups if op in group), trapping)
     assert emulator.counts()[op] == (done if traps else 0)
 
 
@@ -164,7 +169,7 @@ def test_cases_cover_the_forms(program):
             "ymm",
             "zmm",
             "{z}",
-            *(["1to2", "1to4", "1to8"] if op in VBMI else ["1to4", "1to8", "1to16"]),
+            *([] if op == "vpermb" else ["1to2", "1to4", "1to8"] if op in VBMI + GFNI else ["1to4", "1to8", "1to16"]),
         ]:
             assert any(part in text for text in texts), (op, part)
         for register in range(32):
@@ -197,6 +202,12 @@ def test_cases_cover_the_forms(program):
         ("62 f2 ed 68 83 d9", None),  # reserved length
         ("62 f2 6d 48 83 d9", None),  # W0
         ("62 f2 ee 48 83 d9", None),  # another prefix
+        ("62 f3 ed 48 ce d9 05", ("vgf2p8affineqb", 7)),
+        ("62 f3 ed d9 ce 58 10 05", ("vgf2p8affineqb", 8)),  # {1to8}, disp8, {k1}{z}
+        ("62 f3 ed 58 ce d9 05", None),  # broadcast of a register
+        ("62 f3 ed c8 ce d9 05", None),  # zeroing without a mask
+        ("62 f3 6d 48 ce d9 05", None),  # W0
+        ("62 f3 ed 48 cf d9 05", None),  # vgf2p8affineinvqb
         ("62 f2 6d 48 50 d9", ("vpdpbusd", 6)),
         ("62 f2 6d d9 50 58 10", ("vpdpbusd", 7)),  # {1to16}, disp8, {k1}{z}
         ("62 f2 6d 58 50 d9", None),  # broadcast of a register

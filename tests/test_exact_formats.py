@@ -24,7 +24,7 @@ from exact import (
 from helpers import BF16, FORMATS, folds
 
 from ktmoe import MXFP4, Scale, WeightFormat, int4
-from ktmoe.weights.elements import E2M1, E4M3, INT8
+from ktmoe.weights.elements import E2M1, E4M3, INT4, INT8
 from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, Order
 
@@ -224,15 +224,20 @@ def test_every_block_has_a_scale_of_its_own(backend, kind, shape, tokens):
         assert np.array_equal(forward(layer, x)[:, :n], weights.T[at].astype(np.float32))
 
 
-def test_every_e4m3_scale_with_every_e2m1_code(backend):
+@pytest.mark.parametrize("element", [E2M1, INT4], ids=lambda element: element.name)
+@pytest.mark.parametrize("some", ["all", "positive and normal"])
+def test_every_e4m3_scale_with_every_code(backend, some, element):
     """A row for each byte of the first 16 k, another byte for the others: a token sees one of the two groups, in which x is a
-    small integer, and another token every weight by itself."""
+    small integer, and another token every weight by itself. `amx` has a way of its own where scales are positive and normal."""
     rng = np.random.default_rng(7)
+    normal = np.maximum(np.arange(7, 127, dtype=np.uint8), 8)  # one twice, for an even number of rows
+    bytes_ = E4M3_CODES if some == "all" else normal
+    rows, nonzero = len(bytes_), np.count_nonzero(bytes_ & 127)
     for k in (16, 32, 48, 80):
         groups = k // 16
-        codes = rng.permuted(np.tile(np.arange(16, dtype=np.uint8), (254, groups, 1)), axis=2).reshape(254, k)
-        scales = np.stack([rng.permutation(E4M3_CODES) for _ in range(groups)], axis=1)
-        weight_format = WeightFormat(E2M1, Scale("e4m3", (1, 16)))
+        codes = rng.permuted(np.tile(np.arange(16, dtype=np.uint8), (rows, groups, 1)), axis=2).reshape(rows, k)
+        scales = np.stack([rng.permutation(bytes_) for _ in range(groups)], axis=1)
+        weight_format = WeightFormat(element, Scale("e4m3", (1, 16)))
         weights = weights_of(codes, scales, weight_format)
         with down_layer(backend, codes, scales, weight_format) as layer:
             assert layer.packed.kernels()[0, "down"] == (backend == "amx")
@@ -242,8 +247,8 @@ def test_every_e4m3_scale_with_every_e2m1_code(backend):
                 x[token, first : first + 16] = rng.integers(-7, 8, 16)
             for tokens in (x, np.eye(k, layer.hidden), x[:1], x[-3:]):
                 y = forward(layer, tokens)
-                assert np.array_equal(y[:, :254], tokens[:, :k] @ weights.T)
-        assert np.count_nonzero(weights) == 14 * groups * 252
+                assert np.array_equal(y[:, :rows], tokens[:, :k] @ weights.T)
+        assert np.count_nonzero(weights) == np.count_nonzero(element.values) * groups * nonzero
 
 
 # Zero points

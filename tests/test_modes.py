@@ -30,7 +30,7 @@ def modes_of(backend, experts):
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
     """All formats in bf16; those of 4 bits and integers of 8 in int16 and int8 where those exist; folded scales where weights
-    are bfloat16, of amx rounded ones, too. Or integers alone."""
+    are bfloat16, of amx rounded ones and sums of two, too. Or integers alone."""
     table = native.load_table(row)
     keys = table.kernels()
     modes = OF_MODES.get(row) or (["bf16", "int16", "int8"] if row == "avx2" else ["bf16"])
@@ -48,9 +48,10 @@ def test_what_a_table_serves(row):
         expected |= {(family, "ue8m0", 32, "bf16", True, "none") for family in ("q4", "f8")}
     if row == "amx":
         expected |= {("q4", *scale, "bf16", True, "none") for scale in (("bf16", longest), ("fp16", longest), ("e4m3", 16))}
+        expected |= {("q4", "bf16", longest, "bf16", 2, "none")}
     assert set(keys) == expected
-    # f8 and i8 without scales: on tiles and, since f8_f32 and i8_f32 have them, in fp32
-    assert len(keys) == len(expected) + 2 * (row == "amx")
+    # i8 without scales: on tiles and, since i8_f32 has them, in fp32
+    assert len(keys) == len(expected) + (row == "amx")
     for weight_format in FORMATS.values():
         assert table.serves(weight_format, "bf16") == ("bf16" in modes)
         for mode in ("int16", "int8"):

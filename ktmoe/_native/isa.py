@@ -73,10 +73,10 @@ ISAS = {
     ),
     "amx": Isa(
         400,
-        # Scales that do not fold multiply fp32 sums of scale groups: on CPUs with AMX, FMAs beat VDPBF16PS.
-        kernels=("q4_amx", "q4_amx_products", "f8_amx", "i8_amx", "b16_amx", "q4_f32", "f8_f32", "i8_f32"),
-        flags=("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
-        requires=("avx512vbmi", "amx_tile", "amx_bf16"),
+        # Scales of q4 and i8 that are not in weights multiply fp32 sums of scale groups: on CPUs with AMX, FMAs beat VDPBF16PS.
+        kernels=("q4_amx", "q4_amx_products", "q4_amx_terms", "f8_amx", "i8_amx", "b16_amx", "q4_f32", "i8_f32"),
+        flags=("-mavx512vbmi", "-mgfni", "-mamx-tile", "-mamx-bf16"),
+        requires=("avx512vbmi", "gfni", "amx_tile", "amx_bf16"),
         implies=("avx512_bf16",),
     ),
 }

@@ -79,10 +79,14 @@ typedef struct kt_kernel {
     size_t scale_group_max;
     const char *offset;  /* "zero_point", or NULL: none */
     const kt_rows *rows; /* what it takes, and so its activation mode */
-    int folded;          /* 1: scales are in the weights, which needs every scale to be one that folds into a bf16 weight;
-                               0: takes any scale. See folding.py */
-    int whole;           /* 1: needs 4-bit values that have a unit */
-    size_t few_max;      /* rows up to which few() is the faster */
+    /* 0: takes any scale. Else scales are in the weights, where all scales of a matrix allow it (folding.py): a weight is 1 bf16
+     * number, or the sum of 2, which needs scales that are not negative. */
+    int folded;
+    int whole; /* 1: needs 4-bit values that have a unit */
+    /* "prefill": only for layers that are tuned for that, since it is slower for one row and has another order of sums. NULL: for
+     * all layers. */
+    const char *tuned_for;
+    size_t few_max; /* rows up to which few() is the faster */
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
     void (*many)(const kt_dot *); /* any m <= KT_ROWS_MAX */

@@ -50,6 +50,7 @@ cdef extern from "ktmoe.h":
         const kt_rows *rows
         int folded
         int whole
+        const char *tuned_for
         size_t few_max
         size_t scratch_bytes
         void (*few)(const kt_dot *) nogil

@@ -13,6 +13,9 @@ from ktmoe._native import core
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.machine.numa import UNBOUND, Placement
 
+#: What a layer's kernels may be chosen for: calls of a few tokens, or of many.
+TUNED_FOR = ("decode", "prefill")
+
 #: Activation modes that a user has to name, since they round too much to be anybody's default: "auto" passes over them.
 NEVER_AUTO = frozenset({"int8"})
 
@@ -43,12 +46,14 @@ class Plan:
     router_weight: a value of ktmoe.experts.ROUTER_WEIGHTS. activations: the mode, as Backend.lookup found it.
     rounding: "exact", or "folded": weights may be rounded to bfloat16, as docs/numerics.md has it.
     placement: the NUMA nodes that hold the shards; a backend that does not know nodes ignores it.
+    tuned_for: one of TUNED_FOR: which kernel serves weights for which there are two with different orders of sums.
     """
 
     router_weight: str = "down_output"
     activations: str = "bf16"
     rounding: str = "exact"
     placement: Placement = UNBOUND
+    tuned_for: str = "decode"
 
 
 class Packed(Protocol):

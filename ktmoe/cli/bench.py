@@ -39,6 +39,7 @@ reference. `ktmoe demo` compares all backends instead.
     "--experts", metavar="N", type=click.IntRange(1), help="The layer's first N; by default all, or 1 GB if synthetic."
 )
 @options.BACKEND
+@options.TUNED_FOR
 @options.TOP_K
 @options.SECONDS
 @click.option(
@@ -50,6 +51,7 @@ def command(
     layer: int | str | None,
     experts: int | None,
     backend: str,
+    tuned_for: str,
     top_k: int | None,
     seconds: float,
     file: str | None,
@@ -59,13 +61,13 @@ def command(
         results.check_writable(Path(file))  # before a minute of measuring
     with progress_bar.steps() as step, _layer(model, layer, experts, top_k) as (loaded, top_k):
         table = _table(loaded, backend)
-        with measuring.packed(loaded, backend, step) as packed:
+        with measuring.packed(loaded, backend, step, tuned_for) as packed:
             with step("measure the machine's limits"):
                 limits = measure.settled(packed, table)
             rows, left_out = _rows(Subject(loaded, packed, table.name, limits, top_k, step), seconds)
-            rounding = packed.rounding
+            choices = {"rounding": packed.rounding, "tuned_for": packed.tuned_for}
     name = SYNTHETIC if model is None else Path(model).expanduser().resolve().name
-    layer_data = results.layer(rows, loaded, name, rounding)
+    layer_data = results.layer(rows, loaded, name, choices)
     right = all(row.right for row in rows)
     if file and right:
         results.write(Path(file), results.results(rows, layer_data))

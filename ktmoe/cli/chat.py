@@ -35,6 +35,7 @@ that ends with it. A model without a chat template continues the bare PROMPT.
 @click.option("--greedy", is_flag=True, help="Always take the likeliest token.")
 @options.BACKEND
 @options.ACTIVATIONS
+@options.TUNED_FOR
 @options.THREADS
 @click.option("--trust-remote-code", "trusted", is_flag=True, help="Run Python code of the checkpoint, if it has some.")
 @options.JSON
@@ -47,13 +48,14 @@ def command(
     greedy: bool,
     backend: str,
     activations: str,
+    tuned_for: str,
     threads: int | None,
     trusted: bool,
     as_json: bool,
 ) -> None:
     if greedy and temperature is not None:
         raise click.UsageError("--greedy and --temperature exclude each other")
-    chosen = {"backend": backend, "activations": activations, "threads": threads}
+    chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads}
     generation = {"max_new_tokens": max_new_tokens, **_sampling(temperature, greedy)}
     if prompt is None and not sys.stdin.isatty():
         prompt = _piped()

@@ -23,10 +23,11 @@ weight is read.
 @options.MODEL
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
 @options.BACKEND
+@options.TUNED_FOR
 @options.JSON
-def command(model: str, layers: list[int | str] | None, backend: str, as_json: bool) -> None:
+def command(model: str, layers: list[int | str] | None, backend: str, tuned_for: str, as_json: bool) -> None:
     start = time.perf_counter()
-    with MoEModel.from_checkpoint(model, layers, backend, progress=sys.stderr.isatty()) as loaded:
+    with MoEModel.from_checkpoint(model, layers, backend, tuned_for=tuned_for, progress=sys.stderr.isatty()) as loaded:
         seconds = time.perf_counter() - start
         _, nbytes = loaded.loaded
         found = {

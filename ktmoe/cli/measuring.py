@@ -74,9 +74,9 @@ def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[
 
 
 @contextmanager
-def packed(experts: ExpertWeights, backend: str, step: Callable) -> Iterator[MoELayer]:
+def packed(experts: ExpertWeights, backend: str, step: Callable, tuned_for: str = "decode") -> Iterator[MoELayer]:
     with step(f"load for {backend}", experts.nbytes) as draw:
-        layer = MoELayer(experts, backend, progress=draw)
+        layer = MoELayer(experts, backend, tuned_for=tuned_for, progress=draw)
     with layer:
         yield layer
 

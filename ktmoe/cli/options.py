@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import click
 
+from ktmoe.backends.base import TUNED_FOR as TUNED_FOR_NAMES
+
 MODEL = click.argument("model", metavar="DIR")
 BACKEND = click.option("--backend", metavar="NAME", default="auto", help="By default the best that runs here.")
 ACTIVATIONS = click.option(
     "--activations", metavar="MODE", default="auto", help="bf16, int16 or int8; by default the backend's own, never int8."
+)
+TUNED_FOR = click.option(
+    "--tuned-for",
+    type=click.Choice(TUNED_FOR_NAMES),
+    default="decode",
+    help="Where weights have a kernel for few tokens and one for many; decode by default.",
 )
 THREADS = click.option(
     "--threads", metavar="N", type=click.IntRange(1), help="Threads of ktmoe; by default one a physical core."

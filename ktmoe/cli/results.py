@@ -63,8 +63,9 @@ def _limits(rows: list[Row]) -> dict:
     return {"read_gb_s": _digits(found.read / 1e9), "multiply_gflop_s": {found.isa: _digits(found.peak / 1e9)}}
 
 
-def layer(rows: list[Row], experts: ExpertWeights, model: str, rounding: str) -> dict:
-    """A results file's entry for one layer. bound: of the first row, whose outputs are those of one token."""
+def layer(rows: list[Row], experts: ExpertWeights, model: str, choices: dict[str, str]) -> dict:
+    """A results file's entry for one layer. choices: the layer's attributes, by name. bound: of the first row, whose outputs
+    are those of one token."""
     first, bound = rows[0], rows[0].check.bound
     calls = {work: [_call(row) for row in rows if row.work == work] for work in ("decode", "prefill")}
     return {
@@ -73,7 +74,7 @@ def layer(rows: list[Row], experts: ExpertWeights, model: str, rounding: str) ->
         "backend": first.backend,
         "isa": first.isa,
         "activations": first.activations,
-        "rounding": rounding,
+        **choices,
         "experts": experts.num_experts,
         "copies": 1,
         **({"bound": _digits(bound)} if math.isfinite(bound) else {}),

@@ -32,9 +32,17 @@ ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists
 )
 @options.BACKEND
 @options.ACTIVATIONS
+@options.TUNED_FOR
 @options.THREADS
 def command(
-    model: str, arguments: tuple[str, ...], host: str, port: int, backend: str, activations: str, threads: int | None
+    model: str,
+    arguments: tuple[str, ...],
+    host: str,
+    port: int,
+    backend: str,
+    activations: str,
+    tuned_for: str,
+    threads: int | None,
 ) -> None:
     engine.start(server=True)
     import typer
@@ -42,7 +50,7 @@ def command(
     from ktmoe.transformers import answer, serving
     from ktmoe.transformers.view import view
 
-    chosen = {"backend": backend, "activations": activations, "threads": threads}
+    chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads}
     with signals_as_exit(), view(model, progress=sys.stderr.isatty(), **chosen) as made:
         try:
             context = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")

@@ -24,7 +24,8 @@ SOURCES = ("auto", "checkpoint", "parameters")
 class Config(QuantizationConfigMixin):
     """A quantization_config for from_pretrained(): ktmoe computes the routed experts.
 
-    backend, activations, rounding, threads, numa_nodes, gpu_experts_mask, progress: as ktmoe.transformers.load() has them.
+    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress: as ktmoe.transformers.load() has
+    them.
     source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
     the second where no loader reads an unquantized checkpoint.
@@ -39,6 +40,7 @@ class Config(QuantizationConfigMixin):
         backend: str = "auto",
         activations: str = "auto",
         rounding: str = "exact",
+        tuned_for: str = "decode",
         threads: int | None = None,
         numa_nodes: Sequence[int] | None = None,
         gpu_experts_mask: np.ndarray | Sequence | None = None,
@@ -51,7 +53,7 @@ class Config(QuantizationConfigMixin):
         if source not in SOURCES:
             raise InputError(f"source must be one of {SOURCES}, found {show(source)}")
         self.quant_method = quant_method
-        self.options = Options(backend, activations, rounding, threads, numa_nodes, gpu_experts_mask, progress)
+        self.options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress)
         self.source = source
         self.path = path
         self.inner = inner

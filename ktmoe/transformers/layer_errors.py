@@ -80,6 +80,7 @@ class LayerErrors:
             columns=columns,
             activations=layer.activations,
             rounding=layer.rounding,
+            tuned_for=layer.tuned_for,
         )
         self.relative, self.of_bound = Difference.of(y, expected.y).relative, expected.worst(y)
 

@@ -44,6 +44,7 @@ def load(
     backend: str = "auto",
     activations: str = "auto",
     rounding: str = "exact",
+    tuned_for: str = "decode",
     threads: int | None = None,
     numa_nodes: Sequence[int] | None = None,
     gpu_experts_mask: np.ndarray | Sequence | None = None,
@@ -54,7 +55,8 @@ def load(
     """A checkpoint as a transformers model whose routed experts ktmoe computes, straight from the checkpoint's own weights.
 
     path: a folder, or an id of the Hugging Face Hub. The class is the one that config.json names in "architectures".
-    backend, activations, rounding, numa_nodes: as MoELayer has them. threads: of ktmoe in this process; None leaves them.
+    backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them. threads: of ktmoe in this process; None leaves
+    them.
     gpu_experts_mask: bool [experts], or [layers, experts] with a row for each layer that has experts. True: that expert stays
     in torch, dequantized, on its layer's device.
     progress: called with (done_bytes, total_bytes) of the experts, from threads, one at a time. True: a bar on stderr, which
@@ -80,6 +82,7 @@ def load(
         backend=backend,
         activations=activations,
         rounding=rounding,
+        tuned_for=tuned_for,
         threads=threads,
         numa_nodes=numa_nodes,
         gpu_experts_mask=gpu_experts_mask,
@@ -131,6 +134,7 @@ def pack(
     backend: str = "auto",
     activations: str = "auto",
     rounding: str = "exact",
+    tuned_for: str = "decode",
     threads: int | None = None,
     numa_nodes: Sequence[int] | None = None,
     gpu_experts_mask: np.ndarray | Sequence | None = None,
@@ -142,7 +146,7 @@ def pack(
     first called. The model is frozen afterwards, and cannot be saved.
     Raises UnavailableError, before anything is packed, for a model that ktmoe cannot serve.
     """
-    options = Options(backend, activations, rounding, threads, numa_nodes, gpu_experts_mask, progress)
+    options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress)
     found = find(model)
     for experts in found:
         if elsewhere := [name for name in experts.parameters if experts.module.get_parameter(name).is_meta]:

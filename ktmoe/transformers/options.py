@@ -23,7 +23,7 @@ Reporting = Callable[[int], Progress | None]
 
 @dataclass(frozen=True)
 class Options:
-    """backend, activations, rounding, numa_nodes: as MoELayer has them.
+    """backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them.
 
     threads: of ktmoe in this process; None leaves them as they are.
     gpu_experts_mask: bool [experts], or [layers, experts] with a row for each layer that has experts: True stays in torch, on
@@ -34,6 +34,7 @@ class Options:
     backend: str = "auto"
     activations: str = "auto"
     rounding: str = "exact"
+    tuned_for: str = "decode"
     threads: int | None = None
     numa_nodes: Sequence[int] | None = None
     gpu_experts_mask: np.ndarray | Sequence | None = None
@@ -46,6 +47,7 @@ class Options:
             "backend": self.backend,
             "activations": self.activations,
             "rounding": self.rounding,
+            "tuned_for": self.tuned_for,
             "numa_nodes": self.numa_nodes,
         }
 

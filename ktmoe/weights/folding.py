@@ -17,8 +17,12 @@ _BF16_BITS = 8
 _NONE = (255, 0)
 
 
-def fold_range(weight_format: WeightFormat, rounding: str = "exact") -> tuple[int, int]:
+def fold_range(weight_format: WeightFormat, rounding: str = "exact", terms: int = 1) -> tuple[int, int]:
     """(low, high): a matrix whose scales are in it has bfloat16 weights that hold the scale; (255, 0) if none has.
+
+    terms: of how many bfloat16 numbers a weight is the sum. Of 2, where each value is a sum of two signed powers of two: bf16,
+    exponent fields of scales that are not zero. Both products are exact and must neither overflow nor be denormal. Scales must
+    not be negative. All else is for 1:
 
     ue8m0: bytes, and the product is exact: 2 to 252 for E2M1, 10 to 246 for E4M3.
     e4m3: (0, 255) where the product of any two numbers is exact, as with E2M1.
@@ -28,6 +32,8 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact") -> tuple[in
     scale = weight_format.scale
     if scale is None or scale.extent[0] != 1 or weight_format.offset or weight_format.super_scale:
         return _NONE
+    if terms == 2:
+        return _terms_range(weight_format)
     rounded = scale.kind in ("bf16", "fp16")
     if rounded and rounding != "folded":
         return _NONE
@@ -53,6 +59,34 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact") -> tuple[in
         exact = bits + _significant_bits(weight_format.element.values) <= _BF16_BITS
         return (0, 255) if exact and low + least >= -126 and high + most <= 127 else _NONE
     return _NONE
+
+
+def _terms_range(weight_format: WeightFormat) -> tuple[int, int]:
+    if weight_format.scale.kind != "bf16" or weight_format.family != "q4":
+        return _NONE
+    sums = [two_terms(value) for value in weight_format.element.values]
+    if None in sums:
+        return _NONE
+    exponents = _exponents([term for terms in sums for term in terms])
+    # kernels/q4_amx_terms.c subtracts (252 << 7) - bits of the scale, which must not be negative, from a term's exponent field
+    # raised by 125, which must not run into the sign.
+    if not exponents or min(exponents) < -126 or max(exponents) > 3:
+        return _NONE
+    return max(1, 1 - min(exponents)), 251
+
+
+def two_terms(value: float) -> tuple[float, float] | None:
+    """The larger and the smaller of two signed powers of two, or zeros, whose sum a value is; None if there are none.
+
+    Their sizes add up to the value's where that is possible: 3 = 2 + 1, but 7 = 8 - 1.
+    """
+    size, sign = abs(value), math.copysign(1.0, value)
+    below = 2.0 ** math.floor(math.log2(size)) if size else 0.0
+    for high in (below, 2 * below):
+        low = size - high
+        if abs(math.frexp(low)[0]) in (0.0, 0.5):
+            return sign * high, sign * low
+    return None
 
 
 def unit(values: Sequence[float]) -> float:

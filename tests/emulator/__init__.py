@@ -1,5 +1,5 @@
-"""Test-only emulation of AVX512_BF16, AMX and what the kernels use of AVX512_VBMI, AVX512_VNNI and AVX-VNNI: the shipped object
-code then runs on any CPU with AVX-512F and BW.
+"""Test-only emulation of AVX512_BF16, AMX and what the kernels use of AVX512_VBMI, GFNI, AVX512_VNNI and AVX-VNNI: the shipped
+object code then runs on any CPU with AVX-512F and BW.
 
 Use it as a context manager, and only where the CPU needs it::
 

@@ -18,6 +18,7 @@ nothing about. A routine of the table below, or `case_<i>(state, target)` for th
     mixed_tiles      the same with AMX
     tilezero         an AMX instruction with all that it takes
     multishift       a VPMULTISHIFTQB
+    affine           a VGF2P8AFFINEQB
     skip_ud2         a SIGILL handler that steps over UD2 and counts in `skipped`
 """
 
@@ -72,7 +73,7 @@ class Case:
     @property
     def element_bytes(self) -> int:
         """Of what is broadcast."""
-        return 8 if self.op == "vpmultishiftqb" else 4
+        return 8 if self.op in ("vpmultishiftqb", "vgf2p8affineqb") else 4
 
     @property
     def text(self) -> str:
@@ -84,7 +85,8 @@ class Case:
         dest = f"%{LETTER[max(self.vector_bytes // 2, 16)] if narrows else letter}mm{self.dest}"
         if self.mask:
             dest += f"{{%k{self.mask}}}" + ("{z}" if self.zeroing else "")
-        mnemonic = self.op.removesuffix(", VEX")  # the assembler prefers it
+        # The assembler prefers VEX where both say the same.
+        mnemonic = "{evex} vgf2p8affineqb" if self.op == "vgf2p8affineqb" else self.op.removesuffix(", VEX")
         if self.source is not None:
             source = f"%{'x' if self.op in ('vpbroadcastd', 'vbroadcastss') else letter}mm{self.source}"
         else:
@@ -93,7 +95,7 @@ class Case:
                 mnemonic += letter  # the length shows in no operand
         if self.op in STORES:
             return f"{mnemonic.removesuffix(' store')} {dest}, {source}"
-        if shifts:
+        if shifts or self.op == "vgf2p8affineqb":
             source = f"${self.immediate}, {source}"
         return f"{mnemonic} {source}, {dest}" if unary else f"{mnemonic} {source}, %{letter}mm{self.first}, {dest}"
 
@@ -153,11 +155,13 @@ def random_cases(rng: np.random.Generator, op: str, count: int, low_address: int
         if op in BETWEEN:
             case.vector_bytes, case.mask, case.zeroing = 64, 0, False
             case.immediate = int(rng.choice([rng.integers(0, 34), rng.integers(0, 256)]))
+        if op == "vgf2p8affineqb":
+            case.immediate = int(rng.integers(0, 256))
         if op in VEX:
             case.vector_bytes, case.dest, case.first, case.source = 32, dest % 16, first % 16, source % 16
         if op in STORES or (rng.integers(3) and op not in VEX_SHIFTS):
             case.source = None
-            case.broadcast = bool(rng.integers(2)) and op not in BETWEEN
+            case.broadcast = bool(rng.integers(2)) and op not in [*BETWEEN, "vpermb"]
             _place(case, rng, low_address)
         cases.append(case)
     return cases
@@ -248,6 +252,8 @@ def program(cases: list[Case]) -> str:
         "vcvtneps2bf16": "(%rsi), %ymm2{%k1}",
         "vcvtne2ps2bf16": "(%rsi), %zmm1, %zmm2{%k1}",
         "vpmultishiftqb": "(%rsi), %zmm1, %zmm2{%k1}",
+        "vgf2p8affineqb": "$1, (%rsi), %zmm1, %zmm2{%k1}",
+        "vpermb": "(%rsi), %zmm1, %zmm2{%k1}",
     }.items():
         parts.append(_with_registers(f"masked_{op}", f"{first_only} {op} {operands}"))
     components = "mov $0xe6, %eax; xor %edx, %edx;"  # SSE, AVX, opmask and the rest of AVX-512
@@ -267,6 +273,7 @@ def program(cases: list[Case]) -> str:
         _with_registers("mixed_tiles", f"{CONFIGURE} ud2; {TILEZERO} ud2; {TILEZERO} {TILEZERO} {TILERELEASE}"),
         f".globl tilezero\ntilezero: {CONFIGURE} {TILEZERO} {TILERELEASE} ret",
         ".globl multishift\nmultishift: vpmultishiftqb %zmm0, %zmm0, %zmm0; ret",
+        ".globl affine\naffine: vgf2p8affineqb $0, %zmm0, %zmm0, %zmm0; ret",
         ".globl dot_bytes\ndot_bytes: vpdpbusd %zmm0, %zmm0, %zmm0; ret",
         ".globl illegal\nillegal: ud2; ret",
         ".globl skip_ud2\nskip_ud2: addq $2, 168(%rdx); incl .Lskipped(%rip); ret",  # 168: RIP within ucontext_t

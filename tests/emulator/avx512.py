@@ -12,9 +12,10 @@ from . import assembly
 from .machine import DEFAULT_MXCSR, Frame, NotAssembledError, aligned, assemble, low_memory
 
 BF16 = ["vdpbf16ps", "vcvtne2ps2bf16", "vcvtneps2bf16"]
-VBMI = ["vpmultishiftqb"]
+VBMI = ["vpmultishiftqb", "vpermb"]
+GFNI = ["vgf2p8affineqb"]
 VNNI = ["vpdpbusd"]
-OPS = BF16 + VBMI + VNNI
+OPS = BF16 + VBMI + GFNI + VNNI
 _CASES_PER_OP = 250
 
 

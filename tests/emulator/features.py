@@ -8,7 +8,7 @@ import platform
 import sys
 
 #: What the emulator stands in for, as /proc/cpuinfo calls it.
-EMULATED = frozenset({"avx512_bf16", "avx512vbmi", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8"})
+EMULATED = frozenset({"avx512_bf16", "avx512vbmi", "gfni", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8"})
 
 BASE = frozenset({"avx512f", "avx512bw"})  # what it builds on
 

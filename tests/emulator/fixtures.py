@@ -57,6 +57,15 @@ def multishift_traps(program, emulated):
 
 
 @pytest.fixture
+def affine_traps(program, emulated):
+    """The same of GFNI."""
+    program.library.affine()
+    did = emulator.traps() == 1
+    emulator.reset()
+    return did
+
+
+@pytest.fixture
 def dot_bytes_traps(program, emulated):
     """The same of AVX512_VNNI."""
     program.library.dot_bytes()

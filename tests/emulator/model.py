@@ -96,6 +96,13 @@ def multishift(control, source):
     ).ravel()
 
 
+def affine(source, matrix, immediate):
+    """VGF2P8AFFINEQB of whole qwords: uint8 [8 n], each byte times the matrix of its qword, whose last byte gives bit 0."""
+    rows = matrix.reshape(-1, 1, 8)[:, :, ::-1]
+    parities = np.bitwise_xor.reduce(np.unpackbits((source.reshape(-1, 8, 1) & rows)[..., None], axis=3), axis=3)
+    return (np.packbits(parities, axis=2, bitorder="little").ravel() ^ np.uint8(immediate)).astype(np.uint8)
+
+
 def dot_bytes(acc, a, b):
     """VPDPBUSD: int32 acc [n] + unsigned bytes a [4 n] times signed bytes b [4 n], four at a time; wraps around."""
     products = (a.astype(np.int64) * b.astype(np.int64)).reshape(-1, 4).sum(axis=1)

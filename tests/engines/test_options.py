@@ -67,6 +67,14 @@ def test_rounding(checkpoint, emulator_folder, rounding):
         assert {layer.rounding for layer in layers(model)} == {rounding}
 
 
+@pytest.mark.parametrize("tuned_for", ["decode", "prefill"])
+def test_tuned_for(checkpoint, emulator_folder, tuned_for):
+    with ways.prepared("amx", emulator_folder):
+        model = served.load(checkpoint("Kimi INT4"), backend="amx", tuned_for=tuned_for)
+        assert_served(model)
+        assert {layer.tuned_for for layer in layers(model)} == {tuned_for}
+
+
 def test_threads(make):
     """Of ktmoe in this process; bits do not depend on them."""
     found = []
@@ -143,6 +151,7 @@ def test_a_loaded_models_config_can_be_pickled(checkpoint, source):
         ({"activations": "fp8"}, KtmoeError, "fp8"),
         ({"activations": "int8"}, UnavailableError, "int8"),  # there are no codes of 4 or 8 bits
         ({"rounding": "down"}, InputError, "rounding must be one of .*'down'"),
+        ({"tuned_for": "chat"}, InputError, "tuned_for must be one of .*'chat'"),
         ({"threads": 0}, InputError, "threads"),
         ({"threads": "two"}, InputError, "two"),
         ({"numa_nodes": [99]}, KtmoeError, "99"),

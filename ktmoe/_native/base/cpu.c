@@ -26,12 +26,19 @@ const kt_cpu_feature *kt_cpu_features(size_t *count) {
     const bool avx = (state & XCR0_AVX) == XCR0_AVX, avx512 = (state & XCR0_AVX512) == XCR0_AVX512;
     const bool amx = (state & XCR0_AMX) == XCR0_AMX;
     const kt_cpu_feature found[] = {
-        {"avx2", avx && (leaf7[1] >> 5 & 1)},          {"fma", avx && (leaf1[2] >> 12 & 1)},
-        {"avx512f", avx512 && (leaf7[1] >> 16 & 1)},   {"avx512bw", avx512 && (leaf7[1] >> 30 & 1)},
-        {"avx512vl", avx512 && (leaf7[1] >> 31 & 1)},  {"avx512_bf16", avx512 && (leaf71[0] >> 5 & 1)},
-        {"avx512vbmi", avx512 && (leaf7[2] >> 1 & 1)}, {"amx_tile", amx && (leaf7[3] >> 24 & 1)},
-        {"amx_bf16", amx && (leaf7[3] >> 22 & 1)},     {"avx512_vnni", avx512 && (leaf7[2] >> 11 & 1)},
-        {"avx_vnni", avx && (leaf71[0] >> 4 & 1)},     {"avx512_fp16", avx512 && (leaf7[3] >> 23 & 1)},
+        {"avx2", avx && (leaf7[1] >> 5 & 1)},
+        {"fma", avx && (leaf1[2] >> 12 & 1)},
+        {"avx512f", avx512 && (leaf7[1] >> 16 & 1)},
+        {"avx512bw", avx512 && (leaf7[1] >> 30 & 1)},
+        {"avx512vl", avx512 && (leaf7[1] >> 31 & 1)},
+        {"avx512_bf16", avx512 && (leaf71[0] >> 5 & 1)},
+        {"avx512vbmi", avx512 && (leaf7[2] >> 1 & 1)},
+        {"amx_tile", amx && (leaf7[3] >> 24 & 1)},
+        {"amx_bf16", amx && (leaf7[3] >> 22 & 1)},
+        {"avx512_vnni", avx512 && (leaf7[2] >> 11 & 1)},
+        {"gfni", avx512 && (leaf7[2] >> 8 & 1)},
+        {"avx_vnni", avx && (leaf71[0] >> 4 & 1)},
+        {"avx512_fp16", avx512 && (leaf7[3] >> 23 & 1)},
     };
     _Static_assert(sizeof found <= sizeof features, "each has a place");
     *count = sizeof found / sizeof found[0];

@@ -5,20 +5,23 @@
 #include "kernels/common/b16_layout.h"
 #include "kernels/common/isa.h"
 
-enum { IN_PLACE = 1, B_STRIDE = PAIR_BYTES, STEP_BYTES = BLOCK_BYTES };
+enum { IN_PLACE = 1, B_STRIDE = PAIR_BYTES, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
+
+#include "kernels/common/steps.h"
 
 typedef struct weights {
-    const uint8_t *packed;
+    steps at;
 } weights;
+typedef char fold;
 
-INLINE weights open_panel(const kt_dot *a, const size_t p, const int how) { return (void)how, (weights){a->w[p]}; }
+INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) { return (weights){steps_of(a, p, how)}; }
 
-INLINE const uint8_t *step_at(const weights *w, const size_t step) { return w->packed + step * STEP_BYTES; }
+INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) { return step_of(&w->at, step) + n * 64; }
 
-INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) { return step_at(w, step) + n * 64; }
+INLINE fold load_fold(const weights *w, const size_t step, const int n) { return (void)w, (void)step, (void)n, 0; }
 
-INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
-    (void)w, (void)step, (void)n, (void)to;
+INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
+    (void)w, (void)f, (void)step, (void)n, (void)quarter, (void)to;
 }
 
 #include "kernels/loops/tiles.h"

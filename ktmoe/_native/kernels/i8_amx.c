@@ -9,27 +9,32 @@
 #include "kernels/common/isa.h"
 #include "kernels/common/tile.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, STEP_BYTES = BLOCK_BYTES };
+enum { IN_PLACE = 0, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
+
+#include "kernels/common/steps.h"
 
 typedef struct weights {
-    const uint8_t *packed;
+    steps at;
 } weights;
+typedef char fold;
 
-INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) { return (void)how, (weights){a->w[p]}; }
+INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) { return (weights){steps_of(a, p, how)}; }
 
-INLINE const uint8_t *step_at(const weights *w, const size_t step) { return w->packed + step * STEP_BYTES; }
+INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) {
+    return step_of(&w->at, step) + n * SIXTEEN_BYTES;
+}
 
-INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) { return step_at(w, step) + n * SIXTEEN_BYTES; }
+INLINE fold load_fold(const weights *w, const size_t step, const int n) { return (void)w, (void)step, (void)n, 0; }
 
-INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
-    const uint8_t *from = tile_at(w, step, n);
+INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
+    (void)f;
+    const uint8_t *from = tile_at(w, step, n) + quarter * OCTET_BYTES;
+    to += quarter * QUARTER_BYTES;
 #pragma GCC unroll 4
-    for (int octet = 0; octet < KT_BLOCK / 8; octet++, from += OCTET_BYTES)
-#pragma GCC unroll 4
-        for (int pair = 0; pair < 4; pair++, to += TILE_ROW_BYTES) {
-            const u32v codes = load_u32(from + quad_of(pair) * QUAD_BYTES);
-            _mm512_storeu_si512(to, (__m512i)i8_pair(codes, byte_of(pair)));
-        }
+    for (int pair = 0; pair < 4; pair++, to += TILE_ROW_BYTES) {
+        const u32v codes = load_u32(from + quad_of(pair) * QUAD_BYTES);
+        _mm512_storeu_si512(to, (__m512i)i8_pair(codes, byte_of(pair)));
+    }
 }
 
 #include "kernels/loops/tiles.h"

@@ -12,37 +12,37 @@
 #include "kernels/common/tile.h"
 #include "kernels/common/ue8m0_fold.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, STEP_BYTES = KT_PANEL + BLOCK_BYTES };
+enum { IN_PLACE = 0, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
+
+#include "kernels/common/steps.h"
 
 typedef struct weights {
-    const uint8_t *packed;
+    steps at;
     __m512i table;
 } weights;
+typedef __m512i fold;
 
-INLINE weights open_panel(const kt_dot *a, const size_t p, const int how) {
-    return (void)how, (weights){a->w[p], _mm512_loadu_si512(a->codebook->folded)};
+INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) {
+    return (weights){steps_of(a, p, how), _mm512_loadu_si512(a->codebook->folded)};
 }
-
-INLINE const uint8_t *step_at(const weights *w, const size_t step) { return w->packed + step * STEP_BYTES; }
 
 INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) {
-    return step_at(w, step) + KT_PANEL + n * SIXTEEN_BYTES;
+    return step_of(&w->at, step) + n * SIXTEEN_BYTES;
 }
 
-INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
-    const __m512i fold = ue8m0_fold(step_at(w, step) + 16 * n, 253);
+INLINE fold load_fold(const weights *w, const size_t step, const int n) {
+    return ue8m0_fold(header_of(&w->at, step) + 16 * n, 253);
+}
+
+INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
     const __m512i bytes = _mm512_set1_epi64(0x3830282018100800); /* bit offsets of a qword's bytes */
-    const uint8_t *from = tile_at(w, step, n);
+    const __m512i codes = _mm512_loadu_si512(tile_at(w, step, n) + quarter * OCTET_BYTES);
+    to += quarter * QUARTER_BYTES;
 #pragma GCC unroll 4
-    for (int octet = 0; octet < KT_BLOCK / 8; octet++, from += OCTET_BYTES, to += 4 * TILE_ROW_BYTES) {
-        const __m512i codes = _mm512_loadu_si512(from);
-#pragma GCC unroll 4
-        for (int pair = 0; pair < 4; pair++) {
-            const __m512i offsets = _mm512_add_epi8(bytes, _mm512_set1_epi8(4 * pair));
-            const __m512i down = pair ? _mm512_multishift_epi64_epi8(offsets, codes) : codes;
-            const __m512i w16 = _mm512_permutexvar_epi16(down, w->table);
-            _mm512_storeu_si512(to + pair * TILE_ROW_BYTES, _mm512_subs_epu16(w16, fold));
-        }
+    for (int pair = 0; pair < 4; pair++, to += TILE_ROW_BYTES) {
+        const __m512i offsets = _mm512_add_epi8(bytes, _mm512_set1_epi8(4 * pair));
+        const __m512i down = pair ? _mm512_multishift_epi64_epi8(offsets, codes) : codes;
+        _mm512_storeu_si512(to, _mm512_subs_epu16(_mm512_permutexvar_epi16(down, w->table), *f));
     }
 }
 

@@ -137,7 +137,8 @@ static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard
             .scale_group = s->format->scale.group,
             .codebook = codebook_of(e, matrix),
         };
-        const bool folds = g->low <= scans[matrix].low && scans[matrix].high <= g->high;
+        const kt_scan *seen = &scans[matrix];
+        const bool folds = g->low <= seen->low && seen->high <= g->high && (g->negative || !seen->negative);
         if (!kt_layer_use(&e->layer, &fresh[i], matrix == DOWN, g->kernels[folds])) return KT_TOO_MANY_FORMS;
         const enum kt_outcome outcome = copy_bias_and_factor(s, g, &fresh[i], error);
         scans[matrix].refused |= outcome == KT_REFUSED;

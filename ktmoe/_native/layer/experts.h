@@ -39,6 +39,7 @@ typedef struct kt_given {
     bool factor_per_row, divides;
     const kt_kernel *kernels[2]; /* the second where all scales are in [low, high], which fold into the weights */
     uint8_t low, high;
+    bool negative; /* whether they may be negative then */
 } kt_given;
 
 enum kt_outcome { KT_DONE, KT_CLOSED, KT_INCOMPLETE, KT_REFUSED, KT_TOO_MANY_FORMS, KT_FAILED };

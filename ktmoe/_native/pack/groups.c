@@ -30,20 +30,26 @@ size_t kt_scales_bytes(const kt_format *f, size_t columns) {
 
 size_t kt_zero_points_bytes(const kt_format *f, size_t columns) { return f->zero_points ? groups_along(f, columns) : 0; }
 
-/* The least and the greatest magnitude of a row's scales; `least` is less by `zero`, so that with 1 a scale of zero is the greatest.
- * Apart from the copy and with numbers as wide as the scales, so that it vectorises. */
-#define EXTREMES(type)                                                                                                       \
-    static void extremes_##type(const uint8_t *from, size_t count, type magnitude, type zero, type *least, type *greatest) { \
-        type low = (type) - 1, high = 0;                                                                                     \
-        for (size_t i = 0; i < count; i++) {                                                                                 \
-            type bits;                                                                                                       \
-            memcpy(&bits, from + i * sizeof bits, sizeof bits);                                                              \
-            bits &= magnitude;                                                                                               \
-            const type less = (type)(bits - zero);                                                                           \
-            low = less < low ? less : low;                                                                                   \
-            high = bits > high ? bits : high;                                                                                \
-        }                                                                                                                    \
-        *least = low, *greatest = high;                                                                                      \
+/* Of a row's scales: all bits that any has, and the least and the greatest magnitude; the least is less by `zero`, so that with 1 a
+ * scale of zero is the greatest. */
+typedef struct extremes {
+    uint32_t any, least, greatest;
+} extremes;
+
+/* Apart from the copy and with numbers as wide as the scales, so that it vectorises. */
+#define EXTREMES(type)                                                                              \
+    static extremes extremes_##type(const uint8_t *from, size_t count, type magnitude, type zero) { \
+        type any = 0, low = (type) - 1, high = 0;                                                   \
+        for (size_t i = 0; i < count; i++) {                                                        \
+            type bits;                                                                              \
+            memcpy(&bits, from + i * sizeof bits, sizeof bits);                                     \
+            any |= bits;                                                                            \
+            bits &= magnitude;                                                                      \
+            const type less = (type)(bits - zero);                                                  \
+            low = less < low ? less : low;                                                          \
+            high = bits > high ? bits : high;                                                       \
+        }                                                                                           \
+        return (extremes){any, low, high};                                                          \
     }
 EXTREMES(uint8_t)
 EXTREMES(uint16_t)
@@ -52,17 +58,12 @@ EXTREMES(uint16_t)
 static void scan_row(const kt_scale *s, const uint8_t *from, size_t count, kt_scan *scan) {
     const bool zeros = !(s->magnitude >> (8 * s->bytes - 1));
     const int shift = __builtin_ctz(s->field);
-    uint16_t low, high;
-    if (s->bytes == 1) {
-        uint8_t least, greatest;
-        extremes_uint8_t(from, count, (uint8_t)s->magnitude, zeros, &least, &greatest);
-        low = least, high = greatest;
-    } else {
-        extremes_uint16_t(from, count, (uint16_t)s->magnitude, zeros, &low, &high);
-    }
-    scan->refused |= (high & s->field) == s->field;
-    if (zeros && !high) return;
-    const uint8_t least = (uint8_t)((low + zeros) >> shift), most = (uint8_t)(high >> shift);
+    const extremes e = s->bytes == 1 ? extremes_uint8_t(from, count, (uint8_t)s->magnitude, zeros)
+                                     : extremes_uint16_t(from, count, (uint16_t)s->magnitude, zeros);
+    scan->negative |= (e.any & ~s->magnitude) != 0;
+    scan->refused |= (e.greatest & s->field) == s->field;
+    if (zeros && !e.greatest) return;
+    const uint8_t least = (uint8_t)((e.least + zeros) >> shift), most = (uint8_t)(e.greatest >> shift);
     scan->low = least < scan->low ? least : scan->low;
     scan->high = most > scan->high ? most : scan->high;
 }

@@ -20,7 +20,7 @@ typedef struct pack_job {
         _Alignas(64) _Atomic size_t panel; /* of all matrices, one after another */
     } next[KT_SHARDS_MAX];
     _Atomic uint8_t low[KT_MATRICES], high[KT_MATRICES];
-    _Atomic bool refused[KT_MATRICES];
+    _Atomic bool negative[KT_MATRICES], refused[KT_MATRICES];
     _Atomic int error;
 } pack_job;
 
@@ -106,6 +106,7 @@ static void pack_panels(void *context, size_t worker, size_t workers) {
         while (scans[m].low < seen && !atomic_compare_exchange_weak(&j->low[m], &seen, scans[m].low)) continue;
         seen = atomic_load(&j->high[m]);
         while (scans[m].high > seen && !atomic_compare_exchange_weak(&j->high[m], &seen, scans[m].high)) continue;
+        if (scans[m].negative) atomic_store(&j->negative[m], true);
         if (scans[m].refused) atomic_store(&j->refused[m], true);
     }
 }
@@ -114,7 +115,7 @@ int kt_pack(const kt_placement *placement, const kt_shard_matrix *matrices, kt_s
     pack_job j = {.shards = kt_shards_of(placement), .matrices = matrices};
     for (size_t m = 0; m < KT_MATRICES; m++) j.low[m] = 255;
     const int error = kt_pool_run(pack_panels, &j, placement);
-    for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){j.low[m], j.high[m], j.refused[m]};
+    for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){j.low[m], j.high[m], j.negative[m], j.refused[m]};
     return error ? error : j.error;
 }
 

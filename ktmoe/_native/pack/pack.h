@@ -34,7 +34,8 @@ typedef struct kt_stored {
 typedef struct kt_scan {
     /* The least and the greatest exponent field of scales that are not 0; of UE8M0 that is all bytes. low > high: none was seen. */
     uint8_t low, high;
-    bool refused; /* a scale or a weight is no real number */
+    bool negative; /* a scale has its sign bit set */
+    bool refused;  /* a scale or a weight is no real number */
 } kt_scan;
 
 /* What one shard has of one matrix. */

@@ -130,6 +130,7 @@ cdef extern from "layer/experts.h" nogil:
         kt_bool factor_per_row, divides
         const kt_kernel *kernels[2]
         uint8_t low, high
+        kt_bool negative
     ctypedef struct kt_numbers:
         float *bias
         float *factor

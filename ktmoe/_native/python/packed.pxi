@@ -26,7 +26,7 @@ cdef class PackedLayer:
         for p, projection in enumerate(PROJECTIONS):
             _fill_codebook(&self.experts.codebooks[p], self._spec.formats[projection])
             _fill_format(&self.experts.formats[p], self._spec.formats[projection])
-            table.find_both(self._spec.formats[projection], plan.activations, plan.rounding, &self._kernels[p])
+            table.find_both(self._spec.formats[projection], plan, &self._kernels[p])
         layer.num_experts, layer.hidden = experts.num_experts, experts.hidden
         self.experts.intermediate = experts.intermediate
         activation = experts.activation
@@ -245,7 +245,7 @@ cdef class PackedLayer:
         return np.asarray(to)
 
     def kernels(self):
-        """{(expert, projection): whether its scales are folded}."""
+        """{(expert, projection): whether its scales are folded: 0, or of how many bfloat16 numbers a weight is the sum}."""
         cdef size_t e, p, missing, num_experts = self.experts.layer.num_experts
         cdef uint8_t[:, ::1] folded = np.zeros((num_experts, 3), np.uint8)
         cdef bint closed
@@ -257,7 +257,7 @@ cdef class PackedLayer:
                     folded[e, p] = kt_matrix_of(&self.experts, 0, e, p).kernel.folded
             kt_pool_unlock()
         self._check_whole(closed, missing)
-        return {(e, name): bool(folded[e, p]) for e in range(num_experts) for p, name in enumerate(PROJECTIONS)}
+        return {(e, name): int(folded[e, p]) for e in range(num_experts) for p, name in enumerate(PROJECTIONS)}
 
     cdef int _check_whole(self, bint closed, size_t missing) except -1:
         if closed:
@@ -281,7 +281,7 @@ cdef class PackedLayer:
             for e in range(0 if closed else self.experts.layer.num_experts):
                 for p in range(3):
                     matrix = kt_matrix_of(&self.experts, 0, e, p)
-                    rounded = rounded or (rounds[p] and matrix.data and matrix.kernel.folded)
+                    rounded = rounded or (rounds[p] and matrix.data and matrix.kernel.folded == 1)
             kt_pool_unlock()
         self._check_whole(closed, 0)
         return "folded" if rounded else "exact"

@@ -56,8 +56,9 @@ cdef class KernelTable:
                     "group": (kernel.scale_group_min, kernel.scale_group_max),
                     "offset": kernel.offset.decode() if kernel.offset else None,
                     "activations": kernel.rows.mode.decode(),
-                    "folded": bool(kernel.folded),
+                    "folded": kernel.folded,
                     "whole": bool(kernel.whole),
+                    "tuned_for": kernel.tuned_for.decode() if kernel.tuned_for else None,
                 }, <size_t>kernel))
                 kernel += 1
             listed += 1
@@ -69,10 +70,10 @@ cdef class KernelTable:
 
     def lacks(self, weight_format, str activations):
         """The part of a format that no kernel of this table has, or that none of those with the parts before it has; "" if none."""
-        return self._choose(weight_format, activations, False)[1]
+        return self._choose(weight_format, activations)[1]
 
-    cdef tuple _choose(self, weight_format, str activations, bint folded):
-        """(a kernel's address, "") or (0, what is missing)."""
+    cdef tuple _choose(self, weight_format, str activations, int folded=0, str tuned_for="decode"):
+        """(a kernel's address, "") or (0, what is missing). folded, tuned_for: as kt_kernel has them."""
         try:
             kind, group = packed_scale(weight_format)
         except FormatError as error:
@@ -81,7 +82,8 @@ cdef class KernelTable:
         element = weight_format.element
         rows = self._rows()
         for what, fits in (
-            (f"activations {activations!r}", lambda k: k["activations"] == activations and k["folded"] == folded),
+            (f"activations {activations!r}", lambda k: k["activations"] == activations and k["folded"] == folded
+                and k["tuned_for"] in (None, tuned_for)),
             (f"weights of family {element.family}", lambda k: k["family"] == element.family),
             (f"element {element.name}", lambda k: k["element"] is None or ELEMENTS.get(k["element"]) == element),
             ("values that are no small integers times a power of two", lambda k: not k["whole"] or folding.unit(element.values)),
@@ -95,27 +97,36 @@ cdef class KernelTable:
                 return 0, what
         return rows[0][1], ""
 
-    def folds(self, weight_format, str activations, str rounding="exact"):
-        """Whether it has a kernel whose weights hold the scale, for those matrices of a format whose scales allow it."""
-        low, high = folding.fold_range(weight_format, rounding)
-        return low <= high and bool(self._choose(weight_format, activations, True)[0])
+    cdef tuple _folding(self, weight_format, str activations, str rounding, str tuned_for):
+        """(the address of the kernel that has scales in its weights, its `folded`, the range of such scales); 0 if there is none."""
+        for terms in (1, 2):
+            low, high = folding.fold_range(weight_format, rounding, terms)
+            address = self._choose(weight_format, activations, terms, tuned_for)[0] if low <= high else 0
+            if address:
+                return address, terms, low, high
+        return 0, 0, 255, 0
 
-    cdef const kt_kernel *find(self, weight_format, str activations, bint folded):
-        return <const kt_kernel *><size_t>self._choose(weight_format, activations, folded)[0]
+    def folds(self, weight_format, str activations, str rounding="exact", str tuned_for="decode"):
+        """Whether it has a kernel whose weights hold the scale, for those matrices of a format whose scales allow it: 0, or of how
+        many bfloat16 numbers such a weight is the sum."""
+        return self._folding(weight_format, activations, rounding, tuned_for)[1]
 
-    cdef bint find_both(self, weight_format, str activations, str rounding, kt_given *given):
-        """given.kernels[1] where all scales are in [low, high], which fold into the weights, else kernels[0]. False: there is none."""
-        given.kernels[0] = given.kernels[1] = self.find(weight_format, activations, False)
-        given.low, given.high = folding.fold_range(weight_format, rounding)
-        if given.low <= given.high:
-            given.kernels[1] = self.find(weight_format, activations, True)
-            if not given.kernels[1]:  # those for any scale serve these, too
-                given.kernels[1] = given.kernels[0]
-        return given.kernels[0] != NULL
+    cdef const kt_kernel *find(self, weight_format, str activations):
+        """The kernel for any scale."""
+        return <const kt_kernel *><size_t>self._choose(weight_format, activations)[0]
+
+    cdef find_both(self, weight_format, plan, kt_given *given):
+        """given.kernels[1] where all scales are in [low, high], which fold into the weights, else kernels[0]. NULL: there is none."""
+        cdef size_t address
+        given.kernels[0] = given.kernels[1] = self.find(weight_format, plan.activations)
+        address, terms, given.low, given.high = self._folding(weight_format, plan.activations, plan.rounding, plan.tuned_for)
+        given.negative = terms == 1
+        if address:  # else those for any scale serve these, too
+            given.kernels[1] = <const kt_kernel *>address
 
     def encode(self, weight_format, str activations, const uint16_t[::1] row):
         """One row of bfloat16 bits [k], k a multiple of 32, as the kernel for any scale takes it: uint8 [bytes]."""
-        cdef const kt_kernel *kernel = self.find(weight_format, activations, False)
+        cdef const kt_kernel *kernel = self.find(weight_format, activations)
         cdef const kt_rows *rows = kernel.rows if kernel else NULL
         if not rows or row.shape[0] % KT_BLOCK:
             raise InputError(f"{self.name} has no rows of {row.shape[0]} for {activations!r}")

@@ -1,7 +1,8 @@
 /* E4M3 as bf16, with the scale of a group folded in or none. Includers have AVX-512BW.
  *
  * A normal number's bits move by 4, and a constant makes up for the difference of exponents. The seven denormals, which VDPBF16PS and
- * TDPBF16PS would take as zero, are normal in bf16: a table has what is to be added to their bits instead.
+ * TDPBF16PS would take as zero, are normal in bf16: a table has what is to be added to their bits instead. Where there is neither a
+ * denormal nor a zero, each bit of the bf16 is a bit of the code or its complement: GFNI makes 64 weights of four instructions.
  */
 #ifndef KT_E4M3_BF16_H
 #define KT_E4M3_BF16_H
@@ -44,5 +45,25 @@ static inline __attribute__((always_inline)) __m512i e4m3_to_words(const __m512i
     if (folded) add = _mm512_mask_subs_epu16(add, small, add, to->lower);
     return _mm512_add_epi16(bits, add);
 }
+
+#ifdef __GFNI__
+typedef struct e4m3_words {
+    __m512i lower, upper; /* bf16 of the lower and of the upper bytes of words */
+} e4m3_words;
+
+/* 64 normal numbers, without a scale. An exponent e becomes e + 120: bit 3, four times its complement, bits 2 to 0. */
+static inline __attribute__((always_inline)) e4m3_words e4m3_normal_to_words(const __m512i codes) {
+    const __m512i swap = _mm512_set4_epi32(0x0E0F0C0D, 0x0A0B0809, 0x06070405, 0x02030001);
+    const __m512i high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(0x1020404040404080), 0x3C);
+    const __m512i low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(0x01020408), 0);
+    const __mmask64 upper = 0xAAAAAAAAAAAAAAAA;
+    return (e4m3_words){_mm512_mask_shuffle_epi8(low, upper, high, swap), _mm512_mask_shuffle_epi8(high, ~upper, low, swap)};
+}
+
+/* Whether any of 64 codes is a denormal number or a zero. */
+static inline __attribute__((always_inline)) int e4m3_any_small(const __m512i codes) {
+    return _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78)) != 0;
+}
+#endif
 
 #endif

@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { TILE_ROW_BYTES = 64, TILE_BYTES = 16 * TILE_ROW_BYTES };
+enum { TILE_ROW_BYTES = 64, TILE_BYTES = 16 * TILE_ROW_BYTES, QUARTER_BYTES = TILE_BYTES / 4 };
 
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t :)
 #define TILE_LOAD(t, p, stride) \
