@@ -1,6 +1,8 @@
 """Environment variables and settings: strict, read when needed; and memory that is refused before it runs out."""
 
+import errno
 import gc
+import mmap
 import os
 import re
 import resource
@@ -309,10 +311,10 @@ def test_memory_is_refused_while_reading(tmp_path, monkeypatch, where):
     with monkeypatch.context() as patch:
         if where == "a tensor":
 
-            def refuse(*_):
-                raise MemoryError
+            def refuse(*_, **__):
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-            patch.setattr(np, "empty", refuse)
+            patch.setattr(mmap, "mmap", refuse)
         else:
             patch.setattr(Checkpoint, "read", lambda *_, **__: bytearray(2**62))
         with pytest.raises(OutOfMemoryError, match=r"reading expert|tensor 'layers.0.*refused memory") as caught:

@@ -53,6 +53,7 @@ def test_built_in_names():
         "quantization",
         "safetensors_file",
         "stacked",
+        "staging",
         "unknown",
     }
     for module, others in ((backends, {"base", "choice", "native"}), (loaders, files)):
