@@ -15,7 +15,7 @@ TUNED_FOR = click.option(
     "--tuned-for",
     type=click.Choice(TUNED_FOR_NAMES),
     default="decode",
-    help="Where weights have a kernel for few tokens and one for many; decode by default.",
+    help="Which kernel to take where weights have one for few tokens and one for many; decode by default.",
 )
 THREADS = click.option(
     "--threads", metavar="N", type=click.IntRange(1), help="Threads of ktmoe; by default one a physical core."

@@ -1,6 +1,6 @@
 /* q4 with UE8M0 scales that fold, by TDPBF16PS: VPERMW looks up bf16 weights in k-pairs; see tiles.h.
  *
- * VPMULTISHIFTQB, not a word shift, moves nibbles down: word shifts, VPSUBUSW and VPERMW want one port (docs/performance.md).
+ * VPMULTISHIFTQB, not a word shift, moves nibbles down: word shifts, VPSUBUSW and VPERMW want one port (docs/notes.md).
  *
  * DEFINITION  w = codebook[code] * 2^(b-127), exact in bf16
  * LAYOUT      pack/q4.c. A vector of codes is 8 k of 16 columns; words moved down by 0, 4, 8, 12 and VPERMW give the k-pairs.
