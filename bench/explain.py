@@ -52,7 +52,7 @@ def calls(results: Results) -> Iterator[Call]:
         if kernel not in KERNELS or layer["model"] not in models():
             continue
         if kernel[0] == "amx" and layer["weights"] == "INT4":
-            continue  # exact ones run the kernels of avx512f, folded ones are rounded beside the decoding
+            continue  # exact ones run avx512f's kernels or have two numbers a weight; folded ones round while decoding
         shape = replace(models()[layer["model"]], experts=layer["experts"])
         for what in ("decode", "prefill", "per_expert"):
             for point in layer.get(what, ()):

@@ -89,7 +89,8 @@ def _measured(results: Results) -> dict[str, tuple[str, str]]:
     calls = {}
     for row in weights():
         for layer in results.entries("layer"):
-            if layer["model"] == row.measured and layer["rounding"] == "exact" and row.name not in calls:
+            by_default = layer["rounding"] == "exact" and layer.get("tuned_for", "decode") == "decode"
+            if layer["model"] == row.measured and by_default and row.name not in calls:
                 decode = next((call for call in layer.get("decode", ()) if call["tokens"] == 1), None)
                 prefill = max(layer.get("prefill", ()), key=lambda call: call["tokens"], default=None)
                 if decode and prefill and "gb_s" in decode and "gflop_s" in prefill:

@@ -157,6 +157,8 @@ def simulated_linear(matrix, a, kind, shard=None):
             order = order[::-1]
         elif kind.startswith("vdpbf16ps"):
             order = start + (np.arange(len(order) + len(order) % 2).reshape(-1, 2)[:, ::-1]).ravel()
+        if kind == "amx" and matrix.format.family == "f8":
+            return tdpbf16ps(a[:, order], weights[:, order])
         total = np.zeros((len(a), n), np.float32)
         for at in order[order < last]:
             x, w = a[:, at, None], weights[:, at]

@@ -366,6 +366,20 @@ def test_shares_of_one_stream_are_told_apart():
         assert rows[0][5:] == (f"22.9 GB/s, {share}", "100 GFLOP/s")
 
 
+def test_readme_has_what_auto_runs():
+    """Neither folded scales nor kernels for prefill, wherever in the file they stand."""
+    layer = made()["layer"][0] | {"prefill": [{"tokens": 64, "gflop_s": 100.0}]}
+    others = [
+        layer | {"decode": [{"tokens": 1, "gb_s": 1.0}], **choice}
+        for choice in ({"tuned_for": "prefill"}, {"rounding": "folded"})
+    ]
+    for chosen in ({}, {"tuned_for": "decode"}):
+        _, rows = readme.table([Results(made(layer=[*others, layer | chosen]))])
+        assert rows[0][5] == "22.9 GB/s, 74 % of 1 stream"
+    _, rows = readme.table([Results(made(layer=others))])
+    assert rows[0][5] == "-"
+
+
 def test_a_run_says_how_many_streams_were_best():
     """What most points found."""
     points = [point(f"{n}", work="decode", tokens=1, **LAYER, **WAY, **CALL, read_streams=n) for n in (4, 8)]

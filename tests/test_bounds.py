@@ -112,6 +112,8 @@ def test_reading_beyond_the_packed_bytes():
             for offset, nbytes, streams in itertools.product((0, 64, 4096), (0, 1, size // 2, size - 4096), measure.STREAMS):
                 assert packed.read_seconds(table, offset, nbytes, streams) >= 0
             assert packed.read_seconds(table, size, 0) >= 0
+            with pytest.raises(InputError, match="streams must be 1, 2, 4 or 8, found 3"):
+                packed.read_seconds(table, 0, size, 3)
         with pytest.raises(ClosedError):
             packed.read_seconds(table, 0, size)
 

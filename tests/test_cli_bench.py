@@ -26,7 +26,7 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "DECODE", (1, 3))
     monkeypatch.setattr(bench, "PREFILL", (PREFILL_TOKENS,))
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-4)
-    monkeypatch.setattr(measure, "settled", measure.Limits)
+    monkeypatch.setattr(measure, "settled", functools.partial(measure.Limits, streams=2))
 
 
 @pytest.fixture
@@ -72,6 +72,7 @@ def test_json_and_the_results_file(run, tmp_path):
             assert kept == pytest.approx({name: call[name] for name in kept}, rel=1e-3)
     (limits,) = data["limits"]
     assert written["limits"]["read_gb_s"] == pytest.approx(limits["read_gb_s"], rel=1e-3)
+    assert written["limits"]["read_streams"] == 2
     assert written["limits"]["multiply_gflop_s"] == pytest.approx({limits["isa"]: limits["multiply_gflop_s"]}, rel=1e-3)
 
 

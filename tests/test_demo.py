@@ -32,6 +32,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(demo, "PHASES", (("decode", 1, 1), ("prefill", PREFILL_TOKENS, 2)))
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(measure, "settled", measure.Limits)
     return tmp_path
 
 
@@ -62,6 +63,21 @@ def test_table(folder):
     for name in set(ktmoe.backends.names()) - set(measured):
         assert f"not measured: {name}: this CPU lacks" in output
     assert "8 experts of 64 x 96, E2M1 with ue8m0 scales per 1x32" in output
+
+
+def test_each_backend_reads_by_the_streams_that_are_fastest_for_it(monkeypatch):
+    settled, of_rows = [], []
+
+    def settle(layer, table):
+        settled.append((layer.backend, table.name))
+        return measure.Limits(layer, table, streams=4)
+
+    table = measuring.table
+    monkeypatch.setattr(measure, "settled", settle)
+    monkeypatch.setattr(measuring, "table", lambda rows: of_rows.extend(rows) or table(rows))
+    assert run_demo(**SMALL)[0] == 0
+    assert settled == list(dict.fromkeys((row.backend, row.isa) for row in of_rows))
+    assert {row.result.streams for row in of_rows} == {4}
 
 
 def test_a_checkpoint_of_the_users(tmp_path):

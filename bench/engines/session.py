@@ -190,7 +190,7 @@ def _rounds(engine: Engine, participants: list[Participant], count: int, progres
     with ktmoe.MoELayer(experts, backend) as layer:
         limits = measure.settled(layer, table)
         for number in range(count + 1):
-            record = {"read": limits.read(LIMIT_SECONDS), "ways": {}}
+            record = {"read": limits.read(LIMIT_SECONDS), "read_streams": limits.streams, "ways": {}}
             for participant in participants[:: -1 if number % 2 else 1]:
                 for way in participant.ways:
                     progress(f"round {number} of {count}, {way}")

@@ -73,7 +73,9 @@ def run(
         rows = []
         for name, table in tables.items():
             with measuring.packed(loaded, name, step) as packed:
-                subject = measuring.Subject(loaded, packed, table.name, measure.Limits(packed, table), top_k, step)
+                with step(f"measure limits for {name}"):
+                    limits = measure.settled(packed, table)
+                subject = measuring.Subject(loaded, packed, table.name, limits, top_k, step)
                 rows += [subject.row(work, tokens, seconds, checked) for work, tokens, checked in PHASES]
     console.print(measuring.table(rows))
     measuring.print_text(console, _notes(loaded, top_k, rows, set(tables)))

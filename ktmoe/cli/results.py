@@ -60,7 +60,11 @@ def cpu() -> dict:
 
 def _limits(rows: list[Row]) -> dict:
     (found,) = measuring.limits(rows)
-    return {"read_gb_s": _digits(found.read / 1e9), "multiply_gflop_s": {found.isa: _digits(found.peak / 1e9)}}
+    return {
+        "read_gb_s": _digits(found.read / 1e9),
+        "read_streams": rows[0].result.streams,  # one layer's, the same in all
+        "multiply_gflop_s": {found.isa: _digits(found.peak / 1e9)},
+    }
 
 
 def layer(rows: list[Row], experts: ExpertWeights, model: str, choices: dict[str, str]) -> dict:

@@ -1,4 +1,5 @@
-/* AVX512_VBMI: VPMULTISHIFTQB and VPERMB, and GFNI: VGF2P8AFFINEQB, after the operation sections of Intel's Software Developer's Manual.
+/* AVX512_VBMI: VPMULTISHIFTQB and VPERMB, and GFNI: VGF2P8AFFINEQB, after the operation sections of Intel's Software Developer's
+ * Manual.
  *
  *   VPMULTISHIFTQB dest, control, source
  *       byte i of a qword of dest = the 8 bits of source's qword from bit (byte i of control) mod 64 on; bit 0 follows bit 63

@@ -1,4 +1,4 @@
-/* CPU detection and floating-point state: compiled for the baseline, and besides kernels/ the only file that knows x86. */
+/* CPU detection and floating-point state: compiled for the baseline, and besides kernels/ the only file that needs x86. */
 #include <cpuid.h>
 #include <emmintrin.h>
 #include <stdint.h>
@@ -36,7 +36,7 @@ const kt_cpu_feature *kt_cpu_features(size_t *count) {
         {"amx_tile", amx && (leaf7[3] >> 24 & 1)},
         {"amx_bf16", amx && (leaf7[3] >> 22 & 1)},
         {"avx512_vnni", avx512 && (leaf7[2] >> 11 & 1)},
-        {"gfni", avx512 && (leaf7[2] >> 8 & 1)},
+        {"gfni", leaf7[2] >> 8 & 1}, /* there are CPUs with GFNI and without AVX: it has forms on SSE's registers */
         {"avx_vnni", avx && (leaf71[0] >> 4 & 1)},
         {"avx512_fp16", avx512 && (leaf7[3] >> 23 & 1)},
     };

@@ -20,8 +20,8 @@
 #include "forward/job.h"
 
 /* The next run of items, `longest` at most: [*first, end). Neighbours are neighbours in memory, so that what a kernel prefetches
- * beyond its panel is the same worker's next, and so runs are as long as may be; they shrink towards the end, so that all workers
- * end together. Tests force uneven ones. */
+ * beyond its panel is the same worker's next: so runs are as long as may be. They shrink towards the end, so that all workers end
+ * together. Tests force uneven ones. */
 static size_t grab(kt_counter *c, size_t items, size_t workers, size_t longest, size_t *first) {
     const size_t seen = atomic_load_explicit(&c->next, memory_order_relaxed), left = seen < items ? items - seen : 0;
     size_t run = left / (RUNS_LEFT * workers);

@@ -27,7 +27,8 @@ typedef struct kt_experts {
 size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m);
 
 /* Fills all but the layer's sizes, placement, isa and activation, intermediate, formats and codebooks, which the caller has set.
- * columns: [shards][2], the first of each shard's columns of h and their number. False: memory was refused; kt_experts_free() gives back what there is. */
+ * columns: [shards][2], the first of each shard's columns of h and their number. False: memory was refused; kt_experts_free() gives
+ * back what there is. */
 bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]);
 void kt_experts_free(kt_experts *e); /* with the pool's lock held, if others may know of it */
 

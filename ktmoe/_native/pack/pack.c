@@ -1,5 +1,5 @@
-/* Packing and unpacking by the pool: an expert's panels are dealt one by one, each shard's to its own threads, which so are the
- * first to touch its memory. */
+/* Packing and unpacking by the pool: an expert's panels are dealt in runs, each shard's to its own threads, which so are the first
+ * to touch its memory. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>

@@ -341,6 +341,8 @@ cdef class PackedLayer:
         offset, nbytes = operator.index(offset), operator.index(nbytes)  # Python's integers do not wrap
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise InputError(f"range [{offset}, {offset + nbytes}) is not within the {self.nbytes} packed bytes")
+        if streams not in (1, 2, 4, 8):  # a kernel table takes any other number for 1
+            raise InputError(f"streams must be 1, 2, 4 or 8, found {streams}")
         for i, own in enumerate(self._shard_bytes):
             begins[i], lengths[i] = offset * own // self.nbytes, nbytes * own // self.nbytes
         with nogil:

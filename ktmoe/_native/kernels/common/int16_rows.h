@@ -57,9 +57,9 @@ static inline void encode_int16(const uint16_t *restrict x, size_t first, size_t
         }
         const __m256i fours = _mm256_hadd_epi32(sums[0], sums[1]), both = _mm256_hadd_epi32(fours, fours);
         const __m128i of_halves = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-        const int32_t first = _mm_extract_epi32(of_halves, 0), last = _mm_extract_epi32(of_halves, 1);
-        *block = (int16_block){power_of_two(-half) * power_of_two(half - up), -16 * (first + last)};
-        *halves = (int16_halves){{-16 * first, -16 * last}};
+        const int32_t of_first = _mm_extract_epi32(of_halves, 0), of_last = _mm_extract_epi32(of_halves, 1);
+        *block = (int16_block){power_of_two(-half) * power_of_two(half - up), -16 * (of_first + of_last)};
+        *halves = (int16_halves){{-16 * of_first, -16 * of_last}};
     }
 }
 
