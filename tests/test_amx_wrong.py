@@ -10,7 +10,7 @@ import pytest
 import ways
 from amx_tiles import Tiles, counted, expected
 from environments import COMPILER, NEEDS_COMPILER, run
-from helpers import FORMATS, assert_right, crowd, random_experts, same_bits
+from helpers import FORMATS, assert_right, crowd, random_experts, same_bits, unsigned
 
 from ktmoe import MoELayer, backends
 from ktmoe._native import core, isa
@@ -66,7 +66,7 @@ def kernels(tmp_path_factory):
 class Mistake:
     """Text to replace in a file, how often it is there, the file to compile, and a format that its kernel serves.
 
-    seen: names of ROWS with which it shows.
+    seen: names of ROWS with which it shows. rounding, tuned_for: of the layer that the kernel serves.
     """
 
     file: str
@@ -76,9 +76,12 @@ class Mistake:
     weights: str
     times: int = 1
     seen: tuple[str, ...] = tuple(ROWS)
+    rounding: str = "folded"
+    tuned_for: str = "decode"
 
 
 TILES = "loops/tiles.h"
+TERMS = {"file": "q4_amx_terms.c", "kernel": "q4_amx_terms", "weights": "int4-64", "rounding": "exact", "tuned_for": "prefill"}
 STEPS = {"old": "step < steps; step++) {", "new": "step + 1 < steps; step++) {", "times": 3}
 MISTAKES = {
     "even and odd k, ue8m0": Mistake(
@@ -116,15 +119,28 @@ MISTAKES = {
     ),
     "rows of another tile": Mistake(TILES, "DOT(3, 5, 7, ", "DOT(3, 4, 7, ", "b16_amx", "b16", seen=("square",)),
     "rows of a third tile": Mistake(TILES, "UP(1, 3, 5, 3)", "UP(1, 3, 3, 3)", "b16_amx", "b16", seen=("tall",)),
+    "the first of two numbers twice": Mistake(
+        old="permutexvar_epi16(down, w->low)", new="permutexvar_epi16(down, w->high)", **TERMS
+    ),
+    "two numbers, a group with another's scale": Mistake(
+        old="(header_of(&w->at, step) + 32 * n)", new="(header_of(&w->at, step / 3 * 3) + 32 * n)", **TERMS
+    ),
+    "the sums of the scale group before": Mistake(
+        TILES, "16 * sizeof(float)); \\\n    TILE_ZERO(t)", "16 * sizeof(float))", "f8_amx", "fp8"
+    ),
+    "a scale group with another's scale": Mistake(
+        TILES, "load_scales(header_of(&w->at, step), n", "load_scales(header_of(&w->at, 0), n", "f8_amx", "fp8"
+    ),
     "C of the pass before": Mistake(TILES, "    TILE_ZERO(3);\n", "", "q4_amx", "mxfp4", times=3),
 }  # fmt: skip
 
 
-def layer_with(monkeypatch, backend, table, name):
-    """A layer on these kernels, and its experts."""
+def layer_with(monkeypatch, backend, table, name, rounding="folded", tuned_for="decode"):
+    """A layer on these kernels, and its experts; scales are positive, so that a weight may be the sum of two numbers."""
     monkeypatch.setattr(backends.get(backend), "load", lambda isa: table)
     experts = random_experts(np.random.default_rng(1), 1, *SHAPE, formats=FORMATS[name])
-    return MoELayer(experts, backend, rounding="folded"), experts
+    experts = unsigned(experts) if tuned_for == "prefill" else experts
+    return MoELayer(experts, backend, rounding=rounding, tuned_for=tuned_for), experts
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -144,7 +160,8 @@ def test_an_unchanged_copy_is_right(backend, kernels, monkeypatch, name):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_seen(backend, kernels, monkeypatch, tmp_path, name):
     mistake = MISTAKES[name]
-    layer, experts = layer_with(monkeypatch, backend, kernels.wrong(tmp_path, mistake), mistake.weights)
+    how = mistake.weights, mistake.rounding, mistake.tuned_for
+    layer, experts = layer_with(monkeypatch, backend, kernels.wrong(tmp_path, mistake), *how)
     with layer:
         for shape, rows in ROWS.items():
             batch = crowd(layer, rows)
