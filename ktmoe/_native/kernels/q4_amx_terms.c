@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "kernels/common/isa.h"
+#include "kernels/common/nibbles.h"
 #include "kernels/common/q4_layout.h"
 #include "kernels/common/tile.h"
 
@@ -58,13 +59,11 @@ INLINE fold load_fold(const weights *w, const size_t step, const int n) {
 }
 
 INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
-    const __m512i bytes = _mm512_set1_epi64(0x3830282018100800); /* bit offsets of a qword's bytes */
     const __m512i codes = _mm512_loadu_si512(tile_at(w, step, n) + quarter * OCTET_BYTES);
     to += quarter * QUARTER_BYTES;
 #pragma GCC unroll 4
     for (int pair = 0; pair < 4; pair++, to += TILE_ROW_BYTES) {
-        const __m512i offsets = _mm512_add_epi8(bytes, _mm512_set1_epi8(4 * pair));
-        const __m512i down = pair ? _mm512_multishift_epi64_epi8(offsets, codes) : codes;
+        const __m512i down = nibbles_of(codes, pair);
         _mm512_storeu_si512(to, _mm512_subs_epu16(_mm512_permutexvar_epi16(down, w->high), *f));
         _mm512_storeu_si512(to + TILE_BYTES, _mm512_subs_epu16(_mm512_permutexvar_epi16(down, w->low), *f));
     }
