@@ -1,20 +1,23 @@
-/* A chunk of a batch while it is computed: scratch.c has the memory, phases.c computes, moe.c goes from chunk to chunk. */
+/* A chunk of a batch while it is computed: scratch.c has the memory, phase_a.c and phase_b.c compute, phases.c is what a worker does,
+ * moe.c goes from chunk to chunk. */
 #ifndef KT_JOB_H
 #define KT_JOB_H
 
+#include "base/gate.h"
 #include "forward/rows.h"
+#include "forward/schedule.h"
 
 typedef float kt_panel_row[KT_PANEL];
 typedef uint16_t kt_panel_h[KT_PANEL]; /* bf16 */
 
-/* Items are handed out by a counter on a cache line of its own. */
-typedef struct kt_counter {
-    _Alignas(64) _Atomic size_t next;
-} kt_counter;
+/* A count on a cache line of its own. */
+typedef struct kt_count {
+    _Alignas(64) _Atomic uint32_t value;
+} kt_count;
 
 typedef struct kt_worker_scratch {
     kt_panel_row *g, *u; /* [KT_ROWS_MAX] each; phase B has d in them, of two panels */
-    kt_panel_row *slab;  /* [slab_panels][tokens] */
+    kt_panel_row *slab;  /* [slab_panels][tokens of a range] */
     kt_panel_h *h;       /* [KT_ROWS_MAX], before rows are encoded */
     uint16_t *row;       /* [k_hidden], likewise */
     void *kernel;
@@ -23,40 +26,67 @@ typedef struct kt_worker_scratch {
 /* What one shard's team does of a job. */
 typedef struct kt_shard_job {
     const kt_shard *shard;
+    const kt_team *team;
+    const kt_shard_lists *lists;
     size_t k_inter, inter_panels; /* padded sizes */
-    size_t threads;               /* of its team */
     size_t slab_panels;           /* panels of y that one worker adds up together, at most */
     size_t h_stride_bytes;
     const void **h_rows;        /* [slots] */
-    _Atomic uint32_t *arrived;  /* [hidden_panels]: experts whose d is there */
-    kt_worker_scratch *workers; /* [threads] */
+    kt_gate *gates;             /* [pieces]: items of phase A that are still missing */
+    _Atomic uint8_t *met;       /* [strips][inter_panels]: whether one half is there */
+    kt_count *arrived;          /* [hidden_panels]: strips whose d is there */
+    kt_worker_scratch *workers; /* [team's] */
     /* In memory that its own threads touch first, as what the workers have is: */
-    uint8_t *h;         /* [slots] rows */
-    float *d;           /* [slots][hidden_panels * KT_PANEL] */
-    kt_panel_row *sums; /* [hidden_panels][tokens]; none where it is the only shard */
-    kt_counter a, b;
+    uint8_t *h;           /* [slots] rows */
+    kt_panel_row *halves; /* [2][inter_panels][slots]: g and u that wait for each other */
+    float *d;             /* [slots][hidden_panels * KT_PANEL] */
+    kt_panel_row *sums;   /* [hidden_panels][tokens]; none where it is the only shard */
 } kt_shard_job;
 
 typedef struct kt_job {
     const kt_layer *layer;
     kt_batch batch;
     kt_route route;
+    kt_schedule schedule;
     size_t k_hidden, hidden_panels; /* padded sizes */
-    bool reduce;                    /* phase B's items are (expert, panel) */
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
-    uint8_t *together;        /* [slots]: see kt_x */
-    _Atomic uint32_t *summed; /* [hidden_panels]: shards whose sums are there */
+    bool stage;        /* rows of x are to be copied by the workers */
+    uint8_t *together; /* [slots]: see kt_x */
+    kt_count *summed;  /* [ranges][hidden_panels]: shards whose sums are there */
     size_t num_shards;
     kt_shard_job shards[KT_SHARDS_MAX];
 } kt_job;
 
-/* How many runs of items each worker may still expect, and the panels of y that one worker adds up together, at most. */
-enum { RUNS_LEFT = 4, SLAB_PANELS = 8 };
+/* What a worker computes with. */
+typedef struct kt_hands {
+    kt_job *job;
+    kt_shard_job *shard;
+    const kt_worker *me;
+    const kt_worker_scratch *scratch;
+    kt_hand lists[KT_PHASES];
+} kt_hands;
+
+/* Panels that a worker is likely to read next; panel[0] NULL: nothing is known. */
+typedef struct kt_ahead {
+    const uint8_t *panel[2];
+    size_t bytes;
+} kt_ahead;
+
+/* Panels of y that one worker adds up together, at most. */
+enum { SLAB_PANELS = 8 };
 
 size_t kt_scratch_need(kt_job *j, size_t tokens); /* bytes, for a chunk of so many */
 bool kt_scratch_have(kt_job *j, size_t tokens);   /* gives all arrays of a job their places; false where memory is refused */
-void kt_phases(void *job, size_t worker, size_t workers); /* a kt_task */
+
+void kt_phase_a(kt_hands *w);
+void kt_phase_b(kt_hands *w);
+kt_ahead kt_ahead_b(const kt_hands *w, size_t item, size_t panels); /* the panels of an item of phase B, or none */
+
+void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);
+size_t kt_call_rows(size_t left); /* of the next kernel call */
+kt_finish kt_finish_of(const kt_matrix *w, size_t panel);
+void kt_phases(void *job, const kt_worker *me); /* a kt_task */
 
 #endif

@@ -1,31 +1,37 @@
-/* One layer's forward pass: a batch in chunks that the scratch memory has room for, each routed and then computed by phases.c. */
+/* One layer's forward pass: a batch in chunks that the scratch memory has room for, each routed, scheduled and then computed by the
+ * pool's workers. */
 #include <errno.h>
 #include <string.h>
 
+#include "base/cpu.h"
 #include "base/pool.h"
 #include "forward/job.h"
 
 kt_tuning kt_moe_tuning = {.scratch_bytes = (size_t)256 << 20, .reduce_slots = 256};
 
-static void point_h(const kt_job *j, kt_shard_job *p) {
-    for (const kt_expert_rows *own = j->route.used; own < j->route.used + j->route.num_used; own++) {
+/* Up to so many bytes of x, the caller encodes it alone, sooner than workers would have met. */
+enum { STAGE_ALONE_BYTES = 16 << 10 };
+
+static void ready(kt_job *j, kt_shard_job *p) {
+    const kt_route *r = &j->route;
+    const kt_schedule *s = &j->schedule;
+    for (const kt_expert_rows *own = r->pieces; own < r->pieces + r->num_pieces; own++) {
         const kt_rows *rows = p->shard->experts[own->expert].down.kernel->rows;
         for (size_t i = 0; i < own->count; i++) p->h_rows[own->first + i] = kt_row_of(rows, p->h, p->h_stride_bytes, own, i);
     }
-    memset((void *)p->arrived, 0, j->hidden_panels * sizeof *p->arrived);
-    p->a.next = p->b.next = 0;
+    const size_t per_strip = p->lists->of[KT_PHASE_A].per_strip;
+    for (size_t i = 0, strips; i < s->num_strips; i += strips) {
+        for (strips = 1; i + strips < s->num_strips && s->strips[i + strips].piece == s->strips[i].piece;) strips++;
+        kt_gate_close(&p->gates[s->strips[i].piece], (uint32_t)(strips * per_strip));
+    }
+    memset(p->arrived, 0, j->hidden_panels * sizeof *p->arrived);
+    if (p->lists->halves) memset((void *)p->met, 0, s->num_strips * p->inter_panels);
 }
 
-static int chunk(kt_job *j) {
-    kt_route *r = &j->route;
-    kt_route_fill(r, &j->batch, j->layer->num_experts);
-    j->x = (kt_x){j->layer, &j->batch, r, j->together, j->k_hidden};
-    if (!r->num_slots) {
-        memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
-        return 0;
-    }
+static void point_x(kt_job *j) {
+    const kt_route *r = &j->route;
     bool used[KT_X_FORMS] = {false}; /* by an expert that has rows; all shards of a matrix have one kernel */
-    for (const kt_expert_rows *own = r->used; own < r->used + r->num_used; own++) {
+    for (const kt_expert_rows *own = r->pieces; own < r->pieces + r->num_pieces; own++) {
         const kt_expert *e = &j->layer->shards[0].experts[own->expert];
         used[e->gate.x_form] = used[e->up.x_form] = true;
         for (size_t i = 0; i < own->count; i++) {
@@ -33,12 +39,35 @@ static int chunk(kt_job *j) {
             j->together[own->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
         }
     }
+    size_t bytes = 0;
     for (size_t i = 0; i < j->num_forms; i++) {
-        j->forms[i].stage = false;
-        if (used[i]) kt_x_point(&j->x, &j->forms[i]);
+        kt_x_form *form = &j->forms[i];
+        form->stage = false;
+        if (used[i]) kt_x_point(&j->x, form);
+        if (form->stage) bytes += (form->by_slot ? r->num_slots : j->batch.tokens) * j->k_hidden * sizeof(uint16_t);
     }
-    memset((void *)j->summed, 0, j->hidden_panels * sizeof *j->summed);
-    for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) point_h(j, p);
+    j->stage = bytes > STAGE_ALONE_BYTES;
+    if (j->stage || !bytes) return;
+    const unsigned state = kt_fp_enter();
+    for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++)
+        if (form->stage) kt_x_stage(&j->x, form, 0, 1, j->shards[0].workers[0].row);
+    kt_fp_leave(state);
+}
+
+static int chunk(kt_job *j) {
+    kt_route *r = &j->route;
+    size_t ranges = j->route.num_ranges;
+    if (ranges > j->batch.tokens) ranges = j->batch.tokens; /* the last chunk is shorter */
+    kt_route_fill(r, &j->batch, j->layer->num_experts, ranges);
+    j->x = (kt_x){j->layer, &j->batch, r, j->together, j->k_hidden};
+    if (!r->num_slots) {
+        memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
+        return 0;
+    }
+    kt_schedule_fill(&j->schedule, r);
+    point_x(j);
+    memset(j->summed, 0, r->num_ranges * j->hidden_panels * sizeof *j->summed);
+    for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) ready(j, p);
     return kt_pool_run(kt_phases, j, j->layer->placement);
 }
 
@@ -50,6 +79,9 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
         .num_shards = kt_shards_of(l->placement),
     };
+    j.schedule.teams = kt_pool_teams(l->placement);
+    if (!j.schedule.teams) return ENOMEM;
+    j.schedule.hidden_panels = j.hidden_panels;
     for (; j.num_forms < KT_X_FORMS && l->x_rows[j.num_forms]; j.num_forms++) {
         const kt_rows *rows = l->x_rows[j.num_forms];
         j.forms[j.num_forms] = (kt_x_form){
@@ -61,9 +93,11 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
     for (size_t i = 0; i < j.num_shards; i++) {
         kt_shard_job *p = &j.shards[i];
         p->shard = &l->shards[i];
+        p->team = &j.schedule.teams->of[i];
+        p->lists = &j.schedule.shards[i];
         p->k_inter = kt_round_up(p->shard->intermediate, KT_BLOCK);
         p->inter_panels = kt_round_up(p->shard->intermediate, KT_PANEL) / KT_PANEL;
-        p->threads = kt_team_of(i, i, kt_pool_width(l->placement), j.num_shards).size;
+        j.schedule.shards[i].inter_panels = p->inter_panels;
         p->h_stride_bytes = kt_row_bytes(l->h_block_bytes, p->inter_panels * KT_PANEL); /* whole panels are written */
     }
 

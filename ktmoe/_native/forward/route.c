@@ -5,9 +5,10 @@
 
 #include "forward/route.h"
 
-void kt_route_carve(kt_route *r, kt_carver *c, size_t num_experts, size_t tokens, size_t top_k) {
-    r->used = kt_carve(c, num_experts, sizeof *r->used);
-    r->by_cost = kt_carve(c, num_experts, sizeof *r->by_cost);
+void kt_route_carve(kt_route *r, kt_carver *c, size_t num_experts, size_t tokens, size_t top_k, size_t ranges) {
+    r->ranges = kt_carve(c, ranges, sizeof *r->ranges);
+    r->pieces = kt_carve(c, num_experts * ranges, sizeof *r->pieces);
+    r->by_cost = kt_carve(c, num_experts * ranges, sizeof *r->by_cost);
     r->slot_token = kt_carve(c, tokens * top_k, sizeof *r->slot_token);
     r->slot_weight = kt_carve(c, tokens * top_k, sizeof *r->slot_weight);
     r->token_slots = kt_carve(c, tokens * top_k, sizeof *r->token_slots);
@@ -21,41 +22,55 @@ static bool selected(const kt_route *r, int64_t id, size_t num_experts) {
 }
 
 static int more_rows_first(const void *a, const void *b, void *context) {
-    const kt_expert_rows *used = context, *x = &used[*(const uint32_t *)a], *y = &used[*(const uint32_t *)b];
+    const kt_expert_rows *pieces = context, *x = &pieces[*(const uint32_t *)a], *y = &pieces[*(const uint32_t *)b];
     if (x->count != y->count) return x->count < y->count ? 1 : -1;
-    return x->expert < y->expert ? -1 : 1;
+    if (x->expert != y->expert) return x->expert < y->expert ? -1 : 1;
+    return x->first < y->first ? -1 : 1;
 }
 
-void kt_route_fill(kt_route *r, const kt_batch *b, size_t num_experts) {
-    memcpy(r->ids, b->ids, b->tokens * b->top_k * sizeof *r->ids); /* read twice below, while their owner might change them */
-    for (size_t e = 0; e < num_experts; e++) r->used[e] = (kt_expert_rows){.expert = e};
-    for (size_t i = 0; i < b->tokens * b->top_k; i++)
-        if (selected(r, r->ids[i], num_experts)) r->used[r->ids[i]].count++;
+/* The pieces of a range, whose slots follow those of the ranges before. */
+static void fill_range(kt_route *r, const kt_batch *b, size_t num_experts, kt_route_range *range) {
+    kt_expert_rows *const all = r->pieces + r->num_pieces; /* by id, at first */
+    range->first_piece = r->num_pieces;
+    for (size_t e = 0; e < num_experts; e++) all[e] = (kt_expert_rows){.expert = e};
+    for (size_t i = range->first * b->top_k; i < range->end * b->top_k; i++)
+        if (selected(r, r->ids[i], num_experts)) all[r->ids[i]].count++;
 
-    size_t first = 0;
+    size_t first = r->num_slots;
     for (size_t e = 0; e < num_experts; e++) {
-        r->used[e].first = first;
-        first += r->used[e].count;
-        r->used[e].count = 0;
+        all[e].first = first;
+        first += all[e].count;
+        all[e].count = 0;
     }
+    range->num_slots = first - r->num_slots;
     r->num_slots = first;
-    for (size_t t = 0; t < b->tokens; t++)
+    for (size_t t = range->first; t < range->end; t++)
         for (size_t s = 0; s < b->top_k; s++) {
             const int64_t id = r->ids[t * b->top_k + s];
             if (!selected(r, id, num_experts)) continue;
-            kt_expert_rows *e = &r->used[id];
+            kt_expert_rows *e = &all[id];
             const size_t slot = e->first + e->count++;
             r->slot_token[slot] = (uint32_t)t;
             r->slot_weight[slot] = b->weights[t * b->top_k + s];
         }
 
-    r->num_used = 0;
     for (size_t e = 0; e < num_experts; e++)
-        if (r->used[e].count) {
-            r->by_cost[r->num_used] = (uint32_t)r->num_used;
-            r->used[r->num_used++] = r->used[e];
+        if (all[e].count) {
+            r->by_cost[r->num_pieces] = (uint32_t)r->num_pieces;
+            r->pieces[r->num_pieces++] = all[e];
         }
-    qsort_r(r->by_cost, r->num_used, sizeof *r->by_cost, more_rows_first, r->used);
+    range->num_pieces = r->num_pieces - range->first_piece;
+}
+
+void kt_route_fill(kt_route *r, const kt_batch *b, size_t num_experts, size_t ranges) {
+    memcpy(r->ids, b->ids, b->tokens * b->top_k * sizeof *r->ids); /* read twice, while their owner might change them */
+    r->num_ranges = ranges;
+    r->num_pieces = r->num_slots = 0;
+    for (size_t i = 0; i < ranges; i++) {
+        r->ranges[i] = (kt_route_range){.first = b->tokens * i / ranges, .end = b->tokens * (i + 1) / ranges};
+        fill_range(r, b, num_experts, &r->ranges[i]);
+    }
+    qsort_r(r->by_cost, r->num_pieces, sizeof *r->by_cost, more_rows_first, r->pieces);
 
     memset(r->token_count, 0, b->tokens * sizeof *r->token_count);
     for (size_t slot = 0; slot < r->num_slots; slot++) {

@@ -28,8 +28,8 @@ void kt_x_point(const kt_x *x, kt_x_form *form) {
     const bool as_it_is = !form->rows->encode && !form->rows->round && x->batch->dtype == KT_BF16 && x->k == l->hidden &&
                           l->router_weight != KT_EXPERT_INPUT;
     /* A row alone is a tile, too. */
-    form->stage = !as_it_is || (form->rows->tiled ? r->num_slots > r->num_used : x->batch->tokens >= STAGE_TOKENS);
-    for (const kt_expert_rows *e = r->used; e < r->used + r->num_used; e++)
+    form->stage = !as_it_is || (form->rows->tiled ? r->num_slots > r->num_pieces : x->batch->tokens >= STAGE_TOKENS);
+    for (const kt_expert_rows *e = r->pieces; e < r->pieces + r->num_pieces; e++)
         for (size_t slot = e->first, i = 0; i < e->count; slot++, i++) {
             if (!form->stage)
                 form->x[slot] = (const uint16_t *)x->batch->x + r->slot_token[slot] * l->hidden;

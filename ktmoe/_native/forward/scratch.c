@@ -1,6 +1,8 @@
 /* Scratch memory of the forward pass: where each array of a job is. */
 #include "forward/job.h"
 
+enum { D_PART = 4 }; /* d takes at most one in so many bytes */
+
 /* For all layers, kept between calls, under the pool's lock: one arena of what all threads use, and one of each shard. */
 typedef struct arena {
     uint8_t *base;
@@ -37,21 +39,28 @@ void kt_moe_release(void) {
 
 /* Gives every array that the caller or all shards touch its place for a batch of `tokens`; returns the bytes. */
 static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
-    const size_t slots = tokens * j->batch.top_k;
+    const size_t slots = tokens * j->batch.top_k, num_experts = j->layer->num_experts;
+    const size_t d_bytes = slots * j->hidden_panels * j->num_shards * sizeof(kt_panel_row);
     kt_carver c = {base, 0};
-    j->reduce = slots <= kt_moe_tuning.reduce_slots;
-    kt_route_carve(&j->route, &c, j->layer->num_experts, tokens, j->batch.top_k);
+    size_t ranges;
+    kt_schedule_plan(&j->schedule, tokens, j->batch.top_k, num_experts, d_bytes <= kt_moe_tuning.scratch_bytes / D_PART, &ranges);
+    const size_t pieces = slots < num_experts * ranges ? slots : num_experts * ranges;
+    j->route.num_ranges = ranges;
+    kt_route_carve(&j->route, &c, num_experts, tokens, j->batch.top_k, ranges);
+    kt_schedule_carve(&j->schedule, &c, pieces, ranges, slots);
     for (kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++) {
         form->x = kt_carve(&c, slots, sizeof *form->x);
         form->staged = kt_carve(&c, form->by_slot ? slots : tokens, form->stride_bytes);
         kt_carve(&c, form->rows->tiled, KT_TILE_ROWS * form->rows->block_bytes); /* may be read */
     }
     j->together = kt_carve(&c, slots, sizeof *j->together);
-    j->summed = kt_carve(&c, j->hidden_panels, sizeof *j->summed);
+    j->summed = kt_carve(&c, ranges * j->hidden_panels, sizeof *j->summed);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) { /* what the caller fills */
         p->h_rows = kt_carve(&c, slots, sizeof *p->h_rows);
+        p->gates = kt_carve(&c, pieces, sizeof *p->gates);
+        p->met = kt_carve(&c, j->schedule.may_halve ? pieces * p->inter_panels : 0, sizeof *p->met);
         p->arrived = kt_carve(&c, j->hidden_panels, sizeof *p->arrived);
-        p->workers = kt_carve(&c, p->threads, sizeof *p->workers);
+        p->workers = kt_carve(&c, p->team->size, sizeof *p->workers);
     }
     return c.used;
 }
@@ -59,19 +68,22 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
 /* Likewise, what only one shard's threads touch; lay_out() comes before. */
 static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, size_t tokens) {
     const kt_layer *l = j->layer;
-    const size_t slots = tokens * j->batch.top_k;
+    const kt_schedule *s = &j->schedule;
+    const size_t slots = tokens * j->batch.top_k, threads = p->team->size, ranges = j->route.num_ranges;
+    const size_t first_run = j->hidden_panels * ranges / (KT_RUNS_LEFT * threads);
+    const size_t slab_rows = s->by_panel && j->num_shards == 1 ? (tokens + ranges - 1) / ranges : 0;
     kt_carver c = {base, 0};
-    const size_t first_run = j->hidden_panels / (RUNS_LEFT * p->threads); /* grab()'s */
     p->slab_panels = first_run < 1 ? 1 : first_run > SLAB_PANELS ? SLAB_PANELS : first_run;
     p->h = kt_carve(&c, slots, p->h_stride_bytes);
     kt_carve(&c, KT_TILE_ROWS, l->h_block_bytes); /* may be read */
-    p->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(kt_panel_row));
+    p->halves = kt_carve(&c, s->may_halve ? 2 * p->inter_panels * slots : 0, sizeof(kt_panel_row));
+    p->d = kt_carve(&c, s->by_panel ? 0 : slots * j->hidden_panels, sizeof(kt_panel_row));
     p->sums = kt_carve(&c, j->num_shards > 1 ? j->hidden_panels * tokens : 0, sizeof(kt_panel_row));
-    for (size_t i = 0; i < p->threads; i++) {
+    for (size_t i = 0; i < threads; i++) {
         const kt_worker_scratch w = {
             .g = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
             .u = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
-            .slab = kt_carve(&c, j->reduce || j->num_shards > 1 ? 0 : p->slab_panels * tokens, sizeof(kt_panel_row)),
+            .slab = kt_carve(&c, p->slab_panels * slab_rows, sizeof(kt_panel_row)),
             .h = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_h)),
             .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),

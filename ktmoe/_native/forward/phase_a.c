@@ -1,0 +1,149 @@
+/* Phase A: h[slot] = bf16(act(x[token] Wg^T + bg, x[token] Wu^T + bu)), 64 columns at a time. */
+#include <string.h>
+
+#include "forward/job.h"
+
+/* Where an item is. */
+typedef struct place {
+    const kt_strip *strip;
+    size_t number, panel; /* of the strip, of gate and up */
+    size_t half;          /* 0: gate, 1: up */
+} place;
+
+static place place_of(const kt_hands *w, size_t item) {
+    const kt_shard_lists *lists = w->shard->lists;
+    const size_t per_strip = lists->of[KT_PHASE_A].per_strip, at = item % per_strip;
+    return (place){&w->job->schedule.strips[item / per_strip], item / per_strip, at >> lists->halves, lists->halves ? at % 2 : 0};
+}
+
+static const kt_expert *expert_of(const kt_hands *w, const kt_strip *strip) {
+    return &w->shard->shard->experts[w->job->route.pieces[strip->piece].expert];
+}
+
+/* After an item of a run that ends at `end`: its next one, or what comes after the run. */
+static kt_ahead ahead(const kt_hands *w, size_t next, size_t end) {
+    const kt_list *list = &w->shard->lists->of[KT_PHASE_A];
+    if (next >= end) next = kt_list_peek(list, w->me, &w->lists[KT_PHASE_A]);
+    if (next >= kt_list_items(list)) {
+        const kt_list *b = &w->shard->lists->of[KT_PHASE_B];
+        return kt_ahead_b(w, kt_list_peek(b, w->me, &w->lists[KT_PHASE_B]), 2);
+    }
+    const place p = place_of(w, next);
+    const kt_expert *e = expert_of(w, p.strip);
+    const uint8_t *of[2] = {e->gate.data + p.panel * e->gate.panel_bytes, e->up.data + p.panel * e->up.panel_bytes};
+    return (kt_ahead){{of[p.half], of[1]}, e->gate.panel_bytes};
+}
+
+static bool multiplied_together(const kt_expert *e) {
+    return e->gate.kernel == e->up.kernel && e->gate.codebook == e->up.codebook && e->gate.scale_group == e->up.scale_group;
+}
+
+/* One matrix, or gate and up of one kernel. */
+static kt_dot dot_of(const kt_hands *w, const kt_matrix *of, size_t panel, size_t row, size_t m) {
+    return (kt_dot){
+        .x = w->job->forms[of->x_form].x + row,
+        .m = m,
+        .k = w->job->k_hidden,
+        .w = {of->data + panel * of->panel_bytes},
+        .panels = 1,
+        .scale_group = of->scale_group,
+        .codebook = of->codebook,
+        .next_bytes = of->panel_bytes,
+        .scratch = w->scratch->kernel,
+    };
+}
+
+static void gate_and_up(const kt_hands *w, const kt_expert *e, size_t panel, size_t row, size_t m, const kt_ahead *next) {
+    const kt_worker_scratch *s = w->scratch;
+    kt_dot gate = dot_of(w, &e->gate, panel, row, m), up = dot_of(w, &e->up, panel, row, m);
+    gate.out[0] = *s->g, up.out[0] = *s->u;
+    if (next) gate.next[0] = next->panel[0], gate.next[1] = up.next[0] = next->panel[1], gate.next_bytes = up.next_bytes = next->bytes;
+    if (!multiplied_together(e)) {
+        kt_multiply(&gate, e->gate.kernel);
+        kt_multiply(&up, e->up.kernel);
+        return;
+    }
+    gate.panels = 2;
+    gate.w[1] = up.w[0];
+    gate.out[1] = up.out[0];
+    kt_multiply(&gate, e->gate.kernel);
+}
+
+/* h of g and u in the worker's scratch. */
+static void activate(const kt_hands *w, const kt_expert *e, size_t panel, size_t row, size_t m) {
+    const kt_job *j = w->job;
+    const kt_layer *l = j->layer;
+    const kt_shard_job *p = w->shard;
+    const kt_worker_scratch *s = w->scratch;
+    const kt_rows *rows = e->down.kernel->rows;
+    const bool put_h = rows->encode || rows->tiled || rows->round;
+    const size_t first = panel * KT_PANEL, columns = p->shard->intermediate - first, left = p->k_inter - first;
+    uint16_t *h = (uint16_t *)(p->h + row * p->h_stride_bytes) + first;
+    l->isa->activate(&(kt_activate){
+        .g = *s->g,
+        .u = *s->u,
+        .finish_g = kt_finish_of(&e->gate, panel),
+        .finish_u = kt_finish_of(&e->up, panel),
+        .r = l->router_weight == KT_DOWN_INPUT ? j->route.slot_weight + row : NULL,
+        .m = m,
+        .columns = columns < KT_PANEL ? columns : KT_PANEL,
+        .act = l->act,
+        .h = put_h ? *s->h : h,
+        .h_stride = put_h ? KT_PANEL : p->h_stride_bytes / sizeof *h,
+    });
+    const size_t count = left < KT_PANEL ? left : KT_PANEL;
+    for (size_t r = 0; rows->round && r < m; r++) rows->round(s->h[r], KT_PANEL);
+    for (size_t r = 0; put_h && r < m; r++)
+        kt_row_put(rows, s->h[r], first, count, p->k_inter, j->together[row + r], (void *)p->h_rows[row + r]);
+}
+
+static void pair(const kt_hands *w, place at, const kt_ahead *next) {
+    const kt_expert *e = expert_of(w, at.strip);
+    for (size_t i = 0, m; i < at.strip->rows; i += m) {
+        m = kt_call_rows(at.strip->rows - i);
+        gate_and_up(w, e, at.panel, at.strip->first + i, m, i + m == at.strip->rows ? next : NULL);
+        activate(w, e, at.panel, at.strip->first + i, m);
+    }
+}
+
+/* One of the two; whoever comes second has both. Returns the items that are done now, 0 or 2. Halves have rows for one call. */
+static uint32_t half(const kt_hands *w, place at, const kt_ahead *next) {
+    const kt_shard_job *p = w->shard;
+    const kt_expert *e = expert_of(w, at.strip);
+    const kt_matrix *of = at.half ? &e->up : &e->gate;
+    kt_panel_row *const own[2] = {w->scratch->g, w->scratch->u};
+    kt_dot dot = dot_of(w, of, at.panel, at.strip->first, at.strip->rows);
+    dot.next[0] = next->panel[0], dot.next_bytes = next->bytes;
+    dot.out[0] = *own[at.half];
+    kt_multiply(&dot, of->kernel);
+    kt_panel_row *kept[2];
+    for (size_t i = 0; i < 2; i++) kept[i] = p->halves + (i * p->inter_panels + at.panel) * w->job->route.num_slots + at.strip->first;
+    memcpy(kept[at.half], own[at.half], at.strip->rows * sizeof(kt_panel_row));
+    if (!atomic_exchange_explicit(&p->met[at.number * p->inter_panels + at.panel], 1, memory_order_acq_rel)) return 0;
+    memcpy(own[!at.half], kept[!at.half], at.strip->rows * sizeof(kt_panel_row));
+    activate(w, e, at.panel, at.strip->first, at.strip->rows);
+    return 2;
+}
+
+void kt_phase_a(kt_hands *w) {
+    const kt_list *list = &w->shard->lists->of[KT_PHASE_A];
+    const bool halves = w->shard->lists->halves;
+    size_t first, end;
+    while (kt_list_take(list, w->me, &w->lists[KT_PHASE_A], &first, &end)) {
+        uint32_t done = 0;
+        for (size_t i = first, items; i < end; i += items) {
+            const place at = place_of(w, i);
+            items = halves && !at.half && i + 1 < end ? 2 : 1;
+            const kt_ahead next = ahead(w, i + items, end);
+            if (halves && items == 1)
+                done += half(w, at, &next);
+            else {
+                pair(w, at, &next);
+                done += (uint32_t)items;
+            }
+            if (i + items < end && place_of(w, i + items).strip == at.strip) continue;
+            if (done) kt_gate_pass(&w->shard->gates[at.strip->piece], done); /* once for a strip of a run */
+            done = 0;
+        }
+    }
+}

@@ -1,0 +1,195 @@
+/* Phase B: y[token] = sum over its slots, ascending expert, equal ones in slot order, of r * (h[slot] Wd^T + bd).
+ *
+ * It goes one of two ways, with the same sums. By panel: a worker walks the experts for a run of panels of y at once, since an expert's
+ * h is more than a cache keeps, and adds to private fp32 slabs. Else an item is a strip and a panel and writes d; the last to
+ * finish a panel adds it up. The second has more items and can begin before phase A has ended, the first needs no memory for d.
+ */
+#include <string.h>
+
+#include "forward/job.h"
+
+static const kt_expert *expert_of(const kt_hands *w, size_t piece) {
+    return &w->shard->shard->experts[w->job->route.pieces[piece].expert];
+}
+
+static kt_ahead ahead_of(const kt_expert *e, size_t panel, size_t panels) {
+    const uint8_t *first = e->down.data + panel * e->down.panel_bytes;
+    return (kt_ahead){{first, first + (panels - 1) * e->down.panel_bytes}, e->down.panel_bytes};
+}
+
+kt_ahead kt_ahead_b(const kt_hands *w, size_t item, size_t panels) {
+    const kt_schedule *s = &w->job->schedule;
+    const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
+    if (item >= kt_list_items(list)) return (kt_ahead){0};
+    const size_t at = item / list->per_strip, panel = item % list->per_strip, left = list->per_strip - panel;
+    if (s->by_panel && !w->job->route.ranges[at].num_pieces) return (kt_ahead){0};
+    const size_t piece = s->by_panel ? w->job->route.ranges[at].first_piece : s->strips[at].piece;
+    return ahead_of(expert_of(w, piece), panel, left < panels ? left : panels);
+}
+
+/* Of a panel's columns; compiled for any CPU, and no compiler option lets it contract a product and a sum. */
+static void finish(kt_panel_row *d, size_t m, const kt_finish *f) {
+    for (size_t i = 0; i < m; i++) {
+        float *restrict row = d[i];
+        for (size_t c = 0; f->factor && c < KT_PANEL; c++) row[c] = f->divides ? row[c] / f->factor[c] : row[c] * f->factor[c];
+        for (size_t c = 0; f->bias && c < KT_PANEL; c++) row[c] += f->bias[c];
+    }
+}
+
+/* d of one panel, or of two neighbours, into the worker's g and u: two streams of weights are read faster than one. */
+static void down(const kt_hands *w, size_t piece, size_t panel, size_t panels, size_t row, size_t m, kt_ahead next) {
+    const kt_matrix *of = &expert_of(w, piece)->down;
+    kt_panel_row *const d[2] = {w->scratch->g, w->scratch->u};
+    const kt_dot dot = {
+        .x = w->shard->h_rows + row,
+        .m = m,
+        .k = w->shard->k_inter,
+        .w = {of->data + panel * of->panel_bytes, of->data + (panel + panels - 1) * of->panel_bytes},
+        .panels = panels,
+        .scale_group = of->scale_group,
+        .codebook = of->codebook,
+        .next = {next.panel[0], next.panel[1]},
+        .next_bytes = next.bytes,
+        .out = {*d[0], *d[1]},
+        .scratch = w->scratch->kernel,
+    };
+    kt_multiply(&dot, of->kernel);
+    for (size_t n = 0; n < panels; n++) {
+        const kt_finish f = kt_finish_of(of, panel + n);
+        finish(d[n], m, &f);
+    }
+}
+
+/* y += r * d, each rounded: the one order of both ways. */
+static void add(float *restrict y, const float *restrict d, float r) {
+    for (size_t c = 0; c < KT_PANEL; c++) y[c] += r * d[c];
+}
+
+static float output_weight(const kt_job *j, size_t slot) {
+    return j->layer->router_weight == KT_DOWN_OUTPUT ? j->route.slot_weight[slot] : 1.0f;
+}
+
+static void store(const kt_job *j, size_t token, size_t panel, const float *restrict y) {
+    const size_t hidden = j->layer->hidden, first = panel * KT_PANEL, left = hidden - first;
+    const size_t columns = left < KT_PANEL ? left : KT_PANEL, at = token * hidden + first;
+    if (j->batch.dtype == KT_F32) {
+        memcpy((float *)j->batch.y + at, y, columns * sizeof *y);
+        return;
+    }
+    uint16_t *restrict to = (uint16_t *)j->batch.y + at;
+    for (size_t c = 0; c < columns; c++) to[c] = kt_bf16_from_f32(y[c]);
+}
+
+static kt_panel_row *sums_of(const kt_job *j, const kt_shard_job *p, size_t panel) { return p->sums + panel * j->batch.tokens; }
+
+/* A shard has its sums of a panel of y in a range of tokens: the last one of them adds them up. */
+static void summed(const kt_job *j, size_t range, size_t panel) {
+    kt_count *there = &j->summed[range * j->hidden_panels + panel];
+    if (atomic_fetch_add_explicit(&there->value, 1, memory_order_acq_rel) + 1 < j->num_shards) return;
+    for (size_t t = j->route.ranges[range].first; t < j->route.ranges[range].end; t++) {
+        kt_panel_row y;
+        memcpy(y, sums_of(j, &j->shards[0], panel)[t], sizeof y);
+        for (size_t s = 1; s < j->num_shards; s++) add(y, sums_of(j, &j->shards[s], panel)[t], 1.0f);
+        store(j, t, panel, y);
+    }
+}
+
+static void panels_of_y(const kt_hands *w, size_t number, size_t first, size_t end) {
+    const kt_job *j = w->job;
+    const kt_route_range *range = &j->route.ranges[number];
+    const size_t pieces_end = range->first_piece + range->num_pieces, tokens = range->end - range->first;
+    /* Panel by panel; a token's row is at its number in the range. */
+    const bool alone = j->num_shards == 1;
+    const size_t stride = alone ? tokens : j->batch.tokens;
+    kt_panel_row *const slabs = alone ? w->scratch->slab : sums_of(j, w->shard, first) + range->first;
+    for (size_t panel = first; panel < end; panel++) memset(slabs + (panel - first) * stride, 0, tokens * sizeof *slabs);
+    for (size_t n = range->first_piece; n < pieces_end; n++) {
+        const kt_expert_rows *own = &j->route.pieces[n];
+        kt_gate_wait(&w->shard->gates[n]);
+        for (size_t i = 0, m; i < own->count; i += m) {
+            m = kt_call_rows(own->count - i);
+            const size_t row = own->first + i;
+            for (size_t panel = first, panels; panel < end; panel += panels) {
+                panels = panel + 1 < end ? 2 : 1;
+                kt_panel_row *slab = slabs + (panel - first) * stride;
+                size_t then = panel + panels, piece = n;
+                if (then >= end) { /* the run again, for the expert's next rows or for the next expert */
+                    then = first;
+                    piece += i + m >= own->count;
+                }
+                const kt_ahead next = piece < pieces_end ? ahead_of(expert_of(w, piece), then, then + 1 < end ? 2 : 1) : (kt_ahead){0};
+                down(w, n, panel, panels, row, m, next);
+                for (size_t r = 0; r < m; r++) {
+                    kt_panel_row *y = slab + j->route.slot_token[row + r] - range->first;
+                    const float weight = output_weight(j, row + r);
+                    add(*y, w->scratch->g[r], weight);
+                    if (panels == 2) add(y[stride], w->scratch->u[r], weight);
+                }
+            }
+        }
+    }
+    for (size_t panel = first; panel < end; panel++) {
+        if (!alone) summed(j, number, panel);
+        for (size_t t = 0; alone && t < tokens; t++) store(j, range->first + t, panel, slabs[(panel - first) * stride + t]);
+    }
+}
+
+static kt_panel_row *d_row(const kt_job *j, const kt_shard_job *p, size_t slot, size_t panel) {
+    return (kt_panel_row *)p->d + slot * j->hidden_panels + panel;
+}
+
+static void add_up_panel(const kt_job *j, const kt_shard_job *p, size_t panel) {
+    for (size_t t = 0; t < j->batch.tokens; t++) {
+        kt_panel_row y = {0};
+        for (size_t s = 0; s < j->route.token_count[t]; s++) {
+            const size_t slot = j->route.token_slots[t * j->batch.top_k + s];
+            add(y, *d_row(j, p, slot, panel), output_weight(j, slot));
+        }
+        if (j->num_shards > 1)
+            memcpy(sums_of(j, p, panel)[t], y, sizeof y);
+        else
+            store(j, t, panel, y);
+    }
+    if (j->num_shards > 1) summed(j, 0, panel);
+}
+
+static void panels_of_d(const kt_hands *w, const kt_strip *strip, size_t panel, size_t panels, kt_ahead next) {
+    const kt_job *j = w->job;
+    const kt_ahead same = ahead_of(expert_of(w, strip->piece), panel, panels);
+    for (size_t i = 0, m; i < strip->rows; i += m) {
+        m = kt_call_rows(strip->rows - i);
+        const size_t row = strip->first + i;
+        down(w, strip->piece, panel, panels, row, m, i + m < strip->rows ? same : next);
+        for (size_t r = 0; r < m; r++) {
+            memcpy(d_row(j, w->shard, row + r, panel), w->scratch->g[r], sizeof(kt_panel_row));
+            if (panels == 2) memcpy(d_row(j, w->shard, row + r, panel + 1), w->scratch->u[r], sizeof(kt_panel_row));
+        }
+    }
+    for (size_t n = panel; n < panel + panels; n++)
+        if (atomic_fetch_add_explicit(&w->shard->arrived[n].value, 1, memory_order_acq_rel) + 1 == j->schedule.num_strips)
+            add_up_panel(j, w->shard, n);
+}
+
+/* Panels of an item's strip that are computed with it. */
+static size_t together(const kt_list *list, size_t item, size_t end, size_t most) {
+    const size_t in_strip = list->per_strip - item % list->per_strip, left = end - item < in_strip ? end - item : in_strip;
+    return left < most ? left : most;
+}
+
+void kt_phase_b(kt_hands *w) {
+    const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
+    const kt_schedule *s = &w->job->schedule;
+    size_t first, end;
+    while (kt_list_take(list, w->me, &w->lists[KT_PHASE_B], &first, &end))
+        for (size_t i = first, panels; i < end; i += panels) {
+            const size_t at = i / list->per_strip, panel = i % list->per_strip;
+            panels = together(list, i, end, s->by_panel ? w->shard->slab_panels : 2);
+            if (s->by_panel) {
+                panels_of_y(w, at, panel, panel + panels);
+                continue;
+            }
+            const size_t next = i + panels < end ? i + panels : kt_list_peek(list, w->me, &w->lists[KT_PHASE_B]);
+            kt_gate_wait(&w->shard->gates[s->strips[at].piece]);
+            panels_of_d(w, &s->strips[at], panel, panels, kt_ahead_b(w, next, panels));
+        }
+}

@@ -1,0 +1,83 @@
+/* Who computes what, and in which order: the items of a routed batch, and the runs of them that workers take. Nothing here computes
+ * or waits, so that bench/simulation deals the same items to workers that it makes up.
+ *
+ * STRIP  rows of a piece. Where one expert has a large share of all rows, its piece is several strips.
+ * ITEM   phase A: a strip and a panel of gate and up, or one panel of the two where pairs would leave workers idle ("halves").
+ *        phase B: a strip and a panel of down; or, "by panel", a range of tokens and a panel of y, whose worker adds up all experts.
+ * ROUND  a share of a list's cost that is dealt in runs of equal cost, one for each worker of the team. Rounds get smaller, so that
+ *        all workers end together.
+ */
+#ifndef KT_SCHEDULE_H
+#define KT_SCHEDULE_H
+
+#include <stdatomic.h>
+
+#include "base/teams.h"
+#include "forward/route.h"
+
+/* Of what is left of a list, a run is one in so many of a worker's share. */
+enum { KT_RUNS_LEFT = 4, KT_ROUNDS_MAX = 64 };
+
+typedef enum kt_phase { KT_PHASE_A, KT_PHASE_B, KT_PHASES } kt_phase;
+
+typedef struct kt_strip {
+    uint32_t piece, first, rows; /* slots [first, first + rows) */
+} kt_strip;
+
+typedef struct kt_round {
+    uint64_t first, each; /* costs: of all items before, and of a run */
+} kt_round;
+
+/* A group's runs: those of its workers in all rounds. */
+typedef struct kt_queue {
+    _Alignas(64) _Atomic size_t next;
+} kt_queue;
+
+/* The items of a phase in one shard, most costly first. Item i is number i % per_strip of strip i / per_strip. */
+typedef struct kt_list {
+    const kt_teams *teams;
+    size_t shard, num_strips, per_strip;
+    const uint64_t *cost; /* [num_strips + 1]: of one item of each strip before */
+    size_t num_rounds, turned;
+    kt_round rounds[KT_ROUNDS_MAX + 1];
+    kt_queue *queues; /* [its team's groups] */
+} kt_list;
+
+typedef struct kt_shard_lists {
+    size_t inter_panels;
+    bool halves;
+    kt_list of[KT_PHASES];
+} kt_shard_lists;
+
+typedef struct kt_schedule {
+    const kt_teams *teams;
+    bool by_panel, may_halve;
+    size_t hidden_panels;
+    size_t num_strips;
+    kt_strip *strips;     /* most rows first; those of a piece one after another */
+    uint64_t *strip_cost; /* [num_strips + 1], before each */
+    uint64_t *range_cost; /* [num_ranges + 1], likewise, where phase B is by panel */
+    kt_shard_lists shards[KT_SHARDS_MAX];
+} kt_schedule;
+
+/* Where a worker is in a list. */
+typedef struct kt_hand {
+    size_t group;  /* whose queue is next */
+    size_t others; /* groups whose queues it found empty */
+    bool began;
+} kt_hand;
+
+/* How phase B is done, and into how many ranges of tokens a chunk is cut: decided before it is routed. d_fits: whether d may be kept
+ * for all slots. num_experts: of the layer. */
+void kt_schedule_plan(kt_schedule *s, size_t tokens, size_t top_k, size_t num_experts, bool d_fits, size_t *ranges);
+void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t ranges, size_t slots); /* at most so many */
+void kt_schedule_fill(kt_schedule *s, const kt_route *r);
+
+kt_hand kt_hand_of(const kt_list *list, const kt_worker *me);
+/* The next run of a worker: items [*first, *end); false: there is none. */
+bool kt_list_take(const kt_list *list, const kt_worker *me, kt_hand *hand, size_t *first, size_t *end);
+/* The first item of the run that it is likely to take next, or all items: none. */
+size_t kt_list_peek(const kt_list *list, const kt_worker *me, const kt_hand *hand);
+static inline size_t kt_list_items(const kt_list *list) { return list->num_strips * list->per_strip; }
+
+#endif
