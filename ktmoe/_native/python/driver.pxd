@@ -165,7 +165,8 @@ cdef extern from "forward/forward.h" nogil:
         void *y
     ctypedef struct kt_tuning:
         size_t scratch_bytes
-        size_t reduce_slots
+        size_t reduce_slots, ranges
+        uint32_t halves
         uint32_t uneven
         bint only_many
     kt_tuning kt_moe_tuning
