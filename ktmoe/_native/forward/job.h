@@ -2,6 +2,8 @@
 #ifndef KT_JOB_H
 #define KT_JOB_H
 
+#include "base/gate.h"
+#include "base/teams.h"
 #include "forward/rows.h"
 
 typedef float kt_panel_row[KT_PANEL];
@@ -24,17 +26,18 @@ typedef struct kt_worker_scratch {
 typedef struct kt_shard_job {
     const kt_shard *shard;
     size_t k_inter, inter_panels; /* padded sizes */
-    size_t threads;               /* of its team */
-    size_t slab_panels;           /* panels of y that one worker adds up together, at most */
+    kt_team team;
+    size_t slab_panels; /* panels of y that one worker adds up together, at most */
     size_t h_stride_bytes;
     const void **h_rows;        /* [slots] */
     _Atomic uint32_t *arrived;  /* [hidden_panels]: experts whose d is there */
-    kt_worker_scratch *workers; /* [threads] */
+    kt_worker_scratch *workers; /* [team.size] */
     /* In memory that its own threads touch first, as what the workers have is: */
     uint8_t *h;         /* [slots] rows */
     float *d;           /* [slots][hidden_panels * KT_PANEL] */
     kt_panel_row *sums; /* [hidden_panels][tokens]; none where it is the only shard */
     kt_counter a, b;
+    kt_gate h_there; /* passed by all workers of the team */
 } kt_shard_job;
 
 typedef struct kt_job {
@@ -57,6 +60,6 @@ enum { RUNS_LEFT = 4, SLAB_PANELS = 8 };
 
 size_t kt_scratch_need(kt_job *j, size_t tokens); /* bytes, for a chunk of so many */
 bool kt_scratch_have(kt_job *j, size_t tokens);   /* gives all arrays of a job their places; false where memory is refused */
-void kt_phases(void *job, size_t worker, size_t workers); /* a kt_task */
+void kt_phases(void *job, const kt_worker *me);   /* a kt_task */
 
 #endif

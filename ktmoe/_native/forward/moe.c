@@ -14,6 +14,7 @@ static void point_h(const kt_job *j, kt_shard_job *p) {
     }
     memset((void *)p->arrived, 0, j->hidden_panels * sizeof *p->arrived);
     p->a.next = p->b.next = 0;
+    kt_gate_close(&p->h_there, (uint32_t)p->team.size);
 }
 
 static int chunk(kt_job *j) {
@@ -58,12 +59,14 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
             .stride_bytes = kt_row_bytes(rows->block_bytes, j.k_hidden),
         };
     }
+    const kt_teams *teams = kt_pool_teams(l->placement);
+    if (!teams) return ENOMEM;
     for (size_t i = 0; i < j.num_shards; i++) {
         kt_shard_job *p = &j.shards[i];
         p->shard = &l->shards[i];
         p->k_inter = kt_round_up(p->shard->intermediate, KT_BLOCK);
         p->inter_panels = kt_round_up(p->shard->intermediate, KT_PANEL) / KT_PANEL;
-        p->threads = kt_team_of(i, i, kt_pool_width(l->placement), j.num_shards).size;
+        p->team = teams->of[i];
         p->h_stride_bytes = kt_row_bytes(l->h_block_bytes, p->inter_panels * KT_PANEL); /* whole panels are written */
     }
 

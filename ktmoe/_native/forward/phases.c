@@ -258,18 +258,18 @@ static next_item next_of(const kt_job *j, const kt_shard_job *p, const kt_counte
     return (next_item){&p->shard->experts[own->expert], next % panels};
 }
 
-static void work_on_shard(kt_job *j, kt_shard_job *p, kt_team team) {
-    const kt_worker_scratch *s = &p->workers[team.rank];
+static void work_on_shard(kt_job *j, kt_shard_job *p, const kt_worker_scratch *s) {
     const kt_route *r = &j->route;
     size_t first, end;
     const size_t items_a = r->num_used * p->inter_panels;
-    while ((end = grab(&p->a, items_a, team.size, items_a, &first)) > first)
+    while ((end = grab(&p->a, items_a, p->team.size, items_a, &first)) > first)
         for (size_t i = first; i < end; i++)
             gate_up(j, p, s, &r->used[r->by_cost[i / p->inter_panels]], i % p->inter_panels,
                     next_of(j, p, &p->a, i + 1, end, p->inter_panels));
-    kt_pool_barrier(team);
+    kt_gate_pass(&p->h_there, 1);
+    kt_gate_wait(&p->h_there);
     const size_t items_b = j->hidden_panels * (j->reduce ? r->num_used : 1);
-    while ((end = grab(&p->b, items_b, team.size, j->reduce ? items_b : p->slab_panels, &first)) > first) {
+    while ((end = grab(&p->b, items_b, p->team.size, j->reduce ? items_b : p->slab_panels, &first)) > first) {
         if (!j->reduce) panels_of_y(j, p, s, first, end);
         for (size_t i = first, panels; j->reduce && i < end; i += panels) {
             const size_t panel = i % j->hidden_panels;
@@ -280,18 +280,18 @@ static void work_on_shard(kt_job *j, kt_shard_job *p, kt_team team) {
     }
 }
 
-void kt_phases(void *context, size_t worker, size_t workers) {
+void kt_phases(void *context, const kt_worker *me) {
     kt_job *j = context;
     if (j->layer->isa->enter) j->layer->isa->enter();
-    const kt_team own = kt_team_of(worker % j->num_shards, worker, workers, j->num_shards);
+    const kt_shard_job *own = &j->shards[me->teams->groups[me->group].shard];
     bool staged = false;
     for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++) {
         if (!form->stage) continue;
-        kt_x_stage(&j->x, form, worker, workers, j->shards[own.shard].workers[own.rank].row);
+        kt_x_stage(&j->x, form, me->index, me->teams->workers, own->workers[me->index - own->team.first].row);
         staged = true;
     }
-    if (staged) kt_pool_barrier((kt_team){0, worker, workers});
-    for (size_t shard = own.shard; shard < j->num_shards; shard += workers)
-        work_on_shard(j, &j->shards[shard], kt_team_of(shard, worker, workers, j->num_shards));
+    if (staged) kt_pool_barrier(me);
+    for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++)
+        if (kt_serves(me, (size_t)(p - j->shards))) work_on_shard(j, p, &p->workers[me->index - p->team.first]);
     if (j->layer->isa->leave) j->layer->isa->leave();
 }

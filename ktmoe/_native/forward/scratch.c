@@ -51,7 +51,7 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) { /* what the caller fills */
         p->h_rows = kt_carve(&c, slots, sizeof *p->h_rows);
         p->arrived = kt_carve(&c, j->hidden_panels, sizeof *p->arrived);
-        p->workers = kt_carve(&c, p->threads, sizeof *p->workers);
+        p->workers = kt_carve(&c, p->team.size, sizeof *p->workers);
     }
     return c.used;
 }
@@ -61,13 +61,13 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     const kt_layer *l = j->layer;
     const size_t slots = tokens * j->batch.top_k;
     kt_carver c = {base, 0};
-    const size_t first_run = j->hidden_panels / (RUNS_LEFT * p->threads); /* grab()'s */
+    const size_t first_run = j->hidden_panels / (RUNS_LEFT * p->team.size); /* grab()'s */
     p->slab_panels = first_run < 1 ? 1 : first_run > SLAB_PANELS ? SLAB_PANELS : first_run;
     p->h = kt_carve(&c, slots, p->h_stride_bytes);
     kt_carve(&c, KT_TILE_ROWS, l->h_block_bytes); /* may be read */
     p->d = kt_carve(&c, j->reduce ? slots * j->hidden_panels : 0, sizeof(kt_panel_row));
     p->sums = kt_carve(&c, j->num_shards > 1 ? j->hidden_panels * tokens : 0, sizeof(kt_panel_row));
-    for (size_t i = 0; i < p->threads; i++) {
+    for (size_t i = 0; i < p->team.size; i++) {
         const kt_worker_scratch w = {
             .g = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
             .u = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
