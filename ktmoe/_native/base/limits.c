@@ -20,16 +20,16 @@ typedef struct limit_job {
     _Atomic uint64_t flops;
 } limit_job;
 
-static void read_all(void *context, size_t worker, size_t workers) {
+static void read_all(void *context, const kt_worker *me) {
     enum { RUN = 1 << 20 }; /* bytes at a time: of eight streams, each has a panel's order of magnitude */
     limit_job *j = context;
-    for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
-        for (size_t at; (at = atomic_fetch_add(&j->next[shard].byte, RUN)) < j->bytes[shard];)
+    for (size_t shard = 0; shard < j->shards; shard++)
+        for (size_t at; kt_serves(me, shard) && (at = atomic_fetch_add(&j->next[shard].byte, RUN)) < j->bytes[shard];)
             j->read(j->p[shard] + at, j->bytes[shard] - at < RUN ? j->bytes[shard] - at : RUN, j->streams);
 }
 
-static void multiply_all(void *context, size_t worker, size_t workers) {
-    (void)worker, (void)workers;
+static void multiply_all(void *context, const kt_worker *me) {
+    (void)me;
     limit_job *j = context;
     atomic_fetch_add(&j->flops, (uint64_t)j->peak(j->iterations));
 }
@@ -63,8 +63,8 @@ typedef struct latency_job {
     uint64_t took;                      /* worker 0's nanoseconds for all of them */
 } latency_job;
 
-static void begin(void *context, size_t worker, size_t workers) {
-    (void)worker, (void)workers;
+static void begin(void *context, const kt_worker *me) {
+    (void)me;
     latency_job *j = context;
     const uint64_t now = kt_os_nanoseconds();
     uint64_t last = atomic_load(&j->last);
@@ -72,31 +72,31 @@ static void begin(void *context, size_t worker, size_t workers) {
     }
 }
 
-static void pass_barriers(void *context, size_t worker, size_t workers) {
+static void pass_barriers(void *context, const kt_worker *me) {
     latency_job *j = context;
-    const kt_team all = {0, worker, workers};
-    kt_pool_barrier(all);
+    kt_pool_barrier(me);
     const uint64_t start = kt_os_nanoseconds();
-    for (size_t i = 0; i < j->count; i++) kt_pool_barrier(all);
-    if (worker == 0) j->took = kt_os_nanoseconds() - start;
+    for (size_t i = 0; i < j->count; i++) kt_pool_barrier(me);
+    if (me->index == 0) j->took = kt_os_nanoseconds() - start;
 }
 
-static void play(void *context, size_t worker, size_t workers) {
+static void play(void *context, const kt_worker *me) {
     latency_job *j = context;
-    kt_pool_barrier((kt_team){0, worker, workers});
+    kt_pool_barrier(me);
     const uint64_t start = kt_os_nanoseconds();
-    for (size_t turn = worker; worker < 2 && turn < j->count; turn += 2) {
+    for (size_t turn = me->index; me->index < 2 && turn < j->count; turn += 2) {
         while (atomic_load_explicit(&j->ball, memory_order_acquire) != turn) kt_cpu_relax();
         atomic_store_explicit(&j->ball, turn + 1, memory_order_release);
     }
-    if (worker == 0) j->took = kt_os_nanoseconds() - start;
+    if (me->index == 0) j->took = kt_os_nanoseconds() - start;
 }
 
 /* Seconds of one of count; needs so many workers, or else it would wait for ever. */
 static double each(kt_task task, size_t workers, size_t count) {
     latency_job j = {.count = count};
     kt_pool_lock();
-    const int error = kt_pool_width(NULL) < workers ? EINVAL : kt_pool_run(task, &j, NULL);
+    const kt_teams *teams = kt_pool_teams(NULL);
+    const int error = !teams ? ENOMEM : teams->workers < workers ? EINVAL : kt_pool_run(task, &j, NULL);
     kt_pool_unlock();
     return error ? -(double)error : (double)j.took * 1e-9 / (double)count;
 }

@@ -1,26 +1,27 @@
-/* Where the shards of a layer are, and which threads are whose. A shard is what one NUMA node has of a layer. */
+/* Where the shards of a layer are. A shard is what one NUMA node has of a layer. */
 #ifndef KT_PLACEMENT_H
 #define KT_PLACEMENT_H
 
 #include "base/os.h"
 
-/* Pointers tell placements apart: one that a run has seen stays as it is for good. NULL: one shard, threads anywhere. */
 enum { KT_SHARDS_MAX = 32 };
+
+/* The CPUs of a shard's node that share an L3 cache. */
+typedef struct kt_domain {
+    size_t shard;
+    size_t cores;       /* physical ones, 1 at least */
+    kt_cpus cpus;       /* all that we may use */
+    kt_cpus one_a_core; /* of each core one: its hyperthreads stay idle */
+} kt_domain;
+
+/* Pointers tell placements apart: one that a run has seen stays as it is for good. NULL: one shard, on all CPUs of the process. */
 typedef struct kt_placement {
     size_t shards;
     size_t threads;  /* unless the user chose a number */
     size_t num_cpus; /* of all shards */
-    kt_cpus *cpus;   /* [shards]: where each one's threads run */
+    size_t num_domains;
+    kt_domain *domains; /* shard by shard, each of which has one at least */
 } kt_placement;
 static inline size_t kt_shards_of(const kt_placement *placement) { return placement ? placement->shards : 1; }
-
-/* The threads of a shard, and a worker's place among them. Workers are dealt to the shards in turn; where there are fewer, one
- * serves several shards, one after another. */
-typedef struct kt_team {
-    size_t shard, rank, size;
-} kt_team;
-static inline kt_team kt_team_of(size_t shard, size_t worker, size_t workers, size_t shards) {
-    return (kt_team){shard, worker / shards, workers > shard ? (workers - shard - 1) / shards + 1 : 1};
-}
 
 #endif

@@ -1,107 +1,128 @@
 /* A small thread pool: wake-up in microseconds, a bounded spin before sleeping, sound after fork.
  *
- * All workers take part in every task, so a task is published by one counter (epoch) and finished by another
- * (finished); both are words that a waiter first spins on and then sleeps on. The number of threads changes only
- * between tasks, by stopping all workers and starting the new number.
+ * All workers take part in every task. They begin it, meet in it and end it as a tree: by the lines of their group, and once for
+ * the group by the lines of all groups. So no cache line is waited for by more than a group, or by one of each group. The number
+ * of threads changes only between tasks, by stopping all workers and starting the new number.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/cpu.h"
+#include "base/event.h"
 #include "base/pool.h"
 
-/* A counter that threads wait on. sleepers tells the other side whether a system call is needed to wake them. */
-typedef struct event {
-    _Alignas(64) _Atomic uint32_t value;
-    _Atomic uint32_t sleepers;
-} event;
+/* What the workers of a group meet at, or the groups themselves. */
+typedef struct meeting {
+    kt_event epoch;  /* bumped for a task, or to stop */
+    kt_event passed; /* bumped when all have arrived at a barrier */
+    _Alignas(64) _Atomic size_t arrived;
+    _Alignas(64) _Atomic size_t ended; /* their task; worker 0 is not counted */
+} meeting;
+
+typedef struct thread {
+    kt_worker worker;
+    pthread_t id; /* worker 0 has none */
+} thread;
 
 static struct pool {
-    event epoch;    /* bumped to publish a task, or to stop */
-    event finished; /* bumped by the last worker of a task */
-    _Alignas(64) _Atomic size_t running;
-    struct barrier {
-        event passed; /* bumped by the last to arrive */
-        _Alignas(64) _Atomic size_t arrived;
-    } barriers[KT_SHARDS_MAX]; /* of the shards' teams */
+    meeting all; /* of the groups */
+    kt_event finished;
     _Alignas(64) kt_task task; /* NULL: stop */
     void *context;
-    const kt_placement *placement; /* what the workers were started for */
-    kt_cpus cpus;                  /* their CPUs if that is NULL: not those that the first caller happened to be kept to */
+    kt_teams teams;                /* no workers: to be made */
+    const kt_placement *placement; /* that they were made for */
+    bool bound;                    /* all workers to that placement's CPUs */
+    kt_cpus cpus;                  /* the process's, if not: not those that the first caller happened to be kept to */
     bool cpus_known;
-    size_t workers; /* threads, the caller's included; 0 before the first run and after fork */
-    pthread_t *threads;
-    _Atomic uint64_t spin_ns; /* idle workers may be reading it */
+    size_t started; /* threads, the caller's included; 0 before the first run and after fork */
+    thread *threads;
+    meeting *groups;
 } pool;
+
+static kt_domain one_domain = {.cores = 1};
+static const kt_placement one_place = {.shards = 1, .threads = 1, .num_domains = 1, .domains = &one_domain};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t wanted_threads = 1; /* under lock, as everything below */
 static bool threads_chosen;
 static uint64_t wanted_spin_ns;
+static const kt_placement *everywhere = &one_place;
 
 /* By this symbol threadpoolctl tells this library from others of its file name (ktmoe/machine/threads.py). */
 __attribute__((visibility("default"))) const int ktmoe_threadpool = 1;
 
-static void wait_change(event *e, uint32_t old) {
-    enum { POLL = 64 }; /* polls between looks at the clock */
-    const uint64_t spin_ns = atomic_load_explicit(&pool.spin_ns, memory_order_relaxed);
-    if (spin_ns) {
-        const uint64_t start = kt_os_nanoseconds();
-        do {
-            for (int i = 0; i < POLL; i++) {
-                if (atomic_load_explicit(&e->value, memory_order_acquire) != old) return;
-                kt_cpu_relax();
-            }
-        } while (kt_os_nanoseconds() - start < spin_ns);
-    }
-    atomic_fetch_add(&e->sleepers, 1);
-    while (atomic_load(&e->value) == old) kt_os_wait(&e->value, old);
-    atomic_fetch_sub(&e->sleepers, 1);
+/* The last of `size` that come resets the count for the next time. */
+static bool is_last(_Atomic size_t *count, size_t size) {
+    if (atomic_fetch_add(count, 1) + 1 < size) return false;
+    atomic_store_explicit(count, 0, memory_order_relaxed);
+    return true;
 }
 
-static void bump(event *e) {
-    atomic_fetch_add(&e->value, 1);
-    if (atomic_load(&e->sleepers)) kt_os_wake(&e->value);
-}
-
-static void run_task(size_t worker) {
+static void run_task(const kt_worker *me) {
     const unsigned state = kt_fp_enter();
-    pool.task(pool.context, worker, pool.workers);
+    pool.task(pool.context, me);
     kt_fp_leave(state);
 }
 
-typedef struct start {
-    size_t worker;
-    uint32_t epoch;
-} start;
+static void end_task(const kt_worker *me) {
+    const kt_teams *t = me->teams;
+    if (!is_last(&pool.groups[me->group].ended, t->groups[me->group].size - (me->group == 0))) return;
+    const size_t groups = t->num_groups - (t->groups[0].size == 1); /* those with another worker than 0 */
+    if (groups == 1 || is_last(&pool.all.ended, groups)) kt_event_bump(&pool.finished);
+}
+
+/* Of the process's CPUs, those of the worker's own L3 cache if there are several; of its node, if the layer is on nodes. */
+static void bind_worker(const kt_worker *me) {
+    kt_cpus cpus = *me->teams->groups[me->group].cpus;
+    if (!pool.bound) {
+        if (!pool.cpus_known) return;
+        bool any = false; /* the affinity mask may have changed since the domains were looked for */
+        for (size_t i = 0; i < KT_CPU_WORDS; i++) any |= (cpus.words[i] &= pool.cpus.words[i]) != 0;
+        if (!any || pool.placement->num_domains == 1) cpus = pool.cpus;
+    }
+    kt_os_bind(&cpus, NULL);
+}
 
 static void *work(void *argument) {
-    const start s = *(start *)argument;
-    free(argument);
-    const kt_cpus *everywhere = pool.cpus_known ? &pool.cpus : NULL;
-    const kt_cpus *cpus = pool.placement ? &pool.placement->cpus[s.worker % pool.placement->shards] : everywhere;
-    if (cpus) kt_os_bind(cpus, NULL);
-    for (uint32_t seen = s.epoch;; seen++) {
-        wait_change(&pool.epoch, seen);
+    const kt_worker *me = argument;
+    const kt_group *own = &me->teams->groups[me->group];
+    meeting *group = &pool.groups[me->group];
+    const bool wakes = me->index == own->first;
+    bind_worker(me);
+    for (uint32_t seen = 0;; seen++) {
+        kt_event_wait(wakes ? &pool.all.epoch : &group->epoch, seen);
+        if (wakes && own->size > 1) kt_event_bump(&group->epoch);
         if (!pool.task) return NULL;
-        run_task(s.worker);
-        if (atomic_fetch_sub(&pool.running, 1) == 1) bump(&pool.finished);
+        run_task(me);
+        end_task(me);
     }
 }
 
-void kt_pool_stop(void) {
-    if (pool.workers > 1) {
-        pool.task = NULL;
-        bump(&pool.epoch);
-        for (size_t i = 1; i < pool.workers; i++) pthread_join(pool.threads[i], NULL);
-    }
+/* To the workers that wait for worker 0; the first of each group wakes the others. */
+static void publish(kt_task task, void *context) {
+    pool.task = task;
+    pool.context = context;
+    if (pool.teams.num_groups > 1) kt_event_bump(&pool.all.epoch);
+    if (pool.teams.groups[0].size > 1) kt_event_bump(&pool.groups[0].epoch);
+}
+
+static void end_workers(void) {
+    if (pool.started > 1) publish(NULL, NULL);
+    for (size_t i = 1; i < pool.started; i++) pthread_join(pool.threads[i].id, NULL);
     free(pool.threads);
+    free(pool.groups);
     pool.threads = NULL;
-    pool.workers = 0;
+    pool.groups = NULL;
+    pool.started = 0;
+}
+
+void kt_pool_stop(void) {
+    end_workers();
+    kt_teams_free(&pool.teams);
 }
 
 /* Fork waits for the running task, so that the child gets the driver's memory in order. The child has only the thread that
@@ -109,7 +130,7 @@ void kt_pool_stop(void) {
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void after_fork_parent(void) { pthread_mutex_unlock(&lock); }
 static void after_fork_child(void) {
-    pool = (struct pool){0};
+    pool.started = 0;
     lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
@@ -118,9 +139,25 @@ __attribute__((constructor)) static void handle_forks(void) {
     pthread_atfork(before_fork, after_fork_parent, after_fork_child);
 }
 
-static int start_workers(size_t threads) {
-    pool.threads = calloc(threads, sizeof *pool.threads);
-    if (!pool.threads) return ENOMEM;
+/* All that the workers wait on is new to them, at 0. */
+static int make_meetings(void) {
+    end_workers(); /* after a fork, there is the parent's memory */
+    const size_t bytes = pool.teams.num_groups * sizeof *pool.groups;
+    pool.threads = calloc(pool.teams.workers, sizeof *pool.threads);
+    pool.groups = aligned_alloc(_Alignof(meeting), bytes);
+    if (!pool.threads || !pool.groups) return ENOMEM;
+    memset((void *)pool.groups, 0, bytes);
+    memset((void *)&pool.all, 0, sizeof pool.all);
+    memset((void *)&pool.finished, 0, sizeof pool.finished);
+    for (size_t group = 0; group < pool.teams.num_groups; group++) {
+        const kt_group *g = &pool.teams.groups[group];
+        for (size_t i = g->first; i < g->first + g->size; i++) pool.threads[i].worker = (kt_worker){i, group, &pool.teams};
+    }
+    return 0;
+}
+
+static int start_workers(void) {
+    int error = make_meetings();
     pool.cpus_known = kt_os_process_cpus(&pool.cpus);
     /* Signals are the interpreter's; only the ones that a worker's own instructions raise stay with it. */
     sigset_t block, old;
@@ -131,19 +168,10 @@ static int start_workers(size_t threads) {
     sigdelset(&block, SIGFPE);
     sigdelset(&block, SIGTRAP);
     pthread_sigmask(SIG_SETMASK, &block, &old);
-    int error = 0;
-    for (pool.workers = 1; pool.workers < threads; pool.workers++) {
-        start *s = malloc(sizeof *s);
-        if (!s) {
-            error = ENOMEM;
-            break;
-        }
-        *s = (start){pool.workers, atomic_load(&pool.epoch.value)};
-        error = pthread_create(&pool.threads[pool.workers], NULL, work, s);
-        if (error) {
-            free(s);
-            break;
-        }
+    for (pool.started = !error; !error && pool.started < pool.teams.workers;) {
+        thread *t = &pool.threads[pool.started];
+        error = pthread_create(&t->id, NULL, work, &t->worker);
+        pool.started += !error;
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (error) kt_pool_stop();
@@ -153,16 +181,13 @@ static int start_workers(size_t threads) {
 void kt_pool_lock(void) { pthread_mutex_lock(&lock); }
 void kt_pool_unlock(void) { pthread_mutex_unlock(&lock); }
 
-void kt_pool_configure(size_t threads, bool chosen, uint64_t spin_ns) {
+void kt_pool_configure(size_t threads, bool chosen, uint64_t spin_ns, const kt_placement *placement) {
     kt_pool_lock();
     wanted_threads = threads;
     threads_chosen = chosen;
     wanted_spin_ns = spin_ns;
+    everywhere = placement;
     kt_pool_unlock();
-}
-
-size_t kt_pool_width(const kt_placement *placement) {
-    return placement && !threads_chosen ? placement->threads : wanted_threads;
 }
 
 size_t kt_pool_threads(void) {
@@ -172,37 +197,49 @@ size_t kt_pool_threads(void) {
     return threads;
 }
 
+const kt_teams *kt_pool_teams(const kt_placement *placement) {
+    const bool bound = placement;
+    if (!bound) placement = everywhere;
+    const size_t threads = bound && !threads_chosen ? placement->threads : wanted_threads;
+    if (pool.teams.workers == threads && pool.placement == placement && pool.bound == bound) return &pool.teams;
+    kt_pool_stop();
+    pool.placement = placement;
+    pool.bound = bound;
+    return kt_teams_make(&pool.teams, placement, threads) ? NULL : &pool.teams;
+}
+
 int kt_pool_run(kt_task task, void *context, const kt_placement *placement) {
-    const size_t width = kt_pool_width(placement);
-    if (pool.workers != width || pool.placement != placement) {
-        kt_pool_stop();
-        pool.placement = placement;
-        const int error = start_workers(width);
-        if (error) return error;
-    }
-    pool.spin_ns = placement && width > placement->num_cpus ? 0 : wanted_spin_ns;
-    pool.task = task;
-    pool.context = context;
-    /* The caller's thread is the user's: it is kept to the first shard's CPUs for this run only. */
-    kt_cpus before;
-    const bool bound = placement && kt_os_bind(&placement->cpus[0], &before);
+    const kt_teams *teams = kt_pool_teams(placement);
+    if (!teams) return ENOMEM;
+    const int error = pool.started ? 0 : start_workers();
+    if (error) return error;
+    kt_event_spin(teams->workers > pool.placement->num_cpus ? 0 : wanted_spin_ns);
     const uint32_t finished = atomic_load(&pool.finished.value);
-    atomic_store(&pool.running, pool.workers - 1);
-    if (pool.workers > 1) bump(&pool.epoch);
-    run_task(0);
-    if (pool.workers > 1) wait_change(&pool.finished, finished);
-    if (bound) kt_os_bind(&before, NULL);
+    /* The caller's thread is the user's: it is kept to its own CPUs for this run only. */
+    kt_cpus before;
+    const bool kept = pool.bound && kt_os_bind(teams->groups[0].cpus, &before);
+    publish(task, context);
+    run_task(&pool.threads[0].worker);
+    if (teams->workers > 1) kt_event_wait(&pool.finished, finished);
+    if (kept) kt_os_bind(&before, NULL);
     return 0;
 }
 
-void kt_pool_barrier(kt_team team) {
-    if (team.size == 1) return;
-    struct barrier *b = &pool.barriers[team.shard];
-    const uint32_t passed = atomic_load(&b->passed.value);
-    if (atomic_fetch_add(&b->arrived, 1) + 1 == team.size) {
-        atomic_store(&b->arrived, 0);
-        bump(&b->passed);
-    } else {
-        wait_change(&b->passed, passed);
+void kt_pool_barrier(const kt_worker *me) {
+    const kt_teams *t = me->teams;
+    const size_t size = t->groups[me->group].size;
+    meeting *group = &pool.groups[me->group], *all = &pool.all;
+    const uint32_t passed = atomic_load(&group->passed.value);
+    if (!is_last(&group->arrived, size)) {
+        kt_event_wait(&group->passed, passed);
+        return;
     }
+    if (t->num_groups > 1) {
+        const uint32_t all_passed = atomic_load(&all->passed.value);
+        if (is_last(&all->arrived, t->num_groups))
+            kt_event_bump(&all->passed);
+        else
+            kt_event_wait(&all->passed, all_passed);
+    }
+    if (size > 1) kt_event_bump(&group->passed);
 }

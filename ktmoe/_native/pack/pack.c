@@ -33,11 +33,11 @@ size_t kt_packed_bytes(const kt_shard_matrix *m) { return panels_of(m) * kt_pane
 enum { RUNS_LEFT = 2 };
 
 /* The next run of a shard's panels, of all matrices one after another: [*first, end). */
-static size_t grab(pack_job *j, size_t shard, size_t workers, size_t *first) {
+static size_t grab(pack_job *j, size_t shard, const kt_worker *me, size_t *first) {
     size_t panels = 0;
     for (size_t m = 0; m < KT_MATRICES; m++) panels += panels_of(&j->matrices[shard * KT_MATRICES + m]);
     const size_t seen = atomic_load(&j->next[shard].panel), left = seen < panels ? panels - seen : 0;
-    const size_t team = workers > j->shards ? workers / j->shards : 1, run = left / (RUNS_LEFT * team) + 1;
+    const size_t run = left / (RUNS_LEFT * me->teams->of[shard].size) + 1;
     *first = atomic_fetch_add(&j->next[shard].panel, run);
     return *first + run < panels ? *first + run : panels;
 }
@@ -86,14 +86,14 @@ static void pack_panel(const kt_shard_matrix *s, size_t panel, uint8_t *dense, k
     kt_pack_headers(s, panel, packed, scan);
 }
 
-static void pack_panels(void *context, size_t worker, size_t workers) {
+static void pack_panels(void *context, const kt_worker *me) {
     pack_job *j = context;
     kt_scan scans[KT_MATRICES];
     uint8_t *dense;
     if (!dense_panel(j, false, &dense)) return;
     for (size_t m = 0; m < KT_MATRICES; m++) scans[m] = (kt_scan){.low = 255};
-    for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
-        for (size_t first, end; (end = grab(j, shard, workers, &first)) > first;)
+    for (size_t shard = 0; shard < j->shards; shard++)
+        for (size_t first, end; kt_serves(me, shard) && (end = grab(j, shard, me, &first)) > first;)
             for (size_t i = first; i < end; i++) {
                 size_t panel = i;
                 const size_t m = matrix_of(j, shard, &panel);
@@ -175,12 +175,12 @@ static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice 
     }
 }
 
-static void unpack_panels(void *context, size_t worker, size_t workers) {
+static void unpack_panels(void *context, const kt_worker *me) {
     pack_job *j = context;
     uint8_t *dense;
     if (!dense_panel(j, true, &dense)) return;
-    for (size_t shard = worker % j->shards; shard < j->shards; shard += workers)
-        for (size_t first, end; (end = grab(j, shard, workers, &first)) > first;)
+    for (size_t shard = 0; shard < j->shards; shard++)
+        for (size_t first, end; kt_serves(me, shard) && (end = grab(j, shard, me, &first)) > first;)
             for (size_t i = first; i < end; i++) {
                 size_t panel = i;
                 const size_t m = matrix_of(j, shard, &panel);

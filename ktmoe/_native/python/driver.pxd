@@ -27,15 +27,18 @@ cdef extern from "base/os.h" nogil:
 cdef extern from "base/placement.h" nogil:
     enum:
         KT_SHARDS_MAX
+    ctypedef struct kt_domain:
+        size_t shard, cores
+        kt_cpus cpus, one_a_core
     ctypedef struct kt_placement:
-        size_t shards, threads, num_cpus
-        kt_cpus *cpus
+        size_t shards, threads, num_cpus, num_domains
+        kt_domain *domains
 
 
 cdef extern from "base/pool.h" nogil:
     void kt_pool_lock()
     void kt_pool_unlock()
-    void kt_pool_configure(size_t threads, bint chosen, uint64_t spin_ns)
+    void kt_pool_configure(size_t threads, bint chosen, uint64_t spin_ns, const kt_placement *everywhere)
     size_t kt_pool_threads()
     void kt_pool_stop()
 

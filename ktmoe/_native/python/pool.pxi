@@ -7,18 +7,23 @@ cdef class _Placement:
     cdef kt_placement placement
 
     def __cinit__(self, cpus, size_t threads):
-        self.placement.shards, self.placement.threads = len(cpus), threads
+        cdef kt_domain *domain
+        self.placement.shards = self.placement.num_domains = len(cpus)
+        self.placement.threads = threads
         self.placement.num_cpus = len(frozenset().union(*cpus))
-        self.placement.cpus = <kt_cpus *>calloc(len(cpus), sizeof(kt_cpus))
-        if not self.placement.cpus:
+        self.placement.domains = <kt_domain *>calloc(len(cpus), sizeof(kt_domain))
+        if not self.placement.domains:
             raise OutOfMemoryError("the system refused memory for a placement")
         for shard, numbers in enumerate(cpus):
+            domain = &self.placement.domains[shard]
+            domain.shard, domain.cores = shard, max(1, len(numbers))
             for cpu in numbers:
                 if cpu < 64 * KT_CPU_WORDS:
-                    self.placement.cpus[shard].words[cpu // 64] |= <uint64_t>1 << (cpu % 64)
+                    domain.cpus.words[cpu // 64] |= <uint64_t>1 << (cpu % 64)
+            domain.one_a_core = domain.cpus
 
     def __dealloc__(self):
-        free(self.placement.cpus)
+        free(self.placement.domains)
 
 
 cdef const kt_placement *_placed(cpus, size_t threads) except? NULL:
@@ -38,8 +43,9 @@ def configure_pool(size_t threads, bint chosen, uint64_t spin_us):
 
     chosen: the user said how many, which counts for layers on NUMA nodes, too.
     """
+    cdef const kt_placement *everywhere = _placed((frozenset(usable_cpus()),), threads)
     with nogil:
-        kt_pool_configure(threads, chosen, spin_us * 1000)
+        kt_pool_configure(threads, chosen, spin_us * 1000, everywhere)
 
 
 def release():

@@ -1,0 +1,23 @@
+/* A counter that threads wait on: they spin for a while, then sleep. */
+#ifndef KT_EVENT_H
+#define KT_EVENT_H
+
+#include <stdatomic.h>
+
+#include "base/os.h"
+
+/* sleepers tells the other side whether a system call is needed to wake them. */
+typedef struct kt_event {
+    _Alignas(64) _Atomic uint32_t value;
+    _Atomic uint32_t sleepers;
+} kt_event;
+
+void kt_event_spin(uint64_t nanoseconds);      /* for which every waiter spins before it sleeps, from its next wait on */
+void kt_event_wait(kt_event *e, uint32_t old); /* while the value is that one */
+void kt_event_wake(kt_event *e);               /* after a change, in memory order seq_cst, that somebody may wait for */
+static inline void kt_event_bump(kt_event *e) {
+    atomic_fetch_add(&e->value, 1);
+    kt_event_wake(e);
+}
+
+#endif
