@@ -94,7 +94,7 @@ static void *work(void *argument) {
     const bool wakes = me->index == own->first;
     bind_worker(me);
     for (uint32_t seen = 0;; seen++) {
-        kt_event_wait(wakes ? &pool.all.epoch : &group->epoch, seen);
+        kt_event_wait(wakes ? &pool.all.epoch : &group->epoch, seen, KT_IDLE);
         if (wakes && own->size > 1) kt_event_bump(&group->epoch);
         if (!pool.task) return NULL;
         run_task(me);
@@ -220,7 +220,7 @@ int kt_pool_run(kt_task task, void *context, const kt_placement *placement) {
     const bool kept = pool.bound && kt_os_bind(teams->groups[0].cpus, &before);
     publish(task, context);
     run_task(&pool.threads[0].worker);
-    if (teams->workers > 1) kt_event_wait(&pool.finished, finished);
+    if (teams->workers > 1) kt_event_wait(&pool.finished, finished, KT_IN_TASK);
     if (kept) kt_os_bind(&before, NULL);
     return 0;
 }
@@ -231,7 +231,7 @@ void kt_pool_barrier(const kt_worker *me) {
     meeting *group = &pool.groups[me->group], *all = &pool.all;
     const uint32_t passed = atomic_load(&group->passed.value);
     if (!is_last(&group->arrived, size)) {
-        kt_event_wait(&group->passed, passed);
+        kt_event_wait(&group->passed, passed, KT_IN_TASK);
         return;
     }
     if (t->num_groups > 1) {
@@ -239,7 +239,7 @@ void kt_pool_barrier(const kt_worker *me) {
         if (is_last(&all->arrived, t->num_groups))
             kt_event_bump(&all->passed);
         else
-            kt_event_wait(&all->passed, all_passed);
+            kt_event_wait(&all->passed, all_passed, KT_IN_TASK);
     }
     if (size > 1) kt_event_bump(&group->passed);
 }

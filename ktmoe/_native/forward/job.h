@@ -52,9 +52,11 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
-    bool stage;        /* rows of x are to be copied by the workers */
-    uint8_t *together; /* [slots]: see kt_x */
-    kt_count *summed;  /* [ranges][hidden_panels]: shards whose sums are there */
+    size_t rows_to_stage; /* by the workers, of x in all forms */
+    kt_count next_row;    /* of those */
+    kt_gate staged;       /* rows that are still missing */
+    uint8_t *together;    /* [slots]: see kt_x */
+    kt_count *summed;     /* [ranges][hidden_panels]: shards whose sums are there */
     size_t num_shards;
     kt_shard_job shards[KT_SHARDS_MAX];
 } kt_job;
@@ -63,7 +65,6 @@ typedef struct kt_job {
 typedef struct kt_hands {
     kt_job *job;
     kt_shard_job *shard;
-    const kt_worker *me;
     const kt_worker_scratch *scratch;
     kt_hand lists[KT_PHASES];
 } kt_hands;

@@ -39,18 +39,21 @@ static void point_x(kt_job *j) {
             j->together[own->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
         }
     }
-    size_t bytes = 0;
+    size_t rows = 0;
     for (size_t i = 0; i < j->num_forms; i++) {
         kt_x_form *form = &j->forms[i];
         form->stage = false;
         if (used[i]) kt_x_point(&j->x, form);
-        if (form->stage) bytes += (form->by_slot ? r->num_slots : j->batch.tokens) * j->k_hidden * sizeof(uint16_t);
+        rows += kt_x_rows(&j->x, form);
     }
-    j->stage = bytes > STAGE_ALONE_BYTES;
-    if (j->stage || !bytes) return;
+    const bool alone = rows * j->k_hidden * sizeof(uint16_t) <= STAGE_ALONE_BYTES;
+    j->rows_to_stage = alone ? 0 : rows;
+    j->next_row.value = 0;
+    kt_gate_close(&j->staged, (uint32_t)j->rows_to_stage);
+    if (!alone || !rows) return;
     const unsigned state = kt_fp_enter();
     for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++)
-        if (form->stage) kt_x_stage(&j->x, form, 0, 1, j->shards[0].workers[0].row);
+        kt_x_stage(&j->x, form, 0, kt_x_rows(&j->x, form), j->shards[0].workers[0].row);
     kt_fp_leave(state);
 }
 
