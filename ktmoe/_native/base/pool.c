@@ -29,7 +29,8 @@ typedef struct thread {
 } thread;
 
 static struct pool {
-    meeting all; /* of the groups */
+    meeting all;                       /* of the groups */
+    _Alignas(64) _Atomic size_t woken; /* groups */
     kt_event finished;
     _Alignas(64) kt_task task; /* NULL: stop */
     void *context;
@@ -87,27 +88,33 @@ static void bind_worker(const kt_worker *me) {
     kt_os_bind(&cpus, NULL);
 }
 
+/* Whoever is awake wakes the next group, so that it takes steps and not a row, and no thread that wakes up late holds up others. */
+static void wake_groups(void) {
+    const size_t groups = pool.teams.num_groups;
+    while (atomic_load(&pool.woken) < groups) {
+        const size_t next = atomic_fetch_add(&pool.woken, 1);
+        if (next < groups) kt_event_bump(&pool.groups[next].epoch);
+    }
+}
+
 static void *work(void *argument) {
     const kt_worker *me = argument;
-    const kt_group *own = &me->teams->groups[me->group];
     meeting *group = &pool.groups[me->group];
-    const bool wakes = me->index == own->first;
     bind_worker(me);
     for (uint32_t seen = 0;; seen++) {
-        kt_event_wait(wakes ? &pool.all.epoch : &group->epoch, seen);
-        if (wakes && own->size > 1) kt_event_bump(&group->epoch);
+        kt_event_wait(&group->epoch, seen, KT_IDLE);
+        wake_groups();
         if (!pool.task) return NULL;
         run_task(me);
         end_task(me);
     }
 }
 
-/* To the workers that wait for worker 0; the first of each group wakes the others. */
 static void publish(kt_task task, void *context) {
     pool.task = task;
     pool.context = context;
-    if (pool.teams.num_groups > 1) kt_event_bump(&pool.all.epoch);
-    if (pool.teams.groups[0].size > 1) kt_event_bump(&pool.groups[0].epoch);
+    atomic_store(&pool.woken, 0);
+    wake_groups();
 }
 
 static void end_workers(void) {
@@ -220,7 +227,7 @@ int kt_pool_run(kt_task task, void *context, const kt_placement *placement) {
     const bool kept = pool.bound && kt_os_bind(teams->groups[0].cpus, &before);
     publish(task, context);
     run_task(&pool.threads[0].worker);
-    if (teams->workers > 1) kt_event_wait(&pool.finished, finished);
+    if (teams->workers > 1) kt_event_wait(&pool.finished, finished, KT_IN_TASK);
     if (kept) kt_os_bind(&before, NULL);
     return 0;
 }
@@ -231,7 +238,7 @@ void kt_pool_barrier(const kt_worker *me) {
     meeting *group = &pool.groups[me->group], *all = &pool.all;
     const uint32_t passed = atomic_load(&group->passed.value);
     if (!is_last(&group->arrived, size)) {
-        kt_event_wait(&group->passed, passed);
+        kt_event_wait(&group->passed, passed, KT_IN_TASK);
         return;
     }
     if (t->num_groups > 1) {
@@ -239,7 +246,7 @@ void kt_pool_barrier(const kt_worker *me) {
         if (is_last(&all->arrived, t->num_groups))
             kt_event_bump(&all->passed);
         else
-            kt_event_wait(&all->passed, all_passed);
+            kt_event_wait(&all->passed, all_passed, KT_IN_TASK);
     }
     if (size > 1) kt_event_bump(&group->passed);
 }

@@ -51,9 +51,11 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
-    bool stage;        /* the workers copy rows of x, since the caller alone would take longer */
-    uint8_t *together; /* [slots]: see kt_x */
-    kt_count *summed;  /* [ranges][hidden_panels]: shards whose sums are there */
+    size_t rows_to_stage; /* by the workers, of x in all forms */
+    kt_count next_row;    /* of those */
+    kt_gate staged;       /* rows that are still missing */
+    uint8_t *together;    /* [slots]: see kt_x */
+    kt_count *summed;     /* [ranges][hidden_panels]: shards whose sums are there */
     size_t num_shards;
     kt_shard_job shards[KT_SHARDS_MAX];
 } kt_job;
@@ -62,7 +64,6 @@ typedef struct kt_job {
 typedef struct kt_hands {
     kt_job *job;
     kt_shard_job *shard;
-    const kt_worker *me;
     const kt_worker_scratch *scratch;
     kt_hand lists[KT_PHASES];
 } kt_hands;
@@ -74,10 +75,11 @@ typedef struct kt_ahead {
 } kt_ahead;
 
 void kt_job_begin(kt_job *j, const kt_layer *layer, const kt_batch *batch, const kt_teams *teams);
-/* With a route, and by whether an expert that has rows takes a form: which forms are copied. Their bytes. */
+/* With a route, and by whether an expert that has rows takes a form: which forms are copied, by the caller alone or by the
+ * workers. Their rows. */
 size_t kt_job_stages(kt_job *j, const bool *used);
 
-size_t kt_scratch_chunk(kt_job *j);             /* the most tokens that fit into the scratch memory, for which it is planned now */
+size_t kt_scratch_chunk(kt_job *j); /* the most tokens that fit into the scratch memory, for which it is planned now */
 bool kt_scratch_have(kt_job *j, size_t tokens); /* gives all arrays of a job their places; false where memory is refused */
 
 void kt_phase_a(kt_hands *w);

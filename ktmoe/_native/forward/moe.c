@@ -29,14 +29,14 @@ static void ready(kt_job *j, kt_shard_job *p) {
 }
 
 size_t kt_job_stages(kt_job *j, const bool *used) {
-    size_t bytes = 0;
+    size_t rows = 0;
     for (size_t i = 0; i < j->num_forms; i++) {
         kt_x_form *form = &j->forms[i];
         form->stage = used[i] && kt_x_stages(&j->x, form);
-        if (form->stage) bytes += (form->by_slot ? j->route.num_slots : j->batch.tokens) * j->k_hidden * sizeof(uint16_t);
+        rows += kt_x_rows(&j->x, form);
     }
-    j->stage = bytes > STAGE_ALONE_BYTES;
-    return bytes;
+    j->rows_to_stage = rows * j->k_hidden * sizeof(uint16_t) <= STAGE_ALONE_BYTES ? 0 : rows;
+    return rows;
 }
 
 static void point_x(kt_job *j) {
@@ -50,13 +50,15 @@ static void point_x(kt_job *j) {
             j->together[own->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
         }
     }
-    const size_t bytes = kt_job_stages(j, used);
+    const size_t rows = kt_job_stages(j, used);
     for (size_t i = 0; i < j->num_forms; i++)
         if (used[i]) kt_x_point(&j->x, &j->forms[i]);
-    if (j->stage || !bytes) return;
+    j->next_row.value = 0;
+    kt_gate_close(&j->staged, (uint32_t)j->rows_to_stage);
+    if (j->rows_to_stage || !rows) return;
     const unsigned state = kt_fp_enter();
     for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++)
-        if (form->stage) kt_x_stage(&j->x, form, 0, 1, j->shards[0].workers[0].row);
+        kt_x_stage(&j->x, form, 0, kt_x_rows(&j->x, form), j->shards[0].workers[0].row);
     kt_fp_leave(state);
 }
 

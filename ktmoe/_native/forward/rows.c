@@ -70,7 +70,11 @@ static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t
         kt_row_put(form->rows, bf16, 0, x->k, x->k, 1, form->staged + row * form->stride_bytes);
 }
 
-void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t worker, size_t workers, uint16_t *row) {
-    const size_t rows = form->by_slot ? x->route->num_slots : x->batch->tokens;
-    for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(x, form, i, row);
+size_t kt_x_rows(const kt_x *x, const kt_x_form *form) {
+    if (!form->stage) return 0;
+    return form->by_slot ? x->route->num_slots : x->batch->tokens;
+}
+
+void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t first, size_t end, uint16_t *row) {
+    for (size_t i = first; i < end; i++) stage_row(x, form, i, row);
 }

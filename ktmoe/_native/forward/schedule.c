@@ -117,8 +117,7 @@ static void deal(kt_list *l) {
         at = each * workers < left ? at + each * workers : all;
     }
     l->rounds[l->num_rounds] = (kt_round){all, 0};
-    for (size_t g = 0; g < l->teams->of[l->shard].num_groups; g++)
-        l->queues[g].next = l->teams->groups[l->teams->of[l->shard].first_group + g].size; /* after each worker's own first run */
+    for (size_t g = 0; g < l->teams->of[l->shard].num_groups; g++) l->queues[g].next = 0;
 }
 
 /* Whether most of a team would only watch the last pairs. */

@@ -43,7 +43,8 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
     const size_t d_bytes = slots * j->hidden_panels * j->num_shards * sizeof(kt_panel_row);
     kt_carver c = {base, 0};
     size_t ranges;
-    kt_schedule_plan(&j->schedule, tokens, j->batch.top_k, num_experts, d_bytes <= kt_moe_tuning.scratch_bytes / D_PART, &ranges);
+    kt_schedule_plan(&j->schedule, tokens, j->batch.top_k, num_experts, d_bytes <= kt_moe_tuning.scratch_bytes / D_PART,
+                     &ranges);
     const size_t pieces = slots < num_experts * ranges ? slots : num_experts * ranges;
     j->route.num_ranges = ranges;
     kt_route_carve(&j->route, &c, num_experts, tokens, j->batch.top_k, ranges);

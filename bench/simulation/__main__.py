@@ -1,0 +1,34 @@
+"""`python -m bench.simulation`: measure costs, check the simulation against measured calls, simulate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.simulation import costs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    return options.run(options)
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="python -m bench.simulation", description="A layer call simulated on larger machines.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    measure = commands.add_parser("measure", help="measure this machine's costs")
+    measure.add_argument("--out", type=Path, required=True, metavar="FILE")
+    measure.set_defaults(run=_measure)
+    return parser
+
+
+def _measure(options) -> int:
+    from bench.simulation import measure
+
+    costs.write(measure.measured(), options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
