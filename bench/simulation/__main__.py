@@ -20,6 +20,9 @@ def _parser():
     measure = commands.add_parser("measure", help="measure this machine's costs")
     measure.add_argument("--out", type=Path, required=True, metavar="FILE")
     measure.set_defaults(run=_measure)
+    check = commands.add_parser("check")
+    check.add_argument("--rounds", type=int, default=5)
+    check.set_defaults(run=_check)
     return parser
 
 
@@ -27,6 +30,16 @@ def _measure(options) -> int:
     from bench.simulation import measure
 
     costs.write(measure.measured(), options.out)
+    return 0
+
+
+def _check(options) -> int:
+    from bench.simulation import check
+
+    agreed, found = check.check(options.rounds)
+    print(found)
+    for a in agreed:
+        print(a.threads, a.tokens, a.experts, f"{a.measured*1e3:.3f} {a.simulated*1e3:.3f} {a.ratio:.3f}")
     return 0
 
 

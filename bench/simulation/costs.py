@@ -47,10 +47,10 @@ class Kernel:
     backend: str
     isa: str
     activations: str
-    peak_gflop_s: float
-    rows: list[int]
-    memory_ns: list[float]
-    cache_ns: list[float]
+    peak_gflop_s: float = 0.0
+    rows: list[int] = field(default_factory=list)
+    memory_ns: list[float] = field(default_factory=list)
+    cache_ns: list[float] = field(default_factory=list)
 
     def seconds(self, rows: int, nbytes: int) -> float:
         """Of one thread alone, for a strip of so many rows and panels of so many bytes from memory."""

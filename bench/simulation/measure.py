@@ -1,4 +1,4 @@
-"""Measures a machine's costs (costs.py): one thread with a kernel, the memory by all numbers of threads, and what a call costs beside."""
+"""Measures a machine's costs (costs.py): one thread with a kernel, memory by several numbers of threads, and what a call costs beside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -16,135 +16,145 @@ import ktmoe
 from bench import cases, footprints, kernels, machine
 from bench.models import Model, models
 from bench.results_file import short_name
-from bench.simulation import call, costs
+from bench.simulation import call
 from bench.simulation.assumptions import Machine
+from bench.simulation.costs import Costs, Kernel
 from bench.test_kernels import one_expert_each
 from ktmoe import measure
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
+from ktmoe.machine import threads as pool
 
 #: Models whose kernels are measured: of MXFP4 and of bfloat16 weights.
 MODELS = ("V4-Flash", "Qwen3-30B-A3B")
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128, 192)
-ROUNDS = 5
+ROUNDS = 7
 #: Experts of a call from memory, so that what it costs beside its items is little.
 _EXPERTS = 4
 _READ_SECONDS = 0.03
 _HANDOFFS = 200
+#: Calls from a cache are short beside an interruption: the best of so many counts.
+_BEST_OF = 5
 _TINY = 64
 _SHARE_OF_L2 = 0.6
 
+Found = dict[tuple, list[float]]
+
 
 class Session:
-    """A model's layers: from memory, from a core's cache, and with next to no weights."""
+    """A model's layers: from memory, from a core's cache, and with next to no weights. experts: of those from memory."""
 
-    def __init__(self, model: Model, stack: ExitStack):
+    def __init__(self, model: Model, stack: ExitStack, experts: int | None = None):
+        self.model = model
         self.way = next(cases.auto_ways(model.make(1)))
-        count = max(2 * _EXPERTS, footprints.wanted_bytes() // model.expert_bytes + 1)
-        small = replace(model, hidden=1024, intermediate=64)
-        panels = max(1, int(_SHARE_OF_L2 * machine.l2_bytes() / small.expert_bytes))
-        self.small = replace(small, intermediate=64 * panels)
-        tiny = replace(model, hidden=_TINY, intermediate=_TINY)
-        self.model, self.table = model, stack.enter_context(self.way.table(model.make(1)))
+        experts = experts or max(2 * _EXPERTS, footprints.wanted_bytes() // model.expert_bytes + 1)
+        column = replace(model, hidden=1024, intermediate=64)
+        self.small = replace(column, intermediate=64 * max(1, int(_SHARE_OF_L2 * machine.l2_bytes() / column.expert_bytes)))
+        table = stack.enter_context(self.way.table(model.make(1)))
         self.memory, self.cache, self.tiny = (
-            stack.enter_context(MoELayer(kernels.copies(shape, of), self.way.backend, self.way.activations))
-            for shape, of in ((model, count), (self.small, 1), (tiny, count))
+            stack.enter_context(MoELayer(kernels.copies(shape, count), self.way.backend, self.way.activations))
+            for shape, count in ((model, experts), (self.small, 1), (replace(model, hidden=_TINY, intermediate=_TINY), experts))
         )
-        self.limits = measure.settled(self.memory, self.table)
-        self._experts = itertools.cycle(range(0, count - _EXPERTS + 1, _EXPERTS))
+        self.limits = measure.settled(self.memory, table)
+        self._first = itertools.cycle(range(0, experts - _EXPERTS + 1, _EXPERTS))
 
-    def batch(self, layer: MoELayer, rows: int, experts: int) -> measure.Batch:
-        """So many rows of each of so many experts, which were not used for long."""
-        first = next(self._experts) if experts > 1 else 0
-        batch = next(one_expert_each(layer, rows))
-        ids = np.tile(np.arange(first, first + experts), (rows, 1))
-        return replace(batch, ids=ids, weights=np.full(ids.shape, 1 / experts, np.float32))
+    def round(self) -> Iterator[tuple[tuple, float]]:
+        """(what, seconds or a rate) of one thread."""
+        name = self.model.weights
+        yield ("peak", name), self.limits.peak(_READ_SECONDS)
+        for rows in ROWS:
+            experts = range(first := next(self._first), first + _EXPERTS)
+            yield ("memory", name, rows), _seconds(self.memory, rows, experts)
+            # Right after a large call, as a layer's call comes after another layer's.
+            yield ("beside memory", name, rows), _seconds(self.tiny, rows, experts)
+            for what, layer in (("cache", self.cache), ("beside cache", self.tiny)):
+                yield (what, name, rows), min(_seconds(layer, rows, range(1)) for _ in range(_BEST_OF))
+
+    def kernel(self, found: Found) -> Kernel:
+        name, way = self.model.weights, self.way
+        ns: dict[str, list[float]] = {}
+        for what, nbytes in (("memory", _EXPERTS * self.model.expert_bytes), ("cache", self.small.expert_bytes)):
+            pairs = [(found[what, name, rows], found[f"beside {what}", name, rows]) for rows in ROWS]
+            ns[what] = [1e9 * (statistics.median(all_) - statistics.median(beside)) / nbytes for all_, beside in pairs]
+        peak = statistics.median(found["peak", name]) / 1e9
+        return Kernel(name, way.backend, way.isa, way.activations, peak, list(ROWS), ns["memory"], ns["cache"])
 
 
-def seconds_of(layer: MoELayer, batch: measure.Batch) -> float:
+def _seconds(layer: MoELayer, rows: int, experts: range) -> float:
+    """Of a call with so many rows of each of these experts."""
+    batch = next(one_expert_each(layer, rows))
+    ids = np.tile(np.array(experts), (rows, 1))
+    weights = np.full(ids.shape, 1 / len(experts), np.float32)
     start = time.perf_counter()
-    layer.forward(batch.x, batch.ids, batch.weights)
+    layer.forward(batch.x, ids, weights)
     return time.perf_counter() - start
 
 
-def measured(rounds: int = ROUNDS) -> costs.Costs:
-    """Of this machine, with as many threads as ktmoe takes at most for the memory, and with one for all else."""
+def take_threads(number: int) -> None:
+    """From now on, whatever uses the pool."""
+    ktmoe.set_num_threads(number)
+    pool.configure()
+
+
+@contextmanager
+def all_threads() -> Iterator[int]:
+    """How many there are, which are taken again at the end."""
     most = ktmoe.get_num_threads()
     try:
-        with ExitStack() as stack:
-            sessions = [Session(models()[name], stack) for name in MODELS]
-            return _costs(sessions, most, rounds)
+        yield most
     finally:
-        ktmoe.set_num_threads(most)
+        take_threads(most)
 
 
-def _costs(sessions: list[Session], most: int, rounds: int) -> costs.Costs:
-    found: dict[tuple, list[float]] = {}
-    for _ in range(rounds):
-        for key, value in _round(sessions, most):
-            found.setdefault(key, []).append(value)
-    medians = {key: statistics.median(values) for key, values in found.items()}
-    ids = np.concatenate([next(measure.random_batches(1024, s.model.top_k, s.model.experts, _TINY)).ids for s in sessions[:1]])
-    return costs.Costs(
-        machine=f"{short_name(machine.cpu_fields()['name'])} {machine.cpu_fields()['family']}-{machine.cpu_fields()['model']}",
-        date=datetime.date.today(),
-        commit=machine.commit(),
-        threads=most,
-        read_gb_s={f"{threads}": medians["read", threads] / 1e9 for threads in _numbers(most)},
-        before_us=medians["before",] * 1e6,
-        route_ns=_route_ns(sessions[0], ids),
-        handoff_us=medians["handoff",] * 1e6 if most > 1 else 0.0,
-        kernel=[_kernel(session, medians) for session in sessions],
-    )
-
-
-def _numbers(most: int) -> list[int]:
+def numbers_of_threads(most: int) -> list[int]:
     """1, 2, 4, ... and the most."""
     return sorted({*(1 << n for n in range(most.bit_length())), most})
 
 
-def _round(sessions: list[Session], most: int) -> Iterator[tuple[tuple, float]]:
-    """(what, seconds or a rate)."""
-    for threads in _numbers(most):
-        ktmoe.set_num_threads(threads)
-        yield ("read", threads), sessions[0].limits.read(_READ_SECONDS)
-    if most > 1:
-        yield ("handoff",), core.pool_handoff(_HANDOFFS)
-    ktmoe.set_num_threads(1)
-    for session in sessions:
-        name = session.model.weights
-        yield ("peak", name), session.limits.peak(_READ_SECONDS)
-        for rows in ROWS:
-            yield ("memory", name, rows), seconds_of(session.memory, session.batch(session.memory, rows, _EXPERTS))
-            tiny = session.batch(session.tiny, rows, _EXPERTS)
-            yield ("tiny", name, rows), seconds_of(session.tiny, tiny)
-            if session is sessions[0] and rows == 1:
-                yield ("before",), seconds_of(session.tiny, tiny)
-            yield from _cached(session, name, rows)
+def machine_round(session: Session, most: int) -> Iterator[tuple[tuple, float]]:
+    """What all threads together can do. One thread is taken afterwards."""
+    for number in reversed(numbers_of_threads(most)):
+        take_threads(number)
+        if number == most > 1:
+            yield ("handoff",), core.pool_handoff(_HANDOFFS)
+        yield ("read", number), session.limits.read(_READ_SECONDS)
 
 
-def _cached(session: Session, name: str, rows: int) -> Iterator[tuple[tuple, float]]:
-    """From L2, and beside it: the best of some calls, since an interruption is long beside such a call."""
-    for what, layer in (("cache", session.cache), ("beside", session.tiny)):
-        batch = session.batch(layer, rows, 1)
-        yield (what, name, rows), min(seconds_of(layer, batch) for _ in range(5))
+def costs_of(sessions: list[Session], found: Found) -> Costs:
+    """Medians of what the rounds found."""
+    fields = machine.cpu_fields()
+    tiny = found["beside memory", sessions[0].model.weights, 1]
+    read = {what[1]: statistics.median(rates) / 1e9 for what, rates in found.items() if what[0] == "read"}
+    return Costs(
+        machine=f"{short_name(fields['name'])} {fields['family']}-{fields['model']}",
+        date=datetime.date.today(),
+        commit=machine.commit(),
+        threads=fields["threads"],
+        read_gb_s={f"{number}": rate for number, rate in sorted(read.items())},
+        before_us=statistics.median(tiny) * 1e6,
+        route_ns=_route_ns(sessions[0]),
+        handoff_us=statistics.median(found.get(("handoff",), [0.0])) * 1e6,
+        kernel=[session.kernel(found) for session in sessions],
+    )
 
 
-def _kernel(session: Session, medians: dict[tuple, float]) -> costs.Kernel:
-    name, way = session.model.weights, session.way
-    memory = [
-        1e9 * (medians["memory", name, rows] - medians["tiny", name, rows]) / (_EXPERTS * session.model.expert_bytes)
-        for rows in ROWS
-    ]
-    cache = [1e9 * (medians["cache", name, rows] - medians["beside", name, rows]) / session.small.expert_bytes for rows in ROWS]
-    peak = medians["peak", name] / 1e9
-    return costs.Kernel(name, way.backend, way.isa, way.activations, peak, list(ROWS), memory, cache)
+def measured(rounds: int = ROUNDS) -> Costs:
+    """Of this machine."""
+    found: Found = {}
+    with all_threads() as most, ExitStack() as stack:
+        sessions = [Session(models()[name], stack) for name in MODELS]
+        for _ in range(rounds):
+            parts = [machine_round(sessions[0], most), *(session.round() for session in sessions)]
+            for what, value in itertools.chain.from_iterable(parts):
+                found.setdefault(what, []).append(value)
+        return costs_of(sessions, found)
 
 
-def _route_ns(session: Session, ids: np.ndarray) -> float:
-    """Of a slot, in the lists of a machine with many threads."""
-    kernel = costs.Kernel(session.model.weights, session.way.backend, session.way.isa, session.way.activations, 1, [], [], [])
-    schedule = call.schedule_of(session.model, ids, Machine(1, 128, 1.0), kernel)
+def _route_ns(session: Session) -> float:
+    """Nanoseconds of a slot, for routing it and making the lists of a machine with many threads."""
+    model, way = session.model, session.way
+    ids = next(measure.random_batches(1024, model.top_k, model.experts, _TINY)).ids
+    schedule = call.schedule_of(model, ids, Machine(1, 128, 1.0), Kernel(model.weights, way.backend, way.isa, way.activations))
     seconds = []
     for _ in range(10):
         start = time.perf_counter()

@@ -62,14 +62,13 @@ class Shard:
         return nbytes > _PART_OF_L3 * self._groups * self._machine.domain_bytes
 
     def phases(self, worker: int) -> Steps:
-        """All that a worker of the team does. Its first run of a phase is its own, without a counter."""
+        """All that a worker of the team does."""
         near, far = self._machine.near, self._machine.far
         for phase, computed in enumerate((self._a, self._y if self._schedule.by_panel else self._d)):
-            run = self._schedule.take(worker, self._number, phase)
-            while run:
+            yield Work(near, item=False)
+            while run := self._schedule.take(worker, self._number, phase):
                 yield from computed(*run)
                 yield Work(near, item=False)
-                run = self._schedule.take(worker, self._number, phase)
             yield Work((self._groups - 1) * far, item=False)  # it has looked whether the other groups have some
 
     def _a(self, first: int, end: int) -> Steps:
