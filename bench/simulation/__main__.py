@@ -21,7 +21,7 @@ def _parser():
     measure.add_argument("--out", type=Path, required=True, metavar="FILE")
     measure.set_defaults(run=_measure)
     check = commands.add_parser("check")
-    check.add_argument("--rounds", type=int, default=5)
+    check.add_argument("--rounds", type=int, default=12)
     check.set_defaults(run=_check)
     return parser
 

@@ -52,7 +52,8 @@ def simulate(model: Model, ids: np.ndarray, machine: Machine, costs: Costs, *, s
     kernel = costs.of(weights_of(model))
     schedule, teams = schedule_of(model, ids, machine, kernel), machine.teams
     speeds = 1 + machine.jitter * np.random.default_rng(seed).standard_normal(machine.threads)
-    before, chunks = costs.before_us * 1e-6, []
+    nbytes = len(np.unique(ids)) * model.expert_bytes
+    before, chunks = costs.before_seconds(nbytes / machine.threads), []
     for first in range(0, len(ids), schedule.chunk):
         if first:
             schedule.fill(first)
@@ -68,7 +69,7 @@ def simulate(model: Model, ids: np.ndarray, machine: Machine, costs: Costs, *, s
         dealing=dealing,
         gates=gates,
         end=end,
-        nbytes=len(np.unique(ids)) * model.expert_bytes,
+        nbytes=nbytes,
         read=sum(float(chunk.nbytes.sum()) for chunk in chunks),
         flops=ids.size * model.slot_flops,
         bandwidth=min(machine.bandwidth, machine.threads * costs.core_read),

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
+
 from bench import footprints, machine
 from bench.models import models
 from bench.simulation import call
@@ -22,11 +24,11 @@ from ktmoe import measure
 from ktmoe.machine import numa
 
 MODEL = "V4-Flash"
-#: (tokens, experts that they are among): 512 among 32 are 96 rows an expert, as 4096 among 256 are.
-POINTS = ((1, 256), (16, 256), (256, 256), (512, 32))
-#: A short call is repeated so often in a round, and its median counts.
-_REPEATS = {1: 9, 16: 3}
-ROUNDS = 5
+#: (tokens, experts that they are among): 256 among 16 are 96 rows an expert, as 4096 among 256 are.
+POINTS = ((1, 256), (16, 256), (256, 256), (256, 16))
+#: Short calls are repeated so often in a round.
+_REPEATS = {1: 5}
+ROUNDS = 12
 
 
 @dataclass(frozen=True)
@@ -45,51 +47,58 @@ class Agreement:
 
 
 def check(rounds: int = ROUNDS) -> tuple[list[Agreement], Costs]:
+    """Raises ValueError where there is too little memory."""
     model = models()[MODEL]
+    most_experts = max(experts for _, experts in POINTS)
+    if machine.usable_bytes(footprints.MEMORY_SHARE) < most_experts * model.expert_bytes:
+        raise ValueError(f"{MODEL}'s {most_experts} experts take {most_experts * model.expert_bytes / 1e9:.1f} GB; there is less memory")
     found: Found = {}
     with all_threads() as most, ExitStack() as stack:
-        count = max(experts for _, experts in POINTS)
-        if machine.usable_bytes(footprints.MEMORY_SHARE) < count * model.expert_bytes:
-            raise ValueError(f"{MODEL}'s {count} experts take {count * model.expert_bytes / 1e9:.1f} GB, there is less memory")
-        session = Session(model, stack, count)
-        batches = {(tokens, among): _batches(session, tokens, among) for tokens, among in POINTS}
+        session = Session(model, stack, most_experts)
+        calls = Calls(session, most)
         for _ in range(rounds):
-            parts = machine_round(session, most), session.round(), _calls(session, batches, most)
-            for what, value in itertools.chain(*parts):
+            for what, value in itertools.chain(machine_round(session, most), session.round(), calls.round()):
                 found.setdefault(what, []).append(value)
         costs = costs_of([session], found)
-    agreed = [
-        Agreement(threads, *point, statistics.median(found["call", threads, *point]), _simulated(costs, threads, *point))
-        for point in POINTS
-        for threads in numbers_of_threads(most)
-    ]
-    return agreed, costs
+    return [calls.agreement(costs, *point) for point in calls.seconds], costs
 
 
-def _batches(session: Session, tokens: int, among: int, seed: int = 1) -> Iterator[measure.Batch]:
-    return measure.random_batches(
-        tokens, session.model.top_k, session.memory.num_experts, session.model.hidden, among=among, seed=seed
-    )
+class Calls:
+    """Measured ones. seconds: of each, by (threads, tokens, experts)."""
+
+    def __init__(self, session: Session, most: int):
+        self._session, self._most = session, most
+        shape = session.model.top_k, session.memory.num_experts, session.model.hidden
+        self._batches = {point: measure.random_batches(point[0], *shape, among=point[1], seed=1) for point in POINTS}
+        self.seconds: dict[tuple[int, int, int], list[tuple[np.ndarray, float]]] = {}
+
+    def round(self) -> Iterator[tuple[tuple, float]]:
+        """Yields nothing: what it measures is compared batch by batch."""
+        for (tokens, among), threads in itertools.product(POINTS, numbers_of_threads(self._most)):
+            take_threads(threads)
+            batches = itertools.islice(self._batches[tokens, among], _REPEATS.get(tokens, 1) + 1)
+            self._call(next(batches))  # the first one with these threads
+            for batch in batches:
+                self.seconds.setdefault((threads, tokens, among), []).append((batch.ids, self._call(batch)))
+        take_threads(1)
+        yield from ()
+
+    def _call(self, batch: measure.Batch) -> float:
+        start = time.perf_counter()
+        self._session.memory.forward(batch.x, batch.ids, batch.weights)
+        return time.perf_counter() - start
+
+    def agreement(self, costs: Costs, threads: int, tokens: int, among: int) -> Agreement:
+        """Medians over the same batches."""
+        pairs = self.seconds[threads, tokens, among]
+        simulated = [call.simulate(self._session.model, ids, here(costs, threads), costs).seconds for ids, _ in pairs]
+        return Agreement(threads, tokens, among, statistics.median(s for _, s in pairs), statistics.median(simulated))
 
 
-def _calls(session: Session, batches: dict, most: int) -> Iterator[tuple[tuple, float]]:
-    for (tokens, among), threads in itertools.product(POINTS, numbers_of_threads(most)):
-        take_threads(threads)
-        seconds = []
-        for batch in itertools.islice(batches[tokens, among], _REPEATS.get(tokens, 1) + 1):
-            start = time.perf_counter()
-            session.memory.forward(batch.x, batch.ids, batch.weights)
-            seconds.append(time.perf_counter() - start)
-        yield ("call", threads, tokens, among), statistics.median(seconds[1:])
-    take_threads(1)
-
-
-def _simulated(costs: Costs, threads: int, tokens: int, among: int) -> float:
-    """On this machine, whose cores share an L3. The median of some batches."""
-    model = models()[MODEL]
-    cores = len(numa.usable_cpus())
-    near = costs.handoff_us * 1e-6
-    here = Machine(
+def here(costs: Costs, threads: int) -> Machine:
+    """This machine, whose cores are taken to share one L3."""
+    cores, near = len(numa.usable_cpus()), costs.handoff_us * 1e-6
+    return Machine(
         nodes=1,
         threads=threads,
         bandwidth=costs.read_gb_s[f"{threads}"] * 1e9,
@@ -99,5 +108,3 @@ def _simulated(costs: Costs, threads: int, tokens: int, among: int) -> float:
         near=near,
         far=near,
     )
-    batches = measure.random_batches(tokens, model.top_k, model.experts, 64, among=among, seed=2)
-    return statistics.median(call.simulate(model, batch.ids, here, costs).seconds for batch in itertools.islice(batches, 5))

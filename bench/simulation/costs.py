@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from bench import results_file
 from ktmoe._native import core
@@ -17,7 +18,7 @@ SCHEMA = {
     "commit": str,
     "threads": int,
     "read_gb_s": {str: float},
-    "before_us": float,
+    "before": [{"read_mb": float, "us": float}],
     "route_ns": float,
     "handoff_us": float,
     "kernel": [
@@ -53,21 +54,17 @@ class Kernel:
     cache_ns: list[float] = field(default_factory=list)
 
     def seconds(self, rows: int, nbytes: int) -> float:
-        """Of one thread alone, for a strip of so many rows and panels of so many bytes from memory."""
-        return 1e-9 * nbytes * sum(self._at(self.memory_ns, call) for call in core.call_rows(rows))
-
-    def _at(self, ns: list[float], rows: int) -> float:
-        """Between the measured numbers of rows in proportion."""
-        above = min(max(1, bisect_right(self.rows, rows)), len(self.rows) - 1)
-        low, high = self.rows[above - 1], self.rows[above]
-        return ns[above - 1] + (ns[above] - ns[above - 1]) * (rows - low) / (high - low)
+        """Of one thread alone, for a strip of so many rows and panels of so many bytes from memory; between the measured numbers of rows
+        in proportion."""
+        return 1e-9 * nbytes * float(np.interp(core.call_rows(rows), self.rows, self.memory_ns).sum())
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A machine's. read_gb_s: by the number of threads, of all of them together. before_us: of a call before the workers are
-    woken and after they ended, beside the routing of its slots: Python, checks. route_ns: of routing a slot and making lists.
-    handoff_us: one thread sees what another one wrote, which shares its L3.
+    """A machine's. read_gb_s: by the number of threads, of all of them together. before: what a call costs beside its items and
+    slots (Python, checks, memory), by how much the caller's core has read since the last call: that took Python's own memory out
+    of the caches. route_ns: of routing a slot and making lists. handoff_us: one thread sees what another one wrote, which shares
+    its L3.
     """
 
     machine: str
@@ -75,7 +72,7 @@ class Costs:
     commit: str
     threads: int
     read_gb_s: dict[str, float]
-    before_us: float
+    before: list[dict[str, float]]
     route_ns: float
     handoff_us: float
     kernel: list[Kernel] = field(default_factory=list)
@@ -87,6 +84,11 @@ class Costs:
                 return kernel
         known = ", ".join(kernel.weights for kernel in self.kernel)
         raise ValueError(f"{self.machine}: no costs of {weights} were measured; known are {known}")
+
+    def before_seconds(self, nbytes: float) -> float:
+        """nbytes: that the caller reads in a call. Between the measured ones in proportion."""
+        points = [(point["read_mb"] * 1e6, point["us"] * 1e-6) for point in self.before]
+        return float(np.interp(nbytes, *zip(*points, strict=True)))
 
     @property
     def core_read(self) -> float:

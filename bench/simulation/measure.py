@@ -28,13 +28,15 @@ from ktmoe.machine import threads as pool
 #: Models whose kernels are measured: of MXFP4 and of bfloat16 weights.
 MODELS = ("V4-Flash", "Qwen3-30B-A3B")
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128, 192)
-ROUNDS = 7
-#: Experts of a call from memory, so that what it costs beside its items is little.
-_EXPERTS = 4
+ROUNDS = 20
+#: A call from memory has so many experts; fewer of many rows, since those take long.
+_EXPERTS, _CALL_ROWS = 8, 128
+#: Experts that are as large as a core's L2, nearly, which the core has read since the last call when one begins.
+_SWEPT = (1, 4, 16, 128)
 _READ_SECONDS = 0.03
 _HANDOFFS = 200
 #: Calls from a cache are short beside an interruption: the best of so many counts.
-_BEST_OF = 5
+_BEST_OF = 3
 _TINY = 64
 _SHARE_OF_L2 = 0.6
 
@@ -47,47 +49,61 @@ class Session:
     def __init__(self, model: Model, stack: ExitStack, experts: int | None = None):
         self.model = model
         self.way = next(cases.auto_ways(model.make(1)))
-        experts = experts or max(2 * _EXPERTS, footprints.wanted_bytes() // model.expert_bytes + 1)
+        self.experts = experts or max(2 * _EXPERTS, footprints.wanted_bytes() // model.expert_bytes + 1)
         column = replace(model, hidden=1024, intermediate=64)
         self.small = replace(column, intermediate=64 * max(1, int(_SHARE_OF_L2 * machine.l2_bytes() / column.expert_bytes)))
+        tiny = replace(model, hidden=_TINY, intermediate=_TINY)
         table = stack.enter_context(self.way.table(model.make(1)))
-        self.memory, self.cache, self.tiny = (
-            stack.enter_context(MoELayer(kernels.copies(shape, count), self.way.backend, self.way.activations))
-            for shape, count in ((model, experts), (self.small, 1), (replace(model, hidden=_TINY, intermediate=_TINY), experts))
+        shapes = (model, self.experts), (self.small, max(_SWEPT)), (tiny, model.experts)
+        self.memory, self.cached, self.tiny = (
+            stack.enter_context(MoELayer(kernels.copies(*shape), self.way.backend, self.way.activations)) for shape in shapes
         )
         self.limits = measure.settled(self.memory, table)
-        self._first = itertools.cycle(range(0, experts - _EXPERTS + 1, _EXPERTS))
+        self._next = 0
+        self._inputs: dict[tuple[int, int], measure.Batch] = {}
 
     def round(self) -> Iterator[tuple[tuple, float]]:
         """(what, seconds or a rate) of one thread."""
         name = self.model.weights
         yield ("peak", name), self.limits.peak(_READ_SECONDS)
         for rows in ROWS:
-            experts = range(first := next(self._first), first + _EXPERTS)
-            yield ("memory", name, rows), _seconds(self.memory, rows, experts)
-            # Right after a large call, as a layer's call comes after another layer's.
-            yield ("beside memory", name, rows), _seconds(self.tiny, rows, experts)
-            for what, layer in (("cache", self.cache), ("beside cache", self.tiny)):
-                yield (what, name, rows), min(_seconds(layer, rows, range(1)) for _ in range(_BEST_OF))
+            for what, layer, experts in self._layers(rows):
+                best_of = 1 if what.endswith("memory") else _BEST_OF
+                yield (what, name, rows), min(self._seconds(layer, rows, experts) for _ in range(best_of))
+        for experts in _SWEPT:
+            self._seconds(self.cached, 1, experts)
+            yield ("before", experts), self._seconds(self.tiny, 1, self.model.top_k)
+
+    def _layers(self, rows: int) -> list[tuple[str, MoELayer, int]]:
+        """(what, a layer, experts of a call)."""
+        many = max(1, min(_EXPERTS, _CALL_ROWS // rows))
+        return [("memory", self.memory, many), ("beside memory", self.tiny, many), ("cache", self.cached, 1), ("beside cache", self.tiny, 1)]
+
+    def _seconds(self, layer: MoELayer, rows: int, experts: int) -> float:
+        """Of a call with so many rows of each of so many experts; other ones each time, but for one alone."""
+        tokens = max(rows, _EXPERTS) if experts == _EXPERTS else rows  # from a few tokens on, the driver copies rows of x
+        if (tokens, layer.hidden) not in self._inputs:
+            self._inputs[tokens, layer.hidden] = next(one_expert_each(layer, tokens))
+        ids = (np.arange(tokens)[:, None] + np.arange(experts * rows // tokens)) % experts
+        if experts > 1:
+            self._next += experts
+            ids = (self._next + ids) % layer.num_experts
+        weights = np.full(ids.shape, 1 / experts, np.float32)
+        start = time.perf_counter()
+        layer.forward(self._inputs[tokens, layer.hidden].x, ids, weights)
+        return time.perf_counter() - start
 
     def kernel(self, found: Found) -> Kernel:
         name, way = self.model.weights, self.way
-        ns: dict[str, list[float]] = {}
-        for what, nbytes in (("memory", _EXPERTS * self.model.expert_bytes), ("cache", self.small.expert_bytes)):
-            pairs = [(found[what, name, rows], found[f"beside {what}", name, rows]) for rows in ROWS]
-            ns[what] = [1e9 * (statistics.median(all_) - statistics.median(beside)) / nbytes for all_, beside in pairs]
+        ns: dict[str, list[float]] = {"memory": [], "cache": []}
+        for rows in ROWS:
+            layers = self._layers(rows)
+            for (what, layer, experts), (beside, _, _) in zip(layers[::2], layers[1::2], strict=True):
+                nbytes = experts * (self.model if layer is self.memory else self.small).expert_bytes
+                seconds = statistics.median(found[what, name, rows]) - statistics.median(found[beside, name, rows])
+                ns[what].append(1e9 * seconds / nbytes)
         peak = statistics.median(found["peak", name]) / 1e9
         return Kernel(name, way.backend, way.isa, way.activations, peak, list(ROWS), ns["memory"], ns["cache"])
-
-
-def _seconds(layer: MoELayer, rows: int, experts: range) -> float:
-    """Of a call with so many rows of each of these experts."""
-    batch = next(one_expert_each(layer, rows))
-    ids = np.tile(np.array(experts), (rows, 1))
-    weights = np.full(ids.shape, 1 / len(experts), np.float32)
-    start = time.perf_counter()
-    layer.forward(batch.x, ids, weights)
-    return time.perf_counter() - start
 
 
 def take_threads(number: int) -> None:
@@ -123,7 +139,6 @@ def machine_round(session: Session, most: int) -> Iterator[tuple[tuple, float]]:
 def costs_of(sessions: list[Session], found: Found) -> Costs:
     """Medians of what the rounds found."""
     fields = machine.cpu_fields()
-    tiny = found["beside memory", sessions[0].model.weights, 1]
     read = {what[1]: statistics.median(rates) / 1e9 for what, rates in found.items() if what[0] == "read"}
     return Costs(
         machine=f"{short_name(fields['name'])} {fields['family']}-{fields['model']}",
@@ -131,7 +146,10 @@ def costs_of(sessions: list[Session], found: Found) -> Costs:
         commit=machine.commit(),
         threads=fields["threads"],
         read_gb_s={f"{number}": rate for number, rate in sorted(read.items())},
-        before_us=statistics.median(tiny) * 1e6,
+        before=[
+            {"read_mb": experts * sessions[0].small.expert_bytes / 1e6, "us": statistics.median(found["before", experts]) * 1e6}
+            for experts in _SWEPT
+        ],
         route_ns=_route_ns(sessions[0]),
         handoff_us=statistics.median(found.get(("handoff",), [0.0])) * 1e6,
         kernel=[session.kernel(found) for session in sessions],

@@ -1,0 +1,93 @@
+"""The points that are simulated, and the file that they are written to."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from bench import results_file
+from bench.models import Model, models
+from bench.simulation import call
+from bench.simulation.assumptions import Machine
+from bench.simulation.costs import Costs
+from ktmoe import measure
+from ktmoe.machine import numa
+
+FOLDER = Path(__file__).with_name("results")
+MODELS = ("V4-Flash", "gpt-oss-120b", "Qwen3-30B-A3B")
+TOKENS = (1, 16, 256, 4096)
+NODES = (1, 2, 8)
+THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128)
+#: Bytes per second of all nodes together.
+BANDWIDTH = 600e9
+SCHEMA = {
+    "date": results_file.datetime.date,
+    "commit": str,
+    "costs": str,
+    "bandwidth_gb_s": float,
+    "jitter": float,
+    "point": [
+        {
+            "model": str,
+            "tokens": int,
+            "nodes": int,
+            "threads": int,
+            "ms": float,
+            "efficiency": float,
+            "dispatch": float,
+            "idle": float,
+            "before": float,
+            "dealing": float,
+            "gates": float,
+            "end": float,
+            "read": float,
+        }
+    ],
+}
+
+
+def points(model: str, tokens: int, costs: Costs, bandwidth: float, jitter: float) -> list[dict]:
+    """A model's, with one batch for all machines. dispatch: efficiency without what comes before it. read: of what must be read."""
+    shape = models()[model]
+    ids = ids_of(shape, tokens)
+    found = []
+    for nodes, threads in itertools.product(NODES, THREADS):
+        s = call.simulate(shape, ids, Machine(nodes, threads, bandwidth, jitter=jitter), costs)
+        shares = {name: getattr(s, name) for name in ("efficiency", "idle", "before", "dealing", "gates", "end")}
+        shares["dispatch"] = s.efficiency / (1 - s.before)
+        about = {"model": model, "tokens": tokens, "nodes": nodes, "threads": threads, "ms": 1e3 * s.seconds}
+        found.append({**about, **shares, "read": s.read / s.nbytes})
+    return found
+
+
+def ids_of(model: Model, tokens: int) -> np.ndarray:
+    """Random routing; the same each time."""
+    return next(measure.random_batches(tokens, model.top_k, model.experts, 64)).ids
+
+
+def simulated(
+    costs: Costs, bandwidth: float = BANDWIDTH, jitter: float = 0.0, progress: Callable[[str], object] = lambda text: None
+) -> Iterator[dict]:
+    """All points, by as many processes as there are CPUs."""
+    pairs = [*itertools.product(MODELS, TOKENS)]
+    with ProcessPoolExecutor(len(numa.usable_cpus())) as pool:
+        found = [pool.submit(points, *pair, costs, bandwidth, jitter) for pair in reversed(pairs)]
+        for (model, tokens), future in zip(pairs, reversed(found), strict=True):
+            progress(f"{model}, {tokens} tokens")
+            yield from future.result()
+
+
+def read(path: Path) -> dict:
+    """Raises results_file.ResultsError, which names file and field."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise results_file.ResultsError(f"{path}: {error}") from None
+    results_file.check(data, str(path), SCHEMA)
+    return data
