@@ -1,46 +1,106 @@
-"""`python -m bench.simulation`: measure costs, check the simulation against measured calls, simulate."""
+"""`python -m bench.simulation`: simulate calls on larger machines; measure a machine's costs; check the simulation there."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import re
 import sys
 from pathlib import Path
 
-from bench.simulation import costs
+from bench import machine
+from bench.peers.__main__ import progress_line
+from bench.simulation import costs, files, grid
+
+#: A page is made of these costs, unless others are given.
+COSTS = costs.FOLDER / "amd-epyc-25-17.toml"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    return options.run(options)
+    """The exit status: 0, or 1 if the simulation disagrees with measured calls or something is missing."""
+    options = _parser().parse_args(arguments or sys.argv[1:] or ["run"])
+    try:
+        return options.run(options)
+    except (OSError, ValueError) as error:
+        print(f"simulation: {error}", file=sys.stderr)
+        return 1
 
 
-def _parser():
-    parser = argparse.ArgumentParser(prog="python -m bench.simulation", description="A layer call simulated on larger machines.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.simulation", description="Layer calls, simulated on larger machines."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    run = commands.add_parser("run", help="simulate, and renew results, picture and docs/simulation.md; without a command, too")
+    run.add_argument("--costs", metavar="FILE", type=Path, default=COSTS, help="that measure wrote (%(default)s)")
+    gb_s = grid.BANDWIDTH / 1e9
+    run.add_argument("--bandwidth", metavar="GB/S", type=float, default=gb_s, help="of all nodes together (%(default)s)")
+    run.add_argument(
+        "--jitter", metavar="SHARE", type=float, default=0.0, help="by which workers' speeds deviate (%(default)s)"
+    )
+    run.add_argument("--out", metavar="FILE", type=Path, help="write the points there, and renew nothing")
+    run.set_defaults(run=_run)
     measure = commands.add_parser("measure", help="measure this machine's costs")
-    measure.add_argument("--out", type=Path, required=True, metavar="FILE")
+    measure.add_argument("--out", metavar="FILE", type=Path, help="(in bench/simulation/costs, by the CPU's name)")
     measure.set_defaults(run=_measure)
-    check = commands.add_parser("check")
-    check.add_argument("--rounds", type=int, default=12)
+    check = commands.add_parser("check", help="compare with calls measured here, on 1, 2, 4 ... threads")
+    check.add_argument("--out", metavar="FILE", type=Path, help="write the comparison there")
     check.set_defaults(run=_check)
+    document = commands.add_parser("document", help="renew docs/simulation.md and its picture from the files")
+    document.set_defaults(run=_document)
     return parser
 
 
-def _measure(options) -> int:
-    from bench.simulation import measure
+def _run(options: argparse.Namespace) -> int:
+    found = costs.read(options.costs)
+    with progress_line() as progress:
+        points = [*grid.simulated(found, options.bandwidth * 1e9, options.jitter, progress)]
+    about = {"machine": found.machine, "bandwidth_gb_s": options.bandwidth, "jitter": options.jitter, "point": points}
+    file = options.out or files.FOLDER / f"{file_name(found.machine)}-simulated.toml"
+    files.write({**_now(), **about}, file, files.SIMULATED)
+    print(f"simulated: {file}")
+    return 0 if options.out else _document(options)
 
-    costs.write(measure.measured(), options.out)
+
+def _measure(options: argparse.Namespace) -> int:
+    from bench.simulation import measure  # pytest and more, which nothing else needs
+
+    found = measure.measured()
+    file = options.out or costs.FOLDER / f"{file_name(found.machine)}.toml"
+    costs.write(found, file)
+    print(f"measured: {file}")
     return 0
 
 
-def _check(options) -> int:
+def _check(options: argparse.Namespace) -> int:
     from bench.simulation import check
 
-    agreed, found = check.check(options.rounds)
-    print(found)
-    for a in agreed:
-        print(a.threads, a.tokens, a.experts, f"{a.measured*1e3:.3f} {a.simulated*1e3:.3f} {a.ratio:.3f}")
+    calls, found = check.check()
+    for c in calls:
+        what = f"{c.threads} threads, {c.tokens} tokens among {c.experts} experts"
+        print(f"{what}: measured {1e3 * c.measured:.3f} ms, simulated {1e3 * c.simulated:.3f} ms, {c.ratio:.2f}")
+    if options.out:
+        about = {"machine": found.machine, "rounds": check.ROUNDS, "call": [c.fields for c in calls]}
+        files.write({**_now(), **about}, options.out, files.CHECKED)
+    return 0 if all(abs(c.ratio - 1) <= check.WITHIN for c in calls) else 1
+
+
+def _document(options: argparse.Namespace) -> int:
+    from bench.simulation import document, plots  # matplotlib is there for this alone
+
+    for data in files.read_all("-simulated", files.SIMULATED)[:1]:
+        print(f"drawn: {plots.draw(data, document.PICTURE)}")
+    document.write()
+    print(f"written: {document.PAGE}")
     return 0
+
+
+def _now() -> dict:
+    return {"date": datetime.date.today(), "commit": machine.commit()}
+
+
+def file_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 if __name__ == "__main__":

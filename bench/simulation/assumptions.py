@@ -30,7 +30,9 @@ class Machine:
 
     def __post_init__(self):
         if self.nodes < 1 or self.cores % (self.nodes * self.domain_cores):
-            raise ValueError(f"nodes: expected equal numbers of L3 domains of {self.domain_cores} cores, found {self.nodes} nodes")
+            raise ValueError(
+                f"nodes: expected equal numbers of L3 domains of {self.domain_cores} cores, found {self.nodes} nodes"
+            )
         if not 1 <= self.threads <= self.cores:
             raise ValueError(f"threads: expected 1 to {self.cores}, one for each core, found {self.threads}")
 

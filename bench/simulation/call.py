@@ -85,7 +85,9 @@ def weights_of(model: Model) -> str:
 def schedule_of(model: Model, ids: np.ndarray, machine: Machine, kernel: Kernel) -> core.Schedule:
     experts = model.make(model.experts)
     columns = numa.split(model.intermediate, experts.shard_unit, machine.nodes)
-    return core.Schedule(core.kernel_table(kernel.isa), experts, Plan(activations=kernel.activations), columns, machine.teams, ids)
+    return core.Schedule(
+        core.kernel_table(kernel.isa), experts, Plan(activations=kernel.activations), columns, machine.teams, ids
+    )
 
 
 def run(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from bench import results_file
+from bench.simulation import files
 from ktmoe._native import core
 
 FOLDER = Path(__file__).with_name("costs")
@@ -98,29 +98,15 @@ class Costs:
 
 def read(path: Path) -> Costs:
     """Raises results_file.ResultsError, which names file and field."""
-    try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise results_file.ResultsError(f"{path}: {error}") from None
-    results_file.check(data, str(path), SCHEMA)
+    data = files.read(path, SCHEMA)
     kernels = [Kernel(**kernel) for kernel in data.pop("kernel")]
     for kernel in kernels:
         if not len(kernel.rows) == len(kernel.memory_ns) == len(kernel.cache_ns) > 1:
-            raise results_file.ResultsError(f"{path}: {kernel.weights}: expected a cost for each of two numbers of rows or more")
+            raise results_file.ResultsError(
+                f"{path}: {kernel.weights}: expected a cost for each of two numbers of rows or more"
+            )
     return Costs(**data, kernel=kernels)
 
 
 def write(costs: Costs, path: Path) -> None:
-    """Numbers with four digits."""
-    import tomli_w  # only whoever measures needs it
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tomli_w.dumps(_rounded(asdict(costs))))
-
-
-def _rounded(value):
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    files.write(asdict(costs), path, SCHEMA)

@@ -1,17 +1,14 @@
-"""The points that are simulated, and the file that they are written to."""
+"""The points that are simulated."""
 
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 
-from bench import results_file
 from bench.models import Model, models
 from bench.simulation import call
 from bench.simulation.assumptions import Machine
@@ -19,37 +16,12 @@ from bench.simulation.costs import Costs
 from ktmoe import measure
 from ktmoe.machine import numa
 
-FOLDER = Path(__file__).with_name("results")
 MODELS = ("V4-Flash", "gpt-oss-120b", "Qwen3-30B-A3B")
 TOKENS = (1, 16, 256, 4096)
 NODES = (1, 2, 8)
 THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 #: Bytes per second of all nodes together.
 BANDWIDTH = 600e9
-SCHEMA = {
-    "date": results_file.datetime.date,
-    "commit": str,
-    "costs": str,
-    "bandwidth_gb_s": float,
-    "jitter": float,
-    "point": [
-        {
-            "model": str,
-            "tokens": int,
-            "nodes": int,
-            "threads": int,
-            "ms": float,
-            "efficiency": float,
-            "dispatch": float,
-            "idle": float,
-            "before": float,
-            "dealing": float,
-            "gates": float,
-            "end": float,
-            "read": float,
-        }
-    ],
-}
 
 
 def points(model: str, tokens: int, costs: Costs, bandwidth: float, jitter: float) -> list[dict]:
@@ -81,13 +53,3 @@ def simulated(
         for (model, tokens), future in zip(pairs, reversed(found), strict=True):
             progress(f"{model}, {tokens} tokens")
             yield from future.result()
-
-
-def read(path: Path) -> dict:
-    """Raises results_file.ResultsError, which names file and field."""
-    try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise results_file.ResultsError(f"{path}: {error}") from None
-    results_file.check(data, str(path), SCHEMA)
-    return data

@@ -28,7 +28,7 @@ from ktmoe.machine import threads as pool
 #: Models whose kernels are measured: of MXFP4 and of bfloat16 weights.
 MODELS = ("V4-Flash", "Qwen3-30B-A3B")
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128, 192)
-ROUNDS = 20
+ROUNDS = 12
 #: A call from memory has so many experts; fewer of many rows, since those take long.
 _EXPERTS, _CALL_ROWS = 8, 128
 #: Experts that are as large as a core's L2, nearly, which the core has read since the last call when one begins.
@@ -77,15 +77,20 @@ class Session:
     def _layers(self, rows: int) -> list[tuple[str, MoELayer, int]]:
         """(what, a layer, experts of a call)."""
         many = max(1, min(_EXPERTS, _CALL_ROWS // rows))
-        return [("memory", self.memory, many), ("beside memory", self.tiny, many), ("cache", self.cached, 1), ("beside cache", self.tiny, 1)]
+        return [
+            ("memory", self.memory, many),
+            ("beside memory", self.tiny, many),
+            ("cache", self.cached, 1),
+            ("beside cache", self.tiny, 1),
+        ]
 
     def _seconds(self, layer: MoELayer, rows: int, experts: int) -> float:
-        """Of a call with so many rows of each of so many experts; other ones each time, but for one alone."""
+        """Of a call with so many rows of each of so many experts, which are others each time but for the one in the cache."""
         tokens = max(rows, _EXPERTS) if experts == _EXPERTS else rows  # from a few tokens on, the driver copies rows of x
         if (tokens, layer.hidden) not in self._inputs:
             self._inputs[tokens, layer.hidden] = next(one_expert_each(layer, tokens))
         ids = (np.arange(tokens)[:, None] + np.arange(experts * rows // tokens)) % experts
-        if experts > 1:
+        if layer is self.memory or experts > 1:
             self._next += experts
             ids = (self._next + ids) % layer.num_experts
         weights = np.full(ids.shape, 1 / experts, np.float32)
