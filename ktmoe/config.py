@@ -33,6 +33,7 @@ def config() -> dict:
         "threads_why": threads.explain_default(),
         "numa_nodes": list(numa.place().nodes),
         "numa_nodes_why": numa.explain_default(),
+        "l3_caches": [len(domain.one_a_core) for of_node in numa.place().domains for domain in of_node],
         # after the choice, for which the operating system may have refused something
         "backends": {name: _row(backends.get(name).lookup()) for name in backends.ranked()},
         "chosen": chosen,
@@ -54,6 +55,8 @@ def show_config() -> None:
     print(f"CPU: {c['cpu']}; {' '.join(c['features']) or 'no feature beyond the baseline'}")
     print(f"threads: {c['threads']} ({c['threads_why']})")
     print(f"NUMA nodes: {c['numa_nodes_why']}")
+    if len(c["l3_caches"]) > 1:
+        print(f"L3 caches: {len(c['l3_caches'])}, of {', '.join(map(str, c['l3_caches']))} physical cores")
     print("backends, best first:")
     for name, row in c["backends"].items():
         kernels = f", kernels of {row['isa']}" if row["isa"] else ""

@@ -149,41 +149,37 @@ def test_this_machines_nodes():
 # Threads
 
 
-@pytest.fixture
-def cores(tmp_path, monkeypatch):
-    """CPUs 0 to 7 are four cores of two each: n and n + 4 are one."""
-    for cpu in EIGHT:
-        (tmp_path / f"siblings{cpu}").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    monkeypatch.setattr(threads, "TOPOLOGY", str(tmp_path / "siblings{}"))
+#: CPUs 0 to 7 are four cores of two each.
+CORES = [{n, n + 4} for n in range(4)]
 
 
-def test_threads_of_a_placement(system, cores, fake_nodes):
-    fake_nodes({0: {0, 1, 4, 5}, 1: {2, 3, 6, 7}}, usable=EIGHT)
+def test_threads_of_a_placement(system, fake_nodes):
+    fake_nodes({0: {0, 1, 4, 5}, 1: {2, 3, 6, 7}}, usable=EIGHT, cores=CORES)
     assert threads.default_num_threads() == threads.threads_of(place()) == threads.threads_of(UNBOUND) == 4
     assert threads.threads_of(place([0])) == threads.threads_of(place([1])) == 2
     assert threads.threads_of(place([1, 0])) == 4
-    fake_nodes({0: {0, 1, 4, 5}, 1: {2, 3, 6, 7}}, usable={0, 4, 5, 6})
+    fake_nodes({0: {0, 1, 4, 5}, 1: {2, 3, 6, 7}}, usable={0, 4, 5, 6}, cores=CORES)
     assert threads.threads_of(place([0])) == 2
     assert threads.threads_of(place([1])) == 1
     assert threads.default_num_threads() == threads.threads_of(UNBOUND) == 3
 
 
-def test_threads_where_nodes_share_cpus(system, cores, fake_nodes):
-    fake_nodes({0: {0, 1}, 1: {0, 1}}, usable={0, 1})
+def test_threads_where_nodes_share_cpus(system, fake_nodes):
+    fake_nodes({0: {0, 1}, 1: {0, 1}}, usable={0, 1}, cores=CORES)
     assert threads.threads_of(place()) == threads.threads_of(place([1])) == 2
 
 
 @pytest.mark.parametrize(
     ("quota", "expected"), [("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 4)]
 )
-def test_the_cgroups_quota_limits_threads(system, cores, fake_nodes, quota, expected):
-    fake_nodes({0: EIGHT}, usable=EIGHT)
+def test_the_cgroups_quota_limits_threads(system, fake_nodes, quota, expected):
+    fake_nodes({0: EIGHT}, usable=EIGHT, cores=CORES)
     system(["0::/a/b"], {"a/cpu.max": quota, "a/b/cpu.max": "max 100000"})
     assert threads.default_num_threads() == threads.threads_of(place([0])) == expected
 
 
-def test_the_quota_of_version_1(system, cores, fake_nodes):
-    fake_nodes({0: EIGHT}, usable=EIGHT)
+def test_the_quota_of_version_1(system, fake_nodes):
+    fake_nodes({0: EIGHT}, usable=EIGHT, cores=CORES)
     own = ["3:cpu,cpuacct:/a/b", "0::/"]
     system(own, {"cpu,cpuacct/a/b/cpu.cfs_quota_us": -1, "cpu,cpuacct/a/b/cpu.cfs_period_us": 100000})
     assert threads.cgroup_quota() == math.inf

@@ -1,13 +1,14 @@
-"""NUMA nodes that this machine does not have: a folder as Linux's own, in their place."""
+"""NUMA nodes, cores and L3 caches that this machine does not have: folders as Linux's own, in their place."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
-from ktmoe.machine import numa
+from ktmoe.machine import numa, topology
 
 CPUS = sorted(os.sched_getaffinity(0))
 #: Three nodes out of the CPUs there are; a machine with one CPU has it in each.
@@ -18,12 +19,21 @@ def listed(numbers) -> str:
     return ",".join(map(str, sorted(numbers)))
 
 
+def say_who_shares(folder: Path, name: str, sets: Sequence[set[int]]) -> None:
+    for shared in sets:
+        for cpu in shared:
+            file = folder / f"cpu{cpu}" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(listed(shared) + "\n")
+
+
 @pytest.fixture
 def fake_nodes(tmp_path, monkeypatch):
     """fake_nodes({0: {0}, 1: {1}}): from now on there are these nodes with these CPUs, which may be the same in several nodes.
 
     memory: the nodes that have some, all by default. allowed: those that the cpuset allows, all by default. usable: the CPUs
     of the affinity mask, this machine's own by default. distances: by node, in order. meminfo: the text of a node's, by node.
+    cores, caches: CPUs that are one core, and that share an L3 cache; of the others the system does not say.
     """
     made = 0
 
@@ -35,6 +45,8 @@ def fake_nodes(tmp_path, monkeypatch):
         usable: set[int] | None = None,
         distances: Mapping[int, list[int]] | None = None,
         meminfo: Mapping[int, str] | None = None,
+        cores: Sequence[set[int]] = (),
+        caches: Sequence[set[int]] = (),
     ):
         nonlocal made
         made += 1
@@ -50,6 +62,9 @@ def fake_nodes(tmp_path, monkeypatch):
             (own / "distance").write_text(" ".join(map(str, far[node])) + "\n")
             (own / "meminfo").write_text((meminfo or {}).get(node, ""))
         (folder / "status").write_text(f"Name:\tpython\nMems_allowed_list:\t{listed(memory if allowed is None else allowed)}\n")
+        say_who_shares(folder, "topology/thread_siblings_list", cores)
+        say_who_shares(folder, "cache/index3/shared_cpu_list", caches)
+        monkeypatch.setattr(topology, "CPUS", folder)
         monkeypatch.setattr(numa, "NODES", folder)
         monkeypatch.setattr(numa, "STATUS", folder / "status")
         if usable is not None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from ktmoe._native import core
 from ktmoe.errors import InputError
+from ktmoe.machine import topology
+from ktmoe.machine.number_lists import listed, numbers, ranges
 from ktmoe.messages import show
 
 #: Where Linux says which nodes there are, and which memory this process may use; tests put folders of their own here.
@@ -27,6 +29,11 @@ class Placement:
     nodes: tuple[int, ...]
     #: Usable logical CPUs of each node, in the same order.
     cpus: tuple[frozenset[int], ...]
+
+    @property
+    def domains(self) -> tuple[tuple[topology.Domain, ...], ...]:
+        """Of each shard, or of all CPUs that this process may use if it is not bound: the L3 caches."""
+        return tuple(map(topology.domains, self.cpus or [usable_cpus()]))
 
     @property
     def shards(self) -> int:
@@ -45,12 +52,12 @@ UNBOUND = Placement((), ())
 
 def memory_nodes() -> tuple[frozenset[int], frozenset[int]]:
     """Nodes that have memory, and those of them whose memory the cpuset lets this process use; both empty if nothing says."""
-    present = _listed(NODES / "has_memory") or _listed(NODES / "has_normal_memory")  # the former is younger
+    present = listed(NODES / "has_memory") or listed(NODES / "has_normal_memory")  # the former is younger
     allowed = present
     try:
         for line in STATUS.read_text().splitlines():
             if line.startswith("Mems_allowed_list:"):
-                allowed = present & _numbers(line.partition(":")[2])
+                allowed = present & numbers(line.partition(":")[2])
     except (OSError, ValueError):
         pass
     return present, allowed
@@ -95,7 +102,7 @@ def place(numa_nodes: Sequence[int] | None = None) -> Placement:
         raise InputError(f"numa_nodes must be None or a sequence of at least one node's number, found {show(numa_nodes)}")
     for node in chosen:
         if node not in usable:
-            there = ", ".join(f"{n} (CPUs {_ranges(cpus)})" for n, cpus in usable.items()) or "none"
+            there = ", ".join(f"{n} (CPUs {ranges(cpus)})" for n, cpus in usable.items()) or "none"
             raise InputError(f"numa_nodes: node {node} cannot be used: {_why_not(node)}; usable nodes: {there}")
         if chosen.count(node) > 1:
             raise InputError(f"numa_nodes must be different nodes, found {node} more than once in {list(chosen)}")
@@ -136,16 +143,16 @@ def _why_not(node: int) -> str:
     if node not in present:
         return "it has no memory"
     if node not in allowed:
-        return f"the cpuset of this process allows memory of {_ranges(allowed) or 'no node'} only"
+        return f"the cpuset of this process allows memory of {ranges(allowed) or 'no node'} only"
     if not cpus[node]:
         return "it has no CPUs"
-    return f"this process may run on CPUs {_ranges(usable_cpus())} only, the node's are {_ranges(cpus[node])}"
+    return f"this process may run on CPUs {ranges(usable_cpus())} only, the node's are {ranges(cpus[node])}"
 
 
 def _all_cpus() -> dict[int, frozenset[int]]:
     """All nodes, ascending, and the CPUs of each, whether this process may use them or not."""
     found = (int(folder.name[4:]) for folder in NODES.glob("node*") if folder.name[4:].isdecimal())
-    return {node: _listed(NODES / f"node{node}/cpulist") for node in sorted(found)}
+    return {node: listed(NODES / f"node{node}/cpulist") for node in sorted(found)}
 
 
 def _nearest(node: int, candidates: Iterable[int]) -> int:
@@ -157,31 +164,3 @@ def _nearest(node: int, candidates: Iterable[int]) -> int:
     except (OSError, ValueError):
         distances = {}
     return min(candidates, key=lambda other: (distances.get(other, 0), other))
-
-
-def _listed(file: Path) -> frozenset[int]:
-    """The numbers in a file such as "0-3,8"; none if there is no such file."""
-    try:
-        return _numbers(file.read_text())
-    except (OSError, ValueError):
-        return frozenset()
-
-
-def _numbers(text: str) -> frozenset[int]:
-    """The numbers of a list such as "0-3,8"."""
-    found = set()
-    for part in filter(None, text.strip().split(",")):
-        first, dash, last = part.partition("-")
-        found.update(range(int(first), int(last if dash else first) + 1))
-    return frozenset(found)
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """The inverse of _numbers: "0-3,8"."""
-    runs = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

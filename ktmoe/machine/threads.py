@@ -10,29 +10,17 @@ import threadpoolctl
 
 from ktmoe._native import core
 from ktmoe.errors import InputError
-from ktmoe.machine import cgroup, environment, numa
+from ktmoe.machine import cgroup, environment, numa, topology
 from ktmoe.machine.cpu import cpuinfo
 from ktmoe.messages import show
 from ktmoe.version import installed_version
 
-TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _chosen: int | None = None  # by set_num_threads
 
 
 def cpu_name() -> str:
     """The CPU's name as /proc/cpuinfo has it."""
     return cpuinfo("model name") or "unknown"
-
-
-def physical_cores(cpus: set[int]) -> int:
-    """Distinct cores among logical CPUs; every CPU is one where the system does not say which are siblings."""
-    cores = set()
-    for cpu in cpus:
-        try:
-            cores.add(Path(TOPOLOGY.format(cpu)).read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
 
 
 def cgroup_quota() -> float:
@@ -53,7 +41,7 @@ def _ratio(*files: Path) -> float:
 def threads_of(placement: numa.Placement) -> int:
     """Physical cores among the usable CPUs of a placement's nodes, at most the cgroup's quota, at least 1."""
     cpus = set().union(*placement.cpus) if placement.nodes else numa.usable_cpus()
-    return max(1, math.floor(min(physical_cores(cpus), cgroup_quota())))
+    return max(1, math.floor(min(len(topology.cores(cpus)), cgroup_quota())))
 
 
 def default_num_threads() -> int:
@@ -70,7 +58,7 @@ def explain_default() -> str:
     cpus = numa.usable_cpus()
     quota = cgroup_quota()
     limit = "no cgroup quota" if quota == math.inf else f"cgroup quota {quota:g}"
-    return f"{physical_cores(cpus)} physical cores within {len(cpus)} usable CPUs, {limit}"
+    return f"{len(topology.cores(cpus))} physical cores within {len(cpus)} usable CPUs, {limit}"
 
 
 def get_num_threads() -> int:
@@ -93,11 +81,8 @@ def set_num_threads(n: int) -> None:
 
 def configure() -> None:
     """Tell the native pool; it starts threads only when there is work."""
-    threads = get_num_threads()
-    # A spinning worker would take the CPU from the one it waits for.
-    spin = environment.spin_us() if threads <= len(numa.usable_cpus()) else 0
     chosen = _chosen is not None or environment.num_threads() is not None
-    core.configure_pool(threads, chosen, spin)
+    core.configure_pool(get_num_threads(), chosen, environment.spin_us(), numa.UNBOUND.domains)
     core.tune(scratch_bytes=environment.scratch_bytes())
 
 

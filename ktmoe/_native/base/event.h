@@ -12,7 +12,7 @@ typedef struct kt_event {
     _Atomic uint32_t sleepers;
 } kt_event;
 
-void kt_event_spin(uint64_t nanoseconds);      /* for which every waiter spins before it sleeps, from its next wait on */
+void kt_event_spin(uint64_t nanoseconds);      /* that a waiter spins before it sleeps, from its next wait on */
 void kt_event_wait(kt_event *e, uint32_t old); /* while the value is that one */
 void kt_event_wake(kt_event *e);               /* after a change, in memory order seq_cst, that somebody may wait for */
 static inline void kt_event_bump(kt_event *e) {

@@ -35,6 +35,21 @@ cdef extern from "base/placement.h" nogil:
         kt_domain *domains
 
 
+cdef extern from "base/teams.h" nogil:
+    enum:
+        KT_GROUP_MAX
+    ctypedef struct kt_group:
+        size_t shard, first, size
+    ctypedef struct kt_team:
+        size_t first, size, first_group, num_groups
+    ctypedef struct kt_teams:
+        size_t workers, shards, num_groups
+        kt_team of[32]
+        kt_group *groups
+    int kt_teams_make(kt_teams *teams, const kt_placement *placement, size_t threads)
+    void kt_teams_free(kt_teams *teams)
+
+
 cdef extern from "base/pool.h" nogil:
     void kt_pool_lock()
     void kt_pool_unlock()

@@ -35,7 +35,7 @@ cdef class PackedLayer:
         layer.router_weight = {
             "down_output": KT_DOWN_OUTPUT, "down_input": KT_DOWN_INPUT, "expert_input": KT_EXPERT_INPUT
         }[plan.router_weight]
-        layer.placement = _placed(plan.placement.cpus, threads)
+        layer.placement = _placed(plan.placement.domains, threads) if plan.placement.nodes else NULL
         self.num_shards = len(ranges)
         assert self.num_shards == plan.placement.shards
         self._first_columns = ranges[0][1] - ranges[0][0]

@@ -1,0 +1,45 @@
+"""Which logical CPUs are one physical core, and which share an L3 cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import NamedTuple
+
+from ktmoe.machine.number_lists import listed
+
+#: Where Linux says so; tests put a folder of their own here.
+CPUS = Path("/sys/devices/system/cpu")
+
+
+class Domain(NamedTuple):
+    """CPUs that share an L3 cache, as far as they were asked for. The driver keeps threads together within one."""
+
+    cpus: frozenset[int]
+    #: Of each physical core one.
+    one_a_core: frozenset[int]
+
+
+def cores(cpus: Set[int]) -> list[frozenset[int]]:
+    """The CPUs by physical core; each is a core where the system does not say which are siblings."""
+    return _sharing(cpus, "topology/thread_siblings_list", lambda cpu: {cpu})
+
+
+def domains(cpus: Set[int]) -> tuple[Domain, ...]:
+    """The CPUs by L3 cache; one domain where the system does not say. Caches that only one core uses count as one."""
+    found = [cores(shared) for shared in _sharing(cpus, "cache/index3/shared_cpu_list", lambda cpu: cpus)]
+    alone = [own for own in found if len(own) == 1]
+    if len(alone) > 1:
+        found = [own for own in found if len(own) > 1] + [[core for own in alone for core in own]]
+    return tuple(Domain(frozenset().union(*own), frozenset(map(min, own))) for own in found)
+
+
+def _sharing(cpus: Set[int], file: str, default: Callable[[int], Set[int]]) -> list[frozenset[int]]:
+    """The CPUs, cut by what a file of each says that it shares something with. default: where there is no such file."""
+    left, found = set(cpus), []
+    while left:
+        cpu = min(left)
+        shared = left & ((listed(CPUS / f"cpu{cpu}" / file) or default(cpu)) | {cpu})
+        found.append(frozenset(shared))
+        left -= shared
+    return found
