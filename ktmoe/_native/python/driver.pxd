@@ -63,7 +63,7 @@ cdef extern from "base/limits.h" nogil:
                          const uint8_t *const *p, const size_t *nbytes)
     double kt_limit_peak(double (*peak)(size_t) nogil, size_t iterations, double *flops)
     double kt_latency_wake(uint64_t idle_ns)
-    double kt_latency_barrier(size_t count)
+    double kt_latency_gate(size_t count)
     double kt_latency_handoff(size_t count)
 
 
