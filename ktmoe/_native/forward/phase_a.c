@@ -137,7 +137,7 @@ void kt_phase_a(kt_hands *w) {
         uint32_t done = 0;
         for (size_t i = first, items; i < end; i += items) {
             const place at = place_of(w, i);
-            items = halves && !at.half && i + 1 < end ? 2 : 1;
+            items = kt_items_together(&w->job->schedule, list->shard, KT_PHASE_A, i, end);
             const kt_ahead next = ahead(w, i + items, end);
             if (halves && items == 1)
                 done += half(w, at, &next);

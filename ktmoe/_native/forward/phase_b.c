@@ -171,12 +171,6 @@ static void panels_of_d(const kt_hands *w, const kt_strip *strip, size_t panel, 
             add_up_panel(j, w->shard, n);
 }
 
-/* Panels of an item's strip that are computed with it. */
-static size_t together(const kt_list *list, size_t item, size_t end, size_t most) {
-    const size_t in_strip = list->per_strip - item % list->per_strip, left = end - item < in_strip ? end - item : in_strip;
-    return left < most ? left : most;
-}
-
 void kt_phase_b(kt_hands *w) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
     const kt_schedule *s = &w->job->schedule;
@@ -184,7 +178,7 @@ void kt_phase_b(kt_hands *w) {
     while (kt_list_take(list, &w->lists[KT_PHASE_B], &first, &end))
         for (size_t i = first, panels; i < end; i += panels) {
             const size_t at = i / list->per_strip, panel = i % list->per_strip;
-            panels = together(list, i, end, s->by_panel ? w->shard->slab_panels : 2);
+            panels = kt_items_together(s, list->shard, KT_PHASE_B, i, end);
             if (s->by_panel) {
                 panels_of_y(w, at, panel, panel + panels);
                 continue;

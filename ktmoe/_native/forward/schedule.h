@@ -45,6 +45,7 @@ typedef struct kt_list {
 
 typedef struct kt_shard_lists {
     size_t inter_panels;
+    size_t slab_panels; /* panels of y that one worker adds up together, at most */
     bool halves;
     kt_list of[KT_PHASES];
 } kt_shard_lists;
@@ -77,6 +78,8 @@ kt_hand kt_hand_of(const kt_list *list, const kt_worker *me);
 bool kt_list_take(const kt_list *list, kt_hand *hand, size_t *first, size_t *end);
 /* The first item of the run that it is likely to take next, or all items: none. */
 size_t kt_list_peek(const kt_list *list, const kt_hand *hand);
+/* Items of a run that ends at `end` that are computed together, from `item` on. */
+size_t kt_items_together(const kt_schedule *s, size_t shard, kt_phase phase, size_t item, size_t end);
 static inline size_t kt_list_items(const kt_list *list) { return list->num_strips * list->per_strip; }
 
 #endif
