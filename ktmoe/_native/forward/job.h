@@ -75,10 +75,10 @@ typedef struct kt_ahead {
 } kt_ahead;
 
 void kt_job_begin(kt_job *j, const kt_layer *layer, const kt_batch *batch, const kt_teams *teams);
-/* With a route, and by whether an expert that has rows takes a form: which forms are copied. Their bytes. */
+/* With a route, and by whether an expert that has rows takes a form: which forms are copied, and their rows. */
 size_t kt_job_stages(kt_job *j, const bool *used);
 
-size_t kt_scratch_chunk(kt_job *j);             /* the most tokens that fit into the scratch memory, for which it is planned now */
+size_t kt_scratch_chunk(kt_job *j); /* the most tokens that fit into the scratch memory, for which it is planned now */
 bool kt_scratch_have(kt_job *j, size_t tokens); /* gives all arrays of a job their places; false where memory is refused */
 
 void kt_phase_a(kt_hands *w);

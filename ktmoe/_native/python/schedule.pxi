@@ -74,7 +74,7 @@ cdef class Schedule:
     def fill(self, size_t first):
         """The lists of the chunk whose first token that is; all their runs are to be taken again."""
         cdef kt_bool used[KT_X_FORMS]
-        cdef size_t worker, shard, phase, bytes
+        cdef size_t worker, shard, phase
         cdef kt_worker me
         if first >= <size_t>self._ids.shape[0]:
             raise InputError(f"first: expected a token, 0 to {self._ids.shape[0] - 1}, found {first}")
@@ -87,11 +87,11 @@ cdef class Schedule:
             kt_route_fill(&self.job.route, &self.job.batch, self.layer.num_experts, self._ranges)
             if self.job.route.num_slots:
                 kt_schedule_fill(&self.job.schedule, &self.job.route)
-            bytes = kt_job_stages(&self.job, used)
+            kt_job_stages(&self.job, used)
             kt_pool_unlock()
         if not self.job.route.num_slots:
             raise InputError("ids: expected an expert of the layer, found none")
-        self.staged_bytes = bytes if self.job.stage else 0
+        self.staged_bytes = self.job.rows_to_stage * self.job.k_hidden * sizeof(uint16_t)
         for worker in range(self._teams.teams.workers):
             me = self._worker(worker)
             for shard in range(self._teams.teams.shards):
@@ -122,7 +122,7 @@ cdef class Schedule:
         cdef kt_worker me = self._worker(worker)
         if not kt_serves(&me, shard):
             raise InputError(f"worker {worker} does not serve shard {shard}")
-        return (first, end) if kt_list_take(found, &me, self._hand(worker, shard, phase), &first, &end) else None
+        return (first, end) if kt_list_take(found, self._hand(worker, shard, phase), &first, &end) else None
 
     def together(self, size_t shard, size_t phase, size_t item, size_t end):
         """Items of a run up to `end` that are computed together, from `item` on."""
