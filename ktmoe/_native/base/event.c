@@ -7,9 +7,9 @@ static _Atomic uint64_t spin_ns;
 
 void kt_event_spin(uint64_t nanoseconds) { atomic_store_explicit(&spin_ns, nanoseconds, memory_order_relaxed); }
 
-void kt_event_wait(kt_event *e, uint32_t old) {
+void kt_event_wait(kt_event *e, uint32_t old, kt_patience patience) {
     enum { POLL = 64 }; /* polls between looks at the clock */
-    const uint64_t longest = atomic_load_explicit(&spin_ns, memory_order_relaxed);
+    const uint64_t longest = atomic_load_explicit(&spin_ns, memory_order_relaxed) * patience;
     if (longest) {
         const uint64_t start = kt_os_nanoseconds();
         do {

@@ -12,9 +12,13 @@ typedef struct kt_event {
     _Atomic uint32_t sleepers;
 } kt_event;
 
-void kt_event_spin(uint64_t nanoseconds);      /* that a waiter spins before it sleeps, from its next wait on */
-void kt_event_wait(kt_event *e, uint32_t old); /* while the value is that one */
-void kt_event_wake(kt_event *e);               /* after a change, in memory order seq_cst, that somebody may wait for */
+/* How many times the time that is set a waiter spins. What is computed now ends soon: to sleep meanwhile costs more, up to a
+ * millisecond on some virtual machines. */
+typedef enum kt_patience { KT_IDLE = 1, KT_IN_TASK = 20 } kt_patience;
+
+void kt_event_spin(uint64_t nanoseconds); /* that a waiter spins before it sleeps, from its next wait on */
+void kt_event_wait(kt_event *e, uint32_t old, kt_patience patience); /* while the value is that one */
+void kt_event_wake(kt_event *e); /* after a change, in memory order seq_cst, that somebody may wait for */
 static inline void kt_event_bump(kt_event *e) {
     atomic_fetch_add(&e->value, 1);
     kt_event_wake(e);

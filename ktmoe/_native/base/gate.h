@@ -22,7 +22,8 @@ static inline void kt_gate_pass(kt_gate *g, uint32_t count) {
 static inline bool kt_gate_is_open(kt_gate *g) { return !atomic_load_explicit(&g->left.value, memory_order_acquire); }
 
 static inline void kt_gate_wait(kt_gate *g) {
-    for (uint32_t left; (left = atomic_load_explicit(&g->left.value, memory_order_acquire));) kt_event_wait(&g->left, left);
+    for (uint32_t left; (left = atomic_load_explicit(&g->left.value, memory_order_acquire));)
+        kt_event_wait(&g->left, left, KT_IN_TASK);
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* Dealing a list: rounds are cut into runs when the list is made, and a worker finds its next run by one counter.
  *
- * A worker's first run is its own without any counter. The next ones are those of its group, whose counter is on a cache line that
- * only neighbours share; then those that other groups have left. */
+ * It is that of the worker's group, on a cache line that only neighbours share; when the group has no more, that of another group.
+ * No run is anybody's own: a thread that wakes up late, by a millisecond on some virtual machines, finds its share done. */
 #include "forward/schedule.h"
 
 static const kt_team *team_of(const kt_list *l) { return &l->teams->of[l->shard]; }
@@ -37,36 +37,30 @@ static bool run_of(const kt_list *l, const kt_group *g, size_t run, size_t *firs
 kt_hand kt_hand_of(const kt_list *l, const kt_worker *me) {
     const kt_team *team = team_of(l);
     const bool own = me->group >= team->first_group && me->group < team->first_group + team->num_groups;
-    return (kt_hand){.group = own ? me->group : team->first_group};
+    return (kt_hand){.group = own ? me->group - team->first_group : 0};
 }
 
-bool kt_list_take(const kt_list *l, const kt_worker *me, kt_hand *hand, size_t *first, size_t *end) {
+bool kt_list_take(const kt_list *l, kt_hand *hand, size_t *first, size_t *end) {
     const kt_team *team = team_of(l);
-    while (hand->others < team->num_groups) {
-        const kt_group *g = group_of(l, hand->group);
-        _Atomic size_t *next = &l->queues[hand->group - team->first_group].next;
-        bool more = true;
-        while (more) {
-            const bool own = !hand->began;
-            hand->began = true;
-            more = own || atomic_load_explicit(next, memory_order_relaxed) < l->num_rounds * g->size;
-            if (!more) break;
-            const size_t run = own ? me->index - g->first : atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
-            more = run_of(l, g, run, first, end);
-            if (more && *first < *end) return true; /* a run of less than an item may have none */
+    for (; hand->others < team->num_groups; hand->others++) {
+        const size_t number = (hand->group + hand->others) % team->num_groups;
+        const kt_group *g = group_of(l, team->first_group + number);
+        _Atomic size_t *next = &l->queues[number].next;
+        while (atomic_load_explicit(next, memory_order_relaxed) < l->num_rounds * g->size) {
+            const size_t run = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
+            if (run_of(l, g, run, first, end) && *first < *end) return true; /* a run of less than an item may have none */
         }
-        hand->others++;
-        if (++hand->group == team->first_group + team->num_groups) hand->group = team->first_group;
     }
     return false;
 }
 
-size_t kt_list_peek(const kt_list *l, const kt_worker *me, const kt_hand *hand) {
+size_t kt_list_peek(const kt_list *l, const kt_hand *hand) {
     const kt_team *team = team_of(l);
-    const kt_group *g = group_of(l, hand->group);
     size_t first = kt_list_items(l), end;
-    const _Atomic size_t *next = &l->queues[hand->group - team->first_group].next;
-    if (hand->others < team->num_groups)
-        run_of(l, g, hand->began ? atomic_load_explicit(next, memory_order_relaxed) : me->index - g->first, &first, &end);
+    if (hand->others < team->num_groups) {
+        const size_t number = (hand->group + hand->others) % team->num_groups;
+        const size_t run = atomic_load_explicit(&l->queues[number].next, memory_order_relaxed);
+        run_of(l, group_of(l, team->first_group + number), run, &first, &end);
+    }
     return first;
 }

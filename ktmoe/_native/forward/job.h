@@ -29,7 +29,6 @@ typedef struct kt_shard_job {
     const kt_team *team;
     const kt_shard_lists *lists;
     size_t k_inter, inter_panels; /* padded sizes */
-    size_t slab_panels;           /* panels of y that one worker adds up together, at most */
     size_t h_stride_bytes;
     const void **h_rows;        /* [slots] */
     kt_gate *gates;             /* [pieces]: items of phase A that are still missing */
@@ -52,9 +51,11 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
-    bool stage;        /* rows of x are to be copied by the workers */
-    uint8_t *together; /* [slots]: see kt_x */
-    kt_count *summed;  /* [ranges][hidden_panels]: shards whose sums are there */
+    size_t rows_to_stage; /* of x, in all forms, by the workers; 0: by the caller alone, who is sooner */
+    kt_count next_row;    /* of those */
+    kt_gate staged;       /* rows that are still missing */
+    uint8_t *together;    /* [slots]: see kt_x */
+    kt_count *summed;     /* [ranges][hidden_panels]: shards whose sums are there */
     size_t num_shards;
     kt_shard_job shards[KT_SHARDS_MAX];
 } kt_job;
@@ -63,7 +64,6 @@ typedef struct kt_job {
 typedef struct kt_hands {
     kt_job *job;
     kt_shard_job *shard;
-    const kt_worker *me;
     const kt_worker_scratch *scratch;
     kt_hand lists[KT_PHASES];
 } kt_hands;
@@ -74,11 +74,12 @@ typedef struct kt_ahead {
     size_t bytes;
 } kt_ahead;
 
-/* Panels of y that one worker adds up together, at most. */
-enum { SLAB_PANELS = 8 };
+void kt_job_begin(kt_job *j, const kt_layer *layer, const kt_batch *batch, const kt_teams *teams);
+/* With a route, and by whether an expert that has rows takes a form: which forms are copied, and their rows. */
+size_t kt_job_stages(kt_job *j, const bool *used);
 
-size_t kt_scratch_need(kt_job *j, size_t tokens); /* bytes, for a chunk of so many */
-bool kt_scratch_have(kt_job *j, size_t tokens);   /* gives all arrays of a job their places; false where memory is refused */
+size_t kt_scratch_chunk(kt_job *j); /* the most tokens that fit into the scratch memory, for which it is planned now */
+bool kt_scratch_have(kt_job *j, size_t tokens); /* gives all arrays of a job their places; false where memory is refused */
 
 void kt_phase_a(kt_hands *w);
 void kt_phase_b(kt_hands *w);

@@ -28,6 +28,16 @@ static void ready(kt_job *j, kt_shard_job *p) {
     if (p->lists->halves) memset((void *)p->met, 0, s->num_strips * p->inter_panels);
 }
 
+size_t kt_job_stages(kt_job *j, const bool *used) {
+    size_t rows = 0;
+    for (size_t i = 0; i < j->num_forms; i++) {
+        j->forms[i].stage = used[i] && kt_x_stages(&j->x, &j->forms[i]);
+        rows += kt_x_rows(&j->x, &j->forms[i]);
+    }
+    j->rows_to_stage = rows * j->k_hidden * sizeof(uint16_t) > STAGE_ALONE_BYTES ? rows : 0;
+    return rows;
+}
+
 static void point_x(kt_job *j) {
     const kt_route *r = &j->route;
     bool used[KT_X_FORMS] = {false}; /* by an expert that has rows; all shards of a matrix have one kernel */
@@ -39,27 +49,22 @@ static void point_x(kt_job *j) {
             j->together[own->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
         }
     }
-    size_t bytes = 0;
-    for (size_t i = 0; i < j->num_forms; i++) {
-        kt_x_form *form = &j->forms[i];
-        form->stage = false;
-        if (used[i]) kt_x_point(&j->x, form);
-        if (form->stage) bytes += (form->by_slot ? r->num_slots : j->batch.tokens) * j->k_hidden * sizeof(uint16_t);
-    }
-    j->stage = bytes > STAGE_ALONE_BYTES;
-    if (j->stage || !bytes) return;
+    const size_t rows = kt_job_stages(j, used);
+    for (size_t i = 0; i < j->num_forms; i++)
+        if (used[i]) kt_x_point(&j->x, &j->forms[i]);
+    j->next_row.value = 0;
+    kt_gate_close(&j->staged, (uint32_t)j->rows_to_stage);
+    if (j->rows_to_stage || !rows) return;
     const unsigned state = kt_fp_enter();
     for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++)
-        if (form->stage) kt_x_stage(&j->x, form, 0, 1, j->shards[0].workers[0].row);
+        kt_x_stage(&j->x, form, 0, kt_x_rows(&j->x, form), j->shards[0].workers[0].row);
     kt_fp_leave(state);
 }
 
 static int chunk(kt_job *j) {
     kt_route *r = &j->route;
-    size_t ranges = j->route.num_ranges;
-    if (ranges > j->batch.tokens) ranges = j->batch.tokens; /* the last chunk is shorter */
-    kt_route_fill(r, &j->batch, j->layer->num_experts, ranges);
-    j->x = (kt_x){j->layer, &j->batch, r, j->together, j->k_hidden};
+    kt_route_fill(r, &j->batch, j->layer->num_experts, r->num_ranges);
+    j->x.together = j->together;
     if (!r->num_slots) {
         memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
         return 0;
@@ -71,38 +76,43 @@ static int chunk(kt_job *j) {
     return kt_pool_run(kt_phases, j, j->layer->placement);
 }
 
-int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
-    kt_job j = {
+void kt_job_begin(kt_job *j, const kt_layer *l, const kt_batch *batch, const kt_teams *teams) {
+    *j = (kt_job){
         .layer = l,
         .batch = *batch,
         .k_hidden = kt_round_up(l->hidden, KT_BLOCK),
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
         .num_shards = kt_shards_of(l->placement),
     };
-    j.schedule.teams = kt_pool_teams(l->placement);
-    if (!j.schedule.teams) return ENOMEM;
-    j.schedule.hidden_panels = j.hidden_panels;
-    for (; j.num_forms < KT_X_FORMS && l->x_rows[j.num_forms]; j.num_forms++) {
-        const kt_rows *rows = l->x_rows[j.num_forms];
-        j.forms[j.num_forms] = (kt_x_form){
+    j->x = (kt_x){.layer = l, .batch = &j->batch, .route = &j->route, .k = j->k_hidden};
+    j->schedule.teams = teams;
+    j->schedule.hidden_panels = j->hidden_panels;
+    for (; j->num_forms < KT_X_FORMS && l->x_rows[j->num_forms]; j->num_forms++) {
+        const kt_rows *rows = l->x_rows[j->num_forms];
+        j->forms[j->num_forms] = (kt_x_form){
             .rows = rows,
             .by_slot = rows->tiled || l->router_weight == KT_EXPERT_INPUT,
-            .stride_bytes = kt_row_bytes(rows->block_bytes, j.k_hidden),
+            .stride_bytes = kt_row_bytes(rows->block_bytes, j->k_hidden),
         };
     }
-    for (size_t i = 0; i < j.num_shards; i++) {
-        kt_shard_job *p = &j.shards[i];
+    for (size_t i = 0; i < j->num_shards; i++) {
+        kt_shard_job *p = &j->shards[i];
         p->shard = &l->shards[i];
-        p->team = &j.schedule.teams->of[i];
-        p->lists = &j.schedule.shards[i];
+        p->team = &teams->of[i];
+        p->lists = &j->schedule.shards[i];
         p->k_inter = kt_round_up(p->shard->intermediate, KT_BLOCK);
         p->inter_panels = kt_round_up(p->shard->intermediate, KT_PANEL) / KT_PANEL;
-        j.schedule.shards[i].inter_panels = p->inter_panels;
+        j->schedule.shards[i].inter_panels = p->inter_panels;
         p->h_stride_bytes = kt_row_bytes(l->h_block_bytes, p->inter_panels * KT_PANEL); /* whole panels are written */
     }
+}
 
-    size_t most = batch->tokens; /* a chunk's */
-    while (most > 1 && kt_scratch_need(&j, most) > kt_moe_tuning.scratch_bytes) most = (most + 1) / 2;
+int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
+    const kt_teams *teams = kt_pool_teams(l->placement);
+    if (!teams) return ENOMEM;
+    kt_job j;
+    kt_job_begin(&j, l, batch, teams);
+    const size_t most = kt_scratch_chunk(&j);
     if (!kt_scratch_have(&j, most)) return ENOMEM;
     memcpy(j.route.active, batch->mask, l->num_experts); /* once: its owner may change it while we run */
 

@@ -13,7 +13,8 @@ typedef struct place {
 static place place_of(const kt_hands *w, size_t item) {
     const kt_shard_lists *lists = w->shard->lists;
     const size_t per_strip = lists->of[KT_PHASE_A].per_strip, at = item % per_strip;
-    return (place){&w->job->schedule.strips[item / per_strip], item / per_strip, at >> lists->halves, lists->halves ? at % 2 : 0};
+    return (place){&w->job->schedule.strips[item / per_strip], item / per_strip, at >> lists->halves,
+                   lists->halves ? at % 2 : 0};
 }
 
 static const kt_expert *expert_of(const kt_hands *w, const kt_strip *strip) {
@@ -23,10 +24,10 @@ static const kt_expert *expert_of(const kt_hands *w, const kt_strip *strip) {
 /* After an item of a run that ends at `end`: its next one, or what comes after the run. */
 static kt_ahead ahead(const kt_hands *w, size_t next, size_t end) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_A];
-    if (next >= end) next = kt_list_peek(list, w->me, &w->lists[KT_PHASE_A]);
+    if (next >= end) next = kt_list_peek(list, &w->lists[KT_PHASE_A]);
     if (next >= kt_list_items(list)) {
         const kt_list *b = &w->shard->lists->of[KT_PHASE_B];
-        return kt_ahead_b(w, kt_list_peek(b, w->me, &w->lists[KT_PHASE_B]), 2);
+        return kt_ahead_b(w, kt_list_peek(b, &w->lists[KT_PHASE_B]), 2);
     }
     const place p = place_of(w, next);
     const kt_expert *e = expert_of(w, p.strip);
@@ -57,7 +58,9 @@ static void gate_and_up(const kt_hands *w, const kt_expert *e, size_t panel, siz
     const kt_worker_scratch *s = w->scratch;
     kt_dot gate = dot_of(w, &e->gate, panel, row, m), up = dot_of(w, &e->up, panel, row, m);
     gate.out[0] = *s->g, up.out[0] = *s->u;
-    if (next) gate.next[0] = next->panel[0], gate.next[1] = up.next[0] = next->panel[1], gate.next_bytes = up.next_bytes = next->bytes;
+    if (next)
+        gate.next[0] = next->panel[0], gate.next[1] = up.next[0] = next->panel[1],
+        gate.next_bytes = up.next_bytes = next->bytes;
     if (!multiplied_together(e)) {
         kt_multiply(&gate, e->gate.kernel);
         kt_multiply(&up, e->up.kernel);
@@ -117,7 +120,8 @@ static uint32_t half(const kt_hands *w, place at, const kt_ahead *next) {
     dot.out[0] = *own[at.half];
     kt_multiply(&dot, of->kernel);
     kt_panel_row *kept[2];
-    for (size_t i = 0; i < 2; i++) kept[i] = p->halves + (i * p->inter_panels + at.panel) * w->job->route.num_slots + at.strip->first;
+    for (size_t i = 0; i < 2; i++)
+        kept[i] = p->halves + (i * p->inter_panels + at.panel) * w->job->route.num_slots + at.strip->first;
     memcpy(kept[at.half], own[at.half], at.strip->rows * sizeof(kt_panel_row));
     if (!atomic_exchange_explicit(&p->met[at.number * p->inter_panels + at.panel], 1, memory_order_acq_rel)) return 0;
     memcpy(own[!at.half], kept[!at.half], at.strip->rows * sizeof(kt_panel_row));
@@ -129,11 +133,11 @@ void kt_phase_a(kt_hands *w) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_A];
     const bool halves = w->shard->lists->halves;
     size_t first, end;
-    while (kt_list_take(list, w->me, &w->lists[KT_PHASE_A], &first, &end)) {
+    while (kt_list_take(list, &w->lists[KT_PHASE_A], &first, &end)) {
         uint32_t done = 0;
         for (size_t i = first, items; i < end; i += items) {
             const place at = place_of(w, i);
-            items = halves && !at.half && i + 1 < end ? 2 : 1;
+            items = kt_items_together(&w->job->schedule, list->shard, KT_PHASE_A, i, end);
             const kt_ahead next = ahead(w, i + items, end);
             if (halves && items == 1)
                 done += half(w, at, &next);

@@ -117,7 +117,8 @@ static void panels_of_y(const kt_hands *w, size_t number, size_t first, size_t e
                     then = first;
                     piece += i + m >= own->count;
                 }
-                const kt_ahead next = piece < pieces_end ? ahead_of(expert_of(w, piece), then, then + 1 < end ? 2 : 1) : (kt_ahead){0};
+                const kt_ahead next =
+                    piece < pieces_end ? ahead_of(expert_of(w, piece), then, then + 1 < end ? 2 : 1) : (kt_ahead){0};
                 down(w, n, panel, panels, row, m, next);
                 for (size_t r = 0; r < m; r++) {
                     kt_panel_row *y = slab + j->route.slot_token[row + r] - range->first;
@@ -170,25 +171,19 @@ static void panels_of_d(const kt_hands *w, const kt_strip *strip, size_t panel, 
             add_up_panel(j, w->shard, n);
 }
 
-/* Panels of an item's strip that are computed with it. */
-static size_t together(const kt_list *list, size_t item, size_t end, size_t most) {
-    const size_t in_strip = list->per_strip - item % list->per_strip, left = end - item < in_strip ? end - item : in_strip;
-    return left < most ? left : most;
-}
-
 void kt_phase_b(kt_hands *w) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
     const kt_schedule *s = &w->job->schedule;
     size_t first, end;
-    while (kt_list_take(list, w->me, &w->lists[KT_PHASE_B], &first, &end))
+    while (kt_list_take(list, &w->lists[KT_PHASE_B], &first, &end))
         for (size_t i = first, panels; i < end; i += panels) {
             const size_t at = i / list->per_strip, panel = i % list->per_strip;
-            panels = together(list, i, end, s->by_panel ? w->shard->slab_panels : 2);
+            panels = kt_items_together(s, list->shard, KT_PHASE_B, i, end);
             if (s->by_panel) {
                 panels_of_y(w, at, panel, panel + panels);
                 continue;
             }
-            const size_t next = i + panels < end ? i + panels : kt_list_peek(list, w->me, &w->lists[KT_PHASE_B]);
+            const size_t next = i + panels < end ? i + panels : kt_list_peek(list, &w->lists[KT_PHASE_B]);
             kt_gate_wait(&w->shard->gates[s->strips[at].piece]);
             panels_of_d(w, &s->strips[at], panel, panels, kt_ahead_b(w, next, panels));
         }

@@ -28,21 +28,32 @@ kt_finish kt_finish_of(const kt_matrix *w, size_t panel) {
     };
 }
 
+/* Whoever is there takes rows, so that nobody waits for a worker that is late. */
 static void stage(kt_job *j, const kt_worker *me) {
     const kt_shard_job *p = &j->shards[me->teams->groups[me->group].shard];
     uint16_t *row = p->workers[me->index - p->team->first].row;
-    for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++)
-        if (form->stage) kt_x_stage(&j->x, form, me->index, me->teams->workers, row);
-    kt_pool_barrier(me);
+    const size_t share = j->rows_to_stage / (KT_RUNS_LEFT * me->teams->workers), run = share ? share : 1;
+    size_t first;
+    while ((first = atomic_fetch_add_explicit(&j->next_row.value, (uint32_t)run, memory_order_relaxed)) < j->rows_to_stage) {
+        const size_t end = first + run < j->rows_to_stage ? first + run : j->rows_to_stage;
+        size_t before = 0; /* rows of the forms before */
+        for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++) {
+            const size_t rows = kt_x_rows(&j->x, form), from = first > before ? first - before : 0;
+            if (end > before) kt_x_stage(&j->x, form, from, end - before < rows ? end - before : rows, row);
+            before += rows;
+        }
+        kt_gate_pass(&j->staged, (uint32_t)(end - first));
+    }
+    kt_gate_wait(&j->staged);
 }
 
 void kt_phases(void *context, const kt_worker *me) {
     kt_job *j = context;
     if (j->layer->isa->enter) j->layer->isa->enter();
-    if (j->stage) stage(j, me);
+    if (j->rows_to_stage) stage(j, me);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) {
         if (!kt_serves(me, (size_t)(p - j->shards))) continue;
-        kt_hands w = {.job = j, .shard = p, .me = me, .scratch = &p->workers[me->index - p->team->first]};
+        kt_hands w = {.job = j, .shard = p, .scratch = &p->workers[me->index - p->team->first]};
         for (size_t phase = 0; phase < KT_PHASES; phase++) w.lists[phase] = kt_hand_of(&p->lists->of[phase], me);
         kt_phase_a(&w);
         kt_phase_b(&w);

@@ -64,6 +64,7 @@ static void fill_range(kt_route *r, const kt_batch *b, size_t num_experts, kt_ro
 
 void kt_route_fill(kt_route *r, const kt_batch *b, size_t num_experts, size_t ranges) {
     memcpy(r->ids, b->ids, b->tokens * b->top_k * sizeof *r->ids); /* read twice, while their owner might change them */
+    if (ranges > b->tokens) ranges = b->tokens;                    /* the last chunk is shorter */
     r->num_ranges = ranges;
     r->num_pieces = r->num_slots = 0;
     for (size_t i = 0; i < ranges; i++) {

@@ -31,7 +31,7 @@ typedef struct kt_route {
 } kt_route;
 
 void kt_route_carve(kt_route *r, kt_carver *c, size_t num_experts, size_t tokens, size_t top_k, size_t ranges);
-/* ranges: of tokens, equally many, at most as many as there are tokens. */
+/* ranges: of tokens, equally many; as many as there are tokens if those are fewer. */
 void kt_route_fill(kt_route *r, const kt_batch *batch, size_t num_experts, size_t ranges);
 
 #endif

@@ -22,17 +22,21 @@ void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t cou
         memcpy((uint8_t *)row + (first + at) / KT_BLOCK * stride, x + at, KT_BLOCK * sizeof *x);
 }
 
-void kt_x_point(const kt_x *x, kt_x_form *form) {
+bool kt_x_stages(const kt_x *x, const kt_x_form *form) {
     const kt_route *r = x->route;
     const kt_layer *l = x->layer;
     const bool as_it_is = !form->rows->encode && !form->rows->round && x->batch->dtype == KT_BF16 && x->k == l->hidden &&
                           l->router_weight != KT_EXPERT_INPUT;
     /* A row alone is a tile, too. */
-    form->stage = !as_it_is || (form->rows->tiled ? r->num_slots > r->num_pieces : x->batch->tokens >= STAGE_TOKENS);
+    return !as_it_is || (form->rows->tiled ? r->num_slots > r->num_pieces : x->batch->tokens >= STAGE_TOKENS);
+}
+
+void kt_x_point(const kt_x *x, kt_x_form *form) {
+    const kt_route *r = x->route;
     for (const kt_expert_rows *e = r->pieces; e < r->pieces + r->num_pieces; e++)
         for (size_t slot = e->first, i = 0; i < e->count; slot++, i++) {
             if (!form->stage)
-                form->x[slot] = (const uint16_t *)x->batch->x + r->slot_token[slot] * l->hidden;
+                form->x[slot] = (const uint16_t *)x->batch->x + r->slot_token[slot] * x->layer->hidden;
             else if (form->by_slot)
                 form->x[slot] = kt_row_of(form->rows, form->staged, form->stride_bytes, e, i);
             else
@@ -66,7 +70,11 @@ static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t
         kt_row_put(form->rows, bf16, 0, x->k, x->k, 1, form->staged + row * form->stride_bytes);
 }
 
-void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t worker, size_t workers, uint16_t *row) {
-    const size_t rows = form->by_slot ? x->route->num_slots : x->batch->tokens;
-    for (size_t i = rows * worker / workers; i < rows * (worker + 1) / workers; i++) stage_row(x, form, i, row);
+size_t kt_x_rows(const kt_x *x, const kt_x_form *form) {
+    if (!form->stage) return 0;
+    return form->by_slot ? x->route->num_slots : x->batch->tokens;
+}
+
+void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t first, size_t end, uint16_t *row) {
+    for (size_t i = first; i < end; i++) stage_row(x, form, i, row);
 }

@@ -28,8 +28,10 @@ size_t kt_row_bytes(size_t block_bytes, size_t k); /* from row to row */
 uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const kt_expert_rows *e, size_t i);
 /* Inputs [first, first + count) of a row, bf16, to where a kernel looks for them. together: the rows of its tile. */
 void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t count, size_t k, size_t together, void *row);
-void kt_x_point(const kt_x *x, kt_x_form *form); /* fills form->stage and form->x */
-/* What worker `worker` of `workers` copies. row: [k], the worker's own. */
-void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t worker, size_t workers, uint16_t *row);
+bool kt_x_stages(const kt_x *x, const kt_x_form *form); /* whether rows are copied */
+size_t kt_x_rows(const kt_x *x, const kt_x_form *form); /* that are, by form->stage */
+void kt_x_point(const kt_x *x, kt_x_form *form);        /* fills form->x, likewise */
+/* Copies rows [first, end) of those. row: [k], the worker's own. */
+void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t first, size_t end, uint16_t *row);
 
 #endif

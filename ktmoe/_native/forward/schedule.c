@@ -10,7 +10,8 @@ enum {
     SPLIT_ROWS = 64, /* strips of fewer rows would decode too often. Whole tiles */
     RANGES_MAX = 8,
     HALVES_RUNS = 4, /* with so many pairs for each worker, what one waits at the end is little */
-    HALVES_SLOTS = 64
+    HALVES_SLOTS = 64,
+    SLAB_PANELS = 8
 };
 
 static size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
@@ -32,7 +33,7 @@ static size_t cost_by_strip(size_t panels, size_t workers, size_t used, size_t s
     return panels * (used * PANEL_ROWS + slots + slots / D_SHARE) / workers + PANEL_ROWS + slots / used;
 }
 
-void kt_schedule_plan(kt_schedule *s, size_t tokens, size_t top_k, size_t num_experts, bool d_fits, size_t *ranges) {
+static void plan_b(kt_schedule *s, size_t tokens, size_t top_k, size_t num_experts, bool d_fits, size_t *ranges) {
     const size_t slots = tokens * top_k, used = slots < num_experts ? slots : num_experts, workers = largest_team(s->teams);
     *ranges = 1;
     s->by_panel = !slots || slots > kt_moe_tuning.reduce_slots;
@@ -48,6 +49,14 @@ void kt_schedule_plan(kt_schedule *s, size_t tokens, size_t top_k, size_t num_ex
         *ranges = 1;
     }
     if (kt_moe_tuning.ranges && s->by_panel) *ranges = kt_moe_tuning.ranges < tokens ? kt_moe_tuning.ranges : tokens;
+}
+
+void kt_schedule_plan(kt_schedule *s, size_t tokens, size_t top_k, size_t num_experts, bool d_fits, size_t *ranges) {
+    plan_b(s, tokens, top_k, num_experts, d_fits, ranges);
+    for (size_t i = 0; i < s->teams->shards; i++) {
+        const size_t first_run = s->hidden_panels * *ranges / (KT_RUNS_LEFT * s->teams->of[i].size);
+        s->shards[i].slab_panels = first_run < 1 ? 1 : first_run > SLAB_PANELS ? SLAB_PANELS : first_run;
+    }
 }
 
 void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t ranges, size_t slots) {
@@ -108,8 +117,7 @@ static void deal(kt_list *l) {
         at = each * workers < left ? at + each * workers : all;
     }
     l->rounds[l->num_rounds] = (kt_round){all, 0};
-    for (size_t g = 0; g < l->teams->of[l->shard].num_groups; g++)
-        l->queues[g].next = l->teams->groups[l->teams->of[l->shard].first_group + g].size; /* after each worker's own first run */
+    for (size_t g = 0; g < l->teams->of[l->shard].num_groups; g++) l->queues[g].next = 0;
 }
 
 /* Whether most of a team would only watch the last pairs. */
@@ -140,4 +148,13 @@ void kt_schedule_fill(kt_schedule *s, const kt_route *r) {
             deal(l);
         }
     }
+}
+
+size_t kt_items_together(const kt_schedule *s, size_t shard, kt_phase phase, size_t item, size_t end) {
+    const kt_shard_lists *p = &s->shards[shard];
+    const size_t at = item % p->of[phase].per_strip, in_strip = p->of[phase].per_strip - at;
+    size_t most = s->by_panel ? p->slab_panels : 2; /* two streams of weights are read faster than one */
+    if (phase == KT_PHASE_A) most = p->halves && at % 2 == 0 ? 2 : 1;
+    if (most > in_strip) most = in_strip;
+    return end - item < most ? end - item : most;
 }

@@ -45,6 +45,7 @@ typedef struct kt_list {
 
 typedef struct kt_shard_lists {
     size_t inter_panels;
+    size_t slab_panels; /* panels of y that one worker adds up together, at most */
     bool halves;
     kt_list of[KT_PHASES];
 } kt_shard_lists;
@@ -62,9 +63,8 @@ typedef struct kt_schedule {
 
 /* Where a worker is in a list. */
 typedef struct kt_hand {
-    size_t group;  /* whose queue is next */
-    size_t others; /* groups whose queues it found empty */
-    bool began;
+    size_t group;  /* its own, counted in the team */
+    size_t others; /* groups that it found without runs: they follow one another from its own on */
 } kt_hand;
 
 /* How phase B is done, and into how many ranges of tokens a chunk is cut: decided before it is routed. d_fits: whether d may be kept
@@ -75,9 +75,11 @@ void kt_schedule_fill(kt_schedule *s, const kt_route *r);
 
 kt_hand kt_hand_of(const kt_list *list, const kt_worker *me);
 /* The next run of a worker: items [*first, *end); false: there is none. */
-bool kt_list_take(const kt_list *list, const kt_worker *me, kt_hand *hand, size_t *first, size_t *end);
+bool kt_list_take(const kt_list *list, kt_hand *hand, size_t *first, size_t *end);
 /* The first item of the run that it is likely to take next, or all items: none. */
-size_t kt_list_peek(const kt_list *list, const kt_worker *me, const kt_hand *hand);
+size_t kt_list_peek(const kt_list *list, const kt_hand *hand);
+/* Items of a run that ends at `end` that are computed together, from `item` on. */
+size_t kt_items_together(const kt_schedule *s, size_t shard, kt_phase phase, size_t item, size_t end);
 static inline size_t kt_list_items(const kt_list *list) { return list->num_strips * list->per_strip; }
 
 #endif

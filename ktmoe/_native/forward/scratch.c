@@ -43,7 +43,8 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
     const size_t d_bytes = slots * j->hidden_panels * j->num_shards * sizeof(kt_panel_row);
     kt_carver c = {base, 0};
     size_t ranges;
-    kt_schedule_plan(&j->schedule, tokens, j->batch.top_k, num_experts, d_bytes <= kt_moe_tuning.scratch_bytes / D_PART, &ranges);
+    kt_schedule_plan(&j->schedule, tokens, j->batch.top_k, num_experts, d_bytes <= kt_moe_tuning.scratch_bytes / D_PART,
+                     &ranges);
     const size_t pieces = slots < num_experts * ranges ? slots : num_experts * ranges;
     j->route.num_ranges = ranges;
     kt_route_carve(&j->route, &c, num_experts, tokens, j->batch.top_k, ranges);
@@ -70,10 +71,8 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     const kt_layer *l = j->layer;
     const kt_schedule *s = &j->schedule;
     const size_t slots = tokens * j->batch.top_k, threads = p->team->size, ranges = j->route.num_ranges;
-    const size_t first_run = j->hidden_panels * ranges / (KT_RUNS_LEFT * threads);
     const size_t slab_rows = s->by_panel && j->num_shards == 1 ? (tokens + ranges - 1) / ranges : 0;
     kt_carver c = {base, 0};
-    p->slab_panels = first_run < 1 ? 1 : first_run > SLAB_PANELS ? SLAB_PANELS : first_run;
     p->h = kt_carve(&c, slots, p->h_stride_bytes);
     kt_carve(&c, KT_TILE_ROWS, l->h_block_bytes); /* may be read */
     p->halves = kt_carve(&c, s->may_halve ? 2 * p->inter_panels * slots : 0, sizeof(kt_panel_row));
@@ -83,7 +82,7 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
         const kt_worker_scratch w = {
             .g = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
             .u = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
-            .slab = kt_carve(&c, p->slab_panels * slab_rows, sizeof(kt_panel_row)),
+            .slab = kt_carve(&c, p->lists->slab_panels * slab_rows, sizeof(kt_panel_row)),
             .h = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_h)),
             .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
@@ -93,10 +92,16 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     return c.used;
 }
 
-size_t kt_scratch_need(kt_job *j, size_t tokens) {
+static size_t need(kt_job *j, size_t tokens) {
     size_t bytes = lay_out(j, NULL, tokens);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) bytes += lay_out_shard(j, p, NULL, tokens);
     return bytes;
+}
+
+size_t kt_scratch_chunk(kt_job *j) {
+    size_t most = j->batch.tokens;
+    while (need(j, most) > kt_moe_tuning.scratch_bytes && most > 1) most = (most + 1) / 2;
+    return most;
 }
 
 bool kt_scratch_have(kt_job *j, size_t tokens) {

@@ -2,7 +2,7 @@
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
 pool.pxi: the pool and where its threads run. tables.pxi: kernel tables. formats.pxi: formats as the driver has them. packed.pxi:
-packed layers. The pool's lock is never held together with the GIL: fork takes both.
+packed layers. schedule.pxi: the driver's lists without a layer. The pool's lock is never held together with the GIL: fork takes both.
 """
 
 import errno
@@ -72,3 +72,4 @@ include "pool.pxi"
 include "tables.pxi"
 include "formats.pxi"
 include "packed.pxi"
+include "schedule.pxi"

@@ -21,6 +21,8 @@ cdef extern from "base/os.h" nogil:
     ctypedef struct kt_cpus:
         uint64_t words[64]
     bint kt_os_process_cpus(kt_cpus *cpus)
+    void *kt_os_map(size_t nbytes)
+    void kt_os_unmap(void *p, size_t nbytes)
     int kt_os_permit_tiles()
 
 
@@ -46,6 +48,10 @@ cdef extern from "base/teams.h" nogil:
         size_t workers, shards, num_groups
         kt_team of[32]
         kt_group *groups
+    ctypedef struct kt_worker:
+        size_t index, group
+        const kt_teams *teams
+    bint kt_serves(const kt_worker *me, size_t shard)
     int kt_teams_make(kt_teams *teams, const kt_placement *placement, size_t threads)
     void kt_teams_free(kt_teams *teams)
 
@@ -63,7 +69,7 @@ cdef extern from "base/limits.h" nogil:
                          const uint8_t *const *p, const size_t *nbytes)
     double kt_limit_peak(double (*peak)(size_t) nogil, size_t iterations, double *flops)
     double kt_latency_wake(uint64_t idle_ns)
-    double kt_latency_barrier(size_t count)
+    double kt_latency_gate(size_t count)
     double kt_latency_handoff(size_t count)
 
 
@@ -113,7 +119,7 @@ cdef extern from "layer/layer.h" nogil:
     enum:
         KT_X_FORMS
     ctypedef struct kt_shard:
-        pass
+        size_t intermediate
     ctypedef struct kt_layer:
         size_t num_experts, hidden
         const kt_placement *placement
@@ -121,6 +127,7 @@ cdef extern from "layer/layer.h" nogil:
         kt_activation act
         const kt_isa *isa
         kt_router_weight router_weight
+    bint kt_layer_use(kt_layer *layer, kt_matrix *matrix, kt_bool down, const kt_kernel *kernel)
 
 
 cdef extern from "kernels/isas.h" nogil:
@@ -191,3 +198,66 @@ cdef extern from "forward/forward.h" nogil:
     int kt_moe_forward(const kt_layer *layer, const kt_batch *batch)
     size_t kt_moe_scratch_bytes()
     void kt_moe_release()
+
+
+cdef extern from "forward/carve.h" nogil:
+    ctypedef struct kt_carver:
+        uint8_t *base
+        size_t used
+
+
+cdef extern from "forward/route.h" nogil:
+    ctypedef struct kt_expert_rows:
+        size_t expert, first, count
+    ctypedef struct kt_route_range:
+        size_t first, end, first_piece, num_pieces
+    ctypedef struct kt_route:
+        size_t num_ranges, num_pieces, num_slots
+        kt_route_range *ranges
+        kt_expert_rows *pieces
+        uint8_t *active
+    void kt_route_carve(kt_route *r, kt_carver *c, size_t num_experts, size_t tokens, size_t top_k, size_t ranges)
+    void kt_route_fill(kt_route *r, const kt_batch *batch, size_t num_experts, size_t ranges)
+
+
+cdef extern from "forward/schedule.h" nogil:
+    enum kt_phase:
+        KT_PHASE_A
+        KT_PHASE_B
+        KT_PHASES
+    ctypedef struct kt_strip:
+        uint32_t piece, first, rows
+    ctypedef struct kt_list:
+        size_t per_strip
+    ctypedef struct kt_shard_lists:
+        kt_bool halves
+        kt_list of[2]
+    ctypedef struct kt_schedule:
+        kt_bool by_panel
+        size_t num_strips
+        kt_strip *strips
+        kt_shard_lists shards[32]
+    ctypedef struct kt_hand:
+        pass
+    void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t ranges, size_t slots)
+    void kt_schedule_fill(kt_schedule *s, const kt_route *r)
+    kt_hand kt_hand_of(const kt_list *list, const kt_worker *me)
+    bint kt_list_take(const kt_list *list, kt_hand *hand, size_t *first, size_t *end)
+    size_t kt_items_together(const kt_schedule *s, size_t shard, kt_phase phase, size_t item, size_t end)
+    size_t kt_list_items(const kt_list *list)
+
+
+cdef extern from "forward/job.h" nogil:
+    ctypedef struct kt_shard_job:
+        size_t k_inter
+    ctypedef struct kt_job:
+        kt_batch batch
+        kt_route route
+        kt_schedule schedule
+        size_t k_hidden
+        size_t rows_to_stage
+        kt_shard_job shards[32]
+    void kt_job_begin(kt_job *j, const kt_layer *layer, const kt_batch *batch, const kt_teams *teams)
+    size_t kt_job_stages(kt_job *j, const kt_bool *used)
+    size_t kt_scratch_chunk(kt_job *j)
+    size_t kt_call_rows(size_t left)

@@ -169,17 +169,17 @@ def pool_wake(uint64_t idle_us):
     return _latency(seconds)
 
 
-def pool_barrier(size_t count):
-    """Seconds of a barrier of all threads, the mean of count."""
+def pool_gate(size_t count):
+    """Seconds of a gate that all threads pass and wait at, the mean of count."""
     cdef double seconds
     _at_least_one(count)
     with nogil:
-        seconds = kt_latency_barrier(count)
+        seconds = kt_latency_gate(count)
     return _latency(seconds)
 
 
 def pool_handoff(size_t count):
-    """Seconds in which one thread sees what another one wrote, the mean of 2 * count: no wake-up and no barrier can be faster.
+    """Seconds in which one thread sees what another one wrote, the mean of 2 * count: no wake-up and no gate can be faster.
 
     Raises InputError where the pool has one thread.
     """
