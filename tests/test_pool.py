@@ -193,7 +193,7 @@ def test_256_threads_of_several_l3_caches(fake_nodes):
             for n in (2, 7, 8, 9, 17, 100, 256):
                 set_num_threads(n)
                 assert same_bits(layer.forward(*arguments), y)
-                assert core.pool_barrier(3) > 0
+                assert core.pool_gate(3) > 0
 
 
 def test_the_default_is_within_the_cpus_we_may_use():

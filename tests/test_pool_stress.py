@@ -1,4 +1,4 @@
-"""The pool's C sources by themselves, under sanitizers: tasks, barriers, gates, callers, forks, threads that are refused.
+"""The pool's C sources by themselves, under sanitizers: tasks, meetings, gates, callers, forks, threads that are refused.
 
 pool/stress.c says what is wrong. Made-up L3 caches make groups; all threads run on the CPUs that there are, often more than
 there are, and spin or sleep at once.
@@ -13,7 +13,7 @@ NATIVE = ROOT / "ktmoe" / "_native"
 BASE = ("cpu", "event", "os", "pool", "teams")
 SOURCES = [ROOT / "tests" / "pool" / "stress.c", *(NATIVE / "base" / f"{name}.c" for name in BASE)]
 #: By the sanitizer that knows what they could get wrong; a race is no mistake of a fork, whose child the other one can follow.
-MODES = {"thread": ("tasks", "barriers", "gates", "callers", "refusals"), "address,undefined": ("gates", "forks", "refusals")}
+MODES = {"thread": ("tasks", "meetings", "gates", "callers", "refusals"), "address,undefined": ("gates", "forks", "refusals")}
 #: Threads, rounds, cores: one group, groups of three shards, more groups than one is large, fewer threads than shards.
 SIZES = {
     "one": (2, 50, ("8",)),

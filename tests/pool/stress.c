@@ -75,38 +75,46 @@ static size_t settled_threads(size_t expected) {
 
 static void run(kt_task task, void *context) { CHECK(kt_pool_run(task, context, &placement) == 0); }
 
-/* Each task is run once by every worker, and after the one before it. */
-static void count_up(void *context, const kt_worker *me) {
+/* A worker is in a task once or, if it is late, not at all. Worker 0 always is, and somebody of each team. */
+static void note(void *context, const kt_worker *me) {
     uint64_t state = *(size_t *)context * threads + me->index;
-    CHECK(slots[me->index] + 1 == *(size_t *)context);
+    CHECK(slots[me->index] < *(size_t *)context);
     dawdle(&state);
-    slots[me->index]++;
+    slots[me->index] = *(size_t *)context;
 }
 
 static void tasks(void) {
     uint64_t state = 1;
     for (size_t round = 1; round <= rounds; round++) {
-        run(count_up, &round);
-        for (size_t i = 0; i < threads; i++) CHECK(slots[i] == round);
+        run(note, &round);
+        const kt_teams *teams = kt_pool_teams(&placement);
+        CHECK(slots[0] == round);
+        for (size_t shard = 0; shard < teams->shards; shard++) {
+            const kt_team *team = &teams->of[shard];
+            bool any = false;
+            for (size_t i = team->first; i < team->first + team->size; i++) any |= slots[i] == round;
+            CHECK(any);
+        }
         dawdle(&state);
     }
 }
 
-/* Between two barriers all have written, and nobody writes. */
+/* Where worker 0 waits for all, all come, however late. */
+static kt_gate missing;
 static void meet(void *context, const kt_worker *me) {
-    (void)context;
-    uint64_t state = me->index;
-    for (size_t round = 1; round <= rounds; round++) {
-        dawdle(&state);
-        slots[me->index] = round;
-        kt_pool_barrier(me);
-        for (size_t i = 0; i < threads; i += 1 + threads / 64) CHECK(slots[i] == round);
-        kt_pool_barrier(me);
-    }
+    uint64_t state = *(size_t *)context * threads + me->index;
+    dawdle(&state);
+    slots[me->index]++;
+    kt_gate_pass(&missing, 1);
+    if (me->index == 0) kt_gate_wait(&missing);
 }
 
-static void barriers(void) {
-    for (int i = 0; i < 3; i++) run(meet, NULL);
+static void meetings(void) {
+    for (size_t round = 1; round <= rounds; round++) {
+        kt_gate_close(&missing, (uint32_t)threads);
+        run(meet, &round);
+        for (size_t i = 0; i < threads; i++) CHECK(slots[i] == round);
+    }
 }
 
 /* Each passes every gate three times in all, by ones or twos, and waits for it in between: what all wrote is there. */
@@ -143,8 +151,10 @@ static kt_placement others[2];
 static void add_one(void *context, const kt_worker *me) {
     size_t *count = context; /* one a worker, and one line for each */
     count[8 * me->index]++;
-    kt_pool_barrier(me);
-    if (me->index == 0) shared++;
+    kt_gate_pass(&missing, 1);
+    if (me->index) return;
+    kt_gate_wait(&missing);
+    shared++;
 }
 
 static void *call(void *argument) {
@@ -161,6 +171,7 @@ static void *call(void *argument) {
         CHECK(teams);
         const size_t workers = teams->workers;
         memset(count, 0, 8 * threads * sizeof *count);
+        kt_gate_close(&missing, (uint32_t)workers);
         CHECK(workers <= threads && kt_pool_run(add_one, count, own) == 0);
         for (size_t i = 0; i < threads; i++) CHECK(count[8 * i] == (i < workers));
         if (next_random(&state) % 16 == 0) kt_pool_stop();
@@ -180,10 +191,7 @@ static void callers(void) {
 
 /* While another thread runs tasks; the child has none of the threads and starts its own. */
 static _Atomic bool stopped;
-static void nothing(void *context, const kt_worker *me) {
-    (void)context;
-    kt_pool_barrier(me);
-}
+static void nothing(void *context, const kt_worker *me) { (void)context, (void)me; }
 
 static void *keep_running(void *argument) {
     while (!stopped) {
@@ -231,7 +239,7 @@ static void refusals(void) {
 static const struct mode {
     const char *name;
     void (*check)(void);
-} modes[] = {{"tasks", tasks},     {"barriers", barriers}, {"gates", pass_all},
+} modes[] = {{"tasks", tasks},     {"meetings", meetings}, {"gates", pass_all},
              {"callers", callers}, {"forks", forks},       {"refusals", refusals}};
 
 int main(int count, char **words) {
