@@ -28,6 +28,13 @@ kt_finish kt_finish_of(const kt_matrix *w, size_t panel) {
     };
 }
 
+size_t kt_advance(kt_hands *w, kt_phase phase, size_t items) {
+    kt_run *run = &w->runs[phase];
+    const size_t next = run->first += items;
+    if (run->first == run->end) *run = kt_list_take(&w->shard->lists->of[phase], &w->lists[phase]);
+    return next;
+}
+
 /* Whoever is there takes rows, so that nobody waits for a worker that is late. */
 static void stage(kt_job *j, const kt_worker *me) {
     const kt_shard_job *p = &j->shards[me->teams->groups[me->group].shard];
