@@ -51,6 +51,7 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
+    kt_gate begun;        /* workers that are not there yet, where all are waited for */
     size_t rows_to_stage; /* of x, in all forms, by the workers; 0: by the caller alone, who is sooner */
     kt_count next_row;    /* of those */
     kt_gate staged;       /* rows that are still missing */
@@ -85,6 +86,7 @@ void kt_phase_a(kt_hands *w);
 void kt_phase_b(kt_hands *w);
 kt_ahead kt_ahead_b(const kt_hands *w, size_t item, size_t panels); /* the panels of an item of phase B, or none */
 
+bool kt_take(kt_hands *w, kt_phase phase, size_t *first, size_t *end); /* the next run, as kt_list_take() */
 void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);
 size_t kt_call_rows(size_t left); /* of the next kernel call */
 kt_finish kt_finish_of(const kt_matrix *w, size_t panel);

@@ -133,7 +133,7 @@ void kt_phase_a(kt_hands *w) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_A];
     const bool halves = w->shard->lists->halves;
     size_t first, end;
-    while (kt_list_take(list, &w->lists[KT_PHASE_A], &first, &end)) {
+    while (kt_take(w, KT_PHASE_A, &first, &end)) {
         uint32_t done = 0;
         for (size_t i = first, items; i < end; i += items) {
             const place at = place_of(w, i);

@@ -175,7 +175,7 @@ void kt_phase_b(kt_hands *w) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
     const kt_schedule *s = &w->job->schedule;
     size_t first, end;
-    while (kt_list_take(list, &w->lists[KT_PHASE_B], &first, &end))
+    while (kt_take(w, KT_PHASE_B, &first, &end))
         for (size_t i = first, panels; i < end; i += panels) {
             const size_t at = i / list->per_strip, panel = i % list->per_strip;
             panels = kt_items_together(s, list->shard, KT_PHASE_B, i, end);
