@@ -14,7 +14,7 @@ CROWD, REPEATED, ODD, SKIPPED = range(8), 8, 9, 10
 class Case:
     """A layer, tokens, and each token's output when it is alone, on one thread, under the default settings.
 
-    Tokens of CROWD have the same experts, so that few() and many() both serve them; REPEATED has one expert three times. Of ODD's
+    Tokens of CROWD have the same experts, so that few() and many() serve them; REPEATED has one expert three times. Of ODD's
     ids one counts, of SKIPPED's none.
     """
 

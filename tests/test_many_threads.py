@@ -28,6 +28,7 @@ SETTINGS = {
     "halves": (0, 1, 2),
     "uneven": (0, 1, 7, 0xDEADBEEF),
     "only_many": (False, True),
+    "by_turns": (True, True, False),
 }
 #: Tokens of Case: any; of three experts; of one; one at the end, after many that no expert has.
 BATCHES = {

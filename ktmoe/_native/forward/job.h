@@ -51,6 +51,7 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
+    kt_gate begun;        /* workers that are not there yet, where all are waited for */
     size_t rows_to_stage; /* of x, in all forms, by the workers; 0: by the caller alone, who is sooner */
     kt_count next_row;    /* of those */
     kt_gate staged;       /* rows that are still missing */

@@ -73,6 +73,7 @@ static int chunk(kt_job *j) {
     point_x(j);
     memset(j->summed, 0, r->num_ranges * j->hidden_panels * sizeof *j->summed);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) ready(j, p);
+    kt_gate_close(&j->begun, (uint32_t)j->schedule.teams->workers);
     return kt_pool_run(kt_phases, j, j->layer->placement);
 }
 

@@ -193,7 +193,7 @@ cdef extern from "forward/forward.h" nogil:
         size_t reduce_slots, ranges
         uint32_t halves
         uint32_t uneven
-        bint only_many
+        bint only_many, by_turns
     kt_tuning kt_moe_tuning
     int kt_moe_forward(const kt_layer *layer, const kt_batch *batch)
     size_t kt_moe_scratch_bytes()

@@ -155,6 +155,11 @@ cdef class Schedule:
                          for i in range(self.job.schedule.num_strips)], np.int64).reshape(-1, 2)
 
     @property
+    def strip_slots(self):
+        """The first slot of each strip; slots are sorted by piece."""
+        return [self.job.schedule.strips[i].first for i in range(self.job.schedule.num_strips)]
+
+    @property
     def pieces(self):
         """int64 [pieces, 2]: expert, rows."""
         return np.array([(self.job.route.pieces[i].expert, self.job.route.pieces[i].count)
