@@ -6,10 +6,9 @@
 
 #include "base/os.h"
 
-/* sleepers tells the other side whether a system call is needed to wake them. */
+/* Whoever has one gives it a cache line. sleepers tells the other side whether a system call is needed to wake them. */
 typedef struct kt_event {
-    _Alignas(64) _Atomic uint32_t value;
-    _Atomic uint32_t sleepers;
+    _Atomic uint32_t value, sleepers;
 } kt_event;
 
 void kt_event_spin(uint64_t nanoseconds);      /* that a waiter spins before it sleeps, from its next wait on */

@@ -17,8 +17,10 @@
 
 /* What the workers of a group meet at, or the groups themselves. */
 typedef struct meeting {
-    kt_event epoch;  /* bumped for a task, or to stop */
-    kt_event passed; /* bumped when all have arrived at a barrier */
+    _Alignas(64) kt_event epoch; /* bumped for a task, or to stop */
+    kt_task task;                /* NULL: stop */
+    void *context;
+    _Alignas(64) kt_event passed; /* bumped when all have arrived at a barrier */
     _Alignas(64) _Atomic size_t arrived;
     _Alignas(64) _Atomic size_t ended; /* their task; worker 0 is not counted */
 } meeting;
@@ -30,10 +32,8 @@ typedef struct thread {
 
 static struct pool {
     meeting all; /* of the groups */
-    kt_event finished;
-    _Alignas(64) kt_task task; /* NULL: stop */
-    void *context;
-    kt_teams teams;                /* no workers: to be made */
+    _Alignas(64) kt_event finished;
+    _Alignas(64) kt_teams teams;   /* no workers: to be made */
     const kt_placement *placement; /* that they were made for */
     bool bound;                    /* all workers to that placement's CPUs */
     kt_cpus cpus;                  /* the process's, if not: not those that the first caller happened to be kept to */
@@ -62,9 +62,9 @@ static bool is_last(_Atomic size_t *count, size_t size) {
     return true;
 }
 
-static void run_task(const kt_worker *me) {
+static void run_task(kt_task task, void *context, const kt_worker *me) {
     const unsigned state = kt_fp_enter();
-    pool.task(pool.context, me);
+    task(context, me);
     kt_fp_leave(state);
 }
 
@@ -87,27 +87,33 @@ static void bind_worker(const kt_worker *me) {
     kt_os_bind(&cpus, NULL);
 }
 
+static void wake(meeting *waiting, kt_task task, void *context) {
+    waiting->task = task;
+    waiting->context = context;
+    kt_event_bump(&waiting->epoch);
+}
+
 static void *work(void *argument) {
     const kt_worker *me = argument;
     const kt_group *own = &me->teams->groups[me->group];
     meeting *group = &pool.groups[me->group];
-    const bool wakes = me->index == own->first;
+    const bool first = me->index == own->first;
+    meeting *waits = first ? &pool.all : group;
     bind_worker(me);
     for (uint32_t seen = 0;; seen++) {
-        kt_event_wait(wakes ? &pool.all.epoch : &group->epoch, seen);
-        if (wakes && own->size > 1) kt_event_bump(&group->epoch);
-        if (!pool.task) return NULL;
-        run_task(me);
+        kt_event_wait(&waits->epoch, seen);
+        const kt_task task = waits->task;
+        if (first && own->size > 1) wake(group, task, waits->context);
+        if (!task) return NULL;
+        run_task(task, waits->context, me);
         end_task(me);
     }
 }
 
 /* To the workers that wait for worker 0; the first of each group wakes the others. */
 static void publish(kt_task task, void *context) {
-    pool.task = task;
-    pool.context = context;
-    if (pool.teams.num_groups > 1) kt_event_bump(&pool.all.epoch);
-    if (pool.teams.groups[0].size > 1) kt_event_bump(&pool.groups[0].epoch);
+    if (pool.teams.num_groups > 1) wake(&pool.all, task, context);
+    if (pool.teams.groups[0].size > 1) wake(&pool.groups[0], task, context);
 }
 
 static void end_workers(void) {
@@ -219,7 +225,7 @@ int kt_pool_run(kt_task task, void *context, const kt_placement *placement) {
     kt_cpus before;
     const bool kept = pool.bound && kt_os_bind(teams->groups[0].cpus, &before);
     publish(task, context);
-    run_task(&pool.threads[0].worker);
+    run_task(task, context, &pool.threads[0].worker);
     if (teams->workers > 1) kt_event_wait(&pool.finished, finished);
     if (kept) kt_os_bind(&before, NULL);
     return 0;
