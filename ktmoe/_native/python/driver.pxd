@@ -38,8 +38,6 @@ cdef extern from "base/placement.h" nogil:
 
 
 cdef extern from "base/teams.h" nogil:
-    enum:
-        KT_GROUP_MAX
     ctypedef struct kt_group:
         size_t shard, first, size
     ctypedef struct kt_team:
