@@ -20,7 +20,7 @@ from ktmoe._native import core
 from ktmoe.layer import MoELayer
 from ktmoe.machine import environment, numa, threads
 
-HANDOFFS, BARRIERS = 200, 200
+HANDOFFS, GATES = 200, 200
 #: Microseconds for which the workers were idle: within the spin, and ten times as long.
 HOT_US = 20
 SLEEPS = 10
@@ -74,12 +74,12 @@ def test_wake_up(benchmark, state):
     run(benchmark, lambda: core.pool_wake(idle), 300, work, "under 3 us" if state == "hot" else "none")
 
 
-def test_barrier(benchmark):
-    run(benchmark, lambda: core.pool_barrier(BARRIERS), 100, "barrier of all threads", "none")
+def test_gate(benchmark):
+    run(benchmark, lambda: core.pool_gate(GATES), 100, "gate of all threads", "none")
 
 
 def test_call(benchmark):
-    """A token of a model's layer, and of a tiny layer with as many experts: Python, checks, routing, wake-up and barrier, and
+    """A token of a model's layer, and of a tiny layer with as many experts: Python, checks, routing, wake-up and gates, and
     next to no work; only the encoding of x grows with the model. The two are called in turn."""
     shape = models()[EVERYWHERE]
     one = shape.make(1)

@@ -4,23 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import (
-    BF16,
-    DEEPSEEK,
-    KINDS,
-    MANY_THREADS,
-    assert_folds,
-    assert_right,
-    random_batch,
-    random_experts,
-    same_bits,
-)
+from alone import POOL, TOP_K, Case
+from helpers import BF16, KINDS, MANY_THREADS, random_batch, random_experts, same_bits
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
 from ktmoe.experts import ROUTER_WEIGHTS
 
-POOL, TOP_K = 24, 3  # different tokens that batches are drawn from
 SETTINGS = {
     "scratch_bytes": (256 << 20, 1 << 19, 1),  # all at once, in a few chunks, a token a chunk
     "reduce_slots": (0, 20, 10**9),
@@ -31,30 +21,6 @@ SETTINGS = {
 
 def random_settings(rng):
     return {name: values[rng.integers(len(values))] for name, values in SETTINGS.items()}
-
-
-class Case:
-    """A layer, tokens, and each token's output when it is alone, on one thread, under the default settings."""
-
-    def __init__(self, backend, weights, router_weight="down_output", dtype=BF16, shape=(100, 80)):
-        rng = np.random.default_rng(1)
-        self.experts = random_experts(rng, 5, *shape, activation=DEEPSEEK, biases=True, **weights)
-        self.x, self.ids, self.weights = random_batch(rng, self.experts, POOL, TOP_K, dtype)
-        self.ids[:8] = [0, 1, 2]  # one crowd, so that few() and many() both serve the same tokens
-        self.ids[8] = [4, 4, 4]
-        self.ids[9] = [-1, 5, 3]
-        self.ids[10] = -1
-        self.layer = MoELayer(self.experts, backend, router_weight=router_weight)
-        assert_folds(self.layer, self.experts, weights.get("fold", True))
-        set_num_threads(1)
-        self.alone = np.concatenate([self.forward([token]) for token in range(POOL)])
-        assert_right(self.layer, self.experts, self.x, self.ids, self.weights, self.alone)
-
-    def forward(self, tokens):
-        return self.layer.forward(self.x[tokens], self.ids[tokens], self.weights[tokens])
-
-    def check(self, tokens):
-        assert same_bits(self.forward(tokens), self.alone[tokens])
 
 
 @pytest.fixture(scope="module", params=[("folded", BF16), ("unfolded", BF16), *((name, np.float32) for name in KINDS)], ids=str)

@@ -151,7 +151,7 @@ def test_check(experts, backend):
         assert measure.check(other, layer, batch).error > 100
 
 
-@pytest.mark.parametrize("latency", [core.pool_barrier, core.pool_handoff])
+@pytest.mark.parametrize("latency", [core.pool_gate, core.pool_handoff])
 def test_a_mean_of_none(latency):
     set_num_threads(2)
     with pytest.raises(InputError, match="count must be at least 1, found 0"):
@@ -163,7 +163,7 @@ def test_latencies_of_the_pool(number):
     set_num_threads(number)
     assert 0 < core.pool_wake(0) < 10
     assert 0 < core.pool_wake(200) < 10
-    assert 0 <= core.pool_barrier(20) < 10
+    assert 0 <= core.pool_gate(20) < 10
     if number > 1:
         assert 0 < core.pool_handoff(20) < 10
     else:

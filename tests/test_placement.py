@@ -1,18 +1,14 @@
 """Layers on several NUMA nodes, which this machine need not have: their bits, their threads, their memory, their limits."""
 
 import os
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from exact import down_layer, forward, odd_scales, random_codes, random_factor, scaled_by, weights_of
 from helpers import BF16, KINDS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
-from topology import CPUS
+from topology import CPUS, masks, workers
 
 from ktmoe import BF16 as B16
 from ktmoe import ExpertWeights, Matrix, MoELayer, backends, config, int4, set_num_threads
@@ -188,31 +184,6 @@ def test_skipped_experts_and_no_tokens(backend):
 
 
 # Threads
-
-
-def masks():
-    """The CPUs that each of this process's other threads may use."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        if int(task.name) == threading.get_native_id():
-            continue
-        with suppress(OSError):  # it has just ended
-            lines = (task / "status").read_text().splitlines()
-            found.append(next(line.partition(":\t")[2] for line in lines if line.startswith("Cpus_allowed_list")))
-    return found
-
-
-def workers(count, before):
-    """The masks of the threads that there are beside those of before, once there are so many: ended ones linger a moment."""
-    for _ in range(500):
-        started = masks()
-        for mask in before:
-            if mask in started:
-                started.remove(mask)
-        if len(started) == count:
-            break
-        time.sleep(0.01)
-    return sorted(started)
 
 
 def test_workers_are_kept_to_their_nodes_and_the_caller_is_not(backend):

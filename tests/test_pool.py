@@ -180,6 +180,22 @@ def test_the_number_of_threads_is_what_was_set(batch):
         assert own_threads() == alone + n - 1  # the caller is one of them
 
 
+def test_256_threads_of_several_l3_caches(fake_nodes):
+    """With bits that do not depend on them, in groups of one and in full ones, on the CPUs that there are."""
+    rng = np.random.default_rng(6)
+    experts = random_experts(rng, 3, 96, 160)
+    arguments = random_batch(rng, experts, TOKENS, 2)
+    with MoELayer(experts, "fp32_lut") as layer:
+        set_num_threads(1)
+        y = layer.forward(*arguments)
+        for caches in ([set(range(128))], [set(range(n, n + 16)) for n in range(0, 128, 16)]):
+            fake_nodes({0: set(range(128))}, usable=set(range(128)), caches=caches)
+            for n in (2, 7, 8, 9, 17, 100, 256):
+                set_num_threads(n)
+                assert same_bits(layer.forward(*arguments), y)
+                assert core.pool_gate(3) > 0
+
+
 def test_the_default_is_within_the_cpus_we_may_use():
     assert 1 <= get_num_threads() == threads.default_num_threads() <= len(os.sched_getaffinity(0))
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-
 from ktmoe._native.core import Teams
+
 from ktmoe.errors import InputError
 
 GROUP_MAX = 8
@@ -80,7 +80,7 @@ def largest_remainders(threads, cores):
 
 
 def test_threads_are_in_proportion_to_cores():
-    """Of shards, unless one would get none; of a shard's caches. A cache's threads are in as few groups as there may be, of equal size."""
+    """Of shards, unless one would get none, and of caches. A cache's threads are in as few groups as may be, of equal size."""
     for domains, threads in machines(np.random.default_rng(2), 300):
         if threads < len(domains):
             continue
@@ -91,7 +91,8 @@ def test_threads_are_in_proportion_to_cores():
         if min(dealt) >= 1:
             assert sizes == dealt
         else:  # the others have no more than what is in proportion, rounded up
-            assert all(size <= max(1, -(-threads * sum(own) // sum(map(sum, domains)))) for size, own in zip(sizes, domains))
+            most = [max(1, -(-threads * sum(own) // sum(map(sum, domains)))) for own in domains]
+            assert all(size <= limit for size, limit in zip(sizes, most, strict=True))
         for shard, own in enumerate(domains):
             groups = [size for of, _, size in teams.groups if of == shard]
             for of_cache in largest_remainders(sizes[shard], own):

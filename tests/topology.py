@@ -1,9 +1,12 @@
-"""NUMA nodes, cores and L3 caches that this machine does not have: folders as Linux's own, in their place."""
+"""Where threads run, and NUMA nodes, cores and L3 caches that this machine does not have: folders as Linux's own."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,28 @@ def fake_nodes(tmp_path, monkeypatch):
 def three_nodes(fake_nodes):
     """From now on there are three."""
     fake_nodes(THREE)
+
+
+def masks():
+    """The CPUs that each of this process's other threads may use."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) == threading.get_native_id():
+            continue
+        with suppress(OSError):  # it has just ended
+            lines = (task / "status").read_text().splitlines()
+            found.append(next(line.partition(":\t")[2] for line in lines if line.startswith("Cpus_allowed_list")))
+    return found
+
+
+def workers(count, before):
+    """The masks of the threads that there are beside those of before, once there are so many: ended ones linger a moment."""
+    for _ in range(500):
+        started = masks()
+        for mask in before:
+            if mask in started:
+                started.remove(mask)
+        if len(started) == count:
+            break
+        time.sleep(0.01)
+    return sorted(started)

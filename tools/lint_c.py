@@ -56,7 +56,7 @@ def compiles(source: Path, row: str, flags: tuple[str, ...], folder: str) -> boo
 
 
 def main() -> int:
-    folders = (NATIVE, ROOT / "tests" / "emulator", ROOT / "examples")
+    folders = (NATIVE, ROOT / "tests", ROOT / "examples")
     files = sorted(path for folder in folders for path in folder.rglob("*.[ch]"))
     arguments = ["-i"] if "--fix" in sys.argv else ["--dry-run", "--Werror"]
     clang_format = Path(sysconfig.get_path("scripts"), "clang-format")

@@ -56,6 +56,8 @@ int kt_os_permit_tiles(void) {
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
 }
 
+void kt_os_yield(void) { sched_yield(); }
+
 uint64_t kt_os_nanoseconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

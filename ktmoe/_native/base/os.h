@@ -21,6 +21,7 @@ bool kt_os_process_cpus(kt_cpus *cpus);
 void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal);
 void kt_os_wake(_Atomic uint32_t *word); /* all waiters */
 uint64_t kt_os_nanoseconds(void);
+void kt_os_yield(void); /* to another thread that can run */
 /* Ask, for the whole process, to use AMX's tiles, which make signal frames 8 KiB larger; 0 or the errno of a refusal. */
 int kt_os_permit_tiles(void);
 

@@ -1,8 +1,9 @@
 /* A small thread pool: wake-up in microseconds, a bounded spin before sleeping, sound after fork.
  *
- * All workers take part in every task. They begin it, meet in it and end it as a tree: by the lines of their group, and once for
- * the group by the lines of all groups. So no cache line is waited for by more than a group, or by one of each group. The number
- * of threads changes only between tasks, by stopping all workers and starting the new number.
+ * A task is over when worker 0 has done it, somebody of each other shard's team has, and nobody is in it any more. A thread that wakes
+ * up later than that finds it shut, so that no call waits for a thread that the system keeps from running. Workers are woken, come in
+ * and are counted by group, so that no cache line is waited for by more threads than a group has. The number of threads changes only
+ * between tasks, by stopping all workers and starting the new number.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -15,13 +16,14 @@
 #include "base/event.h"
 #include "base/pool.h"
 
-/* What the workers of a group meet at, or the groups themselves. */
-typedef struct meeting {
-    kt_event epoch;  /* bumped for a task, or to stop */
-    kt_event passed; /* bumped when all have arrived at a barrier */
-    _Alignas(64) _Atomic size_t arrived;
-    _Alignas(64) _Atomic size_t ended; /* their task; worker 0 is not counted */
-} meeting;
+/* Where the workers of a group come into a task. */
+typedef struct door {
+    _Alignas(64) kt_event epoch; /* bumped for a task, or to stop */
+    kt_event inside;             /* how many, and SHUT */
+    _Atomic uint64_t entered;    /* the last task that one of them was in */
+} door;
+
+enum { SHUT = 1 << 16 };
 
 typedef struct thread {
     kt_worker worker;
@@ -29,11 +31,11 @@ typedef struct thread {
 } thread;
 
 static struct pool {
-    meeting all;                       /* of the groups */
     _Alignas(64) _Atomic size_t woken; /* groups */
-    kt_event finished;
-    _Alignas(64) kt_task task; /* NULL: stop */
+    _Alignas(64) kt_event entered;     /* bumped when the first of a group comes in */
+    _Alignas(64) kt_task task;         /* NULL: stop */
     void *context;
+    uint64_t number;               /* of the task */
     kt_teams teams;                /* no workers: to be made */
     const kt_placement *placement; /* that they were made for */
     bool bound;                    /* all workers to that placement's CPUs */
@@ -41,7 +43,7 @@ static struct pool {
     bool cpus_known;
     size_t started; /* threads, the caller's included; 0 before the first run and after fork */
     thread *threads;
-    meeting *groups;
+    door *doors; /* of the groups */
 } pool;
 
 static kt_domain one_domain = {.cores = 1};
@@ -56,24 +58,10 @@ static const kt_placement *everywhere = &one_place;
 /* By this symbol threadpoolctl tells this library from others of its file name (ktmoe/machine/threads.py). */
 __attribute__((visibility("default"))) const int ktmoe_threadpool = 1;
 
-/* The last of `size` that come resets the count for the next time. */
-static bool is_last(_Atomic size_t *count, size_t size) {
-    if (atomic_fetch_add(count, 1) + 1 < size) return false;
-    atomic_store_explicit(count, 0, memory_order_relaxed);
-    return true;
-}
-
-static void run_task(const kt_worker *me) {
+static void run_task(kt_task task, void *context, const kt_worker *me) {
     const unsigned state = kt_fp_enter();
-    pool.task(pool.context, me);
+    task(context, me);
     kt_fp_leave(state);
-}
-
-static void end_task(const kt_worker *me) {
-    const kt_teams *t = me->teams;
-    if (!is_last(&pool.groups[me->group].ended, t->groups[me->group].size - (me->group == 0))) return;
-    const size_t groups = t->num_groups - (t->groups[0].size == 1); /* those with another worker than 0 */
-    if (groups == 1 || is_last(&pool.all.ended, groups)) kt_event_bump(&pool.finished);
 }
 
 /* Of the process's CPUs, those of the worker's own L3 cache if there are several; of its node, if the layer is on nodes. */
@@ -88,31 +76,72 @@ static void bind_worker(const kt_worker *me) {
     kt_os_bind(&cpus, NULL);
 }
 
-/* Whoever is awake wakes the next group, so that it takes steps and not a row, and no thread that wakes up late holds up others. */
+static bool come_in(door *d) { return !(atomic_fetch_add(&d->inside.value, 1) & SHUT); }
+
+static void go_out(door *d) {
+    if (atomic_fetch_sub(&d->inside.value, 1) - 1 == SHUT) kt_event_wake(&d->inside);
+}
+
+/* Whoever is in the task wakes the next group, so that it takes steps and not a row. */
 static void wake_groups(void) {
     const size_t groups = pool.teams.num_groups;
     while (atomic_load(&pool.woken) < groups) {
         const size_t next = atomic_fetch_add(&pool.woken, 1);
-        if (next < groups) kt_event_bump(&pool.groups[next].epoch);
+        if (next >= groups) return;
+        atomic_fetch_and(&pool.doors[next].inside.value, ~(uint32_t)SHUT);
+        kt_event_bump(&pool.doors[next].epoch);
     }
+}
+
+/* Groups are woken in ascending order by workers of groups that were woken before, so no door behind is opened any more. */
+static void shut_doors(void) {
+    for (door *d = pool.doors; d < pool.doors + pool.teams.num_groups; d++) {
+        atomic_fetch_or(&d->inside.value, SHUT);
+        for (uint32_t inside; (inside = atomic_load(&d->inside.value)) != SHUT;) kt_event_wait(&d->inside, inside, KT_IN_TASK);
+    }
+}
+
+static bool was_in(const kt_team *team) {
+    for (size_t g = team->first_group; g < team->first_group + team->num_groups; g++)
+        if (!g || atomic_load(&pool.doors[g].entered) == pool.number) return true; /* worker 0 is in group 0 */
+    return false;
+}
+
+/* Until somebody of each team has come in: the others may come too late. */
+static void wait_for_teams(void) {
+    for (const kt_team *team = pool.teams.of; team < pool.teams.of + pool.teams.shards; team++)
+        for (uint32_t entered; entered = atomic_load(&pool.entered.value), !was_in(team);)
+            kt_event_wait(&pool.entered, entered, KT_IN_TASK);
+}
+
+/* The number of the task that a worker was in; 0 to stop. */
+static uint64_t take_part(const kt_worker *me, door *own, uint64_t last) {
+    const uint64_t number = pool.task ? pool.number : 0;
+    wake_groups();
+    if (!number || number == last) return number; /* it was in this one: it came in before it was woken */
+    if (atomic_exchange(&own->entered, number) != number && pool.teams.shards > 1) kt_event_bump(&pool.entered);
+    run_task(pool.task, pool.context, me);
+    return number;
 }
 
 static void *work(void *argument) {
     const kt_worker *me = argument;
-    meeting *group = &pool.groups[me->group];
+    door *own = &pool.doors[me->group];
     bind_worker(me);
-    for (uint32_t seen = 0;; seen++) {
-        kt_event_wait(&group->epoch, seen, KT_IDLE);
-        wake_groups();
-        if (!pool.task) return NULL;
-        run_task(me);
-        end_task(me);
+    uint64_t last = UINT64_MAX;
+    for (uint32_t seen = 0; last;) {
+        kt_event_wait(&own->epoch, seen, KT_IDLE);
+        seen = atomic_load(&own->epoch.value);
+        if (come_in(own)) last = take_part(me, own, last);
+        go_out(own);
     }
+    return NULL;
 }
 
 static void publish(kt_task task, void *context) {
     pool.task = task;
     pool.context = context;
+    pool.number++;
     atomic_store(&pool.woken, 0);
     wake_groups();
 }
@@ -121,9 +150,9 @@ static void end_workers(void) {
     if (pool.started > 1) publish(NULL, NULL);
     for (size_t i = 1; i < pool.started; i++) pthread_join(pool.threads[i].id, NULL);
     free(pool.threads);
-    free(pool.groups);
+    free(pool.doors);
     pool.threads = NULL;
-    pool.groups = NULL;
+    pool.doors = NULL;
     pool.started = 0;
 }
 
@@ -147,15 +176,15 @@ __attribute__((constructor)) static void handle_forks(void) {
 }
 
 /* All that the workers wait on is new to them, at 0. */
-static int make_meetings(void) {
+static int make_doors(void) {
     end_workers(); /* after a fork, there is the parent's memory */
-    const size_t bytes = pool.teams.num_groups * sizeof *pool.groups;
+    const size_t bytes = pool.teams.num_groups * sizeof *pool.doors;
     pool.threads = calloc(pool.teams.workers, sizeof *pool.threads);
-    pool.groups = aligned_alloc(_Alignof(meeting), bytes);
-    if (!pool.threads || !pool.groups) return ENOMEM;
-    memset((void *)pool.groups, 0, bytes);
-    memset((void *)&pool.all, 0, sizeof pool.all);
-    memset((void *)&pool.finished, 0, sizeof pool.finished);
+    pool.doors = aligned_alloc(_Alignof(door), bytes);
+    if (!pool.threads || !pool.doors) return ENOMEM;
+    memset((void *)pool.doors, 0, bytes);
+    memset((void *)&pool.entered, 0, sizeof pool.entered);
+    for (size_t group = 0; group < pool.teams.num_groups; group++) atomic_store(&pool.doors[group].inside.value, SHUT);
     for (size_t group = 0; group < pool.teams.num_groups; group++) {
         const kt_group *g = &pool.teams.groups[group];
         for (size_t i = g->first; i < g->first + g->size; i++) pool.threads[i].worker = (kt_worker){i, group, &pool.teams};
@@ -164,7 +193,7 @@ static int make_meetings(void) {
 }
 
 static int start_workers(void) {
-    int error = make_meetings();
+    int error = make_doors();
     pool.cpus_known = kt_os_process_cpus(&pool.cpus);
     /* Signals are the interpreter's; only the ones that a worker's own instructions raise stay with it. */
     sigset_t block, old;
@@ -221,32 +250,15 @@ int kt_pool_run(kt_task task, void *context, const kt_placement *placement) {
     const int error = pool.started ? 0 : start_workers();
     if (error) return error;
     kt_event_spin(teams->workers > pool.placement->num_cpus ? 0 : wanted_spin_ns);
-    const uint32_t finished = atomic_load(&pool.finished.value);
     /* The caller's thread is the user's: it is kept to its own CPUs for this run only. */
     kt_cpus before;
     const bool kept = pool.bound && kt_os_bind(teams->groups[0].cpus, &before);
-    publish(task, context);
-    run_task(&pool.threads[0].worker);
-    if (teams->workers > 1) kt_event_wait(&pool.finished, finished, KT_IN_TASK);
+    if (teams->workers > 1) publish(task, context);
+    run_task(task, context, &pool.threads[0].worker);
+    if (teams->workers > 1) {
+        wait_for_teams();
+        shut_doors();
+    }
     if (kept) kt_os_bind(&before, NULL);
     return 0;
-}
-
-void kt_pool_barrier(const kt_worker *me) {
-    const kt_teams *t = me->teams;
-    const size_t size = t->groups[me->group].size;
-    meeting *group = &pool.groups[me->group], *all = &pool.all;
-    const uint32_t passed = atomic_load(&group->passed.value);
-    if (!is_last(&group->arrived, size)) {
-        kt_event_wait(&group->passed, passed, KT_IN_TASK);
-        return;
-    }
-    if (t->num_groups > 1) {
-        const uint32_t all_passed = atomic_load(&all->passed.value);
-        if (is_last(&all->arrived, t->num_groups))
-            kt_event_bump(&all->passed);
-        else
-            kt_event_wait(&all->passed, all_passed, KT_IN_TASK);
-    }
-    if (size > 1) kt_event_bump(&group->passed);
 }

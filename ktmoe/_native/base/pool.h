@@ -4,6 +4,7 @@
 
 #include "base/teams.h"
 
+/* Workers may come late or not at all: what a team has to do is done by whoever of it comes, one worker at least. Worker 0 always does. */
 typedef void (*kt_task)(void *context, const kt_worker *me);
 
 void kt_pool_lock(void);
@@ -18,6 +19,5 @@ const kt_teams *kt_pool_teams(const kt_placement *placement); /* that the next r
 int kt_pool_run(kt_task task, void *context,
                 const kt_placement *placement); /* 0, or the errno of a thread that could not start */
 void kt_pool_stop(void);                        /* ends the idle workers; the next run starts others */
-void kt_pool_barrier(const kt_worker *me);      /* inside a task: all workers */
 
 #endif

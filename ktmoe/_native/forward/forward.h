@@ -24,6 +24,7 @@ typedef struct kt_tuning {
     uint32_t halves;      /* 1: phase A's items never are single panels; 2: they are, where that is possible */
     uint32_t uneven;      /* not 0: runs of pseudo-random cost for any worker, seeded by this */
     bool only_many;       /* never few() */
+    bool by_turns;        /* no worker begins before all are there, and each lets others run before it takes a run */
 } kt_tuning;
 extern kt_tuning kt_moe_tuning; /* read under the pool's lock */
 

@@ -51,7 +51,8 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
-    size_t rows_to_stage; /* by the workers, of x in all forms */
+    kt_gate begun;        /* workers that are not there yet, where all are waited for */
+    size_t rows_to_stage; /* of x, in all forms, by the workers; 0: by the caller alone, who is sooner */
     kt_count next_row;    /* of those */
     kt_gate staged;       /* rows that are still missing */
     uint8_t *together;    /* [slots]: see kt_x */
@@ -66,17 +67,17 @@ typedef struct kt_hands {
     kt_shard_job *shard;
     const kt_worker_scratch *scratch;
     kt_hand lists[KT_PHASES];
+    kt_run runs[KT_PHASES]; /* that it has taken, from the item on that comes next */
 } kt_hands;
 
-/* Panels that a worker is likely to read next; panel[0] NULL: nothing is known. */
+/* Panels that a worker reads next; panel[0] NULL: nothing is known. */
 typedef struct kt_ahead {
     const uint8_t *panel[2];
     size_t bytes;
 } kt_ahead;
 
 void kt_job_begin(kt_job *j, const kt_layer *layer, const kt_batch *batch, const kt_teams *teams);
-/* With a route, and by whether an expert that has rows takes a form: which forms are copied, by the caller alone or by the
- * workers. Their rows. */
+/* With a route, and by whether an expert that has rows takes a form: which forms are copied, and their rows. */
 size_t kt_job_stages(kt_job *j, const bool *used);
 
 size_t kt_scratch_chunk(kt_job *j); /* the most tokens that fit into the scratch memory, for which it is planned now */
@@ -84,7 +85,10 @@ bool kt_scratch_have(kt_job *j, size_t tokens); /* gives all arrays of a job the
 
 void kt_phase_a(kt_hands *w);
 void kt_phase_b(kt_hands *w);
-kt_ahead kt_ahead_b(const kt_hands *w, size_t item, size_t panels); /* the panels of an item of phase B, or none */
+kt_ahead kt_ahead_b(kt_hands *w); /* the first panels of phase B */
+/* Takes so many items of the worker's run, and the next run with the last of them: what a kernel fetches ahead is the worker's own, and
+ * no other one reads it. Returns the item after them. */
+size_t kt_advance(kt_hands *w, kt_phase phase, size_t items);
 
 void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);
 size_t kt_call_rows(size_t left); /* of the next kernel call */

@@ -31,11 +31,10 @@ static void ready(kt_job *j, kt_shard_job *p) {
 size_t kt_job_stages(kt_job *j, const bool *used) {
     size_t rows = 0;
     for (size_t i = 0; i < j->num_forms; i++) {
-        kt_x_form *form = &j->forms[i];
-        form->stage = used[i] && kt_x_stages(&j->x, form);
-        rows += kt_x_rows(&j->x, form);
+        j->forms[i].stage = used[i] && kt_x_stages(&j->x, &j->forms[i]);
+        rows += kt_x_rows(&j->x, &j->forms[i]);
     }
-    j->rows_to_stage = rows * j->k_hidden * sizeof(uint16_t) <= STAGE_ALONE_BYTES ? 0 : rows;
+    j->rows_to_stage = rows * j->k_hidden * sizeof(uint16_t) > STAGE_ALONE_BYTES ? rows : 0;
     return rows;
 }
 
@@ -74,6 +73,7 @@ static int chunk(kt_job *j) {
     point_x(j);
     memset(j->summed, 0, r->num_ranges * j->hidden_panels * sizeof *j->summed);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) ready(j, p);
+    kt_gate_close(&j->begun, (uint32_t)j->schedule.teams->workers);
     return kt_pool_run(kt_phases, j, j->layer->placement);
 }
 

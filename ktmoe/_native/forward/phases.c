@@ -28,6 +28,15 @@ kt_finish kt_finish_of(const kt_matrix *w, size_t panel) {
     };
 }
 
+size_t kt_advance(kt_hands *w, kt_phase phase, size_t items) {
+    kt_run *run = &w->runs[phase];
+    const size_t next = run->first += items;
+    if (run->first < run->end) return next;
+    if (kt_moe_tuning.by_turns) kt_os_yield();
+    *run = kt_list_take(&w->shard->lists->of[phase], &w->lists[phase]);
+    return next;
+}
+
 /* Whoever is there takes rows, so that nobody waits for a worker that is late. */
 static void stage(kt_job *j, const kt_worker *me) {
     const kt_shard_job *p = &j->shards[me->teams->groups[me->group].shard];
@@ -43,6 +52,7 @@ static void stage(kt_job *j, const kt_worker *me) {
             before += rows;
         }
         kt_gate_pass(&j->staged, (uint32_t)(end - first));
+        if (kt_moe_tuning.by_turns) kt_os_yield();
     }
     kt_gate_wait(&j->staged);
 }
@@ -50,6 +60,10 @@ static void stage(kt_job *j, const kt_worker *me) {
 void kt_phases(void *context, const kt_worker *me) {
     kt_job *j = context;
     if (j->layer->isa->enter) j->layer->isa->enter();
+    if (kt_moe_tuning.by_turns) {
+        kt_gate_pass(&j->begun, 1);
+        kt_gate_wait(&j->begun);
+    }
     if (j->rows_to_stage) stage(j, me);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) {
         if (!kt_serves(me, (size_t)(p - j->shards))) continue;

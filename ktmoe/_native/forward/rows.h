@@ -29,8 +29,8 @@ uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, cons
 /* Inputs [first, first + count) of a row, bf16, to where a kernel looks for them. together: the rows of its tile. */
 void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t count, size_t k, size_t together, void *row);
 bool kt_x_stages(const kt_x *x, const kt_x_form *form); /* whether rows are copied */
-void kt_x_point(const kt_x *x, kt_x_form *form);        /* fills form->x, by form->stage */
-size_t kt_x_rows(const kt_x *x, const kt_x_form *form); /* that are to be copied */
+size_t kt_x_rows(const kt_x *x, const kt_x_form *form); /* that are, by form->stage */
+void kt_x_point(const kt_x *x, kt_x_form *form);        /* fills form->x, likewise */
 /* Copies rows [first, end) of those. row: [k], the worker's own. */
 void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t first, size_t end, uint16_t *row);
 

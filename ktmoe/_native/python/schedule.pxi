@@ -115,14 +115,15 @@ cdef class Schedule:
 
     def take(self, size_t worker, size_t shard, size_t phase):
         """The next run of a worker, (first item, the one after the last); None: there is none. phase: 0 is A, 1 is B."""
-        cdef size_t first, end
+        cdef kt_run run
         cdef const kt_list *found = self._list(shard, phase)
         if worker >= self._teams.teams.workers:
             raise InputError(f"worker: expected 0 to {self._teams.teams.workers - 1}, found {worker}")
         cdef kt_worker me = self._worker(worker)
         if not kt_serves(&me, shard):
             raise InputError(f"worker {worker} does not serve shard {shard}")
-        return (first, end) if kt_list_take(found, self._hand(worker, shard, phase), &first, &end) else None
+        run = kt_list_take(found, self._hand(worker, shard, phase))
+        return (run.first, run.end) if run.first < run.end else None
 
     def together(self, size_t shard, size_t phase, size_t item, size_t end):
         """Items of a run up to `end` that are computed together, from `item` on."""
@@ -152,6 +153,11 @@ cdef class Schedule:
         """int64 [strips, 2]: piece, rows."""
         return np.array([(self.job.schedule.strips[i].piece, self.job.schedule.strips[i].rows)
                          for i in range(self.job.schedule.num_strips)], np.int64).reshape(-1, 2)
+
+    @property
+    def strip_slots(self):
+        """The first slot of each strip; slots are sorted by piece."""
+        return [self.job.schedule.strips[i].first for i in range(self.job.schedule.num_strips)]
 
     @property
     def pieces(self):
