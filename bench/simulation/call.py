@@ -1,4 +1,4 @@
-"""A forward call on a made-up machine: core.Schedule makes the driver's own lists and deals them; none of its rules stands here."""
+"""A forward call on a made-up machine. core.Schedule makes the driver's own lists and deals them; no rule of it stands here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ktmoe.machine import numa
 
 @dataclass(frozen=True)
 class Simulated:
-    """A call. nbytes: packed weights that the batch needs, each once. read: bytes from all memory. bandwidth, peak: of all threads.
+    """A call. nbytes: packed weights that the batch needs, each once. read: bytes from all memory. bandwidth, peak: of all
+    threads.
 
     Shares are of threads x seconds. busy: with items. before: while Python runs and the caller routes. dealing: taking runs,
     waking and passing on. gates: waiting for items of phase A. end: after a worker's last item, until the last worker's.

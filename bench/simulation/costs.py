@@ -54,17 +54,20 @@ class Kernel:
     cache_ns: list[float] = field(default_factory=list)
 
     def seconds(self, rows: int, nbytes: int) -> float:
-        """Of one thread alone, for a strip of so many rows and panels of so many bytes from memory; between the measured numbers of rows
-        in proportion."""
+        """Of one thread alone, for a strip of so many rows and panels of so many bytes from memory.
+
+        Between the measured numbers of rows in proportion.
+        """
         return 1e-9 * nbytes * float(np.interp(core.call_rows(rows), self.rows, self.memory_ns).sum())
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A machine's. read_gb_s: by the number of threads, of all of them together. before: what a call costs beside its items and
-    slots (Python, checks, memory), by how much the caller's core has read since the last call: that took Python's own memory out
-    of the caches. route_ns: of routing a slot and making lists. handoff_us: one thread sees what another one wrote, which shares
-    its L3.
+    """A machine's. read_gb_s: by the number of threads, of all of them together.
+
+    before: what a call costs beside its items and slots (Python, checks, memory), by how much the caller's core has read since
+    the last call, which took what Python needs out of the caches. route_ns: of routing a slot and making lists. handoff_us: one
+    thread sees what another one wrote that shares its L3.
     """
 
     machine: str

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from bench import document
 from bench.simulation import costs, files
 from bench.simulation.assumptions import Machine

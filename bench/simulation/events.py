@@ -1,6 +1,6 @@
 """The clock: workers that compute and read beside each other, and gates at which they wait.
 
-A worker is a generator. It yields Work, and gets the time when that is done, or a Gate that is shut, and goes on once it is open.
+A worker is a generator. It yields Work and goes on when that is done, or a Gate and goes on once that is open.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _DONE = 1e-9
 
 
 class Work(NamedTuple):
-    """seconds: while nobody else reads. nbytes: read from the memory of `node`. item: whether it is an item, and not what goes with
-    dealing, waking and waiting."""
+    """seconds: while nobody else reads. nbytes: read from the memory of `node`.
+
+    item: whether it is an item, and not what goes with dealing, waking and waiting.
+    """
 
     seconds: float
     nbytes: float = 0.0
@@ -41,7 +43,7 @@ Worker = Generator[Work | Gate, None, None]
 
 @dataclass
 class Run:
-    """What happened. Seconds of each worker: with items, with dealing and waking, at gates; the rest it was done before the others.
+    """What happened. busy, overhead, waited: seconds of each worker with items, with dealing and waking, and at gates.
 
     nbytes: read from each node.
     """
@@ -69,12 +71,13 @@ class Clock:
         self._node = np.full(workers, -1)  # whose memory it reads
         self._item = np.zeros(workers, bool)
         self._since = np.zeros(workers)
+        self._stale: set[int] = set()  # nodes whose readers have changed
+        self._blocked = 0  # workers at gates
         self.run = Run(0.0, *np.zeros((3, workers)), np.zeros(nodes))
 
     def go(self, workers: list[Worker]) -> Run:
         """Until all have ended. Raises RuntimeError where some wait for ever."""
         self._workers = workers
-        self._stale: set[int] = set()
         for worker in range(len(workers)):
             self._advance(worker)
         while np.isfinite(self._left).any():
@@ -90,7 +93,7 @@ class Clock:
             for worker in np.flatnonzero(self._left <= _DONE):
                 self._finish(worker)
                 self._advance(worker)
-        if any(worker.gi_frame is not None for worker in workers):
+        if self._blocked:
             raise RuntimeError("workers wait at a gate that nobody passes")
         self.run.seconds = self.now
         return self.run
@@ -104,6 +107,7 @@ class Clock:
             for worker in gate.waiting:
                 self.run.waited[worker] += self.now - self._since[worker]
                 self._start(worker, Work(gate.seconds, item=False))
+            self._blocked -= len(gate.waiting)
             gate.waiting.clear()
 
     def _advance(self, worker: int) -> None:
@@ -112,6 +116,7 @@ class Clock:
             if isinstance(found, Gate):
                 if found.left:
                     found.waiting.append(worker)
+                    self._blocked += 1
                     self._since[worker] = self.now
                     return
             elif found.seconds > 0:

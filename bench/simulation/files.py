@@ -1,4 +1,4 @@
-"""The files of bench/simulation/results: what was simulated with a machine's costs, and how it agreed with calls measured there."""
+"""The files of bench/simulation/results: what was simulated with a machine's costs, and how it agreed with measured calls."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 
 import numpy as np
 
@@ -25,7 +24,10 @@ BANDWIDTH = 600e9
 
 
 def points(model: str, tokens: int, costs: Costs, bandwidth: float, jitter: float) -> list[dict]:
-    """A model's, with one batch for all machines. dispatch: efficiency without what comes before it. read: of what must be read."""
+    """A model's, with one batch for all machines. dispatch: efficiency without what comes before it.
+
+    read: of the bytes that must be read.
+    """
     shape = models()[model]
     ids = ids_of(shape, tokens)
     found = []

@@ -1,4 +1,4 @@
-"""Measures a machine's costs (costs.py): one thread with a kernel, memory by several numbers of threads, and what a call costs beside."""
+"""Measures a machine's costs: kernels on one thread, memory by several numbers of threads, and what a call costs beside."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def costs_of(sessions: list[Session], found: Found) -> Costs:
         machine=f"{short_name(fields['name'])} {fields['family']}-{fields['model']}",
         date=datetime.date.today(),
         commit=machine.commit(),
-        threads=fields["threads"],
+        threads=max(read),
         read_gb_s={f"{number}": rate for number, rate in sorted(read.items())},
         before=[
             {"read_mb": experts * sessions[0].small.expert_bytes / 1e6, "us": statistics.median(found["before", experts]) * 1e6}

@@ -3,7 +3,7 @@ phase_b.c have it. Which items there are, what is in a run and who gets it, core
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Kernel
@@ -62,22 +62,63 @@ class Shard:
         return nbytes > _PART_OF_L3 * self._groups * self._machine.domain_bytes
 
     def phases(self, worker: int) -> Steps:
-        """All that a worker of the team does."""
-        near, far = self._machine.near, self._machine.far
-        for phase, computed in enumerate((self._a, self._y if self._schedule.by_panel else self._d)):
-            yield Work(near, item=False)
-            while run := self._schedule.take(worker, self._number, phase):
-                yield from computed(*run)
-                yield Work(near, item=False)
-            yield Work((self._groups - 1) * far, item=False)  # it has looked whether the other groups have some
+        """All that a worker of the team does. With the last items of a run it takes the next one."""
+        by_panel, ahead = self._schedule.by_panel, None
+        run = yield from self._take(worker, 0)
+        while run:
+            then, done = None, 0
+            for strip, items, last in self._parts(*run, 0):
+                if last:
+                    then = yield from self._take(worker, 0)
+                    if not then and not by_panel:
+                        ahead = yield from self._take(worker, 1)
+                yield self._a(strip, items)
+                done += self._passed(strip, items)
+                if last or items.stop % self._per_a == 0:
+                    self._clock.pass_gate(self._gates[self._strips[strip][0]], done)
+                    done = 0
+            run = then
+        run = ahead or (yield from self._take(worker, 1))
+        while run:
+            if by_panel:
+                yield from self._y(*run)
+                run = yield from self._take(worker, 1)
+                continue
+            for strip, items, last in self._parts(*run, 1):
+                if last:
+                    run = yield from self._take(worker, 1)
+                yield from self._d(strip, items)
 
-    def _a(self, first: int, end: int) -> Steps:
-        for strip, items in self._by_strip(first, end, self._per_a):
-            piece, rows = self._strips[strip]
-            panels = len(items) / (1 + self._halves)
-            h = _WRITTEN * _BF16 * panels * rows if self._h_leaves else 0
-            yield self._work(rows, panels * self._a_bytes, h + (rows * self._x_row if self.x_leaves else 0))
-            self._clock.pass_gate(self._gates[piece], self._passed(strip, items))
+    def _take(self, worker: int, phase: int) -> Generator[Work, None, tuple[int, int] | None]:
+        """A run, from the counter of the worker's group; at the end it has looked at those of the others."""
+        yield Work(self._machine.near, item=False)
+        run = self._schedule.take(worker, self._number, phase)
+        if not run:
+            yield Work((self._groups - 1) * self._machine.far, item=False)
+        return run
+
+    def _parts(self, first: int, end: int, phase: int) -> Iterator[tuple[int, range, bool]]:
+        """(strip, items, whether they are the last ones that are computed together) of a run."""
+        per_strip = (self._per_a, self._per_b)[phase]
+        while first < end:
+            strip = first // per_strip
+            then = min(end, (strip + 1) * per_strip)
+            last = first
+            while then == end and (after := last + self._schedule.together(self._number, phase, last, end)) < end:
+                last = after
+            if then < end:
+                yield strip, range(first, then), False
+            else:
+                if first < last:
+                    yield strip, range(first, last), False
+                yield strip, range(last, end), True
+            first = then
+
+    def _a(self, strip: int, items: range) -> Work:
+        rows = self._strips[strip][1]
+        panels = len(items) / (1 + self._halves)
+        h = _WRITTEN * _BF16 * panels * rows if self._h_leaves else 0
+        return self._work(rows, panels * self._a_bytes, h + (rows * self._x_row if self.x_leaves else 0))
 
     def _passed(self, strip: int, items: range) -> int:
         """Of these items, those that are done: a half that comes first is not."""
@@ -93,14 +134,13 @@ class Shard:
             item += together
         return done
 
-    def _d(self, first: int, end: int) -> Steps:
-        for strip, items in self._by_strip(first, end, self._per_b):
-            piece, rows = self._strips[strip]
-            yield self._gates[piece]
-            d = _WRITTEN * _FP32 * len(items) * rows if self._d_leaves else 0
-            yield self._work(rows, len(items) * self._b_bytes, d + (rows * self._h_row if self._h_leaves else 0))
-            for item in items:
-                yield from self._arrive(item % self._per_b)
+    def _d(self, strip: int, items: range) -> Steps:
+        piece, rows = self._strips[strip]
+        yield self._gates[piece]
+        d = _WRITTEN * _FP32 * len(items) * rows if self._d_leaves else 0
+        yield self._work(rows, len(items) * self._b_bytes, d + (rows * self._h_row if self._h_leaves else 0))
+        for item in items:
+            yield from self._arrive(item % self._per_b)
 
     def _arrive(self, panel: int) -> Steps:
         """Whoever finishes a panel last adds it up."""
@@ -121,7 +161,7 @@ class Shard:
             first += panels
 
     def _walk(self, pieces: range, panels: int) -> Steps:
-        """Of all experts, some panels of down. The workers of an L3 walk about together, so that one of them reads h for all."""
+        """Of all experts, some panels of down. The workers of an L3 walk together, so that one of them reads h for all."""
         works: list[Work] = []
         for piece in pieces:
             if self._gates[piece].left or len(works) == _WALK:
@@ -137,14 +177,6 @@ class Shard:
         self._summed[number, panel] = self._summed.get((number, panel), 0) + 1
         if self._summed[number, panel] == self._shards > 1:
             yield self._added(tokens * self._shards, tokens * self._shards * _FP32 if self._sums_leave else 0)
-
-    def _by_strip(self, first: int, end: int, per_strip: int) -> Iterator[tuple[int, range]]:
-        """A run's items."""
-        while first < end:
-            strip = first // per_strip
-            then = min(end, (strip + 1) * per_strip)
-            yield strip, range(first, then)
-            first = then
 
     def _added(self, rows: int, nbytes: float) -> Work:
         return Work(max(rows * self._machine.add, nbytes / self._core_read), nbytes, self._number)

@@ -20,7 +20,7 @@ def draw(data: dict, file: Path) -> Path:
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         axes = figure.subplots(1, len(MODELS), sharey=True)
         for model, axis in zip(MODELS, axes, strict=True):
-            for tokens, color in zip(TOKENS, OURS[:1] + ("#edae49", "#d1495b", "#7d6b91"), strict=True):
+            for tokens, color in zip(TOKENS, (OURS[0], "#edae49", "#d1495b", "#7d6b91"), strict=True):
                 for nodes, style in NODES.items():
                     points = {
                         p["threads"]: 100 * p["efficiency"]
