@@ -184,6 +184,13 @@ def cpu_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
+def idle_cpu_seconds():
+    """Of all threads, while this one sleeps for 0.2 seconds."""
+    before = cpu_seconds()
+    time.sleep(0.2)
+    return cpu_seconds() - before
+
+
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("spin_us", ["0", "100", "1000"])
 def test_an_idle_pool_uses_no_cpu(batch, monkeypatch, spin_us):
@@ -195,9 +202,16 @@ def test_an_idle_pool_uses_no_cpu(batch, monkeypatch, spin_us):
     set_num_threads(2)
     layer.forward(*arguments)
     time.sleep(0.05)  # more than the spin
-    before = cpu_seconds()
-    time.sleep(0.2)
-    assert cpu_seconds() - before < 0.1
+    assert idle_cpu_seconds() < 0.1
+
+
+def test_more_threads_than_cpus_never_spin(batch, monkeypatch):
+    """A worker that spins would take the CPU from the one it waits for."""
+    monkeypatch.setenv("KTMOE_SPIN_US", "1000000")
+    layer, arguments, _ = batch
+    set_num_threads(len(os.sched_getaffinity(0)) + 1)
+    layer.forward(*arguments)
+    assert idle_cpu_seconds() < 0.1
 
 
 # Import

@@ -1,1 +1,1 @@
-"""What this process may use: threads, NUMA nodes, memory, and what environment variables say of them."""
+"""What this process may use: threads, cores, caches, NUMA nodes, memory, and what environment variables say of them."""

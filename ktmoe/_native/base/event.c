@@ -5,19 +5,21 @@
 
 static _Atomic uint64_t spin_ns;
 
-void kt_event_spin(uint64_t nanoseconds) { atomic_store_explicit(&spin_ns, nanoseconds, memory_order_relaxed); }
+void kt_event_spin(uint64_t nanoseconds) { /* a store would take the line from all waiters */
+    if (atomic_load_explicit(&spin_ns, memory_order_relaxed) != nanoseconds)
+        atomic_store_explicit(&spin_ns, nanoseconds, memory_order_relaxed);
+}
 
 void kt_event_wait(kt_event *e, uint32_t old, kt_patience patience) {
-    enum { POLL = 64 }; /* polls between looks at the clock */
+    enum { POLL = 64 }; /* polls between looks at the clock, the first of which comes after some */
     const uint64_t longest = atomic_load_explicit(&spin_ns, memory_order_relaxed) * patience;
-    if (longest) {
-        const uint64_t start = kt_os_nanoseconds();
-        do {
-            for (int i = 0; i < POLL; i++) {
-                if (atomic_load_explicit(&e->value, memory_order_acquire) != old) return;
-                kt_cpu_relax();
-            }
-        } while (kt_os_nanoseconds() - start < longest);
+    for (uint64_t now = 0, end = UINT64_MAX; longest && now < end;) {
+        for (int i = 0; i < POLL; i++) {
+            if (atomic_load_explicit(&e->value, memory_order_acquire) != old) return;
+            kt_cpu_relax();
+        }
+        now = kt_os_nanoseconds();
+        if (end == UINT64_MAX) end = now + longest;
     }
     atomic_fetch_add(&e->sleepers, 1);
     while (atomic_load(&e->value) == old) kt_os_wait(&e->value, old);

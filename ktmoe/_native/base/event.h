@@ -6,10 +6,9 @@
 
 #include "base/os.h"
 
-/* sleepers tells the other side whether a system call is needed to wake them. */
+/* Whoever has one gives it a cache line. sleepers tells the other side whether a system call is needed to wake them. */
 typedef struct kt_event {
-    _Alignas(64) _Atomic uint32_t value;
-    _Atomic uint32_t sleepers;
+    _Atomic uint32_t value, sleepers;
 } kt_event;
 
 /* How many times the time that is set a waiter spins. What is computed now ends soon: to sleep meanwhile costs more, up to a

@@ -5,7 +5,7 @@
 #include "base/event.h"
 
 typedef struct kt_gate {
-    kt_event left;
+    _Alignas(64) kt_event left;
 } kt_gate;
 
 /* Before any thread passes it or waits for it. It needs no initialisation before, and is open at 0. */

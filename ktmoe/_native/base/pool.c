@@ -18,9 +18,9 @@
 
 /* Where the workers of a group come into a task. */
 typedef struct door {
-    kt_event epoch;                        /* bumped for a task, or to stop */
-    kt_event inside;                       /* how many, and SHUT */
-    _Alignas(64) _Atomic uint64_t entered; /* the last task that one of them was in */
+    _Alignas(64) kt_event epoch; /* bumped for a task, or to stop */
+    kt_event inside;             /* how many, and SHUT */
+    _Atomic uint64_t entered;    /* the last task that one of them was in */
 } door;
 
 enum { SHUT = 1 << 16 };
@@ -32,7 +32,7 @@ typedef struct thread {
 
 static struct pool {
     _Alignas(64) _Atomic size_t woken; /* groups */
-    kt_event entered;                  /* bumped when the first of a group comes in */
+    _Alignas(64) kt_event entered;     /* bumped when the first of a group comes in */
     _Alignas(64) kt_task task;         /* NULL: stop */
     void *context;
     uint64_t number;               /* of the task */

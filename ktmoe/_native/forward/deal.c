@@ -22,16 +22,13 @@ static size_t item_at(const kt_list *l, uint64_t cost) {
     return low * l->per_strip + (cost - l->cost[low] * l->per_strip + each - 1) / each;
 }
 
-/* The items of a group's run; false: the group has no more. */
-static bool run_of(const kt_list *l, const kt_group *g, size_t run, size_t *first, size_t *end) {
-    const size_t number = run / g->size;
-    if (number >= l->num_rounds) return false;
-    const kt_round *round = &l->rounds[number];
-    const size_t place = (g->first - team_of(l)->first + run % g->size + l->turned) % team_of(l)->size;
-    const uint64_t from = round->first + place * round->each, to = from + round->each;
-    *first = item_at(l, from < round[1].first ? from : round[1].first);
-    *end = item_at(l, to < round[1].first ? to : round[1].first);
-    return true;
+/* The items of a group's run, none if it has no more. */
+static kt_run run_of(const kt_list *l, const kt_group *g, size_t number) {
+    if (number / g->size >= l->num_rounds) return (kt_run){0};
+    const kt_round *round = &l->rounds[number / g->size];
+    const size_t place = (g->first - team_of(l)->first + number % g->size + l->turned) % team_of(l)->size;
+    const uint64_t from = round->first + place * round->each, to = from + round->each, last = round[1].first;
+    return (kt_run){item_at(l, from < last ? from : last), item_at(l, to < last ? to : last)};
 }
 
 kt_hand kt_hand_of(const kt_list *l, const kt_worker *me) {
@@ -40,27 +37,16 @@ kt_hand kt_hand_of(const kt_list *l, const kt_worker *me) {
     return (kt_hand){.group = own ? me->group - team->first_group : 0};
 }
 
-bool kt_list_take(const kt_list *l, kt_hand *hand, size_t *first, size_t *end) {
+kt_run kt_list_take(const kt_list *l, kt_hand *hand) {
     const kt_team *team = team_of(l);
     for (; hand->others < team->num_groups; hand->others++) {
         const size_t number = (hand->group + hand->others) % team->num_groups;
         const kt_group *g = group_of(l, team->first_group + number);
         _Atomic size_t *next = &l->queues[number].next;
         while (atomic_load_explicit(next, memory_order_relaxed) < l->num_rounds * g->size) {
-            const size_t run = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
-            if (run_of(l, g, run, first, end) && *first < *end) return true; /* a run of less than an item may have none */
+            const kt_run run = run_of(l, g, atomic_fetch_add_explicit(next, 1, memory_order_relaxed));
+            if (run.first < run.end) return run; /* one of less than an item may have none */
         }
     }
-    return false;
-}
-
-size_t kt_list_peek(const kt_list *l, const kt_hand *hand) {
-    const kt_team *team = team_of(l);
-    size_t first = kt_list_items(l), end;
-    if (hand->others < team->num_groups) {
-        const size_t number = (hand->group + hand->others) % team->num_groups;
-        const size_t run = atomic_load_explicit(&l->queues[number].next, memory_order_relaxed);
-        run_of(l, group_of(l, team->first_group + number), run, &first, &end);
-    }
-    return first;
+    return (kt_run){0};
 }

@@ -67,9 +67,10 @@ typedef struct kt_hands {
     kt_shard_job *shard;
     const kt_worker_scratch *scratch;
     kt_hand lists[KT_PHASES];
+    kt_run runs[KT_PHASES]; /* that it has taken, from the item on that comes next */
 } kt_hands;
 
-/* Panels that a worker is likely to read next; panel[0] NULL: nothing is known. */
+/* Panels that a worker reads next; panel[0] NULL: nothing is known. */
 typedef struct kt_ahead {
     const uint8_t *panel[2];
     size_t bytes;
@@ -84,9 +85,11 @@ bool kt_scratch_have(kt_job *j, size_t tokens); /* gives all arrays of a job the
 
 void kt_phase_a(kt_hands *w);
 void kt_phase_b(kt_hands *w);
-kt_ahead kt_ahead_b(const kt_hands *w, size_t item, size_t panels); /* the panels of an item of phase B, or none */
+kt_ahead kt_ahead_b(kt_hands *w); /* the first panels of phase B */
+/* Takes so many items of the worker's run, and the next run with the last of them: what a kernel fetches ahead is the worker's own, and
+ * no other one reads it. Returns the item after them. */
+size_t kt_advance(kt_hands *w, kt_phase phase, size_t items);
 
-bool kt_take(kt_hands *w, kt_phase phase, size_t *first, size_t *end); /* the next run, as kt_list_take() */
 void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);
 size_t kt_call_rows(size_t left); /* of the next kernel call */
 kt_finish kt_finish_of(const kt_matrix *w, size_t panel);

@@ -21,15 +21,11 @@ static const kt_expert *expert_of(const kt_hands *w, const kt_strip *strip) {
     return &w->shard->shard->experts[w->job->route.pieces[strip->piece].expert];
 }
 
-/* After an item of a run that ends at `end`: its next one, or what comes after the run. */
-static kt_ahead ahead(const kt_hands *w, size_t next, size_t end) {
-    const kt_list *list = &w->shard->lists->of[KT_PHASE_A];
-    if (next >= end) next = kt_list_peek(list, &w->lists[KT_PHASE_A]);
-    if (next >= kt_list_items(list)) {
-        const kt_list *b = &w->shard->lists->of[KT_PHASE_B];
-        return kt_ahead_b(w, kt_list_peek(b, &w->lists[KT_PHASE_B]), 2);
-    }
-    const place p = place_of(w, next);
+/* What the worker reads next. */
+static kt_ahead ahead(kt_hands *w) {
+    const kt_run *next = &w->runs[KT_PHASE_A];
+    if (next->first == next->end) return kt_ahead_b(w);
+    const place p = place_of(w, next->first);
     const kt_expert *e = expert_of(w, p.strip);
     const uint8_t *of[2] = {e->gate.data + p.panel * e->gate.panel_bytes, e->up.data + p.panel * e->up.panel_bytes};
     return (kt_ahead){{of[p.half], of[1]}, e->gate.panel_bytes};
@@ -130,24 +126,24 @@ static uint32_t half(const kt_hands *w, place at, const kt_ahead *next) {
 }
 
 void kt_phase_a(kt_hands *w) {
-    const kt_list *list = &w->shard->lists->of[KT_PHASE_A];
+    const kt_run *run = &w->runs[KT_PHASE_A];
     const bool halves = w->shard->lists->halves;
-    size_t first, end;
-    while (kt_take(w, KT_PHASE_A, &first, &end)) {
-        uint32_t done = 0;
-        for (size_t i = first, items; i < end; i += items) {
-            const place at = place_of(w, i);
-            items = kt_items_together(&w->job->schedule, list->shard, KT_PHASE_A, i, end);
-            const kt_ahead next = ahead(w, i + items, end);
-            if (halves && items == 1)
-                done += half(w, at, &next);
-            else {
-                pair(w, at, &next);
-                done += (uint32_t)items;
-            }
-            if (i + items < end && place_of(w, i + items).strip == at.strip) continue;
-            if (done) kt_gate_pass(&w->shard->gates[at.strip->piece], done); /* once for a strip of a run */
-            done = 0;
+    uint32_t done = 0;
+    kt_advance(w, KT_PHASE_A, 0);
+    while (run->first < run->end) {
+        const place at = place_of(w, run->first);
+        const size_t items =
+            kt_items_together(&w->job->schedule, w->shard->lists->of[KT_PHASE_A].shard, KT_PHASE_A, run->first, run->end);
+        const size_t next = kt_advance(w, KT_PHASE_A, items);
+        const kt_ahead then = ahead(w);
+        if (halves && items == 1)
+            done += half(w, at, &then);
+        else {
+            pair(w, at, &then);
+            done += (uint32_t)items;
         }
+        if (run->first == next && next < run->end && place_of(w, next).strip == at.strip) continue;
+        if (done) kt_gate_pass(&w->shard->gates[at.strip->piece], done); /* once for a strip of a run */
+        done = 0;
     }
 }

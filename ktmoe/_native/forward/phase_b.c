@@ -17,14 +17,19 @@ static kt_ahead ahead_of(const kt_expert *e, size_t panel, size_t panels) {
     return (kt_ahead){{first, first + (panels - 1) * e->down.panel_bytes}, e->down.panel_bytes};
 }
 
-kt_ahead kt_ahead_b(const kt_hands *w, size_t item, size_t panels) {
-    const kt_schedule *s = &w->job->schedule;
+/* The next item's; where panels of y are items, the run is taken when it begins, since it is long. */
+static kt_ahead ahead(kt_hands *w, size_t panels) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
-    if (item >= kt_list_items(list)) return (kt_ahead){0};
-    const size_t at = item / list->per_strip, panel = item % list->per_strip, left = list->per_strip - panel;
-    if (s->by_panel && !w->job->route.ranges[at].num_pieces) return (kt_ahead){0};
-    const size_t piece = s->by_panel ? w->job->route.ranges[at].first_piece : s->strips[at].piece;
-    return ahead_of(expert_of(w, piece), panel, left < panels ? left : panels);
+    const kt_run *next = &w->runs[KT_PHASE_B];
+    if (w->job->schedule.by_panel || next->first == next->end) return (kt_ahead){0};
+    const size_t panel = next->first % list->per_strip, left = list->per_strip - panel;
+    const kt_strip *strip = &w->job->schedule.strips[next->first / list->per_strip];
+    return ahead_of(expert_of(w, strip->piece), panel, left < panels ? left : panels);
+}
+
+kt_ahead kt_ahead_b(kt_hands *w) {
+    if (!w->job->schedule.by_panel) kt_advance(w, KT_PHASE_B, 0);
+    return ahead(w, 2);
 }
 
 /* Of a panel's columns; compiled for any CPU, and no compiler option lets it contract a product and a sum. */
@@ -174,17 +179,15 @@ static void panels_of_d(const kt_hands *w, const kt_strip *strip, size_t panel, 
 void kt_phase_b(kt_hands *w) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
     const kt_schedule *s = &w->job->schedule;
-    size_t first, end;
-    while (kt_take(w, KT_PHASE_B, &first, &end))
-        for (size_t i = first, panels; i < end; i += panels) {
-            const size_t at = i / list->per_strip, panel = i % list->per_strip;
-            panels = kt_items_together(s, list->shard, KT_PHASE_B, i, end);
-            if (s->by_panel) {
-                panels_of_y(w, at, panel, panel + panels);
-                continue;
-            }
-            const size_t next = i + panels < end ? i + panels : kt_list_peek(list, &w->lists[KT_PHASE_B]);
-            kt_gate_wait(&w->shard->gates[s->strips[at].piece]);
-            panels_of_d(w, &s->strips[at], panel, panels, kt_ahead_b(w, next, panels));
-        }
+    const kt_run *run = &w->runs[KT_PHASE_B];
+    kt_advance(w, KT_PHASE_B, 0);
+    while (run->first < run->end) {
+        const size_t at = run->first / list->per_strip, panel = run->first % list->per_strip;
+        const size_t panels = kt_items_together(s, list->shard, KT_PHASE_B, run->first, run->end);
+        if (s->by_panel) panels_of_y(w, at, panel, panel + panels);
+        kt_advance(w, KT_PHASE_B, panels);
+        if (s->by_panel) continue;
+        kt_gate_wait(&w->shard->gates[s->strips[at].piece]);
+        panels_of_d(w, &s->strips[at], panel, panels, ahead(w, panels));
+    }
 }

@@ -28,9 +28,13 @@ kt_finish kt_finish_of(const kt_matrix *w, size_t panel) {
     };
 }
 
-bool kt_take(kt_hands *w, kt_phase phase, size_t *first, size_t *end) {
+size_t kt_advance(kt_hands *w, kt_phase phase, size_t items) {
+    kt_run *run = &w->runs[phase];
+    const size_t next = run->first += items;
+    if (run->first < run->end) return next;
     if (kt_moe_tuning.by_turns) kt_os_yield();
-    return kt_list_take(&w->shard->lists->of[phase], &w->lists[phase], first, end);
+    *run = kt_list_take(&w->shard->lists->of[phase], &w->lists[phase]);
+    return next;
 }
 
 /* Whoever is there takes rows, so that nobody waits for a worker that is late. */

@@ -67,6 +67,11 @@ typedef struct kt_hand {
     size_t others; /* groups that it found without runs: they follow one another from its own on */
 } kt_hand;
 
+/* Items [first, end). */
+typedef struct kt_run {
+    size_t first, end;
+} kt_run;
+
 /* How phase B is done, and into how many ranges of tokens a chunk is cut: decided before it is routed. d_fits: whether d may be kept
  * for all slots. num_experts: of the layer. */
 void kt_schedule_plan(kt_schedule *s, size_t tokens, size_t top_k, size_t num_experts, bool d_fits, size_t *ranges);
@@ -74,10 +79,7 @@ void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t range
 void kt_schedule_fill(kt_schedule *s, const kt_route *r);
 
 kt_hand kt_hand_of(const kt_list *list, const kt_worker *me);
-/* The next run of a worker: items [*first, *end); false: there is none. */
-bool kt_list_take(const kt_list *list, kt_hand *hand, size_t *first, size_t *end);
-/* The first item of the run that it is likely to take next, or all items: none. */
-size_t kt_list_peek(const kt_list *list, const kt_hand *hand);
+kt_run kt_list_take(const kt_list *list, kt_hand *hand); /* the next run of a worker; without items: there is none */
 /* Items of a run that ends at `end` that are computed together, from `item` on. */
 size_t kt_items_together(const kt_schedule *s, size_t shard, kt_phase phase, size_t item, size_t end);
 static inline size_t kt_list_items(const kt_list *list) { return list->num_strips * list->per_strip; }

@@ -1,8 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
-pool.pxi: the pool and where its threads run. tables.pxi: kernel tables. formats.pxi: formats as the driver has them. packed.pxi:
-packed layers. schedule.pxi: the driver's lists without a layer. The pool's lock is never held together with the GIL: fork takes both.
+placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
+as the driver has them. packed.pxi: packed layers. schedule.pxi: the driver's lists without a layer. The pool's lock is never held
+together with the GIL: fork takes both.
 """
 
 import errno
@@ -68,6 +69,7 @@ cdef object _raise(int error, str doing):
     raise OSError(error, f"{doing}: {os.strerror(error)}")
 
 
+include "placement.pxi"
 include "pool.pxi"
 include "tables.pxi"
 include "formats.pxi"

@@ -38,8 +38,6 @@ cdef extern from "base/placement.h" nogil:
 
 
 cdef extern from "base/teams.h" nogil:
-    enum:
-        KT_GROUP_MAX
     ctypedef struct kt_group:
         size_t shard, first, size
     ctypedef struct kt_team:
@@ -242,7 +240,9 @@ cdef extern from "forward/schedule.h" nogil:
     void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t ranges, size_t slots)
     void kt_schedule_fill(kt_schedule *s, const kt_route *r)
     kt_hand kt_hand_of(const kt_list *list, const kt_worker *me)
-    bint kt_list_take(const kt_list *list, kt_hand *hand, size_t *first, size_t *end)
+    ctypedef struct kt_run:
+        size_t first, end
+    kt_run kt_list_take(const kt_list *list, kt_hand *hand)
     size_t kt_items_together(const kt_schedule *s, size_t shard, kt_phase phase, size_t item, size_t end)
     size_t kt_list_items(const kt_list *list)
 

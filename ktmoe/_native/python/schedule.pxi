@@ -115,14 +115,15 @@ cdef class Schedule:
 
     def take(self, size_t worker, size_t shard, size_t phase):
         """The next run of a worker, (first item, the one after the last); None: there is none. phase: 0 is A, 1 is B."""
-        cdef size_t first, end
+        cdef kt_run run
         cdef const kt_list *found = self._list(shard, phase)
         if worker >= self._teams.teams.workers:
             raise InputError(f"worker: expected 0 to {self._teams.teams.workers - 1}, found {worker}")
         cdef kt_worker me = self._worker(worker)
         if not kt_serves(&me, shard):
             raise InputError(f"worker {worker} does not serve shard {shard}")
-        return (first, end) if kt_list_take(found, self._hand(worker, shard, phase), &first, &end) else None
+        run = kt_list_take(found, self._hand(worker, shard, phase))
+        return (run.first, run.end) if run.first < run.end else None
 
     def together(self, size_t shard, size_t phase, size_t item, size_t end):
         """Items of a run up to `end` that are computed together, from `item` on."""
