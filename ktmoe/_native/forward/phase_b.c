@@ -90,7 +90,7 @@ static kt_panel_row *sums_of(const kt_job *j, const kt_shard_job *p, size_t pane
 /* A shard has its sums of a panel of y in a range of tokens: the last one of them adds them up. */
 static void summed(const kt_job *j, size_t range, size_t panel) {
     kt_count *there = &j->summed[range * j->hidden_panels + panel];
-    if (atomic_fetch_add_explicit(&there->value, 1, memory_order_acq_rel) + 1 < j->num_shards) return;
+    if (atomic_fetch_add_explicit(&there->value, 1, memory_order_acq_rel) + 1 != j->num_shards) return;
     for (size_t t = j->route.ranges[range].first; t < j->route.ranges[range].end; t++) {
         kt_panel_row y;
         memcpy(y, sums_of(j, &j->shards[0], panel)[t], sizeof y);
