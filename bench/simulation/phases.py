@@ -62,32 +62,35 @@ class Shard:
         return nbytes > _PART_OF_L3 * self._groups * self._machine.domain_bytes
 
     def phases(self, worker: int) -> Steps:
-        """All that a worker of the team does. With the last items of a run it takes the next one."""
+        """All that a worker of the team does. With the last items of a run it takes the next one, but for the last round."""
         by_panel, ahead = self._schedule.by_panel, None
         run = yield from self._take(worker, 0)
         while run:
             then, done = None, 0
             for strip, items, last in self._parts(*run, 0):
-                if last:
+                left = self._schedule.rounds_left(worker, self._number, 0)
+                if last and left != 1:
                     then = yield from self._take(worker, 0)
-                    if not then and not by_panel:
+                    if not then and not by_panel and not ahead:
                         ahead = yield from self._take(worker, 1)
                 yield self._a(strip, items)
                 done += self._passed(strip, items)
                 if last or items.stop % self._per_a == 0:
                     self._clock.pass_gate(self._gates[self._strips[strip][0]], done)
                     done = 0
-            run = then
+            run = then or (yield from self._take(worker, 0))
         run = ahead or (yield from self._take(worker, 1))
         while run:
             if by_panel:
                 yield from self._y(*run)
                 run = yield from self._take(worker, 1)
                 continue
+            then = None
             for strip, items, last in self._parts(*run, 1):
-                if last:
-                    run = yield from self._take(worker, 1)
+                if last and self._schedule.rounds_left(worker, self._number, 1) != 1:
+                    then = yield from self._take(worker, 1)
                 yield from self._d(strip, items)
+            run = then or (yield from self._take(worker, 1))
 
     def _take(self, worker: int, phase: int) -> Generator[Work, None, tuple[int, int] | None]:
         """A run, from the counter of the worker's group; at the end it has looked at those of the others."""

@@ -50,3 +50,14 @@ kt_run kt_list_take(const kt_list *l, kt_hand *hand) {
     }
     return (kt_run){0};
 }
+
+size_t kt_list_rounds_left(const kt_list *l, const kt_hand *hand) {
+    const kt_team *team = team_of(l);
+    for (size_t others = hand->others; others < team->num_groups; others++) {
+        const size_t number = (hand->group + others) % team->num_groups;
+        const size_t begun = atomic_load_explicit(&l->queues[number].next, memory_order_relaxed);
+        const size_t rounds = begun / group_of(l, team->first_group + number)->size;
+        if (rounds < l->num_rounds) return l->num_rounds - rounds;
+    }
+    return 0;
+}

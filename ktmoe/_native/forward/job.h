@@ -87,7 +87,8 @@ void kt_phase_a(kt_hands *w);
 void kt_phase_b(kt_hands *w);
 kt_ahead kt_ahead_b(kt_hands *w); /* the first panels of phase B */
 /* Takes so many items of the worker's run, and the next run with the last of them: what a kernel fetches ahead is the worker's own, and
- * no other one reads it. Returns the item after them. */
+ * no other one reads it. In a list's last round it takes the next run only when it has none, with no items. Returns the item after
+ * them. */
 size_t kt_advance(kt_hands *w, kt_phase phase, size_t items);
 
 void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);

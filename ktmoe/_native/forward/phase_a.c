@@ -24,7 +24,10 @@ static const kt_expert *expert_of(const kt_hands *w, const kt_strip *strip) {
 /* What the worker reads next. */
 static kt_ahead ahead(kt_hands *w) {
     const kt_run *next = &w->runs[KT_PHASE_A];
-    if (next->first == next->end) return kt_ahead_b(w);
+    if (next->first == next->end) {
+        const bool more = kt_list_rounds_left(&w->shard->lists->of[KT_PHASE_A], &w->lists[KT_PHASE_A]);
+        return more ? (kt_ahead){0} : kt_ahead_b(w);
+    }
     const place p = place_of(w, next->first);
     const kt_expert *e = expert_of(w, p.strip);
     const uint8_t *of[2] = {e->gate.data + p.panel * e->gate.panel_bytes, e->up.data + p.panel * e->up.panel_bytes};
@@ -145,5 +148,6 @@ void kt_phase_a(kt_hands *w) {
         if (run->first == next && next < run->end && place_of(w, next).strip == at.strip) continue;
         if (done) kt_gate_pass(&w->shard->gates[at.strip->piece], done); /* once for a strip of a run */
         done = 0;
+        if (run->first == run->end) kt_advance(w, KT_PHASE_A, 0);
     }
 }

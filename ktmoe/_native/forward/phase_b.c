@@ -184,10 +184,14 @@ void kt_phase_b(kt_hands *w) {
     while (run->first < run->end) {
         const size_t at = run->first / list->per_strip, panel = run->first % list->per_strip;
         const size_t panels = kt_items_together(s, list->shard, KT_PHASE_B, run->first, run->end);
-        if (s->by_panel) panels_of_y(w, at, panel, panel + panels);
-        kt_advance(w, KT_PHASE_B, panels);
-        if (s->by_panel) continue;
-        kt_gate_wait(&w->shard->gates[s->strips[at].piece]);
-        panels_of_d(w, &s->strips[at], panel, panels, ahead(w, panels));
+        if (s->by_panel) {
+            panels_of_y(w, at, panel, panel + panels);
+            kt_advance(w, KT_PHASE_B, panels);
+        } else {
+            kt_advance(w, KT_PHASE_B, panels);
+            kt_gate_wait(&w->shard->gates[s->strips[at].piece]);
+            panels_of_d(w, &s->strips[at], panel, panels, ahead(w, panels));
+        }
+        if (run->first == run->end) kt_advance(w, KT_PHASE_B, 0);
     }
 }

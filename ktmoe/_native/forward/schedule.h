@@ -80,6 +80,9 @@ void kt_schedule_fill(kt_schedule *s, const kt_route *r);
 
 kt_hand kt_hand_of(const kt_list *list, const kt_worker *me);
 kt_run kt_list_take(const kt_list *list, kt_hand *hand); /* the next run of a worker; without items: there is none */
+/* Rounds of which the worker's group has runs left, or the group that it would take from. In the last one nobody takes two runs,
+ * since others would have none. */
+size_t kt_list_rounds_left(const kt_list *list, const kt_hand *hand);
 /* Items of a run that ends at `end` that are computed together, from `item` on. */
 size_t kt_items_together(const kt_schedule *s, size_t shard, kt_phase phase, size_t item, size_t end);
 static inline size_t kt_list_items(const kt_list *list) { return list->num_strips * list->per_strip; }

@@ -245,6 +245,7 @@ cdef extern from "forward/schedule.h" nogil:
     kt_run kt_list_take(const kt_list *list, kt_hand *hand)
     size_t kt_items_together(const kt_schedule *s, size_t shard, kt_phase phase, size_t item, size_t end)
     size_t kt_list_items(const kt_list *list)
+    size_t kt_list_rounds_left(const kt_list *list, const kt_hand *hand)
 
 
 cdef extern from "forward/job.h" nogil:

@@ -125,6 +125,10 @@ cdef class Schedule:
         run = kt_list_take(found, self._hand(worker, shard, phase))
         return (run.first, run.end) if run.first < run.end else None
 
+    def rounds_left(self, size_t worker, size_t shard, size_t phase):
+        """Of which its group has runs, or the group that it would take from."""
+        return kt_list_rounds_left(self._list(shard, phase), self._hand(worker, shard, phase))
+
     def together(self, size_t shard, size_t phase, size_t item, size_t end):
         """Items of a run up to `end` that are computed together, from `item` on."""
         self._list(shard, phase)
