@@ -25,7 +25,7 @@ class Machine:
     near: float = 0.03e-6
     far: float = 0.2e-6
     add: float = 10e-9
-    sharpness: float = 5.0
+    sharpness: float = 4.0
     jitter: float = 0.0
 
     def __post_init__(self):

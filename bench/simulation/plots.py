@@ -31,7 +31,7 @@ def draw(data: dict, file: Path) -> Path:
                     width = 2.0 if nodes == 2 else 0.9
                     axis.plot(points.keys(), points.values(), style, color=color, linewidth=width, label=label)
             axis.set(xscale="log", xlabel="threads, of 128 cores", ylim=(0, 100))
-            axis.set_xticks(THREADS, [f"{threads}" for threads in THREADS])
+            axis.set_xticks(THREADS, [f"{threads}" if threads != 96 else "" for threads in THREADS])
             axis.minorticks_off()
             axis.grid(True, color="#eeeeee")
             axis.set_title(model, loc="left", fontsize=11)
