@@ -178,6 +178,24 @@ def test_scratch_is_bounded_whatever_shapes_layers_have(monkeypatch):
         assert 2 << 20 < core.scratch_bytes() <= 4 << 20
 
 
+def test_scratch_is_bounded_with_128_threads():
+    """Each has its own: the rest of what a call may use is so much less, and a large batch goes in more chunks."""
+    rng = np.random.default_rng(4)
+    experts = random_experts(rng, 2, 256, 128)
+    x, ids, weights = random_batch(rng, experts, 20_000, 2, np.float32)
+    with MoELayer(experts, "fp32_lut") as layer:
+        set_num_threads(1)
+        y = layer.forward(x, ids, weights)
+        set_num_threads(128)
+        core.release()
+        layer.forward(x[:1], ids[:1], weights[:1])
+        own, bound = core.scratch_bytes(), 24 << 20
+        assert own < bound
+        core.tune(scratch_bytes=bound)
+        assert same_bits(layer.forward(x, ids, weights), y)
+        assert own < core.scratch_bytes() <= bound
+
+
 # Memory
 
 
