@@ -263,3 +263,27 @@ def test_one_experts_rows_are_split_for_many_threads():
     ids = np.zeros((512, 1), int)
     for threads, strips in ((1, 1), (8, 1), (128, 8)):
         assert len(scheduled([[threads]], threads, (4, 2048, 2048), ids).strips) == strips
+
+
+def test_a_short_last_chunk_has_no_empty_ranges():
+    ids = random_ids(np.random.default_rng(3), 1001, 8, 40, "any")
+    forced = {"reduce_slots": 0, "ranges": 10**6, "scratch_bytes": 2 << 20}
+    s = scheduled([[2]], 2, (40, 256, 256), ids, **forced)
+    last = len(ids) % s.chunk
+    assert 0 < last < s.chunk < len(ids)
+    assert [tokens for tokens, _, _ in s.ranges] == [1] * s.chunk
+    s.fill(len(ids) - last)
+    assert [tokens for tokens, _, _ in s.ranges] == [1] * last
+
+
+def test_the_last_round_deals_all_that_is_left():
+    """Of a list that tests' uneven rounds hardly begin: 63 of them deal no item or one."""
+    hardly = 610  # times the multiplier of uneven(), and that times 1 to 64, has no high bits
+    for threads in (1, 3, 16):
+        s = scheduled(
+            [[threads]], threads, (40, 512, 512), random_ids(np.random.default_rng(4), 30, 8, 40, "any"), uneven=hardly
+        )
+        runs = sorted(iter(lambda s=s: s.take(0, 0, A), None))
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(runs))
+        assert (runs[0][0], runs[-1][1]) == (0, s.items(0, A))
+        assert max(end - first for first, end in runs) > s.items(0, A) // (2 * threads)
