@@ -71,10 +71,12 @@ void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t range
 
 /* The most rows of a strip: its items shall be few of a worker's share in every list that has strips. */
 static size_t longest_strip(const kt_schedule *s, const kt_route *r) {
+    const size_t workers = largest_team(s->teams);
     size_t panels = s->by_panel ? SIZE_MAX : s->hidden_panels, rows = 0;
+    if (workers == 1) return r->num_slots;
     for (size_t i = 0; i < s->teams->shards; i++)
         panels = s->shards[i].inter_panels < panels ? s->shards[i].inter_panels : panels;
-    rows = (r->num_pieces * PANEL_ROWS + r->num_slots) * panels / (KT_RUNS_LEFT * largest_team(s->teams));
+    rows = (r->num_pieces * PANEL_ROWS + r->num_slots) * panels / (KT_RUNS_LEFT * workers);
     return rows < SPLIT_ROWS ? SPLIT_ROWS : rows;
 }
 
