@@ -15,6 +15,7 @@ from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs, Kernel
 from bench.simulation.events import Clock, Gate, Work
 from ktmoe import measure
+from ktmoe._native import core
 
 MODEL = replace(models()["V4-Flash"], name="small", hidden=512, intermediate=1024, experts=16, top_k=4)
 KERNEL = Kernel("MXFP4", "avx2", "avx2", "bf16", 100.0, [1, 192], [0.05, 5.0], [0.05, 5.0])
@@ -160,6 +161,28 @@ def test_memory_that_is_endless_leaves_one_worker_s_work_for_all():
     one, sixteen = (call.simulate(MODEL, ids, replace(IDEAL, threads=threads), COSTS) for threads in (1, 16))
     assert sixteen.busy * 16 * sixteen.seconds == pytest.approx(one.seconds, rel=1e-3)
     assert one.seconds / 16 < sixteen.seconds < 1.2 * one.seconds / 16
+
+
+@pytest.fixture
+def pairs():
+    """Phase A's items are pairs of gate and up."""
+    old = core.tune(halves=1)
+    yield
+    core.tune(**old)
+
+
+@pytest.mark.usefixtures("pairs")
+def test_where_there_are_fewer_items_than_workers_nobody_takes_two():
+    """64 pairs of panels, then 32 panels of down, for 96 workers: each phase takes as long as one item."""
+    ids, machine = ids_of(1), replace(IDEAL, threads=96, cores=128)
+    schedule = call.schedule_of(MODEL, ids, machine, KERNEL)
+    assert (schedule.items(0, 0), schedule.items(0, 1)) == (64, 32)
+    assert schedule.rounds_left(0, 0, 0) == schedule.rounds_left(95, 0, 0) == 1
+    simulated = call.simulate(MODEL, ids, machine, COSTS)
+    assert simulated.seconds == pytest.approx(sum(KERNEL.seconds(1, nbytes) for nbytes in schedule.panel_bytes(0)))
+    while schedule.take(0, 0, 0):
+        pass
+    assert schedule.rounds_left(0, 0, 0) == 0
 
 
 def test_slow_workers_get_less_to_do():
