@@ -65,8 +65,10 @@ void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t range
     s->strip_cost = kt_carve(c, most + 1, sizeof *s->strip_cost);
     s->range_cost = kt_carve(c, ranges + 1, sizeof *s->range_cost);
     for (size_t i = 0; i < s->teams->shards; i++)
-        for (kt_list *l = s->shards[i].of; l < s->shards[i].of + KT_PHASES; l++)
+        for (kt_list *l = s->shards[i].of; l < s->shards[i].of + KT_PHASES; l++) {
+            l->rounds = kt_carve(c, KT_ROUNDS_MAX + 1, sizeof *l->rounds);
             l->queues = kt_carve(c, s->teams->of[i].num_groups, sizeof *l->queues);
+        }
 }
 
 /* The most rows of a strip: its items shall be few of a worker's share in every list that has strips. */

@@ -39,7 +39,7 @@ typedef struct kt_list {
     size_t shard, num_strips, per_strip;
     const uint64_t *cost; /* [num_strips + 1]: of one item of each strip before */
     size_t num_rounds, turned;
-    kt_round rounds[KT_ROUNDS_MAX + 1];
+    kt_round *rounds; /* [num_rounds + 1], at most KT_ROUNDS_MAX: the last one is where the list ends */
     kt_queue *queues; /* [its team's groups] */
 } kt_list;
 
