@@ -12,6 +12,8 @@ kt_tuning kt_moe_tuning = {.scratch_bytes = (size_t)256 << 20, .reduce_slots = 2
 /* Up to so many bytes of x, the caller stages it alone, sooner than another worker would have woken up. */
 enum { STAGE_ALONE_BYTES = 16 << 10 };
 
+_Static_assert(sizeof(kt_job) <= 16 << 10, "on the caller's stack, which may be small, and cleared for each call");
+
 static void ready(kt_job *j, kt_shard_job *p) {
     const kt_route *r = &j->route;
     const kt_schedule *s = &j->schedule;
