@@ -1,8 +1,9 @@
 /* Phase B: y[token] = sum over its slots, ascending expert, equal ones in slot order, of r * (h[slot] Wd^T + bd).
  *
- * It goes one of two ways, with the same sums. By panel: a worker walks the experts for a run of panels of y at once, since an expert's
- * h is more than a cache keeps, and adds to fp32 slabs that only it writes. By strip: an item is a strip and a panel and writes d; the
- * last to finish a panel adds it up. The second has more items and can begin before phase A has ended, the first needs no memory for d.
+ * It goes one of two ways, with the same sums. By panel: a worker walks the experts for a run of panels of y at once, since an
+ * expert's h is more than a cache keeps, and adds to fp32 slabs that only it writes. By strip: an item is a strip and a panel and
+ * writes d; the last to finish a panel adds it up. The second has more items and can begin before phase A has ended, the first needs
+ * no memory for d.
  */
 #include <string.h>
 
