@@ -8,7 +8,7 @@ typedef struct kt_gate {
     _Alignas(64) kt_event left;
 } kt_gate;
 
-/* Before any thread passes it or waits for it. It needs no initialisation before, and is open at 0. */
+/* Before any thread passes it or waits for it. It needs no other initialisation; a count of 0 leaves it open. */
 static inline void kt_gate_close(kt_gate *g, uint32_t count) {
     atomic_store_explicit(&g->left.value, count, memory_order_relaxed);
     atomic_store_explicit(&g->left.sleepers, 0, memory_order_relaxed);

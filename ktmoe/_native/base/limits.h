@@ -11,8 +11,8 @@ double kt_limit_read(void (*read)(const void *, size_t, size_t), size_t streams,
 double kt_limit_peak(double (*peak)(size_t), size_t iterations, double *flops);
 /* Until a run's last worker begins, all having been idle for so long. */
 double kt_latency_wake(uint64_t idle_ns);
-/* Of a gate that all workers pass and wait at; and of handing one cache line from a worker to another, which neither of the others can beat: -EINVAL with fewer
- * than two workers. Means over count > 0. */
+/* Means over count > 0: of a gate that all workers pass and wait at; and of handing one cache line from a worker to another, which no
+ * wake-up and no gate can beat: -EINVAL with fewer than two workers. */
 double kt_latency_gate(size_t count);
 double kt_latency_handoff(size_t count);
 

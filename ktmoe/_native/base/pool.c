@@ -138,6 +138,7 @@ static void *work(void *argument) {
     return NULL;
 }
 
+/* All doors are shut and nobody is behind one: what is written here is read by those alone that a door lets in after this. */
 static void publish(kt_task task, void *context) {
     pool.task = task;
     pool.context = context;
@@ -146,6 +147,7 @@ static void publish(kt_task task, void *context) {
     wake_groups();
 }
 
+/* The doors stay open for this, so that the latest thread comes in, too, and finds that it is to stop. */
 static void end_workers(void) {
     if (pool.started > 1) publish(NULL, NULL);
     for (size_t i = 1; i < pool.started; i++) pthread_join(pool.threads[i].id, NULL);

@@ -4,7 +4,8 @@
 
 #include "base/teams.h"
 
-/* Workers may come late or not at all: what a team has to do is done by whoever of it comes, one worker at least. Worker 0 always does. */
+/* Workers may come late or not at all: what a team has to do is done by whoever of it comes, one worker at least. Worker 0 always
+ * does. */
 typedef void (*kt_task)(void *context, const kt_worker *me);
 
 void kt_pool_lock(void);

@@ -32,7 +32,7 @@ static void add_groups(kt_teams *t, const kt_domain *domain, size_t threads, siz
     for (size_t i = 0; i < count; i++) {
         const size_t size = threads * (i + 1) / count - threads * i / count;
         const kt_cpus *cpus = threads > domain->cores ? &domain->cpus : &domain->one_a_core;
-        t->groups[t->num_groups++] = (kt_group){domain->shard, *worker, size, domain, cpus};
+        t->groups[t->num_groups++] = (kt_group){domain->shard, *worker, size, cpus};
         *worker += size;
     }
 }

@@ -1,5 +1,5 @@
-/* Which threads serve which shard: a team. Those of a team that share an L3 cache are cut into groups, which trees of the pool and
- * queues of work are made of. */
+/* Which threads serve which shard: a team. Those of a team that share an L3 cache are cut into groups. A group has one door into the
+ * pool's tasks, and one queue of work. */
 #ifndef KT_TEAMS_H
 #define KT_TEAMS_H
 
@@ -10,8 +10,7 @@ enum { KT_GROUP_MAX = 8 };
 /* Workers [first, first + size). */
 typedef struct kt_group {
     size_t shard, first, size;
-    const kt_domain *domain;
-    const kt_cpus *cpus; /* of the domain; one of each core, as long as no more threads are there */
+    const kt_cpus *cpus; /* of their domain; one of each core, as long as no more threads are there */
 } kt_group;
 
 /* Workers [first, first + size) and their groups. Where there are fewer threads than shards, a worker is the team of several. */

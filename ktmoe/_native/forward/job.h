@@ -17,7 +17,7 @@ typedef struct kt_count {
 
 typedef struct kt_worker_scratch {
     kt_panel_row *g, *u; /* [KT_ROWS_MAX] each; phase B has d in them, of two panels */
-    kt_panel_row *slab;  /* [slab_panels][tokens of a range] */
+    kt_panel_row *slab;  /* [slab_panels][tokens of a range]: sums of phase B by panel, where there is one shard */
     kt_panel_h *h;       /* [KT_ROWS_MAX], before rows are encoded */
     uint16_t *row;       /* [k_hidden], likewise */
     void *kernel;
@@ -32,13 +32,13 @@ typedef struct kt_shard_job {
     size_t h_stride_bytes;
     const void **h_rows;        /* [slots] */
     kt_gate *gates;             /* [pieces]: items of phase A that are still missing */
-    _Atomic uint8_t *met;       /* [strips][inter_panels]: whether one half is there */
+    _Atomic uint8_t *met;       /* [strips][inter_panels]: whether one of the two halves is there */
     kt_count *arrived;          /* [hidden_panels]: strips whose d is there */
     kt_worker_scratch *workers; /* [team's] */
     /* In memory that its own threads touch first, as what the workers have is: */
     uint8_t *h;           /* [slots] rows */
     kt_panel_row *halves; /* [2][inter_panels][slots]: g and u that wait for each other */
-    float *d;             /* [slots][hidden_panels * KT_PANEL] */
+    kt_panel_row *d;      /* [slots][hidden_panels]; none where phase B is by panel */
     kt_panel_row *sums;   /* [hidden_panels][tokens]; none where it is the only shard */
 } kt_shard_job;
 
@@ -51,8 +51,8 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
-    kt_gate begun;        /* workers that are not there yet, where all are waited for */
-    size_t rows_to_stage; /* of x, in all forms, by the workers; 0: by the caller alone, who is sooner */
+    kt_gate begun;        /* workers that are not there yet: tuning.by_turns waits for all */
+    size_t rows_to_stage; /* of x, in all forms, by the workers; 0: none are left for them */
     kt_count next_row;    /* of those */
     kt_gate staged;       /* rows that are still missing */
     uint8_t *together;    /* [slots]: see kt_x */
@@ -61,14 +61,14 @@ typedef struct kt_job {
     kt_shard_job shards[KT_SHARDS_MAX];
 } kt_job;
 
-/* What a worker computes with. */
-typedef struct kt_hands {
+/* What one worker does of a shard's job. */
+typedef struct kt_worker_job {
     kt_job *job;
     kt_shard_job *shard;
     const kt_worker_scratch *scratch;
-    kt_hand lists[KT_PHASES];
-    kt_run runs[KT_PHASES]; /* that it has taken, from the item on that comes next */
-} kt_hands;
+    kt_hand lists[KT_PHASES]; /* where it is in each */
+    kt_run runs[KT_PHASES];   /* that it has taken, from the item on that comes next */
+} kt_worker_job;
 
 /* Panels that a worker reads next; panel[0] NULL: nothing is known. */
 typedef struct kt_ahead {
@@ -83,13 +83,13 @@ size_t kt_job_stages(kt_job *j, const bool *used);
 size_t kt_scratch_chunk(kt_job *j); /* the most tokens that fit into the scratch memory, for which it is planned now */
 bool kt_scratch_have(kt_job *j, size_t tokens); /* gives all arrays of a job their places; false where memory is refused */
 
-void kt_phase_a(kt_hands *w);
-void kt_phase_b(kt_hands *w);
-kt_ahead kt_ahead_b(kt_hands *w); /* the first panels of phase B */
+void kt_phase_a(kt_worker_job *w);
+void kt_phase_b(kt_worker_job *w);
+kt_ahead kt_ahead_b(kt_worker_job *w); /* the first panels of phase B */
 /* Takes so many items of the worker's run, and the next run with the last of them: what a kernel fetches ahead is the worker's own, and
  * no other one reads it. In a list's last round it takes the next run only when it has none, with no items. Returns the item after
  * them. */
-size_t kt_advance(kt_hands *w, kt_phase phase, size_t items);
+size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items);
 
 void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);
 size_t kt_call_rows(size_t left); /* of the next kernel call */

@@ -9,13 +9,15 @@
 
 kt_tuning kt_moe_tuning = {.scratch_bytes = (size_t)256 << 20, .reduce_slots = 256};
 
-/* Up to so many bytes of x, the caller encodes it alone, sooner than workers would have met. */
+/* Up to so many bytes of x, the caller stages it alone, sooner than another worker would have woken up. */
 enum { STAGE_ALONE_BYTES = 16 << 10 };
+
+_Static_assert(sizeof(kt_job) <= 16 << 10, "on the caller's stack, which may be small, and cleared for each call");
 
 static void ready(kt_job *j, kt_shard_job *p) {
     const kt_route *r = &j->route;
     const kt_schedule *s = &j->schedule;
-    for (const kt_expert_rows *own = r->pieces; own < r->pieces + r->num_pieces; own++) {
+    for (const kt_piece *own = r->pieces; own < r->pieces + r->num_pieces; own++) {
         const kt_rows *rows = p->shard->experts[own->expert].down.kernel->rows;
         for (size_t i = 0; i < own->count; i++) p->h_rows[own->first + i] = kt_row_of(rows, p->h, p->h_stride_bytes, own, i);
     }
@@ -41,7 +43,7 @@ size_t kt_job_stages(kt_job *j, const bool *used) {
 static void point_x(kt_job *j) {
     const kt_route *r = &j->route;
     bool used[KT_X_FORMS] = {false}; /* by an expert that has rows; all shards of a matrix have one kernel */
-    for (const kt_expert_rows *own = r->pieces; own < r->pieces + r->num_pieces; own++) {
+    for (const kt_piece *own = r->pieces; own < r->pieces + r->num_pieces; own++) {
         const kt_expert *e = &j->layer->shards[0].experts[own->expert];
         used[e->gate.x_form] = used[e->up.x_form] = true;
         for (size_t i = 0; i < own->count; i++) {

@@ -10,19 +10,19 @@ typedef struct place {
     size_t half;          /* 0: gate, 1: up */
 } place;
 
-static place place_of(const kt_hands *w, size_t item) {
+static place place_of(const kt_worker_job *w, size_t item) {
     const kt_shard_lists *lists = w->shard->lists;
     const size_t per_strip = lists->of[KT_PHASE_A].per_strip, at = item % per_strip;
     return (place){&w->job->schedule.strips[item / per_strip], item / per_strip, at >> lists->halves,
                    lists->halves ? at % 2 : 0};
 }
 
-static const kt_expert *expert_of(const kt_hands *w, const kt_strip *strip) {
+static const kt_expert *expert_of(const kt_worker_job *w, const kt_strip *strip) {
     return &w->shard->shard->experts[w->job->route.pieces[strip->piece].expert];
 }
 
 /* What the worker reads next. */
-static kt_ahead ahead(kt_hands *w) {
+static kt_ahead ahead(kt_worker_job *w) {
     const kt_run *next = &w->runs[KT_PHASE_A];
     if (next->first == next->end) {
         const bool more = kt_list_rounds_left(&w->shard->lists->of[KT_PHASE_A], &w->lists[KT_PHASE_A]);
@@ -31,7 +31,7 @@ static kt_ahead ahead(kt_hands *w) {
     const place p = place_of(w, next->first);
     const kt_expert *e = expert_of(w, p.strip);
     const uint8_t *of[2] = {e->gate.data + p.panel * e->gate.panel_bytes, e->up.data + p.panel * e->up.panel_bytes};
-    return (kt_ahead){{of[p.half], of[1]}, e->gate.panel_bytes};
+    return (kt_ahead){{of[p.half], of[1]}, p.half ? e->up.panel_bytes : e->gate.panel_bytes};
 }
 
 static bool multiplied_together(const kt_expert *e) {
@@ -39,7 +39,7 @@ static bool multiplied_together(const kt_expert *e) {
 }
 
 /* One matrix, or gate and up of one kernel. */
-static kt_dot dot_of(const kt_hands *w, const kt_matrix *of, size_t panel, size_t row, size_t m) {
+static kt_dot dot_of(const kt_worker_job *w, const kt_matrix *of, size_t panel, size_t row, size_t m) {
     return (kt_dot){
         .x = w->job->forms[of->x_form].x + row,
         .m = m,
@@ -48,12 +48,11 @@ static kt_dot dot_of(const kt_hands *w, const kt_matrix *of, size_t panel, size_
         .panels = 1,
         .scale_group = of->scale_group,
         .codebook = of->codebook,
-        .next_bytes = of->panel_bytes,
         .scratch = w->scratch->kernel,
     };
 }
 
-static void gate_and_up(const kt_hands *w, const kt_expert *e, size_t panel, size_t row, size_t m, const kt_ahead *next) {
+static void gate_and_up(const kt_worker_job *w, const kt_expert *e, size_t panel, size_t row, size_t m, const kt_ahead *next) {
     const kt_worker_scratch *s = w->scratch;
     kt_dot gate = dot_of(w, &e->gate, panel, row, m), up = dot_of(w, &e->up, panel, row, m);
     gate.out[0] = *s->g, up.out[0] = *s->u;
@@ -72,7 +71,7 @@ static void gate_and_up(const kt_hands *w, const kt_expert *e, size_t panel, siz
 }
 
 /* h of g and u in the worker's scratch. */
-static void activate(const kt_hands *w, const kt_expert *e, size_t panel, size_t row, size_t m) {
+static void activate(const kt_worker_job *w, const kt_expert *e, size_t panel, size_t row, size_t m) {
     const kt_job *j = w->job;
     const kt_layer *l = j->layer;
     const kt_shard_job *p = w->shard;
@@ -99,7 +98,7 @@ static void activate(const kt_hands *w, const kt_expert *e, size_t panel, size_t
         kt_row_put(rows, s->h[r], first, count, p->k_inter, j->together[row + r], (void *)p->h_rows[row + r]);
 }
 
-static void pair(const kt_hands *w, place at, const kt_ahead *next) {
+static void pair(const kt_worker_job *w, place at, const kt_ahead *next) {
     const kt_expert *e = expert_of(w, at.strip);
     for (size_t i = 0, m; i < at.strip->rows; i += m) {
         m = kt_call_rows(at.strip->rows - i);
@@ -109,7 +108,7 @@ static void pair(const kt_hands *w, place at, const kt_ahead *next) {
 }
 
 /* One of the two; whoever comes second has both. Returns the items that are done now, 0 or 2. Halves have rows for one call. */
-static uint32_t half(const kt_hands *w, place at, const kt_ahead *next) {
+static uint32_t half(const kt_worker_job *w, place at, const kt_ahead *next) {
     const kt_shard_job *p = w->shard;
     const kt_expert *e = expert_of(w, at.strip);
     const kt_matrix *of = at.half ? &e->up : &e->gate;
@@ -128,7 +127,7 @@ static uint32_t half(const kt_hands *w, place at, const kt_ahead *next) {
     return 2;
 }
 
-void kt_phase_a(kt_hands *w) {
+void kt_phase_a(kt_worker_job *w) {
     const kt_run *run = &w->runs[KT_PHASE_A];
     const bool halves = w->shard->lists->halves;
     uint32_t done = 0;

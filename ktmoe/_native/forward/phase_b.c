@@ -1,14 +1,15 @@
 /* Phase B: y[token] = sum over its slots, ascending expert, equal ones in slot order, of r * (h[slot] Wd^T + bd).
  *
- * It goes one of two ways, with the same sums. By panel: a worker walks the experts for a run of panels of y at once, since an expert's
- * h is more than a cache keeps, and adds to private fp32 slabs. Else an item is a strip and a panel and writes d; the last to
- * finish a panel adds it up. The second has more items and can begin before phase A has ended, the first needs no memory for d.
+ * It goes one of two ways, with the same sums. By panel: a worker walks the experts for a run of panels of y at once, since an
+ * expert's h is more than a cache keeps, and adds to fp32 slabs that only it writes. By strip: an item is a strip and a panel and
+ * writes d; the last to finish a panel adds it up. The second has more items and can begin before phase A has ended, the first needs
+ * no memory for d.
  */
 #include <string.h>
 
 #include "forward/job.h"
 
-static const kt_expert *expert_of(const kt_hands *w, size_t piece) {
+static const kt_expert *expert_of(const kt_worker_job *w, size_t piece) {
     return &w->shard->shard->experts[w->job->route.pieces[piece].expert];
 }
 
@@ -18,7 +19,7 @@ static kt_ahead ahead_of(const kt_expert *e, size_t panel, size_t panels) {
 }
 
 /* The next item's; where panels of y are items, the run is taken when it begins, since it is long. */
-static kt_ahead ahead(kt_hands *w, size_t panels) {
+static kt_ahead ahead(kt_worker_job *w, size_t panels) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
     const kt_run *next = &w->runs[KT_PHASE_B];
     if (w->job->schedule.by_panel || next->first == next->end) return (kt_ahead){0};
@@ -27,7 +28,7 @@ static kt_ahead ahead(kt_hands *w, size_t panels) {
     return ahead_of(expert_of(w, strip->piece), panel, left < panels ? left : panels);
 }
 
-kt_ahead kt_ahead_b(kt_hands *w) {
+kt_ahead kt_ahead_b(kt_worker_job *w) {
     if (!w->job->schedule.by_panel) kt_advance(w, KT_PHASE_B, 0);
     return ahead(w, 2);
 }
@@ -42,7 +43,7 @@ static void finish(kt_panel_row *d, size_t m, const kt_finish *f) {
 }
 
 /* d of one panel, or of two neighbours, into the worker's g and u: two streams of weights are read faster than one. */
-static void down(const kt_hands *w, size_t piece, size_t panel, size_t panels, size_t row, size_t m, kt_ahead next) {
+static void down(const kt_worker_job *w, size_t piece, size_t panel, size_t panels, size_t row, size_t m, kt_ahead next) {
     const kt_matrix *of = &expert_of(w, piece)->down;
     kt_panel_row *const d[2] = {w->scratch->g, w->scratch->u};
     const kt_dot dot = {
@@ -99,7 +100,7 @@ static void summed(const kt_job *j, size_t range, size_t panel) {
     }
 }
 
-static void panels_of_y(const kt_hands *w, size_t number, size_t first, size_t end) {
+static void panels_of_y(const kt_worker_job *w, size_t number, size_t first, size_t end) {
     const kt_job *j = w->job;
     const kt_route_range *range = &j->route.ranges[number];
     const size_t pieces_end = range->first_piece + range->num_pieces, tokens = range->end - range->first;
@@ -109,7 +110,7 @@ static void panels_of_y(const kt_hands *w, size_t number, size_t first, size_t e
     kt_panel_row *const slabs = alone ? w->scratch->slab : sums_of(j, w->shard, first) + range->first;
     for (size_t panel = first; panel < end; panel++) memset(slabs + (panel - first) * stride, 0, tokens * sizeof *slabs);
     for (size_t n = range->first_piece; n < pieces_end; n++) {
-        const kt_expert_rows *own = &j->route.pieces[n];
+        const kt_piece *own = &j->route.pieces[n];
         kt_gate_wait(&w->shard->gates[n]);
         for (size_t i = 0, m; i < own->count; i += m) {
             m = kt_call_rows(own->count - i);
@@ -141,7 +142,7 @@ static void panels_of_y(const kt_hands *w, size_t number, size_t first, size_t e
 }
 
 static kt_panel_row *d_row(const kt_job *j, const kt_shard_job *p, size_t slot, size_t panel) {
-    return (kt_panel_row *)p->d + slot * j->hidden_panels + panel;
+    return p->d + slot * j->hidden_panels + panel;
 }
 
 static void add_up_panel(const kt_job *j, const kt_shard_job *p, size_t panel) {
@@ -159,7 +160,7 @@ static void add_up_panel(const kt_job *j, const kt_shard_job *p, size_t panel) {
     if (j->num_shards > 1) summed(j, 0, panel);
 }
 
-static void panels_of_d(const kt_hands *w, const kt_strip *strip, size_t panel, size_t panels, kt_ahead next) {
+static void panels_of_d(const kt_worker_job *w, const kt_strip *strip, size_t panel, size_t panels, kt_ahead next) {
     const kt_job *j = w->job;
     const kt_ahead same = ahead_of(expert_of(w, strip->piece), panel, panels);
     for (size_t i = 0, m; i < strip->rows; i += m) {
@@ -176,7 +177,7 @@ static void panels_of_d(const kt_hands *w, const kt_strip *strip, size_t panel, 
             add_up_panel(j, w->shard, n);
 }
 
-void kt_phase_b(kt_hands *w) {
+void kt_phase_b(kt_worker_job *w) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
     const kt_schedule *s = &w->job->schedule;
     const kt_run *run = &w->runs[KT_PHASE_B];

@@ -28,7 +28,7 @@ kt_finish kt_finish_of(const kt_matrix *w, size_t panel) {
     };
 }
 
-size_t kt_advance(kt_hands *w, kt_phase phase, size_t items) {
+size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items) {
     kt_run *run = &w->runs[phase];
     const size_t next = run->first += items;
     if (run->first < run->end) return next;
@@ -68,7 +68,7 @@ void kt_phases(void *context, const kt_worker *me) {
     if (j->rows_to_stage) stage(j, me);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) {
         if (!kt_serves(me, (size_t)(p - j->shards))) continue;
-        kt_hands w = {.job = j, .shard = p, .scratch = &p->workers[me->index - p->team->first]};
+        kt_worker_job w = {.job = j, .shard = p, .scratch = &p->workers[me->index - p->team->first]};
         for (size_t phase = 0; phase < KT_PHASES; phase++) w.lists[phase] = kt_hand_of(&p->lists->of[phase], me);
         kt_phase_a(&w);
         kt_phase_b(&w);

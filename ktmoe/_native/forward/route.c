@@ -22,7 +22,7 @@ static bool selected(const kt_route *r, int64_t id, size_t num_experts) {
 }
 
 static int more_rows_first(const void *a, const void *b, void *context) {
-    const kt_expert_rows *pieces = context, *x = &pieces[*(const uint32_t *)a], *y = &pieces[*(const uint32_t *)b];
+    const kt_piece *pieces = context, *x = &pieces[*(const uint32_t *)a], *y = &pieces[*(const uint32_t *)b];
     if (x->count != y->count) return x->count < y->count ? 1 : -1;
     if (x->expert != y->expert) return x->expert < y->expert ? -1 : 1;
     return x->first < y->first ? -1 : 1;
@@ -30,9 +30,9 @@ static int more_rows_first(const void *a, const void *b, void *context) {
 
 /* The pieces of a range, whose slots follow those of the ranges before. */
 static void fill_range(kt_route *r, const kt_batch *b, size_t num_experts, kt_route_range *range) {
-    kt_expert_rows *const all = r->pieces + r->num_pieces; /* by id, at first */
+    kt_piece *const all = r->pieces + r->num_pieces; /* by id, at first */
     range->first_piece = r->num_pieces;
-    for (size_t e = 0; e < num_experts; e++) all[e] = (kt_expert_rows){.expert = e};
+    for (size_t e = 0; e < num_experts; e++) all[e] = (kt_piece){.expert = e};
     for (size_t i = range->first * b->top_k; i < range->end * b->top_k; i++)
         if (selected(r, r->ids[i], num_experts)) all[r->ids[i]].count++;
 
@@ -48,7 +48,7 @@ static void fill_range(kt_route *r, const kt_batch *b, size_t num_experts, kt_ro
         for (size_t s = 0; s < b->top_k; s++) {
             const int64_t id = r->ids[t * b->top_k + s];
             if (!selected(r, id, num_experts)) continue;
-            kt_expert_rows *e = &all[id];
+            kt_piece *e = &all[id];
             const size_t slot = e->first + e->count++;
             r->slot_token[slot] = (uint32_t)t;
             r->slot_weight[slot] = b->weights[t * b->top_k + s];

@@ -5,10 +5,10 @@
 #include "forward/carve.h"
 #include "forward/forward.h"
 
-/* A piece: an expert's rows in one range of tokens. They are [first, first + count) of everything that is kept by slot. */
-typedef struct kt_expert_rows {
+/* An expert's rows in one range of tokens: [first, first + count) of everything that is kept by slot. */
+typedef struct kt_piece {
     size_t expert, first, count;
-} kt_expert_rows;
+} kt_piece;
 
 /* Tokens [first, end), and what there is of them. */
 typedef struct kt_route_range {
@@ -20,14 +20,14 @@ typedef struct kt_route_range {
 typedef struct kt_route {
     size_t num_ranges, num_pieces, num_slots;
     kt_route_range *ranges;
-    kt_expert_rows *pieces; /* by range, then ascending expert */
-    uint32_t *by_cost;      /* indices of pieces, most rows first */
-    uint32_t *slot_token;   /* [slots] */
-    float *slot_weight;     /* [slots] */
-    uint32_t *token_slots;  /* [tokens][top_k]: a token's slots, ascending, so in ascending expert */
-    uint32_t *token_count;  /* [tokens] */
-    uint8_t *active;        /* [num_experts]: the mask as it was when the call began, set by the caller */
-    int64_t *ids;           /* [tokens][top_k]: as they were then */
+    kt_piece *pieces;      /* by range, then ascending expert */
+    uint32_t *by_cost;     /* indices of pieces, most rows first */
+    uint32_t *slot_token;  /* [slots] */
+    float *slot_weight;    /* [slots] */
+    uint32_t *token_slots; /* [tokens][top_k]: a token's slots, ascending, so in ascending expert */
+    uint32_t *token_count; /* [tokens] */
+    uint8_t *active;       /* [num_experts]: the mask as it was when the call began, set by the caller */
+    int64_t *ids;          /* [tokens][top_k]: as they were then */
 } kt_route;
 
 void kt_route_carve(kt_route *r, kt_carver *c, size_t num_experts, size_t tokens, size_t top_k, size_t ranges);

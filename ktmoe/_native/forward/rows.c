@@ -7,7 +7,7 @@ enum { ROW_PAD_BYTES = 64, STAGE_TOKENS = 6 };
 
 size_t kt_row_bytes(size_t block_bytes, size_t k) { return kt_round_up(k / KT_BLOCK * block_bytes, 64) + ROW_PAD_BYTES; }
 
-uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const kt_expert_rows *e, size_t i) {
+uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const kt_piece *e, size_t i) {
     if (!rows->tiled) return base + (e->first + i) * stride_bytes;
     return base + (e->first + i / KT_TILE_ROWS * KT_TILE_ROWS) * stride_bytes + i % KT_TILE_ROWS * rows->block_bytes;
 }
@@ -33,7 +33,7 @@ bool kt_x_stages(const kt_x *x, const kt_x_form *form) {
 
 void kt_x_point(const kt_x *x, kt_x_form *form) {
     const kt_route *r = x->route;
-    for (const kt_expert_rows *e = r->pieces; e < r->pieces + r->num_pieces; e++)
+    for (const kt_piece *e = r->pieces; e < r->pieces + r->num_pieces; e++)
         for (size_t slot = e->first, i = 0; i < e->count; slot++, i++) {
             if (!form->stage)
                 form->x[slot] = (const uint16_t *)x->batch->x + r->slot_token[slot] * x->layer->hidden;

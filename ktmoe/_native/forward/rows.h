@@ -24,8 +24,8 @@ typedef struct kt_x_form {
 } kt_x_form;
 
 size_t kt_row_bytes(size_t block_bytes, size_t k); /* from row to row */
-/* Where row i of an expert is, or its first block, in an array of rows by slot. */
-uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const kt_expert_rows *e, size_t i);
+/* Where row i of a piece is, or its first block, in an array of rows by slot. */
+uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const kt_piece *e, size_t i);
 /* Inputs [first, first + count) of a row, bf16, to where a kernel looks for them. together: the rows of its tile. */
 void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t count, size_t k, size_t together, void *row);
 bool kt_x_stages(const kt_x *x, const kt_x_form *form); /* whether rows are copied */

@@ -36,7 +36,7 @@ static size_t cost_by_strip(size_t panels, size_t workers, size_t used, size_t s
 static void plan_b(kt_schedule *s, size_t tokens, size_t top_k, size_t num_experts, bool d_fits, size_t *ranges) {
     const size_t slots = tokens * top_k, used = slots < num_experts ? slots : num_experts, workers = largest_team(s->teams);
     *ranges = 1;
-    s->by_panel = !slots || slots > kt_moe_tuning.reduce_slots;
+    s->by_panel = slots > kt_moe_tuning.reduce_slots;
     s->may_halve = !s->by_panel && slots <= HALVES_SLOTS;
     if (!s->by_panel) return;
     size_t least = cost_by_panel(s->hidden_panels, workers, used, slots, 1);
@@ -65,8 +65,10 @@ void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t range
     s->strip_cost = kt_carve(c, most + 1, sizeof *s->strip_cost);
     s->range_cost = kt_carve(c, ranges + 1, sizeof *s->range_cost);
     for (size_t i = 0; i < s->teams->shards; i++)
-        for (kt_list *l = s->shards[i].of; l < s->shards[i].of + KT_PHASES; l++)
+        for (kt_list *l = s->shards[i].of; l < s->shards[i].of + KT_PHASES; l++) {
+            l->rounds = kt_carve(c, KT_ROUNDS_MAX + 1, sizeof *l->rounds);
             l->queues = kt_carve(c, s->teams->of[i].num_groups, sizeof *l->queues);
+        }
 }
 
 /* The most rows of a strip: its items shall be few of a worker's share in every list that has strips. */
@@ -85,7 +87,7 @@ static void cut_strips(kt_schedule *s, const kt_route *r) {
     s->num_strips = 0;
     s->strip_cost[0] = 0;
     for (size_t i = 0; i < r->num_pieces; i++) {
-        const kt_expert_rows *piece = &r->pieces[r->by_cost[i]];
+        const kt_piece *piece = &r->pieces[r->by_cost[i]];
         const size_t each = kt_round_up(divide_up(piece->count, divide_up(piece->count, longest)), KT_TILE_ROWS);
         for (size_t row = 0; row < piece->count; row += each) {
             const size_t rows = piece->count - row < each ? piece->count - row : each;
@@ -102,7 +104,7 @@ static uint64_t uneven(uint64_t each, size_t round) {
     return 1 + each * random / 4;
 }
 
-static void deal(kt_list *l) {
+static void cut_rounds(kt_list *l) {
     const size_t workers = l->teams->of[l->shard].size;
     const uint64_t all = l->cost[l->num_strips] * l->per_strip;
     uint64_t at = 0;
@@ -147,7 +149,7 @@ void kt_schedule_fill(kt_schedule *s, const kt_route *r) {
             l->cost = ranges ? s->range_cost : s->strip_cost;
             l->num_strips = ranges ? r->num_ranges : s->num_strips;
             l->per_strip = phase == KT_PHASE_B ? s->hidden_panels : p->inter_panels << p->halves;
-            deal(l);
+            cut_rounds(l);
         }
     }
 }

@@ -3,7 +3,8 @@
  *
  * STRIP  rows of a piece. Where one expert has a large share of all rows, its piece is several strips.
  * ITEM   phase A: a strip and a panel of gate and up, or one panel of the two where pairs would leave workers idle ("halves").
- *        phase B: a strip and a panel of down; or, "by panel", a range of tokens and a panel of y, whose worker adds up all experts.
+ *        phase B, by strip: a strip and a panel of down; by panel: a range of tokens and a panel of y, whose worker adds up all
+ *        experts.
  * ROUND  a share of a list's cost that is dealt in runs of equal cost, one for each worker of the team. Rounds get smaller, so that
  *        all workers end together.
  */
@@ -33,14 +34,15 @@ typedef struct kt_queue {
     _Alignas(64) _Atomic size_t next;
 } kt_queue;
 
-/* The items of a phase in one shard, most costly first. Item i is number i % per_strip of strip i / per_strip. */
+/* The items of a phase in one shard. Item i is number i % per_strip of strip i / per_strip. Where phase B is by panel, its strips are
+ * the ranges of tokens. */
 typedef struct kt_list {
     const kt_teams *teams;
     size_t shard, num_strips, per_strip;
-    const uint64_t *cost; /* [num_strips + 1]: of one item of each strip before */
-    size_t num_rounds, turned;
-    kt_round rounds[KT_ROUNDS_MAX + 1];
-    kt_queue *queues; /* [its team's groups] */
+    const uint64_t *cost;      /* [num_strips + 1]: of one item of each strip before */
+    size_t num_rounds, turned; /* turned: the place in a round of the team's first worker; 0, but for tests */
+    kt_round *rounds;          /* [KT_ROUNDS_MAX + 1]: num_rounds, and where the list ends */
+    kt_queue *queues;          /* [its team's groups] */
 } kt_list;
 
 typedef struct kt_shard_lists {

@@ -205,14 +205,14 @@ cdef extern from "forward/carve.h" nogil:
 
 
 cdef extern from "forward/route.h" nogil:
-    ctypedef struct kt_expert_rows:
+    ctypedef struct kt_piece:
         size_t expert, first, count
     ctypedef struct kt_route_range:
         size_t first, end, first_piece, num_pieces
     ctypedef struct kt_route:
         size_t num_ranges, num_pieces, num_slots
         kt_route_range *ranges
-        kt_expert_rows *pieces
+        kt_piece *pieces
         uint8_t *active
     void kt_route_carve(kt_route *r, kt_carver *c, size_t num_experts, size_t tokens, size_t top_k, size_t ranges)
     void kt_route_fill(kt_route *r, const kt_batch *batch, size_t num_experts, size_t ranges)
