@@ -136,14 +136,20 @@ class Results:
     data: dict
 
     @property
-    def label(self) -> str:
-        """What the CPU is called in tables: makers name many virtual machines' CPUs alike, so family and model are in it."""
+    def cpu(self) -> str:
+        """Makers name many virtual machines' CPUs alike, so family and model are in it."""
         cpu = self.data["cpu"]
         return f"{short_name(cpu['name'])} {cpu['family']}-{cpu['model']}"
 
     @property
+    def label(self) -> str:
+        """What tables call it. Two threads go without saying."""
+        threads = self.data["cpu"]["threads"]
+        return self.cpu if threads == 2 else f"{self.cpu}, {threads} threads"
+
+    @property
     def file_name(self) -> str:
-        words = f"{self.label} {self.data['cpu']['threads']} threads"
+        words = f"{self.cpu} {self.data['cpu']['threads']} threads"
         return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") + ".toml"
 
     def entries(self, section: str) -> list[dict]:

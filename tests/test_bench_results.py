@@ -85,14 +85,14 @@ def test_tables_of_two_cpus():
     _, rows = document.ways(both)
     assert rows == [
         ("`avx2`", "avx2", "int16", label, "22.9 GB/s, 74 % of 1 stream", "-", "-", "218 GFLOP/s, 97 %", "-")
-        for label in ("AMD EPYC 9754 25-160", "Intel Xeon 6-207")
+        for label in ("AMD EPYC 9754 25-160, 8 threads", "Intel Xeon 6-207, 8 threads")
     ]
     layer = without("layer", 0, "per_expert")["layer"]
     heads, rows = document.ways([Results(made(layer=layer))])
     assert heads[-2:] == ("16 tokens", "bound")
     assert rows[0][-2:] == ("-", "-")
     heads, rows = document.pool(both)
-    assert heads[1:] == ("AMD EPYC 9754 25-160", "Intel Xeon 6-207")
+    assert heads[1:] == ("AMD EPYC 9754 25-160, 8 threads", "Intel Xeon 6-207, 8 threads")
     assert rows == [("barrier", "1.5 µs", "0.25 µs"), ("call", "60 µs, 1.8 % of the call", "-")]
 
 
