@@ -45,7 +45,7 @@ def programs(tmp_path_factory):
     return program
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("spin_us", [0, 50])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("sanitizer", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])

@@ -102,6 +102,8 @@ def test_show_config_names_the_caches(fake_nodes, capsys):
 #: CPUs that are nowhere: no thread runs there, whatever it is kept to.
 NOWHERE = [4000, 4001]
 OURS = ranges({CPUS[0], CPUS[-1]})
+#: All that a made-up machine has: two CPUs of this one, and those.
+ALL = {CPUS[0], CPUS[-1], *NOWHERE}
 
 
 @pytest.fixture
@@ -131,7 +133,7 @@ def where():
 
 def test_unbound_threads_are_kept_to_an_l3_cache_where_there_are_several(fake_nodes, where):
     caches = [{CPUS[0], NOWHERE[0]}, {CPUS[-1], NOWHERE[1]}]
-    fake_nodes({0: {CPUS[0]}}, usable={*CPUS, *NOWHERE}, caches=caches)
+    fake_nodes({0: {CPUS[0]}}, usable=ALL, caches=caches)
     assert where(4) == sorted([str(CPUS[0]), str(CPUS[-1]), str(CPUS[-1])])
     fake_nodes({0: {CPUS[0]}}, usable={*CPUS, *NOWHERE}, caches=[{*CPUS, *NOWHERE}])
     assert where(4) == [ranges(os.sched_getaffinity(0))] * 3
@@ -139,7 +141,7 @@ def test_unbound_threads_are_kept_to_an_l3_cache_where_there_are_several(fake_no
 
 def test_an_affinity_mask_that_has_none_of_a_caches_cpus_any_more(fake_nodes, where):
     caches = [{CPUS[0], NOWHERE[0]}, {CPUS[-1], NOWHERE[1]}]
-    fake_nodes({0: {CPUS[0]}}, usable={*CPUS, *NOWHERE}, caches=caches)
+    fake_nodes({0: {CPUS[0]}}, usable=ALL, caches=caches)
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {CPUS[-1]})
     try:
@@ -151,8 +153,7 @@ def test_an_affinity_mask_that_has_none_of_a_caches_cpus_any_more(fake_nodes, wh
 @pytest.mark.parametrize("nodes", [[0], [1, 0]])
 def test_hyperthreads_are_idle_unless_there_are_more_threads_than_cores(fake_nodes, where, nodes):
     siblings = [{CPUS[0], CPUS[-1]}, set(NOWHERE)]
-    of_node = {node: {*CPUS[:1], *CPUS[-1:], *NOWHERE} for node in nodes}
-    fake_nodes(of_node, usable={*CPUS, *NOWHERE}, cores=siblings)
+    fake_nodes(dict.fromkeys(nodes, ALL), usable=ALL, cores=siblings)
     threads = 2 * len(nodes)
     assert where(threads, numa_nodes=nodes) == [str(CPUS[0])] * (threads - 1)
     threads = 3 * len(nodes)
@@ -161,7 +162,7 @@ def test_hyperthreads_are_idle_unless_there_are_more_threads_than_cores(fake_nod
 
 def test_bound_threads_are_kept_to_their_nodes_l3_caches(fake_nodes, where):
     caches = [{CPUS[0], NOWHERE[0]}, {CPUS[-1], NOWHERE[1]}]
-    fake_nodes({0: {*CPUS, *NOWHERE}, 1: {CPUS[0], NOWHERE[0]}}, usable={*CPUS, *NOWHERE}, caches=caches)
+    fake_nodes({0: ALL, 1: {CPUS[0], NOWHERE[0]}}, usable=ALL, caches=caches)
     first, last = str(CPUS[0]), str(CPUS[-1])
     assert where(8, numa_nodes=[0]) == sorted([first] * 3 + [last] * 4)
     assert where(6, numa_nodes=[0, 1]) == sorted([first] + [last] * 2 + [first] * 2)

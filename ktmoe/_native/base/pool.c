@@ -119,7 +119,8 @@ static uint64_t take_part(const kt_worker *me, door *own, uint64_t last) {
     const uint64_t number = pool.task ? pool.number : 0;
     wake_groups();
     if (!number || number == last) return number; /* it was in this one: it came in before it was woken */
-    if (atomic_exchange(&own->entered, number) != number && pool.teams.shards > 1) kt_event_bump(&pool.entered);
+    if (pool.teams.shards > 1 && atomic_load(&own->entered) != number && atomic_exchange(&own->entered, number) != number)
+        kt_event_bump(&pool.entered); /* the load comes first, since an exchange takes the line from the others in any case */
     run_task(pool.task, pool.context, me);
     return number;
 }
