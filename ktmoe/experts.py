@@ -24,7 +24,7 @@ PROJECTIONS = ("gate", "up", "down")
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
 
 #: The arrays that a Matrix may have besides its bias.
-ARRAYS = ("codes", "scales", "super_scales", "offsets", "factor")
+ARRAYS = ("codes", "scales", "super_scales", "offsets", "super_offsets", "factor")
 
 #: Numbers of an array that Matrix.refuse() makes float64 at a time: all of them are much more than the matrix.
 LOOKED_AT_ONCE = 2**16
@@ -35,8 +35,8 @@ class Matrix:
     """One weight matrix [n outputs, k inputs] in its checkpoint's own bytes.
 
     name: the tensor's name, for messages. bias: float32 [n], or None.
-    codes, scales, offsets, factor, super_scales: C-contiguous, of the dtypes and shapes of format.arrays(n, k); None for those
-    that the format has not. Bytes are viewed as these dtypes and never cast.
+    codes, scales, offsets, factor, super_scales, super_offsets: C-contiguous, of the dtypes and shapes of format.arrays(n, k);
+    None for those that the format has not. Bytes are viewed as these dtypes and never cast.
     Raises FormatError, which names the tensor, on a wrong dtype, shape or layout. The bytes are checked when packed.
     """
 
@@ -49,6 +49,7 @@ class Matrix:
     offsets: np.ndarray | None = None
     factor: np.ndarray | None = None
     super_scales: np.ndarray | None = None
+    super_offsets: np.ndarray | None = None
 
     def __post_init__(self):
         n, k = self.shape
@@ -78,7 +79,8 @@ class Matrix:
         """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place."""
         element, offset = self.format.element, self.format.offset
         kinds = {"scales": self.format.scale, "super_scales": self.format.super_scale}
-        kinds["offsets"] = offset.scale if isinstance(offset, Minimum) else None
+        if isinstance(offset, Minimum):
+            kinds |= {"offsets": offset.scale, "super_offsets": offset.super_scale}
         for label, scale in kinds.items():
             if scale:
                 _refuse(f"{self.name}: {label.removesuffix('s')}", getattr(self, label), scale.numbers)

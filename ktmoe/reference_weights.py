@@ -73,6 +73,10 @@ def read(matrix: Matrix, rows=slice(None)) -> Weights:
         weights *= np.repeat(scales, group, axis=1)[:, :k]
     if isinstance(format.offset, Minimum):
         minima = _shared(format.offset.scale, matrix.offsets, rows, np.arange(k))
+        if format.offset.super_scale:
+            minima = minima * _shared(format.offset.super_scale, matrix.super_offsets, rows, np.arange(k))
+        if format.offset.added:
+            minima = -minima
     return Weights(weights, group, scales, minima, largest)
 
 
@@ -218,6 +222,7 @@ def part(matrix: Matrix, first: int, last: int) -> Matrix:
     format, offset = matrix.format, matrix.format.offset
     shared = {"scales": format.scale, "super_scales": format.super_scale}
     shared["offsets"] = offset.scale if isinstance(offset, Minimum) else offset
+    shared["super_offsets"] = offset.super_scale if isinstance(offset, Minimum) else None
     step = 2 if format.element.bits == 4 else 1
     arrays = {"codes": matrix.codes[:, first // step : -(-last // step)]}
     for label, of in shared.items():
@@ -241,4 +246,4 @@ def denormal_weights(matrix: Matrix, rows=slice(None)) -> np.ndarray | None:
     # zero points need integers, and these are none
     matrix = in_rows(matrix)
     format = replace(matrix.format, element=replace(element, values=values), offset=None)
-    return np.abs(read(replace(matrix, format=format, offsets=None), rows).scaled)
+    return np.abs(read(replace(matrix, format=format, offsets=None, super_offsets=None), rows).scaled)

@@ -173,6 +173,8 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
         arrays["super_scales"] = numbers("super_scales", weight_format.super_scale, 125, 126)
     if isinstance(weight_format.offset, Minimum):
         arrays["offsets"] = numbers("offsets", weight_format.offset.scale, low, high)
+        if weight_format.offset.super_scale:
+            arrays["super_offsets"] = numbers("super_offsets", weight_format.offset.super_scale, 125, 126)
     elif isinstance(weight_format.offset, ZeroPoint):
         arrays["offsets"] = any_bits("offsets")
         if arrays["offsets"].dtype == np.uint8:

@@ -51,16 +51,20 @@ class ZeroPoint:
 
 @dataclass(frozen=True)
 class Minimum:
-    """A real number m for each group of weights: weight = value * scale - m.
+    """A real number m for each group of weights: weight = value * scale - m, or value * scale + m.
 
-    scale: how m is stored, and which weights share it.
+    scale: how m is stored, and which weights share it. super_scale: of groups of minima, which it multiplies.
+    added: whether m is added.
     """
 
     scale: Scale
+    super_scale: Scale | None = None
+    added: bool = False
 
     @property
     def description(self) -> str:
-        return f"minima, {self.scale.description.replace(' scales', '')}"
+        parts = [part.description.replace(" scales", "") for part in (self.scale, self.super_scale) if part]
+        return f"{'added ' if self.added else ''}minima, {' times '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,10 @@ class WeightFormat:
     def unit(self) -> tuple[int, int]:
         """(rows, columns) that may not be cut: what shares a scale or an offset, or an item of the arrays."""
         extents = [part.extent for part in (self.scale, self.super_scale) if part]
-        if self.offset:
-            extents.append(self.offset.scale.extent if isinstance(self.offset, Minimum) else self.offset.extent)
+        if isinstance(self.offset, Minimum):
+            extents += [part.extent for part in (self.offset.scale, self.offset.super_scale) if part]
+        elif self.offset:
+            extents.append(self.offset.extent)
         extents.append(self.code_unit)
         return math.lcm(*(rows for rows, _ in extents)), math.lcm(*(columns for _, columns in extents))
 
@@ -145,7 +151,9 @@ class WeightFormat:
             dtype = np.dtype(np.int32 if self.order.transposed else np.uint8)
             arrays["offsets"] = dtype, self.order.zero_points_shape(*self.offset.shape(n, k))
         elif self.offset:
-            arrays["offsets"] = self.offset.scale.dtype, self.order.groups_shape(*self.offset.scale.shape(n, k))
+            for label, scale in (("offsets", self.offset.scale), ("super_offsets", self.offset.super_scale)):
+                if scale:
+                    arrays[label] = scale.dtype, self.order.groups_shape(*scale.shape(n, k))
         if self.factor:
             arrays["factor"] = np.dtype(np.float32), self.factor.shape(n)
         return arrays
@@ -180,10 +188,10 @@ class WeightFormat:
 
     def group_rows(self, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Those of rows() that are not codes and not the factor."""
-        arrays = {label: self.order.groups(stored[label]) for label in ("scales", "super_scales") if label in stored}
-        if self.offset:
-            turn = self.order.zero_points if isinstance(self.offset, ZeroPoint) else self.order.groups
-            arrays["offsets"] = turn(stored["offsets"])
+        labels = ("scales", "super_scales", "offsets", "super_offsets")
+        arrays = {label: self.order.groups(stored[label]) for label in labels if label in stored}
+        if isinstance(self.offset, ZeroPoint):
+            arrays["offsets"] = self.order.zero_points(stored["offsets"])
         return arrays
 
 

@@ -18,7 +18,8 @@ class ScaleKind:
     """How stored scales read.
 
     dtype: of the array that holds the checkpoint's bytes, which are viewed as it and never cast.
-    field: the bits of the exponent; with all of them set, an item is no real number. signed: whether the highest bit is a sign.
+    field: the bits of the exponent; with all of them set, an item is no real number. 0: every item is one.
+    signed: whether the highest bit is a sign.
     numbers: such an array as float64, NaN or infinite where an item is no real number. stored: the inverse.
     """
 
@@ -61,13 +62,14 @@ def _e4m3(stored: np.ndarray) -> np.ndarray:
 
 
 #: "ue8m0": one byte b that means 2**(b - 127); 255 is NaN (OCP MX v1.0, 5.4.1). "e4m3": one byte, OCP E4M3, 0x7F and 0xFF are
-#: NaN. The others are the numbers themselves. A plugin may add a kind of its own: packing follows from the row; a kernel has to
-#: load it.
+#: NaN. "int8": an integer. The others are the numbers themselves. A plugin may add a kind of its own: packing follows from the
+#: row; a kernel has to load it.
 SCALE_KINDS = {
     kind.name: kind
     for kind in (
         ScaleKind("ue8m0", np.dtype(np.uint8), 0xFF, False, _ue8m0, _of_ue8m0),
         ScaleKind("e4m3", np.dtype(np.uint8), 0x7F, True, _e4m3, _of_e4m3),
+        ScaleKind("int8", np.dtype(np.int8), 0),
         ScaleKind("bf16", _BF16, 0x7F80),
         ScaleKind("fp16", np.dtype(np.float16), 0x7C00),
         ScaleKind("fp32", np.dtype(np.float32), 0x7F800000),
