@@ -18,7 +18,7 @@ from ktmoe import measure
 from ktmoe._native import core
 
 MODEL = replace(models()["V4-Flash"], name="small", hidden=512, intermediate=1024, experts=16, top_k=4)
-KERNEL = Kernel("MXFP4", "avx2", "avx2", "bf16", 100.0, [1, 192], [0.05, 5.0], [0.05, 5.0])
+KERNEL = Kernel("MXFP4", "avx2", "avx2", "bf16", 100.0, [1, 192], [0.05, 5.0])
 COSTS = Costs("test", None, "", 1, {"1": 20.0}, [{"read_mb": 0.0, "us": 0.0}, {"read_mb": 1.0, "us": 0.0}], 0.0, 0.0, [KERNEL])
 #: Memory that nobody waits for, and neither latencies nor anything but items.
 IDEAL = Machine(1, 1, 1e15, cores=16, near=0.0, far=0.0, add=0.0)
