@@ -11,7 +11,7 @@ from bench import results_file
 from bench.simulation import files
 from ktmoe._native import core
 
-FOLDER = Path(__file__).with_name("costs")
+FOLDER = Path(__file__).with_name("machines")
 SCHEMA = {
     "machine": str,
     "date": results_file.datetime.date,

@@ -15,11 +15,10 @@ import numpy as np
 import ktmoe
 from bench import cases, footprints, kernels, machine
 from bench.models import Model, models
-from bench.results_file import short_name
+from bench.results_file import cpu_name
 from bench.simulation import call
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs, Kernel
-from bench.test_kernels import one_expert_each
 from ktmoe import measure
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
@@ -75,7 +74,7 @@ class Session:
         """Of a call with so many rows of each of so many experts, which are others each time but for one of a small layer."""
         tokens = max(rows, _EXPERTS) if experts == _EXPERTS else rows  # from a few tokens on, the driver copies rows of x
         if (tokens, layer.hidden) not in self._inputs:
-            self._inputs[tokens, layer.hidden] = next(one_expert_each(layer, tokens))
+            self._inputs[tokens, layer.hidden] = next(kernels.one_expert_each(layer, tokens))
         ids = (np.arange(tokens)[:, None] + np.arange(experts * rows // tokens)) % experts
         if layer is self.memory or experts > 1:
             self._next += experts
@@ -135,7 +134,7 @@ def costs_of(sessions: list[Session], found: Found) -> Costs:
     fields = machine.cpu_fields()
     read = {what[1]: statistics.median(rates) / 1e9 for what, rates in found.items() if what[0] == "read"}
     return Costs(
-        machine=f"{short_name(fields['name'])} {fields['family']}-{fields['model']}",
+        machine=cpu_name(fields["name"], fields["family"], fields["model"]),
         date=datetime.date.today(),
         commit=machine.commit(),
         threads=max(read),
