@@ -18,7 +18,7 @@ from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import model_config
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
 
 #: Stems of an expert's matrices, by projection: as transformers calls them; by number, as Mixtral and DeepSeek do.
