@@ -84,11 +84,12 @@ def _other_model(file: GgufFile, opened: Mapping[str, TensorFile], owners: Mappi
 
 def _open_all(file: GgufFile, opened: dict[str, TensorFile]) -> None:
     """A file that is open, and the other parts, in their order."""
-    path, count = file.path, _split(file, "count", 1)
-    if count <= 1:
-        opened[path.name] = file
-        return
+    path = file.path
     try:
+        count = _split(file, "count", 1)
+        if count <= 1:
+            opened[path.name] = file
+            return
         match = _PART.fullmatch(path.name)
         if not match or int(match[3]) != count:
             expected = f"a name that ends in -00001-of-{count:05}.gguf"
