@@ -40,7 +40,7 @@ _MAGIC = b"GGUF"
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _COUNT_LIMIT = 2**63 - 1  # ggml counts in int64
-_WINDOW_BYTES = 1 << 20
+_WINDOW_BYTES = 1 << 18
 _KNOWN = frozenset(record.name for record in TYPES.values())
 _U64 = struct.Struct("<Q")
 
@@ -206,7 +206,7 @@ class _Header:
         return np.frombuffer(self._take(np.dtype(dtype).itemsize, what), dtype)[0].item()
 
     def _take(self, count: int, what: str) -> bytes:
-        """The next so many bytes, not more than a window."""
+        """The next so many bytes; the limits keep them below a window."""
         if self._at + count > len(self._window):
             self._fill(count, what)
         first = self._at
