@@ -97,6 +97,13 @@ def test_types_that_are_not_known(tmp_path):
         assert checkpoint.read("b").tolist() == [96, 97, 98, 99]
 
 
+def test_no_tensors(tmp_path):
+    """The first part of a split model may have none."""
+    (tmp_path / "m.gguf").write_bytes(header([text("k") + u32(1)], []))
+    file = GgufFile(tmp_path / "m.gguf")
+    assert (file.tensors, file.metadata) == ({}, {"k": 1})
+
+
 def plain(*entries, data=b"", keys=(), **counts):
     head = header(list(keys), list(entries), **counts)
     return head + bytes(-len(head) % 32) + data

@@ -23,21 +23,21 @@ VERSIONS = (2, 3)
 #: Longest header in bytes. The longest parts known are vocabularies, of about 20 MB.
 HEADER_LIMIT_BYTES = 1 << 27
 #: Most keys of metadata, most tensors, and most items of arrays whose items have no fixed length. Vocabularies and their merges
-#: have 0.8 million items. Together the limits bound the work: the worst file takes about 0.3 GB and 3 seconds.
-KEYS_LIMIT, TENSORS_LIMIT, ITEMS_LIMIT = 1 << 16, 1 << 18, 1 << 22
+#: have 0.8 million items. Together the limits bound the work: the worst files take 0.2 GB or 3 seconds.
+KEYS_LIMIT, TENSORS_LIMIT, ITEMS_LIMIT = 1 << 12, 1 << 18, 1 << 22
 _ARRAY_ITEMS = 16  # what an array in an array counts as: it takes as long
 #: Longest names of keys and of tensors, in bytes; ggml has at most 65535 and 63.
 KEY_LIMIT_BYTES, NAME_LIMIT_BYTES = 65535, 255
 #: Metadata of more items or bytes is passed over: vocabularies, templates. So are arrays of strings.
-KEPT_ITEMS, KEPT_BYTES = 4096, 4096
+KEPT_ITEMS, KEPT_BYTES = 1024, 4096
 #: Arrays may be in arrays as deep as that.
 DEPTH_LIMIT = 4
 #: Most dimensions of a tensor.
 DIMENSIONS_LIMIT = 4
 
 _MAGIC = b"GGUF"
-#: Of numbers, by the type's number in metadata: numpy's code.
-_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
+#: Of numbers, by the type's number in metadata: struct's code, which is numpy's, too.
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _COUNT_LIMIT = 2**63 - 1  # ggml counts in int64
 _WINDOW_BYTES = 1 << 18
@@ -84,7 +84,7 @@ class _Header:
         magic = self._take(4, "magic")
         if magic != _MAGIC:
             raise CheckpointError(f"{self._path}: magic: expected {_MAGIC!r}, found {magic!r}")
-        version = self._number("<u4", "version")
+        version = self._number("<I", "version")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in range(1, 256)
             about = ", which is that of a big-endian file" if swapped and version > 255 else ""
@@ -101,7 +101,7 @@ class _Header:
             if key in seen:
                 raise CheckpointError(f"{self._path}: expected every key once, found {show(key)} twice")
             seen.add(key)
-            value = self._value(self._number("<u4", f"type of {show(key)}"), key, 0)
+            value = self._value(self._number("<I", f"type of {show(key)}"), key, 0)
             if value is not None:
                 kept[key] = value
         return kept
@@ -109,18 +109,16 @@ class _Header:
     def tensor(self) -> TensorInfo:
         """The next one; its offset is that in the data."""
         name = self._string("tensor name", NAME_LIMIT_BYTES)
-        count = self._number("<u4", f"tensor {show(name)}")
+        what = f"tensor {show(name)}"
+        count = self._number("<I", what)
         if count > DIMENSIONS_LIMIT:
-            raise CheckpointError(
-                f"{self._path}: tensor {show(name)}: expected at most {DIMENSIONS_LIMIT} dimensions, found {count}"
-            )
-        fields = np.frombuffer(self._take(8 * count + 12, f"tensor {show(name)}"), "<u4")
-        shape = tuple(map(int, fields[: 2 * count].view("<u8")[::-1]))
+            raise CheckpointError(f"{self._path}: {what}: expected at most {DIMENSIONS_LIMIT} dimensions, found {count}")
+        *extents, number, offset = struct.unpack(f"<{count}QIQ", self._take(8 * count + 12, what))
+        shape = tuple(extents[::-1])
         if any(extent > _COUNT_LIMIT for extent in shape):
             raise CheckpointError(
                 f"{self._path}: tensor {show(name)}: shape: expected less than 2**63, found {show(list(shape))}"
             )
-        number, offset = int(fields[2 * count]), int(fields[2 * count + 1 :].view("<u8")[0])
         return TensorInfo(name, _dtype(number), shape, self._path, offset, self._nbytes(name, number, shape))
 
     def _nbytes(self, name: str, number: int, shape: tuple[int, ...]) -> int:
@@ -151,7 +149,7 @@ class _Header:
         return self._array(key, what, depth)
 
     def _array(self, key: str, what: str, depth: int) -> list | None:
-        number, count = self._number("<u4", what), self._number("<u8", what)
+        number, count = self._number("<I", what), self._number("<Q", what)
         if number in _NUMBERS or number == _BOOL:
             dtype = np.dtype(_NUMBERS.get(number, "u1"))
             if count > KEPT_ITEMS:
@@ -172,14 +170,14 @@ class _Header:
         return None
 
     def _bool(self, what: str) -> bool:
-        value = self._number("u1", what)
+        value = self._number("<B", what)
         if value > 1:
             raise CheckpointError(f"{self._path}: {what}: expected a boolean, 0 or 1, found {value}")
         return value == 1
 
     def _text(self, what: str) -> str | None:
         """A string of metadata, in which wrong UTF-8 is replaced."""
-        length = self._number("<u8", what)
+        length = self._number("<Q", what)
         if length > KEPT_BYTES:
             self._skip(length, what)
             return None
@@ -187,7 +185,7 @@ class _Header:
 
     def _string(self, what: str, most: int) -> str:
         """A name."""
-        length = self._number("<u8", what)
+        length = self._number("<Q", what)
         if length > most:
             raise CheckpointError(f"{self._path}: {what} at {self.offset}: expected at most {most} bytes, found {length}")
         text = self._take(length, what)
@@ -197,13 +195,13 @@ class _Header:
             raise CheckpointError(f"{self._path}: {what}: expected UTF-8, found {show(text)}") from None
 
     def _count(self, what: str, most: int) -> int:
-        count = self._number("<u8", what)
+        count = self._number("<Q", what)
         if count > most:
             raise CheckpointError(f"{self._path}: {what}: expected at most {most}, found {count}")
         return count
 
-    def _number(self, dtype: str, what: str) -> int | float:
-        return np.frombuffer(self._take(np.dtype(dtype).itemsize, what), dtype)[0].item()
+    def _number(self, code: str, what: str) -> int | float:
+        return struct.unpack(code, self._take(struct.calcsize(code), what))[0]
 
     def _take(self, count: int, what: str) -> bytes:
         """The next so many bytes; the limits keep them below a window."""
@@ -272,7 +270,8 @@ def _placed(path: Path, found: list[TensorInfo], alignment: int, header_end: int
             )
         tensors[info.name] = replace(info, offset=start + info.offset)
     ordered = sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes))
-    for info, following in zip(ordered, [*ordered[1:], None], strict=True):
+    for place, info in enumerate(ordered):
+        following = ordered[place + 1] if place + 1 < len(ordered) else None
         end = info.offset + info.nbytes
         if end > size:
             raise CheckpointError(
