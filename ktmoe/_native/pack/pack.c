@@ -195,4 +195,4 @@ int kt_unpack(const kt_placement *placement, const kt_shard_matrix *matrices, co
     return error ? error : j.error;
 }
 
-const kt_packing *const kt_packings[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_i8, &kt_pack_b16, NULL};
+const kt_packing *const kt_packings[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_i8, &kt_pack_b16, &kt_pack_f16, &kt_pack_f32, NULL};

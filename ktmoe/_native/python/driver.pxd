@@ -71,11 +71,44 @@ cdef extern from "base/limits.h" nogil:
     double kt_latency_handoff(size_t count)
 
 
+cdef extern from "pack/records.h" nogil:
+    enum:
+        KT_PLANES_MAX
+        KT_MOVES_MAX
+        KT_FIELDS_MAX
+        KT_RECORD_WEIGHTS_MAX
+    ctypedef struct kt_plane:
+        uint16_t offset, run
+        uint8_t bits, shift
+    ctypedef struct kt_records:
+        uint16_t weights, bytes
+        uint8_t code_bits, plus, planes
+        kt_plane plane[4]
+    ctypedef struct kt_move:
+        uint16_t from_ "from"
+        uint16_t to
+        uint8_t count, first, bits, shift
+    ctypedef struct kt_field:
+        uint16_t item_bytes
+        uint8_t plus, moves
+        kt_move move[64]
+        uint8_t *items
+    ctypedef struct kt_fields:
+        const kt_records *order
+        uint8_t *records
+        size_t count
+        bint to_records
+        size_t num_fields
+        kt_field field[5]
+    int kt_fields_move(const kt_placement *placement, const kt_fields *fields)
+
+
 cdef extern from "pack/order.h" nogil:
     ctypedef struct kt_order:
         kt_bool moved, along_n, transposed
         uint8_t code_bytes
         uint8_t nibbles[8]
+        kt_records records
 
 
 cdef extern from "pack/pack.h" nogil:

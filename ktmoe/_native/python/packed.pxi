@@ -79,7 +79,7 @@ cdef class PackedLayer:
         codes = given_bytes["codes"]
         given.codes = &codes[0]
         held = [codes]
-        groups = staged(matrix)
+        groups = staged(matrix, self.experts.layer.placement)
         if "scales" in groups:
             size = groups["scales"].dtype.itemsize * math.prod(weight_format.scale.shape(*matrix.shape))
             scales = _bytes(f"{matrix.name} scales", np.ascontiguousarray(groups["scales"]), size)
@@ -207,8 +207,11 @@ cdef class PackedLayer:
         if outcome == KT_FAILED:
             _raise(error, f"exporting expert {expert}")
         for (i, p, arrays), (weight_format, views, groups) in zip(wanted, filled):
-            for label, array in unstaged(weight_format, groups).items():
-                views[label][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if weight_format.order.of_records:
+                _groups_to_records(weight_format, views["codes"], groups, self.experts.layer.placement)
+            else:
+                for label, array in unstaged(weight_format, groups).items():
+                    views[label][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if weight_format.factor:
                 rows = slice(i * count, (i + 1) * count) if weight_format.factor.per_row and p < 2 else slice(None)
                 views["factor"][:] = factors[p][rows][: views["factor"].size // 4].view(np.uint8)
