@@ -12,13 +12,7 @@ typedef struct kt_order {
     kt_records records; /* that codes stand in, if it has bytes */
 } kt_order;
 
-/* A rectangle of a matrix [n][k]; of 4-bit codes, all numbers are whole dwords of the order; of records, columns are
- * whole ones. */
-typedef struct kt_rectangle {
-    size_t n, k, row, rows, column, columns;
-} kt_rectangle;
-
-/* The rectangle's codes as rows, row_bytes from one to the next, and back. */
+/* A rectangle's codes as rows, row_bytes from one to the next, and back. */
 void kt_order_to_rows(const kt_order *order, const uint8_t *stored, kt_rectangle r, uint8_t *rows, size_t row_bytes);
 void kt_order_from_rows(const kt_order *order, const uint8_t *rows, size_t row_bytes, kt_rectangle r, uint8_t *stored);
 

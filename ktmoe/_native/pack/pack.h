@@ -28,6 +28,7 @@ typedef struct kt_format {
 typedef struct kt_stored {
     const uint8_t *codes, *scales, *zero_points;
     size_t n, k;
+    const kt_fields *fields; /* of records: packing reads the other arrays from them */
 } kt_stored;
 
 /* What was seen while a matrix was packed. */
@@ -70,6 +71,7 @@ typedef struct kt_slice {
     size_t matrix;
     size_t row, rows, column, columns;
     uint8_t *codes, *scales, *zero_points;
+    const kt_fields *fields; /* of records: unpacking writes the other arrays into them */
 } kt_slice;
 
 enum { KT_MATRICES = 3 }; /* of an expert: gate, up, down */

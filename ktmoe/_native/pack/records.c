@@ -7,10 +7,8 @@
  */
 #include "pack/records.h"
 
-#include <stdatomic.h>
 #include <string.h>
 
-#include "base/pool.h"
 #include "pack/transpose.h"
 
 typedef uint64_t u64;
@@ -182,7 +180,7 @@ void kt_records_from_rows(const kt_records *o, const uint8_t *rows, size_t recor
     }
 }
 
-/* A move of all records: items |= bits of records, or records |= bits of items. */
+/* A move of so many records: items |= bits of records, or records |= bits of items. */
 #define MOVE(type)                                                                                                       \
     static void move_##type(const kt_move m, uint8_t *records, size_t step, uint8_t *items, size_t items_step,           \
                             size_t count, bool to_records) {                                                             \
@@ -214,13 +212,6 @@ static void move(const kt_move m, uint8_t *records, size_t step, uint8_t *items,
     }
 }
 
-static void field_to_items(const kt_field *f, uint8_t *records, size_t step, size_t count, uint8_t *items) {
-    const size_t bytes = f->item_bytes;
-    memset(items, 0, count * bytes);
-    for (size_t m = 0; m < f->moves; m++) move(f->move[m], records, step, items, bytes, count, false);
-    for (size_t i = 0; f->plus && i < count * bytes; i++) items[i] = (uint8_t)(items[i] + f->plus);
-}
-
 /* Bytes of records that no plane has become 0. */
 static void clear_fields(const kt_records *o, uint8_t *records, size_t count) {
     for (size_t at = 0; at < o->bytes;) {
@@ -241,36 +232,42 @@ static void clear_fields(const kt_records *o, uint8_t *records, size_t count) {
     }
 }
 
-/* Records that a thread takes at a time: both sides stay in its caches. */
-enum { RUN = 256 };
-
-typedef struct fields_job {
-    const kt_fields *fields;
-    _Atomic size_t next;
-} fields_job;
-
-static void move_fields(void *context, const kt_worker *me) {
-    (void)me;
-    fields_job *j = context;
-    const kt_fields *f = j->fields;
-    const size_t step = f->order->bytes;
-    for (size_t first; (first = atomic_fetch_add(&j->next, RUN)) < f->count;) {
-        const size_t count = f->count - first < RUN ? f->count - first : RUN;
-        uint8_t *records = f->records + first * step;
-        if (f->to_records) clear_fields(f->order, records, count);
-        for (const kt_field *of = f->field; of < f->field + f->num_fields; of++) {
-            uint8_t *items = of->items + first * of->item_bytes;
-            if (!f->to_records) {
-                field_to_items(of, records, step, count, items);
-                continue;
-            }
-            for (size_t i = 0; of->plus && i < count * of->item_bytes; i++) items[i] = (uint8_t)(items[i] - of->plus);
-            for (size_t m = 0; m < of->moves; m++) move(of->move[m], records, step, items, of->item_bytes, count, true);
-        }
-    }
+static bool spare_bits(const kt_records *o, const uint8_t *records, size_t count) {
+    uint8_t set = 0;
+    for (size_t i = 0; i < o->spares; i++)
+        for (size_t r = 0; r < count; r++) set |= records[r * o->bytes + o->spare[i].byte] & o->spare[i].mask;
+    return set;
 }
 
-int kt_fields_move(const kt_placement *placement, const kt_fields *fields) {
-    fields_job j = {.fields = fields};
-    return kt_pool_run(move_fields, &j, placement);
+bool kt_fields_read(const kt_records *o, const kt_fields *fields, const uint8_t *stored, kt_rectangle r) {
+    const size_t count = r.columns / o->weights;
+    bool spare = false;
+    for (size_t row = r.row; row < r.row + r.rows; row++) {
+        const size_t first = (row * r.k + r.column) / o->weights;
+        const uint8_t *records = stored + first * o->bytes;
+        for (const kt_field *f = fields->field; f < fields->field + fields->count; f++) {
+            uint8_t *items = f->items + first * f->item_bytes;
+            memset(items, 0, count * f->item_bytes);
+            for (const kt_move *m = f->move; m < f->move + f->moves; m++)
+                move(*m, (uint8_t *)records, o->bytes, items, f->item_bytes, count, false);
+            for (size_t i = 0; f->plus && i < count * f->item_bytes; i++) items[i] = (uint8_t)(items[i] + f->plus);
+        }
+        spare |= spare_bits(o, records, count);
+    }
+    return spare;
+}
+
+void kt_fields_write(const kt_records *o, const kt_fields *fields, uint8_t *stored, kt_rectangle r) {
+    const size_t count = r.columns / o->weights;
+    for (size_t row = r.row; row < r.row + r.rows; row++) {
+        const size_t first = (row * r.k + r.column) / o->weights;
+        uint8_t *records = stored + first * o->bytes;
+        clear_fields(o, records, count);
+        for (const kt_field *f = fields->field; f < fields->field + fields->count; f++) {
+            uint8_t *items = f->items + first * f->item_bytes;
+            for (size_t i = 0; f->plus && i < count * f->item_bytes; i++) items[i] = (uint8_t)(items[i] - f->plus);
+            for (const kt_move *m = f->move; m < f->move + f->moves; m++)
+                move(*m, records, o->bytes, items, f->item_bytes, count, true);
+        }
+    }
 }

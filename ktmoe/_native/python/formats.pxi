@@ -59,7 +59,7 @@ cdef _fill_format(kt_format *packed, weight_format):
     order = weight_format.order
     if order.of_records:
         packed.order.moved = True
-        _fill_records(&packed.order.records, order)
+        _fill_records(&packed.order.records, weight_format)
     elif not order.rows:
         packed.order.moved, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
         packed.order.code_bytes = weight_format.element.bits // 8
@@ -77,12 +77,12 @@ cdef _fill_format(kt_format *packed, weight_format):
     packed.scale.one, packed.scale.magnitude, packed.scale.field = of.one, of.magnitude, of.field
 
 
-cdef object staged(matrix, const kt_placement *placement):
-    """A Matrix's scales and zero points as packing takes them: by row, along k; float32 where whole panels share one. placement:
-    whose threads do it."""
+def staged(matrix):
+    """A Matrix's scales and zero points as packing takes them: by row, along k; float32 where whole panels share one. Of records,
+    arrays that packing fills."""
     weight_format = matrix.format
     if weight_format.order.of_records:
-        return _groups_of_records(matrix, placement)
+        return {label: np.empty(scale.shape(*matrix.shape), scale.dtype) for label, scale in weight_format.scales.items()}
     arrays = weight_format.group_rows(matrix.stored)
     if weight_format.offset:
         if arrays["offsets"].max() > 15:
@@ -94,7 +94,9 @@ cdef object staged(matrix, const kt_placement *placement):
 
 
 def unstaged(weight_format, arrays):
-    """The inverse: those arrays, by name, as the checkpoint has them."""
+    """The inverse: those arrays, by name, as the checkpoint has them. None of records, which unpacking has filled."""
+    if weight_format.order.of_records:
+        return {}
     arrays = dict(arrays)
     if weight_format.scale and weight_format.scale.extent[0] > 1:
         arrays["scales"] = weight_format.scale.stored(arrays["scales"])
