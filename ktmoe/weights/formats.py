@@ -114,6 +114,9 @@ class WeightFormat:
     def _check_records(self) -> None:
         if self.order.code_bits != self.element.bits or self.element.family in NUMBERS or isinstance(self.offset, ZeroPoint):
             raise FormatError(f"{self.order.name} records have codes of {self.order.code_bits} bits and no zero points")
+        for label, scale in self.scales.items():
+            if (of := getattr(self.order, label)) and not of.fits(scale.dtype):
+                raise FormatError(f"{self.order.name} records have {label} that are no {scale.kind} numbers")
         expected = {label: (1, self.order.weights // len(of.items)) for label, of in self.order.fields.items()}
         found = {label: scale.extent for label, scale in self.scales.items()}
         if found != expected:

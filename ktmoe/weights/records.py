@@ -70,6 +70,12 @@ class Field:
     items: tuple[tuple[Piece, ...], ...]
     plus: int = 0
 
+    def fits(self, dtype: np.dtype) -> bool:
+        """Whether its pieces are bits of bytes, and its items numbers of that dtype."""
+        pieces = [piece for item in self.items for piece in item]
+        within = all(p.first >= 0 < p.bits and p.first + p.bits <= 8 and p.shift + p.bits <= 8 * dtype.itemsize for p in pieces)
+        return within and (not self.plus or dtype.itemsize == 1)
+
     def read(self, records: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Items of that dtype [records, items], of uint8 [records, bytes]."""
         unsigned = np.dtype(f"u{dtype.itemsize}")
@@ -88,6 +94,29 @@ class Field:
             for p in pieces:
                 bits = (stored[:, i] >> unsigned.type(p.shift) & unsigned.type((1 << p.bits) - 1)).astype(np.uint8)
                 records[:, p.byte] |= bits << np.uint8(p.first)
+
+
+    def moves(self, itemsize: int) -> list[tuple[int, int, int, int, int, int]]:
+        """Of items of so many bytes: (byte of the record, byte of its items, how many such bytes side by side, bit of the
+        record's byte, bits, bit of the item's byte). So many are 1, 2, 4 or 8."""
+        single = []
+        for i, pieces in enumerate(self.items):
+            for p in pieces:
+                first, shift, left = p.first, p.shift, p.bits
+                while left:  # in an item, they may stand in two bytes
+                    bits = min(left, 8 - shift % 8)
+                    single.append((p.byte, i * itemsize + shift // 8, first, bits, shift % 8))
+                    first, shift, left = first + bits, shift + bits, left - bits
+        single.sort(key=lambda move: (move[2:], move[1] - move[0], move[0]))
+        moves = []
+        while single:
+            byte, to, *bits = single[0]
+            count = 1
+            while count < 8 and single[: 2 * count] == [(byte + i, to + i, *bits) for i in range(2 * count)]:
+                count *= 2
+            moves.append((byte, to, count, *bits))
+            single = single[count:]
+        return moves
 
 
 #: The fields that records may have, by the names of a Matrix's arrays.
@@ -124,10 +153,16 @@ class Records:
     def __post_init__(self):
         if self.code_bits not in (4, 8):
             raise FormatError(f"records {self.name!r}: codes must have 4 or 8 bits, found {self.code_bits}")
+        top = self.plus + sum((1 << plane.bits + plane.shift) - (1 << plane.shift) for plane in self.planes)
+        for plane in self.planes:
+            if plane.bits not in (1, 2, 4, 8) or plane.run < 1 or self.weights * plane.bits % (8 * plane.run):
+                raise FormatError(f"records {self.name!r}: {self.weights} weights are no whole runs of {plane}")
+        if not self.planes or self.weights % 2 or top - self.plus > 255 or (self.code_bits == 4 and not 0 <= self.plus <= top <= 15):
+            raise FormatError(f"records {self.name!r}: {len(self.planes)} planes make no codes of {self.code_bits} bits, up to {top}")
         used = np.zeros(8 * self.nbytes, np.int64)
         for bits in self._bits():
-            if bits.stop > len(used):
-                raise FormatError(f"records {self.name!r}: bit {bits.stop - 1} is not within {self.nbytes} bytes")
+            if not 0 <= bits.start < bits.stop <= len(used):
+                raise FormatError(f"records {self.name!r}: bits {bits.start} to {bits.stop} are not within {self.nbytes} bytes")
             used[bits] += 1
         if (used > 1).any():
             raise FormatError(f"records {self.name!r}: byte {int(np.argmax(used > 1)) // 8} is used twice")

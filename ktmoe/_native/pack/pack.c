@@ -78,8 +78,9 @@ static void pack_panel(const kt_shard_matrix *s, size_t panel, uint8_t *dense, k
     const uint8_t *rows = s->stored.codes + row * stride + kt_codes_bytes(f, s->column);
     if (f->order.moved) {
         stride = kt_codes_bytes(f, s->k);
-        kt_order_to_rows(&f->order, s->stored.codes, (kt_rectangle){s->stored.n, s->stored.k, row, count, s->column, s->k},
-                         dense, stride);
+        const kt_rectangle r = {s->stored.n, s->stored.k, row, count, s->column, s->k};
+        kt_order_to_rows(&f->order, s->stored.codes, r, dense, stride);
+        if (s->stored.fields) scan->refused |= kt_fields_read(&f->order.records, s->stored.fields, s->stored.codes, r);
         rows = dense;
     }
     scan->refused |= !f->packing->pack_codes(s, rows, stride, count, packed);
@@ -159,6 +160,14 @@ static void copy_codes(const kt_shard_matrix *s, size_t panel, const kt_slice *t
     kt_order_from_rows(&s->format->order, rows, stride, r, to->codes);
 }
 
+/* After all that the fields have. */
+static void write_fields(const kt_shard_matrix *s, size_t panel, const kt_slice *to) {
+    kt_rectangle r = common(s, panel, to);
+    if (!to->fields || !r.rows || !r.columns) return;
+    r.row -= to->row, r.column -= to->column;
+    kt_fields_write(&s->format->order.records, to->fields, to->codes, r);
+}
+
 static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice *slices, size_t count, size_t matrix,
                          uint8_t *codes) {
     const kt_format *f = s->format;
@@ -172,6 +181,7 @@ static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice 
         copy_codes(s, panel, to, codes);
         if (f->scale.group) copy_rows(s, panel, to, kt_scales_bytes, f->scale.rows, scales, to->scales);
         if (f->zero_points) copy_rows(s, panel, to, kt_zero_points_bytes, 1, zero_points, to->zero_points);
+        write_fields(s, panel, to);
     }
 }
 
@@ -195,4 +205,4 @@ int kt_unpack(const kt_placement *placement, const kt_shard_matrix *matrices, co
     return error ? error : j.error;
 }
 
-const kt_packing *const kt_packings[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_i8, &kt_pack_b16, NULL};
+const kt_packing *const kt_packings[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_i8, &kt_pack_b16, &kt_pack_f16, &kt_pack_f32, NULL};
