@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
+from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.loaders import architectures, naming, registry
 from ktmoe.loaders.base import Loader
@@ -42,11 +42,18 @@ class Gguf(Loader):
     """Reads the routed experts of a GGUF file."""
 
     def detect(self, checkpoint: Checkpoint) -> float:
-        """0.9 if the first layer that has such names can be read, 0 without such names. Raises what load() raises."""
+        """0.9 if some layer that has such names can be read, 0 without such names. Else raises what load() raises of the first."""
+        refused: KtmoeError | None = None
         for layer, suffixes in naming.blocks(checkpoint).items():
-            architectures.activation(checkpoint, layer)
-            _Layer.find(checkpoint, layer, suffixes)
-            return 0.9
+            try:
+                architectures.activation(checkpoint, layer)
+                _Layer.find(checkpoint, layer, suffixes)
+            except (CheckpointError, FormatError) as error:
+                refused = refused or error
+            else:
+                return 0.9
+        if refused is not None:
+            raise refused
         return 0.0
 
     def layers(self, checkpoint: Checkpoint) -> list[int | str]:
