@@ -375,7 +375,7 @@ def test_limits_that_are_none(tmp_path, value):
 
 
 def test_types_that_are_not_known(tmp_path):
-    """A layer of a type that ktmoe has no name for is refused by its number; the others are served, also where it comes first."""
+    """A layer of a type that ktmoe has no name for is refused by its number, wherever it comes; the others are served."""
     path = write(tmp_path / "m.gguf", metadata(), sane_layer(0) | sane_layer(1))
     stored = path.read_bytes()
     entry = f"{UP}.weight".replace("blk.0", "blk.1").encode() + struct.pack("<IQQQ", 3, HIDDEN, INTERMEDIATE, EXPERTS)

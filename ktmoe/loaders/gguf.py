@@ -42,7 +42,7 @@ class Gguf(Loader):
     """Reads the routed experts of a GGUF file."""
 
     def detect(self, checkpoint: Checkpoint) -> float:
-        """0.9 if some layer that has such names can be read, 0 without such names. Else raises what load() raises of the first."""
+        """0.9 if some layer with such names can be read, 0 without such names. Else raises what load() raises of the first."""
         refused: KtmoeError | None = None
         for layer, suffixes in naming.blocks(checkpoint).items():
             try:

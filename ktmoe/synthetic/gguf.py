@@ -57,7 +57,8 @@ def write_gguf(
 
     path: the folder; made if need be. types: a key of MIXED, or of ktmoe.weights.ggml.GGML for all tensors. hidden,
     intermediate: multiples of a record's weights. A tensor's bytes depend on `seed`, its name and its shape alone.
-    Raises InputError for a size that is not possible, and for a folder that already holds a model.
+    Raises InputError for a size that is not possible, and for a folder that already holds a model. If it fails or is
+    interrupted, what it wrote is removed.
     """
     check(parts=(parts, 1), layers=(layers, 1))
     model = _model(types, num_experts, hidden, intermediate, layers, top_k, architecture)
@@ -65,19 +66,27 @@ def write_gguf(
     folder.mkdir(parents=True, exist_ok=True)
     if found := next((file.name for file in sorted(folder.iterdir()) if file.suffix in (".gguf", ".safetensors")), None):
         raise InputError(f"{folder}: expected a folder without a model, found {found}")
-    for number in range(parts):
-        name = "model.gguf" if parts == 1 else f"model-{number + 1:05}-of-{parts:05}.gguf"
-        metadata = model.config if number == 0 else {}
-        if parts > 1:
-            metadata = metadata | {"split.no": number, "split.count": parts, "split.tensors.count": len(model.tensors)}
-        first, last = (len(model.tensors) * n // parts for n in (number, number + 1))
-        tensors = model.tensors[first:last]
-        with (folder / name).open("wb") as file:
-            file.write(header(metadata, tensors))
-            for tensor in tensors:
-                data = tensor.part(0, tensor.nbytes, seed)
-                file.write(data)
-                file.write(bytes(-len(data) % ALIGNMENT))
+    written: list[Path] = []
+    try:
+        for number in range(parts):
+            written.append(folder / ("model.gguf" if parts == 1 else f"model-{number + 1:05}-of-{parts:05}.gguf"))
+            metadata = model.config if number == 0 else {}
+            if parts > 1:
+                metadata = metadata | {"split.no": number, "split.count": parts, "split.tensors.count": len(model.tensors)}
+            first, last = (len(model.tensors) * n // parts for n in (number, number + 1))
+            _write(written[-1], metadata, model.tensors[first:last], seed)
+    except BaseException:  # an interrupt, too: half a model must not look like one
+        for file in written:
+            file.unlink(missing_ok=True)
+        raise
+
+
+def _write(path: Path, metadata: Mapping[str, object], tensors: list[GgufTensor], seed: int) -> None:
+    with path.open("wb") as file:
+        file.write(header(metadata, tensors))
+        for tensor in tensors:
+            file.write(tensor.part(0, tensor.nbytes, seed))
+            file.write(bytes(-tensor.nbytes % ALIGNMENT))
 
 
 def gguf_experts(
