@@ -30,7 +30,7 @@ TAKEN = {
     "GPTQ_INT4": {"GPTQ, symmetric"},
     "MXFP8": {"MXFP8"},
     "NVFP4": {"NVFP4", "NVFP4, divided"},
-    "LLAMAFILE": {name for name in FORMATS if name in GGML},
+    "LLAMAFILE": {name for name in FORMATS if FORMATS[name] in GGML.values()},
     **{method: {"BF16"} for method in ("AMXINT4", "AMXINT8", "MOE_INT4", "MOE_INT8")},
 }
 #: method -> what writes such a checkpoint.
