@@ -195,6 +195,15 @@ class Records:
                 return wrong[0].tolist(), byte, int(records[*wrong[0], byte])
         return None
 
+    @cached_property
+    def spare_field(self) -> Field | None:
+        """The same as a field of bytes; None if every bit means something."""
+        pieces = [
+            tuple(Piece(byte, bit, 1, bit) for bit in range(8) if self.spare[byte] >> bit & 1)
+            for byte in np.flatnonzero(self.spare).tolist()
+        ]
+        return Field(tuple(pieces)) if pieces else None
+
     @property
     def fields(self) -> dict[str, Field]:
         """The fields there are, by the names of a Matrix's arrays."""

@@ -49,6 +49,9 @@ static size_t matrix_of(const pack_job *j, size_t shard, size_t *panel) {
     return matrix;
 }
 
+/* From a dense row of codes to the next: not a power of two, since the lines of 16 rows would have the same places in L1. */
+static size_t dense_stride(const kt_format *f, size_t k) { return kt_round_up(kt_codes_bytes(f, k), KT_LINE) + KT_LINE; }
+
 /* Of what a worker does: bytes for a panel's dense codes, scales and zero points, once for all, since pages cost more than what is
  * done in them. To pack, only codes in another order need it. False: there is no memory. */
 static bool dense_panel(pack_job *j, bool unpacks, uint8_t **dense) {
@@ -56,7 +59,7 @@ static bool dense_panel(pack_job *j, bool unpacks, uint8_t **dense) {
     for (const kt_shard_matrix *s = j->matrices; s < j->matrices + j->shards * KT_MATRICES; s++) {
         if (!s->format || !(unpacks || s->format->order.moved)) continue;
         const kt_format *f = s->format;
-        const size_t row = kt_codes_bytes(f, s->k) + kt_scales_bytes(f, s->k) + kt_zero_points_bytes(f, s->k);
+        const size_t row = dense_stride(f, s->k) + kt_scales_bytes(f, s->k) + kt_zero_points_bytes(f, s->k);
         most = KT_PANEL * row > most ? KT_PANEL * row : most;
     }
     *dense = most ? malloc(most) : NULL;
@@ -77,7 +80,7 @@ static void pack_panel(const kt_shard_matrix *s, size_t panel, uint8_t *dense, k
     size_t stride = kt_codes_bytes(f, s->stored.k);
     const uint8_t *rows = s->stored.codes + row * stride + kt_codes_bytes(f, s->column);
     if (f->order.moved) {
-        stride = kt_codes_bytes(f, s->k);
+        stride = dense_stride(f, s->k);
         const kt_rectangle r = {s->stored.n, s->stored.k, row, count, s->column, s->k};
         kt_order_to_rows(&f->order, s->stored.codes, r, dense, stride);
         if (s->stored.fields) scan->refused |= kt_fields_read(&f->order.records, s->stored.fields, s->stored.codes, r);

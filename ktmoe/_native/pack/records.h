@@ -13,17 +13,17 @@ typedef struct kt_rectangle {
     size_t n, k, row, rows, column, columns;
 } kt_rectangle;
 
-/* Bits of a byte of a record that mean nothing, and must be 0. */
-typedef struct kt_spare {
-    uint16_t byte;
-    uint8_t mask;
-} kt_spare;
-
 /* Some bits of each code: piece p of byte i of each `run` bytes is of weight p * run + i of as many pieces. */
 typedef struct kt_plane {
     uint16_t offset, run;
     uint8_t bits, shift; /* of a code: so many, from that one up */
 } kt_plane;
+
+/* `count` bytes of a record, 1, 2, 4 or 8: so many bits of each, from bit `first` up, to bit `shift` of as many bytes of items. */
+typedef struct kt_move {
+    uint16_t from, to;
+    uint8_t count, first, bits, shift;
+} kt_move;
 
 typedef struct kt_records {
     uint16_t weights, bytes; /* of a record; 0 bytes: codes do not stand in records */
@@ -32,18 +32,12 @@ typedef struct kt_records {
     uint8_t planes;
     uint8_t spares;
     kt_plane plane[KT_PLANES_MAX];
-    kt_spare spare[KT_SPARES_MAX];
+    kt_move spare[KT_SPARES_MAX]; /* bits that mean nothing, and must be 0 */
 } kt_records;
 
 /* So many records to a row of codes, as packing takes it; and back, into the planes' bytes alone. */
 void kt_records_to_rows(const kt_records *o, const uint8_t *from, size_t records, uint8_t *rows);
 void kt_records_from_rows(const kt_records *o, const uint8_t *rows, size_t records, uint8_t *to);
-
-/* `count` bytes of a record, 1, 2, 4 or 8: so many bits of each, from bit `first` up, to bit `shift` of as many bytes of items. */
-typedef struct kt_move {
-    uint16_t from, to;
-    uint8_t count, first, bits, shift;
-} kt_move;
 
 /* Numbers that stand in each record, as an array of a whole matrix. */
 typedef struct kt_field {

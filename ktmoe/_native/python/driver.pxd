@@ -80,18 +80,15 @@ cdef extern from "pack/records.h" nogil:
     ctypedef struct kt_plane:
         uint16_t offset, run
         uint8_t bits, shift
-    ctypedef struct kt_spare:
-        uint16_t byte
-        uint8_t mask
-    ctypedef struct kt_records:
-        uint16_t weights, bytes
-        uint8_t code_bits, plus, planes, spares
-        kt_plane plane[4]
-        kt_spare spare[16]
     ctypedef struct kt_move:
         uint16_t from_ "from"
         uint16_t to
         uint8_t count, first, bits, shift
+    ctypedef struct kt_records:
+        uint16_t weights, bytes
+        uint8_t code_bits, plus, planes, spares
+        kt_plane plane[4]
+        kt_move spare[16]
     ctypedef struct kt_field:
         uint16_t item_bytes
         uint8_t plus, moves

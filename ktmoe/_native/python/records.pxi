@@ -3,13 +3,13 @@
 cdef _fill_records(kt_records *to, weight_format):
     """Raises FormatError for what is more than the driver takes."""
     order = weight_format.order
-    spares = [(byte, mask) for byte, mask in enumerate(order.spare.tolist()) if mask]
+    spares = order.spare_field.moves(1) if order.spare_field else []
     fields = [order.fields[label].moves(scale.dtype.itemsize) for label, scale in weight_format.scales.items()]
     for what, count, most in (
         ("planes", len(order.planes), KT_PLANES_MAX),
         ("weights", order.weights, KT_RECORD_WEIGHTS_MAX),
         ("bytes", order.nbytes, 4 * KT_RECORD_WEIGHTS_MAX),
-        ("bytes with bits that mean nothing", len(spares), KT_SPARES_MAX),
+        ("pieces that mean nothing", len(spares), KT_SPARES_MAX),
         ("pieces of a field", max(map(len, fields), default=0), KT_MOVES_MAX),
     ):
         if count > most:
@@ -18,8 +18,8 @@ cdef _fill_records(kt_records *to, weight_format):
     to.planes, to.spares = len(order.planes), len(spares)
     for i, plane in enumerate(order.planes):
         to.plane[i] = kt_plane(plane.offset, plane.run, plane.bits, plane.shift)
-    for i, (byte, mask) in enumerate(spares):
-        to.spare[i] = kt_spare(byte, mask)
+    for i, (byte, at, count, first, bits, shift) in enumerate(spares):
+        to.spare[i] = kt_move(byte, at, count, first, bits, shift)
 
 
 cdef class _Fields:
