@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from gguf_files import F32, IQ2_XXS, Q4_0, Q8_0, layer, metadata, records, write
+from gguf_files import F32, IQ2_XXS, Q4_0, Q8_0, SERVED, layer, metadata, records, write
 from helpers import assert_right, random_batch, same_bits
 from kt_wrappers import REVERSED, batch, wrapper
 
@@ -20,8 +20,6 @@ from ktmoe.synthetic.gguf import GGUF, MIXED, gguf_experts, write_gguf
 from ktmoe.weights.ggml import GGML
 
 SIZES = {"num_experts": 4, "hidden": 512, "intermediate": 256}
-#: Types of which this CPU's kernels have all parts.
-SERVED = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4", "BF16", "F16", "F32")
 
 
 @pytest.mark.cover("values")

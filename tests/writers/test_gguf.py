@@ -23,7 +23,7 @@ EXPERTS, HIDDEN = 3, 512
 
 @pytest.mark.parametrize("name", [*GGML, "Q4_K_M", "parts"])
 def test_what_gguf_writes(case, name):
-    """Names, types, shapes, places and bytes are those of its reader, weights those of its dequantize(), which rounds to float32.
+    """Names, types, shapes, places and bytes are those of its reader, weights those of its dequantize(), in float32.
 
     A layer computes with them.
     """

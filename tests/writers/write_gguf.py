@@ -39,7 +39,7 @@ def stored(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np
 
 
 def write(folder: Path, names: tuple[str, str, str], **writer) -> dict[str, np.ndarray]:
-    """Names, types, shapes, offsets and bytes of tensors, as the reader has them; w.{projection}: float32 weights of layer 1."""
+    """Names, types, shapes, offsets and bytes of tensors, as the reader has them; w.{projection}: of layer 1, float32."""
     out = gguf.GGUFWriter(folder / "model.gguf", "qwen3moe", **writer)
     out.add_block_count(2)
     out.add_expert_count(EXPERTS)
