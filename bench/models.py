@@ -16,7 +16,7 @@ _MAKERS = {
     "MXFP4, biases": synthetic.gpt_oss_experts,
     "INT4": synthetic.kimi_k2_experts,
     "BF16": synthetic.qwen3_experts,
-    **{name: published.experts for name, published in synthetic.PUBLISHED.items()},
+    **{name: published.experts for name, published in (synthetic.PUBLISHED | synthetic.GGUF).items()},
 }
 
 

@@ -12,7 +12,7 @@ from bench.results_file import Results
 from ktmoe import backends
 from ktmoe.backends.native import NativeBackend, load_table
 from ktmoe.weights.elements import E2M1, E4M3, INT4, INT8, INT8_PLUS_128, UINT4
-from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.formats import Minimum, WeightFormat
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
 FILE = Path(__file__).with_name("weights.toml")
@@ -44,6 +44,8 @@ class Weights:
     def rounded(self) -> str:
         """What mode bf16 rounds, besides adding in float32: docs/numerics.md, "Scales" and "Factors"."""
         scale = self.format.scale
+        if isinstance(self.format.offset, Minimum):
+            return "once per scale and minimum"
         scales = bool(scale and scale.kind != "ue8m0") + bool(self.format.factor)
         return ("nothing", "once per scale", "once per scale, once per output")[scales]
 
@@ -109,7 +111,9 @@ def _rate(call: dict, rate: str, unit: str, of: str, what: str = "") -> str:
 
 
 def _kind(weight_format: WeightFormat) -> tuple:
-    """What tells rows apart: of integers neither how the scales are stored nor how many weights share one."""
+    """What tells rows apart: of integers neither how scales are stored nor how many weights share one; of records nothing."""
+    if weight_format.order.of_records:
+        return ("records",)
     name = _SAME.get(weight_format.element, weight_format.element).name
     scale = weight_format.scale
     if weight_format.element in (E2M1, E4M3) and scale:

@@ -162,9 +162,11 @@ def _why_not(checkpoint: Checkpoint, layer: Name) -> str:
 def _alike(refused: dict[Name, str]) -> list[Refused]:
     found: dict[str, Refused] = {}
     for layer, reason in refused.items():
-        # messages name the layer's tensors: without its number they are often the same
-        number = f"layers.{layer}." if isinstance(layer, int) else f"{layer}."
-        found.setdefault(reason.replace(number, "{L}."), Refused([], reason)).layers.append(layer)
+        reason_of_all = reason  # messages name the layer's tensors: without its number they are often the same
+        numbers = (f"layers.{layer}.", f"blk.{layer}.") if isinstance(layer, int) else (f"{layer}.",)
+        for number in numbers:
+            reason_of_all = reason_of_all.replace(number, "{L}.")
+        found.setdefault(reason_of_all, Refused([], reason)).layers.append(layer)
     return list(found.values())
 
 

@@ -99,6 +99,8 @@ FLOATS = {
     "fp32": (np.dtype(np.float32), 8, 23),
     "e4m3": (np.dtype(np.uint8), 4, 3),
 }
+#: The same of codes that are numbers, by family.
+NUMBERS = {"b16": "bf16", "f16": "fp16", "f32": "fp32"}
 MANY_THREADS = 2 * (os.cpu_count() or 1)
 
 
@@ -162,8 +164,8 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
     arrays = {}
     if weight_format.scale:
         arrays["scales"] = numbers("scales", weight_format.scale, low, high)
-    if element.family == "b16":
-        arrays["codes"] = random_bfloat16(rng, (count, *expected["codes"][1]), low, high)
+    if element.family in NUMBERS:
+        arrays["codes"] = random_floats(rng, NUMBERS[element.family], (count, *expected["codes"][1]), low, high)
     elif None in element.values:
         known = np.array([code for code, value in enumerate(element.values) if value is not None], np.uint8)
         arrays["codes"] = rng.choice(known, (count, *expected["codes"][1]))
@@ -180,7 +182,7 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
         if arrays["offsets"].dtype == np.uint8:
             arrays["offsets"] &= 15
     if weight_format.factor:
-        ends = (low, high) if weight_format.scale is None and element.family != "b16" else (middle - 1, middle)
+        ends = (low, high) if weight_format.scale is None and element.family not in NUMBERS else (middle - 1, middle)
         shape = count, *expected["factor"][1]
         exponents = np.clip(rng.integers(*ends, shape, endpoint=True) - 127, -126, 126)
         significands = rng.integers(1 << 23, 1 << 24, shape) / (1 << 23) * rng.choice([-1, 1], shape)

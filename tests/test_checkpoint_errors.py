@@ -92,9 +92,9 @@ def test_one_name_in_two_files(two_shards):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"absent: expected a folder or a .safetensors file, found nothing"):
+    with pytest.raises(CheckpointError, match=r"absent: expected a folder, .* or a .gguf file, found nothing"):
         Checkpoint(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match=rf"expected {INDEX_NAME} or \*.safetensors files .* found none"):
+    with pytest.raises(CheckpointError, match=rf"expected {INDEX_NAME}, \*.safetensors or \*.gguf files .* found none"):
         Checkpoint(tmp_path)
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"model.safetensors: expected a regular file, found d"):

@@ -1,6 +1,7 @@
 """Methods of kt-kernel and the formats that they stand for."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from ktmoe.compat.export import Target
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
 from ktmoe.quantize.rows import AWAY_4, AWAY_8, EVEN_4, EVEN_8
-from ktmoe.weights.formats import FORMATS, fp8, int4
+from ktmoe.weights.formats import FORMATS, Factor, fp8, int4
+from ktmoe.weights.ggml import GGML
 from ktmoe.weights.order import GPTQ
 
 #: method -> the formats that it takes, of FORMATS.
@@ -28,6 +30,7 @@ TAKEN = {
     "GPTQ_INT4": {"GPTQ, symmetric"},
     "MXFP8": {"MXFP8"},
     "NVFP4": {"NVFP4", "NVFP4, divided"},
+    "LLAMAFILE": {name for name in FORMATS if FORMATS[name] in GGML.values()},
     **{method: {"BF16"} for method in ("AMXINT4", "AMXINT8", "MOE_INT4", "MOE_INT8")},
 }
 #: method -> what writes such a checkpoint.
@@ -43,6 +46,12 @@ def test_formats(method):
         else:
             with pytest.raises(FormatError, match=rf"experts: method '{method}' expects .*, found .* \(gate\)"):
                 methods.check_formats(method, formats, "experts")
+
+
+def test_gguf_types_with_and_without_a_factor():
+    for weight_format in GGML.values():
+        for factor in (None, Factor(per_row=False)):
+            methods.check_formats("LLAMAFILE", {"down": replace(weight_format, factor=factor)}, "experts")
 
 
 def test_groups_and_blocks_of_any_size():

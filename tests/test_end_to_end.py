@@ -103,7 +103,7 @@ def test_no_file_stays_open(folder):
         ({"layer": 2}, MissingTensorError, r"layer 2"),
         ({"layer": "mtp.1"}, MissingTensorError, r"mtp\.1"),
         ({"layer": -1}, (MissingTensorError, ValueError), r"-1"),
-        ({"loader": "gguf"}, UnknownNameError, r"unknown loader 'gguf'; known are .*deepseek_v4"),
+        ({"loader": "exl3"}, UnknownNameError, r"unknown loader 'exl3'; known are .*deepseek_v4"),
         ({"backend": "avx3"}, UnknownNameError, r"unknown backend 'avx3'"),
         ({"path": "nowhere/at/all"}, (CheckpointError, OSError), r"nowhere/at/all"),
     ],

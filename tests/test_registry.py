@@ -42,9 +42,12 @@ def test_every_subclass_in_the_package_is_registered(module, base):
 def test_built_in_names():
     """Of modules and plugins alike; the backends' are part of the API."""
     files = {
+        "architectures",
         "base",
         "checkpoint",
         "direct_io",
+        "gguf_file",
+        "gguf_model",
         "model_config",
         "naming",
         "one_layer",
@@ -54,6 +57,7 @@ def test_built_in_names():
         "safetensors_file",
         "stacked",
         "staging",
+        "tensor_file",
         "unknown",
     }
     for module, others in ((backends, {"base", "choice", "native"}), (loaders, files)):

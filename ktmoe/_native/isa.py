@@ -32,10 +32,10 @@ class Isa:
 
 
 ISAS = {
-    "portable": Isa(100, kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32")),
+    "portable": Isa(100, kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "f16_f32", "f32_f32")),
     "avx2": Isa(
         200,
-        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "q4_int16", "i8_int16", "q4_int8", "i8_int8"),
+        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "f16_f32", "f32_f32", "q4_int16", "i8_int16", "q4_int8", "i8_int8"),
         flags=("-mavx2", "-mfma"),
         requires=("avx2", "fma"),
         implies=("portable",),
@@ -49,7 +49,7 @@ ISAS = {
     ),
     "avx512f": Isa(
         250,
-        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32"),
+        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "f16_f32", "f32_f32"),
         flags=("-mavx512f",),
         requires=("avx512f",),
         implies=("avx2",),
@@ -63,7 +63,8 @@ ISAS = {
     ),
     "avx512_bf16": Isa(
         300,
-        kernels=("q4_bf16", "f8_bf16", "i8_bf16", "b16_bf16"),
+        # Weights of fp16 and fp32 are no bfloat16 numbers.
+        kernels=("q4_bf16", "f8_bf16", "i8_bf16", "b16_bf16", "f16_f32", "f32_f32"),
         flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
         requires=("avx512bw", "avx512vl", "avx512_bf16"),
         implies=("avx512f",),
@@ -74,7 +75,19 @@ ISAS = {
     "amx": Isa(
         400,
         # Scales of q4 and i8 that are not in weights multiply fp32 sums of scale groups: on CPUs with AMX, FMAs beat VDPBF16PS.
-        kernels=("q4_amx", "q4_amx_products", "q4_amx_terms", "f8_amx", "i8_amx", "b16_amx", "q4_f32", "i8_f32"),
+        # Weights of fp16 and fp32 are no bfloat16 numbers.
+        kernels=(
+            "q4_amx",
+            "q4_amx_products",
+            "q4_amx_terms",
+            "f8_amx",
+            "i8_amx",
+            "b16_amx",
+            "q4_f32",
+            "i8_f32",
+            "f16_f32",
+            "f32_f32",
+        ),
         flags=("-mavx512vbmi", "-mgfni", "-mamx-tile", "-mamx-bf16"),
         requires=("avx512vbmi", "gfni", "amx_tile", "amx_bf16"),
         implies=("avx512_bf16",),

@@ -45,11 +45,12 @@ class KTMoEWrapper:
     changed in place at any time and is read when a forward call is submitted.
     cpuinfer_threads: ktmoe.set_num_threads(), so it counts for the whole process. threadpool_count: tensor-parallel parts, one
     a NUMA node, at most as many as there are; numa_nodes: which.
-    weight_path: the checkpoint's folder, opened once for all its layers.
+    weight_path: the checkpoint's folder, or a GGUF file; opened once for all its layers.
     max_deferred_experts_per_token: so many of a token's experts, those with the least weights, may be added to the next layer's
     result instead of this one's; 0 and None: none.
-    method: a key of methods.SERVED, such as "MXFP4" (DeepSeek-V4), "RAWINT4" (compressed-tensors INT4), "FP8" (DeepSeek-V3) or
-    "BF16". AMXINT4, AMXINT8, MOE_INT4 and MOE_INT8 round bfloat16 weights. UnavailableError says what the others lack.
+    method: a key of methods.SERVED, such as "MXFP4" (DeepSeek-V4), "RAWINT4" (compressed-tensors INT4), "FP8" (DeepSeek-V3),
+    "LLAMAFILE" (GGUF) or "BF16". AMXINT4, AMXINT8, MOE_INT4 and MOE_INT8 round bfloat16 weights. UnavailableError says what the
+    others lack.
     swiglu_limit: None = as the checkpoint says, 0 = no clamp. swiglu_alpha: not 0 = GPT-OSS's activation.
     chunked_prefill_size, cpu_save and the arguments of mode "sft", group_size and zero_point among them, are taken and change
     nothing.

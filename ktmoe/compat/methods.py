@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from ktmoe import arrays
 from ktmoe.errors import FormatError, InputError, UnavailableError
 from ktmoe.quantize.rows import AWAY_4, AWAY_8, EVEN_4, EVEN_8, Rule
 from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, WeightFormat, fp8, int4, nvfp4
+from ktmoe.weights.ggml import GGML
 from ktmoe.weights.order import GPTQ
 
 
@@ -26,6 +27,11 @@ def _gptq_int4(found: WeightFormat) -> bool:
 
 def _fp8(found: WeightFormat) -> bool:
     return bool(found.scale) and found.scale.extent[0] > 1 and found == fp8(found.scale.kind, found.scale.extent)
+
+
+def _gguf(found: WeightFormat) -> bool:
+    """Whatever factor it has: of most types, a file has one or none."""
+    return replace(found, factor=None) in [replace(of_type, factor=None) for of_type in GGML.values()]
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ SERVED = {
     "GPTQ_INT4": Method("GPTQ's symmetric INT4", _gptq_int4, exports=False),
     "MXFP8": Method("E4M3 with a UE8M0 scale per 32", MXFP8.__eq__, np.dtype(np.uint8)),
     "NVFP4": Method("E2M1 with an E4M3 scale per 16 and an fp32 scale per tensor", _NVFP4.__contains__, arrays.BF16),
+    "LLAMAFILE": Method("weights as GGUF files have them", _gguf, exports=False),
     "AMXINT4": _rounds(EVEN_4),
     "AMXINT8": _rounds(EVEN_8),
     "MOE_INT4": _rounds(AWAY_4),
@@ -67,7 +74,6 @@ SERVED = {
 }
 #: method -> the weights that ktmoe does not have yet.
 MISSING = {
-    "LLAMAFILE": "GGUF",
     "SYCL_GPTQ_INT4": "GPTQ's symmetric INT4 on a SYCL device",
 }
 _SFT = ("AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")

@@ -1,4 +1,4 @@
-"""Checkpoint: a folder of safetensors files, opened once; tensors come out as raw bytes, read with pread.
+"""Checkpoint: a folder of safetensors or GGUF files, opened once; tensors come out as raw bytes, read with pread.
 
 Index, headers and config are treated as hostile. Nothing is memory-mapped, so a file that shrinks while it is read raises
 CheckpointError instead of killing the process.
@@ -16,8 +16,11 @@ import numpy as np
 
 from ktmoe import forks
 from ktmoe.errors import CheckpointError, ClosedError, InputError, MissingTensorError
-from ktmoe.loaders.safetensors_file import SafetensorsFile, TensorInfo, new_bytes, read_json_object
+from ktmoe.loaders import gguf_model
+from ktmoe.loaders.gguf_file import GgufFile
+from ktmoe.loaders.safetensors_file import SafetensorsFile, read_json_object
 from ktmoe.loaders.staging import Staging
+from ktmoe.loaders.tensor_file import TensorFile, TensorInfo, new_bytes
 from ktmoe.messages import show
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -25,18 +28,19 @@ INDEX_NAME = "model.safetensors.index.json"
 MISTRAL_INDEX_NAME = "consolidated.safetensors.index.json"
 _PICKLED = "torch's pickled files are not read, convert them to safetensors"
 #: Files that other engines read, by their ending, and what to say of them.
-_OTHER_FILES = {".gguf": "GGUF is not read yet", ".bin": _PICKLED, ".pt": _PICKLED, ".pth": _PICKLED}
+_OTHER_FILES = {".bin": _PICKLED, ".pt": _PICKLED, ".pth": _PICKLED}
+_EXPECTED = "a folder, a .safetensors file or a .gguf file"
 
 
 class Checkpoint:
-    """The tensors of a folder with *.safetensors files, or of one such file, by name.
+    """The tensors of a folder with *.safetensors files, or else *.gguf files, or of one such file, by name.
 
     path: a folder with model.safetensors.index.json, or else consolidated.safetensors.index.json, whose weight_map then decides
     which file holds which tensor; or a folder without them, whose *.safetensors files must not share a tensor name; or one
-    .safetensors file.
+    .safetensors file. Or a folder whose *.gguf files are one model, or a .gguf file, of which the other parts lie beside it.
     config: the folder's config.json as a dict, or else Mistral's params.json with the keys that config.json would have; empty
     if there is neither. Where it has no quantization_config, the object in quantize_config.json, which AutoGPTQ writes, takes
-    that place.
+    that place. Of GGUF files, it is their metadata, with keys that config.json would have.
 
     With an index, a file is opened and its header checked when one of its tensors is first asked for, so a partial download
     serves what it has. One descriptor is kept per opened file until close() or garbage collection.
@@ -51,7 +55,7 @@ class Checkpoint:
         self._closed = False
         self._staging = Staging()
         self._index_name = INDEX_NAME
-        self._open_files: dict[str, SafetensorsFile] = {}
+        self._open_files: dict[str, TensorFile] = {}
         self._file_of: dict[str, str] = {}
         forks.watch(self)
         try:
@@ -125,34 +129,44 @@ class Checkpoint:
         return f"Checkpoint({str(self.path)!r}, {len(self)} tensors)"
 
     def _open(self) -> None:
-        folder, files = self.path, []
-        if os.path.isdir(folder):
-            index = next((name for name in (INDEX_NAME, MISTRAL_INDEX_NAME) if os.path.lexists(folder / name)), None)
-            if index:
-                self._index_name, self._file_of = index, parse_index(folder / index)
-            else:
-                files = _list_files(folder)
+        files = self._open_files
+        if os.path.isdir(self.path):
+            self._folder = self.path
+            self._open_folder(self.path)
         elif os.path.exists(self.path):
-            folder, files = self.path.parent, [self.path.name]
+            self._folder = self.path.parent
             if about := _OTHER_FILES.get(self.path.suffix):
-                raise CheckpointError(
-                    f"{self.path}: expected a folder or a .safetensors file, found {self.path.suffix}: {about}"
-                )
+                raise CheckpointError(f"{self.path}: expected {_EXPECTED}, found {self.path.suffix}: {about}")
+            if self.path.suffix == ".gguf":
+                gguf_model.open_file(self.path, files)
+            else:
+                files[self.path.name] = SafetensorsFile(self.path)
         else:
-            raise CheckpointError(f"{self.path}: expected a folder or a .safetensors file, found nothing of that name")
-        self._folder = folder
-        for name in files:
-            file = self._open_files[name] = SafetensorsFile(folder / name)
+            raise CheckpointError(f"{self.path}: expected {_EXPECTED}, found nothing of that name")
+        for name, file in files.items():
             for tensor in file.tensors:
                 other = self._file_of.setdefault(tensor, name)
                 if other != name:
-                    raise CheckpointError(f"{folder}: tensor {show(tensor)}: expected in one file, found in {other}, {name}")
-        self.config = _read_config(folder)
-        quantize = folder / "quantize_config.json"
-        if "quantization_config" not in self.config and os.path.lexists(quantize):
-            self.config["quantization_config"] = read_json_object(quantize)
+                    found = f"{other}, {name}"
+                    raise CheckpointError(f"{self._folder}: tensor {show(tensor)}: expected in one file, found in {found}")
+        of_gguf = any(isinstance(file, GgufFile) for file in files.values())
+        self.config = gguf_model.config(files) if of_gguf else _read_config(self._folder)
 
-    def _find(self, name: str) -> tuple[SafetensorsFile, TensorInfo]:
+    def _open_folder(self, folder: Path) -> None:
+        """Read its index, or else open its files."""
+        index = next((name for name in (INDEX_NAME, MISTRAL_INDEX_NAME) if os.path.lexists(folder / name)), None)
+        if index:
+            self._index_name, self._file_of = index, parse_index(folder / index)
+        elif names := _list_files(folder, ".safetensors"):
+            for name in names:
+                self._open_files[name] = SafetensorsFile(folder / name)
+        elif names := _list_files(folder, ".gguf"):
+            gguf_model.open_folder(folder, names, self._open_files)
+        else:
+            expected = f"{INDEX_NAME}, *.safetensors or *.gguf files in this folder"
+            raise CheckpointError(f"{folder}: expected {expected}, found {_instead(folder)}")
+
+    def _find(self, name: str) -> tuple[TensorFile, TensorInfo]:
         file_name = self._file_of.get(name)
         if file_name is None:
             raise MissingTensorError(f"{self.path}: tensor {show(name)}: expected in this checkpoint, found {len(self)} others")
@@ -171,7 +185,7 @@ class Checkpoint:
             )
         return file, info
 
-    def _opened(self, file_name: str, wanted: str, fresh: SafetensorsFile | None = None) -> SafetensorsFile | None:
+    def _opened(self, file_name: str, wanted: str, fresh: TensorFile | None = None) -> TensorFile | None:
         """The open file of that name; `fresh`, which is kept then, if there is none. wanted: the tensor, for messages."""
         with self._lock:
             if self._closed:
@@ -204,6 +218,14 @@ def _part(info: TensorInfo, part: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _read_config(folder: Path) -> dict:
+    """config.json, or else params.json; with quantize_config.json in the place of a quantization_config that is not there."""
+    found = _read_main_config(folder)
+    if "quantization_config" not in found and os.path.lexists(folder / "quantize_config.json"):
+        found["quantization_config"] = read_json_object(folder / "quantize_config.json")
+    return found
+
+
+def _read_main_config(folder: Path) -> dict:
     """config.json, or else params.json, of which the numbers of experts and the quantization get the names of config.json."""
     if os.path.lexists(folder / "config.json"):
         return read_json_object(folder / "config.json")
@@ -216,21 +238,16 @@ def _read_config(folder: Path) -> dict:
     return {key: value for key, value in names.items() if value is not None} | params
 
 
-def _list_files(folder: Path) -> list[str]:
+def _list_files(folder: Path, ending: str) -> list[str]:
     try:
-        files = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
+        files = [name for name in os.listdir(folder) if name.endswith(ending)]
     except OSError as error:
         raise CheckpointError(f"{folder}: expected a readable folder, found {error.strerror}") from error
-    files = sorted(name for name in files if not name.startswith("."))  # macOS leaves "._model.safetensors" on foreign disks
-    if not files:
-        raise CheckpointError(
-            f"{folder}: expected {INDEX_NAME} or *.safetensors files in this folder, found {_instead(folder)}"
-        )
-    return files
+    return sorted(name for name in files if not name.startswith("."))  # macOS leaves "._model.safetensors" on foreign disks
 
 
 def _instead(folder: Path) -> str:
-    """What a folder has in the place of *.safetensors files."""
+    """What a folder has in their place."""
     for ending, about in _OTHER_FILES.items():
         if name := next((name for name in sorted(os.listdir(folder)) if name.endswith(ending)), None):
             return f"{show(name)}: {about}"

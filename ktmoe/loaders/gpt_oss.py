@@ -22,8 +22,8 @@ from ktmoe.loaders import model_config, naming, registry
 from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers
-from ktmoe.loaders.safetensors_file import TensorInfo
 from ktmoe.loaders.stacked import BIAS, Stacked
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import BF16, MXFP4, WeightFormat

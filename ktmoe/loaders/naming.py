@@ -18,7 +18,7 @@ from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import model_config
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
 
 #: Stems of an expert's matrices, by projection: as transformers calls them; by number, as Mixtral and DeepSeek do.
@@ -34,6 +34,10 @@ _NAME = re.compile(
     rf"((?:thinker\.|language_model\.|model\.)*((?:mtp\.)?layers|mtp)\.{_NUMBER}\."
     r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)|moe(?=\.(?:gate|up|down)_proj\.)))"
     rf"\.(?:{_NUMBER}\.)?([a-z].*)"
+)
+#: Of GGUF's tensors, of all experts or, in old files, of one.
+_BLOCK_NAME = re.compile(
+    rf"(blk\.{_NUMBER})\.(ffn_(?:(?:gate|up|down|gate_up)_exps|(?:gate|up|down)\.{_NUMBER})\.(?:weight|bias|scale|input_scale))"
 )
 
 #: expert, or None for tensors that hold all experts -> the suffixes that exist.
@@ -210,6 +214,12 @@ def tensors(checkpoint: Checkpoint, layer: int | str) -> Iterator[str]:
             yield from (_prefix(base, expert) + suffix for suffix in suffixes)
 
 
+def blocks(checkpoint: Checkpoint) -> dict[int, set[str]]:
+    """What GGUF's names of routed experts have behind "blk.{L}.", by layer."""
+    found = {layer: bases.get(f"blk.{layer}", {}).get(None) for layer, bases in _find(checkpoint).items()}
+    return {layer: suffixes for layer, suffixes in found.items() if suffixes}
+
+
 def share(checkpoint: Checkpoint, layer: int | str, part: object) -> None:
     """Let what was found of a layer hold for `part`, which has that layer's tensors alone: no name is looked at again."""
     key = layer_key(layer)
@@ -253,7 +263,10 @@ def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
     if found is None:
         layers: dict[int | str, dict[str, _Tensors]] = {}
         for name in checkpoint.names():
-            if match := _NAME.fullmatch(name):
+            if match := _BLOCK_NAME.fullmatch(name):
+                base, number, suffix = match.groups()[:3]
+                layers.setdefault(int(number), {}).setdefault(base, {}).setdefault(None, set()).add(sys.intern(suffix))
+            elif match := _NAME.fullmatch(name):
                 base, word, number, expert, suffix = match.groups()
                 layer = int(number) if word == "layers" else f"mtp.{number}"
                 tensors = layers.setdefault(layer, {}).setdefault(base, {})

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ktmoe.loaders import naming
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 
 
 class OneLayer:

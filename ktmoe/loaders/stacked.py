@@ -19,7 +19,7 @@ from ktmoe.loaders import model_config, naming, quantization
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.pairs import Pairs
 from ktmoe.loaders.per_expert import FACTORS, Headers, PerExpert, why
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.order import TRANSPOSED

@@ -1,11 +1,13 @@
 """Synthetic checkpoints with true tensor names, dtypes and sizes, for the demo, tests and benches.
 
-write_*: into a folder. *_experts: what layer 0 of that loads as, without a file; a matrix is made when it is asked for.
+write_*: into a folder, write_gguf as GGUF, the others as safetensors. *_experts: what layer 0 of that loads as, without a
+file; a matrix is made when it is asked for.
 write_chat_model: not the experts alone, but a whole tiny model with a tokenizer, which generates text.
-PUBLISHED: experts of each quantized format by the name of the weights; each has write() and experts().
+PUBLISHED, GGUF: experts of each quantized format by the name of the weights; each has write() and experts().
 """
 
 from ktmoe.synthetic.chat import write_chat_model
+from ktmoe.synthetic.gguf import GGUF, gguf_experts, write_gguf
 from ktmoe.synthetic.models import (
     deepseek_v4_experts,
     gpt_oss_experts,
@@ -31,10 +33,12 @@ from ktmoe.synthetic.quantized import (
 )
 
 __all__ = [
+    "GGUF",
     "PUBLISHED",
     "awq_experts",
     "deepseek_v4_experts",
     "fp8_experts",
+    "gguf_experts",
     "gpt_oss_experts",
     "gptq_experts",
     "kimi_k2_experts",
@@ -45,6 +49,7 @@ __all__ = [
     "write_chat_model",
     "write_deepseek_v4",
     "write_fp8",
+    "write_gguf",
     "write_gpt_oss",
     "write_gptq",
     "write_kimi_k2",

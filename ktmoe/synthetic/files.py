@@ -15,7 +15,7 @@ from ktmoe import loaders
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.checkpoint import INDEX_NAME
-from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.synthetic.tensors import DTYPES, Tensor
 
 _CONFIG_NAME = "config.json"

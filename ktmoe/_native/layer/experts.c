@@ -177,7 +177,7 @@ enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *gi
         for (size_t i = 0; i < KT_MATRICES; i++) {
             if (!given[i].codes) continue;
             own[i] = shard_matrix(e->formats, &e->memory[s], e->layer.hidden, i);
-            own[i].stored = (kt_stored){given[i].codes, given[i].scales, given[i].zero_points, n_of(e, i), k_of(e, i)};
+            own[i].stored = (kt_stored){given[i].codes, given[i].scales, given[i].zero_points, n_of(e, i), k_of(e, i), given[i].fields};
         }
         if (!place(e, expert, packed > 0, s, own)) {
             *error = ENOMEM;

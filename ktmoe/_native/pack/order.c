@@ -1,7 +1,8 @@
 /* Source orders: codes as a checkpoint has them to rows along k, low nibble first, and back.
  *
  * SHAPES      4-bit codes, dwords of eight: along k [n][k/8] or, transposed, [k/8][n]; along n [k][n/8]
- *             codes of 8 and 16 bits: [k][n]
+ *             codes of 8, 16 and 32 bits: [k][n]
+ *             records: records.c
  * DEFINITION  nibble i of a dword, from the lowest bits up, is code nibbles[i] of its eight
  */
 #include "pack/order.h"
@@ -105,6 +106,13 @@ static inline void transpose_words(const uint8_t *from, size_t from_row, uint8_t
     store_transposed(second, to + 4 * to_row, to_row);
 }
 
+/* A square of 4 x 4 dwords, likewise. */
+static inline void transpose_dwords(const uint8_t *from, size_t from_row, uint8_t *to, size_t to_row) {
+    u32x4 v[4];
+    for (size_t i = 0; i < 4; i++) memcpy(&v[i], from + i * from_row, sizeof v[i]);
+    store_transposed(v, to, to_row);
+}
+
 /* A matrix of codes of so many bytes, transposed: its own inverse. As many rows together as fill a cache line of what is written.
  * One side is a checkpoint's, whose rows are far apart, and a panel has few columns of each. The hardware does not foresee these:
  * they are fetched ahead, at up to 1.7 times the speed. */
@@ -125,7 +133,9 @@ void kt_transpose(const uint8_t *from, size_t from_row, size_t rows, size_t colu
                 const uint8_t *square = from + i * from_row + j * bytes;
                 uint8_t *turned = to + j * to_row + i * bytes;
                 if (i + side <= rows && j + side <= columns) {
-                    (bytes == 1 ? transpose_bytes : transpose_words)(square, from_row, turned, to_row);
+                    (bytes == 1   ? transpose_bytes
+                     : bytes == 2 ? transpose_words
+                                  : transpose_dwords)(square, from_row, turned, to_row);
                     continue;
                 }
                 for (size_t a = 0; a < side && i + a < rows; a++)
@@ -135,7 +145,18 @@ void kt_transpose(const uint8_t *from, size_t from_row, size_t rows, size_t colu
         }
 }
 
+/* Of a rectangle's row, where its first record is. */
+static size_t record_at(const kt_records *o, kt_rectangle r, size_t row) {
+    return ((r.row + row) * r.k + r.column) / o->weights * o->bytes;
+}
+
 void kt_order_to_rows(const kt_order *o, const uint8_t *stored, kt_rectangle r, uint8_t *rows, size_t row_bytes) {
+    if (o->records.bytes) {
+        for (size_t i = 0; i < r.rows; i++)
+            kt_records_to_rows(&o->records, stored + record_at(&o->records, r, i), r.columns / o->records.weights,
+                               rows + i * row_bytes);
+        return;
+    }
     if (o->code_bytes) {
         const size_t b = o->code_bytes;
         kt_transpose(stored + (r.column * r.n + r.row) * b, r.n * b, r.columns, r.rows, rows, row_bytes, b);
@@ -162,6 +183,12 @@ void kt_order_to_rows(const kt_order *o, const uint8_t *stored, kt_rectangle r, 
 }
 
 void kt_order_from_rows(const kt_order *o, const uint8_t *rows, size_t row_bytes, kt_rectangle r, uint8_t *stored) {
+    if (o->records.bytes) {
+        for (size_t i = 0; i < r.rows; i++)
+            kt_records_from_rows(&o->records, rows + i * row_bytes, r.columns / o->records.weights,
+                                 stored + record_at(&o->records, r, i));
+        return;
+    }
     if (o->code_bytes) {
         const size_t b = o->code_bytes;
         kt_transpose(rows, row_bytes, r.rows, r.columns, stored + (r.column * r.n + r.row) * b, r.n * b, b);

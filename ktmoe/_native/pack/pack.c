@@ -49,6 +49,9 @@ static size_t matrix_of(const pack_job *j, size_t shard, size_t *panel) {
     return matrix;
 }
 
+/* From a dense row of codes to the next: not a power of two, since the lines of 16 rows would have the same places in L1. */
+static size_t dense_stride(const kt_format *f, size_t k) { return kt_round_up(kt_codes_bytes(f, k), KT_LINE) + KT_LINE; }
+
 /* Of what a worker does: bytes for a panel's dense codes, scales and zero points, once for all, since pages cost more than what is
  * done in them. To pack, only codes in another order need it. False: there is no memory. */
 static bool dense_panel(pack_job *j, bool unpacks, uint8_t **dense) {
@@ -56,7 +59,7 @@ static bool dense_panel(pack_job *j, bool unpacks, uint8_t **dense) {
     for (const kt_shard_matrix *s = j->matrices; s < j->matrices + j->shards * KT_MATRICES; s++) {
         if (!s->format || !(unpacks || s->format->order.moved)) continue;
         const kt_format *f = s->format;
-        const size_t row = kt_codes_bytes(f, s->k) + kt_scales_bytes(f, s->k) + kt_zero_points_bytes(f, s->k);
+        const size_t row = dense_stride(f, s->k) + kt_scales_bytes(f, s->k) + kt_zero_points_bytes(f, s->k);
         most = KT_PANEL * row > most ? KT_PANEL * row : most;
     }
     *dense = most ? malloc(most) : NULL;
@@ -77,9 +80,10 @@ static void pack_panel(const kt_shard_matrix *s, size_t panel, uint8_t *dense, k
     size_t stride = kt_codes_bytes(f, s->stored.k);
     const uint8_t *rows = s->stored.codes + row * stride + kt_codes_bytes(f, s->column);
     if (f->order.moved) {
-        stride = kt_codes_bytes(f, s->k);
-        kt_order_to_rows(&f->order, s->stored.codes, (kt_rectangle){s->stored.n, s->stored.k, row, count, s->column, s->k},
-                         dense, stride);
+        stride = dense_stride(f, s->k);
+        const kt_rectangle r = {s->stored.n, s->stored.k, row, count, s->column, s->k};
+        kt_order_to_rows(&f->order, s->stored.codes, r, dense, stride);
+        if (s->stored.fields) scan->refused |= kt_fields_read(&f->order.records, s->stored.fields, s->stored.codes, r);
         rows = dense;
     }
     scan->refused |= !f->packing->pack_codes(s, rows, stride, count, packed);
@@ -159,6 +163,14 @@ static void copy_codes(const kt_shard_matrix *s, size_t panel, const kt_slice *t
     kt_order_from_rows(&s->format->order, rows, stride, r, to->codes);
 }
 
+/* After all that the fields have. */
+static void write_fields(const kt_shard_matrix *s, size_t panel, const kt_slice *to) {
+    kt_rectangle r = common(s, panel, to);
+    if (!to->fields || !r.rows || !r.columns) return;
+    r.row -= to->row, r.column -= to->column;
+    kt_fields_write(&s->format->order.records, to->fields, to->codes, r);
+}
+
 static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice *slices, size_t count, size_t matrix,
                          uint8_t *codes) {
     const kt_format *f = s->format;
@@ -172,6 +184,7 @@ static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice 
         copy_codes(s, panel, to, codes);
         if (f->scale.group) copy_rows(s, panel, to, kt_scales_bytes, f->scale.rows, scales, to->scales);
         if (f->zero_points) copy_rows(s, panel, to, kt_zero_points_bytes, 1, zero_points, to->zero_points);
+        write_fields(s, panel, to);
     }
 }
 
@@ -195,4 +208,4 @@ int kt_unpack(const kt_placement *placement, const kt_shard_matrix *matrices, co
     return error ? error : j.error;
 }
 
-const kt_packing *const kt_packings[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_i8, &kt_pack_b16, NULL};
+const kt_packing *const kt_packings[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_i8, &kt_pack_b16, &kt_pack_f16, &kt_pack_f32, NULL};

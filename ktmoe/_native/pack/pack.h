@@ -28,6 +28,7 @@ typedef struct kt_format {
 typedef struct kt_stored {
     const uint8_t *codes, *scales, *zero_points;
     size_t n, k;
+    const kt_fields *fields; /* of records: packing reads the other arrays from them */
 } kt_stored;
 
 /* What was seen while a matrix was packed. */
@@ -57,7 +58,7 @@ struct kt_packing {
     bool (*pack_codes)(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed);
     void (*unpack_codes)(const kt_format *format, const uint8_t *packed, size_t count, size_t k, uint8_t *rows);
 };
-extern const kt_packing kt_pack_q4, kt_pack_f8, kt_pack_i8, kt_pack_b16;
+extern const kt_packing kt_pack_q4, kt_pack_f8, kt_pack_i8, kt_pack_b16, kt_pack_f16, kt_pack_f32;
 extern const kt_packing *const kt_packings[]; /* all of them; NULL ends the list */
 
 /* Of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */
@@ -70,6 +71,7 @@ typedef struct kt_slice {
     size_t matrix;
     size_t row, rows, column, columns;
     uint8_t *codes, *scales, *zero_points;
+    const kt_fields *fields; /* of records: unpacking writes the other arrays into them */
 } kt_slice;
 
 enum { KT_MATRICES = 3 }; /* of an expert: gate, up, down */

@@ -2,7 +2,7 @@
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
-as the driver has them. packed.pxi: packed layers. schedule.pxi: the driver's lists without a layer. The pool's lock is never held
+as the driver has them. records.pxi: codes and scales that stand together. packed.pxi: packed layers. schedule.pxi: the driver's lists without a layer. The pool's lock is never held
 together with the GIL: fork takes both.
 """
 
@@ -23,7 +23,7 @@ from ktmoe._native.python.driver cimport *
 
 from ktmoe.weights import folding
 from ktmoe.weights.elements import ELEMENTS, UINT4
-from ktmoe.weights.formats import Minimum
+from ktmoe.weights.formats import Minimum, ZeroPoint
 from ktmoe.weights.scales import SCALE_KINDS
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
@@ -72,6 +72,7 @@ cdef object _raise(int error, str doing):
 include "placement.pxi"
 include "pool.pxi"
 include "tables.pxi"
+include "records.pxi"
 include "formats.pxi"
 include "packed.pxi"
 include "schedule.pxi"

@@ -71,11 +71,40 @@ cdef extern from "base/limits.h" nogil:
     double kt_latency_handoff(size_t count)
 
 
+cdef extern from "pack/records.h" nogil:
+    enum:
+        KT_PLANES_MAX
+        KT_MOVES_MAX
+        KT_SPARES_MAX
+        KT_RECORD_WEIGHTS_MAX
+    ctypedef struct kt_plane:
+        uint16_t offset, run
+        uint8_t bits, shift
+    ctypedef struct kt_move:
+        uint16_t from_ "from"
+        uint16_t to
+        uint8_t count, first, bits, shift
+    ctypedef struct kt_records:
+        uint16_t weights, bytes
+        uint8_t code_bits, plus, planes, spares
+        kt_plane plane[4]
+        kt_move spare[16]
+    ctypedef struct kt_field:
+        uint16_t item_bytes
+        uint8_t plus, moves
+        kt_move move[64]
+        uint8_t *items
+    ctypedef struct kt_fields:
+        size_t count
+        kt_field field[4]
+
+
 cdef extern from "pack/order.h" nogil:
     ctypedef struct kt_order:
         kt_bool moved, along_n, transposed
         uint8_t code_bytes
         uint8_t nibbles[8]
+        kt_records records
 
 
 cdef extern from "pack/pack.h" nogil:
@@ -98,6 +127,7 @@ cdef extern from "pack/pack.h" nogil:
         uint8_t *codes
         uint8_t *scales
         uint8_t *zero_points
+        const kt_fields *fields
     const kt_packing *kt_packings[]
 
 
@@ -148,6 +178,7 @@ cdef extern from "layer/experts.h" nogil:
         const uint8_t *codes
         const uint8_t *scales
         const uint8_t *zero_points
+        const kt_fields *fields
         const float *bias
         const float *factor
         kt_bool factor_per_row, divides

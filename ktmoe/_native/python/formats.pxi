@@ -57,7 +57,10 @@ cdef _fill_format(kt_format *packed, weight_format):
         raise FormatError(f"weights of family {weight_format.family!r} cannot be packed")
     packed.padding = weight_format.element.padding
     order = weight_format.order
-    if not order.rows:
+    if order.of_records:
+        packed.order.moved = True
+        _fill_records(&packed.order.records, weight_format)
+    elif not order.rows:
         packed.order.moved, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
         packed.order.code_bytes = weight_format.element.bits // 8
         for i, code in enumerate(order.nibbles):
@@ -75,8 +78,11 @@ cdef _fill_format(kt_format *packed, weight_format):
 
 
 def staged(matrix):
-    """A Matrix's scales and zero points as packing takes them: by row, along k; float32 where whole panels share one."""
+    """A Matrix's scales and zero points as packing takes them: by row, along k; float32 where whole panels share one. Of records,
+    arrays that packing fills."""
     weight_format = matrix.format
+    if weight_format.order.of_records:
+        return {label: np.empty(scale.shape(*matrix.shape), scale.dtype) for label, scale in weight_format.scales.items()}
     arrays = weight_format.group_rows(matrix.stored)
     if weight_format.offset:
         if arrays["offsets"].max() > 15:
@@ -88,14 +94,15 @@ def staged(matrix):
 
 
 def unstaged(weight_format, arrays):
-    """The inverse: those arrays, by name, as the checkpoint has them."""
+    """The inverse: those arrays, by name, as the checkpoint has them. None of records, which unpacking has filled."""
+    if weight_format.order.of_records:
+        return {}
     arrays = dict(arrays)
-    if "scales" in arrays:
-        arrays["scales"] = weight_format.scale.stored(arrays["scales"]) if weight_format.scale.extent[0] > 1 else arrays["scales"]
-        arrays["scales"] = weight_format.order.groups(arrays["scales"])
-    if "offsets" in arrays:
-        arrays["offsets"] = weight_format.order.stored_zero_points(weight_format.offset.stored(arrays["offsets"]))
-    return arrays
+    if weight_format.scale and weight_format.scale.extent[0] > 1:
+        arrays["scales"] = weight_format.scale.stored(arrays["scales"])
+    if isinstance(weight_format.offset, ZeroPoint):
+        arrays["offsets"] = weight_format.offset.stored(arrays["offsets"])
+    return weight_format.stored_groups(arrays)
 
 
 cdef object _bytes(str name, array, size_t nbytes):

@@ -67,6 +67,7 @@ cdef class PackedLayer:
         """Point at a Matrix's bytes. Returns what has to be held until they were read."""
         cdef const uint8_t[::1] codes, scales, zero_points
         cdef const float[::1] bias, factor
+        cdef _Fields fields
         weight_format = matrix.format
         given[0] = self._kernels[projection]
         if not given.kernels[0]:
@@ -80,6 +81,10 @@ cdef class PackedLayer:
         given.codes = &codes[0]
         held = [codes]
         groups = staged(matrix)
+        if weight_format.order.of_records:
+            fields = _Fields(weight_format.order, groups)
+            given.fields = &fields.fields
+            held.append(fields)
         if "scales" in groups:
             size = groups["scales"].dtype.itemsize * math.prod(weight_format.scale.shape(*matrix.shape))
             scales = _bytes(f"{matrix.name} scales", np.ascontiguousarray(groups["scales"]), size)
@@ -143,6 +148,7 @@ cdef class PackedLayer:
     cdef object _fill_slice(self, kt_slice *s, size_t projection, arrays, size_t first, size_t count):
         """Columns [first, first + count) of h into arrays by name: the codes, and what has to be unstaged then, which is returned."""
         cdef uint8_t[::1] codes, scales, zero_points
+        cdef _Fields fields = None
         weight_format = self._spec.formats[PROJECTIONS[projection]]
         s.matrix = projection
         if projection == 2:
@@ -165,7 +171,10 @@ cdef class PackedLayer:
             groups["offsets"] = np.empty(weight_format.offset.shape(s.rows, s.columns), np.uint8)
             zero_points = groups["offsets"].reshape(-1)
             s.zero_points = &zero_points[0]
-        return weight_format, views, groups
+        if weight_format.order.of_records:
+            fields = _Fields(weight_format.order, groups)
+            s.fields = &fields.fields
+        return weight_format, views, groups, fields
 
     def export(self, size_t expert, parts):
         """The checkpoint's own bytes again, in Matrix's dtypes: part i of `parts` gets the i-th rows of gate and up and the i-th
@@ -206,7 +215,7 @@ cdef class PackedLayer:
             raise InputError(f"expert {expert} was not packed")
         if outcome == KT_FAILED:
             _raise(error, f"exporting expert {expert}")
-        for (i, p, arrays), (weight_format, views, groups) in zip(wanted, filled):
+        for (i, p, arrays), (weight_format, views, groups, _) in zip(wanted, filled):
             for label, array in unstaged(weight_format, groups).items():
                 views[label][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if weight_format.factor:

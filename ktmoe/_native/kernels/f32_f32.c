@@ -1,0 +1,31 @@
+/* f32 in fp32: weights as they stand; see f32.h and panel.h. Where multiply_add() rounds twice, products are rounded, too.
+ *
+ * LAYOUT      pack/f32.c. A vector is one k of its columns.
+ */
+#include "kernels/common/f32.h"
+#include "kernels/common/isa.h"
+#include "kernels/common/place.h"
+#include "kernels/common/scales.h"
+
+enum { K_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK * K_BYTES };
+
+typedef char table;
+typedef char fold;
+
+INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
+
+INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
+
+INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
+    (void)how, (void)t, (void)f;
+    return load_u32(p->block + (p->octet * 8 + k) * K_BYTES + v * LANES * 4);
+}
+
+#include "kernels/loops/panel.h"
+
+FUNCTIONS(none, NONE)
+
+const kt_kernel KT_NAME(f32_f32)[] = {
+    {.family = "f32", .scale = "none", .rows = &KT_NAME(rows_f32), SERVED_BY(none)},
+    {0},
+};

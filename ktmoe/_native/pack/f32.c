@@ -1,0 +1,43 @@
+/* Packing f32, weights of 32 bits: rows of dwords to panels and back, exactly.
+ *
+ * LAYOUT of a panel: blocks in ascending k, each 32 k of 64 columns:
+ *
+ *     weight of (column c, k) at  (k % 32) * 256 + c * 4
+ *
+ * Padding is zero.
+ */
+#include "ktmoe.h"
+#include "pack/pack.h"
+#include "pack/transpose.h"
+
+enum { K_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK * K_BYTES, ROW_BYTES = KT_BLOCK * 4, LINE_STEP = K_BYTES };
+
+static inline size_t column_at(size_t column) { return column * 4; }
+
+ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
+    (void)f;
+    u32x4 infinite = {0}; /* bit 31: an exponent of all ones was seen */
+#pragma GCC unroll 1
+    for (int four = 0; four < KT_BLOCK / 4; four++) {
+        u32x4 v[4];
+        for (int i = 0; i < 4; i++) {
+            memcpy(&v[i], from + i * stride_bytes + four * sizeof v[i], sizeof v[i]);
+            infinite |= (v[i] & 0x7F800000) + 0x00800000;
+        }
+        store_transposed(v, to + four * 4 * 64, 64);
+    }
+    return infinite & 0x80000000;
+}
+
+ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+    (void)f;
+    for (int four = 0; four < KT_BLOCK / 4; four++) {
+        u32x4 v[4];
+        for (int j = 0; j < 4; j++) memcpy(&v[j], from + (four * 4 + j) * K_BYTES, sizeof v[j]);
+        store_transposed(v, to + four * sizeof v[0], stride_bytes);
+    }
+}
+
+#include "pack/panels.h"
+
+const kt_packing kt_pack_f32 = {"f32", 1, 32, BLOCK_BYTES, pack_codes, unpack_codes};

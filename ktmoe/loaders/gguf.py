@@ -1,0 +1,225 @@
+"""GGUF: experts as llama.cpp's files have them, in the types that ktmoe.weights.ggml knows.
+
+Tensors are, of layer L:
+
+    blk.{L}.ffn_{gate,up,down}_exps.weight   all experts: [E, I, H], [E, I, H] and [E, H, I] as numpy has shapes
+    blk.{L}.ffn_gate_up_exps.weight          [E, 2I, H] in the place of gate and up: gate's rows come first
+    blk.{L}.ffn_..._exps.bias                [E, rows] (gpt-oss)
+    blk.{L}.ffn_..._exps.scale               [E], one factor for each expert, which comes before the bias (NVFP4)
+    blk.{L}.ffn_{gate,up,down}.{E}.weight    [rows, columns] of one expert (Mixtral in files of 2023 and 2024)
+
+Biases and scales are F32, F16 or BF16; `.input_scale` is not used. Each projection has a type of its own: Q4_K_M has some down
+projections in Q6_K. What experts compute follows from general.architecture, see architectures.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError
+from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.loaders import architectures, naming, registry
+from ktmoe.loaders.base import Loader
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.per_expert import FACTORS
+from ktmoe.loaders.tensor_file import TensorInfo
+from ktmoe.messages import show
+from ktmoe.weights.formats import Factor, WeightFormat
+from ktmoe.weights.ggml import GGML
+
+#: Stems of tensors that hold all experts, by projection: gate and up apart, and in one.
+_APART = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
+_FUSED = {"gate": "ffn_gate_up_exps", "up": "ffn_gate_up_exps", "down": "ffn_down_exps"}
+#: Of tensors of one expert.
+_OLD = {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
+_OLD_NAME = re.compile(r"ffn_(?:gate|up|down)\.([0-9]+)\.weight")
+
+
+class Gguf(Loader):
+    """Reads the routed experts of a GGUF file."""
+
+    def detect(self, checkpoint: Checkpoint) -> float:
+        """0.9 if some layer with such names can be read, 0 without such names. Else raises what load() raises of the first."""
+        refused: KtmoeError | None = None
+        for layer, suffixes in naming.blocks(checkpoint).items():
+            try:
+                architectures.activation(checkpoint, layer)
+                _Layer.find(checkpoint, layer, suffixes)
+            except (CheckpointError, FormatError) as error:
+                refused = refused or error
+            else:
+                return 0.9
+        if refused is not None:
+            raise refused
+        return 0.0
+
+    def layers(self, checkpoint: Checkpoint) -> list[int | str]:
+        return list(naming.blocks(checkpoint))
+
+    def load(self, checkpoint: Checkpoint, layer: int | str) -> ExpertWeights:
+        """One layer's experts, which keep the checkpoint open and read a matrix when it is asked for.
+
+        layer: int, or its digits. All headers are checked here. Raises MissingTensorError for a layer or a tensor that does not
+        exist; FormatError, which names the tensor, for a type that cannot be computed, and for an architecture whose experts
+        compute something else; CheckpointError for shapes that do not fit, and where metadata contradicts them.
+        """
+        key, found = naming.layer_key(layer), naming.blocks(checkpoint)
+        if key not in found:
+            listed = naming.listed(list(found)) or "no layer with tensors of GGUF's names"
+            raise MissingTensorError(
+                f"{checkpoint.path}: layer {show(layer)}: expected a layer that has routed experts, found {listed}"
+            )
+        of_layer = _Layer.find(checkpoint, key, found[key])
+        return ExpertWeights(
+            of_layer.num_experts,
+            of_layer.hidden,
+            of_layer.intermediate,
+            of_layer.read,
+            {projection: matrices.format for projection, matrices in of_layer.matrices.items()},
+            architectures.activation(checkpoint, key),
+            f"blk.{key}",
+            architectures.router_weight(checkpoint),
+        )
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """A projection's, of all experts.
+
+    name: of the weights' tensor, with {} for the expert's number where it has one of its own. bias, scale: of their tensors.
+    part, parts: which of how many equal runs of each expert's rows are the projection's.
+    """
+
+    name: str
+    format: WeightFormat
+    bias: str | None = None
+    scale: str | None = None
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What the headers say, which are all checked."""
+
+    checkpoint: Checkpoint
+    matrices: dict[str, _Matrices]
+    num_experts: int
+    hidden: int
+    intermediate: int
+
+    @classmethod
+    def find(cls, checkpoint: Checkpoint, layer: int, suffixes: set[str]) -> _Layer:
+        """suffixes: of its tensors' names. Raises MissingTensorError, FormatError, CheckpointError."""
+        base = f"blk.{layer}."
+        old = sorted({int(match[1]) for suffix in suffixes if (match := _OLD_NAME.fullmatch(suffix))})
+        if old and any("_exps." in suffix for suffix in suffixes):
+            raise CheckpointError(f"{checkpoint.path}: {base}: expected tensors of all experts or of one each, found both")
+        stems = _OLD if old else _FUSED if "ffn_gate_up_exps.weight" in suffixes else _APART
+        wanted = {f"{stem}.{expert}.weight" for stem in stems.values() for expert in old}
+        wanted = wanted or {f"{stem}.weight" for stem in stems.values()}
+        gap = next((number for number, expert in enumerate(old) if number != expert), None)
+        if gap is not None:
+            wanted.add(f"ffn_gate.{gap}.weight")
+        if missing := min(wanted - suffixes, default=None):
+            raise MissingTensorError(
+                f"{checkpoint.path}: {base}{missing}: expected with the layer's others, found no such tensor"
+            )
+        extra = {f"{stem}.{ending}" for stem in stems.values() for ending in ("bias", "scale", "input_scale") if not old}
+        if strange := min(suffixes - wanted - extra, default=None):
+            raise FormatError(f"{base}{strange}: expected none beside {min(wanted)}, found one: its meaning is not known")
+        matrices = {projection: _matrices(checkpoint, base, stem, suffixes, old) for projection, stem in stems.items()}
+        if stems is _FUSED:
+            matrices |= {p: replace(matrices[p], part=part, parts=2) for part, p in enumerate(("gate", "up"))}
+        found = cls(checkpoint, matrices, *_sizes(checkpoint, matrices, old))
+        found._check_others(layer)
+        return found
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
+
+    def read(self, expert: int, projection: str) -> Matrix:
+        """One expert's bytes alone are read."""
+        of, shape = self.matrices[projection], self.shape(projection)
+        name, place = of.name, (expert * of.parts + of.part, self.num_experts * of.parts)
+        if "{}" in name:
+            name, place = name.format(expert), (0, 1)
+        dtype, stored = of.format.arrays(*shape)["codes"]
+        data = naming.read_slice(self.checkpoint, name, *place)
+        arrays = {"codes": np.require(data.view(dtype).reshape(stored), requirements="A")}
+        if of.bias:
+            arrays["bias"] = self._floats(of.bias, *place)
+        if of.format.factor:
+            arrays["factor"] = self._floats(of.scale, expert, self.num_experts) if of.scale else np.ones(1, np.float32)
+        label = name.removesuffix(".weight") + ("" if place == (0, 1) else f"[{expert}]")
+        return Matrix(f"{label} {projection}" if of.parts > 1 else label, of.format, shape, **arrays)
+
+    def _floats(self, name: str, index: int, count: int) -> np.ndarray:
+        stored = naming.read_slice(self.checkpoint, name, index, count)
+        return np.require(stored.view(FACTORS[self.checkpoint.info(name).dtype]).astype(np.float32), requirements="A")
+
+    def _check_others(self, layer: int) -> None:
+        """Biases, scales, and the number of experts that the metadata say."""
+        for projection, of in self.matrices.items():
+            for name, shape, why in (
+                (of.bias, (self.num_experts, self.shape(projection)[0] * of.parts), "one bias per expert and row"),
+                (of.scale, (self.num_experts,), "one factor per expert"),
+            ):
+                if name is not None:
+                    info = self.checkpoint.info(name)
+                    naming.check_dtype(info, *FACTORS)
+                    naming.check_shape(_padded(info, len(shape)), shape, why)
+        stated = self.checkpoint.config.get("num_experts", self.num_experts)
+        if stated != self.num_experts:
+            found = f"found {self.num_experts} experts"
+            raise CheckpointError(f"{self.checkpoint.path}: blk.{layer}: expected {stated} by expert_count, {found}")
+
+
+def _matrices(checkpoint: Checkpoint, base: str, stem: str, suffixes: set[str], old: list[int]) -> _Matrices:
+    """By the header of the weights; of the first expert's if each has its own."""
+    name = f"{base}{stem}.{{}}.weight" if old else f"{base}{stem}.weight"
+    bias, scale = (f"{stem}.{ending}" if f"{stem}.{ending}" in suffixes else None for ending in ("bias", "scale"))
+    info = checkpoint.info(name.format(0))
+    if info.dtype not in GGML:
+        raise FormatError(f"{info.name}: type: expected one of {', '.join(GGML)}, found {naming.describe(info)}")
+    weight_format = GGML[info.dtype]
+    if scale and not weight_format.factor:
+        weight_format = replace(weight_format, factor=Factor(per_row=False))
+    return _Matrices(name, weight_format, bias and base + bias, scale and base + scale)
+
+
+def _sizes(checkpoint: Checkpoint, matrices: dict[str, _Matrices], old: list[int]) -> tuple[int, int, int]:
+    """(experts, hidden, intermediate) by the weights' headers, of which all must agree."""
+    shapes, dimensions = {}, 2 if old else 3
+    for projection, of in matrices.items():
+        infos = [_padded(checkpoint.info(of.name.format(expert)), dimensions) for expert in old or (0,)]
+        naming.check_dimensions(infos[0], dimensions)
+        for info in infos[1:]:
+            if (info.dtype, info.shape) != (infos[0].dtype, infos[0].shape):
+                expected = naming.describe(infos[0])
+                raise CheckpointError(f"{info.name}: expected {expected} as in expert 0, found {naming.describe(info)}")
+        shapes[projection] = (len(old), *infos[0].shape) if old else infos[0].shape
+    gate = matrices["gate"]
+    num_experts, rows, hidden = shapes["gate"]
+    if rows % gate.parts:
+        raise CheckpointError(f"{gate.name}: expected an even number of rows, gate and up, found {rows}")
+    intermediate = rows // gate.parts
+    for projection in PROJECTIONS[gate.parts :]:
+        expected = (num_experts, hidden, intermediate) if projection == "down" else (num_experts, intermediate, hidden)
+        if shapes[projection] != expected:
+            raise CheckpointError(
+                f"{matrices[projection].name.format(0)}: expected [E, n, k] = {list(expected)}, as {gate.name.format(0)} is "
+                f"{list(shapes['gate'])}, found {list(shapes[projection])}"
+            )
+    return num_experts, hidden, intermediate
+
+
+def _padded(info: TensorInfo, dimensions: int) -> TensorInfo:
+    """The same with as many dimensions at least: ggml leaves out those of 1 that come first in numpy's order."""
+    return replace(info, shape=(1,) * (dimensions - len(info.shape)) + info.shape)
+
+
+registry.register("gguf", Gguf())

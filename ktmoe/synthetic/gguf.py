@@ -1,0 +1,244 @@
+"""GGUF files of experts, of random codes and scales that make weights of the right size."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from ktmoe.errors import InputError
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.loaders.gguf_model import ARCHITECTURE
+from ktmoe.synthetic.files import Model, check, load
+from ktmoe.synthetic.tensors import Shaper, Tensor, numbers
+from ktmoe.weights.elements import NUMBERS
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.ggml import GGML, TYPES
+
+#: llama.cpp's names of mixed types, that of most tensors, and that of the down projections of some layers.
+MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K"), "Q3_K_M": ("Q3_K", "Q5_K")}
+ALIGNMENT = 32
+_TYPES = {of.name: (number, of) for number, of in TYPES.items()}
+#: A key's type by its value's; bool is an int, too, so it comes first.
+_VALUES = ((bool, 7, "<?"), (int, 4, "<I"), (float, 6, "<f"))
+_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class GgufTensor(Tensor):
+    """Tensor.dtype is the name of a ggml type."""
+
+    @property
+    def nbytes(self) -> int:
+        _, of = _TYPES[self.dtype]
+        return math.prod(self.shape) // of.weights * of.nbytes
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    *,
+    types: str = "Q4_K_M",
+    num_experts: int = 32,
+    hidden: int = 2048,
+    intermediate: int = 768,
+    layers: int = 1,
+    top_k: int = 8,
+    parts: int = 1,
+    architecture: str = "qwen3moe",
+    seed: int = 0,
+) -> None:
+    """Write experts into a new or empty folder, in one file or in so many parts.
+
+    path: the folder; made if need be. types: a key of MIXED, or of ktmoe.weights.ggml.GGML for all tensors. hidden,
+    intermediate: multiples of a record's weights. A tensor's bytes depend on `seed`, its name and its shape alone.
+    Raises InputError for a size that is not possible, and for a folder that already holds a model. If it fails or is
+    interrupted, what it wrote is removed.
+    """
+    check(parts=(parts, 1), layers=(layers, 1))
+    model = _model(types, num_experts, hidden, intermediate, layers, top_k, architecture)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if found := next((file.name for file in sorted(folder.iterdir()) if file.suffix in (".gguf", ".safetensors")), None):
+        raise InputError(f"{folder}: expected a folder without a model, found {found}")
+    written: list[Path] = []
+    try:
+        for number in range(parts):
+            written.append(folder / ("model.gguf" if parts == 1 else f"model-{number + 1:05}-of-{parts:05}.gguf"))
+            metadata = model.config if number == 0 else {}
+            if parts > 1:
+                metadata = metadata | {"split.no": number, "split.count": parts, "split.tensors.count": len(model.tensors)}
+            first, last = (len(model.tensors) * n // parts for n in (number, number + 1))
+            _write(written[-1], metadata, model.tensors[first:last], seed)
+    except BaseException:  # an interrupt, too: half a model must not look like one
+        for file in written:
+            file.unlink(missing_ok=True)
+        raise
+
+
+def _write(path: Path, metadata: Mapping[str, object], tensors: list[GgufTensor], seed: int) -> None:
+    with path.open("wb") as file:
+        file.write(header(metadata, tensors))
+        for tensor in tensors:
+            file.write(tensor.part(0, tensor.nbytes, seed))
+            file.write(bytes(-tensor.nbytes % ALIGNMENT))
+
+
+def gguf_experts(
+    *, types: str = "Q4_K_M", num_experts: int = 32, hidden: int = 2048, intermediate: int = 768, seed: int = 0
+) -> ExpertWeights:
+    """Layer 0 of write_gguf(), without a file."""
+    return load(_model(types, num_experts, hidden, intermediate, 1, 8, "qwen3moe"), seed)
+
+
+def header(metadata: Mapping[str, object], tensors: list[GgufTensor]) -> bytes:
+    """What comes before the data, of version 3. metadata: str, bool, int, float and lists of str."""
+    out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
+    for key, value in metadata.items():
+        out += _string(key) + _value(value)
+    start = 0
+    for tensor in tensors:
+        out += _string(tensor.name) + struct.pack("<I", len(tensor.shape))
+        out += struct.pack(f"<{len(tensor.shape)}QIQ", *tensor.shape[::-1], _TYPES[tensor.dtype][0], start)
+        start += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    return bytes(out + bytes(-len(out) % ALIGNMENT))
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: object) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
+    number, form = next((number, form) for kind, number, form in _VALUES if isinstance(value, kind))
+    return struct.pack("<I", number) + struct.pack(form, value)
+
+
+def _model(types: str, num_experts: int, hidden: int, intermediate: int, layers: int, top_k: int, architecture: str) -> Model:
+    usual, better = MIXED.get(types, (types, types))
+    if usual not in GGML:
+        raise InputError(f"types: expected one of {', '.join([*MIXED, *GGML])}, found {types!r}")
+    step = math.lcm(*(GGML[name].code_unit[1] for name in (usual, better)))
+    check(hidden=(hidden, step), intermediate=(intermediate, step), num_experts=(num_experts, 1))
+    tensors = []
+    for layer in range(layers):
+        for projection in PROJECTIONS:
+            n, k = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
+            name = better if projection == "down" and _gets_more(layer, layers) else usual
+            stem = f"blk.{layer}.ffn_{projection}_exps"
+            tensors.append(GgufTensor(f"{stem}.weight", name, (num_experts, n, k), _weights(GGML[name], k), num_experts))
+            if GGML[name].factor:
+                tensors.append(GgufTensor(f"{stem}.scale", "F32", (num_experts,), _factors(k)))
+    metadata = {ARCHITECTURE: architecture, "general.type": "model", "general.alignment": ALIGNMENT}
+    numbers_of = {"block_count": layers, "embedding_length": hidden, "expert_feed_forward_length": intermediate}
+    numbers_of |= {"expert_count": num_experts, "expert_used_count": min(top_k, num_experts)}
+    return Model("gguf", metadata | {f"{architecture}.{key}": value for key, value in numbers_of.items()}, tensors)
+
+
+def _gets_more(layer: int, layers: int) -> bool:
+    """Whether llama.cpp gives a layer's down projections more bits: the first and last eighths, and every third between."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _weights(weight_format: WeightFormat, k: int) -> Shaper:
+    """Random weights with a standard deviation of about 1/sqrt(k)."""
+    if weight_format.element.family in NUMBERS:
+        size = math.sqrt(3 / k)
+        return numbers(weight_format.element.codes_dtype, -size, size)
+    order, fields = weight_format.order, _fields(weight_format, k)
+
+    def shape(out: np.ndarray) -> None:
+        records = out.reshape(-1, order.nbytes)
+        records &= ~order.spare
+        for part, shaper in fields:
+            stored = np.ascontiguousarray(records[:, part])
+            shaper(stored.reshape(-1))
+            records[:, part] = stored
+
+    return shape
+
+
+def _fields(weight_format: WeightFormat, k: int) -> list[tuple[slice, Shaper]]:
+    """Of the scales that are not random bits: their bytes of a record, and what they become."""
+    spread, ratio = _sizes(weight_format)
+    unit = 1 / math.sqrt(k) / spread / math.sqrt(1.75)  # the mean square from 0.5 to 2 is 1.75
+    fields = []
+    for label, field in weight_format.order.fields.items():
+        kind = weight_format.scales[label].kind
+        first = field.items[0][0].byte
+        if kind == "fp16":
+            size = unit * (ratio if "offsets" in label else 1)
+            fields.append((slice(first, first + 2), numbers(np.float16, *sorted((0.5 * size, 2 * size)))))
+        elif kind == "ue8m0":
+            fields.append((slice(first, first + 1), _bytes(3, 127 + round(math.log2(unit)) - 2)))
+        elif kind == "e4m3":
+            fields.append((slice(first, first + len(field.items)), _bytes(15, 0x30)))
+    return fields
+
+
+@cache
+def _sizes(weight_format: WeightFormat) -> tuple[float, float]:
+    """(standard deviation, ratio) of weights of random records, whose minima are multiplied by `ratio` so that their mean is 0,
+    where the records' scales of other kinds than int8 are 1.
+    """
+    order = weight_format.order
+    records = np.random.default_rng(0).integers(0, 256, (_SAMPLE, order.nbytes), np.uint8)
+    stored = weight_format.rows({"codes": records & ~order.spare}, _SAMPLE, order.weights)
+    codes_of = stored["codes"]
+    if weight_format.element.bits == 4:
+        codes_of = np.stack([codes_of & 15, codes_of >> 4], axis=-1).reshape(_SAMPLE, -1)
+    terms, minima = weight_format.element.numbers(codes_of), np.zeros(codes_of.shape)
+    for label, scale in weight_format.scales.items():
+        whole = scale.kind == "int8"
+        spread = scale.spread(stored[label], *codes_of.shape) if whole else np.ones(codes_of.shape)
+        if label in ("scales", "super_scales"):
+            terms = terms * spread
+        else:
+            minima = spread if label == "offsets" else minima * spread
+    if not minima.any():
+        return float(terms.std()), 0.0
+    ratio = float(terms.mean() / minima.mean())
+    deviation = float((terms - ratio * minima).std())
+    return deviation, -ratio if weight_format.offset.added else ratio
+
+
+def _factors(k: int) -> Shaper:
+    """Of NVFP4, whose scales are uniform from 0.5 to 1.875."""
+    unit = 1 / math.sqrt(k) / (_sizes(GGML["NVFP4"])[0] * 1.2)
+    return numbers(np.float32, 0.8 * unit, 1.25 * unit)
+
+
+def _bytes(mask: int, first: int) -> Shaper:
+    def shape(out: np.ndarray) -> None:
+        out &= np.uint8(mask)
+        out += np.uint8(first)
+
+    return shape
+
+
+@dataclass(frozen=True)
+class Published:
+    """As synthetic.quantized has others: write() and experts() of one type."""
+
+    types: str
+    loader: str = "gguf"
+
+    def write(self, path: str | os.PathLike[str], **sizes) -> None:
+        write_gguf(path, types=self.types, **sizes)
+
+    def experts(self, **sizes) -> ExpertWeights:
+        return gguf_experts(types=self.types, **sizes)
+
+
+#: By the name that tables give the weights.
+GGUF = {f"GGUF {name}": Published(name) for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "IQ4_XS")}

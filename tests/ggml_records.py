@@ -1,0 +1,56 @@
+"""Random weights of every ggml type that ktmoe computes: records whose every bit is random, but for the size of their floats."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktmoe import ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS
+from ktmoe.weights.ggml import GGML
+
+#: Numbers that multiply a record's codes are 2**e for e in these ranges, of either sign where a kind has signs.
+_SIZES = {"fp16": (-11, -9), "ue8m0": (-8, -5), "e4m3": (-4, 0)}
+#: By name: those whose codes and scales stand in records.
+IN_RECORDS = {name: weight_format for name, weight_format in GGML.items() if weight_format.order.of_records}
+
+
+def random_codes(rng, weight_format, count, n, k) -> np.ndarray:
+    """`codes` of so many matrices [n, k], [count, n, ...]."""
+    dtype, shape = weight_format.arrays(n, k)["codes"]
+    if not weight_format.order.of_records:
+        return rng.normal(0, k**-0.5, (count, *shape)).astype(dtype)
+    records = rng.integers(0, 256, (count, *shape), np.uint8).reshape(-1, weight_format.order.nbytes)
+    records &= ~weight_format.order.spare
+    for label, field in weight_format.order.fields.items():
+        scale = weight_format.scales[label]
+        if scale.kind == "int8":
+            continue  # any bits
+        low, high = _SIZES[scale.kind]
+        if label.startswith("super") and scale.kind == "fp16":
+            low, high = low - 4, high - 4  # what they multiply is up to 63
+        numbers = np.exp2(rng.uniform(low, high, (len(records), len(field.items)))) * rng.choice([-1, 1], (len(records), 1))
+        stored = scale.stored(np.exp2(np.rint(np.log2(np.abs(numbers)))) if scale.kind == "ue8m0" else numbers)
+        if scale.kind == "e4m3":
+            stored &= 0x7F
+        for item in field.items:
+            for piece in item:
+                records[:, piece.byte] &= 255 - (((1 << piece.bits) - 1) << piece.first)
+        field.write(records, stored)
+    return records.reshape(count, *shape)
+
+
+def random_experts(rng, num_experts, hidden, intermediate, formats, **settings) -> ExpertWeights:
+    """formats: ggml types by projection, or one of all. Factors are near 1."""
+    names = dict.fromkeys(PROJECTIONS, formats) if isinstance(formats, str) else formats
+    formats = {projection: GGML[name] for projection, name in names.items()}
+    shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+    codes = {p: random_codes(rng, formats[p], num_experts, *shapes[p]) for p in PROJECTIONS}
+    factors = {p: rng.uniform(0.5, 2, (num_experts, 1)).astype(np.float32) for p in PROJECTIONS if formats[p].factor}
+
+    def read(expert, projection):
+        factor = factors[projection][expert] if projection in factors else None
+        return Matrix(
+            f"blk.0.{expert}.{projection}", formats[projection], shapes[projection], codes[projection][expert], factor=factor
+        )
+
+    return ExpertWeights(num_experts, hidden, intermediate, read, formats, **settings)
