@@ -23,7 +23,7 @@ from ktmoe._native.python.driver cimport *
 
 from ktmoe.weights import folding
 from ktmoe.weights.elements import ELEMENTS, UINT4
-from ktmoe.weights.formats import Minimum
+from ktmoe.weights.formats import Minimum, ZeroPoint
 from ktmoe.weights.scales import SCALE_KINDS
 from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
