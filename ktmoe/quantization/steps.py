@@ -1,0 +1,208 @@
+"""Scales of groups of weights, from the numbers of each group: the first half of a rule.
+
+A group is what shares a scale. Its numbers are its least and its largest weight; M is the largest magnitude. What a weight is
+divided by (its step) and what its code is multiplied by need not be the same: some rules round the scale after they used it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from ktmoe.errors import FormatError
+from ktmoe.weights.scales import Scale, ScaleKind
+
+ONE = np.float32(1)
+#: The largest E4M3 number, and the least one above zero.
+E4M3_LARGEST, E4M3_LEAST = np.float32(448), np.float32(2**-9)
+_FINITE = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a matrix.
+
+    low, high: float32 [groups along n, groups along k], the least and the largest weight of each.
+    whole: M of the whole matrix, or of those that are to share its factor. kind: of the scales that are stored, "fp32" for a
+    factor. name: the matrix's, for messages.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    whole: np.float32
+    kind: str
+    name: str
+
+    @property
+    def largest(self) -> np.ndarray:
+        """M of each group."""
+        return np.maximum(np.abs(self.low), np.abs(self.high))
+
+    def rounded(self, numbers: np.ndarray) -> np.ndarray:
+        """float32 numbers as the nearest of this kind, ties to even, in float32. Raises FormatError if one is too large."""
+        with np.errstate(over="ignore"):
+            rounded = numbers.astype(_FINITE[self.kind]).astype(np.float32)
+        if not np.isfinite(rounded).all():
+            raise FormatError(f"{self.name}: a scale of {numbers.max()} is too large for {self.kind}")
+        return rounded
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What becomes of groups; arrays [groups along n, groups along k].
+
+    divisors: float32, what weights are divided by; never 0. scales: float32, as they are stored. points: float32 integers that
+    are added to quotients before they are rounded, or None. factor: of the matrix, or None; divides: whether it divides.
+    """
+
+    divisors: np.ndarray
+    scales: np.ndarray
+    points: np.ndarray | None = None
+    factor: np.float32 | None = None
+    divides: bool = False
+
+    @property
+    def values(self) -> np.ndarray:
+        """float64: what a code, less its zero point, is multiplied by."""
+        values = self.scales.astype(np.float64)
+        if self.factor is None:
+            return values
+        return values / np.float64(self.factor) if self.divides else values * np.float64(self.factor)
+
+
+def _divisors(scales: np.ndarray) -> np.ndarray:
+    return np.where(scales == 0, ONE, scales)
+
+
+@dataclass(frozen=True)
+class PowerOfTwo:
+    """2^e, e from -127 to 127. M = m 2^x and element's largest number = l 2^y, m and l in [1/2, 1): e = x - y, plus 1 where
+    m reaches `up`, less 1 where it is below `down`. Of a group of zeros, e is -127.
+
+    exclusive: whether m has to be above `up`.
+    """
+
+    largest: float
+    up: float = 1.0
+    down: float = 0.0
+    exclusive: bool = False
+
+    def __call__(self, groups: Groups) -> Steps:
+        m, x = np.frexp(groups.largest)
+        y = np.frexp(self.largest)[1]
+        up = m > self.up if self.exclusive else m >= self.up
+        e = np.clip(x - y + up - (m < self.down), -127, 127)
+        scales = np.ldexp(ONE, np.where(groups.largest == 0, -127, e))
+        return Steps(scales, scales)
+
+
+def ceil(largest: float) -> PowerOfTwo:
+    """e = ceil(log2(M / largest)): nothing saturates."""
+    return PowerOfTwo(largest, up=float(np.frexp(largest)[0]), exclusive=True)
+
+
+def nearest(largest: float) -> PowerOfTwo:
+    """e = log2(M / largest) to the nearest integer. There is no tie, since no square is 2."""
+    return PowerOfTwo(largest, down=float(np.frexp(largest)[0]) * 2**-0.5)
+
+
+def even(largest: float, bits: int) -> PowerOfTwo:
+    """e = floor(log2(M')) - floor(log2(largest)), M' being M rounded to so many bits behind the first, ties up."""
+    return PowerOfTwo(largest, up=1 - 2.0 ** -(bits + 2))
+
+
+def floor(largest: float) -> PowerOfTwo:
+    """e = floor(log2(M)) - floor(log2(largest))."""
+    return PowerOfTwo(largest)
+
+
+@dataclass(frozen=True)
+class Share:
+    """M / parts in float32, then the nearest of the scales' kind.
+
+    parts: of M. up: whether the next scale is taken where parts * scale would be below M. late: whether weights are divided by
+    what M / parts is before it is a scale. zeros: the scale of a group of zeros. inverse: whether it is M * (1 / parts).
+    """
+
+    parts: float
+    up: bool = False
+    late: bool = False
+    zeros: float = 1.0
+    inverse: bool = False
+
+    def __call__(self, groups: Groups) -> Steps:
+        m = groups.largest
+        exact = m * np.float32(1 / self.parts) if self.inverse else m / np.float32(self.parts)
+        scales = groups.rounded(exact)
+        if self.up:
+            scales = _reaching(groups, scales, self.parts)
+        scales = np.where(m == 0, np.float32(self.zeros), scales)
+        exact = np.where(m == 0, ONE, exact)
+        return Steps(_divisors(exact if self.late else scales), scales)
+
+
+def _reaching(groups: Groups, scales: np.ndarray, parts: float) -> np.ndarray:
+    """The next scale where parts * scale is below M."""
+    short = scales.astype(np.float64) * parts < groups.largest
+    kind = np.dtype(_FINITE[groups.kind])
+    stored = scales.astype(kind)
+    bits = stored.view(f"u{kind.itemsize}") + short.astype(f"u{kind.itemsize}")  # all are positive
+    return groups.rounded(bits.view(kind).astype(np.float32))
+
+
+def inverted(groups: Groups) -> Steps:
+    """1 / (448 / M) in float32, which weights are multiplied by 448 / M for; 1 for zeros."""
+    with np.errstate(divide="ignore", over="ignore"):
+        scales = np.where(groups.largest == 0, ONE, ONE / (E4M3_LARGEST / groups.largest))
+    return Steps(_divisors(scales), groups.rounded(scales))
+
+
+def in_matrix(groups: Groups) -> Steps:
+    """E4M3 scales and a factor f of the matrix. f = M of the matrix / 2688 (448 times 6); s = M / (6 f), the nearest E4M3 from
+    2^-9 to 448; divisors are s f. All in float32. Of zeros: s = 1; f = 1 if all are."""
+    factor = np.float32(groups.whole / np.float32(2688)) or ONE
+    scales = groups.largest / (np.float32(6) * factor)
+    scales = np.where(groups.largest == 0, ONE, _e4m3(np.clip(scales, E4M3_LEAST, E4M3_LARGEST)))
+    return Steps(_divisors(scales * factor), scales, factor=factor)
+
+
+def in_matrix_divided(groups: Groups) -> Steps:
+    """E4M3 scales and a divisor g of the matrix. g = 2688 / M of the matrix; s = g (M / 6), the nearest E4M3 up to 448;
+    divisors are s / g. All in float32. Where s is 0: s = 1/8; g = 1 if it is not finite."""
+    with np.errstate(over="ignore"):
+        factor = np.float32(2688) / np.maximum(groups.whole, np.finfo(np.float32).tiny)
+    factor = factor if np.isfinite(factor) else ONE
+    scales = _e4m3(np.minimum(factor * (groups.largest / np.float32(6)), E4M3_LARGEST))
+    scales = np.where(scales == 0, np.float32(0.125), scales)
+    return Steps(_divisors(scales / factor), scales, factor=factor, divides=True)
+
+
+def _e4m3(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def between(groups: Groups) -> Steps:
+    """s = (high - low) / 15 with low of at most and high of at least 0; zero point z = -8 - low / s, to the nearest integer,
+    ties to even, from -8 to 7. Each operation is rounded to the scales' kind. Of zeros: s = 2^-7 for bfloat16, the kind's
+    epsilon, and z = 0."""
+    low, high = np.minimum(groups.low, np.float32(0)), np.maximum(groups.high, np.float32(0))
+    scales = groups.rounded(groups.rounded(high - low) / np.float32(15))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        points = groups.rounded(np.float32(-8) - groups.rounded(np.where(scales == 0, np.float32(-8), low / scales)))
+    epsilon = np.float32(ml_dtypes.finfo(_FINITE[groups.kind]).eps)
+    scales = np.where(scales == 0, epsilon, scales)
+    return Steps(scales, scales, points=np.rint(np.clip(points, -8, 7)))
+
+
+def stored(kind: ScaleKind, scales: np.ndarray) -> np.ndarray:
+    """Scales as they are stored."""
+    return np.ascontiguousarray(kind.of_numbers(scales.astype(np.float64)))
+
+
+def extent(scale: Scale | None, per_row: bool, shape: tuple[int, int]) -> tuple[int, int]:
+    """(rows, columns) of a group in a matrix of that shape."""
+    if scale:
+        return scale.extent
+    return (1, shape[1]) if per_row else shape
