@@ -5,6 +5,7 @@ Importing starts no thread and changes no state of the process, but for handlers
 
 from ktmoe import backends, loaders, quantization
 from ktmoe.config import get_include, show_config
+from ktmoe.conversion import convert
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
@@ -54,6 +55,7 @@ __all__ = [
     "ZeroPoint",
     "__version__",
     "backends",
+    "convert",
     "fp8",
     "get_include",
     "get_num_threads",
