@@ -54,7 +54,7 @@ class Group(click.ParamType):
     type=click.FloatRange(0, 1e6, min_open=True),
     default=SHARD_BYTES / 1e9,
     show_default=True,
-    help="Most of a file; what was finished of a file is lost when the command is interrupted.",
+    help="Most of a file. An interrupted command begins a file anew.",
 )
 @options.THREADS
 @options.JSON
@@ -103,7 +103,7 @@ def _lines(report: Report) -> list[str]:
     if report.kept:
         lines.append(f"{units.count(len(report.kept), 'file')} of an interrupted run stayed")
     lines.append("added error beside the weights, root mean squares:")
-    lines += [f"  {listed([layer])}: {100 * error.relative:.3f} %" for layer, error in report.layers.items()]
+    lines += [f"  layer {layer}: {100 * error.relative:.3f} %" for layer, error in report.layers.items()]
     return lines + ([report.note] if report.note else [])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from ktmoe.conversion.journal import Journal
@@ -100,9 +101,17 @@ def convert(
                 requantize,
                 shard_bytes,
             ],
-            "version of ktmoe": installed_version(),
+            "version of ktmoe": _version(),
         }
         return _write(source, made, quantizer, Path(out), identity, progress or (lambda done, total: None))
+
+
+def _version() -> str | None:
+    """None in a tree that is not installed."""
+    try:
+        return installed_version()
+    except PackageNotFoundError:
+        return None
 
 
 def _default(to: str, symmetric: bool | None) -> str | None:
@@ -228,7 +237,7 @@ def _report(source: Source, made: Plan, quantizer: Quantizer, folder: Path, jour
 def _data(report: Report) -> dict:
     """The report as it is kept beside the weights: the same whether the conversion was interrupted or not."""
     return {
-        "ktmoe": installed_version(),
+        "ktmoe": _version(),
         "to": report.to,
         "rule": report.rule,
         "format": report.format,

@@ -43,7 +43,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """layers: experts of those that are converted. shards: the files. config: of the result. note: what is to be known of that."""
+    """layers: experts of those that are converted. shards: the files. config: of the result. note: what is to be known."""
 
     layers: dict[int | str, ExpertWeights]
     shards: list[Shard]
