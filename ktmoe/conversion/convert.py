@@ -7,7 +7,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -119,15 +119,12 @@ def _default(to: str, symmetric: bool | None) -> str | None:
 
 
 def _write(source: Source, made: Plan, quantizer: Quantizer, folder: Path, identity: dict, progress: Progress) -> Report:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{folder}: expected a folder that can be written, found {error.strerror}") from error
-    with exclusive(folder):
+    with _made(folder), exclusive(folder):
         journal = Journal(folder, identity)
         kept = [shard.name for shard in made.shards if _kept(journal, folder, shard)]
         left = [shard for shard in made.shards if shard.name not in kept]
         _check_space(folder, sum(shard.nbytes for shard in left))
+        journal.begin()
         count = Counter(progress, made, kept)
         with Workers() as workers:
             for shard in left:
@@ -140,6 +137,21 @@ def _write(source: Source, made: Plan, quantizer: Quantizer, folder: Path, ident
         write_json(folder / _config_name(source), made.config, overwrite=True)
         journal.close({each.name: shard.name for shard in made.shards for each in shard.tensors}, report.nbytes)
     return report
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder, and remove it if it is empty after an error."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: expected a folder that can be written, found {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it has files
+            folder.rmdir()
+        raise
 
 
 def _kept(journal: Journal, folder: Path, shard: Shard) -> bool:

@@ -36,7 +36,11 @@ class Journal:
         others = set(os.listdir(folder)) - {LOCK_NAME, unfinished(self._path).name}
         if others:
             raise OutputError(f"{folder}: expected a new or an empty folder, found {min(others)}")
-        self._write()
+
+    def begin(self) -> None:
+        """From now on the folder is this conversion's."""
+        if not self.resumed:
+            self._write()
 
     def add(self, file: str, errors: dict[int | str, Error]) -> None:
         """A file has its name now."""
