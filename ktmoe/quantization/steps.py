@@ -90,15 +90,16 @@ def _not_zero(divisors: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class PowerOfTwo:
     """2^e, e from -127 to 127. M = m 2^x and element's largest number = l 2^y, m and l in [1/2, 1): e = x - y, plus 1 where
-    m reaches `up`, less 1 where it is below `down`. Of a group of zeros, e is -127.
+    m reaches `up`, less 1 where it is below `down`.
 
-    exclusive: whether m has to be above `up`.
+    exclusive: whether m has to be above `up`. zeros: e + 127 of a group of zeros.
     """
 
     largest: float
     up: float = 1.0
     down: float = 0.5
     exclusive: bool = False
+    zeros: int = 0
 
     def __call__(self, groups: Groups) -> Steps:
         bits = groups.largest.view(np.int32)
@@ -106,7 +107,7 @@ class PowerOfTwo:
         e = (bits >> 23) + (1 - math.frexp(self.largest)[1])  # plus 127, as UE8M0 stores it
         e += fraction >= self._fraction(self.up) + self.exclusive
         e -= fraction < self._fraction(self.down)
-        stored = np.clip(e, 0, 254)
+        stored = np.where(bits == 0, self.zeros, np.clip(e, 0, 254))
         return Steps.of((stored << 23 | (stored == 0) << 22).astype(np.int32).view(np.float32), stored.astype(np.uint8))
 
     @staticmethod
@@ -125,9 +126,9 @@ def nearest(largest: float) -> PowerOfTwo:
     return PowerOfTwo(largest, down=math.frexp(largest)[0] * 2**-0.5)
 
 
-def even(largest: float, bits: int) -> PowerOfTwo:
+def even(largest: float, bits: int, zeros: int = 0) -> PowerOfTwo:
     """e = floor(log2(M')) - floor(log2(largest)), M' being M rounded to so many bits behind the first, ties up."""
-    return PowerOfTwo(largest, up=1 - 2.0 ** -(bits + 2))
+    return PowerOfTwo(largest, up=1 - 2.0 ** -(bits + 2), zeros=zeros)
 
 
 def floor(largest: float) -> PowerOfTwo:
