@@ -42,6 +42,17 @@ CASES = {
             "W4A16_ASYM": Quantizer("int4", group=128, symmetric=False),
         },
     ),
+    "rounded_torchao": (
+        "torchao",
+        {
+            "MXFP4 RCEIL": Quantizer("mxfp4", rule="ceil"),
+            "MXFP4 FLOOR": Quantizer("mxfp4", rule="floor"),
+            "MXFP4 EVEN": Quantizer("mxfp4", rule="even"),
+            "MXFP8 RCEIL": Quantizer("mxfp8", rule="ceil"),
+            "MXFP8 FLOOR": Quantizer("mxfp8", rule="floor"),
+            "MXFP8 EVEN": Quantizer("mxfp8", rule="even"),
+        },
+    ),
     "rounded_quark": ("quark", {"MXFP4": Quantizer("mxfp4", rule="quark")}),
 }
 
