@@ -12,7 +12,8 @@ import numpy as np
 from ktmoe.errors import FormatError, InputError
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
-from ktmoe.weights.formats import MXFP4, Minimum, WeightFormat, ZeroPoint
+from ktmoe.weights.elements import NUMBERS
+from ktmoe.weights.formats import MXFP4, WeightFormat, ZeroPoint
 
 #: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28
@@ -78,13 +79,13 @@ class Matrix:
     def refuse(self) -> None:
         """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place."""
         element, offset = self.format.element, self.format.offset
-        kinds = {"scales": self.format.scale, "super_scales": self.format.super_scale}
-        if isinstance(offset, Minimum):
-            kinds |= {"offsets": offset.scale, "super_offsets": offset.super_scale}
-        for label, scale in kinds.items():
-            if scale:
-                _refuse(f"{self.name}: {label.removesuffix('s')}", getattr(self, label), scale.numbers)
-        if element.family == "b16" or None in element.values:
+        of_records = self.format.order.of_records
+        groups = self.format.group_rows(self.stored) if of_records else self.stored
+        for label, scale in self.format.scales.items():
+            _refuse(f"{self.name}: {label.removesuffix('s')}", groups[label], scale.numbers)
+        if of_records and (at := self.format.order.first_spare(self.codes)):
+            raise FormatError(f"{self.name}: record {at[0]} has bits that mean nothing in byte {at[1]}, which is {at[2]}")
+        if element.family in NUMBERS or None in element.values:
             _refuse(f"{self.name}: weight", self.codes, element.numbers)
         if self.format.factor:
             _refuse(f"{self.name}: factor", self.factor, np.float64)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ktmoe._native import core
 from ktmoe.errors import FormatError, InputError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.messages import show
@@ -14,7 +15,6 @@ from ktmoe.quantization.rules import RULES, Rule
 from ktmoe.quantization.steps import Groups
 from ktmoe.quantization.targets import TARGETS, Group
 from ktmoe.weights.formats import WeightFormat
-from ktmoe.weights.scales import SCALE_KINDS
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,17 @@ class Quantizer:
             raise FormatError(f"{matrix.name}: expected a multiple of {columns} columns to round, found {[n, k]}")
         extent = steps.extent(self.format.scale, bool(self.format.factor and self.format.factor.per_row), (n, k))
         weights = source.read(matrix)
-        low, high = codes.extremes(weights, extent)
+        found = core.weights_extremes(weights, *extent)
+        if found is None:
+            source.refuse(matrix)
+        low, high = found
         whole = max(abs(low.min()), abs(high.max())) if largest is None else np.float32(largest)
         kind = self.format.scale.kind if self.format.scale else "fp32"
         made = self.rule.steps(Groups(low, high, np.float32(whole), kind, matrix.name))
-        found, error, total = codes.rounded(weights, extent, made, self.rule, self.format.element)
+        found, error, total = core.weights_rounded(weights, codes.rounding(self.rule, made, self.format.element, extent))
         arrays = {"codes": found}
         if self.format.scale:
-            arrays["scales"] = steps.stored(SCALE_KINDS[kind], made.scales)
+            arrays["scales"] = made.scales.astype(self.format.scale.dtype) if made.stored is None else made.stored
         if made.points is not None:
             arrays["offsets"] = (made.points + 8).astype(np.uint8)
         if made.factor is not None:

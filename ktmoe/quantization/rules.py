@@ -46,7 +46,8 @@ _E2M1, _E4M3 = 6.0, 448.0
 _ALL = (
     Rule("mxfp4", "ceil", "ModelOpt's and DeepSeek's scale; the OCP MX specification's elements", steps.ceil(_E2M1)),
     Rule("mxfp4", "round", "the nearest power of two", steps.nearest(_E2M1)),
-    Rule("mxfp4", "even", "Quark, compressed-tensors", steps.even(_E2M1, 1)),
+    Rule("mxfp4", "even", "compressed-tensors", steps.even(_E2M1, 1)),
+    Rule("mxfp4", "quark", "Quark", steps.even(_E2M1, 1, zeros=1), negative_zero=False),
     Rule("mxfp4", "floor", "OCP MX specification 1.0, 6.3", steps.floor(_E2M1)),
     Rule("mxfp4", "gguf", "gguf, llama.cpp", steps.floor(_E2M1), ties="zero", negative_zero=False),
     Rule("mxfp4", "modelopt", "ModelOpt's MXFP4QTensor", steps.ceil(_E2M1), ties="zero"),

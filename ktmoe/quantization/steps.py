@@ -6,17 +6,21 @@ divided by (its step) and what its code is multiplied by need not be the same: s
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import FormatError
-from ktmoe.weights.scales import Scale, ScaleKind
+from ktmoe.weights.scales import Scale
 
 ONE = np.float32(1)
 #: The largest E4M3 number, and the least one above zero.
 E4M3_LARGEST, E4M3_LEAST = np.float32(448), np.float32(2**-9)
+#: The number of each E4M3 byte.
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _FINITE = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 
 
@@ -35,7 +39,7 @@ class Groups:
     kind: str
     name: str
 
-    @property
+    @functools.cached_property
     def largest(self) -> np.ndarray:
         """M of each group."""
         return np.maximum(np.abs(self.low), np.abs(self.high))
@@ -53,15 +57,22 @@ class Groups:
 class Steps:
     """What becomes of groups; arrays [groups along n, groups along k].
 
-    divisors: float32, what weights are divided by; never 0. scales: float32, as they are stored. points: float32 integers that
-    are added to quotients before they are rounded, or None. factor: of the matrix, or None; divides: whether it divides.
+    divisors: float32, what weights are divided by; never 0. scales: float32, those that are stored; stored: as they are, for
+    kinds that are bytes. points: float32 integers that are added to quotients before they are rounded, or None.
+    factor: of the matrix, or None; divides: whether it divides.
     """
 
     divisors: np.ndarray
     scales: np.ndarray
+    stored: np.ndarray | None = None
     points: np.ndarray | None = None
     factor: np.float32 | None = None
     divides: bool = False
+
+    @classmethod
+    def of(cls, scales: np.ndarray, stored: np.ndarray | None = None, points: np.ndarray | None = None) -> Steps:
+        """Weights are divided by the scale itself."""
+        return cls(_not_zero(scales), scales, stored, points)
 
     @property
     def values(self) -> np.ndarray:
@@ -72,45 +83,52 @@ class Steps:
         return values / np.float64(self.factor) if self.divides else values * np.float64(self.factor)
 
 
-def _divisors(scales: np.ndarray) -> np.ndarray:
-    return np.where(scales == 0, ONE, scales)
+def _not_zero(divisors: np.ndarray) -> np.ndarray:
+    return np.where(divisors == 0, ONE, divisors)
 
 
 @dataclass(frozen=True)
 class PowerOfTwo:
     """2^e, e from -127 to 127. M = m 2^x and element's largest number = l 2^y, m and l in [1/2, 1): e = x - y, plus 1 where
-    m reaches `up`, less 1 where it is below `down`. Of a group of zeros, e is -127.
+    m reaches `up`, less 1 where it is below `down`.
 
-    exclusive: whether m has to be above `up`.
+    exclusive: whether m has to be above `up`. zeros: e + 127 of a group of zeros.
     """
 
     largest: float
     up: float = 1.0
-    down: float = 0.0
+    down: float = 0.5
     exclusive: bool = False
+    zeros: int = 0
 
     def __call__(self, groups: Groups) -> Steps:
-        m, x = np.frexp(groups.largest)
-        y = np.frexp(self.largest)[1]
-        up = m > self.up if self.exclusive else m >= self.up
-        e = np.clip(x - y + up - (m < self.down), -127, 127)
-        scales = np.ldexp(ONE, np.where(groups.largest == 0, -127, e))
-        return Steps(scales, scales)
+        bits = groups.largest.view(np.int32)
+        fraction = bits & 0x7FFFFF  # a denormal M, whose fraction is another, is far below 2^-127 times the largest number
+        e = (bits >> 23) + (1 - math.frexp(self.largest)[1])  # plus 127, as UE8M0 stores it
+        e += fraction >= self._fraction(self.up) + self.exclusive
+        e -= fraction < self._fraction(self.down)
+        stored = np.where(bits == 0, self.zeros, np.clip(e, 0, 254))
+        return Steps.of((stored << 23 | (stored == 0) << 22).astype(np.int32).view(np.float32), stored.astype(np.uint8))
+
+    @staticmethod
+    def _fraction(m: float) -> int:
+        """The least fraction of a float32 number whose m reaches this."""
+        return math.ceil((2 * m - 1) * 2**23)
 
 
 def ceil(largest: float) -> PowerOfTwo:
     """e = ceil(log2(M / largest)): nothing saturates."""
-    return PowerOfTwo(largest, up=float(np.frexp(largest)[0]), exclusive=True)
+    return PowerOfTwo(largest, up=math.frexp(largest)[0], exclusive=True)
 
 
 def nearest(largest: float) -> PowerOfTwo:
     """e = log2(M / largest) to the nearest integer. There is no tie, since no square is 2."""
-    return PowerOfTwo(largest, down=float(np.frexp(largest)[0]) * 2**-0.5)
+    return PowerOfTwo(largest, down=math.frexp(largest)[0] * 2**-0.5)
 
 
-def even(largest: float, bits: int) -> PowerOfTwo:
+def even(largest: float, bits: int, zeros: int = 0) -> PowerOfTwo:
     """e = floor(log2(M')) - floor(log2(largest)), M' being M rounded to so many bits behind the first, ties up."""
-    return PowerOfTwo(largest, up=1 - 2.0 ** -(bits + 2))
+    return PowerOfTwo(largest, up=1 - 2.0 ** -(bits + 2), zeros=zeros)
 
 
 def floor(largest: float) -> PowerOfTwo:
@@ -139,8 +157,7 @@ class Share:
         if self.up:
             scales = _reaching(groups, scales, self.parts)
         scales = np.where(m == 0, np.float32(self.zeros), scales)
-        exact = np.where(m == 0, ONE, exact)
-        return Steps(_divisors(exact if self.late else scales), scales)
+        return Steps(_not_zero(exact), scales) if self.late else Steps.of(scales)
 
 
 def _reaching(groups: Groups, scales: np.ndarray, parts: float) -> np.ndarray:
@@ -156,16 +173,17 @@ def inverted(groups: Groups) -> Steps:
     """1 / (448 / M) in float32, which weights are multiplied by 448 / M for; 1 for zeros."""
     with np.errstate(divide="ignore", over="ignore"):
         scales = np.where(groups.largest == 0, ONE, ONE / (E4M3_LARGEST / groups.largest))
-    return Steps(_divisors(scales), groups.rounded(scales))
+    return Steps(scales, groups.rounded(scales))
 
 
 def in_matrix(groups: Groups) -> Steps:
     """E4M3 scales and a factor f of the matrix. f = M of the matrix / 2688 (448 times 6); s = M / (6 f), the nearest E4M3 from
     2^-9 to 448; divisors are s f. All in float32. Of zeros: s = 1; f = 1 if all are."""
     factor = np.float32(groups.whole / np.float32(2688)) or ONE
-    scales = groups.largest / (np.float32(6) * factor)
-    scales = np.where(groups.largest == 0, ONE, _e4m3(np.clip(scales, E4M3_LEAST, E4M3_LARGEST)))
-    return Steps(_divisors(scales * factor), scales, factor=factor)
+    scales = np.clip(groups.largest / (np.float32(6) * factor), E4M3_LEAST, E4M3_LARGEST)
+    stored = _e4m3(np.where(groups.largest == 0, ONE, scales))
+    scales = _E4M3[stored]
+    return Steps(_not_zero(scales * factor), scales, stored, factor=factor)
 
 
 def in_matrix_divided(groups: Groups) -> Steps:
@@ -174,13 +192,15 @@ def in_matrix_divided(groups: Groups) -> Steps:
     with np.errstate(over="ignore"):
         factor = np.float32(2688) / np.maximum(groups.whole, np.finfo(np.float32).tiny)
     factor = factor if np.isfinite(factor) else ONE
-    scales = _e4m3(np.minimum(factor * (groups.largest / np.float32(6)), E4M3_LARGEST))
-    scales = np.where(scales == 0, np.float32(0.125), scales)
-    return Steps(_divisors(scales / factor), scales, factor=factor, divides=True)
+    stored = _e4m3(np.minimum(factor * (groups.largest / np.float32(6)), E4M3_LARGEST))
+    stored = np.where(stored == 0, _e4m3(np.float32(0.125)), stored)
+    scales = _E4M3[stored]
+    return Steps(_not_zero(scales / factor), scales, stored, factor=factor, divides=True)
 
 
 def _e4m3(numbers: np.ndarray) -> np.ndarray:
-    return numbers.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    """The bytes of the nearest E4M3 numbers, ties to even."""
+    return numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
 def between(groups: Groups) -> Steps:
@@ -193,12 +213,7 @@ def between(groups: Groups) -> Steps:
         points = groups.rounded(np.float32(-8) - groups.rounded(np.where(scales == 0, np.float32(-8), low / scales)))
     epsilon = np.float32(ml_dtypes.finfo(_FINITE[groups.kind]).eps)
     scales = np.where(scales == 0, epsilon, scales)
-    return Steps(scales, scales, points=np.rint(np.clip(points, -8, 7)))
-
-
-def stored(kind: ScaleKind, scales: np.ndarray) -> np.ndarray:
-    """Scales as they are stored."""
-    return np.ascontiguousarray(kind.of_numbers(scales.astype(np.float64)))
+    return Steps.of(scales, points=np.rint(np.clip(points, -8, 7)))
 
 
 def extent(scale: Scale | None, per_row: bool, shape: tuple[int, int]) -> tuple[int, int]:

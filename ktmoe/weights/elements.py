@@ -9,9 +9,12 @@ import numpy as np
 
 from ktmoe.errors import FormatError
 
-#: Bits of a code, by family. q4: any 16 bfloat16 numbers. f8: floats of 8 bits. i8: integers of 8 bits. b16: the code is the
-#: bfloat16 number itself.
-FAMILIES = {"q4": 4, "f8": 8, "i8": 8, "b16": 16}
+#: Bits of a code, by family. q4: any 16 bfloat16 numbers. f8: floats of 8 bits. i8: integers of 8 bits. b16, f16, f32: the code
+#: is the number itself, of one of NUMBERS.
+FAMILIES = {"q4": 4, "f8": 8, "i8": 8, "b16": 16, "f16": 16, "f32": 32}
+
+#: The dtype of codes that are numbers themselves, by family.
+NUMBERS = {"b16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f32": np.dtype(np.float32)}
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Element:
     """The real number of each code.
 
     name: for messages. family: a key of FAMILIES.
-    values: by code, 2**bits of them; None for a code that is no real number. Empty for b16.
+    values: by code, 2**bits of them; None for a code that is no real number. Empty for NUMBERS.
     Raises FormatError.
     """
 
@@ -30,7 +33,7 @@ class Element:
     def __post_init__(self):
         if self.family not in FAMILIES:
             raise FormatError(f"{self.name}: weight family {self.family!r} is unknown; known are {', '.join(FAMILIES)}")
-        count = 0 if self.family == "b16" else 1 << self.bits
+        count = 0 if self.family in NUMBERS else 1 << self.bits
         if len(self.values) != count:
             raise FormatError(f"{self.name}: a {self.family} element has {count} values, found {len(self.values)}")
         known = np.array([value for value in self.values if value is not None], np.float64)
@@ -48,6 +51,11 @@ class Element:
         return FAMILIES[self.family]
 
     @property
+    def codes_dtype(self) -> np.dtype:
+        """Of an array of codes, one an item."""
+        return NUMBERS.get(self.family, np.dtype(np.uint8))
+
+    @property
     def padding(self) -> int:
         """The code that pads: of 0, else of the value nearest to it. x is 0 there."""
         sizes = [np.inf if value is None else abs(value) for value in self.values] or [0]
@@ -56,7 +64,7 @@ class Element:
     def numbers(self, codes: np.ndarray) -> np.ndarray:
         """Codes, one an item, as float64; NaN for those that are no real number."""
         with np.errstate(invalid="ignore"):  # a signalling NaN is one of these
-            return codes.astype(np.float64) if self.family == "b16" else np.array(self.values, np.float64)[codes]
+            return codes.astype(np.float64) if self.family in NUMBERS else np.array(self.values, np.float64)[codes]
 
 
 #: What codes of i8 may stand for: q in two's complement, and stored as q + 128.
@@ -86,6 +94,9 @@ INT8 = Element("INT8", "i8", _INTEGERS[0])
 #: The same, stored as q + 128.
 INT8_PLUS_128 = Element("INT8 + 128", "i8", _INTEGERS[1])
 BFLOAT16 = Element("BF16", "b16")
+#: IEEE 754 binary16 and binary32.
+FP16 = Element("FP16", "f16")
+FP32 = Element("FP32", "f32")
 
 #: By name: those that kernels know by their names.
-ELEMENTS = {element.name: element for element in (E2M1, INT4, UINT4, E4M3, E5M2, INT8, INT8_PLUS_128, BFLOAT16)}
+ELEMENTS = {element.name: element for element in (E2M1, INT4, UINT4, E4M3, E5M2, INT8, INT8_PLUS_128, BFLOAT16, FP16, FP32)}

@@ -6,16 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import FormatError
-from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, INT4, INT8, INT8_PLUS_128, UINT4, Element
+from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, FP16, FP32, INT4, INT8, INT8_PLUS_128, NUMBERS, UINT4, Element
 from ktmoe.weights.order import AWQ, GPTQ, ROWS, Order
+from ktmoe.weights.records import Records
 from ktmoe.weights.scales import Scale
-
-#: Of arrays of codes, by the bits of a code; 4-bit ones are in their order's.
-_CODES_DTYPES = {8: np.dtype(np.uint8), 16: np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class WeightFormat:
     the format has. Only kernels have limits; ktmoe.reference knows every combination.
 
     element: what codes stand for. scale: of groups of weights. super_scale: of groups of scales, which it multiplies.
-    offset: ZeroPoint or Minimum. factor: Factor. order: where a code stands.
+    offset: ZeroPoint or Minimum. factor: Factor. order: where a code stands; of Records, its scales and minima, too.
     Raises FormatError for parts that do not go together.
     """
 
@@ -100,17 +97,36 @@ class WeightFormat:
     super_scale: Scale | None = None
     offset: ZeroPoint | Minimum | None = None
     factor: Factor | None = None
-    order: Order = field(default=ROWS)
+    order: Order | Records = field(default=ROWS)
 
     def __post_init__(self):
-        if self.element.family == "b16" and (self.scale or self.offset):
-            raise FormatError("bfloat16 weights have neither scales nor offsets")
+        if self.element.family in NUMBERS and (self.scale or self.offset):
+            raise FormatError(f"{self.element.name} weights have neither scales nor offsets")
         if self.super_scale and not self.scale:
             raise FormatError("a super-scale needs a scale that it multiplies")
         if isinstance(self.offset, ZeroPoint) and not _small_integers(self.element):
             raise FormatError(f"zero points need 4-bit integers of at most 16, found {self.element.name}")
         if self.element.bits != 4 and not self.order.of_items:
             raise FormatError(f"order {self.order.name!r} is one of 4-bit codes, found {self.element.name}")
+        if self.order.of_records:
+            self._check_records()
+
+    def _check_records(self) -> None:
+        if self.order.code_bits != self.element.bits or self.element.family in NUMBERS or isinstance(self.offset, ZeroPoint):
+            raise FormatError(f"{self.order.name} records have codes of {self.order.code_bits} bits and no zero points")
+        expected = {label: (1, self.order.weights // len(of.items)) for label, of in self.order.fields.items()}
+        found = {label: scale.extent for label, scale in self.scales.items()}
+        if found != expected:
+            raise FormatError(f"{self.order.name} records have numbers of extents {expected}, found {found}")
+
+    @property
+    def scales(self) -> dict[str, Scale]:
+        """The scale, the super-scale, and those that a Minimum has, by the names of their arrays."""
+        minimum = self.offset if isinstance(self.offset, Minimum) else None
+        given = {"scales": self.scale, "super_scales": self.super_scale}
+        if minimum:
+            given |= {"offsets": minimum.scale, "super_offsets": minimum.super_scale}
+        return {label: scale for label, scale in given.items() if scale}
 
     @property
     def family(self) -> str:
@@ -121,15 +137,13 @@ class WeightFormat:
         """For messages and tables: 'E2M1 with ue8m0 scales per 1x32'."""
         parts = [part.description for part in (self.scale, self.super_scale, self.offset, self.factor) if part]
         text = f"{self.element.name} with {', '.join(parts)}" if parts else self.element.name
-        return text if self.order.rows else f"{text}, in {self.order.name} order"
+        return text if self.order.rows else f"{text}, {self.order.description}"
 
     @property
     def unit(self) -> tuple[int, int]:
         """(rows, columns) that may not be cut: what shares a scale or an offset, or an item of the arrays."""
-        extents = [part.extent for part in (self.scale, self.super_scale) if part]
-        if isinstance(self.offset, Minimum):
-            extents += [part.extent for part in (self.offset.scale, self.offset.super_scale) if part]
-        elif self.offset:
+        extents = [scale.extent for scale in self.scales.values()]
+        if isinstance(self.offset, ZeroPoint):
             extents.append(self.offset.extent)
         extents.append(self.code_unit)
         return math.lcm(*(rows for rows, _ in extents)), math.lcm(*(columns for _, columns in extents))
@@ -137,35 +151,36 @@ class WeightFormat:
     @property
     def code_unit(self) -> tuple[int, int]:
         """(rows, columns) of which n and k must be multiples."""
-        rows, columns = self.order.unit if self.element.bits == 4 else (1, 1)
+        rows, columns = self.order.unit if self._ordered else (1, 1)
         packed = isinstance(self.offset, ZeroPoint) and self.order.transposed  # zero points are eight an int32, along n
         return (math.lcm(rows, 8), columns) if packed else (rows, columns)
 
     def arrays(self, n: int, k: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """dtype and shape of each array of a matrix [n, k], by its name in Matrix."""
         arrays = {"codes": self._codes(n, k)}
-        for label, scale in (("scales", self.scale), ("super_scales", self.super_scale)):
-            if scale:
+        if not self.order.of_records:
+            for label, scale in self.scales.items():
                 arrays[label] = scale.dtype, self.order.groups_shape(*scale.shape(n, k))
         if isinstance(self.offset, ZeroPoint):
             dtype = np.dtype(np.int32 if self.order.transposed else np.uint8)
             arrays["offsets"] = dtype, self.order.zero_points_shape(*self.offset.shape(n, k))
-        elif self.offset:
-            for label, scale in (("offsets", self.offset.scale), ("super_offsets", self.offset.super_scale)):
-                if scale:
-                    arrays[label] = scale.dtype, self.order.groups_shape(*scale.shape(n, k))
         if self.factor:
             arrays["factor"] = np.dtype(np.float32), self.factor.shape(n)
         return arrays
 
+    @property
+    def _ordered(self) -> bool:
+        """Whether the order says what an item of the array of codes is."""
+        return self.element.bits == 4 or self.order.of_records
+
     def _codes(self, n: int, k: int) -> tuple[np.dtype, tuple[int, int]]:
-        if self.element.bits == 4:
+        if self._ordered:
             return self.order.codes_dtype, self.order.codes_shape(n, k)
-        return _CODES_DTYPES[self.element.bits], (k, n) if self.order.transposed else (n, k)
+        return self.element.codes_dtype, (k, n) if self.order.transposed else (n, k)
 
     def shape(self, codes_shape: tuple[int, int]) -> tuple[int, int]:
         """(n, k) of the matrix whose codes have that shape."""
-        if self.element.bits == 4:
+        if self._ordered:
             return self.order.shape(codes_shape)
         return codes_shape[::-1] if self.order.transposed else codes_shape
 
@@ -183,16 +198,36 @@ class WeightFormat:
         if self.order.rows:
             return arrays
         codes = stored["codes"]
-        arrays["codes"] = self.order.to_rows(codes, n, k) if self.element.bits == 4 else np.ascontiguousarray(codes.T)
+        arrays["codes"] = self.order.to_rows(codes, n, k) if self._ordered else np.ascontiguousarray(codes.T)
         return arrays | self.group_rows(stored)
+
+    def from_rows(self, arrays: Mapping[str, np.ndarray], n: int, k: int) -> dict[str, np.ndarray]:
+        """The inverse of rows(). Raises FormatError for a number that has no bits in a record."""
+        stored = dict(arrays)
+        if self.order.rows:
+            return stored
+        if self.order.of_records:
+            factor = {"factor": arrays["factor"]} if self.factor else {}
+            return {"codes": self.order.from_rows(arrays, n, k)} | factor
+        codes = arrays["codes"]
+        stored["codes"] = self.order.from_rows(codes, n, k) if self._ordered else np.ascontiguousarray(codes.T)
+        return stored | self.stored_groups(arrays)
 
     def group_rows(self, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Those of rows() that are not codes and not the factor."""
-        labels = ("scales", "super_scales", "offsets", "super_offsets")
-        arrays = {label: self.order.groups(stored[label]) for label in labels if label in stored}
+        if self.order.of_records:
+            return self.order.groups(stored["codes"], {label: scale.dtype for label, scale in self.scales.items()})
+        arrays = {label: self.order.groups(stored[label]) for label in self.scales}
         if isinstance(self.offset, ZeroPoint):
             arrays["offsets"] = self.order.zero_points(stored["offsets"])
         return arrays
+
+    def stored_groups(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The inverse of group_rows(), of an order that is not of records."""
+        stored = {label: self.order.groups(arrays[label]) for label in self.scales}
+        if isinstance(self.offset, ZeroPoint):
+            stored["offsets"] = self.order.stored_zero_points(arrays["offsets"])
+        return stored
 
 
 def _small_integers(element: Element) -> bool:
@@ -205,6 +240,9 @@ MXFP4 = WeightFormat(E2M1, Scale("ue8m0", (1, 32)))
 MXFP8 = WeightFormat(E4M3, Scale("ue8m0", (1, 32)))
 #: bfloat16 weights.
 BF16 = WeightFormat(BFLOAT16)
+#: IEEE weights of 16 and of 32 bits.
+F16 = WeightFormat(FP16)
+F32 = WeightFormat(FP32)
 #: E4M3 with one scale per output row ("channel"), or per matrix ("tensor").
 FP8_PER_ROW = WeightFormat(E4M3, factor=Factor(per_row=True))
 FP8_PER_MATRIX = WeightFormat(E4M3, factor=Factor(per_row=False))

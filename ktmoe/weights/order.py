@@ -29,6 +29,9 @@ class Order:
     transposed: bool = False
     nibbles: tuple[int, ...] = _EIGHT
 
+    #: Whether scales and minima stand with the codes, as ktmoe.weights.records has them.
+    of_records = False
+
     @property
     def rows(self) -> bool:
         """Whether codes are rows as they stand."""
@@ -38,6 +41,10 @@ class Order:
     def of_items(self) -> bool:
         """Whether codes of 8 and 16 bits may have it, too."""
         return self.rows or (self.along == "n" and self.transposed and self.nibbles == _EIGHT)
+
+    @property
+    def description(self) -> str:
+        return f"in {self.name} order"
 
     @property
     def unit(self) -> tuple[int, int]:

@@ -1,0 +1,221 @@
+"""Records: an order in which codes and their scales stand together, so many weights along k in so many bytes.
+
+A record is what GGUF's files call a block or a super-block. All of it is data: planes say where the bits of codes stand, fields
+where those of scales and minima do. Here numpy says what that means, and the inverse, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ktmoe.errors import FormatError
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Some bits of each code of a record.
+
+    offset: the record's byte where they begin. bits: of each code. shift: the bit of the code where they stand.
+    run: a byte has 8/bits pieces. Of each `run` bytes, all first pieces, from the lowest bits up, come before all second ones:
+    piece p of byte i of chunk c is of weight (c * 8/bits + p) * run + i.
+    """
+
+    offset: int
+    bits: int
+    run: int
+    shift: int = 0
+
+    @property
+    def pieces(self) -> int:
+        """Of a byte."""
+        return 8 // self.bits
+
+    def read(self, records: np.ndarray, weights: int) -> np.ndarray:
+        """Its bits of all codes at their place, uint8 [records, weights], of uint8 [records, bytes]."""
+        stored = records[:, self.offset : self.offset + weights * self.bits // 8].reshape(len(records), -1, 1, self.run)
+        shifts = np.arange(0, 8, self.bits, dtype=np.uint8).reshape(-1, 1)
+        pieces = stored >> shifts & np.uint8((1 << self.bits) - 1)
+        return (pieces << np.uint8(self.shift)).reshape(len(records), weights)
+
+    def write(self, records: np.ndarray, codes: np.ndarray) -> None:
+        """The inverse of read()."""
+        weights = codes.shape[1]
+        pieces = codes.reshape(len(records), -1, self.pieces, self.run) >> np.uint8(self.shift) & np.uint8((1 << self.bits) - 1)
+        shifts = np.arange(0, 8, self.bits, dtype=np.uint8).reshape(-1, 1)
+        stored = np.bitwise_or.reduce(pieces << shifts, axis=2).reshape(len(records), -1)
+        records[:, self.offset : self.offset + weights * self.bits // 8] = stored
+
+
+@dataclass(frozen=True)
+class Piece:
+    """So many bits of a byte of a record, from bit `first` up; bit `shift` of an item is the lowest of them."""
+
+    byte: int
+    first: int
+    bits: int
+    shift: int = 0
+
+
+@dataclass(frozen=True)
+class Field:
+    """Numbers of a record: scales or minima, or what multiplies them.
+
+    items: the pieces of each, along k. plus: what is added to an item's bits; then it is an integer of 8 bits.
+    """
+
+    items: tuple[tuple[Piece, ...], ...]
+    plus: int = 0
+
+    def read(self, records: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Items of that dtype [records, items], of uint8 [records, bytes]."""
+        unsigned = np.dtype(f"u{dtype.itemsize}")
+        items = np.full((len(records), len(self.items)), self.plus % (1 << 8 * dtype.itemsize), unsigned)
+        for i, pieces in enumerate(self.items):
+            for p in pieces:
+                bits = records[:, p.byte] >> np.uint8(p.first) & np.uint8((1 << p.bits) - 1)
+                items[:, i] += bits.astype(unsigned) << unsigned.type(p.shift)
+        return items.view(dtype)
+
+    def write(self, records: np.ndarray, items: np.ndarray) -> None:
+        """The inverse of read(); bits are added to those that a record has."""
+        unsigned = np.dtype(f"u{items.dtype.itemsize}")
+        stored = np.ascontiguousarray(items).view(unsigned) - unsigned.type(self.plus % (1 << 8 * unsigned.itemsize))
+        for i, pieces in enumerate(self.items):
+            for p in pieces:
+                bits = (stored[:, i] >> unsigned.type(p.shift) & unsigned.type((1 << p.bits) - 1)).astype(np.uint8)
+                records[:, p.byte] |= bits << np.uint8(p.first)
+
+
+#: The fields that records may have, by the names of a Matrix's arrays.
+FIELDS = ("scales", "super_scales", "offsets", "super_offsets")
+
+
+@dataclass(frozen=True)
+class Records:
+    """An order, as ktmoe.weights.order.Order is one, of codes and their scales in records along k.
+
+    weights, nbytes: of a record. code_bits: of a code in rows, 4 or 8. planes: the bits of codes. plus: what is added to these.
+    scales, super_scales, offsets, super_offsets: the fields of those that the format has.
+    Raises FormatError where planes and fields are not within a record, or two have the same bits.
+    """
+
+    name: str
+    weights: int
+    nbytes: int
+    code_bits: int
+    planes: tuple[Plane, ...]
+    plus: int = 0
+    scales: Field | None = None
+    super_scales: Field | None = None
+    offsets: Field | None = None
+    super_offsets: Field | None = None
+
+    along = "k"
+    transposed = False
+    rows = False
+    of_items = True
+    of_records = True
+    codes_dtype = np.dtype(np.uint8)
+
+    def __post_init__(self):
+        if self.code_bits not in (4, 8):
+            raise FormatError(f"records {self.name!r}: codes must have 4 or 8 bits, found {self.code_bits}")
+        used = np.zeros(8 * self.nbytes, np.int64)
+        for bits in self._bits():
+            if bits.stop > len(used):
+                raise FormatError(f"records {self.name!r}: bit {bits.stop - 1} is not within {self.nbytes} bytes")
+            used[bits] += 1
+        if (used > 1).any():
+            raise FormatError(f"records {self.name!r}: byte {int(np.argmax(used > 1)) // 8} is used twice")
+
+    def _bits(self) -> list[slice]:
+        planes = [slice(8 * plane.offset, 8 * plane.offset + plane.bits * self.weights) for plane in self.planes]
+        pieces = [piece for field in self.fields.values() for pieces in field.items for piece in pieces]
+        return planes + [slice(8 * p.byte + p.first, 8 * p.byte + p.first + p.bits) for p in pieces]
+
+    @cached_property
+    def spare(self) -> np.ndarray:
+        """Bits of a record that mean nothing, uint8 [bytes]. They must be 0."""
+        used = np.zeros(8 * self.nbytes, bool)
+        for bits in self._bits():
+            used[bits] = True
+        return np.packbits(~used, bitorder="little")
+
+    def first_spare(self, stored: np.ndarray) -> tuple[list[int], int, int] | None:
+        """Where the first bit is set that means nothing: [row, record], its byte, and what that is."""
+        records = stored.reshape(len(stored), -1, self.nbytes)
+        for byte in np.flatnonzero(self.spare).tolist():
+            wrong = np.argwhere(records[:, :, byte] & self.spare[byte])
+            if wrong.size:
+                return wrong[0].tolist(), byte, int(records[*wrong[0], byte])
+        return None
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields there are, by the names of a Matrix's arrays."""
+        return {label: field for label in FIELDS if (field := getattr(self, label))}
+
+    @property
+    def description(self) -> str:
+        return f"in {self.name} records"
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """(rows, columns) of the matrix that may not be cut."""
+        return 1, self.weights
+
+    def codes_shape(self, n: int, k: int) -> tuple[int, int]:
+        """Of the records of a matrix [n, k], as bytes."""
+        return n, k // self.weights * self.nbytes
+
+    def shape(self, codes_shape: tuple[int, int]) -> tuple[int, int]:
+        """(n, k) of the matrix whose records have that shape."""
+        n, nbytes = codes_shape
+        return n, nbytes // self.nbytes * self.weights
+
+    def _records(self, stored: np.ndarray) -> np.ndarray:
+        return stored.reshape(-1, self.nbytes)
+
+    def to_rows(self, stored: np.ndarray, n: int, k: int) -> np.ndarray:
+        """The codes of records as rows, uint8 [n, k/2] or [n, k]."""
+        records = self._records(stored)
+        codes = np.full((len(records), self.weights), self.plus % 256, np.uint8)
+        for plane in self.planes:
+            codes += plane.read(records, self.weights)
+        codes = codes.reshape(n, k)
+        return codes[:, 0::2] | codes[:, 1::2] << 4 if self.code_bits == 4 else codes
+
+    def groups(self, stored: np.ndarray, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
+        """The numbers of each field, [n, those of a row], by name. dtypes: theirs, by name."""
+        records = self._records(stored)
+        return {label: field.read(records, dtypes[label]).reshape(len(stored), -1) for label, field in self.fields.items()}
+
+    def from_rows(self, arrays: Mapping[str, np.ndarray], n: int, k: int) -> np.ndarray:
+        """The inverse of to_rows() and groups(): records of these arrays, uint8 [n, bytes].
+
+        Raises FormatError for a number that has no bits in a record.
+        """
+        rows = arrays["codes"]
+        codes = np.stack([rows & 15, rows >> 4], axis=-1) if self.code_bits == 4 else rows
+        codes = codes.reshape(-1, self.weights) - np.uint8(self.plus % 256)
+        records = np.zeros((len(codes), self.nbytes), np.uint8)
+        for plane in self.planes:
+            plane.write(records, codes)
+        for label, field in self.fields.items():
+            field.write(records, arrays[label].reshape(len(records), -1))
+        stored = records.reshape(n, -1)
+        dtypes = {label: arrays[label].dtype for label in self.fields}
+        back = self.groups(stored, dtypes) | {"codes": self.to_rows(stored, n, k)}
+        for label, array in back.items():
+            if array.tobytes() != np.ascontiguousarray(arrays[label]).tobytes():
+                raise FormatError(f"{label}: records {self.name!r} have no bits for some of these numbers")
+        return stored
+
+
+def plain(byte: int, count: int, itemsize: int, bits: int = 8) -> Field:
+    """Items of so many bytes one after another; of one byte, they may have fewer bits."""
+    return Field(tuple(tuple(Piece(byte + i * itemsize + b, 0, bits, 8 * b) for b in range(itemsize)) for i in range(count)))
