@@ -18,6 +18,8 @@ _INCLUDE = re.compile(r'^\s*include "([^"]+)"', re.MULTILINE)
 
 #: folder or module: what it must not import, folders or modules of the package. What it imports in turn does not count.
 FORBIDDEN = {
+    "files": {"layer", "model", "backends", "machine", "_native", "experts", "compat", "background", "weights", "conversion"},
+    "conversion": {"layer", "model", "backends", "_native", "compat", "background", "cli"},
     "weights": {"layer", "model", "loaders", "backends", "machine", "_native", "experts", "compat", "background"},
     "machine": {"layer", "model", "loaders", "backends", "compat", "background"},
     "background": {"layer", "model", "loaders", "backends", "compat", "_native"},

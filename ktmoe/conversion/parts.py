@@ -12,7 +12,7 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.files.safetensors_writer import item_bytes, nbytes_of
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.safetensors_file import TensorInfo
-from ktmoe.quantization import Error, Quantizer, source
+from ktmoe.quantization import Error, Quantizer
 
 #: Bytes of a tensor that are copied at a time.
 CHUNK_BYTES = 1 << 24
@@ -136,7 +136,7 @@ def _rounded(experts: ExpertWeights, number: int, projections: tuple[str, ...], 
     matrices = {projection: experts.matrix(number, projection) for projection in projections}
     factor, largest = quantizer.format.factor, None
     if factor and not factor.per_row:
-        largest = max(float(np.abs(source.read(matrix)).max()) for matrix in matrices.values())
+        largest = max(map(quantizer.largest, matrices.values()))
     rounded, total = {}, Error()
     for projection in projections:
         matrix = matrices.pop(projection)

@@ -89,6 +89,14 @@ class Quantizer:
             arrays["factor"] = np.ascontiguousarray(made.scales.reshape(-1), np.float32)
         return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), Error(total, error)
 
+    def largest(self, matrix: Matrix) -> float:
+        """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
+        found = core.weights_extremes(source.read(matrix), *matrix.shape)
+        if found is None:
+            source.refuse(matrix)
+        low, high = found
+        return float(max(abs(low.min()), abs(high.max())))
+
     def experts(self, experts: ExpertWeights) -> ExpertWeights:
         """The same experts, each matrix rounded when it is asked for."""
 
