@@ -235,6 +235,25 @@ def test_columns_that_do_not_fit(tmp_path):
     assert names(tmp_path) == ["source"]
 
 
+def test_one_file(tmp_path):
+    """A source that is a .safetensors file: what lies beside it is not copied, but config.json counts."""
+    source = tmp_path / "source" / "model.safetensors"
+    write(tmp_path / "source")
+    convert(source, tmp_path / "out", "mxfp4")
+    check_layer(tmp_path / "source", tmp_path / "out", 1, Quantizer("mxfp4"))
+    assert "tokenizer.json" not in names(tmp_path / "out")
+    assert config(tmp_path / "out")["num_experts"] == EXPERTS
+
+
+def test_a_name_that_the_result_has_already(tmp_path):
+    """Granite's experts get names in which there is something else."""
+    write(tmp_path / "source", "granite")
+    add(tmp_path / "source", "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_packed", "I8")
+    with pytest.raises(KtmoeError, match="block_sparse_moe"):
+        convert(tmp_path / "source", tmp_path / "out", "mxfp4")
+    assert names(tmp_path) == ["source"]
+
+
 def test_a_weight_that_is_no_number(tmp_path):
     of_layers = write(tmp_path / "source")
     name = "model.layers.1.mlp.experts.2.down_proj.weight"

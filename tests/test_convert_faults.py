@@ -251,12 +251,11 @@ def test_a_signal(source, whole, tmp_path, number, status):
     """Ctrl-C, and what ends a process politely, in the middle of a file."""
     out = tmp_path / "out"
     start = (
-        "from ktmoe.conversion.convert import Counter\n"
-        "add = Counter.add\n"
-        "def counted(self, nbytes):\n"
-        f"    if self._done > self._total / 2: os.kill(os.getpid(), {int(number)})\n"
-        "    add(self, nbytes)\n"
-        "Counter.add = counted"
+        "from ktmoe.cli import convert as module\n"
+        "real = module.convert\n"
+        "def progress(done, total):\n"
+        f"    if done > total / 2: os.kill(os.getpid(), {int(number)})\n"
+        "module.convert = lambda *given, **options: real(*given, **{**options, 'progress': progress})"
     )
     found = command(source, out, start)
     assert (found.returncode, found.stdout) == (status, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, KeysView
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.safetensors_file import TensorInfo
+from ktmoe.messages import show
 from ktmoe.quantization import Quantizer
 from ktmoe.weights.elements import INT8, INT8_PLUS_128
 from ktmoe.weights.formats import MXFP4
@@ -159,6 +161,9 @@ class _Result:
     def __init__(self, path: Path, made: Plan):
         self.path, self.config = path, made.config
         tensors = [(shard.name, each) for shard in made.shards for each in shard.tensors]
+        names = Counter(each.name for _, each in tensors)
+        if twice := next((name for name, count in names.items() if count > 1), None):
+            raise FormatError(f"{path}: tensor {show(twice)}: expected none of that name beside the experts, found one")
         self._infos = {
             each.name: TensorInfo(each.name, each.dtype, each.shape, path / file, 0, each.nbytes) for file, each in tensors
         }
