@@ -69,7 +69,12 @@ def plan(
     experts = {layer: reader.load(checkpoint, layer) for layer, reader in readers.items()}
     for each in experts.values():
         _check(each, quantizer, requantize)
-    mine = {name: layer for layer in experts for name in naming.tensors(checkpoint, layer) if not name.endswith(_BIAS)}
+    mine = {
+        name: layer
+        for layer, each in experts.items()
+        for name in naming.tensors(checkpoint, layer)
+        if name.startswith(f"{each.name}.") and not name.endswith(_BIAS)
+    }
     rest = [info for info in source.infos if info.name not in mine]
     partly = any(layer not in experts for layer in naming.layers(checkpoint))
     stored = _storages(source, quantizer, readers, rest)
