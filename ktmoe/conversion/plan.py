@@ -69,12 +69,7 @@ def plan(
     experts = {layer: reader.load(checkpoint, layer) for layer, reader in readers.items()}
     for each in experts.values():
         _check(each, quantizer, requantize)
-    mine = {
-        name: layer
-        for layer, each in experts.items()
-        for name in naming.tensors(checkpoint, layer)
-        if name.startswith(f"{each.name}.") and not name.endswith(_BIAS)
-    }
+    mine = {name: layer for layer, each in experts.items() for name in _names(source, layer, each.name)}
     rest = [info for info in source.infos if info.name not in mine]
     partly = any(layer not in experts for layer in naming.layers(checkpoint))
     stored = _storages(source, quantizer, readers, rest)
@@ -90,6 +85,16 @@ def plan(
     made = Plan(experts, _shards(units, shard_bytes), config, note)
     _check_result(made, quantizer, source)
     return made
+
+
+def _names(source: Source, layer: int | str, base: str) -> list[str]:
+    """The tensors of a layer's experts that are rounded: not biases, and not what else may have names of experts."""
+    elsewhere = f"{base}.experts."
+    return [
+        name
+        for name in naming.tensors(source.checkpoint, layer)
+        if name.startswith(f"{base}.") and not name.startswith(elsewhere) and not name.endswith(_BIAS)
+    ]
 
 
 def _check(experts: ExpertWeights, quantizer: Quantizer, requantize: bool) -> None:
