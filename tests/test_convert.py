@@ -165,8 +165,10 @@ def test_a_rest_that_is_quantized(tmp_path):
     stated = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     write(tmp_path / "source", "fp8", config=stated)
     add(tmp_path / "source", "model.layers.0.self_attn.kv.weight", "F8_E4M3")
+    (tmp_path / "source" / "hf_quant_config.json").write_text("{}")
     report = convert(tmp_path / "source", tmp_path / "out", "mxfp4")
     assert report.note == MIXED
+    assert (tmp_path / "out" / "hf_quant_config.json").read_text() == "{}"
     assert config(tmp_path / "out") == config(tmp_path / "source")
     check_layer(tmp_path / "source", tmp_path / "out", 1, Quantizer("mxfp4"))
 
@@ -245,6 +247,21 @@ def test_one_file(tmp_path):
     assert config(tmp_path / "out")["num_experts"] == EXPERTS
 
 
+def test_params_of_mistral(tmp_path):
+    """They take config.json's place, and keep it."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    write(source, "bf16 native")
+    (source / "config.json").unlink()
+    stated = {"dim": 96, "moe": {"num_experts": EXPERTS}, "quantization": {"qformat_weight": "fp8_e4m3"}}
+    (source / "params.json").write_text(json.dumps(stated))
+    convert(source, out, "int4")
+    found = json.loads((out / "params.json").read_text())
+    assert (found["dim"], found["quantization_config"]["format"]) == (96, "pack-quantized")
+    assert "quantization" not in found
+    assert "config.json" not in names(out)
+    check_layer(source, out, 1, Quantizer("int4"))
+
+
 def test_a_name_that_the_result_has_already(tmp_path):
     """Granite's experts get names in which there is something else."""
     write(tmp_path / "source", "granite")
@@ -271,7 +288,7 @@ def test_what_is_not_copied(tmp_path):
     """Weights in other files, what is hidden, folders, and what says how the source was quantized."""
     source = tmp_path / "source"
     write(source)
-    for name in ("a.bin", "b.gguf", ".c", "quantize_config.json", "chat_template.jinja"):
+    for name in ("a.bin", "b.gguf", ".c", "params.json", "quantize_config.json", "chat_template.jinja"):
         (source / name).write_text("{}")
     (source / "original").mkdir()
     convert(source, tmp_path / "out", "mxfp4")

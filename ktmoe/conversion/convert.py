@@ -129,12 +129,12 @@ def _write(source: Source, made: Plan, quantizer: Quantizer, folder: Path, ident
         with Workers() as workers:
             for shard in left:
                 journal.add(shard.name, _write_shard(source, shard, folder, workers, count))
-        for name in source.others:
+        for name in source.others + (source.quantized if made.note else []):  # of the weights that stay as they are
             _copy(source.folder / name, folder / name)
         source.check()
         report = _report(source, made, quantizer, folder, journal, kept)
         write_json(folder / REPORT_NAME, _data(report), overwrite=True)
-        write_json(folder / _config_name(source), made.config, overwrite=True)
+        write_json(folder / source.config_name, made.config, overwrite=True)
         journal.close({each.name: shard.name for shard in made.shards for each in shard.tensors}, report.nbytes)
     return report
 
@@ -229,11 +229,6 @@ def _copy(original: Path, copy: Path) -> None:
             written.write(data)
     with suppress(OSError):  # a file system without modes
         shutil.copymode(original, copy)
-
-
-def _config_name(source: Source) -> str:
-    """Mistral's params.json, where that is all there is."""
-    return "params.json" if "params.json" in source.files else "config.json"
 
 
 def _report(source: Source, made: Plan, quantizer: Quantizer, folder: Path, journal: Journal, kept: list[str]) -> Report:

@@ -12,16 +12,18 @@ from ktmoe.messages import show
 
 #: config.json, or Mistral's in its place.
 CONFIG_NAMES = ("config.json", "params.json")
-#: What is not copied: weights of the same model in other files, and what says how the source was quantized.
+#: What is not copied: weights of the same model in other files.
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".index.json")
-_REPLACED = {*CONFIG_NAMES, "quantize_config.json", "hf_quant_config.json", "recipe.yaml"}
+#: What says how it was quantized, beside config.json.
+_QUANTIZED = ("quantize_config.json", "hf_quant_config.json", "recipe.yaml")
 
 
 class Source:
     """An open checkpoint whose headers have all been read.
 
-    infos: of its tensors, in the order of files and of their places in them. files: those, by name. others: names of what is
-    copied beside them, such as a tokenizer's.
+    infos: of its tensors, in the order of files and of their places in them. others: names of what is copied beside them, such
+    as a tokenizer's. quantized: names of what says how the source was quantized, beside config.json. config_name: config.json,
+    or Mistral's params.json if that is all there is. files: all of these, by name.
     Raises CheckpointError, FormatError for a file that is not of the safetensors format.
     """
 
@@ -35,9 +37,13 @@ class Source:
             for info in self.infos:
                 if info.dtype not in DTYPE_BITS:
                     raise FormatError(f"{info.file}: expected a safetensors file, found tensor {show(info.name)} {info.dtype}")
-            self.others = self._others() if folder.is_dir() else []
-            paths = {info.file for info in self.infos} | {self.folder / name for name in self.others}
-            paths |= {self.folder / name for name in CONFIG_NAMES if (self.folder / name).is_file()}
+            names = self._names() if folder.is_dir() else []
+            self.others = [name for name in names if name not in (*CONFIG_NAMES, *_QUANTIZED)]
+            self.quantized = [name for name in names if name in _QUANTIZED]
+            configs = [name for name in CONFIG_NAMES if (self.folder / name).is_file()]
+            self.config_name = (*configs, CONFIG_NAMES[0])[0]
+            others = (*self.others, *self.quantized, *configs[:1])
+            paths = {info.file for info in self.infos} | {self.folder / name for name in others}
             self.files: dict[str, Path] = {path.name: path for path in sorted(paths)}
             self._found = {name: _status(path) for name, path in self.files.items()}
         except BaseException:
@@ -68,12 +74,11 @@ class Source:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _others(self) -> list[str]:
+    def _names(self) -> list[str]:
+        """Files of the folder that may be copied."""
         with os.scandir(self.folder) as entries:
             names = [entry.name for entry in entries if entry.is_file()]
-        return sorted(
-            name for name in names if not name.startswith(".") and not name.endswith(_WEIGHTS) and name not in _REPLACED
-        )
+        return sorted(name for name in names if not name.startswith(".") and not name.endswith(_WEIGHTS))
 
 
 def _status(path: Path) -> tuple[int, int, int]:

@@ -51,6 +51,7 @@ def config(
         place["quantization_config"] = _added(found, stored, layers, partly)
         return made, ""
     place.pop("quantization_config", None)
+    made.pop("quantization", None)  # of Mistral's params.json
     if stored is None:
         made["quantization_config"] = copy.deepcopy(_GPT_OSS)
     else:
