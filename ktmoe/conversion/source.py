@@ -35,7 +35,7 @@ class Source:
             infos = [self.checkpoint.info(name) for name in self.checkpoint.names()]
             self.infos: list[TensorInfo] = sorted(infos, key=lambda info: (info.file.name, info.offset, info.name))
             for info in self.infos:
-                if info.dtype not in DTYPE_BITS:
+                if info.file.suffix == ".gguf" or info.dtype not in DTYPE_BITS:
                     raise FormatError(f"{info.file}: expected a safetensors file, found tensor {show(info.name)} {info.dtype}")
             names = self._names() if folder.is_dir() else []
             self.others = [name for name in names if name not in (*CONFIG_NAMES, *_QUANTIZED)]
