@@ -3,13 +3,15 @@
 Importing starts no thread and changes no state of the process, but for handlers that run when it forks.
 """
 
-from ktmoe import backends, loaders
+from ktmoe import backends, loaders, quantization
 from ktmoe.config import get_include, show_config
+from ktmoe.conversion import convert
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
 from ktmoe.machine.threads import get_num_threads, set_num_threads
 from ktmoe.model import MoEModel
+from ktmoe.quantization import quantize
 from ktmoe.version import installed_version
 from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.elements import Element
@@ -53,6 +55,7 @@ __all__ = [
     "ZeroPoint",
     "__version__",
     "backends",
+    "convert",
     "fp8",
     "get_include",
     "get_num_threads",
@@ -61,6 +64,8 @@ __all__ = [
     "load_experts",
     "loaders",
     "nvfp4",
+    "quantization",
+    "quantize",
     "set_num_threads",
     "show_config",
     "uint4",

@@ -15,7 +15,7 @@ from ktmoe.compat import methods, weights
 from ktmoe.compat.export import Target
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
-from ktmoe.quantize.rows import AWAY_4, AWAY_8, EVEN_4, EVEN_8
+from ktmoe.quantization import quantize
 from ktmoe.weights.formats import FORMATS, Factor, fp8, int4
 from ktmoe.weights.ggml import GGML
 from ktmoe.weights.order import GPTQ
@@ -31,7 +31,7 @@ TAKEN = {
     "MXFP8": {"MXFP8"},
     "NVFP4": {"NVFP4", "NVFP4, divided"},
     "LLAMAFILE": {name for name in FORMATS if FORMATS[name] in GGML.values()},
-    **{method: {"BF16"} for method in ("AMXINT4", "AMXINT8", "MOE_INT4", "MOE_INT8")},
+    **{method: set(FORMATS) for method in ("AMXINT4", "AMXINT8", "MOE_INT4", "MOE_INT8")},
 }
 #: method -> what writes such a checkpoint.
 NEW = {"FP8": "FP8", "FP8_PERCHANNEL": "FP8 per row", "GPTQ_INT4": "GPTQ symmetric", "MXFP8": "MXFP8", "NVFP4": "NVFP4"}
@@ -88,13 +88,13 @@ def test_block_scales_are_exported_as_float32(kind):
 
 @pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize(
-    ("method", "rule"), [("AMXINT4", EVEN_4), ("AMXINT8", EVEN_8), ("MOE_INT4", AWAY_4), ("MOE_INT8", AWAY_8)]
+    ("method", "to"), [("AMXINT4", "int4"), ("AMXINT8", "int8"), ("MOE_INT4", "int4"), ("MOE_INT8", "int8")]
 )
-def test_methods_that_round(method, rule, tmp_path):
+def test_methods_that_round(method, to, tmp_path):
     """A bfloat16 checkpoint, or its tensors: the same bits. There is nothing to export."""
     experts = load_experts(write("BF16", tmp_path), 0)
     tensors = [np.stack([experts.matrix(e, p).codes for e in range(EXPERTS)]) for p in PROJECTIONS]
-    rounded, batch_ = rule.experts(experts), batch()
+    rounded, batch_ = quantize(experts, to, rule=method.lower()), batch()
     with wrapper(tmp_path, method=method) as w, MoELayer(rounded) as layer:
         y = w.forward(*batch_)
         assert_right(layer, rounded, *batch_, y)

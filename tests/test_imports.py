@@ -18,12 +18,14 @@ _INCLUDE = re.compile(r'^\s*include "([^"]+)"', re.MULTILINE)
 
 #: folder or module: what it must not import, folders or modules of the package. What it imports in turn does not count.
 FORBIDDEN = {
+    "files": {"layer", "model", "backends", "machine", "_native", "experts", "compat", "background", "weights", "conversion"},
+    "conversion": {"layer", "model", "backends", "_native", "compat", "background", "cli"},
     "weights": {"layer", "model", "loaders", "backends", "machine", "_native", "experts", "compat", "background"},
     "machine": {"layer", "model", "loaders", "backends", "compat", "background"},
     "background": {"layer", "model", "loaders", "backends", "compat", "_native"},
-    "loaders": {"layer", "model", "backends", "machine", "compat", "_native", "quantize"},
-    "quantize": {"layer", "model", "loaders", "backends", "machine", "compat", "_native", "background"},
-    "backends": {"layer", "model", "loaders", "compat", "background", "quantize"},
+    "loaders": {"layer", "model", "backends", "machine", "compat", "_native", "quantization"},
+    "quantization": {"layer", "model", "loaders", "backends", "machine", "compat", "background"},
+    "backends": {"layer", "model", "loaders", "compat", "background", "quantization"},
     "_native": {"layer", "model", "loaders", "backends", "machine", "compat", "background"},
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
     "layer": {"model", "compat"},

@@ -22,6 +22,7 @@ WRITERS = (
     # alone, since it would bring triton
     Environment("autoawq", "AutoAWQ", (("--no-deps", "autoawq==0.2.9"),), base=TORCH),
     Environment("quark", "Quark", (("amd-quark==0.13",),), base=TORCH),
+    Environment("torchao", "torchao", (("--no-deps", "torchao==0.18.0"),), base=TORCH),
     Environment("gptqmodel", "GPTQModel", (("gptqmodel==7.6.0",),), base=TORCH),
 )
 

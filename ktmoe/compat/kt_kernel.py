@@ -272,9 +272,9 @@ class KTMoEWrapper:
         found, wanted = (experts.hidden, experts.intermediate), (self.hidden_size, self.moe_intermediate_size)
         if found != wanted:
             raise InputError(f"{experts.name}: hidden and intermediate size must be {wanted} as given, found {found}")
-        rule = methods.SERVED[self.method].rule
-        if rule is not None:
-            experts = rule.experts(experts)
+        rounds = methods.SERVED[self.method].rounds
+        if rounds is not None:
+            experts = rounds.experts(experts)
         experts = experts.take(weights.physical_map(physical, self.num_experts, experts.num_experts))
         if self._activation is not None:
             experts = experts.with_activation(self._activation)

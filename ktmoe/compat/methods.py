@@ -9,7 +9,7 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe.errors import FormatError, InputError, UnavailableError
-from ktmoe.quantize.rows import AWAY_4, AWAY_8, EVEN_4, EVEN_8, Rule
+from ktmoe.quantization import Quantizer
 from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, WeightFormat, fp8, int4, nvfp4
 from ktmoe.weights.ggml import GGML
 from ktmoe.weights.order import GPTQ
@@ -39,19 +39,20 @@ class Method:
     """wanted: what its experts' matrices are. fits: whether a format is that.
 
     exports: whether kt-kernel has host buffers for these weights. scales: what an item of their scale buffers is; None: there
-    are none. rule: how they are rounded when they are loaded; None: not at all.
+    are none. rounds: how they are rounded when they are loaded; None: not at all.
     """
 
     wanted: str
     fits: Callable[[WeightFormat], bool]
     scales: np.dtype | None = None
     exports: bool = True
-    rule: Rule | None = None
+    rounds: Quantizer | None = None
 
 
-def _rounds(rule: Rule) -> Method:
-    """kt-kernel rounds the original's bfloat16 weights, and has no buffers for the result."""
-    return Method(f"bfloat16, to be rounded to {rule.format.description}", BF16.__eq__, exports=False, rule=rule)
+def _rounds(to: str, rule: str) -> Method:
+    """kt-kernel rounds bfloat16 weights, ktmoe any that it reads; kt-kernel has no buffers for the result."""
+    rounds = Quantizer(to, rule=rule)
+    return Method(f"any, to be rounded to {rounds.format.description}", lambda _: True, exports=False, rounds=rounds)
 
 
 _FP32 = np.dtype(np.float32)
@@ -67,10 +68,10 @@ SERVED = {
     "MXFP8": Method("E4M3 with a UE8M0 scale per 32", MXFP8.__eq__, np.dtype(np.uint8)),
     "NVFP4": Method("E2M1 with an E4M3 scale per 16 and an fp32 scale per tensor", _NVFP4.__contains__, arrays.BF16),
     "LLAMAFILE": Method("weights as GGUF files have them", _gguf, exports=False),
-    "AMXINT4": _rounds(EVEN_4),
-    "AMXINT8": _rounds(EVEN_8),
-    "MOE_INT4": _rounds(AWAY_4),
-    "MOE_INT8": _rounds(AWAY_8),
+    "AMXINT4": _rounds("int4", "amxint4"),
+    "AMXINT8": _rounds("int8", "amxint8"),
+    "MOE_INT4": _rounds("int4", "moe_int4"),
+    "MOE_INT8": _rounds("int8", "moe_int8"),
 }
 #: method -> the weights that ktmoe does not have yet.
 MISSING = {

@@ -13,7 +13,7 @@ from rounding import KT_KERNEL, ROW, Roundings
 
 from ktmoe import BF16 as B16
 from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, WeightFormat, int4, reference
-from ktmoe.quantize.rows import EVEN_4, EVEN_8, Rule
+from ktmoe.quantization import Quantizer
 from ktmoe.weights.elements import E2M1
 from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, fp8, nvfp4
 from ktmoe.weights.order import GPTQ
@@ -31,7 +31,7 @@ class Format:
     """kinds: kt-kernel's classes for it, as its wrapper prefers them on CPUs without AMX, and where each rounds.
 
     quantization: what its quant_config says. intermediate: a size that its classes take. theirs: the format that its loader
-    makes of these weights, where that rounds them. rule: by which both round bfloat16 weights.
+    makes of these weights, where that rounds them. rounds: how both round bfloat16 weights.
     """
 
     weights: WeightFormat
@@ -39,7 +39,7 @@ class Format:
     quantization: Mapping[str, object] = field(default_factory=dict)
     intermediate: int = 192
     theirs: WeightFormat | None = None
-    rule: Rule | None = None
+    rounds: Quantizer | None = None
 
 
 VNNI = Roundings(sums=True, int8_group=32)
@@ -76,8 +76,12 @@ FORMATS = {
         {"bits": 4, "group_size": 128},
         256,
     ),
-    "AMXINT8": Format(B16, {"AMXInt8_MOE": Roundings(sums=True, int8_group=ROW)}, intermediate=256, rule=EVEN_8),
-    "AMXINT4": Format(B16, {"AMXInt4_MOE": Roundings(sums=True, int8_group=ROW)}, intermediate=256, rule=EVEN_4),
+    "AMXINT8": Format(
+        B16, {"AMXInt8_MOE": Roundings(sums=True, int8_group=ROW)}, intermediate=256, rounds=Quantizer("int8", rule="amxint8")
+    ),
+    "AMXINT4": Format(
+        B16, {"AMXInt4_MOE": Roundings(sums=True, int8_group=ROW)}, intermediate=256, rounds=Quantizer("int4", rule="amxint4")
+    ),
 }
 #: Classes that load the expert of its own number into a slot, and leave those out that the map leaves out.
 IGNORES_MAP = {"AVX2FP8_MOE", "AVX2MXFP8_MOE", *FORMATS["GPTQ_INT4"].kinds, "AMXInt8_MOE", "AMXInt4_MOE"}
@@ -131,8 +135,8 @@ def originals(name: str, clamps: str = "silu") -> ExpertWeights:
 @functools.cache
 def experts(name: str, clamps: str = "silu") -> ExpertWeights:
     """What ktmoe computes with."""
-    rule = FORMATS[name].rule
-    return rule.experts(originals(name, clamps)) if rule else originals(name, clamps)
+    rounds = FORMATS[name].rounds
+    return rounds.experts(originals(name, clamps)) if rounds else originals(name, clamps)
 
 
 @functools.cache

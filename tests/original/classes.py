@@ -26,12 +26,12 @@ def made(weights: ExpertWeights, name: str, kind: str, clamps: str = "silu", **o
 
 def given(name: str, clamps: str = "silu") -> ExpertWeights:
     """What kt-kernel's class is given: it rounds by itself."""
-    return originals(name, clamps) if FORMATS[name].rule else loaded(name, clamps)
+    return originals(name, clamps) if FORMATS[name].rounds else loaded(name, clamps)
 
 
 def saved(name: str, folder: Path) -> dict[str, str]:
     """For a class that rounds: where it saves that."""
-    return {"rounded": str(folder)} if FORMATS[name].rule else {}
+    return {"rounded": str(folder)} if FORMATS[name].rounds else {}
 
 
 def need(exists: set[str], kind: str) -> None:

@@ -82,11 +82,11 @@ def test_wrappers_agree(exists, tmp_path, method):
     original.environment(variables=ENVIRONMENT.get(method, {}))
     for layer, weights in enumerate(layers):
         keywords = wrapper_keywords(method, folder, layer)
-        if form.rule:  # which its wrapper applies to tensors alone
+        if form.rounds:  # which its wrapper applies to tensors alone
             original.arrays |= {f"{layer} {name.split()[0]}": array for name, array in stored(weights).items()}
             keywords |= {"tensors": str(layer), "weight_path": str(tmp_path / "saved")}
         original.wrapper(name=str(layer), mask=ON_GPU, logical=logical, **keywords)
-    layers = [(form.rule.experts(weights) if form.rule else weights).take(logical) for weights in layers]
+    layers = [(form.rounds.experts(weights) if form.rounds else weights).take(logical) for weights in layers]
     original.capture(sizes=CAPTURED)
     for step, tokens in enumerate((17, 1, 2, 1, 3, 1)):
         for layer in range(LAYERS):

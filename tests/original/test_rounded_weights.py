@@ -41,6 +41,6 @@ def test_the_same_codes_and_scales(exists, tmp_path, method):
             n, k = ours.shape
             files = {what: folder.glob(f"{begin}_{projection}_{expert}_*Byte_{what}_.kt") for what in ("quant", "scale")}
             quant, scale = (np.fromfile(next(files[what]), np.uint8) for what in ("quant", "scale"))
-            one = Matrix("codes", FORMATS[method].rule.format, ours.shape, ours.codes, factor=np.ones(n, np.float32))
+            one = Matrix("codes", FORMATS[method].rounds.format, ours.shape, ours.codes, factor=np.ones(n, np.float32))
             assert np.array_equal(unpacked(quant, n, k, bits), reference.dequantize(one))
             assert np.array_equal(scale.view(np.float32) * np.float32(unit), ours.factor)

@@ -2,7 +2,8 @@
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
-as the driver has them. records.pxi: codes and scales that stand together. packed.pxi: packed layers. schedule.pxi: the driver's lists without a layer. The pool's lock is never held
+as the driver has them. records.pxi: codes and scales that stand together. packed.pxi: packed layers. schedule.pxi: the driver's
+lists without a layer. quantize.pxi: rounding weights. The pool's lock is never held
 together with the GIL: fork takes both.
 """
 
@@ -76,3 +77,4 @@ include "records.pxi"
 include "formats.pxi"
 include "packed.pxi"
 include "schedule.pxi"
+include "quantize.pxi"

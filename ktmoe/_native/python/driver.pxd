@@ -297,3 +297,49 @@ cdef extern from "forward/job.h" nogil:
     size_t kt_job_stages(kt_job *j, const kt_bool *used)
     size_t kt_scratch_chunk(kt_job *j)
     size_t kt_call_rows(size_t left)
+
+
+cdef extern from "quantize/weights.h" nogil:
+    ctypedef enum kt_source:
+        KT_SOURCE_BF16
+        KT_SOURCE_FP16
+        KT_SOURCE_FP32
+        KT_SOURCE_BYTES
+        KT_SOURCE_NIBBLES
+    ctypedef struct kt_weights:
+        kt_source stored
+        size_t n, k
+        const uint8_t *codes
+        const float *values
+        const float *scales
+        const float *points
+        const float *factors
+        size_t rows, columns, point_columns
+        kt_bool per_row, divides
+
+
+cdef extern from "quantize/round.h" nogil:
+    enum:
+        KT_E2M1_LIMITS
+    ctypedef enum kt_rounds_to:
+        KT_TO_INTEGERS
+        KT_TO_E2M1
+        KT_TO_E4M3
+    ctypedef enum kt_ties:
+        KT_TIES_EVEN
+        KT_TIES_AWAY
+        KT_TIES_ZERO
+    ctypedef struct kt_rounding:
+        kt_rounds_to to
+        kt_ties ties
+        kt_bool sixteenths, float64, negative_zero
+        size_t rows, columns
+        const float *multipliers
+        const float *divisors
+        const float *points
+        const double *values
+        float least, most
+        unsigned code_bits, plus
+        float limits[7]
+    bint kt_weight_extremes(const kt_weights *m, size_t rows, size_t columns, float *low, float *high)
+    void kt_round_weights(const kt_weights *m, const kt_rounding *how, uint8_t *codes, double *sums)

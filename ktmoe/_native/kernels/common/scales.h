@@ -49,7 +49,8 @@ INLINE f32v raise(const u32v top, const int down, const uint32_t keep, const flo
     return (f32v)((u32v)((i32v)top >> down) & keep) * splat(factor);
 }
 INLINE f32v e4m3_at_top(const u32v top) { return raise(top, 4, 0x87F00000, 0x1p120f); }
-INLINE f32v load_fp16(const uint8_t *p) { return raise(widen_u16(p) << 16, 3, 0x8FFFE000, 0x1p112f); }
+INLINE f32v fp16_at_top(const u32v top) { return raise(top, 3, 0x8FFFE000, 0x1p112f); }
+INLINE f32v load_fp16(const uint8_t *p) { return fp16_at_top(widen_u16(p) << 16); }
 
 /* UE8M0's byte 0 is 2^-127, a denormal, where the shift alone would give 0. */
 INLINE f32v load_ue8m0(const uint8_t *p) {

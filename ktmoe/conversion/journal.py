@@ -1,0 +1,89 @@
+"""Journal: what is finished of a conversion. It stands where the index will be, so that nothing reads the folder earlier."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ktmoe.errors import CheckpointError, OutputError
+from ktmoe.files.atomic import unfinished, write_json
+from ktmoe.files.lock import LOCK_NAME
+from ktmoe.loaders.checkpoint import INDEX_NAME
+from ktmoe.loaders.safetensors_file import SafetensorsFile, read_json_object
+from ktmoe.quantization import Error
+
+_KEY = "ktmoe_convert"
+#: In the place of an index's weight_map, which readers name when they refuse it.
+_NOT_YET = "ktmoe convert has not finished: run the same command again, or remove this folder"
+
+
+class Journal:
+    """Of the conversion into a folder, which this process has locked.
+
+    identity: what the source, the options and ktmoe are, as JSON has it. finished: by file, the errors of layers in it.
+    resumed: whether another process began it.
+    Raises OutputError for a folder with other files, or with the journal of another conversion.
+    """
+
+    def __init__(self, folder: Path, identity: dict):
+        self._path = folder / INDEX_NAME
+        self._identity = identity
+        self.finished: dict[str, dict[int | str, Error]] = {}
+        self.resumed = os.path.lexists(self._path)
+        if self.resumed:
+            self._read(folder)
+            return
+        others = set(os.listdir(folder)) - {LOCK_NAME, unfinished(self._path).name}
+        if others:
+            raise OutputError(f"{folder}: expected a new or an empty folder, found {min(others)}")
+
+    def begin(self) -> None:
+        """From now on the folder is this conversion's."""
+        if not self.resumed:
+            self._write()
+
+    def add(self, file: str, errors: dict[int | str, Error]) -> None:
+        """A file has its name now."""
+        self.finished[file] = errors
+        self._write()
+
+    def keep(self, folder: Path, file: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bool:
+        """Whether a file is finished, and still has these tensors: (dtype, shape) by name."""
+        if file not in self.finished:
+            return False
+        try:
+            opened = SafetensorsFile(folder / file)
+        except CheckpointError:
+            return False
+        with_tensors = {name: (info.dtype, info.shape) for name, info in opened.tensors.items()}
+        opened.close()
+        return with_tensors == tensors
+
+    def close(self, weight_map: dict[str, str], total: int) -> None:
+        """The conversion is done: the index takes the journal's place."""
+        write_json(self._path, {"metadata": {"total_size": total}, "weight_map": weight_map}, overwrite=True)
+
+    def _read(self, folder: Path) -> None:
+        found = read_json_object(self._path).get(_KEY)
+        if not isinstance(found, dict):
+            raise OutputError(f"{folder}: expected a new or an empty folder, found a model")
+        if (before := found.get("identity")) != self._identity:
+            before = before if isinstance(before, dict) else {}
+            labels = [label for label in self._identity if before.get(label) != self._identity[label]]
+            raise OutputError(
+                f"{folder}: holds an unfinished conversion with another {labels[0]}; choose another folder, or remove this one"
+            )
+        try:
+            self.finished = {
+                file: {layer: Error(*numbers) for layer, numbers in errors} for file, errors in found["finished"].items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise OutputError(f"{self._path}: expected the journal of a conversion, found another content") from None
+
+    def _write(self) -> None:
+        finished = {
+            file: [[layer, [error.weights, error.error]] for layer, error in errors.items()]
+            for file, errors in self.finished.items()
+        }
+        value = {"weight_map": _NOT_YET, _KEY: {"identity": self._identity, "finished": finished}}
+        write_json(self._path, value, overwrite=True)

@@ -1,0 +1,145 @@
+"""Quantizer: applies a rule to matrices; quantize(): to experts, a matrix at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ktmoe._native import core
+from ktmoe.errors import FormatError, InputError
+from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.messages import show
+from ktmoe.quantization import codes, source, steps
+from ktmoe.quantization.rules import RULES, Rule
+from ktmoe.quantization.steps import Groups
+from ktmoe.quantization.targets import TARGETS, Group
+from ktmoe.weights.formats import WeightFormat
+
+
+@dataclass(frozen=True)
+class Error:
+    """weights: the sum of w^2. error: the sum of (w - w')^2, w' being what stands for w. float64 sums; they may be added up."""
+
+    weights: float = 0.0
+    error: float = 0.0
+
+    def __add__(self, other: Error) -> Error:
+        return Error(self.weights + other.weights, self.error + other.error)
+
+    @property
+    def relative(self) -> float:
+        """Root mean square of the error beside that of the weights; 0 if there is no error."""
+        return (self.error / self.weights) ** 0.5 if self.error else 0.0
+
+
+class Quantizer:
+    """Rounds matrices.
+
+    to: one of TARGETS. rule: one of its rules by name; None: its first, or the first with zero points if not symmetric.
+    group: what shares a scale: a number of columns, (rows, columns), "row" or "matrix"; None: the target's own.
+    scales: the kind of scales, one of "fp32", "bf16", "fp16"; None: the target's own. symmetric: without zero points.
+    Raises InputError for what there is not.
+    """
+
+    def __init__(
+        self,
+        to: str,
+        *,
+        rule: str | None = None,
+        group: Group | None = None,
+        scales: str | None = None,
+        symmetric: bool | None = None,
+    ):
+        if to not in TARGETS:
+            raise InputError(f"to must be one of {', '.join(TARGETS)}, found {show(to)}")
+        target = TARGETS[to]
+        self.rule = _rule(to, rule, symmetric)
+        self.format: WeightFormat = _format(target, self.rule, group, scales)
+        self.to = to
+
+    def matrix(self, matrix: Matrix, *, largest: float | None = None) -> tuple[Matrix, Error]:
+        """A matrix, rounded, and what that changed.
+
+        largest: the largest magnitude of all matrices that are to have the same factor; None: of this one. Only formats with a
+        factor of the matrix look at it.
+        Raises FormatError for a weight that is not finite, and for sizes or scales that the format does not have.
+        """
+        (n, k), (rows, columns) = matrix.shape, self.format.code_unit
+        if n % rows or k % columns:
+            raise FormatError(f"{matrix.name}: expected a multiple of {columns} columns to round, found {[n, k]}")
+        extent = steps.extent(self.format.scale, bool(self.format.factor and self.format.factor.per_row), (n, k))
+        weights = source.read(matrix)
+        found = core.weights_extremes(weights, *extent)
+        if found is None:
+            source.refuse(matrix)
+        low, high = found
+        whole = max(abs(low.min()), abs(high.max())) if largest is None else np.float32(largest)
+        kind = self.format.scale.kind if self.format.scale else "fp32"
+        made = self.rule.steps(Groups(low, high, np.float32(whole), kind, matrix.name))
+        found, error, total = core.weights_rounded(weights, codes.rounding(self.rule, made, self.format.element, extent))
+        arrays = {"codes": found}
+        if self.format.scale:
+            arrays["scales"] = made.scales.astype(self.format.scale.dtype) if made.stored is None else made.stored
+        if made.points is not None:
+            arrays["offsets"] = (made.points + 8).astype(np.uint8)
+        if made.factor is not None:
+            arrays["factor"] = np.full(1, made.factor, np.float32)
+        elif self.format.factor:
+            arrays["factor"] = np.ascontiguousarray(made.scales.reshape(-1), np.float32)
+        return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), Error(total, error)
+
+    def largest(self, matrix: Matrix) -> float:
+        """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
+        found = core.weights_extremes(source.read(matrix), *matrix.shape)
+        if found is None:
+            source.refuse(matrix)
+        low, high = found
+        return float(max(abs(low.min()), abs(high.max())))
+
+    def experts(self, experts: ExpertWeights) -> ExpertWeights:
+        """The same experts, each matrix rounded when it is asked for."""
+
+        def read(expert: int, projection: str) -> Matrix:
+            return self.matrix(experts.matrix(expert, projection))[0]
+
+        sizes = experts.num_experts, experts.hidden, experts.intermediate
+        return ExpertWeights(*sizes, read, self.format, experts.activation, experts.name, experts.router_weight)
+
+
+def quantize(
+    experts: ExpertWeights,
+    to: str,
+    *,
+    rule: str | None = None,
+    group: Group | None = None,
+    scales: str | None = None,
+    symmetric: bool | None = None,
+) -> ExpertWeights:
+    """Experts whose weights are rounded, each matrix when it is asked for; arguments are Quantizer's."""
+    return Quantizer(to, rule=rule, group=group, scales=scales, symmetric=symmetric).experts(experts)
+
+
+def _rule(to: str, name: str | None, symmetric: bool | None) -> Rule:
+    of_target = [rule for (target, _), rule in RULES.items() if target == to]
+    fitting = [rule for rule in of_target if symmetric is None or rule.points != symmetric]
+    if not fitting:
+        raise InputError(f"{to}: there is no rule with symmetric={symmetric}")
+    if name is None:
+        return fitting[0]
+    for rule in fitting:
+        if rule.name == name:
+            return rule
+    raise InputError(f"{to}: rule must be one of {', '.join(rule.name for rule in fitting)}, found {show(name)}")
+
+
+def _format(target, rule: Rule, group: Group | None, kind: str | None) -> WeightFormat:
+    for label, given, only in (("group", group, rule.group), ("scales", kind, rule.kind)):
+        if None not in (given, only) and given != only:
+            raise InputError(f"rule {rule.name!r}: {label} must be {only!r}, found {show(given)}")
+    kinds = (target.kind,) if target.kind is None else ("fp32", "bf16", "fp16")
+    if kind is not None and kind not in kinds:
+        raise InputError(f"scales must be one of {', '.join(map(str, kinds))}, found {show(kind)}")
+    group = group if group is not None else rule.group if rule.group is not None else target.group
+    kind = kind or rule.kind or target.kind
+    return target.format(group, kind, rule.points, rule.steps is steps.in_matrix_divided)

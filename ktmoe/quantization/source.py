@@ -1,0 +1,96 @@
+"""What is rounded: the real numbers that a matrix stands for, each rounded to float32 once at most."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ktmoe import reference_weights
+from ktmoe.errors import FormatError
+from ktmoe.experts import Matrix
+from ktmoe.weights.formats import Minimum, WeightFormat
+from ktmoe.weights.scales import SCALE_KINDS
+
+#: Significant bits of a scale, by kind: with those of a value, 24 are exact in float32.
+_BITS = {"ue8m0": 1, "e4m3": 4, "int8": 7, "bf16": 8, "fp16": 11}
+#: What the native code calls codes that are numbers, by family.
+_NUMBERS = {"b16": "bf16", "f16": "fp16", "f32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A matrix [n, k] as the native code reads it: (values[code] - point) * scale, times its factor or divided by it.
+
+    stored: "bf16", "fp16" or "fp32", codes that are numbers; "bytes"; "nibbles", low nibble = even k. codes: C-contiguous.
+    values: float32, by code; None for numbers. scales: float32, for extents of (rows, columns), or None.
+    points: float32 [n, groups], for so many columns, or None. factors: float32 [n] or [1], or None. divides: whether they do.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    stored: str
+    codes: np.ndarray
+    values: np.ndarray | None = None
+    scales: np.ndarray | None = None
+    extent: tuple[int, int] = (1, 1)
+    points: np.ndarray | None = None
+    point_columns: int = 1
+    factors: np.ndarray | None = None
+    divides: bool = False
+
+
+def read(matrix: Matrix) -> Weights:
+    """A matrix of any format. Raises FormatError for a zero point that is none."""
+    matrix_format = matrix.format
+    if matrix_format.family in _NUMBERS and not matrix_format.factor and matrix_format.order.rows:
+        return Weights(matrix.name, matrix.shape, _NUMBERS[matrix_format.family], matrix.codes)
+    return _coded(matrix) if _rounded_once(matrix_format) else _in_float64(matrix)
+
+
+def refuse(matrix: Matrix) -> None:
+    """Raise FormatError for a weight that is not finite; it names the place."""
+    matrix.refuse()
+    with np.errstate(over="ignore"):
+        wrong = ~np.isfinite(reference_weights.dequantize(matrix).astype(np.float32))
+    place = np.argwhere(wrong)[0].tolist()
+    raise FormatError(f"{matrix.name}: weight {place} is too large for float32")
+
+
+def _rounded_once(matrix_format: WeightFormat) -> bool:
+    """Whether each weight is made with one rounding at most: value times scale is exact, or there is no factor."""
+    if matrix_format.super_scale or isinstance(matrix_format.offset, Minimum):
+        return False
+    scale = matrix_format.scale
+    return not (scale and matrix_format.factor) or scale.kind in _BITS
+
+
+def _coded(matrix: Matrix) -> Weights:
+    matrix_format, (n, k) = matrix.format, matrix.shape
+    arrays = matrix_format.rows(matrix.stored, n, k)
+    given = {}
+    if matrix_format.element.values:
+        given["values"] = np.array([math.nan if v is None else v for v in matrix_format.element.values], np.float32)
+        stored = "nibbles" if matrix_format.element.bits == 4 else "bytes"
+    else:
+        stored = _NUMBERS[matrix_format.family]
+    if matrix_format.scale:
+        with np.errstate(invalid="ignore"):
+            numbers = SCALE_KINDS[matrix_format.scale.kind].numbers(arrays["scales"])
+        given |= {"scales": np.ascontiguousarray(numbers, np.float32), "extent": matrix_format.scale.extent}
+    if matrix_format.offset:
+        if arrays["offsets"].max() > 15:
+            matrix.refuse()
+        points = matrix_format.offset.numbers(arrays["offsets"]).astype(np.float32)
+        given |= {"points": points, "point_columns": matrix_format.offset.extent[1]}
+    if matrix_format.factor:
+        given |= {"factors": arrays["factor"], "divides": matrix_format.factor.divides}
+    return Weights(matrix.name, matrix.shape, stored, arrays["codes"], **given)
+
+
+def _in_float64(matrix: Matrix) -> Weights:
+    """By way of float64 numbers, which are exact or nearly so."""
+    with np.errstate(over="ignore"):
+        weights = reference_weights.dequantize(matrix).astype(np.float32)
+    return Weights(matrix.name, matrix.shape, "fp32", weights)

@@ -1,0 +1,49 @@
+"""write_rounded_modelopt.py FOLDER: weights as ModelOpt's tensor classes round them."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import rounded
+import torch
+import writing
+from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
+
+
+def by_mx(_folder: Path, kind: type, zeros: bool) -> dict[str, np.ndarray]:
+    w = rounded.weights(zeros=zeros)
+    made, scales = kind.quantize(torch.from_numpy(w.copy()), 32) if kind is MXFP4QTensor else kind.quantize(torch.from_numpy(w))
+    codes = made._quantized_data.view(torch.uint8).numpy().reshape(len(w), -1)
+    return {"weights": w, "codes": codes, "scales": scales.numpy().reshape(len(w), -1)}
+
+
+def by_nvfp4(_folder: Path) -> dict[str, np.ndarray]:
+    w = rounded.weights(narrow=True)
+    made, scales, factor = NVFP4QTensor.quantize(torch.from_numpy(w.copy()), 16)
+    return {
+        "weights": w,
+        "codes": made._quantized_data.numpy().reshape(len(w), -1),
+        "scales": scales.view(torch.uint8).numpy().reshape(len(w), -1),
+        "factor": factor.numpy().reshape(1),
+    }
+
+
+def by_fp8(_folder: Path, rows: bool) -> dict[str, np.ndarray]:
+    """ModelOpt divides a group of zeros by zero: there is none here."""
+    w = rounded.weights(zeros=False)
+    how = {"axis": 0} if rows else {"block_sizes": {-1: 128, -2: 128}}
+    made, scales = FP8QTensor.quantize(torch.from_numpy(w), **how)
+    scales = {"factor": scales.numpy().reshape(-1)} if rows else {"scales": scales.numpy()}
+    return {"weights": w, "codes": made._quantized_data.view(torch.uint8).numpy()} | scales
+
+
+if __name__ == "__main__":
+    writing.main(
+        {
+            "MXFP4": partial(by_mx, kind=MXFP4QTensor, zeros=False),
+            "MXFP8": partial(by_mx, kind=MXFP8QTensor, zeros=True),
+            "NVFP4": by_nvfp4,
+            "FP8 rows": partial(by_fp8, rows=True),
+            "FP8 blocks": partial(by_fp8, rows=False),
+        }
+    )
