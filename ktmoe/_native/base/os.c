@@ -1,9 +1,11 @@
 /* Pages, sleeping and the clock: the only file that knows the operating system (Linux). */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -30,6 +32,29 @@ void *kt_os_map(size_t bytes) {
 
 void kt_os_unmap(void *p, size_t bytes) {
     if (p) munmap(p, kt_round_up(bytes, HUGE_BYTES));
+}
+
+bool kt_os_file_state(int fd, kt_file_state *state) {
+    struct stat s;
+    if (fstat(fd, &s)) return false;
+    *state = (kt_file_state){(uint64_t)s.st_size, (uint64_t)s.st_mtim.tv_sec, (uint64_t)s.st_mtim.tv_nsec};
+    return true;
+}
+
+int kt_os_hold(int fd) { return fcntl(fd, F_DUPFD_CLOEXEC, 0); }
+
+void kt_os_let_go(int fd) {
+    if (fd >= 0) close(fd);
+}
+
+void *kt_os_map_file(int fd, uint64_t offset, size_t bytes) {
+    if (bytes == 0 || bytes > SIZE_MAX / 2 || offset > INT64_MAX - bytes) return NULL;
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, (off_t)offset);
+    return p == MAP_FAILED ? NULL : p;
+}
+
+void kt_os_unmap_file(void *p, size_t bytes) {
+    if (p) munmap(p, bytes);
 }
 
 bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before) {
