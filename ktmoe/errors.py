@@ -60,6 +60,10 @@ class OutOfSpaceError(KtmoeError, OSError):
     """A disk has too little free space for what is about to be written; nothing was."""
 
 
+class OutputError(KtmoeError, OSError):
+    """A file or a folder cannot be written: it exists, another process writes it, or the disk is full."""
+
+
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
     """Raise OutOfMemoryError, which says what the memory was for, in the place of a bare MemoryError."""
