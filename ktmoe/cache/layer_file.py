@@ -2,7 +2,8 @@
 
 A safetensors file whose tensors are, in this order:
 
-    shard.0, shard.1 ...      U8 [bytes]: each shard's arena as it lies in memory, whole pages of 4 KiB, at a multiple of them
+    padding                   U8 [bytes]: so that arenas begin at huge pages
+    shard.0, shard.1 ...      U8 [bytes]: each shard's arena as it lies in memory, in whole huge pages
     gate.bias, up.bias ...    F32 [experts, n], of those projections that have one
     gate.factor ...           F32 [experts, n] or [experts, 1], likewise
     seen                      U8 [experts, 3, 3]: of the scales of each matrix the least and the greatest exponent, and whether any
@@ -32,10 +33,10 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 def tensors_of(experts: ExpertWeights, shards: Sequence[tuple[int, int]], biases: Iterable[str]) -> Tensors:
     """What a layer's file has. shards: columns of h of each. biases: projections that have one."""
-    tensors: Tensors = {}
+    tensors: Tensors = {"padding": ("U8", (core.HUGE_PAGE_BYTES - core.PAGE_BYTES,))}  # the header is a page
     for i, columns in enumerate(shards):
         arena = experts.num_experts * core.expert_nbytes(experts, [columns])
-        tensors[f"shard.{i}"] = "U8", (-(-arena // core.PAGE_BYTES) * core.PAGE_BYTES,)
+        tensors[f"shard.{i}"] = "U8", (-(-arena // core.HUGE_PAGE_BYTES) * core.HUGE_PAGE_BYTES,)
     for projection in biases:
         tensors[f"{projection}.bias"] = "F32", (experts.num_experts, experts.shape(projection)[0])
     for projection in PROJECTIONS:
@@ -60,6 +61,7 @@ class LayerWriter:
         self._file = SafetensorsWriter(
             path, tensors, {"kind": "ktmoe packed layer"}, align=core.PAGE_BYTES, overwrite=True
         )  # what no manifest names is left over
+        self._file.write(np.zeros(tensors[0][2], np.uint8))
 
     @property
     def nbytes(self) -> int:
@@ -86,13 +88,21 @@ class LayerWriter:
         """Write what follows the arenas; commit() is still to come."""
         for i, columns in enumerate(self._shards):
             arena = self._experts.num_experts * core.expert_nbytes(self._experts, [columns])
-            self._file.write(np.zeros(-arena % core.PAGE_BYTES, np.uint8), f"shard.{i}")
+            self._file.write(np.zeros(-arena % core.HUGE_PAGE_BYTES, np.uint8), f"shard.{i}")
         for name, arrays in self._numbers.items():
             self._file.write(np.ascontiguousarray(np.concatenate(arrays)), name)
 
     def commit(self) -> None:
-        """Let the file be found under its name, once it is on the disk."""
+        """Let the file be found under its name, once it is on the disk.
+
+        The page cache then forgets it: what was written lies there in small pages, what is read comes in huge ones.
+        """
         self._file.commit()
+        descriptor = os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
     def abort(self) -> None:
         """Remove what was written; nothing after commit()."""
@@ -122,7 +132,7 @@ def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights) -> 
             biases = [projection for projection in PROJECTIONS if f"{projection}.bias" in file.tensors]
             _check_tensors(path, file, tensors_of(experts, entry.shards, biases))
             offsets = [file.tensors[f"shard.{i}"].offset for i in range(len(entry.shards))]
-            numbers = {name: _read(file, name) for name in file.tensors if not name.startswith("shard.")}
+            numbers = {name: _read(file, name) for name in file.tensors if name != "padding" and not name.startswith("shard.")}
             arenas = core.ArenaFile(str(path), descriptor, offsets)
             if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 raise CacheError(f"{path}: expected one file, found another one in its place")

@@ -2,6 +2,8 @@
 
 #: Of what an arena is: the experts one after another, of each gate, up and down. Families have versions of their own.
 ARENA_VERSION = 1
+#: What an arena in a file should begin at a multiple of; it must at one of PAGE_BYTES.
+HUGE_PAGE_BYTES = KT_HUGE_BYTES
 PAGE_BYTES = KT_PAGE_BYTES
 
 

@@ -28,6 +28,7 @@ cdef extern from "base/os.h" nogil:
     void kt_os_let_go(int fd)
     enum:
         KT_PAGE_BYTES
+        KT_HUGE_BYTES
     void *kt_os_map(size_t nbytes)
     void kt_os_unmap(void *p, size_t nbytes)
     int kt_os_permit_tiles()
