@@ -119,8 +119,8 @@ class MoELayer:
         layer's is, once or more often (redundant experts); expert_ids, expert_mask and so on count the layer's.
         cache: a folder that `ktmoe pack` has made of this checkpoint. The experts are mapped from there, and not read or packed
         (docs/packed-caches.md); it excludes physical_to_logical.
-        Raises CheckpointError and MissingTensorError besides what MoELayer raises; CacheError, which names the file, for a cache
-        that is damaged, or of another checkpoint, version or number of NUMA nodes.
+        Raises CheckpointError and MissingTensorError besides what MoELayer raises; CacheError, which names the file, for a
+        cache that is damaged, or of another checkpoint, version or number of NUMA nodes.
         """
         with Checkpoint(path) as checkpoint:
             experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
@@ -278,7 +278,9 @@ class MoELayer:
 def open_cache(cache: str | os.PathLike, checkpoint: str | os.PathLike, physical_to_logical: object) -> Cache:
     """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
     if physical_to_logical is not None:
-        raise InputError("cache: expected without physical_to_logical: a packed cache has the checkpoint's experts, in their order")
+        raise InputError(
+            "cache: expected without physical_to_logical: a packed cache has the checkpoint's experts, in their order"
+        )
     return Cache(cache, checkpoint)
 
 

@@ -6,8 +6,8 @@ A safetensors file whose tensors are, in this order:
     shard.0, shard.1 ...      U8 [bytes]: each shard's arena as it lies in memory, in whole huge pages
     gate.bias, up.bias ...    F32 [experts, n], of those projections that have one
     gate.factor ...           F32 [experts, n] or [experts, 1], likewise
-    seen                      U8 [experts, 3, 3]: of the scales of each matrix the least and the greatest exponent, and whether any
-                              is negative; kernels are chosen by it
+    seen                      U8 [experts, 3, 3]: of the scales of each matrix the least and the greatest exponent, and whether
+                              any is negative; kernels are chosen by it
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class LayerWriter:
         biases, factors = core.numbers(one)
         if list(biases) != self._biases:
             raise FormatError(
-                f"{self._experts.name}: a packed cache has biases of all experts or of none, found {', '.join(biases) or 'none'} "
-                f"after {', '.join(self._biases) or 'none'}"
+                f"{self._experts.name}: a packed cache has biases of all experts or of none, found "
+                f"{', '.join(biases) or 'none'} after {', '.join(self._biases) or 'none'}"
             )
         arrays = {f"{projection}.bias": array for projection, array in biases.items()}
         arrays |= {f"{projection}.factor": array for projection, array in factors.items()}

@@ -92,7 +92,9 @@ def read(folder: str | os.PathLike) -> Manifest:
         )
     source, layers = data.get("source"), data.get("layers")
     if not (isinstance(source, list) and isinstance(layers, dict)):
-        raise CacheError(f"{path}: expected a list of source files and an object of layers, found {show(source)}, {show(layers)}")
+        raise CacheError(
+            f"{path}: expected a list of source files and an object of layers, found {show(source)}, {show(layers)}"
+        )
     return Manifest(
         tuple(_record(SourceFile, entry, f"{path}: source") for entry in source),
         {name: _record(PackedLayerFile, entry, f"{path}: layer {show(name)}") for name, entry in layers.items()},

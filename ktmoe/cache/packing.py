@@ -1,4 +1,4 @@
-"""pack(): a packed cache of a checkpoint, layer by layer; what is there already is kept. verify(): whether it has the same bytes."""
+"""pack(): a packed cache of a checkpoint, layer by layer; what is there already is kept, and can be verified."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def _there(folder: Path, files: tuple[source.SourceFile, ...]) -> Manifest:
     if there.source != files:
         differs = next((file.name for file in {*there.source} ^ {*files}), "the order")
         raise OutputError(
-            f"{folder}: expected an empty folder or a cache of this checkpoint as it is now, found one of another: {show(differs)} "
-            f"differs; remove {folder}, or choose another folder"
+            f"{folder}: expected an empty folder or a cache of this checkpoint as it is now, found one of another: "
+            f"{show(differs)} differs; remove {folder}, or choose another folder"
         )
     return there
 
@@ -165,8 +165,8 @@ def _is_packed(folder: Path, there: Manifest, layer: _Layer) -> bool:
         return False
     if replace(entry, shards=tuple(entry.shards)) != manifest.expected(layer.name, layer.experts, layer.shards, entry.nbytes):
         raise OutputError(
-            f"{folder}: layer {show(layer.name)} is packed for {len(entry.shards)} NUMA nodes, versions {dict(entry.layout)}, which "
-            f"is not what is wanted; remove {folder}, or choose another folder"
+            f"{folder}: layer {show(layer.name)} is packed for {len(entry.shards)} NUMA nodes, versions "
+            f"{dict(entry.layout)}, which is not what is wanted; remove {folder}, or choose another folder"
         )
     try:
         return (folder / entry.file).stat().st_size == entry.nbytes
@@ -195,7 +195,9 @@ def _write(
                 count.add(layer.experts.nbytes // layer.experts.num_experts)
         writer.finish()
         if tuple(source.files_of(checkpoint)) != files:
-            raise CheckpointError(f"{checkpoint.path}: expected files that do not change while they are packed, found changed ones")
+            raise CheckpointError(
+                f"{checkpoint.path}: expected files that do not change while they are packed, found changed ones"
+            )
         writer.commit()
     except BaseException:
         if writer is not None:
@@ -221,8 +223,8 @@ def _verify(folder: Path, entry: PackedLayerFile, layer: _Layer, count: _Count) 
                 same = same and all(np.array_equal(_bits(found[p][expert]), _bits(ours[p][0])) for p in ours)
             if wrong or not same:
                 raise CacheError(
-                    f"{path}: expert {expert}: {wrong or 'scales, biases or factors'}: expected the bytes that packing gives, found "
-                    "others; remove the file, and pack again"
+                    f"{path}: expert {expert}: {wrong or 'scales, biases or factors'}: expected the bytes that packing gives, "
+                    "found others; remove the file, and pack again"
                 )
             count.add(layer.experts.nbytes // layer.experts.num_experts)
 

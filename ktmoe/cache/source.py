@@ -1,4 +1,4 @@
-"""What a packed cache says of the checkpoint's files, so that it serves no other ones: sizes, times, digests of what they begin with."""
+"""What a packed cache says of the checkpoint's files, so that it serves no other ones: sizes, times, digests of headers."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 enum { KT_PAGE_BYTES = 4096, KT_HUGE_BYTES = 2 << 20 }; /* of pages: the least that can be mapped, and huge ones */
-void *kt_os_map(size_t bytes); /* zeroed, 2 MiB aligned, huge pages asked for; NULL when refused */
+void *kt_os_map(size_t bytes);                          /* zeroed, 2 MiB aligned, huge pages asked for; NULL when refused */
 void kt_os_unmap(void *p, size_t bytes);
 
 /* A file as it is now, by its descriptor. */

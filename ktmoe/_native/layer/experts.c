@@ -202,7 +202,8 @@ static enum kt_outcome install(kt_experts *e, size_t expert, const kt_given *giv
     kt_matrix fresh[KT_SHARDS_MAX * KT_MATRICES] = {0};
     const enum kt_outcome outcome = make(e, given, matrices, scans, fresh, error);
     if (outcome == KT_DONE) swap(e, expert, matrices, scans, fresh);
-    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) free_numbers(&fresh[i]); /* replaced, or not taken */
+    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++)
+        free_numbers(&fresh[i]); /* replaced, or not taken */
     return outcome;
 }
 
