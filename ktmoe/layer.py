@@ -278,9 +278,7 @@ class MoELayer:
 def open_cache(cache: str | os.PathLike, checkpoint: str | os.PathLike, physical_to_logical: object) -> Cache:
     """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
     if physical_to_logical is not None:
-        raise InputError(
-            "cache: expected without physical_to_logical: a packed cache has the checkpoint's experts, in their order"
-        )
+        raise InputError("cache: expected no physical_to_logical: a packed cache has the checkpoint's experts as they are")
     return Cache(cache, checkpoint)
 
 

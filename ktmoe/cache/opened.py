@@ -47,7 +47,7 @@ class Cache:
             )
         shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
         expected = manifest.expected(layer, experts, shards, entry.nbytes)
-        for part in ("experts", "hidden", "intermediate", "formats", "shards", "layout"):
+        for part in ("file", "experts", "hidden", "intermediate", "formats", "shards", "layout"):
             want, found = getattr(expected, part), getattr(entry, part)
             if want != found:
                 raise CacheError(f"{what}: {part}: expected {want}, found {show(found)}; `ktmoe pack` makes another one")

@@ -195,9 +195,7 @@ def _write(
                 count.add(layer.experts.nbytes // layer.experts.num_experts)
         writer.finish()
         if tuple(source.files_of(checkpoint)) != files:
-            raise CheckpointError(
-                f"{checkpoint.path}: expected files that do not change while they are packed, found changed ones"
-            )
+            raise CheckpointError(f"{checkpoint.path}: expected files that do not change meanwhile, found changed ones")
         writer.commit()
     except BaseException:
         if writer is not None:
