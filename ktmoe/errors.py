@@ -28,6 +28,10 @@ class CheckpointError(KtmoeError, ValueError):
     """A checkpoint's file, header, index or config is malformed, truncated or inconsistent."""
 
 
+class CacheError(KtmoeError, ValueError):
+    """A packed cache is damaged, or of another checkpoint or version, or it was changed while it was used."""
+
+
 class MissingTensorError(CheckpointError, LookupError):
     """A checkpoint lacks a tensor or a layer that was asked for."""
 

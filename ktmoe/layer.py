@@ -11,11 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from ktmoe import arrays, backends
-from ktmoe.backends.base import TUNED_FOR, Plan, Progress, Stored
+from ktmoe.backends.base import TUNED_FOR, Arenas, Plan, Progress, Stored
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
+from ktmoe.cache.opened import Cache
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix, checked_router_weight
+from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
@@ -39,11 +41,13 @@ class MoELayer:
     numa_nodes: the NUMA nodes, such as [1] or [1, 0]: each has a shard of the intermediate dimension, whose threads run there
     alone; what the shards give is added in that order. None: all that can be used, or no binding if that is one.
     progress: called with (done_bytes, total_bytes) while packing; an exception from it cancels, and nothing is kept.
+    arenas: the same experts as they lie packed in a file, which is mapped in place of packing them: what ktmoe.cache's
+    Cache.layer() gives, for the same NUMA nodes. No matrix of `experts` is read then.
 
     Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
     in place at any time, by any thread, and is read when a forward call begins. backend: the name. tuned_for: as it was given.
     nbytes: of the packed weights. spec: ktmoe.experts.ExpertSpec. placement: ktmoe.machine.numa.Placement. packed: what
-    Backend.pack returned, for whoever looks into it; None after close().
+    Backend.pack returned, for whoever looks into it; None after close(). mapped: whether they are parts of a file.
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -59,6 +63,7 @@ class MoELayer:
         router_weight: str | None = None,
         numa_nodes: Sequence[int] | None = None,
         progress: Progress | None = None,
+        arenas: Arenas | None = None,
     ):
         if not isinstance(experts, ExpertWeights):
             raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
@@ -79,7 +84,14 @@ class MoELayer:
         self.placement = placement_of(experts, numa_nodes)
         self.spec = experts.spec
         plan = Plan(router_weight, self.activations, rounding, self.placement, tuned_for)
-        self.packed = backends.get(self.backend).pack(experts, plan, progress)
+        chosen = backends.get(self.backend)
+        self.mapped = arenas is not None
+        if arenas is None:
+            self.packed = chosen.pack(experts, plan, progress)
+        else:
+            self.packed = chosen.map(experts, plan, arenas)
+            if progress:
+                progress(experts.nbytes, experts.nbytes)
         self.rounding = self.packed.rounding
         self.nbytes = self.packed.nbytes
         self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory
@@ -99,18 +111,27 @@ class MoELayer:
         numa_nodes: Sequence[int] | None = None,
         physical_to_logical: Sequence[int] | None = None,
         progress: Progress | None = None,
+        cache: str | os.PathLike | None = None,
     ) -> MoELayer:
         """One layer of a checkpoint folder (or a single .safetensors file). layer: its number, or a name such as "mtp.0".
 
         loader: a name, or "auto" to go by the tensors. physical_to_logical: which of the checkpoint's experts each of the
         layer's is, once or more often (redundant experts); expert_ids, expert_mask and so on count the layer's.
-        Raises CheckpointError and MissingTensorError besides what MoELayer raises.
+        cache: a folder that `ktmoe pack` has made of this checkpoint. The experts are mapped from there, and not read or packed
+        (docs/packed-caches.md); it excludes physical_to_logical.
+        Raises CheckpointError and MissingTensorError besides what MoELayer raises; CacheError, which names the file, for a
+        cache that is damaged, or of another checkpoint, version or number of NUMA nodes.
         """
         with Checkpoint(path) as checkpoint:
             experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
             options = {"rounding": rounding, "tuned_for": tuned_for, "router_weight": router_weight, "numa_nodes": numa_nodes}
+            if cache is not None:
+                name = naming.layer_key(layer)
+                options["arenas"] = open_cache(cache, path, physical_to_logical).layer(
+                    name, experts, placement_of(experts, numa_nodes)
+                )
             return cls(experts, backend, activations, **options, progress=progress)
 
     def forward(self, x, expert_ids, expert_weights, out=None):
@@ -252,6 +273,13 @@ class MoELayer:
         if not same and np.may_share_memory(like.array, given.array):
             raise InputError("out must be x itself or not overlap it; found a partial overlap")
         return like.array
+
+
+def open_cache(cache: str | os.PathLike, checkpoint: str | os.PathLike, physical_to_logical: object) -> Cache:
+    """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
+    if physical_to_logical is not None:
+        raise InputError("cache: expected no physical_to_logical: a packed cache has the checkpoint's experts as they are")
+    return Cache(cache, checkpoint)
 
 
 def placement_of(experts: ExpertWeights, numa_nodes: Sequence[int] | None = None) -> numa.Placement:

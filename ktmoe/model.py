@@ -12,11 +12,12 @@ import numpy as np
 from ktmoe import backends, progress_bar
 from ktmoe._native import core
 from ktmoe.arrays import as_numpy
+from ktmoe.backends.base import Arenas
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.tasks import BackgroundTasks, Progress
 from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOfMemoryError
 from ktmoe.experts import ExpertWeights
-from ktmoe.layer import MoELayer, placement_of
+from ktmoe.layer import MoELayer, open_cache, placement_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -61,6 +62,7 @@ class MoEModel:
         physical_to_logical: np.ndarray | Sequence | None = None,
         progress: Progress | bool | None = None,
         wait: bool = True,
+        cache: str | os.PathLike | None = None,
     ) -> MoEModel:
         """All layers of a checkpoint folder (or a single .safetensors file), or those named by `layers`.
 
@@ -69,6 +71,8 @@ class MoEModel:
         of a layer is its expert physical_to_logical[i].
         progress: called with (done_bytes, total_bytes) from threads, one at a time; an exception from it cancels. True: a bar
         on stderr, which needs rich. wait: return when all is loaded, and raise if that fails; nothing is kept then.
+        cache: a folder that `ktmoe pack` has made of this checkpoint: all layers are mapped from there, and need not fit into
+        memory (docs/packed-caches.md).
         The other arguments are MoELayer.from_checkpoint's.
         Raises what that raises, OutOfMemoryError if the layers do not fit, and what progress raises.
         """
@@ -83,11 +87,14 @@ class MoEModel:
                 experts = {name: experts[name].take(ids) for name, ids in zip(names, maps, strict=True)}
             chosen = {name: choose_backend(backend, experts[name], activations).name for name in names}
             sizes = {name: weights.nbytes for name, weights in experts.items()}
-            packed = [
-                backends.get(chosen[name]).packed_nbytes(weights, placement_of(weights, numa_nodes))
-                for name, weights in experts.items()
-            ]
-            _require_memory(path, packed, experts.values())
+            placements = {name: placement_of(weights, numa_nodes) for name, weights in experts.items()}
+            arenas: dict[int | str, Arenas] = {}
+            if cache is None:
+                packed = [backends.get(chosen[name]).packed_nbytes(experts[name], placements[name]) for name in names]
+                _require_memory(path, packed, experts.values())
+            else:
+                opened = open_cache(cache, path, physical_to_logical)
+                arenas = {name: opened.layer(name, experts[name], placements[name]) for name in names}
             options = {
                 "rounding": rounding,
                 "tuned_for": tuned_for,
@@ -96,7 +103,7 @@ class MoEModel:
             }
 
             def make(name: int | str, progress: Progress) -> MoELayer:
-                return MoELayer(experts[name], chosen[name], activations, **options, progress=progress)
+                return MoELayer(experts[name], chosen[name], activations, **options, progress=progress, arenas=arenas.get(name))
 
             if progress is True:
                 progress = resources.enter_context(progress_bar.bytes_done("loading"))

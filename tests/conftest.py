@@ -15,6 +15,7 @@ from ktmoe.backends import native
 from ktmoe.machine import threads
 
 pytest_plugins = (
+    "cached",
     "checkpoint_files",
     "cpus",
     "design",

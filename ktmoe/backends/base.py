@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from ktmoe._native import core
+from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.machine.numa import UNBOUND, Placement
 
@@ -54,6 +55,20 @@ class Plan:
     rounding: str = "exact"
     placement: Placement = UNBOUND
     tuned_for: str = "decode"
+
+
+@dataclass(frozen=True)
+class Arenas:
+    """A layer's experts as they lie in a file, packed.
+
+    file: the arenas. seen: of the scales of each matrix, what kernels are chosen by, uint8 [num_experts, 3, 3], as
+    core.seen() gives it. biases: by projection, float32 [num_experts, n]. factors: likewise, or [num_experts, 1].
+    """
+
+    file: core.ArenaFile
+    seen: np.ndarray
+    biases: Mapping[str, np.ndarray]
+    factors: Mapping[str, np.ndarray]
 
 
 class Packed(Protocol):
@@ -102,6 +117,13 @@ class Backend(ABC):
     @abstractmethod
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> Packed:
         """Read and pack all matrices. progress(done_bytes, total_bytes) may raise to cancel; nothing is kept then."""
+
+    def map(self, experts: ExpertWeights, plan: Plan, arenas: Arenas) -> Packed:
+        """What pack() returns, of experts that lie packed in a file, which is mapped; no matrix is read.
+
+        Raises UnavailableError: by default a backend has a layout of its own.
+        """
+        raise UnavailableError(f"{experts.name}: {type(self).__name__} cannot start from a packed cache")
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
         """Bytes of memory that these experts take once they are packed; nothing is read."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
-from ktmoe.backends.base import Backend, Found, Missing, Plan, Progress, select
+from ktmoe.backends.base import Arenas, Backend, Found, Missing, Plan, Progress, select
 from ktmoe.errors import InputError, UnavailableError, memory_for, thread_for
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine import memory, numa, threads
@@ -139,14 +139,10 @@ class NativeBackend(Backend):
         return tables, reasons
 
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:
-        found = self.claim(experts, plan.activations)  # whoever calls this may not have chosen
-        if isinstance(found, Missing):
-            raise UnavailableError(found.reason)
-        threads.configure()
-        threads.register_with_threadpoolctl()
+        table = self._table_for(experts, plan)
         memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.num_experts} experts")
         shards = _shards(experts, plan.placement)
-        packed = core.PackedLayer(found.table, experts, plan, shards, threads.threads_of(plan.placement))
+        packed = core.PackedLayer(table, experts, plan, shards, threads.threads_of(plan.placement))
         expert_bytes = experts.nbytes // experts.num_experts
         try:
             with closing(_read_ahead(experts)) as read:
@@ -158,6 +154,42 @@ class NativeBackend(Backend):
             packed.close()  # its traceback would keep it
             raise
         return packed
+
+    def pack_each(self, experts: ExpertWeights, plan: Plan) -> Iterator[core.PackedLayer]:
+        """For each expert in turn, a layer of it alone, packed as pack() packs it; the next one takes its place.
+
+        Memory is needed for two packed experts and for what is read ahead.
+        """
+        shards = _shards(experts, plan.placement)
+        one = core.PackedLayer(
+            self._table_for(experts, plan), experts.take([0]), plan, shards, threads.threads_of(plan.placement)
+        )
+        try:
+            with closing(_read_ahead(experts)) as read:
+                for matrices in read:
+                    one.pack(0, matrices)
+                    yield one
+        finally:
+            one.close()
+
+    def map(self, experts: ExpertWeights, plan: Plan, arenas: Arenas) -> core.PackedLayer:
+        table, shards = self._table_for(experts, plan), _shards(experts, plan.placement)
+        packed = core.PackedLayer(table, experts, plan, shards, threads.threads_of(plan.placement), arenas.file)
+        try:
+            core.adopt(packed, arenas.seen, arenas.biases, arenas.factors)
+        except BaseException:
+            packed.close()
+            raise
+        return packed
+
+    def _table_for(self, experts: ExpertWeights, plan: Plan) -> core.KernelTable:
+        """With what the pool needs to run it. Raises UnavailableError."""
+        found = self.claim(experts, plan.activations)  # whoever calls this may not have chosen
+        if isinstance(found, Missing):
+            raise UnavailableError(found.reason)
+        threads.configure()
+        threads.register_with_threadpoolctl()
+        return found.table
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
         return experts.num_experts * core.expert_nbytes(experts, _shards(experts, placement))

@@ -10,11 +10,15 @@ import click
 
 from ktmoe import backends, measure, progress_bar, synthetic
 from ktmoe._native import core
+from ktmoe.backends.base import Arenas
 from ktmoe.backends.choice import choose_backend
+from ktmoe.cache.opened import Cache
 from ktmoe.cli import measuring, options, output, results, units
 from ktmoe.cli.measuring import Row, Subject
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights
+from ktmoe.layer import placement_of
+from ktmoe.loaders import naming
 from ktmoe.machine import memory
 
 #: Tokens of a call.
@@ -40,6 +44,7 @@ reference. `ktmoe demo` compares all backends instead.
 )
 @options.BACKEND
 @options.TUNED_FOR
+@options.CACHE
 @options.TOP_K
 @options.SECONDS
 @click.option(
@@ -52,6 +57,7 @@ def command(
     experts: int | None,
     backend: str,
     tuned_for: str,
+    cache: str | None,
     top_k: int | None,
     seconds: float,
     file: str | None,
@@ -59,9 +65,11 @@ def command(
 ) -> int:
     if file:
         results.check_writable(Path(file))  # before a minute of measuring
-    with progress_bar.steps() as step, _layer(model, layer, experts, top_k) as (loaded, top_k):
+    if cache and (model is None or experts):
+        raise click.UsageError("--cache needs DIR, and excludes --experts")
+    with progress_bar.steps() as step, _layer(model, layer, experts, top_k, cache) as (loaded, top_k, arenas):
         table = _table(loaded, backend)
-        with measuring.packed(loaded, backend, step, tuned_for) as packed:
+        with measuring.packed(loaded, backend, step, tuned_for, arenas) as packed:
             with step("measure the machine's limits"):
                 limits = measure.settled(packed, table)
             rows, left_out = _rows(Subject(loaded, packed, table.name, limits, top_k, step), seconds)
@@ -83,18 +91,22 @@ def command(
 
 @contextmanager
 def _layer(
-    model: str | None, layer: int | str | None, experts: int | None, top_k: int | None
-) -> Iterator[tuple[ExpertWeights, int]]:
-    """The experts to measure, and how many of them a token has."""
+    model: str | None, layer: int | str | None, experts: int | None, top_k: int | None, cache: str | None
+) -> Iterator[tuple[ExpertWeights, int, Arenas | None]]:
+    """The experts to measure, how many of them a token has, and where they lie packed, if in a cache."""
     if model is None:
         made = synthetic.deepseek_v4_experts(num_experts=experts or _synthetic_experts())
-        yield made, min(top_k or measuring.TOP_K, made.num_experts)
+        yield made, min(top_k or measuring.TOP_K, made.num_experts), None
         return
-    checkpoint, loaded, top_k = measuring.open_layer(Path(model).expanduser(), layer, top_k)
+    path, arenas = Path(model).expanduser(), None
+    checkpoint, loaded, top_k = measuring.open_layer(path, layer, top_k)
     with checkpoint:
         if experts and experts < loaded.num_experts:
             loaded = loaded.take(range(experts))
-        yield loaded, min(top_k, loaded.num_experts)
+        if cache:
+            name = measuring.first_layer(checkpoint) if layer is None else naming.layer_key(layer)
+            arenas = Cache(cache, path).layer(name, loaded, placement_of(loaded))
+        yield loaded, min(top_k, loaded.num_experts), arenas
 
 
 def _synthetic_experts() -> int:

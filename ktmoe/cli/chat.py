@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ that ends with it. A model without a chat template continues the bare PROMPT.
 @options.ACTIVATIONS
 @options.TUNED_FOR
 @options.THREADS
+@options.CACHE
 @click.option("--trust-remote-code", "trusted", is_flag=True, help="Run Python code of the checkpoint, if it has some.")
 @options.JSON
 def command(
@@ -50,12 +52,14 @@ def command(
     activations: str,
     tuned_for: str,
     threads: int | None,
+    cache: str | None,
     trusted: bool,
     as_json: bool,
 ) -> None:
     if greedy and temperature is not None:
         raise click.UsageError("--greedy and --temperature exclude each other")
     chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads}
+    chosen["cache"] = cache and os.path.abspath(cache)
     generation = {"max_new_tokens": max_new_tokens, **_sampling(temperature, greedy)}
     if prompt is None and not sys.stdin.isatty():
         prompt = _piped()

@@ -24,10 +24,12 @@ weight is read.
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
 @options.BACKEND
 @options.TUNED_FOR
+@options.CACHE
 @options.JSON
-def command(model: str, layers: list[int | str] | None, backend: str, tuned_for: str, as_json: bool) -> None:
+def command(model: str, layers: list[int | str] | None, backend: str, tuned_for: str, cache: str | None, as_json: bool) -> None:
     start = time.perf_counter()
-    with MoEModel.from_checkpoint(model, layers, backend, tuned_for=tuned_for, progress=sys.stderr.isatty()) as loaded:
+    chosen = {"tuned_for": tuned_for, "cache": cache}
+    with MoEModel.from_checkpoint(model, layers, backend, **chosen, progress=sys.stderr.isatty()) as loaded:
         seconds = time.perf_counter() - start
         _, nbytes = loaded.loaded
         found = {
@@ -36,6 +38,7 @@ def command(model: str, layers: list[int | str] | None, backend: str, tuned_for:
             "backends": sorted({loaded[layer].backend for layer in loaded}),
             "checkpoint_bytes": nbytes,
             "packed_bytes": loaded.nbytes,
+            "mapped": cache is not None,
             "peak_rss_bytes": peak_rss_bytes(),
             "seconds": seconds,
             "gb_s": nbytes / seconds / 1e9,
@@ -44,10 +47,11 @@ def command(model: str, layers: list[int | str] | None, backend: str, tuned_for:
         output.print_json(found)
         return
     words = units.count(found["layers"], "layer"), units.gb(nbytes), f"backend {', '.join(found['backends'])}"
+    rate = "nothing was read" if found["mapped"] else units.gb_s(nbytes / seconds)
     output.print_lines(
         [
             f"{found['path']}: {words[0]}, {words[1]} in the checkpoint, {words[2]}",
-            f"loaded in {seconds:.2f} s, {units.gb_s(nbytes / seconds)}",
+            f"{'mapped' if found['mapped'] else 'loaded'} in {seconds:.2f} s, {rate}",
             f"packed weights {units.gb(found['packed_bytes'])}, peak RSS {units.gb(found['peak_rss_bytes'])}",
         ]
     )

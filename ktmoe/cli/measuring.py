@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ktmoe import measure
+from ktmoe.backends.base import Arenas
 from ktmoe.cli import units
 from ktmoe.errors import MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
@@ -65,18 +66,25 @@ def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[
     The checkpoint stays open: the reference reads the experts again.
     """
     checkpoint = Checkpoint(path)
-    if layer is None:
-        layer = next(iter(find_layers(checkpoint)), None)
-        if layer is None:
-            raise MissingTensorError(f"{path}: expected a layer with routed experts, found none")
+    layer = first_layer(checkpoint) if layer is None else layer
     experts = find_loader(checkpoint, layer=layer).load(checkpoint, layer)
     return checkpoint, experts, top_k_of(checkpoint, experts.num_experts, top_k)
 
 
+def first_layer(checkpoint: Checkpoint) -> int | str:
+    """The first that has routed experts. Raises MissingTensorError if there is none."""
+    layer = next(iter(find_layers(checkpoint)), None)
+    if layer is None:
+        raise MissingTensorError(f"{checkpoint.path}: expected a layer with routed experts, found none")
+    return layer
+
+
 @contextmanager
-def packed(experts: ExpertWeights, backend: str, step: Callable, tuned_for: str = "decode") -> Iterator[MoELayer]:
+def packed(
+    experts: ExpertWeights, backend: str, step: Callable, tuned_for: str = "decode", arenas: Arenas | None = None
+) -> Iterator[MoELayer]:
     with step(f"load for {backend}", experts.nbytes) as draw:
-        layer = MoELayer(experts, backend, tuned_for=tuned_for, progress=draw)
+        layer = MoELayer(experts, backend, tuned_for=tuned_for, progress=draw, arenas=arenas)
     with layer:
         yield layer
 

@@ -29,6 +29,11 @@ SECONDS = click.option(
 )
 
 
+CACHE = click.option(
+    "--cache", metavar="OUT", type=click.Path(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
+)
+
+
 class Layer(click.ParamType):
     """3 for "3", "mtp.0" for "mtp.0"."""
 
@@ -58,4 +63,19 @@ class Layers(click.ParamType):
         return layers
 
 
+class Numbers(click.ParamType):
+    """[0, 1] for "0,1"."""
+
+    name = "numbers"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if not isinstance(value, str):
+            return value
+        items = value.split(",")
+        if not all(item.isdecimal() and item.isascii() and len(item) < 10 for item in items):
+            self.fail(f"expected numbers such as 0,1, found {value!r}", param, ctx)
+        return [int(item) for item in items]
+
+
+NUMA_NODES = click.option("--numa-nodes", metavar="0,1", type=Numbers(), help="By default all that can be used.")
 LAYER = click.option("--layer", metavar="L", type=Layer(), help="Its number, or a name such as mtp.0; by default the first.")

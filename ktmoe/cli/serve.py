@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -34,6 +35,7 @@ ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists
 @options.ACTIVATIONS
 @options.TUNED_FOR
 @options.THREADS
+@options.CACHE
 def command(
     model: str,
     arguments: tuple[str, ...],
@@ -43,6 +45,7 @@ def command(
     activations: str,
     tuned_for: str,
     threads: int | None,
+    cache: str | None,
 ) -> None:
     engine.start(server=True)
     import typer
@@ -51,6 +54,7 @@ def command(
     from ktmoe.transformers.view import view
 
     chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads}
+    chosen["cache"] = cache and os.path.abspath(cache)
     with signals_as_exit(), view(model, progress=sys.stderr.isatty(), **chosen) as made:
         try:
             context = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")

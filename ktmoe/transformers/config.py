@@ -24,8 +24,8 @@ SOURCES = ("auto", "checkpoint", "parameters")
 class Config(QuantizationConfigMixin):
     """A quantization_config for from_pretrained(): ktmoe computes the routed experts.
 
-    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress: as ktmoe.transformers.load() has
-    them.
+    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress, cache: as
+    ktmoe.transformers.load() has them.
     source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
     the second where no loader reads an unquantized checkpoint.
@@ -46,6 +46,7 @@ class Config(QuantizationConfigMixin):
         gpu_experts_mask: np.ndarray | Sequence | None = None,
         progress=None,
         source: str = "auto",
+        cache: str | os.PathLike | None = None,
         path: str | os.PathLike | None = None,
         inner: dict | None = None,
         quant_method: str = NAME,
@@ -53,7 +54,9 @@ class Config(QuantizationConfigMixin):
         if source not in SOURCES:
             raise InputError(f"source must be one of {SOURCES}, found {show(source)}")
         self.quant_method = quant_method
-        self.options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress)
+        self.options = Options(
+            backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress, cache
+        )
         self.source = source
         self.path = path
         self.inner = inner
@@ -64,6 +67,7 @@ class Config(QuantizationConfigMixin):
         del options["progress"]
         for name in ("numa_nodes", "gpu_experts_mask"):
             options[name] = None if options[name] is None else np.asarray(options[name]).tolist()
+        options["cache"] = None if options["cache"] is None else os.fspath(options["cache"])
         path = None if self.path is None else os.fspath(self.path)
         own = {"quant_method": self.quant_method, "source": self.source, "path": path, "inner": self.inner}
         return copy.deepcopy(options | own)

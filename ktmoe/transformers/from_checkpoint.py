@@ -35,7 +35,9 @@ class FromCheckpoint:
     def __init__(self, path: str | os.PathLike, found: list[Experts], on_gpu: list[np.ndarray], options: Options):
         self._found, self._on_gpu = found, on_gpu
         layers = [experts.layer for experts in found]
-        self._loading = MoEModel.from_checkpoint(path, layers, **options.packing, progress=options.progress, wait=False)
+        self._loading = MoEModel.from_checkpoint(
+            path, layers, **options.packing, progress=options.progress, wait=False, cache=options.cache
+        )
 
     def start(self, model: PreTrainedModel) -> None:
         """Take the parameters away: the experts' tensors then fit none, and transformers does not read them."""

@@ -50,6 +50,7 @@ def load(
     gpu_experts_mask: np.ndarray | Sequence | None = None,
     progress=None,
     source: str = "auto",
+    cache: str | os.PathLike | None = None,
     **from_pretrained,
 ) -> PreTrainedModel:
     """A checkpoint as a transformers model whose routed experts ktmoe computes, straight from the checkpoint's own weights.
@@ -64,6 +65,7 @@ def load(
     source: "checkpoint": ktmoe's loaders read the experts while transformers loads the rest; experts are never torch tensors.
     "parameters": transformers reads them, and ktmoe packs them layer by layer; only for unquantized checkpoints. "auto": the
     first, and the second where no loader reads an unquantized checkpoint.
+    cache: a folder that `ktmoe pack` has made of this checkpoint: the experts are mapped from there (docs/packed-caches.md).
     from_pretrained: more arguments for transformers' from_pretrained(), such as dtype, which is "auto" by default.
 
     The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,
@@ -87,6 +89,7 @@ def load(
         numa_nodes=numa_nodes,
         gpu_experts_mask=gpu_experts_mask,
         source=source,
+        cache=cache,
         **inner,
     )
     architecture = next(iter(getattr(config, "architectures", None) or ()), "")

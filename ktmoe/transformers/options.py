@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Options:
     gpu_experts_mask: bool [experts], or [layers, experts] with a row for each layer that has experts: True stays in torch, on
     the device of its layer. None: no expert does.
     progress: called with (done_bytes, total_bytes), from threads, one at a time. True: a bar on stderr, which needs rich.
+    cache: a folder that `ktmoe pack` has made of the checkpoint, to map experts from; only where loaders read the checkpoint.
     """
 
     backend: str = "auto"
@@ -39,6 +41,7 @@ class Options:
     numa_nodes: Sequence[int] | None = None
     gpu_experts_mask: np.ndarray | Sequence | None = None
     progress: Progress | bool | None = None
+    cache: str | os.PathLike | None = None
 
     @property
     def packing(self) -> dict:

@@ -97,6 +97,8 @@ class Quantizer(HfQuantizer):
     def _take_from(self, path: str | os.PathLike) -> FromCheckpoint | FromParameters:
         """Where the experts come from. Raises why they cannot."""
         config, refused = self.quantization_config, None
+        if config.source == "parameters" and config.options.cache is not None:
+            raise UnavailableError(f'{path}: a packed cache is for source="checkpoint", found source="parameters"')
         if config.source == "parameters" and config.inner is not None:
             found = f"quant_method {show(config.inner.get('quant_method'))}"
             raise UnavailableError(f'{path}: source="parameters": expected an unquantized checkpoint, found {found}')
@@ -106,7 +108,7 @@ class Quantizer(HfQuantizer):
             except MissingTensorError:  # the names are known, and something is missing
                 raise
             except KtmoeError as error:
-                if config.source == "checkpoint" or config.inner is not None:
+                if config.source == "checkpoint" or config.inner is not None or config.options.cache is not None:
                     raise
                 refused = error
             else:

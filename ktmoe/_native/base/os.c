@@ -1,9 +1,11 @@
 /* Pages, sleeping and the clock: the only file that knows the operating system (Linux). */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -11,16 +13,14 @@
 #include "base/numbers.h"
 #include "base/os.h"
 
-enum { HUGE_BYTES = 2 << 20 };
-
 void *kt_os_map(size_t bytes) {
-    bytes = kt_round_up(bytes, HUGE_BYTES);
+    bytes = kt_round_up(bytes, KT_HUGE_BYTES);
     if (bytes == 0 || bytes > SIZE_MAX / 2) return NULL;
-    const size_t span = bytes + HUGE_BYTES;
+    const size_t span = bytes + KT_HUGE_BYTES;
     uint8_t *p = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return NULL;
     /* Give back what lies before and behind the aligned part. */
-    const size_t before = kt_round_up((uintptr_t)p, HUGE_BYTES) - (uintptr_t)p;
+    const size_t before = kt_round_up((uintptr_t)p, KT_HUGE_BYTES) - (uintptr_t)p;
     if (before) munmap(p, before);
     if (span - before - bytes) munmap(p + before + bytes, span - before - bytes);
     p += before;
@@ -29,7 +29,45 @@ void *kt_os_map(size_t bytes) {
 }
 
 void kt_os_unmap(void *p, size_t bytes) {
-    if (p) munmap(p, kt_round_up(bytes, HUGE_BYTES));
+    if (p) munmap(p, kt_round_up(bytes, KT_HUGE_BYTES));
+}
+
+bool kt_os_file_state(int fd, kt_file_state *state) {
+    struct stat s;
+    if (fstat(fd, &s)) return false;
+    *state = (kt_file_state){(uint64_t)s.st_size, (uint64_t)s.st_mtim.tv_sec, (uint64_t)s.st_mtim.tv_nsec};
+    return true;
+}
+
+int kt_os_hold(int fd) { return fcntl(fd, F_DUPFD_CLOEXEC, 0); }
+
+void kt_os_let_go(int fd) {
+    if (fd >= 0) close(fd);
+}
+
+void *kt_os_map_file(int fd, uint64_t offset, size_t bytes) {
+    if (bytes == 0 || bytes > SIZE_MAX / 2 || offset > INT64_MAX - bytes) return NULL;
+    const size_t within = offset % KT_HUGE_BYTES, span = kt_round_up(bytes, KT_PAGE_BYTES) + KT_HUGE_BYTES;
+    /* Addresses whose huge pages begin where the file's do. */
+    uint8_t *p = mmap(NULL, span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    const size_t before = (within + KT_HUGE_BYTES - (uintptr_t)p % KT_HUGE_BYTES) % KT_HUGE_BYTES;
+    const size_t after = span - before - kt_round_up(bytes, KT_PAGE_BYTES);
+    if (before) munmap(p, before);
+    if (after) munmap(p + span - after, after);
+    p += before;
+    const int flags = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;
+    if (mmap(p, bytes, PROT_READ | PROT_WRITE, flags, fd, (off_t)offset) == MAP_FAILED) {
+        munmap(p, bytes);
+        return NULL;
+    }
+    /* Where the file system has pages of that size, the page cache reads and maps them; else it reads as much at a time. */
+    madvise(p, bytes, MADV_HUGEPAGE);
+    return p;
+}
+
+void kt_os_unmap_file(void *p, size_t bytes) {
+    if (p) munmap(p, bytes);
 }
 
 bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before) {

@@ -6,8 +6,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
-void *kt_os_map(size_t bytes); /* zeroed, 2 MiB aligned, huge pages asked for; NULL when refused */
+enum { KT_PAGE_BYTES = 4096, KT_HUGE_BYTES = 2 << 20 }; /* of pages: the least that can be mapped, and huge ones */
+void *kt_os_map(size_t bytes);                          /* zeroed, 2 MiB aligned, huge pages asked for; NULL when refused */
 void kt_os_unmap(void *p, size_t bytes);
+
+/* A file as it is now, by its descriptor. */
+typedef struct kt_file_state {
+    uint64_t bytes, seconds, nanoseconds; /* its size, and when its contents were last changed */
+} kt_file_state;
+bool kt_os_file_state(int fd, kt_file_state *state);
+int kt_os_hold(int fd);    /* another descriptor of the same open file, or -1 */
+void kt_os_let_go(int fd); /* closes it; nothing for -1 */
+/* A file's bytes from `offset` on, a multiple of KT_PAGE_BYTES: they are read when they are touched, what is written stays in this
+ * process. Huge pages are asked for, which need an offset that is a multiple of theirs. NULL when refused. */
+void *kt_os_map_file(int fd, uint64_t offset, size_t bytes);
+void kt_os_unmap_file(void *p, size_t bytes);
 
 enum { KT_CPU_WORDS = 64 };
 typedef struct kt_cpus {

@@ -1,5 +1,6 @@
 /* SHARDS      A shard has some columns of h: so many rows of gate and up, and so many columns of down. Its arena holds its part of
- *             every expert, gate, up and down one after another, and is first touched by its own threads when they pack.
+ *             every expert, gate, up and down one after another, and is first touched by its own threads when they pack; or a file
+ *             holds it, and the page cache has what is touched.
  */
 #include <errno.h>
 #include <math.h>
@@ -31,12 +32,14 @@ size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory 
 static size_t n_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->layer.hidden : e->intermediate; }
 static size_t k_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->intermediate : e->layer.hidden; }
 
-bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]) {
+/* All but the arenas. */
+static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
     const size_t shards = kt_shards_of(e->layer.placement), num_experts = e->layer.num_experts;
     e->missing = KT_MATRICES * num_experts;
     e->layer.shards = calloc(shards, sizeof *e->layer.shards);
     e->memory = calloc(shards, sizeof *e->memory);
-    if (!e->layer.shards || !e->memory) return false;
+    e->scans = calloc(num_experts, KT_MATRICES * sizeof *e->scans);
+    if (!e->layer.shards || !e->memory || !e->scans) return false;
     for (size_t s = 0; s < shards; s++) {
         kt_shard_memory *m = &e->memory[s];
         m->first = columns[s][0];
@@ -44,10 +47,37 @@ bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]) {
         m->expert_bytes = kt_expert_bytes(e->formats, e->layer.hidden, m);
         m->arena_bytes = num_experts * m->expert_bytes;
         e->layer.shards[s].experts = calloc(num_experts, sizeof(kt_expert));
-        m->arena = kt_os_map(m->arena_bytes);
-        if (!e->layer.shards[s].experts || !m->arena) return false;
+        if (!e->layer.shards[s].experts) return false;
     }
     return true;
+}
+
+bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]) {
+    if (!lay_out(e, columns)) return false;
+    for (size_t s = 0; s < kt_shards_of(e->layer.placement); s++)
+        if (!(e->memory[s].arena = kt_os_map(e->memory[s].arena_bytes))) return false;
+    return true;
+}
+
+int kt_experts_map_file(kt_experts *e, const size_t (*columns)[2], const kt_arena_file *file) {
+    if (!lay_out(e, columns)) return ENOMEM;
+    e->file = *file;
+    e->file.fd = kt_os_hold(file->fd);
+    if (e->file.fd < 0) return errno;
+    e->mapped = true;
+    if (!kt_experts_intact(e)) return KT_FILE_DIFFERS;
+    for (size_t s = 0; s < kt_shards_of(e->layer.placement); s++) {
+        kt_shard_memory *m = &e->memory[s];
+        const uint64_t from = file->offsets[s];
+        if (from > file->state.bytes || file->state.bytes - from < m->arena_bytes) return KT_FILE_DIFFERS;
+        if (!(m->arena = kt_os_map_file(e->file.fd, from, m->arena_bytes))) return errno;
+    }
+    return 0;
+}
+
+bool kt_experts_intact(const kt_experts *e) {
+    kt_file_state now;
+    return !e->mapped || (kt_os_file_state(e->file.fd, &now) && !memcmp(&now, &e->file.state, sizeof now));
 }
 
 static void free_numbers(const kt_matrix *m) {
@@ -61,12 +91,16 @@ void kt_experts_free(kt_experts *e) {
         kt_expert *experts = e->layer.shards[s].experts;
         for (size_t i = 0; experts && i < e->layer.num_experts; i++)
             for (size_t m = 0; m < KT_MATRICES; m++) free_numbers(kt_matrix_of(e, s, i, m));
-        kt_os_unmap(e->memory[s].arena, e->memory[s].arena_bytes);
+        (e->mapped ? kt_os_unmap_file : kt_os_unmap)(e->memory[s].arena, e->memory[s].arena_bytes);
         kt_os_unmap(e->memory[s].spare_map, e->memory[s].expert_bytes);
         free(experts);
     }
+    if (e->mapped) kt_os_let_go(e->file.fd);
+    e->mapped = false;
+    free(e->scans);
     free(e->memory);
     free(e->layer.shards);
+    e->scans = NULL;
     e->memory = NULL;
     e->layer.shards = NULL;
 }
@@ -149,7 +183,7 @@ static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard
 }
 
 /* fresh gets what was there. */
-static void swap(kt_experts *e, size_t expert, const kt_shard_matrix *matrices, kt_matrix *fresh) {
+static void swap(kt_experts *e, size_t expert, const kt_shard_matrix *matrices, const kt_scan *scans, kt_matrix *fresh) {
     for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
         const size_t shard = i / KT_MATRICES, matrix = i % KT_MATRICES;
         if (!matrices[i].format) continue;
@@ -158,15 +192,27 @@ static void swap(kt_experts *e, size_t expert, const kt_shard_matrix *matrices, 
         fresh[i] = was;
         if (was.data) e->memory[shard].spare = (uint8_t *)was.data - e->memory[shard].offsets[matrix];
         e->missing -= shard == 0 && !was.data;
+        e->scans[expert * KT_MATRICES + matrix] = scans[matrix];
     }
+}
+
+/* Matrices that were packed become an expert's. */
+static enum kt_outcome install(kt_experts *e, size_t expert, const kt_given *given, const kt_shard_matrix *matrices,
+                               kt_scan *scans, int *error) {
+    kt_matrix fresh[KT_SHARDS_MAX * KT_MATRICES] = {0};
+    const enum kt_outcome outcome = make(e, given, matrices, scans, fresh, error);
+    if (outcome == KT_DONE) swap(e, expert, matrices, scans, fresh);
+    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++)
+        free_numbers(&fresh[i]); /* replaced, or not taken */
+    return outcome;
 }
 
 enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error) {
     kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES] = {0};
-    kt_matrix fresh[KT_SHARDS_MAX * KT_MATRICES] = {0};
     size_t count = 0, packed = 0;
     *error = 0;
     if (!e->layer.shards) return KT_CLOSED;
+    if (!kt_experts_intact(e)) return KT_FILE_CHANGED; /* what was replaced before is packed into */
     for (size_t i = 0; i < KT_MATRICES; i++) {
         count += given[i].codes != NULL;
         packed += given[i].codes && kt_matrix_of(e, 0, expert, i)->data;
@@ -189,10 +235,32 @@ enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *gi
     if ((*error = kt_pack(e->layer.placement, matrices, scans))) return KT_FAILED;
     for (size_t i = 0; i < KT_MATRICES; i++)
         if (scans[i].refused) return KT_REFUSED;
-    const enum kt_outcome outcome = make(e, given, matrices, scans, fresh, error);
-    if (outcome == KT_DONE) swap(e, expert, matrices, fresh);
-    for (size_t i = 0; i < shards * KT_MATRICES; i++) free_numbers(&fresh[i]); /* those replaced, or not installed */
-    return outcome;
+    return install(e, expert, given, matrices, scans, error);
+}
+
+enum kt_outcome kt_experts_install(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error) {
+    kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES];
+    *error = 0;
+    if (!e->layer.shards) return KT_CLOSED;
+    for (size_t s = 0; s < kt_shards_of(e->layer.placement); s++) {
+        kt_shard_matrix *own = &matrices[s * KT_MATRICES];
+        for (size_t i = 0; i < KT_MATRICES; i++) own[i] = shard_matrix(e->formats, &e->memory[s], e->layer.hidden, i);
+        place(e, expert, false, s, own); /* in the arena, which needs no memory */
+    }
+    return install(e, expert, given, matrices, scans, error);
+}
+
+void kt_experts_numbers(const kt_experts *e, size_t expert, kt_numbers *numbers) {
+    for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
+        const size_t shard = i / KT_MATRICES, matrix = i % KT_MATRICES;
+        kt_numbers *to = &numbers[matrix];
+        if (!to->bias) continue;
+        const kt_matrix *from = kt_matrix_of(e, shard, expert, matrix);
+        const kt_shard_matrix s = shard_matrix(e->formats, &e->memory[shard], e->layer.hidden, matrix);
+        if (from->bias) memcpy(to->bias + s.row, from->bias, s.n * sizeof(float));
+        if (from->factor) memcpy(to->factor + s.row, from->factor, (from->factor_step ? s.n : 1) * sizeof(float));
+        to->has_bias |= from->bias != NULL;
+    }
 }
 
 enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, kt_numbers *numbers,
@@ -200,19 +268,16 @@ enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_s
     kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES] = {0};
     *error = 0;
     if (!e->layer.shards) return KT_CLOSED;
+    if (!kt_experts_intact(e)) return KT_FILE_CHANGED;
     for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
         const size_t shard = i / KT_MATRICES, matrix = i % KT_MATRICES;
-        kt_numbers *to = &numbers[matrix];
-        if (!to->bias) continue;
+        if (!numbers[matrix].bias) continue;
         const kt_matrix *from = kt_matrix_of(e, shard, expert, matrix);
         if (!from->data) return KT_INCOMPLETE;
         matrices[i] = shard_matrix(e->formats, &e->memory[shard], e->layer.hidden, matrix);
         matrices[i].packed = (uint8_t *)from->data;
-        const size_t row = matrices[i].row, bytes = matrices[i].n * sizeof(float);
-        if (from->bias) memcpy(to->bias + row, from->bias, bytes);
-        if (from->factor) memcpy(to->factor + row, from->factor, from->factor_step ? bytes : sizeof(float));
-        to->has_bias |= from->bias != NULL;
     }
+    kt_experts_numbers(e, expert, numbers);
     *error = kt_unpack(e->layer.placement, matrices, slices, count);
     return *error ? KT_FAILED : KT_DONE;
 }

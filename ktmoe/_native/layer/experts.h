@@ -1,4 +1,5 @@
-/* The memory of a layer's packed experts: one arena a shard, filled, replaced, and unpacked expert by expert. */
+/* The memory of a layer's packed experts: one arena a shard, filled, replaced, and unpacked expert by expert; or mapped from a file
+ * that holds such arenas. */
 #ifndef KT_EXPERTS_H
 #define KT_EXPERTS_H
 
@@ -14,13 +15,23 @@ typedef struct kt_shard_memory {
     uint8_t *spare;     /* where the next one goes: what the last one replaced */
 } kt_shard_memory;
 
+/* A file whose bytes are the arenas. */
+typedef struct kt_arena_file {
+    int fd;
+    kt_file_state state;             /* as it was mapped; it must stay like that */
+    uint64_t offsets[KT_SHARDS_MAX]; /* of each shard's arena, multiples of KT_PAGE_BYTES */
+} kt_arena_file;
+
 typedef struct kt_experts {
     kt_layer layer; /* its shards are NULL once the memory was given back */
     size_t intermediate;
     kt_format formats[KT_MATRICES];
     kt_codebook codebooks[KT_MATRICES];
     kt_shard_memory *memory; /* [shards] */
-    size_t missing;          /* matrices that are not packed yet */
+    kt_scan *scans;          /* [num_experts][KT_MATRICES]: what was seen when they were packed */
+    bool mapped;             /* arenas are parts of `file` */
+    kt_arena_file file;
+    size_t missing; /* matrices that are not packed yet */
 } kt_experts;
 
 /* Bytes of an expert in the shard that has columns [m->first, m->first + m->count) of h; fills the offsets, too. */
@@ -30,6 +41,12 @@ size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory 
  * columns: [shards][2], the first of each shard's columns of h and their number. False: memory was refused; kt_experts_free() gives
  * back what there is. */
 bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]);
+/* The same, with arenas that are parts of a file, of whose descriptor it makes one of its own. No byte is read. Returns 0, an errno,
+ * or KT_FILE_DIFFERS: file->state is not the file's, or it is too short. */
+enum { KT_FILE_DIFFERS = -1 };
+int kt_experts_map_file(kt_experts *e, const size_t (*columns)[2], const kt_arena_file *file);
+/* Whether what is mapped can be touched: the file is as it was. */
+bool kt_experts_intact(const kt_experts *e);
 void kt_experts_free(kt_experts *e); /* with the pool's lock held, if others may know of it */
 
 /* A whole matrix in the checkpoint's own bytes. */
@@ -44,19 +61,25 @@ typedef struct kt_given {
     bool negative; /* whether they may be negative then */
 } kt_given;
 
-enum kt_outcome { KT_DONE, KT_CLOSED, KT_INCOMPLETE, KT_REFUSED, KT_TOO_MANY_FORMS, KT_FAILED };
+enum kt_outcome { KT_DONE, KT_CLOSED, KT_INCOMPLETE, KT_REFUSED, KT_TOO_MANY_FORMS, KT_FAILED, KT_FILE_CHANGED };
 
 /* All that follow: with the pool's lock held, which every forward call holds from its beginning to its end.
  *
  * Packs an expert's matrices, [KT_MATRICES]. One that was packed is replaced whole: three matrices, packed aside and then swapped.
  * KT_REFUSED: scans say whose numbers are not finite. KT_FAILED: *error is an errno. What was there stays unless KT_DONE. */
 enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error);
+/* An expert that lies packed in its arena already, a file's. given: all but codes, scales and zero points. scans: what was seen when
+ * it was packed. The bytes in the arena are not touched. */
+enum kt_outcome kt_experts_install(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error);
 
 /* Of one matrix: fp32 [n] for its bias and for its factor, of which only the first number is written where all rows share it. */
 typedef struct kt_numbers {
     float *bias, *factor; /* NULL: the matrix is not asked for */
     bool has_bias;
 } kt_numbers;
+
+/* Fills numbers, [KT_MATRICES], of a packed expert. */
+void kt_experts_numbers(const kt_experts *e, size_t expert, kt_numbers *numbers);
 
 /* Fills slices, and numbers, [KT_MATRICES], of the matrices that they are of. */
 enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, kt_numbers *numbers,

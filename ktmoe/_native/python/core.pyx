@@ -2,8 +2,8 @@
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
-as the driver has them. records.pxi: codes and scales that stand together. packed.pxi: packed layers. schedule.pxi: the driver's
-lists without a layer. quantize.pxi: rounding weights. The pool's lock is never held
+as the driver has them. records.pxi: codes and scales that stand together. packed.pxi: packed layers. arenas.pxi: their arenas in
+files. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights. The pool's lock is never held
 together with the GIL: fork takes both.
 """
 
@@ -26,7 +26,7 @@ from ktmoe.weights import folding
 from ktmoe.weights.elements import ELEMENTS, UINT4
 from ktmoe.weights.formats import Minimum, ZeroPoint
 from ktmoe.weights.scales import SCALE_KINDS
-from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
+from ktmoe.errors import CacheError, ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 
 ROWS_MAX = KT_ROWS_MAX
@@ -76,5 +76,6 @@ include "tables.pxi"
 include "records.pxi"
 include "formats.pxi"
 include "packed.pxi"
+include "arenas.pxi"
 include "schedule.pxi"
 include "quantize.pxi"

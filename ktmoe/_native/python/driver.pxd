@@ -21,6 +21,14 @@ cdef extern from "base/os.h" nogil:
     ctypedef struct kt_cpus:
         uint64_t words[64]
     bint kt_os_process_cpus(kt_cpus *cpus)
+    ctypedef struct kt_file_state:
+        uint64_t bytes, seconds, nanoseconds
+    bint kt_os_file_state(int fd, kt_file_state *state)
+    int kt_os_hold(int fd)
+    void kt_os_let_go(int fd)
+    enum:
+        KT_PAGE_BYTES
+        KT_HUGE_BYTES
     void *kt_os_map(size_t nbytes)
     void kt_os_unmap(void *p, size_t nbytes)
     int kt_os_permit_tiles()
@@ -127,7 +135,8 @@ cdef extern from "pack/pack.h" nogil:
         kt_group_array groups[4]
         uint8_t padding
     ctypedef struct kt_scan:
-        bint refused
+        uint8_t low, high
+        kt_bool negative, refused
     ctypedef struct kt_slice:
         size_t matrix, row, rows, column, columns
         uint8_t *codes
@@ -178,7 +187,13 @@ cdef extern from "layer/experts.h" nogil:
         kt_format formats[3]
         kt_codebook codebooks[3]
         kt_shard_memory *memory
+        kt_scan *scans
+        kt_bool mapped
         size_t missing
+    ctypedef struct kt_arena_file:
+        int fd
+        kt_file_state state
+        uint64_t offsets[32]
     ctypedef struct kt_given:
         const uint8_t *codes
         const uint8_t *groups[4]
@@ -200,9 +215,16 @@ cdef extern from "layer/experts.h" nogil:
         KT_REFUSED
         KT_TOO_MANY_FORMS
         KT_FAILED
+        KT_FILE_CHANGED
+    enum:
+        KT_FILE_DIFFERS
     size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m)
     bint kt_experts_map(kt_experts *e, const size_t (*columns)[2])
+    int kt_experts_map_file(kt_experts *e, const size_t (*columns)[2], const kt_arena_file *file)
+    bint kt_experts_intact(const kt_experts *e)
     void kt_experts_free(kt_experts *e)
+    kt_outcome kt_experts_install(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error)
+    void kt_experts_numbers(const kt_experts *e, size_t expert, kt_numbers *numbers)
     kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error)
     kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, kt_numbers *numbers,
                                  int *error)

@@ -5,19 +5,22 @@ cdef class PackedLayer:
 
     experts: ExpertWeights, whose matrices are not read here. plan: ktmoe.backends.base.Plan. ranges: each shard's columns of h,
     [(first, last)], as many as the plan's placement has shards. threads: for this placement, unless the user chose a number.
-    Raises OutOfMemoryError if an arena cannot be had. Every matrix must be packed before forward().
+    file: an ArenaFile, whose bytes are the arenas; adopt() then takes the place of pack().
+    Raises OutOfMemoryError if an arena cannot be had, CacheError for a file that changed. Every matrix must be packed before
+    forward().
     """
 
     cdef kt_experts experts
     cdef kt_given _kernels[3]  # that each projection's format has, and nothing else
-    cdef size_t num_shards, _first_columns  # of h, in the first shard
+    cdef size_t num_shards
     cdef readonly size_t nbytes
     cdef object _spec  # ktmoe.experts.ExpertSpec
     cdef str _activations, _rounding
     cdef KernelTable _table
-    cdef list _shard_bytes
+    cdef list _shard_bytes, _columns  # of each shard; columns of h
+    cdef str _file  # whose bytes the arenas are, for messages; None if there is none
 
-    def __cinit__(self, KernelTable table, experts, plan, ranges, size_t threads):
+    def __cinit__(self, KernelTable table, experts, plan, ranges, size_t threads, ArenaFile file=None):
         cdef size_t columns[KT_SHARDS_MAX][2]
         cdef kt_layer *layer = &self.experts.layer
         self._table = table
@@ -38,12 +41,15 @@ cdef class PackedLayer:
         layer.placement = _placed(plan.placement.domains, threads) if plan.placement.nodes else NULL
         self.num_shards = len(ranges)
         assert self.num_shards == plan.placement.shards
-        self._first_columns = ranges[0][1] - ranges[0][0]
+        self._columns = [last - first for first, last in ranges]
         for i, (first, last) in enumerate(ranges):
             columns[i][0], columns[i][1] = first, last - first
         total = experts.num_experts * expert_nbytes(experts, ranges)
-        if total > sys.maxsize or not kt_experts_map(&self.experts, columns):
+        if file is not None:
+            file.map(&self.experts, columns)
+        elif total > sys.maxsize or not kt_experts_map(&self.experts, columns):
             raise OutOfMemoryError(f"packed weights of {experts.num_experts} experts need {total} bytes; the system refused them")
+        self._file = None if file is None else file.name
         self.nbytes = total
         self._shard_bytes = [self.experts.memory[i].arena_bytes for i in range(self.num_shards)]
 
@@ -127,8 +133,7 @@ cdef class PackedLayer:
             kt_pool_unlock()
         if outcome == KT_FAILED:
             _raise(error, f"packing {', '.join(matrix.name for matrix in matrices.values())}")
-        if outcome == KT_CLOSED:
-            raise ClosedError("this layer was closed")
+        self._check_outcome(outcome)
         if outcome == KT_INCOMPLETE:
             raise InputError(f"expert {expert} is replaced by three matrices, {PROJECTIONS}, found {tuple(matrices)}")
         if outcome == KT_REFUSED:
@@ -204,8 +209,7 @@ cdef class PackedLayer:
                 kt_pool_unlock()
         finally:
             free(slices)
-        if outcome == KT_CLOSED:
-            raise ClosedError("this layer was closed")
+        self._check_outcome(outcome)
         if outcome == KT_INCOMPLETE:
             raise InputError(f"expert {expert} was not packed")
         if outcome == KT_FAILED:
@@ -224,26 +228,27 @@ cdef class PackedLayer:
         self.export(expert, [{projection: stored}])
         return stored
 
-    def packed_bytes(self, size_t expert, str projection):
-        """A copy of one matrix's packed bytes, of the first shard, uint8 [panels, panel bytes]: for the layout's golden tests."""
-        cdef size_t p = PROJECTIONS.index(projection), n = self._first_columns, k = self.experts.layer.hidden
+    def packed_bytes(self, size_t expert, str projection, size_t shard=0):
+        """A copy of what a shard has of one matrix, packed, uint8 [panels, panel bytes]."""
+        cdef size_t p = PROJECTIONS.index(projection), n, k = self.experts.layer.hidden
         cdef const kt_format *f = &self.experts.formats[p]
         cdef const uint8_t *data = NULL
-        cdef bint closed
+        cdef kt_outcome outcome
         cdef uint8_t[:, ::1] to
         self._spec.check_expert(expert)
+        n = self._columns[shard]
         if p == 2:
             n, k = k, n
         to = np.empty(((n + KT_PANEL - 1) // KT_PANEL, kt_panel_bytes(f, k)), np.uint8)
         with nogil:
             kt_pool_lock()
-            closed = self.experts.layer.shards == NULL
-            if not closed:
-                data = kt_matrix_of(&self.experts, 0, expert, p).data
+            outcome = self._state()
+            if outcome == KT_DONE:
+                data = kt_matrix_of(&self.experts, shard, expert, p).data
             if data:
                 memcpy(&to[0, 0], data, to.shape[0] * to.shape[1])
             kt_pool_unlock()
-        self._check_whole(closed, 0)
+        self._check_outcome(outcome)
         if not data:
             raise InputError(f"expert {expert}'s {projection} was not packed")
         return np.asarray(to)
@@ -262,6 +267,19 @@ cdef class PackedLayer:
             kt_pool_unlock()
         self._check_whole(closed, missing)
         return {(e, name): int(folded[e, p]) for e in range(num_experts) for p, name in enumerate(PROJECTIONS)}
+
+    cdef kt_outcome _state(self) noexcept nogil:
+        """KT_DONE: what was packed can be touched. With the pool's lock held, and until it is let go."""
+        if not self.experts.layer.shards:
+            return KT_CLOSED
+        return KT_DONE if kt_experts_intact(&self.experts) else KT_FILE_CHANGED
+
+    cdef int _check_outcome(self, kt_outcome outcome) except -1:
+        if outcome == KT_CLOSED:
+            raise ClosedError("this layer was closed")
+        if outcome == KT_FILE_CHANGED:
+            raise CacheError(f"{self._file}: expected the file as it was when it was mapped, found that it was changed since")
+        return 0
 
     cdef int _check_whole(self, bint closed, size_t missing) except -1:
         if closed:
@@ -299,7 +317,7 @@ cdef class PackedLayer:
         cdef float[:, ::1] y32
         cdef kt_layer *layer = &self.experts.layer
         cdef int error = 0
-        cdef bint closed
+        cdef kt_outcome outcome
         cdef size_t missing
         memset(&batch, 0, sizeof(batch))
         if x.dtype == np.float32:
@@ -323,11 +341,12 @@ cdef class PackedLayer:
             )
         with nogil:
             kt_pool_lock()
-            closed, missing = layer.shards == NULL, self.experts.missing
-            if not closed and not missing:
+            outcome, missing = self._state(), self.experts.missing
+            if outcome == KT_DONE and not missing:
                 error = kt_moe_forward(layer, &batch)
             kt_pool_unlock()
-        self._check_whole(closed, missing)
+        self._check_outcome(outcome)
+        self._check_whole(False, missing)
         if error:
             _raise(error, f"forward of {batch.tokens} tokens")
 
@@ -341,7 +360,7 @@ cdef class PackedLayer:
         cdef size_t begins[KT_SHARDS_MAX]
         cdef size_t i
         cdef double seconds = 0
-        cdef bint closed
+        cdef kt_outcome outcome
         offset, nbytes = operator.index(offset), operator.index(nbytes)  # Python's integers do not wrap
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise InputError(f"range [{offset}, {offset + nbytes}) is not within the {self.nbytes} packed bytes")
@@ -351,13 +370,13 @@ cdef class PackedLayer:
             begins[i], lengths[i] = offset * own // self.nbytes, nbytes * own // self.nbytes
         with nogil:
             kt_pool_lock()
-            closed = self.experts.layer.shards == NULL
-            if not closed:
+            outcome = self._state()
+            if outcome == KT_DONE:
                 for i in range(self.num_shards):
                     at[i] = self.experts.memory[i].arena + begins[i]
                 seconds = kt_limit_read(table.isa.read, streams, self.experts.layer.placement, at, lengths)
             kt_pool_unlock()
-        self._check_whole(closed, 0)
+        self._check_outcome(outcome)
         if seconds < 0:
             _raise(<int>-seconds, "measuring the read bandwidth")
         return seconds

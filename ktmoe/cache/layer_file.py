@@ -1,0 +1,163 @@
+"""One layer's file of a packed cache: its arenas, and what else a layer has to know of its experts.
+
+A safetensors file whose tensors are, in this order:
+
+    padding                   U8 [bytes]: so that arenas begin at huge pages
+    shard.0, shard.1 ...      U8 [bytes]: each shard's arena as it lies in memory, in whole huge pages
+    gate.bias, up.bias ...    F32 [experts, n], of those projections that have one
+    gate.factor ...           F32 [experts, n] or [experts, 1], likewise
+    seen                      U8 [experts, 3, 3]: of the scales of each matrix the least and the greatest exponent, and whether
+                              any is negative; kernels are chosen by it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ktmoe._native import core
+from ktmoe.backends.base import Arenas
+from ktmoe.cache.manifest import PackedLayerFile
+from ktmoe.errors import CacheError, CheckpointError, FormatError
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.files.safetensors_writer import SafetensorsWriter
+from ktmoe.loaders.safetensors_file import SafetensorsFile
+from ktmoe.messages import show
+
+#: Tensors by name: (dtype, shape).
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def tensors_of(experts: ExpertWeights, shards: Sequence[tuple[int, int]], biases: Iterable[str]) -> Tensors:
+    """What a layer's file has. shards: columns of h of each. biases: projections that have one."""
+    tensors: Tensors = {"padding": ("U8", (core.HUGE_PAGE_BYTES - core.PAGE_BYTES,))}  # the header is a page
+    for i, columns in enumerate(shards):
+        arena = experts.num_experts * core.expert_nbytes(experts, [columns])
+        tensors[f"shard.{i}"] = "U8", (-(-arena // core.HUGE_PAGE_BYTES) * core.HUGE_PAGE_BYTES,)
+    for projection in biases:
+        tensors[f"{projection}.bias"] = "F32", (experts.num_experts, experts.shape(projection)[0])
+    for projection in PROJECTIONS:
+        if factor := experts.formats[projection].factor:
+            tensors[f"{projection}.factor"] = "F32", (experts.num_experts, *factor.shape(experts.shape(projection)[0]))
+    tensors["seen"] = "U8", (experts.num_experts, 3, 3)
+    return tensors
+
+
+class LayerWriter:
+    """Writes a layer's file expert by expert.
+
+    first: a PackedLayer of one expert, the layer's first, which says whether there are biases.
+    Raises OutputError, as SafetensorsWriter does.
+    """
+
+    def __init__(self, path: Path, experts: ExpertWeights, shards: Sequence[tuple[int, int]], first: core.PackedLayer):
+        self._experts, self._shards = experts, shards
+        self._biases = list(core.numbers(first)[0])
+        self._numbers: dict[str, list[np.ndarray]] = {}
+        tensors = [(name, *what) for name, what in tensors_of(experts, shards, self._biases).items()]
+        self._file = SafetensorsWriter(
+            path, tensors, {"kind": "ktmoe packed layer"}, align=core.PAGE_BYTES, overwrite=True
+        )  # what no manifest names is left over
+        self._file.write(np.zeros(tensors[0][2], np.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return self._file.nbytes
+
+    def add(self, one: core.PackedLayer) -> None:
+        """The next expert, alone in a layer of these shards. Raises FormatError where only some experts have a bias."""
+        for shard in range(len(self._shards)):
+            for projection in PROJECTIONS:
+                self._file.write(one.packed_bytes(0, projection, shard), f"shard.{shard}")
+        biases, factors = core.numbers(one)
+        if list(biases) != self._biases:
+            raise FormatError(
+                f"{self._experts.name}: a packed cache has biases of all experts or of none, found "
+                f"{', '.join(biases) or 'none'} after {', '.join(self._biases) or 'none'}"
+            )
+        arrays = {f"{projection}.bias": array for projection, array in biases.items()}
+        arrays |= {f"{projection}.factor": array for projection, array in factors.items()}
+        for name, array in (arrays | {"seen": core.seen(one)}).items():
+            self._numbers.setdefault(name, []).append(array)
+
+    def finish(self) -> None:
+        """Write what follows the arenas; commit() is still to come."""
+        for i, columns in enumerate(self._shards):
+            arena = self._experts.num_experts * core.expert_nbytes(self._experts, [columns])
+            self._file.write(np.zeros(-arena % core.HUGE_PAGE_BYTES, np.uint8), f"shard.{i}")
+        for name, arrays in self._numbers.items():
+            self._file.write(np.ascontiguousarray(np.concatenate(arrays)), name)
+
+    def commit(self) -> None:
+        """Let the file be found under its name, once it is on the disk.
+
+        The page cache then forgets it: what was written lies there in small pages, what is read comes in huge ones.
+        """
+        self._file.commit()
+        descriptor = os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+    def abort(self) -> None:
+        """Remove what was written; nothing after commit()."""
+        self._file.abort()
+
+
+def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights) -> Arenas:
+    """The arenas of a layer's file, and what belongs to them; the arenas are not read. entry: what the manifest says of it.
+
+    Raises CacheError, which names the file, if it is not what it should be.
+    """
+    path = folder / entry.file
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # nonblocking: a FIFO must not hang
+    except OSError as error:
+        raise CacheError(f"{path}: expected a readable file, found {error.strerror}") from error
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != entry.nbytes:
+            fault = "truncated" if found < entry.nbytes else "grown"
+            raise CacheError(f"{path}: {fault}: expected {entry.nbytes} bytes, found {found}")
+        try:
+            file = SafetensorsFile(path)
+        except CheckpointError as error:
+            raise CacheError(str(error)) from None
+        try:
+            biases = [projection for projection in PROJECTIONS if f"{projection}.bias" in file.tensors]
+            _check_tensors(path, file, tensors_of(experts, entry.shards, biases))
+            offsets = [file.tensors[f"shard.{i}"].offset for i in range(len(entry.shards))]
+            numbers = {name: _read(file, name) for name in file.tensors if name != "padding" and not name.startswith("shard.")}
+            arenas = core.ArenaFile(str(path), descriptor, offsets)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                raise CacheError(f"{path}: expected one file, found another one in its place")
+        finally:
+            file.close()
+    finally:
+        os.close(descriptor)
+    of = {end: {p: numbers[f"{p}.{end}"] for p in PROJECTIONS if f"{p}.{end}" in numbers} for end in ("bias", "factor")}
+    return Arenas(arenas, numbers["seen"], of["bias"], of["factor"])
+
+
+def _check_tensors(path: Path, file: SafetensorsFile, expected: Tensors) -> None:
+    found = {name: (info.dtype, info.shape) for name, info in file.tensors.items()}
+    for name in [*expected, *found]:
+        if expected.get(name) != found.get(name):
+            raise CacheError(
+                f"{path}: tensor {show(name)}: expected {expected.get(name, 'none')}, found {show(found.get(name, 'none'))}"
+            )
+
+
+def _read(file: SafetensorsFile, name: str) -> np.ndarray:
+    info = file.tensors[name]
+    array = np.empty(info.shape, np.uint8 if info.dtype == "U8" else np.float32)
+    try:
+        file.read_into(array.reshape(-1).view(np.uint8), info)
+    except CheckpointError as error:
+        raise CacheError(str(error)) from None
+    return array

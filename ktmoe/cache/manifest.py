@@ -1,0 +1,139 @@
+"""The manifest of a packed cache: which checkpoint it is of, and what each layer's file holds. It is treated as hostile."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ktmoe._native import core
+from ktmoe.cache.source import SourceFile
+from ktmoe.errors import CacheError, CheckpointError
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.files.atomic import write_json
+from ktmoe.loaders.safetensors_file import read_json_object
+from ktmoe.messages import show
+
+NAME = "ktmoe-cache.json"
+#: Of the manifest and of the layers' files; of what is in them, families have versions.
+VERSION = 1
+_KIND = "ktmoe packed cache"
+
+
+@dataclass(frozen=True)
+class PackedLayerFile:
+    """What one layer's file holds.
+
+    file: its name in the cache. nbytes: its size. experts, hidden, intermediate: sizes. shards: the columns of the intermediate
+    dimension that each shard has, [(first, last)]. formats: the description of each projection's. layout: versions, of the
+    arena and of each family in it.
+    """
+
+    file: str
+    nbytes: int
+    experts: int
+    hidden: int
+    intermediate: int
+    shards: tuple[tuple[int, int], ...]
+    formats: Mapping[str, str]
+    layout: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """source: the checkpoint's files. layers: by name, as text."""
+
+    source: tuple[SourceFile, ...]
+    layers: Mapping[str, PackedLayerFile]
+
+    def write(self, folder: Path) -> None:
+        """In the place of the one that is there. Raises OutputError."""
+        data = {
+            "kind": _KIND,
+            "version": VERSION,
+            "source": [asdict(file) for file in self.source],
+            "layers": {name: asdict(layer) for name, layer in self.layers.items()},
+        }
+        write_json(folder / NAME, data, overwrite=True)
+
+
+def expected(layer: int | str, experts: ExpertWeights, shards: list[tuple[int, int]], nbytes: int = 0) -> PackedLayerFile:
+    """What the file of these experts holds, once it is packed by this version."""
+    formats = {projection: experts.formats[projection] for projection in PROJECTIONS}
+    families = sorted({weight_format.family for weight_format in formats.values()})
+    return PackedLayerFile(
+        file=f"layer-{re.sub(r'[^A-Za-z0-9._-]', '_', str(layer))}.safetensors",
+        nbytes=nbytes,
+        experts=experts.num_experts,
+        hidden=experts.hidden,
+        intermediate=experts.intermediate,
+        shards=tuple(shards),
+        formats={projection: weight_format.description for projection, weight_format in formats.items()},
+        layout={"arena": core.ARENA_VERSION} | {family: core.LAYOUT_VERSIONS[family] for family in families},
+    )
+
+
+def read(folder: str | os.PathLike) -> Manifest:
+    """The manifest of a cache. Raises CacheError if the folder has none, or a damaged one, or one of another version."""
+    path = Path(folder) / NAME
+    if not os.path.lexists(path):
+        raise CacheError(f"{folder}: expected a packed cache, which has {NAME}, found none; `ktmoe pack` makes one")
+    try:
+        data = read_json_object(path)
+    except CheckpointError as error:
+        raise CacheError(str(error)) from None
+    if data.get("kind") != _KIND:
+        raise CacheError(f"{path}: kind: expected {_KIND!r}, found {show(data.get('kind'))}")
+    if data.get("version") != VERSION:
+        raise CacheError(
+            f"{path}: version: expected {VERSION}, found {show(data.get('version'))}; `ktmoe pack` makes one of this version"
+        )
+    source, layers = data.get("source"), data.get("layers")
+    if not (isinstance(source, list) and isinstance(layers, dict)):
+        raise CacheError(
+            f"{path}: expected a list of source files and an object of layers, found {show(source)}, {show(layers)}"
+        )
+    return Manifest(
+        tuple(_record(SourceFile, entry, f"{path}: source") for entry in source),
+        {name: _record(PackedLayerFile, entry, f"{path}: layer {show(name)}") for name, entry in layers.items()},
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", ".", "..") and not re.search(r"[/\\\0]", value)
+
+
+def _are_pairs(value: object) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    return pairs and all(_is_count(number) for pair in value for number in pair)
+
+
+#: What a field of a record may be, by its name.
+_FITS = {
+    "name": _is_name,
+    "file": _is_name,
+    "digest": lambda value: isinstance(value, str),
+    "mtime_ns": lambda value: value is None or type(value) is int,
+    "shards": _are_pairs,
+    "formats": lambda value: isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
+    "layout": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+}
+
+
+def _record(kind: type, entry: object, what: str):
+    """A dataclass of what is in an object. Raises CacheError."""
+    names = [field.name for field in fields(kind)]
+    if not isinstance(entry, dict) or set(entry) != set(names):
+        raise CacheError(f"{what}: expected an object of {', '.join(names)}, found {show(entry)}")
+    for name in names:
+        if not _FITS.get(name, _is_count)(entry[name]):
+            raise CacheError(f"{what}: {name}: found {show(entry[name])}")
+    if "shards" in entry:
+        entry = entry | {"shards": tuple(map(tuple, entry["shards"]))}
+    return kind(**entry)

@@ -1,0 +1,58 @@
+"""Cache: a packed cache that was opened for one checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ktmoe.backends.base import Arenas
+from ktmoe.cache import layer_file, manifest, source
+from ktmoe.errors import CacheError
+from ktmoe.experts import ExpertWeights
+from ktmoe.loaders import naming
+from ktmoe.machine import numa
+from ktmoe.machine.numa import Placement
+from ktmoe.messages import show
+
+
+class Cache:
+    """A folder that `ktmoe pack` has made of a checkpoint.
+
+    path: the folder. checkpoint: the checkpoint's folder, or its one file. layers: those that are packed, as text.
+    Its manifest and what the checkpoint's files begin with are read here. Raises CacheError, which names the file, if the cache
+    is damaged, of another version, or of another checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike, checkpoint: str | os.PathLike):
+        self.path = Path(path)
+        self._manifest = manifest.read(path)
+        source.check(source.folder_of(checkpoint), self._manifest.source, str(path))
+        self.layers = list(self._manifest.layers)
+
+    def layer(self, layer: int | str, experts: ExpertWeights, placement: Placement) -> Arenas:
+        """What a layer of that name maps. experts: what the checkpoint's loader gives for it; no matrix is read.
+
+        Raises CacheError if it was not packed, or for other experts or another number of shards.
+        """
+        what = f"{self.path}: layer {show(layer)}"
+        entry = self._manifest.layers.get(str(layer))
+        if entry is None:
+            packed = naming.listed([naming.layer_key(name) for name in self.layers])
+            raise CacheError(f"{what}: expected to be packed, found {packed or 'no layers'}; `ktmoe pack` adds it")
+        if len(entry.shards) != placement.shards:
+            raise CacheError(
+                f"{what}: expected arenas for {_nodes(placement.shards)}, found them for {_nodes(len(entry.shards))}; choose "
+                "numa_nodes, or pack for other ones with `ktmoe pack --numa-nodes`"
+            )
+        shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
+        expected = manifest.expected(layer, experts, shards, entry.nbytes)
+        for part in ("file", "experts", "hidden", "intermediate", "formats", "shards", "layout"):
+            want, found = getattr(expected, part), getattr(entry, part)
+            if want != found:
+                raise CacheError(f"{what}: {part}: expected {want}, found {show(found)}; `ktmoe pack` makes another one")
+        return layer_file.open_layer(self.path, replace(entry, shards=tuple(shards)), experts)
+
+
+def _nodes(shards: int) -> str:
+    return f"{shards} NUMA node{'s' * (shards > 1)}"

@@ -1,0 +1,238 @@
+"""pack(): a packed cache of a checkpoint, layer by layer; what is there already is kept, and can be verified."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from ktmoe import backends
+from ktmoe._native import core
+from ktmoe.backends.base import Plan, Progress
+from ktmoe.backends.choice import choose_backend
+from ktmoe.cache import manifest, source
+from ktmoe.cache.layer_file import LayerWriter, open_layer
+from ktmoe.cache.manifest import Manifest, PackedLayerFile
+from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceError, OutputError, UnavailableError
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.files.lock import LOCK_NAME, exclusive
+from ktmoe.layer import placement_of
+from ktmoe.loaders import naming
+from ktmoe.loaders.base import find_layers, find_loader
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.machine import numa
+from ktmoe.machine.numa import Placement
+from ktmoe.messages import show
+
+
+@dataclass
+class Packed:
+    """What pack() did: layers that it wrote, kept and verified; nbytes: of all files of those layers."""
+
+    written: list[int | str] = field(default_factory=list)
+    kept: list[int | str] = field(default_factory=list)
+    verified: list[int | str] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One that is to be in the cache."""
+
+    name: int | str
+    experts: ExpertWeights
+    placement: Placement
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        return numa.split(self.experts.intermediate, self.experts.shard_unit, self.placement.shards)
+
+    def each(self) -> Iterator[core.PackedLayer]:
+        """Each expert in turn, alone in a layer of these shards."""
+        choice = choose_backend("auto", self.experts)
+        backend = backends.get(choice.name)
+        if not hasattr(backend, "pack_each"):
+            raise UnavailableError(f"{self.experts.name}: backend {choice.name!r} has no packed layout that a cache can hold")
+        plan = Plan(self.experts.router_weight, choice.activations, placement=self.placement)
+        return backend.pack_each(self.experts, plan)
+
+
+def pack(
+    path: str | os.PathLike,
+    out: str | os.PathLike,
+    layers: Iterable[int | str] | None = None,
+    *,
+    loader: str = "auto",
+    numa_nodes: Sequence[int] | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> Packed:
+    """Write a packed cache of a checkpoint: its experts as they lie in memory, so that loading is mapping.
+
+    path: a checkpoint. out: a folder that is made if need be, and is empty or has a cache of this checkpoint; layers that are
+    packed there are kept. layers: by default all that have routed experts. numa_nodes: as MoELayer has them: how many there are
+    decides how experts are cut into arenas.
+    verify: then pack each expert anew, and compare all bytes.
+    progress: called with (done_bytes, total_bytes) of the checkpoint; an exception from it ends packing. Finished layers stay.
+    Memory is needed for a few experts. A layer's file is there whole or not at all.
+    Raises OutputError (the target has something else, or another process writes it, or the disk is full), OutOfSpaceError,
+    CheckpointError if the checkpoint's files change meanwhile, CacheError if bytes differ, and what loaders raise.
+    """
+    folder = Path(out)
+    with Checkpoint(path) as checkpoint:
+        wanted = _wanted(checkpoint, layers, loader, numa_nodes)
+        files = tuple(source.files_of(checkpoint))
+        _make(folder)
+        with exclusive(folder):
+            there = _there(folder, files)
+            missing = [layer for layer in wanted if not _is_packed(folder, there, layer)]
+            _check_space(folder, missing)
+            if missing:
+                there.write(folder)  # the folder is a cache's from now on
+            total = sum(layer.experts.nbytes for layer in missing + (wanted if verify else []))
+            count = _Count(progress, total)
+            done = Packed(kept=[layer.name for layer in wanted if layer not in missing])
+            for layer in missing:
+                entry = _write(folder, layer, files, checkpoint, count)
+                there = replace(there, layers={**there.layers, str(layer.name): entry})
+                there.write(folder)
+                done.written.append(layer.name)
+            for layer in wanted if verify else ():
+                _verify(folder, there.layers[str(layer.name)], layer, count)
+                done.verified.append(layer.name)
+            done.nbytes = sum(there.layers[str(layer.name)].nbytes for layer in wanted)
+            return done
+
+
+class _Count:
+    """Bytes of the checkpoint that are done, for progress."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress, self._total, self._done = progress, total, 0
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress:
+            self._progress(self._done, self._total)
+
+
+def _wanted(
+    checkpoint: Checkpoint, layers: Iterable[int | str] | None, loader: str, numa_nodes: Sequence[int] | None
+) -> list[_Layer]:
+    names = find_layers(checkpoint, loader) if layers is None else [naming.layer_key(layer) for layer in layers]
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"{checkpoint.path}: layers: expected at least one, each once, found {show(names)}")
+    read = {name: find_loader(checkpoint, loader, name).load(checkpoint, name) for name in names}
+    return [_Layer(name, experts, placement_of(experts, numa_nodes)) for name, experts in read.items()]
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: expected a folder, or a place for one: {error.strerror}") from error
+
+
+def _there(folder: Path, files: tuple[source.SourceFile, ...]) -> Manifest:
+    """What a folder has of this checkpoint. Raises OutputError if it has something else."""
+    if not os.path.lexists(folder / manifest.NAME):
+        others = sorted(name for name in os.listdir(folder) if name != LOCK_NAME and not name.startswith(f".{manifest.NAME}"))
+        if others:
+            raise OutputError(f"{folder}: expected an empty folder or a packed cache, found {show(others[0])} in it")
+        return Manifest(files, {})
+    try:
+        there = manifest.read(folder)
+    except CacheError as error:
+        raise OutputError(f"{error}; remove {folder}, or choose another folder") from None
+    if there.source != files:
+        differs = next((file.name for file in {*there.source} ^ {*files}), "the order")
+        raise OutputError(
+            f"{folder}: expected an empty folder or a cache of this checkpoint as it is now, found one of another: "
+            f"{show(differs)} differs; remove {folder}, or choose another folder"
+        )
+    return there
+
+
+def _is_packed(folder: Path, there: Manifest, layer: _Layer) -> bool:
+    """Raises OutputError if it is packed for other NUMA nodes, or by another version."""
+    entry = there.layers.get(str(layer.name))
+    if entry is None:
+        return False
+    if replace(entry, shards=tuple(entry.shards)) != manifest.expected(layer.name, layer.experts, layer.shards, entry.nbytes):
+        raise OutputError(
+            f"{folder}: layer {show(layer.name)} is packed for {len(entry.shards)} NUMA nodes, versions "
+            f"{dict(entry.layout)}, which is not what is wanted; remove {folder}, or choose another folder"
+        )
+    try:
+        return (folder / entry.file).stat().st_size == entry.nbytes
+    except OSError:  # it was removed
+        return False
+
+
+def _check_space(folder: Path, missing: list[_Layer]) -> None:
+    needed = sum(layer.experts.num_experts * core.expert_nbytes(layer.experts, layer.shards) for layer in missing)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OutOfSpaceError(f"{folder}: {len(missing)} packed layers need {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB is free")
+
+
+def _write(
+    folder: Path, layer: _Layer, files: tuple[source.SourceFile, ...], checkpoint: Checkpoint, count: _Count
+) -> PackedLayerFile:
+    entry = manifest.expected(layer.name, layer.experts, layer.shards)
+    writer = None
+    try:
+        with closing(layer.each()) as experts:
+            for one in experts:
+                if writer is None:
+                    writer = LayerWriter(folder / entry.file, layer.experts, layer.shards, one)
+                writer.add(one)
+                count.add(layer.experts.nbytes // layer.experts.num_experts)
+        writer.finish()
+        if tuple(source.files_of(checkpoint)) != files:
+            raise CheckpointError(f"{checkpoint.path}: expected files that do not change meanwhile, found changed ones")
+        writer.commit()
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+        raise
+    return replace(entry, nbytes=writer.nbytes)
+
+
+def _verify(folder: Path, entry: PackedLayerFile, layer: _Layer, count: _Count) -> None:
+    """Raise CacheError, which names the matrix, where a layer's file has not the bytes that packing gives."""
+    path = folder / entry.file
+    choice = choose_backend("auto", layer.experts)
+    plan = Plan(layer.experts.router_weight, choice.activations, placement=layer.placement)
+    arenas = open_layer(folder, entry, layer.experts)
+    mapped = backends.get(choice.name).map(layer.experts, plan, arenas)
+    with closing(mapped), closing(layer.each()) as experts:
+        for expert, one in enumerate(experts):
+            biases, factors = core.numbers(one)
+            same = np.array_equal(core.seen(one)[0], arenas.seen[expert])
+            wrong = next((p for p in PROJECTIONS if not _same(mapped, one, expert, p, len(layer.shards))), None)
+            for found, ours in ((arenas.biases, biases), (arenas.factors, factors)):
+                same = same and found.keys() == ours.keys()
+                same = same and all(np.array_equal(_bits(found[p][expert]), _bits(ours[p][0])) for p in ours)
+            if wrong or not same:
+                raise CacheError(
+                    f"{path}: expert {expert}: {wrong or 'scales, biases or factors'}: expected the bytes that packing gives, "
+                    "found others; remove the file, and pack again"
+                )
+            count.add(layer.experts.nbytes // layer.experts.num_experts)
+
+
+def _same(mapped: core.PackedLayer, one: core.PackedLayer, expert: int, projection: str, shards: int) -> bool:
+    return all(
+        np.array_equal(mapped.packed_bytes(expert, projection, shard), one.packed_bytes(0, projection, shard))
+        for shard in range(shards)
+    )
+
+
+def _bits(numbers: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(numbers).view(np.uint32)

@@ -1,0 +1,56 @@
+"""`ktmoe pack`: a packed cache of a checkpoint, which starts by mapping."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+
+import click
+
+from ktmoe import progress_bar
+from ktmoe.cache.packing import Packed, pack
+from ktmoe.cli import options, output, units
+from ktmoe.cli.signals import signals_as_exit
+from ktmoe.loaders import naming
+from ktmoe.messages import printable
+
+HELP = """Write a packed cache: loading it is mapping.
+
+OUT becomes a folder with the experts of DIR as they lie in memory, one file a layer. --cache OUT then starts from it, without
+reading or packing, and several processes share it. It serves this checkpoint alone, as long as its files do not change.
+What is packed in OUT already is kept, so that an interrupted run can be run again.
+"""
+
+
+@click.command("pack", help=HELP)
+@options.MODEL
+@click.argument("out", metavar="OUT")
+@click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
+@options.NUMA_NODES
+@click.option("--verify", is_flag=True, help="Then pack each expert anew, and compare all bytes.")
+@options.JSON
+def command(
+    model: str, out: str, layers: list[int | str] | None, numa_nodes: list[int] | None, verify: bool, as_json: bool
+) -> None:
+    start = time.perf_counter()
+    with signals_as_exit(), progress_bar.bytes_done("packing") if sys.stderr.isatty() else nullcontext() as draw:
+        done = pack(model, out, layers, numa_nodes=numa_nodes, verify=verify, progress=draw)
+    seconds = time.perf_counter() - start
+    if as_json:
+        output.print_json(_data(model, out, done, seconds))
+    else:
+        output.print_lines(_lines(model, out, done, seconds))
+
+
+def _data(model: str, out: str, done: Packed, seconds: float) -> dict:
+    layers = {"layers_written": done.written, "layers_kept": done.kept, "layers_verified": done.verified}
+    return {"path": printable(model), "cache": printable(out), **layers, "cache_bytes": done.nbytes, "seconds": seconds}
+
+
+def _lines(model: str, out: str, done: Packed, seconds: float) -> list[str]:
+    lines = [f"{printable(out)}: {units.gb(done.nbytes)} of {printable(model)}, in {seconds:.2f} s"]
+    for what, layers in (("written", done.written), ("kept", done.kept), ("the same bytes again", done.verified)):
+        if layers:
+            lines.append(f"{what}: {naming.listed(layers)}")
+    return lines

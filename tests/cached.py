@@ -1,0 +1,80 @@
+"""What the tests of packed caches share: a layer's file of given experts, a small checkpoint with its cache, and batches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ktmoe import MoELayer, backends, synthetic
+from ktmoe.backends.base import Plan
+from ktmoe.backends.choice import choose_backend
+from ktmoe.cache import manifest
+from ktmoe.cache.layer_file import LayerWriter, open_layer
+from ktmoe.cache.packing import pack
+from ktmoe.layer import placement_of
+from ktmoe.machine import numa
+
+SIZES = {"num_experts": 5, "hidden": 128, "intermediate": 256}
+
+
+def arenas_of(folder, experts, numa_nodes=None):
+    """These experts' Arenas, of a file that is written here."""
+    placement = placement_of(experts, numa_nodes)
+    shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
+    entry = manifest.expected(0, experts, shards)
+    writer = None
+    choice = choose_backend("auto", experts)
+    plan = Plan(experts.router_weight, choice.activations, placement=placement)
+    try:
+        for one in backends.get(choice.name).pack_each(experts, plan):
+            writer = writer or LayerWriter(folder / entry.file, experts, shards, one)
+            writer.add(one)
+        writer.finish()
+        writer.commit()
+    finally:
+        if writer:
+            writer.abort()
+    return open_layer(folder, replace(entry, nbytes=writer.nbytes), experts)
+
+
+def write_model(folder, layers=2, write=synthetic.write_deepseek_v4):
+    """A small checkpoint and its cache: (path, path)."""
+    write(folder / "model", layers=layers, **SIZES)
+    pack(folder / "model", folder / "cache")
+    return folder / "model", folder / "cache"
+
+
+def batch(hidden, num_experts, tokens=3, seed=0):
+    """x, expert_ids, expert_weights, with every expert among them if there are enough tokens."""
+    rng = np.random.default_rng(seed)
+    ids = np.resize(rng.permutation(num_experts), (tokens, 2))
+    return rng.standard_normal((tokens, hidden)).astype(np.float32), ids, rng.random((tokens, 2)).astype(np.float32)
+
+
+def outputs(layer: MoELayer, tokens=3):
+    return layer.forward(*batch(layer.hidden, layer.num_experts, tokens))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint and its cache, which no test changes."""
+    return write_model(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def model(made, tmp_path):
+    """A copy of the checkpoint, with its times, and of its cache."""
+    for folder in made:
+        shutil.copytree(folder, tmp_path / folder.name)
+    return tmp_path / "model", tmp_path / "cache"
+
+
+def edit(cache, change):
+    """Change what a cache's manifest says."""
+    data = json.loads((cache / manifest.NAME).read_text())
+    change(data)
+    (cache / manifest.NAME).write_text(json.dumps(data))
