@@ -19,6 +19,12 @@ def bf16_values(rng, count):
     return np.choose(rng.integers(0, 3, count), [ordinary, rng.integers(0, 1 << 16, count, dtype=np.uint16), special])
 
 
+def random_state(rng):
+    """All vector and mask registers: uint8 [32, 64], uint64 [8]."""
+    zmm = bf16_values(rng, 32 * 32).view(np.uint8).reshape(32, 64)
+    return zmm, rng.integers(0, 1 << 64, 8, dtype=np.uint64)
+
+
 def bits(x):
     return np.ascontiguousarray(x).view(np.uint32)
 
