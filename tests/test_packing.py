@@ -119,7 +119,9 @@ def by_formula(weight_format, stored, n, k):
                 packed[panel, at + row_bytes + c] = (z + offset.plus) % 16
         for s in range(supers):
             at = s * (8 * block_bytes + 8 // per * header + above) + 2 * c
-            packed[panel, at : at + 2] = np.array([stored["super_scales"][column, s] if column < n else 1], np.float16).view(np.uint8)
+            packed[panel, at : at + 2] = np.array([stored["super_scales"][column, s] if column < n else 1], np.float16).view(
+                np.uint8
+            )
             if minima and column < n:
                 of_minima = subtracted(weight_format, stored, "super_offsets")[column, s : s + 1]
                 packed[panel, at + 128 : at + 130] = of_minima.view(np.uint8)

@@ -74,8 +74,8 @@ typedef struct kt_dot {
 typedef struct kt_kernel {
     const char *family;  /* "q4", "f8", "i8", "b16" */
     const char *element; /* the only one that it decodes, "E4M3"; NULL: any of the family */
-    const char
-        *scale; /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16", "int8"; "none"; "panel", one fp32 for all columns */
+    const char *
+        scale; /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16", "int8"; "none"; "panel", one fp32 for all columns */
     size_t scale_group_min; /* the shortest and the longest scale group that it takes; 0 without scales */
     size_t scale_group_max;
     const char *super_scale; /* of what multiplies the scales of KT_SUPER_GROUP k: "fp16", or NULL: none */

@@ -3,7 +3,8 @@
  * SHAPES      m rows of k inputs, as the activation mode encodes them; W packed panels of 64 columns; out fp32 [m][64]
  * DEFINITION  for each panel, column c, row i:
  *                 in scale groups: for each: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
- *                            out = finish(sum, scale[c], out), rounded once
+ *                            out = finish(sum, scale[c], out), rounded once; where there are minima, out -= minimum[c] * sum of
+ *                            the group's x, rounded once
  *                 else:      out = 0; for k ascending: out = dot(out, w[c][k], x[i][k])
  * LAYOUT      the family's packing. Decoded: strips of TILE_VECTORS vectors of columns, each [step][columns] dwords.
  * REGULARITIES lane = column: a dword of x, one step of k, is broadcast; nothing is shuffled after the lookup; every m sums in
@@ -34,7 +35,7 @@
  *                               blocks, 1 or 2: of the block's first or last 16 k
  *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
  *     finish(sums, f32v scale, f32v factor, f32v out)
- *     x_sum(x, k, block, part)  f32v of the sum of x that a minimum multiplies; part: as of start()
+ *     x_sum(x, k, block, part)  f32v of the sum of x that a minimum multiplies; part: start()'s
  * and how scales are loaded, in scales.h or in a way of its own.
  */
 #include "kernels/common/place.h"
