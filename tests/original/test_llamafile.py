@@ -17,7 +17,7 @@ pytestmark = needed
 SIZE, LAYERS = 512, 2
 #: Types, and of how many k of x and h kt-kernel makes integers of 8 bits with one scale.
 TYPES = {"Q4_0": 32, "Q5_0": 32, "Q8_0": 32, "Q2_K": 256, "Q4_K_M": 256, "Q6_K": 256, "IQ4_XS": 256, "BF16": None, "F16": None}
-#: Where the scale is fp16, it is off by 2**-11, and the largest integer by 127 / 2**11, 1/16 of a step: half a step becomes 9/16.
+#: An fp16 scale is off by 2**-11, and the largest integer by 127 / 2**11, 1/16 of a step: half a step becomes 9/16.
 ROUNDED_SCALE = 9 / 8
 
 
