@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
 
 import ktmoe
 from bench import footprints, machine, probe
@@ -130,3 +134,11 @@ def copies(model: Model, count: int, folds: bool = True) -> ExpertWeights:
         return matrices[projection]
 
     return ExpertWeights(count, model.hidden, model.intermediate, read, one.formats, one.activation, one.name)
+
+
+def one_expert_each(layer: MoELayer, rows: int) -> Iterator[measure.Batch]:
+    """Endless batches, each of one expert. Experts take turns: one is out of the caches when it is next."""
+    x = np.random.default_rng(rows).standard_normal((rows, layer.hidden), np.float32).astype(ml_dtypes.bfloat16)
+    weights = np.ones((rows, 1), np.float32)
+    for expert in itertools.cycle(range(layer.num_experts)):
+        yield measure.Batch(x, np.full((rows, 1), expert, np.int64), weights, np.array([expert]), rows)

@@ -137,9 +137,8 @@ class Results:
 
     @property
     def cpu(self) -> str:
-        """Makers name many virtual machines' CPUs alike, so family and model are in it."""
         cpu = self.data["cpu"]
-        return f"{short_name(cpu['name'])} {cpu['family']}-{cpu['model']}"
+        return cpu_name(cpu["name"], cpu["family"], cpu["model"])
 
     @property
     def label(self) -> str:
@@ -149,8 +148,7 @@ class Results:
 
     @property
     def file_name(self) -> str:
-        words = f"{self.cpu} {self.data['cpu']['threads']} threads"
-        return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") + ".toml"
+        return file_stem(f"{self.cpu} {self.data['cpu']['threads']} threads") + ".toml"
 
     def entries(self, section: str) -> list[dict]:
         return self.data.get(section, [])
@@ -167,6 +165,16 @@ def short_name(name: str) -> str:
     """Without trade marks, clock and words that say nothing."""
     name = re.sub(r"\((R|TM)\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", name, flags=re.IGNORECASE)
     return " ".join(name.split())
+
+
+def cpu_name(name: str, family: int, model: int) -> str:
+    """Makers name many virtual machines' CPUs alike, so family and model are in it."""
+    return f"{short_name(name)} {family}-{model}"
+
+
+def file_stem(words: str) -> str:
+    """A file's name without its ending: small letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def read(path: Path) -> Results:

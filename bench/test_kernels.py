@@ -12,12 +12,10 @@ import math
 import time
 from dataclasses import replace
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from bench import record
-from bench.kernels import kernels, packed
+from bench.kernels import kernels, one_expert_each, packed
 from ktmoe import measure
 from ktmoe._native import core
 
@@ -78,14 +76,6 @@ def test_kernel(benchmark, measured, tuned, called, rows):
         rows=rows,
         footprint_of_llc=measured.footprint_of_llc,
     )
-
-
-def one_expert_each(layer, rows):
-    """Endless batches, each of one expert. Experts take turns: one is out of the caches when it is next."""
-    x = np.random.default_rng(rows).standard_normal((rows, layer.hidden), np.float32).astype(ml_dtypes.bfloat16)
-    weights = np.ones((rows, 1), np.float32)
-    for expert in itertools.cycle(range(layer.num_experts)):
-        yield measure.Batch(x, np.full((rows, 1), expert, np.int64), weights, np.array([expert]), rows)
 
 
 def seconds_of_a_call(layer, batches) -> float:

@@ -68,6 +68,12 @@ def way_of(item: pytest.Item) -> str:
     return ways.WAYS.get(row, "native").partition(":")[0]
 
 
+@pytest.fixture
+def is_emulated(request):
+    """Whether the case's backend is. It takes a hundred times as long: what is not about its instructions may be shorter."""
+    return way_of(request.node) == "emulated"
+
+
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of one test function's items that run by default."""
     items = [item for item in items if not item.get_closest_marker("exhaustive")]

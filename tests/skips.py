@@ -10,6 +10,7 @@ import pytest
 ALLOWED = (
     r"this CPU lacks (avx2|avx512\w*|fma)( |,|$)",  # not what is emulated, but what the emulator builds on
     r"there is no C compiler",
+    r"the compiler has no -fsanitize=[\w,]+ that works here",
     r"this CPU has the instructions",  # so that nothing is emulated
     r"the system's assembler does not know (AVX512_BF16|AMX)",
     r"this system has no posix_fadvise",

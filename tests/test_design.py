@@ -1,15 +1,14 @@
 """design.py: what runs by default has each pair of values, is few, and is the same each time; --exhaustive runs everything."""
 
 import functools
+import io
 import itertools
 import os
-import subprocess
-import sys
+from contextlib import redirect_stdout
 
 import design
 import pytest
 import ways
-from environments import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,20 +81,28 @@ def test_plain(): pass
 """
 
 
+class Collected:
+    """A plugin that keeps the names of what pytest would run."""
+
+    def pytest_collection_finish(self, session):
+        self.names = [item.name for item in session.items]
+
+
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory):
     """The names of the cases that pytest would run with these arguments."""
     folder = tmp_path_factory.mktemp("design")
     (folder / "test_some.py").write_text("import ways" + TESTS)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
-    alone = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, "-p", "design", "--strict-markers"]
+    alone = ["-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull, "--rootdir", str(folder), "-p", "design"]
 
     @functools.cache
-    def collect(*arguments):
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *alone, *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode in (0, 5), done.stdout + done.stderr
-        return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    def collect(*arguments, place="test_some.py"):
+        found = Collected()
+        with redirect_stdout(io.StringIO()) as output:
+            command = ["-q", "--collect-only", *alone, "--strict-markers", *arguments, str(folder / place)]
+            status = pytest.main(command, plugins=[found])
+        assert status == pytest.ExitCode.OK, output.getvalue()
+        return found.names
 
     return collect
 
@@ -139,7 +146,7 @@ def test_everything(collected):
 
 
 def test_a_case_that_is_asked_for_runs(collected):
-    (name,) = collected("test_some.py::test_errors[5-5]")
+    (name,) = collected(place="test_some.py::test_errors[5-5]")
     assert name == "test_errors[5-5]"
     asked = max(names(collected("--exhaustive"), "test_pairs"))
-    assert collected(f"test_some.py::{asked}") == [asked]
+    assert collected(place=f"test_some.py::{asked}") == [asked]

@@ -3,12 +3,14 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktmoe import MXFP4, SILU, ExpertWeights
 from ktmoe._native import core
 from ktmoe.backends.base import Plan
+from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
 
@@ -240,6 +242,22 @@ def test_a_worker_whose_group_has_no_more_takes_from_others():
     assert sum(end - first for first, end in runs) == s.items(0, A)
     own = [first for first, _ in runs].index(min(first for first, _ in runs))  # the first run of all is of group 0
     assert own > 0
+
+
+@pytest.mark.parametrize("ask", ["take", "rounds_left"])
+def test_only_a_worker_of_the_team_is_asked_for(ask):
+    """Two workers for three shards: the first one serves the first and the last."""
+    s = scheduled([[1], [1], [1]], 2, (8, 512, 512), np.arange(8).reshape(4, 2))
+    for worker, shard in ((0, 0), (0, 2), (1, 1)):
+        assert getattr(s, ask)(worker, shard, B)
+    for worker, shard, message in (
+        (0, 1, "worker 0 does not serve shard 1"),
+        (1, 2, "worker 1 does not serve shard 2"),
+        (2, 0, "worker: expected 0 to 1, found 2"),
+        (0, 3, "expected a shard and phase 0 or 1, found 3 and 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            getattr(s, ask)(worker, shard, B)
 
 
 def test_one_token_keeps_threads_busy_by_halves():

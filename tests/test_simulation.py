@@ -18,7 +18,7 @@ from ktmoe import measure
 from ktmoe._native import core
 
 MODEL = replace(models()["V4-Flash"], name="small", hidden=512, intermediate=1024, experts=16, top_k=4)
-KERNEL = Kernel("MXFP4", "avx2", "avx2", "bf16", 100.0, [1, 192], [0.05, 5.0], [0.05, 5.0])
+KERNEL = Kernel("MXFP4", "avx2", "avx2", "bf16", 100.0, [1, 192], [0.05, 5.0])
 COSTS = Costs("test", None, "", 1, {"1": 20.0}, [{"read_mb": 0.0, "us": 0.0}, {"read_mb": 1.0, "us": 0.0}], 0.0, 0.0, [KERNEL])
 #: Memory that nobody waits for, and neither latencies nor anything but items.
 IDEAL = Machine(1, 1, 1e15, cores=16, near=0.0, far=0.0, add=0.0)
@@ -191,6 +191,31 @@ def test_slow_workers_get_less_to_do():
         call.simulate(MODEL, ids, replace(IDEAL, threads=16, jitter=jitter), COSTS, seed=3) for jitter in (0.0, 0.2)
     )
     assert even.seconds < uneven.seconds < 1.5 * even.seconds
+
+
+#: Exact in float: a thread sees what one with the same L3 wrote after 1 s, what another one wrote after 8 s.
+FAR_APART = Machine(1, 8, 1.0, cores=8, domain_cores=2, near=1.0, far=8.0)
+
+
+def test_whoever_is_awake_wakes_the_next_group():
+    """By hand: the caller wakes its neighbour at 1; these two wake a group each until 9; one of the four wakes the last."""
+    teams = FAR_APART.teams
+    assert [(first, size) for _, first, size in teams.groups] == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    begins = call.begin_times(teams, FAR_APART)
+    assert sorted(begins) == [9, 9, 9, 10, 10, 17, 17, 18]
+    assert sorted(begins[:2]) == [9, 17]  # the caller's group is awake first
+    assert begins[2:] == [9, 10, 9, 10, 17, 18]
+    assert call.begin_times(replace(FAR_APART, threads=1).teams, replace(FAR_APART, threads=1)) == [0]
+
+
+def test_the_caller_shuts_the_doors_in_a_row():
+    """Its own door takes 1 s, each other one 8 s; it waits for whoever is still behind one."""
+    teams = FAR_APART.teams
+    assert call.end_time(teams, FAR_APART, np.full(8, 5.0)) == 5 + 1 + 3 * 8
+    assert call.end_time(teams, FAR_APART, np.array([5, 4, 3, 20, 0, 0, 0, 0.0])) == 20 + 3 * 8
+    assert call.end_time(teams, FAR_APART, np.array([5, 4, 3, 6, 0, 0, 0, 99.0])) == 99 + 8
+    one = replace(FAR_APART, threads=1)
+    assert call.end_time(one.teams, one, np.array([5.0])) == 5
 
 
 @pytest.mark.parametrize("changed", [{"nodes": 3}, {"threads": 0}, {"threads": 17}, {"nodes": 0}])

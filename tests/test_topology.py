@@ -9,8 +9,8 @@ from topology import CPUS, masks, workers
 
 from ktmoe import MoELayer, config, set_num_threads, show_config
 from ktmoe._native import core
-from ktmoe.machine import numa, threads
-from ktmoe.machine.number_lists import ranges
+from ktmoe.machine import numa, threads, topology
+from ktmoe.machine.number_lists import listed, ranges
 from ktmoe.machine.topology import Domain, cores, domains
 
 EIGHT = set(range(8))
@@ -64,6 +64,23 @@ def test_caches_of_one_core_each_count_as_one(fake_nodes):
     fake_nodes({0: EIGHT}, cores=CORES, caches=CACHES)
     assert domains({0, 2, 6}) == (domain({0, 2, 6}, {0, 2}),)
     assert domains({0, 1, 2, 6}) == (domain({0, 1}, {0, 1}), domain({2, 6}, {2}))
+
+
+def test_the_system_is_asked_once_for_a_set_of_cpus(fake_nodes, monkeypatch):
+    """For each layer the same sets come; another set and another folder are asked for anew."""
+    asked = []
+    monkeypatch.setattr(topology, "listed", lambda file: asked.append(file) or listed(file))
+    first, second = domain(CACHES[0], {0, 1}), domain(CACHES[1], {2, 3})
+    fake_nodes({0: {0, 1, 4, 5}, 1: {2, 3, 6, 7}}, usable=EIGHT, cores=CORES, caches=CACHES)
+    assert numa.place().domains == ((first,), (second,))
+    assert asked
+    asked.clear()
+    assert numa.place().domains == ((first,), (second,))
+    assert not asked
+    assert domains({0, 1, 4, 6}) == (domain({0, 1, 4}, {0, 1}), domain({6}, {6}))
+    assert asked
+    fake_nodes({0: EIGHT}, usable=EIGHT, cores=CORES)
+    assert numa.place([0]).domains == ((domain(EIGHT, range(4)),),)
 
 
 def test_placements_have_domains(fake_nodes):

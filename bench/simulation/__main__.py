@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import re
 import sys
 from pathlib import Path
 
-from bench import machine
+from bench import machine, results_file
 from bench.peers.__main__ import progress_line
 from bench.simulation import costs, files, grid
 
@@ -41,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--out", metavar="FILE", type=Path, help="write the points there, and renew nothing")
     run.set_defaults(run=_run)
     measure = commands.add_parser("measure", help="measure this machine's costs")
-    measure.add_argument("--out", metavar="FILE", type=Path, help="(in bench/simulation/costs, by the CPU's name)")
+    measure.add_argument("--out", metavar="FILE", type=Path, help="(in bench/simulation/machines, by the CPU's name)")
     measure.set_defaults(run=_measure)
     check = commands.add_parser("check", help="compare with calls measured here, on 1, 2, 4 ... threads")
     check.add_argument("--out", metavar="FILE", type=Path, help="write the comparison there")
@@ -56,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     with progress_line() as progress:
         points = [*grid.simulated(found, options.bandwidth * 1e9, options.jitter, progress)]
     about = {"machine": found.machine, "bandwidth_gb_s": options.bandwidth, "jitter": options.jitter, "point": points}
-    file = options.out or files.FOLDER / f"{file_name(found.machine)}-simulated.toml"
+    file = options.out or files.FOLDER / f"{results_file.file_stem(found.machine)}-simulated.toml"
     files.write({**_now(), **about}, file, files.SIMULATED)
     print(f"simulated: {file}")
     return 0 if options.out else _document(options)
@@ -66,7 +65,7 @@ def _measure(options: argparse.Namespace) -> int:
     from bench.simulation import measure  # pytest and more, which nothing else needs
 
     found = measure.measured()
-    file = options.out or costs.FOLDER / f"{file_name(found.machine)}.toml"
+    file = options.out or costs.FOLDER / f"{results_file.file_stem(found.machine)}.toml"
     costs.write(found, file)
     print(f"measured: {file}")
     return 0
@@ -97,10 +96,6 @@ def _document(options: argparse.Namespace) -> int:
 
 def _now() -> dict:
     return {"date": datetime.date.today(), "commit": machine.commit()}
-
-
-def file_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 if __name__ == "__main__":

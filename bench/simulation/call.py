@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,11 +100,12 @@ def run(
     summed: dict[tuple[int, int], int] = {}
     shards = [Shard(number, schedule, teams, machine, kernel, core_read, clock, summed) for number in range(machine.nodes)]
     met = Gate(machine.threads, 2 * (machine.near + machine.far))
-    group_of = [group for group, (_, _, size) in enumerate(teams.groups) for _ in range(size)]
+    node_of = [node for node, _, size in teams.groups for _ in range(size)]
+    begins = begin_times(teams, machine)
 
     def worker(index: int) -> Worker:
-        node, first, _ = teams.groups[group_of[index]]
-        yield Work(_wake(machine, group_of[index], index - first), item=False)
+        node = node_of[index]
+        yield Work(begins[index], item=False)
         if schedule.staged_bytes:
             yield _copied(schedule.staged_bytes / machine.threads, node, shards[node].x_leaves, core_read)
             clock.pass_gate(met)
@@ -114,14 +116,44 @@ def run(
                     yield work._replace(seconds=work.seconds / speeds[index]) if isinstance(work, Work) else work
 
     ran = clock.go([worker(index) for index in range(machine.threads)])
-    if machine.threads > 1:
-        ran.seconds += machine.near + machine.far  # the last of a group, then the caller
+    ran.seconds = end_time(teams, machine, ran.busy + ran.overhead + ran.waited)
     return ran
 
 
-def _wake(machine: Machine, group: int, place: int) -> float:
-    """By a tree: the caller wakes the groups' first workers, each of those its group."""
-    return machine.far * (group > 0) + machine.near * (place > 0)
+def begin_times(teams: core.Teams, machine: Machine) -> list[float]:
+    """When each worker begins with its items. Whoever is awake wakes the next group, until all are, as base/pool.c has it.
+
+    The caller wakes its own group first. To wake another group takes `far`; all but its first worker see it `near` later.
+    """
+    begins, sizes, woken = [0.0] * machine.threads, [(first, size) for _, first, size in teams.groups], 0
+    awake = [(0.0, 0)] if machine.threads > 1 else []  # (when it is free, worker)
+    while awake:
+        now, worker = heapq.heappop(awake)
+        if woken == len(sizes):
+            begins[worker] = now
+            continue
+        first, size = sizes[woken]
+        now += machine.far if woken else machine.near
+        heapq.heappush(awake, (now, worker))
+        for other in range(first + (not woken), first + size):
+            heapq.heappush(awake, (now + machine.near * (other > first and woken > 0), other))
+        woken += 1
+    return begins
+
+
+def end_time(teams: core.Teams, machine: Machine, ends: np.ndarray) -> float:
+    """When the call is over. ends: of the workers.
+
+    The caller shuts the groups' doors in a row, and waits at each until nobody is behind it, as base/pool.c has it.
+    """
+    now = float(ends[0])
+    if machine.threads == 1:
+        return now
+    for group, (_, first, size) in enumerate(teams.groups):
+        step = machine.far if group else machine.near
+        last = float(ends[first : first + size].max())
+        now = max(now, last) + step
+    return now
 
 
 def _copied(nbytes: float, node: int, leaves: bool, core_read: float) -> Work:

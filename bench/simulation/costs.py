@@ -11,7 +11,7 @@ from bench import results_file
 from bench.simulation import files
 from ktmoe._native import core
 
-FOLDER = Path(__file__).with_name("costs")
+FOLDER = Path(__file__).with_name("machines")
 SCHEMA = {
     "machine": str,
     "date": results_file.datetime.date,
@@ -30,7 +30,6 @@ SCHEMA = {
             "peak_gflop_s": float,
             "rows": [int],
             "memory_ns": [float],
-            "cache_ns": [float],
         }
     ],
 }
@@ -40,8 +39,8 @@ SCHEMA = {
 class Kernel:
     """What one thread takes with a kernel.
 
-    memory_ns, cache_ns: nanoseconds for each packed byte of a panel that is multiplied with so many `rows`, with the weights
-    from memory, which nobody else reads, and from the core's cache. peak_gflop_s: multiplies from registers.
+    memory_ns: nanoseconds for each packed byte of a panel that is multiplied with so many `rows`, with the weights from memory,
+    which nobody else reads. peak_gflop_s: multiplies from registers.
     """
 
     weights: str
@@ -51,7 +50,6 @@ class Kernel:
     peak_gflop_s: float = 0.0
     rows: list[int] = field(default_factory=list)
     memory_ns: list[float] = field(default_factory=list)
-    cache_ns: list[float] = field(default_factory=list)
 
     def seconds(self, rows: int, nbytes: int) -> float:
         """Of one thread alone, for a strip of so many rows and panels of so many bytes from memory.
@@ -104,7 +102,7 @@ def read(path: Path) -> Costs:
     data = files.read(path, SCHEMA)
     kernels = [Kernel(**kernel) for kernel in data.pop("kernel")]
     for kernel in kernels:
-        if not len(kernel.rows) == len(kernel.memory_ns) == len(kernel.cache_ns) > 1:
+        if not len(kernel.rows) == len(kernel.memory_ns) > 1:
             raise results_file.ResultsError(
                 f"{path}: {kernel.weights}: expected a cost for each of two numbers of rows or more"
             )

@@ -15,11 +15,10 @@ import numpy as np
 import ktmoe
 from bench import cases, footprints, kernels, machine
 from bench.models import Model, models
-from bench.results_file import short_name
+from bench.results_file import cpu_name
 from bench.simulation import call
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs, Kernel
-from bench.test_kernels import one_expert_each
 from ktmoe import measure
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
@@ -35,8 +34,6 @@ _EXPERTS, _CALL_ROWS = 8, 128
 _SWEPT = (1, 4, 16, 128)
 _READ_SECONDS = 0.03
 _HANDOFFS = 200
-#: Calls from a cache are short beside an interruption: the best of so many counts.
-_BEST_OF = 3
 _TINY = 64
 _SHARE_OF_L2 = 0.6
 
@@ -44,7 +41,7 @@ Found = dict[tuple, list[float]]
 
 
 class Session:
-    """A model's layers: from memory, from a core's cache, and with next to no weights. experts: of those from memory."""
+    """A model's layers: from memory, swept between calls, and with next to no weights. experts: of those from memory."""
 
     def __init__(self, model: Model, stack: ExitStack, experts: int | None = None):
         self.model = model
@@ -55,7 +52,7 @@ class Session:
         tiny = replace(model, hidden=_TINY, intermediate=_TINY)
         table = stack.enter_context(self.way.table(model.make(1)))
         shapes = (model, self.experts), (self.small, max(_SWEPT)), (tiny, model.experts)
-        self.memory, self.cached, self.tiny = (
+        self.memory, self.swept, self.tiny = (
             stack.enter_context(MoELayer(kernels.copies(*shape), self.way.backend, self.way.activations)) for shape in shapes
         )
         self.limits = measure.settled(self.memory, table)
@@ -67,28 +64,17 @@ class Session:
         name = self.model.weights
         yield ("peak", name), self.limits.peak(_READ_SECONDS)
         for rows in ROWS:
-            for what, layer, experts in self._layers(rows):
-                best_of = 1 if what.endswith("memory") else _BEST_OF
-                yield (what, name, rows), min(self._seconds(layer, rows, experts) for _ in range(best_of))
+            for what, layer in (("memory", self.memory), ("beside memory", self.tiny)):
+                yield (what, name, rows), self._seconds(layer, rows, _experts_of(rows))
         for experts in _SWEPT:
-            self._seconds(self.cached, 1, experts)
+            self._seconds(self.swept, 1, experts)
             yield ("before", experts), self._seconds(self.tiny, 1, self.model.top_k)
 
-    def _layers(self, rows: int) -> list[tuple[str, MoELayer, int]]:
-        """(what, a layer, experts of a call)."""
-        many = max(1, min(_EXPERTS, _CALL_ROWS // rows))
-        return [
-            ("memory", self.memory, many),
-            ("beside memory", self.tiny, many),
-            ("cache", self.cached, 1),
-            ("beside cache", self.tiny, 1),
-        ]
-
     def _seconds(self, layer: MoELayer, rows: int, experts: int) -> float:
-        """Of a call with so many rows of each of so many experts, which are others each time but for the one in the cache."""
+        """Of a call with so many rows of each of so many experts, which are others each time but for one of a small layer."""
         tokens = max(rows, _EXPERTS) if experts == _EXPERTS else rows  # from a few tokens on, the driver copies rows of x
         if (tokens, layer.hidden) not in self._inputs:
-            self._inputs[tokens, layer.hidden] = next(one_expert_each(layer, tokens))
+            self._inputs[tokens, layer.hidden] = next(kernels.one_expert_each(layer, tokens))
         ids = (np.arange(tokens)[:, None] + np.arange(experts * rows // tokens)) % experts
         if layer is self.memory or experts > 1:
             self._next += experts
@@ -100,15 +86,17 @@ class Session:
 
     def kernel(self, found: Found) -> Kernel:
         name, way = self.model.weights, self.way
-        ns: dict[str, list[float]] = {"memory": [], "cache": []}
+        ns = []
         for rows in ROWS:
-            layers = self._layers(rows)
-            for (what, layer, experts), (beside, _, _) in zip(layers[::2], layers[1::2], strict=True):
-                nbytes = experts * (self.model if layer is self.memory else self.small).expert_bytes
-                seconds = statistics.median(found[what, name, rows]) - statistics.median(found[beside, name, rows])
-                ns[what].append(1e9 * seconds / nbytes)
+            seconds, beside = (statistics.median(found[what, name, rows]) for what in ("memory", "beside memory"))
+            ns.append(1e9 * (seconds - beside) / (_experts_of(rows) * self.model.expert_bytes))
         peak = statistics.median(found["peak", name]) / 1e9
-        return Kernel(name, way.backend, way.isa, way.activations, peak, list(ROWS), ns["memory"], ns["cache"])
+        return Kernel(name, way.backend, way.isa, way.activations, peak, list(ROWS), ns)
+
+
+def _experts_of(rows: int) -> int:
+    """Of a call from memory."""
+    return max(1, min(_EXPERTS, _CALL_ROWS // rows))
 
 
 def take_threads(number: int) -> None:
@@ -146,7 +134,7 @@ def costs_of(sessions: list[Session], found: Found) -> Costs:
     fields = machine.cpu_fields()
     read = {what[1]: statistics.median(rates) / 1e9 for what, rates in found.items() if what[0] == "read"}
     return Costs(
-        machine=f"{short_name(fields['name'])} {fields['family']}-{fields['model']}",
+        machine=cpu_name(fields["name"], fields["family"], fields["model"]),
         date=datetime.date.today(),
         commit=machine.commit(),
         threads=max(read),

@@ -31,11 +31,7 @@ static kt_run run_of(const kt_list *l, const kt_group *g, size_t number) {
     return (kt_run){item_at(l, from < last ? from : last), item_at(l, to < last ? to : last)};
 }
 
-kt_hand kt_hand_of(const kt_list *l, const kt_worker *me) {
-    const kt_team *team = team_of(l);
-    const bool own = me->group >= team->first_group && me->group < team->first_group + team->num_groups;
-    return (kt_hand){.group = own ? me->group - team->first_group : 0};
-}
+kt_hand kt_hand_of(const kt_list *l, const kt_worker *me) { return (kt_hand){.group = me->group - team_of(l)->first_group}; }
 
 kt_run kt_list_take(const kt_list *l, kt_hand *hand) {
     const kt_team *team = team_of(l);

@@ -80,8 +80,8 @@ void kt_schedule_plan(kt_schedule *s, size_t tokens, size_t top_k, size_t num_ex
 void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t ranges, size_t slots); /* at most so many */
 void kt_schedule_fill(kt_schedule *s, const kt_route *r);
 
-kt_hand kt_hand_of(const kt_list *list, const kt_worker *me);
-kt_run kt_list_take(const kt_list *list, kt_hand *hand); /* the next run of a worker; without items: there is none */
+kt_hand kt_hand_of(const kt_list *list, const kt_worker *me); /* me: of the list's team */
+kt_run kt_list_take(const kt_list *list, kt_hand *hand);      /* the next run of a worker; without items: there is none */
 /* Rounds of which the worker's group has runs left, or the group that it would take from. In the last one nobody takes two runs,
  * since others would have none. */
 size_t kt_list_rounds_left(const kt_list *list, const kt_hand *hand);

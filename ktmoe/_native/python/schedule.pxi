@@ -95,8 +95,9 @@ cdef class Schedule:
         for worker in range(self._teams.teams.workers):
             me = self._worker(worker)
             for shard in range(self._teams.teams.shards):
-                for phase in range(<size_t>KT_PHASES):
-                    self._hand(worker, shard, phase)[0] = kt_hand_of(&self.job.schedule.shards[shard].of[phase], &me)
+                if kt_serves(&me, shard):
+                    for phase in range(<size_t>KT_PHASES):
+                        self._hand(worker, shard, phase)[0] = kt_hand_of(self._list(shard, phase), &me)
 
     cdef kt_worker _worker(self, size_t index):
         cdef kt_worker me
@@ -105,7 +106,12 @@ cdef class Schedule:
             me.group += 1
         return me
 
-    cdef kt_hand *_hand(self, size_t worker, size_t shard, size_t phase):
+    cdef kt_hand *_hand(self, size_t worker, size_t shard, size_t phase) except NULL:
+        if worker >= self._teams.teams.workers:
+            raise InputError(f"worker: expected 0 to {self._teams.teams.workers - 1}, found {worker}")
+        cdef kt_worker me = self._worker(worker)
+        if not kt_serves(&me, shard):
+            raise InputError(f"worker {worker} does not serve shard {shard}")
         return &self._hands[(worker * self._teams.teams.shards + shard) * KT_PHASES + phase]
 
     cdef const kt_list *_list(self, size_t shard, size_t phase) except NULL:
@@ -115,19 +121,14 @@ cdef class Schedule:
 
     def take(self, size_t worker, size_t shard, size_t phase):
         """The next run of a worker, (first item, the one after the last); None: there is none. phase: 0 is A, 1 is B."""
-        cdef kt_run run
         cdef const kt_list *found = self._list(shard, phase)
-        if worker >= self._teams.teams.workers:
-            raise InputError(f"worker: expected 0 to {self._teams.teams.workers - 1}, found {worker}")
-        cdef kt_worker me = self._worker(worker)
-        if not kt_serves(&me, shard):
-            raise InputError(f"worker {worker} does not serve shard {shard}")
-        run = kt_list_take(found, self._hand(worker, shard, phase))
+        cdef kt_run run = kt_list_take(found, self._hand(worker, shard, phase))
         return (run.first, run.end) if run.first < run.end else None
 
     def rounds_left(self, size_t worker, size_t shard, size_t phase):
         """Of which its group has runs, or the group that it would take from."""
-        return kt_list_rounds_left(self._list(shard, phase), self._hand(worker, shard, phase))
+        cdef const kt_list *found = self._list(shard, phase)
+        return kt_list_rounds_left(found, self._hand(worker, shard, phase))
 
     def together(self, size_t shard, size_t phase, size_t item, size_t end):
         """Items of a run up to `end` that are computed together, from `item` on."""
