@@ -60,6 +60,8 @@ PACKED = {
     "packing from memory": lambda: SHAPE.make(STAGED),
     "packing bfloat16 from memory": lambda: synthetic.qwen3_experts(num_experts=STAGED, **SIDES),
     "packing transposed bfloat16 from memory": lambda: _transposed(synthetic.qwen3_experts(num_experts=STAGED, **SIDES)),
+    "packing GGUF's Q4_K from memory": lambda: synthetic.gguf_experts(types="Q4_K", num_experts=STAGED, **SIDES),
+    "packing GGUF's Q6_K from memory": lambda: synthetic.gguf_experts(types="Q6_K", num_experts=STAGED, **SIDES),
 }
 
 

@@ -21,9 +21,6 @@ RECORDS = {
     NVFP4: (64, 36),
 }
 
-#: Types of which kernels have all parts.
-SERVED = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4", "BF16", "F16", "F32")
-
 
 def text(value: str | bytes) -> bytes:
     data = value.encode() if isinstance(value, str) else value

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from gguf_files import F32, IQ2_XXS, Q4_0, Q8_0, SERVED, layer, metadata, records, write
+from gguf_files import F32, IQ2_XXS, Q4_0, Q8_0, layer, metadata, records, write
 from helpers import assert_right, random_batch, same_bits
 from kt_wrappers import REVERSED, batch, wrapper
 
@@ -23,7 +23,7 @@ SIZES = {"num_experts": 4, "hidden": 512, "intermediate": 256}
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("types", SERVED)
+@pytest.mark.parametrize("types", GGML)
 def test_an_output(backend, tmp_path, types):
     """Of layer 1, whose tensors are in another file than layer 0's."""
     write_gguf(tmp_path, types=types, **SIZES, layers=2, parts=2)

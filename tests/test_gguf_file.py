@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ktmoe.errors import CheckpointError, KtmoeError
+from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import gguf_file
+from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_file import GgufFile
 from ktmoe.weights.ggml import TYPES
@@ -215,6 +217,11 @@ def test_damage(tmp_path, data):
             for name in checkpoint.names():
                 info = checkpoint.info(name)
                 assert len(checkpoint.read(name)) == info.nbytes <= len(stored)
+            loader = find_loader(checkpoint)
+            for number in loader.layers(checkpoint):
+                experts = loader.load(checkpoint, number)
+                for projection in PROJECTIONS:
+                    assert experts.matrix(experts.num_experts - 1, projection).shape == experts.shape(projection)
     except KtmoeError:
         pass
 

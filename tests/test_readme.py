@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from checkpoints import SCHEMES, per_expert, write
-from gguf_files import SERVED
 from helpers import assert_right, random_batch
 from integer_checkpoints import gptq, gptq_meaning
 
@@ -19,7 +18,7 @@ from ktmoe.weights.ggml import GGML
 ASYMMETRIC = {"quantization_config": {"sym": False}}
 ALL = SCHEMES | {"gptq with zero points": per_expert("gptq", gptq, gptq_meaning)}
 #: Of GGUF, which is no safetensors' scheme: the types that have records.
-TYPES = [name for name in SERVED if GGML[name].order.of_records]
+TYPES = [name for name, weight_format in GGML.items() if weight_format.order.of_records]
 ROWS = {row.name: row for row in readme.weights()}
 
 

@@ -69,7 +69,7 @@ def _loaders(found: Inspection) -> list[str]:
     """The one that reads it, and what the others say; those that say the same in one line."""
     scores = {finding.loader: finding.score for finding in found.findings}
     if found.loader:
-        lines = [f"loader: {found.loader}, score {scores[found.loader]:g} of 1 by names, dtypes, shapes and config.json"]
+        lines = [f"loader: {found.loader}, score {scores[found.loader]:g} of 1 by names, dtypes, shapes and configuration"]
     else:
         lines = ["loader: none", f"  {found.why_no_loader}"]
     others: dict[str, list[str]] = {}
