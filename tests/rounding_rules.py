@@ -1,4 +1,4 @@
-"""The second half of a rule: weights and steps of their groups become codes."""
+"""What _native/quantize does, in numpy: weights and the steps of their groups become codes."""
 
 from __future__ import annotations
 

@@ -99,6 +99,15 @@ def test_methods_that_round(method, to, tmp_path):
 
 
 @pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(("method", "source"), [("AMXINT4", "FP8"), ("AMXINT8", "MXFP8"), ("MOE_INT8", "FP8 per row")])
+def test_rounding_weights_that_are_not_bfloat16(method, source, tmp_path):
+    experts = load_experts(write(source, tmp_path), 0)
+    rounded, batch_ = quantize(experts, method[-4:].lower(), rule=method.lower()), batch()
+    with wrapper(tmp_path, method=method) as w, MoELayer(rounded) as layer:
+        assert_right(layer, rounded, *batch_, w.forward(*batch_))
+
+
+@pytest.mark.usefixtures("nothing_is_left")
 def test_layers_of_different_formats(tmp_path):
     """Each has the loader of its own tensors; the checkpoint is open once."""
     methods_ = {1: ("fp8 per row", "FP8_PERCHANNEL"), 2: ("bf16", "BF16"), 3: ("nvfp4", "NVFP4")}

@@ -13,7 +13,7 @@ from ktmoe.messages import show
 from ktmoe.quantization import codes, source, steps
 from ktmoe.quantization.rules import RULES, Rule
 from ktmoe.quantization.steps import Groups
-from ktmoe.quantization.targets import TARGETS, Group
+from ktmoe.quantization.targets import KINDS, TARGETS, Group, Target
 from ktmoe.weights.formats import WeightFormat
 
 
@@ -70,10 +70,7 @@ class Quantizer:
             raise FormatError(f"{matrix.name}: expected a multiple of {columns} columns to round, found {[n, k]}")
         extent = steps.extent(self.format.scale, bool(self.format.factor and self.format.factor.per_row), (n, k))
         weights = source.read(matrix)
-        found = core.weights_extremes(weights, *extent)
-        if found is None:
-            source.refuse(matrix)
-        low, high = found
+        low, high = _extremes(weights, matrix, extent)
         whole = max(abs(low.min()), abs(high.max())) if largest is None else np.float32(largest)
         kind = self.format.scale.kind if self.format.scale else "fp32"
         made = self.rule.steps(Groups(low, high, np.float32(whole), kind, matrix.name))
@@ -88,6 +85,11 @@ class Quantizer:
         elif self.format.factor:
             arrays["factor"] = np.ascontiguousarray(made.scales.reshape(-1), np.float32)
         return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), Error(total, error)
+
+    def largest(self, matrix: Matrix) -> float:
+        """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
+        low, high = _extremes(source.read(matrix), matrix, matrix.shape)
+        return float(max(abs(low.min()), abs(high.max())))
 
     def experts(self, experts: ExpertWeights) -> ExpertWeights:
         """The same experts, each matrix rounded when it is asked for."""
@@ -112,11 +114,18 @@ def quantize(
     return Quantizer(to, rule=rule, group=group, scales=scales, symmetric=symmetric).experts(experts)
 
 
+def _extremes(weights: source.Weights, matrix: Matrix, extent: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    found = core.weights_extremes(weights, *extent)
+    if found is None:
+        source.refuse(matrix)
+    return found
+
+
 def _rule(to: str, name: str | None, symmetric: bool | None) -> Rule:
     of_target = [rule for (target, _), rule in RULES.items() if target == to]
     fitting = [rule for rule in of_target if symmetric is None or rule.points != symmetric]
     if not fitting:
-        raise InputError(f"{to}: there is no rule with symmetric={symmetric}")
+        raise InputError(f"{to}: no rule has zero points")
     if name is None:
         return fitting[0]
     for rule in fitting:
@@ -125,13 +134,14 @@ def _rule(to: str, name: str | None, symmetric: bool | None) -> Rule:
     raise InputError(f"{to}: rule must be one of {', '.join(rule.name for rule in fitting)}, found {show(name)}")
 
 
-def _format(target, rule: Rule, group: Group | None, kind: str | None) -> WeightFormat:
+def _format(target: Target, rule: Rule, group: Group | None, kind: str | None) -> WeightFormat:
     for label, given, only in (("group", group, rule.group), ("scales", kind, rule.kind)):
         if None not in (given, only) and given != only:
             raise InputError(f"rule {rule.name!r}: {label} must be {only!r}, found {show(given)}")
-    kinds = (target.kind,) if target.kind is None else ("fp32", "bf16", "fp16")
-    if kind is not None and kind not in kinds:
-        raise InputError(f"scales must be one of {', '.join(map(str, kinds))}, found {show(kind)}")
+    if kind is not None and target.kind is None:
+        raise InputError(f"{rule.target}: its scales are of one kind, found {show(kind)}")
+    if kind is not None and kind not in KINDS:
+        raise InputError(f"{rule.target}: scales must be one of {', '.join(KINDS)}, found {show(kind)}")
     group = group if group is not None else rule.group if rule.group is not None else target.group
     kind = kind or rule.kind or target.kind
     return target.format(group, kind, rule.points, rule.steps is steps.in_matrix_divided)
