@@ -46,10 +46,8 @@ def test_how_far_a_weight_moves(to, rule):
     made, _ = Quantizer(to, rule=rule, group=(1, 128) if to == "fp8" else None).matrix(Matrix("m", B16, weights.shape, weights))
     exact = weights.astype(np.float64)
     off = np.abs(reference.dequantize(made) - exact)
-    if made.format.scale:
-        step = made.format.scale.spread(made.scales, *made.shape)
-    else:
-        step = made.factor[:, None].astype(np.float64)
+    scale = made.format.scale
+    step = scale.spread(made.scales, *made.shape) if scale else made.factor[:, None].astype(np.float64)
     of_weight, of_step = MOVES[to, rule]
     share = off / (np.maximum(of_weight * np.abs(exact), of_step * step) * (1 + 2**-16))
     assert 0.9 < share.max() <= 1
