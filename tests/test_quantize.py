@@ -6,9 +6,10 @@ from helpers import BF16, random_batch, random_experts
 
 import ktmoe
 from ktmoe import BF16 as B16
-from ktmoe import GatedActivation, Matrix, MoELayer, reference
+from ktmoe import GatedActivation, Matrix, MoELayer, WeightFormat, reference
 from ktmoe.errors import InputError
 from ktmoe.quantization import RULES, TARGETS, Quantizer
+from ktmoe.weights.elements import FP32
 
 #: What docs/numerics.md says: of a weight's size, else of the step that is multiplied by its code; plus what saturates.
 MOVES = {
@@ -24,11 +25,14 @@ MOVES = {
     ("mxfp8", "even"): (3 / 31, 2**-10),
     ("mxfp8", "floor"): (1 / 8, 2**-10),
     ("mxfp8", "round"): (1 - 2**-0.5, 2**-10),
+    ("nvfp4", "modelopt"): (1 / 5, 1 / 4),
+    ("nvfp4", "compressed-tensors"): (1 / 5, 1 / 4),
     ("fp8", "up"): (1 / 17, 2**-10),
     ("fp8", "nearest"): (1 / 17, 2**-10),
     ("fp8", "transformers"): (1 / 17, 2**-10),
     ("int8", "symmetric"): (0, 1 / 2),
-    ("int8", "compressed-tensors"): (0, 1 / 2),
+    ("int8", "compressed-tensors"): (0, 0.75),
+    ("int8", "gguf"): (0, 1 / 2 + 127 * 2**-11),
     ("int4", "symmetric"): (0, 1 / 2),
     ("int4", "compressed-tensors"): (0, 1 / 2 + 2**-5),
     ("int4", "asymmetric"): (0, 0.61),
@@ -41,13 +45,20 @@ def test_how_far_a_weight_moves(to, rule):
     rng = np.random.default_rng(0)
     weights = np.concatenate([rng.standard_normal((256, 1024)), rng.uniform(-1, 1, (256, 1024))])
     weights[::2, ::32] = np.resize(3 + np.arange(256) / 64, (256, 32))
-    weights = (weights * 2.0 ** rng.integers(-60, 60, (512, 1))).astype(BF16)
-    weights = np.resize(weights, (512, 1024))
-    made, _ = Quantizer(to, rule=rule, group=(1, 128) if to == "fp8" else None).matrix(Matrix("m", B16, weights.shape, weights))
+    powers = (-3, 4) if to == "nvfp4" or rule == "gguf" else (-60, 60)
+    weights = (weights * 2.0 ** rng.integers(*powers, (512, 1))).astype(np.float32)
+    in_groups = (to, rule) == ("int8", "compressed-tensors")  # whose bound is attained by weights of more than 8 bits
+    format_ = WeightFormat(FP32) if in_groups else B16
+    weights = weights if in_groups else weights.astype(BF16)
+    group = 128 if in_groups else (1, 128) if to == "fp8" else None
+    made, _ = Quantizer(to, rule=rule, group=group).matrix(Matrix("m", format_, weights.shape, weights))
     exact = weights.astype(np.float64)
     off = np.abs(reference.dequantize(made) - exact)
     scale = made.format.scale
     step = scale.spread(made.scales, *made.shape) if scale else made.factor[:, None].astype(np.float64)
+    if to == "nvfp4":
+        assert (step >= 2**-6).all()
+        step = step / made.factor if made.format.factor.divides else step * made.factor
     of_weight, of_step = MOVES[to, rule]
     share = off / (np.maximum(of_weight * np.abs(exact), of_step * step) * (1 + 2**-16))
     assert 0.9 < share.max() <= 1
@@ -94,7 +105,7 @@ def test_a_matrix_is_read_when_it_is_asked_for():
     ("arguments", "message"),
     [
         ({"to": "int3"}, "to must be one of mxfp4, nvfp4, mxfp8, fp8, int8, int4, found 'int3'"),
-        ({"to": "mxfp4", "rule": "up"}, "mxfp4: rule must be one of ceil, round, even, .*, found 'up'"),
+        ({"to": "mxfp4", "rule": "up"}, "mxfp4: rule must be one of ceil, round, floor, .*, found 'up'"),
         ({"to": "mxfp4", "group": 16}, "group must be 32, found 16"),
         ({"to": "mxfp4", "scales": "fp16"}, "mxfp4: its scales are of one kind, found 'fp16'"),
         ({"to": "mxfp4", "symmetric": False}, "mxfp4: no rule has zero points"),
