@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,9 @@ from ktmoe.quantization.rules import RULES, Rule
 from ktmoe.quantization.steps import Groups
 from ktmoe.quantization.targets import KINDS, TARGETS, Group, Target
 from ktmoe.weights.formats import WeightFormat
+
+#: Groups whose scales are made at a time.
+_AT_ONCE = 2**13
 
 
 @dataclass(frozen=True)
@@ -71,20 +75,30 @@ class Quantizer:
         extent = steps.extent(self.format.scale, bool(self.format.factor and self.format.factor.per_row), (n, k))
         weights = source.read(matrix)
         low, high = _extremes(weights, matrix, extent)
-        whole = max(abs(low.min()), abs(high.max())) if largest is None else np.float32(largest)
+        whole = np.float32(max(abs(low.min()), abs(high.max())) if largest is None else largest)
         kind = self.format.scale.kind if self.format.scale else "fp32"
-        made = self.rule.steps(Groups(low, high, np.float32(whole), kind, matrix.name))
-        found, error, total = core.weights_rounded(weights, codes.rounding(self.rule, made, self.format.element, extent))
-        arrays = {"codes": found}
+        arrays = {label: np.empty(shape, dtype) for label, (dtype, shape) in self.format.arrays(n, k).items()}
+        arrays["codes"] = arrays["codes"].view(np.uint8)
+        error = Error()
+        for bands in _bands(low.shape):
+            made = self.rule.steps(Groups(low[bands], high[bands], whole, kind, matrix.name))
+            first, end = bands.start * extent[0], min(bands.stop * extent[0], n)
+            rounding = codes.rounding(self.rule, made, self.format.element, extent)
+            found, total = core.weights_rounded(weights, rounding, first, end - first, arrays["codes"])
+            error += Error(total, found)
+            self._store(made, bands, arrays)
+        return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), error
+
+    def _store(self, made: steps.Steps, bands: slice, arrays: dict[str, np.ndarray]) -> None:
+        """What groups have besides codes."""
         if self.format.scale:
-            arrays["scales"] = made.scales.astype(self.format.scale.dtype) if made.stored is None else made.stored
-        if made.points is not None:
-            arrays["offsets"] = (made.points + 8).astype(np.uint8)
-        if made.factor is not None:
-            arrays["factor"] = np.full(1, made.factor, np.float32)
+            arrays["scales"][bands] = made.scales if made.stored is None else made.stored
         elif self.format.factor:
-            arrays["factor"] = np.ascontiguousarray(made.scales.reshape(-1), np.float32)
-        return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), Error(total, error)
+            arrays["factor"][bands] = made.scales.reshape(-1)
+        if made.points is not None:
+            arrays["offsets"][bands] = made.points + 8
+        if made.factor is not None:
+            arrays["factor"][0] = made.factor
 
     def largest(self, matrix: Matrix) -> float:
         """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
@@ -112,6 +126,13 @@ def quantize(
 ) -> ExpertWeights:
     """Experts whose weights are rounded, each matrix when it is asked for; arguments are Quantizer's."""
     return Quantizer(to, rule=rule, group=group, scales=scales, symmetric=symmetric).experts(experts)
+
+
+def _bands(groups: tuple[int, int]) -> Iterator[slice]:
+    """Groups along n, some at a time: their numbers stay in a core's own cache."""
+    some = max(1, _AT_ONCE // groups[1])
+    for first in range(0, groups[0], some):
+        yield slice(first, min(first + some, groups[0]))
 
 
 def _extremes(weights: source.Weights, matrix: Matrix, extent: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
