@@ -1,4 +1,4 @@
-"""The second half of a rule: weights and steps of their groups become codes."""
+"""What _native/quantize does, in numpy: weights and the steps of their groups become codes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ def rounded(
     def spread(of_groups: np.ndarray) -> np.ndarray:
         return np.repeat(np.repeat(of_groups, extent[0], axis=0)[:n], extent[1], axis=1)[:, :k]
 
-    t = _quotients(weights, spread(steps.divisors), rule.quotient)
-    if rule.least is not None:
+    if steps.inverses is None:
+        t = _quotients(weights, spread(steps.divisors), rule.quotient)
+    else:
+        t = weights * spread(steps.inverses)
+    if rule.codes is not None:
         points = 0 if steps.points is None else spread(steps.points)
-        numbers = np.clip(_whole((t + points).astype(t.dtype), rule.ties), rule.least, rule.most)
+        numbers = np.clip(_whole((t + points).astype(t.dtype), rule.ties), *rule.codes)
         codes = numbers.astype(np.int8).view(np.uint8)
         if element.bits == 4:
             codes = codes + np.uint8(8)

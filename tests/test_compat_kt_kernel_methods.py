@@ -108,6 +108,16 @@ def test_methods_that_round(method, to, tmp_path):
 
 
 @pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(("method", "source"), [("AMXINT4", "FP8"), ("AMXINT8", "MXFP8"), ("MOE_INT8", "FP8 per row")])
+def test_rounding_weights_that_are_not_bfloat16(method, source, tmp_path):
+    synthetic.PUBLISHED[source].write(tmp_path, num_experts=8, hidden=128, intermediate=256, top_k=4)
+    experts = load_experts(tmp_path, 0)
+    rounded, batch_ = quantize(experts, method[-4:].lower(), rule=method.lower()), batch()
+    with wrapper(tmp_path, method=method, moe_intermediate_size=256) as w, MoELayer(rounded) as layer:
+        assert_right(layer, rounded, *batch_, w.forward(*batch_))
+
+
+@pytest.mark.usefixtures("nothing_is_left")
 def test_layers_of_different_formats(tmp_path):
     """Each has the loader of its own tensors; the checkpoint is open once."""
     methods_ = {1: ("fp8 per row", "FP8_PERCHANNEL"), 2: ("bf16", "BF16"), 3: ("nvfp4", "NVFP4")}

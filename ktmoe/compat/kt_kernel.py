@@ -49,8 +49,8 @@ class KTMoEWrapper:
     max_deferred_experts_per_token: so many of a token's experts, those with the least weights, may be added to the next layer's
     result instead of this one's; 0 and None: none.
     method: a key of methods.SERVED, such as "MXFP4" (DeepSeek-V4), "RAWINT4" (compressed-tensors INT4), "FP8" (DeepSeek-V3),
-    "LLAMAFILE" (GGUF) or "BF16". AMXINT4, AMXINT8, MOE_INT4 and MOE_INT8 round bfloat16 weights. UnavailableError says what the
-    others lack.
+    "LLAMAFILE" (GGUF) or "BF16". AMXINT4, AMXINT8, MOE_INT4 and MOE_INT8 round weights. UnavailableError says what the others
+    lack.
     swiglu_limit: None = as the checkpoint says, 0 = no clamp. swiglu_alpha: not 0 = GPT-OSS's activation.
     chunked_prefill_size, cpu_save and the arguments of mode "sft", group_size and zero_point among them, are taken and change
     nothing.
@@ -149,7 +149,7 @@ class KTMoEWrapper:
     def load_weights_from_tensors(self, gate_proj, up_proj, down_proj, physical_to_logical_map_cpu=None) -> None:
         """Pack bfloat16 matrices: gate and up [E, I, H], down [E, H, I]; the map as in load_weights().
 
-        method: "BF16", or one that rounds bfloat16, see methods.SERVED.
+        method: "BF16", or one that rounds, see methods.SERVED.
         """
         takes = [name for name, method in methods.SERVED.items() if method.fits(BF16)]
         if self.method not in takes:

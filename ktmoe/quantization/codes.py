@@ -36,7 +36,8 @@ class Rounding:
 
 def rounding(rule: Rule, steps: Steps, element: Element, extent: tuple[int, int]) -> Rounding:
     """Of a rule and the steps of a matrix's groups."""
-    multipliers, divisors = _quotients(steps.divisors, rule.quotient)
+    multipliers, divisors = _quotients(steps, rule.quotient)
+    least, most = rule.codes or (0, 0)
     return Rounding(
         to={E2M1: "E2M1", E4M3: "E4M3"}.get(element, "integers"),
         ties=rule.ties,
@@ -46,8 +47,8 @@ def rounding(rule: Rule, steps: Steps, element: Element, extent: tuple[int, int]
         divisors=np.ascontiguousarray(divisors, np.float32),
         points=None if steps.points is None else np.ascontiguousarray(steps.points, np.float32),
         values=np.ascontiguousarray(steps.values),
-        least=rule.least or 0,
-        most=rule.most or 0,
+        least=least,
+        most=most,
         code_bits=element.bits,
         plus=8 if element.bits == 4 else 0,
         negative_zero=rule.negative_zero,
@@ -65,8 +66,11 @@ def limits(ties: str) -> np.ndarray:
     return np.where(up, middles, np.nextafter(middles, np.float32(np.inf)))
 
 
-def _quotients(divisors: np.ndarray, how: str) -> tuple[np.ndarray | None, np.ndarray]:
+def _quotients(steps: Steps, how: str) -> tuple[np.ndarray | None, np.ndarray]:
     """(what weights are multiplied by, what the product is divided by). An inverse that is not finite divides instead."""
+    divisors = steps.divisors
+    if steps.inverses is not None:
+        return steps.inverses, np.ones_like(divisors)
     if how in ("divided", "float64"):
         return None, divisors
     divisors = divisors / np.float32(16) if how == "sixteenths" else divisors

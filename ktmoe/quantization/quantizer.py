@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,11 @@ from ktmoe.messages import show
 from ktmoe.quantization import codes, source, steps
 from ktmoe.quantization.rules import RULES, Rule
 from ktmoe.quantization.steps import Groups
-from ktmoe.quantization.targets import TARGETS, Group
+from ktmoe.quantization.targets import KINDS, TARGETS, Group, Target
 from ktmoe.weights.formats import WeightFormat
+
+#: Groups whose scales are made at a time.
+_AT_ONCE = 2**13
 
 
 @dataclass(frozen=True)
@@ -70,24 +74,36 @@ class Quantizer:
             raise FormatError(f"{matrix.name}: expected a multiple of {columns} columns to round, found {[n, k]}")
         extent = steps.extent(self.format.scale, bool(self.format.factor and self.format.factor.per_row), (n, k))
         weights = source.read(matrix)
-        found = core.weights_extremes(weights, *extent)
-        if found is None:
-            source.refuse(matrix)
-        low, high = found
-        whole = max(abs(low.min()), abs(high.max())) if largest is None else np.float32(largest)
+        low, high = _extremes(weights, matrix, extent)
+        whole = np.float32(max(abs(low.min()), abs(high.max())) if largest is None else largest)
         kind = self.format.scale.kind if self.format.scale else "fp32"
-        made = self.rule.steps(Groups(low, high, np.float32(whole), kind, matrix.name))
-        found, error, total = core.weights_rounded(weights, codes.rounding(self.rule, made, self.format.element, extent))
-        arrays = {"codes": found}
+        arrays = {label: np.empty(shape, dtype) for label, (dtype, shape) in self.format.arrays(n, k).items()}
+        arrays["codes"] = arrays["codes"].view(np.uint8)
+        error = Error()
+        for bands in _bands(low.shape):
+            made = self.rule.steps(Groups(low[bands], high[bands], whole, kind, matrix.name))
+            first, end = bands.start * extent[0], min(bands.stop * extent[0], n)
+            rounding = codes.rounding(self.rule, made, self.format.element, extent)
+            found, total = core.weights_rounded(weights, rounding, first, end - first, arrays["codes"])
+            error += Error(total, found)
+            self._store(made, bands, arrays)
+        return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), error
+
+    def _store(self, made: steps.Steps, bands: slice, arrays: dict[str, np.ndarray]) -> None:
+        """What groups have besides codes."""
         if self.format.scale:
-            arrays["scales"] = made.scales.astype(self.format.scale.dtype) if made.stored is None else made.stored
-        if made.points is not None:
-            arrays["offsets"] = (made.points + 8).astype(np.uint8)
-        if made.factor is not None:
-            arrays["factor"] = np.full(1, made.factor, np.float32)
+            arrays["scales"][bands] = made.scales if made.stored is None else made.stored
         elif self.format.factor:
-            arrays["factor"] = np.ascontiguousarray(made.scales.reshape(-1), np.float32)
-        return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), Error(total, error)
+            arrays["factor"][bands] = made.scales.reshape(-1)
+        if made.points is not None:
+            arrays["offsets"][bands] = made.points + 8
+        if made.factor is not None:
+            arrays["factor"][0] = made.factor
+
+    def largest(self, matrix: Matrix) -> float:
+        """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
+        low, high = _extremes(source.read(matrix), matrix, matrix.shape)
+        return float(max(abs(low.min()), abs(high.max())))
 
     def largest(self, matrix: Matrix) -> float:
         """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
@@ -120,11 +136,25 @@ def quantize(
     return Quantizer(to, rule=rule, group=group, scales=scales, symmetric=symmetric).experts(experts)
 
 
+def _bands(groups: tuple[int, int]) -> Iterator[slice]:
+    """Groups along n, some at a time: their numbers stay in a core's own cache."""
+    some = max(1, _AT_ONCE // groups[1])
+    for first in range(0, groups[0], some):
+        yield slice(first, min(first + some, groups[0]))
+
+
+def _extremes(weights: source.Weights, matrix: Matrix, extent: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    found = core.weights_extremes(weights, *extent)
+    if found is None:
+        source.refuse(matrix)
+    return found
+
+
 def _rule(to: str, name: str | None, symmetric: bool | None) -> Rule:
     of_target = [rule for (target, _), rule in RULES.items() if target == to]
     fitting = [rule for rule in of_target if symmetric is None or rule.points != symmetric]
     if not fitting:
-        raise InputError(f"{to}: there is no rule with symmetric={symmetric}")
+        raise InputError(f"{to}: no rule has zero points")
     if name is None:
         return fitting[0]
     for rule in fitting:
@@ -133,13 +163,14 @@ def _rule(to: str, name: str | None, symmetric: bool | None) -> Rule:
     raise InputError(f"{to}: rule must be one of {', '.join(rule.name for rule in fitting)}, found {show(name)}")
 
 
-def _format(target, rule: Rule, group: Group | None, kind: str | None) -> WeightFormat:
+def _format(target: Target, rule: Rule, group: Group | None, kind: str | None) -> WeightFormat:
     for label, given, only in (("group", group, rule.group), ("scales", kind, rule.kind)):
         if None not in (given, only) and given != only:
             raise InputError(f"rule {rule.name!r}: {label} must be {only!r}, found {show(given)}")
-    kinds = (target.kind,) if target.kind is None else ("fp32", "bf16", "fp16")
-    if kind is not None and kind not in kinds:
-        raise InputError(f"scales must be one of {', '.join(map(str, kinds))}, found {show(kind)}")
+    if kind is not None and target.kind is None:
+        raise InputError(f"{rule.target}: its scales are of one kind, found {show(kind)}")
+    if kind is not None and kind not in KINDS:
+        raise InputError(f"{rule.target}: scales must be one of {', '.join(KINDS)}, found {show(kind)}")
     group = group if group is not None else rule.group if rule.group is not None else target.group
     kind = kind or rule.kind or target.kind
     return target.format(group, kind, rule.points, rule.steps is steps.in_matrix_divided)

@@ -59,7 +59,8 @@ class Steps:
 
     divisors: float32, what weights are divided by; never 0. scales: float32, those that are stored; stored: as they are, for
     kinds that are bytes. points: float32 integers that are added to quotients before they are rounded, or None.
-    factor: of the matrix, or None; divides: whether it divides.
+    factor: of the matrix, or None; divides: whether it divides. inverses: float32, what weights are multiplied by instead of
+    1 / divisors, or None.
     """
 
     divisors: np.ndarray
@@ -68,6 +69,7 @@ class Steps:
     points: np.ndarray | None = None
     factor: np.float32 | None = None
     divides: bool = False
+    inverses: np.ndarray | None = None
 
     @classmethod
     def of(cls, scales: np.ndarray, stored: np.ndarray | None = None, points: np.ndarray | None = None) -> Steps:
@@ -170,10 +172,15 @@ def _reaching(groups: Groups, scales: np.ndarray, parts: float) -> np.ndarray:
 
 
 def inverted(groups: Groups) -> Steps:
-    """1 / (448 / M) in float32, which weights are multiplied by 448 / M for; 1 for zeros."""
+    """1 / (448 / M) in float32, and weights are multiplied by 448 / M; both are 1 for zeros."""
     with np.errstate(divide="ignore", over="ignore"):
-        scales = np.where(groups.largest == 0, ONE, ONE / (E4M3_LARGEST / groups.largest))
-    return Steps(scales, groups.rounded(scales))
+        inverses = np.where(groups.largest == 0, ONE, E4M3_LARGEST / groups.largest)
+    if not np.isfinite(inverses).all():
+        raise FormatError(
+            f"{groups.name}: a largest weight of {groups.largest[~np.isfinite(inverses)][0]} has no inverse in float32"
+        )
+    scales = ONE / inverses
+    return Steps(scales, groups.rounded(scales), inverses=inverses)
 
 
 def in_matrix(groups: Groups) -> Steps:

@@ -364,4 +364,4 @@ cdef extern from "quantize/round.h" nogil:
         unsigned code_bits, plus
         float limits[7]
     bint kt_weight_extremes(const kt_weights *m, size_t rows, size_t columns, float *low, float *high)
-    void kt_round_weights(const kt_weights *m, const kt_rounding *how, uint8_t *codes, double *sums)
+    void kt_round_weights(const kt_weights *m, const kt_rounding *how, size_t row, size_t count, uint8_t *codes, double *sums)

@@ -52,11 +52,15 @@ def weights_extremes(weights, rows, columns):
     return (low, high) if good else None
 
 
-def weights_rounded(weights, rounding):
-    """(codes uint8 in the order of rows, sum of squares of what was added, of the weights)."""
+def weights_rounded(weights, rounding, row, rows, codes):
+    """Round some rows from one on, which begins a group, into codes: uint8 of the whole matrix, in the order of rows.
+
+    Returns the sums of squares of what was added, and of the weights.
+    """
     cdef kt_weights m
     cdef kt_rounding how
     cdef double sums[2]
+    cdef size_t first = row, count = rows
     _fill_weights(&m, weights)
     memset(&how, 0, sizeof(kt_rounding))
     how.to, how.ties = _ROUNDS_TO[rounding.to], _TIES[rounding.ties]
@@ -64,7 +68,9 @@ def weights_rounded(weights, rounding):
     how.negative_zero = rounding.negative_zero
     how.rows, how.columns = rounding.extent
     how.least, how.most, how.code_bits, how.plus = rounding.least, rounding.most, rounding.code_bits, rounding.plus
-    cdef size_t groups = _groups(m.n, m.k, how.rows, how.columns)
+    if first + count > m.n or first % how.rows:
+        raise FormatError(f"expected whole groups of {m.n} rows, found {count} rows from row {first} on")
+    cdef size_t groups = _groups(count, m.k, how.rows, how.columns)
     if rounding.multipliers is not None:
         how.multipliers = <const float *>_address(rounding.multipliers, np.float32, groups)
     if rounding.points is not None:
@@ -73,8 +79,7 @@ def weights_rounded(weights, rounding):
     how.values = <const double *>_address(rounding.values, np.float64, groups)
     for i in range(KT_E2M1_LIMITS):
         how.limits[i] = rounding.limits[i]
-    codes = np.empty((m.n, m.k * how.code_bits // 8), np.uint8)
-    cdef size_t codes_at = codes.ctypes.data
+    cdef uint8_t *to = <uint8_t *>_address(codes, np.uint8, m.n * m.k * how.code_bits // 8)
     with nogil:
-        kt_round_weights(&m, &how, <uint8_t *>codes_at, sums)
-    return codes, sums[0], sums[1]
+        kt_round_weights(&m, &how, first, count, to, sums)
+    return sums[0], sums[1]

@@ -136,26 +136,27 @@ static void store(const kt_rounding *how, const chunk *restrict c, size_t count,
     memcpy(codes, bytes, count / 2);
 }
 
-void kt_round_weights(const kt_weights *m, const kt_rounding *how, uint8_t *restrict codes, double sums[2]) {
+void kt_round_weights(const kt_weights *m, const kt_rounding *how, size_t row, size_t count, uint8_t *restrict codes,
+                      double sums[2]) {
     const unsigned state = kt_fp_enter();
     const size_t groups = (m->k + how->columns - 1) / how->columns;
     f64x2 parts[4] = {0};
     chunk c;
-    for (size_t row = 0; row < m->n; row++)
+    for (size_t i = 0; i < count; i++)
         for (size_t first = 0; first < m->k; first += KT_CHUNK) {
-            const size_t count = m->k - first < KT_CHUNK ? m->k - first : KT_CHUNK, group = row / how->rows * groups;
-            kt_weights_read(m, row, first, count, c.w);
+            const size_t left = m->k - first, some = left < KT_CHUNK ? left : KT_CHUNK, group = i / how->rows * groups;
+            kt_weights_read(m, row + i, first, some, c.w);
             if (how->float64)
-                quotients_float64(how, group, first, count, &c);
+                quotients_float64(how, group, first, some, &c);
             else
-                quotients(how, group, first, count, &c);
+                quotients(how, group, first, some, &c);
             switch (how->to) {
-                case KT_TO_INTEGERS: integers(how, group, first, count, &c); break;
+                case KT_TO_INTEGERS: integers(how, group, first, some, &c); break;
                 case KT_TO_E2M1: e2m1(how, &c); break;
                 case KT_TO_E4M3: e4m3(&c); break;
             }
-            add_error(how, group, first, count, &c, parts);
-            store(how, &c, count, codes + (row * m->k + first) * how->code_bits / 8);
+            add_error(how, group, first, some, &c, parts);
+            store(how, &c, some, codes + ((row + i) * m->k + first) * how->code_bits / 8);
         }
     for (size_t s = 0; s < 2; s++) {
         const f64x2 sum = parts[2 * s] + parts[2 * s + 1];

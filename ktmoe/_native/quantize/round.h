@@ -15,7 +15,7 @@ typedef enum kt_ties { KT_TIES_EVEN, KT_TIES_AWAY, KT_TIES_ZERO } kt_ties;
  * divided by 16. float64: t is w / divisor in float64 instead.
  * To integers: t + point, rounded to float32, to the nearest integer by `ties`, from least to most; stored plus `plus`.
  * To E2M1: the code's size is how many of the limits |t| reaches. To E4M3: to the nearest, ties to even, 448 at most.
- * Groups are of rows x columns; arrays of groups are [ceil(n / rows), ceil(k / columns)].
+ * Groups are of rows x columns; arrays of groups are [groups along n, ceil(k / columns)], of the rows that are rounded.
  */
 typedef struct kt_rounding {
     kt_rounds_to to;
@@ -32,7 +32,9 @@ typedef struct kt_rounding {
 /* The least and the largest weight of each group. False: a weight is not finite. */
 bool kt_weight_extremes(const kt_weights *m, size_t rows, size_t columns, float *restrict low, float *restrict high);
 
-/* Codes in the order of rows, 4-bit ones two a byte; sums: of (w - w')^2 and of w^2 in float64, w' being what stands for w. */
-void kt_round_weights(const kt_weights *m, const kt_rounding *how, uint8_t *restrict codes, double sums[2]);
+/* Codes of the rows from row on, a multiple of how->rows, into the whole matrix's, in the order of rows, 4-bit ones two a byte.
+ * sums: of (w - w')^2 and of w^2 in float64, w' being what stands for w. */
+void kt_round_weights(const kt_weights *m, const kt_rounding *how, size_t row, size_t count, uint8_t *restrict codes,
+                      double sums[2]);
 
 #endif
