@@ -9,7 +9,7 @@ from checkpoints import BF16 as BFLOAT16
 from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, check_matrix, write, zeros
 from helpers import assert_right, random_batch, same_bits
 
-from ktmoe import MoELayer, MoEModel, loaders
+from ktmoe import MoELayer, MoEModel, loaders, reference
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
@@ -39,6 +39,29 @@ def test_layout(tmp_path, name):
         assert matrix.name == (fused if name == "bf16 fused" else f"{BASE}.1.{projection}_proj")
         assert matrix.codes.dtype == BFLOAT16
         assert matrix.codes.flags.c_contiguous
+
+
+@pytest.mark.parametrize(("dtype", "numpy_dtype"), [("F16", np.float16), ("F32", np.float32)])
+@pytest.mark.parametrize("name", ["bf16", "bf16 fused", "bf16 transposed"])
+def test_other_floats_are_themselves(tmp_path, name, dtype, numpy_dtype):
+    """Numbers that no bfloat16 is, as they stand in the tensors."""
+    rng, scheme = np.random.default_rng(3), SCHEMES[name]
+    shapes = {tensor: np.shape(array) for tensor, (_, array) in scheme.layer("model.layers.0").items()}
+    tensors = {tensor: [dtype, rng.uniform(-1, 1, shape).astype(numpy_dtype)] for tensor, shape in shapes.items()}
+    experts = load(tmp_path, tensors)
+    assert {weight_format.element.name for weight_format in experts.formats.values()} == {{"F16": "FP16", "F32": "FP32"}[dtype]}
+    for projection in PROJECTIONS:
+        found = reference.dequantize(experts.matrix(1, projection))
+        if name == "bf16":
+            expected = tensors[f"{BASE}.1.{projection}_proj.weight"][1]
+        else:
+            stored = tensors[f"{BASE}.{'down' if projection == 'down' else 'gate_up'}_proj"][1][1]
+            rows = stored.T if name == "bf16 transposed" else stored
+            halves = {"gate": slice(INTERMEDIATE), "up": slice(INTERMEDIATE, ROWS), "down": slice(None)}
+            expected = rows[halves[projection]]
+        assert np.array_equal(found, expected.astype(np.float64))
+    with MoELayer(experts) as layer:
+        assert_right(layer, experts, *random_batch(rng, experts, 3, 2, np.float32))
 
 
 def test_fused_gate_rows_come_first(tmp_path):
@@ -126,14 +149,13 @@ GATE, DOWN = f"{BASE}.0.gate_proj.weight", f"{BASE}.0.down_proj.weight"
 GATE_UP, ALL_DOWN = f"{BASE}.gate_up_proj", f"{BASE}.down_proj"
 # label: (tensors, the one that is changed, what it is instead, error, what the message must hold)
 REFUSED = {
-    "F16": (PER_EXPERT, GATE, zeros("F16", 64, 96), FormatError, ["dtype: expected BF16, found F16 [64, 96]"]),
-    "F32": (PER_EXPERT, GATE, zeros("F32", 64, 96), FormatError, ["dtype: expected BF16, found F32 [64, 96]"]),
+    "I16": (PER_EXPERT, GATE, zeros("I16", 64, 96), FormatError, ["dtype: expected BF16, F16 or F32, found I16 [64, 96]"]),
     "F32 down": (PER_EXPERT, DOWN, zeros("F32", 96, 64), FormatError, ["dtype: expected BF16, found F32 [96, 64]"]),
     "flat": (PER_EXPERT, GATE, zeros("BF16", 64 * 96), FormatError, ["expected two dimensions above 0, found [6144]"]),
     "no rows": (PER_EXPERT, GATE, zeros("BF16", 0, 96), FormatError, ["expected two dimensions above 0, found [0, 96]"]),
     "bias": (PER_EXPERT, f"{BASE}.2.up_proj.bias", zeros("BF16", 64), FormatError, ["found one: biases"]),
     "scale": (PER_EXPERT, f"{BASE}.1.up_proj.weight_scale_inv", zeros("F32", 1, 1), FormatError, ["found one: scales"]),
-    "fused F16": (FUSED, GATE_UP, zeros("F16", EXPERTS, ROWS, 96), FormatError, ["dtype: expected BF16, found F16"]),
+    "fused F64": (FUSED, GATE_UP, zeros("F64", EXPERTS, ROWS, 96), FormatError, ["dtype: expected BF16, F16 or F32, found F64"]),
     "fused F32 down": (FUSED, ALL_DOWN, zeros("F32", EXPERTS, 96, 64), FormatError, ["dtype: expected BF16, found F32"]),
     "fused bias": (FUSED, f"{GATE_UP}_bias", zeros("BF16", EXPERTS, ROWS), FormatError, ["found one: biases"]),
     "two dimensions": (FUSED, GATE_UP, zeros("BF16", ROWS, 96), FormatError, ["three dimensions above 0", "[128, 96]"]),

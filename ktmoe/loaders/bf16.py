@@ -1,6 +1,6 @@
-"""BF16 experts, not quantized: Qwen3-MoE, Mixtral and Mistral's own names, and tensors that hold all experts.
+"""Experts that are not quantized: Qwen3-MoE, Mixtral and Mistral's own names, and tensors that hold all experts.
 
-Tensors are BF16, where base is layers.{L}.mlp.experts, or another module's experts, behind model. or other prefixes:
+Tensors are BF16, or all of a layer F16 or F32, where base is layers.{L}.mlp.experts, or another module's experts, behind model. or other prefixes:
 
     {base}.{E}.{gate,up,down}_proj.weight [N, K]   transformers (Qwen3-MoE, DeepSeek-V3, GLM-4.5)
     {base}.{E}.{w1,w3,w2}.weight [N, K]            w1 = gate, w3 = up, w2 = down (Mixtral, Mistral, MiniMax)
@@ -18,13 +18,13 @@ have MiniMax-M3's, "swigluoai".
 from __future__ import annotations
 
 from ktmoe.loaders import naming, registry
-from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.deepseek_v4 import MODULE as DEEPSEEK_V4
 from ktmoe.loaders.per_expert import Headers, spellings
 from ktmoe.loaders.stacked import BIAS, Stacked
-from ktmoe.weights.formats import BF16, WeightFormat
+from ktmoe.weights.formats import BF16, F16, F32, WeightFormat
 
+_FORMATS = {"BF16": BF16, "F16": F16, "F32": F32}
 _QUANTIZED = "scales mean quantized weights"
 _FOREIGN = {"bias": "biases are not supported", "scale": _QUANTIZED, "scale_inv": _QUANTIZED}
 #: Where all experts are in one tensor: (stems, ending) of Llama-4, Qwen3-VL and Qwen3.5, of Aria, of Granite, and of Step-3.
@@ -37,10 +37,10 @@ _STACKED = (
 
 
 class Bf16(Stacked):
-    """Reads BF16 experts, each with tensors of its own or all in one."""
+    """Reads experts of 16 or 32 bits, each with tensors of its own or all in one."""
 
     names = naming.Names(
-        "BF16 experts",
+        "experts that are not quantized",
         *spellings({"codes": ".weight"}, foreign=_FOREIGN),
         *(
             naming.Spelling(stems, (ending,), foreign=_FOREIGN, stacked=True, arrays={"codes": ending})
@@ -49,9 +49,9 @@ class Bf16(Stacked):
     )
 
     def detect(self, checkpoint: Checkpoint) -> float:
-        """0.8 if the first layer that can be read has BF16 tensors of these names; NAMED if F16 or F32; else 0.
+        """0.8 if the first layer that can be read has BF16, F16 or F32 tensors of these names, else 0.
 
-        Less than the loaders of quantized experts give: beside those, BF16 ones are those of an extra layer (MTP).
+        Less than the loaders of quantized experts give: beside those, such ones are those of an extra layer (MTP).
         """
 
         def score(spelling: naming.Spelling, prefix: str) -> float:
@@ -60,14 +60,15 @@ class Bf16(Stacked):
                 return 0.0  # gpt-oss
             if f"{DEEPSEEK_V4}." in prefix and spelling.stems == naming.NUMBERED_STEMS:
                 return 0.0  # DeepSeek-V4, whose loader knows its clamp
-            info = checkpoint.info(name + spelling.endings[0])
-            naming.check_dtype(info, "BF16", "F16", "F32")
-            return 0.8 if info.dtype == "BF16" else NAMED
+            naming.check_dtype(checkpoint.info(name + spelling.endings[0]), *_FORMATS)
+            return 0.8
 
         return self.names.detect(checkpoint, score)
 
     def format(self, headers: Headers) -> WeightFormat:
-        return BF16
+        info = headers.info("codes")
+        naming.check_dtype(info, *_FORMATS)
+        return _FORMATS[info.dtype]
 
 
 registry.register("bf16", Bf16())
