@@ -26,7 +26,7 @@
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
  *     BLOCK_SUMS                1: a scale group's sum is finished with every block, since x has a scale for each
  *     HOLD_TOTALS               1: a tile of many() keeps its scale groups' totals in registers beside the sums; 0: in out
- *     HOLD_HALVES               1: where scales are of 16 k, it does so, too, for half of the strip at a time
+ *     HOLD_HALVES               1: where scales are of 16 k, or there are minima, it does so, too, for half of the strip at a time
  *     table, load_table(a, how)        what decode() needs all the time
  *     fold, load_fold(header, v, how)  what it needs of a group's scales or zero points
  *     decode(p, v, j, how, t, f)       u32v of the weights of step j of the 8 k at p, in the columns of vector v
@@ -272,7 +272,7 @@ typedef struct strip {
     size_t k0, blocks;
 } strip;
 
-INLINE int hold_totals(const scaling how) { return HOLD_TOTALS || (HOLD_HALVES && how & HALVES); }
+INLINE int hold_totals(const scaling how) { return HOLD_TOTALS || (HOLD_HALVES && how & (HALVES | MINIMA)); }
 /* Of a strip, at a time. */
 INLINE int tile_vectors(const scaling how) { return !HOLD_TOTALS && hold_totals(how) ? TILE_VECTORS / 2 : TILE_VECTORS; }
 
