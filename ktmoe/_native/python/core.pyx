@@ -2,8 +2,8 @@
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
-as the driver has them. packed.pxi: packed layers. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights. The pool's lock is never held
-together with the GIL: fork takes both.
+as the driver has them. packed.pxi: packed layers. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding
+weights. The pool's lock is never held together with the GIL: fork takes both.
 """
 
 import errno
