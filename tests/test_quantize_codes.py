@@ -183,3 +183,14 @@ def test_e4m3_is_ml_dtypes_cast():
     made, _ = Quantizer("fp8", group="row", rule="nearest").matrix(matrix(numbers.astype(BF16)))
     assert (made.factor == 1).all()
     assert np.array_equal(made.codes, numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+
+@pytest.mark.parametrize(("to", "rule"), KEYS)
+def test_bands_of_groups(to, rule, monkeypatch):
+    """Some groups' scales at a time: the same bytes."""
+    given = matrix(mixed(np.random.default_rng(9), 300, 256).astype(BF16))
+    whole, of_whole = Quantizer(to, rule=rule).matrix(given)
+    monkeypatch.setattr("ktmoe.quantization.quantizer._AT_ONCE", 5)
+    made, error = Quantizer(to, rule=rule).matrix(given)
+    assert all(np.array_equal(made.stored[label], array) for label, array in whole.stored.items())
+    np.testing.assert_allclose((error.error, error.weights), (of_whole.error, of_whole.weights), rtol=1e-12)
