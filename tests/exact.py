@@ -43,7 +43,7 @@ def scale_numbers(scales, kind):
 def weights_of(codes, scales, weight_format=MXFP4, zero_points=None):
     """float64 [n, k], without a factor. scales: the array, or all arrays of groups, by name, where there are super-scales or
     minima. zero_points: the integers that are subtracted, [n, groups]."""
-    if weight_format.family == "b16":
+    if not weight_format.element.values:
         return codes.astype(float)
     if weight_format.family == "f8":
         values = codes.view(ml_dtypes.float8_e4m3fn).astype(float)
@@ -165,10 +165,10 @@ def shift_for(byte):
 
 
 def random_codes(rng, n, k, weight_format):
-    """Codes [n, k]; for b16 integers of at most 4 bits; for i8 any; for f8 four exponents next to each other, of which
-    all is a multiple of one power of two, by at most 7 bits."""
-    if weight_format.family == "b16":
-        return rng.integers(-15, 16, (n, k)).astype(BF16)
+    """Codes [n, k]; where these are numbers, integers of at most 4 bits; for i8 any; for f8 four exponents next to each other, of
+    which all is a multiple of one power of two, by at most 7 bits."""
+    if not weight_format.element.values:
+        return rng.integers(-15, 16, (n, k)).astype(weight_format.element.codes_dtype)
     if weight_format.family == "f8":
         fields = rng.integers(0, 12) + rng.integers(0, 4, (n, k))
         return (rng.integers(0, 2, (n, k)) << 7 | fields << 3 | rng.integers(0, 8, (n, k))).astype(np.uint8)

@@ -16,7 +16,7 @@ from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
 from ktmoe.weights import formats
 from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, INT8, INT8_PLUS_128, UINT4, Element
-from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
+from ktmoe.weights.formats import F16, F32, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -72,11 +72,13 @@ FORMATS = {
     "int8-block": int8(128, "fp32", rows=128),
     **SUPER_SCALED,
     "b16": B16,
+    "f16": F16,
+    "f32": F32,
 }
-#: Codes of 8 and 16 bits in the other order that they may have: packing differs, kernels do not.
+#: Codes of 8 bits and more in the other order that they may have: packing differs, kernels do not.
 TURNED = {
     f"{name} transposed": replace(FORMATS[name], order=TRANSPOSED)
-    for name in ("b16", "fp8", "fp8-bf16", "fp8-row", "mxfp8", "int8-64")
+    for name in ("b16", "f16", "f32", "fp8", "fp8-bf16", "fp8-row", "mxfp8", "int8-64")
 }
 #: Those and the loaders' own, and some of no loader and no kernel, which the reference has.
 ALL_FORMATS = {

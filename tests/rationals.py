@@ -106,7 +106,7 @@ def weight_of(matrix, row, k, rounded=False):
     """A weight, without its factor. rounded: to bfloat16."""
     format, offset = matrix.format, matrix.format.offset
     at = (row, k) if format.order.name == "rows" else (k, row)
-    if format.element.family == "b16":
+    if not format.element.values:
         return Fraction(float(matrix.codes[at]))
     code = int(matrix.codes[at]) if format.element.bits == 8 else four_bits(format.order.name, matrix.codes, row, k)
     value = value_of(format.element, code) - (zero_point(matrix, row, k) if hasattr(offset, "plus") else 0)

@@ -14,7 +14,7 @@ from ktmoe.backends import native
 from ktmoe.backends.base import Plan
 from ktmoe.errors import FormatError
 from ktmoe.weights.elements import E2M1, Element
-from ktmoe.weights.formats import MXFP8, Minimum, Scale, WeightFormat, fp8, int8, uint4
+from ktmoe.weights.formats import F16, F32, MXFP8, Minimum, Scale, WeightFormat, fp8, int8, uint4
 from ktmoe.weights.order import Order
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,6 +46,8 @@ def place(family, c, kk):
         return (c // 16) * 512 + (kk % 32 // 4) * 64 + (c % 16) * 4 + BYTES[kk % 4], 0 * kk
     if family == "i8":
         return (c // 16) * 512 + (kk % 32 // 8) * 128 + (c % 16) * 4 + BYTES_OF_EIGHT[kk % 8], 0 * kk
+    if family == "f32":
+        return (kk % 32) * 256 + c * 4, 0 * kk
     return (kk % 32 // 2) * 256 + c * 4 + (kk % 2) * 2, 0 * kk
 
 
@@ -54,8 +56,8 @@ def codes_of(weight_format, stored, n, k):
     codes = stored["codes"]
     if weight_format.family != "q4":
         codes = np.ascontiguousarray(codes.T) if weight_format.order.transposed else codes
-    if weight_format.family == "b16":
-        return codes.view(np.uint16)
+    if not weight_format.element.values:
+        return bits(codes)
     if weight_format.family == "f8":
         return codes
     if weight_format.family == "i8":
@@ -72,7 +74,7 @@ def codes_of(weight_format, stored, n, k):
 
 def by_formula(weight_format, stored, n, k):
     """The packed bytes, number by number, from LAYOUT of pack/groups.h and of the family's packing file."""
-    block_bytes = {"q4": 1024, "f8": 2048, "i8": 2048, "b16": 4096}[weight_format.family]
+    block_bytes = {"q4": 1024, "f8": 2048, "i8": 2048, "b16": 4096, "f16": 4096, "f32": 8192}[weight_format.family]
     panels, blocks = -(-n // PANEL), -(-k // BLOCK)
     scale, offset, minima = weight_format.scale, weight_format.offset, isinstance(weight_format.offset, Minimum)
     header = per = above = 0
@@ -89,7 +91,7 @@ def by_formula(weight_format, stored, n, k):
     headers, supers = -(-blocks // per) if per else 0, -(-blocks // 8) if above else 0
     packed = np.zeros((panels, blocks * block_bytes + headers * header + supers * above), np.uint8)
     padding = 128 if weight_format.family == "i8" else weight_format.element.padding
-    codes = np.full((panels * PANEL, blocks * BLOCK), padding, np.uint16)
+    codes = np.full((panels * PANEL, blocks * BLOCK), padding, np.uint32)
     codes[:n, :k] = codes_of(weight_format, stored, n, k)
     kk = np.arange(blocks * BLOCK)
     for column in range(panels * PANEL):
@@ -97,8 +99,8 @@ def by_formula(weight_format, stored, n, k):
         byte, bit = place(weight_format.family, c, kk)
         byte = byte + kk // BLOCK * block_bytes + (kk // BLOCK // per + 1 if per else 0) * header + (kk // 256 + 1) * above
         np.bitwise_or.at(packed[panel], byte, (codes[column] << bit & 255).astype(np.uint8))
-        if weight_format.family == "b16":
-            packed[panel, byte + 1] = codes[column] >> 8
+        for more in range(1, weight_format.element.bits // 8):
+            packed[panel, byte + more] = codes[column] >> 8 * more & 255
         for b in range(0, blocks, per) if per else ():
             at = b * block_bytes + b // per * header + (b // 8 + 1) * above
             for half in range(halves):
@@ -168,7 +170,7 @@ SHAPES = [(1, 2), (64, 32), (63, 32), (65, 34), (1, 258), (100, 100), (66, 288),
 ODD_SHAPES = [(1, 1), (65, 33), (3, 7), (64, 31), (5, 289)]
 PACKED = FORMATS | TURNED
 CASES = {f"{name}-{n}x{k}": (name, *fits(w, n, k)) for name, w in FORMATS.items() for n, k in SHAPES}
-ODD = ("b16", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128")
+ODD = ("b16", "f16", "f32", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128")
 CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in ODD for n, k in ODD_SHAPES}
 CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in TURNED for n, k in [*ODD_SHAPES, (64, 64), (130, 100)]}
 every_case = pytest.mark.parametrize(("name", "n", "k"), CASES.values(), ids=CASES)
@@ -189,11 +191,14 @@ def golden_source(weight_format, n, k):
 
     def words(dtype, shape, step, last):
         numbers = (np.arange(np.prod(shape)) * step % last).astype(f"u{dtype.itemsize}").reshape(shape)
-        if dtype.itemsize == 2:
-            numbers = np.where(numbers & 0x7F80 == 0x7F80, 0x3F80, numbers).astype(np.uint16)
-        return numbers.view(dtype)
+        numbers = numbers.view(dtype)
+        if dtype == np.uint8:
+            return numbers
+        with np.errstate(invalid="ignore"):  # a signalling NaN is one of these
+            return np.where(np.isfinite(numbers), numbers, dtype.type(1))
 
-    steps = {"codes": (28657, 65536) if weight_format == B16 else (89, 256), "scales": (28657, 65536)}
+    of_codes = {"b16": (28657, 65536), "f16": (28657, 65536), "f32": (2654435761, 2**32)}
+    steps = {"codes": of_codes.get(weight_format.family, (89, 256)), "scales": (28657, 65536)}
     if weight_format == MXFP4:
         steps["scales"] = 37, 255
     if weight_format == NVFP4_LIKE:
@@ -211,6 +216,8 @@ GOLDEN_FORMATS = {
     "f8": (MXFP8, 35),
     "i8": (int8(64), 35),
     "b16": (B16, 35),
+    "f16": (F16, 35),
+    "f32": (F32, 35),
 }
 
 

@@ -198,11 +198,13 @@ class Records:
     @cached_property
     def spare_field(self) -> Field | None:
         """The same as a field of bytes; None if every bit means something."""
-        pieces = [
-            tuple(Piece(byte, bit, 1, bit) for bit in range(8) if self.spare[byte] >> bit & 1)
-            for byte in np.flatnonzero(self.spare).tolist()
-        ]
-        return Field(tuple(pieces)) if pieces else None
+        items = []
+        for byte in np.flatnonzero(self.spare).tolist():
+            bits = [int(bit) for bit in np.flatnonzero(np.unpackbits(self.spare[byte], bitorder="little"))]
+            firsts = [bit for bit in bits if bit - 1 not in bits]
+            ends = [bit + 1 for bit in bits if bit + 1 not in bits]
+            items.append(tuple(Piece(byte, first, end - first, first) for first, end in zip(firsts, ends, strict=True)))
+        return Field(tuple(items)) if items else None
 
     @property
     def fields(self) -> dict[str, Field]:
