@@ -1,6 +1,7 @@
 """Experts that are not quantized: Qwen3-MoE, Mixtral and Mistral's own names, and tensors that hold all experts.
 
-Tensors are BF16, or all of a layer F16 or F32, where base is layers.{L}.mlp.experts, or another module's experts, behind model. or other prefixes:
+Tensors are BF16, or F16 or F32 in the whole layer. base is layers.{L}.mlp.experts, or another module's experts, behind
+model. or other prefixes:
 
     {base}.{E}.{gate,up,down}_proj.weight [N, K]   transformers (Qwen3-MoE, DeepSeek-V3, GLM-4.5)
     {base}.{E}.{w1,w3,w2}.weight [N, K]            w1 = gate, w3 = up, w2 = down (Mixtral, Mistral, MiniMax)

@@ -102,11 +102,6 @@ class Quantizer:
 
     def largest(self, matrix: Matrix) -> float:
         """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
-        low, high = _extremes(source.read(matrix), matrix, matrix.shape)
-        return float(max(abs(low.min()), abs(high.max())))
-
-    def largest(self, matrix: Matrix) -> float:
-        """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
         found = core.weights_extremes(source.read(matrix), *matrix.shape)
         if found is None:
             source.refuse(matrix)
