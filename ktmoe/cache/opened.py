@@ -40,7 +40,7 @@ class Cache:
         return [naming.layer_key(name) for name in self._manifest.all_layers]
 
     def experts(self, checkpoint: Checkpoint, layers: Iterable[int | str], loader: str) -> dict[int | str, ExpertWeights]:
-        """What the checkpoint's loader gives for these layers. It is asked for one of each kind: headers of others are not parsed.
+        """What the checkpoint's loader gives for these layers. It is asked for one of each kind; others are not parsed.
 
         Layers of one kind were alike when they were packed, and neither the files nor config.json have changed since.
 
