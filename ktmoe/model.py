@@ -78,10 +78,15 @@ class MoEModel:
         """
         with ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
-            names = find_layers(checkpoint, loader) if layers is None else _names(layers)
+            opened = None if cache is None else open_cache(cache, path, physical_to_logical)
+            everything = opened.all_layers if opened else None
+            names = _names(layers) if layers is not None else everything or find_layers(checkpoint, loader)
             if not names:
                 raise InputError(f"{path}: layers: expected at least one, found none")
-            experts = {name: find_loader(checkpoint, loader, name).load(checkpoint, name) for name in names}
+            if opened:
+                experts = opened.experts(checkpoint, names, loader)
+            else:
+                experts = {name: find_loader(checkpoint, loader, name).load(checkpoint, name) for name in names}
             if physical_to_logical is not None:
                 maps = _maps(physical_to_logical, len(names))
                 experts = {name: experts[name].take(ids) for name, ids in zip(names, maps, strict=True)}
@@ -89,12 +94,11 @@ class MoEModel:
             sizes = {name: weights.nbytes for name, weights in experts.items()}
             placements = {name: placement_of(weights, numa_nodes) for name, weights in experts.items()}
             arenas: dict[int | str, Arenas] = {}
-            if cache is None:
+            if opened:
+                arenas = {name: opened.layer(name, experts[name], placements[name]) for name in names}
+            else:
                 packed = [backends.get(chosen[name]).packed_nbytes(experts[name], placements[name]) for name in names]
                 _require_memory(path, packed, experts.values())
-            else:
-                opened = open_cache(cache, path, physical_to_logical)
-                arenas = {name: opened.layer(name, experts[name], placements[name]) for name in names}
             options = {
                 "rounding": rounding,
                 "tuned_for": tuned_for,

@@ -113,6 +113,8 @@ def _layer(key, value):
         (_layer("formats", {}), "layer 0: formats: expected"),
         (_layer("more", 1), "layer '0': expected an object of file, nbytes"),
         (lambda data: data.__setitem__("layers", [1]), "expected a list of source files and an object of layers"),
+        (lambda data: data.__setitem__("all_layers", [0]), "all_layers: expected a list of names, found"),
+        (_layer("kind", 1), "layer '0': kind: found 1"),
         (lambda data: data.__setitem__("source", [1]), "source: expected an object of name, nbytes"),
         (lambda data: data["source"][0].__setitem__("name", "/etc/passwd"), "source: name: found '/etc/passwd'"),
         (lambda data: data["source"][0].__setitem__("digested", 10**30), "source: digested: found"),

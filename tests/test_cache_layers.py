@@ -2,19 +2,22 @@
 
 import numpy as np
 import pytest
-from cached import SIZES, arenas_of, batch, outputs, write_model
-from helpers import TURNED, WEIGHTS, in_child, random_experts, reading, same_bits, unsigned
+from cached import SIZES, arenas_of, batch, edit, outputs, write_model
+from helpers import DEEPSEEK, TURNED, WEIGHTS, in_child, random_experts, reading, same_bits, unsigned
 from topology import THREE
 
-from ktmoe import BF16, ExpertWeights, MoELayer, MoEModel, backends, int8, nvfp4, synthetic
+from ktmoe import BF16, SILU, ExpertWeights, MoELayer, MoEModel, backends, int8, nvfp4, synthetic
 from ktmoe._native import core
 from ktmoe._native.isa import ISAS
 from ktmoe.backends import native
 from ktmoe.backends.base import Backend, Plan
+from ktmoe.cache import manifest, opened
 from ktmoe.cache.opened import Cache
 from ktmoe.cache.packing import pack
 from ktmoe.errors import CacheError, ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
+from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
 
 FORMATS = WEIGHTS | {name: {"formats": weight_format} for name, weight_format in TURNED.items()}
@@ -171,7 +174,7 @@ def test_another_number_of_nodes(tmp_path, fake_nodes):
 def test_other_experts_than_those_that_were_packed(tmp_path):
     """The checkpoint is the same: its loader gives others."""
     path, cache = write_model(tmp_path)
-    opened = Cache(cache, path)
+    found = Cache(cache, path)
     with MoELayer.from_checkpoint(path, 0) as layer:
         placement = layer.placement
     for other, what in (
@@ -181,7 +184,7 @@ def test_other_experts_than_those_that_were_packed(tmp_path):
         (random_experts(np.random.default_rng(1), 5, 128, 160), "intermediate: expected 160, found 256"),
     ):
         with pytest.raises(CacheError, match=what):
-            opened.layer(0, other, placement)
+            found.layer(0, other, placement)
 
 
 def test_experts_in_other_places(tmp_path):
@@ -243,3 +246,35 @@ def test_a_layer_that_was_not_packed(tmp_path):
         MoEModel.from_checkpoint(tmp_path / "model", cache=tmp_path / "cache")
     with MoEModel.from_checkpoint(tmp_path / "model", [2], cache=tmp_path / "cache") as model:
         assert len(model) == 1
+
+
+def test_headers_of_one_layer_of_a_kind_are_parsed(tmp_path, monkeypatch):
+    """Of layers 0 and 2; layer 1 was packed from experts of another kind. All can still be read."""
+    path, cache = write_model(tmp_path, layers=3)
+    asked = []
+
+    def find(checkpoint, name, layer):
+        asked.append(layer)
+        return find_loader(checkpoint, name, layer)
+
+    monkeypatch.setattr(opened, "find_loader", find)
+    with MoEModel.from_checkpoint(path, cache=cache):
+        assert asked == [0]
+    edit(cache, lambda data: data["layers"]["1"].__setitem__("kind", "other"))
+    asked.clear()
+    with MoEModel.from_checkpoint(path, cache=cache):
+        assert asked == [0, 1]
+    with Checkpoint(path) as checkpoint:
+        found = Cache(cache, path).experts(checkpoint, [0, 1, 2], "auto")
+        for layer, experts in found.items():
+            same = find_loader(checkpoint, "auto", layer).load(checkpoint, layer)
+            assert experts.name == same.name
+            assert same_bits(experts.matrix(1, "up").codes, same.matrix(1, "up").codes)
+
+
+def test_kinds():
+    """Activations and formats make them."""
+    experts = random_experts(np.random.default_rng(1), 2, 64, 64)
+    others = [experts.with_activation(DEEPSEEK), random_experts(np.random.default_rng(1), 2, 64, 64, formats=BF16)]
+    assert experts.activation == SILU
+    assert len({manifest.expected(0, each, [(0, 64)]).kind for each in (experts, *others)}) == 3

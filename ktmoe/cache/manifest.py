@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ class PackedLayerFile:
 
     file: its name in the cache. nbytes: its size. experts, hidden, intermediate: sizes. shards: the columns of the intermediate
     dimension that each shard has, [(first, last)]. formats: the description of each projection's. layout: versions, of the
-    arena and of each family in it.
+    arena and of each family in it. name: what messages call the layer. kind: a digest of all that a loader says of the experts
+    but their number and sizes: layers of one kind have the same formats, activation and place of the router weight.
     """
 
     file: str
@@ -39,13 +41,16 @@ class PackedLayerFile:
     shards: tuple[tuple[int, int], ...]
     formats: Mapping[str, str]
     layout: Mapping[str, int]
+    name: str
+    kind: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """source: the checkpoint's files. layers: by name, as text."""
+    """source: the checkpoint's files. all_layers: those of the checkpoint. layers: those that are packed, by name, as text."""
 
     source: tuple[SourceFile, ...]
+    all_layers: tuple[str, ...]
     layers: Mapping[str, PackedLayerFile]
 
     def write(self, folder: Path) -> None:
@@ -53,6 +58,7 @@ class Manifest:
         data = {
             "kind": _KIND,
             "version": VERSION,
+            "all_layers": list(self.all_layers),
             "source": [asdict(file) for file in self.source],
             "layers": {name: asdict(layer) for name, layer in self.layers.items()},
         }
@@ -71,6 +77,8 @@ def expected(layer: int | str, experts: ExpertWeights, shards: list[tuple[int, i
         intermediate=experts.intermediate,
         shards=tuple(shards),
         formats={projection: weight_format.description for projection, weight_format in formats.items()},
+        name=experts.name,
+        kind=hashlib.sha256(repr((formats, experts.activation, experts.router_weight)).encode()).hexdigest(),
         layout={"arena": core.ARENA_VERSION} | {family: core.LAYOUT_VERSIONS[family] for family in families},
     )
 
@@ -90,13 +98,16 @@ def read(folder: str | os.PathLike) -> Manifest:
         raise CacheError(
             f"{path}: version: expected {VERSION}, found {show(data.get('version'))}; `ktmoe pack` makes one of this version"
         )
-    source, layers = data.get("source"), data.get("layers")
+    source, layers, all_layers = data.get("source"), data.get("layers"), data.get("all_layers")
+    if not (isinstance(all_layers, list) and all(isinstance(name, str) for name in all_layers)):
+        raise CacheError(f"{path}: all_layers: expected a list of names, found {show(all_layers)}")
     if not (isinstance(source, list) and isinstance(layers, dict)):
         raise CacheError(
             f"{path}: expected a list of source files and an object of layers, found {show(source)}, {show(layers)}"
         )
     return Manifest(
         tuple(_record(SourceFile, entry, f"{path}: source") for entry in source),
+        tuple(all_layers),
         {name: _record(PackedLayerFile, entry, f"{path}: layer {show(name)}") for name, entry in layers.items()},
     )
 
@@ -118,7 +129,7 @@ def _are_pairs(value: object) -> bool:
 _FITS = {
     "name": _is_name,
     "file": _is_name,
-    "digest": lambda value: isinstance(value, str),
+    **dict.fromkeys(("digest", "kind"), lambda value: isinstance(value, str)),
     "mtime_ns": lambda value: value is None or type(value) is int,
     "shards": _are_pairs,
     "formats": lambda value: isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
@@ -126,9 +137,9 @@ _FITS = {
 }
 
 
-def _record(kind: type, entry: object, what: str):
+def _record(record: type, entry: object, what: str):
     """A dataclass of what is in an object. Raises CacheError."""
-    names = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(record)]
     if not isinstance(entry, dict) or set(entry) != set(names):
         raise CacheError(f"{what}: expected an object of {', '.join(names)}, found {show(entry)}")
     for name in names:
@@ -136,4 +147,4 @@ def _record(kind: type, entry: object, what: str):
             raise CacheError(f"{what}: {name}: found {show(entry[name])}")
     if "shards" in entry:
         entry = entry | {"shards": tuple(map(tuple, entry["shards"]))}
-    return kind(**entry)
+    return record(**entry)

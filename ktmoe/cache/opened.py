@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from ktmoe.backends.base import Arenas
 from ktmoe.cache import layer_file, manifest, source
+from ktmoe.cache.manifest import PackedLayerFile
 from ktmoe.errors import CacheError
-from ktmoe.experts import ExpertWeights
+from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.loaders import naming
+from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
 from ktmoe.machine.numa import Placement
 from ktmoe.messages import show
@@ -30,16 +34,34 @@ class Cache:
         source.check(source.folder_of(checkpoint), self._manifest.source, str(path))
         self.layers = list(self._manifest.layers)
 
+    @property
+    def all_layers(self) -> list[int | str]:
+        """Those of the checkpoint, packed or not."""
+        return [naming.layer_key(name) for name in self._manifest.all_layers]
+
+    def experts(self, checkpoint: Checkpoint, layers: Iterable[int | str], loader: str) -> dict[int | str, ExpertWeights]:
+        """What the checkpoint's loader gives for these layers. It is asked for one of each kind; others are not parsed.
+
+        Layers of one kind were alike when they were packed, and neither the files nor config.json have changed since.
+
+        Raises CacheError for a layer that was not packed, and what loaders raise.
+        """
+        known: dict[str, ExpertWeights] = {}
+        found = {}
+        for layer in layers:
+            entry = self._entry(layer)
+            kind = repr(replace(entry, file="", nbytes=0, name=""))
+            if kind not in known:
+                known[kind] = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
+            found[layer] = _of_layer(known[kind], entry.name, checkpoint, loader, layer)
+        return found
+
     def layer(self, layer: int | str, experts: ExpertWeights, placement: Placement) -> Arenas:
         """What a layer of that name maps. experts: what the checkpoint's loader gives for it; no matrix is read.
 
         Raises CacheError if it was not packed, or for other experts or another number of shards.
         """
-        what = f"{self.path}: layer {show(layer)}"
-        entry = self._manifest.layers.get(str(layer))
-        if entry is None:
-            packed = naming.listed([naming.layer_key(name) for name in self.layers])
-            raise CacheError(f"{what}: expected to be packed, found {packed or 'no layers'}; `ktmoe pack` adds it")
+        what, entry = f"{self.path}: layer {show(layer)}", self._entry(layer)
         if len(entry.shards) != placement.shards:
             raise CacheError(
                 f"{what}: expected arenas for {_nodes(placement.shards)}, found them for {_nodes(len(entry.shards))}; choose "
@@ -52,6 +74,25 @@ class Cache:
             if want != found:
                 raise CacheError(f"{what}: {part}: expected {want}, found {show(found)}; `ktmoe pack` makes another one")
         return layer_file.open_layer(self.path, replace(entry, shards=tuple(shards)), experts)
+
+    def _entry(self, layer: int | str) -> PackedLayerFile:
+        entry = self._manifest.layers.get(str(layer))
+        if entry is None:
+            packed = naming.listed([naming.layer_key(name) for name in self.layers])
+            raise CacheError(
+                f"{self.path}: layer {show(layer)}: expected to be packed, found {packed or 'no layers'}; `ktmoe pack` adds it"
+            )
+        return entry
+
+
+def _of_layer(alike: ExpertWeights, name: str, checkpoint: Checkpoint, loader: str, layer: int | str) -> ExpertWeights:
+    """Experts that are alike but for their matrices, which are read if somebody asks for them."""
+
+    def read(expert: int, projection: str) -> Matrix:
+        return find_loader(checkpoint, loader, layer).load(checkpoint, layer).matrix(expert, projection)
+
+    sizes = alike.num_experts, alike.hidden, alike.intermediate
+    return ExpertWeights(*sizes, read, alike.formats, alike.activation, name, alike.router_weight)
 
 
 def _nodes(shards: int) -> str:

@@ -89,7 +89,7 @@ def pack(
         files = tuple(source.files_of(checkpoint))
         _make(folder)
         with exclusive(folder):
-            there = _there(folder, files)
+            there = replace(_there(folder, files), all_layers=tuple(map(str, find_layers(checkpoint, loader))))
             missing = [layer for layer in wanted if not _is_packed(folder, there, layer)]
             _check_space(folder, missing)
             if missing:
@@ -144,7 +144,7 @@ def _there(folder: Path, files: tuple[source.SourceFile, ...]) -> Manifest:
         others = sorted(name for name in os.listdir(folder) if name != LOCK_NAME and not name.startswith(f".{manifest.NAME}"))
         if others:
             raise OutputError(f"{folder}: expected an empty folder or a packed cache, found {show(others[0])} in it")
-        return Manifest(files, {})
+        return Manifest(files, (), {})
     try:
         there = manifest.read(folder)
     except CacheError as error:
