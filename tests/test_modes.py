@@ -47,7 +47,7 @@ def test_what_a_table_serves(row):
     if "bf16" in modes:
         expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("panel", longest))}
         expected |= {("i8", "panel", longest, "bf16", False, "none")}
-        expected |= {("b16", "none", 0, "bf16", False, "none")}
+        expected |= {(family, "none", 0, "bf16", False, "none") for family in ("b16", "f16", "f32")}
     if row in ("avx512_bf16", "amx"):
         expected |= {(family, "ue8m0", 32, "bf16", True, "none") for family in ("q4", "f8")}
     if row == "amx":
