@@ -28,7 +28,7 @@ FORBIDDEN = {
     "backends": {"layer", "model", "loaders", "compat", "background", "quantization"},
     "_native": {"layer", "model", "loaders", "backends", "machine", "compat", "background"},
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
-    "cache": {"model", "compat", "quantize"},
+    "cache": {"model", "compat", "quantization"},
     "layer": {"model", "compat"},
     "model": {"compat"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},

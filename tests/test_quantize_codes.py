@@ -190,7 +190,7 @@ def test_bands_of_groups(to, rule, monkeypatch):
     """Some groups' scales at a time: the same bytes."""
     given = matrix(mixed(np.random.default_rng(9), 300, 256).astype(BF16))
     whole, of_whole = Quantizer(to, rule=rule).matrix(given)
-    monkeypatch.setattr("ktmoe.quantization.quantizer._AT_ONCE", 5)
+    monkeypatch.setattr("ktmoe.quantization.quantizer.AT_ONCE", 5)
     made, error = Quantizer(to, rule=rule).matrix(given)
     assert all(np.array_equal(made.stored[label], array) for label, array in whole.stored.items())
     np.testing.assert_allclose((error.error, error.weights), (of_whole.error, of_whole.weights), rtol=1e-12)

@@ -32,7 +32,7 @@ def test_values_are_those_of_the_gguf_package(name):
     minima = 0 if found.minima is None else found.minima
     error = np.abs(found.scaled - minima - expected)
     assert (error <= 2.0**-24 * np.abs(found.scaled - minima) if weight_format.offset else error == 0).all()
-    assert len(np.unique(expected)) > 100
+    assert len(np.unique(expected)) > 20
 
 
 def test_sizes_are_those_of_the_gguf_package():

@@ -18,7 +18,7 @@ from ktmoe.quantization.targets import KINDS, TARGETS, Group, Target
 from ktmoe.weights.formats import WeightFormat
 
 #: Groups whose scales are made at a time.
-_AT_ONCE = 2**17
+AT_ONCE = 2**17
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def quantize(
 
 def _bands(groups: tuple[int, int]) -> Iterator[slice]:
     """Groups along n, some at a time: their numbers take little memory. Threads wait for each other between many bands."""
-    some = max(1, _AT_ONCE // groups[1])
+    some = max(1, AT_ONCE // groups[1])
     for first in range(0, groups[0], some):
         yield slice(first, min(first + some, groups[0]))
 
