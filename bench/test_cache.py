@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from bench import machine, reading, record
+from bench import machine, overcommit, reading, record
 from bench.cases import EVERYWHERE
 from bench.models import models
 from ktmoe import MoELayer, synthetic
@@ -201,6 +201,41 @@ def test_half_of_the_experts_are_on_disk(benchmark, model):
             seconds=seconds,
             reading_seconds=limit,
             figure=f"{seconds * 1e3:.1f} ms, reading them alone {limit * 1e3:.1f} ms",
+            contract="",
+        )
+    )
+
+
+def test_a_layer_twice_as_large_as_its_memory(benchmark, model):
+    """One token a call, random routing, in a control group that has memory for half of the layer. Against reading half of a
+    token's experts, which is what is missing on average."""
+    path, cache = model
+    nbytes, calls = EXPERTS * SHAPE.expert_bytes, 100
+    limit = reading.read(cache, 2) / EXPERTS * TOP_K / 2
+    took = []
+
+    def run():
+        reading.forget(cache)
+        with overcommit.limited(nbytes // 2 + overcommit.PROCESS_BYTES) as group:
+            seconds = overcommit.seconds_of_calls(path, cache, EXPERTS, calls, group)
+        took.append(statistics.median(seconds[calls // 2 :]))  # the first ones fill the memory
+
+    try:
+        benchmark.pedantic(run, rounds=ROUNDS)
+    except overcommit.NoGroupError as error:
+        pytest.skip(str(error))
+    reading.forget(cache)
+    free = statistics.median(overcommit.seconds_of_calls(path, cache, EXPERTS, calls, None)[calls // 2 :])
+    seconds = statistics.median(took)
+    benchmark.extra_info.update(
+        record.shares(
+            "load",
+            [limit / one for one in took],
+            work="1 token, memory for half of the experts",
+            seconds=seconds,
+            free_seconds=free,
+            reading_seconds=limit,
+            figure=f"{seconds * 1e3:.1f} ms, in enough memory {free * 1e3:.1f} ms, reading them alone {limit * 1e3:.1f} ms",
             contract="",
         )
     )
