@@ -59,7 +59,7 @@ bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2
 bench-compare: $(STAMPS)/bench ## the last saved benchmarks against those before; ARGS="3 1": number 3 against number 1
 	@$(PY) -m bench.compare $(ARGS)
 
-bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe in 4 formats: first installs them, then about 25 minutes
+bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe in 5 formats: first installs them, then about 30 minutes
 	@$(PY) -m bench.peers run $(ARGS)
 
 bench-engines: $(STAMPS)/native $(STAMPS)/bench ## generate() by ktmoe and by transformers: first installs transformers, then about 20 minutes

@@ -221,8 +221,10 @@ def test_a_ratio_is_the_median_of_rounds_ratios():
 def checkpoint(request, tmp_path):
     """(what a worker has of a format's checkpoint, what ktmoe loads of it). FP8's last blocks are cut."""
     cut = 8 if request.param == "FP8" else 0
-    sizes = {"hidden": 256 - cut, "intermediate": 160 - cut, "top_k": 2}
-    formats.FORMATS[request.param].write(tmp_path, num_experts=2, **sizes)
+    intermediate = 256 if request.param.startswith("GGUF") else 160 - cut
+    sizes = {"num_experts": 2, "hidden": 256 - cut, "intermediate": intermediate, "top_k": 2}
+    formats.FORMATS[request.param].write(tmp_path, **sizes)
+    session.list_tensors(tmp_path, **sizes)
     return protocol.Model(tmp_path, request.param), ktmoe.load_experts(tmp_path, 0)
 
 
@@ -231,7 +233,7 @@ def test_peers_get_the_same_weights_in_bfloat16(checkpoint, projection):
     """Exactly, or rounded once where that is said."""
     model, experts = checkpoint
     expected = reference.dequantize(experts.matrix(1, projection)).astype(np.float32)
-    if model.weights in ("FP8", "INT4"):
+    if model.weights in ("FP8", "INT4", "GGUF Q4_K"):
         expected = expected.astype(ml_dtypes.bfloat16)
     bits = weights.bfloat16_weights(model.weights, *model.matrix(1, projection))
     assert np.array_equal(bits, expected.astype(ml_dtypes.bfloat16).view(np.uint16))
@@ -291,9 +293,8 @@ serve(Echo)
 @pytest.fixture
 def echo(tmp_path):
     """The command of a worker that loads at once."""
-    (tmp_path / "config.json").write_text(
-        '{"n_routed_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64, "moe_intermediate_size": 64}'
-    )
+    about = {"num_experts": 1, "top_k": 1, "hidden": 64, "intermediate": 64, "tensors": {}}
+    (tmp_path / protocol.LISTING).write_text(json.dumps(about))
     worker = tmp_path / "worker_echo.py"
     worker.write_text(ECHO.format(workers=str(session.WORKERS)))
     return [sys.executable, str(worker), "way", str(tmp_path), "1", "MXFP4"]

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bench.models import models
 from bench.peers import report
-from bench.peers.formats import FORMATS
+from bench.peers.formats import FORMATS, file_stem
 from bench.peers.processes import WorkerError
 from bench.peers.session import measure_all
 
@@ -80,7 +80,7 @@ def _session(name: str, options: argparse.Namespace) -> int:
     with progress_line() as progress, tempfile.TemporaryDirectory(prefix="ktmoe-peers-") as folder:
         result = measure_all(model, options, Path(folder), lambda text: progress(f"{name}: {text}"))
     options.into.mkdir(parents=True, exist_ok=True)
-    file = options.into / f"peers-{name.lower()}.json"
+    file = options.into / f"{file_stem(name)}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     report.show(result)
     print(f"saved: {file}")

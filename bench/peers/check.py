@@ -4,7 +4,7 @@ ktmoe is held to its own derived bound (docs/numerics.md). A peer has no such bo
 over the outputs' norm, and what its numerics explain is the most that it may be:
 
     bf16   Gate and up, h, each expert's output and their sum may each be rounded to bfloat16, by 2^-8 at most and 0.17 % in
-           the mean, and so may each of the few partial sums, and weights of FP8 or INT4 that a peer has in bfloat16, which
+           the mean, and so may each of the few partial sums, and weights of more bits that a peer has in bfloat16, which
            are 0.3 % of y: below 1 %.
     int8   x and h are 8-bit integers with a scale per 32, rounded by half a step at most and 0.29 steps in the mean. A step
            is 1/127 of the group's largest, which is about 2.1 standard deviations of x and 3 to 4 of h, a product: 0.5 %

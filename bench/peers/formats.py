@@ -24,4 +24,10 @@ FORMATS = {
     "BF16": Format(synthetic.write_qwen3, 32),
     "FP8": Format(synthetic.write_fp8, 64),
     "INT4": Format(synthetic.write_kimi_k2, 64),
+    "GGUF Q4_K": Format(functools.partial(synthetic.write_gguf, types="Q4_K"), 64),
 }
+
+
+def file_stem(weights: str) -> str:
+    """What files of a format's results and pictures are called."""
+    return f"peers-{weights.lower().replace(' ', '-')}"

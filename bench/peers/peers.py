@@ -46,6 +46,7 @@ PEERS = (
             "BF16": (_DEQUANTISED,),
             "FP8": (Way("FP8", BF16, 16),),
             "INT4": (Way("INT4", INT8, 9),),
+            "GGUF Q4_K": (Way("Q4_K", INT8, 9),),
         },
         notes={
             "MXFP4": (
@@ -66,6 +67,7 @@ PEERS = (
             "BF16": (_DEQUANTISED,),
             "FP8": (_DEQUANTISED,),
             "INT4": (Way("repack", INT8, 4.5), Way("plain", INT8, 4.5)),
+            "GGUF Q4_K": (Way("repack", INT8, 4.5), Way("plain", INT8, 4.5)),
         },
         notes={
             "MXFP4": ("ggml's buffer type AMX is left out: it has no MXFP4 and no mul_mat_id",),
@@ -83,10 +85,12 @@ PEERS = (
             "BF16": (_DEQUANTISED,),
             "FP8": (_DEQUANTISED,),
             "INT4": (_DEQUANTISED, Way("INT4", BF16, 4.5)),
+            "GGUF Q4_K": (_DEQUANTISED,),
         },
         notes={
             "FP8": ("torch's _scaled_mm for CPUs is left out: it wants activations in FP8, too, and one scale a row", _ROUNDED),
             "INT4": (_ROUNDED,),
+            "GGUF Q4_K": (_ROUNDED,),
         },
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import platform
 import sys
 from argparse import Namespace
@@ -19,10 +20,12 @@ from bench.peers.formats import FORMATS
 from bench.peers.peers import PEERS, Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.rounds import Participant, Point, batches, run_point
+from bench.peers.workers.protocol import LISTING
 from ktmoe import measure
 from ktmoe.backends.base import Missing
 from ktmoe.backends.choice import choose_backend
 from ktmoe.experts import ExpertWeights
+from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
 
 WORKERS = Path(__file__).resolve().parent / "workers"
@@ -39,6 +42,7 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
     progress("writing the weights")
     sizes = {"hidden": model.hidden, "intermediate": model.intermediate, "top_k": model.top_k}
     FORMATS[model.weights].write(folder, num_experts=model.experts, **sizes)
+    list_tensors(folder, num_experts=model.experts, **sizes)
     experts = ktmoe.load_experts(folder, 0)
     batches(experts, 1, model.top_k, 1).save(folder / "warm.npz")
     participants: list[Participant] = []
@@ -88,6 +92,14 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
         "points": measured,
         "notes": _notes(model.weights, participants),
     }
+
+
+def list_tensors(folder: Path, **sizes: int) -> None:
+    """The layer's sizes, and where its tensors are, for workers that read neither safetensors nor GGUF."""
+    with Checkpoint(folder) as checkpoint:
+        found = {name: checkpoint.info(name) for name in checkpoint.names()}
+    tensors = {name: [str(info.file), info.offset, info.nbytes, info.shape] for name, info in found.items()}
+    (folder / LISTING).write_text(json.dumps({**sizes, "tensors": tensors}))
 
 
 def points(model: Model, patterns: list[str] | None) -> list[Point]:

@@ -2,7 +2,8 @@
 
 A worker is a script that the driver starts in its peer's environment: `worker_x.py WAY FOLDER THREADS WEIGHTS`. It reads
 one JSON object a line from stdin and answers each with one line on stdout, {"error": text} if it cannot. FOLDER holds a
-checkpoint, whose format WEIGHTS names, and the points' inputs. What libraries print goes to stderr.
+checkpoint, whose format WEIGHTS names, a file that says where its tensors are, and the points' inputs. What libraries print
+goes to stderr.
 
     {"do": "load"}                                     -> {"about": {...}}
     {"do": "point", "inputs": name}                    -> {"settings": {name: seconds}, "best": name}
@@ -29,14 +30,19 @@ import numpy as np
 TRIES, LONG_SECONDS = 4, 0.5
 FEW_TOKENS = 16
 PR_SET_PDEATHSIG = 1
-#: By format: what the names of a layer's experts begin with, those of an expert's matrices, and a matrix's tensors.
-LAYER = "model.layers.0.mlp.experts"
-STEMS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+#: In the folder: the layer's sizes, and of each tensor its file, where it begins, its bytes and its shape.
+LISTING = "peers.json"
+#: By format: what the names of a matrix's tensors begin with, by its projection, and their endings. Without an expert's number,
+#: a tensor holds all experts.
+PROJECTIONS = ("gate", "up", "down")
+NAMES = {name: f"model.layers.0.mlp.experts.{{expert}}.{name}_proj." for name in PROJECTIONS}
+NUMBERED = {name: f"layers.0.ffn.experts.{{expert}}.w{number}." for name, number in zip(PROJECTIONS, (1, 3, 2), strict=True)}
 TENSORS = {
-    "MXFP4": ("layers.0.ffn.experts", {"gate": "w1", "up": "w3", "down": "w2"}, {"weight": np.uint8, "scale": np.uint8}),
-    "BF16": (LAYER, STEMS, {"weight": np.uint16}),
-    "FP8": (LAYER, STEMS, {"weight": np.uint8, "weight_scale_inv": np.float32}),
-    "INT4": (LAYER, STEMS, {"weight_packed": np.uint8, "weight_scale": np.uint16}),
+    "MXFP4": (NUMBERED, {"weight": np.uint8, "scale": np.uint8}),
+    "BF16": (NAMES, {"weight": np.uint16}),
+    "FP8": (NAMES, {"weight": np.uint8, "weight_scale_inv": np.float32}),
+    "INT4": (NAMES, {"weight_packed": np.uint8, "weight_scale": np.uint16}),
+    "GGUF Q4_K": ({name: f"blk.0.ffn_{name}_exps." for name in PROJECTIONS}, {"weight": np.uint8}),
 }
 
 
@@ -110,33 +116,28 @@ class Model:
 
     def __init__(self, folder: Path, weights: str):
         self.folder, self.weights = folder, weights
-        config = json.loads((folder / "config.json").read_text())
-        self.experts = config.get("n_routed_experts") or config["num_experts"]
-        self.top_k = config["num_experts_per_tok"]
-        self.hidden, self.intermediate = config["hidden_size"], config["moe_intermediate_size"]
-        self._tensors = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            for name, info in header.items():
-                begin, end = info["data_offsets"]
-                self._tensors[name] = (file, 8 + length + begin, end - begin, info["shape"][0])
+        about = json.loads((folder / LISTING).read_text())
+        self.experts, self.top_k = about["num_experts"], about["top_k"]
+        self.hidden, self.intermediate = about["hidden"], about["intermediate"]
+        self._tensors = about["tensors"]
 
     def matrix(self, expert: int, projection: str) -> tuple[np.ndarray, ...]:
         """What TENSORS has of a matrix [n, k]. Bytes of 4-bit codes have the even k in the low nibble.
 
         MXFP4: codes uint8 [n, k / 2], and UE8M0 scales uint8 [n, k / 32]. BF16: bits uint16 [n, k].
         FP8: E4M3 uint8 [n, k], and scales float32 of 128 x 128. INT4: codes plus 8, uint8 [n, k / 2], and scales, the bits
-        of bfloat16, uint16 [n, k / 32].
+        of bfloat16, uint16 [n, k / 32]. GGUF: records, uint8 [n, bytes of a row].
         """
-        layer, stems, tensors = TENSORS[self.weights]
-        return tuple(self._read(f"{layer}.{expert}.{stems[projection]}.{name}", dtype) for name, dtype in tensors.items())
+        names, tensors = TENSORS[self.weights]
+        return tuple(self._read(names[projection], ending, dtype, expert) for ending, dtype in tensors.items())
 
-    def _read(self, name: str, dtype: type) -> np.ndarray:
-        file, offset, nbytes, rows = self._tensors[name]
-        return np.fromfile(file, dtype, nbytes // np.dtype(dtype).itemsize, offset=offset).reshape(rows, -1)
+    def _read(self, name: str, ending: str, dtype: type, expert: int) -> np.ndarray:
+        file, offset, nbytes, shape = self._tensors[name.format(expert=expert) + ending]
+        if "{expert}" not in name:
+            num_experts, *shape = shape
+            nbytes //= num_experts
+            offset += expert * nbytes
+        return np.fromfile(file, dtype, nbytes // np.dtype(dtype).itemsize, offset=offset).reshape(shape[0], -1)
 
 
 def serve(worker: type[Worker]) -> None:

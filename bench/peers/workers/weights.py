@@ -36,7 +36,7 @@ def q4_0_blocks(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def bfloat16_weights(weights: str, *arrays: np.ndarray) -> np.ndarray:
     """A matrix in bfloat16, whose bits these are, uint16 [n, k]. The same real numbers for MXFP4 and BF16.
 
-    A weight of FP8 or INT4 is rounded, to nearest even, since the product of its code and scale has more bits.
+    A weight of FP8, INT4 or Q4_K is rounded, to nearest even, since it has more bits.
     """
     return _IN_BFLOAT16[weights](*arrays)
 
@@ -62,6 +62,19 @@ def _from_int4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     pairs = _pairs(bfloat16(float32(used)[:, None] * np.arange(-8, 8, dtype=np.float32))).reshape(-1)
     byte = at.reshape(scales.shape).astype(np.uint32)[..., None] << 8 | codes.reshape(*scales.shape, -1)
     return pairs[byte].view(np.uint16).reshape(len(scales), -1)
+
+
+def _from_q4_k(records: np.ndarray) -> np.ndarray:
+    """Of 256 weights each: fp16 d and m, 12 bytes of six-bit scales and minima, and the codes of 32 weights in the low nibbles
+    of 32 bytes, those of the next 32 in the high ones. A weight is d * scale * code - m * minimum."""
+    each = records.reshape(-1, 144)
+    halves = np.ascontiguousarray(each[:, :4]).view(np.float16).astype(np.float64)
+    low, high, rest = (each[:, first : first + 4] for first in (4, 8, 12))
+    scales = np.concatenate([low & 63, rest & 15 | low >> 6 << 4], axis=1)
+    minima = np.concatenate([high & 63, rest >> 4 | high >> 6 << 4], axis=1)
+    codes = each[:, 16:].reshape(-1, 4, 1, 32) >> np.array([0, 4], np.uint8)[:, None] & 15
+    scaled = (halves[:, :1] * scales)[..., None] * codes.reshape(-1, 8, 32)
+    return bfloat16((scaled - (halves[:, 1:] * minima)[..., None]).reshape(len(records), -1))
 
 
 def _from_fp8(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -95,6 +108,7 @@ _IN_BFLOAT16: dict[str, Callable[..., np.ndarray]] = {
     "BF16": lambda bits: bits,
     "FP8": _from_fp8,
     "INT4": _from_int4,
+    "GGUF Q4_K": _from_q4_k,
 }
 
 

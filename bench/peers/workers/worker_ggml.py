@@ -2,7 +2,8 @@
 
 Ways: "repack", the buffer type that interleaves rows for its gemm kernels, which llama.cpp takes by itself where it can;
 "plain", blocks as in a GGUF file. MXFP4 is its own type. INT4 is its Q4_0, and both round x and h to 8 bits with a scale
-per 32 (Q8_0). "BF16", as in a GGUF file: it rounds x and h to bfloat16.
+per 32 (Q8_0). Q4_K is its own, too, and x and h have a scale per 256 (Q8_K). "BF16", as in a GGUF file: it rounds x and h to
+bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from weights import bfloat16_weights, float32, mxfp4_blocks, q4_0_blocks
 
 F32, I32 = 0, 26  # enum ggml_type
 #: By a checkpoint's weights: its own type of them, with its number, and what makes a matrix's blocks.
-OWN = {"MXFP4": ("MXFP4", 39, mxfp4_blocks), "INT4": ("Q4_0", 2, q4_0_blocks)}
+OWN = {
+    "MXFP4": ("MXFP4", 39, mxfp4_blocks),
+    "INT4": ("Q4_0", 2, q4_0_blocks),
+    "GGUF Q4_K": ("Q4_K", 12, lambda records: records),
+}
 
 
 class InitParams(ctypes.Structure):
