@@ -35,12 +35,17 @@ def matrices():
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_rounding(benchmark, matrices, name):
-    """A round is all matrices, each by one thread."""
+    """A round is all matrices, each by one thread, as when a layer is made of them."""
     nbytes, threads, quantizer = sum(m.codes.nbytes for m in matrices), ktmoe.get_num_threads(), QUANTIZERS[name]
+    experts = ktmoe.ExpertWeights(MATRICES, SHAPE.hidden, SHAPE.intermediate, lambda expert, _: matrices[expert], BF16)
+    rounded = quantizer.experts(experts)
     with ThreadPoolExecutor(threads) as pool, Copying(np.ones(nbytes, np.uint8)) as memcpy:
         made = []
         benchmark.pedantic(
-            lambda: made.append(list(pool.map(quantizer.matrix, matrices))), setup=memcpy.copy, rounds=10, warmup_rounds=1
+            lambda: made.append(list(pool.map(rounded.matrix, range(MATRICES), ["gate"] * MATRICES))),
+            setup=memcpy.copy,
+            rounds=10,
+            warmup_rounds=1,
         )
     seconds = benchmark.stats.stats.data
     shares = memcpy.shares(seconds)
@@ -56,7 +61,7 @@ def test_rounding(benchmark, matrices, name):
             contract="-",
         )
     )
-    found, error = made[-1][0]
+    found, (_, error) = made[-1][0], quantizer.matrix(matrices[0])
     rows = slice(0, 128)
     off = reference.dequantize(found, rows) - matrices[0].codes[rows].astype(np.float64)
     assert np.sqrt((off**2).mean()) <= 1.2 * error.relative * 0.02

@@ -69,6 +69,10 @@ class Quantizer:
         factor of the matrix look at it.
         Raises FormatError for a weight that is not finite, and for sizes or scales that the format does not have.
         """
+        return self._rounded(matrix, largest, True)
+
+    def _rounded(self, matrix: Matrix, largest: float | None, summed: bool) -> tuple[Matrix, Error]:
+        """summed: whether anybody asks for the error."""
         (n, k), (rows, columns) = matrix.shape, self.format.code_unit
         if n % rows or k % columns:
             raise FormatError(f"{matrix.name}: expected a multiple of {columns} columns to round, found {[n, k]}")
@@ -84,7 +88,7 @@ class Quantizer:
             made = self.rule.steps(Groups(low[bands], high[bands], whole, kind, matrix.name))
             first, end = bands.start * extent[0], min(bands.stop * extent[0], n)
             rounding = codes.rounding(self.rule, made, self.format.element, extent)
-            found, total = core.weights_rounded(weights, rounding, first, end - first, arrays["codes"])
+            found, total = core.weights_rounded(weights, rounding, first, end - first, arrays["codes"], summed)
             error += Error(total, found)
             self._store(made, bands, arrays)
         return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), error
@@ -112,7 +116,7 @@ class Quantizer:
         """The same experts, each matrix rounded when it is asked for."""
 
         def read(expert: int, projection: str) -> Matrix:
-            return self.matrix(experts.matrix(expert, projection))[0]
+            return self._rounded(experts.matrix(expert, projection), None, False)[0]
 
         sizes = experts.num_experts, experts.hidden, experts.intermediate
         return ExpertWeights(*sizes, read, self.format, experts.activation, experts.name, experts.router_weight)

@@ -52,14 +52,15 @@ def weights_extremes(weights, rows, columns):
     return (low, high) if good else None
 
 
-def weights_rounded(weights, rounding, row, rows, codes):
+def weights_rounded(weights, rounding, row, rows, codes, bint summed):
     """Round some rows from one on, which begins a group, into codes: uint8 of the whole matrix, in the order of rows.
 
-    Returns the sums of squares of what was added, and of the weights.
+    Returns the sums of squares of what was added, and of the weights; zeros unless `summed`.
     """
     cdef kt_weights m
     cdef kt_rounding how
     cdef double sums[2]
+    sums[0] = sums[1] = 0
     cdef size_t first = row, count = rows
     _fill_weights(&m, weights)
     memset(&how, 0, sizeof(kt_rounding))
@@ -81,5 +82,5 @@ def weights_rounded(weights, rounding, row, rows, codes):
         how.limits[i] = rounding.limits[i]
     cdef uint8_t *to = <uint8_t *>_address(codes, np.uint8, m.n * m.k * how.code_bits // 8)
     with nogil:
-        kt_round_weights(&m, &how, first, count, to, sums)
+        kt_round_weights(&m, &how, first, count, to, sums if summed else NULL)
     return sums[0], sums[1]

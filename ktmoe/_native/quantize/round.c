@@ -155,10 +155,10 @@ void kt_round_weights(const kt_weights *m, const kt_rounding *how, size_t row, s
                 case KT_TO_E2M1: e2m1(how, &c); break;
                 case KT_TO_E4M3: e4m3(&c); break;
             }
-            add_error(how, group, first, some, &c, parts);
+            if (sums) add_error(how, group, first, some, &c, parts);
             store(how, &c, some, codes + ((row + i) * m->k + first) * how->code_bits / 8);
         }
-    for (size_t s = 0; s < 2; s++) {
+    for (size_t s = 0; sums && s < 2; s++) {
         const f64x2 sum = parts[2 * s] + parts[2 * s + 1];
         sums[s] = sum[0] + sum[1];
     }
