@@ -268,7 +268,7 @@ def linear(
         most = spread + terms + eps + (less.pending if less else 0.0)
         of_all, of_group = np.abs(total) + most + (less.sizes if less else 0.0), np.abs(of_this) + most
         n = len(w) + 1  # one for the scale
-        overflow, flush = of_all >= limit, (1 + _gamma(n)) * n * TINY
+        overflow, flush, lost = of_all >= limit, (1 + _gamma(n)) * n * TINY, 0.0
         if scales is not None:  # it may multiply the group's sum, and with it what that flushed or overflowed
             factor = np.abs(scales[:, start // group : -(-(start + block) // group)])
             smallest, largest = factor.min(axis=1), factor.max(axis=1)
@@ -283,10 +283,11 @@ def linear(
             if format.family == "i8" and activations != "bf16":  # it may multiply the scale of x first, which is below |x|
                 overflow |= size.max(axis=1, keepdims=True) * largest >= limit
             if format.super_scale:  # what rounding its product with a scale changes, where that is denormal
-                flush = flush + (smallest < TINY) * 2.0**-149 * sizes * given.largest
+                lost = (smallest < TINY) * 2.0**-149 * sizes * given.largest
+                flush = flush + lost
         sums = -(-len(w) // min(group, BLOCK))  # that are scaled and added to the total
-        if activations != "bf16":  # each of them is exact, but for i8 and int16, where it becomes float32
-            of_sums = _gamma(1) * terms if format.family == "i8" and activations == "int16" else 0.0
+        if activations != "bf16":  # each of them is exact
+            of_sums = _gamma(_before_the_fma(format, activations)) * terms + lost
             error = of_sums + _gamma(sums) * (of_all + of_sums) + sums * TINY
         elif scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
             # such a scale may also be folded into the weights, whose products are then added to the total
@@ -307,6 +308,13 @@ def linear(
         if less and less.complete(start + block >= matrix.shape[1]):
             total, eps = less.subtract(total, eps, of_all, limit)
     return _finish(matrix, rows, total, eps + spread)
+
+
+def _before_the_fma(format: WeightFormat, activations: str) -> int:
+    """Roundings of an exact sum of integers, or of the scales that multiply it, before an FMA adds it to the total."""
+    of_float32 = format.family == "i8" and activations == "int16"  # such a sum has more than 24 bits
+    of_scales = format.super_scale is not None and format.family == "i8" and activations == "int8"  # that of x times the others
+    return of_float32 + of_scales + (format.super_scale is not None)
 
 
 def _groups(group: int | None, format: WeightFormat, k: int, block: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ TINY = 2.0**-126
 #: A backend adds blocks of this many products in ascending k; within a block any order will do. Integers are quantised by it.
 BLOCK = 32
 #: Scale kinds that sums of integers can be multiplied by; those with which rounding="folded" rounds weights.
-INTEGER_KINDS = ("ue8m0", "e4m3", "bf16", "fp16")
+INTEGER_KINDS = ("ue8m0", "e4m3", "bf16", "fp16", "int8")
 ROUNDED_KINDS = ("bf16", "fp16")
 
 
@@ -139,20 +139,19 @@ def integer_unit(format: WeightFormat) -> float | None:
     they cannot.
 
     8-bit integers: 1. 4 bits: the largest power of two, 2**-8 to 1, of which all these are multiples, by 16 at most. Both
-    without scales, or with scales of whole blocks, of INTEGER_KINDS; 4 bits with such scales of half blocks, too. With neither
-    minima nor super-scales.
+    without scales, or with scales of half blocks or of whole ones, of INTEGER_KINDS.
     """
     scale = format.scale
-    if format.family not in ("q4", "i8") or isinstance(format.offset, Minimum) or format.super_scale:
+    if format.family not in ("q4", "i8"):
         return None
     if scale is not None:
-        half = format.family == "q4" and scale.extent[1] == BLOCK // 2
-        if scale.kind not in INTEGER_KINDS or scale.extent[0] != 1 or not (half or scale.extent[1] % BLOCK == 0):
+        whole = scale.extent[1] == BLOCK // 2 or scale.extent[1] % BLOCK == 0
+        if scale.kind not in INTEGER_KINDS or scale.extent[0] != 1 or not whole:
             return None
     if format.family == "i8":
         return 1.0
     values = np.array(format.element.values)
-    if format.offset is not None:
+    if isinstance(format.offset, ZeroPoint):
         values = np.subtract.outer(values, np.arange(16))
     for unit in 2.0 ** -np.arange(9):
         wholes = values / unit

@@ -4,6 +4,8 @@ h = g * sigmoid(alpha * g) * u is exactly u where a bias makes g = 1, and exactl
 ALPHA saturates the sigmoid; and identities carry x to h, or h to y.
 """
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 from helpers import BF16
@@ -11,7 +13,7 @@ from helpers import BF16
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import E2M1, INT4, Element
-from ktmoe.weights.formats import Scale, WeightFormat
+from ktmoe.weights.formats import Minimum, Scale, WeightFormat, ZeroPoint
 
 ALPHA = 2.0**30
 
@@ -39,7 +41,8 @@ def scale_numbers(scales, kind):
 
 
 def weights_of(codes, scales, weight_format=MXFP4, zero_points=None):
-    """float64 [n, k], without a factor. zero_points: the integers that are subtracted, [n, groups]."""
+    """float64 [n, k], without a factor. scales: the array, or all arrays of groups, by name, where there are super-scales or
+    minima. zero_points: the integers that are subtracted, [n, groups]."""
     if not weight_format.element.values:
         return codes.astype(float)
     if weight_format.family == "f8":
@@ -53,15 +56,28 @@ def weights_of(codes, scales, weight_format=MXFP4, zero_points=None):
         values = values - np.repeat(zero_points, weight_format.offset.extent[1], axis=1)[:, :k]
     if weight_format.scale is None:
         return values
-    rows, columns = weight_format.scale.extent
-    numbers = scale_numbers(scales, weight_format.scale.kind)
-    return values * np.repeat(np.repeat(numbers, rows, axis=0)[:n], columns, axis=1)[:, :k]
+
+    def of_weights(scale, stored):
+        rows, columns = scale.extent
+        numbers = scale_numbers(stored, scale.kind)
+        return np.repeat(np.repeat(numbers, rows, axis=0)[:n], columns, axis=1)[:, :k]
+
+    arrays, offset = scales if isinstance(scales, dict) else {"scales": scales}, weight_format.offset
+    weights = values * of_weights(weight_format.scale, arrays["scales"])
+    if weight_format.super_scale:
+        weights *= of_weights(weight_format.super_scale, arrays["super_scales"])
+    if isinstance(offset, Minimum):
+        minima = of_weights(offset.scale, arrays["offsets"])
+        if offset.super_scale:
+            minima *= of_weights(offset.super_scale, arrays["super_offsets"])
+        weights += minima if offset.added else -minima
+    return weights
 
 
 def matrix_of(name, codes, scales, weight_format=MXFP4, zero_points=None, factor=None, bias=None):
     """A Matrix in its format's order, from codes [n, k], one an item, scales and zero points as weights_of() has them."""
     order, (n, k) = weight_format.order, codes.shape
-    arrays = {"codes": codes, "scales": scales, "factor": factor, "bias": bias}
+    arrays = {"codes": codes, "factor": factor, "bias": bias, **(scales if isinstance(scales, dict) else {"scales": scales})}
     if weight_format.family == "q4":
         rows = codes[:, 0::2] | codes[:, 1::2] << 4  # low nibble = even k
         arrays["codes"] = rows if order.rows else order.from_rows(rows, n, k)
@@ -108,7 +124,9 @@ def down_layer(
     if hidden < intermediate:  # x has as many numbers as y: pad W with rows of zeros, or of anything
         hidden = intermediate
         codes, zero_points = np.pad(codes, ((0, hidden - len(codes)), (0, 0))), _with_rows(zero_points, hidden)
-        if scales is not None:
+        if isinstance(scales, dict):
+            scales = {label: _with_rows(array, hidden) for label, array in scales.items()}
+        elif scales is not None:
             scales = _with_rows(scales, weight_format.scale.shape(hidden, intermediate)[0])
         if factor is not None and weight_format.factor.per_row:
             factor = _with_rows(factor, hidden)
@@ -147,8 +165,8 @@ def shift_for(byte):
 
 
 def random_codes(rng, n, k, weight_format):
-    """Codes [n, k]; where these are numbers, integers of at most 4 bits; for i8 any; for f8 four exponents next to each other, of which
-    all is a multiple of one power of two, by at most 7 bits."""
+    """Codes [n, k]; where these are numbers, integers of at most 4 bits; for i8 any; for f8 four exponents next to each
+    other, of which all is a multiple of one power of two, by at most 7 bits."""
     if not weight_format.element.values:
         return rng.integers(-15, 16, (n, k)).astype(weight_format.element.codes_dtype)
     if weight_format.family == "f8":
@@ -159,8 +177,18 @@ def random_codes(rng, n, k, weight_format):
 
 def odd_scales(rng, n, k, weight_format, largest=7, powers=1):
     """Scales with as many significant bits as largest has, of both signs, times 2 to the power of less than `powers`; some are
-    zero, unless rows share them. UE8M0's, which have no bits, in five exponents. None without scales."""
-    scale = weight_format.scale
+    zero, unless rows share them. UE8M0's, which have no bits, in five exponents. None without scales. All arrays of groups, by
+    name, where there are super-scales, powers of two, or minima, which are like scales."""
+    scale, offset = weight_format.scale, weight_format.offset
+    if weight_format.super_scale or isinstance(offset, Minimum):
+        plain = replace(weight_format, super_scale=None, offset=None)
+        arrays = {"scales": odd_scales(rng, n, k, plain, largest, powers)}
+        if isinstance(offset, Minimum):
+            arrays["offsets"] = odd_scales(rng, n, k, replace(plain, scale=offset.scale), largest, powers)
+        for label in [label for label in ("super_scales", "super_offsets") if label in weight_format.arrays(n, k)]:
+            shape = weight_format.super_scale.shape(n, k)
+            arrays[label] = (rng.choice([-1, 1], shape) * 2.0 ** rng.integers(-2, 1, shape)).astype(np.float16)
+        return arrays
     if scale is None:
         return None
     shape = scale.shape(n, k)
@@ -173,7 +201,7 @@ def odd_scales(rng, n, k, weight_format, largest=7, powers=1):
 
 def random_zero_points(rng, n, k, weight_format):
     """[n, groups]; None without zero points."""
-    return rng.integers(0, 16, weight_format.offset.shape(n, k)) if weight_format.offset else None
+    return rng.integers(0, 16, weight_format.offset.shape(n, k)) if isinstance(weight_format.offset, ZeroPoint) else None
 
 
 def random_factor(rng, n, weight_format):

@@ -15,7 +15,7 @@ from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer,
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
 from ktmoe.weights import formats
-from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT8_PLUS_128, UINT4
+from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, INT8, INT8_PLUS_128, UINT4, Element
 from ktmoe.weights.formats import F16, F32, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED
 
@@ -27,6 +27,31 @@ SCALES = (119, 124)
 #: The groups that may share a bfloat16 or an fp16 scale.
 GROUPS = (32, 64, 128)
 LONGEST = int4(GROUPS[-1])
+
+
+def minima_of(element: Element) -> WeightFormat:
+    """fp16 scales and minima of 32, which are added."""
+    scale = Scale("fp16", (1, 32))
+    return WeightFormat(element, scale, offset=Minimum(scale, added=True))
+
+
+def super_scaled(element: Element, group: int, minima: bool = False) -> WeightFormat:
+    """Integers of 8 bits as scales, and as minima, with fp16 super-scales of 256."""
+    scales = Scale("int8", (1, group)), Scale("fp16", (1, 256))
+    return WeightFormat(element, *scales, offset=Minimum(*scales) if minima else None)
+
+
+#: Minima and super-scales: what rows carry sums for, or has headers of two levels.
+SUPER_SCALED = {
+    "fp16 minima": minima_of(UINT4),
+    "super-32": super_scaled(INT4, 32),
+    "super-32 minima": super_scaled(UINT4, 32, True),
+    "super-16": super_scaled(INT4, 16),
+    "super-16 minima": super_scaled(UINT4, 16, True),
+    "i8 fp16 minima": minima_of(INT8),
+    "i8 super-32 minima": super_scaled(INT8, 32, True),
+    "i8 super-16": super_scaled(INT8, 16),
+}
 #: What ktmoe's kernels have.
 FORMATS = {
     "mxfp4": MXFP4,
@@ -45,6 +70,7 @@ FORMATS = {
     "int8-64": int8(64),
     "int8+128": int8(128, "fp16", INT8_PLUS_128),
     "int8-block": int8(128, "fp32", rows=128),
+    **SUPER_SCALED,
     "b16": B16,
     "f16": F16,
     "f32": F32,
@@ -78,7 +104,10 @@ WEIGHTS = {
 #: One for each kind of kernel, for tests that are not about formats.
 KINDS = {
     name: WEIGHTS[name]
-    for name in ("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "mxfp8", "fp8", "int8-row", "b16", "all three")
+    for name in (
+        *("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "super-32 minima", "mxfp8", "fp8", "int8-row", "i8 super-16"),
+        *("b16", "all three"),
+    )
 }
 #: More of those that differ by projection.
 MIXED = {
@@ -92,6 +121,9 @@ MIXED = {
     "q4 and f8": {"formats": {"gate": nvfp4(), "up": fp8("bf16"), "down": nvfp4(divides=True)}},
     "i8": {"formats": {"gate": int8(), "up": int8(32), "down": int8(64, "fp16", INT8_PLUS_128)}},
     "orders": {"formats": {"gate": uint4(64, order=GPTQ, plus=1), "up": uint4(128, order=AWQ), "down": int4(32, "fp16")}},
+    "sums of x and none": {
+        "formats": {"gate": SUPER_SCALED["super-32 minima"], "up": int4(32), "down": SUPER_SCALED["i8 super-16"]}
+    },
     "transposed": {"formats": {"gate": TURNED["b16 transposed"], "up": B16, "down": TURNED["fp8-row transposed"]}},
 }
 #: Scale kinds that are floats: dtype as stored, bits of the exponent and of the significand.
@@ -153,10 +185,15 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
         if scale.kind in FLOATS:
             # a zero for many rows would hide too much
             return random_floats(rng, scale.kind, shape, low, high, zeros=scale.extent[0] == 1)
+        if scale.kind == "int8":  # its super-scale is as much smaller
+            return rng.integers(-128, 127, shape, dtype=np.int8, endpoint=True)
         stored = rng.integers(low, high, shape, dtype=np.uint8, endpoint=True)
         if label == "scales" and not fold:
             stored[:, 0, 0] = 0
         return stored
+
+    def supers(scale):
+        return (low - 7, high - 7) if scale.kind == "int8" else (125, 126)
 
     def any_bits(label):
         dtype, shape = expected[label]
@@ -174,11 +211,12 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
     else:
         arrays["codes"] = any_bits("codes")
     if weight_format.super_scale:
-        arrays["super_scales"] = numbers("super_scales", weight_format.super_scale, 125, 126)
+        arrays["super_scales"] = numbers("super_scales", weight_format.super_scale, *supers(weight_format.scale))
     if isinstance(weight_format.offset, Minimum):
         arrays["offsets"] = numbers("offsets", weight_format.offset.scale, low, high)
         if weight_format.offset.super_scale:
-            arrays["super_offsets"] = numbers("super_offsets", weight_format.offset.super_scale, 125, 126)
+            ends = supers(weight_format.offset.scale)
+            arrays["super_offsets"] = numbers("super_offsets", weight_format.offset.super_scale, *ends)
     elif isinstance(weight_format.offset, ZeroPoint):
         arrays["offsets"] = any_bits("offsets")
         if arrays["offsets"].dtype == np.uint8:

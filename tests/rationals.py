@@ -51,6 +51,8 @@ def number(kind, stored):
         return Fraction(2) ** (int(stored) - 127)
     if kind == "e4m3":
         return e4m3(int(stored))
+    if kind == "int8":
+        return Fraction(int(stored))
     exponent, significand, unsigned = {"bf16": (8, 7, np.uint16), "fp16": (5, 10, np.uint16), "fp32": (8, 23, np.uint32)}[kind]
     return float_of(int(stored.view(unsigned)), exponent, significand)
 
@@ -111,7 +113,8 @@ def weight_of(matrix, row, k, rounded=False):
     scaled = value * shared(matrix, "scales", format.scale, row, k)
     scaled *= shared(matrix, "super_scales", format.super_scale, row, k)
     if hasattr(offset, "scale"):
-        return scaled - shared(matrix, "offsets", offset.scale, row, k)
+        minimum = shared(matrix, "offsets", offset.scale, row, k) * shared(matrix, "super_offsets", offset.super_scale, row, k)
+        return scaled + minimum if offset.added else scaled - minimum
     return nearest_bfloat16(scaled) if rounded else scaled
 
 

@@ -1,6 +1,7 @@
 """Backends simulated in float32 numpy, for the tests of the reference's bound."""
 
 import numpy as np
+from helpers import SUPER_SCALED
 from reference_experts import BFLOAT16
 
 from ktmoe import reference
@@ -193,14 +194,16 @@ def simulated_linear(matrix, a, kind, shard=None):
             else:
                 total = fma(chain(start), factor, total)
             if minima is not None:
-                total = less_minima(total, a, minima, matrix.format.offset.scale.extent[1], at, last)
+                x = a if kind not in INTEGERS else integers.astype(np.float32) * np.repeat(steps, 32, axis=1)[:, :k]
+                total = less_minima(total, x, minima, matrix.format.offset.scale.extent[1], at, last)
     if matrix.format.factor:
         total = total / matrix.factor if matrix.format.factor.divides else total * matrix.factor
     return total if matrix.bias is None or first else total + matrix.bias
 
 
 def numbers_of(matrix):
-    """float32: value - zero point [n, k]; scale * super-scale, rounded, [n, groups], or None; minima [n, groups], or None."""
+    """float32: value - zero point [n, k]; scale * super-scale, rounded, [n, groups], or None; what is subtracted, [n, groups],
+    rounded, or None."""
     format, (n, k) = matrix.format, matrix.shape
     stored, offset = format.rows(matrix.stored, n, k), format.offset
     codes = stored["codes"]
@@ -217,7 +220,10 @@ def numbers_of(matrix):
             scales = scales * format.super_scale.spread(stored["super_scales"], n, k)
         scales = scales[:, :: format.scale.extent[1]].astype(np.float32)
     if isinstance(offset, Minimum):
-        minima = offset.scale.spread(stored["offsets"], n, k)[:, :: offset.scale.extent[1]].astype(np.float32)
+        minima = offset.scale.spread(stored["offsets"], n, k)
+        if offset.super_scale:
+            minima = minima * offset.super_scale.spread(stored["super_offsets"], n, k)
+        minima = (-minima if offset.added else minima)[:, :: offset.scale.extent[1]].astype(np.float32)
     return weights, scales, minima
 
 
@@ -306,6 +312,7 @@ FORMATS = (
     int8(),
     int8(64),
     int8(32, "fp16", INT8_PLUS_128),
+    *SUPER_SCALED.values(),
     WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32)))),
     WeightFormat(UINT4, Scale("ue8m0", (1, 64)), Scale("fp16", (1, 128)), Minimum(Scale("bf16", (1, 128)))),
     WeightFormat(UINT4, Scale("fp32", (1, 64)), Scale("fp32", (2, 128)), Minimum(Scale("fp32", (1, 32)))),
@@ -317,8 +324,8 @@ def kinds_of(format):
         return ("portable", "fma", "vdpbf16ps", "amx", *(INTEGERS if format.family in ("q4", "i8") else ()))
     plain = format.family in ("q4", "i8") and set(format.arrays(8, 8)) == {"codes", "scales"}
     plain = plain and format.scale.extent[1] % 32 == 0
-    integers = (plain or format.family == "q4") and format.scale.kind in ("ue8m0", "e4m3", "bf16", "fp16")
-    integers = integers and not format.super_scale and not isinstance(format.offset, Minimum)
+    integers = format.family in ("q4", "i8") and format.scale.kind in ("ue8m0", "e4m3", "bf16", "fp16", "int8")
+    integers = integers and format.scale.extent[0] == 1 and format.scale.extent[1] % 16 == 0
     absent = {
         "fma by 32": format.scale.extent[1] <= 32 or isinstance(format.offset, Minimum),
         "amx folded": not plain or format.family == "i8" or format.scale.kind not in ("bf16", "fp16"),
@@ -355,7 +362,7 @@ def edges_of(format):
     """The cases of EDGES that a format's scales can have: fp16's are 2**-24 to 2**15, and a factor comes after large sums."""
     if format.scale is None and format.factor:
         return tuple(name for name in EDGES if name != "no scale folds")
-    if format.scale is None or format.scale.kind != "fp16":
+    if format.scale is None or format.scale.kind not in ("fp16", "int8"):
         return tuple(EDGES)
     return tuple(name for name, (scales, down, _) in EDGES.items() if all(103 <= v <= 142 for v in (*scales, *down)))
 

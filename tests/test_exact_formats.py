@@ -88,7 +88,7 @@ def parts(rng, weight_format, n, k, powers=2):
     8, both 3 of scale; the others have 5 and 5; 9 are of length. n, k are rounded up to what the format can have."""
     rows, columns = weight_format.code_unit
     n, k = -(-n // rows) * rows, -(-k // columns) * columns
-    largest = 3 if weight_format.element.bits == 8 else 7
+    largest = 3 if weight_format.element.bits == 8 or weight_format.super_scale else 7
     codes = random_codes(rng, n, k, weight_format)
     scales = odd_scales(rng, n, k, weight_format, largest, powers)
     if scales is not None and weight_format.scale.kind == "ue8m0" and weight_format.family == "f8":

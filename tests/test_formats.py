@@ -10,7 +10,7 @@ from helpers import ALL_FORMATS, DEEPSEEK, TURNED, assert_right, random_batch, r
 
 from ktmoe import BF16, MXFP4, ExpertWeights, Matrix, MoELayer, Scale, WeightFormat, backends, int4
 from ktmoe.errors import FormatError
-from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, E5M2, INT4, INT8, INT8_PLUS_128, UINT4, Element
+from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, E5M2, FP16, FP32, INT4, INT8, INT8_PLUS_128, UINT4, Element
 from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED, Order
 
@@ -151,8 +151,9 @@ def test_parts_that_do_not_go_together():
         with pytest.raises(FormatError, match="zero point's extent must be 1 x at least 1, found"):
             ZeroPoint(extent)
     for surplus in ({"scale": UE8M0}, {"offset": Minimum(UE8M0)}):
-        with pytest.raises(FormatError, match="bfloat16 weights have neither scales nor offsets"):
-            WeightFormat(BFLOAT16, **surplus)
+        for element in (BFLOAT16, FP16, FP32):
+            with pytest.raises(FormatError, match=f"{element.name} weights have neither scales nor offsets"):
+                WeightFormat(element, **surplus)
     with pytest.raises(FormatError, match="super-scale needs a scale"):
         WeightFormat(E2M1, super_scale=UE8M0)
     for element in (E2M1, E4M3):

@@ -48,7 +48,11 @@ def library(tmp_path_factory):
     """The kernel table of a row that has what portable has, under another name; and ROUNDING's."""
     folder = tmp_path_factory.mktemp("row")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(isa.ISAS, "made_up", isa.Isa(1, kernels=("b16_f32", "i8_f32", "f8_f32", "q4_f32"), implies=("portable",)))
+        patch.setitem(
+            isa.ISAS,
+            "made_up",
+            isa.Isa(1, kernels=("b16_f32", "f16_f32", "f32_f32", "i8_f32", "f8_f32", "q4_f32"), implies=("portable",)),
+        )
         for source in isa.sources("made_up"):
             flags = [*(flag for flag in isa.C_FLAGS if "visibility" not in flag), *isa.compile_flags("made_up"), "-O1"]
             flags += [*isa.definitions("made_up", source), "-fPIC", "-I", ktmoe.get_include()]

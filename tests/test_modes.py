@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from cpus import ALL_FEATURES, BEST, CPUS, OF_MODES, experts_of
-from helpers import B16, FORMATS, GROUPS, random_experts
+from helpers import B16, FORMATS, GROUPS, random_experts, super_scaled
 
 from ktmoe import MXFP4, MoELayer, Scale, WeightFormat, backends, int4
 from ktmoe._native import isa
@@ -43,7 +43,7 @@ def test_what_a_table_serves(row):
     if "bf16" in modes:
         expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("panel", longest))}
         expected |= {("i8", "panel", longest, "bf16", False, "none")}
-        expected |= {("b16", "none", 0, "bf16", False, "none")}
+        expected |= {(family, "none", 0, "bf16", False, "none") for family in ("b16", "f16", "f32")}
     if row in ("avx512_bf16", "amx"):
         expected |= {(family, "ue8m0", 32, "bf16", True, "none") for family in ("q4", "f8")}
     if row == "amx":
@@ -65,7 +65,7 @@ def test_what_a_table_serves(row):
 def has_integers(weight_format):
     """Whether the modes of integers have these weights."""
     if weight_format.family == "i8":
-        return weight_format.scale is None or weight_format.scale.kind in ("bf16", "fp16")
+        return weight_format.scale is None or weight_format.scale.kind in ("bf16", "fp16", "int8")
     return weight_format.family == "q4"
 
 
@@ -84,8 +84,31 @@ UNSERVED = {
     "i8 with ue8m0": (WeightFormat(INT8, Scale("ue8m0", (1, 32))), "ue8m0 scales"),
     "i8 per 16": (WeightFormat(INT8, Scale("bf16", (1, 16))), "scale groups of 16"),
     "E5M2": (WeightFormat(E5M2, Scale("ue8m0", (1, 32))), "element E5M2"),
-    "two levels": (WeightFormat(INT4, Scale("fp16", (1, 32)), Scale("fp16", (1, 256))), "scales of scales"),
-    "minima": (WeightFormat(UINT4, Scale("fp16", (1, 32)), offset=Minimum(Scale("fp16", (1, 32)))), "minima"),
+    "fp16 times fp16": (WeightFormat(INT4, Scale("fp16", (1, 32)), Scale("fp16", (1, 256))), "fp16 super-scales"),
+    "int8 times fp32": (WeightFormat(INT4, Scale("int8", (1, 32)), Scale("fp32", (1, 256))), "fp32 super-scales"),
+    "int8 alone": (WeightFormat(INT4, Scale("int8", (1, 32))), "scales without super-scales"),
+    "supers of 128": (WeightFormat(INT4, Scale("int8", (1, 32)), Scale("fp16", (1, 128))), "only per 1x256"),
+    "supers of rows": (WeightFormat(INT4, Scale("int8", (1, 32)), Scale("fp16", (2, 256))), "only per 1x256"),
+    "super-scaled rows": (
+        WeightFormat(INT8, Scale("fp32", (128, 128)), Scale("fp16", (1, 256))),
+        "super-scales with scales shared by 128 rows",
+    ),
+    "i8, supers of 32": (
+        WeightFormat(INT8, Scale("int8", (1, 32)), Scale("fp16", (1, 256))),
+        "weights without zero points or minima",
+    ),
+    "i8, minima of 16": (super_scaled(INT8, 16, True), "minima"),
+    "minima of 64": (WeightFormat(UINT4, Scale("fp16", (1, 64)), offset=Minimum(Scale("fp16", (1, 64)))), "minima"),
+    "bf16 minima": (WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32)))), "minima"),
+    "minima alone": (WeightFormat(UINT4, offset=Minimum(Scale("fp16", (1, 32)))), "minima without scales"),
+    "other minima": (
+        WeightFormat(UINT4, Scale("fp16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32)))),
+        "minima that are stored in another way than the scales",
+    ),
+    "minima without the super-scales": (
+        WeightFormat(UINT4, Scale("int8", (1, 32)), Scale("fp16", (1, 256)), Minimum(Scale("int8", (1, 32)))),
+        "minima that are stored in another way than the scales",
+    ),
     "zero points alone": (WeightFormat(UINT4, offset=ZeroPoint((1, 32))), "zero points without scales"),
     "other groups": (WeightFormat(UINT4, Scale("fp16", (1, 32)), offset=ZeroPoint((1, 64))), "zero points for other groups"),
     "zero points of -8 to 7": (

@@ -14,7 +14,7 @@ from ktmoe.backends import native
 from ktmoe.backends.base import Plan
 from ktmoe.errors import FormatError
 from ktmoe.weights.elements import E2M1, Element
-from ktmoe.weights.formats import F16, F32, MXFP8, Scale, WeightFormat, fp8, int8, uint4
+from ktmoe.weights.formats import F16, F32, MXFP8, Minimum, Scale, WeightFormat, fp8, int8, uint4
 from ktmoe.weights.order import Order
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -76,8 +76,8 @@ def by_formula(weight_format, stored, n, k):
     """The packed bytes, number by number, from LAYOUT of pack/groups.h and of the family's packing file."""
     block_bytes = {"q4": 1024, "f8": 2048, "i8": 2048, "b16": 4096, "f16": 4096, "f32": 8192}[weight_format.family]
     panels, blocks = -(-n // PANEL), -(-k // BLOCK)
-    scale, offset = weight_format.scale, weight_format.offset
-    header = per = 0
+    scale, offset, minima = weight_format.scale, weight_format.offset, isinstance(weight_format.offset, Minimum)
+    header = per = above = 0
     if scale:
         rows, group = scale.extent
         scales = stored["scales"].T if weight_format.order.transposed else stored["scales"]
@@ -86,8 +86,10 @@ def by_formula(weight_format, stored, n, k):
             scales, one = scale.numbers(scales).astype(np.float32), np.ones(1, np.float32)
         halves, per = (2, 1) if group == 16 else (1, group // BLOCK)
         row_bytes = 64 if rows > 1 else 64 * scale.dtype.itemsize
-        header = halves * row_bytes + (64 if offset else 0)
-    packed = np.zeros((panels, blocks * block_bytes + (-(-blocks // per) * header if per else 0)), np.uint8)
+        header = halves * row_bytes * (1 + minima) + (64 if offset and not minima else 0)
+        above = 128 * (1 + minima) if weight_format.super_scale else 0
+    headers, supers = -(-blocks // per) if per else 0, -(-blocks // 8) if above else 0
+    packed = np.zeros((panels, blocks * block_bytes + headers * header + supers * above), np.uint8)
     padding = 128 if weight_format.family == "i8" else weight_format.element.padding
     codes = np.full((panels * PANEL, blocks * BLOCK), padding, np.uint32)
     codes[:n, :k] = codes_of(weight_format, stored, n, k)
@@ -95,12 +97,12 @@ def by_formula(weight_format, stored, n, k):
     for column in range(panels * PANEL):
         panel, c = divmod(column, PANEL)
         byte, bit = place(weight_format.family, c, kk)
-        byte = byte + kk // BLOCK * block_bytes + (kk // BLOCK // per + 1 if per else 0) * header
+        byte = byte + kk // BLOCK * block_bytes + (kk // BLOCK // per + 1 if per else 0) * header + (kk // 256 + 1) * above
         np.bitwise_or.at(packed[panel], byte, (codes[column] << bit & 255).astype(np.uint8))
         for more in range(1, weight_format.element.bits // 8):
             packed[panel, byte + more] = codes[column] >> 8 * more & 255
         for b in range(0, blocks, per) if per else ():
-            at = b * block_bytes + b // per * header
+            at = b * block_bytes + b // per * header + (b // 8 + 1) * above
             for half in range(halves):
                 g = b // per * halves + half
                 inside = column < n and g < -(-k // group)
@@ -110,15 +112,34 @@ def by_formula(weight_format, stored, n, k):
                 stored_bytes = np.array([value]).view(np.uint8)
                 first = at + half * row_bytes + c * len(stored_bytes)
                 packed[panel, first : first + len(stored_bytes)] = stored_bytes
-            if offset and column < n:
+                if minima and inside:
+                    stored_bytes = np.array([subtracted(weight_format, stored, "offsets")[column, g]]).view(np.uint8)
+                    first += halves * row_bytes
+                    packed[panel, first : first + len(stored_bytes)] = stored_bytes
+            if offset and not minima and column < n:
                 z = zero_points(weight_format, stored, n)[column, b // per]
                 packed[panel, at + row_bytes + c] = (z + offset.plus) % 16
+        for s in range(supers):
+            at = s * (8 * block_bytes + 8 // per * header + above) + 2 * c
+            packed[panel, at : at + 2] = np.array([stored["super_scales"][column, s] if column < n else 1], np.float16).view(
+                np.uint8
+            )
+            if minima and column < n:
+                of_minima = subtracted(weight_format, stored, "super_offsets")[column, s : s + 1]
+                packed[panel, at + 128 : at + 130] = of_minima.view(np.uint8)
     if scale and rows > 1:  # a panel of fewer than 16 columns has the whole line, too
         for panel in range(panels):
             for h in range(-(-blocks // per)):
                 at = h * (header + per * block_bytes)
                 packed[panel, at : at + 64] = np.full(16, scales[panel * PANEL // rows, h]).view(np.uint8)
     return packed
+
+
+def subtracted(weight_format, stored, label):
+    """Minima, or their super-scales, of which the last level has another sign where they are added."""
+    last = "super_offsets" if weight_format.super_scale else "offsets"
+    array = stored[label]
+    return (array.view(np.uint16) ^ 0x8000).view(np.float16) if weight_format.offset.added and label == last else array
 
 
 def zero_points(weight_format, stored, n):
@@ -171,7 +192,10 @@ def golden_source(weight_format, n, k):
     def words(dtype, shape, step, last):
         numbers = (np.arange(np.prod(shape)) * step % last).astype(f"u{dtype.itemsize}").reshape(shape)
         numbers = numbers.view(dtype)
-        return numbers if dtype == np.uint8 else np.where(np.isfinite(numbers), numbers, dtype.type(1))
+        if dtype == np.uint8:
+            return numbers
+        with np.errstate(invalid="ignore"):  # a signalling NaN is one of these
+            return np.where(np.isfinite(numbers), numbers, dtype.type(1))
 
     of_codes = {"b16": (28657, 65536), "f16": (28657, 65536), "f32": (2654435761, 2**32)}
     steps = {"codes": of_codes.get(weight_format.family, (89, 256)), "scales": (28657, 65536)}

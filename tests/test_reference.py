@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from helpers import DEEPSEEK, GPT_OSS
+from helpers import DEEPSEEK, GPT_OSS, SUPER_SCALED
 from rationals import naive_forward
 from reference_experts import BFLOAT16, from_codes, random_batch, random_experts
 
@@ -58,7 +58,7 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
     [(format, "bf16") for format in (int4(32), int4(64), BF16)]
     + [
         (format, mode)
-        for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED, int8(), int8(64), nvfp4(), uint4(32))
+        for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED, int8(), int8(64), nvfp4(), uint4(32), *SUPER_SCALED.values())
         for mode in ("int16", "int8")
     ],
     ids=lambda v: v if isinstance(v, str) else v.description,
@@ -95,6 +95,7 @@ OTHERS = (
     uint4(32, order=AWQ),
     WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=ZeroPoint((1, 16))),
     WeightFormat(UINT4, Scale("fp16", (1, 32)), offset=Minimum(Scale("fp16", (1, 32)))),
+    *SUPER_SCALED.values(),
     WeightFormat(INT4, Scale("e4m3", (1, 16)), Scale("fp32", (4, 64)), Minimum(Scale("ue8m0", (1, 64)))),
 )
 

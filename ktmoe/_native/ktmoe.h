@@ -10,13 +10,14 @@
 #include <stdint.h>
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 6
+#define KT_ABI_VERSION 7
 
 enum {
     KT_PANEL = 64,            /* output columns of a panel */
     KT_BLOCK = 32,            /* k of a block; every k is padded to a multiple of it */
     KT_SCALE_GROUP_MIN = 16,  /* the shortest scale group: half a block, */
     KT_SCALE_GROUP_MAX = 128, /* and the longest: KT_BLOCK times a power of two */
+    KT_SUPER_GROUP = 256,     /* k of scales that share a super-scale */
     KT_TILE_ROWS = 16,        /* rows that stand together where a kernel wants tiles of them */
     KT_ROWS_MAX = 192         /* rows that one kernel call sees at most: its fp32 results stay in L2. Whole tiles */
 };
@@ -73,12 +74,13 @@ typedef struct kt_dot {
 typedef struct kt_kernel {
     const char *family;  /* "q4", "f8", "i8", "b16" */
     const char *element; /* the only one that it decodes, "E4M3"; NULL: any of the family */
-    const char
-        *scale; /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16"; "none"; "panel", one fp32 for all columns */
+    const char *
+        scale; /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16", "int8"; "none"; "panel", one fp32 for all columns */
     size_t scale_group_min; /* the shortest and the longest scale group that it takes; 0 without scales */
     size_t scale_group_max;
-    const char *offset;  /* "zero_point", or NULL: none */
-    const kt_rows *rows; /* what it takes, and so its activation mode */
+    const char *super_scale; /* of what multiplies the scales of KT_SUPER_GROUP k: "fp16", or NULL: none */
+    const char *offset;      /* "zero_point"; "minimum", stored as the scales are, super-scales included; or NULL: none */
+    const kt_rows *rows;     /* what it takes, and so its activation mode */
     /* 0: takes any scale. Else scales are in the weights, where all scales of a matrix allow it (folding.py): a weight is 1 bf16
      * number, or the sum of 2, which needs scales that are not negative. */
     int folded;

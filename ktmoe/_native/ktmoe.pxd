@@ -9,6 +9,7 @@ cdef extern from "ktmoe.h":
         KT_BLOCK
         KT_SCALE_GROUP_MIN
         KT_SCALE_GROUP_MAX
+        KT_SUPER_GROUP
         KT_TILE_ROWS
         KT_ROWS_MAX
 
@@ -46,6 +47,7 @@ cdef extern from "ktmoe.h":
         const char *scale
         size_t scale_group_min
         size_t scale_group_max
+        const char *super_scale
         const char *offset
         const kt_rows *rows
         int folded

@@ -95,7 +95,6 @@ class Field:
                 bits = (stored[:, i] >> unsigned.type(p.shift) & unsigned.type((1 << p.bits) - 1)).astype(np.uint8)
                 records[:, p.byte] |= bits << np.uint8(p.first)
 
-
     def moves(self, itemsize: int) -> list[tuple[int, int, int, int, int, int]]:
         """Of items of so many bytes: (byte of the record, byte of its items, how many such bytes side by side, bit of the
         record's byte, bits, bit of the item's byte). So many are 1, 2, 4 or 8."""
@@ -157,8 +156,15 @@ class Records:
         for plane in self.planes:
             if plane.bits not in (1, 2, 4, 8) or plane.run < 1 or self.weights * plane.bits % (8 * plane.run):
                 raise FormatError(f"records {self.name!r}: {self.weights} weights are no whole runs of {plane}")
-        if not self.planes or self.weights % 2 or top - self.plus > 255 or (self.code_bits == 4 and not 0 <= self.plus <= top <= 15):
-            raise FormatError(f"records {self.name!r}: {len(self.planes)} planes make no codes of {self.code_bits} bits, up to {top}")
+        if (
+            not self.planes
+            or self.weights % 2
+            or top - self.plus > 255
+            or (self.code_bits == 4 and not 0 <= self.plus <= top <= 15)
+        ):
+            raise FormatError(
+                f"records {self.name!r}: {len(self.planes)} planes make no codes of {self.code_bits} bits, up to {top}"
+            )
         used = np.zeros(8 * self.nbytes, np.int64)
         for bits in self._bits():
             if not 0 <= bits.start < bits.stop <= len(used):

@@ -23,6 +23,7 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
 #include "kernels/loops/panel.h"
 
 #define I8_ROWS rows_bf16
+#define I8_ROWS_SUMS rows_bf16_sums
 #include "kernels/common/i8_ways.h"
 
 FUNCTIONS(panel, PANEL)

@@ -21,6 +21,7 @@ INLINE u32v decode(const place *p, const int v, const int k, const scaling how, 
 #include "kernels/loops/panel.h"
 
 #define I8_ROWS rows_f32
+#define I8_ROWS_SUMS rows_f32_sums
 #include "kernels/common/i8_ways.h"
 
 FUNCTIONS(panel, PANEL)

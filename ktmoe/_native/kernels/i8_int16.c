@@ -31,6 +31,7 @@ INLINE f32v factor(const void *x, const size_t k, const size_t block, const tabl
 #include "kernels/loops/panel.h"
 
 #define I8_ROWS rows_int16
+#define I8_ROWS_SUMS rows_int16
 #include "kernels/common/i8_ways.h"
 
 const kt_kernel KT_NAME(i8_int16)[] = {

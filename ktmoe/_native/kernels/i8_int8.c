@@ -48,6 +48,7 @@ INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v
 #include "kernels/loops/panel.h"
 
 #define I8_ROWS rows_int8
+#define I8_ROWS_SUMS rows_int8
 #include "kernels/common/i8_ways.h"
 
 const kt_kernel KT_NAME(i8_int8)[] = {

@@ -38,6 +38,7 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
 #include "kernels/loops/panel.h"
 
 #define Q4_ROWS rows_bf16
+#define Q4_ROWS_SUMS rows_bf16_sums
 #include "kernels/common/q4_ways.h"
 
 FUNCTIONS(folded, UE8M0 | FOLDED)

@@ -80,6 +80,7 @@ INLINE u32v decode(const place *p, const int v, const int k, const scaling how, 
 #include "kernels/loops/panel.h"
 
 #define Q4_ROWS rows_f32
+#define Q4_ROWS_SUMS rows_f32_sums
 #include "kernels/common/q4_ways.h"
 
 const kt_kernel KT_NAME(q4_f32)[] = {

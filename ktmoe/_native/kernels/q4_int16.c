@@ -46,6 +46,7 @@ INLINE f32v factor(const void *x, const size_t k, const size_t block, const tabl
 #include "kernels/loops/panel.h"
 
 #define Q4_ROWS rows_int16
+#define Q4_ROWS_SUMS rows_int16
 #include "kernels/common/q4_ways.h"
 
 const kt_kernel KT_NAME(q4_int16)[] = {

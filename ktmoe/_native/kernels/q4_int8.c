@@ -77,6 +77,7 @@ INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v
 #include "kernels/loops/panel.h"
 
 #define Q4_ROWS rows_int8
+#define Q4_ROWS_SUMS rows_int8
 #include "kernels/common/q4_ways.h"
 
 const kt_kernel KT_NAME(q4_int8)[] = {

@@ -1,5 +1,6 @@
 /* What kernels take as rows: every form that this instruction set can make. */
 #include "kernels/common/isa.h"
+#include "kernels/common/x_sums.h"
 
 #ifdef __AVX2__
 #include "kernels/common/int16_rows.h"
@@ -13,8 +14,23 @@ static void encode_f32(const uint16_t *restrict x, size_t first, size_t count, s
     for (size_t i = 0; i < count; i++) to[i] = (uint32_t)x[i] << 16;
 }
 
+/* Those, and the sums that minima multiply behind them. */
+static void encode_f32_sums(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
+    encode_f32(x, first, count, k, row);
+    sum_blocks(x, count, (x_sums *)((float *)row + k) + first / KT_BLOCK);
+}
+
+static void encode_bf16_sums(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
+    memcpy((uint16_t *)row + first, x, count * sizeof *x);
+    sum_blocks(x, count, (x_sums *)((uint16_t *)row + k) + first / KT_BLOCK);
+}
+
 const kt_rows KT_NAME(rows_f32) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(float), .encode = encode_f32};
 const kt_rows KT_NAME(rows_bf16) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t)};
+const kt_rows KT_NAME(rows_f32_sums) = {
+    .mode = "bf16", .block_bytes = KT_BLOCK * sizeof(float) + sizeof(x_sums), .encode = encode_f32_sums};
+const kt_rows KT_NAME(rows_bf16_sums) = {
+    .mode = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t) + sizeof(x_sums), .encode = encode_bf16_sums};
 const kt_rows KT_NAME(rows_bf16_tiles) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t), .tiled = 1};
 
 #ifdef __AVX2__

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/numbers.h"
 #include "layer/experts.h"
@@ -134,7 +135,7 @@ static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard
         fresh[i] = (kt_matrix){
             .data = s->packed,
             .panel_bytes = kt_panel_bytes(s->format, s->k),
-            .scale_group = s->format->scale.group,
+            .scale_group = s->format->groups[KT_SCALES].group,
             .codebook = codebook_of(e, matrix),
         };
         const kt_scan *seen = &scans[matrix];
@@ -177,7 +178,8 @@ enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *gi
         for (size_t i = 0; i < KT_MATRICES; i++) {
             if (!given[i].codes) continue;
             own[i] = shard_matrix(e->formats, &e->memory[s], e->layer.hidden, i);
-            own[i].stored = (kt_stored){given[i].codes, given[i].scales, given[i].zero_points, n_of(e, i), k_of(e, i), given[i].fields};
+            own[i].stored = (kt_stored){.codes = given[i].codes, .n = n_of(e, i), .k = k_of(e, i), .fields = given[i].fields};
+            memcpy(own[i].stored.groups, given[i].groups, sizeof given[i].groups);
         }
         if (!place(e, expert, packed > 0, s, own)) {
             *error = ENOMEM;

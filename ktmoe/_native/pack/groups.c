@@ -1,4 +1,4 @@
-/* Headers of groups: scales and zero points, copied in their native bytes; see groups.h. */
+/* Headers of groups: scales, offsets and their super-scales, copied in their native bytes; see groups.h. */
 #include "pack/groups.h"
 
 #include <string.h>
@@ -11,24 +11,28 @@
 
 enum { LINE_COPIES = KT_LINE / sizeof(float) };
 
+/* Of a panel's row of numbers. */
+static size_t row_bytes(const kt_group_array *a) { return a->rows > 1 ? KT_LINE : KT_PANEL * a->bytes; }
+
 kt_groups kt_groups_of(const kt_format *f, size_t k) {
-    const kt_scale *s = &f->scale;
+    const size_t group = f->groups[KT_SCALES].group;
     kt_groups g = {.blocks = kt_round_up(k, KT_BLOCK) / KT_BLOCK, .block_bytes = f->packing->block_bytes, .halves = 1};
-    if (!s->group) return g;
-    g.halves = s->group < KT_BLOCK ? KT_BLOCK / s->group : 1;
-    g.header_shift = s->group < KT_BLOCK ? 0 : __builtin_ctzl(s->group / KT_BLOCK);
-    g.scales_bytes = s->rows > 1 ? KT_LINE : KT_PANEL * s->bytes;
-    g.header_bytes = g.halves * g.scales_bytes + (f->zero_points ? KT_PANEL : 0);
+    if (!group) return g;
+    g.halves = group < KT_BLOCK ? KT_BLOCK / group : 1;
+    g.header_shift = group < KT_BLOCK ? 0 : __builtin_ctzl(group / KT_BLOCK);
+    for (size_t i = 0; i < KT_GROUP_ARRAYS; i++) {
+        const kt_group_array *a = &f->groups[i];
+        const bool of_groups = i == KT_SCALES || i == KT_OFFSETS;
+        size_t *bytes = of_groups ? &g.header_bytes : &g.super_bytes;
+        g.places[i] = *bytes;
+        if (a->group) *bytes += of_groups ? g.halves * row_bytes(a) : row_bytes(a);
+    }
     return g;
 }
 
-static size_t groups_along(const kt_format *f, size_t k) { return (k + f->scale.group - 1) / f->scale.group; }
-
-size_t kt_scales_bytes(const kt_format *f, size_t columns) {
-    return f->scale.group ? groups_along(f, columns) * f->scale.bytes : 0;
+size_t kt_group_bytes(const kt_group_array *a, size_t columns) {
+    return a->group ? (columns + a->group - 1) / a->group * a->bytes : 0;
 }
-
-size_t kt_zero_points_bytes(const kt_format *f, size_t columns) { return f->zero_points ? groups_along(f, columns) : 0; }
 
 /* Of a row's scales: all bits that any has, and the least and the greatest magnitude; the least is less by `zero`, so that with 1 a
  * scale of zero is the greatest. */
@@ -55,7 +59,7 @@ EXTREMES(uint8_t)
 EXTREMES(uint16_t)
 
 /* Zeros are not the least, where a scale may be zero: where it has a sign. */
-static void scan_row(const kt_scale *s, const uint8_t *from, size_t count, kt_scan *scan) {
+static void scan_row(const kt_group_array *s, const uint8_t *from, size_t count, kt_scan *scan) {
     const bool zeros = !(s->magnitude >> (8 * s->bytes - 1));
     const int shift = __builtin_ctz(s->field);
     const extremes e = s->bytes == 1 ? extremes_uint8_t(from, count, (uint8_t)s->magnitude, zeros)
@@ -68,88 +72,102 @@ static void scan_row(const kt_scale *s, const uint8_t *from, size_t count, kt_sc
     scan->high = most > scan->high ? most : scan->high;
 }
 
+/* Where row i of an array is. */
+static size_t row_at(const kt_groups *g, const kt_format *f, size_t array, size_t i) {
+    if (array == KT_SUPER_SCALES || array == KT_SUPER_OFFSETS) return kt_super_header_at(g, i) + g->places[array];
+    return kt_header_at(g, i / g->halves) + g->places[array] + i % g->halves * row_bytes(&f->groups[array]);
+}
+
+static size_t rows_of(const kt_groups *g, size_t array) {
+    return array == KT_SUPER_SCALES || array == KT_SUPER_OFFSETS ? kt_super_headers(g) : g->halves * kt_headers(g);
+}
+
 static void pack_lines(const kt_shard_matrix *m, const kt_groups *g, const uint8_t *from, uint8_t *packed, kt_scan *scan) {
+    const uint32_t field = m->format->groups[KT_SCALES].field;
     for (size_t h = 0; h < kt_headers(g); h++) {
         _Alignas(KT_LINE) uint8_t line[KT_LINE];
         uint32_t bits;
         memcpy(&bits, from + h * sizeof bits, sizeof bits);
-        scan->refused |= (bits & m->format->scale.field) == m->format->scale.field;
+        scan->refused |= (bits & field) == field;
         for (size_t i = 0; i < LINE_COPIES; i++) memcpy(line + i * sizeof bits, &bits, sizeof bits);
         kt_stream(packed + kt_header_at(g, h), KT_LINE, line, 1);
     }
 }
 
-/* What a panel's headers have of one array: rows of 64 numbers, one for each of its columns. */
-typedef struct header_rows {
+/* What a panel has of one array: a row of numbers for each group along k. */
+typedef struct panel_rows {
+    size_t array;
     const uint8_t *from; /* the first column's numbers, along k */
-    size_t stride, bytes;
-    size_t columns, count; /* there are so many */
-    uint32_t padding;      /* in place of the others */
-    size_t halves, place;  /* rows in a header, from there on */
-} header_rows;
+    size_t stride, columns, count;
+} panel_rows;
+
+/* fp16 numbers, the highest bit of which is their sign. */
+static void negate(uint8_t *numbers, size_t count) {
+    for (size_t i = 0; i < count; i++) numbers[2 * i + 1] ^= 0x80;
+}
 
 /* Some rows at a time become columns in L1, and are written as whole lines. */
-static void pack_rows(const kt_groups *g, const header_rows *r, uint8_t *packed) {
+static void pack_rows(const kt_format *f, const kt_groups *g, const panel_rows *r, uint8_t *packed) {
     enum { ROWS = 16 };
     _Alignas(KT_LINE) uint8_t lines[ROWS][KT_PANEL * sizeof(uint16_t)];
-    const size_t row_bytes = KT_PANEL * r->bytes, rows = kt_headers(g) * r->halves;
+    const kt_group_array *a = &f->groups[r->array];
+    const size_t rows = rows_of(g, r->array);
     for (size_t first = 0; first < rows; first += ROWS) {
         const size_t many = rows - first < ROWS ? rows - first : ROWS;
         const size_t there = first >= r->count ? 0 : r->count - first < many ? r->count - first : many;
         if (there < many || r->columns < KT_PANEL)
-            for (size_t i = 0; i < many * KT_PANEL; i++) memcpy(lines[0] + i * r->bytes, &r->padding, r->bytes);
-        kt_transpose(r->from + first * r->bytes, r->stride, r->columns, there, lines[0], row_bytes, r->bytes);
-        for (size_t i = 0; i < many; i++) {
-            const size_t row = first + i;
-            uint8_t *to = packed + kt_header_at(g, row / r->halves) + r->place + row % r->halves * row_bytes;
-            kt_stream(to, KT_LINE, lines[0] + i * row_bytes, row_bytes / KT_LINE);
-        }
+            for (size_t i = 0; i < many * KT_PANEL; i++) memcpy(lines[0] + i * a->bytes, &a->padding, a->bytes);
+        kt_transpose(r->from + first * a->bytes, r->stride, r->columns, there, lines[0], row_bytes(a), a->bytes);
+        for (size_t i = 0; a->negated && i < there; i++) negate(lines[0] + i * row_bytes(a), r->columns);
+        for (size_t i = 0; i < many; i++)
+            kt_stream(packed + row_at(g, f, r->array, first + i), KT_LINE, lines[0] + i * row_bytes(a), row_bytes(a) / KT_LINE);
     }
 }
 
 void kt_pack_headers(const kt_shard_matrix *m, size_t panel, uint8_t *packed, kt_scan *scan) {
     const kt_format *f = m->format;
-    const kt_scale *s = &f->scale;
-    if (!s->group) return;
     const kt_groups g = kt_groups_of(f, m->k);
-    const size_t first = panel * KT_PANEL, row = m->row + first, column = m->column / s->group;
-    const size_t stride = kt_scales_bytes(f, m->stored.k), zeros_stride = kt_zero_points_bytes(f, m->stored.k);
-    const uint8_t *scales = m->stored.scales + column * s->bytes;
-    if (s->rows > 1) {
-        pack_lines(m, &g, scales + row / s->rows * stride, packed, scan);
-        return;
+    const size_t first = panel * KT_PANEL, row = m->row + first;
+    for (size_t i = 0; i < KT_GROUP_ARRAYS; i++) {
+        const kt_group_array *a = &f->groups[i];
+        if (!a->group) continue;
+        panel_rows r = {.array = i, .stride = kt_group_bytes(a, m->stored.k), .count = (m->k + a->group - 1) / a->group};
+        r.from = m->stored.groups[i] + row / a->rows * r.stride + m->column / a->group * a->bytes;
+        r.columns = m->n - first < KT_PANEL ? m->n - first : KT_PANEL;
+        if (a->rows > 1) {
+            pack_lines(m, &g, r.from, packed, scan);
+            continue;
+        }
+        kt_scan others = {.low = 255}; /* of what is no scale only whether it is refused */
+        for (size_t c = 0; a->field && c < r.columns; c++)
+            scan_row(a, r.from + c * r.stride, r.count, i == KT_SCALES ? scan : &others);
+        scan->refused |= others.refused;
+        pack_rows(f, &g, &r, packed);
     }
-    header_rows r = {.columns = m->n - first < KT_PANEL ? m->n - first : KT_PANEL, .count = groups_along(f, m->k)};
-    r.from = scales + row * stride, r.stride = stride, r.bytes = s->bytes, r.padding = s->one, r.halves = g.halves;
-    for (size_t c = 0; c < r.columns; c++) scan_row(s, r.from + c * stride, r.count, scan);
-    pack_rows(&g, &r, packed);
-    if (!f->zero_points) return;
-    r.from = m->stored.zero_points + row * zeros_stride + column, r.stride = zeros_stride, r.bytes = 1, r.padding = 0;
-    r.halves = 1, r.place = g.scales_bytes;
-    pack_rows(&g, &r, packed);
 }
 
 /* Header by header, as the panel lies in memory: waiting for scales alone, each on a cache line far from the next, took half of the
  * time. */
-ALWAYS_INLINE void unpack_scales(const kt_groups *g, const uint8_t *packed, size_t rows, size_t count, uint8_t *scales,
-                                 const size_t bytes) {
+ALWAYS_INLINE void unpack_array(const kt_format *f, const kt_groups *g, size_t array, const uint8_t *packed, size_t rows,
+                                size_t count, uint8_t *to, const size_t bytes) {
     for (size_t i = 0; i < count; i++) {
-        const uint8_t *from = packed + kt_header_at(g, i / g->halves) + i % g->halves * g->scales_bytes;
-        for (size_t c = 0; c < rows; c++) memcpy(scales + (c * count + i) * bytes, from + c * bytes, bytes);
+        const uint8_t *from = packed + row_at(g, f, array, i);
+        for (size_t c = 0; c < rows; c++) memcpy(to + (c * count + i) * bytes, from + c * bytes, bytes);
     }
 }
 
-void kt_unpack_headers(const kt_format *f, const uint8_t *packed, size_t rows, size_t k, uint8_t *scales,
-                       uint8_t *zero_points) {
-    if (!f->scale.group) return;
+void kt_unpack_headers(const kt_format *f, const uint8_t *packed, size_t rows, size_t k, uint8_t *const *groups) {
     const kt_groups g = kt_groups_of(f, k);
-    const size_t count = groups_along(f, k);
-    if (f->scale.rows > 1)
-        unpack_scales(&g, packed, 1, count, scales, sizeof(float));
-    else if (f->scale.bytes == 1)
-        unpack_scales(&g, packed, rows, count, scales, 1);
-    else
-        unpack_scales(&g, packed, rows, count, scales, 2);
-    for (size_t h = 0; f->zero_points && h < count; h++)
-        for (size_t c = 0; c < rows; c++) zero_points[c * count + h] = packed[kt_header_at(&g, h) + g.scales_bytes + c];
+    for (size_t i = 0; i < KT_GROUP_ARRAYS; i++) {
+        const kt_group_array *a = &f->groups[i];
+        if (!a->group) continue;
+        const size_t count = (k + a->group - 1) / a->group;
+        if (a->rows > 1)
+            unpack_array(f, &g, i, packed, 1, count, groups[i], sizeof(float));
+        else if (a->bytes == 1)
+            unpack_array(f, &g, i, packed, rows, count, groups[i], 1);
+        else
+            unpack_array(f, &g, i, packed, rows, count, groups[i], 2);
+        if (a->negated) negate(groups[i], rows * count);
+    }
 }

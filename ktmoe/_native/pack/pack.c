@@ -52,14 +52,15 @@ static size_t matrix_of(const pack_job *j, size_t shard, size_t *panel) {
 /* From a dense row of codes to the next: not a power of two, since the lines of 16 rows would have the same places in L1. */
 static size_t dense_stride(const kt_format *f, size_t k) { return kt_round_up(kt_codes_bytes(f, k), KT_LINE) + KT_LINE; }
 
-/* Of what a worker does: bytes for a panel's dense codes, scales and zero points, once for all, since pages cost more than what is
- * done in them. To pack, only codes in another order need it. False: there is no memory. */
+/* Of what a worker does: bytes for a panel's dense codes and arrays of groups, once for all, since pages cost more than what is done
+ * in them. To pack, only codes in another order need it. False: there is no memory. */
 static bool dense_panel(pack_job *j, bool unpacks, uint8_t **dense) {
     size_t most = 0;
     for (const kt_shard_matrix *s = j->matrices; s < j->matrices + j->shards * KT_MATRICES; s++) {
         if (!s->format || !(unpacks || s->format->order.moved)) continue;
         const kt_format *f = s->format;
-        const size_t row = dense_stride(f, s->k) + kt_scales_bytes(f, s->k) + kt_zero_points_bytes(f, s->k);
+        size_t row = dense_stride(f, s->k);
+        for (size_t i = 0; i < KT_GROUP_ARRAYS; i++) row += kt_group_bytes(&f->groups[i], s->k);
         most = KT_PANEL * row > most ? KT_PANEL * row : most;
     }
     *dense = most ? malloc(most) : NULL;
@@ -125,7 +126,10 @@ int kt_pack(const kt_placement *placement, const kt_shard_matrix *matrices, kt_s
 
 size_t kt_codes_bytes(const kt_format *f, size_t columns) { return columns * f->packing->code_bits / 8; }
 
-typedef size_t row_bytes(const kt_format *f, size_t columns);
+/* Of codes where there is no array. */
+static size_t row_bytes(const kt_format *f, const kt_group_array *a, size_t columns) {
+    return a ? kt_group_bytes(a, columns) : kt_codes_bytes(f, columns);
+}
 
 /* What a shard's matrix and a slice have in common. */
 static kt_rectangle common(const kt_shard_matrix *s, size_t panel, const kt_slice *to) {
@@ -137,22 +141,22 @@ static kt_rectangle common(const kt_shard_matrix *s, size_t panel, const kt_slic
         to->rows, to->columns, first, last > first ? last - first : 0, begin, stop > begin ? stop - begin : 0};
 }
 
-/* Rows of a panel's dense array to a slice's. bytes: of so many of its columns. `shared` rows of the matrix are one of the array. */
-static void copy_rows(const kt_shard_matrix *s, size_t panel, const kt_slice *to, row_bytes *bytes, size_t shared,
-                      const uint8_t *from, uint8_t *bytes_to) {
+/* Rows of one of a panel's dense arrays to a slice's. a: NULL for codes. */
+static void copy_rows(const kt_shard_matrix *s, size_t panel, const kt_slice *to, const kt_group_array *a, const uint8_t *from,
+                      uint8_t *bytes_to) {
     const kt_rectangle r = common(s, panel, to);
-    const size_t from_stride = bytes(s->format, s->k), to_stride = bytes(s->format, to->columns);
-    const size_t first = s->row + panel * KT_PANEL, count = bytes(s->format, r.columns);
+    const size_t from_stride = row_bytes(s->format, a, s->k), to_stride = row_bytes(s->format, a, to->columns);
+    const size_t first = s->row + panel * KT_PANEL, count = row_bytes(s->format, a, r.columns), shared = a ? a->rows : 1;
     for (size_t i = r.row; i < r.row + r.rows && r.columns; i++) {
         if (i % shared) continue; /* another panel has the row that is shared */
-        memcpy(bytes_to + (i - to->row) / shared * to_stride + bytes(s->format, r.column - to->column),
-               from + (i - first) / shared * from_stride + bytes(s->format, r.column - s->column), count);
+        memcpy(bytes_to + (i - to->row) / shared * to_stride + row_bytes(s->format, a, r.column - to->column),
+               from + (i - first) / shared * from_stride + row_bytes(s->format, a, r.column - s->column), count);
     }
 }
 
 static void copy_codes(const kt_shard_matrix *s, size_t panel, const kt_slice *to, const uint8_t *rows) {
     if (!s->format->order.moved) {
-        copy_rows(s, panel, to, kt_codes_bytes, 1, rows, to->codes);
+        copy_rows(s, panel, to, NULL, rows, to->codes);
         return;
     }
     kt_rectangle r = common(s, panel, to);
@@ -176,14 +180,15 @@ static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice 
     const kt_format *f = s->format;
     const size_t rows = rows_of(s, panel);
     const uint8_t *packed = s->packed + panel * kt_panel_bytes(f, s->k);
-    uint8_t *scales = codes + rows * kt_codes_bytes(f, s->k), *zero_points = scales + rows * kt_scales_bytes(f, s->k);
+    uint8_t *groups[KT_GROUP_ARRAYS], *end = codes + rows * kt_codes_bytes(f, s->k);
+    for (size_t i = 0; i < KT_GROUP_ARRAYS; end += rows * kt_group_bytes(&f->groups[i], s->k), i++) groups[i] = end;
     f->packing->unpack_codes(f, packed, rows, s->k, codes);
-    kt_unpack_headers(f, packed, rows, s->k, scales, zero_points);
+    kt_unpack_headers(f, packed, rows, s->k, groups);
     for (const kt_slice *to = slices; to < slices + count; to++) {
         if (to->matrix != matrix) continue;
         copy_codes(s, panel, to, codes);
-        if (f->scale.group) copy_rows(s, panel, to, kt_scales_bytes, f->scale.rows, scales, to->scales);
-        if (f->zero_points) copy_rows(s, panel, to, kt_zero_points_bytes, 1, zero_points, to->zero_points);
+        for (size_t i = 0; i < KT_GROUP_ARRAYS; i++)
+            if (f->groups[i].group) copy_rows(s, panel, to, &f->groups[i], groups[i], to->groups[i]);
         write_fields(s, panel, to);
     }
 }

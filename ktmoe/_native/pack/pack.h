@@ -7,28 +7,31 @@
 
 typedef struct kt_packing kt_packing;
 
-/* Scales as they are packed: numbers of so many bytes. */
-typedef struct kt_scale {
-    size_t group;              /* k that share one; 0 without scales */
+/* The arrays of numbers that groups of weights have. An offset is a zero point or a minimum. */
+enum { KT_SCALES, KT_SUPER_SCALES, KT_OFFSETS, KT_SUPER_OFFSETS, KT_GROUP_ARRAYS };
+
+/* One of them as it is packed: numbers of so many bytes. */
+typedef struct kt_group_array {
+    size_t group;              /* k that share one; 0: there is no such array */
     size_t rows;               /* rows that do: 1, or whole panels, whose one is fp32 and stands in a line of copies */
     size_t bytes;              /* 1, 2; 4 only in lines */
-    uint32_t one;              /* the bits of 1, which pads */
-    uint32_t magnitude, field; /* all bits but a sign; those of the exponent: with all of them a scale is no real number */
-} kt_scale;
+    uint32_t padding;          /* the bits of what pads */
+    uint32_t magnitude, field; /* all bits but a sign; those of the exponent: with all of them it is no real number. 0: it always is */
+    bool negated;              /* they are packed with the other sign, since kernels subtract minima; of 2 bytes */
+} kt_group_array;
 
 typedef struct kt_format {
     const kt_packing *packing; /* the family's */
     kt_order order;            /* of its codes */
-    kt_scale scale;
-    bool zero_points; /* a byte for each scale */
-    uint8_t padding;  /* a code: of 0, where one is */
+    kt_group_array groups[KT_GROUP_ARRAYS];
+    uint8_t padding; /* a code: of 0, where one is */
 } kt_format;
 
-/* A whole matrix [n][k] in the checkpoint's own bytes: codes in their order, scales and zero points by row, along k. */
+/* A whole matrix [n][k] in the checkpoint's own bytes: codes in their order, the arrays of groups by row, along k. */
 typedef struct kt_stored {
-    const uint8_t *codes, *scales, *zero_points;
+    const uint8_t *codes, *groups[KT_GROUP_ARRAYS];
     size_t n, k;
-    const kt_fields *fields; /* of records: packing reads the other arrays from them */
+    const kt_fields *fields; /* of records: packing reads the arrays of groups from them */
 } kt_stored;
 
 /* What was seen while a matrix was packed. */
@@ -36,7 +39,7 @@ typedef struct kt_scan {
     /* The least and the greatest exponent field of scales that are not 0; of UE8M0 that is all bytes. low > high: none was seen. */
     uint8_t low, high;
     bool negative; /* a scale has its sign bit set */
-    bool refused;  /* a scale or a weight is no real number */
+    bool refused;  /* a weight or a number of a group is no real number */
 } kt_scan;
 
 /* What one shard has of one matrix. */
@@ -63,15 +66,14 @@ extern const kt_packing *const kt_packings[]; /* all of them; NULL ends the list
 
 /* Of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */
 size_t kt_codes_bytes(const kt_format *format, size_t columns);
-size_t kt_scales_bytes(const kt_format *format, size_t columns); /* 0 without scales */
-size_t kt_zero_points_bytes(const kt_format *format, size_t columns);
+size_t kt_group_bytes(const kt_group_array *array, size_t columns); /* 0 without such an array */
 
 /* A rectangle of a matrix to unpack into, dense: a matrix of its own, [rows][columns], as kt_stored has one. */
 typedef struct kt_slice {
     size_t matrix;
     size_t row, rows, column, columns;
-    uint8_t *codes, *scales, *zero_points;
-    const kt_fields *fields; /* of records: unpacking writes the other arrays into them */
+    uint8_t *codes, *groups[KT_GROUP_ARRAYS];
+    const kt_fields *fields; /* of records: unpacking writes the arrays of groups into them */
 } kt_slice;
 
 enum { KT_MATRICES = 3 }; /* of an expert: gate, up, down */

@@ -108,25 +108,30 @@ cdef extern from "pack/order.h" nogil:
 
 
 cdef extern from "pack/pack.h" nogil:
-    ctypedef struct kt_scale:
+    enum:
+        KT_SCALES
+        KT_SUPER_SCALES
+        KT_OFFSETS
+        KT_SUPER_OFFSETS
+        KT_GROUP_ARRAYS
+    ctypedef struct kt_group_array:
         size_t group, rows, bytes
-        uint32_t one, magnitude, field
+        uint32_t padding, magnitude, field
+        kt_bool negated
     ctypedef struct kt_packing:
         const char *family
         int version
     ctypedef struct kt_format:
         const kt_packing *packing
         kt_order order
-        kt_scale scale
-        kt_bool zero_points
+        kt_group_array groups[4]
         uint8_t padding
     ctypedef struct kt_scan:
         bint refused
     ctypedef struct kt_slice:
         size_t matrix, row, rows, column, columns
         uint8_t *codes
-        uint8_t *scales
-        uint8_t *zero_points
+        uint8_t *groups[4]
         const kt_fields *fields
     const kt_packing *kt_packings[]
 
@@ -176,8 +181,7 @@ cdef extern from "layer/experts.h" nogil:
         size_t missing
     ctypedef struct kt_given:
         const uint8_t *codes
-        const uint8_t *scales
-        const uint8_t *zero_points
+        const uint8_t *groups[4]
         const kt_fields *fields
         const float *bias
         const float *factor

@@ -6,24 +6,27 @@ def packed_scale(weight_format):
     Scales that are shared by the columns of whole panels are packed as float32, which all kinds are exactly: "panel".
     Raises FormatError, which names the part, for what no panel can have.
     """
-    scale, offset = weight_format.scale, weight_format.offset
-    if weight_format.super_scale:
-        raise FormatError("no kernel has scales of scales")
-    if isinstance(offset, Minimum):
-        raise FormatError("no kernel has minima")
+    scale, super_scale, offset = weight_format.scale, weight_format.super_scale, weight_format.offset
+    minima = isinstance(offset, Minimum)
+    offsets = "minima" if minima else "zero points"
     if scale is None:
         if offset:
-            raise FormatError("no kernel has zero points without scales")
+            raise FormatError(f"no kernel has {offsets} without scales")
         return "none", 0
+    if super_scale and super_scale.extent != (1, KT_SUPER_GROUP):
+        raise FormatError(f"no kernel has {super_scale.description} that multiply scales, only per 1x{KT_SUPER_GROUP}")
     rows, columns = scale.extent
     if columns not in (KT_SCALE_GROUP_MIN, 32, 64, KT_SCALE_GROUP_MAX):
         raise FormatError(f"no kernel has scale groups of {columns}, only of 16, 32, 64 and {KT_SCALE_GROUP_MAX} along k")
-    if offset and offset.extent != scale.extent:
+    if minima and (offset.scale, offset.super_scale) != (scale, super_scale):
+        raise FormatError("no kernel has minima that are stored in another way than the scales")
+    if offset and not minima and offset.extent != scale.extent:
         raise FormatError("no kernel has zero points for other groups than the scales'")
     if rows == 1:
         return scale.kind, columns
-    if rows % KT_PANEL or offset:
-        raise FormatError(f"no kernel has {'zero points and ' if offset else ''}scales shared by {rows} rows, "
+    if rows % KT_PANEL or offset or super_scale:
+        beside = " and ".join(name for name, part in ((offsets, offset), ("super-scales", super_scale)) if part)
+        raise FormatError(f"no kernel has {f'{beside} with ' if beside else ''}scales shared by {rows} rows, "
                           f"only by 1 row or by multiples of {KT_PANEL}")
     return "panel", columns
 
@@ -69,22 +72,45 @@ cdef _fill_format(kt_format *packed, weight_format):
         kind, columns = packed_scale(weight_format)
     except FormatError as error:
         raise FormatError(f"{weight_format.description}: {error}") from None
-    packed.zero_points = weight_format.offset is not None
-    if kind == "none":
-        return
-    of = SCALE_KINDS["fp32" if kind == "panel" else kind]
-    packed.scale.group, packed.scale.rows, packed.scale.bytes = columns, weight_format.scale.extent[0], of.dtype.itemsize
-    packed.scale.one, packed.scale.magnitude, packed.scale.field = of.one, of.magnitude, of.field
+    for i, (label, part) in enumerate(_group_parts(weight_format)):
+        if isinstance(part, ZeroPoint):
+            packed.groups[i].group, packed.groups[i].rows, packed.groups[i].bytes = columns, 1, 1
+        elif part:
+            of = SCALE_KINDS["fp32" if kind == "panel" else part.kind]
+            rows, group = part.extent
+            negated = label == _added(weight_format)
+            packed.groups[i] = kt_group_array(group, rows, of.dtype.itemsize, 0, of.magnitude, of.field, negated)
+            if label in ("scales", "super_scales"):
+                packed.groups[i].padding = of.one
+
+
+cdef tuple _group_parts(weight_format):
+    """((name of an array, what says how it is stored, or None), ...) of a format's arrays of groups, as kt_format has them."""
+    offset = weight_format.offset
+    minima = offset if isinstance(offset, Minimum) else None
+    return (
+        ("scales", weight_format.scale),
+        ("super_scales", weight_format.super_scale),
+        ("offsets", minima.scale if minima else offset),
+        ("super_offsets", minima.super_scale if minima else None),
+    )
+
+
+cdef str _added(weight_format):
+    """The array that is packed with the other sign, where minima are added: kernels subtract them. "" where none is."""
+    if not isinstance(weight_format.offset, Minimum) or not weight_format.offset.added:
+        return ""
+    return "super_offsets" if weight_format.offset.super_scale else "offsets"
 
 
 def staged(matrix):
-    """A Matrix's scales and zero points as packing takes them: by row, along k; float32 where whole panels share one. Of records,
+    """A Matrix's arrays of groups as packing takes them: by row, along k; float32 where whole panels share a scale. Of records,
     arrays that packing fills."""
     weight_format = matrix.format
     if weight_format.order.of_records:
         return {label: np.empty(scale.shape(*matrix.shape), scale.dtype) for label, scale in weight_format.scales.items()}
     arrays = weight_format.group_rows(matrix.stored)
-    if weight_format.offset:
+    if isinstance(weight_format.offset, ZeroPoint):
         if arrays["offsets"].max() > 15:
             matrix.refuse()
         arrays["offsets"] = weight_format.offset.numbers(arrays["offsets"])

@@ -65,7 +65,7 @@ cdef class PackedLayer:
 
     cdef object _give(self, kt_given *given, size_t projection, matrix):
         """Point at a Matrix's bytes. Returns what has to be held until they were read."""
-        cdef const uint8_t[::1] codes, scales, zero_points
+        cdef const uint8_t[::1] codes, numbers
         cdef const float[::1] bias, factor
         cdef _Fields fields
         weight_format = matrix.format
@@ -85,16 +85,13 @@ cdef class PackedLayer:
             fields = _Fields(weight_format.order, groups)
             given.fields = &fields.fields
             held.append(fields)
-        if "scales" in groups:
-            size = groups["scales"].dtype.itemsize * math.prod(weight_format.scale.shape(*matrix.shape))
-            scales = _bytes(f"{matrix.name} scales", np.ascontiguousarray(groups["scales"]), size)
-            given.scales = &scales[0]
-            held.append(scales)
-        if "offsets" in groups:
-            size = math.prod(weight_format.offset.shape(*matrix.shape))
-            zero_points = _bytes(f"{matrix.name} offsets", np.ascontiguousarray(groups["offsets"]), size)
-            given.zero_points = &zero_points[0]
-            held.append(zero_points)
+        for i, (label, part) in enumerate(_group_parts(weight_format)):
+            if not part:
+                continue
+            size = self.experts.formats[projection].groups[i].bytes * math.prod(part.shape(*matrix.shape))
+            numbers = _bytes(f"{matrix.name} {label}", np.ascontiguousarray(groups[label]), size)
+            given.groups[i] = &numbers[0]
+            held.append(numbers)
         if "factor" in given_bytes:
             factor = given_bytes["factor"].view(np.float32)
             given.factor = &factor[0]
@@ -147,7 +144,7 @@ cdef class PackedLayer:
 
     cdef object _fill_slice(self, kt_slice *s, size_t projection, arrays, size_t first, size_t count):
         """Columns [first, first + count) of h into arrays by name: the codes, and what has to be unstaged then, which is returned."""
-        cdef uint8_t[::1] codes, scales, zero_points
+        cdef uint8_t[::1] codes, numbers
         cdef _Fields fields = None
         weight_format = self._spec.formats[PROJECTIONS[projection]]
         s.matrix = projection
@@ -162,15 +159,13 @@ cdef class PackedLayer:
         codes = views["codes"]
         s.codes = &codes[0]
         groups = {}
-        if weight_format.scale:
-            dtype = weight_format.scale.dtype if weight_format.scale.extent[0] == 1 else np.dtype(np.float32)
-            groups["scales"] = np.empty(weight_format.scale.shape(s.rows, s.columns), dtype)
-            scales = groups["scales"].reshape(-1).view(np.uint8)
-            s.scales = &scales[0]
-        if weight_format.offset:
-            groups["offsets"] = np.empty(weight_format.offset.shape(s.rows, s.columns), np.uint8)
-            zero_points = groups["offsets"].reshape(-1)
-            s.zero_points = &zero_points[0]
+        for i, (label, part) in enumerate(_group_parts(weight_format)):
+            if not part:
+                continue
+            dtype = np.dtype(np.uint8) if isinstance(part, ZeroPoint) else part.dtype if part.extent[0] == 1 else np.dtype(np.float32)
+            groups[label] = np.empty(part.shape(s.rows, s.columns), dtype)
+            numbers = groups[label].reshape(-1).view(np.uint8)
+            s.groups[i] = &numbers[0]
         if weight_format.order.of_records:
             fields = _Fields(weight_format.order, groups)
             s.fields = &fields.fields

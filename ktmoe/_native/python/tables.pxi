@@ -2,6 +2,7 @@
 
 #: What messages call them, where that is not their name.
 _SCALES = {"none": "weights without scales", "panel": f"scales shared by {KT_PANEL} rows or more"}
+_OFFSETS = {"zero_point": "zero points", "minimum": "minima", None: "weights without zero points or minima"}
 
 
 def kernel_table(str isa):
@@ -54,6 +55,7 @@ cdef class KernelTable:
                     "element": kernel.element.decode() if kernel.element else None,
                     "scale": kernel.scale.decode(),
                     "group": (kernel.scale_group_min, kernel.scale_group_max),
+                    "super_scale": kernel.super_scale.decode() if kernel.super_scale else None,
                     "offset": kernel.offset.decode() if kernel.offset else None,
                     "activations": kernel.rows.mode.decode(),
                     "folded": kernel.folded,
@@ -78,7 +80,8 @@ cdef class KernelTable:
             kind, group = packed_scale(weight_format)
         except FormatError as error:
             return 0, str(error)
-        offset = weight_format.offset
+        super_kind = weight_format.super_scale.kind if weight_format.super_scale else None
+        offset = {ZeroPoint: "zero_point", Minimum: "minimum"}.get(type(weight_format.offset))
         element = weight_format.element
         rows = self._rows()
         for what, fits in (
@@ -89,8 +92,9 @@ cdef class KernelTable:
             ("values that are no small integers times a power of two", lambda k: not k["whole"] or folding.unit(element.values)),
             (_SCALES.get(kind, f"{kind} scales"), lambda k: k["scale"] == kind),
             (f"scale groups of {group}", lambda k: not group or k["group"][0] <= group <= k["group"][1]),
-            ("zero points" if offset else "weights without zero points", lambda k: (k["offset"] is not None) == (offset is not None)),
-            ("zero points of other integers than 0 to 15", lambda k: not offset or element.values == UINT4.values),
+            (f"{super_kind} super-scales" if super_kind else "scales without super-scales", lambda k: k["super_scale"] == super_kind),
+            (_OFFSETS[offset], lambda k: k["offset"] == offset),
+            ("zero points of other integers than 0 to 15", lambda k: offset != "zero_point" or element.values == UINT4.values),
         ):
             rows = [row for row in rows if fits(row[0])]
             if not rows:

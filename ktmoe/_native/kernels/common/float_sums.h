@@ -3,6 +3,7 @@
 #define KT_FLOAT_SUMS_H
 
 #include "kernels/common/vector.h"
+#include "kernels/common/x_sums.h"
 
 typedef f32v sums;
 
@@ -12,6 +13,11 @@ INLINE sums start(const void *x, const size_t k, const size_t block, const int p
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const void *t) {
     return (void)x, (void)k, (void)block, (void)t, splat(1);
+}
+
+/* What stands behind a row's numbers. */
+INLINE f32v sum_of_x(const void *behind, const size_t block, const int part) {
+    return splat(((const x_sums *)behind)[block].of[part]);
 }
 
 INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v out) {

@@ -36,6 +36,12 @@ INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, con
     return (sums)_mm256_set1_epi32(*sum);
 }
 
+/* Exact. */
+INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int part) {
+    const int32_t sum = part ? tail_of_halves(x, k, block)->minus_16_sums[part - 1] : tail(x, k, block)->minus_16_sums;
+    return splat(tail(x, k, block)->scale * (float)(sum / -16));
+}
+
 /* The lower or the upper bytes of words, as words. */
 INLINE u32v bytes_of_words(const u32v v, const int upper) {
     return (u32v)(upper ? _mm256_srli_epi16((__m256i)v, 8) : _mm256_and_si256((__m256i)v, _mm256_set1_epi16(0xFF)));

@@ -51,6 +51,13 @@ INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, con
     return (sums)splat(bits);
 }
 
+/* Exact. */
+INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int part) {
+    const int32_t start = part ? tail_of_halves(x, k, block)->start[part - 1] : tail(x, k, block)->start;
+    const int32_t sum = SUMS_OF_WORDS ? (int16_t)(start & 0xFFFF) + (start >> 16) : start;
+    return splat(tail(x, k, block)->scale * (float)(sum / -16));
+}
+
 #if defined __AVX512VNNI__
 INLINE sums dot_bytes(const sums sum, const u32v w, const u32v x) {
     return (sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);

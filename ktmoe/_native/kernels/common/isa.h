@@ -9,7 +9,8 @@
 #define KT_NAME(what) KT_JOIN(what, KT_ISA)
 
 /* rows.c: what kernels take as rows. Kernels of one ISA that take the same form name the same object, and so share encoded rows. */
-extern const kt_rows KT_NAME(rows_f32), KT_NAME(rows_bf16), KT_NAME(rows_bf16_tiles), KT_NAME(rows_int16), KT_NAME(rows_int8);
+extern const kt_rows KT_NAME(rows_f32), KT_NAME(rows_f32_sums), KT_NAME(rows_bf16), KT_NAME(rows_bf16_sums),
+    KT_NAME(rows_bf16_tiles), KT_NAME(rows_int16), KT_NAME(rows_int8);
 
 void KT_NAME(activate)(const kt_activate *a);
 void KT_NAME(exp)(const float *x, float *y, size_t count);

@@ -72,6 +72,9 @@ INLINE f32v scale_and_add(f32v sum, f32v scale, f32v total) {
 #endif
 }
 
+/* total - x * scale, rounded likewise. */
+INLINE f32v scale_and_subtract(f32v x, f32v scale, f32v total) { return scale_and_add(x, -scale, total); }
+
 INLINE f32v select_f32(i32v where, f32v a, f32v b) { return (f32v)((where & (i32v)a) | (~where & (i32v)b)); }
 
 /* NaN in v passes, as comparisons with it are false. */
@@ -95,6 +98,17 @@ INLINE u32v widen_u8(const uint8_t *p) {
     return (u32v)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 #else
     return (u32v){p[0], p[1], p[2], p[3]};
+#endif
+}
+
+/* Signed ones. */
+INLINE i32v widen_i8(const uint8_t *p) {
+#if VECTOR_BYTES == 64
+    return (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif VECTOR_BYTES == 32
+    return (i32v)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    return (i32v){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]};
 #endif
 }
 

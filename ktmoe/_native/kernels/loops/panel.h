@@ -34,6 +34,7 @@
  *                               blocks, 1 or 2: of the block's first or last 16 k
  *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
  *     finish(sums, f32v scale, f32v factor, f32v out)
+ *     x_sum(x, k, block, part)  f32v of the sum of x that a minimum multiplies; part: as of start()
  * and how scales are loaded, in scales.h or in a way of its own.
  */
 #include "kernels/common/place.h"
@@ -60,8 +61,16 @@ INLINE int has_sums(const scaling how) { return BLOCK_SUMS || in_groups(how); }
 /* Blocks behind one header: of UE8M0 always one. */
 INLINE size_t blocks_per_header(const kt_dot *a, const scaling how) {
     if (kind_of(how) == NONE) return BLOCKS;
-    return kind_of(how) == UE8M0 || how & HALVES ? 1 : a->scale_group / KT_BLOCK;
+    return kind_of(how) == UE8M0 || how & (HALVES | MINIMA | SUPER) ? 1 : a->scale_group / KT_BLOCK;
 }
+
+/* Of a panel's first blocks, all that stands before the next one's header, or before its super-scales. */
+INLINE size_t packed_bytes(const size_t blocks, const size_t per, const scaling how) {
+    return (blocks * KT_BLOCK + KT_SUPER_GROUP - 1) / KT_SUPER_GROUP * super_bytes(how) +
+           (blocks + per - 1) / per * header_bytes(how) + blocks * BLOCK_BYTES;
+}
+
+INLINE f32v times_super(const f32v scale, const f32v super, const scaling how) { return how & SUPER ? scale * super : scale; }
 
 /* What start() is told of a half of a block, the only one where scales are of more than 16 k. */
 INLINE int part_of(const int half, const scaling how) { return halves(how) - 1 + half; }
@@ -100,8 +109,16 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
             if (has_sums(how)) store_f32(OUT(i, v), splat(0));
         }
     }
-    const size_t per = blocks_per_header(a, how), bytes = header_bytes(how);
+    const size_t per = blocks_per_header(a, how);
+    supers super[BOTH] = {0};
     for (size_t k = 0; k < a->k;) {
+        size_t bytes = header_bytes(how);
+        if (how & SUPER && k % KT_SUPER_GROUP == 0) {
+            for (int v = 0; v < vectors; v++) super[v] = load_supers(w[v / VECTORS], v0 + v % VECTORS, how);
+            for (size_t line = 0; line < super_bytes(how); line += LINE)
+                for (int p = 0; p < (vectors == BOTH ? 2 : 1); p++) prefetch_l1(w[p] + AHEAD_BYTES + line);
+            w[0] += super_bytes(how), w[1] += super_bytes(how);
+        }
         const uint8_t *header[2] = {w[0], w[1]};
         for (size_t line = 0; line < bytes; line += LINE)
             for (int p = 0; p < (vectors == BOTH ? 2 : 1); p++) prefetch_l1(w[p] + AHEAD_BYTES + line);
@@ -146,8 +163,18 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                 f32v of_x[FEW_ROWS];
                 for (int i = 0; i < rows; i++) of_x[i] = factor(x[i], a->k, k / KT_BLOCK, &t);
                 for (int v = 0; v < vectors; v++) {
-                    const f32v scale = load_scales(header[v / VECTORS], v0 + v % VECTORS, half, how);
-                    for (int i = 0; i < rows; i++) store_f32(OUT(i, v), finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v))));
+                    const uint8_t *of_group = header[v / VECTORS];
+                    const f32v own = load_scales(of_group, v0 + v % VECTORS, half, how);
+                    const f32v scale = times_super(own, super[v].of_scales, how);
+                    f32v minimum;
+                    if (how & MINIMA)
+                        minimum = times_super(load_minima(of_group, v0 + v % VECTORS, half, how), super[v].of_minima, how);
+                    for (int i = 0; i < rows; i++) {
+                        f32v total = finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v)));
+                        if (how & MINIMA)
+                            total = scale_and_subtract(x_sum(x[i], a->k, k / KT_BLOCK, part_of(half, how)), minimum, total);
+                        store_f32(OUT(i, v), total);
+                    }
                 }
             }
             w[0] += BLOCK_BYTES, w[1] += BLOCK_BYTES;
@@ -188,25 +215,40 @@ INLINE void few(const kt_dot *a, const scaling how) {
 typedef struct decoded_panel {
     uint32_t w[STRIPS][DECODE_K / STEP_K][STRIP];
     float scale[2 * BLOCKS][KT_PANEL]; /* one or two a block */
+    float minimum[2 * BLOCKS][KT_PANEL];
 } decoded_panel;
 
-INLINE size_t packed_bytes(const size_t blocks, const size_t per, const scaling how) {
-    return blocks * BLOCK_BYTES + (blocks + per - 1) / per * header_bytes(how);
+/* Scales and minima of a group; number: among the decoded ones. */
+INLINE void decode_header(const uint8_t *header, const uint8_t *super, const size_t number, decoded_panel *restrict to,
+                          const scaling how) {
+    for (int v = 0; v < VECTORS; v++) {
+        supers s = {0};
+        if (how & SUPER) s = load_supers(super, v, how);
+        for (int half = 0; half < halves(how); half++) {
+            const size_t row = number * halves(how) + half;
+            store_f32(to->scale[row] + v * LANES, times_super(load_scales(header, v, half, how), s.of_scales, how));
+            if (how & MINIMA)
+                store_f32(to->minimum[row] + v * LANES, times_super(load_minima(header, v, half, how), s.of_minima, how));
+        }
+    }
 }
 
-/* number: of the first block. */
-INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict w, const size_t number, const size_t blocks,
+/* panel: all of it; number: of the first block. */
+INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict panel, const size_t number, const size_t blocks,
                          decoded_panel *restrict to, const scaling how) {
     const table t = load_table(a, how);
     const size_t per = blocks_per_header(a, how);
-    const uint8_t *header = w;
+    const uint8_t *w = panel + packed_bytes(number, per, how), *header = w, *super = w;
+    if (how & SUPER) super = panel + packed_bytes(number * KT_BLOCK / KT_SUPER_GROUP * (KT_SUPER_GROUP / KT_BLOCK), per, how);
     for (size_t b = 0; b < blocks; b++, w += BLOCK_BYTES) {
+        if (how & SUPER && (number + b) * KT_BLOCK % KT_SUPER_GROUP == 0) {
+            super = w;
+            w += super_bytes(how);
+        }
         if (b % per == 0) {
             header = w;
             w += header_bytes(how);
-            for (int half = 0; half < halves(how) && has_sums(how); half++)
-                for (int v = 0; v < VECTORS; v++)
-                    store_f32(to->scale[b / per * halves(how) + half] + v * LANES, load_scales(header, v, half, how));
+            if (has_sums(how)) decode_header(header, super, b / per, to, how);
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
@@ -222,10 +264,10 @@ INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict w, const size_
     }
 }
 
-/* A strip of those: w [steps][STRIP]; scale [groups][KT_PANEL], from the strip's first column. */
+/* A strip of those: w [steps][STRIP]; scale and minimum [groups][KT_PANEL], from the strip's first column. */
 typedef struct strip {
     const uint32_t *w;
-    const float *scale;
+    const float *scale, *minimum;
     size_t k0, blocks;
 } strip;
 
@@ -284,14 +326,18 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
             const size_t group = BLOCK_SUMS ? p / blocks_per_header(a, how) : p / per;
             for (int v = 0; v < vectors; v++) {
                 const f32v scale = load_f32(s->scale + group * KT_PANEL + (v0 + v) * LANES);
+                f32v minimum;
+                if (how & MINIMA) minimum = load_f32(s->minimum + group * KT_PANEL + (v0 + v) * LANES);
 #pragma GCC unroll 12
                 for (int i = 0; i < rows; i++) {
                     const f32v of_x = factor(rows_x[i], a->k, block, &t);
                     float *to = out + i * KT_PANEL + v * LANES;
+                    f32v all = finish(sum[i][v], scale, of_x, hold ? total[i][v] : k0 || p ? load_f32(to) : splat(0));
+                    if (how & MINIMA) all = scale_and_subtract(x_sum(rows_x[i], a->k, block, part), minimum, all);
                     if (hold)
-                        total[i][v] = finish(sum[i][v], scale, of_x, total[i][v]);
+                        total[i][v] = all;
                     else
-                        store_f32(to, finish(sum[i][v], scale, of_x, k0 || p ? load_f32(to) : splat(0)));
+                        store_f32(to, all);
                 }
             }
         }
@@ -321,25 +367,25 @@ INLINE stream fetch_share(const uint8_t *from, const size_t share, const size_t 
 INLINE void many(const kt_dot *a, const scaling how) {
     decoded_panel *decoded = a->scratch;
     const size_t per = blocks_per_header(a, how), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
-    const size_t full_bytes = packed_bytes(BLOCKS, per, how);
     for (size_t k0 = 0; k0 < a->k; k0 += DECODE_K) {
         const size_t blocks = least(DECODE_K, a->k - k0) / KT_BLOCK, left = a->k - k0 - blocks * KT_BLOCK;
         for (size_t p = 0; p < a->panels; p++) {
-            const uint8_t *packed = a->w[p] + k0 / DECODE_K * full_bytes;
-            if (!IN_PLACE) decode_panel(a, packed, k0 / KT_BLOCK, blocks, decoded, how);
+            if (!IN_PLACE) decode_panel(a, a->w[p], k0 / KT_BLOCK, blocks, decoded, how);
             const int last_panel = p + 1 == a->panels;
             const size_t next_k = last_panel ? least(DECODE_K, left) : 0;
-            const uint8_t *next = !last_panel ? a->w[p + 1] + k0 / DECODE_K * full_bytes
-                                  : left      ? a->w[0] + (k0 / DECODE_K + 1) * full_bytes
-                                              : a->next[0];
-            const size_t next_blocks = !last_panel ? blocks : left ? next_k / KT_BLOCK : least(BLOCKS, a->k / KT_BLOCK);
-            const size_t next_bytes = next ? packed_bytes(next_blocks, per, how) : 0;
+            const size_t next_block = !last_panel ? k0 / KT_BLOCK : left ? k0 / KT_BLOCK + blocks : 0;
+            const uint8_t *next_panel = !last_panel ? a->w[p + 1] : left ? a->w[0] : a->next[0];
+            const size_t next_at = packed_bytes(next_block, per, how);
+            const uint8_t *next = next_panel ? next_panel + next_at : a->w[p];
+            const size_t next_end = least(next_block + BLOCKS, a->k / KT_BLOCK);
+            const size_t next_bytes = next_panel ? packed_bytes(next_end, per, how) - next_at : 0;
             const size_t each = (next_bytes / tiles + LINE) / LINE * LINE;
             size_t fetched = 0;
             for (int n = 0; n < STRIPS; n++) {
                 const strip s = {
-                    .w = IN_PLACE ? (const uint32_t *)packed : decoded->w[n][0],
+                    .w = IN_PLACE ? (const uint32_t *)(a->w[p] + packed_bytes(k0 / KT_BLOCK, per, how)) : decoded->w[n][0],
                     .scale = decoded->scale[0] + n * STRIP,
+                    .minimum = decoded->minimum[0] + n * STRIP,
                     .k0 = k0,
                     .blocks = blocks,
                 };
@@ -347,7 +393,7 @@ INLINE void many(const kt_dot *a, const scaling how) {
                 for (size_t first = 0, rows; first < m; first += rows) {
                     rows = next_rows(m - first, TILE_ROWS);
                     const size_t share = least(each, next_bytes - fetched);
-                    const stream rest = fetch_share(next ? next + fetched : packed, share, rows, blocks * STEPS);
+                    const stream rest = fetch_share(next + fetched, share, rows, blocks * STEPS);
                     fetched += share;
                     if (n == 0)
                         for (size_t i = first; i < first + rows; i++)
