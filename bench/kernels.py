@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -97,9 +98,10 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
     model = replace(models()[EVERYWHERE], weights=kernel.weights)
     if kernel.source == "L2":
         ktmoe.set_num_threads(1)
-        smallest = replace(model, hidden=_HIDDEN_IN_L2, intermediate=_COLUMNS)
+        columns = math.lcm(_COLUMNS, *model.make(1).formats["down"].unit)  # no super-scale is cut
+        smallest = replace(model, hidden=_HIDDEN_IN_L2, intermediate=columns)
         panels = max(1, int(_SHARE_OF_L2 * machine.l2_bytes() / smallest.expert_bytes))
-        experts = copies(replace(smallest, intermediate=panels * _COLUMNS), 1, kernel.folds)
+        experts = copies(replace(smallest, intermediate=panels * columns), 1, kernel.folds)
     else:
         most = min(footprints.wanted_bytes(), machine.usable_bytes(footprints.MEMORY_SHARE))
         experts = copies(model, most // model.expert_bytes + 1, kernel.folds)

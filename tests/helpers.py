@@ -138,6 +138,15 @@ NUMBERS = {"b16": "bf16", "f16": "fp16", "f32": "fp32"}
 MANY_THREADS = 2 * (os.cpu_count() or 1)
 
 
+def group_extents(weight_format: WeightFormat) -> dict[str, tuple[int, int]]:
+    """(rows, columns) that share a number, by the names of the arrays that a format has besides codes and factor."""
+    offset = weight_format.offset
+    parts = {"scales": weight_format.scale, "super_scales": weight_format.super_scale, "offsets": offset}
+    if isinstance(offset, Minimum):
+        parts |= {"offsets": offset.scale, "super_offsets": offset.super_scale}
+    return {label: part.extent for label, part in parts.items() if part}
+
+
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     """Codes 0 to 15 [..., k] as a checkpoint stores them: two a byte, low nibble = even k."""
     codes = np.asarray(codes, np.uint8)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import WEIGHTS, random_batch, random_experts
+from helpers import SUPER_SCALED, WEIGHTS, random_batch, random_experts
 
 from ktmoe import ExpertWeights, MoELayer, measure, set_num_threads
 from ktmoe._native import core
@@ -209,6 +209,7 @@ CASES = [
         for shape in SHAPES[:2]
         for name in ("gptq-32", "awq-128", "nvfp4", "int4-fp16", "mxfp8", "fp8", "fp8-row", "int8-64", "int8-block")
     ),
+    *((shape, name) for shape in ((64, 96), (288, 34)) for name in SUPER_SCALED),
     *(
         (shape, name) for shape in ((1, 1), (33, 7), (7, 289)) for name in ("b16", "mxfp8", "fp8-row", "int8-row")
     ),  # 4-bit codes have no odd k

@@ -1,4 +1,4 @@
-"""Exact arithmetic for super-scales and minima: every integer scale, super-scales of every exponent, the order of what is added.
+"""Exact arithmetic for super-scales and minima: every integer scale, super-scales of every exponent, what is added when.
 
 See exact.py. test_exact_formats.py and test_exact_int8.py have these formats among all others.
 """
@@ -128,7 +128,8 @@ MISTAKES = {
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize(
-    ("name", "mistake"), [(n, m) for n in SUPER_SCALED for m, (label, _) in MISTAKES.items() if label in SUPER_SCALED[n].arrays(8, 8)]
+    ("name", "mistake"),
+    [(n, m) for n in SUPER_SCALED for m, (label, _) in MISTAKES.items() if label in SUPER_SCALED[n].arrays(8, 8)],
 )
 def test_mistakes_are_seen(backend, name, mistake):
     rng = np.random.default_rng(5)

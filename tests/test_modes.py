@@ -40,6 +40,10 @@ def test_what_a_table_serves(row):
     expected |= {("q4", kind, longest, mode, False, "zero_point") for mode in modes for kind in ("bf16", "fp16")}
     of_integers = {("none", 0), ("bf16", longest), ("fp16", longest)}
     expected |= {("i8", *scale, mode, False, "none") for mode in modes for scale in of_integers}
+    super_scaled = {("q4", "int8", group, offset) for group in (16, 32) for offset in ("none", "minimum")}
+    super_scaled |= {("i8", "int8", 16, "none"), ("i8", "int8", 32, "minimum")}
+    of_16_bits = {(family, "fp16", 32, "minimum") for family in ("q4", "i8")}
+    expected |= {(*scale, mode, False, offset) for mode in modes for *scale, offset in super_scaled | of_16_bits}
     if "bf16" in modes:
         expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("panel", longest))}
         expected |= {("i8", "panel", longest, "bf16", False, "none")}

@@ -58,7 +58,17 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
     [(format, "bf16") for format in (int4(32), int4(64), BF16)]
     + [
         (format, mode)
-        for format in (MXFP4, int4(64), int4(32, "fp16", GPTQ), FACTORED, int8(), int8(64), nvfp4(), uint4(32), *SUPER_SCALED.values())
+        for format in (
+            MXFP4,
+            int4(64),
+            int4(32, "fp16", GPTQ),
+            FACTORED,
+            int8(),
+            int8(64),
+            nvfp4(),
+            uint4(32),
+            *SUPER_SCALED.values(),
+        )
         for mode in ("int16", "int8")
     ],
     ids=lambda v: v if isinstance(v, str) else v.description,

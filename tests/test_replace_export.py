@@ -17,6 +17,7 @@ from helpers import (
     WEIGHTS,
     assert_right,
     bits,
+    group_extents,
     random_batch,
     random_experts,
     rounds,
@@ -58,10 +59,9 @@ def cut(matrix, rows=slice(None), columns=slice(None)):
 
     codes_n, codes_k = (n, k) if weight_format.family != "q4" else order.codes_shape(n, k)[:: -1 if order.transposed else 1]
     cuts = {"codes": of(matrix.codes, n // codes_n, k // codes_k, order.transposed)}
-    if weight_format.scale:
-        cuts["scales"] = of(matrix.scales, *weight_format.scale.extent, order.transposed)
-    if weight_format.offset:
-        cuts["offsets"] = of(matrix.offsets, 8 if order.transposed else 1, weight_format.offset.extent[1], order.transposed)
+    for label, (per_row, per_column) in group_extents(weight_format).items():
+        eight = label == "offsets" and order.transposed  # zero points an item
+        cuts[label] = of(getattr(matrix, label), 8 if eight else per_row, per_column, order.transposed)
     if weight_format.factor:
         cuts["factor"] = matrix.factor[rows.start : rows.stop] if weight_format.factor.per_row else matrix.factor
     return cuts

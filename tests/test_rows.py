@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import ways
-from helpers import B16, BF16, same_bits
+from helpers import B16, BF16, SUPER_SCALED, same_bits
 
 from ktmoe import MXFP4
 from ktmoe.backends import native
@@ -318,3 +318,36 @@ def test_what_is_no_row(table):
     for mode, k in (("bf16", 31), ("int8", 31), ("int4", 32), ("", 32)):
         with pytest.raises(InputError, match=f"{table.name} has no rows of {k} for '{mode}'"):
             table.encode(MXFP4, mode, np.zeros(k, np.uint16))
+
+
+# Sums of x, which minima multiply
+
+
+@pytest.mark.parametrize("row", ["portable", "avx2", "avx512f", "avx512_bf16"])
+@pytest.mark.parametrize("name", [name for name, weight_format in SUPER_SCALED.items() if weight_format.offset])
+def test_rows_that_carry_sums(row, name, emulator_folder):
+    """Behind the numbers: the sum of each 32, of their first and of their last 16; exact where float32 can add them so."""
+    with ways.prepared(row, emulator_folder):
+        table = native.load_table(row)
+    rng = np.random.default_rng(9)
+    for k, largest in ((32, 255), (544, 1), (96, 2.0**100)):
+        x = (rng.integers(-255, 256, k) * (largest / 255)).astype(BF16)
+        encoded = table.encode(SUPER_SCALED[name], "bf16", x.view(np.uint16))
+        numbers = encoded[: len(encoded) - 12 * (k // 32)]
+        of_bf16 = len(numbers) == 2 * k
+        assert of_bf16 == (row == "avx512_bf16")
+        assert np.array_equal(numbers.view(BF16 if of_bf16 else np.float32).astype(float), x.astype(float))
+        first, last = x.astype(float).reshape(-1, 2, 16).sum(axis=2).T
+        sums = encoded[len(numbers) :].view(np.float32).reshape(-1, 3)
+        assert np.array_equal(sums, np.column_stack([first + last, first, last]))
+
+
+@pytest.mark.parametrize("row", ["portable", "avx512_bf16"])
+def test_sums_of_x_that_is_no_number(row, emulator_folder):
+    """They stay with their halves of blocks."""
+    with ways.prepared(row, emulator_folder):
+        table = native.load_table(row)
+    x = np.ones(96, BF16)
+    x[[3, 95]] = np.nan, np.inf
+    sums = table.encode(SUPER_SCALED["fp16 minima"], "bf16", x.view(np.uint16))[-36:].view(np.float32).reshape(3, 3)
+    assert np.array_equal(sums, [[np.nan, np.nan, 16], [32, 16, 16], [np.inf, 16, np.inf]], equal_nan=True)

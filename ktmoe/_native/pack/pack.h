@@ -12,12 +12,13 @@ enum { KT_SCALES, KT_SUPER_SCALES, KT_OFFSETS, KT_SUPER_OFFSETS, KT_GROUP_ARRAYS
 
 /* One of them as it is packed: numbers of so many bytes. */
 typedef struct kt_group_array {
-    size_t group;              /* k that share one; 0: there is no such array */
-    size_t rows;               /* rows that do: 1, or whole panels, whose one is fp32 and stands in a line of copies */
-    size_t bytes;              /* 1, 2; 4 only in lines */
-    uint32_t padding;          /* the bits of what pads */
-    uint32_t magnitude, field; /* all bits but a sign; those of the exponent: with all of them it is no real number. 0: it always is */
-    bool negated;              /* they are packed with the other sign, since kernels subtract minima; of 2 bytes */
+    size_t group;     /* k that share one; 0: there is no such array */
+    size_t rows;      /* rows that do: 1, or whole panels, whose one is fp32 and stands in a line of copies */
+    size_t bytes;     /* 1, 2; 4 only in lines */
+    uint32_t padding; /* the bits of what pads */
+    uint32_t magnitude,
+        field;    /* all bits but a sign; those of the exponent: with all of them it is no real number. 0: it always is */
+    bool negated; /* they are packed with the other sign, since kernels subtract minima; of 2 bytes */
 } kt_group_array;
 
 typedef struct kt_format {

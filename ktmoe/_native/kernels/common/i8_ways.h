@@ -11,10 +11,9 @@ FUNCTIONS(super_halves, INT8 | SUPER | HALVES)
 #define I8 .family = "i8", .rows = &KT_NAME(I8_ROWS)
 #define I8_MINIMA .family = "i8", .rows = &KT_NAME(I8_ROWS_SUMS), .offset = "minimum"
 #define SUPER_SCALED .scale = "int8", .super_scale = "fp16"
-#define I8_WAYS                                                                                                       \
-    {I8, .scale = "none", SERVED_BY(none)}, {I8, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},                       \
-        {I8, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},                                                           \
-        {I8_MINIMA, .scale = "fp16", PER_BLOCK, SERVED_BY(fp16_minima)},                                              \
-        {I8_MINIMA, SUPER_SCALED, PER_BLOCK, SERVED_BY(super_minima)}, {                                              \
-        I8, SUPER_SCALED, PER_16, SERVED_BY(super_halves)                                                             \
+#define I8_WAYS                                                                                                              \
+    {I8, .scale = "none", SERVED_BY(none)}, {I8, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},                              \
+        {I8, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)}, {I8_MINIMA, .scale = "fp16", PER_BLOCK, SERVED_BY(fp16_minima)}, \
+        {I8_MINIMA, SUPER_SCALED, PER_BLOCK, SERVED_BY(super_minima)}, {                                                     \
+        I8, SUPER_SCALED, PER_16, SERVED_BY(super_halves)                                                                    \
     }

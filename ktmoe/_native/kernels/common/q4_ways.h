@@ -25,7 +25,6 @@ FUNCTIONS(super_halves_minima, INT8 | SUPER | HALVES | MINIMA)
         {Q4, .scale = "e4m3", PER_16, SERVED_BY(e4m3)}, {Q4, .scale = "bf16", PER_BLOCKS, ZEROS, SERVED_BY(bf16_zero_points)}, \
         {Q4, .scale = "fp16", PER_BLOCKS, ZEROS, SERVED_BY(fp16_zero_points)},                                                 \
         {Q4_MINIMA, .scale = "fp16", PER_BLOCK, SERVED_BY(fp16_minima)}, {Q4, SUPER_SCALED, PER_BLOCK, SERVED_BY(super)},      \
-        {Q4_MINIMA, SUPER_SCALED, PER_BLOCK, SERVED_BY(super_minima)}, {Q4, SUPER_SCALED, PER_16, SERVED_BY(super_halves)},    \
-    {                                                                                                                          \
+        {Q4_MINIMA, SUPER_SCALED, PER_BLOCK, SERVED_BY(super_minima)}, {Q4, SUPER_SCALED, PER_16, SERVED_BY(super_halves)}, {  \
         Q4_MINIMA, SUPER_SCALED, PER_16, SERVED_BY(super_halves_minima)                                                        \
     }

@@ -19,8 +19,8 @@ enum {
     FOLDED = 8,  /* scales are in the weights: one chain over all k */
     HALVES = 16, /* a scale of 16 k: two in a block */
     ZERO_POINTS = 32,
-    MINIMA = 64,  /* which stand as the scales do */
-    SUPER = 128,  /* fp16 super-scales, of scales and of minima */
+    MINIMA = 64, /* which stand as the scales do */
+    SUPER = 128, /* fp16 super-scales, of scales and of minima */
 };
 typedef int scaling;
 

@@ -3,7 +3,8 @@
  * SHAPES      m rows of k inputs, as the activation mode encodes them; W packed panels of 64 columns; out fp32 [m][64]
  * DEFINITION  for each panel, column c, row i:
  *                 in scale groups: for each: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
- *                            out = finish(sum, scale[c], out), rounded once
+ *                            out = finish(sum, scale[c], out), rounded once; where there are minima, out -= minimum[c] * sum of
+ *                            the group's x, rounded once
  *                 else:      out = 0; for k ascending: out = dot(out, w[c][k], x[i][k])
  * LAYOUT      the family's packing. Decoded: strips of TILE_VECTORS vectors of columns, each [step][columns] dwords.
  * REGULARITIES lane = column: a dword of x, one step of k, is broadcast; nothing is shuffled after the lookup; every m sums in
@@ -25,7 +26,7 @@
  *                               has a latency of 1; 0: a step's vectors, so that chains take turns
  *     BLOCK_SUMS                1: a scale group's sum is finished with every block, since x has a scale for each
  *     HOLD_TOTALS               1: a tile of many() keeps its scale groups' totals in registers beside the sums; 0: in out
- *     HOLD_HALVES               1: where scales are of 16 k, it does so, too, for half of the strip at a time
+ *     HOLD_HALVES               1: where scales are of 16 k, or there are minima, it does so, too, for half of the strip at a time
  *     table, load_table(a, how)        what decode() needs all the time
  *     fold, load_fold(header, v, how)  what it needs of a group's scales or zero points
  *     decode(p, v, j, how, t, f)       u32v of the weights of step j of the 8 k at p, in the columns of vector v
@@ -34,7 +35,7 @@
  *                               blocks, 1 or 2: of the block's first or last 16 k
  *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
  *     finish(sums, f32v scale, f32v factor, f32v out)
- *     x_sum(x, k, block, part)  f32v of the sum of x that a minimum multiplies; part: as of start()
+ *     x_sum(x, k, block, part)  f32v of the sum of x that a minimum multiplies; part: start()'s
  * and how scales are loaded, in scales.h or in a way of its own.
  */
 #include "kernels/common/place.h"
@@ -271,7 +272,7 @@ typedef struct strip {
     size_t k0, blocks;
 } strip;
 
-INLINE int hold_totals(const scaling how) { return HOLD_TOTALS || (HOLD_HALVES && how & HALVES); }
+INLINE int hold_totals(const scaling how) { return HOLD_TOTALS || (HOLD_HALVES && how & (HALVES | MINIMA)); }
 /* Of a strip, at a time. */
 INLINE int tile_vectors(const scaling how) { return !HOLD_TOTALS && hold_totals(how) ? TILE_VECTORS / 2 : TILE_VECTORS; }
 
