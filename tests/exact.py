@@ -165,8 +165,8 @@ def shift_for(byte):
 
 
 def random_codes(rng, n, k, weight_format):
-    """Codes [n, k]; where these are numbers, integers of at most 4 bits; for i8 any; for f8 four exponents next to each other,
-    of which all is a multiple of one power of two, by at most 7 bits."""
+    """Codes [n, k]; where these are numbers, integers of at most 4 bits; for i8 any; for f8 four exponents next to each
+    other, of which all is a multiple of one power of two, by at most 7 bits."""
     if not weight_format.element.values:
         return rng.integers(-15, 16, (n, k)).astype(weight_format.element.codes_dtype)
     if weight_format.family == "f8":

@@ -1,4 +1,4 @@
-"""Random weights of every ggml type that ktmoe computes: every bit is random, but for the size of floats."""
+"""Random weights of every ggml type that ktmoe computes. Every bit of a record is random, but for the size of its floats."""
 
 from __future__ import annotations
 

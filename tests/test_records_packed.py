@@ -1,4 +1,4 @@
-"""Weights in records on the way to the kernels and back: packed bytes are those of rows, and exports are the records again."""
+"""Weights in records on the way to the kernels and back: packed bytes are those of rows, an export is the records again."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from ktmoe.weights.records import Field, Piece, Plane, Records
 
 BACKEND = "fp32_lut"
 PER_ROW = Factor(per_row=True)
-#: Records of no checkpoint: runs that are no words, of any number of bits; bits that stand in two bytes of an item; spare bits.
+#: Records of no checkpoint: runs of every length; numbers whose bits are scattered; bits that mean nothing.
 OTHERS = {
     "one code after another": WeightFormat(INT4, factor=PER_ROW, order=Records("a", 24, 6, 4, (Plane(0, 2, 1),), 7)),
     "runs of four": WeightFormat(INT8, factor=PER_ROW, order=Records("b", 8, 9, 8, (Plane(1, 4, 4), Plane(5, 4, 2, 4)), -9)),

@@ -52,7 +52,7 @@ void kt_experts_free(kt_experts *e); /* with the pool's lock held, if others may
 /* A whole matrix in the checkpoint's own bytes. */
 typedef struct kt_given {
     const uint8_t *codes, *groups[KT_GROUP_ARRAYS]; /* codes NULL: not given */
-    const kt_fields *fields;                        /* of records: packing reads the other arrays from them */
+    const kt_fields *fields;                        /* of records: packing reads the arrays of groups from them */
     const float *bias;                              /* [n], or NULL */
     const float *factor;                            /* [n] or [1], or NULL */
     bool factor_per_row, divides;

@@ -32,7 +32,7 @@ typedef struct kt_format {
 typedef struct kt_stored {
     const uint8_t *codes, *groups[KT_GROUP_ARRAYS];
     size_t n, k;
-    const kt_fields *fields; /* of records: packing reads the other arrays from them */
+    const kt_fields *fields; /* of records: packing reads the arrays of groups from them */
 } kt_stored;
 
 /* What was seen while a matrix was packed. */
@@ -74,7 +74,7 @@ typedef struct kt_slice {
     size_t matrix;
     size_t row, rows, column, columns;
     uint8_t *codes, *groups[KT_GROUP_ARRAYS];
-    const kt_fields *fields; /* of records: unpacking writes the other arrays into them */
+    const kt_fields *fields; /* of records: unpacking writes the arrays of groups into them */
 } kt_slice;
 
 enum { KT_MATRICES = 3 }; /* of an expert: gate, up, down */

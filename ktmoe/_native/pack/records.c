@@ -181,7 +181,8 @@ static void plane_to_nibbles(const kt_plane p, const kt_records *o, const uint8_
     for (const uint8_t *end = from + records * step; from < end; from += step)
         for (size_t chunk = 0; chunk < bytes; chunk += run < 16 ? 16 : run)
             for (size_t i = 0; i < run; i += 16, rows += 16) {
-                const u8x16 v = load_ahead(from + p.offset + chunk + i), low = piece_of(v, 0, 4, 0), high = piece_of(v, 4, 4, 0);
+                const u8x16 v = load_ahead(from + p.offset + chunk + i), low = piece_of(v, 0, 4, 0),
+                            high = piece_of(v, 4, 4, 0);
                 const u32x4 row = (u32x4)to_nibbles(low, high);
                 if (run == 8) {
                     store(rows, (u8x16)SHUFFLE(u32x4, row, row, 0, 2, 1, 3));
