@@ -138,7 +138,9 @@ def test_an_index_that_is_no_journal(source, tmp_path, journal):
     assert names(tmp_path / "out") == [INDEX]
 
 
-@pytest.mark.parametrize("finished", [{"a": 1}, {"a": [[0, "x", 1]]}, [1], None])
+@pytest.mark.parametrize(
+    "finished", [{"a": 1}, {"a": [[0, "x", 1]]}, {"a": [[0, ["x", "y"]]]}, {"a": [[0, [0.0, 1.0]]]}, [1], None]
+)
 def test_a_journal_that_is_malformed(source, tmp_path, finished):
     interrupted(source, tmp_path / "out")
     index = tmp_path / "out" / INDEX
@@ -147,6 +149,26 @@ def test_a_journal_that_is_malformed(source, tmp_path, finished):
     index.write_text(json.dumps(found))
     with pytest.raises(OutputError, match="expected the journal of a conversion, found another content"):
         again(source, tmp_path / "out")
+
+
+def test_a_journal_with_other_layers(source, whole, tmp_path):
+    """Their errors are nobody's."""
+    interrupted(source, tmp_path / "out")
+    index = tmp_path / "out" / INDEX
+    found = json.loads(index.read_text())
+    next(iter(found["ktmoe_convert"]["finished"].values())).append([77, [1.0, 1.0]])
+    index.write_text(json.dumps(found))
+    assert 77 not in again(source, tmp_path / "out").layers
+    assert tree(tmp_path / "out") == whole
+
+
+def test_a_file_that_cannot_be_read(source, tmp_path):
+    """It is named, and nothing loads."""
+    (source / "notes.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"notes\.txt: expected a readable file, found Input/output error"):
+        again(source, tmp_path / "out")
+    assert ".notes.txt.part" not in names(tmp_path / "out")
+    refused(tmp_path / "out")
 
 
 def test_a_target_with_files(source, tmp_path):
