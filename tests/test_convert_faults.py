@@ -14,8 +14,12 @@ import pytest
 from converting import names, refused, tree, write
 
 from ktmoe import cli
-from ktmoe.conversion import convert
+from ktmoe.cache.packing import pack
+from ktmoe.conversion import convert, stated
+from ktmoe.conversion.storage import storage
 from ktmoe.errors import CheckpointError, OutOfSpaceError, OutputError
+from ktmoe.loaders.tensor_file import TensorInfo
+from ktmoe.weights.formats import MXFP4
 
 #: So that a conversion has several files.
 SHARD_BYTES = 12_000
@@ -184,6 +188,24 @@ def test_a_target_that_is_the_source(source):
     with pytest.raises(OutputError, match="expected a new or an empty folder"):
         again(source, source)
     assert tree(source) == before
+
+
+def test_a_target_without_a_name(source):
+    with pytest.raises(OutputError, match="found embedded null byte"):
+        again(source, "a\0b")
+    with pytest.raises(OutputError, match="embedded null byte"):
+        pack(source, "a\0b")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(.|.)" * 37 + "!", "(.*)*!", ".*.*.*.*.*.*.*.*.*.*.*.*!", "a{99999999999}", "(", "(" * 300]
+)
+def test_a_pattern_that_takes_years(source, pattern):
+    """Of another quantization's config, beside one that is for the experts."""
+    ignored = {"quant_method": "compressed-tensors", "ignore": ["re:" + pattern, "re:.*experts.*"]}
+    info = TensorInfo("a.weight", "F8_E4M3", (2, 2), source, 0, 4)
+    found, _ = stated.config({"quantization_config": ignored}, storage(MXFP4), [0], False, [info])
+    assert found["quantization_config"]["ignore"] == ["re:" + pattern]
 
 
 def test_a_target_that_is_a_file(source, tmp_path):

@@ -140,8 +140,9 @@ def _made(folder: Path) -> Iterator[None]:
     """Make a folder, and remove it if it is empty after an error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{folder}: expected a folder that can be written, found {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        found = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"{folder}: expected a folder that can be written, found {found}") from error
     try:
         yield
     except BaseException:
