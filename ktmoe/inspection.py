@@ -1,4 +1,4 @@
-"""What a checkpoint holds, who reads it, and what it takes here: by headers and config.json alone, no weight is read."""
+"""What a checkpoint holds, who reads it, and what it takes here: by headers and configuration alone, no weight is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ktmoe.machine import memory
 from ktmoe.messages import printable, show
 from ktmoe.model import memory_needed
 
-#: Where config.json says how many experts a token has.
+#: Where a checkpoint says how many experts a token has.
 TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k")
 #: Tokens of the calls whose speed is estimated.
 CALLS = {"decode": 1, "prefill": 4096}
@@ -74,9 +74,9 @@ class Inspection:
     """A checkpoint as inspect() found it.
 
     findings: what each loader says, the surest one first. loader: the name of the surest; None if none reads the checkpoint,
-    and why_no_loader says why. top_k: experts of a token; None where config.json does not say, and why_no_top_k says why.
-    num_layers: by config.json; None where it does not say. needed, staged: bytes that loading all groups takes, and those of it
-    to read into. available: bytes; None where the system does not say.
+    and why_no_loader says why. top_k: experts of a token; None where the checkpoint does not say, and why_no_top_k says why.
+    num_layers: by its configuration; None where that does not say. needed, staged: bytes that loading all groups takes, and
+    those of it to read into. available: bytes; None where the system does not say.
     """
 
     path: str
@@ -106,7 +106,7 @@ class Inspection:
 
 
 def inspect(path: str, loader: str = "auto", backend: str = "auto", top_k: int | None = None) -> Inspection:
-    """Look at all headers. loader, backend: names, or "auto". top_k: experts of a token, by default what config.json says.
+    """Look at all headers. loader, backend: names, or "auto". top_k: experts of a token, by default what the checkpoint says.
 
     Raises CheckpointError for files that are no checkpoint, UnknownNameError for a loader or backend that does not exist.
     A layer that cannot be read is no error: it is among the refused.
@@ -207,7 +207,7 @@ def _set_top_k(found: Inspection, checkpoint: Checkpoint, top_k: int | None) -> 
 
 
 def top_k_of(checkpoint: Checkpoint, num_experts: int, asked: int | None = None) -> int:
-    """Experts of a token, at most all: as many as asked, or as config.json says.
+    """Experts of a token, at most all: as many as asked, or as the checkpoint says.
 
     Raises CheckpointError if that does not say, or something impossible.
     """
@@ -218,9 +218,10 @@ def top_k_of(checkpoint: Checkpoint, num_experts: int, asked: int | None = None)
         if type(stated) is int and 1 <= stated <= num_experts:
             return stated
         if stated is not None:
-            expected = f"a whole number from 1 to {num_experts}"
-            raise CheckpointError(f"{checkpoint.path}: {key} of config.json: expected {expected}, found {show(stated)}")
-    raise CheckpointError(f"{checkpoint.path}: config.json does not say how many experts a token has ({TOP_K_KEYS[0]})")
+            place, expected = model_config.place(checkpoint, key), f"a whole number from 1 to {num_experts}"
+            raise CheckpointError(f"{checkpoint.path}: {place}: expected {expected}, found {show(stated)}")
+    place = model_config.place(checkpoint, TOP_K_KEYS[0])
+    raise CheckpointError(f"{checkpoint.path}: expected {place}, which says how many experts a token has, found none")
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,9 @@ class MoELayer:
         progress: Progress | None = None,
         cache: str | os.PathLike | None = None,
     ) -> MoELayer:
-        """One layer of a checkpoint folder (or a single .safetensors file). layer: its number, or a name such as "mtp.0".
+        """One layer of a checkpoint folder (or a single .safetensors or .gguf file).
 
+        layer: its number, or a name such as "mtp.0".
         loader: a name, or "auto" to go by the tensors. physical_to_logical: which of the checkpoint's experts each of the
         layer's is, once or more often (redundant experts); expert_ids, expert_mask and so on count the layer's.
         cache: a folder that `ktmoe pack` has made of this checkpoint. The experts are mapped from there, and not read or packed
@@ -141,7 +142,8 @@ class MoELayer:
         even), or a torch CPU tensor of bfloat16 or float32. expert_ids: integers [tokens, top_k]; an id outside
         [0, num_experts) or masked adds zero; a repeated one counts twice. expert_weights: float32 [tokens, top_k].
         out: written and returned if given; x's kind, dtype and shape, C-contiguous; x itself, or no overlap with any argument.
-        Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
+        Raises InputError, which names the argument, what was expected and what was found; ClosedError after close();
+        CacheError if the file that the layer maps was changed.
         """
         packed = self.packed  # once: close() may come from another thread
         if packed is None:

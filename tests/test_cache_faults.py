@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from cached import edit, outputs
 from helpers import same_bits
 
 from ktmoe import MoELayer, MoEModel
-from ktmoe.cache import manifest
+from ktmoe.cache import manifest, source
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import CacheError
 
@@ -118,6 +119,7 @@ def _layer(key, value):
         (lambda data: data.__setitem__("source", [1]), "source: expected an object of name, nbytes"),
         (lambda data: data["source"][0].__setitem__("name", "/etc/passwd"), "source: name: found '/etc/passwd'"),
         (lambda data: data["source"][0].__setitem__("digested", 10**30), "source: digested: found"),
+        (lambda data: data["source"][0].__setitem__("name", "\ud800"), "is of another checkpoint: .*expected a readable file"),
         (lambda data: data["layers"].__delitem__("0"), "layer 0: expected to be packed, found layers 1"),
     ],
 )
@@ -132,7 +134,30 @@ def test_a_manifest_that_is_none(model, text):
     refused(*model, "ktmoe-cache.json")
 
 
+def test_a_source_that_is_a_fifo_does_not_hang(model):
+    os.mkfifo(model[0] / "pipe")
+    edit(model[1], lambda data: data["source"][0].__setitem__("name", "pipe"))
+    refused(*model, "pipe: expected a regular file")
+
+
+def test_a_digest_takes_little_memory(tmp_path):
+    """However much of a file a manifest asks for."""
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 1 << 26)
+    known = source.SourceFile("large", 1 << 26, None, 1 << 62, "")
+    tracemalloc.start()
+    with pytest.raises(CacheError, match="SHA-256 of the header"):
+        source.check(tmp_path, [known], "cache")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 23
+    tracemalloc.stop()
+
+
 # The checkpoint's files
+
+
+def test_a_file_that_says_what_tensors_mean_was_added(model):
+    (model[0] / "quantize_config.json").write_text("{}")
+    refused(*model, "quantize_config.json: expected none, found one")
 
 
 def test_the_checkpoint_was_changed(model):

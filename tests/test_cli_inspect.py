@@ -183,7 +183,7 @@ def test_limits_are_measured(quick):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({}, "config.json does not say how many experts a token has (num_experts_per_tok)"),
+        ({}, "expected num_experts_per_tok of config.json, which says how many experts a token has, found none"),
         ({"num_experts_per_tok": "two"}, "expected a whole number from 1 to 4, found 'two'"),
         ({"num_experts_per_tok": True}, "found True"),
         ({"num_experts_per_tok": 10**100}, "found 1000"),

@@ -339,6 +339,20 @@ def test_the_command(tmp_path, capsys):
     assert capsys.readouterr().err == f"ktmoe: {out}: expected a new or an empty folder, found a model\n"
 
 
+def test_a_size_that_is_no_number(tmp_path, capsys):
+    write(tmp_path / "source")
+    assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "int8", "--shard-gb", "nan"]) == 2
+    assert "--shard-gb: expected a number, found nan" in capsys.readouterr().err
+    assert names(tmp_path) == ["source"]
+
+
+def test_nvfp4_that_is_asked_to_be_symmetric(tmp_path):
+    """It always is: its rule stays that which vLLM reads."""
+    write(tmp_path / "source")
+    report = convert(tmp_path / "source", tmp_path / "out", "nvfp4", symmetric=True)
+    assert report.rule == "compressed-tensors"
+
+
 def test_the_command_in_json(tmp_path, capsys):
     write(tmp_path / "source")
     out = str(tmp_path / "out")

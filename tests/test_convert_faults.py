@@ -14,8 +14,12 @@ import pytest
 from converting import names, refused, tree, write
 
 from ktmoe import cli
-from ktmoe.conversion import convert
+from ktmoe.cache.packing import pack
+from ktmoe.conversion import convert, stated
+from ktmoe.conversion.storage import storage
 from ktmoe.errors import CheckpointError, OutOfSpaceError, OutputError
+from ktmoe.loaders.tensor_file import TensorInfo
+from ktmoe.weights.formats import MXFP4
 
 #: So that a conversion has several files.
 SHARD_BYTES = 12_000
@@ -138,7 +142,9 @@ def test_an_index_that_is_no_journal(source, tmp_path, journal):
     assert names(tmp_path / "out") == [INDEX]
 
 
-@pytest.mark.parametrize("finished", [{"a": 1}, {"a": [[0, "x", 1]]}, [1], None])
+@pytest.mark.parametrize(
+    "finished", [{"a": 1}, {"a": [[0, "x", 1]]}, {"a": [[0, ["x", "y"]]]}, {"a": [[0, [0.0, 1.0]]]}, [1], None]
+)
 def test_a_journal_that_is_malformed(source, tmp_path, finished):
     interrupted(source, tmp_path / "out")
     index = tmp_path / "out" / INDEX
@@ -147,6 +153,26 @@ def test_a_journal_that_is_malformed(source, tmp_path, finished):
     index.write_text(json.dumps(found))
     with pytest.raises(OutputError, match="expected the journal of a conversion, found another content"):
         again(source, tmp_path / "out")
+
+
+def test_a_journal_with_other_layers(source, whole, tmp_path):
+    """Their errors are nobody's."""
+    interrupted(source, tmp_path / "out")
+    index = tmp_path / "out" / INDEX
+    found = json.loads(index.read_text())
+    next(iter(found["ktmoe_convert"]["finished"].values())).append([77, [1.0, 1.0]])
+    index.write_text(json.dumps(found))
+    assert 77 not in again(source, tmp_path / "out").layers
+    assert tree(tmp_path / "out") == whole
+
+
+def test_a_file_that_cannot_be_read(source, tmp_path):
+    """It is named, and nothing loads."""
+    (source / "notes.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"notes\.txt: expected a readable file, found Input/output error"):
+        again(source, tmp_path / "out")
+    assert ".notes.txt.part" not in names(tmp_path / "out")
+    refused(tmp_path / "out")
 
 
 def test_a_target_with_files(source, tmp_path):
@@ -162,6 +188,24 @@ def test_a_target_that_is_the_source(source):
     with pytest.raises(OutputError, match="expected a new or an empty folder"):
         again(source, source)
     assert tree(source) == before
+
+
+def test_a_target_without_a_name(source):
+    with pytest.raises(OutputError, match="found embedded null byte"):
+        again(source, "a\0b")
+    with pytest.raises(OutputError, match="embedded null byte"):
+        pack(source, "a\0b")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(.|.)" * 37 + "!", "(.*)*!", ".*.*.*.*.*.*.*.*.*.*.*.*!", "a{99999999999}", "(", "(" * 300]
+)
+def test_a_pattern_that_takes_years(source, pattern):
+    """Of another quantization's config, beside one that is for the experts."""
+    ignored = {"quant_method": "compressed-tensors", "ignore": ["re:" + pattern, "re:.*experts.*"]}
+    info = TensorInfo("a.weight", "F8_E4M3", (2, 2), source, 0, 4)
+    found, _ = stated.config({"quantization_config": ignored}, storage(MXFP4), [0], False, [info])
+    assert found["quantization_config"]["ignore"] == ["re:" + pattern]
 
 
 def test_a_target_that_is_a_file(source, tmp_path):

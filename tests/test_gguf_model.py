@@ -36,6 +36,17 @@ def refusal(path) -> str:
     return text
 
 
+@pytest.mark.parametrize("count", [string("3"), u32(7)])
+def test_refused_files_are_closed(tmp_path, count):
+    """Also those that lie beside a model, while somebody still has the error."""
+    write(tmp_path / "a.gguf", CONFIG, layer(0, KINDS))
+    write(tmp_path / "b.gguf", CONFIG | {"split.count": count}, layer(1, KINDS))
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(tmp_path)
+    assert set(os.listdir("/proc/self/fd")) == before, caught
+
+
 @pytest.mark.parametrize("name", ["", "m-00001-of-00003.gguf", "m-00003-of-00003.gguf"])
 def test_a_split_model(tmp_path, name):
     """By its folder or by any part: all tensors, in the parts' order, and the first part's metadata."""

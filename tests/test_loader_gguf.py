@@ -10,6 +10,7 @@ from gguf_files import BF16, F16, F32, IQ2_XXS, NVFP4, Q4_0, Q8_0, array, layer,
 from ktmoe import SILU, GatedActivation, load_experts
 from ktmoe.errors import CheckpointError, FormatError, MissingTensorError, UnavailableError
 from ktmoe.experts import PROJECTIONS
+from ktmoe.inspection import top_k_of
 from ktmoe.loaders import architectures
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -294,8 +295,17 @@ def test_refused(tmp_path, name):
 
 def test_another_number_of_experts(tmp_path):
     checkpoint = made(tmp_path, sane_layer(0), expert_count=4)
-    with pytest.raises(CheckpointError, match=r"blk\.0: expected 4 by expert_count, found 3 experts"):
+    with pytest.raises(CheckpointError, match=r"blk\.0: expected 4 by qwen3moe\.expert_count of the GGUF header, found 3"):
         load(checkpoint)
+
+
+@pytest.mark.parametrize("stated", [{}, {"expert_used_count": 9}])
+def test_how_many_experts_a_token_has(tmp_path, stated):
+    """By the header, which messages name: there is no config.json."""
+    assert top_k_of(made(tmp_path, sane_layer(0), expert_used_count=2), 3) == 2
+    with pytest.raises(CheckpointError, match=r"qwen3moe\.expert_used_count of the GGUF header") as caught:
+        top_k_of(made(tmp_path, sane_layer(0), **stated), 3)
+    assert "config.json" not in str(caught.value)
 
 
 def test_a_layer_that_is_not_there(tmp_path):

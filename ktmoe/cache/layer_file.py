@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -98,11 +99,12 @@ class LayerWriter:
         The page cache then forgets it: what was written lies there in small pages, what is read comes in huge ones.
         """
         self._file.commit()
-        descriptor = os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # a hint: the file is there, whatever becomes of it
+            descriptor = os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
     def abort(self) -> None:
         """Remove what was written; nothing after commit()."""

@@ -134,8 +134,9 @@ def _wanted(
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{folder}: expected a folder, or a place for one: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        found = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"{folder}: expected a folder, or a place for one: {found}") from error
 
 
 def _there(folder: Path, files: tuple[source.SourceFile, ...]) -> Manifest:

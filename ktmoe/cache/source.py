@@ -10,9 +10,11 @@ from pathlib import Path
 
 from ktmoe.errors import CacheError, CheckpointError, MissingTensorError
 from ktmoe.loaders.checkpoint import INDEX_NAME, MISTRAL_INDEX_NAME, Checkpoint
+from ktmoe.loaders.tensor_file import open_regular
 
 #: Files that say what tensors mean, or which file has them. All of their bytes are compared, and not the time.
 _MEANING = ("config.json", "params.json", "quantize_config.json", INDEX_NAME, MISTRAL_INDEX_NAME)
+_AT_ONCE = 1 << 20  # bytes that are read at a time: a manifest may ask for the digest of a whole file
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,15 @@ def files_of(checkpoint: Checkpoint) -> list[SourceFile]:
 
 
 def check(folder: Path, files: Iterable[SourceFile], whose: str) -> None:
-    """Raise CacheError, which names the file, if one is not as it was. whose: what to call the cache."""
+    """Raise CacheError, which names the file, if one is not as it was, or says what tensors mean and was not there.
+
+    whose: what to call the cache.
+    """
+    files = list(files)
+    if added := next((name for name in _MEANING if (folder / name).exists() and name not in {f.name for f in files}), None):
+        raise CacheError(
+            f"{whose}: is of another checkpoint: {folder / added}: expected none, found one; `ktmoe pack` makes another one"
+        )
     for known in files:
         try:
             found = _look(folder, known.name, known.digested, known.mtime_ns is not None)
@@ -72,10 +82,13 @@ def check(folder: Path, files: Iterable[SourceFile], whose: str) -> None:
 
 def _look(folder: Path, name: str, digested: int, timed: bool) -> SourceFile:
     path = folder / name
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            digest = hashlib.sha256(file.read(min(digested, status.st_size))).hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
-    return SourceFile(name, status.st_size, status.st_mtime_ns if timed else None, digested, digest)
+    digest = hashlib.sha256()
+    with os.fdopen(open_regular(path)[0], "rb") as file:
+        try:
+            status, left = os.fstat(file.fileno()), digested
+            while data := file.read(min(left, _AT_ONCE)):
+                digest.update(data)
+                left -= len(data)
+        except OSError as error:
+            raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
+    return SourceFile(name, status.st_size, status.st_mtime_ns if timed else None, digested, digest.hexdigest())

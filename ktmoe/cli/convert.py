@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext
 
@@ -14,6 +15,7 @@ from ktmoe.conversion import Report, convert
 from ktmoe.conversion.convert import SHARD_BYTES
 from ktmoe.loaders.naming import listed
 from ktmoe.machine.threads import set_num_threads
+from ktmoe.messages import printable
 from ktmoe.quantization import TARGETS
 
 HELP = """Round the routed experts of a checkpoint.
@@ -74,6 +76,8 @@ def command(
 ) -> None:
     if threads is not None:
         set_num_threads(threads)
+    if math.isnan(shard_gb):
+        raise click.BadParameter("expected a number, found nan", param_hint="--shard-gb")
     shard_bytes = max(1, round(shard_gb * 1e9))
     with signals_as_exit(), progress_bar.bytes_done("converting") if sys.stderr.isatty() else nullcontext() as draw:
         report = convert(
@@ -97,7 +101,7 @@ def command(
 
 def _lines(report: Report) -> list[str]:
     lines = [
-        f"{report.path}: {listed(list(report.layers))} as {report.format}, rule {report.rule}",
+        f"{printable(report.path)}: {listed(list(report.layers))} as {report.format}, rule {report.rule}",
         f"{units.gb(report.source_nbytes)} became {units.gb(report.nbytes)}",
     ]
     if report.kept:
@@ -109,7 +113,7 @@ def _lines(report: Report) -> list[str]:
 
 def _data(report: Report) -> dict:
     return {
-        "path": report.path,
+        "path": printable(report.path),
         "to": report.to,
         "rule": report.rule,
         "format": report.format,

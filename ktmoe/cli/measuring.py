@@ -61,7 +61,7 @@ class Row:
 
 
 def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[Checkpoint, ExpertWeights, int]:
-    """A layer's experts, by default the first's, and how many a token has, by default what config.json says.
+    """A layer's experts, by default the first's, and how many a token has, by default what the checkpoint says.
 
     The checkpoint stays open: the reference reads the experts again.
     """

@@ -22,7 +22,7 @@ THREADS = click.option(
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, to stdout.")
 TOP_K = click.option(
-    "--top-k", metavar="K", type=click.IntRange(1), help="Experts of a token; by default what config.json says."
+    "--top-k", metavar="K", type=click.IntRange(1), help="Experts of a token; by default what the checkpoint says."
 )
 SECONDS = click.option(
     "--seconds", metavar="S", type=click.FloatRange(0, 3600), default=2.0, show_default=True, help="To measure each row for."

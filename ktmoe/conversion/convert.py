@@ -16,7 +16,7 @@ from ktmoe.conversion.journal import Journal
 from ktmoe.conversion.parts import CHUNK_BYTES, Made, Part
 from ktmoe.conversion.plan import Plan, Shard, plan
 from ktmoe.conversion.source import Source
-from ktmoe.errors import InputError, OutOfSpaceError, OutputError
+from ktmoe.errors import CheckpointError, InputError, OutOfSpaceError, OutputError
 from ktmoe.files.atomic import AtomicFile, write_json
 from ktmoe.files.lock import exclusive
 from ktmoe.files.safetensors_writer import SafetensorsWriter
@@ -88,7 +88,7 @@ def convert(
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
-    quantizer = Quantizer(to, rule=rule or _default(to, symmetric), group=group, scales=scales, symmetric=symmetric)
+    quantizer = Quantizer(to, rule=rule or DEFAULT_RULES.get(to), group=group, scales=scales, symmetric=symmetric)
     with Source(path) as source:
         made = plan(source, quantizer, layers, requantize, shard_bytes)
         identity = {
@@ -112,10 +112,6 @@ def _version() -> str | None:
         return installed_version()
     except PackageNotFoundError:
         return None
-
-
-def _default(to: str, symmetric: bool | None) -> str | None:
-    return DEFAULT_RULES.get(to) if symmetric is None else None
 
 
 def _write(source: Source, made: Plan, quantizer: Quantizer, folder: Path, identity: dict, progress: Progress) -> Report:
@@ -144,8 +140,9 @@ def _made(folder: Path) -> Iterator[None]:
     """Make a folder, and remove it if it is empty after an error."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{folder}: expected a folder that can be written, found {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        found = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"{folder}: expected a folder that can be written, found {found}") from error
     try:
         yield
     except BaseException:
@@ -224,18 +221,21 @@ def _write_shard(source: Source, shard: Shard, folder: Path, workers: Workers, c
 
 
 def _copy(original: Path, copy: Path) -> None:
-    with original.open("rb") as file, AtomicFile(copy, overwrite=True) as written:
-        while data := file.read(CHUNK_BYTES):
-            written.write(data)
+    try:
+        with original.open("rb") as file, AtomicFile(copy, overwrite=True) as written:
+            while data := file.read(CHUNK_BYTES):
+                written.write(data)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{original}: expected a readable file, found {error.strerror}") from error
     with suppress(OSError):  # a file system without modes
         shutil.copymode(original, copy)
 
 
 def _report(source: Source, made: Plan, quantizer: Quantizer, folder: Path, journal: Journal, kept: list[str]) -> Report:
-    errors = {layer: Error() for layer in made.layers}
-    for shard in made.shards:
-        for layer, error in journal.finished[shard.name].items():
-            errors[layer] = errors[layer] + error
+    finished = [journal.finished[shard.name] for shard in made.shards]
+    errors = {layer: sum((of.get(layer, Error()) for of in finished), Error()) for layer in made.layers}
     before, after = sum(info.nbytes for info in source.infos), sum(shard.nbytes for shard in made.shards)
     rule, words = quantizer.rule.name, quantizer.format.description
     return Report(str(folder), quantizer.to, rule, words, errors, before, after, made.note, kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class Journal:
             )
         try:
             self.finished = {
-                file: {layer: Error(*numbers) for layer, numbers in errors} for file, errors in found["finished"].items()
+                file: {layer: _error(*numbers) for layer, numbers in errors} for file, errors in found["finished"].items()
             }
         except (KeyError, TypeError, ValueError, AttributeError):
             raise OutputError(f"{self._path}: expected the journal of a conversion, found another content") from None
@@ -87,3 +88,10 @@ class Journal:
         }
         value = {"weight_map": _NOT_YET, _KEY: {"identity": self._identity, "finished": finished}}
         write_json(self._path, value, overwrite=True)
+
+
+def _error(weights: object, error: object) -> Error:
+    """Raises ValueError for what no sums of squares are."""
+    if not all(type(number) is float and 0 <= number < math.inf for number in (weights, error)) or (error and not weights):
+        raise ValueError("no sums of squares")
+    return Error(weights, error)

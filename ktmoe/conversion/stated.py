@@ -87,15 +87,24 @@ def _added(found: dict, stored: Storage, layers: Collection[int | str], partly: 
 
 
 def _ignores(entry: object, example: str, pattern: str) -> bool:
-    """Whether an entry of ignore is for the experts that are converted: by name, or by a pattern after "re:"."""
+    """Whether an entry of ignore is for the experts that are converted: by name, or by a pattern after "re:".
+
+    A pattern that would take long stays.
+    """
     if not isinstance(entry, str):
         return False
     if not entry.startswith("re:"):
         return re.match(pattern, entry) is not None
     try:
-        return re.match(entry.removeprefix("re:"), example) is not None
-    except re.error:
+        return _quick(entry) and re.match(entry.removeprefix("re:"), example) is not None
+    except (re.error, OverflowError, RecursionError):  # no pattern, or none that can be compiled
         return False
+
+
+def _quick(pattern: str) -> bool:
+    """Whether matching takes little time for certain: a config may hold a pattern that takes years."""
+    repeats, groups = sum(map(pattern.count, "*+?{")), pattern.count("(")
+    return len(pattern) <= 1000 and repeats <= 4 and groups <= 2 and not re.search(r"[)][*+{]", pattern)
 
 
 def _group(stored: Storage, layers: Collection[int | str], partly: bool) -> dict:

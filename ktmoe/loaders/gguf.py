@@ -21,7 +21,7 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
-from ktmoe.loaders import architectures, naming, registry
+from ktmoe.loaders import architectures, model_config, naming, registry
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import FACTORS
@@ -174,8 +174,8 @@ class _Layer:
                     naming.check_shape(_padded(info, len(shape)), shape, why)
         stated = self.checkpoint.config.get("num_experts", self.num_experts)
         if stated != self.num_experts:
-            found = f"found {self.num_experts} experts"
-            raise CheckpointError(f"{self.checkpoint.path}: blk.{layer}: expected {stated} by expert_count, {found}")
+            place, found = model_config.place(self.checkpoint, "num_experts"), f"found {self.num_experts} experts"
+            raise CheckpointError(f"{self.checkpoint.path}: blk.{layer}: expected {show(stated)} by {place}, {found}")
 
 
 def _matrices(checkpoint: Checkpoint, base: str, stem: str, suffixes: set[str], old: list[int]) -> _Matrices:

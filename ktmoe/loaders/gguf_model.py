@@ -47,11 +47,13 @@ def open_folder(folder: Path, names: list[str], opened: dict[str, TensorFile]) -
         if file.metadata.get("general.type", "model") != "model" or file.metadata.get(ARCHITECTURE) == "clip":
             file.close()
             continue
-        other = _other_model(file, opened, owners)
-        if other is not None:
-            file.close()
-            found = f"{show(other)} and {show(name)}"
-            raise CheckpointError(f"{folder}: expected one model, found {found}; give the path of one of the files")
+        try:
+            if other := _other_model(file, opened, owners):
+                found = f"{show(other)} and {show(name)}"
+                raise CheckpointError(f"{folder}: expected one model, found {found}; give the path of one of the files")
+        except BaseException:
+            file.close()  # which `opened` lacks yet
+            raise
         _open_all(file, opened)
         owners |= dict.fromkeys(file.tensors, name)
     if not opened:
@@ -70,6 +72,11 @@ def config(files: Mapping[str, TensorFile]) -> dict:
     if type(layers) is int and type(extra) is int:
         found["num_hidden_layers"] = layers - extra
     return metadata | {"model_type": architecture} | {key: value for key, value in found.items() if type(value) is int}
+
+
+def key(name: str, found: Mapping[str, object]) -> str:
+    """The key of metadata that config() calls `name`. found: what it gave."""
+    return next((key.format(found.get(ARCHITECTURE)) for key, to in _KEYS.items() if to == name), name)
 
 
 def _other_model(file: GgufFile, opened: Mapping[str, TensorFile], owners: Mapping[str, str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ktmoe.errors import CheckpointError, FormatError
+from ktmoe.loaders import gguf_model
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
@@ -21,6 +22,13 @@ def value(checkpoint: Checkpoint, key: str) -> object:
     """A value of config.json, at the top or else in text_config; None if it is in neither, or null."""
     found, nested = checkpoint.config.get(key), checkpoint.config.get("text_config")
     return nested.get(key) if found is None and isinstance(nested, dict) else found
+
+
+def place(checkpoint: Checkpoint, key: str) -> str:
+    """Where a checkpoint has a value, for messages: "num_experts of config.json"; GGUF files have keys of their own."""
+    if gguf_model.ARCHITECTURE not in checkpoint.config:
+        return f"{key} of config.json"
+    return f"{gguf_model.key(key, checkpoint.config)} of the GGUF header"
 
 
 def clamped_silu(checkpoint: Checkpoint) -> GatedActivation:

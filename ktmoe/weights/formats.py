@@ -280,7 +280,8 @@ def int8(group: int | None = None, kind: str = "bf16", element: Element = INT8, 
     return WeightFormat(element, Scale(kind, (rows, group)))
 
 
-#: What ktmoe's own loaders read, by name; {group} stands for 32, 64 or 128. docs/formats.md has a row for each.
+#: What loaders of safetensors read, by name; {group} stands for 32, 64 or 128. docs/formats.md has a row for each. F16 and F32
+#: are with GGUF's, in ktmoe.weights.ggml.
 FORMATS = {
     "MXFP4": MXFP4,
     "MXFP8": MXFP8,
