@@ -28,7 +28,7 @@ from ktmoe.version import installed_version
 SHARD_BYTES = 4_000_000_000
 #: In the result, beside config.json: what was rounded, how, and the errors.
 REPORT_NAME = "ktmoe_convert.json"
-#: Where it is not the quantizer's own default: vLLM and compressed-tensors read what this rule gives as weights alone.
+#: Where it is not the quantizer's own default: compressed-tensors has names for what this rule gives.
 DEFAULT_RULES = {"nvfp4": "compressed-tensors"}
 #: Free space that is left alone beside the result.
 _SPARE_BYTES = 1 << 20
