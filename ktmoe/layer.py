@@ -113,7 +113,7 @@ class MoELayer:
         progress: Progress | None = None,
         cache: str | os.PathLike | None = None,
     ) -> MoELayer:
-        """One layer of a checkpoint folder (or a single .safetensors file). layer: its number, or a name such as "mtp.0".
+        """One layer of a checkpoint folder (or one .safetensors or .gguf file). layer: its number, or a name such as "mtp.0".
 
         loader: a name, or "auto" to go by the tensors. physical_to_logical: which of the checkpoint's experts each of the
         layer's is, once or more often (redundant experts); expert_ids, expert_mask and so on count the layer's.

@@ -83,7 +83,7 @@ def test_wrong_usage(run, arguments, named):
 def test_an_error_is_one_line(run, tmp_path, command):
     status, out, err = run(command, str(tmp_path / "absent"), "--json")
     assert (status, out) == (1, "")
-    assert err.startswith(f"ktmoe: {tmp_path}/absent: expected a folder or a .safetensors file")
+    assert err.startswith(f"ktmoe: {tmp_path}/absent: expected a folder, a .safetensors file or a .gguf file")
     assert err.count("\n") == 1
 
 

@@ -78,13 +78,14 @@ def convert(
     to, rule, group, scales, symmetric: ktmoe.quantization.Quantizer's; the rule for nvfp4 is "compressed-tensors" by default.
     layers: numbers, or names such as "mtp.0"; None: all that have routed experts.
     requantize: round also experts that have 4 bits already. shard_bytes: most bytes of tensors in one file.
-    progress: called with (done, total) bytes of the source. Memory: an expert's gate and up for each thread, as they are,
-    in float32 and rounded; but for that, 16 MB a thread.
+    progress: called with (done, total) bytes of the source.
+    Memory: gate and up of one expert for each thread and one more, as they are, in float32 where that needs to be, and rounded;
+    of tensors that are copied, 16 MB for each.
 
-    The index is written last. Before, no reader takes the folder for a checkpoint.
+    The index is written last. Until then ktmoe refuses to load the folder.
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
     is written; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not to be converted;
-    InputError for options that there are not.
+    InputError for options that do not exist.
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")

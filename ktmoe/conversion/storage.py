@@ -1,6 +1,6 @@
 """How rounded experts are stored: the tensors of a matrix by its format, and what quantization_config says of them.
 
-Names and numbers are those of compressed-tensors where it has the format; of DeepSeek-V3's FP8 and of ModelOpt's NVFP4 otherwise.
+Names and numbers are compressed-tensors' where it has the format, otherwise those of DeepSeek-V3's FP8 and of ModelOpt's NVFP4.
 """
 
 from __future__ import annotations
