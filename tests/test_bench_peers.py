@@ -351,7 +351,7 @@ def test_stopped_workers_end_with_their_driver(echo, tmp_path, how):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "--formats", "FP4"], "expected --formats of MXFP4, BF16, FP8, INT4, found 'FP4'"),
+        (["run", "--formats", "FP4"], "expected --formats of MXFP4, BF16, FP8, INT4, GGUF Q4_K, found 'FP4'"),
         (["run", "--points", "decode-3"], "nothing to measure: no point is of these names; there are decode-1, decode-4"),
         (["run", "--experts", "5"], "top_k: expected at most the 5 experts, found 6"),
         (["run", "--rounds", "0"], "expected --rounds and --seconds above 0, found 0 and 20"),

@@ -151,7 +151,7 @@ class KTMoEWrapper:
 
         method: "BF16", or one that rounds, see methods.SERVED.
         """
-        takes = [name for name, method in methods.SERVED.items() if method.fits(BF16)]
+        takes = [name for name, method in methods.SERVED.items() if method.fits(BF16) and not method.files]
         if self.method not in takes:
             raise InputError(
                 f"load_weights_from_tensors takes bfloat16: method must be one of {', '.join(takes)}, found {self.method!r}"

@@ -39,7 +39,7 @@ class Method:
     """wanted: what its experts' matrices are. fits: whether a format is that.
 
     exports: whether kt-kernel has host buffers for these weights. scales: what an item of their scale buffers is; None: there
-    are none. rounds: how they are rounded when they are loaded; None: not at all.
+    are none. rounds: how they are rounded when they are loaded; None: not at all. files: whether they come from files alone.
     """
 
     wanted: str
@@ -47,6 +47,7 @@ class Method:
     scales: np.dtype | None = None
     exports: bool = True
     rounds: Quantizer | None = None
+    files: bool = False
 
 
 def _rounds(to: str, rule: str) -> Method:
@@ -67,7 +68,7 @@ SERVED = {
     "GPTQ_INT4": Method("GPTQ's symmetric INT4", _gptq_int4, exports=False),
     "MXFP8": Method("E4M3 with a UE8M0 scale per 32", MXFP8.__eq__, np.dtype(np.uint8)),
     "NVFP4": Method("E2M1 with an E4M3 scale per 16 and an fp32 scale per tensor", _NVFP4.__contains__, arrays.BF16),
-    "LLAMAFILE": Method("weights as GGUF files have them", _gguf, exports=False),
+    "LLAMAFILE": Method("weights as GGUF files have them", _gguf, exports=False, files=True),
     "AMXINT4": _rounds("int4", "amxint4"),
     "AMXINT8": _rounds("int8", "amxint8"),
     "MOE_INT4": _rounds("int4", "moe_int4"),
