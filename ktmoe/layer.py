@@ -113,7 +113,7 @@ class MoELayer:
         progress: Progress | None = None,
         cache: str | os.PathLike | None = None,
     ) -> MoELayer:
-        """One layer of a checkpoint folder (or a single .safetensors or .gguf file).
+        """One layer of a checkpoint folder (or one .safetensors or .gguf file).
 
         layer: its number, or a name such as "mtp.0".
         loader: a name, or "auto" to go by the tensors. physical_to_logical: which of the checkpoint's experts each of the

@@ -64,7 +64,7 @@ class MoEModel:
         wait: bool = True,
         cache: str | os.PathLike | None = None,
     ) -> MoEModel:
-        """All layers of a checkpoint folder (or a single .safetensors or .gguf file), or those named by `layers`.
+        """All layers of a checkpoint folder (or one .safetensors or .gguf file), or those named by `layers`.
 
         All headers are checked here, and whether all layers fit into memory, before any weight is read.
         physical_to_logical: integers [layers, slots], a row for each layer that is loaded, or [slots] for all of them: slot i

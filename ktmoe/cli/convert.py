@@ -20,9 +20,9 @@ from ktmoe.quantization import TARGETS
 
 HELP = """Round the routed experts of a checkpoint.
 
-OUT becomes a checkpoint with the experts of DIR in another format, and with everything else as it is. The same command
-goes on where it was interrupted. The report says for each layer how large the added error is beside the weights (root
-mean squares). docs/converting.md says which engines read the result.
+OUT becomes a checkpoint with the experts of DIR in another format. All else stays as it is. After an interruption, run the
+command again: it goes on. For each layer the report says how large the added error is beside the weights (root mean
+squares). docs/converting.md says which engines read the result.
 """
 
 
@@ -44,19 +44,19 @@ class Group(click.ParamType):
 @options.MODEL
 @click.argument("out", metavar="OUT")
 @click.option("--to", type=click.Choice(list(TARGETS)), required=True, help="The format of the experts.")
-@click.option("--rule", metavar="NAME", help="How to round, see docs/quantizing.md; by default the format's own.")
-@click.option("--group", metavar="G", type=Group(), help="What shares a scale: 32, 128x128, row or matrix.")
+@click.option("--rule", metavar="NAME", help="How to round (docs/quantizing.md); each format has a default.")
+@click.option("--group", metavar="G", type=Group(), help="Which weights share a scale: 32 (columns), 128x128, row or matrix.")
 @click.option("--scales", type=click.Choice(["fp32", "bf16", "fp16"]), help="The kind of scales, where there is a choice.")
-@click.option("--symmetric/--asymmetric", default=None, help="Without or with zero points; int4 has both.")
+@click.option("--symmetric/--asymmetric", default=None, help="Without or with zero points; only int4 can have them.")
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
-@click.option("--requantize", is_flag=True, help="Round also experts that have 4 bits already.")
+@click.option("--requantize", is_flag=True, help="Also round experts that have 4 bits already.")
 @click.option(
     "--shard-gb",
     metavar="GB",
     type=click.FloatRange(0, 1e6, min_open=True),
     default=SHARD_BYTES / 1e9,
     show_default=True,
-    help="Most of a file. An interrupted command begins a file anew.",
+    help="The largest size of a file. After an interruption, the unfinished file is written anew.",
 )
 @options.THREADS
 @options.JSON

@@ -15,11 +15,11 @@ from ktmoe.cli.signals import signals_as_exit
 from ktmoe.loaders import naming
 from ktmoe.messages import printable
 
-HELP = """Write a packed cache: loading it is mapping.
+HELP = """Write a packed cache, for faster starts.
 
-OUT becomes a folder with the experts of DIR as they lie in memory, one file a layer. --cache OUT then starts from it, without
-reading or packing, and several processes share it. It serves this checkpoint alone, as long as its files do not change.
-What is packed in OUT already is kept, so that an interrupted run can be run again.
+OUT becomes a folder with the experts of DIR as they lie in memory, one file a layer. Other commands map it with --cache OUT:
+they read and pack no weight at the start, and several processes share it. It serves this checkpoint only, while its files do
+not change. After an interruption, run the command again: it keeps the layers that OUT has.
 """
 
 
@@ -28,7 +28,7 @@ What is packed in OUT already is kept, so that an interrupted run can be run aga
 @click.argument("out", metavar="OUT")
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
 @options.NUMA_NODES
-@click.option("--verify", is_flag=True, help="Then pack each expert anew, and compare all bytes.")
+@click.option("--verify", is_flag=True, help="In the end, pack each expert anew and compare all bytes.")
 @options.JSON
 def command(
     model: str, out: str, layers: list[int | str] | None, numa_nodes: list[int] | None, verify: bool, as_json: bool

@@ -28,7 +28,7 @@ from ktmoe.version import installed_version
 SHARD_BYTES = 4_000_000_000
 #: In the result, beside config.json: what was rounded, how, and the errors.
 REPORT_NAME = "ktmoe_convert.json"
-#: Where it is not the quantizer's own default: vLLM and compressed-tensors read what this rule gives as weights alone.
+#: Where it is not the quantizer's own default: compressed-tensors has names for what this rule gives.
 DEFAULT_RULES = {"nvfp4": "compressed-tensors"}
 #: Free space that is left alone beside the result.
 _SPARE_BYTES = 1 << 20
@@ -78,13 +78,14 @@ def convert(
     to, rule, group, scales, symmetric: ktmoe.quantization.Quantizer's; the rule for nvfp4 is "compressed-tensors" by default.
     layers: numbers, or names such as "mtp.0"; None: all that have routed experts.
     requantize: round also experts that have 4 bits already. shard_bytes: most bytes of tensors in one file.
-    progress: called with (done, total) bytes of the source. Memory: an expert's gate and up for each thread, as they are,
-    in float32 and rounded; but for that, 16 MB a thread.
+    progress: called with (done, total) bytes of the source.
+    Memory: gate and up of one expert for each thread and one more, as they are, in float32 where that needs to be, and rounded;
+    of tensors that are copied, 16 MB for each.
 
-    The index is written last. Before, no reader takes the folder for a checkpoint.
+    The index is written last. Until then ktmoe refuses to load the folder.
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
     is written; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not to be converted;
-    InputError for options that there are not.
+    InputError for options that do not exist.
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")

@@ -1,7 +1,6 @@
 """How rounded experts are stored: the tensors of a matrix by its format, and what quantization_config says of them.
 
-Names and numbers are those of compressed-tensors where it has the format, since vLLM and transformers read these; of
-DeepSeek-V3's FP8 and of ModelOpt's NVFP4 otherwise.
+Names and numbers are compressed-tensors' where it has the format, otherwise those of DeepSeek-V3's FP8 and of ModelOpt's NVFP4.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def _fp8(weight_format: WeightFormat) -> Storage:
         (codes, factor),
         format="float-quantized",
         weights=_weights(8, "float", strategy="channel" if per_row else "tensor"),
-        # what reads such experts rounds their inputs, too, as it goes
+        # as compressed-tensors' own FP8 checkpoints have it
         activations={"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
     )
 

@@ -120,8 +120,7 @@ def _refusal(checkpoint: Checkpoint, findings: list[Finding]) -> KtmoeError:
 
 
 def load_experts(path: str | os.PathLike, layer: int | str, *, loader: str = "auto") -> ExpertWeights:
-    """One layer's experts from a checkpoint folder (or a single .safetensors or .gguf file); a matrix is read when it is
-    asked for.
+    """One layer's experts from a checkpoint folder (or one .safetensors or .gguf file); a matrix is read when it is asked for.
 
     layer: its number, or a name such as "mtp.0". loader: a name, or "auto" to go by the tensors.
     Raises CheckpointError, MissingTensorError, FormatError; UnavailableError if no loader recognises the checkpoint.

@@ -43,7 +43,7 @@ class Quantizer:
     to: one of TARGETS. rule: one of its rules by name; None: its first, or the first with zero points if not symmetric.
     group: what shares a scale: a number of columns, (rows, columns), "row" or "matrix"; None: the target's own.
     scales: the kind of scales, one of "fp32", "bf16", "fp16"; None: the target's own. symmetric: without zero points.
-    Raises InputError for what there is not.
+    Raises InputError for a format, rule, group or kind that does not exist, and for rules and groups that do not go together.
     """
 
     def __init__(
@@ -131,7 +131,12 @@ def quantize(
     scales: str | None = None,
     symmetric: bool | None = None,
 ) -> ExpertWeights:
-    """Experts whose weights are rounded, each matrix when it is asked for; arguments are Quantizer's."""
+    """The same experts with weights that are rounded to another format. Activation, biases and name stay.
+
+    Nothing is read yet: a matrix is read and rounded each time it is asked for. experts: of any format. The other arguments are
+    Quantizer's. Raises InputError as Quantizer does; ExpertWeights.matrix() then raises FormatError as Quantizer.matrix() does.
+    docs/quantizing.md has the rules.
+    """
     return Quantizer(to, rule=rule, group=group, scales=scales, symmetric=symmetric).experts(experts)
 
 

@@ -100,7 +100,7 @@ def test_a_mask_that_changes(exists, tmp_path):
 def test_a_map(exists, tmp_path, name, kind):
     """Which expert of the checkpoint is in a slot. Some classes ignore it, and have each in its own."""
     need(exists, kind)
-    batch, logical = batches()[1], ALL_MOVED if FORMATS[name].rule else MOVED
+    batch, logical = batches()[1], ALL_MOVED if FORMATS[name].rounds else MOVED
     original = made(given(name), name, kind, logical=logical, **saved(name, tmp_path))
     original.forward(layer="layer", **dict(zip(("x", "ids", "weights"), batch, strict=True)), out="y")
     y = original.run(tmp_path)["y"].view(BF16)

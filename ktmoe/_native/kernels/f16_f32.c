@@ -20,7 +20,7 @@ INLINE u32v decode(const place *p, const int v, const int k, const scaling how, 
     /* Denormal numbers cost nothing here; as factors of a multiplication, some CPUs take long for them. */
     return (u32v)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)(k % 2 ? pair >> 16 : pair)));
 #else
-    return (u32v)raise(k % 2 ? pair : pair << 16, 3, 0x8FFFE000, 0x1p112f);
+    return (u32v)fp16_at_top(k % 2 ? pair : pair << 16);
 #endif
 }
 
