@@ -211,6 +211,7 @@ def test_a_layer_twice_as_large_as_its_memory(benchmark, model):
     token's experts, which is what is missing on average."""
     path, cache = model
     nbytes, calls = EXPERTS * SHAPE.expert_bytes, 100
+    reading.forget(cache)
     limit = reading.read(cache, 2) / EXPERTS * TOP_K / 2
     took = []
 
