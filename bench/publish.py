@@ -22,7 +22,7 @@ from bench.peers.rounds import figures
 from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, read
 
 #: Where make bench-peers, by format, and make bench-engines save what they measured.
-PEERS = {weights: runs.STORAGE / f"{file_stem(weights)}.json" for weights in FORMATS}
+PEERS = {weights: runs.STORAGE / f"{file_stem('peers', weights)}.json" for weights in FORMATS}
 ENGINES = runs.STORAGE / "engines.json"
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"

@@ -271,7 +271,8 @@ def test_numbers_round_to_bfloat16_as_ties_to_even():
 
 def test_every_format_has_participants_and_a_shape():
     for name in formats.FORMATS:
-        assert {peer.name for peer in PEERS if peer.ways[name]} == {"kt-kernel", "ggml", "torch"}
+        without = {"kt-kernel"} if name == "GGUF Q4_K" else set()
+        assert {peer.name for peer in PEERS if peer.ways[name]} == {"kt-kernel", "ggml", "torch"} - without
         tokens = [point.tokens for point in session.points(replace(MODEL, weights=name, experts=64, top_k=6), None)]
         assert tokens == [1, 4, 16, 64, 256, 1024]
 

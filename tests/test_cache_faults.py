@@ -11,6 +11,7 @@ from cached import edit, outputs
 from helpers import same_bits
 
 from ktmoe import MoELayer, MoEModel
+from ktmoe._native import core
 from ktmoe.cache import manifest, source
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import CacheError
@@ -49,6 +50,11 @@ def test_a_fifo_does_not_hang(model):
     file.unlink()
     os.mkfifo(file)
     refused(*model, "layer-0.safetensors: truncated: expected .*, found 0")
+
+
+def test_a_descriptor_that_cannot_be_had():
+    with pytest.raises(CacheError, match="^file: expected a file that can be mapped: Bad file descriptor"):
+        core.ArenaFile("file", -1, [0])
 
 
 @pytest.mark.parametrize("at", [0, 8, 40, 90])

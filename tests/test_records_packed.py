@@ -79,6 +79,26 @@ def test_packed_bytes_are_those_of_rows_and_records_come_back(name, n, records):
     assert all(np.array_equal(back[label], stored[label]) for label in stored)
 
 
+def test_bits_of_a_scale_that_no_piece_has_are_0(monkeypatch):
+    """Records that have the upper byte of each scale. New arrays have what was in their memory before."""
+    scales = Field(((Piece(0, 0, 8, 8),),))
+    weight_format = WeightFormat(INT4, Scale("fp16", (1, 32)), order=Records("h", 32, 17, 4, (Plane(1, 4, 16),), scales=scales))
+    stored = stored_of(np.random.default_rng(5), weight_format, 70, 64)
+    in_rows = replace(weight_format, order=ROWS)
+    rows = pack(in_rows, 70, 64, weight_format.rows(stored, 70, 64)).packed_bytes(0, "gate")
+    empty = np.empty
+
+    def used(shape, dtype):
+        array = empty(shape, dtype)
+        array.view(np.uint8)[...] = 0x5A
+        return array
+
+    monkeypatch.setattr(np, "empty", used)
+    packed = pack(weight_format, 70, 64, stored)
+    assert np.array_equal(packed.packed_bytes(0, "gate"), rows)
+    assert np.array_equal(packed.unpack(0, "gate")["codes"], stored["codes"])
+
+
 @pytest.mark.parametrize("name", IN_RECORDS)
 @pytest.mark.parametrize("nodes", [[0], [0, 1, 2]], ids=str)
 @pytest.mark.usefixtures("three_nodes")

@@ -80,7 +80,7 @@ def _session(name: str, options: argparse.Namespace) -> int:
     with progress_line() as progress, tempfile.TemporaryDirectory(prefix="ktmoe-peers-") as folder:
         result = measure_all(model, options, Path(folder), lambda text: progress(f"{name}: {text}"))
     options.into.mkdir(parents=True, exist_ok=True)
-    file = options.into / f"{file_stem(name)}.json"
+    file = options.into / f"{file_stem('peers', name)}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     report.show(result)
     print(f"saved: {file}")

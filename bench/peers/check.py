@@ -9,6 +9,8 @@ over the outputs' norm, and what its numerics explain is the most that it may be
     int8   x and h are 8-bit integers with a scale per 32, rounded by half a step at most and 0.29 steps in the mean. A step
            is 1/127 of the group's largest, which is about 2.1 standard deviations of x and 3 to 4 of h, a product: 0.5 %
            of x, which counts in gate and in up, and 0.9 % of h. Together 1.2 %; below 2 %.
+    int8, per 256   The same with a scale per 256, whose largest is 2.9 standard deviations of x and about 6 of h: 0.66 % of x,
+           twice, and 1.4 % of h. Together 1.7 %, and more where h has larger ones; below 3 %.
 
 The reference rounds h to bfloat16, as ktmoe does by contract, and nothing else.
 
@@ -24,12 +26,12 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from bench.peers.peers import BF16, INT8
+from bench.peers.peers import BF16, INT8, INT8_PER_256
 from bench.peers.workers.protocol import Batches
 from ktmoe import reference
 from ktmoe.experts import ExpertWeights
 
-MOST_ERROR = {BF16: 0.01, INT8: 0.02}
+MOST_ERROR = {BF16: 0.01, INT8: 0.02, INT8_PER_256: 0.03}
 COLUMNS = 256
 
 

@@ -28,6 +28,6 @@ FORMATS = {
 }
 
 
-def file_stem(weights: str) -> str:
-    """What files of a format's results and pictures are called."""
-    return f"peers-{weights.lower().replace(' ', '-')}"
+def file_stem(what: str, weights: str) -> str:
+    """What a file of a format's results or pictures is called."""
+    return f"{what}-{weights.lower().replace(' ', '-')}"

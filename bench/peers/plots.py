@@ -11,6 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.peers.formats import file_stem
 from bench.peers.rounds import figures
 
 OURS = ("#0b6e4f", "#2a9d8f", "#57a773", "#7fb069", "#a3b18a", "#c2c5aa")
@@ -50,7 +51,7 @@ class NothingToDrawError(Exception):
 
 def draw(result: dict, name: str, folder: Path) -> Path:
     """Write one of PICTURES into a folder, which is made if need be. The file's name has the format, too."""
-    file = folder / f"{name}-{result['shape']['weights'].lower()}.png"
+    file = folder / f"{file_stem(name, result['shape']['weights'])}.png"
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 5.2), layout="constrained")
         PICTURES[name](result, figure.add_subplot())

@@ -1,7 +1,7 @@
 """kt-kernel: its C++ classes on its thread pool, driven as its Python wrappers do, but for their copies to and from a GPU.
 
 Ways are its methods' weights. Where its wrapper chooses among two classes, the faster one is taken for a size of calls.
-"BF16" has one class alone, since another would double so much memory. "Q4_K" is its method LLAMAFILE.
+"BF16" has one class alone, since another would double so much memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ CLASSES = {
     "BF16": {"amx": "AMXBF16_MOE", "avx2": "AVX2BF16_MOE"},
     "FP8": {"amx": "AMXFP8_MOE", "avx2": "AVX2FP8_MOE"},
     "INT4": {"amx": "AMXInt4_KGroup_MOE", "amx, blocked": "AMXInt4_KGroupBlocked_MOE"},
-    "Q4_K": {"llamafile": "MOE"},
 }
 LOADERS = {"MXFP4": "MXFP4SafeTensorLoader", "FP8": "FP8SafeTensorLoader", "INT4": "CompressedSafeTensorLoader"}
 #: Bits of a code, and codes of a scale.
@@ -39,7 +38,7 @@ class KtWorker(Worker):
             raise RuntimeError(f"the extension for {__cpu_variant__} has none of {', '.join(CLASSES[way].values())}")
         self.on_gpu = torch.zeros(model.experts, dtype=torch.bool)
         self.identity = torch.arange(model.experts, dtype=torch.int64)
-        weights, scales = {"BF16": self._bf16, "Q4_K": self._records}.get(way, self._own)()
+        weights, scales = self._bf16() if way == "BF16" else self._own()
         self.layers = {}
         for name, kind in self.classes.items():
             self.layers[f"{name}, {count(threads)}"] = self._layer(kind, threads, weights, scales)
@@ -63,15 +62,8 @@ class KtWorker(Worker):
         config.pool = cpu.backend_
         config.max_len = MOST_TOKENS
         for name in ("gate", "up", "down"):
-            if self.way == "Q4_K":
-                setattr(config, f"{name}_proj", weights[name].data_ptr())
-                setattr(config, f"{name}_type", kt_kernel_ext.kvcache.ggml_type.Q4_K)
-                continue
             setattr(config, f"{name}_projs", [[tensor.data_ptr() for tensor in weights[name]]])
             setattr(config, f"{name}_scales", [[tensor.data_ptr() for tensor in scales[name]] or [0] * model.experts])
-        if self.way == "Q4_K":  # its wrapper's numbers
-            config.m_block, config.group_min_len, config.group_max_len = 32, 10, MOST_TOKENS
-            config.hidden_type = kt_kernel_ext.kvcache.ggml_type.BF16
         if self.way in GROUPS:
             config.quant_config.bits, config.quant_config.group_size = GROUPS[self.way]
             config.quant_config.zero_point = False
@@ -92,14 +84,6 @@ class KtWorker(Worker):
         names = ("gate", "up", "down")
         loaded = {name: [tensor(expert, name) for expert in range(self.model.experts)] for name in names}
         return loaded, {name: [] for name in names}
-
-    def _records(self) -> tuple[dict, dict]:
-        """All experts of a projection in one tensor."""
-        names = ("gate", "up", "down")
-        experts = range(self.model.experts)
-        return {
-            name: torch.from_numpy(np.concatenate([self.model.matrix(expert, name)[0] for expert in experts])) for name in names
-        }, {}
 
     def settings(self, tokens: int) -> list[str]:
         return [*self.layers]

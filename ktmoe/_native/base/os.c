@@ -46,7 +46,10 @@ void kt_os_let_go(int fd) {
 }
 
 void *kt_os_map_file(int fd, uint64_t offset, size_t bytes) {
-    if (bytes == 0 || bytes > SIZE_MAX / 2 || offset > INT64_MAX - bytes) return NULL;
+    if (bytes == 0 || bytes > SIZE_MAX / 2 || offset > INT64_MAX - bytes) {
+        errno = EINVAL;
+        return NULL;
+    }
     const size_t within = offset % KT_HUGE_BYTES, span = kt_round_up(bytes, KT_PAGE_BYTES) + KT_HUGE_BYTES;
     /* Addresses whose huge pages begin where the file's do. */
     uint8_t *p = mmap(NULL, span, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

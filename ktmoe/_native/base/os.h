@@ -18,7 +18,7 @@ bool kt_os_file_state(int fd, kt_file_state *state);
 int kt_os_hold(int fd);    /* another descriptor of the same open file, or -1 */
 void kt_os_let_go(int fd); /* closes it; nothing for -1 */
 /* A file's bytes from `offset` on, a multiple of KT_PAGE_BYTES: they are read when they are touched, what is written stays in this
- * process. Huge pages are asked for, which need an offset that is a multiple of theirs. NULL when refused. */
+ * process. Huge pages are asked for, which need an offset that is a multiple of theirs. NULL when refused; errno says why. */
 void *kt_os_map_file(int fd, uint64_t offset, size_t bytes);
 void kt_os_unmap_file(void *p, size_t bytes);
 

@@ -309,7 +309,8 @@ static void clear_fields(const kt_records *o, uint8_t *records, size_t count) {
 /* With their array, of the records from `first` on. */
 static void read_field(const kt_records *o, const kt_field *f, uint8_t *records, size_t first, size_t count) {
     uint8_t *items = f->items + first * f->item_bytes;
-    if (f->moves != 1 || f->move[0].bits < 8) memset(items, 0, count * f->item_bytes);
+    const bool whole = f->moves == 1 && f->move[0].bits == 8 && f->move[0].count == f->item_bytes; /* no bit is left over */
+    if (!whole) memset(items, 0, count * f->item_bytes);
     for (const kt_move *m = f->move; m < f->move + f->moves; m++)
         move(*m, records, o->bytes, items, f->item_bytes, count, TO_ITEMS);
     for (size_t i = 0; f->plus && i < count * f->item_bytes; i++) items[i] = (uint8_t)(items[i] + f->plus);

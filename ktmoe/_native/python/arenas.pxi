@@ -21,6 +21,8 @@ cdef class ArenaFile:
     def __cinit__(self, str name, int fd, offsets):
         self.name = name
         self._file.fd = kt_os_hold(fd)
+        if self._file.fd < 0:
+            raise CacheError(f"{name}: expected a file that can be mapped: {os.strerror(last_errno)}")
         self._held = True
         if not kt_os_file_state(fd, &self._file.state):
             raise CacheError(f"{name}: expected a file that can be looked at, found none")

@@ -16,6 +16,7 @@ import sys
 import numpy as np
 
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from libc.errno cimport errno as last_errno
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
