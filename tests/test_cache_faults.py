@@ -53,7 +53,7 @@ def test_a_fifo_does_not_hang(model):
 
 
 def test_a_descriptor_that_cannot_be_had():
-    with pytest.raises(CacheError, match="^file: expected a file that can be mapped: Bad file descriptor"):
+    with pytest.raises(CacheError, match=r"^file: expected a file that can be mapped: Bad file descriptor"):
         core.ArenaFile("file", -1, [0])
 
 

@@ -53,7 +53,9 @@ PEERS = (
                 "kt-kernel's LLAMAFILE class is left out: the extension's ggml_type ends at BF16, and MXFP4 tensors crash it",
             ),
             "INT4": ("kt-kernel's AVX2RawInt4_MOE is left out: its first call ends with a segmentation fault",),
-            "GGUF Q4_K": ("kt-kernel's LLAMAFILE class is left out: driven as its other classes are, it ends with a segmentation fault",),
+            "GGUF Q4_K": (
+                "kt-kernel's LLAMAFILE class is left out: driven as its other classes are, it ends with a segmentation fault",
+            ),
         },
     ),
     Peer(
