@@ -31,6 +31,7 @@ FORBIDDEN = {
     "cache": {"model", "compat", "quantization"},
     "layer": {"model", "compat"},
     "model": {"compat"},
+    "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native", "reference"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
