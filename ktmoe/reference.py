@@ -147,7 +147,7 @@ def forward(
     integers = "bf16" not in mode.forms
     if rounding == "folded" and integers:
         raise InputError(
-            f"rounding 'folded' needs bf16 rows, found activations {activations!r}, which multiplies integers and folds no scale"
+            f"rounding 'folded' needs bf16 rows, found activations {activations!r}, which multiply integers and fold no scale"
         )
     for projection, format in experts.formats.items():
         if integers and integer_unit(format) is None:
