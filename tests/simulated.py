@@ -86,17 +86,22 @@ MX_LIMITS = {
 MX_LIMITS["mxfp4"]["modelopt"] = MX_LIMITS["mxfp4"]["ceil"]
 
 
-def mx_rows(a, rule):
-    """float32: blocks of 32 by a rule for MXFP4 or MXFP8, with a table of scales and ml_dtypes' rounding. None: as they are."""
+def mx_scales(blocks, rule):
+    """Of blocks [tokens, blocks, k], by a table of all scales."""
+    limits = np.ldexp(MX_LIMITS[rule.target][rule.name], np.arange(-127, 127))
+    return np.ldexp(1.0, np.searchsorted(limits, np.abs(blocks).max(axis=2, keepdims=True), side="right") - 127)
+
+
+def mx_rows(a, rule, scales=mx_scales):
+    """float32: blocks of 32 as a rule for MXFP4 or MXFP8 has them, by ml_dtypes' rounding. None: as they are."""
     if rule is None:
         return a
     largest, dtype = {"mxfp4": (6.0, ml_dtypes.float4_e2m1fn), "mxfp8": (448.0, ml_dtypes.float8_e4m3fn)}[rule.target]
-    limits = np.ldexp(MX_LIMITS[rule.target][rule.name], np.arange(-127, 127))
     tokens, k = a.shape
     blocks = np.pad(a.astype(np.float64), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
     finite = np.isfinite(blocks).all(axis=2, keepdims=True)
     blocks = np.where(finite, blocks, 0.0)
-    scale = np.ldexp(1.0, np.searchsorted(limits, np.abs(blocks).max(axis=2, keepdims=True), side="right") - 127)
+    scale = scales(blocks, rule)
     t = np.clip(blocks / scale, -largest, largest).astype(np.float32)
     if rule.ties == "zero":
         t = np.nextafter(t, np.float32(0))
