@@ -80,8 +80,8 @@ def power_rows(a):
 
 #: target and rule: the largest magnitude from which on a block's scale is 2 instead of 1.
 MX_LIMITS = {
-    "mxfp4": {"floor": 8, "gguf": 8, "round": 6 * 2**0.5, "even": 7, "quark": 7, "ceil": np.nextafter(6, 7)},
-    "mxfp8": {"floor": 512, "round": 448 * 2**0.5, "even": 496, "compressed-tensors": 448, "ceil": np.nextafter(448, 449)},
+    "mxfp4": {"floor": 8.0, "gguf": 8.0, "round": 6 * 2**0.5, "even": 7.0, "quark": 7.0, "ceil": np.nextafter(6, 7)},
+    "mxfp8": {"floor": 512.0, "round": 448 * 2**0.5, "even": 496.0, "compressed-tensors": 448.0, "ceil": np.nextafter(448, 449)},
 }
 MX_LIMITS["mxfp4"]["modelopt"] = MX_LIMITS["mxfp4"]["ceil"]
 
