@@ -66,22 +66,29 @@ def int8_rows(a):
 
 
 def power_rows(a):
-    """The same for numbers of MXFP4, which are integers of at most 96 times a power of two in each block."""
+    """The same for int8 rows of MXFP4's numbers, which are integers of at most 12 times a power of two in each block."""
     tokens, k = a.shape
     groups = np.pad(a.astype(np.float32), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
-    step = np.ldexp(np.float32(1), np.frexp(np.abs(groups).max(axis=2, keepdims=True))[1] - 7)
-    q = groups / step
     finite = np.isfinite(groups).all(axis=2, keepdims=True)
-    assert np.array_equal(q, np.rint(q), equal_nan=True)
-    assert np.abs(np.where(finite, q, 0)).max() <= 96
-    q = np.where(finite, q, 0).astype(np.int64)
-    return q.reshape(tokens, -1)[:, :k], np.where(finite, step, np.float32(np.nan))[..., 0]
+    groups = np.where(finite, groups, np.float32(0))
+    exponent = np.maximum(np.frexp(np.abs(groups).max(axis=2, keepdims=True))[1] - 1, -126)
+    q = np.ldexp(groups, 3 - exponent)
+    assert np.array_equal(q, np.rint(q))
+    assert np.abs(q).max() <= 12
+    step = np.where(finite, np.ldexp(np.float32(1), exponent - 3), np.float32(np.nan))
+    return q.astype(np.int64).reshape(tokens, -1)[:, :k], step[..., 0]
 
 
 #: target and rule: the largest magnitude from which on a block's scale is 2 instead of 1.
 MX_LIMITS = {
     "mxfp4": {"floor": 8.0, "gguf": 8.0, "round": 6 * 2**0.5, "even": 7.0, "quark": 7.0, "ceil": np.nextafter(6, 7)},
-    "mxfp8": {"floor": 512.0, "round": 448 * 2**0.5, "even": 496.0, "compressed-tensors": 448.0, "ceil": np.nextafter(448, 449)},
+    "mxfp8": {
+        "floor": 512.0,
+        "round": 448 * 2**0.5,
+        "even": 496.0,
+        "compressed-tensors": 448.0,
+        "ceil": np.nextafter(448, 449),
+    },
 }
 MX_LIMITS["mxfp4"]["modelopt"] = MX_LIMITS["mxfp4"]["ceil"]
 
