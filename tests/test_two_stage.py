@@ -16,8 +16,7 @@ MODES = ("bf16", "int16", "int8", "mxfp4", "mxfp8", "mxfp8/mxfp4", "mxfp4/bf16",
 
 def served(experts, mode):
     """The backends that run here natively and have this mode for these experts."""
-    names = [name for name in backends.available()]
-    return [name for name in names if isinstance(backends.get(name).lookup(experts, mode), backends.Found)]
+    return [name for name in backends.available() if isinstance(backends.get(name).lookup(experts, mode), backends.Found)]
 
 
 def both(layer, x, ids, weights, unit=32, **options):

@@ -1,4 +1,4 @@
-"""What stages refuse: arrays that are no sorting, rows that are not the mode's, and experts whose arrays do not fit together."""
+"""What stages refuse: arrays that are no sorting, rows that are not the mode's, experts whose arrays do not fit."""
 
 import numpy as np
 import pytest
@@ -153,7 +153,7 @@ def test_h_that_is_none(case, name):
 
 
 def test_modes_without_rounding_take_bfloat16(case):
-    layer, x, sorting, h = case
+    _, x, sorting, h = case
     with MoELayer(random_experts(np.random.default_rng(2), EXPERTS, 96, 64), "auto", "bf16") as layer:
         with pytest.raises(InputError, match="x must be bfloat16 in mode 'bf16', found BlockScaled 'mxfp8'"):
             gemm1(layer, quantize(x, "mxfp8"), sorting)
@@ -167,11 +167,10 @@ def test_modes_without_rounding_take_bfloat16(case):
 
 
 def test_router_weights_that_multiply_x(case):
-    layer, x, sorting, _ = case
-    experts = random_experts(np.random.default_rng(2), EXPERTS, 96, 64)
-    with MoELayer(experts, "auto", "mxfp8", router_weight="expert_input") as layer:
-        with pytest.raises(InputError, match="x must not be rounded yet, since this layer's router weights multiply it"):
-            gemm1(layer, quantize(x, "mxfp8"), sorting)
+    _, x, sorting, _ = case
+    layer = MoELayer(random_experts(np.random.default_rng(2), EXPERTS, 96, 64), "auto", "mxfp8", router_weight="expert_input")
+    with layer, pytest.raises(InputError, match="x must not be rounded yet, since this layer's router weights multiply it"):
+        gemm1(layer, quantize(x, "mxfp8"), sorting)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +210,13 @@ def test_orders_and_rows_that_there_are_not(case):
         gemm1(layer, x, sorting, "swizzled")
     with pytest.raises(InputError, match="to must be one of mxfp4, mxfp8, found 'nvfp4'"):
         quantize(x, "nvfp4")
-    with pytest.raises(InputError, match="rules of mxfp8 are .*, found 'quark'"):
+    with pytest.raises(InputError, match=r"rules of mxfp8 are .*, found 'quark'"):
         quantize(x, "mxfp8", "quark")
     with pytest.raises(InputError, match="must have an even number of columns, found 95"):
         quantize(np.zeros((1, 95), BF16))
     with pytest.raises(InputError, match="rows must be BlockScaled, found tuple"):
         two_stage.dequantize((x, x))
-    with pytest.raises(InputError, match="rows.format must be one of mxfp4, mxfp8, found 'fp8'"):
+    with pytest.raises(InputError, match=r"rows\.format must be one of mxfp4, mxfp8, found 'fp8'"):
         two_stage.dequantize(BlockScaled(x, x, "fp8"))
     with pytest.raises(InputError, match=r"scales must have shape \[any, any\], found \[3\]"):
         two_stage.tile_scales(np.zeros(3, np.uint8))
@@ -235,7 +234,6 @@ BAD_EXPERTS = {
     ),
     "w1 of one expert": ((RAW[0][0], *RAW[1:]), {}, FormatError, r"w1 must be \[experts, rows, columns\], found \[64, 32\]"),
     "odd rows": ((RAW[0][:, :-1], *RAW[1:]), {}, FormatError, "w1 must have a multiple of 2 rows, found 63"),
-    "rows that are no 16s": (RAW, {"interleave": 16}, None, None),
     "half of 32": ((RAW[0][:, :48], *RAW[1:]), {"interleave": 16}, FormatError, "w1 must have a multiple of 32 rows, found 48"),
     "scales of other rows": (
         (RAW[0], RAW[1][:, :-1], *RAW[2:]),
@@ -259,9 +257,6 @@ BAD_EXPERTS = {
 @pytest.mark.parametrize("name", BAD_EXPERTS)
 def test_experts_that_do_not_fit(name):
     arrays, options, error, message = BAD_EXPERTS[name]
-    if error is None:
-        assert two_stage.experts(*arrays, **options).intermediate == 32
-        return
     with pytest.raises(error, match=message):
         two_stage.experts(*arrays, **options)
 

@@ -82,7 +82,7 @@ def test_wrong(mistake, mode):
 
 
 class Seeded:
-    """Experts that are made when they are asked for, since all of them together are large: any codes, and scales of near sizes."""
+    """Experts that are made when they are asked for, since all of them are large: any codes, and scales of near sizes."""
 
     def __init__(self, hidden, intermediate, count):
         self.hidden, self.intermediate, self.count = hidden, intermediate, count

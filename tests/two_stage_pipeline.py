@@ -145,7 +145,7 @@ class Kernel:
     dropped: int | None = None
 
     def __call__(self, experts, x, ids, weights, x_to, h_to, unit=32):
-        """(h, y): float64 [sorted rows of blocks, intermediate] and [tokens, hidden]. x_to, h_to: "mxfp4", "mxfp8" or "bf16"."""
+        """(h, y), float64: [rows of blocks, intermediate] and [tokens, hidden]. x_to, h_to: "mxfp4", "mxfp8" or "bf16"."""
         x = x.astype(np.float64)
         tokens, hidden = x.shape
         token_ids, row_weights, block_experts, (valid, _) = plain_sorting(ids, weights, experts.count, unit)
