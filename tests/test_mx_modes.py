@@ -79,7 +79,7 @@ def test_which_form_serves_a_mode(cpu):
     """int8 has E2M1 of both sides exactly, and is taken where it is faster; all else is bf16."""
     cpu(*ALL_FEATURES)
     of_bf16 = {"amx": "amx", "avx512_bf16": "avx512_bf16", "fp32_lut": "avx512f", "avx2": "avx2"}
-    of_int8 = {"avx512_bf16": "avx512_vnni", "fp32_lut": "avx512_vnni", "avx2": "avx_vnni"}
+    of_int8 = {"fp32_lut": "avx512_vnni", "avx2": "avx_vnni"}
     for name in backends.names():
         find = backends.get(name).lookup
         for mode in ("mxfp8", "mxfp4/mxfp8", "mxfp4/bf16", "bf16/mxfp8:even"):
