@@ -15,7 +15,8 @@ import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.experts import ROUTER_WEIGHTS, ExpertWeights, Matrix
-from ktmoe.reference_operands import ACTIVATIONS, flush_to_zero, operand
+from ktmoe.modes import mode_of
+from ktmoe.reference_operands import flush_to_zero, operand
 from ktmoe.reference_weights import (
     BLOCK,
     INTEGER_KINDS,
@@ -35,7 +36,6 @@ from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import Minimum, WeightFormat
 
 __all__ = [
-    "ACTIVATIONS",
     "ACTIVATION_ROUNDINGS",
     "BLOCK",
     "EXP_RELATIVE_ERROR",
@@ -125,7 +125,8 @@ def forward(
     expert_weights: [tokens, top_k], float32. router_weight: what they multiply, one of ROUTER_WEIGHTS.
     columns: which outputs to compute, an index along hidden. To check samples, pass a few tokens' rows and a few columns.
     block: products that a backend may add in any order, see BLOCK; intermediate or hidden, whichever is larger, allows any.
-    activations: what the linear maps take, one of ACTIVATIONS. Integers exist for the formats that have an integer_unit.
+    activations: what the linear maps take, the name of a mode as ktmoe.modes has it. "int16" and "int8" exist for the formats
+    that have an integer_unit. Of MX modes the bound holds for each form of rows that a backend may have.
     rounding: one of ROUNDING. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
     tuned_for: one of TUNED_FOR. "prefill": the bound also holds for a backend that multiplies by two numbers a weight in each
     matrix that splits(); y is the same.
@@ -138,18 +139,18 @@ def forward(
         raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
     if out_dtype not in ("bfloat16", "float32"):
         raise InputError(f"out_dtype must be 'bfloat16' or 'float32', found {out_dtype!r}")
-    if activations not in ACTIVATIONS:
-        raise InputError(f"activations must be one of {ACTIVATIONS}, found {activations!r}")
     if rounding not in ROUNDING:
         raise InputError(f"rounding must be one of {ROUNDING}, found {rounding!r}")
     if tuned_for not in TUNED_FOR:
         raise InputError(f"tuned_for must be one of {TUNED_FOR}, found {tuned_for!r}")
-    if rounding == "folded" and activations != "bf16":
+    mode = mode_of(activations)
+    integers = "bf16" not in mode.forms
+    if rounding == "folded" and integers:
         raise InputError(
-            f"rounding 'folded' needs activations 'bf16', found {activations!r}, which multiplies integers and folds no scale"
+            f"rounding 'folded' needs bf16 rows, found activations {activations!r}, which multiply integers and fold no scale"
         )
     for projection, format in experts.formats.items():
-        if activations != "bf16" and integer_unit(format) is None:
+        if integers and integer_unit(format) is None:
             raise InputError(
                 f"activations {activations!r} need 8-bit integers, or 4-bit ones up to 16, less zero points, times one power of"
                 f" two from 2**-8 to 1, without scales or with {', '.join(INTEGER_KINDS)} scales per 1x32, a multiple of it or,"
@@ -157,6 +158,7 @@ def forward(
                 f" {format.description}"
             )
     cuts = _cuts(experts, shards)
+    of_x, of_h = (mode.name if integers else side or "bf16" for side in (mode.x, mode.h))
     how = block, activations, rounding, tuned_for
     y = np.zeros((len(cuts), len(x), len(np.arange(experts.hidden)[columns])))  # of each shard
     eps, size = np.zeros_like(y), np.zeros_like(y)
@@ -167,14 +169,14 @@ def forward(
             a = x[token]
             if router_weight == "expert_input":
                 a = round_bfloat16((a * r).astype(np.float32))
-            a, eps_a = operand(a, a, a, activations)
+            a, eps_a = operand(a, a, a, of_x)
             g, eps_g = linear(experts.matrix(expert, "gate"), a, eps_a, *how)
             u, eps_u = linear(experts.matrix(expert, "up"), a, eps_a, *how)
             h, eps_h = activate(experts.activation, g, eps_g, u, eps_u)
             if router_weight == "down_input":
                 h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
             # rounding is monotone: a backend's h lies between the roundings of h - eps_h and h + eps_h
-            h, eps_h = operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), activations)
+            h, eps_h = operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), of_h)
             down = experts.matrix(expert, "down")
             # the whole matrix folds or does not, whatever one of its parts might do
             of_down = (
@@ -238,6 +240,7 @@ def linear(
 ) -> tuple[np.ndarray, np.ndarray]:
     """a @ W.T, times the factor, + bias, and the error of a float32 sum of exact products that adds blocks in ascending k.
 
+    a is as operand() made it. activations: the mode; rows may have any of its forms that the format has kernels for.
     Where a sum before a block is s, none inside it exceeds |s| + sum |a w|, and adding n products takes n roundings in any
     order: an error of gamma(n) times that (Higham 2002, "Accuracy and Stability of Numerical Algorithms", eq. 4.4). s is of all
     k before; or of the scale's group, if the group's sum is then multiplied by the scale and added to the total. The total of
@@ -251,7 +254,9 @@ def linear(
     split = tuned_for == "prefill" and scales is not None and splits(matrix)
     of_terms = term_sizes(matrix, rows) if split else None
     group, block = _groups(given.group if scales is not None else None, format, matrix.shape[1], block)
-    unit = integer_unit(format) if activations != "bf16" else 1.0
+    forms = mode_of(activations).forms
+    integers = [form for form in forms if form != "bf16" and integer_unit(format) is not None]
+    unit = integer_unit(format) if integers else 1.0
     limit = MAX_FLOAT32 / (1 + _gamma(matrix.shape[1] + 1))
     total, eps, spread = (np.zeros((len(a), len(weights))) for _ in range(3))  # spread: what changed operands can have added
     less = _Minima(format.offset.scale.extent[1], total) if minima is not None else None
@@ -280,21 +285,24 @@ def linear(
                 unscaled = np.where(smallest > 0, in_group / smallest, sizes * given.largest)
             overflow |= (unscaled / unit >= limit) | (largest > MAX_FLOAT32)
             flush = flush * np.maximum(largest, 1.0)
-            if format.family == "i8" and activations != "bf16":  # it may multiply the scale of x first, which is below |x|
+            if format.family == "i8" and integers:  # it may multiply the scale of x first, which is below |x|
                 overflow |= size.max(axis=1, keepdims=True) * largest >= limit
             if format.super_scale:  # what rounding its product with a scale changes, where that is denormal
                 lost = (smallest < TINY) * 2.0**-149 * sizes * given.largest
                 flush = flush + lost
         sums = -(-len(w) // min(group, BLOCK))  # that are scaled and added to the total
-        if activations != "bf16":  # each of them is exact
-            of_sums = _gamma(_before_the_fma(format, activations)) * terms + lost
+        error = np.zeros_like(total)
+        if integers:  # each of the sums is exact
+            of_sums = _gamma(max(_before_the_fma(format, form) for form in integers)) * terms + lost
             error = of_sums + _gamma(sums) * (of_all + of_sums) + sums * TINY
-        elif scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
-            # such a scale may also be folded into the weights, whose products are then added to the total
-            error = _gamma(n) * np.maximum(of_group, of_all) + flush
-        else:
-            error = _gamma(n + bool(format.super_scale)) * of_group + _gamma(sums) * of_all + flush
-        if split and activations == "bf16":
+        if "bf16" in forms:
+            if scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
+                # such a scale may also be folded into the weights, whose products are then added to the total
+                of_bf16 = _gamma(n) * np.maximum(of_group, of_all) + flush
+            else:
+                of_bf16 = _gamma(n + bool(format.super_scale)) * of_group + _gamma(sums) * of_all + flush
+            error = np.maximum(error, of_bf16)
+        if split and "bf16" in forms:
             of_two = of_all + size @ of_terms[:, k].T - terms
             overflow |= of_two >= limit
             error = np.maximum(error, _gamma(2 * n) * of_two + (1 + _gamma(2 * n)) * 2 * n * TINY)
@@ -310,10 +318,10 @@ def linear(
     return _finish(matrix, rows, total, eps + spread)
 
 
-def _before_the_fma(format: WeightFormat, activations: str) -> int:
+def _before_the_fma(format: WeightFormat, form: str) -> int:
     """Roundings of an exact sum of integers, or of the scales that multiply it, before an FMA adds it to the total."""
-    of_float32 = format.family == "i8" and activations == "int16"  # such a sum has more than 24 bits
-    of_scales = format.super_scale is not None and format.family == "i8" and activations == "int8"  # that of x times the others
+    of_float32 = format.family == "i8" and form == "int16"  # such a sum has more than 24 bits
+    of_scales = format.super_scale is not None and format.family == "i8" and form == "int8"  # that of x times the others
     return of_float32 + of_scales + (format.super_scale is not None)
 
 

@@ -1,46 +1,61 @@
-"""What the reference's linear maps take: bfloat16 rows as they are, or quantised to integers, and how far off these can be."""
+"""What the reference's linear maps take: bfloat16 rows as they are, or quantised by blocks, and how far off these can be."""
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
+from ktmoe.quantization.rules import Rule
+from ktmoe.reference_mx import mx_blocks
 from ktmoe.reference_weights import BLOCK, TINY, round_bfloat16
 
-#: What a linear map takes: bfloat16 rows as they are, or each group of 32 as 16-bit integers times one power of two, or as
-#: 8-bit integers times one bfloat16 number.
-ACTIVATIONS = ("bf16", "int16", "int8")
-#: "int8": the largest integer, and the least maximum of a group, whose scale is 2**-118.
+#: "int8": the largest integer, and the least maximum of a block, whose scale is 2**-118.
 LARGEST_INT8 = 127
 LEAST_INT8_MAXIMUM = 127 * 2.0**-118
-#: Scales, neighbouring bfloat16 numbers, that are tried where a group's is not certain; beyond, half of the largest is added.
+#: Scales, neighbouring bfloat16 numbers, that are tried where a block's is not certain; beyond, half of the largest is added.
 INT8_SCALES = 8
 
 
-def operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, activations: str) -> tuple[np.ndarray, np.ndarray]:
-    """What a linear map takes for bfloat16 rows a, and its error, given that a backend's rows lie between low and high."""
-    if activations != "bf16":
-        return _quantise(a, low, high, _int16 if activations == "int16" else _int8)
-    eps = np.maximum(high - a, a - low)
-    return a, eps + flush_to_zero(a, eps)
+def operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, side: str | Rule) -> tuple[np.ndarray, np.ndarray]:
+    """What a linear map takes for bfloat16 rows a, and its error, given that a backend's rows lie between low and high.
+
+    side: "bf16", rows as they are; or what each block of 32 is: "int16", 16-bit integers times one power of two; "int8", 8-bit
+    integers times one bfloat16 number; a rule of an MX format, its numbers times one power of two.
+    """
+    if side == "bf16":
+        eps = np.maximum(high - a, a - low)
+        return a, eps + flush_to_zero(a, eps)
+    if not isinstance(side, Rule):
+        return _quantise(a, low, high, _int16 if side == "int16" else _int8)
+    with np.errstate(invalid="ignore"):
+        quantised, eps = _quantise(a, low, high, functools.partial(_mx, side))
+        return quantised, eps + flush_to_zero(quantised, eps)
 
 
-def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray, integers) -> tuple[np.ndarray, np.ndarray]:
-    """Each group of 32 as _int16 or _int8 make it, and what that can be off for rows between low and high."""
+def _quantise(a: np.ndarray, low: np.ndarray, high: np.ndarray, blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Each block of 32 as _int16, _int8 or _mx make it, and what that can be off for rows between low and high."""
     tokens, k = a.shape
     a, low, high = (np.pad(v, ((0, 0), (0, -k % BLOCK))).reshape(tokens, -(-k // BLOCK), BLOCK) for v in (a, low, high))
     finite = np.isfinite(low + high).all(axis=2, keepdims=True)
-    quantised, eps = integers(*(np.where(finite, v, 0.0) for v in (a, low, high)))
+    quantised, eps = blocks(*(np.where(finite, v, 0.0) for v in (a, low, high)))
     quantised, eps = np.where(finite, quantised, np.nan), np.where(finite, eps, np.inf)
     return quantised.reshape(tokens, -1)[:, :k], eps.reshape(tokens, -1)[:, :k]
 
 
 def _maxima(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The groups' maximum magnitudes: of a, and the least and the largest of anything between low and high."""
+    """The blocks' maximum magnitudes: of a, and the least and the largest of anything between low and high."""
     return tuple(v.max(axis=2, keepdims=True) for v in (np.abs(a), np.maximum(low, -high), np.maximum(-low, high)))
 
 
+def _mx(rule: Rule, a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each block: by a rule of an MX format."""
+    _, least, most = _maxima(a, low, high)
+    return mx_blocks(least, most, a, low, high, rule.target, rule.name)
+
+
 def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each group, whose maximum is M: RNE(a / s) * s, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
+    """For each block, whose maximum is M: RNE(a / s) * s, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
 
     def nearest(v, e):
         return np.ldexp(np.rint(np.ldexp(v, 14 - e)), e - 14)
@@ -55,7 +70,7 @@ def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray
 
 
 def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each group, whose maximum is M, at least LEAST_INT8_MAXIMUM: RNE(a / s) * s, where s = M / 127, to bfloat16."""
+    """For each block, whose maximum is M, at least LEAST_INT8_MAXIMUM: RNE(a / s) * s, where s = M / 127, to bfloat16."""
 
     def nearest(v, s):
         # float64 rounds the quotient of two numbers of 8 bits neither to half an integer nor away from it

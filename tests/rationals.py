@@ -1,10 +1,15 @@
 """The reference's definitions once more, one scalar at a time in rational arithmetic."""
 
+import bisect
 import functools
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
+
+from ktmoe.modes import mode_of
+from ktmoe.quantization.rules import Rule
 
 
 def bfloat16s(bits):
@@ -139,14 +144,64 @@ def int8_step(largest):
     return nearest_bfloat16(max(largest, Fraction(127, 2**118)) / 127)
 
 
-def quantised_by_rationals(row, activations):
-    """What a mode makes of one row of Fractions, one element at a time."""
+def floor_log2(a):
+    """Of a positive rational number."""
+    exponent = a.numerator.bit_length() - a.denominator.bit_length()
+    return exponent if a >= Fraction(2) ** exponent else exponent - 1
+
+
+def mx_step(largest, rule):
+    """The scale of a block with this largest magnitude, as the words of a rule for MXFP4 or MXFP8 say it."""
+    if largest == 0:
+        return Fraction(1, 2**127)
+    words = re.fullmatch(
+        r"2\^(?:(ceil|round)\(log2\(M / (\d+)\)\)|\(floor\(log2 M'?\) - (\d)\)(?:, M' = M rounded to (\d) bits? .*, ties up)?)",
+        rule.scale,
+    )
+    how, share, less, bits = words.groups()
+    if how:
+        share = largest / int(share)
+        exponent = floor_log2(share)
+        beyond = share / Fraction(2) ** exponent  # from 1 to below 2
+        exponent += beyond > 1 if how == "ceil" else beyond**2 > 2
+    else:
+        if bits:
+            quantum = Fraction(2) ** (floor_log2(largest) - int(bits))
+            largest = math.floor(largest / quantum + Fraction(1, 2)) * quantum
+        exponent = floor_log2(largest) - int(less)
+    return Fraction(2) ** min(max(exponent, -127), 127)
+
+
+#: target: the sizes of its element's numbers, in the order of their codes.
+MX_SIZES = {"mxfp4": [float_of(code, 2, 1) for code in range(8)], "mxfp8": [e4m3(code) for code in range(127)]}
+
+
+def mx_number(quotient, rule):
+    """The nearest number of a rule's element; of two that are equally near, that which the rule has."""
+    sizes = MX_SIZES[rule.target]
+    above = min(bisect.bisect_left(sizes, abs(quotient)), len(sizes) - 1)
+    below = max(above - 1, 0)
+    to_below, to_above = abs(quotient) - sizes[below], sizes[above] - abs(quotient)
+    if to_below == to_above:
+        code = below if rule.ties == "zero" or below % 2 == 0 else above
+    else:
+        code = below if to_below < to_above else above
+    return sizes[code] if quotient >= 0 else -sizes[code]
+
+
+def quantised_by_rationals(row, side):
+    """What a mode makes of one row of Fractions, one element at a time. side: "int16", "int8", or a rule for an MX format."""
     result = []
     for start in range(0, len(row), 32):
         group = row[start : start + 32]
-        step = {"int16": int16_step, "int8": int8_step}[activations](max(map(abs, group)))
+        largest = max(map(abs, group))
+        if isinstance(side, Rule):
+            step = mx_step(largest, side)
+            result += [mx_number(v / step, side) * step for v in group]
+            continue
+        step = {"int16": int16_step, "int8": int8_step}[side](largest)
         integers = [round(v / step) for v in group]  # half to even
-        assert max(map(abs, integers)) <= {"int16": 32640, "int8": 127}[activations]
+        assert max(map(abs, integers)) <= {"int16": 32640, "int8": 127}[side]
         result += [q * step for q in integers]
     return result
 
@@ -165,9 +220,13 @@ def naive_forward(experts, x, ids, weights, mask, router_weight, activations="bf
         rows = [[weight_of(matrix, row, i, matrix.name in rounded) for i in range(k)] for row in range(n)]
         return [[w * factor_of(matrix, row) for w in of_row] for row, of_row in enumerate(rows)]
 
+    mode = mode_of(activations)
+    sides = dict.fromkeys(("gate", "up"), mode.x) | {"down": mode.h}
+
     def linear(expert, projection, a):
         matrix = experts.matrix(expert, projection)
-        a = a if activations == "bf16" else quantised_by_rationals(a, activations)
+        side = activations if activations in ("int16", "int8") else sides[projection]
+        a = quantised_by_rationals(a, side) if side else a
         bias = [Fraction(0)] * matrix.shape[0] if matrix.bias is None else [Fraction(float(b)) for b in matrix.bias]
         return [
             b + sum(w * v for w, v in zip(of_row, a, strict=True))

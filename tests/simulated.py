@@ -1,10 +1,12 @@
 """Backends simulated in float32 numpy, for the tests of the reference's bound."""
 
+import ml_dtypes
 import numpy as np
 from helpers import SUPER_SCALED
 from reference_experts import BFLOAT16
 
 from ktmoe import reference
+from ktmoe.modes import mode_of
 from ktmoe.reference import BLOCK, EXP_RELATIVE_ERROR, TINY, forward
 from ktmoe.weights.elements import E2M1, INT8_PLUS_128, UINT4
 from ktmoe.weights.formats import (
@@ -63,6 +65,45 @@ def int8_rows(a):
     return q.reshape(tokens, -1)[:, :k], step[..., 0]
 
 
+def power_rows(a):
+    """The same for numbers of MXFP4, which are integers of at most 96 times a power of two in each block."""
+    tokens, k = a.shape
+    groups = np.pad(a.astype(np.float32), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
+    step = np.ldexp(np.float32(1), np.frexp(np.abs(groups).max(axis=2, keepdims=True))[1] - 7)
+    q = groups / step
+    finite = np.isfinite(groups).all(axis=2, keepdims=True)
+    assert np.array_equal(q, np.rint(q), equal_nan=True)
+    assert np.abs(np.where(finite, q, 0)).max() <= 96
+    q = np.where(finite, q, 0).astype(np.int64)
+    return q.reshape(tokens, -1)[:, :k], np.where(finite, step, np.float32(np.nan))[..., 0]
+
+
+#: target and rule: the largest magnitude from which on a block's scale is 2 instead of 1.
+MX_LIMITS = {
+    "mxfp4": {"floor": 8, "gguf": 8, "round": 6 * 2**0.5, "even": 7, "quark": 7, "ceil": np.nextafter(6, 7)},
+    "mxfp8": {"floor": 512, "round": 448 * 2**0.5, "even": 496, "compressed-tensors": 448, "ceil": np.nextafter(448, 449)},
+}
+MX_LIMITS["mxfp4"]["modelopt"] = MX_LIMITS["mxfp4"]["ceil"]
+
+
+def mx_rows(a, rule):
+    """float32: blocks of 32 by a rule for MXFP4 or MXFP8, with a table of scales and ml_dtypes' rounding. None: as they are."""
+    if rule is None:
+        return a
+    largest, dtype = {"mxfp4": (6.0, ml_dtypes.float4_e2m1fn), "mxfp8": (448.0, ml_dtypes.float8_e4m3fn)}[rule.target]
+    limits = np.ldexp(MX_LIMITS[rule.target][rule.name], np.arange(-127, 127))
+    tokens, k = a.shape
+    blocks = np.pad(a.astype(np.float64), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
+    finite = np.isfinite(blocks).all(axis=2, keepdims=True)
+    blocks = np.where(finite, blocks, 0.0)
+    scale = np.ldexp(1.0, np.searchsorted(limits, np.abs(blocks).max(axis=2, keepdims=True), side="right") - 127)
+    t = np.clip(blocks / scale, -largest, largest).astype(np.float32)
+    if rule.ties == "zero":
+        t = np.nextafter(t, np.float32(0))
+    rounded = np.where(finite, t.astype(dtype).astype(np.float64) * scale, np.nan)
+    return rounded.reshape(tokens, -1)[:, :k].astype(np.float32)
+
+
 def tdpbf16ps(x, *terms):
     """x @ w.T, float32, w the sum of terms: for each 32 k and each term a chain over the even k and one over the odd, whose sum
     is added to the total."""
@@ -103,10 +144,10 @@ KINDS = ("portable", "fma", "fma by 32", "vdpbf16ps", "int16", "int8", "amx", "a
 INTEGERS = ("int16", "int8")
 
 
-def options(kind):
-    """What the reference is to be asked for."""
+def options(kind, mode=None):
+    """What the reference is to be asked for. mode: the name of an MX mode."""
     return {
-        "activations": kind if kind in INTEGERS else "bf16",
+        "activations": mode or (kind if kind in INTEGERS else "bf16"),
         "rounding": "folded" if kind == "amx folded" else "exact",
         "tuned_for": "prefill" if kind == "amx terms" else "decode",
     }
@@ -123,10 +164,11 @@ def allow_folding(scales, codebook):
 @np.errstate(all="ignore")
 def simulated_linear(matrix, a, kind, shard=None):
     """A backend's float32 [tokens, n]; kind is one of KINDS, or "descending": all products from the last k to the first; or
-    "vdpbf16ps folded": that with E4M3 scales folded, as no backend of ours does it.
+    "vdpbf16ps folded": that with E4M3 scales folded, as no backend of ours does it; or "int8 powers": int8 of MXFP4's numbers.
 
     shard: (first, last), to add the products of these k only, and the bias if they begin at 0. All else is as for all k.
     """
+    rows, kind = (power_rows, "int8") if kind == "int8 powers" else (int8_rows if kind == "int8" else int16_rows, kind)
     n, k = matrix.shape
     first, last = shard or (0, k)
     a, width = a.astype(np.float32), k
@@ -178,7 +220,7 @@ def simulated_linear(matrix, a, kind, shard=None):
     else:
         unit = np.float32(0.5 if matrix.format.element == E2M1 else 1.0)
         total = np.zeros((len(a), n), np.float32)
-        integers, steps = (int8_rows if kind == "int8" else int16_rows)(a)
+        integers, steps = rows(a)
         for start in range(first, last, 32 if scale is None else width):
             at = slice(start, min(start + (32 if scale is None else width), last))
             factor = np.ones(n, np.float32) if scale is None else scales[:, start // scale.extent[1]]
@@ -239,16 +281,16 @@ def less_minima(total, a, minima, width, at, last):
     return total
 
 
-def simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards=None):
-    """A backend in float32 numpy. Its exp errs by almost all that a backend's may, at random."""
-    y, *others = simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards)
+def simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards=None, rules=(None, None)):
+    """A backend in float32 numpy. Its exp errs by almost all that a backend's may, at random. rules: what rounds x and h."""
+    y, *others = simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards, rules)
     for other in others:
         with np.errstate(over="ignore", invalid="ignore"):
             y = y + other
     return y
 
 
-def simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards=None):
+def simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards=None, rules=(None, None)):
     """What simulated_forward() adds: an output for each shard of the intermediate dimension, one if there are none."""
 
     def exp(z):
@@ -257,6 +299,7 @@ def simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards=N
 
     alpha, limit, offset = (np.float32(getattr(experts.activation, v)) for v in ("alpha", "limit", "up_offset"))
     one = np.float32(1)
+    of_x, of_h = rules
     x = np.asarray(x).astype(np.float32)
     shards = shards or [(0, experts.intermediate)]
     y = np.zeros((len(shards), len(x), experts.hidden), np.float32)
@@ -270,21 +313,24 @@ def simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards=N
                 a = x[token]
                 if router_weight == "expert_input":
                     a = (a * r).astype(BFLOAT16)
+                a = mx_rows(a, of_x)
                 g = np.minimum(simulated_linear(experts.matrix(expert, "gate"), a, kind), limit)
                 u = np.clip(simulated_linear(experts.matrix(expert, "up"), a, kind), -limit, limit) + offset
                 e = exp(-alpha * g)
                 h = u * (g / (one + e)) if kind == "portable" else (u * g) * (one / (one + e))
                 h = (h * r if router_weight == "down_input" else h).astype(BFLOAT16)
+                h = mx_rows(flushed(h) if kind in ("vdpbf16ps", "amx") else h, of_h)
                 for of_shard, shard in zip(y, shards, strict=True):
                     d = simulated_linear(experts.matrix(expert, "down"), h, kind, shard)
                     of_shard[token] += r * d if router_weight == "down_output" else d
     return y
 
 
-def worst(experts, x, ids, weights, kind, rng, router_weight="down_output", shards=None):
-    """The worst error against the bound for both output dtypes, and the float32 reference."""
-    y = simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards)
-    given = {"router_weight": router_weight, "shards": shards} | options(kind)
+def worst(experts, x, ids, weights, kind, rng, router_weight="down_output", shards=None, mode=None):
+    """The worst error against the bound for both output dtypes, and the float32 reference. mode: the name of an MX mode."""
+    rules = (mode_of(mode).x, mode_of(mode).h) if mode else (None, None)
+    y = simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards, rules)
+    given = {"router_weight": router_weight, "shards": shards} | options(kind, mode)
     float32, bfloat16 = (forward(experts, x, ids, weights, out_dtype=d, **given) for d in ("float32", "bfloat16"))
     assert np.array_equal(float32.y, bfloat16.y, equal_nan=True)
     with np.errstate(over="ignore", invalid="ignore"):

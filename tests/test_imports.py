@@ -33,6 +33,7 @@ FORBIDDEN = {
     "model": {"compat"},
     "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native", "reference"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_mx": {"backends", "_native", "layer", "model", "machine", "loaders", "quantization"},
     "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
 }
