@@ -159,10 +159,7 @@ class MoELayer:
         if weights.dtype != np.float32:
             raise InputError(f"expert_weights must be float32, found {weights.dtype}")
         _expect("expert_weights", weights, ids.shape)
-        mask = self.expert_mask
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (self.num_experts,):
-            found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
-            raise InputError(f"expert_mask must be a bool array [{self.num_experts}], found {found}")
+        mask = mask_of(self)
         if out is None:
             target, result = np.empty(given.array.shape, given.array.dtype), None
         else:
@@ -275,6 +272,15 @@ class MoELayer:
         if not same and np.may_share_memory(like.array, given.array):
             raise InputError("out must be x itself or not overlap it; found a partial overlap")
         return like.array
+
+
+def mask_of(layer: MoELayer) -> np.ndarray:
+    """The layer's expert_mask. Raises InputError if somebody has set it to anything but bool [num_experts]."""
+    mask = layer.expert_mask
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (layer.num_experts,):
+        found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
+        raise InputError(f"expert_mask must be a bool array [{layer.num_experts}], found {found}")
+    return mask
 
 
 def open_cache(cache: str | os.PathLike, checkpoint: str | os.PathLike, physical_to_logical: object) -> Cache:

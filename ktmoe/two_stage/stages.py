@@ -1,0 +1,141 @@
+"""gemm1() and gemm2(): the two stages of a layer on sorted rows. Together they have the bits of MoELayer.forward()."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktmoe import arrays
+from ktmoe.errors import ClosedError, InputError, UnavailableError
+from ktmoe.layer import MoELayer, mask_of
+from ktmoe.messages import show
+from ktmoe.modes import mode_of
+from ktmoe.quantization import Rule
+from ktmoe.two_stage.kinds import expect_shape, give
+from ktmoe.two_stage.pairs import Pairs, pairs_of
+from ktmoe.two_stage.rows import BlockScaled, checked, quantized, values
+from ktmoe.two_stage.scales import checked_order, tiled
+from ktmoe.two_stage.sorting import Sorting
+
+#: dtypes of y.
+DTYPES = {"bfloat16": arrays.BF16, "float32": np.dtype(np.float32)}
+
+
+def gemm1(layer: MoELayer, x, sorting: Sorting, scale_order: str = "plain"):
+    """h, the activation of gate and up, of each sorted row: [sorted rows, intermediate].
+
+    layer: its mode says what x and h are rounded to, its expert_mask which experts sorting's numbers count.
+    x: [tokens, hidden], bfloat16, uint16 that holds its bits, float32, or a torch CPU tensor of bfloat16 or float32, which is
+    rounded as the layer's mode says; or BlockScaled of the mode's format for x, which is taken as it is.
+    h is BlockScaled, its scales in scale_order, where the mode rounds h to mxfp4 or mxfp8; else bfloat16. It is a torch tensor
+    if x is. Rows of padding, and those behind the blocks, have zeros. A router weight is part of h where the layer's
+    router_weight is "down_input" or "expert_input".
+    Raises InputError, ClosedError after layer.close(), UnavailableError if the layer's backend has no stages.
+    """
+    packed, mode, mask = _of(layer)
+    order = checked_order(scale_order)
+    pairs = pairs_of(sorting, mask)
+    rounded = isinstance(x, BlockScaled)
+    if rounded:
+        torch = arrays.is_torch(x.codes)
+        x = values(*_quantised(x, "x", layer.hidden, mode.x, layer), x.format)
+        if layer.router_weight == "expert_input":
+            raise InputError("x must not be rounded yet, since this layer's router weights multiply it; found BlockScaled")
+    else:
+        torch = arrays.is_torch(x)
+        x = arrays.view(x, "x").array
+    expect_shape("x", x, (pairs.tokens, layer.hidden))
+    # rows that a rule rounds stand without padding first
+    count, rows = (pairs.size, pairs.rows) if mode.h is None else (len(pairs.filled), pairs.places)
+    h = np.zeros((count, layer.intermediate), np.uint16)
+    if pairs.filled.size:
+        packed.gate_up(np.ascontiguousarray(x), pairs.ids, pairs.weights, mask.view(np.uint8), rows, h, rounded)
+    if mode.h is None:
+        return give(h, torch)
+    codes, scales = (_spread(array, pairs) for array in quantized(h, mode.h))
+    return BlockScaled(give(codes, torch), give(tiled(scales, order), torch), mode.h.target, scale_order)
+
+
+def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=None):
+    """y [tokens, hidden]: of each token the sum of its rows of h through down, each times its router weight.
+
+    h: what gemm1() gives for this layer, or another kernel's: BlockScaled of the mode's format for h, or bfloat16 where the
+    mode rounds no h; [sorted rows, intermediate], or as many rows as num_valid_ids says. Rows of padding are not read.
+    dtype: "bfloat16" or "float32". out: written and returned if given, C-contiguous, [tokens, hidden] of that dtype; it must
+    not overlap h. y is a torch tensor if h is. A token without rows gets zeros.
+    Sums are in ascending expert, then slot, whatever order the rows have. Router weights are not multiplied where they are part
+    of h. Raises as gemm1().
+    """
+    packed, mode, mask = _of(layer)
+    pairs = pairs_of(sorting, mask)
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, found {show(dtype)}")
+    if mode.h is None:
+        if isinstance(h, BlockScaled):
+            raise InputError(f"h must be bfloat16 in mode {layer.activations!r}, found BlockScaled {h.format}")
+        torch, given = arrays.is_torch(h), arrays.view(h, "h").array
+        if given.dtype != np.uint16:
+            raise InputError(f"h must be bfloat16, found {given.dtype}")
+        expect_shape("h", given, (None, layer.intermediate))
+        _enough(given, pairs)
+        given, rows = np.ascontiguousarray(given), pairs.rows
+    else:
+        codes, scales = _quantised(h, "h", layer.intermediate, mode.h, layer)
+        _enough(codes, pairs)
+        torch, given, rows = arrays.is_torch(h.codes), values(codes[pairs.filled], scales[pairs.filled], h.format), pairs.places
+    shape = pairs.tokens, layer.hidden
+    y = np.empty(shape, DTYPES[dtype]) if out is None else _checked_out(out, shape, dtype, torch, given)
+    bits = y if y.dtype == np.float32 else y.view(np.uint16)
+    if pairs.filled.size:
+        packed.down(given, pairs.ids, pairs.weights, mask.view(np.uint8), rows, bits)
+    else:
+        bits[...] = 0
+    return give(y, torch) if out is None else out
+
+
+def _of(layer: MoELayer):
+    """The packed weights, the mode and a copy of the mask, which may change meanwhile."""
+    if not isinstance(layer, MoELayer):
+        raise InputError(f"layer must be a MoELayer, found {type(layer).__name__}")
+    packed = layer.packed  # once: close() may come from another thread
+    if packed is None:
+        raise ClosedError(f"{layer.name}: a stage after close()")
+    if not hasattr(packed, "gate_up"):
+        raise UnavailableError(f"{layer.name}: backend {layer.backend!r} has no stages of its own")
+    return packed, mode_of(layer.activations), mask_of(layer).copy()
+
+
+def _quantised(rows, name: str, columns: int, rule: Rule | None, layer: MoELayer) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and plain scales of rows that must be what the layer's mode makes of x or h."""
+    wanted = rule.target if rule else "bfloat16"
+    if not isinstance(rows, BlockScaled) or rows.format != wanted:
+        found = f"BlockScaled {show(rows.format)}" if isinstance(rows, BlockScaled) else type(rows).__name__
+        raise InputError(f"{name} must be {wanted} in mode {layer.activations!r}, found {found}")
+    return checked(rows, name, columns)
+
+
+def _enough(h: np.ndarray, pairs: Pairs) -> None:
+    if len(h) < pairs.valid:
+        raise InputError(f"h must have the {pairs.valid} rows that num_valid_ids says, or more, found {len(h)}")
+
+
+def _spread(rows: np.ndarray, pairs: Pairs) -> np.ndarray:
+    """Rows of pairs at their places among the sorted rows; others are zeros."""
+    spread = np.zeros((pairs.size, rows.shape[1]), rows.dtype)
+    spread[pairs.filled] = rows
+    return spread
+
+
+def _checked_out(out, shape: tuple[int, int], dtype: str, torch: bool, h: np.ndarray) -> np.ndarray:
+    array = arrays.view(out, "out").array
+    if array.dtype == np.uint16:
+        array = array.view(arrays.BF16)
+    if arrays.is_torch(out) != torch or array.dtype != DTYPES[dtype]:
+        wanted = f"{'a torch tensor' if torch else 'an array'} of {dtype}"
+        raise InputError(f"out must be {wanted}, found {type(out).__name__} of {array.dtype}")
+    expect_shape("out", array, shape)
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        found = f"strides {array.strides}, writeable {array.flags.writeable}"
+        raise InputError(f"out must be C-contiguous and writeable; found {found}")
+    if np.may_share_memory(array, h):
+        raise InputError("out must not overlap h: it is written before all of h has been read")
+    return array
