@@ -6,7 +6,7 @@ from bench.results_file import Results, digits
 
 NONE = "-"
 #: What tells lines of the table apart. beside: what the same calls took turns with.
-NAMES = ("backend", "isa", "activations", "beside")
+NAMES = ("backend", "isa", "form", "activations", "beside")
 
 
 def part(made: dict, rows: list[dict]) -> dict:
@@ -31,6 +31,6 @@ def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         for mode in modes["mode"]:
             calls = {call["work"]: call for call in mode["call"]}
             cells = (f"{calls[w]['ms']:.3g} ms, {calls[w]['ratio']:.2f} x" if w in calls else NONE for w in works)
-            names = f"`{mode['backend']}`", mode["isa"], f"`{mode['activations']}`", mode["beside"]
+            names = f"`{mode['backend']}`", mode["isa"], mode["form"], f"`{mode['activations']}`", mode["beside"]
             rows.append((*names, label, *cells))
-    return ("backend", "instruction set", "activations", "beside", "CPU", *works), rows
+    return ("backend", "instruction set", "rows", "activations", "beside", "CPU", *works), rows

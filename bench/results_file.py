@@ -85,6 +85,7 @@ SCHEMA = {
             {
                 "backend": str,
                 "isa": str,
+                "form": str,
                 "activations": str,
                 "beside": str,
                 "call": [{"work": str, "tokens": int, "ms": float, "ratio": float}],

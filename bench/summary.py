@@ -94,13 +94,13 @@ def _load(rows: list[Row]) -> Table:
 
 
 def _modes(rows: list[Row]) -> Table:
-    heads = ("backend", "ISA", "mode", "work", "beside", "ms", "times as long", "error/bound")
+    heads = ("backend", "ISA", "rows", "mode", "work", "beside", "ms", "times as long", "error/bound")
 
     def cells(row: Row) -> tuple[str, ...]:
-        names = (row[name] for name in ("backend", "isa", "activations", "work", "beside"))
+        names = (row[name] for name in ("backend", "isa", "form", "activations", "work", "beside"))
         return (*names, f"{row['ms']:.2f}", f"{row['ratio']:.3f}", f"{100 * row['worst_error_of_bound']:.2g}%")
 
-    return tables.table(heads, map(cells, rows), names=5, title="Activation modes")
+    return tables.table(heads, map(cells, rows), names=6, title="Activation modes")
 
 
 SUITES: dict[str, Callable[[list[Row]], Table]] = {

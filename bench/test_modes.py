@@ -22,9 +22,9 @@ from bench import cases, probe, record
 from bench.cases import EVERYWHERE, Way
 from bench.models import models
 from ktmoe import MoELayer, measure, two_stage
-from ktmoe.backends.base import Found
+from ktmoe.backends.base import Found, Missing
+from ktmoe.backends.native import NativeBackend
 from ktmoe.experts import ExpertWeights
-from ktmoe.modes import mode_of
 
 MODEL = models()[EVERYWHERE]
 EXACT = "bf16"
@@ -36,37 +36,48 @@ WORK = {"1 token": (1, 5, 40), "24 tokens an expert": (24 * EXPERTS // MODEL.top
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What is measured, and what beside. way: of the first. beside: the second in words."""
+class Case:
+    """A way to compute. form: of the rows that its kernels take, as Found has it."""
 
     way: Way
+    form: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.way.id}-by-{self.form}"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is measured, and what beside, in words and packed."""
+
+    case: Case
     layer: MoELayer
-    other: MoELayer
     beside: str
+    other: MoELayer
 
 
-def ways(experts: ExpertWeights) -> Iterator[Way]:
-    """Each mode of each backend that runs here by its own kernels, and by those of bf16 where it might take them."""
+def every_case(experts: ExpertWeights) -> Iterator[Case]:
+    """Each mode of each backend that runs here, by its own kernels and by those of bf16 if they compute it, too."""
     for name, backend in cases.native_backends():
-        exact = backend.lookup(experts, EXACT).table.name
         for mode in MODES:
-            if isinstance(found := backend.lookup(experts, mode), Found):
-                for isa in dict.fromkeys([found.table.name, *([exact] if EXACT in mode_of(mode).forms else [])]):
-                    yield Way(name, isa, mode)
+            ways = (lookup(name, mode, forms, experts) for forms in (backend.forms, ()))
+            by_form = {found.form: found.table.name for found in ways if isinstance(found, Found)}
+            yield from (Case(Way(name, isa, mode), form) for form, isa in by_form.items())
+
+
+def lookup(name: str, mode: str, forms: tuple[str, ...], experts: ExpertWeights) -> Found | Missing:
+    with preferring(name, forms) as backend:
+        return backend.lookup(experts, mode)
 
 
 @contextmanager
-def kernels(way: Way, experts: ExpertWeights) -> Iterator[None]:
-    """While it lasts, the backend computes its mode by that instruction set."""
-    backend = ktmoe.backends.get(way.backend)
+def preferring(name: str, forms: tuple[str, ...]) -> Iterator[NativeBackend]:
+    """While it lasts, the backend tries these forms before bf16."""
+    backend = ktmoe.backends.get(name)
     with pytest.MonkeyPatch.context() as patch:
-        if backend.lookup(experts, way.activations).table.name != way.isa:
-            patch.setattr(backend, "isas", {EXACT: backend.isas[EXACT]})
-        assert backend.lookup(experts, way.activations).table.name == way.isa
-        yield
-
-
-ONE = MODEL.make(1)
+        patch.setattr(backend, "forms", forms)
+        yield backend
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +93,13 @@ def expected():
     return find
 
 
-@pytest.fixture(scope="module", params=ways(ONE), ids=lambda way: way.id)
+@pytest.fixture(scope="module", params=every_case(MODEL.make(1)), ids=lambda case: case.id)
 def pair(request):
-    experts = MODEL.make(EXPERTS)
-    with kernels(request.param, experts):
-        layer = MoELayer(experts, request.param.backend, request.param.activations)
-    with layer, MoELayer(experts, request.param.backend, EXACT) as exact:
-        yield Pair(request.param, layer, exact, "bf16")
+    experts, case = MODEL.make(EXPERTS), request.param
+    with preferring(case.way.backend, (case.form,)):
+        layer = MoELayer(experts, case.way.backend, case.way.activations)
+    with layer, MoELayer(experts, case.way.backend, EXACT) as exact:
+        yield Pair(case, layer, EXACT, exact)
 
 
 @pytest.mark.parametrize("work", WORK)
@@ -105,9 +116,9 @@ def layer(request):
 @pytest.mark.parametrize("work", WORK)
 def test_two_stages(benchmark, layer, expected, work):
     """The sort and both stages, beside forward() of the same layer."""
-    table = ktmoe.backends.get(layer.backend).lookup(layer.spec, layer.activations).table
-    way = Way(layer.backend, table.name, layer.activations)
-    run(benchmark, Pair(way, layer, layer, "forward()"), expected, work, stages, MoELayer.forward)
+    found = ktmoe.backends.get(layer.backend).lookup(layer.spec, layer.activations)
+    case = Case(Way(layer.backend, found.table.name, layer.activations), found.form)
+    run(benchmark, Pair(case, layer, "forward()", layer), expected, work, stages, MoELayer.forward)
 
 
 def stages(layer: MoELayer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -118,6 +129,7 @@ def stages(layer: MoELayer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray)
 def run(benchmark, pair: Pair, expected: Callable, work: str, first: Callable, second: Callable) -> None:
     """Rounds of calls of both by turns: each call of one is followed by the other's with the same batch."""
     tokens, calls, rounds = WORK[work]
+    way = pair.case.way
     batches = measure.random_batches(tokens, MODEL.top_k, EXPERTS, MODEL.hidden)
     sides, took, last = [(first, pair.layer), (second, pair.other)], ([], []), {}
     turns = itertools.cycle([(0, 1), (1, 0)])
@@ -137,7 +149,7 @@ def run(benchmark, pair: Pair, expected: Callable, work: str, first: Callable, s
             found.append(each)
 
     benchmark.pedantic(call, rounds=rounds, warmup_rounds=1)
-    check = expected(pair.way).check(**last)
+    check = expected(way).check(**last)
     assert check.error <= 1
     mine, other = (seconds[1:] for seconds in took)  # the first were for warming up
     ratios = [a / b for a, b in zip(mine, other, strict=True)]
@@ -147,9 +159,10 @@ def run(benchmark, pair: Pair, expected: Callable, work: str, first: Callable, s
             [1 / ratio for ratio in ratios],
             model=MODEL.name,
             num_experts=EXPERTS,
-            backend=pair.way.backend,
-            isa=pair.way.isa,
-            activations=pair.way.activations,
+            backend=way.backend,
+            isa=way.isa,
+            activations=way.activations,
+            form=pair.case.form,
             beside=pair.beside,
             work=work,
             tokens=tokens,

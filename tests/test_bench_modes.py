@@ -8,7 +8,7 @@ from bench import modes, publish, results_file, summary
 from bench.results_file import ResultsError
 
 CPU = {"brand_raw": "AMD EPYC 9754 128-Core Processor", "family": 25, "model": 160}
-BACKEND = {"suite": "modes", "model": "V4-Flash", "num_experts": 24, "backend": "avx2", "isa": "avx2"}
+BACKEND = {"suite": "modes", "model": "V4-Flash", "num_experts": 24, "backend": "avx2", "isa": "avx2", "form": "int8"}
 
 
 def point(mode: str, work: str, ratio: float, beside: str = "bf16") -> dict:
@@ -74,9 +74,9 @@ def test_the_table(tmp_path):
     assert heads[-2:] == ("1 token", "24 tokens an expert")
     name = "AMD EPYC 9754 25-160, 8 threads"
     assert rows == [
-        ("`avx2`", "avx2", "`mxfp4`", "bf16", name, "3.14 ms, 0.99 x", "3.14 ms, 1.04 x"),
-        ("`avx2`", "avx2", "`mxfp8`", "bf16", name, "-", "3.14 ms, 1.02 x"),
-        ("`avx2`", "avx2", "`mxfp4`", "forward()", name, "3.14 ms, 1.30 x", "-"),
+        ("`avx2`", "avx2", "int8", "`mxfp4`", "bf16", name, "3.14 ms, 0.99 x", "3.14 ms, 1.04 x"),
+        ("`avx2`", "avx2", "int8", "`mxfp8`", "bf16", name, "-", "3.14 ms, 1.02 x"),
+        ("`avx2`", "avx2", "int8", "`mxfp4`", "forward()", name, "3.14 ms, 1.30 x", "-"),
     ]
 
 
