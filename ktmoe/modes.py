@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.messages import show
+from ktmoe.quantization.blocks import block_rule
 from ktmoe.quantization.rules import RULES, Rule
 
 #: The modes that lists name. There are more: any x with any h, and other rules; see mode_of().
@@ -29,6 +31,10 @@ class Mode:
     x: Rule | None
     h: Rule | None
     forms: tuple[str, ...]
+
+    def block_rules(self) -> tuple[core.BlockRule | None, core.BlockRule | None]:
+        """What rounds x and h, as packed layers take it."""
+        return tuple(rule and block_rule(rule) for rule in (self.x, self.h))
 
 
 def mode_of(name: str) -> Mode:

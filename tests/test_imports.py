@@ -31,7 +31,7 @@ FORBIDDEN = {
     "cache": {"model", "compat", "quantization"},
     "layer": {"model", "compat"},
     "model": {"compat"},
-    "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native", "reference"},
+    "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "reference"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_mx": {"backends", "_native", "layer", "model", "machine", "loaders", "quantization"},
     "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},

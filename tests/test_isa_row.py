@@ -1,5 +1,5 @@
 """What a new instruction set costs: one row in isa.py. Here it is a made-up one, compiled from that row alone. And what a new
-activation mode costs that only rounds x and h: a form of rows, which kernels share that know nothing of it."""
+activation mode costs: a form of rows, which kernels share that know nothing of it."""
 
 import ctypes
 
@@ -16,11 +16,14 @@ from ktmoe.backends.native import NativeBackend
 
 pytestmark = NEEDS_COMPILER
 CAPSULE = b"ktmoe.isa"  # a capsule keeps the pointer
-#: The first kernel of q4_f32 for UE8M0 scales, once more, in a mode that cuts x and h to 2 bits after the leading one.
+#: The first kernel of q4_f32 for UE8M0 scales, once more, with rows that cut x and h to 2 bits after the leading one.
 ROUNDING = """
 #include "ktmoe.h"
 extern const kt_isa kt_isa_made_up;
-static void cut(uint16_t *x, size_t count) { for (size_t i = 0; i < count; i++) x[i] &= 0xFFE0; }
+static void cut(const uint16_t *x, size_t first, size_t count, size_t k, void *row) {
+    (void)k;
+    for (size_t i = 0; i < count; i++) ((uint32_t *)row)[first + i] = (uint32_t)(x[i] & 0xFFE0) << 16;
+}
 static kt_rows rows;
 static kt_kernel own[2];
 static const kt_kernel *kernels[64];
@@ -33,8 +36,8 @@ __attribute__((constructor)) static void make(void) {
             if (one->scale[0] == 'u' && one->family[0] == 'q') own[0] = *one;
     }
     rows = *own[0].rows;
-    rows.mode = "cut";
-    rows.round = cut;
+    rows.form = "cut";
+    rows.encode = cut;
     own[0].rows = &rows;
     kernels[n] = own;
     kt_isa_cut = kt_isa_made_up;

@@ -158,7 +158,7 @@ def test_modes(cpu, formats, modes):
     cpu(*ALL_FEATURES)
     experts = experts_of(formats)
     for name in backends.names():
-        expected = [mode for mode in modes if name == "avx2" or mode != "int16"]
+        expected = [mode for mode in (*modes, "mxfp8", "mxfp4") if name == "avx2" or mode != "int16"]
         backend = backends.get(name)
         assert modes_of(backend, experts) == expected
         found = backend.lookup(experts)
@@ -216,7 +216,7 @@ def test_int8_where_an_instruction_set_has_it(cpu, name):
 def test_a_mode_that_the_cpu_lacks_says_so(cpu):
     """And not that it is because of the weights; for those that no kernel of the mode serves there is no more to say."""
     cpu(*(feature for feature in ALL_FEATURES if feature != "avx512_vnni"))
-    lacks = "it has no activation mode 'int8' for these weights, only bf16"
+    lacks = "it has no activation mode 'int8' for these weights, only bf16, mxfp8, mxfp4"
     for name in ("fp32_lut", "avx512_bf16", "amx"):
         message = rf"'{name}' .*{lacks} \(this CPU lacks avx512_vnni \(needed by avx512_vnni\)\)\. Available"
         with pytest.raises(UnavailableError, match=message):
@@ -242,9 +242,11 @@ def test_only_what_a_mode_needs_is_asked_for(cpu, monkeypatch):
     monkeypatch.setattr(native, "refusal", lambda isa: "no" if isa == "avx512_vnni" else None)
     assert choose_backend("auto", experts, "int8").name == "avx2"
     assert backends.get("amx").lookup(experts, "int8") == Missing(
-        "it has no activation mode 'int8' for these weights, only bf16 (no)"
+        "it has no activation mode 'int8' for these weights, only bf16, mxfp8, mxfp4 (no)"
     )
-    assert backends.get("amx").lookup(activations="int8") == Missing("it has no activation mode 'int8', only bf16 (no)")
+    assert backends.get("amx").lookup(activations="int8") == Missing(
+        "it has no activation mode 'int8', only bf16, mxfp8, mxfp4 (no)"
+    )
     assert choose_backend("auto", experts).name == "amx"
 
 
@@ -255,7 +257,7 @@ def test_a_mode_whose_instruction_set_was_not_compiled(cpu, uncompiled):
     assert "(avx512_vnni was not compiled into this build" in backends.get("fp32_lut").lookup(experts, "int8").reason
     assert choose_backend("auto", experts, "int8").name == "avx2"
     assert backends.get("avx2").lookup(experts, "int8").table.name == "avx2"
-    assert modes_of(backends.get("fp32_lut"), experts) == ["bf16"]
+    assert modes_of(backends.get("fp32_lut"), experts) == ["bf16", "mxfp8", "mxfp4"]
     assert set(backends.available()) == set(backends.names())
 
 
@@ -269,8 +271,8 @@ def test_auto_never_means_int8(cpu):
     alone = native.NativeBackend({"int8": ("avx512_vnni",), "bf16": ("avx512_vnni",)})  # which has none for bf16
     assert alone.lookup(experts) == Missing('it has no activation mode that "auto" may mean for these weights, only int8')
     assert alone.lookup(experts, "int8").activations == "int8"
-    assert select({"int8": None}, None, "auto") == Missing('it has no activation mode that "auto" may mean, only int8')
-    assert select({"int8": None, "bf16": None}, None, "auto") == Found("bf16")
+    assert select({"int8": Found("int8")}, None, "auto") == Missing('it has no activation mode that "auto" may mean, only int8')
+    assert select({"int8": Found("int8"), "bf16": Found("bf16")}, None, "auto") == Found("bf16")
 
 
 def test_weights_that_no_kernel_serves(cpu):

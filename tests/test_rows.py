@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 import ways
 from helpers import B16, BF16, SUPER_SCALED, same_bits
+from integer_rows import GROUP, INT8, INT16, minus_16_sums, numbers_below, words
 
 from ktmoe import MXFP4
 from ktmoe.backends import native
 from ktmoe.errors import InputError
 
-GROUP = 32
 LEAST_EXPONENT = -126
-#: Instruction sets whose kernels take int16, and int8.
-INT16 = ["avx_vnni", "avx2"]
-INT8 = ["avx512_vnni", "avx_vnni", "avx2"]
 
 
 @pytest.fixture(scope="module", params=INT16)
@@ -45,12 +42,6 @@ def test_who_has_integers(table):
                 table.encode(MXFP4, mode, np.zeros(32, np.uint16))
 
 
-def minus_16_sums(q):
-    """Of each group's 32 integers, its first and its last 16: [groups, 3]."""
-    halves = q.reshape(-1, 2, GROUP // 2).astype(int).sum(axis=2)
-    return -16 * np.column_stack([halves.sum(axis=1), halves])
-
-
 def split(bits):
     """(sign, m, e): a finite bfloat16 number is sign * m * 2**e, m an integer below 256; int64."""
     bits = bits.astype(np.int64)
@@ -77,19 +68,6 @@ def check(int16, bits):
     assert same_bits(scales, np.ldexp(1.0, exponents).astype(np.float32))
     assert np.array_equal(sums, minus_16_sums(expected_q))
     return q, scales
-
-
-def words(sign, field, fraction):
-    return (np.asarray(sign) << 15 | np.asarray(field) << 7 | np.asarray(fraction)).astype(np.uint16)
-
-
-def numbers_below(top):
-    """Groups whose first number has the exponent field top, and all others of up to 18 fields below, of both signs: at x of
-    2**-8 of the maximum and below, every second one is a tie."""
-    fields, fractions, signs = np.meshgrid(np.arange(max(top - 18, 0), top + 1), np.arange(128), [0, 1], indexing="ij")
-    others = words(signs, fields, fractions).ravel()
-    others = np.resize(others, (-(-len(others) // 31), 31))
-    return np.concatenate([words(np.arange(len(others)) % 2, top, np.arange(len(others)) * 37 % 128)[:, None], others], axis=1)
 
 
 @pytest.mark.parametrize("first", range(0, 255, 51))

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 7
+#define KT_ABI_VERSION 8
 
 enum {
     KT_PANEL = 64,            /* output columns of a panel */
@@ -42,14 +42,14 @@ typedef struct kt_codebook {
  * a call begin the next ones. What is beyond the last may be read, KT_TILE_ROWS * block_bytes in all, but behind a row alone, r = 1,
  * there is nothing: it may be the caller's own x. Not tiled: a row is whole. */
 typedef struct kt_rows {
-    const char *mode; /* of activations: "bf16", "int16", "int8" */
+    const char *form; /* "bf16", "int16", "int8": what encoding rounds, and so which activation modes it serves */
     size_t block_bytes;
     int tiled; /* only with encode NULL */
-    /* Rounds count bf16 numbers, a multiple of KT_BLOCK, in place: what the mode does to x and to h before a kernel of any form sees
-     * them. NULL: nothing. */
-    void (*round)(uint16_t *x, size_t count);
     /* Inputs [first, first + count) of a row of k, all multiples of KT_BLOCK, from x bf16 [count]. NULL: bf16, as it is. */
     void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
+    /* Likewise, where the numbers of each block are E2M1's times one power of two, of which it may round none. NULL: encode() rounds
+     * none of these. */
+    void (*encode_e2m1)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
 } kt_rows;
 
 /* out[p][i][c] = sum over k ascending of x[i][k] * W_p[c][k], for p < panels, i < m, c < KT_PANEL.
@@ -70,9 +70,9 @@ typedef struct kt_dot {
     void *scratch; /* kt_kernel.scratch_bytes, 64-byte aligned, this thread's own */
 } kt_dot;
 
-/* One kernel: the weights and the activation mode, and the functions that serve them. */
+/* One kernel: the weights and the form of rows, and the functions that serve them. */
 typedef struct kt_kernel {
-    const char *family;  /* "q4", "f8", "i8", "b16" */
+    const char *family;  /* of ktmoe/weights/elements.py */
     const char *element; /* the only one that it decodes, "E4M3"; NULL: any of the family */
     const char *
         scale; /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16", "int8"; "none"; "panel", one fp32 for all columns */
@@ -80,7 +80,7 @@ typedef struct kt_kernel {
     size_t scale_group_max;
     const char *super_scale; /* of what multiplies the scales of KT_SUPER_GROUP k: "fp16", or NULL: none */
     const char *offset;      /* "zero_point"; "minimum", stored as the scales are, super-scales included; or NULL: none */
-    const kt_rows *rows;     /* what it takes, and so its activation mode */
+    const kt_rows *rows;     /* what it takes */
     /* 0: takes any scale. Else scales are in the weights, where all scales of a matrix allow it (folding.py): a weight is 1 bf16
      * number, or the sum of 2, which needs scales that are not negative. */
     int folded;

@@ -22,11 +22,11 @@ cdef extern from "ktmoe.h":
         float unit
 
     ctypedef struct kt_rows:
-        const char *mode
+        const char *form
         size_t block_bytes
         int tiled
-        void (*round)(uint16_t *x, size_t count) nogil
         void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row) nogil
+        void (*encode_e2m1)(const uint16_t *x, size_t first, size_t count, size_t k, void *row) nogil
 
     ctypedef struct kt_dot:
         const void **x

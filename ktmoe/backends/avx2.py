@@ -3,4 +3,6 @@
 from ktmoe.backends import registry
 from ktmoe.backends.native import NativeBackend
 
-registry.register("avx2", NativeBackend({"int16": ("avx_vnni", "avx2"), "bf16": ("avx2",), "int8": ("avx_vnni", "avx2")}))
+registry.register(
+    "avx2", NativeBackend({"int16": ("avx_vnni", "avx2"), "bf16": ("avx2",), "int8": ("avx_vnni", "avx2")}, forms=("int8",))
+)

@@ -10,15 +10,16 @@ from typing import Protocol
 import numpy as np
 
 from ktmoe._native import core
-from ktmoe.errors import UnavailableError
+from ktmoe.errors import InputError, UnavailableError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.machine.numa import UNBOUND, Placement
+from ktmoe.modes import Mode, mode_of
 
 #: What a layer's kernels may be chosen for: calls of a few tokens, or of many.
 TUNED_FOR = ("decode", "prefill")
 
 #: Activation modes that a user has to name, since they round too much to be anybody's default: "auto" passes over them.
-NEVER_AUTO = frozenset({"int8"})
+NEVER_AUTO = frozenset({"int8", "mxfp8", "mxfp4"})
 
 Progress = Callable[[int, int], None]
 #: The checkpoint's bytes of some matrices: by projection, the arrays of WeightFormat.arrays() by name.
@@ -27,10 +28,12 @@ Stored = Mapping[str, Mapping[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Found:
-    """How a backend computes. activations: the mode. table: the kernels; None for a backend without a kernel table."""
+    """How a backend computes. activations: the mode, by its shortest name. table: the kernels, and form: of the rows that these
+    take; None for a backend without a kernel table."""
 
     activations: str
     table: core.KernelTable | None = None
+    form: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,11 @@ class Backend(ABC):
     def lookup(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
         """How it computes these weights on this CPU, or why it cannot. It only looks: it asks the operating system for nothing.
 
-        experts: None for any weights. activations: a mode, or "auto" for the first that fits and is not in NEVER_AUTO.
+        experts: None for any weights. activations: a mode by any of its names (ktmoe.modes), or "auto" for the first that fits
+        and is not in NEVER_AUTO.
         By default a backend runs on every CPU, and has all of its modes for all weights.
         """
-        return select(dict.fromkeys(self.modes), experts, activations)
+        return select({mode: Found(mode) for mode in self.modes}, experts, activations)
 
     def claim(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
         """lookup() for a backend that is about to be used: what it needs of the operating system is asked for now.
@@ -130,17 +134,26 @@ class Backend(ABC):
         return experts.nbytes
 
 
-def select(
-    modes: Mapping[str, core.KernelTable | None], experts: ExpertWeights | None, activations: str, why_not: str = ""
-) -> Found | Missing:
+def mode_by(name: str) -> tuple[Mode, str]:
+    """The mode that a name means, and "". Of a name that ktmoe.modes does not know: one that a plugin may have, and why not."""
+    try:
+        return mode_of(name), ""
+    except InputError as error:
+        return Mode(name, None, None, (name,)), str(error)
+
+
+def select(modes: Mapping[str, Found], experts: ExpertWeights | None, activations: str, why_not: str = "") -> Found | Missing:
     """What lookup() returns for a backend that has these modes for these weights, in the order of its preference.
 
-    modes: {mode: the kernels that serve it}. why_not: what a mode lacks that is not among them, if that is known.
+    why_not: what a mode lacks that is not among them, if that is known.
     """
-    fitting = [mode for mode in modes if (mode not in NEVER_AUTO if activations == "auto" else mode == activations)]
+    if activations == "auto":
+        fitting, which = [mode for mode in modes if mode not in NEVER_AUTO], 'that "auto" may mean'
+    else:
+        mode, unknown = mode_by(activations)
+        fitting, which, why_not = [mode.name] if mode.name in modes else [], repr(activations), why_not or unknown
     if fitting:
-        return Found(fitting[0], modes[fitting[0]])
-    which = 'that "auto" may mean' if activations == "auto" else repr(activations)
+        return modes[fitting[0]]
     whose = "" if experts is None else " for these weights"
     only = f", only {', '.join(modes)}" if modes else ""
     return Missing(f"it has no activation mode {which}{whose}{only}{f' ({why_not})' if why_not else ''}")

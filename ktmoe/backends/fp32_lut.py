@@ -3,4 +3,4 @@
 from ktmoe.backends import registry
 from ktmoe.backends.native import NativeBackend
 
-registry.register("fp32_lut", NativeBackend({"bf16": ("avx512f", "portable"), "int8": ("avx512_vnni",)}))
+registry.register("fp32_lut", NativeBackend({"bf16": ("avx512f", "portable"), "int8": ("avx512_vnni",)}, forms=("int8",)))

@@ -12,18 +12,19 @@ from contextlib import closing, suppress
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
-from ktmoe.backends.base import Arenas, Backend, Found, Missing, Plan, Progress, select
+from ktmoe.backends.base import Arenas, Backend, Found, Missing, Plan, Progress, mode_by, select
 from ktmoe.errors import InputError, UnavailableError, memory_for, thread_for
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine import memory, numa, threads
 from ktmoe.machine.numa import UNBOUND, Placement
 from ktmoe.messages import show
+from ktmoe.modes import MODES, mode_of
 from ktmoe.weights.formats import WeightFormat
 
 #: Why the operating system refused an ISA what it has to be asked for. It is not asked again.
 _refused: dict[str, str] = {}
 
-#: The mode that says where a backend can run, and how fast it is beside others: the exact one, which every backend has.
+#: The form that says where a backend can run, and how fast it is beside others: the exact one, which every backend has.
 _EXACT = "bf16"
 
 #: Experts that are read ahead while one is packed: what bounds the staging memory.
@@ -64,13 +65,14 @@ def load_built_in(isa: str) -> core.KernelTable:
 
 
 class NativeBackend(Backend):
-    """isas: {activation mode: the ISAs that serve it, best first}, the modes in the order in which "auto" prefers them.
+    """isas: {form of rows: the ISAs that have kernels for it, best first}. Each form is the activation mode of its name, in
+    the order in which "auto" prefers them; the modes of MX formats follow, which forms compute that hold their numbers exactly.
 
-    Each mode is served by the first of its ISAs that the CPU and the build have, and that has kernels for the weights.
-    The backend can run where an ISA of its mode "bf16" can; its rank is that of the first of these.
+    Each form is served by the first of its ISAs that the CPU and the build have, and that has kernels for the weights.
+    The backend can run where an ISA of its form "bf16" can; its rank is that of the first of these.
     load: gives an ISA's kernel table; it raises UnavailableError, which says why, where the ISA cannot run.
-    rank: for ISAs that isa.py does not know.
-    Raises InputError if there is no mode "bf16".
+    rank: for ISAs that isa.py does not know. forms: that are tried before "bf16" where a mode has several.
+    Raises InputError if there is no form "bf16".
     """
 
     def __init__(
@@ -78,16 +80,18 @@ class NativeBackend(Backend):
         isas: Mapping[str, tuple[str, ...]],
         load: Callable[[str], core.KernelTable] = load_built_in,
         rank: int | None = None,
+        forms: tuple[str, ...] = (),
     ):
         if not isas.get(_EXACT):
-            raise InputError(f"isas must name instruction sets for the mode {_EXACT!r}, found {show(isas)}")
+            raise InputError(f"isas must name instruction sets for {_EXACT!r}, found {show(isas)}")
         self.isas = isas
+        self.forms = forms
         self.load = load
         self._rank = rank
 
     @property
     def modes(self) -> tuple[str, ...]:
-        return tuple(self.isas)
+        return tuple(dict.fromkeys((*self.isas, *(mode for mode in MODES if mode_of(mode).x))))
 
     @property
     def rank(self) -> int:
@@ -104,16 +108,23 @@ class NativeBackend(Backend):
             return Missing("; ".join(reasons))
         formats = [] if experts is None else list(experts.formats.values())
         served, why_not = {}, ""
-        for mode in self.isas:
-            usable, reasons = self._tables(mode)
-            if mode == activations and not usable:
+        for form in self.isas:
+            usable, reasons = self._tables(form)
+            if form == activations and not usable:
                 why_not = "; ".join(reasons)
-            fitting = (table for table in usable if all(table.serves(weight_format, mode) for weight_format in formats))
+            fitting = (table for table in usable if all(table.serves(weight_format, form) for weight_format in formats))
             if table := next(fitting, None):
-                served[mode] = table
+                served[form] = table
         if not served:
             return Missing(_refusal_of(formats, self._tables(_EXACT)[0]))
-        return select(served, experts, activations, why_not)
+        asked = () if activations == "auto" else (mode_by(activations)[0].name,)
+        found = {}
+        for mode in dict.fromkeys((*self.modes, *asked)):
+            able = mode_by(mode)[0].forms
+            form = next((form for form in (*self.forms, able[0]) if form in able and form in served), None)
+            if form:
+                found[mode] = Found(mode, served[form], form)
+        return select(found, experts, activations, why_not)
 
     def claim(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
         """lookup(), and asks for the ISA that it found. If that is refused, the next one has its turn."""
@@ -123,10 +134,10 @@ class NativeBackend(Backend):
             found = self.lookup(experts, activations)
         return found
 
-    def _tables(self, mode: str) -> tuple[list[core.KernelTable], list[str]]:
-        """The kernel tables that can serve a mode here, best first, and why the mode's other ISAs cannot."""
+    def _tables(self, form: str) -> tuple[list[core.KernelTable], list[str]]:
+        """The kernel tables that can serve a form of rows here, best first, and why its other ISAs cannot."""
         tables, reasons = [], []
-        for isa in self.isas.get(mode, ()):
+        for isa in self.isas.get(form, ()):
             try:
                 table = self.load(isa)
             except UnavailableError as error:
@@ -139,10 +150,9 @@ class NativeBackend(Backend):
         return tables, reasons
 
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:
-        table = self._table_for(experts, plan)
+        found = self._found_for(experts, plan)
         memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.num_experts} experts")
-        shards = _shards(experts, plan.placement)
-        packed = core.PackedLayer(table, experts, plan, shards, threads.threads_of(plan.placement))
+        packed = _layer(found, experts, plan)
         expert_bytes = experts.nbytes // experts.num_experts
         try:
             with closing(_read_ahead(experts)) as read:
@@ -160,10 +170,7 @@ class NativeBackend(Backend):
 
         Memory is needed for two packed experts and for what is read ahead.
         """
-        shards = _shards(experts, plan.placement)
-        one = core.PackedLayer(
-            self._table_for(experts, plan), experts.take([0]), plan, shards, threads.threads_of(plan.placement)
-        )
+        one = _layer(self._found_for(experts, plan), experts.take([0]), plan)
         try:
             with closing(_read_ahead(experts)) as read:
                 for matrices in read:
@@ -173,8 +180,7 @@ class NativeBackend(Backend):
             one.close()
 
     def map(self, experts: ExpertWeights, plan: Plan, arenas: Arenas) -> core.PackedLayer:
-        table, shards = self._table_for(experts, plan), _shards(experts, plan.placement)
-        packed = core.PackedLayer(table, experts, plan, shards, threads.threads_of(plan.placement), arenas.file)
+        packed = _layer(self._found_for(experts, plan), experts, plan, arenas.file)
         try:
             core.adopt(packed, arenas.seen, arenas.biases, arenas.factors)
         except BaseException:
@@ -182,17 +188,24 @@ class NativeBackend(Backend):
             raise
         return packed
 
-    def _table_for(self, experts: ExpertWeights, plan: Plan) -> core.KernelTable:
+    def _found_for(self, experts: ExpertWeights, plan: Plan) -> Found:
         """With what the pool needs to run it. Raises UnavailableError."""
         found = self.claim(experts, plan.activations)  # whoever calls this may not have chosen
         if isinstance(found, Missing):
             raise UnavailableError(found.reason)
         threads.configure()
         threads.register_with_threadpoolctl()
-        return found.table
+        return found
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
         return experts.num_experts * core.expert_nbytes(experts, _shards(experts, placement))
+
+
+def _layer(found: Found, experts: ExpertWeights, plan: Plan, file: core.ArenaFile | None = None) -> core.PackedLayer:
+    """Of which nothing is packed, or all is in the file."""
+    shards, workers = _shards(experts, plan.placement), threads.threads_of(plan.placement)
+    x, h = mode_by(found.activations)[0].block_rules()
+    return core.PackedLayer(found.table, experts, plan, shards, workers, file, found.form, x, h)
 
 
 def _refusal_of(formats: Iterable[WeightFormat], tables: list[core.KernelTable]) -> str:

@@ -104,18 +104,19 @@ class PowerOfTwo:
     zeros: int = 0
 
     def __call__(self, groups: Groups) -> Steps:
-        bits = groups.largest.view(np.int32)
+        bits, (up, down) = groups.largest.view(np.int32), self.fractions(23)
         fraction = bits & 0x7FFFFF  # a denormal M, whose fraction is another, is far below 2^-127 times the largest number
         e = (bits >> 23) + (1 - math.frexp(self.largest)[1])  # plus 127, as UE8M0 stores it
-        e += fraction >= self._fraction(self.up) + self.exclusive
-        e -= fraction < self._fraction(self.down)
+        e += fraction >= up
+        e -= fraction < down
         stored = np.where(bits == 0, self.zeros, np.clip(e, 0, 254))
         return Steps.of((stored << 23 | (stored == 0) << 22).astype(np.int32).view(np.float32), stored.astype(np.uint8))
 
-    @staticmethod
-    def _fraction(m: float) -> int:
-        """The least fraction of a float32 number whose m reaches this."""
-        return math.ceil((2 * m - 1) * 2**23)
+    def fractions(self, bits: int) -> tuple[int, int]:
+        """Of M with so many bits behind the first, as integers: the least fraction from which e is one more, and the least for
+        which it is not one less."""
+        up, down = ((2 * m - 1) * 2**bits for m in (self.up, self.down))
+        return math.floor(up) + 1 if self.exclusive else math.ceil(up), math.ceil(down)
 
 
 def ceil(largest: float) -> PowerOfTwo:

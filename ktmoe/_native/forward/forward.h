@@ -6,6 +6,9 @@
 
 enum kt_dtype { KT_BF16, KT_F32 };
 
+/* Both phases; or gate, up and the activation alone, which give h; or down and the sums alone, which take it. */
+enum kt_stages { KT_ALL_STAGES, KT_GATE_UP, KT_DOWN };
+
 typedef struct kt_batch {
     size_t tokens, top_k;
     const void *x; /* [tokens][hidden] */
@@ -14,6 +17,13 @@ typedef struct kt_batch {
     const float *weights; /* [tokens][top_k] */
     const uint8_t *mask;  /* [num_experts], 0 = skip; read once */
     void *y;              /* [tokens][hidden], same dtype as x */
+    bool x_rounded;       /* x is what the layer's rule of x gives */
+    enum kt_stages stages;
+    /* KT_GATE_UP and KT_DOWN: the h of a pair is row rows[token][slot] of h, bf16 [][all of the intermediate columns]. After
+     * KT_GATE_UP it is not rounded by the layer's rule of h; KT_DOWN does not round it. x or y are not looked at. */
+    const uint32_t *rows;
+    uint16_t *h;
+    size_t h_columns;
 } kt_batch;
 
 /* Settings that change speed and never a bit of the result. Tests force them. schedule.h has the words. */

@@ -42,10 +42,11 @@ size_t kt_job_stages(kt_job *j, const bool *used) {
 
 static void point_x(kt_job *j) {
     const kt_route *r = &j->route;
+    const bool needed = j->batch.stages != KT_DOWN;
     bool used[KT_X_FORMS] = {false}; /* by an expert that has rows; all shards of a matrix have one kernel */
     for (const kt_piece *own = r->pieces; own < r->pieces + r->num_pieces; own++) {
         const kt_expert *e = &j->layer->shards[0].experts[own->expert];
-        used[e->gate.x_form] = used[e->up.x_form] = true;
+        used[e->gate.x_form] = used[e->up.x_form] = needed;
         for (size_t i = 0; i < own->count; i++) {
             const size_t left = own->count - i / KT_TILE_ROWS * KT_TILE_ROWS;
             j->together[own->first + i] = left < KT_TILE_ROWS ? (uint8_t)left : KT_TILE_ROWS;
@@ -68,7 +69,8 @@ static int chunk(kt_job *j) {
     kt_route_fill(r, &j->batch, j->layer->num_experts, r->num_ranges);
     j->x.together = j->together;
     if (!r->num_slots) {
-        memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
+        if (j->batch.stages != KT_GATE_UP)
+            memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
         return 0;
     }
     kt_schedule_fill(&j->schedule, r);
@@ -122,10 +124,11 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
     const size_t row_bytes = l->hidden * (batch->dtype == KT_F32 ? 4 : 2);
     for (size_t t = 0; t < batch->tokens; t += most) {
         j.batch.tokens = batch->tokens - t < most ? batch->tokens - t : most;
-        j.batch.x = (const uint8_t *)batch->x + t * row_bytes;
-        j.batch.y = (uint8_t *)batch->y + t * row_bytes;
+        if (batch->x) j.batch.x = (const uint8_t *)batch->x + t * row_bytes;
+        if (batch->y) j.batch.y = (uint8_t *)batch->y + t * row_bytes;
         j.batch.ids = batch->ids + t * batch->top_k;
         j.batch.weights = batch->weights + t * batch->top_k;
+        if (batch->rows) j.batch.rows = batch->rows + t * batch->top_k;
         const int error = chunk(&j);
         if (error) return error;
     }

@@ -1,4 +1,4 @@
-/* Phase A: h[slot] = bf16(act(x[token] Wg^T + bg, x[token] Wu^T + bu)), 64 columns at a time. */
+/* Phase A: h[slot] = bf16(act(x[token] Wg^T + bg, x[token] Wu^T + bu)), 64 columns at a time; or what the batch has as its h. */
 #include <string.h>
 
 #include "forward/job.h"
@@ -26,7 +26,7 @@ static kt_ahead ahead(kt_worker_job *w) {
     const kt_run *next = &w->runs[KT_PHASE_A];
     if (next->first == next->end) {
         const bool more = kt_list_rounds_left(&w->shard->lists->of[KT_PHASE_A], &w->lists[KT_PHASE_A]);
-        return more ? (kt_ahead){0} : kt_ahead_b(w);
+        return more || w->job->batch.stages == KT_GATE_UP ? (kt_ahead){0} : kt_ahead_b(w);
     }
     const place p = place_of(w, next->first);
     const kt_expert *e = expert_of(w, p.strip);
@@ -70,6 +70,45 @@ static void gate_and_up(const kt_worker_job *w, const kt_expert *e, size_t panel
     kt_multiply(&gate, e->gate.kernel);
 }
 
+/* Columns of h that a shard has, at most KT_PANEL from its `first` on. */
+static size_t columns_from(const kt_shard_job *p, size_t first) {
+    const size_t left = p->shard->intermediate - first;
+    return left < KT_PANEL ? left : KT_PANEL;
+}
+
+/* The batch's row of h for a slot, from a column of the shard on. */
+static uint16_t *h_of(const kt_worker_job *w, size_t slot, size_t first) {
+    const kt_batch *b = &w->job->batch;
+    return b->h + w->job->route.slot_row[slot] * b->h_columns + w->shard->shard->first + first;
+}
+
+/* A panel of h, in the worker's scratch, becomes part of rows as down's kernel takes them. */
+static void put_h(const kt_worker_job *w, const kt_rows *rows, size_t first, size_t row, size_t m) {
+    const kt_shard_job *p = w->shard;
+    const kt_block_rule *rule = w->job->layer->round_h;
+    const size_t left = p->k_inter - first, count = left < KT_PANEL ? left : KT_PANEL;
+    for (size_t r = 0; r < m; r++) {
+        uint16_t *h = w->scratch->h[r];
+        if (rule && w->job->batch.stages != KT_DOWN) kt_blocks_round(rule, h, count);
+        kt_row_put(rows, rule && rule->e2m1, h, first, count, p->k_inter, w->job->together[row + r],
+                   (void *)p->h_rows[row + r]);
+    }
+}
+
+/* The batch's h, in place of what activate() computes. */
+static void take_h(const kt_worker_job *w, place at) {
+    const size_t first = at.panel * KT_PANEL, columns = columns_from(w->shard, first);
+    for (size_t i = 0, m; i < at.strip->rows; i += m) {
+        const size_t row = at.strip->first + i;
+        m = kt_call_rows(at.strip->rows - i);
+        for (size_t r = 0; r < m; r++) {
+            memset(w->scratch->h[r], 0, sizeof *w->scratch->h);
+            memcpy(w->scratch->h[r], h_of(w, row + r, first), columns * sizeof(uint16_t));
+        }
+        put_h(w, expert_of(w, at.strip)->down.kernel->rows, first, row, m);
+    }
+}
+
 /* h of g and u in the worker's scratch. */
 static void activate(const kt_worker_job *w, const kt_expert *e, size_t panel, size_t row, size_t m) {
     const kt_job *j = w->job;
@@ -77,8 +116,8 @@ static void activate(const kt_worker_job *w, const kt_expert *e, size_t panel, s
     const kt_shard_job *p = w->shard;
     const kt_worker_scratch *s = w->scratch;
     const kt_rows *rows = e->down.kernel->rows;
-    const bool put_h = rows->encode || rows->tiled || rows->round;
-    const size_t first = panel * KT_PANEL, columns = p->shard->intermediate - first, left = p->k_inter - first;
+    const bool kept = j->batch.stages == KT_GATE_UP, in_scratch = kept || rows->encode || rows->tiled || l->round_h;
+    const size_t first = panel * KT_PANEL, columns = columns_from(p, first);
     uint16_t *h = (uint16_t *)(p->h + row * p->h_stride_bytes) + first;
     l->isa->activate(&(kt_activate){
         .g = *s->g,
@@ -87,19 +126,21 @@ static void activate(const kt_worker_job *w, const kt_expert *e, size_t panel, s
         .finish_u = kt_finish_of(&e->up, panel),
         .r = l->router_weight == KT_DOWN_INPUT ? j->route.slot_weight + row : NULL,
         .m = m,
-        .columns = columns < KT_PANEL ? columns : KT_PANEL,
+        .columns = columns,
         .act = l->act,
-        .h = put_h ? *s->h : h,
-        .h_stride = put_h ? KT_PANEL : p->h_stride_bytes / sizeof *h,
+        .h = in_scratch ? *s->h : h,
+        .h_stride = in_scratch ? KT_PANEL : p->h_stride_bytes / sizeof *h,
     });
-    const size_t count = left < KT_PANEL ? left : KT_PANEL;
-    for (size_t r = 0; rows->round && r < m; r++) rows->round(s->h[r], KT_PANEL);
-    for (size_t r = 0; put_h && r < m; r++)
-        kt_row_put(rows, s->h[r], first, count, p->k_inter, j->together[row + r], (void *)p->h_rows[row + r]);
+    for (size_t r = 0; kept && r < m; r++) memcpy(h_of(w, row + r, first), s->h[r], columns * sizeof *h);
+    if (!kept && in_scratch) put_h(w, rows, first, row, m);
 }
 
 static void pair(const kt_worker_job *w, place at, const kt_ahead *next) {
     const kt_expert *e = expert_of(w, at.strip);
+    if (w->job->batch.stages == KT_DOWN) {
+        take_h(w, at);
+        return;
+    }
     for (size_t i = 0, m; i < at.strip->rows; i += m) {
         m = kt_call_rows(at.strip->rows - i);
         gate_and_up(w, e, at.panel, at.strip->first + i, m, i + m == at.strip->rows ? next : NULL);
@@ -112,6 +153,10 @@ static uint32_t half(const kt_worker_job *w, place at, const kt_ahead *next) {
     const kt_shard_job *p = w->shard;
     const kt_expert *e = expert_of(w, at.strip);
     const kt_matrix *of = at.half ? &e->up : &e->gate;
+    if (w->job->batch.stages == KT_DOWN) { /* gate's half is all of it */
+        if (!at.half) take_h(w, at);
+        return 1;
+    }
     kt_panel_row *const own[2] = {w->scratch->g, w->scratch->u};
     kt_dot dot = dot_of(w, of, at.panel, at.strip->first, at.strip->rows);
     dot.next[0] = next->panel[0], dot.next_bytes = next->bytes;

@@ -71,7 +71,7 @@ void kt_phases(void *context, const kt_worker *me) {
         kt_worker_job w = {.job = j, .shard = p, .scratch = &p->workers[me->index - p->team->first]};
         for (size_t phase = 0; phase < KT_PHASES; phase++) w.lists[phase] = kt_hand_of(&p->lists->of[phase], me);
         kt_phase_a(&w);
-        kt_phase_b(&w);
+        if (j->batch.stages != KT_GATE_UP) kt_phase_b(&w);
     }
     if (j->layer->isa->leave) j->layer->isa->leave();
 }

@@ -11,6 +11,7 @@ void kt_route_carve(kt_route *r, kt_carver *c, size_t num_experts, size_t tokens
     r->by_cost = kt_carve(c, num_experts * ranges, sizeof *r->by_cost);
     r->slot_token = kt_carve(c, tokens * top_k, sizeof *r->slot_token);
     r->slot_weight = kt_carve(c, tokens * top_k, sizeof *r->slot_weight);
+    r->slot_row = kt_carve(c, tokens * top_k, sizeof *r->slot_row);
     r->token_slots = kt_carve(c, tokens * top_k, sizeof *r->token_slots);
     r->token_count = kt_carve(c, tokens, sizeof *r->token_count);
     r->active = kt_carve(c, num_experts, 1);
@@ -52,6 +53,7 @@ static void fill_range(kt_route *r, const kt_batch *b, size_t num_experts, kt_ro
             const size_t slot = e->first + e->count++;
             r->slot_token[slot] = (uint32_t)t;
             r->slot_weight[slot] = b->weights[t * b->top_k + s];
+            if (b->rows) r->slot_row[slot] = b->rows[t * b->top_k + s];
         }
 
     for (size_t e = 0; e < num_experts; e++)

@@ -12,9 +12,10 @@ uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, cons
     return base + (e->first + i / KT_TILE_ROWS * KT_TILE_ROWS) * stride_bytes + i % KT_TILE_ROWS * rows->block_bytes;
 }
 
-void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t count, size_t k, size_t together, void *row) {
+void kt_row_put(const kt_rows *rows, bool e2m1, const uint16_t *x, size_t first, size_t count, size_t k, size_t together,
+                void *row) {
     if (rows->encode) {
-        rows->encode(x, first, count, k, row);
+        (e2m1 && rows->encode_e2m1 ? rows->encode_e2m1 : rows->encode)(x, first, count, k, row);
         return;
     }
     const size_t stride = rows->block_bytes * (rows->tiled ? together : 1);
@@ -22,10 +23,12 @@ void kt_row_put(const kt_rows *rows, const uint16_t *x, size_t first, size_t cou
         memcpy((uint8_t *)row + (first + at) / KT_BLOCK * stride, x + at, KT_BLOCK * sizeof *x);
 }
 
+static const kt_block_rule *rule_of(const kt_x *x) { return x->batch->x_rounded ? NULL : x->layer->round_x; }
+
 bool kt_x_stages(const kt_x *x, const kt_x_form *form) {
     const kt_route *r = x->route;
     const kt_layer *l = x->layer;
-    const bool as_it_is = !form->rows->encode && !form->rows->round && x->batch->dtype == KT_BF16 && x->k == l->hidden &&
+    const bool as_it_is = !form->rows->encode && !rule_of(x) && x->batch->dtype == KT_BF16 && x->k == l->hidden &&
                           l->router_weight != KT_EXPERT_INPUT;
     /* A row alone is a tile, too. */
     return !as_it_is || (form->rows->tiled ? r->num_slots > r->num_pieces : x->batch->tokens >= STAGE_TOKENS);
@@ -47,10 +50,11 @@ void kt_x_point(const kt_x *x, kt_x_form *form) {
 /* A row of x as kernels take it: rounded to bf16, scaled and padded as needed. */
 static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t *restrict own) {
     const size_t hidden = x->layer->hidden;
-    const bool scaled = x->layer->router_weight == KT_EXPERT_INPUT;
+    const bool scaled = x->layer->router_weight == KT_EXPERT_INPUT, e2m1 = x->layer->round_x && x->layer->round_x->e2m1;
+    const kt_block_rule *rule = rule_of(x);
     const size_t token = form->by_slot ? x->route->slot_token[row] : row;
     const uint16_t *bf16 = (const uint16_t *)x->batch->x + token * hidden;
-    if (x->batch->dtype != KT_BF16 || scaled || hidden != x->k || form->rows->round) {
+    if (x->batch->dtype != KT_BF16 || scaled || hidden != x->k || rule) {
         const float *restrict f32 = (const float *)x->batch->x + token * hidden;
         if (x->batch->dtype == KT_BF16)
             memcpy(own, bf16, hidden * sizeof *own);
@@ -61,13 +65,13 @@ static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t
             for (size_t c = 0; c < hidden; c++) own[c] = kt_bf16_from_f32(kt_bf16_to_f32(own[c]) * r);
         }
         memset(own + hidden, 0, (x->k - hidden) * sizeof *own);
-        if (form->rows->round) form->rows->round(own, x->k);
+        if (rule) kt_blocks_round(rule, own, x->k);
         bf16 = own;
     }
     if (form->by_slot)
-        kt_row_put(form->rows, bf16, 0, x->k, x->k, x->together[row], (void *)form->x[row]);
+        kt_row_put(form->rows, e2m1, bf16, 0, x->k, x->k, x->together[row], (void *)form->x[row]);
     else
-        kt_row_put(form->rows, bf16, 0, x->k, x->k, 1, form->staged + row * form->stride_bytes);
+        kt_row_put(form->rows, e2m1, bf16, 0, x->k, x->k, 1, form->staged + row * form->stride_bytes);
 }
 
 size_t kt_x_rows(const kt_x *x, const kt_x_form *form) {

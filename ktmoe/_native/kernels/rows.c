@@ -25,23 +25,24 @@ static void encode_bf16_sums(const uint16_t *restrict x, size_t first, size_t co
     sum_blocks(x, count, (x_sums *)((uint16_t *)row + k) + first / KT_BLOCK);
 }
 
-const kt_rows KT_NAME(rows_f32) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(float), .encode = encode_f32};
-const kt_rows KT_NAME(rows_bf16) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t)};
+const kt_rows KT_NAME(rows_f32) = {.form = "bf16", .block_bytes = KT_BLOCK * sizeof(float), .encode = encode_f32};
+const kt_rows KT_NAME(rows_bf16) = {.form = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t)};
 const kt_rows KT_NAME(rows_f32_sums) = {
-    .mode = "bf16", .block_bytes = KT_BLOCK * sizeof(float) + sizeof(x_sums), .encode = encode_f32_sums};
+    .form = "bf16", .block_bytes = KT_BLOCK * sizeof(float) + sizeof(x_sums), .encode = encode_f32_sums};
 const kt_rows KT_NAME(rows_bf16_sums) = {
-    .mode = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t) + sizeof(x_sums), .encode = encode_bf16_sums};
-const kt_rows KT_NAME(rows_bf16_tiles) = {.mode = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t), .tiled = 1};
+    .form = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t) + sizeof(x_sums), .encode = encode_bf16_sums};
+const kt_rows KT_NAME(rows_bf16_tiles) = {.form = "bf16", .block_bytes = KT_BLOCK * sizeof(uint16_t), .tiled = 1};
 
 #ifdef __AVX2__
 const kt_rows KT_NAME(rows_int16) = {
-    .mode = "int16",
+    .form = "int16",
     .block_bytes = KT_BLOCK * sizeof(int16_t) + sizeof(int16_block) + sizeof(int16_halves),
     .encode = encode_int16,
 };
 const kt_rows KT_NAME(rows_int8) = {
-    .mode = "int8",
+    .form = "int8",
     .block_bytes = KT_BLOCK * sizeof(int8_t) + sizeof(int8_block) + sizeof(int8_halves),
     .encode = encode_int8,
+    .encode_e2m1 = encode_int8_e2m1,
 };
 #endif

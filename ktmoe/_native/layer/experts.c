@@ -42,7 +42,7 @@ static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
     if (!e->layer.shards || !e->memory || !e->scans) return false;
     for (size_t s = 0; s < shards; s++) {
         kt_shard_memory *m = &e->memory[s];
-        m->first = columns[s][0];
+        m->first = e->layer.shards[s].first = columns[s][0];
         m->count = e->layer.shards[s].intermediate = columns[s][1];
         m->expert_bytes = kt_expert_bytes(e->formats, e->layer.hidden, m);
         m->arena_bytes = num_experts * m->expert_bytes;

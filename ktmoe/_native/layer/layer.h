@@ -5,6 +5,7 @@
 #include "base/placement.h"
 #include "ktmoe.h"
 #include "pack/pack.h"
+#include "quantize/blocks.h"
 
 typedef struct kt_matrix {
     const uint8_t *data; /* NULL until packed */
@@ -28,8 +29,8 @@ typedef union kt_expert {
 
 /* Some of the intermediate dimension of every expert. */
 typedef struct kt_shard {
-    size_t intermediate;
-    kt_expert *experts; /* [num_experts] */
+    size_t first, intermediate; /* columns [first, first + intermediate) of h */
+    kt_expert *experts;         /* [num_experts] */
 } kt_shard;
 
 enum kt_router_weight { KT_DOWN_OUTPUT, KT_DOWN_INPUT, KT_EXPERT_INPUT };
@@ -43,9 +44,10 @@ typedef struct kt_layer {
     kt_activation act;
     const kt_isa *isa;
     enum kt_router_weight router_weight;
-    const kt_rows *x_rows[KT_X_FORMS]; /* what the kernels of gate and up take, each once; NULL beyond */
-    size_t h_block_bytes;              /* the most that any kernel of down takes for a block */
-    size_t kernel_scratch_bytes;       /* the most that any of its kernels asks for */
+    const kt_block_rule *round_x, *round_h; /* what the activation mode rounds them by, or NULL */
+    const kt_rows *x_rows[KT_X_FORMS];      /* what the kernels of gate and up take, each once; NULL beyond */
+    size_t h_block_bytes;                   /* the most that any kernel of down takes for a block */
+    size_t kernel_scratch_bytes;            /* the most that any of its kernels asks for */
 } kt_layer;
 
 /* A matrix of the layer, down or not, is computed by this kernel; with the pool's lock held. False: that would be too many forms

@@ -2,8 +2,9 @@
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
-as the driver has them. records.pxi: codes and scales that stand together. packed.pxi: packed layers. arenas.pxi: their arenas in
-files. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights. The pool's lock is never held
+as the driver has them. records.pxi: codes and scales that stand together. batches.pxi: what one call computes. packed.pxi: packed
+layers. arenas.pxi: their arenas in files. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights.
+blocks.pxi: rounding to MX formats. The pool's lock is never held
 together with the GIL: fork takes both.
 """
 
@@ -76,6 +77,8 @@ include "pool.pxi"
 include "tables.pxi"
 include "records.pxi"
 include "formats.pxi"
+include "blocks.pxi"
+include "batches.pxi"
 include "packed.pxi"
 include "arenas.pxi"
 include "schedule.pxi"

@@ -13,6 +13,8 @@ cdef extern from "base/cpu.h" nogil:
         const char *name
         bint present
     const kt_cpu_feature *kt_cpu_features(size_t *count)
+    unsigned kt_fp_enter()
+    void kt_fp_leave(unsigned state)
 
 
 cdef extern from "base/os.h" nogil:
@@ -149,6 +151,19 @@ cdef extern from "pack/groups.h" nogil:
     size_t kt_panel_bytes(const kt_format *format, size_t k)
 
 
+cdef extern from "quantize/blocks.h" nogil:
+    enum:
+        KT_E2M1_TIES
+    ctypedef struct kt_block_rule:
+        kt_bool e2m1
+        uint8_t up, down, zeros
+        kt_bool negative_zero
+        kt_bool up_at[7]
+    void kt_blocks_round(const kt_block_rule *rule, uint16_t *x, size_t count)
+    void kt_blocks_quantize(const kt_block_rule *rule, const uint16_t *x, size_t count, uint8_t *codes, uint8_t *scales)
+    void kt_blocks_values(kt_bool e2m1, const float *values, const uint8_t *codes, const uint8_t *scales, size_t count, uint16_t *x)
+
+
 cdef extern from "layer/layer.h" nogil:
     ctypedef struct kt_matrix:
         const uint8_t *data
@@ -169,6 +184,8 @@ cdef extern from "layer/layer.h" nogil:
         kt_activation act
         const kt_isa *isa
         kt_router_weight router_weight
+        const kt_block_rule *round_x
+        const kt_block_rule *round_h
     bint kt_layer_use(kt_layer *layer, kt_matrix *matrix, kt_bool down, const kt_kernel *kernel)
 
 
@@ -235,6 +252,10 @@ cdef extern from "forward/forward.h" nogil:
     enum kt_dtype:
         KT_BF16
         KT_F32
+    enum kt_stages:
+        KT_ALL_STAGES
+        KT_GATE_UP
+        KT_DOWN
     ctypedef struct kt_batch:
         size_t tokens, top_k
         const void *x
@@ -243,6 +264,11 @@ cdef extern from "forward/forward.h" nogil:
         const float *weights
         const uint8_t *mask
         void *y
+        kt_bool x_rounded
+        kt_stages stages
+        const uint32_t *rows
+        uint16_t *h
+        size_t h_columns
     ctypedef struct kt_tuning:
         size_t scratch_bytes
         size_t reduce_slots, ranges

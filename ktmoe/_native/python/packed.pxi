@@ -5,7 +5,8 @@ cdef class PackedLayer:
 
     experts: ExpertWeights, whose matrices are not read here. plan: ktmoe.backends.base.Plan. ranges: each shard's columns of h,
     [(first, last)], as many as the plan's placement has shards. threads: for this placement, unless the user chose a number.
-    file: an ArenaFile, whose bytes are the arenas; adopt() then takes the place of pack().
+    file: an ArenaFile, whose bytes are the arenas; adopt() then takes the place of pack(). form: of the rows that kernels take;
+    None: the plan's mode. x, h: the BlockRule that they are rounded by before, or None.
     Raises OutOfMemoryError if an arena cannot be had, CacheError for a file that changed. Every matrix must be packed before
     forward().
     """
@@ -15,21 +16,28 @@ cdef class PackedLayer:
     cdef size_t num_shards
     cdef readonly size_t nbytes
     cdef object _spec  # ktmoe.experts.ExpertSpec
-    cdef str _activations, _rounding
+    cdef str _form
+    cdef BlockRule _x, _h
     cdef KernelTable _table
     cdef list _shard_bytes, _columns  # of each shard; columns of h
     cdef str _file  # whose bytes the arenas are, for messages; None if there is none
 
-    def __cinit__(self, KernelTable table, experts, plan, ranges, size_t threads, ArenaFile file=None):
+    def __cinit__(self, KernelTable table, experts, plan, ranges, size_t threads, ArenaFile file=None, str form=None,
+                  BlockRule x=None, BlockRule h=None):
         cdef size_t columns[KT_SHARDS_MAX][2]
         cdef kt_layer *layer = &self.experts.layer
         self._table = table
         self._spec = experts.spec
-        self._activations, self._rounding = plan.activations, plan.rounding
+        self._form = form or plan.activations
+        self._x, self._h = x, h
+        if x is not None:
+            layer.round_x = &x.rule
+        if h is not None:
+            layer.round_h = &h.rule
         for p, projection in enumerate(PROJECTIONS):
             _fill_codebook(&self.experts.codebooks[p], self._spec.formats[projection])
             _fill_format(&self.experts.formats[p], self._spec.formats[projection])
-            table.find_both(self._spec.formats[projection], plan, &self._kernels[p])
+            table.find_both(self._spec.formats[projection], self._form, plan, &self._kernels[p])
         layer.num_experts, layer.hidden = experts.num_experts, experts.hidden
         self.experts.intermediate = experts.intermediate
         activation = experts.activation
@@ -78,7 +86,7 @@ cdef class PackedLayer:
         given[0] = self._kernels[projection]
         if not given.kernels[0]:
             raise UnavailableError(
-                f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, activations {self._activations}"
+                f"{matrix.name}: {self._table.name} has no kernel for {weight_format.description}, rows of the form {self._form}"
             )
         given_bytes = {}
         for label, (dtype, shape) in weight_format.arrays(*matrix.shape).items():
@@ -308,47 +316,58 @@ cdef class PackedLayer:
         self._check_whole(closed, 0)
         return "folded" if rounded else "exact"
 
-    def forward(self, x, const int64_t[:, ::1] ids, const float[:, ::1] weights, const uint8_t[::1] mask, out):
-        """y into out. x, out: uint16 (bf16 bits) or float32 [tokens, hidden], C-contiguous, alike; tokens and top_k above 0."""
-        cdef kt_batch batch
-        cdef const uint16_t[:, ::1] x16
-        cdef const float[:, ::1] x32
-        cdef uint16_t[:, ::1] y16
-        cdef float[:, ::1] y32
-        cdef kt_layer *layer = &self.experts.layer
+    cdef int _compute(self, _Batch batch) except -1:
         cdef int error = 0
         cdef kt_outcome outcome
         cdef size_t missing
-        memset(&batch, 0, sizeof(batch))
-        if x.dtype == np.float32:
-            x32, y32 = x, out
-            batch.dtype, batch.x, batch.y = KT_F32, &x32[0, 0], &y32[0, 0]
-            shapes = {(x32.shape[0], x32.shape[1]), (y32.shape[0], y32.shape[1])}
-        else:
-            x16, y16 = x, out
-            batch.dtype, batch.x, batch.y = KT_BF16, &x16[0, 0], &y16[0, 0]
-            shapes = {(x16.shape[0], x16.shape[1]), (y16.shape[0], y16.shape[1])}
-        batch.tokens, batch.top_k = ids.shape[0], ids.shape[1]
-        batch.ids, batch.weights, batch.mask = &ids[0, 0], &weights[0, 0], &mask[0]
-        if (
-            shapes != {(ids.shape[0], layer.hidden)}
-            or weights.shape[0] != ids.shape[0] or weights.shape[1] != ids.shape[1] or <size_t>mask.shape[0] != layer.num_experts
-        ):
-            raise InputError(
-                f"x and out must be [{ids.shape[0]}, {layer.hidden}] and alike, found {x.dtype} {list(x.shape)} and "
-                f"{out.dtype} {list(out.shape)}; weights and mask {[ids.shape[0], ids.shape[1]]} and [{layer.num_experts}], "
-                f"found {[weights.shape[0], weights.shape[1]]} and [{mask.shape[0]}]"
-            )
         with nogil:
             kt_pool_lock()
             outcome, missing = self._state(), self.experts.missing
-            if outcome == KT_DONE and not missing:
-                error = kt_moe_forward(layer, &batch)
+            if outcome == KT_DONE and not missing and not batch.empty:
+                error = kt_moe_forward(&self.experts.layer, &batch.batch)
             kt_pool_unlock()
         self._check_outcome(outcome)
         self._check_whole(False, missing)
         if error:
-            _raise(error, f"forward of {batch.tokens} tokens")
+            _raise(error, f"forward of {batch.batch.tokens} tokens")
+        return 0
+
+    def forward(self, x, ids, weights, mask, out):
+        """y into out. x, out: uint16 (bf16 bits) or float32 [tokens, hidden], C-contiguous, alike; tokens and top_k above 0."""
+        batch = _Batch(ids, weights, mask, self.experts.layer.num_experts)
+        if x.dtype != out.dtype:
+            raise InputError(f"x and out must be alike, found {x.dtype} and {out.dtype}")
+        batch.take_x(x, self.experts.layer.hidden)
+        batch.take_y(out, self.experts.layer.hidden)
+        self._compute(batch)
+
+    def gate_up(self, x, ids, weights, mask, rows, uint16_t[:, ::1] h, bint rounded=False):
+        """The first stage of forward() alone: h of each pair of token and expert, bfloat16 bits, as it is before its mode rounds it.
+
+        x, ids, weights, mask: as forward() takes them; tokens and top_k may be 0. rows: integers [tokens, top_k], the row of h
+        [any, intermediate] of each pair whose id is in [0, num_experts), which are distinct. Other rows, and those of masked experts,
+        are not touched. rounded: x is what the mode makes of x, and not rounded again.
+        """
+        if rounded and self.experts.layer.round_x != NULL and self.experts.layer.router_weight == KT_EXPERT_INPUT:
+            raise InputError("x cannot be rounded already: the layer multiplies it by router weights before that")
+        batch = _Batch(ids, weights, mask, self.experts.layer.num_experts)
+        batch.take_x(x, self.experts.layer.hidden)
+        batch.take_h(h, rows, self.experts.intermediate, True)
+        batch.batch.stages, batch.batch.x_rounded = KT_GATE_UP, rounded
+        self._compute(batch)
+
+    def down(self, const uint16_t[:, ::1] h, ids, weights, mask, rows, out):
+        """The second stage of forward() alone: y into out, from the h of each pair, which is not rounded: it is what the mode makes of h.
+
+        h, rows: as gate_up() has them; rows need not be distinct. ids, weights, mask, out: as forward() takes them.
+        """
+        batch = _Batch(ids, weights, mask, self.experts.layer.num_experts)
+        batch.take_y(out, self.experts.layer.hidden)
+        batch.take_h(h, rows, self.experts.intermediate, False)
+        batch.batch.stages = KT_DOWN
+        if batch.empty:
+            out[...] = 0
+        self._compute(batch)
 
     def read_seconds(self, KernelTable table, offset, nbytes, size_t streams=1):
         """Seconds in which all threads of the pool read that range of the packed weights: the read-bandwidth limit.

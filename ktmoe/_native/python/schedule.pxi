@@ -37,7 +37,7 @@ cdef class Schedule:
         self.layer.shards = self.shards
         for p, projection in enumerate(PROJECTIONS):
             _fill_format(&self.formats[p], experts.formats[projection])
-            table.find_both(experts.formats[projection], plan, &kernels)
+            table.find_both(experts.formats[projection], plan.activations, plan, &kernels)
             if not kernels.kernels[1] or not kt_layer_use(&self.layer, &matrix, p == 2, kernels.kernels[1]):
                 raise UnavailableError(f"{table.name} has no kernel for {experts.formats[projection].description}")
         for i, (first, last) in enumerate(ranges):

@@ -37,9 +37,9 @@ cdef class KernelTable:
         return self.isa.name.decode()
 
     def kernels(self):
-        """[(family, scale kind, longest scale group, activations, folded, offset or "none")] of every kernel."""
+        """[(family, scale kind, longest scale group, form of rows, folded, offset or "none")] of every kernel."""
         return [
-            (k["family"], k["scale"], k["group"][1], k["activations"], k["folded"], k["offset"] or "none") for k, _ in self._rows()
+            (k["family"], k["scale"], k["group"][1], k["form"], k["folded"], k["offset"] or "none") for k, _ in self._rows()
         ]
 
     cdef list _rows(self):
@@ -57,7 +57,7 @@ cdef class KernelTable:
                     "group": (kernel.scale_group_min, kernel.scale_group_max),
                     "super_scale": kernel.super_scale.decode() if kernel.super_scale else None,
                     "offset": kernel.offset.decode() if kernel.offset else None,
-                    "activations": kernel.rows.mode.decode(),
+                    "form": kernel.rows.form.decode(),
                     "folded": kernel.folded,
                     "whole": bool(kernel.whole),
                     "tuned_for": kernel.tuned_for.decode() if kernel.tuned_for else None,
@@ -66,15 +66,15 @@ cdef class KernelTable:
             listed += 1
         return rows
 
-    def serves(self, weight_format, str activations):
+    def serves(self, weight_format, str form):
         """Whether it has a kernel for these weights, whatever their scales are."""
-        return not self.lacks(weight_format, activations)
+        return not self.lacks(weight_format, form)
 
-    def lacks(self, weight_format, str activations):
+    def lacks(self, weight_format, str form):
         """The part of a format that no kernel of this table has, or that none of those with the parts before it has; "" if none."""
-        return self._choose(weight_format, activations)[1]
+        return self._choose(weight_format, form)[1]
 
-    cdef tuple _choose(self, weight_format, str activations, int folded=0, str tuned_for="decode"):
+    cdef tuple _choose(self, weight_format, str form, int folded=0, str tuned_for="decode"):
         """(a kernel's address, "") or (0, what is missing). folded, tuned_for: as kt_kernel has them."""
         try:
             kind, group = packed_scale(weight_format)
@@ -85,7 +85,7 @@ cdef class KernelTable:
         element = weight_format.element
         rows = self._rows()
         for what, fits in (
-            (f"activations {activations!r}", lambda k: k["activations"] == activations and k["folded"] == folded
+            (f"rows of the form {form!r}", lambda k: k["form"] == form and k["folded"] == folded
                 and k["tuned_for"] in (None, tuned_for)),
             (f"weights of family {element.family}", lambda k: k["family"] == element.family),
             (f"element {element.name}", lambda k: k["element"] is None or ELEMENTS.get(k["element"]) == element),
@@ -101,45 +101,48 @@ cdef class KernelTable:
                 return 0, what
         return rows[0][1], ""
 
-    cdef tuple _folding(self, weight_format, str activations, str rounding, str tuned_for):
+    cdef tuple _folding(self, weight_format, str form, str rounding, str tuned_for):
         """(the address of the kernel that has scales in its weights, its `folded`, the range of such scales); 0 if there is none."""
         for terms in (1, 2):
             low, high = folding.fold_range(weight_format, rounding, terms)
-            address = self._choose(weight_format, activations, terms, tuned_for)[0] if low <= high else 0
+            address = self._choose(weight_format, form, terms, tuned_for)[0] if low <= high else 0
             if address:
                 return address, terms, low, high
         return 0, 0, 255, 0
 
-    def folds(self, weight_format, str activations, str rounding="exact", str tuned_for="decode"):
+    def folds(self, weight_format, str form, str rounding="exact", str tuned_for="decode"):
         """Whether it has a kernel whose weights hold the scale, for those matrices of a format whose scales allow it: 0, or of how
         many bfloat16 numbers such a weight is the sum."""
-        return self._folding(weight_format, activations, rounding, tuned_for)[1]
+        return self._folding(weight_format, form, rounding, tuned_for)[1]
 
-    cdef const kt_kernel *find(self, weight_format, str activations):
+    cdef const kt_kernel *find(self, weight_format, str form):
         """The kernel for any scale."""
-        return <const kt_kernel *><size_t>self._choose(weight_format, activations)[0]
+        return <const kt_kernel *><size_t>self._choose(weight_format, form)[0]
 
-    cdef find_both(self, weight_format, plan, kt_given *given):
+    cdef find_both(self, weight_format, str form, plan, kt_given *given):
         """given.kernels[1] where all scales are in [low, high], which fold into the weights, else kernels[0]. NULL: there is none."""
         cdef size_t address
-        given.kernels[0] = given.kernels[1] = self.find(weight_format, plan.activations)
-        address, terms, given.low, given.high = self._folding(weight_format, plan.activations, plan.rounding, plan.tuned_for)
+        given.kernels[0] = given.kernels[1] = self.find(weight_format, form)
+        address, terms, given.low, given.high = self._folding(weight_format, form, plan.rounding, plan.tuned_for)
         given.negative = terms == 1
         if address:  # else those for any scale serve these, too
             given.kernels[1] = <const kt_kernel *>address
 
-    def encode(self, weight_format, str activations, const uint16_t[::1] row):
-        """One row of bfloat16 bits [k], k a multiple of 32, as the kernel for any scale takes it: uint8 [bytes]."""
-        cdef const kt_kernel *kernel = self.find(weight_format, activations)
+    def encode(self, weight_format, str form, const uint16_t[::1] row, bint e2m1=False):
+        """One row of bfloat16 bits [k], k a multiple of 32, as the kernel for any scale takes it: uint8 [bytes].
+
+        e2m1: as it takes rows whose blocks of 32 are E2M1 numbers times a power of two.
+        """
+        cdef const kt_kernel *kernel = self.find(weight_format, form)
         cdef const kt_rows *rows = kernel.rows if kernel else NULL
         if not rows or row.shape[0] % KT_BLOCK:
-            raise InputError(f"{self.name} has no rows of {row.shape[0]} for {activations!r}")
+            raise InputError(f"{self.name} has no rows of {row.shape[0]} for {form!r}")
         if not rows.encode:
             return np.asarray(row).view(np.uint8).copy()
         encoded = np.empty(row.shape[0] // KT_BLOCK * rows.block_bytes, np.uint8)
         cdef uint8_t[::1] to = encoded
         if row.shape[0]:
-            rows.encode(&row[0], 0, row.shape[0], row.shape[0], &to[0])
+            (rows.encode_e2m1 if e2m1 and rows.encode_e2m1 else rows.encode)(&row[0], 0, row.shape[0], row.shape[0], &to[0])
         return encoded
 
     def activate(self, g, u, activation, finish_g=None, finish_u=None):

@@ -9,7 +9,7 @@
 #include "quantize/round.h"
 
 #include "base/cpu.h"
-#include "quantize/vector.h"
+#include "quantize/e4m3.h"
 
 /* A chunk: weights, quotients, the numbers that codes stand for, what groups have, codes. */
 typedef struct chunk {
@@ -97,15 +97,12 @@ static void e2m1(const kt_rounding *how, chunk *restrict c) {
     }
 }
 
-/* From 2^-6 on the last 20 bits of a float32 are rounded away; below, adding 2^14 leaves multiples of 2^-9. */
 static void e4m3(chunk *restrict c) {
     for (size_t i = 0; i < KT_CHUNK; i += LANES) {
-        const f32x4 t = load_f32(c->t + i), any = size_of(t), size = select_f32(any < 448, any, splat(448));
-        const i32x4 bits = (i32x4)size, normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF, sign = sign_of(t);
-        const f32x4 small = size + 0x1p14f;
-        const i32x4 denormal = size < 0x1p-6f;
-        store_f32(c->number + i, signed_by(select_f32(denormal, small - 0x1p14f, (f32x4)normal), sign));
-        const i32x4 code = select_i32(denormal, (i32x4)small - (i32x4)splat(0x1p14f), (normal >> 20) - (120 << 3));
+        const f32x4 t = load_f32(c->t + i);
+        const i32x4 sign = sign_of(t);
+        i32x4 code;
+        store_f32(c->number + i, signed_by(nearest_e4m3(size_of(t), &code), sign));
         store_i32(c->code + i, code | ((sign >> 24) & 0x80));
     }
 }

@@ -1,4 +1,4 @@
-/* Activation mode int16: rows of 16-bit integers with a power of two as scale per 32 k. Includers have AVX2.
+/* Form int16: rows of 16-bit integers with a power of two as scale per 32 k. Includers have AVX2.
  *
  * LAYOUT      of a row of k: k int16, then k / 32 int16_block, then k / 32 int16_halves
  * DEFINITION  of 32 bf16 x: E = max(exponent of their largest magnitude, -126), scale = 2^(E - 14), q = x / scale, rounded to
@@ -20,13 +20,6 @@ typedef struct int16_block {
 typedef struct int16_halves {
     int32_t minus_16_sums[2];
 } int16_halves;
-
-static inline float power_of_two(int n) {
-    const uint32_t bits = (uint32_t)(n + 127) << 23;
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 static inline void encode_int16(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
     int16_t *restrict q = (int16_t *)row + first;

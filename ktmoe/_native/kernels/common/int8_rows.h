@@ -1,8 +1,11 @@
-/* Activation mode int8: rows of 8-bit integers with a bf16 number as scale per 32 k. Includers have AVX2.
+/* Form int8: rows of 8-bit integers with a bf16 number as scale per 32 k. Includers have AVX2.
  *
  * LAYOUT      of a row of k: k int8, of each 8 in the order 0 4 1 5 2 6 3 7, then k / 32 int8_block, then k / 32 int8_halves
  * DEFINITION  of 32 bf16 x: M = max(largest magnitude, 127 * 2^-118), scale = M / 127 rounded to bf16, q = x / scale rounded to
  *             an integer, both to nearest, ties to even: |q| <= 127. A NaN or an infinity makes scale NaN.
+ *
+ *             Of 32 E2M1 numbers times a power of two: E = max(exponent of M, -126), scale = 2^(E - 3), q = x / scale, an integer:
+ *             the least of E2M1's sizes is 2^-3 of its largest power of two.
  *
  * A quotient in fp32 is rounded twice and yet right: a number of 8 bits over one of 8 bits is half an integer, or further from
  * one than 2^-11, and over 127 it is never half a unit of bf16.
@@ -48,16 +51,35 @@ static inline float int8_scale(uint32_t largest) {
     return scale;
 }
 
+/* 8 bf16 as fp32. */
+static inline __m256 widened(const uint16_t *x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16));
+}
+
 /* 32 integers in the row's order: a lane of packed has the first four of each eight, the other the last four. */
-static inline __m256i int8_integers(const uint16_t *x, const float scale) {
-    __m256i v[4];
-    for (int i = 0; i < 4; i++) {
-        const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(x + 8 * i)));
-        v[i] = _mm256_cvtps_epi32(_mm256_div_ps(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)), _mm256_set1_ps(scale)));
-    }
+static inline __m256i in_order(const __m256i v[4]) {
     const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
     const __m128i first = _mm256_castsi256_si128(packed), last = _mm256_extracti128_si256(packed, 1);
     return _mm256_set_m128i(_mm_unpackhi_epi8(first, last), _mm_unpacklo_epi8(first, last));
+}
+
+static inline __m256i int8_integers(const uint16_t *x, const float scale) {
+    __m256i v[4];
+    for (int i = 0; i < 4; i++) v[i] = _mm256_cvtps_epi32(_mm256_div_ps(widened(x + 8 * i), _mm256_set1_ps(scale)));
+    return in_order(v);
+}
+
+/* The scale is 2^-up: 2^-129 is beyond the normal range, two factors each. */
+static inline __m256i e2m1_integers(const uint16_t *x, const int up, float *scale) {
+    const int half = up >> 1;
+    const float factor1 = power_of_two(half), factor2 = power_of_two(up - half);
+    __m256i v[4];
+    for (int i = 0; i < 4; i++) {
+        const __m256 scaled = _mm256_mul_ps(widened(x + 8 * i), _mm256_set1_ps(factor1));
+        v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(scaled, _mm256_set1_ps(factor2)));
+    }
+    *scale = power_of_two(-half) * power_of_two(half - up);
+    return in_order(v);
 }
 
 /* Of two words, of even and of odd k. */
@@ -77,23 +99,33 @@ static inline void int8_starts(const __m256i integers, int8_block *block, int8_h
     *halves = (int8_halves){{int8_start(first), int8_start(last)}};
 }
 
-static inline void encode_int8(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
+static inline __attribute__((always_inline)) void encode_blocks(const uint16_t *restrict x, size_t first, size_t count,
+                                                                size_t k, void *restrict row, const int e2m1) {
     int8_t *restrict q = (int8_t *)row + first;
     int8_block *restrict block = (int8_block *)((int8_t *)row + k) + first / KT_BLOCK;
     int8_halves *restrict halves = (int8_halves *)((int8_block *)((int8_t *)row + k) + k / KT_BLOCK) + first / KT_BLOCK;
     for (size_t i = 0; i < count; i += KT_BLOCK, x += KT_BLOCK, q += KT_BLOCK, block++, halves++) {
-        const uint32_t largest = largest_magnitude(x);
-        if (largest >> 7 == 0xFF) {
+        const uint32_t largest = largest_magnitude(x), field = largest >> 7;
+        if (field == 0xFF) {
             *block = (int8_block){__builtin_nanf(""), 0};
             *halves = (int8_halves){{0}};
             memset(q, 0, KT_BLOCK);
             continue;
         }
-        block->scale = int8_scale(largest);
-        const __m256i integers = int8_integers(x, block->scale);
+        if (!e2m1) block->scale = int8_scale(largest);
+        const __m256i integers =
+            e2m1 ? e2m1_integers(x, 3 + 127 - (field ? (int)field : 1), &block->scale) : int8_integers(x, block->scale);
         _mm256_storeu_si256((__m256i *)q, integers);
         int8_starts(integers, block, halves);
     }
+}
+
+static inline void encode_int8(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
+    encode_blocks(x, first, count, k, row, 0);
+}
+
+static inline void encode_int8_e2m1(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
+    encode_blocks(x, first, count, k, row, 1);
 }
 
 #endif

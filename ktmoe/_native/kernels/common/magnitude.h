@@ -16,4 +16,12 @@ static inline uint32_t largest_magnitude(const uint16_t *x) {
     return 0xFFFF - (uint32_t)_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))), 0);
 }
 
+/* 2^n, n from -126 to 127. */
+static inline float power_of_two(int n) {
+    const uint32_t bits = (uint32_t)(n + 127) << 23;
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 #endif

@@ -1,6 +1,6 @@
 /* Packed panels times rows: the loop nest of the kernels on vectors.
  *
- * SHAPES      m rows of k inputs, as the activation mode encodes them; W packed panels of 64 columns; out fp32 [m][64]
+ * SHAPES      m rows of k inputs, in the form that their kernel takes; W packed panels of 64 columns; out fp32 [m][64]
  * DEFINITION  for each panel, column c, row i:
  *                 in scale groups: for each: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
  *                            out = finish(sum, scale[c], out), rounded once; where there are minima, out -= minimum[c] * sum of
