@@ -11,7 +11,7 @@ from helpers import same_bits
 
 from ktmoe import MoELayer, MoEModel, backends, cli, load_experts, measure
 from ktmoe.config import config, show_config
-from ktmoe.errors import InputError
+from ktmoe.errors import UnavailableError
 from ktmoe.modes import MODES
 
 #: A long name and the short one.
@@ -61,10 +61,10 @@ def test_every_entrance(model, name, short):
 )
 @pytest.mark.parametrize("backend", ["auto", "fp32_lut"])
 def test_names_that_do_not_exist(model, capsys, name, found, backend):
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(UnavailableError) as refused:
         MoELayer.from_checkpoint(model[0], 0, backend, name)
     assert found in str(refused.value)
-    assert cli.main(["bench", str(model[0]), "--backend", backend, "--activations", name, "--seconds", "0"]) == 1
+    assert cli.main(["bench", str(model[0]), "--backend", backend, "--activations", name, "--top-k", "2"]) == 1
     assert found in capsys.readouterr().err
 
 
@@ -85,12 +85,10 @@ def test_bench_measures_the_mode_that_is_asked_for(model, capsys, monkeypatch):
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-4)
     monkeypatch.setattr("ktmoe.cli.bench.DECODE", (1,))
     monkeypatch.setattr("ktmoe.cli.bench.PREFILL", (3,))
-    arguments = ["bench", str(model[0]), "--seconds", "0", "--activations", "mxfp8:ceil/mxfp4:even"]
+    arguments = ["bench", str(model[0]), "--seconds", "0", "--top-k", "2", "--activations", "mxfp8:ceil/mxfp4:even"]
     assert cli.main([*arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["layer"]["activations"] == "mxfp8/mxfp4:even"
     assert all(call["right"] for call in data["calls"])
     assert cli.main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "mxfp8/mxfp4:even" in printed
-    assert max(map(len, printed.split("\n\n")[0].splitlines())) <= 80
+    assert " mxfp8/mxfp4:even " in capsys.readouterr().out

@@ -18,11 +18,10 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from ktmoe import backends
-from ktmoe.backends.base import Found
+from ktmoe.backends.base import Found, mode_by
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import CheckpointError, InputError, UnavailableError
 from ktmoe.layer import MoELayer
-from ktmoe.modes import mode_of
 from ktmoe.transformers import load
 from ktmoe.transformers.activation import recognise
 from ktmoe.transformers.answer import load_tokenizer
@@ -96,9 +95,9 @@ def accuracy(
     rounding: "folded" adds a run with "bf16" whose weights may be rounded. tokens: the text's first so many; None: all.
     context: of the windows, see ktmoe.transformers.perplexity. layers: the errors of each layer, too.
     step: of ktmoe.progress_bar.steps.
-    Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short, a context that is too long
-    for the model, or a mode that does not exist, OutOfSpaceError if the exact run's logits do not fit onto the disk,
-    UnavailableError for a mode that cannot run, and what ktmoe.transformers.load() raises.
+    Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short or a context that is too long
+    for the model, OutOfSpaceError if the exact run's logits do not fit onto the disk, UnavailableError for a mode that cannot
+    run or does not exist, and what ktmoe.transformers.load() raises.
     """
     folder = folder_of(path)
     config = _config(folder)
@@ -203,7 +202,7 @@ def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | No
             and all(isinstance(backends.get(layer.backend).lookup(layer.spec, mode), Found) for layer in packed)
         ]
     else:
-        names = [mode for mode in dict.fromkeys(mode_of(name).name for name in activations) if mode != EXACT]
+        names = [mode for mode in dict.fromkeys(mode_by(name)[0].name for name in activations) if mode != EXACT]
         for mode in names:
             for layer in packed:
                 choose_backend(backend, layer.spec, mode)  # raises, before the text is read

@@ -103,8 +103,8 @@ def test_perplexity_beside_transformers(folder):
     ktmoe is nearer to float32 than 1.2 times eager bfloat16 is, and the error of a mean is at most the mean error.
     """
     path = folder(PLAIN)
-    found = accuracy(path, TEXT, context=CONTEXT, layers=False, step=step)
-    assert [run.mode for run in found.runs] == [Mode("bf16")]  # there are no integers for bfloat16 weights
+    found = accuracy(path, TEXT, activations=["bf16"], context=CONTEXT, layers=False, step=step)
+    assert [run.mode for run in found.runs] == [Mode("bf16")]
     tokens = tokens_of(path)
     expected, eager = (
         losses(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval(), tokens)
@@ -261,11 +261,11 @@ def test_one_model_at_a_time(folder, monkeypatch):
 
     monkeypatch.setattr(module, "load", load_and_look)
     found = accuracy(folder(MXFP4), TEXT[:100], backend="avx2", context=CONTEXT, step=step)
-    assert len(models) == 3
-    assert [run.mode.activations for run in found.runs] == ["bf16", "int16", "int8"]  # all that avx2 has
+    assert len(models) == 5
+    assert [run.mode.activations for run in found.runs] == ["bf16", "int16", "int8", "mxfp8", "mxfp4"]  # all that avx2 has
     assert all(run.backends == ["avx2"] for run in found.runs)
-    int16, int8 = (run.layers[0].relative for run in found.runs[1:])
-    assert 0 < int16 < int8
+    int16, int8, mxfp8, mxfp4 = (run.layers[0].relative for run in found.runs[1:])
+    assert 0 < int16 < int8 < mxfp8 < mxfp4
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import ktmoe.transformers as served
 from ktmoe import cli
-from ktmoe.errors import InputError
+from ktmoe.errors import UnavailableError
 from ktmoe.transformers.accuracy import Mode, accuracy
 from ktmoe.transformers.view import view
 
@@ -61,7 +61,7 @@ def test_every_entrance(checkpoint):
 
 @pytest.mark.parametrize("load", [served.load, packed])
 def test_a_name_that_does_not_exist(checkpoint, load):
-    with pytest.raises(InputError, match=r"bf16, int16, int8, mxfp8, mxfp4, or X/H .*, found 'mxfp5'"):
+    with pytest.raises(UnavailableError, match=r"bf16, int16, int8, mxfp8, mxfp4, or X/H .*, found 'mxfp5'"):
         load(checkpoint(PLAIN), activations="mxfp5")
 
 
