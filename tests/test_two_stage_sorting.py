@@ -16,7 +16,7 @@ def assert_sorted(ids, weights, num_experts, unit, mask=None):
     """All of moe_sorting()'s arrays are those of the restatement; returns them."""
     found = moe_sorting(ids, weights, num_experts, unit, mask)
     expected = plain_sorting(ids, weights, num_experts, unit, mask)
-    for name, array, numbers in zip(found._fields, found, expected, strict=True):
+    for (name, array), numbers in zip(found._asdict().items(), expected, strict=True):
         dtype = np.float32 if name == "sorted_weights" else np.int32
         assert array.dtype == dtype, name
         np.testing.assert_array_equal(array, np.array(numbers, dtype), name)

@@ -109,8 +109,17 @@ class Experts:
         return cls(*arrays)
 
     @property
+    def count(self):
+        return len(self.w1)
+
+    @property
     def arrays(self):
         return self.w1, self.w1_scale, self.w2, self.w2_scale
+
+    def matrix(self, expert, stage):
+        """float64, of the first stage or of the second."""
+        codes, scales = self.arrays[2 * stage - 2 : 2 * stage]
+        return decoded(codes[expert], scales[expert])
 
 
 def batch(rng, tokens, hidden, num_experts, top_k):
@@ -136,10 +145,10 @@ class Kernel:
     dropped: int | None = None
 
     def __call__(self, experts, x, ids, weights, x_to, h_to, unit=32):
-        """y float64 [tokens, hidden]. x_to, h_to: "mxfp4", "mxfp8" or "bf16"."""
+        """(h, y), float64: [rows of blocks, intermediate] and [tokens, hidden]. x_to, h_to: "mxfp4", "mxfp8" or "bf16"."""
         x = x.astype(np.float64)
         tokens, hidden = x.shape
-        token_ids, row_weights, block_experts, (valid, _) = plain_sorting(ids, weights, len(experts.w1), unit)
+        token_ids, row_weights, block_experts, (valid, _) = plain_sorting(ids, weights, experts.count, unit)
         token_ids, row_weights = np.array(token_ids[:valid]), np.array(row_weights[:valid])
         real = (token_ids & 0xFFFFFF) < tokens
         x = x if x_to == "bf16" else restored(*rounded(x, x_to))
@@ -149,7 +158,7 @@ class Kernel:
         of_block = [slice(row, row + unit) for row in range(0, valid, unit)]
         h = []
         for rows, expert in zip(of_block, block_experts, strict=False):
-            gate, up = np.split(gathered[rows] @ self.matrix(experts.w1[expert], experts.w1_scale[expert]).T, 2, axis=1)
+            gate, up = np.split(gathered[rows] @ experts.matrix(expert, 1).T, 2, axis=1)
             h.append(to_bfloat16(up * gate / (1 + np.exp(-gate))))
         h = np.concatenate(h)
         if h_to != "bf16":
@@ -160,14 +169,10 @@ class Kernel:
             h = restored(values, exponents)
         y = np.zeros((tokens, hidden))
         for rows, expert in zip(of_block, block_experts, strict=False):
-            d = h[rows] @ self.matrix(experts.w2[expert], experts.w2_scale[expert]).T
+            d = h[rows] @ experts.matrix(expert, 2).T
             counted = row_weights[rows, None] if not self.padding else np.where(real[rows], row_weights[rows], 1)[:, None]
             np.add.at(y, np.minimum(token_ids[rows] & 0xFFFFFF, tokens - 1), counted * d)
-        return y
-
-    @staticmethod
-    def matrix(codes, scales):
-        return decoded(codes, scales)
+        return h, y
 
 
 #: Wrong kernels, by what is wrong.

@@ -44,7 +44,8 @@ def pairs_of(sorting: Sorting, expert_mask: np.ndarray) -> Pairs:
     Raises InputError, which names the array, the place, what was expected and what was found.
     """
     token_ids, weights, experts, valid, tokens = arrays_of(sorting)
-    unit = _unit(len(token_ids), len(experts), valid)
+    size = len(token_ids)
+    unit = _unit(size, len(experts), valid)
     token_ids, weights, experts = token_ids[:valid], weights[:valid], experts[: valid // unit]
     token, slot = token_ids & TOKEN_MASK, token_ids >> TOKEN_BITS
     top_k = _top_k(token_ids, token, slot, tokens)
@@ -63,7 +64,7 @@ def pairs_of(sorting: Sorting, expert_mask: np.ndarray) -> Pairs:
     ids[token, slot] = known[experts[row // unit]]
     places[token, slot] = np.arange(len(row))
     of_pair[token, slot] = weights[row]
-    return Pairs(ids, of_pair, row, places, len(sorting.sorted_token_ids), valid)
+    return Pairs(ids, of_pair, row, places, size, valid)
 
 
 def arrays_of(sorting: Sorting) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
