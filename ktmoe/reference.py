@@ -255,7 +255,7 @@ def linear(
     of_terms = term_sizes(matrix, rows) if split else None
     group, block = _groups(given.group if scales is not None else None, format, matrix.shape[1], block)
     forms = mode_of(activations).forms
-    integers = [form for form in forms if form != "bf16" and integer_unit(format) is not None]
+    integers = forms != ("bf16",) and integer_unit(format) is not None  # may be; errors of bf16 rows are not smaller
     unit = integer_unit(format) if integers else 1.0
     limit = MAX_FLOAT32 / (1 + _gamma(matrix.shape[1] + 1))
     total, eps, spread = (np.zeros((len(a), len(weights))) for _ in range(3))  # spread: what changed operands can have added
@@ -291,17 +291,14 @@ def linear(
                 lost = (smallest < TINY) * 2.0**-149 * sizes * given.largest
                 flush = flush + lost
         sums = -(-len(w) // min(group, BLOCK))  # that are scaled and added to the total
-        error = np.zeros_like(total)
-        if integers:  # each of the sums is exact
-            of_sums = _gamma(max(_before_the_fma(format, form) for form in integers)) * terms + lost
+        if "bf16" not in forms:  # each of the sums is exact
+            of_sums = _gamma(_before_the_fma(format, activations)) * terms + lost
             error = of_sums + _gamma(sums) * (of_all + of_sums) + sums * TINY
-        if "bf16" in forms:
-            if scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
-                # such a scale may also be folded into the weights, whose products are then added to the total
-                of_bf16 = _gamma(n) * np.maximum(of_group, of_all) + flush
-            else:
-                of_bf16 = _gamma(n + bool(format.super_scale)) * of_group + _gamma(sums) * of_all + flush
-            error = np.maximum(error, of_bf16)
+        elif scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
+            # such a scale may also be folded into the weights, whose products are then added to the total
+            error = _gamma(n) * np.maximum(of_group, of_all) + flush
+        else:
+            error = _gamma(n + bool(format.super_scale)) * of_group + _gamma(sums) * of_all + flush
         if split and "bf16" in forms:
             of_two = of_all + size @ of_terms[:, k].T - terms
             overflow |= of_two >= limit
@@ -318,10 +315,10 @@ def linear(
     return _finish(matrix, rows, total, eps + spread)
 
 
-def _before_the_fma(format: WeightFormat, form: str) -> int:
+def _before_the_fma(format: WeightFormat, activations: str) -> int:
     """Roundings of an exact sum of integers, or of the scales that multiply it, before an FMA adds it to the total."""
-    of_float32 = format.family == "i8" and form == "int16"  # such a sum has more than 24 bits
-    of_scales = format.super_scale is not None and format.family == "i8" and form == "int8"  # that of x times the others
+    of_float32 = format.family == "i8" and activations == "int16"  # such a sum has more than 24 bits
+    of_scales = format.super_scale is not None and format.family == "i8" and activations == "int8"  # that of x times the others
     return of_float32 + of_scales + (format.super_scale is not None)
 
 

@@ -27,7 +27,7 @@ def operand(a: np.ndarray, low: np.ndarray, high: np.ndarray, side: str | Rule) 
         eps = np.maximum(high - a, a - low)
         return a, eps + flush_to_zero(a, eps)
     if not isinstance(side, Rule):
-        return _quantise(a, low, high, _int16 if side == "int16" else _int8)
+        return _quantise(a, low, high, {"int16": _int16, "int8": _int8}[side])
     with np.errstate(invalid="ignore"):
         quantised, eps = _quantise(a, low, high, functools.partial(_mx, side))
         return quantised, eps + flush_to_zero(quantised, eps)

@@ -66,37 +66,49 @@ def int8_rows(a):
 
 
 def power_rows(a):
-    """The same for numbers of MXFP4, which are integers of at most 96 times a power of two in each block."""
+    """The same for int8 rows of MXFP4's numbers, which are integers of at most 12 times a power of two in each block."""
     tokens, k = a.shape
     groups = np.pad(a.astype(np.float32), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
-    step = np.ldexp(np.float32(1), np.frexp(np.abs(groups).max(axis=2, keepdims=True))[1] - 7)
-    q = groups / step
     finite = np.isfinite(groups).all(axis=2, keepdims=True)
-    assert np.array_equal(q, np.rint(q), equal_nan=True)
-    assert np.abs(np.where(finite, q, 0)).max() <= 96
-    q = np.where(finite, q, 0).astype(np.int64)
-    return q.reshape(tokens, -1)[:, :k], np.where(finite, step, np.float32(np.nan))[..., 0]
+    groups = np.where(finite, groups, np.float32(0))
+    exponent = np.maximum(np.frexp(np.abs(groups).max(axis=2, keepdims=True))[1] - 1, -126)
+    q = np.ldexp(groups, 3 - exponent)
+    assert np.array_equal(q, np.rint(q))
+    assert np.abs(q).max() <= 12
+    step = np.where(finite, np.ldexp(np.float32(1), exponent - 3), np.float32(np.nan))
+    return q.astype(np.int64).reshape(tokens, -1)[:, :k], step[..., 0]
 
 
 #: target and rule: the largest magnitude from which on a block's scale is 2 instead of 1.
 MX_LIMITS = {
-    "mxfp4": {"floor": 8, "gguf": 8, "round": 6 * 2**0.5, "even": 7, "quark": 7, "ceil": np.nextafter(6, 7)},
-    "mxfp8": {"floor": 512, "round": 448 * 2**0.5, "even": 496, "compressed-tensors": 448, "ceil": np.nextafter(448, 449)},
+    "mxfp4": {"floor": 8.0, "gguf": 8.0, "round": 6 * 2**0.5, "even": 7.0, "quark": 7.0, "ceil": np.nextafter(6, 7)},
+    "mxfp8": {
+        "floor": 512.0,
+        "round": 448 * 2**0.5,
+        "even": 496.0,
+        "compressed-tensors": 448.0,
+        "ceil": np.nextafter(448, 449),
+    },
 }
 MX_LIMITS["mxfp4"]["modelopt"] = MX_LIMITS["mxfp4"]["ceil"]
 
 
-def mx_rows(a, rule):
-    """float32: blocks of 32 by a rule for MXFP4 or MXFP8, with a table of scales and ml_dtypes' rounding. None: as they are."""
+def mx_scales(blocks, rule):
+    """Of blocks [tokens, blocks, k], by a table of all scales."""
+    limits = np.ldexp(MX_LIMITS[rule.target][rule.name], np.arange(-127, 127))
+    return np.ldexp(1.0, np.searchsorted(limits, np.abs(blocks).max(axis=2, keepdims=True), side="right") - 127)
+
+
+def mx_rows(a, rule, scales=mx_scales):
+    """float32: blocks of 32 as a rule for MXFP4 or MXFP8 has them, by ml_dtypes' rounding. None: as they are."""
     if rule is None:
         return a
     largest, dtype = {"mxfp4": (6.0, ml_dtypes.float4_e2m1fn), "mxfp8": (448.0, ml_dtypes.float8_e4m3fn)}[rule.target]
-    limits = np.ldexp(MX_LIMITS[rule.target][rule.name], np.arange(-127, 127))
     tokens, k = a.shape
     blocks = np.pad(a.astype(np.float64), ((0, 0), (0, -k % 32))).reshape(tokens, -1, 32)
     finite = np.isfinite(blocks).all(axis=2, keepdims=True)
     blocks = np.where(finite, blocks, 0.0)
-    scale = np.ldexp(1.0, np.searchsorted(limits, np.abs(blocks).max(axis=2, keepdims=True), side="right") - 127)
+    scale = scales(blocks, rule)
     t = np.clip(blocks / scale, -largest, largest).astype(np.float32)
     if rule.ties == "zero":
         t = np.nextafter(t, np.float32(0))
