@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from bench import document
 from bench.low_precision import results
 from bench.low_precision.layer import DATA
@@ -35,12 +37,13 @@ def rules(data: dict) -> tuple[Row, list[Row]]:
 def text(data: dict) -> tuple[Row, list[Row]]:
     rows = []
     for run in data.get("text", {}).get("run", ()):
-        cells = [f"{run['perplexity']['mean']:.4f}"]
-        cells += [_mean(run[name]) if name in run else "-" for name in ("ln_ratio", "kl")]
+        cells = [f"{run['perplexity']['mean']:.4g}"]
+        cells += [_mean(run[name]) if name in run else "-" for name in ("ratio", "kl")]
         cells.append(f"{100 * run['same_top']['mean']:.1f} %" if "same_top" in run else "-")
-        layers = f"{_percent(run['least_error'])} to {_percent(run['most_error'])}" if "least_error" in run else "-"
+        ends = dict.fromkeys(_percent(run[name]) for name in ("least_error", "most_error") if name in run)
+        layers = " to ".join(ends) or "-"
         rows.append((f"`{run['activations']}`", *cells, layers))
-    return ("mode", "perplexity", "ln ratio", "KL", "same top", "errors of the layers"), rows
+    return ("mode", "perplexity", "beside bf16", "KL", "same top", "errors of the layers"), rows
 
 
 def _modes(data: dict) -> list[str]:
@@ -61,7 +64,9 @@ def _percent(share: float) -> str:
 
 
 def _mean(mean: dict) -> str:
-    return f"{mean['mean']:.2g} ± {mean['standard_error']:.1g}"
+    """With as many decimals as its standard error has for two digits."""
+    digits = max(0, 1 - math.floor(math.log10(mean["standard_error"])))
+    return f"{mean['mean']:.{digits}f} ± {mean['standard_error']:.{digits}f}"
 
 
 TABLES = {"modes": modes, "rules": rules, "text": text}

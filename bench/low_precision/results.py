@@ -26,7 +26,7 @@ SCHEMA = {
             {
                 "activations": str,
                 "perplexity": _MEAN,
-                "ln_ratio?": _MEAN,
+                "ratio?": _MEAN,
                 "kl?": _MEAN,
                 "same_top?": _MEAN,
                 "least_error?": float,

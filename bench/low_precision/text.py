@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -32,7 +33,10 @@ def accuracy(interpreter: Path, folder: Path) -> dict:
     found = json.loads(_run(interpreter, "-m", "ktmoe", "accuracy", folder / "mxfp4", *options))
     runs = []
     for number, run in enumerate(found["runs"]):
-        means = {name: run[name] for name in ("perplexity", "ln_ratio", "kl", "same_top") if run[name]}
+        means = {name: run[name] for name in ("perplexity", "kl", "same_top") if run[name]}
+        if run["ln_ratio"]:  # of perplexities, beside bf16: its error by the derivative of exp
+            ratio = math.exp(run["ln_ratio"]["mean"])
+            means["ratio"] = {"mean": ratio, "standard_error": ratio * run["ln_ratio"]["standard_error"]}
         errors = [layer["runs"][number - 1]["relative_error"] for layer in found["layers"]] if number else []
         layers = {"least_error": min(errors), "most_error": max(errors)} if errors else {}
         runs.append({"activations": run["activations"], **means, **layers})
