@@ -95,11 +95,13 @@ def prepared(isa: str, folder):
 
 @contextmanager
 def chosen(subject: Subject, folder):
-    """The backend as that subject: its only instruction set, and its "auto" mode wherever that exists."""
+    """The backend as that subject: its only instruction set, and its "auto" mode wherever that exists; modes of MX formats
+    are computed in the form of that name where they can be."""
     with prepared(subject.isa, folder), pytest.MonkeyPatch.context() as patch:
         backend = backends.get(subject.backend)
         isas = {subject.activations: (subject.isa,)}  # the first mode is "auto"
         isas.setdefault("bf16", backend.isas["bf16"])
         patch.setattr(backend, "isas", isas)
+        patch.setattr(backend, "forms", (subject.activations,))
         patch.setattr(base, "NEVER_AUTO", frozenset())
         yield subject.backend

@@ -3,4 +3,4 @@
 from ktmoe.backends import registry
 from ktmoe.backends.native import NativeBackend
 
-registry.register("avx512_bf16", NativeBackend({"bf16": ("avx512_bf16",), "int8": ("avx512_vnni",)}, forms=("int8",)))
+registry.register("avx512_bf16", NativeBackend({"bf16": ("avx512_bf16",), "int8": ("avx512_vnni",)}))

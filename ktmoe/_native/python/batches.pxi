@@ -9,7 +9,14 @@ cdef class _Batch:
     cdef kt_batch batch
     cdef bint empty  # nothing is to be computed
     cdef size_t num_experts
-    cdef list held
+    cdef const int64_t[:, ::1] ids
+    cdef const float[:, ::1] weights
+    cdef const uint8_t[::1] mask
+    cdef const uint32_t[:, ::1] rows
+    cdef const uint16_t[:, ::1] x16, h
+    cdef const float[:, ::1] x32
+    cdef uint16_t[:, ::1] y16
+    cdef float[:, ::1] y32
 
     def __cinit__(self, const int64_t[:, ::1] ids, const float[:, ::1] weights, const uint8_t[::1] mask, size_t num_experts):
         cdef kt_batch *b = &self.batch
@@ -21,37 +28,36 @@ cdef class _Batch:
                 f"weights and mask must be {[b.tokens, b.top_k]} and [{num_experts}], found "
                 f"{[weights.shape[0], weights.shape[1]]} and [{mask.shape[0]}]"
             )
-        self.held = [ids, weights, mask]
-        b.mask = &mask[0]
-        if not self.empty:
-            b.ids, b.weights = &ids[0, 0], &weights[0, 0]
-
-    cdef const void *_rows(self, str name, array, size_t hidden) except? NULL:
-        """Where an array [tokens, hidden] of uint16 or float32 is, whose dtype becomes the batch's."""
-        cdef const uint16_t[:, ::1] of_16
-        cdef const float[:, ::1] of_32
-        if array.ndim != 2 or <size_t>array.shape[0] != self.batch.tokens or <size_t>array.shape[1] != hidden:
-            raise InputError(f"{name} must be {[self.batch.tokens, hidden]}, found {list(array.shape)}")
-        if self.empty:
-            return NULL
-        if array.dtype == np.float32:
-            of_32 = array
-            self.batch.dtype = KT_F32
-            self.held.append(of_32)
-            return &of_32[0, 0]
-        of_16 = array
-        self.batch.dtype = KT_BF16
-        self.held.append(of_16)
-        return &of_16[0, 0]
+        self.ids, self.weights, self.mask = ids, weights, mask
+        b.ids, b.weights, b.mask = &ids[0, 0], &weights[0, 0], &mask[0]
 
     cdef int take_x(self, x, size_t hidden) except -1:
-        self.batch.x = self._rows("x", x, hidden)
-        return 0
+        """uint16 or float32 [tokens, hidden]."""
+        if x.dtype == np.float32:
+            self.x32 = x
+            self.batch.dtype, self.batch.x = KT_F32, &self.x32[0, 0]
+            return self._check("x", self.x32.shape[0], self.x32.shape[1], hidden)
+        self.x16 = x
+        self.batch.dtype, self.batch.x = KT_BF16, &self.x16[0, 0]
+        return self._check("x", self.x16.shape[0], self.x16.shape[1], hidden)
 
     cdef int take_y(self, y, size_t hidden) except -1:
-        if not y.flags.writeable:
-            raise InputError("out must be writeable, found a read-only array")
-        self.batch.y = <void *>self._rows("out", y, hidden)
+        """As x, of its dtype where there is one."""
+        cdef kt_dtype dtype = KT_F32 if y.dtype == np.float32 else KT_BF16
+        if self.batch.x != NULL and dtype != self.batch.dtype:
+            raise InputError(f"x and out must be alike, found {y.dtype} as the latter's dtype")
+        self.batch.dtype = dtype
+        if dtype == KT_F32:
+            self.y32 = y
+            self.batch.y = &self.y32[0, 0]
+            return self._check("out", self.y32.shape[0], self.y32.shape[1], hidden)
+        self.y16 = y
+        self.batch.y = &self.y16[0, 0]
+        return self._check("out", self.y16.shape[0], self.y16.shape[1], hidden)
+
+    cdef int _check(self, str name, size_t tokens, size_t columns, size_t hidden) except -1:
+        if tokens != self.batch.tokens or columns != hidden:
+            raise InputError(f"{name} must be {[self.batch.tokens, hidden]}, found {[tokens, columns]}")
         return 0
 
     cdef int take_h(self, const uint16_t[:, ::1] h, rows, size_t columns, bint distinct) except -1:
@@ -59,8 +65,6 @@ cdef class _Batch:
 
         distinct: no two of these may have one row.
         """
-        cdef const int64_t[:, ::1] ids
-        cdef const uint32_t[:, ::1] places
         rows, shape = np.asarray(rows), (self.batch.tokens, self.batch.top_k)
         if <size_t>h.shape[1] != columns:
             raise InputError(f"h must be [rows, {columns}], found {[h.shape[0], h.shape[1]]}")
@@ -68,7 +72,7 @@ cdef class _Batch:
             raise InputError(f"rows must be integers {list(shape)}, found {rows.dtype} {list(rows.shape)}")
         if self.empty:
             return 0
-        own = np.array(self.held[0])  # nobody else changes it, nor the rows that it was checked with
+        own = np.array(self.ids)  # nobody else changes it, nor the rows that it was checked with
         used = (own >= 0) & (own < self.num_experts)
         wanted = rows[used]
         wrong = (wanted < 0) | (wanted >= min(h.shape[0], 1 << 32))
@@ -79,9 +83,7 @@ cdef class _Batch:
             raise InputError(f"rows must be distinct, found {np.bincount(wanted.astype(np.int64)).argmax()} more than once")
         checked = np.zeros(shape, np.uint32)
         checked[used] = wanted
-        ids, places = own, checked
-        self.batch.ids, self.batch.rows, self.batch.h_columns = &ids[0, 0], &places[0, 0], columns
-        if h.shape[0]:
-            self.batch.h = <uint16_t *>&h[0, 0]
-        self.held += [ids, places, h]
+        self.ids, self.rows, self.h = own, checked, h
+        self.batch.ids, self.batch.rows = &self.ids[0, 0], &self.rows[0, 0]
+        self.batch.h, self.batch.h_columns = <uint16_t *>&self.h[0, 0], columns
         return 0
