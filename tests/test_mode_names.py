@@ -83,6 +83,7 @@ def test_config_lists_the_modes_of_each_backend(capsys):
 
 def test_bench_measures_the_mode_that_is_asked_for(model, capsys, monkeypatch):
     monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(measure, "settled", measure.Limits)
     monkeypatch.setattr("ktmoe.cli.bench.DECODE", (1,))
     monkeypatch.setattr("ktmoe.cli.bench.PREFILL", (3,))
     arguments = ["bench", str(model[0]), "--seconds", "0", "--top-k", "2", "--activations", "mxfp8:ceil/mxfp4:even"]

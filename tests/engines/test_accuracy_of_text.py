@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 import ways
+from layer_checks import check_layers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import ktmoe
 from ktmoe import cli, reference
 from ktmoe.errors import CheckpointError, InputError, KtmoeError, OutOfSpaceError, UnavailableError
 from ktmoe.transformers import accuracy as module
 from ktmoe.transformers import load, perplexity
-from ktmoe.transformers.accuracy import Accuracy, Mode, accuracy
+from ktmoe.transformers.accuracy import Mode, accuracy
 from ktmoe.transformers.perplexity import Logits, Scores, score, windows
 
 CONTEXT, TEXT = 64, characters.text(500)
@@ -192,28 +192,6 @@ def test_standard_errors():
     assert scores.perplexity.error == pytest.approx(expected * np.exp((sums / 8).mean()), rel=1e-12)
     twice = Scores(np.tile(scores.tokens, 4), np.tile(sums, 4))
     assert twice.mean(twice.nll).error == pytest.approx(expected / 2 * np.sqrt(19 / 20 * 80 / 79), rel=1e-12)
-
-
-def check_layers(path: Path, found: Accuracy, **rounded: str) -> None:
-    """The second run's layers. rounded: what tells the reference how they round.
-
-    A layer's output is within its bound of its own reference. So the norm of the difference of two is that of the references'
-    difference, but for the norms of both bounds.
-    """
-    assert len(found.layers) == len(found.runs[1].layers) > 1
-    for layer, difference in zip(found.layers, found.runs[1].layers, strict=True):
-        sample = layer.sample
-        experts = ktmoe.load_experts(path, int(layer.name.split(".")[2]))
-        batch = sample.x.float().numpy(), sample.ids.numpy(), sample.weights.numpy()
-        exact, other = (reference.forward(experts, *batch, out_dtype="float32", **options) for options in ({}, rounded))
-        size = np.linalg.norm(exact.y)
-        expected = np.linalg.norm(other.y - exact.y) / size
-        bound = (np.linalg.norm(other.bound) + np.linalg.norm(exact.bound)) / size
-        assert abs(difference.relative - expected) <= bound * (1 + difference.relative)
-        assert bound < 0.5 * expected  # or it would be no test
-        assert difference.relative <= difference.largest
-        assert layer.relative > 0
-        assert 0 < layer.of_bound <= 1
 
 
 def test_layers_beside_the_reference(folder, found):

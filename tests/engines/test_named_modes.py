@@ -9,8 +9,8 @@ import characters
 import pytest
 import torch
 from engine_models import experts, logits, prompts
+from layer_checks import check_layers
 from serving import packed
-from test_accuracy_of_text import check_layers
 from transformers import AutoModelForCausalLM
 
 import ktmoe.transformers as served
