@@ -64,6 +64,7 @@ def test_names_that_do_not_exist(model, capsys, name, found, backend):
     with pytest.raises(UnavailableError) as refused:
         MoELayer.from_checkpoint(model[0], 0, backend, name)
     assert found in str(refused.value)
+    assert str(refused.value).count("activations ") == 1
     assert cli.main(["bench", str(model[0]), "--backend", backend, "--activations", name, "--top-k", "2"]) == 1
     assert found in capsys.readouterr().err
 
