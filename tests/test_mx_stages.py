@@ -57,7 +57,7 @@ class Stages:
 @pytest.mark.parametrize(("tokens", "dtype"), [(1, BF16), (9, np.float32), (40, BF16)], ids=str)
 def test_the_stages_are_the_layer(backend, router_weight, mode, shape, tokens, dtype):
     """forward(x) is down(round_h(gate_up(x))), bit for bit; where the kernels take bfloat16, so are the stages of a layer that
-    rounds nothing, with x and h rounded by hand."""
+    rounds nothing, with x and h rounded by hand. What is said to be rounded is not rounded again."""
     rng = np.random.default_rng(tokens)
     experts = random_experts(rng, 5, *shape, biases=True)
     x, ids, weights = random_batch(rng, experts, tokens, 3, dtype)
@@ -80,9 +80,12 @@ def test_the_stages_are_the_layer(backend, router_weight, mode, shape, tokens, d
                 own.gate_up(by_hand, rounded=True)
         if router_weight == "expert_input" or backends.get(backend).lookup(experts, mode).form != "bf16":
             return
+        untouched = own.gate_up(bits, rounded=True), own.down(h, like)
     with MoELayer(experts, backend, "bf16", router_weight=router_weight) as layer:
         layer.expert_mask[3] = False
         plain = Stages(layer, x, ids, weights)
+        assert same_bits(plain.gate_up(bits), untouched[0])
+        assert same_bits(plain.down(h, like), untouched[1])
         assert same_bits(plain.gate_up(by_hand), h)
         assert same_bits(plain.down(rounded(modes[1], h), like), like)
 
@@ -100,6 +103,20 @@ def test_stages_of_shards_and_chunks(backend, three_nodes, is_emulated, mode):
             core.tune(**settings)
             own = Stages(layer, x, ids, weights)
             assert same_bits(own.down(rounded(rule, own.gate_up(x.view(np.uint16))), y), y)
+
+
+def test_h_is_padded_with_zeros(backend):
+    """And not with what another layer's call has left in the scratch memory."""
+    rng = np.random.default_rng(8)
+    for intermediate in (128, 98):
+        experts = random_experts(rng, 2, 64, intermediate)
+        x, ids, weights = random_batch(rng, experts, 2, 2)
+        for mode in ("mxfp8", "mxfp4"):
+            with MoELayer(experts, backend, mode) as layer:
+                own = Stages(layer, x, ids, weights)
+                y, h = layer.forward(x, ids, weights).view(np.uint16), own.gate_up(x.view(np.uint16))
+                assert same_bits(own.down(rounded(mode_of(mode).block_rules()[1], h), y), y)
+                assert np.isnan(own.down(np.full(h.shape, 0x7FC0, np.uint16), y).view(BF16).astype(float)).all()
 
 
 # What stages refuse

@@ -1,6 +1,7 @@
 /* DEFINITION  for each block of 32 bf16 x: M = the largest |x|, e as kt_block_rule has it;
  *                 for each x: t = x / 2^e; code = the element's number nearest to t; x = that number * 2^e
- *             No number is finer than bf16's grid: t is a multiple of 2^-133 / 2^e, and below 2^-6 of E4M3 that is 2^-6 or more.
+ *             Every number is a bf16 number: x is a multiple of 2^-133, and so t one of 2^-133 / 2^e. Where the element is finer
+ *             than that, t is one of its numbers.
  * REGULARITIES Bits of normal numbers t and of t * 2^e differ by those of 1 and of 2^e, so that 16-bit lanes suffice. E2M1's blocks of
  *             other numbers are computed 2^64 times as large; E4M3's, and those with t below 2^-6, in fp32.
  */
@@ -55,7 +56,7 @@ static inline unsigned scale_of(const kt_block_rule *rule, unsigned most) {
     return byte < 0 ? 0 : (unsigned)byte;
 }
 
-/* Numbers and codes of E2M1, of a scale of LEAST_E2M1 or more; sizes 0.5, 1, 1.5, 2, 3, 4 and 6 are 64 bits apart but for the first. */
+/* Numbers and codes of E2M1, of a scale of LEAST_E2M1 or more. The bits of sizes 1, 1.5, 2, 3, 4 and 6 are 64 apart, of 0.5 and 1 128. */
 INLINE void e2m1(const kt_block_rule *rule, unsigned byte, const uint16_t *x, uint16_t *number, uint16_t *code) {
     static const int16_t middles[KT_E2M1_TIES] = {-256, -64, 32, 96, 160, 224, 288}; /* 0.25 to 5, less 1 */
     const i16x8 one = splat_i16((int)byte << 7), half = one - 128, any_sign = splat_i16(rule->negative_zero ? -1 : 0);
