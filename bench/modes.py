@@ -5,6 +5,8 @@ from __future__ import annotations
 from bench.results_file import Results, digits
 
 NONE = "-"
+#: As `beside`: the same layer's forward(), of what two stages compute.
+FORWARD = "forward()"
 #: What tells lines of the table apart. beside: what the same calls took turns with.
 NAMES = ("backend", "isa", "form", "activations", "beside")
 
@@ -31,6 +33,7 @@ def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         for mode in modes["mode"]:
             calls = {call["work"]: call for call in mode["call"]}
             cells = (f"{calls[w]['ms']:.3g} ms, {calls[w]['ratio']:.2f} x" if w in calls else NONE for w in works)
-            names = f"`{mode['backend']}`", mode["isa"], mode["form"], f"`{mode['activations']}`", mode["beside"]
+            activations = f"`{mode['activations']}`" + (", two stages" if mode["beside"] == FORWARD else "")
+            names = f"`{mode['backend']}`", mode["isa"], mode["form"], activations, mode["beside"]
             rows.append((*names, label, *cells))
     return ("backend", "instruction set", "rows", "activations", "beside", "CPU", *works), rows

@@ -21,6 +21,7 @@ import ktmoe
 from bench import cases, probe, record
 from bench.cases import EVERYWHERE, Way
 from bench.models import models
+from bench.modes import FORWARD
 from ktmoe import MoELayer, measure, two_stage
 from ktmoe.backends.base import Found, Missing
 from ktmoe.backends.native import NativeBackend
@@ -118,7 +119,7 @@ def test_two_stages(benchmark, layer, expected, work):
     """The sort and both stages, beside forward() of the same layer."""
     found = ktmoe.backends.get(layer.backend).lookup(layer.spec, layer.activations)
     case = Case(Way(layer.backend, found.table.name, layer.activations), found.form)
-    run(benchmark, Pair(case, layer, "forward()", layer), expected, work, stages, MoELayer.forward)
+    run(benchmark, Pair(case, layer, FORWARD, layer), expected, work, stages, MoELayer.forward)
 
 
 def stages(layer: MoELayer, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:

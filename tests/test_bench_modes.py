@@ -76,7 +76,7 @@ def test_the_table(tmp_path):
     assert rows == [
         ("`avx2`", "avx2", "int8", "`mxfp4`", "bf16", name, "3.14 ms, 0.99 x", "3.14 ms, 1.04 x"),
         ("`avx2`", "avx2", "int8", "`mxfp8`", "bf16", name, "-", "3.14 ms, 1.02 x"),
-        ("`avx2`", "avx2", "int8", "`mxfp4`", "forward()", name, "3.14 ms, 1.30 x", "-"),
+        ("`avx2`", "avx2", "int8", "`mxfp4`, two stages", "forward()", name, "3.14 ms, 1.30 x", "-"),
     ]
 
 
