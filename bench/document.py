@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench import cost_model, explain, readme
+from bench import cost_model, explain, modes, readme
 from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
 from bench.explain import Call
@@ -283,6 +283,7 @@ TABLES: Tables = {
     "ways": ways,
     "models": other_models,
     "kernels": kernels,
+    "modes": modes.table,
     "pool": pool,
     "loading": loading,
     **{f"peers {weights}": functools.partial(peers, weights) for weights in FORMATS},

@@ -2,6 +2,7 @@
 
 python -m bench.publish [RUN ...]     # by default the last saved run; several are joined, if they are of one commit and CPU
 python -m bench.publish --engines     # what make bench-engines saved, and nothing else, into that CPU's file
+python -m bench.publish --modes [RUN] # what a saved run has of activation modes, and nothing else, into that CPU's file
 python -m bench.publish --tables      # the tables alone
 """
 
@@ -14,12 +15,12 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench import document, explain, runs
+from bench import document, explain, modes, runs
 from bench.engines import report as engines_report
 from bench.models import models
 from bench.peers.formats import FORMATS, file_stem
 from bench.peers.rounds import figures
-from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, read
+from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, digits, read
 
 #: Where make bench-peers, by format, and make bench-engines save what they measured.
 PEERS = {weights: runs.STORAGE / f"{file_stem('peers', weights)}.json" for weights in FORMATS}
@@ -33,40 +34,48 @@ CALL = {
     "gflop_s": "gflop_s",
     "of_peak": "share_of_multiply_peak",
 }
+SUITES = ("layer", "kernels", "modes", "pool", "load")
 #: What is kept of a kernel: few rows from memory, and many from a core's cache.
 KERNELS = {("memory", 1): "memory", ("L2", 192): "l2"}
 
 
 def results(saved: list[dict]) -> Results:
     """Of runs that pytest-benchmark saved. Raises ResultsError where they do not belong together or lack something."""
-    infos = [run.get("machine_info", {}).get("ktmoe") for run in saved]
-    if not all(infos):
-        raise ResultsError("a run does not say which CPU it was measured on: it was saved by an older version")
-    about, last = infos[-1], saved[-1]
-    commits = {_commit(run) for run in saved}
-    if any(info != about for info in infos) or len(commits) > 1:
-        raise ResultsError("the runs are of different commits or machines")
-    rows = {row["fullname"]: row["extra_info"] for run in saved for row in run["benchmarks"] if "suite" in row["extra_info"]}
-    by_suite = {
-        suite: [row for row in rows.values() if row["suite"] == suite] for suite in ("layer", "kernels", "pool", "load")
-    }
+    made, by_suite = _made(saved), _by_suite(saved)
+    about = saved[-1]["machine_info"]["ktmoe"]
     data = {
-        "date": datetime.datetime.fromisoformat(last["datetime"]).date(),
-        "commit": commits.pop(),
-        "source": "make bench",
+        **made,
         "ktmoe": about["version"],
         **({"compiler": about["compiler"]} if about["compiler"] else {}),
-        "cpu": {**_cpu(last["machine_info"]), **about["machine"]},
+        "cpu": _cpu(saved[-1]["machine_info"]),
         "limits": _limits(by_suite),
         "layer": _layers(by_suite["layer"]),
         "kernel": _kernels(by_suite["kernels"]),
         "pool": [_pool(row) for row in by_suite["pool"]],
-        "load": [{"work": row["work"], **{k: _digits(row[k]) for k in LOADING if k in row}} for row in by_suite["load"]],
+        "modes": modes.part(made, by_suite["modes"]),
+        "load": [{"work": row["work"], **{k: digits(row[k]) for k in LOADING if k in row}} for row in by_suite["load"]],
     }
     data = {name: value for name, value in data.items() if value not in ([], {})}
     check(data, "the run")
     data |= {"cost": found} if (found := explain.fits(Results(data))) else {}
     return Results(data)
+
+
+def _made(saved: list[dict]) -> dict:
+    """When and of what commit runs are. Raises ResultsError where they do not belong together."""
+    infos = [run.get("machine_info", {}).get("ktmoe") for run in saved]
+    if not all(infos):
+        raise ResultsError("a run does not say which CPU it was measured on: it was saved by an older version")
+    commits = {_commit(run) for run in saved}
+    if any(info != infos[-1] for info in infos) or len(commits) > 1:
+        raise ResultsError("the runs are of different commits or machines")
+    date = datetime.datetime.fromisoformat(saved[-1]["datetime"]).date()
+    return {"date": date, "commit": commits.pop(), "source": "make bench"}
+
+
+def _by_suite(saved: list[dict]) -> dict[str, list[dict]]:
+    rows = {row["fullname"]: row["extra_info"] for run in saved for row in run["benchmarks"] if "suite" in row["extra_info"]}
+    return {suite: [row for row in rows.values() if row["suite"] == suite] for suite in SUITES}
 
 
 def peers(saved: dict) -> dict:
@@ -80,14 +89,14 @@ def peers(saved: dict) -> dict:
         calls = [
             {
                 "tokens": point["tokens"],
-                "ms": _digits(found["seconds"] * 1e3),
-                **({"lead": _digits(found["ratio"])} if found["ratio"] else {}),
+                "ms": digits(found["seconds"] * 1e3),
+                **({"lead": digits(found["ratio"])} if found["ratio"] else {}),
             }
             for point, found in measured
             if found
         ]
         if calls:
-            errors = [_digits(point["participants"][name]["error"]) for point, found in measured if found]
+            errors = [digits(point["participants"][name]["error"]) for point, found in measured if found]
             known = {"version": str(participant["about"]["version"])} if "version" in participant["about"] else {}
             about = {"name": name, **known, "activations": participant["numerics"]}
             libraries.append({**about, "least_error": min(errors), "most_error": max(errors), "calls": calls})
@@ -126,17 +135,17 @@ def _way(name: str, about: dict, found: dict) -> dict:
     """load_s: of a checkpoint that was read. bfloat16 weights were made."""
 
     def part(number: str, count: int, fields: dict) -> dict:
-        lead = {"lead": _digits(fields["lead"])} if fields["lead"] else {}
-        read = {"read_gb_s": _digits(fields["read"] / 1e9), "of_read": _digits(fields["of_read"])} if "read" in fields else {}
-        return {number: count, "tokens_s": _digits(fields["rate"]), **lead, "experts": _digits(fields["share"]), **read}
+        lead = {"lead": digits(fields["lead"])} if fields["lead"] else {}
+        read = {"read_gb_s": digits(fields["read"] / 1e9), "of_read": digits(fields["of_read"])} if "read" in fields else {}
+        return {number: count, "tokens_s": digits(fields["rate"]), **lead, "experts": digits(fields["share"]), **read}
 
     return {
         "name": name,
         "weights": about["weights"],
         **({"environment": about["environment"]} if about["environment"] else {}),
-        **({"error": _digits(about["error"])} if about["error"] is not None else {}),
-        "peak_gb": _digits(found["peak"] / 1e9),
-        **({"load_s": _digits(found["load"]["seconds"])} if about["weights"] == "MXFP4" else {}),
+        **({"error": digits(about["error"])} if about["error"] is not None else {}),
+        "peak_gb": digits(found["peak"] / 1e9),
+        **({"load_s": digits(found["load"]["seconds"])} if about["weights"] == "MXFP4" else {}),
         "prefill": [part("tokens", *entry) for entry in found["prefill"].items()],
         "decode": [part("texts", *entry) for entry in found["decode"].items()],
     }
@@ -145,7 +154,7 @@ def _way(name: str, about: dict, found: dict) -> dict:
 def with_others(results: Results, folder: Path = FOLDER) -> Results:
     """With what make bench-peers saved last of each format, and make bench-engines, each if it was on this CPU.
 
-    Otherwise with what the file that is there has of them.
+    Otherwise with what the file that is there has of them; so, too, with activation modes.
     """
     cpu, file = results.data["cpu"], folder / results.file_name
     data = dict(results.data)
@@ -162,6 +171,8 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
         data["engines"] = engines(saved)
     elif "engines" in old:
         data["engines"] = old["engines"]
+    if "modes" in old:
+        data.setdefault("modes", old["modes"])
     check(data, "the run")
     return Results(data)
 
@@ -169,14 +180,27 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
 def engines_alone(saved: dict, folder: Path = FOLDER) -> Results:
     """The file of the CPU that make bench-engines ran on, with what it saved; a new one has nothing else."""
     found = engines(saved)
-    new = {
-        **{name: found[name] for name in ("date", "source")},
-        "commit": saved["commit"] or "unknown",
-        "ktmoe": saved["ktmoe"],
-        "cpu": saved["cpu"],
-    }
+    commit = {"commit": saved["commit"] or "unknown"}
+    return _alone("engines", found, commit | {"ktmoe": saved["ktmoe"], "cpu": saved["cpu"]}, folder)
+
+
+def modes_alone(saved: list[dict], folder: Path = FOLDER) -> Results:
+    """The file of the CPU that saved runs are of, with their activation modes; a new one has nothing else.
+
+    Raises ResultsError where runs do not belong together, or have no modes.
+    """
+    made, last = _made(saved), saved[-1]["machine_info"]
+    found = modes.part(made, _by_suite(saved)["modes"])
+    if not found:
+        raise ResultsError("the run has no activation modes: expected what make bench ARGS='-k test_modes' saves")
+    return _alone("modes", found, {"commit": made["commit"], "ktmoe": last["ktmoe"]["version"], "cpu": _cpu(last)}, folder)
+
+
+def _alone(part: str, found: dict, about: dict, folder: Path) -> Results:
+    """The file of a CPU, with that part in the place of its own."""
+    new = {name: found[name] for name in ("date", "source")} | about
     file = folder / Results(new).file_name
-    data = (read(file).data if file.exists() else new) | {"engines": found}
+    data = (read(file).data if file.exists() else new) | {part: found}
     check(data, "the run")
     return Results(data)
 
@@ -187,10 +211,10 @@ def _commit(run: dict) -> str:
 
 
 def _cpu(machine: dict) -> dict:
-    """As py-cpuinfo read it for pytest-benchmark."""
+    """As py-cpuinfo read it for pytest-benchmark, and as bench.machine did."""
     cpu = machine["cpu"]
     known = {"name": "brand_raw", "family": "family", "model": "model", "stepping": "stepping"}
-    return {name: cpu[key] for name, key in known.items() if key in cpu}
+    return {name: cpu[key] for name, key in known.items() if key in cpu} | machine["ktmoe"]["machine"]
 
 
 def _limits(rows: dict[str, list[dict]]) -> dict:
@@ -221,7 +245,7 @@ def _layers(rows: list[dict]) -> list[dict]:
                 "weights": models()[row["model"]].weights,
                 "experts": row["num_experts"],
                 "copies": row["layers"],
-                "bound": _digits(row["bound_of_output"]),
+                "bound": digits(row["bound_of_output"]),
             },
         )
         what = LISTS.get(row["work"], "per_expert")
@@ -244,13 +268,13 @@ def _kernels(rows: list[dict]) -> list[dict]:
 
 
 def _pool(row: dict) -> dict:
-    of_call = {"of_call": _digits(row["share_of_call"])} if "share_of_call" in row else {}
-    low, high = map(_digits, row["most_us"])
-    return {"work": row["work"], "us": _digits(row["us"]), "low_us": low, "high_us": high, **of_call}
+    of_call = {"of_call": digits(row["share_of_call"])} if "share_of_call" in row else {}
+    low, high = map(digits, row["most_us"])
+    return {"work": row["work"], "us": digits(row["us"]), "low_us": low, "high_us": high, **of_call}
 
 
 def _call(row: dict) -> dict:
-    return {name: _digits(row[key]) for name, key in CALL.items()}
+    return {name: digits(row[key]) for name, key in CALL.items()}
 
 
 def _streams(rows: list[dict]) -> int | None:
@@ -260,11 +284,7 @@ def _streams(rows: list[dict]) -> int | None:
 
 
 def _median(values: list[float]) -> float | None:
-    return _digits(statistics.median(values)) if values else None
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+    return digits(statistics.median(values)) if values else None
 
 
 def write(found: Results, folder: Path = FOLDER) -> Path:
@@ -280,6 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="saved runs: files, or the numbers that their names begin with")
     parser.add_argument("--engines", action="store_true", help="only what make bench-engines saved")
+    parser.add_argument("--modes", action="store_true", help="only what the runs have of activation modes")
     parser.add_argument("--tables", action="store_true", help="only write the tables of the files that are there")
     options = parser.parse_args(arguments)
     try:
@@ -288,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif not options.tables:
             paths = [runs.named(name) for name in options.runs] or [runs.last()]
             saved = [json.loads(path.read_text()) for path in paths]
-            print(f"written: {write(with_others(results(saved)))}")
+            print(f"written: {write(modes_alone(saved) if options.modes else with_others(results(saved)))}")
         document.write()
     except (OSError, ValueError) as error:
         print(f"results: {error}", file=sys.stderr)

@@ -75,6 +75,23 @@ SCHEMA = {
     ],
     "pool?": [{"work": str, "us": float, "low_us?": float, "high_us?": float, "of_call?": float}],
     "load?": [{"work": str, **{f"{name}?": float for name in LOADING}}],
+    "modes?": {
+        "date": datetime.date,
+        "commit": str,
+        "source": str,
+        "model": str,
+        "experts": int,
+        "mode": [
+            {
+                "backend": str,
+                "isa": str,
+                "form": str,
+                "activations": str,
+                "beside": str,
+                "call": [{"work": str, "tokens": int, "ms": float, "ratio": float}],
+            }
+        ],
+    },
     "peers?": [
         {
             "weights": str,
@@ -220,3 +237,8 @@ def check(value: object, where: str, kind: object = None) -> None:
 def _expect(right: bool, where: str, expected: str, found: object) -> None:
     if not right:
         raise ResultsError(f"{where}: expected {expected}, found {found!r}")
+
+
+def digits(value: float) -> float:
+    """With as many as files have."""
+    return float(f"{value:.4g}")

@@ -93,4 +93,20 @@ def _load(rows: list[Row]) -> Table:
     return tables.table(("work", "measured", "contract"), cells, names=3, title="Loading")
 
 
-SUITES: dict[str, Callable[[list[Row]], Table]] = {"layer": _layer, "kernels": _kernels, "pool": _latencies, "load": _load}
+def _modes(rows: list[Row]) -> Table:
+    heads = ("backend", "ISA", "rows", "mode", "work", "beside", "ms", "times as long", "error/bound")
+
+    def cells(row: Row) -> tuple[str, ...]:
+        names = (row[name] for name in ("backend", "isa", "form", "activations", "work", "beside"))
+        return (*names, f"{row['ms']:.2f}", f"{row['ratio']:.3f}", f"{100 * row['worst_error_of_bound']:.2g}%")
+
+    return tables.table(heads, map(cells, rows), names=6, title="Activation modes")
+
+
+SUITES: dict[str, Callable[[list[Row]], Table]] = {
+    "layer": _layer,
+    "kernels": _kernels,
+    "modes": _modes,
+    "pool": _latencies,
+    "load": _load,
+}

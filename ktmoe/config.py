@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ktmoe import backends, loaders
 from ktmoe._native import core
-from ktmoe.backends.base import Found, Missing
+from ktmoe.backends.base import Backend, Found, Missing
 from ktmoe.backends.choice import choose_backend
 from ktmoe.machine import numa, threads
 from ktmoe.version import installed_version
@@ -35,17 +35,19 @@ def config() -> dict:
         "numa_nodes_why": numa.explain_default(),
         "l3_caches": [len(domain.one_a_core) for of_node in numa.place().domains for domain in of_node],
         # after the choice, for which the operating system may have refused something
-        "backends": {name: _row(backends.get(name).lookup()) for name in backends.ranked()},
+        "backends": {name: _row(backends.get(name)) for name in backends.ranked()},
         "chosen": chosen,
         "chosen_why": why,
         "loaders": loaders.names(),
     }
 
 
-def _row(found: Found | Missing) -> dict:
+def _row(backend: Backend) -> dict:
+    found = backend.lookup()
     if isinstance(found, Missing):
-        return {"available": False, "why_not": found.reason, "isa": None}
-    return {"available": True, "why_not": None, "isa": found.table and found.table.name}
+        return {"available": False, "why_not": found.reason, "isa": None, "activations": []}
+    modes = [mode for mode in backend.modes if isinstance(backend.lookup(None, mode), Found)]
+    return {"available": True, "why_not": None, "isa": found.table and found.table.name, "activations": modes}
 
 
 def show_config() -> None:
@@ -60,7 +62,8 @@ def show_config() -> None:
     print("backends, best first:")
     for name, row in c["backends"].items():
         kernels = f", kernels of {row['isa']}" if row["isa"] else ""
-        state = f"available{kernels}" if row["available"] else f"not available: {row['why_not']}"
+        modes = f", activations {', '.join(row['activations'])}"
+        state = f"available{kernels}{modes}" if row["available"] else f"not available: {row['why_not']}"
         print(f"  {name}: {state}")
     print(f"chosen: {c['chosen'] or 'none'} ({c['chosen_why']})")
     print(f"loaders: {', '.join(c['loaders'])}")

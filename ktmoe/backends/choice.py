@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ktmoe import backends
-from ktmoe.backends.base import Found, Missing
+from ktmoe.backends.base import Found, Missing, mode_by
 from ktmoe.errors import UnavailableError, UnknownNameError
 from ktmoe.experts import ExpertWeights
 from ktmoe.machine import environment
@@ -48,4 +48,5 @@ def _best(experts: ExpertWeights | None, activations: str) -> Choice:
         if isinstance(found, Found):
             return Choice(name, "; ".join(["the best available", *passed_over]), found.activations)
         passed_over.append(f"{name}: {found.reason}")
-    raise UnavailableError("no backend can be used: " + "; ".join(passed_over))
+    unknown = "" if activations == "auto" else mode_by(activations)[1]  # once, not for each backend
+    raise UnavailableError(f"no backend can be used: {unknown or '; '.join(passed_over)}")

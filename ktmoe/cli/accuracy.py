@@ -11,6 +11,7 @@ from ktmoe.backends.choice import choose_backend
 from ktmoe.cli import accuracy_report, engine, options, output
 from ktmoe.errors import InputError
 from ktmoe.messages import printable
+from ktmoe.modes import MODES
 
 HELP = """Measure what activation modes change.
 
@@ -24,7 +25,11 @@ adds in each layer. The modes run one after the other. It needs torch and transf
 @options.MODEL
 @click.option("--text", "file", metavar="FILE", required=True, type=click.Path(), help="The text, UTF-8.")
 @options.BACKEND
-@click.option("--activations", metavar="M,M", help="Modes to compare; by default all that the backend has for these weights.")
+@click.option(
+    "--activations",
+    metavar="M,M",
+    help=f"Modes to compare, such as mxfp4,mxfp8/mxfp4; by default those of {', '.join(MODES)} that the backend has.",
+)
 @click.option(
     "--rounding",
     type=click.Choice(["exact", "folded"]),

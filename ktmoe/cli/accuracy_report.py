@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ktmoe.transformers.accuracy import Accuracy, Run
     from ktmoe.transformers.perplexity import Mean
 
+#: Modes beside bf16 in a table of 80 columns; others get a table of their own.
+_BESIDE = 2
+
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 _DEFINITIONS = (
@@ -33,11 +36,12 @@ _LAYER_DEFINITIONS = (
 
 
 def show(found: Accuracy) -> None:
-    """Print tables for 80 columns and up to two modes beside bf16, and what they mean."""
+    """Print tables of 80 columns, each with bf16 and up to two other modes, and what they mean."""
     console = measuring.console()
     scored = int(found.runs[0].scores.tokens.sum())
     cut = f"{units.count(len(found.windows), 'window')} of {found.context}, a new one every {found.context // 2}"
-    console.print(_table(found))
+    for runs in _beside(found):
+        console.print(_table(found, runs))
     lines = [f"text: {units.count(found.tokens, 'token')}, {scored} of them scored; {cut}"]
     for run in found.runs:
         lines.append(f"{run.mode.label}: backend {', '.join(run.backends)}; loaded in {run.load_seconds:.1f} s")
@@ -45,7 +49,8 @@ def show(found: Accuracy) -> None:
         lines.append("nothing to compare: no other mode was asked for, or the backend has none for these weights")
     lines += _DEFINITIONS
     if found.layers:
-        console.print(_layer_table(found))
+        for runs in _beside(found):
+            console.print(_layer_table(found, runs))
         sampled = units.count(len(found.layers[0].sample.x), "token")
         checked = units.count(found.layers[0].checked, "token")
         lines += [line.format(sampled=sampled, checked=checked) for line in _LAYER_DEFINITIONS]
@@ -58,10 +63,16 @@ def show(found: Accuracy) -> None:
     measuring.print_text(console, lines)
 
 
-def _table(found: Accuracy) -> Table:
+def _beside(found: Accuracy) -> list[list[Run]]:
+    """The runs of each table: the exact one, and _BESIDE others."""
+    others = found.runs[1:]
+    return [[found.runs[0], *others[at : at + _BESIDE]] for at in range(0, max(1, len(others)), _BESIDE)]
+
+
+def _table(found: Accuracy, runs: list[Run]) -> Table:
     """A row for each quantity, a column for each mode."""
     rows: dict[str, list[str]] = {name: [] for name in ("perplexity", "ln ratio", "KL", "same top, %", "seconds")}
-    for run in found.runs:
+    for run in runs:
         scores = run.scores
         compared = ["-"] * 3
         if scores.kl is not None:
@@ -72,22 +83,22 @@ def _table(found: Accuracy) -> Table:
             row.append(cell)
     drawn = Table(box=SIMPLE_HEAD)
     drawn.add_column("activations")
-    for run in found.runs:
+    for run in runs:
         drawn.add_column(run.mode.label, justify="right")
     for name, cells in rows.items():
         drawn.add_row(name, *cells)
     return drawn
 
 
-def _layer_table(found: Accuracy) -> Table:
+def _layer_table(found: Accuracy, runs: list[Run]) -> Table:
     drawn = Table(box=SIMPLE_HEAD)
     drawn.add_column("layer")
-    for run in found.runs:
+    for run in runs:
         drawn.add_column(run.mode.label, justify="right")
-        drawn.add_column("of bound" if run is found.runs[0] else "largest", justify="right")
+        drawn.add_column("of bound" if run is runs[0] else "largest", justify="right")
     for number, layer in enumerate(found.layers):
         cells = [f"{layer.relative:.1e}", units.percent(layer.of_bound)]
-        for run in found.runs[1:]:
+        for run in runs[1:]:
             cells += [f"{run.layers[number].relative:.1e}", f"{run.layers[number].largest:.1e}"]
         drawn.add_row(str(_layer(layer.name)), *cells)
     return drawn

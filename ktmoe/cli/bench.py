@@ -43,6 +43,7 @@ reference. `ktmoe demo` compares all backends instead.
     "--experts", metavar="N", type=click.IntRange(1), help="The layer's first N; by default all, or 1 GB if synthetic."
 )
 @options.BACKEND
+@options.ACTIVATIONS
 @options.TUNED_FOR
 @options.CACHE
 @options.TOP_K
@@ -56,6 +57,7 @@ def command(
     layer: int | str | None,
     experts: int | None,
     backend: str,
+    activations: str,
     tuned_for: str,
     cache: str | None,
     top_k: int | None,
@@ -68,8 +70,8 @@ def command(
     if cache and (model is None or experts):
         raise click.UsageError("--cache needs DIR, and excludes --experts")
     with progress_bar.steps() as step, _layer(model, layer, experts, top_k, cache) as (loaded, top_k, arenas):
-        table = _table(loaded, backend)
-        with measuring.packed(loaded, backend, step, tuned_for, arenas) as packed:
+        table = _table(loaded, backend, activations)
+        with measuring.packed(loaded, backend, step, activations, tuned_for, arenas) as packed:
             with step("measure the machine's limits"):
                 limits = measure.settled(packed, table)
             rows, left_out = _rows(Subject(loaded, packed, table.name, limits, top_k, step), seconds)
@@ -115,8 +117,8 @@ def _synthetic_experts() -> int:
     return max(measuring.TOP_K, int(nbytes // synthetic.deepseek_v4_experts(num_experts=1).nbytes))
 
 
-def _table(experts: ExpertWeights, backend: str) -> core.KernelTable:
-    chosen = choose_backend(backend, experts)
+def _table(experts: ExpertWeights, backend: str, activations: str) -> core.KernelTable:
+    chosen = choose_backend(backend, experts, activations)
     table = backends.get(chosen.name).lookup(experts, chosen.activations).table
     if table is None:
         raise UnavailableError(f"backend {chosen.name!r} ({chosen.why}) has no kernel table: its limits cannot be measured")

@@ -81,10 +81,15 @@ def first_layer(checkpoint: Checkpoint) -> int | str:
 
 @contextmanager
 def packed(
-    experts: ExpertWeights, backend: str, step: Callable, tuned_for: str = "decode", arenas: Arenas | None = None
+    experts: ExpertWeights,
+    backend: str,
+    step: Callable,
+    activations: str = "auto",
+    tuned_for: str = "decode",
+    arenas: Arenas | None = None,
 ) -> Iterator[MoELayer]:
     with step(f"load for {backend}", experts.nbytes) as draw:
-        layer = MoELayer(experts, backend, tuned_for=tuned_for, progress=draw, arenas=arenas)
+        layer = MoELayer(experts, backend, activations, tuned_for=tuned_for, progress=draw, arenas=arenas)
     with layer:
         yield layer
 
@@ -146,7 +151,7 @@ def call(row: Row) -> dict:
 def table(rows: list[Row]) -> Table:
     """At most 80 columns wide."""
     drawn = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
-    drawn.add_column("\nbackend", no_wrap=True)
+    drawn.add_column("\nbackend")  # with its mode it may take two lines
     heads = ("\ntokens", "\nms", "\ntokens/s", "\nGB/s", "of\nread", "\nGFLOP/s", "of\npeak", "error\nof bound")
     for head in heads:
         drawn.add_column(head, justify="right", no_wrap=True)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import click
 
 from ktmoe.backends.base import TUNED_FOR as TUNED_FOR_NAMES
+from ktmoe.modes import MODES
 
 MODEL = click.argument("model", metavar="DIR")
 BACKEND = click.option("--backend", metavar="NAME", default="auto", help="By default the best that runs here.")
 ACTIVATIONS = click.option(
-    "--activations", metavar="MODE", default="auto", help="bf16, int16 or int8; by default the backend's own, never int8."
+    "--activations",
+    metavar="MODE",
+    default="auto",
+    help=f"One of {', '.join(MODES)}, or X/H such as mxfp8/mxfp4; by default the backend's own, bf16 or int16.",
 )
 TUNED_FOR = click.option(
     "--tuned-for",

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from ktmoe import backends
-from ktmoe.backends.base import Found
+from ktmoe.backends.base import Found, mode_by
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import CheckpointError, InputError, UnavailableError
 from ktmoe.layer import MoELayer
@@ -36,7 +36,7 @@ EXACT = "bf16"
 
 @dataclass(frozen=True)
 class Mode:
-    """How experts compute: an activation mode, and whether weights are rounded ("folded") or not ("exact")."""
+    """How experts compute: the shortest name of an activation mode, and whether weights are rounded ("folded") or "exact"."""
 
     activations: str
     rounding: str = "exact"
@@ -91,12 +91,13 @@ def accuracy(
 ) -> Accuracy:
     """Run a text through a checkpoint's model, exactly and with each activation mode. path: a folder, or a Hub id.
 
-    activations: the modes to compare with "bf16"; None: all that the chosen backend has for all layers. rounding: "folded" adds
-    a run with "bf16" whose weights may be rounded. tokens: the text's first so many; None: all. context: of the windows, see
-    ktmoe.transformers.perplexity. layers: the errors of each layer, too. step: of ktmoe.progress_bar.steps.
+    activations: the modes to compare with "bf16"; None: those of ktmoe.modes.MODES that the chosen backend has for all layers.
+    rounding: "folded" adds a run with "bf16" whose weights may be rounded. tokens: the text's first so many; None: all.
+    context: of the windows, see ktmoe.transformers.perplexity. layers: the errors of each layer, too.
+    step: of ktmoe.progress_bar.steps.
     Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short or a context that is too long
     for the model, OutOfSpaceError if the exact run's logits do not fit onto the disk, UnavailableError for a mode that cannot
-    run, and what ktmoe.transformers.load() raises.
+    run or does not exist, and what ktmoe.transformers.load() raises.
     """
     folder = folder_of(path)
     config = _config(folder)
@@ -201,7 +202,7 @@ def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | No
             and all(isinstance(backends.get(layer.backend).lookup(layer.spec, mode), Found) for layer in packed)
         ]
     else:
-        names = [mode for mode in dict.fromkeys(activations) if mode != EXACT]
+        names = [mode for mode in dict.fromkeys(mode_by(name)[0].name for name in activations) if mode != EXACT]
         for mode in names:
             for layer in packed:
                 choose_backend(backend, layer.spec, mode)  # raises, before the text is read

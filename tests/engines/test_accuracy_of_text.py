@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 import ways
+from layer_checks import check_layers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import ktmoe
 from ktmoe import cli, reference
 from ktmoe.errors import CheckpointError, InputError, KtmoeError, OutOfSpaceError, UnavailableError
 from ktmoe.transformers import accuracy as module
 from ktmoe.transformers import load, perplexity
-from ktmoe.transformers.accuracy import Accuracy, Mode, accuracy
+from ktmoe.transformers.accuracy import Mode, accuracy
 from ktmoe.transformers.perplexity import Logits, Scores, score, windows
 
 CONTEXT, TEXT = 64, characters.text(500)
@@ -103,8 +103,8 @@ def test_perplexity_beside_transformers(folder):
     ktmoe is nearer to float32 than 1.2 times eager bfloat16 is, and the error of a mean is at most the mean error.
     """
     path = folder(PLAIN)
-    found = accuracy(path, TEXT, context=CONTEXT, layers=False, step=step)
-    assert [run.mode for run in found.runs] == [Mode("bf16")]  # there are no integers for bfloat16 weights
+    found = accuracy(path, TEXT, activations=["bf16"], context=CONTEXT, layers=False, step=step)
+    assert [run.mode for run in found.runs] == [Mode("bf16")]
     tokens = tokens_of(path)
     expected, eager = (
         losses(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval(), tokens)
@@ -194,28 +194,6 @@ def test_standard_errors():
     assert twice.mean(twice.nll).error == pytest.approx(expected / 2 * np.sqrt(19 / 20 * 80 / 79), rel=1e-12)
 
 
-def check_layers(path: Path, found: Accuracy, **rounded: str) -> None:
-    """The second run's layers. rounded: what tells the reference how they round.
-
-    A layer's output is within its bound of its own reference. So the norm of the difference of two is that of the references'
-    difference, but for the norms of both bounds.
-    """
-    assert len(found.layers) == len(found.runs[1].layers) > 1
-    for layer, difference in zip(found.layers, found.runs[1].layers, strict=True):
-        sample = layer.sample
-        experts = ktmoe.load_experts(path, int(layer.name.split(".")[2]))
-        batch = sample.x.float().numpy(), sample.ids.numpy(), sample.weights.numpy()
-        exact, other = (reference.forward(experts, *batch, out_dtype="float32", **options) for options in ({}, rounded))
-        size = np.linalg.norm(exact.y)
-        expected = np.linalg.norm(other.y - exact.y) / size
-        bound = (np.linalg.norm(other.bound) + np.linalg.norm(exact.bound)) / size
-        assert abs(difference.relative - expected) <= bound * (1 + difference.relative)
-        assert bound < 0.5 * expected  # or it would be no test
-        assert difference.relative <= difference.largest
-        assert layer.relative > 0
-        assert 0 < layer.of_bound <= 1
-
-
 def test_layers_beside_the_reference(folder, found):
     check_layers(folder(MXFP4), found, activations="int8")
     assert all(len(layer.sample.x) == 64 for layer in found.layers)
@@ -261,11 +239,11 @@ def test_one_model_at_a_time(folder, monkeypatch):
 
     monkeypatch.setattr(module, "load", load_and_look)
     found = accuracy(folder(MXFP4), TEXT[:100], backend="avx2", context=CONTEXT, step=step)
-    assert len(models) == 3
-    assert [run.mode.activations for run in found.runs] == ["bf16", "int16", "int8"]  # all that avx2 has
+    assert len(models) == 5
+    assert [run.mode.activations for run in found.runs] == ["bf16", "int16", "int8", "mxfp8", "mxfp4"]  # all that avx2 has
     assert all(run.backends == ["avx2"] for run in found.runs)
-    int16, int8 = (run.layers[0].relative for run in found.runs[1:])
-    assert 0 < int16 < int8
+    int16, int8, mxfp8, mxfp4 = (run.layers[0].relative for run in found.runs[1:])
+    assert 0 < int16 < int8 < mxfp8 < mxfp4
 
 
 @pytest.mark.parametrize(
