@@ -108,6 +108,6 @@ def pytest_collection_modifyitems(config, items):
     tests = {}
     for item in items:
         tests.setdefault((item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), []).append(item)
-    kept = {item for of_test in tests.values() for item in chosen(of_test)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    kept = {id(item) for of_test in tests.values() for item in chosen(of_test)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
