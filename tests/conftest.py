@@ -92,6 +92,15 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=others)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    gc.disable()  # collecting makes objects by the ten thousand, and garbage hardly any
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # many tests collect garbage, which need not go through all of pytest's own objects each time
