@@ -6,6 +6,7 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DELETE_ON_ERROR:
 
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
+unexport PYTHONDONTWRITEBYTECODE# tests start Python hundreds of times
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PIP_ENV) $(PY) -m pip install -q

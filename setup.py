@@ -2,15 +2,17 @@
 set whose row in isa.py lists it, with that row's flags.
 
 Objects are compiled side by side and kept under build/native. One is compiled again if its source, a header that it includes,
-its command or the compiler changed.
+its command or the compiler changed. Beside it stands what the compiler said, for tools/lint_c.py.
 """
 
 import functools
 import hashlib
+import json
 import os
 import runpy
 import shlex
 import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +59,10 @@ class BuildNative(build_ext):
             target.parent.mkdir(parents=True, exist_ok=True)
             print(shlex.join(command))
             begun = time.time_ns()
-            subprocess.run(command, check=True)
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            print(done.stderr, end="", file=sys.stderr)
+            done.check_returncode()
+            target.with_suffix(".json").write_text(json.dumps({"command": command, "warnings": done.stderr}))
             if all(file.stat().st_mtime_ns <= begun for file in inputs(needs)):  # else it was edited meanwhile
                 digest.write_text(made_of(command, needs))
         return str(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 
@@ -12,7 +13,7 @@ import ways
 
 from ktmoe._native import core
 from ktmoe.backends import native
-from ktmoe.machine import threads
+from ktmoe.machine import environment, numa, threads
 
 pytest_plugins = (
     "cached",
@@ -63,13 +64,19 @@ def frozen():
     gc.freeze()
 
 
+@functools.cache
+def default_pool():
+    """What threads.configure() tells the pool by default: the system is asked once, and not before each test."""
+    return threads.default_num_threads(), False, environment.spin_us(), numa.UNBOUND.domains
+
+
 @pytest.fixture(autouse=True)
 def defaults(monkeypatch):
     """No KTMOE_ variable from outside, and threads and tuning as they are by default, before and after."""
     for name in [name for name in os.environ if name.startswith("KTMOE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(threads, "_chosen", None)
-    threads.configure()
+    core.configure_pool(*default_pool())
     core.tune(**TUNING)
     yield
     core.tune(**TUNING)
@@ -90,6 +97,15 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if not _emulated(item)]
         items[:] = [item for item in items if _emulated(item)]
         config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    gc.disable()  # collecting makes objects by the ten thousand, and garbage hardly any
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session):

@@ -7,6 +7,8 @@ emulated, which takes a hundred times as long, enough run that every value occur
 they are counted. Tests without a backend run all of their cases. A marker says otherwise:
 
 - ``@pytest.mark.cover("values")``: enough cases that every backend, and every value of each other parameter, occurs.
+- ``@pytest.mark.cover("any backend")``: enough that every value of each other parameter occurs, on one backend that this CPU
+  runs and on one that is emulated. It is for tests of what all backends share, such as locks.
 - ``@pytest.mark.cover("pairs")``: enough that every pair of values does, for a test without a backend.
 - ``@pytest.mark.cover("all")``: all.
 - ``@pytest.mark.exhaustive``: none.
@@ -25,7 +27,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import pytest
 import ways
 
-STRENGTHS = {"values": 1, "pairs": 2}
+STRENGTHS = {"any backend": 1, "values": 1, "pairs": 2}
 
 
 def cover(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
@@ -50,12 +52,14 @@ def cover(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
     return sorted(chosen)
 
 
-def case_of(item: pytest.Item, strength: int) -> dict[str, Hashable]:
+def case_of(item: pytest.Item, how: str) -> dict[str, Hashable]:
     """An item's case: its parameters' values by their identities, since they need not be hashable. Equal values that are
-    different objects count as different: more cases run then, never fewer."""
+    different objects count as different: more cases run then, never fewer. how: one of STRENGTHS."""
     case = {name: id(value) for name, value in item.callspec.params.items()}
     subject = ways.SUBJECTS.get(item.callspec.params.get("backend"))
-    if subject and strength > 1:
+    if how == "any backend":
+        del case["backend"]
+    elif subject and how == "pairs":
         del case["backend"]
         case |= {"instruction set": subject.isa, "mode": subject.activations}
     return case
@@ -85,10 +89,11 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     if how == "all":
         return items
     kept = []
-    for way, strength in (("native", STRENGTHS[how]), ("emulated", 1), ("skipped", STRENGTHS[how])):
+    for way in ("native", "emulated", "skipped"):
         some = [item for item in items if way_of(item) == way]
-        cases = [case_of(item, strength) for item in some]
-        kept += [some[number] for number in cover(cases, min(strength, len(cases[0])))] if cases else []
+        by = "values" if way == "emulated" and how == "pairs" else how
+        cases = [case_of(item, by) for item in some]
+        kept += [some[number] for number in cover(cases, min(STRENGTHS[by], len(cases[0])))] if cases else []
     return kept
 
 
@@ -108,6 +113,6 @@ def pytest_collection_modifyitems(config, items):
     tests = {}
     for item in items:
         tests.setdefault((item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), []).append(item)
-    kept = {item for of_test in tests.values() for item in chosen(of_test)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    kept = {id(item) for of_test in tests.values() for item in chosen(of_test)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]

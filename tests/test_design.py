@@ -57,6 +57,14 @@ def test_pairs(backend, weights, tokens): pass
 @each("byte", range(20))
 def test_values(backend, byte): pass
 
+@pytest.mark.cover("any backend")
+def test_one(backend): pass
+
+@pytest.mark.cover("any backend")
+@each("byte", range(20))
+@each("other", range(3))
+def test_each(backend, byte, other): pass
+
 @pytest.mark.cover("all")
 @each("byte", range(20))
 def test_all(backend, byte): pass
@@ -129,6 +137,11 @@ def test_what_pytest_runs(collected):
     assert all(any(f"[{i}-" in name for name in names(chosen, "test_values")) for i in ways.SUBJECTS)
     natives = len(subjects) - len(emulated)
     assert len(names(chosen, "test_values")) == sum(max(20, count) for count in (natives, len(emulated)) if count)
+    ways_there = bool(natives) + bool(emulated)
+    assert len(names(chosen, "test_one")) == ways_there
+    assert len(names(chosen, "test_each")) == 20 * ways_there
+    for part in [*(f"-{other}-" for other in range(3)), *(f"-{byte}]" for byte in range(20))]:
+        assert any(part in name for name in names(chosen, "test_each"))
     assert len(names(chosen, "test_all")) == 20 * len(subjects)
     assert len(names(chosen, "test_errors")) == 36
     assert 36 <= len(names(chosen, "test_without_a_backend")) < 54

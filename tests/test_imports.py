@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -109,6 +110,7 @@ def with_included(file: Path) -> str:
     return text
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """module: the modules of the package that it imports, itself left out."""
     graph = {}
@@ -120,9 +122,6 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-GRAPH = import_graph()
-
-
 def room(module: str) -> str:
     """The folder or the module right in the package: machine for ktmoe.machine.numa."""
     return [*module.removesuffix(" cimported").split("."), "__init__"][1]
@@ -130,10 +129,11 @@ def room(module: str) -> str:
 
 def test_the_graph_is_seen():
     """Imports of all sorts: of a module, of what is in one, of a package, within a function, by Cython."""
-    assert "ktmoe.forks" in GRAPH["ktmoe.registry"]
-    assert "ktmoe.machine.numa" in GRAPH["ktmoe.layer"]
-    assert "ktmoe.backends" in GRAPH["ktmoe.layer"]
-    assert "ktmoe.cli.commands" in GRAPH["ktmoe.cli"]
+    graph = import_graph()
+    assert "ktmoe.forks" in graph["ktmoe.registry"]
+    assert "ktmoe.machine.numa" in graph["ktmoe.layer"]
+    assert "ktmoe.backends" in graph["ktmoe.layer"]
+    assert "ktmoe.cli.commands" in graph["ktmoe.cli"]
     text = "if TYPE_CHECKING:\n    import ktmoe.layer\nelse:\n    import ktmoe.forks\n"
     assert imports_of_python(text, "here") == {"ktmoe.forks"}
     text = (
@@ -141,21 +141,21 @@ def test_the_graph_is_seen():
     )
     assert imports_of_cython(text) >= {"ktmoe.forks", "ktmoe.errors", "ktmoe.weights.folding", "ktmoe.layer"}
     assert imports_of_cython("cimport ktmoe.core") == {"ktmoe.core cimported"}
-    core = next(module for module in GRAPH if module.endswith(".core"))
-    assert "ktmoe.errors" in GRAPH[core]
-    assert any(name.endswith(" cimported") for name in GRAPH[core])
-    assert len(GRAPH) > 50
+    core = next(module for module in graph if module.endswith(".core"))
+    assert "ktmoe.errors" in graph[core]
+    assert any(name.endswith(" cimported") for name in graph[core])
+    assert len(graph) > 50
 
 
 def test_no_circle():
-    graphlib.TopologicalSorter(GRAPH).prepare()  # CycleError names one
+    graphlib.TopologicalSorter(import_graph()).prepare()  # CycleError names one
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_the_layers(name):
     wrong = {
         f"{module} imports {other}"
-        for module, others in GRAPH.items()
+        for module, others in import_graph().items()
         if room(module) == name
         for other in others
         if room(other) in FORBIDDEN[name]
@@ -167,7 +167,7 @@ def test_the_layers(name):
 def test_what_others_leave_alone(name):
     wrong = {
         f"{module} imports {other}"
-        for module, others in GRAPH.items()
+        for module, others in import_graph().items()
         if room(module) not in ONLY_FOR[name]
         for other in others
         if room(other) == name
@@ -176,7 +176,7 @@ def test_what_others_leave_alone(name):
 
 
 def test_every_name_above_is_a_file_or_folder():
-    rooms = {room(module) for module in GRAPH}
+    rooms = {room(module) for module in import_graph()}
     assert FORBIDDEN.keys() <= rooms
     assert set().union(*FORBIDDEN.values()) <= rooms
     assert ONLY_FOR.keys() <= rooms

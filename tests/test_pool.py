@@ -36,6 +36,7 @@ def own_threads() -> int:
 # Callers
 
 
+@pytest.mark.cover("any backend")
 def test_concurrent_callers_get_what_serial_ones_get(batch, backend, is_emulated):
     """Of two layers, with batches of their own, while another thread changes the number of threads."""
     layer, arguments, y = batch
@@ -66,6 +67,7 @@ def test_concurrent_callers_get_what_serial_ones_get(batch, backend, is_emulated
     assert all(results)
 
 
+@pytest.mark.cover("any backend")
 def test_layers_are_made_side_by_side(batch, backend):
     """While another one computes."""
     layer, arguments, y = batch
@@ -112,6 +114,7 @@ def test_a_jobs_exception_comes_with_its_result(batch):
     assert same_bits(good.result(), y)
 
 
+@pytest.mark.cover("any backend")
 def test_close_waits_for_running_calls_and_refuses_later_ones(backend):
     """Calls from several threads while the layer is closed: each is right or refused, and none reads freed memory."""
     rng = np.random.default_rng(4)
@@ -217,6 +220,7 @@ def test_threadpoolctl_sees_and_limits_the_pool(batch):
         assert core.pool_threads() == get_num_threads() == 3
 
 
+@pytest.mark.cover("any backend")
 def test_the_gil_is_free_while_a_call_computes(batch):
     """Another thread counts; it could not, between the two looks at its counter, if forward kept the GIL."""
     layer, arguments, _ = batch

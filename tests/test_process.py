@@ -30,6 +30,7 @@ def batch(backend):
 # fork
 
 
+@pytest.mark.cover("any backend")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_fork(batch):
     """After use, with workers and a submit thread about; the child computes the same, its own child too, and so do we."""
@@ -50,6 +51,7 @@ def test_fork(batch):
     assert same_bits(layer.submit(*arguments).result(), y)
 
 
+@pytest.mark.cover("any backend")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_fork_while_another_thread_computes(batch):
     """The child must not wait for a lock whose holder it does not have."""
@@ -191,7 +193,7 @@ def idle_cpu_seconds():
     return cpu_seconds() - before
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover("any backend")
 @pytest.mark.parametrize("spin_us", ["0", "100", "1000"])
 def test_an_idle_pool_uses_no_cpu(batch, monkeypatch, spin_us):
     """A worker that went on spinning would use the whole time that we look; what is left is this test's own."""
@@ -205,6 +207,7 @@ def test_an_idle_pool_uses_no_cpu(batch, monkeypatch, spin_us):
     assert idle_cpu_seconds() < 0.1
 
 
+@pytest.mark.cover("any backend")
 def test_more_threads_than_cpus_never_spin(batch, monkeypatch):
     """A worker that spins would take the CPU from the one it waits for."""
     monkeypatch.setenv("KTMOE_SPIN_US", "1000000")

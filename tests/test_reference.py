@@ -76,7 +76,7 @@ def test_forward_equals_rational_arithmetic(router_weight, activation):
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 def test_formats_and_activations_equal_rational_arithmetic(router_weight, format, activations):
     rng = np.random.default_rng(15)
-    experts = random_experts(rng, 2, 67 if format is BF16 else 68, 36, format=format, bias=True)
+    experts = random_experts(rng, 2, 35 if format is BF16 else 36, 36, format=format, bias=True)
     x, ids, weights = random_batch(rng, experts, tokens=2, top_k=2)
     x = (x.astype(np.float32) ** 5).astype(BFLOAT16)  # far apart, so that integers are rounded
     expected = naive_forward(experts, x, ids, weights, [True] * 2, router_weight, activations)
@@ -114,7 +114,7 @@ OTHERS = (
 def test_every_kind_of_format_equals_rational_arithmetic(format):
     rng = np.random.default_rng(22)
     experts = random_experts(rng, 2, 40, 24, format=format, bias=True)
-    x, ids, weights = random_batch(rng, experts, tokens=2, top_k=2)
+    x, ids, weights = random_batch(rng, experts, tokens=1, top_k=2)
     expected = naive_forward(experts, x, ids, weights, [True] * 2, "down_output")
     y = forward(experts, x, ids, weights).y
     assert np.abs(y - expected).max() <= 1e-12 * np.abs(expected).max()

@@ -103,7 +103,7 @@ def test_two_numbers_are_for_bfloat16_scales_of_4_bits(format):
 def test_simulated_backends_stay_within_the_bound(format, kind):
     """Also those that do not know the choice: its bound holds for all."""
     rng = np.random.default_rng(1)
-    experts = unsigned(random_experts(rng, 2, 260, 130, format=format, bias=True))
+    experts = unsigned(random_experts(rng, 2, 132, 130, format=format, bias=True))
     batch = random_batch(rng, experts)
     for router_weight in ROUTER_WEIGHTS:
         error, _ = worst(experts, *batch, kind, rng, router_weight)

@@ -187,7 +187,7 @@ def test_a_replaced_expert_is_as_if_it_had_always_been_there(backend, weights, n
         assert same_bits(layer.forward(*batch), before)
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover("any backend")
 @pytest.mark.parametrize("nodes", [None, [0, 1]], ids=str)
 def test_forward_calls_see_the_old_expert_or_the_new_and_nothing_between(backend, is_emulated, nodes):
     rng = np.random.default_rng(7)
@@ -231,7 +231,7 @@ def test_forward_calls_see_the_old_expert_or_the_new_and_nothing_between(backend
         assert seen == {0, 1}
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover("any backend")
 @pytest.mark.parametrize("nodes", [None, [0, 1]], ids=str)
 def test_an_experts_biases_are_the_ones_that_came_with_its_matrices(backend, nodes):
     """Also where several threads replace it at once: whichever was last, its biases stay with it, and are in memory."""
@@ -343,6 +343,7 @@ def test_what_is_refused_leaves_the_old_expert(backend):
             call()
 
 
+@pytest.mark.cover("any backend")
 def test_memory_of_one_expert_is_kept_for_it_and_given_back(backend):
     experts = random_experts(np.random.default_rng(9), 2, 2048, 2048)
 

@@ -138,7 +138,7 @@ def test_a_masked_expert_may_leave_only_its_own_share_out(layer, experts):
     assert same_bits(layer.forward(x, ids, weights), layer.forward(x, np.full((3, 1), 3), weights[:, :1]))
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover("any backend")
 @pytest.mark.parametrize("scratch_bytes", [256 << 20, 1], ids=["at once", "in chunks"])
 def test_the_mask_is_read_once_when_a_call_begins(layer, experts, is_emulated, scratch_bytes):
     """Another thread changes it all the time: a call sees all of one state, however many chunks it takes."""

@@ -41,7 +41,7 @@ EVEX_STORES = [f"{op} store" for op in MOVES[1:]]
 STORES = EVEX_STORES + VEX_STORES
 SHIFTS = ["vpsrlw", "vpsrld"]
 VEX_SHIFTS = [f"{op}, VEX" for op in SHIFTS]
-VEX = [*VEX_MOVES, *VEX_STORES, "vbroadcastss", *VEX_SHIFTS, "vpand", "vpshufb, VEX"]
+VEX = [*VEX_MOVES, *VEX_STORES, "vbroadcastss", *VEX_SHIFTS, "vpand", "vpaddd", "vpshufb, VEX"]
 EVEX = [*MOVES, *EVEX_STORES, "vpbroadcastd", *SHIFTS, "vpermps", "vmulps", "vpermw", "vpsubusw"]
 BETWEEN = EVEX + VEX  # between.c
 # Bytes, as the assembler need not know AMX: ldtilecfg (%rax); tilezero %tmm0; tilerelease.

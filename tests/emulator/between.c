@@ -1,4 +1,5 @@
-/* What kernels put between the emulated instructions: loads, stores, broadcasts, shifts, table lookups and a multiplication.
+/* What kernels put between the emulated instructions: loads, stores, broadcasts, shifts, table lookups, a sum and a
+ * multiplication.
  *
  * Compilers spread them so that few emulated instructions follow each other directly, and each would cost a trap of its own.
  * This table holds the most frequent ones in their plainest form: of 512 bits without a mask, and, for the kernels with AVX-VNNI,
@@ -142,6 +143,14 @@ static void vpand(const struct kt_insn *insn, struct kt_frame *frame) {
     kt_zmm_write(frame, insn->reg, a, insn->vector_bytes);
 }
 
+static void vpaddd(const struct kt_insn *insn, struct kt_frame *frame) {
+    uint32_t a[16], b[16];
+    kt_zmm_read(frame, insn->vvvv, a);
+    kt_rm_read(insn, frame, ~0ull, b);
+    for (int i = 0; i < 16; i++) a[i] += b[i];
+    kt_zmm_write(frame, insn->reg, a, insn->vector_bytes);
+}
+
 __attribute__((target("avx512bw"))) static void vpshufb(const struct kt_insn *insn, struct kt_frame *frame) {
     uint32_t table[16], index[16];
     kt_zmm_read(frame, insn->vvvv, table);
@@ -186,6 +195,7 @@ static struct kt_opcode opcodes[] = {
     NATIVE("vpsrlw, VEX", KT_VEX, 1, 1, 0x71, 1, ymm_shift_right, NULL, vpsrlw),
     NATIVE("vpsrld, VEX", KT_VEX, 1, 1, 0x72, 1, ymm_shift_right, NULL, vpsrld),
     NATIVE("vpand, VEX", KT_VEX, 1, 1, 0xDB, 0, ymm, NULL, vpand),
+    NATIVE("vpaddd, VEX", KT_VEX, 1, 1, 0xFE, 0, ymm, NULL, vpaddd),
     NATIVE("vpshufb, VEX", KT_VEX, 2, 1, 0x00, 0, ymm, NULL, vpshufb),
 };
 

@@ -10,7 +10,8 @@
  *   errors.c         what a CPU would have faulted on, for the tests to read
  *   <group>.c        one file per instruction group: its opcode table and its semantics
  *   between.c        what the CPU does have, but kernels put between the others: emulated too, to save traps
- *   loops.c          the same of what closes a loop
+ *   loops.c          the same of what general registers do there, so that loops go round
+ *   known.c          instructions that were decoded before
  *
  * To add a group: write its file, declare its struct kt_group below, list it in decode.c. A new prefix is one more parse
  * function in decode.c. While a signal is handled nothing here takes memory from malloc, locks, or calls libc beyond memcpy
@@ -107,6 +108,10 @@ struct kt_frame {
 /* decode.c. True if code starts with an instruction of some group; reads no byte beyond that instruction. */
 bool kt_decode(const uint8_t *code, struct kt_insn *insn);
 struct kt_opcode *kt_opcode_at(size_t i); /* over all groups; NULL past the end */
+
+/* known.c. What kt_decode() finds, which is not asked where this address held the same bytes before; NULL where it finds nothing.
+ * fresh: what the result may point to. */
+const struct kt_insn *kt_known(const uint8_t *code, struct kt_insn *fresh);
 
 /* frame.c */
 bool kt_frame_layout(void); /* ask the CPU where its vector registers lie; false if it has no AVX-512 */

@@ -54,7 +54,7 @@ def assemble(folder, name, text) -> Path:
 class Frame:
     """A ucontext_t and its XSAVE area, all of whose components are initial but hold stale bytes; as on a CPU without AMX."""
 
-    def __init__(self, address, registers=None):
+    def __init__(self, address, registers=None, flags=0):
         self.xsave = aligned(1 << 14, np.uint8)
         self.xsave[:] = STALE
         magic_size_features_size = (0x46505853, self.xsave.size, 0xE7, 0, self.xsave.size - 4)
@@ -62,15 +62,16 @@ class Frame:
         self.xsave[512:576] = 0
         self.context = aligned(64, np.uint64)
         self.context[_GREGS + _RIP] = address
+        self.context[_GREGS + _FLAGS] = flags
         self.context[_GREGS + _FPREGS] = self.xsave.ctypes.data
         for name, value in (registers or {}).items():
             self.context[_GREGS + _SLOTS.index(name)] = value % (1 << 64)
 
     @classmethod
-    def of(cls, code: bytes, registers=None):
+    def of(cls, code: bytes, registers=None, flags=0):
         """At these bytes."""
-        machine_code = np.frombuffer(code + bytes(15), np.uint8)
-        frame = cls(machine_code.ctypes.data, registers)
+        machine_code = np.frombuffer(bytearray(code + bytes(15)), np.uint8)
+        frame = cls(machine_code.ctypes.data, registers, flags)
         frame.machine_code = machine_code
         return frame
 

@@ -54,15 +54,16 @@ static void pass_on(int signal, siginfo_t *info, void *context) {
 /* Executes what lies at the frame's RIP as long as it is ours; false if nothing was. */
 static bool emulate(void *context) {
     struct kt_frame frame;
-    struct kt_insn insn;
+    struct kt_insn fresh;
+    const struct kt_insn *insn;
     bool any = false;
     if (!kt_frame_open(&frame, context)) return false;
     const unsigned mxcsr = exchange_mxcsr(EMULATION_MXCSR);
-    while (kt_decode((const uint8_t *)frame.general[REG_RIP], &insn) && (any || !insn.opcode->native) &&
-           (!insn.opcode->tiles || kt_tiles_open(&frame))) {
-        insn.opcode->execute(&insn, &frame);
-        frame.general[REG_RIP] += insn.length;
-        atomic_fetch_add_explicit(&insn.opcode->executed, 1, memory_order_relaxed);
+    while ((insn = kt_known((const uint8_t *)frame.general[REG_RIP], &fresh)) && (any || !insn->opcode->native) &&
+           (!insn->opcode->tiles || kt_tiles_open(&frame))) {
+        insn->opcode->execute(insn, &frame);
+        frame.general[REG_RIP] += insn->length;
+        atomic_fetch_add_explicit(&insn->opcode->executed, 1, memory_order_relaxed);
         any = true;
     }
     kt_tiles_close(&frame);

@@ -26,7 +26,9 @@ static uint32_t dot_words(uint32_t sum, uint32_t a, uint32_t b) {
     return sum;
 }
 
-static void each_dword(const struct kt_insn *insn, struct kt_frame *frame, uint32_t (*dot)(uint32_t, uint32_t, uint32_t)) {
+/* Inlined, so that the loop over dwords is compiled for its product. */
+static inline __attribute__((always_inline)) void each_dword(const struct kt_insn *insn, struct kt_frame *frame,
+                                                             uint32_t (*dot)(uint32_t, uint32_t, uint32_t)) {
     const uint64_t mask = insn->mask ? kt_mask_read(frame, insn->mask) : ~0ull;
     uint32_t a[16], b[16], dest[16];
     kt_zmm_read(frame, insn->reg, dest);
