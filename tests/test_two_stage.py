@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from environments import ROOT
-from helpers import BF16, GPT_OSS, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, FORMATS, GPT_OSS, random_batch, random_experts, same_bits
 from two_stage_pipeline import Experts, batch, decoded, restored, rounded, to_bytes
 
 import ktmoe
-from ktmoe import MoELayer, backends, two_stage
+from ktmoe import SILU, MoELayer, backends, two_stage
 from ktmoe.experts import ROUTER_WEIGHTS
 from ktmoe.quantization import RULES
 from ktmoe.two_stage import SCALE_ORDERS, UNITS, BlockScaled, dequantize, gemm1, gemm2, moe_sorting, quantize
@@ -49,6 +49,18 @@ def test_the_pair_is_forward(odd, mode):
                 batch, of_batch = batch.astype(dtype), slice(len(batch))
                 expected = layer.forward(batch, ids[of_batch], weights[of_batch])
                 assert same_bits(both(layer, batch, ids[of_batch], weights[of_batch], UNITS[len(name) % 4]), expected), name
+
+
+@pytest.mark.parametrize("activation", [SILU, DEEPSEEK], ids=["silu", "clamped"])
+@pytest.mark.parametrize("name", ["b16", "fp8", "gptq-32", "super-32 minima", "nvfp4"])
+def test_other_weights(name, activation):
+    """Every format that a layer can have; h of 77 columns where its codes allow that."""
+    rng = np.random.default_rng(len(name))
+    experts = random_experts(rng, 4, 160, 77 if name == "b16" else 96, formats=FORMATS[name], activation=activation)
+    x, ids, weights = random_batch(rng, experts, 19, 3)
+    for mode in ("bf16", "mxfp8", "mxfp4/mxfp8"):
+        with MoELayer(experts, "auto", mode) as layer:
+            assert same_bits(both(layer, x, ids, weights), layer.forward(x, ids, weights))
 
 
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)

@@ -81,6 +81,15 @@ def test_wrong(mistake, mode):
     assert difference(wrong_h, h) > MOST
 
 
+@functools.lru_cache(maxsize=4)  # gate and up are read one after the other
+def seeded(expert, rows, columns):
+    """MXFP4 codes and scales of products whose size is about that of x."""
+    rng = np.random.default_rng([expert, rows])
+    middle = 127 - round(np.log2(3 * columns**0.5))  # a code's root mean square is 3
+    codes = np.frombuffer(rng.bytes(rows * columns // 2), np.uint8).reshape(rows, -1)
+    return codes, rng.integers(middle - 1, middle + 1, (rows, columns // 32), dtype=np.uint8, endpoint=True)
+
+
 class Seeded:
     """Experts that are made when they are asked for, since all of them are large: any codes, and scales of near sizes."""
 
@@ -88,11 +97,7 @@ class Seeded:
         self.hidden, self.intermediate, self.count = hidden, intermediate, count
 
     def stored(self, expert, stage):
-        rows, columns = (2 * self.intermediate, self.hidden) if stage == 1 else (self.hidden, self.intermediate)
-        rng = np.random.default_rng([expert, stage])
-        middle = 127 - round(np.log2(3 * columns**0.5))  # a code's root mean square is 3
-        codes = np.frombuffer(rng.bytes(rows * columns // 2), np.uint8).reshape(rows, -1)
-        return codes, rng.integers(middle - 1, middle + 1, (rows, columns // 32), dtype=np.uint8, endpoint=True)
+        return seeded(expert, *((2 * self.intermediate, self.hidden) if stage == 1 else (self.hidden, self.intermediate)))
 
     def matrix(self, expert, stage):
         return decoded(*self.stored(expert, stage))
@@ -110,7 +115,7 @@ class Seeded:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
 def test_many_experts(mode):
-    """The layer has all tokens; 6 of them are compared, each with 16 experts of 896."""
+    """The layer has all tokens; three of them are compared, each with 16 experts of 896."""
     x_to, h_to, least = MODES[mode]
     raw = Seeded(3584, 512, 896)
     x, ids, weights = batch(np.random.default_rng(1), 128, 3584, 896, 16)
@@ -118,7 +123,7 @@ def test_many_experts(mode):
         sorting = two_stage.moe_sorting(ids, weights, 896)
         y = two_stage.gemm2(layer, two_stage.gemm1(layer, x, sorting), sorting, "float32")
         assert np.array_equal(y, layer.forward(x.astype(np.float32), ids, weights))
-    some = np.r_[0:128:25]
+    some = np.array([0, 64, 127])
     given = x[some], ids[some], weights[some]
     assert difference(y[some], Kernel()(raw, *given, x_to, h_to)[1]) <= MOST
     expected = reference.forward(raw.weights(), *given, activations=mode, out_dtype="float32")
