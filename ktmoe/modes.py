@@ -43,11 +43,11 @@ def mode_of(name: str) -> Mode:
     A side is "bf16", "mxfp8" or "mxfp4"; ":RULE" behind an MX format names another rule than its first, "ceil".
     Raises InputError for all other names, which says what there is.
     """
+    if not isinstance(name, str) or name.count("/") > 1:
+        raise _unknown(name)
     if name in _INTEGERS:
         return Mode(name, None, None, (name,))
-    sides = name.split("/") if isinstance(name, str) else []
-    if len(sides) not in (1, 2):
-        raise _unknown(name)
+    sides = name.split("/")
     x, h = _rule(name, sides[0]), _rule(name, sides[-1])
     names = [_name(rule) for rule in (x, h)]
     # Sizes of E2M1 times a power of two are integers times another one.

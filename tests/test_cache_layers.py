@@ -10,7 +10,7 @@ from ktmoe import BF16, SILU, ExpertWeights, MoELayer, MoEModel, backends, int8,
 from ktmoe._native import core
 from ktmoe._native.isa import ISAS
 from ktmoe.backends import native
-from ktmoe.backends.base import Backend, Plan
+from ktmoe.backends.base import Backend, Missing, Plan
 from ktmoe.cache import manifest, opened
 from ktmoe.cache.opened import Cache
 from ktmoe.cache.packing import pack
@@ -91,6 +91,17 @@ def test_one_file_serves_every_way_to_compute(tmp_path):
                 assert mapped.rounding == packed.rounding
                 folded += 0 < sum(map(bool, packed.kernels().values())) < 9
     assert folded or "amx" not in ISAS  # some layers have both kinds of kernels
+
+
+def test_one_file_serves_every_activation_mode(tmp_path):
+    experts = random_experts(np.random.default_rng(1), 3, 128, 96)
+    arenas = arenas_of(tmp_path, experts)
+    for backend in backends.available():
+        for mode in ("bf16", "int16", "int8", "mxfp8", "mxfp4", "mxfp8/mxfp4:even"):
+            if isinstance(backends.get(backend).lookup(experts, mode), Missing):
+                continue
+            with MoELayer(experts, backend, mode) as layer, MoELayer(experts, backend, mode, arenas=arenas) as mapped:
+                assert same_bits(outputs(mapped), outputs(layer))
 
 
 @pytest.mark.parametrize("write", [synthetic.write_deepseek_v4, synthetic.write_gpt_oss, synthetic.write_awq])

@@ -7,7 +7,7 @@ from helpers import B16, BF16, DEEPSEEK, KINDS, MANY_THREADS, assert_right, rand
 
 from ktmoe import MXFP4, MoELayer, backends, fp8, set_num_threads
 from ktmoe._native import core
-from ktmoe.backends.base import Found
+from ktmoe.backends.base import Missing
 from ktmoe.backends.native import NativeBackend
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.experts import ROUTER_WEIGHTS
@@ -58,7 +58,7 @@ def test_the_modes_of_lists_have_those_names():
 
 @pytest.mark.parametrize(
     "name",
-    ["", "auto", "mxfp6", "bf16:ceil", "int8/int8", "int8/mxfp4", "mxfp4/", "mxfp4/mxfp4/mxfp4", "MXFP4", None, 4, ["bf16"]],
+    ["", "auto", "mxfp6", "bf16:ceil", "int8/int8", "int8/mxfp4", "mxfp4/", "mxfp4/mxfp4/mxfp4", "MXFP4", None, np.arange(2)],
 )
 def test_a_name_that_is_none(name):
     with pytest.raises(InputError, match=r"activations must be one of bf16, int16, int8, mxfp8, mxfp4, or X/H.*found"):
@@ -108,8 +108,15 @@ def test_a_backend_of_bf16_alone_has_them(cpu):
     assert plain.lookup(experts_of(MXFP4)).activations == "bf16"
     own = NativeBackend({"bf16": ("avx2",), "int5": ("avx2",)})
     assert "int5" in own.modes
-    assert not isinstance(own.lookup(experts_of(MXFP4), "int5"), Found)  # a name that is no table's form
+    none = "it has no activation mode 'int5' for these weights, only bf16, mxfp8, mxfp4"
+    assert own.lookup(experts_of(MXFP4), "int5") == Missing(none)  # a name that is no table's form
     assert own.lookup(activations="int5").form == "int5"
+    backends.register("own", own)
+    try:
+        with pytest.raises(UnavailableError, match=f"no backend can be used: .*own: {none}(;|$)"):
+            MoELayer(experts_of(MXFP4), activations="int5")
+    finally:
+        backends.unregister("own")
 
 
 def test_a_refusal_names_what_there_is():
@@ -122,6 +129,13 @@ def test_a_refusal_names_what_there_is():
             match = rf"'{name}' .*no activation mode '{mode}' for these weights, only .*bf16.* mxfp8, mxfp4 \(.*{what}"
             with pytest.raises(UnavailableError, match=match):
                 MoELayer(experts, name, mode)
+
+
+def test_a_mode_that_is_no_text_is_refused_as_any_other():
+    for backend in ("auto", *backends.available()):
+        for mode in (["bf16"], {}, None):
+            with pytest.raises(UnavailableError, match=r"activations must be one of bf16, .*found"):
+                MoELayer(experts_of(MXFP4), backend, mode)
 
 
 # Results

@@ -185,13 +185,26 @@ def test_stages_without_pairs(layer):
         assert not y.any()
 
 
+def test_stages_without_an_expert(layer):
+    """Pairs, but none of an expert that is there: h is not touched, y is zeros."""
+    args = arguments()
+    args["ids"][:] = [[-1, 3], [0, 0]]
+    args["mask"][0] = 0
+    args["h"][:] = 0xABCD
+    layer.packed.gate_up(*args.values())
+    assert (args["h"] == 0xABCD).all()
+    y = np.ones((2, 64), np.float32)
+    layer.packed.down(*(args[part] for part in ("h", "ids", "weights", "mask", "rows")), y)
+    assert not y.any()
+
+
 def test_stages_of_a_closed_layer():
     with MoELayer(random_experts(np.random.default_rng(6), 3, 64, 96), "fp32_lut") as closed:
         packed = closed.packed
-    for args in (arguments(), arguments(0)):
+    for args in (arguments(), arguments(0), arguments(2, 0)):
         with pytest.raises(ClosedError):
             packed.gate_up(*args.values())
+        y = np.ones((len(args["x"]), 64), np.uint16)
         with pytest.raises(ClosedError):
-            packed.down(
-                *(args[part] for part in ("h", "ids", "weights", "mask", "rows")), np.zeros((len(args["x"]), 64), np.uint16)
-            )
+            packed.down(*(args[part] for part in ("h", "ids", "weights", "mask", "rows")), y)
+        assert (y == 1).all()

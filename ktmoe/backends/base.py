@@ -13,6 +13,7 @@ from ktmoe._native import core
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.machine.numa import UNBOUND, Placement
+from ktmoe.messages import show
 from ktmoe.modes import Mode, mode_of
 
 #: What a layer's kernels may be chosen for: calls of a few tokens, or of many.
@@ -139,19 +140,23 @@ def mode_by(name: str) -> tuple[Mode, str]:
     try:
         return mode_of(name), ""
     except InputError as error:
-        return Mode(name, None, None, (name,)), str(error)
+        own = name if isinstance(name, str) else show(name)
+        return Mode(own, None, None, (own,)), str(error)
 
 
-def select(modes: Mapping[str, Found], experts: ExpertWeights | None, activations: str, why_not: str = "") -> Found | Missing:
+def select(
+    modes: Mapping[str, Found], experts: ExpertWeights | None, activations: str, why_not: str | None = None
+) -> Found | Missing:
     """What lookup() returns for a backend that has these modes for these weights, in the order of its preference.
 
-    why_not: what a mode lacks that is not among them, if that is known.
+    why_not: what a mode of the backend lacks that is not among them, "" if nothing is known; None: the backend may not have it.
     """
     if activations == "auto":
         fitting, which = [mode for mode in modes if mode not in NEVER_AUTO], 'that "auto" may mean'
     else:
         mode, unknown = mode_by(activations)
-        fitting, which, why_not = [mode.name] if mode.name in modes else [], repr(activations), why_not or unknown
+        fitting, which = [mode.name] if mode.name in modes else [], show(activations)
+        why_not = unknown if why_not is None else why_not
     if fitting:
         return modes[fitting[0]]
     whose = "" if experts is None else " for these weights"

@@ -42,11 +42,12 @@ def choose_backend(name: str = "auto", experts: ExpertWeights | None = None, act
 
 
 def _best(experts: ExpertWeights | None, activations: str) -> Choice:
-    passed_over = []
-    for name in backends.ranked():
+    passed_over, ranked = [], backends.ranked()
+    for name in ranked:
         found = backends.get(name).claim(experts, activations)
         if isinstance(found, Found):
             return Choice(name, "; ".join(["the best available", *passed_over]), found.activations)
         passed_over.append(f"{name}: {found.reason}")
-    unknown = "" if activations == "auto" else mode_by(activations)[1]  # once, not for each backend
+    somebodys = activations == "auto" or any(activations in backends.get(name).modes for name in ranked)
+    unknown = "" if somebodys else mode_by(activations)[1]  # once, not for each backend
     raise UnavailableError(f"no backend can be used: {unknown or '; '.join(passed_over)}")

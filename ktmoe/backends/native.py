@@ -107,11 +107,11 @@ class NativeBackend(Backend):
         if not usable:
             return Missing("; ".join(reasons))
         formats = [] if experts is None else list(experts.formats.values())
-        served, why_not = {}, ""
+        served, why_not = {}, None
         for form in self.isas:
             usable, reasons = self._tables(form)
-            if form == activations and not usable:
-                why_not = "; ".join(reasons)
+            if form == activations:
+                why_not = "" if usable else "; ".join(reasons)
             fitting = (table for table in usable if all(table.serves(weight_format, form) for weight_format in formats))
             if table := next(fitting, None):
                 served[form] = table

@@ -20,7 +20,8 @@ typedef struct kt_batch {
     bool x_rounded;       /* x is what the layer's rule of x gives */
     enum kt_stages stages;
     /* KT_GATE_UP and KT_DOWN: the h of a pair is row rows[token][slot] of h, bf16 [][all of the intermediate columns]. After
-     * KT_GATE_UP it is not rounded by the layer's rule of h; KT_DOWN does not round it. x or y are not looked at. */
+     * KT_GATE_UP it is not rounded by the layer's rule of h; KT_DOWN does not round it. The former does not look at y, the
+     * latter not at x. */
     const uint32_t *rows;
     uint16_t *h;
     size_t h_columns;

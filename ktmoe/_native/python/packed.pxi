@@ -344,7 +344,7 @@ cdef class PackedLayer:
 
         x, ids, weights, mask: as forward() takes them; tokens and top_k may be 0. rows: integers [tokens, top_k], the row of h
         [any, intermediate] of each pair whose id is in [0, num_experts), which are distinct. Other rows, and those of masked experts,
-        are not touched. rounded: x is what the mode makes of x, and not rounded again.
+        are not touched. h overlaps no other argument. rounded: x is what the mode makes of x, and not rounded again.
         """
         if rounded and self.experts.layer.round_x != NULL and self.experts.layer.router_weight == KT_EXPERT_INPUT:
             raise InputError("x cannot be rounded already: the layer multiplies it by router weights before that")
@@ -363,9 +363,9 @@ cdef class PackedLayer:
         batch.take_y(out, self.experts.layer.hidden)
         batch.take_h(h, rows, self.experts.intermediate, False)
         batch.batch.stages = KT_DOWN
+        self._compute(batch)
         if batch.empty:
             out[...] = 0
-        self._compute(batch)
 
     def read_seconds(self, KernelTable table, offset, nbytes, size_t streams=1):
         """Seconds in which all threads of the pool read that range of the packed weights: the read-bandwidth limit.
