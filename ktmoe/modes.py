@@ -43,9 +43,11 @@ def mode_of(name: str) -> Mode:
     A side is "bf16", "mxfp8" or "mxfp4"; ":RULE" behind an MX format names another rule than its first, "ceil".
     Raises InputError for all other names, which says what there is.
     """
+    if not isinstance(name, str):
+        raise _unknown(name)
     if name in _INTEGERS:
         return Mode(name, None, None, (name,))
-    sides = name.split("/") if isinstance(name, str) else []
+    sides = name.split("/")
     if len(sides) not in (1, 2):
         raise _unknown(name)
     x, h = _rule(name, sides[0]), _rule(name, sides[-1])
