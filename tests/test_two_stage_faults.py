@@ -62,12 +62,13 @@ BAD_SORTINGS = {
     "more rows than there are": (put("num_valid_ids", 0, 160), r"num_valid_ids\[0\] must be 0 to 155, .*found 160"),
     "rows below 0": (put("num_valid_ids", 0, -32), r"num_valid_ids\[0\] must be 0 to 155, .*found -32"),
     "tokens below 0": (put("num_valid_ids", 1, -1), r"num_valid_ids\[1\] must be the number of tokens, .*found -1"),
+    "2^24 tokens": (put("num_valid_ids", 1, 2**24), r"num_valid_ids\[1\] must be .* 0 to 16777215, found 16777216"),
     "other tokens": (put("num_valid_ids", 1, TOKENS - 1), r"must be slot << 24 \| token, with a token of at most 9, found"),
     "a token too large": (put("sorted_token_ids", 1, 11), r"sorted_token_ids\[1\] must be .* at most 10, found 0 << 24 \| 11"),
     "an id below 0": (put("sorted_token_ids", 0, -1), r"sorted_token_ids\[0\] must be slot << 24 \| token"),
     "a slot too large": (
-        put("sorted_token_ids", 0, 4 << 24),
-        r"sorted_token_ids\[0\] must .* slot below top_k; found 4 << 24 \| 0",
+        put("sorted_token_ids", 0, TOP_K << 24),
+        r"sorted_token_ids\[0\] must .* slot below top_k; found 3 << 24 \| 0",
     ),
     "padding of another slot": (
         put("sorted_token_ids", 31, 1 << 24 | TOKENS),
@@ -162,6 +163,8 @@ def test_modes_without_rounding_take_bfloat16(case):
             gemm2(layer, h, sorting)
         with pytest.raises(InputError, match="h must be bfloat16, found float32"):
             gemm2(layer, np.zeros((155, 64), np.float32), sorting)
+        with pytest.raises(InputError, match="h must have the 128 rows that num_valid_ids says, or more, found 127"):
+            gemm2(layer, np.zeros((127, 64), BF16), sorting)
         h = gemm1(layer, x, sorting)
         with pytest.raises(InputError, match="out must not overlap h"):
             gemm2(layer, h, sorting, out=h.reshape(-1)[: TOKENS * 96].reshape(TOKENS, 96))
@@ -225,8 +228,9 @@ def test_orders_and_rows_that_there_are_not(case):
         two_stage.dequantize(BlockScaled(x, x, ["mxfp4"]))
     with pytest.raises(InputError, match=r"scales must have shape \[any, any\], found \[3\]"):
         two_stage.tile_scales(np.zeros(3, np.uint8))
-    with pytest.raises(InputError, match="scales must have 512 bytes or more, tiles of 256, for 40 rows"):
-        two_stage.untile_scales(np.zeros(256, np.uint8), 40, 3)
+    for size in (256, 600):
+        with pytest.raises(InputError, match="scales must have 512 bytes or more, tiles of 256, for 40 rows"):
+            two_stage.untile_scales(np.zeros(size, np.uint8), 40, 3)
     for rows, blocks, name in ((-1, 3, "rows"), (1.5, 3, "rows"), (1, None, "blocks")):
         with pytest.raises(InputError, match=f"{name} must be an integer from 0 to .*, found"):
             two_stage.untile_scales(np.zeros(256, np.uint8), rows, blocks)

@@ -9,7 +9,7 @@ import numpy as np
 from ktmoe import arrays
 from ktmoe.errors import InputError
 from ktmoe.two_stage.kinds import expect_shape, room_for
-from ktmoe.two_stage.sorting import MOST_SLOTS, TOKEN_BITS, TOKEN_MASK, UNITS, Sorting
+from ktmoe.two_stage.sorting import TOKEN_BITS, TOKEN_MASK, UNITS, Sorting
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def _top_k(token_ids: np.ndarray, token: np.ndarray, slot: np.ndarray, tokens: i
         return int(slot.max(initial=-1)) + 1
     top_k = int(slot[padding].max())
     wrong = np.flatnonzero(np.where(padding, slot != top_k, slot >= top_k))
-    if wrong.size or top_k > MOST_SLOTS:
-        at = wrong[0] if wrong.size else np.argmax(padding)
+    if wrong.size:
+        at = wrong[0]
         raise InputError(
             f"sorted_token_ids[{at}] must be top_k << {TOKEN_BITS} | {tokens}, which is padding and alike everywhere, or have a"
             f" slot below top_k; found {slot[at]} << {TOKEN_BITS} | {token[at]} beside a top_k of {top_k}"
