@@ -32,7 +32,7 @@ class MoELayer:
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
     activations: the mode (ktmoe.modes). "bf16": they stay bfloat16. "int16", "int8": they are rounded to integers of 16 or
     8 bits, per token and 32 along k; "mxfp8", "mxfp4": to that format; "mxfp8/mxfp4": x and h apart (docs/numerics.md).
-    "auto": the backend's first mode for these weights, never "int8" or an MX format. The attribute has the shortest name.
+    "auto": the backend's first mode for these weights, never "int8" or an MX mode. The attribute has the shortest name.
     rounding: "exact": weights take part exactly; "folded": a backend may round scaled weights to bfloat16 (relative error below
     2^-8) if that lets it multiply faster; the attribute of that name says whether any are.
     tuned_for: "decode": calls of a few tokens are fast; "prefill": calls of many are, where a backend has another kernel for

@@ -15,7 +15,7 @@ MODES = ("bf16", "int16", "int8", "mxfp8", "mxfp4")
 
 #: Modes of integers, which are forms of rows at the same time; x and h are alike.
 _INTEGERS = ("int16", "int8")
-#: What x or h may be rounded to by a rule of ktmoe.quantization, in blocks of 32.
+#: What x or h may be rounded to by a rule of ktmoe.quantization, in blocks of 32. Modes with one of these are MX modes.
 _BLOCKS = ("mxfp8", "mxfp4")
 
 

@@ -1,4 +1,4 @@
-"""Activation modes of MX formats: their names, who serves them, the bound of their results, batches."""
+"""MX modes: their names, who serves them, the bound of their results, batches."""
 
 import numpy as np
 import pytest

@@ -56,7 +56,7 @@ BAD_SORTINGS = {
     "one number": (changed("num_valid_ids", lambda a: a[:1]), r"num_valid_ids must have shape \[2\], found \[1\]"),
     "fewer blocks": (
         changed("sorted_expert_ids", lambda a: a[:-1]),
-        "sorted_expert_ids must be one a block of the 155 .*; found 4",
+        "sorted_expert_ids must have an item for each block of the 155 .*; found 4",
     ),
     "half a block": (put("num_valid_ids", 0, 48), "must be a multiple of the 32 rows of a block, found 48"),
     "more rows than there are": (put("num_valid_ids", 0, 160), r"num_valid_ids\[0\] must be 0 to 155, .*found 160"),
@@ -111,7 +111,7 @@ BAD_X = {
     "another hidden size": (lambda x: x[:, :-2], r"x must have shape \[10, 96\], found \[10, 94\]"),
     "float64": (lambda x: x.astype(float), "x must be bfloat16 .*; found an array of float64"),
     "None": (lambda x: None, "x must be bfloat16 .*; found NoneType"),
-    "another format": (lambda x: quantize(x, "mxfp4"), "x must be mxfp8 in mode 'mxfp8/mxfp4', found BlockScaled 'mxfp4'"),
+    "another format": (lambda x: quantize(x, "mxfp4"), "x must be BlockScaled 'mxfp8' in mode .*, found BlockScaled 'mxfp4'"),
     "fewer columns": (lambda x: quantize(x[:, :64], "mxfp8"), r"x.codes must have shape \[any, 96\], found \[10, 64\]"),
     "scales of other rows": (
         lambda x: quantize(x, "mxfp8")._replace(scales=np.zeros((9, 3), np.uint8)),
@@ -135,9 +135,9 @@ def test_x_that_is_none(case, name):
 
 
 BAD_H = {
-    "bfloat16": (lambda h: np.zeros((155, 64), BF16), "h must be mxfp4 in mode 'mxfp8/mxfp4', found ndarray"),
-    "another format": (lambda h: h._replace(format="mxfp8"), "h must be mxfp4 in mode .*, found BlockScaled 'mxfp8'"),
-    "an unknown format": (lambda h: h._replace(format=4), "h must be mxfp4 in mode .*, found BlockScaled 4"),
+    "bfloat16": (lambda h: np.zeros((155, 64), BF16), "h must be BlockScaled 'mxfp4' in mode 'mxfp8/mxfp4', found ndarray"),
+    "another format": (lambda h: h._replace(format="mxfp8"), "h must be BlockScaled 'mxfp4' .*, found BlockScaled 'mxfp8'"),
+    "an unknown format": (lambda h: h._replace(format=4), "h must be BlockScaled 'mxfp4' in mode .*, found BlockScaled 4"),
     "another size": (lambda h: h._replace(codes=h.codes[:, :-1]), r"h.codes must have shape \[any, 32\], found \[155, 31\]"),
     "too few rows": (
         lambda h: h._replace(codes=h.codes[:32], scales=h.scales[:32]),
@@ -159,7 +159,7 @@ def test_modes_without_rounding_take_bfloat16(case):
     with MoELayer(random_experts(np.random.default_rng(2), EXPERTS, 96, 64), "auto", "bf16") as layer:
         with pytest.raises(InputError, match="x must be bfloat16 in mode 'bf16', found BlockScaled 'mxfp8'"):
             gemm1(layer, quantize(x, "mxfp8"), sorting)
-        with pytest.raises(InputError, match="h must be bfloat16 in mode 'bf16', found BlockScaled mxfp4"):
+        with pytest.raises(InputError, match="h must be bfloat16 in mode 'bf16', found BlockScaled 'mxfp4'"):
             gemm2(layer, h, sorting)
         with pytest.raises(InputError, match="h must be bfloat16, found float32"):
             gemm2(layer, np.zeros((155, 64), np.float32), sorting)

@@ -95,7 +95,7 @@ def prepared(isa: str, folder):
 
 @contextmanager
 def chosen(subject: Subject, folder):
-    """The backend as that subject: its only instruction set, and its "auto" mode wherever that exists; modes of MX formats
+    """The backend as that subject: its only instruction set, and its "auto" mode wherever that exists; MX modes
     are computed in the form of that name where they can be."""
     with prepared(subject.isa, folder), pytest.MonkeyPatch.context() as patch:
         backend = backends.get(subject.backend)

@@ -143,7 +143,7 @@ def _participants(
         backend = ktmoe.backends.get(name)
         for mode in backend.modes:
             found = backend.lookup(experts, mode)
-            if isinstance(found, Missing) or mode_by(mode)[0].x:  # bench/test_modes.py has those of MX formats
+            if isinstance(found, Missing) or mode_by(mode)[0].x:  # bench/test_modes.py has MX modes
                 continue
             kernels = found.table.name, mode
             participant = Participant("ktmoe", Way(f"{name} {mode}", mode, bits), bound=True)

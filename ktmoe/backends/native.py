@@ -66,7 +66,7 @@ def load_built_in(isa: str) -> core.KernelTable:
 
 class NativeBackend(Backend):
     """isas: {form of rows: the ISAs that have kernels for it, best first}. Each form is the activation mode of its name, in
-    the order in which "auto" prefers them; the modes of MX formats follow, which forms compute that hold their numbers exactly.
+    the order in which "auto" prefers them. MX modes follow: a form serves those whose numbers it holds exactly.
 
     Each form is served by the first of its ISAs that the CPU and the build have, and that has kernels for the weights.
     The backend can run where an ISA of its form "bf16" can; its rank is that of the first of these.

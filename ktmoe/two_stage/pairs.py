@@ -94,7 +94,9 @@ def _unit(size: int, blocks: int, valid: int) -> int:
     fitting = [unit for unit in UNITS if -(-size // unit) == blocks]
     if not fitting:
         wanted = ", ".join(f"{-(-size // unit)} of {unit} rows" for unit in UNITS)
-        raise InputError(f"sorted_expert_ids must be one a block of the {size} sorted rows: {wanted}; found {blocks}")
+        raise InputError(
+            f"sorted_expert_ids must have an item for each block of the {size} sorted rows: {wanted}; found {blocks}"
+        )
     whole = [unit for unit in fitting if valid % unit == 0]
     if not whole:
         raise InputError(f"num_valid_ids[0] must be a multiple of the {fitting[0]} rows of a block, found {valid}")

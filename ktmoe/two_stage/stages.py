@@ -37,7 +37,7 @@ def gemm1(layer: MoELayer, x, sorting: Sorting, scale_order: str = "plain"):
     rounded = isinstance(x, BlockScaled)
     if rounded:
         torch = arrays.is_torch(x.codes)
-        x = values(*_quantised(x, "x", layer.hidden, mode.x, layer), x.format)
+        x = values(*_checked_rows(x, "x", layer.hidden, mode.x, layer), x.format)
         if layer.router_weight == "expert_input":
             raise InputError("x must not be rounded yet, since this layer's router weights multiply it; found BlockScaled")
     else:
@@ -71,7 +71,7 @@ def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=Non
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, found {show(dtype)}")
     if mode.h is None:
         if isinstance(h, BlockScaled):
-            raise InputError(f"h must be bfloat16 in mode {layer.activations!r}, found BlockScaled {h.format}")
+            raise InputError(f"h must be bfloat16 in mode {layer.activations!r}, found BlockScaled {show(h.format)}")
         torch, given = arrays.is_torch(h), arrays.view(h, "h").array
         if given.dtype != np.uint16:
             raise InputError(f"h must be bfloat16, found {given.dtype}")
@@ -79,7 +79,7 @@ def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=Non
         _enough(given, pairs)
         given, rows = np.ascontiguousarray(given), pairs.rows
     else:
-        codes, scales = _quantised(h, "h", layer.intermediate, mode.h, layer)
+        codes, scales = _checked_rows(h, "h", layer.intermediate, mode.h, layer)
         _enough(codes, pairs)
         torch, given, rows = arrays.is_torch(h.codes), values(codes[pairs.filled], scales[pairs.filled], h.format), pairs.places
     shape = pairs.tokens, layer.hidden
@@ -106,10 +106,10 @@ def _of(layer: MoELayer):
     return packed, mode_of(layer.activations), mask_of(layer).copy()
 
 
-def _quantised(rows, name: str, columns: int, rule: Rule | None, layer: MoELayer) -> tuple[np.ndarray, np.ndarray]:
+def _checked_rows(rows, name: str, columns: int, rule: Rule | None, layer: MoELayer) -> tuple[np.ndarray, np.ndarray]:
     """Codes and plain scales of rows that must be what the layer's mode makes of x or h."""
-    wanted = rule.target if rule else "bfloat16"
-    if not isinstance(rows, BlockScaled) or rows.format != wanted:
+    wanted = f"BlockScaled {rule.target!r}" if rule else "bfloat16"
+    if not rule or not isinstance(rows, BlockScaled) or rows.format != rule.target:
         found = f"BlockScaled {show(rows.format)}" if isinstance(rows, BlockScaled) else type(rows).__name__
         raise InputError(f"{name} must be {wanted} in mode {layer.activations!r}, found {found}")
     return checked(rows, name, columns)

@@ -1,4 +1,4 @@
-"""Activation modes of MX formats inside transformers: by each entrance, in a view for other tools, and in `ktmoe accuracy`."""
+"""MX modes inside transformers: by each entrance, in a view for other tools, and in `ktmoe accuracy`."""
 
 from __future__ import annotations
 
