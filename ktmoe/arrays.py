@@ -51,26 +51,30 @@ def _view_torch(tensor, name: str) -> FloatArray:
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         # numpy has no bfloat16 of torch's, so the bits pass as int16.
-        bits = _torch_to_numpy(tensor.view(torch.int16), name).view(np.uint16)
+        bits = _torch_to_numpy(tensor, name, torch.int16).view(np.uint16)
         return FloatArray(bits, "torch bfloat16 tensor", lambda a: torch.from_numpy(a.view(np.int16)).view(torch.bfloat16))
     if tensor.dtype == torch.float32:
         return FloatArray(_torch_to_numpy(tensor, name), "torch float32 tensor", torch.from_numpy)
     raise InputError(f"{name} must be {_KINDS}; found a torch tensor of {tensor.dtype}")
 
 
-def _torch_to_numpy(tensor, name: str) -> np.ndarray:
+def _torch_to_numpy(tensor, name: str, dtype=None) -> np.ndarray:
+    """dtype: of torch, of the same size, that the items are taken for."""
     try:
-        return tensor.numpy()
+        return (tensor if dtype is None else tensor.view(dtype)).numpy()
     except (TypeError, RuntimeError) as error:  # a dtype or a layout that numpy does not have
         raise InputError(f"{name}: numpy cannot view a torch tensor of {tensor.dtype}, {tensor.layout}: {error}") from None
 
 
-def as_numpy(value, name: str) -> np.ndarray:
-    """An array or a torch CPU tensor as an array; InputError for anything else."""
+def as_numpy(value, name: str, dtype=None) -> np.ndarray:
+    """An array or a torch CPU tensor as an array; InputError for anything else.
+
+    dtype: of torch, of the same size, that a tensor's items are taken for.
+    """
     if is_torch(value):
         if value.device.type != "cpu":
             raise InputError(f"{name} must be on the CPU; found a torch tensor on {value.device}")
-        return _torch_to_numpy(value.detach(), name)
+        return _torch_to_numpy(value.detach(), name, dtype)
     if isinstance(value, np.ndarray):
         return value
     raise InputError(f"{name} must be a numpy array or a torch CPU tensor; found {type(value).__name__}")

@@ -31,7 +31,7 @@ FORBIDDEN = {
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
     "cache": {"model", "compat", "quantization"},
     "layer": {"model", "compat", "two_stage"},
-    "two_stage": {"model", "loaders", "backends", "machine", "compat", "background", "cli"},
+    "two_stage": {"model", "loaders", "backends", "compat", "background", "cli"},
     "model": {"compat"},
     "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "reference"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},

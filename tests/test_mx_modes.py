@@ -58,7 +58,21 @@ def test_the_modes_of_lists_have_those_names():
 
 @pytest.mark.parametrize(
     "name",
-    ["", "auto", "mxfp6", "bf16:ceil", "int8/int8", "int8/mxfp4", "mxfp4/", "mxfp4/mxfp4/mxfp4", "MXFP4", None, np.arange(2)],
+    [
+        "",
+        "auto",
+        "mxfp6",
+        "bf16:ceil",
+        "int8/int8",
+        "int8/mxfp4",
+        "mxfp4/",
+        "mxfp4/mxfp4/mxfp4",
+        "MXFP4",
+        None,
+        4,
+        ["bf16"],
+        np.zeros(2),
+    ],
 )
 def test_a_name_that_is_none(name):
     with pytest.raises(InputError, match=r"activations must be one of bf16, int16, int8, mxfp8, mxfp4, or X/H.*found"):

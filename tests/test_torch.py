@@ -96,6 +96,7 @@ def test_bad_tensors(torch, case):
         ("x", good["x"].double(), r"x must be .*found a torch tensor of torch\.float64"),
         ("x", good["x"].half(), r"x must be .*found a torch tensor of torch\.float16"),
         ("x", good["x"].to("meta"), r"x must be on the CPU; found a torch tensor on meta"),
+        ("x", good["x"].to_sparse(), r"x: numpy cannot view a torch tensor of torch\.bfloat16, torch\.sparse_coo"),
         ("x", good["x"][:, 1:], r"x must have shape \[any, 64\], found \[6, 63\]"),
         ("expert_ids", good["expert_ids"].float(), r"expert_ids must be integers, found float32"),
         ("expert_ids", good["expert_ids"].to("meta"), r"expert_ids must be on the CPU"),

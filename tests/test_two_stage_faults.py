@@ -6,7 +6,8 @@ from helpers import BF16, random_batch, random_experts
 from two_stage_pipeline import Experts
 
 from ktmoe import MoELayer, two_stage
-from ktmoe.errors import ClosedError, FormatError, InputError, UnavailableError
+from ktmoe.errors import ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
+from ktmoe.machine import memory
 from ktmoe.two_stage import BlockScaled, Sorting, gemm1, gemm2, moe_sorting, quantize
 
 TOKENS, TOP_K, EXPERTS = 10, 3, 4
@@ -38,7 +39,7 @@ def put(name, place, value):
     return changed(name, lambda array: array.__setitem__(place, value))
 
 
-PAD = TOP_K << 24 | TOKENS
+MANY = 2**24 - 1
 #: Of the sorting, what is wrong and the message.
 BAD_SORTINGS = {
     "no tuple": (lambda sorting: list(sorting), "sorting must be Sorting"),
@@ -61,12 +62,13 @@ BAD_SORTINGS = {
     "more rows than there are": (put("num_valid_ids", 0, 160), r"num_valid_ids\[0\] must be 0 to 155, .*found 160"),
     "rows below 0": (put("num_valid_ids", 0, -32), r"num_valid_ids\[0\] must be 0 to 155, .*found -32"),
     "tokens below 0": (put("num_valid_ids", 1, -1), r"num_valid_ids\[1\] must be the number of tokens, .*found -1"),
+    "2^24 tokens": (put("num_valid_ids", 1, 2**24), r"num_valid_ids\[1\] must be .* 0 to 16777215, found 16777216"),
     "other tokens": (put("num_valid_ids", 1, TOKENS - 1), r"must be slot << 24 \| token, with a token of at most 9, found"),
     "a token too large": (put("sorted_token_ids", 1, 11), r"sorted_token_ids\[1\] must be .* at most 10, found 0 << 24 \| 11"),
     "an id below 0": (put("sorted_token_ids", 0, -1), r"sorted_token_ids\[0\] must be slot << 24 \| token"),
     "a slot too large": (
-        put("sorted_token_ids", 0, 4 << 24),
-        r"sorted_token_ids\[0\] must .* slot below top_k; found 4 << 24 \| 0",
+        put("sorted_token_ids", 0, TOP_K << 24),
+        r"sorted_token_ids\[0\] must .* slot below top_k; found 3 << 24 \| 0",
     ),
     "padding of another slot": (
         put("sorted_token_ids", 31, 1 << 24 | TOKENS),
@@ -161,6 +163,8 @@ def test_modes_without_rounding_take_bfloat16(case):
             gemm2(layer, h, sorting)
         with pytest.raises(InputError, match="h must be bfloat16, found float32"):
             gemm2(layer, np.zeros((155, 64), np.float32), sorting)
+        with pytest.raises(InputError, match="h must have the 128 rows that num_valid_ids says, or more, found 127"):
+            gemm2(layer, np.zeros((127, 64), BF16), sorting)
         h = gemm1(layer, x, sorting)
         with pytest.raises(InputError, match="out must not overlap h"):
             gemm2(layer, h, sorting, out=h.reshape(-1)[: TOKENS * 96].reshape(TOKENS, 96))
@@ -208,20 +212,28 @@ def test_orders_and_rows_that_there_are_not(case):
     layer, x, sorting, _ = case
     with pytest.raises(InputError, match="scale_order must be one of plain, tiled, tiled16, found 'swizzled'"):
         gemm1(layer, x, sorting, "swizzled")
-    with pytest.raises(InputError, match="to must be one of mxfp4, mxfp8, found 'nvfp4'"):
-        quantize(x, "nvfp4")
-    with pytest.raises(InputError, match=r"rules of mxfp8 are .*, found 'quark'"):
-        quantize(x, "mxfp8", "quark")
+    for to in ("nvfp4", ["mxfp4"], None):
+        with pytest.raises(InputError, match="to must be one of mxfp4, mxfp8, found"):
+            quantize(x, to)
+    for rule in ("quark", "ceil/bf16", "", None):  # of another format; the end of a mode's name
+        with pytest.raises(InputError, match=r"rule must be one of ceil, .* to make mxfp8, found"):
+            quantize(x, "mxfp8", rule)
     with pytest.raises(InputError, match="must have an even number of columns, found 95"):
         quantize(np.zeros((1, 95), BF16))
     with pytest.raises(InputError, match="rows must be BlockScaled, found tuple"):
         two_stage.dequantize((x, x))
     with pytest.raises(InputError, match=r"rows\.format must be one of mxfp4, mxfp8, found 'fp8'"):
         two_stage.dequantize(BlockScaled(x, x, "fp8"))
+    with pytest.raises(InputError, match=r"rows\.format must be one of mxfp4, mxfp8, found \['mxfp4'\]"):
+        two_stage.dequantize(BlockScaled(x, x, ["mxfp4"]))
     with pytest.raises(InputError, match=r"scales must have shape \[any, any\], found \[3\]"):
         two_stage.tile_scales(np.zeros(3, np.uint8))
-    with pytest.raises(InputError, match="scales must have 512 bytes or more, tiles of 256, for 40 rows"):
-        two_stage.untile_scales(np.zeros(256, np.uint8), 40, 3)
+    for size in (256, 600):
+        with pytest.raises(InputError, match="scales must have 512 bytes or more, tiles of 256, for 40 rows"):
+            two_stage.untile_scales(np.zeros(size, np.uint8), 40, 3)
+    for rows, blocks, name in ((-1, 3, "rows"), (1.5, 3, "rows"), (1, None, "blocks")):
+        with pytest.raises(InputError, match=f"{name} must be an integer from 0 to .*, found"):
+            two_stage.untile_scales(np.zeros(256, np.uint8), rows, blocks)
 
 
 RAW = Experts.random(np.random.default_rng(1), 64, 32, 2).arrays
@@ -249,6 +261,12 @@ BAD_EXPERTS = {
         r"w2_scale must have shape \[2, 64, 1\], found \[1, 64, 1\]",
     ),
     "another order": (RAW, {"interleave": 2}, InputError, r"interleave must be one of \(0, 1, 16\), found 2"),
+    "an order that is no integer": (
+        RAW,
+        {"interleave": 16.0},
+        InputError,
+        r"interleave must be one of \(0, 1, 16\), found 16.0",
+    ),
     "a bias of w1": (RAW, {"w1_bias": np.zeros((2, 32), np.float32)}, FormatError, r"w1_bias must have shape \[2, 64\], found"),
     "a bias of float64": (RAW, {"w2_bias": np.zeros((2, 64))}, FormatError, "w2_bias must be float32, found float64"),
 }
@@ -259,6 +277,22 @@ def test_experts_that_do_not_fit(name):
     arrays, options, error, message = BAD_EXPERTS[name]
     with pytest.raises(error, match=message):
         two_stage.experts(*arrays, **options)
+
+
+def test_more_tokens_than_fit_into_memory(case, monkeypatch):
+    """num_valid_ids says how many there are: what they need is asked for before it is taken. So is what a sort makes."""
+    layer, x, sorting, h = case
+    many = np.full_like(sorting.sorted_token_ids, 127 << 24 | MANY)
+    many[0] = 5
+    sorting = sorting._replace(sorted_token_ids=many, num_valid_ids=np.array([128, MANY], np.int32))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
+    for stage, rows in ((gemm1, x), (gemm2, h)):
+        with pytest.raises(OutOfMemoryError, match=rf"a sorting of {MANY} tokens with 127 slots needs 39\.\d\d GiB"):
+            stage(layer, rows, sorting)
+    with pytest.raises(
+        OutOfMemoryError, match=r"sorting \[1, 1\] ids of 16000000 experts into 1024000000 rows needs 8\.\d\d GiB"
+    ):
+        moe_sorting(np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32), 16_000_000, 64)
 
 
 def test_a_sorting_may_be_any_four_arrays(case):

@@ -118,13 +118,16 @@ def test_as_many_tokens_as_have_a_number():
 
 
 def test_other_integers_and_masks():
-    """int64 ids, and masks of integers, mean the same."""
+    """ids and units of other integers, and masks of integers, mean the same."""
     rng = np.random.default_rng(3)
     ids, weights = rng.integers(0, 5, (9, 3)), rng.standard_normal((9, 3)).astype(np.float32)
     mask = np.array([1, 0, 1, 1, 0])
     found, expected = moe_sorting(ids, weights, 5, 16, mask), moe_sorting(ids.astype(np.int32), weights, 5, 16, mask > 0)
     for array, of_bool in zip(found, expected, strict=True):
         np.testing.assert_array_equal(array, of_bool)
+    narrow = moe_sorting(ids.astype(np.uint64), weights, 1000, np.int16(128))  # 128000 is no int16
+    for array, of_int in zip(narrow, moe_sorting(ids, weights, 1000, 128), strict=True):
+        np.testing.assert_array_equal(array, of_int)
 
 
 IDS, WEIGHTS = np.array([[0, 1], [2, 0]], np.int32), np.ones((2, 2), np.float32)
@@ -139,6 +142,8 @@ BAD = {
     "fewer weights": ((IDS, WEIGHTS[:1], 3), r"topk_weights must have shape \[2, 2\], found \[1, 2\]"),
     "another unit": ((IDS, WEIGHTS, 3, 48), r"unit must be one of \(16, 32, 64, 128\), found 48"),
     "a unit that is no number": ((IDS, WEIGHTS, 3, None), "unit must be one of"),
+    "a unit of float": ((IDS, WEIGHTS, 3, 32.0), "unit must be one of .*, found 32.0"),
+    "units": ((IDS, WEIGHTS, 3, np.array([16, 32])), "unit must be one of .*, found array"),
     "no experts": ((IDS, WEIGHTS, 0), "num_experts must be an integer from 1 to"),
     "half an expert": ((IDS, WEIGHTS, 2.5), "num_experts must be an integer from 1 to .*, found 2.5"),
     "a short mask": ((IDS, WEIGHTS, 3, 32, np.ones(2, bool)), r"expert_mask must have shape \[3\], found \[2\]"),

@@ -6,6 +6,7 @@ from helpers import BF16, random_batch, random_experts, same_bits
 from two_stage_pipeline import Experts
 
 from ktmoe import MoELayer, two_stage
+from ktmoe.errors import InputError
 from ktmoe.two_stage import dequantize, gemm1, gemm2, moe_sorting, quantize
 
 
@@ -41,6 +42,19 @@ def test_dtypes_of_torch(torch):
         typed = rows._replace(codes=rows.codes.view(getattr(torch, dtype)), scales=rows.scales.view(torch.float8_e8m0fnu))
         assert (dequantize(typed) == dequantize(rows)).all()
         assert dequantize(rows).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about its sparse tensors
+def test_tensors_without_memory_of_their_own(torch):
+    x = torch.randn(4, 64).bfloat16()
+    rows = quantize(x, "mxfp8")
+    for value in (x.to_sparse(), x.to_sparse_csr(), torch._neg_view(x)):
+        with pytest.raises(InputError, match=r"x: numpy cannot view a torch tensor of torch\.bfloat16"):
+            quantize(value)
+    for array in ("codes", "scales"):
+        sparse = getattr(rows, array).to_sparse()
+        with pytest.raises(InputError, match=rf"rows\.{array}: numpy cannot view a torch tensor of .*sparse_coo"):
+            dequantize(rows._replace(**{array: sparse}))
 
 
 def test_weights_of_torch(torch):

@@ -9,19 +9,24 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe.errors import InputError
+from ktmoe.machine import memory
+from ktmoe.messages import show
 
 #: dtypes of one byte, beside uint8, that codes and scales may have.
 _BYTES = tuple(np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e8m0fnu") if hasattr(ml_dtypes, name))
 _TORCH_BYTES = ("uint8", "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2")
+#: Bytes that are taken without asking whether they are available, which takes half a millisecond.
+_UNASKED = 2**28
 
 
 def as_bytes(value, name: str) -> np.ndarray:
     """Codes or scales as uint8, a view. Raises InputError for what has no items of one byte, or is not on the CPU."""
+    dtype = None
     if arrays.is_torch(value):
         torch = sys.modules["torch"]
         if value.dtype in [getattr(torch, dtype, None) for dtype in _TORCH_BYTES]:
-            value = value.detach().view(torch.uint8)
-    array = arrays.as_numpy(value, name)
+            dtype = torch.uint8
+    array = arrays.as_numpy(value, name, dtype)
     if array.dtype in _BYTES:
         array = array.view(np.uint8)
     if array.dtype != np.uint8:
@@ -35,6 +40,19 @@ def integers(value, name: str) -> np.ndarray:
     if array.dtype.kind not in "iu":
         raise InputError(f"{name} must be integers, found {array.dtype}")
     return array
+
+
+def whole(value, name: str, least: int = 0, most: int = 2**31 - 1) -> int:
+    """The value as an int. Raises InputError for what is no integer from least to most."""
+    if not isinstance(value, int | np.integer) or not least <= value <= most:
+        raise InputError(f"{name} must be an integer from {least} to {most}, found {show(value)}")
+    return int(value)
+
+
+def room_for(nbytes: int, what: str) -> None:
+    """Raise OutOfMemoryError if nbytes are many and not available."""
+    if nbytes > _UNASKED:
+        memory.require(nbytes, what)
 
 
 def as_bits(value, name: str) -> np.ndarray:

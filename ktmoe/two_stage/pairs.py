@@ -8,8 +8,8 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe.errors import InputError
-from ktmoe.two_stage.kinds import expect_shape
-from ktmoe.two_stage.sorting import MOST_SLOTS, TOKEN_BITS, TOKEN_MASK, UNITS, Sorting
+from ktmoe.two_stage.kinds import expect_shape, room_for
+from ktmoe.two_stage.sorting import TOKEN_BITS, TOKEN_MASK, UNITS, Sorting
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ def pairs_of(sorting: Sorting, expert_mask: np.ndarray) -> Pairs:
     """What a Sorting says, checked. What is behind num_valid_ids[0] rows is not looked at: a GPU need not write it.
 
     expert_mask: bool [num_experts], which experts the blocks' numbers count.
-    Raises InputError, which names the array, the place, what was expected and what was found.
+    Raises InputError, which names the array, the place, what was expected and what was found; OutOfMemoryError for more tokens
+    than fit.
     """
     token_ids, weights, experts, valid, tokens = arrays_of(sorting)
     size = len(token_ids)
@@ -58,6 +59,7 @@ def pairs_of(sorting: Sorting, expert_mask: np.ndarray) -> Pairs:
             f"sorted_expert_ids[{wrong[0]}] must be in [0, {len(known)}), the experts that are not masked, "
             f"found {experts[wrong[0]]}"
         )
+    room_for(20 * tokens * top_k, f"a sorting of {tokens} tokens with {top_k} slots")
     ids = np.full((tokens, top_k), -1, np.int64)
     places = np.zeros((tokens, top_k), np.int64)
     of_pair = np.zeros((tokens, top_k), np.float32)
@@ -114,8 +116,8 @@ def _top_k(token_ids: np.ndarray, token: np.ndarray, slot: np.ndarray, tokens: i
         return int(slot.max(initial=-1)) + 1
     top_k = int(slot[padding].max())
     wrong = np.flatnonzero(np.where(padding, slot != top_k, slot >= top_k))
-    if wrong.size or top_k > MOST_SLOTS:
-        at = wrong[0] if wrong.size else np.argmax(padding)
+    if wrong.size:
+        at = wrong[0]
         raise InputError(
             f"sorted_token_ids[{at}] must be top_k << {TOKEN_BITS} | {tokens}, which is padding and alike everywhere, or have a"
             f" slot below top_k; found {slot[at]} << {TOKEN_BITS} | {token[at]} beside a top_k of {top_k}"

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ktmoe import arrays, modes
+from ktmoe import arrays
 from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.messages import show
-from ktmoe.quantization import Rule
+from ktmoe.quantization import RULES, Rule
 from ktmoe.quantization.blocks import block_rule
 from ktmoe.two_stage.kinds import as_bits, as_bytes, expect_shape, give
 from ktmoe.two_stage.pairs import arrays_of
@@ -44,12 +44,14 @@ def quantize(x, to: str = "mxfp4", rule: str = "ceil", scale_order: str = "plain
     k even for mxfp4. The codes and scales are torch tensors if x is one. Raises InputError.
     """
     order = checked_order(scale_order)
-    if to not in FORMATS:
+    if not isinstance(to, str) or to not in FORMATS:
         raise InputError(f"to must be one of {', '.join(FORMATS)}, found {show(to)}")
-    mode = modes.mode_of(f"{to}:{rule}")
+    names = [name for target, name in RULES if target == to]
+    if not isinstance(rule, str) or rule not in names:
+        raise InputError(f"rule must be one of {', '.join(names)} to make {to}, found {show(rule)}")
     bits = as_bits(x, "x")
     expect_shape("x", bits, (None, None))
-    codes, scales = quantized(bits, mode.x)
+    codes, scales = quantized(bits, RULES[to, rule])
     torch = arrays.is_torch(x)
     return BlockScaled(give(codes, torch), give(tiled(scales, order), torch), to, scale_order)
 
@@ -85,7 +87,7 @@ def checked(rows: BlockScaled, name: str, columns: int | None = None) -> tuple[n
     """Codes and plain scales of rows, uint8. columns: what k has to be. Raises InputError."""
     if not isinstance(rows, BlockScaled):
         raise InputError(f"{name} must be BlockScaled, found {type(rows).__name__}")
-    if rows.format not in FORMATS:
+    if not isinstance(rows.format, str) or rows.format not in FORMATS:
         raise InputError(f"{name}.format must be one of {', '.join(FORMATS)}, found {show(rows.format)}")
     order = checked_order(rows.scale_order)
     codes = as_bytes(rows.codes, f"{name}.codes")

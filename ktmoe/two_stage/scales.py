@@ -9,7 +9,7 @@ import numpy as np
 from ktmoe import arrays
 from ktmoe.errors import InputError
 from ktmoe.messages import show
-from ktmoe.two_stage.kinds import as_bytes, expect_shape, give
+from ktmoe.two_stage.kinds import as_bytes, expect_shape, give, whole
 
 #: Rows and columns of a tile, each as two digits: row = 16 r1 + r0, column = 4 c1 + c0.
 _ROWS, _COLUMNS = (2, 16), (2, 4)
@@ -57,7 +57,7 @@ def untile_scales(scales, rows: int, blocks: int, scale_order: str = "tiled"):
     """
     order = checked_order(scale_order)
     array = as_bytes(scales, "scales")
-    return give(untiled(array, order, rows, blocks, "scales"), arrays.is_torch(scales))
+    return give(untiled(array, order, whole(rows, "rows"), whole(blocks, "blocks"), "scales"), arrays.is_torch(scales))
 
 
 def tiled(scales: np.ndarray, order: ScaleOrder) -> np.ndarray:

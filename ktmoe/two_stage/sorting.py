@@ -10,7 +10,7 @@ from ktmoe import arrays
 from ktmoe.errors import InputError
 from ktmoe.experts import SIZE_LIMIT
 from ktmoe.messages import show
-from ktmoe.two_stage.kinds import expect_shape, give, integers
+from ktmoe.two_stage.kinds import expect_shape, give, integers, room_for, whole
 
 #: Rows of a block.
 UNITS = (16, 32, 64, 128)
@@ -53,7 +53,7 @@ def moe_sorting(topk_ids, topk_weights, num_experts: int, unit: int = 32, expert
     experts behind it count one less.
     Experts ascend. An expert without pairs has no block. Its pairs are in ascending token, then slot.
     The arrays are torch tensors if topk_ids is one. Raises InputError, which names the argument, and the token and slot of a
-    bad id.
+    bad id; OutOfMemoryError if the rows do not fit.
     """
     ids = integers(topk_ids, "topk_ids")
     expect_shape("topk_ids", ids, (None, None))
@@ -61,15 +61,18 @@ def moe_sorting(topk_ids, topk_weights, num_experts: int, unit: int = 32, expert
     if weights.dtype != np.float32:
         raise InputError(f"topk_weights must be float32, found {weights.dtype}")
     expect_shape("topk_weights", weights, ids.shape)
-    experts = _count(num_experts)
-    if unit not in UNITS:
+    experts = whole(num_experts, "num_experts", 1, SIZE_LIMIT)
+    if not isinstance(unit, int | np.integer) or unit not in UNITS:
         raise InputError(f"unit must be one of {UNITS}, found {show(unit)}")
+    unit = int(unit)
     tokens, top_k = ids.shape
     if tokens > TOKEN_MASK or top_k > MOST_SLOTS:
         raise InputError(f"topk_ids must have at most {TOKEN_MASK} tokens and {MOST_SLOTS} slots, found {list(ids.shape)}")
     size = capacity(tokens, top_k, experts, unit)
     if size >= 2**31:
         raise InputError(f"the sorted rows must be fewer than 2^31, found {size} of {experts} experts and {ids.shape} ids")
+    # of a row 8 bytes, of a pair and of an expert some arrays of int64
+    room_for(8 * size + 48 * (ids.size + experts), f"sorting {list(ids.shape)} ids of {experts} experts into {size} rows")
     enabled = _mask(expert_mask, experts)
     if (wrong := np.argwhere((ids < 0) | (ids >= experts))).size:
         token, slot = wrong[0].tolist()
@@ -97,12 +100,6 @@ def moe_sorting(topk_ids, topk_weights, num_experts: int, unit: int = 32, expert
 
     torch = arrays.is_torch(topk_ids)
     return Sorting(*(give(array, torch) for array in (token_ids, row_weights, block_experts, valid)))
-
-
-def _count(num_experts: int) -> int:
-    if not isinstance(num_experts, int | np.integer) or not 1 <= num_experts <= SIZE_LIMIT:
-        raise InputError(f"num_experts must be an integer from 1 to {SIZE_LIMIT}, found {show(num_experts)}")
-    return int(num_experts)
 
 
 def _mask(expert_mask, experts: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from ktmoe.layer import MoELayer, mask_of
 from ktmoe.messages import show
 from ktmoe.modes import mode_of
 from ktmoe.quantization import Rule
-from ktmoe.two_stage.kinds import expect_shape, give
+from ktmoe.two_stage.kinds import expect_shape, give, room_for
 from ktmoe.two_stage.pairs import Pairs, pairs_of
 from ktmoe.two_stage.rows import BlockScaled, checked, quantized, values
 from ktmoe.two_stage.scales import checked_order, tiled
@@ -29,7 +29,7 @@ def gemm1(layer: MoELayer, x, sorting: Sorting, scale_order: str = "plain"):
     h is BlockScaled, its scales in scale_order, where the mode rounds h to mxfp4 or mxfp8; else bfloat16. It is a torch tensor
     if x is. Rows of padding, and those behind the blocks, have zeros. A router weight is part of h where the layer's
     router_weight is "down_input" or "expert_input".
-    Raises InputError, ClosedError after layer.close(), UnavailableError if the layer's backend has no stages.
+    Raises InputError, ClosedError after layer.close(), UnavailableError if the layer's backend has no stages, OutOfMemoryError.
     """
     packed, mode, mask = _of(layer)
     order = checked_order(scale_order)
@@ -83,6 +83,8 @@ def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=Non
         _enough(codes, pairs)
         torch, given, rows = arrays.is_torch(h.codes), values(codes[pairs.filled], scales[pairs.filled], h.format), pairs.places
     shape = pairs.tokens, layer.hidden
+    if out is None:
+        room_for(pairs.tokens * layer.hidden * DTYPES[dtype].itemsize, f"{layer.name}: y of {pairs.tokens} tokens")
     y = np.empty(shape, DTYPES[dtype]) if out is None else _checked_out(out, shape, dtype, torch, given)
     bits = y if y.dtype == np.float32 else y.view(np.uint16)
     if pairs.filled.size:

@@ -47,8 +47,9 @@ def experts(
                 raise FormatError(f"{name}: {label} must be float32, found {given[label].dtype}")
     if given["w1"].ndim != 3:
         raise FormatError(f"{name}: w1 must be [experts, rows, columns], found {list(given['w1'].shape)}")
-    if interleave not in INTERLEAVES:
+    if not isinstance(interleave, int | np.integer) or interleave not in INTERLEAVES:
         raise InputError(f"{name}: interleave must be one of {INTERLEAVES}, found {show(interleave)}")
+    interleave = int(interleave)
     count, both, hidden = given["w1"].shape[0], given["w1"].shape[1], 2 * given["w1"].shape[2]
     if both % (2 * max(interleave, 1)):
         raise FormatError(f"{name}: w1 must have a multiple of {2 * max(interleave, 1)} rows, found {both}")
