@@ -149,5 +149,5 @@ def test_a_refusal_holds_for_a_table_under_another_name(system):
 
 @pytest.mark.parametrize("isas", [{}, {"int8": ("portable",)}, {"bf16": ()}])
 def test_every_native_backend_has_the_exact_mode(isas):
-    with pytest.raises(InputError, match="isas must name instruction sets for the mode 'bf16', found"):
+    with pytest.raises(InputError, match="isas must name instruction sets for the form 'bf16', found"):
         native.NativeBackend(isas)

@@ -83,7 +83,7 @@ class NativeBackend(Backend):
         forms: tuple[str, ...] = (),
     ):
         if not isas.get(_EXACT):
-            raise InputError(f"isas must name instruction sets for {_EXACT!r}, found {show(isas)}")
+            raise InputError(f"isas must name instruction sets for the form {_EXACT!r}, found {show(isas)}")
         self.isas = isas
         self.forms = forms
         self.load = load
