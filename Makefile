@@ -37,7 +37,7 @@ demo-chat: $(STAMPS)/native ## a model answers: first installs transformers; MOD
 
 test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by design; ARGS="-k pack" goes to pytest
 verify: CASES := --exhaustive
-verify: ## all cases of all tests, about 10 minutes on 2 cores
+verify: ## all cases of all tests, about 15 minutes on 2 cores
 test verify: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test
 	@$(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS)
 	@if grep -qw amx_tile /proc/cpuinfo; then \
