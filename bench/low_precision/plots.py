@@ -61,13 +61,14 @@ def _errors(axes: Axes, data: dict) -> None:
         shares = [100 * found[mode, name] for mode in SHOWN]
         axes.plot(shares, heights, linestyle="", marker=marker, color=color, markersize=6, label=name)
     axes.set_yticks(range(len(SHOWN)), SHOWN)
+    axes.invert_yaxis()  # as on the left: few bits below
     axes.set_xscale("log")
     axes.set_xticks([0.01, 0.1, 1, 10, 100], ["0.01 %", "0.1 %", "1 %", "10 %", "100 %"])
     axes.minorticks_off()
     axes.grid(True, axis="x", color="#eeeeee")
-    axes.set_xlabel("error of y beside exact bf16")
-    axes.legend(loc="upper left", fontsize=8.5)
-    axes.set_title("What they change", loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.set_xlabel("error of a layer's output beside exact bf16")
+    axes.legend(loc="upper right", fontsize=8.5)
+    axes.set_title("Errors of the modes", loc="left", fontsize=12, fontweight="bold", color=INK)
     layer = data["layer"]
     where = f"one layer of {layer['model']}'s shape, {layer['experts']} experts, {layer['tokens']} tokens"
     axes.text(1, 1.02, where, transform=axes.transAxes, ha="right", fontsize=8, color=PALE)
