@@ -9,6 +9,7 @@ import datetime
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,12 +197,35 @@ def file_stem(words: str) -> str:
 
 def read(path: Path) -> Results:
     """Raises ResultsError, which names file and field."""
+    return Results(read_as(path, SCHEMA))
+
+
+def read_as(path: Path, schema: dict) -> dict:
+    """A file of another schema. Raises ResultsError, which names file and field."""
     try:
         data = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ResultsError(f"{path}: {error}") from None
-    check(data, str(path))
-    return Results(data)
+    check(data, str(path), schema)
+    return data
+
+
+def write_as(data: dict, path: Path, schema: dict, rounded: Callable[[float], float]) -> None:
+    """The other way round. rounded: what becomes of each float."""
+    import tomli_w  # only whoever measures or simulates needs it
+
+    data = _each_float(data, rounded)
+    check(data, str(path), schema)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(data))
+
+
+def _each_float(value, change: Callable[[float], float]):
+    if isinstance(value, dict):
+        return {name: _each_float(item, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_each_float(item, change) for item in value]
+    return change(value) if isinstance(value, float) else value
 
 
 def read_all(folder: Path = FOLDER) -> list[Results]:

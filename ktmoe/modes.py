@@ -15,8 +15,9 @@ MODES = ("bf16", "int16", "int8", "mxfp8", "mxfp4")
 
 #: Modes of integers, which are forms of rows at the same time; x and h are alike.
 _INTEGERS = ("int16", "int8")
-#: What x or h may be rounded to by a rule of ktmoe.quantization, in blocks of 32. Modes with one of these are MX modes.
-_BLOCKS = ("mxfp8", "mxfp4")
+#: What x or h may be rounded to in blocks of 32, and the rules for that, the default first: {format: {name: rule}}. Modes with
+#: one of these formats are MX modes.
+_RULES = {target: {name: rule for (of, name), rule in RULES.items() if of == target} for target in ("mxfp8", "mxfp4")}
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,16 @@ def _rule(name: str, side: str) -> Rule | None:
     if side == "bf16":
         return None
     target, colon, rule = side.partition(":")
-    if target not in _BLOCKS:
+    if target not in _RULES:
         raise _unknown(name)
-    rules = _rules(target)
+    rules = _RULES[target]
     if colon and rule not in rules:
         raise InputError(f"activations {show(name)}: rules of {target} are {', '.join(rules)}, found {show(rule)}")
     return rules[rule] if colon else _default(target)
 
 
-def _rules(target: str) -> dict[str, Rule]:
-    return {name: rule for (of, name), rule in RULES.items() if of == target}
-
-
 def _default(target: str) -> Rule:
-    return next(iter(_rules(target).values()))
+    return next(iter(_RULES[target].values()))
 
 
 def _name(rule: Rule | None) -> str:

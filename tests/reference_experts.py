@@ -2,7 +2,7 @@
 
 import ml_dtypes
 import numpy as np
-from helpers import pack_nibbles, random_arrays, whole
+from helpers import GPT_OSS, pack_nibbles, random_arrays, whole
 
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.weights.activation import SILU
@@ -51,6 +51,20 @@ def random_experts(
     gate, up = matrices(intermediate, hidden, *scale_bytes), matrices(intermediate, hidden, *scale_bytes)
     down = matrices(hidden, intermediate, *(down_bytes or scale_bytes))
     return ExpertWeights.from_arrays(gate, up, down, biases=biases, format=format, activation=activation)
+
+
+def odd_experts(rng, format, activation, large_scales):
+    """Two experts whose sizes are no multiples of 32, with biases if the activation is gpt-oss's."""
+    return random_experts(
+        rng,
+        2,
+        163 if format is BF16 else 164,
+        70,
+        format=format,
+        scale_bytes=(122, 127) if large_scales else (119, 122),
+        activation=activation,
+        bias=activation is GPT_OSS,
+    )
 
 
 def random_batch(rng, experts, tokens=6, top_k=3):

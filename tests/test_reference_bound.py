@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from helpers import DEEPSEEK, GPT_OSS, pack_nibbles
-from reference_experts import BFLOAT16, from_codes, random_batch, random_experts
+from reference_experts import BFLOAT16, from_codes, odd_experts, random_batch, random_experts
 from simulated import EDGES, KINDS, PAIRS, edges_of, label, linear, linear_ratio, simulated_forward, simulated_linear, worst
 
 from ktmoe.experts import Matrix
@@ -21,16 +21,7 @@ from ktmoe.weights.formats import BF16, MXFP4, Scale, WeightFormat, int4
 def test_a_simulated_backend_stays_within_the_bound(seed, format, kind):
     rng, router_weight = np.random.default_rng(seed), ROUTER_WEIGHTS[seed]
     activation = (SILU, DEEPSEEK, GPT_OSS)[(seed + KINDS.index(kind)) % 3]
-    experts = random_experts(
-        rng,
-        2,
-        163 if format is BF16 else 164,
-        70,
-        format=format,
-        scale_bytes=(119, 122) if seed % 2 else (122, 127),
-        activation=activation,
-        bias=activation is GPT_OSS,
-    )
+    experts = odd_experts(rng, format, activation, large_scales=seed % 2 == 0)
     x, ids, weights = random_batch(rng, experts, tokens=8, top_k=2)
     x[::2] = (x[::2].astype(np.float32) ** 3).astype(BFLOAT16)  # further apart: int16 rounds more of them
     ratio, reference = worst(experts, x, ids, weights, kind, rng, router_weight)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import DEEPSEEK, GPT_OSS
-from reference_experts import BFLOAT16, random_batch, random_experts
+from reference_experts import BFLOAT16, odd_experts, random_batch, random_experts
 from simulated import EDGES, FORMATS, INTEGERS, edges_of, kinds_of, label, mx_rows, mx_scales, simulated_forward, worst
 
 from ktmoe.machine.numa import split
@@ -11,7 +11,6 @@ from ktmoe.modes import mode_of
 from ktmoe.quantization.rules import RULES
 from ktmoe.reference import ROUTER_WEIGHTS, forward, integer_unit, linear, operand
 from ktmoe.weights.activation import SILU
-from ktmoe.weights.formats import BF16
 
 MODES = ("mxfp4", "mxfp8", "mxfp8/mxfp4", "mxfp4:gguf/mxfp8:round", "mxfp4/bf16", "bf16/mxfp8")
 
@@ -36,16 +35,7 @@ def ways(format):
 def test_a_simulated_backend_stays_within_the_bound(seed, format, kind, mode):
     rng, router_weight = np.random.default_rng(seed), ROUTER_WEIGHTS[seed]
     activation = (SILU, DEEPSEEK, GPT_OSS)[(seed + len(kind)) % 3]
-    experts = random_experts(
-        rng,
-        2,
-        163 if format is BF16 else 164,
-        70,
-        format=format,
-        scale_bytes=(119, 122) if seed % 2 else (122, 127),
-        activation=activation,
-        bias=activation is GPT_OSS,
-    )
+    experts = odd_experts(rng, format, activation, large_scales=seed % 2 == 0)
     x, ids, weights = random_batch(rng, experts, tokens=8, top_k=2)
     ratio, of_all = worst(experts, x, ids, weights, kind, rng, router_weight, mode=mode)
     assert ratio <= 1

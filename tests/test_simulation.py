@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.models import models
-from bench.results_file import ResultsError
+from bench.results_file import ResultsError, read_as
 from bench.simulation import call, costs, document, files, memory
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs, Kernel
@@ -261,7 +261,7 @@ def test_a_cost_file_of_unequal_lists(tmp_path):
 def test_each_result_is_as_its_schema_has_it():
     ending = {"simulated": files.SIMULATED, "checked": files.CHECKED}
     for path in files.FOLDER.glob("*"):
-        assert files.read(path, ending[path.stem.rpartition("-")[2]])
+        assert read_as(path, ending[path.stem.rpartition("-")[2]])
 
 
 def test_the_page_shows_the_files():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from bench import results_file
@@ -39,26 +38,10 @@ SCHEMA = {
 
 def read(path: Path = FILE) -> dict:
     """Raises results_file.ResultsError, which names file and field."""
-    try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise results_file.ResultsError(f"{path}: {error}") from None
-    results_file.check(data, str(path), SCHEMA)
-    return data
+    return results_file.read_as(path, SCHEMA)
 
 
 def renew(part: str, found: dict, path: Path = FILE) -> None:
     """Put a part in the place of the file's. Numbers have six digits, so that cosines near 1 differ."""
-    import tomli_w  # only whoever measures needs it
-
-    data = _rounded((tomllib.loads(path.read_text()) if path.exists() else {}) | {part: found})
-    results_file.check(data, str(path), SCHEMA)
-    path.write_text(tomli_w.dumps(data))
-
-
-def _rounded(value):
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    data = (read(path) if path.exists() else {}) | {part: found}
+    results_file.write_as(data, path, SCHEMA, lambda value: float(f"{value:.6g}"))

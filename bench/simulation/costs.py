@@ -99,7 +99,7 @@ class Costs:
 
 def read(path: Path) -> Costs:
     """Raises results_file.ResultsError, which names file and field."""
-    data = files.read(path, SCHEMA)
+    data = results_file.read_as(path, SCHEMA)
     kernels = [Kernel(**kernel) for kernel in data.pop("kernel")]
     for kernel in kernels:
         if not len(kernel.rows) == len(kernel.memory_ns) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from bench import results_file
@@ -36,34 +35,11 @@ CHECKED = {
 }
 
 
-def read(path: Path, schema: dict) -> dict:
-    """Raises results_file.ResultsError, which names file and field."""
-    try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise results_file.ResultsError(f"{path}: {error}") from None
-    results_file.check(data, str(path), schema)
-    return data
-
-
 def read_all(ending: str, schema: dict, folder: Path = FOLDER) -> list[dict]:
     """Those whose names end so, by name."""
-    return [read(path, schema) for path in sorted(folder.glob(f"*{ending}.toml"))]
+    return [results_file.read_as(path, schema) for path in sorted(folder.glob(f"*{ending}.toml"))]
 
 
 def write(data: dict, path: Path, schema: dict) -> None:
     """Numbers with four digits."""
-    import tomli_w  # only whoever measures or simulates needs it
-
-    data = _rounded(data)
-    results_file.check(data, str(path), schema)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tomli_w.dumps(data))
-
-
-def _rounded(value):
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return max(0.0, float(f"{value:.4g}")) if isinstance(value, float) else value
+    results_file.write_as(data, path, schema, lambda value: max(0.0, results_file.digits(value)))
