@@ -83,7 +83,7 @@ def training_forward(experts: ExpertWeights, x, expert_ids, expert_weights, lora
                 np.add.at(eps[shard], rows.token, np.abs(r) * eps_d)
                 np.add.at(size[shard], rows.token, np.abs(r) * size_d)
         return Forward(
-            call.added_up(y, eps, size, exact_parts=not call.adapts("down")),
+            call.added_up(y, eps, size),
             *(Reference(value, _bound(value, error)) for value, error in kept.values()),
             Reference(t[0], _bound(*t)) if lora else None,
         )
@@ -101,7 +101,7 @@ def training_backward(
     dy = bfloat16_rows(grad_y)
     if dy.shape != call.x.shape:
         raise InputError(f"grad_y must be {list(call.x.shape)}, found {list(dy.shape)}")
-    dx, eps, size = np.zeros((3, len(call.cuts), *call.x.shape))
+    dx, eps, size = np.zeros((3, 1, *call.x.shape))
     dr = np.zeros((2, *call.ids.shape))
     sums = {p: [np.zeros((2, *array.shape)) for array in pair] for p, pair in lora.pairs.items()} if lora else {}
     with np.errstate(all="ignore"):
@@ -109,15 +109,15 @@ def training_backward(
             back = _BackwardRows(rows, dy[rows.token], float(np.float32(scale)))
             dr[:, rows.token, rows.slot] = back.dr
             r = rows.r if call.router_weight == "expert_input" else np.ones_like(rows.r)
-            for shard, (of_x, eps_x, size_x) in enumerate(back.dx):
-                np.add.at(dx[shard], rows.token, r * of_x)
-                np.add.at(eps[shard], rows.token, np.abs(r) * eps_x)
-                np.add.at(size[shard], rows.token, np.abs(r) * size_x)
+            of_x, eps_x = back.dx
+            np.add.at(dx[0], rows.token, r * of_x)
+            np.add.at(eps[0], rows.token, np.abs(r) * eps_x)
+            np.add.at(size[0], rows.token, np.abs(r) * (np.abs(of_x) + eps_x))
             for projection, found in back.lora():
                 for target, one in zip(sums[projection], found, strict=True):
                     target[:, rows.expert] = one.value, np.where(one.size + one.eps < MAX_FLOAT32, one.eps, np.inf)
         return Backward(
-            call.added_up(dx, eps, size, exact_parts=not (call.adapts("gate") or call.adapts("up"))),
+            call.added_up(dx, eps, size),
             Reference(dr[0], _bound(*dr)),
             {p: tuple(Reference(value, _bound(value, error)) for value, error in pair) for p, pair in sums.items()},
         )
@@ -165,11 +165,8 @@ class _Call:
         for expert in np.unique(self.ids[self.active]).tolist():
             yield _Rows(self, expert, *np.nonzero(self.active & (self.ids == expert)))
 
-    def added_up(self, parts, eps, size, exact_parts: bool) -> Reference:
-        """Sums over slots, of each shard, in any order; then those over shards, and the rounding to out_dtype.
-
-        exact_parts: whether a shard's part is what its k give. An adapter's contribution may be in any of the shards.
-        """
+    def added_up(self, parts, eps, size) -> Reference:
+        """Sums over slots, of each part, in any order; then those over parts, and the rounding to out_dtype."""
         slots = self.active.sum(axis=1, keepdims=True)
         eps = eps + gamma(slots + 1) * size + (slots + 1) * (slots > 0) * TINY
         eps = np.where(size + eps < MAX_FLOAT32, eps, np.inf)
@@ -177,7 +174,7 @@ class _Call:
         for other, eps_other in zip(others, eps_others, strict=True):
             total = total + other
             of_total = np.where(slots > 0, after_rounding(total, of_total + eps_other), 0.0)
-        if others and not exact_parts:
+        if others and self.adapts("down"):  # which of them has how much of what it adds is open
             sizes = (size + eps).sum(axis=0)
             of_total = eps.sum(axis=0) + gamma(len(others)) * sizes + len(others) * (slots > 0) * TINY
             of_total = np.where(sizes < MAX_FLOAT32, of_total, np.inf)
@@ -284,42 +281,34 @@ class _BackwardRows:
         sums.append(product(*self.inner[projection], a))
 
     @cached_property
-    def dx(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Each shard's gradient of the rows that enter gate and up, its error, and its size."""
+    def dx(self) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient of the rows that enter gate and up: of each shard, added up in their order."""
         adapted: list[Sum] = []
         for projection, ends in self.grads.items():
             if projection in self.rows.pairs:
                 self._through(projection, *operand(*ends, "bf16"), adapted)
-        found = []
+        value, eps, size = [], [], 0.0
         for first, last in self.call.cuts:
             n = slice(first, last)
-            sums = []
+            sums = [] if first else adapted.copy()
             for projection, ends in self.grads.items():
                 matrix = self.rows.matrices[projection]
                 of_rows = gradient_rows(matrix, *(v[:, n] for v in ends), n)
                 sums.append(transposed(matrix, *of_rows, self.call.rounding, n))
-            value, eps = together(sums + adapted)
-            size = np.abs(value) + eps
-            if len(self.call.cuts) > 1 and adapted:
-                # which shard has how much of the adapter's is open, and no part is larger than its size
-                own = sum(one.value for one in adapted)
-                size = np.abs(value - own) + eps + sum(one.size + one.eps for one in adapted)
-                if first:
-                    value = value - own
-            found.append((value, eps, size))
-        return found
+            of_shard, eps_shard = together(sums)
+            value.append(of_shard)
+            eps.append(eps_shard)
+            size = size + np.abs(of_shard) + eps_shard
+        total = sum(eps) + gamma(len(eps) - 1) * size
+        return sum(value), np.where(size < MAX_FLOAT32, total, np.inf)
 
     @property
     def dr(self) -> tuple[np.ndarray, np.ndarray]:
         """Of the router weights, [rows]."""
         rows, where = self.rows, self.call.router_weight
         if where == "expert_input":
-            shards = len(self.dx)
-            value = sum(value for value, _, _ in self.dx)
-            eps = sum(eps + gamma(shards) * size for _, eps, size in self.dx)
-            # x, not x times r
-            x = self.call.x[rows.token]
-            return together([_rows_product(x, flush_to_zero(x, 0.0), value, eps)])
+            x = self.call.x[rows.token]  # not times r
+            return together([_rows_product(x, flush_to_zero(x, 0.0), *self.dx)])
         if where == "down_input":
             return together([_rows_product(*self.dh, *rows.act)])
         sums = [_rows_product(*self.dh, rows.h, rows.eps_h)]

@@ -5,7 +5,6 @@ Every `eps_v` bounds |what a backend has for v - v|, elementwise, as in ktmoe/re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +17,9 @@ from ktmoe.reference_weights import BLOCK, TINY, Weights, factors, folds, read, 
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
 
-#: Significant bits of float32, of bfloat16 and of a sum of two bfloat16 numbers; of the scales of each kind.
+#: Significant bits of float32, of bfloat16 and of a sum of two bfloat16 numbers; those that a scale of each kind adds.
 FLOAT32_BITS, BFLOAT16_BITS, TWO_TERMS_BITS = 24, 8, 16
-SCALE_BITS = {"ue8m0": 1, "e4m3": 4, "int8": 7, "bf16": 8, "fp16": 11, "fp32": 24}
+SCALE_BITS = {"ue8m0": 0, "e4m3": 4, "int8": 7, "bf16": 8, "fp16": 11, "fp32": 24}
 NUMBER_BITS = {"b16": 8, "f16": 11, "f32": 24}
 #: Rows n of a matrix that a backend may add in any order where a weight is two numbers: first the larger ones of all of them.
 TWO_TERMS_BLOCK = 256
@@ -129,7 +128,7 @@ def operand_weights(format: WeightFormat, given: Weights) -> tuple[np.ndarray, n
         lost = lost + gamma(of_minima) * np.abs(given.minima)
         lost = lost + gamma(1) * (np.abs(weights) + lost)
     if format.super_scale:  # a product with a scale that is denormal
-        denormal = np.abs(given.scales) < TINY
+        denormal = (np.abs(given.scales) < TINY) & (given.scales != 0)
         lost = lost + 2.0**-149 * given.largest * np.repeat(denormal, given.group, axis=1)[:, : weights.shape[1]]
     return weights, _lost(weights, lost)
 
@@ -181,5 +180,4 @@ def value_bits(format: WeightFormat) -> int:
     values = np.array([value for value in format.element.values if value is not None])
     if isinstance(format.offset, ZeroPoint):
         values = np.subtract.outer(values, np.arange(16))
-    fractions = np.unique(np.frexp(np.abs(values))[0])
-    return max(math.ceil(math.log2(float(fraction).as_integer_ratio()[0] + 1)) for fraction in fractions)
+    return max(float(fraction).as_integer_ratio()[0].bit_length() for fraction in np.frexp(np.abs(values).ravel())[0])

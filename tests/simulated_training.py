@@ -205,7 +205,7 @@ class SimulatedTraining:
     @np.errstate(all="ignore")
     def backward(self, x, ids, weights, dy):
         """dx, dr, {projection: [da, db]}, float32."""
-        dx = np.zeros((len(self.shards), len(x), self.experts.hidden), np.float32)
+        dx = np.zeros((len(x), self.experts.hidden), np.float32)
         dr = np.zeros(ids.shape, np.float32)
         sums = {p: [np.zeros(v.shape, np.float32) for v in pair] for p, pair in (self.lora.pairs if self.lora else {}).items()}
         for expert, token, slot, r in self.each(x, ids, weights):
@@ -228,15 +228,15 @@ class SimulatedTraining:
                     matrix, n = self.experts.matrix(expert, projection), slice(*shard)
                     parts.append((self.transposed, self.rows(matrix, dv[:, n], n), self.weights(matrix)[n]))
                 of_x.append(self.added(*parts, *(adapted if shard == self.shards[0] else ())))
+            of_x = self.all_shards(of_x)
             dr[token, slot] = self.of_weights(x[token].astype(np.float32), of_x, dh, act, h, of_y, expert)
-            for of_shard, one in zip(dx, of_x, strict=True):
-                np.add.at(of_shard, token, r * one if self.where == "expert_input" else one)
+            np.add.at(dx, token, r * of_x if self.where == "expert_input" else of_x)
             for projection, (da, db) in sums.items():
                 dv, into = (of_y, h) if projection == "down" else (grads[projection == "up"], a)
                 factor = r if projection == "down" and self.where == "down_output" else np.float32(1)
                 da[expert] = self.chain((factor * of_inner[projection]).T, into)
                 db[expert] = self.chain((factor * dv).T, inner[projection])
-        return self.all_shards(dx), dr, sums
+        return dx, dr, sums
 
     def through(self, projection, expert, dv, of_inner, parts):
         if self.adapts(projection):
@@ -246,7 +246,7 @@ class SimulatedTraining:
     def of_weights(self, x, of_x, dh, act, h, dy, expert):
         """dr_w."""
         if self.where == "expert_input":
-            return sum((x * one).sum(axis=1) for one in of_x)
+            return (x * of_x).sum(axis=1)
         found = (dh * (act if self.where == "down_input" else h)).sum(axis=1)
         bias = self.experts.matrix(expert, "down").bias
         return found if bias is None or self.where == "down_input" else found + (dy * bias).sum(axis=1)
