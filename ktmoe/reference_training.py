@@ -30,7 +30,7 @@ from ktmoe.reference_derivative import derive
 from ktmoe.reference_errors import MAX_FLOAT32, after_rounding, gamma
 from ktmoe.reference_gradients import ReferenceTraining, pair_of
 from ktmoe.reference_operands import flush_to_zero, operand
-from ktmoe.reference_transposed import Sum, gradient_rows, product, together, transposed
+from ktmoe.reference_transposed import Sum, gradient_rows, product, rows_product, together, transposed
 from ktmoe.reference_weights import TINY, folds, part, round_bfloat16, splits
 
 __all__ = ["Backward", "Forward", "ReferenceTraining", "training_backward", "training_forward"]
@@ -154,6 +154,7 @@ class _Call:
             raise InputError(f"rounding and tuned_for must be of {ROUNDING} and {TUNED_FOR}, found {rounding!r}, {tuned_for!r}")
         self.out_dtype, self.rounding, self.tuned_for = out_dtype, rounding, tuned_for
         self.cuts = checked_cuts(experts, shards)
+        self.sharded = len(self.cuts) > 1  # sums over intermediate go from shard to shard
         self.scale = float(np.float32(lora.scale)) if lora else 0.0
         self.rank = next(iter(lora.pairs.values()))[0].shape[1] if lora else 0
 
@@ -209,8 +210,8 @@ class _Rows:
             self._of_a("down", self.h, self.eps_h)
 
     def _of_a(self, projection: str, rows, eps) -> None:
-        """T: on shards a sum of theirs."""
-        found = product(rows, eps, self.pairs[projection][0].T, factor=self.call.scale, more=len(self.call.cuts) - 1)
+        """T; that of down goes from shard to shard."""
+        found = product(rows, eps, self.pairs[projection][0].T, factor=self.call.scale, any_order=self.call.sharded)
         self.inner[projection] = together([found])
 
     def _outer(self, projection: str) -> tuple[np.ndarray, np.ndarray]:
@@ -242,7 +243,7 @@ class _Rows:
                 continue
             own, eps_own = together([added])
             of_this = own if first == 0 else 0.0
-            if len(call.cuts) == 1:
+            if not call.sharded:
                 eps = after_rounding(d + own, eps + eps_own)
                 yield d + own, eps, np.abs(d + own) + eps
             else:  # shards may have parts of it, of which none is larger than its size
@@ -276,7 +277,7 @@ class _BackwardRows:
     def _through(self, projection: str, dv, eps_dv, sums: list[Sum]) -> None:
         """dT, and what it adds to the sums."""
         a, b = self.rows.pairs[projection]
-        inner = product(dv, eps_dv, b, factor=self.call.scale, more=len(self.call.cuts) - 1)
+        inner = product(dv, eps_dv, b, factor=self.call.scale, any_order=self.call.sharded)
         self.inner[projection] = together([inner])
         sums.append(product(*self.inner[projection], a))
 
@@ -308,13 +309,13 @@ class _BackwardRows:
         rows, where = self.rows, self.call.router_weight
         if where == "expert_input":
             x = self.call.x[rows.token]  # not times r
-            return together([_rows_product(x, flush_to_zero(x, 0.0), *self.dx)])
+            return together([rows_product(x, flush_to_zero(x, 0.0), *self.dx)])
         if where == "down_input":
-            return together([_rows_product(*self.dh, *rows.act)])
-        sums = [_rows_product(*self.dh, rows.h, rows.eps_h)]
+            return together([rows_product(*self.dh, *rows.act, self.call.sharded)])
+        sums = [rows_product(*self.dh, rows.h, rows.eps_h, self.call.sharded)]
         bias = rows.matrices["down"].bias
         if bias is not None:
-            sums.append(_rows_product(self.dy, self.eps_dy, np.broadcast_to(bias.astype(np.float64), self.dy.shape), 0.0))
+            sums.append(rows_product(self.dy, self.eps_dy, np.broadcast_to(bias.astype(np.float64), self.dy.shape), 0.0))
         return together(sums)
 
     def lora(self) -> Iterator[tuple[str, tuple[Sum, Sum]]]:
@@ -334,11 +335,3 @@ class _BackwardRows:
                 (dv, eps_dv), a, eps_a = operand(*self.grads[projection], "bf16"), rows.a, rows.eps_a
             of_a, of_b = product(dt.T, eps_dt.T, a, eps_a, scale, more), product(dv.T, eps_dv.T, t, eps_t, scale, more)
             yield projection, (of_a, of_b)
-
-
-def _rows_product(a: np.ndarray, eps_a, b: np.ndarray, eps_b) -> Sum:
-    """For each row, the sum of a * b over it, in any order."""
-    size_a, size_b = np.abs(a) + eps_a, np.abs(b) + eps_b
-    size, roundings = (size_a * size_b).sum(axis=1), gamma(a.shape[1] + 1)
-    spread = (eps_a * size_b + np.abs(a) * eps_b).sum(axis=1)
-    return Sum((a * b).sum(axis=1), spread + roundings * size + (a.shape[1] + 1) * TINY, size, roundings)

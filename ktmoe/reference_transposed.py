@@ -23,6 +23,8 @@ SCALE_BITS = {"ue8m0": 0, "e4m3": 4, "int8": 7, "bf16": 8, "fp16": 11, "fp32": 2
 NUMBER_BITS = {"b16": 8, "f16": 11, "f32": 24}
 #: Rows n of a matrix that a backend may add in any order where a weight is two numbers: first the larger ones of all of them.
 TWO_TERMS_BLOCK = 256
+#: Of sums that adapters and router weights need: see added_up().
+STRIP, LANES, BATCH = 64, 4, 512
 #: A weight below this may be a sum of two numbers of which one is denormal, and a denormal number may count as 0.
 LEAST_SAFE = 2.0**-116
 #: A weight of at least this may overflow when it is rounded to bfloat16, the first of two numbers.
@@ -40,19 +42,59 @@ class Sum:
     roundings: float
 
 
-def product(a: np.ndarray, eps_a, b: np.ndarray, eps_b=0.0, factor: float = 1.0, more: int = 0) -> Sum:
-    """factor * a @ b in float32, added in any order, each product rounded or not, and so many roundings more for each of them
-    (Higham 2002, eq. 4.4)."""
-    k = a.shape[1]
+def product(a, eps_a, b, eps_b=0.0, factor: float = 1.0, more: int = 0, any_order: bool = False) -> Sum:
+    """factor * a @ b in float32, [m, k] and [k, n]; each product of two numbers may be rounded, with so many roundings more.
+
+    The order of the sum is one of those that added_up() knows, or any.
+    """
     size_a, size_b = np.abs(a) + eps_a, np.abs(b) + eps_b
-    size = abs(factor) * (size_a @ size_b)
-    spread = np.zeros_like(size)
+    errors = np.broadcast_to(eps_a, a.shape), np.broadcast_to(eps_b, b.shape)
+    spread = 0.0
     if np.any(eps_a):
-        spread = spread + abs(factor) * (np.broadcast_to(eps_a, a.shape) @ size_b)
+        spread = spread + errors[0] @ size_b
     if np.any(eps_b):
-        spread = spread + abs(factor) * (np.abs(a) @ np.broadcast_to(eps_b, b.shape))
-    roundings = gamma(k + 1 + (factor != 1) + more)
-    return Sum(factor * (a @ b), spread + roundings * size + (k + 1) * TINY * (1 + abs(factor)), size, roundings)
+        spread = spread + np.abs(a) @ errors[1]
+    found = added_up(a.shape[1], lambda k: a[:, k] @ b[k], lambda k: size_a[:, k] @ size_b[k], spread, more, any_order)
+    if factor == 1:
+        return found
+    eps = abs(factor) * found.eps + gamma(1) * abs(factor) * (np.abs(found.value) + found.eps) + TINY
+    return Sum(factor * found.value, eps, abs(factor) * found.size, found.roundings)
+
+
+def rows_product(a, eps_a, b, eps_b, any_order: bool = False) -> Sum:
+    """For each row of a and b, both [m, k], the sum of a * b, as product() has it."""
+    size_a, size_b = np.abs(a) + eps_a, np.abs(b) + eps_b
+    spread = (eps_a * size_b + np.abs(a) * eps_b).sum(axis=1)
+    value, size = (lambda k, v=v: v[:, k].sum(axis=1) for v in (a * b, size_a * size_b))
+    return added_up(a.shape[1], value, size, spread, 0, any_order)
+
+
+def added_up(k: int, value, size, spread, more: int, any_order: bool) -> Sum:
+    """A float32 sum of k products: in ascending order, where any STRIP of them may be added in any order; or LANES or more such
+    chains of a BATCH of them, added up, one batch after the other; or all in any order (Higham 2002, eq. 4.4).
+
+    value, size: of a slice of the products, the sum, and that of the largest sizes. spread: what their errors add. more:
+    roundings of each product besides its own.
+    """
+    total = np.zeros_like(value(slice(0, 0)))
+    grown, largest, all_sizes = total, total, total
+    for first in range(0, k, BATCH):
+        last = min(first + BATCH, k)
+        before, of_chain, sizes = total, 0.0, 0.0
+        for start in range(first, last, STRIP):
+            strip = slice(start, min(start + STRIP, last))
+            count, of_strip = strip.stop - start, size(strip)
+            most = np.abs(total) + spread + grown + of_strip
+            of_chain = of_chain + gamma(count + 1) * most
+            largest, sizes = np.maximum(largest, most), sizes + of_strip
+            total = total + value(strip)
+        of_lanes = gamma((last - first) / LANES + LANES) * sizes + gamma(1) * (np.abs(before) + spread + grown + sizes)
+        grown = grown + np.maximum(of_chain, of_lanes) + (last - first + 1) * TINY
+        all_sizes = all_sizes + sizes
+    if any_order:
+        grown, largest = gamma(k + 1) * all_sizes + (k + 1) * TINY, all_sizes
+    eps = spread + grown + gamma(more) * (all_sizes + grown)
+    return Sum(total, np.where(all_sizes < MAX_FLOAT32, eps, np.inf), largest, gamma(k + 1 + more))
 
 
 def together(sums: Sequence[Sum]) -> tuple[np.ndarray, np.ndarray]:
