@@ -63,6 +63,10 @@ class Training:
         """The layer's ExpertSpec."""
         return self.layer.spec
 
+    def __deepcopy__(self, memo: dict) -> Training:
+        """Itself: it has nothing of its own, and copies of a module share its layer."""
+        return self
+
     def forward(
         self, x, expert_ids, expert_weights, lora: Lora | None = None, *, save: bool = True, out=None
     ) -> tuple[object, Saved | None]:
