@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from eager_experts import EagerExperts
 from engine_models import VOCABULARY, experts
-from serving import eager, eager_float32
+from serving import eager_float32
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,7 +20,7 @@ import ktmoe.torch
 import ktmoe.transformers as served
 from ktmoe.training import Lora
 
-STEPS, RANK, ALPHA, LEARNING_RATE = 20, 4, 16, 0.3
+STEPS, RANK, ALPHA, LEARNING_RATE = 20, 4, 16, 0.1
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,26 @@ def weights_of(folder: Path, name: str) -> tuple[int, ktmoe.ExpertWeights]:
     return layer, ktmoe.load_experts(folder, layer)
 
 
-def by_ktmoe(folder: Path, dtype: torch.dtype = torch.float32, **options: object) -> PreTrainedModel:
-    """The rest of the model in dtype."""
-    model = nn.Module.to(served.load(folder, activations="bf16", **options), dtype)
+def loaded(folder: Path) -> PreTrainedModel:
+    """Packed experts, and the rest of the model in float32."""
+    return nn.Module.float(served.load(folder, activations="bf16"))  # transformers has no such method for what was packed
+
+
+def by_ktmoe(folder: Path) -> PreTrainedModel:
+    model = loaded(folder)
     given = {layer: started(weights.spec, layer) for layer, weights in (weights_of(folder, n) for n, _ in experts(model))}
     ktmoe.torch.add_lora(model, given=given)
     return model.train()
 
 
-def by_pytorch(folder: Path, experts_dtype: torch.dtype, rounded: bool) -> PreTrainedModel:
-    """The rest of the model in float32. experts_dtype, rounded: EagerExperts'."""
+def by_pytorch(folder: Path, experts_dtype: torch.dtype, rounded: bool, adapted: bool = True) -> PreTrainedModel:
+    """The rest of the model in float32. experts_dtype, rounded: EagerExperts'. adapted: whether
+    the experts have adapters."""
     model = eager_float32(folder).requires_grad_(False)
     for name, _ in list(experts(model)):
         layer, weights = weights_of(folder, name)
-        module = EagerExperts(weights, started(weights.spec, layer), dtype=experts_dtype, rounded=rounded)
+        lora = started(weights.spec, layer) if adapted else None
+        module = EagerExperts(weights, lora, dtype=experts_dtype, rounded=rounded)
         model.set_submodule(name, module)
     return model.train()
 
@@ -94,6 +100,3 @@ def train(model: PreTrainedModel, steps: int = STEPS) -> Run:
             optimizer.zero_grad()
             losses.append(loss.item())
     return Run(losses, {name: p.detach() - before[name] for name, p in parameters.items()})
-
-
-__all__ = ["Run", "by_ktmoe", "by_pytorch", "eager", "started", "texts", "train", "weights_of"]
