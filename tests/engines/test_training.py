@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from engine_models import experts, prompts
-from serving import packed
+from serving import packed, switched
 from training_runs import RANK, STEPS, by_ktmoe, by_pytorch, loaded, texts, train
 
 import ktmoe.transformers as served
@@ -185,6 +185,24 @@ def test_what_is_refused(checkpoint):
     add_lora(model)
     with pytest.raises(UnavailableError, match="found none; it has adapters already"):
         add_lora(model)
+
+
+def test_models_are_frozen(checkpoint):
+    """Those of pack() and load(). set_experts_implementation() freezes nothing, and gradients flow."""
+    folder, ids = checkpoint("qwen3_moe"), prompts()
+    for make in (packed, served.load):
+        model = make(folder)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert not model(input_ids=ids).logits.requires_grad
+
+
+def test_a_model_that_is_not_frozen(checkpoint, monkeypatch):
+    monkeypatch.setenv("KTMOE_BACKEND", "fp32_lut")  # whose "auto" is bf16
+    model, ids = switched(checkpoint("qwen3_moe")), prompts()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert torch.equal(loss, model.requires_grad_(False)(input_ids=ids, labels=ids).loss)
 
 
 def test_experts_on_a_gpu_have_no_gradients(checkpoint):
