@@ -187,6 +187,18 @@ def test_what_is_refused(checkpoint):
         add_lora(model)
 
 
+def test_models_without_experts_are_not_saved(checkpoint, tmp_path):
+    """A checkpoint would have none. Their adapters can be."""
+    folder = checkpoint("qwen3_moe")
+    for model, error in ((packed(folder, activations="bf16"), UnavailableError), (loaded(folder), ValueError)):
+        add_lora(model)
+        with pytest.raises(error, match=r"expected to be saved before it was packed|not serializable"):
+            model.save_pretrained(tmp_path)
+        assert not list(tmp_path.glob("*.safetensors"))
+        module = next(module for module in model.modules() if isinstance(module, MoEExperts))
+        assert len(module.state_dict()) == 6
+
+
 def test_models_are_frozen(checkpoint):
     """Those of pack() and load(). set_experts_implementation() freezes nothing, and gradients flow."""
     folder, ids = checkpoint("qwen3_moe"), prompts()
