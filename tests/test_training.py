@@ -332,6 +332,8 @@ def test_what_is_refused(layer, weights, lora):
         (saved, grad_y, changed("down", down[0][1:], down[1]), r"into: down's da must have shape \[6, 4, 64\]"),
         (saved, grad_y, changed("down", down[0], down[1].astype(BF16)), "into: down's db must be float32, C-contiguous and"),
         (saved, grad_y, changed("down", down[0][::-1], down[1]), "into: down's da must be float32, C-contiguous and"),
+        (saved, grad_y, changed("down", *lora.pairs["down"]), "into: down's da must not overlap another argument"),
+        (saved, grad_y, changed("up", *(array[:] for array in targets["gate"])), "into: up's da must not overlap another"),
         (saved, grad_y, changed("down", [1], down[1]), "into: down's da must be a numpy array or a torch CPU tensor"),
     ):
         with pytest.raises(InputError, match=message):
