@@ -1,7 +1,7 @@
 """Adapters of a layer's experts as PEFT has them for parameters of all experts, and back.
 
-PEFT's lora_A of such a parameter is [experts * rank, inputs], the rank the fastest; its lora_B is [outputs, rank * experts], the
-experts the fastest. gate and up are one parameter, which has one A: two pairs become one of twice the rank, with B in two
+PEFT's lora_A of such a parameter is [experts * rank, inputs], the rank the fastest; its lora_B is [outputs, rank * experts],
+the experts the fastest. gate and up are one parameter, which has one A: two pairs become one of twice the rank, with B in two
 blocks, [[B_gate, 0], [0, B_up]]. Numbers are float32 or bfloat16 and never rounded.
 """
 

@@ -50,11 +50,11 @@ def export_adapter(
 
     folder: made if need be; it gets adapter_config.json and adapter_model.safetensors. loras: by layer number.
     model: the folder of the model or of its checkpoint, which has config.json; or a dict of its keys.
-    modules: the name of a layer's module of experts in the model that PEFT will have, with "{layer}" for its number; None: as in
-    the causal language models of transformers, "model.layers.{layer}.mlp.experts" for most.
+    modules: the name of a layer's module of experts in the model that PEFT will have, with "{layer}" for its number; None: as
+    in the causal language models of transformers, "model.layers.{layer}.mlp.experts" for most.
     fused_experts: whether all experts are in the parameters gate_up_proj and down_proj, as in transformers 5. Otherwise each
-    expert has modules of its own, {modules}.{E}.gate_proj and so on, or w1, w3 and w2 where the model has them. Where fused, gate
-    and up share one A, so that two adapters become one of twice the rank, with zeros in B.
+    expert has modules of its own, {modules}.{E}.gate_proj and so on, or w1, w3 and w2 where the model has them. Where fused,
+    gate and up share one A, so that two adapters become one of twice the rank, with zeros in B.
     overwrite: whether an adapter that is there may be replaced.
     Raises InputError, CheckpointError for a config.json that cannot be read, OutputError.
     """
