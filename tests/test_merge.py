@@ -116,7 +116,7 @@ def test_some_projections(tmp_path, scheme, projections):
 def test_blocks(source, tmp_path, monkeypatch):
     """The result does not depend on how many rows are computed at a time."""
     merge_adapter(source, {0: adapter()}, tmp_path / "whole")
-    monkeypatch.setattr(merge, "_BLOCK", 7 * HIDDEN)
+    monkeypatch.setattr(merge, "BLOCK", 7 * HIDDEN)
     merge_adapter(source, {0: adapter()}, tmp_path / "blocks")
     first, second = tree(tmp_path / "whole"), tree(tmp_path / "blocks")
     report = "ktmoe_merge.json"  # whose sums are added up in another order

@@ -28,7 +28,7 @@ from ktmoe.training.lora import Lora
 from ktmoe.weights.formats import BF16 as BF16_FORMAT
 
 #: Numbers that are computed at a time: their float32 sums stay in a core's cache.
-_BLOCK = 1 << 17
+BLOCK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _add(weights: np.ndarray, a: np.ndarray, b: np.ndarray, scale: np.float32, n
     that is not finite.
     """
     total = Error()
-    step = max(1, _BLOCK // weights.shape[1])
+    step = max(1, BLOCK // weights.shape[1])
     for first in range(0, len(weights), step):
         rows = slice(first, first + step)
         with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at

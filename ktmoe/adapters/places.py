@@ -47,6 +47,8 @@ class Places:
             self.folder = Path(model)
             model = read_json_object(self.folder / "config.json")
         self._type = model.get("model_type")
+        if not isinstance(self._type, str):
+            raise InputError(f"model: expected a model_type in config.json, found {show(self._type)}")
         if self._type in _UNKNOWN_TO_PEFT:
             raise InputError(
                 f"model: PEFT takes inputs of {self._type}'s experts for outputs, so that no adapter can be theirs"

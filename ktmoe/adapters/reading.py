@@ -115,9 +115,7 @@ class _Layer:
         made: list[list[np.ndarray]] = [[], []]
         for expert in range(len(experts)):
             if self._config.rank_and_scale(f"{self._found.module}.{expert}.{stem}") != (rank, scale):
-                raise FormatError(
-                    f"{self._name}: {stem}: expected one rank and alpha for all experts, found others in {expert}"
-                )
+                raise FormatError(f"{self._name}: {stem}: expected one rank and alpha for all, found others in {expert}")
             for arrays, name in zip(made, self._file.both(experts[expert]), strict=True):
                 arrays.append(self._file.matrix(name))
                 if arrays[-1].shape != arrays[0].shape or arrays[-1].dtype != arrays[0].dtype:
