@@ -259,13 +259,13 @@ def _replace(path):
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("model.safetensors", _touch, "changed while it was converted: time of change: expected"),
-        ("model.safetensors", _grow, "changed while it was converted: size: expected"),
-        ("model.safetensors", _replace, "changed while it was converted: inode: expected"),
-        ("model.safetensors", Path.unlink, "expected the file that was converted, found No such file"),
-        ("model.safetensors", lambda path: os.truncate(path, 1000), r"truncated|converted: size: expected"),
-        ("tokenizer.json", _grow, "changed while it was converted: size: expected"),
-        ("config.json", _touch, "changed while it was converted: time of change: expected"),
+        ("model.safetensors", _touch, "changed while it was read: time of change: expected"),
+        ("model.safetensors", _grow, "changed while it was read: size: expected"),
+        ("model.safetensors", _replace, "changed while it was read: inode: expected"),
+        ("model.safetensors", Path.unlink, "expected the file that was read, found No such file"),
+        ("model.safetensors", lambda path: os.truncate(path, 1000), r"truncated|read: size: expected"),
+        ("tokenizer.json", _grow, "changed while it was read: size: expected"),
+        ("config.json", _touch, "changed while it was read: time of change: expected"),
     ],
 )
 def test_a_source_that_changes(source, tmp_path, file, change, message):

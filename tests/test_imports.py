@@ -21,6 +21,7 @@ _INCLUDE = re.compile(r'^\s*include "([^"]+)"', re.MULTILINE)
 FORBIDDEN = {
     "files": {"layer", "model", "backends", "machine", "_native", "experts", "compat", "background", "weights", "conversion"},
     "conversion": {"layer", "model", "backends", "_native", "compat", "background", "cli"},
+    "adapters": {"layer", "model", "backends", "_native", "compat", "background", "machine", "cli"},
     "weights": {"layer", "model", "loaders", "backends", "machine", "_native", "experts", "compat", "background"},
     "machine": {"layer", "model", "loaders", "backends", "compat", "background"},
     "background": {"layer", "model", "loaders", "backends", "compat", "_native"},

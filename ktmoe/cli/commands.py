@@ -10,7 +10,7 @@ import ktmoe
 from ktmoe.version import installed_version
 
 #: Each is `command` in a module of this folder.
-COMMANDS = ("config", "inspect", "convert", "pack", "load", "bench", "demo", "chat", "serve", "accuracy")
+COMMANDS = ("config", "inspect", "convert", "merge", "pack", "load", "bench", "demo", "chat", "serve", "accuracy")
 
 EXIT_CODES = """\b
 Exit codes:

@@ -1,4 +1,4 @@
-"""Journal: what is finished of a conversion. It stands where the index will be, so that nothing reads the folder earlier."""
+"""Journal: what is finished of a result. It stands where the index will be, so that nothing reads the folder earlier."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from ktmoe.loaders.checkpoint import INDEX_NAME
 from ktmoe.loaders.safetensors_file import SafetensorsFile, read_json_object
 from ktmoe.quantization import Error
 
-_KEY = "ktmoe_convert"
-#: In the place of an index's weight_map, which readers name when they refuse it.
-_NOT_YET = "ktmoe convert has not finished: run the same command again, or remove this folder"
-
 
 class Journal:
-    """Of the conversion into a folder, which this process has locked.
+    """Of a folder that a command writes, which this process has locked.
 
-    identity: what the source, the options and ktmoe are, as JSON has it. finished: by file, the errors of layers in it.
-    resumed: whether another process began it.
-    Raises OutputError for a folder with other files, or with the journal of another conversion.
+    command: its name. noun: what messages call what it does. identity: what the source, the options and ktmoe are, as JSON has
+    it. finished: by file, the errors of layers in it. resumed: whether another process began it.
+    Raises OutputError for a folder with other files, or with the journal of other options.
     """
 
-    def __init__(self, folder: Path, identity: dict):
+    def __init__(self, folder: Path, identity: dict, command: str, noun: str):
         self._path = folder / INDEX_NAME
+        self._key, self._noun = f"ktmoe_{command}", noun
+        # in the place of an index's weight_map, which readers name when they refuse it
+        self._not_yet = f"ktmoe {command} has not finished: run the same command again, or remove this folder"
         self._identity = identity
         self.finished: dict[str, dict[int | str, Error]] = {}
         self.resumed = os.path.lexists(self._path)
@@ -39,7 +38,7 @@ class Journal:
             raise OutputError(f"{folder}: expected a new or an empty folder, found {min(others)}")
 
     def begin(self) -> None:
-        """From now on the folder is this conversion's."""
+        """From now on the folder is this command's."""
         if not self.resumed:
             self._write()
 
@@ -61,32 +60,33 @@ class Journal:
         return with_tensors == tensors
 
     def close(self, weight_map: dict[str, str], total: int) -> None:
-        """The conversion is done: the index takes the journal's place."""
+        """The result is whole: the index takes the journal's place."""
         write_json(self._path, {"metadata": {"total_size": total}, "weight_map": weight_map}, overwrite=True)
 
     def _read(self, folder: Path) -> None:
-        found = read_json_object(self._path).get(_KEY)
+        found = read_json_object(self._path).get(self._key)
         if not isinstance(found, dict):
             raise OutputError(f"{folder}: expected a new or an empty folder, found a model")
         if (before := found.get("identity")) != self._identity:
             before = before if isinstance(before, dict) else {}
             labels = [label for label in self._identity if before.get(label) != self._identity[label]]
             raise OutputError(
-                f"{folder}: holds an unfinished conversion with another {labels[0]}; choose another folder, or remove this one"
+                f"{folder}: holds an unfinished {self._noun} with another {labels[0]}; choose another folder, or remove this "
+                "one"
             )
         try:
             self.finished = {
                 file: {layer: _error(*numbers) for layer, numbers in errors} for file, errors in found["finished"].items()
             }
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise OutputError(f"{self._path}: expected the journal of a conversion, found another content") from None
+            raise OutputError(f"{self._path}: expected the journal of a {self._noun}, found another content") from None
 
     def _write(self) -> None:
         finished = {
             file: [[layer, [error.weights, error.error]] for layer, error in errors.items()]
             for file, errors in self.finished.items()
         }
-        value = {"weight_map": _NOT_YET, _KEY: {"identity": self._identity, "finished": finished}}
+        value = {"weight_map": self._not_yet, self._key: {"identity": self._identity, "finished": finished}}
         write_json(self._path, value, overwrite=True)
 
 

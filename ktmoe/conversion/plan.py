@@ -82,7 +82,7 @@ def plan(
             units += _units(source, layer, experts[layer], stored, quantizer)
             del readers[layer]
     config, note = stated.config(checkpoint.config, stored, list(experts), partly, rest)
-    made = Plan(experts, _shards(units, shard_bytes), config, note)
+    made = Plan(experts, shards(units, shard_bytes), config, note)
     _check_result(made, quantizer, source)
     return made
 
@@ -153,7 +153,8 @@ def _check_columns(experts: ExpertWeights, unit: int) -> None:
             )
 
 
-def _shards(units: list[Unit], shard_bytes: int) -> list[Shard]:
+def shards(units: list[Unit], shard_bytes: int) -> list[Shard]:
+    """Units in files of at most so many bytes, but for a unit that has more."""
     files: list[list[Unit]] = [[]]
     used = 0
     for unit in units:

@@ -1,4 +1,4 @@
-"""The checkpoint that is converted: its tensors and files, and whether they are still those that were planned with."""
+"""The checkpoint that is read: its tensors and files, and whether they are still those that were planned with."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Source:
 
     @property
     def identity(self) -> dict[str, list[int]]:
-        """Size and time of change of each file: what a conversion that goes on after an interruption must find again."""
+        """Size and time of change of each file: what whoever goes on after an interruption must find again."""
         return {name: [size, changed] for name, (size, changed, _) in self._found.items()}
 
     def check(self) -> None:
@@ -63,7 +63,7 @@ class Source:
                 (label, was, now) = next(
                     each for each in zip(what, self._found[name], found, strict=True) if each[1] != each[2]
                 )
-                raise CheckpointError(f"{path}: changed while it was converted: {label}: expected {was}, found {now}")
+                raise CheckpointError(f"{path}: changed while it was read: {label}: expected {was}, found {now}")
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -85,5 +85,5 @@ def _status(path: Path) -> tuple[int, int, int]:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: expected the file that was converted, found {error.strerror}") from error
+        raise CheckpointError(f"{path}: expected the file that was read, found {error.strerror}") from error
     return status.st_size, status.st_mtime_ns, status.st_ino

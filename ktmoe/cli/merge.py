@@ -1,0 +1,81 @@
+"""`ktmoe merge`: a checkpoint whose experts have an adapter added to their weights."""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import nullcontext
+
+import click
+
+from ktmoe import progress_bar
+from ktmoe.adapters import Merged, merge_adapter
+from ktmoe.cli import options, output, units
+from ktmoe.cli.signals import signals_as_exit
+from ktmoe.conversion.convert import SHARD_BYTES
+from ktmoe.loaders.naming import listed
+from ktmoe.machine.threads import set_num_threads
+from ktmoe.messages import printable
+
+HELP = """Add a LoRA adapter to the weights of a checkpoint's routed experts.
+
+ADAPTER is a folder in PEFT's format. OUT becomes a checkpoint with the weights W + s B A, rounded to bfloat16. All else
+stays as it is. The experts of DIR must be bfloat16. After an interruption, run the command again: it goes on. For each layer
+the report says how much of the adapter rounding lost (root mean squares).
+"""
+
+
+@click.command("merge", help=HELP)
+@options.MODEL
+@click.argument("adapter", metavar="ADAPTER")
+@click.argument("out", metavar="OUT")
+@click.option("--experts-only", is_flag=True, help="Leave out what the adapter has of other modules, such as attention.")
+@click.option(
+    "--shard-gb",
+    metavar="GB",
+    type=click.FloatRange(0, 1e6, min_open=True),
+    default=SHARD_BYTES / 1e9,
+    show_default=True,
+    help="The largest size of a file. After an interruption, the unfinished file is written anew.",
+)
+@options.THREADS
+@options.JSON
+def command(
+    model: str, adapter: str, out: str, experts_only: bool, shard_gb: float, threads: int | None, as_json: bool
+) -> None:
+    if threads is not None:
+        set_num_threads(threads)
+    if math.isnan(shard_gb):
+        raise click.BadParameter("expected a number, found nan", param_hint="--shard-gb")
+    shard_bytes = max(1, round(shard_gb * 1e9))
+    with signals_as_exit(), progress_bar.bytes_done("merging") if sys.stderr.isatty() else nullcontext() as draw:
+        merged = merge_adapter(model, adapter, out, experts_only=experts_only, shard_bytes=shard_bytes, progress=draw)
+    if as_json:
+        output.print_json(_data(merged))
+    else:
+        output.print_lines(_lines(merged))
+
+
+def _lines(merged: Merged) -> list[str]:
+    lines = [f"{printable(merged.path)}: {listed(list(merged.layers))} with the adapter, {units.gb(merged.nbytes)}"]
+    if merged.kept:
+        lines.append(f"{units.count(len(merged.kept), 'file')} of an interrupted run stayed")
+    lines.append("what rounding to bfloat16 lost of the adapter, root mean squares:")
+    return lines + [f"  layer {layer}: {100 * error.relative:.3f} %" for layer, error in merged.layers.items()]
+
+
+def _data(merged: Merged) -> dict:
+    return {
+        "path": printable(merged.path),
+        "bytes": merged.nbytes,
+        "files_kept": merged.kept,
+        "layers": [
+            {
+                "layer": layer,
+                "relative_rms_lost": error.relative,
+                "sum_of_squares": error.weights,
+                "of_what_was_lost": error.error,
+            }
+            for layer, error in merged.layers.items()
+        ],
+    }

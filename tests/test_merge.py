@@ -1,0 +1,239 @@
+"""merge_adapter(): W + s B A of each expert, restated by numpy, and nothing else; interruptions, refusals, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, numbers
+from converting import experts_of, refused, tree, write
+
+from ktmoe.adapters import export_adapter, merge, merge_adapter
+from ktmoe.cli import main
+from ktmoe.conversion import convert
+from ktmoe.errors import CheckpointError, FormatError, InputError, MissingTensorError, OutputError
+from ktmoe.experts import PROJECTIONS
+from ktmoe.loaders import naming
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.training.lora import Lora
+
+BF16 = ml_dtypes.bfloat16
+QWEN = {"model_type": "qwen3_moe"}
+
+
+def adapter(projections=PROJECTIONS, rank=3, alpha=2.0, dtype=np.float32, seed=0, size=0.25, experts=EXPERTS) -> Lora:
+    random = np.random.default_rng(seed)
+
+    def pair(n, k):
+        a, b = (random.standard_normal(shape) * size for shape in ((experts, rank, k), (experts, n, rank)))
+        return a.astype(dtype), b.astype(dtype)
+
+    shapes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+    return Lora({projection: pair(*shapes[projection]) for projection in projections}, alpha)
+
+
+def merged(weights: np.ndarray, lora: Lora, projection: str, expert: int) -> np.ndarray:
+    """By the definition: float32 sums in ascending rank, times s, plus W, and one rounding to bfloat16."""
+    if projection not in lora.pairs:
+        return weights
+    a, b = (array.view(BF16) if array.dtype == np.uint16 else array for array in lora.pairs[projection])
+    a, b = a[expert].astype(np.float32), b[expert].astype(np.float32)
+    change = np.zeros(weights.shape, np.float32)
+    for rank in range(lora.rank):
+        change = change + np.outer(b[:, rank], a[rank])
+    exact = weights.astype(np.float32) + np.float32(lora.alpha / lora.rank) * change
+    return exact.astype(BF16).astype(np.float64)
+
+
+def check(source: Path, out: Path, loras: dict[int, Lora], layers: int) -> None:
+    """Experts are W + s B A. Names, shapes and all other tensors are the same."""
+    before, after = Checkpoint(source), Checkpoint(out)
+    assert set(after.names()) == set(before.names())
+    changed = {name for layer in loras for name in naming.tensors(before, layer) if not name.endswith("_bias")}
+    for name in before.names():
+        assert (after.info(name).dtype, after.info(name).shape) == (before.info(name).dtype, before.info(name).shape)
+        if name not in changed:
+            np.testing.assert_array_equal(after.read(name), before.read(name))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == set(after.names())
+    assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    for layer in range(layers):
+        was, now = experts_of(source, layer), experts_of(out, layer)
+        for expert in range(EXPERTS):
+            for projection in PROJECTIONS:
+                expected = numbers(was.matrix(expert, projection))
+                if layer in loras:
+                    expected = merged(expected, loras[layer], projection, expert)
+                np.testing.assert_array_equal(numbers(now.matrix(expert, projection)), expected)
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    write(tmp_path / "source", config=QWEN)
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "bf16",
+        "bf16 w1",
+        "bf16 native",
+        "deepseek_v4 bf16",
+        "bf16 fused",
+        "bf16 transposed",
+        "llama4",
+        "aria",
+        "granite",
+        "step3",
+        "gpt_oss bf16",
+    ],
+)
+def test_every_order_of_tensors(tmp_path, scheme):
+    """The second layer has an adapter, the first one has none."""
+    write(tmp_path / "source", scheme)
+    loras = {1: adapter()}
+    report = merge_adapter(tmp_path / "source", loras, tmp_path / "out")
+    check(tmp_path / "source", tmp_path / "out", loras, 2)
+    assert list(report.layers) == [1]
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "bf16 fused", "gpt_oss bf16"])
+@pytest.mark.parametrize("projections", [("gate",), ("up",), ("down",), ("gate", "down")])
+def test_some_projections(tmp_path, scheme, projections):
+    """Those without an adapter keep their bits; of a tensor with gate and up, one half."""
+    write(tmp_path / "source", scheme)
+    loras = {0: adapter(projections, rank=1, alpha=-0.75, dtype=BF16), 1: adapter(projections, rank=5, seed=1)}
+    merge_adapter(tmp_path / "source", loras, tmp_path / "out")
+    check(tmp_path / "source", tmp_path / "out", loras, 2)
+
+
+def test_blocks(source, tmp_path, monkeypatch):
+    """The result does not depend on how many rows are computed at a time."""
+    merge_adapter(source, {0: adapter()}, tmp_path / "whole")
+    monkeypatch.setattr(merge, "BLOCK", 7 * HIDDEN)
+    merge_adapter(source, {0: adapter()}, tmp_path / "blocks")
+    first, second = tree(tmp_path / "whole"), tree(tmp_path / "blocks")
+    report = "ktmoe_merge.json"  # whose sums are added up in another order
+    assert first.pop(report)
+    assert second.pop(report)
+    assert first == second
+
+
+def test_what_rounding_lost(source, tmp_path):
+    """An adapter that is small beside the weights is lost in bfloat16, and the report says so."""
+    large = merge_adapter(source, {0: adapter(size=2.0)}, tmp_path / "large").layers[0]
+    small = merge_adapter(source, {0: adapter(size=0.005)}, tmp_path / "small").layers[0]
+    assert 0 < large.relative < 0.01
+    assert small.relative > 0.5
+    was, now = experts_of(source, 0), experts_of(tmp_path / "small", 0)
+    lost = change = 0.0
+    for expert in range(EXPERTS):
+        for projection in PROJECTIONS:
+            lora = adapter(size=0.005)
+            a, b = (array[expert].astype(np.float64) for array in lora.pairs[projection])
+            exact = lora.scale * b @ a
+            change += np.square(exact).sum()
+            lost += np.square(numbers(now.matrix(expert, projection)) - numbers(was.matrix(expert, projection)) - exact).sum()
+    assert small.relative == pytest.approx((lost / change) ** 0.5, rel=1e-3)
+    kept = json.loads((tmp_path / "small" / "ktmoe_merge.json").read_text())
+    assert kept["relative_rms_lost"] == {"0": small.relative}
+    assert kept["adapter"] == {"0": {"rank": 3, "alpha": 2.0, "projections": ["gate", "up", "down"]}}
+
+
+def test_nothing_to_add(source, tmp_path):
+    """B is 0 where training begins: all bytes stay."""
+    lora = Lora({p: (a, np.zeros_like(b)) for p, (a, b) in adapter().pairs.items()}, 2.0)
+    report = merge_adapter(source, {0: lora, 1: lora}, tmp_path / "out")
+    check(source, tmp_path / "out", {}, 2)
+    assert [error.relative for error in report.layers.values()] == [0, 0]
+
+
+def test_files_of_an_adapter(source, tmp_path):
+    """A folder of PEFT's format gives the same bytes as the adapter itself."""
+    loras = {0: adapter(), 1: adapter(("down",), seed=1)}
+    export_adapter(tmp_path / "adapter", loras, source)
+    merge_adapter(source, tmp_path / "adapter", tmp_path / "out")
+    merge_adapter(source, loras, tmp_path / "same")
+    assert tree(tmp_path / "out") == tree(tmp_path / "same")
+
+
+def test_it_goes_on(source, tmp_path):
+    loras, options = {0: adapter(), 1: adapter(seed=1)}, {"shard_bytes": 30_000}
+    merge_adapter(source, loras, tmp_path / "whole", **options)
+
+    def fail(done, total):
+        if done > total / 2:
+            raise RuntimeError("no more")
+
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="no more"):
+        merge_adapter(source, loras, out, progress=fail, **options)
+    assert "ktmoe merge has not finished" in refused(out)
+    for other, label in (({"shard_bytes": 9}, "options"), (options, "adapter")):
+        changed = {0: adapter(alpha=2.5), 1: adapter(seed=1)} if label == "adapter" else loras
+        with pytest.raises(OutputError, match=f"holds an unfinished merge with another {label}"):
+            merge_adapter(source, changed, out, **other)
+    with pytest.raises(OutputError, match="found a model"):
+        convert(source, out, "mxfp4")
+    report = merge_adapter(source, loras, out, **options)
+    assert len(report.kept) >= 2
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "loras", "error", "message"),
+    [
+        ("fp8", {0: adapter()}, FormatError, "gate: expected bfloat16, found E4M3"),
+        ("gpt_oss", {0: adapter()}, FormatError, "gate: expected bfloat16, found E2M1"),
+        ("bf16", {2: adapter()}, MissingTensorError, "layer 2"),
+        ("bf16", {0: adapter(experts=2)}, InputError, "gate's a"),
+        ("bf16", {}, InputError, "expected a folder or"),
+        ("bf16", {0: None}, InputError, "expected a folder or"),
+        ("bf16", {0: adapter(size=1e18)}, None, ""),
+        ("bf16", {0: adapter(size=1e19, alpha=1e10)}, FormatError, "expected finite weights with the adapter"),
+    ],
+)
+def test_refusals(tmp_path, scheme, loras, error, message):
+    write(tmp_path / "source", scheme)
+    if error is None:  # large, and finite
+        merge_adapter(tmp_path / "source", loras, tmp_path / "out")
+        check(tmp_path / "source", tmp_path / "out", loras, 2)
+        return
+    with pytest.raises(error, match=message):
+        merge_adapter(tmp_path / "source", loras, tmp_path / "out")
+    assert not (tmp_path / "out").exists() or "ktmoe merge has not finished" in refused(tmp_path / "out")
+
+
+def test_options_that_there_are_not(source, tmp_path):
+    with pytest.raises(InputError, match="shard_bytes: expected at least 1, found 0"):
+        merge_adapter(source, {0: adapter()}, tmp_path / "out", shard_bytes=0)
+    with pytest.raises(OutputError, match="expected a new or an empty folder"):
+        merge_adapter(source, {0: adapter()}, source)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        merge_adapter(source, tmp_path / "none", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(source, tmp_path, capsys):
+    loras = {0: adapter(), 1: adapter(seed=1)}
+    export_adapter(tmp_path / "adapter", loras, source)
+    arguments = ["merge", str(source), str(tmp_path / "adapter")]
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    check(source, tmp_path / "out", loras, 2)
+    said = capsys.readouterr().out
+    assert "layers 0-1" in said
+    assert "layer 1:" in said
+    assert main([*arguments, str(tmp_path / "again"), "--json", "--shard-gb", "0.00003", "--threads", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["layer"] for each in found["layers"]] == [0, 1]
+    assert 0 < found["layers"][0]["relative_rms_lost"] < 1
+    assert len([name for name in os.listdir(tmp_path / "again") if name.endswith(".safetensors")]) > 2
+    check(source, tmp_path / "again", loras, 2)
+    assert main([*arguments, str(tmp_path / "out")]) == 1
+    assert "expected a new or an empty folder" in capsys.readouterr().err
