@@ -20,9 +20,8 @@ _SPREAD = 0.02
 
 def adapter(model: Model) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By projection: A [experts, RANK, inputs] and B [experts, outputs, RANK], bfloat16 bits, the same in every process."""
-    shapes = {name: (model.intermediate, model.hidden) for name in ("gate", "up")} | {
-        "down": (model.hidden, model.intermediate)
-    }
+    gate, down = (model.intermediate, model.hidden), (model.hidden, model.intermediate)
+    shapes = {"gate": gate, "up": gate, "down": down}
     rng = np.random.default_rng(16)
     made = {}
     for name, (outputs, inputs) in shapes.items():

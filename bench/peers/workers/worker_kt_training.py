@@ -1,4 +1,4 @@
-"""kt-kernel's fine-tuning: the tasks of its wrapper for MXFP4_SFT, whose thread pool runs them, but for its copies of arguments.
+"""kt-kernel's fine-tuning: the tasks of its wrapper for MXFP4_SFT on its thread pool, without the copies of arguments.
 
 The way is its method's weights, MXFP4. Gradients of the adapter are written anew by each step, as after an optimizer's.
 """
