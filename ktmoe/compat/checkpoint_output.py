@@ -6,13 +6,13 @@ on the CPU and saved for backward, from here. Any error poisons it: what was kep
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from ktmoe import arrays
 from ktmoe.errors import InputError, UnavailableError
 
 
-class State(str, Enum):
+class State(StrEnum):
     EMPTY = "EMPTY"
     READY = "READY"
     POISONED = "POISONED"

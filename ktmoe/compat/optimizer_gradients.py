@@ -42,7 +42,7 @@ class OptimizerGradients:
     def register_authoritative_optimizer_grad(self, name: str, parameter, grad_view) -> None:
         """grad_view: the tensor, like parameter, that backward writes. It becomes parameter.grad after each backward.
 
-        Raises InputError; UnavailableError if either is registered already. Nothing is done for a method without such gradients.
+        Raises InputError; UnavailableError if either is registered already. A method without such gradients does nothing.
         """
         if not self._uses_authoritative_optimizer_grads:
             return
@@ -59,7 +59,7 @@ class OptimizerGradients:
         self._shared.append(OptimizerGradient(name, parameter, grad_view, _metadata(grad_view)))
 
     def validate_authoritative_optimizer_grad_state(self) -> str:
-        """"empty", "closed" or "open". Raises UnavailableError if somebody replaced a gradient or its memory."""
+        """ "empty", "closed" or "open". Raises UnavailableError if somebody replaced a gradient or its memory."""
         if not self._uses_authoritative_optimizer_grads or not self._shared:
             return "empty"
         found = set()

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from ktmoe import arrays
+from ktmoe import arrays, forks
 from ktmoe.errors import InputError, memory_for
 from ktmoe.experts import PROJECTIONS
 from ktmoe.training import Lora
@@ -20,18 +20,23 @@ class Staging:
     """float32 memory for an adapter's gradients, which all layers of a process share, since they are computed one at a time."""
 
     def __init__(self):
-        self.lock = threading.Lock()
         self._memory = np.empty(0, np.float32)
+        self.after_fork()
+        forks.watch(self)
 
-    def pairs(self, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Arrays of these shapes, with anything in them. Under the lock."""
-        sizes = [int(np.prod(shape)) for pair in shapes.values() for shape in pair]
+    def after_fork(self) -> None:
+        """A backward that held the lock runs in the parent alone."""
+        self.lock = threading.Lock()
+
+    def pairs(self, lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Arrays like an adapter's, with anything in them. Under the lock."""
+        sizes = [array.size for pair in lora.pairs.values() for array in pair]
         if sum(sizes) > self._memory.size:
             self.clear()
             with memory_for("an adapter's gradients in float32"):
                 self._memory = np.empty(sum(sizes), np.float32)
         cut = iter(np.split(self._memory[: sum(sizes)], list(itertools.accumulate(sizes))[:-1]))
-        return {projection: tuple(next(cut).reshape(shape) for shape in pair) for projection, pair in shapes.items()}
+        return {projection: tuple(next(cut).reshape(array.shape) for array in pair) for projection, pair in lora.pairs.items()}
 
     def clear(self) -> None:
         self._memory = np.empty(0, np.float32)
@@ -69,8 +74,7 @@ class Adapter:
     def _checked(name: str, value, shape: tuple[int, ...]) -> np.ndarray:
         """As bfloat16 or float32."""
         array = arrays.view(value, name).array
-        if array.shape != shape:
-            raise InputError(f"{name} must have shape {list(shape)}, found {list(array.shape)}")
+        arrays.expect_shape(name, array, shape)
         if not array.flags.c_contiguous:
             raise InputError(f"{name} must be contiguous, found strides {array.strides}")
         return array.view(arrays.BF16) if array.dtype == np.uint16 else array
