@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Sequence
 
 import ktmoe
@@ -93,6 +94,7 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         OptimizerGradients.__init__(self, self._tuning.shared)
         self._training: Training | None = None
         self._adapter: Adapter | None = None
+        self._leave: weakref.finalize | None = None
         self._closed = False
         Passes.__init__(self)
 
@@ -133,8 +135,11 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         lease = weights.Lease(self.weight_path)
         try:
             self._load(lease.experts(self.layer_idx), physical_to_logical_map_cpu)
-        finally:
+        except BaseException:
             lease.close()
+            raise
+        self._leave = weakref.finalize(self, lease.close)  # until then the next layer finds the checkpoint open
+        self._leave.atexit = False
 
     def load_weights_from_tensors(self, gate_proj, up_proj, down_proj, physical_to_logical_map_cpu=None) -> None:
         """Pack bfloat16 matrices, gate and up [E, I, H], down [E, H, I], rounded where the method rounds."""
@@ -220,6 +225,8 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         self.give_up()
         if training is not None:
             ENGINE.submit(training.layer.close).result()
+        if self._leave is not None:
+            self._leave()
 
     def __enter__(self) -> SFTWrapper:
         return self
