@@ -10,7 +10,7 @@ from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, REVERSED, TOP_K, WRITERS,
 
 import ktmoe
 from ktmoe import GatedActivation, MoELayer, load_experts
-from ktmoe.compat import kt_kernel, methods
+from ktmoe.compat import inference, methods
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.machine import numa
@@ -207,15 +207,6 @@ def test_known_methods():
     assert known | set(METHODS) <= set(methods.MODES["inference"])
 
 
-@pytest.mark.parametrize("suffix", ["", "_SkipLoRA"])
-@pytest.mark.parametrize("name", ["AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup"])
-def test_fine_tuning(name, suffix):
-    tuning = {"lora_rank": 8, "lora_alpha": 16.0, "max_cache_depth": 2, "group_size": 128, "zero_point": True}
-    tuning |= {"lora_dropout": 0.1, "full_weight_grad": False, "num_gpu_experts": 0}
-    with pytest.raises(UnavailableError, match="no backward pass and no LoRA; what works is mode 'inference' with method BF16"):
-        KTMoEWrapper(**arguments(mode="sft", method=f"{name}_SFT{suffix}", **tuning))
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -279,7 +270,7 @@ def test_numa_nodes(monkeypatch, folder, nodes, parts, wanted, expected):
             super().__init__(experts)
 
     monkeypatch.setattr(numa, "nodes", lambda: {node: frozenset({0}) for node in reversed(nodes)})
-    monkeypatch.setattr(kt_kernel, "MoELayer", Recorder)
+    monkeypatch.setattr(inference, "MoELayer", Recorder)
     wrapper(folder, threadpool_count=parts, numa_nodes=wanted).close()
     assert given == [expected]
 

@@ -42,23 +42,27 @@ def test_formats(method):
     for name, weight_format in FORMATS.items():
         formats = dict.fromkeys(PROJECTIONS, weight_format)
         if name in TAKEN[method]:
-            methods.check_formats(method, formats, "experts")
+            methods.check_formats(method, methods.SERVED[method], formats, "experts")
         else:
             with pytest.raises(FormatError, match=rf"experts: method '{method}' expects .*, found .* \(gate\)"):
-                methods.check_formats(method, formats, "experts")
+                methods.check_formats(method, methods.SERVED[method], formats, "experts")
+
+
+def fits(method, weight_format):
+    methods.check_formats(method, methods.SERVED[method], {"gate": weight_format}, "experts")
 
 
 def test_gguf_types_with_and_without_a_factor():
     for weight_format in GGML.values():
         for factor in (None, Factor(per_row=False)):
-            methods.check_formats("LLAMAFILE", {"down": replace(weight_format, factor=factor)}, "experts")
+            fits("LLAMAFILE", replace(weight_format, factor=factor))
 
 
 def test_groups_and_blocks_of_any_size():
-    methods.check_formats("RAWINT4", {"gate": int4(128)}, "experts")
-    methods.check_formats("GPTQ_INT4", {"gate": int4(32, "bf16", GPTQ)}, "experts")
-    methods.check_formats("GPTQ_INT4", {"gate": int4(order=GPTQ)}, "experts")
-    methods.check_formats("FP8", {"gate": fp8("ue8m0", (64, 64))}, "experts")
+    fits("RAWINT4", int4(128))
+    fits("GPTQ_INT4", int4(32, "bf16", GPTQ))
+    fits("GPTQ_INT4", int4(order=GPTQ))
+    fits("FP8", fp8("ue8m0", (64, 64)))
 
 
 @pytest.mark.parametrize(("method", "name"), [("GPTQ_INT4", "GPTQ, symmetric"), ("NVFP4", "NVFP4, divided")])

@@ -17,11 +17,14 @@ from ktmoe.layer import MoELayer
 
 @dataclass(frozen=True)
 class Loaded:
-    """A layer's packed experts. model: what its layers have in common. leave: ends what is shared for them, once."""
+    """A layer's packed experts, or what has its forward(). model: what its layers have in common.
+
+    leave: ends what is shared for them, once; None: nothing is.
+    """
 
     layer: MoELayer
     model: tuple[str, int]
-    leave: weakref.finalize
+    leave: weakref.finalize | None
 
 
 class Call:

@@ -37,12 +37,12 @@ class Numpy:
 
     def bring(self, buffers, x, ids, weights, stream):
         if x.dtype != np.uint16:
-            _expect_floats("hidden_states", x)
+            expect_floats("hidden_states", x)
             x = x.astype(arrays.BF16, copy=False).view(np.uint16)
         ids, weights = arrays.as_numpy(ids, "topk_ids"), arrays.as_numpy(weights, "topk_weights")
         if ids.dtype.kind not in "iu":
             raise InputError(f"topk_ids must be integers, found {ids.dtype}")
-        _expect_floats("topk_weights", weights)
+        expect_floats("topk_weights", weights)
         buffers.x[...] = x.reshape(buffers.x.shape)
         buffers.ids[...] = ids
         buffers.weights[...] = weights.astype(np.float32, copy=False)
@@ -55,7 +55,7 @@ class Numpy:
         return y if dtype == np.uint16 else y.view(arrays.BF16).astype(dtype, copy=False)
 
 
-def _expect_floats(name: str, array: np.ndarray) -> None:
+def expect_floats(name: str, array: np.ndarray) -> None:
     if array.dtype.kind != "f" and array.dtype != arrays.BF16:
         raise InputError(f"{name} must be floating-point numbers, found {array.dtype}")
 

@@ -1,65 +1,47 @@
 """KTMoEWrapper and generate_gpu_experts_masks with kt-kernel 0.7.2's names and meaning, for SGLang and KTransformers.
 
-What differs on purpose: any batch size works; CUDA is needed only for CUDA tensors; sync_forward() waits on the host (cuda.py
-says why); no layer loses what it deferred (deferral.py). extras/kt_kernel_shim installs this as the module kt_kernel.
+extras/kt_kernel_shim installs this as the module kt_kernel.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import threading
-import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
 
-import numpy as np
-
-import ktmoe
-from ktmoe import forks
-from ktmoe.compat import masks, methods, weights
-from ktmoe.compat.arguments import count, nodes
-from ktmoe.compat.buffers import Key
-from ktmoe.compat.calls import Call, Loaded
-from ktmoe.compat.deferral import Pending
-from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
-from ktmoe.compat.export import Target
+from ktmoe.compat import methods
+from ktmoe.compat.inference import InferenceWrapper
 from ktmoe.compat.masks import generate_gpu_experts_masks
-from ktmoe.compat.sides import side_of
-from ktmoe.errors import ClosedError, InputError
-from ktmoe.experts import SIZE_LIMIT, ExpertWeights
-from ktmoe.layer import MoELayer
-from ktmoe.weights.formats import BF16
+from ktmoe.compat.sft import SFTWrapper
 
 __all__ = ["KTMoEWrapper", "generate_gpu_experts_masks"]
-
-#: Buffers alternate by layer, so that what one layer deferred can still be read while the next one runs.
-SLOTS = 2
 
 
 class KTMoEWrapper:
     """The routed experts of one layer, on the CPU; what others compute (the GPU) is skipped.
 
+    What is made is an InferenceWrapper or, in mode "sft", an SFTWrapper.
+
     gpu_experts_mask: bool [num_experts], True = on the GPU, copied; or num_gpu_experts: the first so many are. With neither,
     all are here. The attribute of that name is an array or a tensor as given, else a tensor where torch is loaded; it may be
-    changed in place at any time and is read when a forward call is submitted.
+    changed in place at any time and is read when a forward call is submitted. Fine-tuning computes all experts.
     cpuinfer_threads: ktmoe.set_num_threads(), so it counts for the whole process. threadpool_count: tensor-parallel parts, one
     a NUMA node, at most as many as there are; numa_nodes: which.
     weight_path: the checkpoint's folder, or a GGUF file; opened once for all its layers.
     max_deferred_experts_per_token: so many of a token's experts, those with the least weights, may be added to the next layer's
     result instead of this one's; 0 and None: none.
     method: a key of methods.SERVED, such as "MXFP4" (DeepSeek-V4), "RAWINT4" (compressed-tensors INT4), "FP8" (DeepSeek-V3),
-    "LLAMAFILE" (GGUF) or "BF16". AMXINT4, AMXINT8, MOE_INT4 and MOE_INT8 round weights. UnavailableError says what the others
-    lack.
+    "LLAMAFILE" (GGUF) or "BF16"; in mode "sft" one of methods.TUNED, such as "MXFP4_SFT". AMXINT4, AMXINT8, MOE_INT4 and
+    MOE_INT8 round weights, as do INT8_SFT, AMXINT8_SFT and AMXINT4_SFT. UnavailableError says what the others lack.
     swiglu_limit: None = as the checkpoint says, 0 = no clamp. swiglu_alpha: not 0 = GPT-OSS's activation.
-    chunked_prefill_size, cpu_save and the arguments of mode "sft", group_size and zero_point among them, are taken and change
-    nothing.
+    lora_rank, lora_alpha: of the adapter, whose scale is alpha / rank. lora_dropout: 0. max_cache_depth: forward calls that are
+    kept for backward, the newest ones. full_weight_grad: False.
+    chunked_prefill_size, cpu_save, group_size and zero_point are taken and change nothing.
 
     Raises InputError (a ValueError) for a wrong mode or method and for arguments that do not fit.
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         layer_idx: int,
         num_experts: int,
         num_experts_per_tok: int,
@@ -85,267 +67,40 @@ class KTMoEWrapper:
         full_weight_grad: bool = False,
         swiglu_limit: float | None = None,
         swiglu_alpha: float = 0.0,
-    ):
+    ) -> InferenceWrapper | SFTWrapper:
         methods.require(mode, method)
-        self.layer_idx = count("layer_idx", layer_idx, 0)
-        self.num_experts = count("num_experts", num_experts, most=SIZE_LIMIT)
-        self.num_experts_per_tok = count("num_experts_per_tok", num_experts_per_tok)
-        if self.num_experts_per_tok > self.num_experts:
-            raise InputError(f"num_experts_per_tok must be at most num_experts {num_experts}, found {num_experts_per_tok}")
-        self.hidden_size = count("hidden_size", hidden_size)
-        self.moe_intermediate_size = count("moe_intermediate_size", moe_intermediate_size)
-        self.max_deferred_experts_per_token = count("max_deferred_experts_per_token", max_deferred_experts_per_token or 0, 0)
-        self.gpu_experts_mask = masks.make(
-            gpu_experts_mask, count("num_gpu_experts", num_gpu_experts or 0, 0), self.num_experts
+        both = {
+            "layer_idx": layer_idx,
+            "num_experts": num_experts,
+            "num_experts_per_tok": num_experts_per_tok,
+            "hidden_size": hidden_size,
+            "moe_intermediate_size": moe_intermediate_size,
+            "cpuinfer_threads": cpuinfer_threads,
+            "threadpool_count": threadpool_count,
+            "numa_nodes": numa_nodes,
+            "weight_path": weight_path,
+            "chunked_prefill_size": chunked_prefill_size,
+            "method": method,
+            "num_gpu_experts": num_gpu_experts,
+            "gpu_experts_mask": gpu_experts_mask,
+            "swiglu_limit": swiglu_limit,
+            "swiglu_alpha": swiglu_alpha,
+        }
+        if mode == "inference":
+            deferred = max_deferred_experts_per_token
+            return InferenceWrapper(**both, cpu_save=cpu_save, max_deferred_experts_per_token=deferred)
+        return SFTWrapper(
+            **both,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            max_cache_depth=max_cache_depth,
+            group_size=group_size,
+            zero_point=zero_point,
+            full_weight_grad=full_weight_grad,
         )
-        self.num_gpu_experts = int(self.gpu_experts_mask.sum())
-        self.weight_path = weight_path
-        self.chunked_prefill_size = chunked_prefill_size
-        self.cpu_save = cpu_save
-        self.method = method
-        self.mode = mode
-        self.swiglu_limit = swiglu_limit
-        self.swiglu_alpha = swiglu_alpha
-        self._activation = weights.gated_activation(swiglu_limit, swiglu_alpha)
-        self._nodes = nodes(count("threadpool_count", threadpool_count), numa_nodes)
-        if cpuinfer_threads is not None:
-            ktmoe.set_num_threads(cpuinfer_threads)
-        self._loaded: Loaded | None = None
-        self._closed = False
-        self.after_fork()
-        forks.watch(self)
 
-    def after_fork(self) -> None:
-        """What was submitted is the parent's."""
-        self._lock = threading.Lock()
-        self._submitted: Call | None = None
-        self._writes: list[Future] = []
-
-    @property
-    def cpu_infer(self) -> CpuInfer:
-        """The queue that all wrappers share."""
-        return CPU_INFER
-
-    @property
-    def moe(self) -> MoELayer | None:
-        """What computes, None before the weights are loaded."""
-        loaded = self._loaded
-        return None if loaded is None else loaded.layer
-
-    def load_weights(self, physical_to_logical_map_cpu=None) -> None:
-        """Read and pack this layer's experts from weight_path.
-
-        physical_to_logical_map_cpu: int64 [num_experts], which expert of the checkpoint fills each slot; None: each its own.
-        """
-        if not self.weight_path:
-            raise InputError("load_weights needs weight_path, the checkpoint's folder; found none")
-        lease = weights.Lease(self.weight_path)
-        try:
-            self._load(lease.experts(self.layer_idx), physical_to_logical_map_cpu, lease)
-        except BaseException:
-            lease.close()
-            raise
-
-    def load_weights_from_tensors(self, gate_proj, up_proj, down_proj, physical_to_logical_map_cpu=None) -> None:
-        """Pack bfloat16 matrices: gate and up [E, I, H], down [E, H, I]; the map as in load_weights().
-
-        method: "BF16", or one that rounds, see methods.SERVED.
-        """
-        takes = [name for name, method in methods.SERVED.items() if method.fits(BF16) and not method.files]
-        if self.method not in takes:
-            raise InputError(
-                f"load_weights_from_tensors takes bfloat16: method must be one of {', '.join(takes)}, found {self.method!r}"
-            )
-        name = f"layer {self.layer_idx}"
-        self._load(weights.from_tensors(gate_proj, up_proj, down_proj, self._activation, name), physical_to_logical_map_cpu)
-
-    def forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None):
-        """submit_forward() and sync_forward() in one, on the caller's thread; several threads may call it."""
-        call = self._call(hidden_states, topk_ids, topk_weights, cuda_stream)
-        try:
-            with ENGINE.order:
-                self._take(call)
-            call.now()
-            with ENGINE.order:
-                self._defer(call)
-        except BaseException:
-            call.buffers.release()
-            raise
-        return call.result(cuda_stream)
-
-    def submit_forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None) -> None:
-        """Begin a call; all arguments are copied, after the work that cuda_stream has now.
-
-        hidden_states: bfloat16 [tokens, hidden]. topk_ids: int64 [tokens, top_k]; an id below 0, from num_experts on, or of an
-        expert on the GPU adds zero. topk_weights: float32 [tokens, top_k]. cuda_stream: a torch stream or a handle.
-        A call that was submitted before and not asked for is given up.
-        """
-        call = self._call(hidden_states, topk_ids, topk_weights, cuda_stream)
-        try:
-            with ENGINE.order:
-                self._take(call)
-                call.output = ENGINE.submit(call.now)
-                self._defer(call)
-        except BaseException:
-            call.buffers.release()
-            raise
-        with self._lock:
-            earlier, self._submitted = self._submitted, call
-        if earlier is not None:
-            earlier.abandon()
-
-    def sync_forward(self, hidden_states=None, cuda_stream=None):
-        """The result of the last submit_forward(), [tokens, hidden], where hidden_states were and of their dtype.
-
-        A captured batch size has one result a slot (layer_idx % 2), which the next call of that slot overwrites.
-        """
-        with self._lock:
-            call, self._submitted = self._submitted, None
-        if call is None:
-            raise InputError(f"layer {self.layer_idx}: sync_forward needs a submit_forward before it, found none")
-        return call.result(cuda_stream)
-
-    def submit_write_weight_scale_to_buffer(
-        self, gpu_tp_count: int, expert_id: int, w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs
-    ) -> None:
-        """Begin to write one expert's weights, in the checkpoint's own packing, to host addresses, one a GPU rank.
-
-        expert_id: a slot, whether on the GPU or not. A rank's w13 holds its I / gpu_tp_count rows of gate, then of up, [.., H];
-        its w2 those columns of down, [H, ..]. Scales are what export.py says. Raises UnavailableError for a method that has no
-        such buffers in kt-kernel.
-        """
-        loaded = self._require()
-        expert = count("expert_id", expert_id, 0)
-        if expert >= self.num_experts:
-            raise InputError(f"expert_id must be in [0, {self.num_experts}), found {expert}")
-        pointers = w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs
-        target = Target(self.method, loaded.layer.spec, gpu_tp_count, *pointers)
-        with self._lock:
-            self._writes.append(ENGINE.submit(_write, loaded.layer, expert, target))
-
-    def sync_write_weight_scale_to_buffer(self) -> None:
-        """Wait for all that submit_write_weight_scale_to_buffer() began; raises what the first of them raised."""
-        with self._lock:
-            writes, self._writes = self._writes, []
-        for error in [write.exception() for write in writes]:
-            if error is not None:
-                raise error
-
-    @staticmethod
-    def set_capture_batch_sizes(capture_bs: Sequence[int]) -> None:
-        """Batch sizes whose buffers are kept for good, at the same addresses."""
-        ENGINE.pool.captured = [count("capture_bs", size) for size in capture_bs]
-
-    @staticmethod
-    def get_capture_batch_sizes() -> list[int]:
-        return list(ENGINE.pool.captured)
-
-    @staticmethod
-    def clear_buffer_cache() -> None:
-        """Give up all buffers that no call uses, and what is still to be added to a next layer's result."""
-        with ENGINE.order:
-            ENGINE.passes.reset()
-            ENGINE.pool.clear()
-
-    def close(self) -> None:
-        """Give the weights back once calls that were submitted are done, and the checkpoint after its last layer."""
-        self._closed = True
-        with self._lock:
-            loaded, self._loaded = self._loaded, None
-            call, self._submitted = self._submitted, None
-        if call is not None:
-            call.abandon()
-        if loaded is not None:
-            ENGINE.submit(loaded.layer.close).result()
-            loaded.leave()
-
-    def __enter__(self) -> KTMoEWrapper:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
-
-    def _load(self, experts: ExpertWeights, physical, lease: weights.Lease | None = None) -> None:
-        if self._closed:
-            raise ClosedError(f"layer {self.layer_idx}: weights were loaded after close()")
-        methods.check_formats(self.method, experts.formats, experts.name)
-        found, wanted = (experts.hidden, experts.intermediate), (self.hidden_size, self.moe_intermediate_size)
-        if found != wanted:
-            raise InputError(f"{experts.name}: hidden and intermediate size must be {wanted} as given, found {found}")
-        rounds = methods.SERVED[self.method].rounds
-        if rounds is not None:
-            experts = rounds.experts(experts)
-        experts = experts.take(weights.physical_map(physical, self.num_experts, experts.num_experts))
-        if self._activation is not None:
-            experts = experts.with_activation(self._activation)
-        layer = MoELayer(experts, numa_nodes=self._nodes)
-        model = os.fspath(self.weight_path or ""), self.hidden_size
-        with ENGINE.order:
-            ENGINE.passes.join(model, self.layer_idx)
-        leave = weakref.finalize(self, _leave, model, self.layer_idx, lease)
-        leave.atexit = False
-        loaded = Loaded(layer, model, leave)
-        with self._lock:
-            earlier, self._loaded = self._loaded, loaded
-        if earlier is not None:
-            ENGINE.submit(earlier.layer.close)
-            earlier.leave()
-
-    def _require(self) -> Loaded:
-        loaded = self._loaded  # once: close() may come from another thread
-        if loaded is not None:
-            return loaded
-        if self._closed:
-            raise ClosedError(f"layer {self.layer_idx}: used after close()")
-        raise InputError(f"layer {self.layer_idx}: load_weights() must come first, found no weights")
-
-    def _call(self, x, ids, weights_, stream) -> Call:
-        """A call whose arguments are on their way into its buffers."""
-        loaded = self._require()
-        side = side_of(x)
-        tokens, top_k = self._check(x, ids, weights_)
-        on_gpu = masks.read(self.gpu_experts_mask, self.num_experts)
-        buffers = ENGINE.pool.take(Key(side, self.layer_idx % SLOTS, tokens, self.hidden_size, top_k))
-        try:
-            return Call(loaded, buffers, x.dtype, on_gpu, side.bring(buffers, x, ids, weights_, stream))
-        except BaseException:
-            buffers.release()
-            raise
-
-    def _take(self, call: Call) -> None:
-        """What is due to this layer, and whether it may defer. Under ENGINE.order, as is _defer()."""
-        model = call.loaded.model
-        if self.max_deferred_experts_per_token:
-            call.successor = ENGINE.passes.successor(model, self.layer_idx)
-        if call.successor is not None:
-            call.protected = self.num_experts_per_tok - self.max_deferred_experts_per_token
-        call.earlier = ENGINE.passes.take(model, self.layer_idx, call.buffers.x.shape)
-
-    def _defer(self, call: Call) -> None:
-        if call.successor is not None:
-            late = ENGINE.submit(call.late)
-            call.buffers.hold()
-            pending = Pending(call.successor, call.buffers.x.shape, late, call.buffers.release)
-            ENGINE.passes.put(call.loaded.model, pending)
-
-    def _check(self, x, ids, weights_) -> tuple[int, int]:
-        """(tokens, top_k)"""
-        shapes = [tuple(getattr(value, "shape", ())) for value in (x, ids, weights_)]
-        if len(shapes[0]) < 2 or shapes[0][-1] != self.hidden_size:
-            raise InputError(f"hidden_states must have shape [tokens, {self.hidden_size}], found {list(shapes[0])}")
-        tokens = int(np.prod(shapes[0][:-1]))
-        for name, shape in (("topk_ids", shapes[1]), ("topk_weights", shapes[2])):
-            if len(shape) != 2 or shape[0] != tokens or shape != shapes[1]:
-                raise InputError(f"{name} must have shape [{tokens}, top_k], found {list(shape)}")
-        return tokens, shapes[1][1]
-
-
-def _leave(model: tuple[str, int], layer: int, lease: weights.Lease | None) -> None:
-    ENGINE.order.soon(functools.partial(ENGINE.passes.leave, model, layer))
-    if lease is not None:
-        lease.close()
-
-
-def _write(layer: MoELayer, expert: int, target: Target) -> None:
-    layer.export_expert(expert, len(target.parts), out=target.parts)
-    target.finish()
+    set_capture_batch_sizes = staticmethod(InferenceWrapper.set_capture_batch_sizes)
+    get_capture_batch_sizes = staticmethod(InferenceWrapper.get_capture_batch_sizes)
+    clear_buffer_cache = staticmethod(InferenceWrapper.clear_buffer_cache)
+    clear_sft_buffer_cache = staticmethod(SFTWrapper.clear_sft_buffer_cache)

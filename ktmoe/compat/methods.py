@@ -78,13 +78,39 @@ SERVED = {
 MISSING = {
     "SYCL_GPTQ_INT4": "GPTQ's symmetric INT4 on a SYCL device",
 }
-_SFT = ("AMXBF16", "AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
-SFT = (
-    *(f"{name}_SFT{suffix}" for name in _SFT for suffix in ("", "_SkipLoRA")),
-    *(f"{name}_SFT" for name in ("AMXFP8", "INT8", "MXFP4", "RAWINT4")),
-)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A method of mode "sft". weights: what they are, a key of SERVED. adapts: whether an adapter takes part.
+
+    shared: whether kt-kernel lets an optimizer see the gradients where they are written (optimizer_gradients.py).
+    """
+
+    weights: str
+    adapts: bool = True
+    shared: bool = True
+
+
+#: By name.
+TUNED = {
+    "AMXBF16_SFT": Tuning("BF16"),
+    "AMXBF16_SFT_SkipLoRA": Tuning("BF16", adapts=False, shared=False),
+    "AMXFP8_SFT": Tuning("FP8"),
+    "MXFP4_SFT": Tuning("MXFP4"),
+    "RAWINT4_SFT": Tuning("RAWINT4"),
+    "AMXINT4_KGroup_SFT": Tuning("RAWINT4"),
+    "AMXINT4_KGroup_SFT_SkipLoRA": Tuning("RAWINT4", adapts=False, shared=False),
+    "INT8_SFT": Tuning("AMXINT8"),
+    "AMXINT8_SFT": Tuning("AMXINT8"),
+    "AMXINT8_SFT_SkipLoRA": Tuning("AMXINT8", adapts=False, shared=False),
+    "AMXINT4_SFT": Tuning("AMXINT4", shared=False),
+    "AMXINT4_SFT_SkipLoRA": Tuning("AMXINT4", adapts=False, shared=False),
+}
+#: Those that kt-kernel 0.7.2 lists and refuses itself, since it has no class for them.
+UNTUNED = tuple(f"AMXINT4_{kind}_SFT{suffix}" for kind in ("1", "1KGroup") for suffix in ("", "_SkipLoRA"))
 #: mode -> its methods.
-MODES = {"inference": (*SERVED, *MISSING), "sft": SFT}
+MODES = {"inference": (*SERVED, *MISSING), "sft": (*TUNED, *UNTUNED)}
 
 
 def require(mode: str, method: str) -> None:
@@ -93,17 +119,19 @@ def require(mode: str, method: str) -> None:
         raise InputError(f"mode must be one of {', '.join(map(repr, MODES))}, found {mode!r}")
     if method not in MODES[mode]:
         raise InputError(f"method must be one of {', '.join(sorted(MODES[mode]))} in mode {mode!r}, found {method!r}")
-    works = f"what works is mode 'inference' with method {', '.join(SERVED)}"
-    if mode == "sft":
-        raise UnavailableError(f"mode 'sft' (method {method!r}): ktmoe has no backward pass and no LoRA; {works}")
+    works = f"what works in mode {mode!r} is method {', '.join(TUNED if mode == 'sft' else SERVED)}"
+    if method in UNTUNED:
+        raise UnavailableError(
+            f"method {method!r}: kt-kernel 0.7.2 lists it and has no class for it, so that its weights are not known; {works}"
+        )
     if method in MISSING:
         raise UnavailableError(f"method {method!r}: ktmoe does not have these weights yet: {MISSING[method]}; {works}")
 
 
-def check_formats(method: str, formats: Mapping[str, WeightFormat], name: str) -> None:
-    """Raise FormatError unless all projections are what the method stands for."""
+def check_formats(name: str, method: Method, formats: Mapping[str, WeightFormat], experts: str) -> None:
+    """Raise FormatError unless all projections are what the method stands for. name: the method's. experts: whose they are."""
     for projection, weight_format in formats.items():
-        if not SERVED[method].fits(weight_format):
+        if not method.fits(weight_format):
             raise FormatError(
-                f"{name}: method {method!r} expects {SERVED[method].wanted}, found {weight_format.description} ({projection})"
+                f"{experts}: method {name!r} expects {method.wanted}, found {weight_format.description} ({projection})"
             )

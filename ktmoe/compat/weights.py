@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe.compat.methods import Method, check_formats
 from ktmoe.compat.order import Order
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
@@ -71,6 +72,24 @@ def from_tensors(gate, up, down, activation: GatedActivation | None, name: str) 
             raise InputError(f"{label} must be bfloat16, found a {viewed.kind}")
         given.append(np.ascontiguousarray(viewed.array).view(arrays.BF16))
     return ExpertWeights.from_arrays(*given, format=BF16, activation=activation or SILU, name=name)
+
+
+def prepared(
+    experts: ExpertWeights, name: str, method: Method, sizes: tuple[int, int, int], physical, activation: GatedActivation | None
+) -> ExpertWeights:
+    """The experts of a layer's slots, as a method has them. name: the method's. sizes: slots, hidden, intermediate.
+
+    physical: as physical_map() has it. activation: None: the experts' own. Raises FormatError, InputError.
+    """
+    check_formats(name, method, experts.formats, experts.name)
+    slots, *wanted = sizes
+    found = experts.hidden, experts.intermediate
+    if found != tuple(wanted):
+        raise InputError(f"{experts.name}: hidden and intermediate size must be {tuple(wanted)} as given, found {found}")
+    if method.rounds is not None:
+        experts = method.rounds.experts(experts)
+    experts = experts.take(physical_map(physical, slots, experts.num_experts))
+    return experts if activation is None else experts.with_activation(activation)
 
 
 def physical_map(value, slots: int, experts: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import kt_kernel
 import numpy as np
 import torch
 from kt_kernel import kt_kernel_ext
+from kt_kernel.sft import weights as sft_weights
 
 PROJECTIONS = ("gate", "up", "down")
 ALIGNMENT = 64  # of buffers, as CUDA's pinned ones have: BF16 is exported by stores that need it
@@ -161,6 +162,49 @@ class Session:
         elif logical is not None:
             wrapper.load_weights(torch.from_numpy(self.arrays[logical]))
         self.layers[name] = wrapper
+
+    def tuned(self, name, given, share, **keywords) -> None:
+        """Its KTMoEWrapper in mode "sft" with the arrays of codes and scales. given: how they are handed over.
+
+        The adapter is the arrays "gate_lora_a" and so on. share: whether layers share memory for backward, which some need.
+        """
+        wrapper = kt_kernel.KTMoEWrapper(gpu_experts_mask=None, mode="sft", **keywords)
+        wrapper.share_backward_bb = share
+        adapter = {key: tensor(array) for key, array in self.arrays.items() if "_lora_" in key}
+        if adapter:
+            wrapper.init_lora_weights(**adapter, **{f"grad_{key}": torch.zeros_like(matrix) for key, matrix in adapter.items()})
+        every = torch.arange(keywords["num_experts"])
+        codes, scales = (
+            {p: tensor(self.arrays[f"{p} {kind}"]) for p in PROJECTIONS if f"{p} {kind}" in self.arrays}
+            for kind in ("codes", "scales")
+        )
+        named = {f"{p}_proj": array for p, array in codes.items()} | {f"{p}_scale": array for p, array in scales.items()}
+        if given == "mxfp4":
+            lists = {p: [*array] for p, array in codes.items()} | {f"{p}_scale": [*array] for p, array in scales.items()}
+            wrapper.load_mxfp4_weights(lists, every)
+        elif given == "rawint4":
+            wrapper.load_rawint4_weights(sft_weights.RAWINT4ExpertWeights(**named), every)
+        elif given == "fp8":
+            lists = {key: [*array] for key, array in named.items()}
+            for p in PROJECTIONS:
+                lists[f"{p}_proj"] = [matrix.view(torch.float8_e4m3fn) for matrix in lists[f"{p}_proj"]]
+            wrapper.load_block_fp8_weights(sft_weights.BlockFP8ExpertWeights(**lists), every)
+        elif given == "tensors":
+            wrapper.load_weights_from_tensors(*codes.values(), every)
+        else:
+            wrapper.load_weights(every)
+        self.layers[name] = wrapper
+
+    def train(self, wrapper, x, ids, weights, grad, out) -> None:
+        """forward() and backward(): "{out} y", "{out} x", "{out} weights", and the adapter's gradients by their names."""
+        owner = self.layers[wrapper]
+        x, ids, weights, grad = (tensor(self.arrays[name]) for name in (x, ids, weights, grad))
+        self.answer[f"{out} y"] = bits(owner.forward(x, ids, weights))
+        of_x, of_weights = owner.backward(grad)
+        self.answer[f"{out} x"], self.answer[f"{out} weights"] = bits(of_x), of_weights.numpy()
+        if not owner._is_skip_lora:
+            for key in (key for key in self.arrays if "_lora_" in key):
+                self.answer[f"{out} {key}"] = bits(getattr(owner, f"grad_{key}"))
 
     def capture(self, sizes) -> None:
         kt_kernel.KTMoEWrapper.set_capture_batch_sizes(sizes)
