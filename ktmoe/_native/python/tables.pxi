@@ -145,16 +145,18 @@ cdef class KernelTable:
             (rows.encode_e2m1 if e2m1 and rows.encode_e2m1 else rows.encode)(&row[0], 0, row.shape[0], row.shape[0], &to[0])
         return encoded
 
-    def activate(self, g, u, activation, finish_g=None, finish_u=None, kept=None):
+    def activate(self, g, u, activation, finish_g=None, finish_u=None, kept=None, r=None):
         """h of products g and u, float32 [m, 64], as bfloat16 bits [m, 64]: what a kernel's results become, for its test.
 
         finish_g, finish_u: {"factor": float32 [64], "divides": bool, "bias": float32 [64], "added": float32 [m, 64]}, or fewer.
         kept: float32 [2, m, columns], columns at most 64: is given g and u as finished; h has no more columns, but zeros.
+        r: float32 [m], or None.
         """
         cdef kt_activate a
         cdef float[:, ::1] of_g = np.array(g, np.float32), of_u = np.array(u, np.float32)
         cdef uint16_t[:, ::1] h = np.empty((of_g.shape[0], KT_PANEL), np.uint16)
         cdef float[:, :, ::1] to = kept
+        cdef float[::1] weights = None if r is None else np.array(r, np.float32)
         memset(&a, 0, sizeof(a))
         held = [_fill_finish(&a.finish_g, finish_g or {}), _fill_finish(&a.finish_u, finish_u or {})]
         a.g, a.u, a.m, a.columns = &of_g[0, 0], &of_u[0, 0], of_g.shape[0], KT_PANEL
@@ -163,6 +165,8 @@ cdef class KernelTable:
         if kept is not None:
             a.columns = a.kept_stride = to.shape[2]
             a.kept_g, a.kept_u = &to[0, 0, 0], &to[1, 0, 0]
+        if r is not None:
+            a.r = &weights[0]
         self.isa.activate(&a)
         return np.asarray(h)
 
@@ -190,7 +194,8 @@ cdef class KernelTable:
         a, b, c: may have any distance between rows, a of dense() between columns, too; between others it is one number.
         """
         cdef const float[:, :] of_a = a, of_b = b
-        cdef size_t m = a.shape[0], k = a.shape[1], n = b.shape[0 if rows else 1], number = sizeof(float)
+        cdef size_t m = a.shape[0], k = a.shape[1], n = b.shape[0 if rows else 1]
+        cdef Py_ssize_t number = sizeof(float)
         cdef bint add = c is not None
         cdef float[:, :] of_c = c if add else np.full((m, n), np.nan, np.float32)
         cdef kt_dense d
