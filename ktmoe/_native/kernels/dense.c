@@ -9,23 +9,26 @@
 #include "kernels/common/training.h"
 #include "kernels/common/vector.h"
 
-enum {
+/* Tiles of up to so many rows: of several vectors; of one vector, enough chains to hide the latency; of sums across lanes. */
+#define UP_TO_8(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #if VECTOR_BYTES == 64
-    TILE_ROWS = 6, /* 24 sums of 32 registers */
-    TILE_VECTORS = 4,
-    TALL_ROWS = 12, /* of a tile of one vector: enough chains to hide the latency */
-    DOT_ROWS = 6,
+enum { TILE_VECTORS = 4, TILE_ROWS = 6, TALL_ROWS = 12, DOT_ROWS = 6 }; /* 24 sums of 32 registers */
+#define WIDE(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define TALL(CASE) UP_TO_8(CASE) CASE(9) CASE(10) CASE(11) CASE(12)
+#define DOTS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #elif VECTOR_BYTES == 32
-    TILE_ROWS = 6, /* 12 of 16 */
-    TILE_VECTORS = 2,
-    TALL_ROWS = 12,
-    DOT_ROWS = 3,
+enum { TILE_VECTORS = 2, TILE_ROWS = 6, TALL_ROWS = 12, DOT_ROWS = 3 }; /* 12 of 16 */
+#define WIDE(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define TALL(CASE) UP_TO_8(CASE) CASE(9) CASE(10) CASE(11) CASE(12)
+#define DOTS(CASE) CASE(1) CASE(2) CASE(3)
 #else
-    TILE_ROWS = 4,
-    TILE_VECTORS = 2,
-    TALL_ROWS = 8,
-    DOT_ROWS = 2,
+enum { TILE_VECTORS = 2, TILE_ROWS = 4, TALL_ROWS = 8, DOT_ROWS = 2 };
+#define WIDE(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
+#define TALL(CASE) UP_TO_8(CASE)
+#define DOTS(CASE) CASE(1) CASE(2)
 #endif
+
+enum {
     DOT_COLUMNS = 4,
     CHAIN_MAX = 256,
     TURNED = 64, /* rows and columns of a turned strip, 16 KiB */
@@ -103,45 +106,26 @@ INLINE void tile(const kt_dense *restrict d, const size_t i, const size_t j, con
     for (size_t i = 0, tiles = ((m) + (most) - 1) / (most), rows; tiles && (rows = ((m) - i + tiles - 1) / tiles); \
          i += rows, tiles--)
 
+/* One each, since a tile's code has its number of rows in it. */
 static void wide(const kt_dense *d, const size_t j) {
-    EACH_TILE(d->m, TILE_ROWS)
-    switch (rows) {
 #define CASE(rows) \
     case rows: tile(d, i, j, rows, TILE_VECTORS, 0); break;
-        CASE(1)
-        CASE(2) CASE(3) CASE(4)
-#if VECTOR_BYTES > 16
-            CASE(5) CASE(6)
-#endif
+    EACH_TILE(d->m, TILE_ROWS) switch (rows) { WIDE(CASE) }
 #undef CASE
-    }
 }
 
-#define TALL(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) TALLER(CASE)
-#if VECTOR_BYTES > 16
-#define TALLER(CASE) CASE(9) CASE(10) CASE(11) CASE(12)
-#else
-#define TALLER(CASE)
-#endif
-
 static void tall(const kt_dense *d, const size_t j) {
-    EACH_TILE(d->m, TALL_ROWS)
-    switch (rows) {
 #define CASE(rows) \
     case rows: tile(d, i, j, rows, 1, 0); break;
-        TALL(CASE)
+    EACH_TILE(d->m, TALL_ROWS) switch (rows) { TALL(CASE) }
 #undef CASE
-    }
 }
 
 static void tall_first(const kt_dense *d, const size_t j, const size_t first) {
-    EACH_TILE(d->m, TALL_ROWS)
-    switch (rows) {
 #define CASE(rows) \
     case rows: tile(d, i, j, rows, 1, first); break;
-        TALL(CASE)
+    EACH_TILE(d->m, TALL_ROWS) switch (rows) { TALL(CASE) }
 #undef CASE
-    }
 }
 
 void KT_NAME(dense)(const kt_dense *d) {
@@ -259,23 +243,13 @@ INLINE void dots(const kt_dense_rows *restrict d, const size_t i, const size_t j
 }
 
 static void by_lanes(const kt_dense_rows *d) {
-    EACH_TILE(d->m, DOT_ROWS)
-    for (size_t j = 0; j < d->n; j += DOT_COLUMNS) {
-        const size_t n = least(d->n - j, DOT_COLUMNS);
-        switch (rows) {
 #define CASE(rows) \
-    case rows: dots(d, i, j, rows, n); break;
-            CASE(1)
-            CASE(2)
-#if VECTOR_BYTES > 16
-                CASE(3)
-#endif
-#if VECTOR_BYTES == 64
-                    CASE(4) CASE(5) CASE(6)
-#endif
-#undef CASE
+    case rows: dots(d, i, j, rows, least(d->n - j, DOT_COLUMNS)); break;
+    EACH_TILE(d->m, DOT_ROWS)
+    for (size_t j = 0; j < d->n; j += DOT_COLUMNS) switch (rows) {
+            DOTS(CASE)
         }
-    }
+#undef CASE
 }
 
 void KT_NAME(dense_rows)(const kt_dense_rows *d) {
