@@ -49,9 +49,12 @@ class Inputs:
             return cls(arrays["x"], arrays["grad_y"], arrays["ids"], arrays["weights"])
 
 
-def adapter(model: Model, rank: int, projection: str, expert: int) -> tuple[np.ndarray, np.ndarray]:
-    """An expert's (A [rank, inputs], B [outputs, rank]), float32 whose numbers are bfloat16's. ALPHA / rank scales them."""
-    inputs, outputs = model.hidden, model.intermediate
+def adapter(sizes, rank: int, projection: str, expert: int) -> tuple[np.ndarray, np.ndarray]:
+    """An expert's (A [rank, inputs], B [outputs, rank]), float32 whose numbers are bfloat16's. ALPHA / rank scales them.
+
+    sizes: whatever has `hidden` and `intermediate`.
+    """
+    inputs, outputs = sizes.hidden, sizes.intermediate
     if projection == "down":
         inputs, outputs = outputs, inputs
     rng = np.random.default_rng((PROJECTIONS.index(projection), expert))

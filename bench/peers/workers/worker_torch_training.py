@@ -24,9 +24,7 @@ class TorchTraining(TrainingWorker):
         self.gate_up = torch.empty(model.experts, 2 * sizes[1], sizes[0], dtype=torch.bfloat16)
         self.down = torch.empty(model.experts, *sizes, dtype=torch.bfloat16)
         for expert in range(model.experts):
-            gate, up, down = (
-                tensor(bfloat16_weights(model.weights, *model.matrix(expert, name))) for name in PROJECTIONS
-            )
+            gate, up, down = (tensor(bfloat16_weights(model.weights, *model.matrix(expert, name))) for name in PROJECTIONS)
             torch.cat([gate, up], out=self.gate_up[expert])
             self.down[expert].copy_(down)
         pairs = {name: [adapter(model, rank, name, expert) for expert in range(model.experts)] for name in PROJECTIONS}
