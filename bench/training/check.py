@@ -1,6 +1,6 @@
 """Whether a participant's outputs are right: sampled ones against float64.
 
-The measure is the norm of the errors over the norm of the outputs. What bfloat16's roundings explain, of x, h, the gradients of g
+The measure is the norm of the errors over the norm of the outputs. What bfloat16's roundings explain, of h, the gradients of g
 and u, and of all results between them in a participant that keeps those in bfloat16, is below 1 %. A missing factor, a wrong
 expert or a transposed matrix makes 10 % at least.
 """
@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.peers.workers.protocol import PROJECTIONS
-from bench.peers.workers.training import ALPHA, Inputs, adapter
+from bench.peers.workers.steps import ALPHA, Inputs, adapter
 from ktmoe.experts import ExpertWeights
 from ktmoe.reference_gradients import ReferenceTraining
 from ktmoe.training import Lora

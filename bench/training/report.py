@@ -51,9 +51,10 @@ def show(result: dict) -> None:
     for row in (HEAD, ("---",) * len(HEAD), *rows(result)):
         print(f"| {' | '.join(row)} |")
     shape, machine = result["shape"], result["machine"]
+    print(f"\n{machine['cpu']}, {machine['threads']} threads; {result['date']}, {result['commit']}")
     print(
-        f"\n{shape['num_experts']} experts of {shape['hidden']} x {shape['intermediate']}, top-{shape['top_k']}, rank "
-        f"{shape['rank']}, {shape['weights']}; {machine['cpu']}, {machine['threads']} threads; {result['date']}, {result['commit']}"
+        f"{shape['num_experts']} experts of {shape['hidden']} x {shape['intermediate']}, top-{shape['top_k']}, rank "
+        f"{shape['rank']}, {shape['weights']}"
     )
     for key, participant in result["participants"].items():
         if participant["failure"]:

@@ -20,7 +20,7 @@ from bench.peers.formats import FORMATS
 from bench.peers.peers import PEERS
 from bench.peers.processes import Process, WorkerError
 from bench.peers.session import WORKERS, list_tensors
-from bench.peers.workers.training import Inputs
+from bench.peers.workers.steps import Inputs
 from bench.training import check
 from ktmoe import measure
 from ktmoe.backends.choice import choose_backend

@@ -7,7 +7,8 @@ from importlib.metadata import version
 import ml_dtypes
 import numpy as np
 from protocol import PROJECTIONS, Model, count
-from training import ALPHA, Inputs, Steps, TrainingWorker, adapter, serve
+from steps import ALPHA, Inputs, adapter
+from training import Steps, TrainingWorker, serve
 from weights import float32
 
 import ktmoe

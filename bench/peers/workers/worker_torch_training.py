@@ -11,7 +11,8 @@ from importlib.metadata import version
 import numpy as np
 import torch
 from protocol import PROJECTIONS, Model
-from training import ALPHA, Inputs, Steps, TrainingWorker, adapter, serve
+from steps import ALPHA, Inputs, adapter
+from training import Steps, TrainingWorker, serve
 from weights import bfloat16_weights
 from worker_torch import tensor
 
