@@ -170,8 +170,8 @@ def _checked(participant: Participant, inputs: str, sample: check.Sample, folder
     participant.process.ask(do="output", into="outputs.npz", expert=sample.expert)
     with np.load(folder / "outputs.npz") as found:
         entry["errors"] = sample.errors(found)
-    if wrong := {name: error for name, error in entry["errors"].items() if not error <= check.MOST_ERROR}:
-        raise WorkerError(f"WRONG: {', '.join(f'{name} is off by {error:.2%}' for name, error in wrong.items())}")
+    if wrong := sample.wrong(entry["errors"]):
+        raise WorkerError(f"WRONG: {', '.join(wrong)}")
     return entry
 
 
