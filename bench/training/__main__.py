@@ -1,7 +1,7 @@
 """`python -m bench.training`: a step of LoRA on one layer's experts, forward and backward, by ktmoe and its peers.
 
-The model is V4-Flash, whose MXFP4 weights stay packed in ktmoe. torch has them in bfloat16: 13 GB for all 256 experts. --experts
-makes it smaller. --only chooses participants besides ktmoe, such as 'torch *'.
+The model is V4-Flash, whose MXFP4 weights stay packed in ktmoe. torch has them in bfloat16, which is 13 GB for all 256 experts.
+--experts makes it smaller. --only chooses participants besides ktmoe, such as 'torch *'.
 """
 
 from __future__ import annotations

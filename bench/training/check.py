@@ -1,8 +1,9 @@
 """Whether a participant's outputs are right: sampled ones against float64.
 
-The measure is the norm of the errors over the norm of the outputs. What bfloat16's roundings explain, of h, the gradients of g
-and u, and of all results between them in a participant that keeps those in bfloat16, is below 2 %. torch adds up the gradient of a
-router weight in bfloat16, too, which makes up to 7 %. A missing factor, a wrong expert or a transposed matrix makes 50 % or more.
+The measure is the norm of the errors over the norm of the outputs. What bfloat16's roundings explain, of h, of the gradients of
+g and u, and of all results between them in a participant that keeps those in bfloat16, is below 2 %. torch adds up a router
+weight's gradient in bfloat16, too, which makes up to 7 %. A missing factor, a wrong expert or a transposed matrix makes 50 % or
+more.
 """
 
 from __future__ import annotations
