@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.training.session import figures
+from ktmoe.training import saved_nbytes
 
 HEAD = (
     "tokens",
@@ -56,6 +57,10 @@ def show(result: dict) -> None:
         f"{shape['num_experts']} experts of {shape['hidden']} x {shape['intermediate']}, top-{shape['top_k']}, rank "
         f"{shape['rank']}, {shape['weights']}"
     )
+    sizes = {name: shape[name] for name in ("num_experts", "hidden", "intermediate", "rank")}
+    for point in result["points"]:
+        kept = saved_nbytes(point["tokens"], shape["top_k"], **sizes)
+        print(f"ktmoe keeps {kept / 1e9:.2f} GB of {point['tokens']} tokens between forward and backward, by the formula")
     for key, participant in result["participants"].items():
         if participant["failure"]:
             print(f"out: {key}: {participant['failure']}")
