@@ -56,6 +56,8 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
     }
     j->together = kt_carve(&c, slots, sizeof *j->together);
     j->summed = kt_carve(&c, ranges * j->hidden_panels, sizeof *j->summed);
+    for (size_t p = 0; j->batch.adapter && p < KT_MATRICES; p++)
+        j->t[p] = kt_carve(&c, slots * j->batch.adapter->rank, sizeof(float));
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) { /* what the caller fills */
         p->h_rows = kt_carve(&c, slots, sizeof *p->h_rows);
         p->gates = kt_carve(&c, pieces, sizeof *p->gates);
@@ -71,6 +73,9 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     const kt_layer *l = j->layer;
     const kt_schedule *s = &j->schedule;
     const size_t slots = tokens * j->batch.top_k, threads = p->team->size, ranges = j->route.num_ranges;
+    const kt_adapter *adapter = j->batch.adapter;
+    const size_t adapted = adapter ? KT_ROWS_MAX : 0, kept = j->batch.kept.g ? KT_ROWS_MAX : 0;
+    const size_t wide = l->hidden > p->shard->intermediate ? l->hidden : p->shard->intermediate;
     const size_t slab_rows = s->by_panel && j->num_shards == 1 ? (tokens + ranges - 1) / ranges : 0;
     kt_carver c = {base, 0};
     p->h = kt_carve(&c, slots, p->h_stride_bytes);
@@ -78,6 +83,7 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     p->halves = kt_carve(&c, s->may_halve ? 2 * p->inter_panels * slots : 0, sizeof(kt_panel_row));
     p->d = kt_carve(&c, s->by_panel ? 0 : slots * j->hidden_panels, sizeof(kt_panel_row));
     p->sums = kt_carve(&c, j->num_shards > 1 ? j->hidden_panels * tokens : 0, sizeof(kt_panel_row));
+    p->bf16_h = kt_carve(&c, adapter && adapter->of[KT_OF_DOWN].a.data ? slots * p->shard->intermediate : 0, sizeof *p->bf16_h);
     for (size_t i = 0; i < threads; i++) {
         const kt_worker_scratch w = {
             .g = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
@@ -86,6 +92,10 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
             .h = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_h)),
             .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
+            .added = {kt_carve(&c, adapted, sizeof(kt_panel_row)), kt_carve(&c, adapted, sizeof(kt_panel_row))},
+            .wide = kt_carve(&c, adapter ? KT_TILE_ROWS * wide : 0, sizeof(float)),
+            .low = kt_carve(&c, adapter ? adapter->rank * KT_LOWERED_INPUTS : 0, sizeof(float)),
+            .kept = {kt_carve(&c, kept, sizeof(kt_panel_row)), kt_carve(&c, kept, sizeof(kt_panel_row))},
         };
         if (base) p->workers[i] = w;
     }
