@@ -4,11 +4,9 @@
 #define KT_JOB_H
 
 #include "base/gate.h"
+#include "forward/calls.h"
 #include "forward/rows.h"
 #include "forward/schedule.h"
-
-typedef float kt_panel_row[KT_PANEL];
-typedef uint16_t kt_panel_h[KT_PANEL]; /* bf16 */
 
 /* A count on a cache line of its own. */
 typedef struct kt_count {
@@ -112,8 +110,6 @@ kt_ahead kt_ahead_b(kt_worker_job *w); /* the first panels of phase B */
  * them. */
 size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items);
 
-void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);
-size_t kt_call_rows(size_t left); /* of the next kernel call */
 kt_finish kt_finish_of(const kt_matrix *w, size_t panel);
 void kt_phases(void *job, const kt_worker *me); /* a kt_task */
 

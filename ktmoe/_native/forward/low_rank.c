@@ -2,7 +2,7 @@
  *
  * SHAPES       x, h [slots][k], A [rank][k], T [slots][rank], B [n][rank]
  * REGULARITIES all in fp32. A row's T is one sum over k, which dense_rows() orders within LOWERED_INPUTS of them, and shards follow one
- *              another; what is added is one chain over the rank. Nothing depends on the batch.
+ *              another; what is added is one sum over the rank. Nothing depends on the batch.
  * WAITING      T of x is there before phase A, T of h between the phases.
  */
 #include <string.h>
@@ -116,23 +116,20 @@ const float *kt_added(const kt_job *j, const kt_worker_scratch *s, const kt_addi
     const kt_adapter *adapter = j->batch.adapter;
     if (!adapter || !adapter->of[of->matrix].b.data) return NULL;
     const size_t rank = adapter->rank;
-    float *to = *s->added[panel], *transposed = s->low + rank * KT_PANEL;
+    float *to = *s->added[panel];
     const size_t n = of->matrix == KT_OF_DOWN ? j->layer->hidden : j->intermediate;
-    const kt_wide b = kt_widened(j->layer->isa, &adapter->of[of->matrix].b, (of->expert * n + of->first) * rank, rank,
-                                 of->columns, rank, s->low);
-    memset(transposed, 0, rank * KT_PANEL * sizeof *transposed);
-    for (size_t c = 0; c < of->columns; c++)
-        for (size_t r = 0; r < rank; r++) transposed[r * KT_PANEL + c] = b.at[c * b.stride + r];
-    j->layer->isa->dense(&(kt_dense){
+    const size_t at = (of->expert * n + of->first) * rank;
+    const kt_wide b = kt_widened(j->layer->isa, &adapter->of[of->matrix].b, at, rank, of->columns, rank, s->low);
+    if (of->columns < KT_PANEL) memset(to, 0, of->m * sizeof(kt_panel_row));
+    j->layer->isa->dense_rows(&(kt_dense_rows){
         .a = j->t[of->matrix] + of->row * rank,
-        .b = transposed,
+        .b = b.at,
         .a_row = rank,
-        .a_k = 1,
-        .b_row = KT_PANEL,
+        .b_row = b.stride,
         .c = to,
         .c_row = KT_PANEL,
         .m = of->m,
-        .n = KT_PANEL,
+        .n = of->columns,
         .k = rank,
     });
     return to;

@@ -1,41 +1,14 @@
 /* Scratch memory of the forward pass: where each array of a job is. */
+#include "forward/arenas.h"
 #include "forward/job.h"
 
 enum { D_PART = 4 }; /* d takes at most one in so many bytes */
 
-/* For all layers, kept between calls, under the pool's lock: one arena of what all threads use, and one of each shard. */
-typedef struct arena {
-    uint8_t *base;
-    size_t bytes;
-} arena;
-static struct {
-    arena common, of[KT_SHARDS_MAX];
-    const kt_placement *placement; /* that of[] was first touched on */
-} scratch;
+static kt_arenas arenas;
 
-size_t kt_moe_scratch_bytes(void) {
-    size_t bytes = scratch.common.bytes;
-    for (size_t i = 0; i < KT_SHARDS_MAX; i++) bytes += scratch.of[i].bytes;
-    return bytes;
-}
+size_t kt_moe_scratch_bytes(void) { return kt_arenas_bytes(&arenas); }
 
-static bool resize(arena *a, size_t bytes) {
-    kt_os_unmap(a->base, a->bytes);
-    a->base = bytes ? kt_os_map(bytes) : NULL;
-    a->bytes = a->base ? bytes : 0;
-    return a->base || !bytes;
-}
-
-static size_t beyond(const arena *a, size_t bytes) { return bytes > a->bytes ? bytes - a->bytes : 0; }
-
-static void release_shards(void) {
-    for (size_t i = 0; i < KT_SHARDS_MAX; i++) resize(&scratch.of[i], 0);
-}
-
-void kt_moe_release(void) {
-    resize(&scratch.common, 0);
-    release_shards();
-}
+void kt_moe_release(void) { kt_arenas_release(&arenas); }
 
 /* Gives every array that the caller or all shards touch its place for a batch of `tokens`; returns the bytes. */
 static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
@@ -115,22 +88,11 @@ size_t kt_scratch_chunk(kt_job *j) {
 }
 
 bool kt_scratch_have(kt_job *j, size_t tokens) {
-    if (scratch.placement != j->layer->placement) release_shards(); /* theirs is on other nodes */
-    scratch.placement = j->layer->placement;
-    const size_t held = kt_moe_scratch_bytes(), bytes = lay_out(j, NULL, tokens);
-    size_t shard_bytes[KT_SHARDS_MAX], more = beyond(&scratch.common, bytes), needed = bytes;
-    for (size_t i = 0; i < j->num_shards; i++) {
-        shard_bytes[i] = lay_out_shard(j, &j->shards[i], NULL, tokens);
-        more += beyond(&scratch.of[i], shard_bytes[i]);
-        needed += shard_bytes[i];
-    }
-    /* Other calls may have needed much of other arenas, or had a larger bound. */
-    if (held + more > needed && held + more > kt_moe_tuning.scratch_bytes) kt_moe_release();
-    if (bytes > scratch.common.bytes && !resize(&scratch.common, bytes)) return false;
-    lay_out(j, scratch.common.base, tokens);
-    for (size_t i = 0; i < j->num_shards; i++) {
-        if (shard_bytes[i] > scratch.of[i].bytes && !resize(&scratch.of[i], shard_bytes[i])) return false;
-        lay_out_shard(j, &j->shards[i], scratch.of[i].base, tokens);
-    }
+    kt_arena_sizes sizes = {
+        .placement = j->layer->placement, .bound = kt_moe_tuning.scratch_bytes, .common = lay_out(j, NULL, tokens)};
+    for (size_t i = 0; i < j->num_shards; i++) sizes.of[i] = lay_out_shard(j, &j->shards[i], NULL, tokens);
+    if (!kt_arenas_have(&arenas, &sizes)) return false;
+    lay_out(j, arenas.common.base, tokens);
+    for (size_t i = 0; i < j->num_shards; i++) lay_out_shard(j, &j->shards[i], arenas.of[i].base, tokens);
     return true;
 }
