@@ -342,10 +342,13 @@ cdef class PackedLayer:
     @property
     def trainable(self):
         """None, or the reason why this layer has no backward()."""
+        cdef const kt_kernel *kernel
+        cdef size_t p, i
         if self._form != "bf16" or self._x is not None or self._h is not None:
             return "only layers with activations=\"bf16\" can be trained"
         for p, projection in enumerate(PROJECTIONS):
-            for kernel in (self._kernels[p].kernels[0], self._kernels[p].kernels[1]):
+            for i in range(2):
+                kernel = self._kernels[p].kernels[i]
                 if not kernel or not kernel.operand or not self._table.isa.derive:
                     description = self._spec.formats[projection].description
                     return f"{self._table.name}'s kernels for {description} have no transposed product"
