@@ -56,7 +56,8 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     p->halves = kt_carve(&c, s->may_halve ? 2 * p->inter_panels * slots : 0, sizeof(kt_panel_row));
     p->d = kt_carve(&c, s->by_panel ? 0 : slots * j->hidden_panels, sizeof(kt_panel_row));
     p->sums = kt_carve(&c, j->num_shards > 1 ? j->hidden_panels * tokens : 0, sizeof(kt_panel_row));
-    p->bf16_h = kt_carve(&c, adapter && adapter->of[KT_OF_DOWN].a.data ? slots * p->shard->intermediate : 0, sizeof *p->bf16_h);
+    const bool h_kept = adapter && adapter->of[KT_OF_DOWN].a.data;
+    p->bf16_h = h_kept ? kt_carve(&c, slots * p->shard->intermediate, sizeof *p->bf16_h) : NULL;
     for (size_t i = 0; i < threads; i++) {
         const kt_worker_scratch w = {
             .g = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
