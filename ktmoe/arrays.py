@@ -78,3 +78,11 @@ def as_numpy(value, name: str, dtype=None) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     raise InputError(f"{name} must be a numpy array or a torch CPU tensor; found {type(value).__name__}")
+
+
+def expect_shape(name: str, array: np.ndarray, shape: tuple[int | None, ...]) -> None:
+    """Raise InputError unless the array has that shape; None is any size."""
+    fits = array.ndim == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True))
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise InputError(f"{name} must have shape [{wanted}], found {list(array.shape)}")

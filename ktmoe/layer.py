@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktmoe import arrays, backends
+from ktmoe import backends
 from ktmoe.backends.base import TUNED_FOR, Arenas, Plan, Progress, Stored
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
+from ktmoe.batch import checked_batch, checked_out
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix, checked_router_weight
@@ -149,36 +150,13 @@ class MoELayer:
         packed = self.packed  # once: close() may come from another thread
         if packed is None:
             raise ClosedError(f"{self.name}: forward after close()")
-        given = arrays.view(x, "x")
-        _expect("x", given.array, (None, self.hidden))
-        tokens = given.array.shape[0]
-        ids = arrays.as_numpy(expert_ids, "expert_ids")
-        if ids.dtype.kind not in "iu":
-            raise InputError(f"expert_ids must be integers, found {ids.dtype}")
-        _expect("expert_ids", ids, (tokens, None))
-        weights = arrays.as_numpy(expert_weights, "expert_weights")
-        if weights.dtype != np.float32:
-            raise InputError(f"expert_weights must be float32, found {weights.dtype}")
-        _expect("expert_weights", weights, ids.shape)
-        mask = mask_of(self)
-        if out is None:
-            target, result = np.empty(given.array.shape, given.array.dtype), None
-        else:
-            target, result = self._checked_out(out, given), out
-            for name, array in (("expert_ids", ids), ("expert_weights", weights), ("expert_mask", mask)):
-                if np.may_share_memory(target, array):
-                    raise InputError(f"out must not overlap {name}: it is written before all of them have been read")
-        if ids.size == 0:
+        batch = checked_batch(self, x, expert_ids, expert_weights)
+        target = checked_out(out, batch)
+        if batch.ids.size == 0:
             target[...] = 0
         else:
-            packed.forward(
-                np.ascontiguousarray(given.array),
-                np.ascontiguousarray(ids, np.int64),
-                np.ascontiguousarray(weights),
-                np.ascontiguousarray(mask).view(np.uint8),
-                target,
-            )
-        return given.restore(target) if result is None else result
+            packed.forward(*batch.contiguous(), target)
+        return batch.x.restore(target) if out is None else out
 
     def submit(self, x, expert_ids, expert_weights, out=None) -> Future:
         """forward() on a thread of its own: job.result() gives y, or raises. Leave the arguments unchanged until then.
@@ -260,29 +238,6 @@ class MoELayer:
             raise UnavailableError(f"{self.name}: backend {self.backend!r} cannot {method} an expert")
         return packed
 
-    def _checked_out(self, out, given: arrays.FloatArray) -> np.ndarray:
-        like = arrays.view(out, "out")
-        if like.kind != given.kind:
-            raise InputError(f"out must be of x's kind, a {given.kind}; found a {like.kind}")
-        _expect("out", like.array, given.array.shape)
-        if not (like.array.flags.c_contiguous and like.array.flags.writeable):
-            found = f"strides {like.array.strides}, writeable {like.array.flags.writeable}"
-            raise InputError(f"out must be C-contiguous and writeable; found {found}")
-        starts = {array.__array_interface__["data"][0] for array in (like.array, given.array)}
-        same = len(starts) == 1 and given.array.flags.c_contiguous
-        if not same and np.may_share_memory(like.array, given.array):
-            raise InputError("out must be x itself or not overlap it; found a partial overlap")
-        return like.array
-
-
-def mask_of(layer: MoELayer) -> np.ndarray:
-    """The layer's expert_mask. Raises InputError if somebody has set it to anything but bool [num_experts]."""
-    mask = layer.expert_mask
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (layer.num_experts,):
-        found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
-        raise InputError(f"expert_mask must be a bool array [{layer.num_experts}], found {found}")
-    return mask
-
 
 def open_cache(cache: str | os.PathLike, checkpoint: str | os.PathLike, physical_to_logical: object) -> Cache:
     """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
@@ -297,13 +252,6 @@ def placement_of(experts: ExpertWeights, numa_nodes: Sequence[int] | None = None
     if numa_nodes is None:  # not on more nodes than there is something for
         placement = placement.first(-(-experts.intermediate // experts.shard_unit))
     return placement
-
-
-def _expect(name: str, array: np.ndarray, shape: tuple[int | None, ...]) -> None:
-    fits = array.ndim == len(shape) and all(want is None or want == have for want, have in zip(shape, array.shape, strict=True))
-    if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise InputError(f"{name} must have shape [{wanted}], found {list(array.shape)}")
 
 
 _jobs = Worker("ktmoe-submit")

@@ -31,6 +31,8 @@ FORBIDDEN = {
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
     "cache": {"model", "compat", "quantization"},
     "layer": {"model", "compat", "two_stage"},
+    "batch": {"layer", "model", "backends", "compat"},
+    "training": {"compat", "background", "cli", "torch"},
     "two_stage": {"model", "loaders", "backends", "compat", "background", "cli"},
     "model": {"compat"},
     "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "reference"},
@@ -51,6 +53,7 @@ ONLY_FOR = {
     "inspection": {"cli"},
     "limits": {"inspection", "cli"},
     "synthetic": {"synthetic", "cli"},
+    "torch": {"torch", "transformers"},
     "transformers": {"transformers", "cli"},
 }
 

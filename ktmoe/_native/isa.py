@@ -97,7 +97,7 @@ ISAS = {
 #: Folders of C files that are compiled once, for every CPU; each includes only those before it.
 DRIVER = ("base", "pack", "quantize", "layer", "forward", "backward")
 
-#: What every row is compiled from besides: its table, the activation, products of dense matrices, rows as kernels take them, the
+#: What every row is compiled from besides: its table, the activation, products of adapters, rows as kernels take them, the
 #: machine's limits.
 COMMON = ("table", "activation", "dense", "rows", "limits")
 

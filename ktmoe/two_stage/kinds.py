@@ -74,11 +74,3 @@ def give(array: np.ndarray, torch: bool):
     if array.dtype == arrays.BF16:
         return module.from_numpy(array.view(np.int16)).view(module.bfloat16)
     return module.from_numpy(array)
-
-
-def expect_shape(name: str, array: np.ndarray, shape: tuple[int | None, ...]) -> None:
-    """Raise InputError unless the array has that shape; None is any size."""
-    fits = array.ndim == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True))
-    if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise InputError(f"{name} must have shape [{wanted}], found {list(array.shape)}")

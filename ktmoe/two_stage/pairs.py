@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe.arrays import expect_shape
 from ktmoe.errors import InputError
-from ktmoe.two_stage.kinds import expect_shape, room_for
+from ktmoe.two_stage.kinds import room_for
 from ktmoe.two_stage.sorting import TOKEN_BITS, TOKEN_MASK, UNITS, Sorting
 
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe._native import core
+from ktmoe.arrays import expect_shape
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 from ktmoe.quantization import RULES, Rule
 from ktmoe.quantization.blocks import block_rule
-from ktmoe.two_stage.kinds import as_bits, as_bytes, expect_shape, give
+from ktmoe.two_stage.kinds import as_bits, as_bytes, give
 from ktmoe.two_stage.pairs import arrays_of
 from ktmoe.two_stage.scales import checked_order, tiled, untiled
 from ktmoe.two_stage.sorting import TOKEN_MASK, Sorting

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe.arrays import expect_shape
 from ktmoe.errors import InputError
 from ktmoe.messages import show
-from ktmoe.two_stage.kinds import as_bytes, expect_shape, give, whole
+from ktmoe.two_stage.kinds import as_bytes, give, whole
 
 #: Rows and columns of a tile, each as two digits: row = 16 r1 + r0, column = 4 c1 + c0.
 _ROWS, _COLUMNS = (2, 16), (2, 4)

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe.arrays import expect_shape
 from ktmoe.errors import InputError
 from ktmoe.experts import SIZE_LIMIT
 from ktmoe.messages import show
-from ktmoe.two_stage.kinds import expect_shape, give, integers, room_for, whole
+from ktmoe.two_stage.kinds import give, integers, room_for, whole
 
 #: Rows of a block.
 UNITS = (16, 32, 64, 128)

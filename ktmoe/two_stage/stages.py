@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe.arrays import expect_shape
+from ktmoe.batch import mask_of
 from ktmoe.errors import ClosedError, InputError, UnavailableError
-from ktmoe.layer import MoELayer, mask_of
+from ktmoe.layer import MoELayer
 from ktmoe.messages import show
 from ktmoe.modes import mode_of
 from ktmoe.quantization import Rule
-from ktmoe.two_stage.kinds import expect_shape, give, room_for
+from ktmoe.two_stage.kinds import give, room_for
 from ktmoe.two_stage.pairs import Pairs, pairs_of
 from ktmoe.two_stage.rows import BlockScaled, checked, quantized, values
 from ktmoe.two_stage.scales import checked_order, tiled

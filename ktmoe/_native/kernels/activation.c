@@ -111,7 +111,7 @@ INLINE float across(const f32v v) {
 /* With z = alpha g', s = 1 / (1 + exp(-z)), eps = 2^-24 and normal numbers, before the rounding to bf16:
  *     dg = t (u' + offset) s (1 + z (1 - s))   within |t (u' + offset) s| (|1 + z (1 - s)| + |z (1 - s)|) (14 + |z|) eps
  *     du = t g' s                              within |t g' s| (9 + |z|) eps
- * 4 eps and |z| eps are exp's and its argument's. A gradient that a clamp stops is 0, be t what it may. */
+ * 4 eps and |z| eps are exp's and its argument's; s below 2^-127 is 0. A gradient that a clamp stops is 0, be t what it may. */
 void KT_NAME(derive)(const kt_derive *restrict d) {
     const constants with = constants_of(&d->act);
     const int columns = (int)d->columns;

@@ -9,23 +9,26 @@
 #include "kernels/common/training.h"
 #include "kernels/common/vector.h"
 
-enum {
+/* Tiles of up to so many rows: of several vectors; of one vector, enough chains to hide the latency; of sums across lanes. */
+#define UP_TO_8(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #if VECTOR_BYTES == 64
-    TILE_ROWS = 6, /* 24 sums of 32 registers */
-    TILE_VECTORS = 4,
-    TALL_ROWS = 12, /* of a tile of one vector: enough chains to hide the latency */
-    DOT_ROWS = 6,
+enum { TILE_VECTORS = 4, TILE_ROWS = 6, TALL_ROWS = 12, DOT_ROWS = 6 }; /* 24 sums of 32 registers */
+#define WIDE(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define TALL(CASE) UP_TO_8(CASE) CASE(9) CASE(10) CASE(11) CASE(12)
+#define DOTS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #elif VECTOR_BYTES == 32
-    TILE_ROWS = 6, /* 12 of 16 */
-    TILE_VECTORS = 2,
-    TALL_ROWS = 12,
-    DOT_ROWS = 3,
+enum { TILE_VECTORS = 2, TILE_ROWS = 6, TALL_ROWS = 12, DOT_ROWS = 3 }; /* 12 of 16 */
+#define WIDE(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define TALL(CASE) UP_TO_8(CASE) CASE(9) CASE(10) CASE(11) CASE(12)
+#define DOTS(CASE) CASE(1) CASE(2) CASE(3)
 #else
-    TILE_ROWS = 4,
-    TILE_VECTORS = 2,
-    TALL_ROWS = 8,
-    DOT_ROWS = 2,
+enum { TILE_VECTORS = 2, TILE_ROWS = 4, TALL_ROWS = 8, DOT_ROWS = 2 };
+#define WIDE(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
+#define TALL(CASE) UP_TO_8(CASE)
+#define DOTS(CASE) CASE(1) CASE(2)
 #endif
+
+enum {
     DOT_COLUMNS = 4,
     CHAIN_MAX = 256,
     TURNED = 64, /* rows and columns of a turned strip, 16 KiB */
@@ -62,7 +65,8 @@ INLINE void store_first(float *p, const f32v v, const size_t count) {
 #endif
 
 /* Rows from i on, columns from j on; first: how many of the columns of one vector there are, or 0: all of each. */
-INLINE void tile(const kt_dense *restrict d, const size_t i, const size_t j, const int rows, const int vectors, const size_t first) {
+INLINE void tile(const kt_dense *restrict d, const size_t i, const size_t j, const int rows, const int vectors,
+                 const size_t first) {
     const float *a = d->a + i * d->a_row, *b = d->b + j;
     float *const c = d->c + i * d->c_row + j;
     f32v sum[TALL_ROWS][TILE_VECTORS];
@@ -98,49 +102,30 @@ INLINE void tile(const kt_dense *restrict d, const size_t i, const size_t j, con
 }
 
 /* m rows in as few tiles of at most `most` rows as there can be, whose rows differ by one at most. */
-#define EACH_TILE(m, most)                                                                                      \
+#define EACH_TILE(m, most)                                                                                         \
     for (size_t i = 0, tiles = ((m) + (most) - 1) / (most), rows; tiles && (rows = ((m) - i + tiles - 1) / tiles); \
          i += rows, tiles--)
 
+/* One each, since a tile's code has its number of rows in it. */
 static void wide(const kt_dense *d, const size_t j) {
-    EACH_TILE(d->m, TILE_ROWS)
-    switch (rows) {
 #define CASE(rows) \
     case rows: tile(d, i, j, rows, TILE_VECTORS, 0); break;
-        CASE(1) CASE(2) CASE(3) CASE(4)
-#if VECTOR_BYTES > 16
-        CASE(5) CASE(6)
-#endif
+    EACH_TILE(d->m, TILE_ROWS) switch (rows) { WIDE(CASE) }
 #undef CASE
-    }
 }
 
-#define TALL(CASE)                                                      \
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) TALLER(CASE)
-#if VECTOR_BYTES > 16
-#define TALLER(CASE) CASE(9) CASE(10) CASE(11) CASE(12)
-#else
-#define TALLER(CASE)
-#endif
-
 static void tall(const kt_dense *d, const size_t j) {
-    EACH_TILE(d->m, TALL_ROWS)
-    switch (rows) {
 #define CASE(rows) \
     case rows: tile(d, i, j, rows, 1, 0); break;
-        TALL(CASE)
+    EACH_TILE(d->m, TALL_ROWS) switch (rows) { TALL(CASE) }
 #undef CASE
-    }
 }
 
 static void tall_first(const kt_dense *d, const size_t j, const size_t first) {
-    EACH_TILE(d->m, TALL_ROWS)
-    switch (rows) {
 #define CASE(rows) \
     case rows: tile(d, i, j, rows, 1, first); break;
-        TALL(CASE)
+    EACH_TILE(d->m, TALL_ROWS) switch (rows) { TALL(CASE) }
 #undef CASE
-    }
 }
 
 void KT_NAME(dense)(const kt_dense *d) {
@@ -161,7 +146,8 @@ INLINE void turn_four(f32x4 v[4]) {
 }
 
 /* to[k][j] = b[j * b_row + k], j < n, k < count. */
-static void turn(const float *restrict b, const size_t b_row, const size_t n, const size_t count, float (*restrict to)[TURNED]) {
+static void turn(const float *restrict b, const size_t b_row, const size_t n, const size_t count,
+                 float (*restrict to)[TURNED]) {
     size_t j = 0;
     for (; j + 4 <= n; j += 4) {
         const float *const from = b + j * b_row;
@@ -232,14 +218,14 @@ INLINE void dots(const kt_dense_rows *restrict d, const size_t i, const size_t j
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int l = 0; l < DOT_COLUMNS; l++) sum[r][l] = splat(0);
-#define STEP(LOAD)                                                                                                   \
-    {                                                                                                                \
-        f32v x[DOT_ROWS];                                                                                            \
-        _Pragma("GCC unroll 6") for (int r = 0; r < rows; r++) x[r] = LOAD(a + r * d->a_row + k);                    \
-        _Pragma("GCC unroll 4") for (int l = 0; l < DOT_COLUMNS; l++) {                                              \
-            const f32v w = LOAD(b[l] + k);                                                                           \
-            _Pragma("GCC unroll 6") for (int r = 0; r < rows; r++) sum[r][l] = multiply_add(x[r], w, sum[r][l]);     \
-        }                                                                                                            \
+#define STEP(LOAD)                                                                                               \
+    {                                                                                                            \
+        f32v x[DOT_ROWS];                                                                                        \
+        _Pragma("GCC unroll 6") for (int r = 0; r < rows; r++) x[r] = LOAD(a + r * d->a_row + k);                \
+        _Pragma("GCC unroll 4") for (int l = 0; l < DOT_COLUMNS; l++) {                                          \
+            const f32v w = LOAD(b[l] + k);                                                                       \
+            _Pragma("GCC unroll 6") for (int r = 0; r < rows; r++) sum[r][l] = multiply_add(x[r], w, sum[r][l]); \
+        }                                                                                                        \
     }
     size_t k = 0;
 #pragma GCC unroll 1
@@ -257,22 +243,13 @@ INLINE void dots(const kt_dense_rows *restrict d, const size_t i, const size_t j
 }
 
 static void by_lanes(const kt_dense_rows *d) {
-    EACH_TILE(d->m, DOT_ROWS)
-    for (size_t j = 0; j < d->n; j += DOT_COLUMNS) {
-        const size_t n = least(d->n - j, DOT_COLUMNS);
-        switch (rows) {
 #define CASE(rows) \
-    case rows: dots(d, i, j, rows, n); break;
-            CASE(1) CASE(2)
-#if VECTOR_BYTES > 16
-            CASE(3)
-#endif
-#if VECTOR_BYTES == 64
-            CASE(4) CASE(5) CASE(6)
-#endif
-#undef CASE
+    case rows: dots(d, i, j, rows, least(d->n - j, DOT_COLUMNS)); break;
+    EACH_TILE(d->m, DOT_ROWS)
+    for (size_t j = 0; j < d->n; j += DOT_COLUMNS) switch (rows) {
+            DOTS(CASE)
         }
-    }
+#undef CASE
 }
 
 void KT_NAME(dense_rows)(const kt_dense_rows *d) {

@@ -1,0 +1,154 @@
+"""Lora: the adapter of one layer's experts, and all checks of it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from ktmoe import arrays
+from ktmoe.errors import InputError
+from ktmoe.experts import PROJECTIONS, ExpertSpec
+from ktmoe.messages import show
+
+#: The largest rank.
+RANK_MAX = 256
+
+_DTYPES = "float32, bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or a torch CPU tensor of float32 or bfloat16"
+
+
+class Lora:
+    """Low-rank matrices beside frozen ones: W x becomes W x + scale * B (A x), with scale = alpha / rank, for each expert
+    (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1).
+
+    pairs: {projection: (a, b)} for one or more of "gate", "up" and "down": a [experts, rank, inputs] and
+    b [experts, outputs, rank], C-contiguous, each float32, bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or a torch CPU
+    tensor of float32 or bfloat16. float64 is for ktmoe.reference_training alone. They are held, not copied: whoever changes
+    them in place changes the adapter.
+    alpha: finite. finite: whether NaN and infinities are refused, once, here.
+
+    Attributes: pairs: as arrays (bfloat16 as uint16). alpha. rank: 1 to RANK_MAX, the same for all pairs. scale: alpha / rank.
+    num_experts. projections: those that have a pair, in the order of PROJECTIONS. nbytes.
+
+    Raises InputError, which names the array, what was expected and what was found.
+    """
+
+    def __init__(self, pairs: Mapping[str, tuple], alpha: float, *, finite: bool = True):
+        if not isinstance(pairs, Mapping) or not pairs:
+            raise InputError(f"pairs must be {{projection: (a, b)}}, found {show(pairs)}")
+        if unknown := [projection for projection in pairs if projection not in PROJECTIONS]:
+            raise InputError(f"pairs must be of the projections {', '.join(PROJECTIONS)}, found {show(unknown[0])}")
+        self.alpha = checked_alpha(alpha)
+        self.projections = tuple(projection for projection in PROJECTIONS if projection in pairs)
+        self.pairs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for projection in self.projections:
+            pair = pairs[projection]
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise InputError(f"{projection} must be (a, b), found {show(pair)}")
+            self.pairs[projection] = tuple(_checked(m, f"{projection}'s {n}", finite) for n, m in zip("ab", pair, strict=True))
+        first, _ = self.pairs[self.projections[0]]
+        self.num_experts, self.rank = first.shape[:2]
+        if not self.num_experts or not 1 <= self.rank <= RANK_MAX:
+            raise InputError(
+                f"{self.projections[0]}'s a must be [experts, rank, inputs] with a rank of 1 to {RANK_MAX}, "
+                f"found {list(first.shape)}"
+            )
+        self.scale = self.alpha / self.rank
+        for projection, (a, b) in self.pairs.items():
+            arrays.expect_shape(f"{projection}'s a", a, (self.num_experts, self.rank, None))
+            arrays.expect_shape(f"{projection}'s b", b, (self.num_experts, None, self.rank))
+
+    @classmethod
+    def initial(
+        cls,
+        spec: ExpertSpec,
+        rank: int,
+        alpha: float,
+        projections: Iterable[str] = PROJECTIONS,
+        seed: int = 0,
+        dtype=np.float32,
+    ) -> Lora:
+        """An adapter that changes nothing yet: B is zero, and A uniform in +-1 / sqrt(inputs), which is PEFT's default
+        (Kaiming-uniform with a = sqrt(5)).
+
+        spec: of the layer (MoELayer.spec). dtype: float32 or bfloat16 (ml_dtypes). Raises InputError.
+        """
+        shapes = lora_shapes(spec, rank, projections)
+        dtype = np.dtype(dtype)
+        if dtype not in (np.float32, arrays.BF16):
+            raise InputError(f"dtype must be float32 or bfloat16, found {dtype}")
+        random = np.random.default_rng(seed)
+        pairs = {}
+        for projection, (of_a, of_b) in shapes.items():
+            a = random.random(of_a, np.float32)
+            a -= np.float32(0.5)
+            a *= np.float32(2 / math.sqrt(of_a[2]))
+            pairs[projection] = (a.astype(dtype, copy=False), np.zeros(of_b, dtype))
+        return cls(pairs, alpha)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for pair in self.pairs.values() for array in pair)
+
+    def check(self, spec: ExpertSpec) -> None:
+        """Raise InputError if this is no adapter for a layer's experts."""
+        for projection, shapes in lora_shapes(spec, self.rank, self.projections).items():
+            for name, array, shape in zip("ab", self.pairs[projection], shapes, strict=True):
+                arrays.expect_shape(f"{spec.name}: {projection}'s {name}", array, shape)
+
+    def __repr__(self) -> str:
+        return f"Lora(rank={self.rank}, alpha={self.alpha:g}, {', '.join(self.projections)}, {self.num_experts} experts)"
+
+
+def lora_shapes(
+    spec: ExpertSpec, rank: int, projections: Iterable[str] = PROJECTIONS
+) -> dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]]:
+    """{projection: (shape of a, shape of b)}. Raises InputError for an unknown projection, none at all, or a rank that is not
+    1 to RANK_MAX."""
+    try:
+        number = operator.index(rank)
+    except TypeError:
+        number = 0
+    if isinstance(rank, bool) or not 1 <= number <= RANK_MAX:
+        raise InputError(f"rank must be an integer from 1 to {RANK_MAX}, found {show(rank)}")
+    chosen = [projections] if isinstance(projections, str) else list(projections)
+    if not chosen or any(projection not in PROJECTIONS for projection in chosen):
+        raise InputError(f"projections must be one or more of {', '.join(PROJECTIONS)}, found {show(chosen)}")
+    shapes = {}
+    for projection in (projection for projection in PROJECTIONS if projection in chosen):
+        n, k = spec.shape(projection)
+        shapes[projection] = ((spec.num_experts, number, k), (spec.num_experts, n, number))
+    return shapes
+
+
+def checked_alpha(alpha: float) -> float:
+    """Raises InputError for what is no finite number."""
+    try:
+        number = float(alpha)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"alpha must be a finite number, found {show(alpha)}")
+    return number
+
+
+def _checked(value, name: str, finite: bool) -> np.ndarray:
+    """As float32, uint16 or float64, sharing memory."""
+    if isinstance(value, np.ndarray) and value.dtype == np.float64:
+        array = value
+    elif isinstance(value, np.ndarray) or arrays.is_torch(value):
+        array = arrays.view(value, name).array
+    else:
+        raise InputError(f"{name} must be {_DTYPES}; found {type(value).__name__}")
+    arrays.expect_shape(name, array, (None, None, None))
+    if not array.flags.c_contiguous:
+        raise InputError(f"{name} must be C-contiguous, found strides {array.strides}")
+    if finite:
+        # by expert, so that hardly any memory is needed
+        for expert, own in enumerate(array.view(arrays.BF16) if array.dtype == np.uint16 else array):
+            if not np.isfinite(own).all():
+                row, column = np.argwhere(~np.isfinite(own))[0].tolist()
+                raise InputError(f"{name} [{expert}, {row}, {column}] must be finite, found {float(own[row, column])}")
+    return array

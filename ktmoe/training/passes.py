@@ -1,0 +1,205 @@
+"""Training: the forward and the backward pass of a layer with an adapter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ktmoe import arrays
+from ktmoe._native import core
+from ktmoe.batch import checked_batch, checked_out
+from ktmoe.errors import ClosedError, InputError, UnavailableError, memory_for
+from ktmoe.layer import MoELayer
+from ktmoe.messages import show
+from ktmoe.training.lora import Lora
+from ktmoe.training.saved import Saved
+
+#: The activation mode that can be trained.
+MODE = "bf16"
+#: What a backward pass can give.
+WANTED = ("x", "weights", "lora")
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Of a loss. x: like x, of its kind and dtype. weights: of the router weights, float32 [tokens, top_k], 0 where a slot is
+    skipped. lora: of the adapter, {projection: (da, db)}, float32 of a's and b's shapes. None: not wanted, or no adapter."""
+
+    x: object
+    weights: np.ndarray | None
+    lora: dict[str, tuple] | None
+
+
+class Training:
+    """The forward and the backward pass of a layer whose weights are frozen and stay packed. docs/numerics.md has all formulas.
+
+    layer: with activations="bf16". It stays usable. A forward pass reads its expert_mask, and its backward pass has the same.
+    Do not replace an expert between the two. recompute: a forward pass keeps its arguments alone, and the backward pass
+    computes g and u again. The bits are the same.
+
+    Raises InputError for another activation mode, UnavailableError for a layer that cannot be trained, ClosedError.
+    """
+
+    def __init__(self, layer: MoELayer, recompute: bool = False):
+        if not isinstance(layer, MoELayer):
+            raise InputError(f"layer must be a MoELayer, found {type(layer).__name__}")
+        if layer.activations != MODE:
+            raise InputError(
+                f"{layer.name}: training needs activations={MODE!r}, found {layer.activations!r}, which rounds more; "
+                "make the layer with that mode"
+            )
+        packed = _packed(layer, "training")
+        reason = getattr(packed, "trainable", f"backend {layer.backend!r} has no training")
+        if reason is not None:
+            raise UnavailableError(f"{layer.name}: it cannot be trained: {reason}")
+        self.layer = layer
+        self.recompute = bool(recompute)
+
+    @property
+    def spec(self):
+        """The layer's ExpertSpec."""
+        return self.layer.spec
+
+    def __deepcopy__(self, memo: dict) -> Training:
+        """Itself: it has nothing of its own, and copies of a module share its layer."""
+        return self
+
+    def forward(
+        self, x, expert_ids, expert_weights, lora: Lora | None = None, *, save: bool = True, out=None
+    ) -> tuple[object, Saved | None]:
+        """(y, what backward() needs). y, x, expert_ids, expert_weights and out are those of MoELayer.forward(); without an
+        adapter y has its bits.
+
+        lora: the adapter; None: none. save: whether to keep anything; None is returned where not.
+        Raises what MoELayer.forward() raises, InputError for an adapter of other shapes, OutOfMemoryError.
+        """
+        packed = _packed(self.layer, "forward")
+        batch = checked_batch(self.layer, x, expert_ids, expert_weights)
+        adapter = self._adapter(lora)
+        target = checked_out(out, batch)
+        taken = None
+        with memory_for(f"{self.layer.name}: what a forward pass of {len(batch.ids)} tokens keeps"):
+            arguments = batch.copied() if save else batch.contiguous()
+            if save and not self.recompute:
+                taken = self._room(batch.ids.size, lora)
+        if batch.ids.size == 0:
+            target[...] = 0
+        else:
+            packed.forward_training(*arguments, target, adapter, taken)
+        saved = None
+        if save:
+            adapted = lora and (lora.projections, lora.rank)
+            saved = Saved(*arguments, taken, adapted, self.layer, batch.x.restore)
+        return batch.x.restore(target) if out is None else out, saved
+
+    def backward(
+        self,
+        saved: Saved,
+        grad_y,
+        lora: Lora | None = None,
+        *,
+        into: Mapping[str, tuple] | None = None,
+        add: bool = False,
+        scale: float = 1.0,
+        wanted: Iterable[str] = WANTED,
+    ) -> Gradients:
+        """The gradients of a loss, given that with respect to y.
+
+        saved: of forward(), for the same layer. grad_y: [tokens, hidden], bfloat16, uint16 holding its bits, float32 (rounded
+        to bfloat16 once), or a torch CPU tensor of bfloat16 or float32. lora: the adapter of the forward pass, with the same
+        numbers in it. into: {projection: (da, db)}, where the adapter's gradients are written: float32, C-contiguous, of
+        a's and b's shapes, arrays or torch CPU tensors; None: new arrays. add: whether they are added to what into holds.
+        scale: multiplies the adapter's gradients alone. wanted: which of "x", "weights" and "lora" to compute.
+        Raises InputError, ClosedError, OutOfMemoryError.
+        """
+        packed = _packed(self.layer, "backward")
+        if not isinstance(saved, Saved) or saved.owner is not self.layer:
+            raise InputError(
+                f"{self.layer.name}: saved must be what forward() of the same layer's Training gave, found {show(saved)}"
+            )
+        if (lora and (lora.projections, lora.rank)) != saved.adapted:
+            raise InputError(
+                f"{self.layer.name}: lora must be the adapter of the forward pass, {show(saved.adapted)}, found {lora!r}"
+            )
+        wanted = set(wanted)
+        if not wanted <= set(WANTED):
+            raise InputError(f"wanted must be of {', '.join(WANTED)}, found {show(sorted(map(str, wanted)))}")
+        if not math.isfinite(scale):
+            raise InputError(f"scale must be finite, found {scale}")
+        given = arrays.view(grad_y, "grad_y").array
+        arrays.expect_shape("grad_y", given, saved.x.shape)
+        adapter = self._adapter(lora)
+        if "lora" not in wanted or lora is None:
+            if into is not None:
+                raise InputError("into must be None where no adapter's gradients are computed")
+            sums, gradients = None, None
+        with memory_for(f"{self.layer.name}: the gradients of {len(saved.x)} tokens"):
+            if "lora" in wanted and lora is not None:
+                sums, gradients = _targets(lora, into, add)
+            grad_x = np.empty(saved.x.shape, saved.x.dtype) if "x" in wanted else None
+            grad_weights = np.zeros(saved.weights.shape, np.float32)
+        if saved.ids.size == 0:
+            if grad_x is not None:
+                grad_x[...] = 0
+            for array in () if add else (array for pair in (sums or {}).values() for array in pair):
+                array[...] = 0
+        else:
+            arguments = (saved.x, saved.ids, saved.weights, saved.mask, np.ascontiguousarray(given), adapter, saved.arrays)
+            packed.backward(*arguments, grad_x, grad_weights, sums, bool(add), float(scale))
+        return Gradients(
+            None if grad_x is None else saved.restore(grad_x), grad_weights if "weights" in wanted else None, gradients
+        )
+
+    def _adapter(self, lora: Lora | None):
+        """As the driver takes it. Raises InputError."""
+        if lora is None:
+            return None
+        if not isinstance(lora, Lora):
+            raise InputError(f"{self.layer.name}: lora must be a Lora or None, found {type(lora).__name__}")
+        if wrong := [array.dtype for pair in lora.pairs.values() for array in pair if array.dtype == np.float64]:
+            raise InputError(f"{self.layer.name}: lora must be of float32 or bfloat16, found {wrong[0]}")
+        lora.check(self.layer.spec)
+        return core.Adapter(self.layer.spec, lora.scale, lora.pairs)
+
+    def _room(self, pairs: int, lora: Lora | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Where g, u and t go."""
+        g, u = (np.empty((pairs, self.layer.intermediate), np.float32) for _ in range(2))
+        return g, u, None if lora is None else np.empty((pairs, 3, lora.rank), np.float32)
+
+
+def _packed(layer: MoELayer, what: str):
+    packed = layer.packed  # once: close() may come from another thread
+    if packed is None:
+        raise ClosedError(f"{layer.name}: {what} after close()")
+    return packed
+
+
+def _targets(lora: Lora, into: Mapping[str, tuple] | None, add: bool) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """Where an adapter's gradients go: as float32 arrays, and as they were given. Raises InputError."""
+    if into is None:
+        if add:
+            raise InputError("add needs into: there is nothing to add to")
+        made = {p: tuple(np.empty(m.shape, np.float32) for m in pair) for p, pair in lora.pairs.items()}
+        return made, made
+    if not isinstance(into, Mapping) or set(into) != set(lora.projections):
+        raise InputError(f"into must have (da, db) for {', '.join(lora.projections)}, found {show(into)}")
+    sums = {}
+    for projection in lora.projections:
+        pair = into[projection]
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InputError(f"into: {projection} must be (da, db), found {show(pair)}")
+        names = (f"into: {projection}'s d{name}" for name in "ab")
+        sums[projection] = tuple(map(_checked_target, names, pair, lora.pairs[projection]))
+    return sums, dict(into)
+
+
+def _checked_target(name: str, given, like: np.ndarray) -> np.ndarray:
+    array = arrays.as_numpy(given, name)
+    if array.dtype != np.float32 or not (array.flags.c_contiguous and array.flags.writeable):
+        found = f"{array.dtype} with strides {array.strides}, writeable {array.flags.writeable}"
+        raise InputError(f"{name} must be float32, C-contiguous and writeable, found {found}")
+    arrays.expect_shape(name, array, like.shape)
+    return array
