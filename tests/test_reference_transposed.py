@@ -71,7 +71,7 @@ def test_the_bits_of_a_weight(format):
 @pytest.mark.cover("values")
 def test_a_simulated_product_stays_within_the_bound(format, kind):
     rng = np.random.default_rng(2)
-    matrix = matrix_of(rng, format)
+    matrix = matrix_of(rng, format, 320)
     run = simulated(kind)
     a = rng.standard_normal((5, matrix.shape[0])).astype(BFLOAT16).astype(np.float32)
     actual = run.transposed(run.rows(matrix, a), run.weights(matrix), None)
