@@ -2,14 +2,16 @@
 
 import numpy as np
 from reference_experts import BFLOAT16
-from simulated import flushed, fma, numbers_of, simulated_linear, tdpbf16ps
+from simulated import allow_folding, flushed, fma, numbers_of, options, simulated_linear, tdpbf16ps
 
 from ktmoe.experts import PROJECTIONS
 from ktmoe.reference import EXP_RELATIVE_ERROR
 
 #: portable: products and sums are rounded apart, and each sum begins at zero; fma: one chain for all that is added up;
-#: vdpbf16ps, amx: weights that are bfloat16 numbers are multiplied so, and amx's may be the sum of two.
+#: vdpbf16ps, amx: weights that are bfloat16 numbers are multiplied so, and amx's may be the sum of two. "amx folded", "amx
+#: terms": amx with rounding="folded", or tuned_for="prefill".
 KINDS = ("portable", "fma", "vdpbf16ps", "amx")
+CHOSEN = ("amx folded", "amx terms")
 
 
 def bfloat16(a):
@@ -73,16 +75,21 @@ class SimulatedTraining:
             weights = weights * np.repeat(scales, matrix.format.scale.extent[1], axis=1)[:, :k]
         if minima is not None:
             weights = weights - np.repeat(minima, matrix.format.offset.scale.extent[1], axis=1)[:, :k]
-        return weights
+        folded = self.kind == "amx folded" and allow_folding(scales, matrix.format.element.values)
+        return bfloat16(weights) if folded else weights
 
     def transposed(self, rows, weights, total):
         """total + rows @ weights, n ascending."""
         total = np.zeros((len(rows), weights.shape[1]), np.float32) if total is None else total
         terms = [bfloat16(weights)]
         terms.append(bfloat16(weights - terms[0]))
-        if self.kind == "amx" and np.array_equal(terms[0] + terms[1], weights):
+        if self.kind.startswith("amx") and np.array_equal(terms[0] + terms[1], weights):
             terms = terms[: 1 + terms[1].any()]
-            return total + tdpbf16ps(rows, *(term.T for term in terms))
+            for first in range(0, len(weights), 256):
+                for term in terms:
+                    for start in range(first, min(first + 256, len(weights)), 32):
+                        total = flushed(total + tdpbf16ps(rows[:, start : start + 32], term[start : start + 32].T))
+            return total
         if self.kind == "vdpbf16ps" and not terms[1].any():
             for n in range(0, len(weights), 2):
                 for one in range(min(n + 1, len(weights) - 1), n - 1, -1):
@@ -257,6 +264,7 @@ def ratios(experts, lora, router_weight, kind, rng, x, ids, weights, dy, *, back
     from ktmoe.reference_training import training_backward, training_forward
 
     given = {"router_weight": router_weight, "out_dtype": "float32", "shards": shards}
+    given |= {name: choice for name, choice in options(kind).items() if name != "activations"}
     forward = training_forward(experts, x, ids, weights, lora, **given)
     backward = training_backward(experts, x, ids, weights, dy, lora, **given)
     run = backend(experts, lora, router_weight, kind, rng, shards)

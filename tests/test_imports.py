@@ -43,6 +43,7 @@ FORBIDDEN = {
     "reference_errors": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_gradients": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_passes": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_training": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_transposed": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},

@@ -8,12 +8,12 @@ import pytest
 from helpers import DEEPSEEK, GPT_OSS
 from reference_experts import BFLOAT16, random_batch, random_experts
 from simulated import EDGES, FORMATS, edges_of, label
-from simulated_training import KINDS, Lora, ratios
+from simulated_training import CHOSEN, KINDS, Lora, ratios
 
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine.numa import split
-from ktmoe.reference import ROUTER_WEIGHTS, forward, round_bfloat16
+from ktmoe.reference import ROUTER_WEIGHTS, folds, forward, round_bfloat16
 from ktmoe.reference_training import ReferenceTraining, training_backward, training_forward
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, fp8, int4, nvfp4
@@ -152,6 +152,20 @@ def test_so_does_one_with_shards(format, kind):
     for router_weight in ROUTER_WEIGHTS:
         found, _ = ratios(experts, adapter(rng, experts), router_weight, kind, rng, *batch, shards=shards)
         assert max(found.values()) <= 1
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize("scales", [(119, 124), (0, 127)], ids=["all allow it", "some do not"])
+def test_so_does_one_that_rounds_weights_or_has_two_numbers_each(kind, scales):
+    """In both directions, the matrices that allow it; the others are as they were."""
+    rng = np.random.default_rng(11)
+    experts = random_experts(rng, 1, 64, 96, format=int4(32), scale_bytes=scales)
+    batch, lora = training_batch(rng, experts, 4, 2), adapter(rng, experts, size=0.01)
+    found, references = ratios(experts, lora, "down_output", kind, rng, *batch)
+    assert max(found.values()) <= 1
+    exact = training_backward(experts, *batch, lora, out_dtype="float32").x
+    is_rounded = kind == "amx folded" and folds(experts.matrix(0, "gate"))
+    assert (references["dx"][0].y != exact.y).any() == is_rounded
 
 
 @pytest.mark.cover("values")

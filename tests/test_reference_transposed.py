@@ -27,10 +27,11 @@ def matrix_of(rng, format, n=64, k=96, **options):
     return random_experts(rng, 1, k, n, format=format, **options).matrix(0, "gate")
 
 
-def float32_weights(matrix):
-    """value * (scale * super-scale) - minimum, each step rounded."""
-    run = SimulatedTraining.__new__(SimulatedTraining)
-    return run.weights(matrix)
+def simulated(kind):
+    """A simulated backend, for its sums alone."""
+    run = object.__new__(SimulatedTraining)
+    run.kind = kind
+    return run
 
 
 @pytest.mark.parametrize("format", list(dict.fromkeys((*FORMATS, *ALL_FORMATS.values()))), ids=label)
@@ -39,7 +40,7 @@ def test_which_weights_are_exact(format):
     rng = np.random.default_rng(1)
     matrix = matrix_of(rng, format, 256, 512)
     exact = dequantize(matrix, factor=False)
-    found = float32_weights(matrix).astype(np.float64)
+    found = simulated("fma").weights(matrix).astype(np.float64)
     values, lost = operand_weights(format, read(matrix))
     assert np.allclose(values, exact, rtol=1e-14, atol=0)
     assert (np.abs(found - exact) <= lost + 1e-14 * np.abs(exact)).all()
@@ -70,9 +71,8 @@ def test_the_bits_of_a_weight(format):
 @pytest.mark.cover("values")
 def test_a_simulated_product_stays_within_the_bound(format, kind):
     rng = np.random.default_rng(2)
-    matrix = matrix_of(rng, format)
-    run = SimulatedTraining.__new__(SimulatedTraining)
-    run.kind = kind
+    matrix = matrix_of(rng, format, 320)
+    run = simulated(kind)
     a = rng.standard_normal((5, matrix.shape[0])).astype(BFLOAT16).astype(np.float32)
     actual = run.transposed(run.rows(matrix, a), run.weights(matrix), None)
     found = transposed(matrix, *gradient_rows(matrix, *3 * [a.astype(np.float64)]))
@@ -125,8 +125,7 @@ def test_denormal_and_huge_weights(edge, kind):
         scales, down, _ = EDGES[edge]
         for of in (scales, down):
             matrix = matrix_of(rng, format, scale_bytes=of)
-            run = SimulatedTraining.__new__(SimulatedTraining)
-            run.kind = kind
+            run = simulated(kind)
             a = rng.standard_normal((2, 64)).astype(BFLOAT16)
             with np.errstate(all="ignore"):
                 actual = run.transposed(a.astype(np.float32), run.weights(matrix), None)
@@ -156,8 +155,7 @@ def test_a_total_of_several_sums_covers_both_ways_to_add_them():
     a, b = rng.standard_normal((2, 3, 40)).astype(np.float32), rng.standard_normal((2, 40, 8)).astype(np.float32)
     sums = [product(x.astype(np.float64), 0.0, y.astype(np.float64)) for x, y in zip(a, b, strict=True)]
     value, eps = together(sums)
-    run = SimulatedTraining.__new__(SimulatedTraining)
-    run.kind = "fma"
+    run = simulated("fma")
     apart = run.chain(a[0], b[0]) + run.chain(a[1], b[1])
     one = run.chain(a[1], b[1], run.chain(a[0], b[0]))
     assert not np.array_equal(apart, one)
