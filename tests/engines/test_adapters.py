@@ -165,6 +165,26 @@ def test_modules_of_each_expert(tmp_path):
             torch.testing.assert_close(after[key], before[key] + change)
 
 
+def test_beside_attention(tmp_path):
+    """PEFT uses an adapter of attention and one of experts at once; a folder with both is read for the experts alone."""
+    model, ids = engine_models.make("qwen3_moe").float(), engine_models.prompts()
+    targets = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**targets)).save_pretrained(tmp_path / "attention")
+    loras = adapters(model, ("gate", "up", "down"))
+    export_adapter(tmp_path / "experts", loras, written(model, tmp_path / "model"))
+    both = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "attention")
+    both.load_adapter(tmp_path / "experts", "experts")
+    both.base_model.set_adapter(["default", "experts"])
+    expected = peft.PeftModel.from_pretrained(with_weights(model, loras), tmp_path / "attention")
+    assert (engine_models.logits(both, ids) - engine_models.logits(expected, ids)).abs().max() < 2e-5
+    parameters = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    config = peft.LoraConfig(target_parameters=parameters, **targets)
+    peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path / "together")
+    with pytest.raises(ValueError, match=r"self_attn.*experts_only=True"):
+        import_adapter(tmp_path / "together", tmp_path / "model")
+    assert import_adapter(tmp_path / "together", tmp_path / "model", experts_only=True).keys() == experts_of(model).keys()
+
+
 def test_dropout_is_refused_by_both(tmp_path):
     model = engine_models.make("qwen3_moe")
     export_adapter(tmp_path, adapters(model, ("down",)), written(model, tmp_path / "model"))
