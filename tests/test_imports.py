@@ -32,12 +32,19 @@ FORBIDDEN = {
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
     "cache": {"model", "compat", "quantization"},
     "layer": {"model", "compat", "two_stage"},
+    "batch": {"layer", "model", "backends", "compat"},
+    "training": {"compat", "background", "cli", "torch"},
     "two_stage": {"model", "loaders", "backends", "compat", "background", "cli"},
     "model": {"compat"},
     "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "reference"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_mx": {"backends", "_native", "layer", "model", "machine", "loaders", "quantization"},
+    "reference_derivative": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_errors": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_gradients": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_training": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_transposed": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.
@@ -47,6 +54,7 @@ ONLY_FOR = {
     "inspection": {"cli"},
     "limits": {"inspection", "cli"},
     "synthetic": {"synthetic", "cli"},
+    "torch": {"torch", "transformers"},
     "transformers": {"transformers", "cli"},
 }
 

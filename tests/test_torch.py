@@ -160,32 +160,35 @@ import sys, types
 sys.modules |= {"torch": types.ModuleType("torch"), sys.argv[1]: None}
 import ktmoe
 try:
-    import ktmoe.transformers
+    __import__(sys.argv[2])
 except ktmoe.errors.UnavailableError as error:
     print(error)
 """
 
 
-def test_what_needs_torch_says_how_to_install_it():
+@pytest.mark.parametrize("module", ["ktmoe.transformers", "ktmoe.torch"])
+def test_what_needs_torch_says_how_to_install_it(module):
     """One line, with the build for CPUs."""
-    result = subprocess.run([sys.executable, "-c", WITHOUT, "torch"], capture_output=True, text=True, check=False)
-    assert re.fullmatch(r"ktmoe\.transformers needs torch, which is not installed: .*cpu.*\n", result.stdout), result
+    result = subprocess.run([sys.executable, "-c", WITHOUT, "torch", module], capture_output=True, text=True, check=False)
+    assert re.fullmatch(rf"{re.escape(module)} needs torch, which is not installed: .*cpu.*\n", result.stdout), result
     assert result.stderr == ""
 
 
 def test_what_needs_transformers_says_how_to_install_it():
-    result = subprocess.run([sys.executable, "-c", WITHOUT, "transformers"], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT, "transformers", "ktmoe.transformers"], capture_output=True, text=True, check=False
+    )
     expected = "ktmoe.transformers needs transformers, which is not installed: pip install 'ktmoe[transformers]'\n"
     assert (result.stdout, result.stderr) == (expected, "")
 
 
 def test_no_module_imports_torch():
-    """But for ktmoe.transformers, which no other module imports at its top."""
+    """But for ktmoe.torch and ktmoe.transformers, which no other module imports at its top."""
     package = Path(ktmoe.__file__).parent
     sources = [source for source in package.rglob("*.p*") if source.suffix in (".py", ".pyx", ".pxd")]
     assert len(sources) > 20
     for source in sources:
-        if package / "transformers" not in source.parents:
+        if not {package / "torch", package / "transformers"} & {*source.parents}:
             text = source.read_text()
             assert not re.search(r"^\s*(import torch|from torch)\b", text, re.MULTILINE), source
-            assert not re.search(r"^(import|from) ktmoe\.transformers\b", text, re.MULTILINE), source
+            assert not re.search(r"^(import|from) ktmoe\.(torch|transformers)\b", text, re.MULTILINE), source

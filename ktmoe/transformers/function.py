@@ -15,8 +15,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktmoe import forks
 from ktmoe.backends.choice import choose_backend
-from ktmoe.errors import InputError, UnavailableError
+from ktmoe.errors import UnavailableError
 from ktmoe.layer import MoELayer, placement_of
+from ktmoe.torch.function import differentiable
+from ktmoe.training import Training
 from ktmoe.transformers.modules import Experts, examine
 from ktmoe.transformers.options import Options, Reporting
 
@@ -34,15 +36,19 @@ def experts_forward(
 
     hidden_states: [tokens, hidden], bfloat16 or float32, or float16, which goes by way of float32. On a GPU they are copied to
     the CPU and back. top_k_index, top_k_weights: [tokens, top_k]. The first call packs a module that is not packed yet.
-    Raises InputError for inputs that require grad, UnavailableError for a module that ktmoe does not compute.
+    Where one of them requires grad, gradients flow through the frozen experts, as through ktmoe.torch.MoEExperts without LoRA.
+    Raises UnavailableError for a module that ktmoe does not compute, and for inputs that require grad where some experts are on
+    a GPU; InputError for such inputs of a layer that rounds activations.
     """
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
-        raise InputError(
-            f"{type(self).__name__}: expected inputs without grad, since packed experts cannot be trained; "
-            "call the model under torch.no_grad(), or model.requires_grad_(False) first"
-        )
     if getattr(self, "ktmoe_layer", None) is None:
         _first_call.pack(self)
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+        if self.gpu_experts is not None:
+            raise UnavailableError(
+                f"{type(self).__name__}: expected inputs without grad, since some of its experts are on a GPU; "
+                "call the model under torch.no_grad()"
+            )
+        return differentiable(Training(self.ktmoe_layer), hidden_states, top_k_index, top_k_weights)
     x = hidden_states.cpu()
     x = x if x.dtype == torch.bfloat16 else x.float()
     ids, weights = top_k_index.cpu(), top_k_weights.cpu().float()

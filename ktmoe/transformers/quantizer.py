@@ -128,7 +128,13 @@ class Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Gradients flow through the packed experts."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """So that transformers' Trainer trains what ktmoe.torch.add_lora() adds, without peft."""
+        return True
 
 
 def _quantizer_of_the_rest(inner: dict | None) -> HfQuantizer | None:

@@ -1,0 +1,17 @@
+"""PyTorch modules of routed experts that stay packed, with LoRA beside them: MoEExperts, add_lora() and loras(). Needs torch.
+
+docs/fine-tuning.md says how to use them.
+"""
+
+from ktmoe.errors import UnavailableError
+
+try:
+    from ktmoe.torch.experts import MoEExperts
+    from ktmoe.torch.models import add_lora, loras
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "torch":
+        raise
+    install = "uv pip install --torch-backend=cpu torch (pip would install its build for CUDA)"
+    raise UnavailableError(f"ktmoe.torch needs torch, which is not installed: {install}") from None
+
+__all__ = ["MoEExperts", "add_lora", "loras"]
