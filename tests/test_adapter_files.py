@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: what is written means the same by PEFT's definition, what PEFT writes is read, the rest refused."""
+"""Adapters in PEFT's format: what is written means the same by PEFT's own definition, and what PEFT writes is read."""
 
 from __future__ import annotations
 

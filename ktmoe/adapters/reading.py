@@ -139,8 +139,9 @@ class _Layer:
         """B, so that `wanted` is what multiplies it. Raises FormatError if that would round."""
         if math.isclose(scale, wanted, rel_tol=_SAME):
             return b
-        power = math.frexp(scale / wanted)[0] in (0.5, -0.5) if wanted else False
-        made = fused.scaled(b, scale / wanted) if power else None
+        ratio = scale / wanted if wanted else 0.0
+        power = math.copysign(2.0 ** round(math.log2(abs(ratio))), ratio) if 2.0**-60 < abs(ratio) < 2.0**60 else 0.0
+        made = fused.scaled(b, power) if power and math.isclose(ratio, power, rel_tol=_SAME) else None
         if made is None:
             raise FormatError(
                 f"{self._name}: {projection}: expected alpha / rank of {wanted:g}, as the layer's first, or that times a power "
