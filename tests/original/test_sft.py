@@ -5,8 +5,8 @@ token, of the adapter's by expert, of the router weights' in all. Rounding to bf
 g, u, h, d, what A gives, and their gradients, about ten in a row: below 1 %. ktmoe rounds h, the gradients of g and u, and what
 it returns: below 0.6 %. A scale of the wrong group or a router weight that is missed makes 10 % at least.
 
-A clamp stops a gradient. On which side of it a g or u is, kt-kernel's roundings decide otherwise in some tokens, so that half of
-them must agree.
+A clamp stops a gradient. On which side of it a g or u is, kt-kernel's roundings decide otherwise in some tokens, so that half
+of them must agree.
 """
 
 from __future__ import annotations
