@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 8
+#define KT_ABI_VERSION 9
 
 enum {
     KT_PANEL = 64,            /* output columns of a panel */
@@ -67,8 +67,20 @@ typedef struct kt_dot {
     const uint8_t *next[2];
     size_t next_bytes;
     float *out[2]; /* fp32 [m][KT_PANEL], dense, 64-byte aligned; of tiled rows, whole tiles may be written */
+    int add;       /* 1: sums begin with what out holds. Only kernels with scale "none" look at it */
     void *scratch; /* kt_kernel.scratch_bytes, 64-byte aligned, this thread's own */
 } kt_dot;
+
+/* KT_PANEL rows n and KT_PANEL columns k of a packed matrix, decoded, as what the transposed product takes,
+ * out[i][k] = sum over n of x[i][n] * W[n][k]: KT_PANEL inputs of a packed panel without scales, whose outputs are these k. */
+typedef struct kt_transposing {
+    const uint8_t *w; /* a packed panel: these n */
+    size_t k;         /* of it in all, a multiple of KT_BLOCK */
+    size_t first;     /* of these k, a multiple of KT_PANEL; those from k on are zero */
+    size_t scale_group;
+    const kt_codebook *codebook;
+    void *to[2]; /* of kt_kernel.operand's family; the second where there are two terms */
+} kt_transposing;
 
 /* One kernel: the weights and the form of rows, and the functions that serve them. */
 typedef struct kt_kernel {
@@ -92,6 +104,12 @@ typedef struct kt_kernel {
     size_t scratch_bytes;
     void (*few)(const kt_dot *);  /* m <= few_max */
     void (*many)(const kt_dot *); /* any m <= KT_ROWS_MAX */
+    /* What training needs: the family of the transposed product's weights, "b16" or "f32", which hold a decoded weight exactly, or as
+     * the sum of so many terms. The table has a kernel for that family, scale "none", rows of the form "bf16". NULL: cannot be
+     * trained. */
+    const char *operand;
+    int terms; /* 1 or 2 */
+    void (*transpose)(const kt_transposing *);
 } kt_kernel;
 
 /* GatedActivation's parameters; see ktmoe/weights/activation.py. */
@@ -116,7 +134,46 @@ typedef struct kt_activate {
     kt_activation act;
     uint16_t *h; /* bf16, row stride h_stride */
     size_t h_stride;
+    float *kept_g, *kept_u; /* finish(g) and finish(u), columns of them, row stride kept_stride; NULL: not wanted */
+    size_t kept_stride;
 } kt_activate;
+
+/* With v = act(g[i][c], u[i][c]), h = bf16(v), or bf16(v * r[i]) where by_input, t = dh[i][c] * r[i], for c < columns:
+ *     dg = bf16(t * dv/dg), du = bf16(t * dv/du), dr[i] = sum over c of dh * (by_input ? v : h)
+ * dv/dg is 0 where g > limit, dv/du where |u| > limit. dg, du and h are 0 for the panel's other columns. The sum has one order. */
+typedef struct kt_derive {
+    const float *g, *u, *dh; /* fp32, row strides stride, stride, KT_PANEL */
+    size_t stride;
+    const float *r; /* fp32 [m], or NULL for 1 */
+    int by_input;
+    size_t m, columns;
+    kt_activation act;
+    uint16_t *dg, *du, *h; /* bf16, row stride to_stride */
+    size_t to_stride;
+    float *dr; /* fp32 [m] */
+} kt_derive;
+
+/* c[i][j] = sum over k ascending of a[i * a_row + k * a_k] * b[k * b_row + j], in fp32, from 0 or from what c holds: a chain of
+ * multiply-and-add, so that the bits of a row do not depend on m, nor those of a column on n. */
+typedef struct kt_dense {
+    const float *a, *b;
+    size_t a_row, a_k, b_row;
+    float *c;
+    size_t c_row;
+    size_t m, n, k;
+    int add;
+} kt_dense;
+
+/* c[i][j] = sum over k of a[i * a_row + k] * b[j * b_row + k], in fp32, from 0 or from what c holds. One order of sums, that depends
+ * on k alone. */
+typedef struct kt_dense_rows {
+    const float *a, *b;
+    size_t a_row, b_row;
+    float *c;
+    size_t c_row;
+    size_t m, n, k;
+    int add;
+} kt_dense_rows;
 
 /* What one instruction set offers. */
 typedef struct kt_isa {
@@ -126,7 +183,12 @@ typedef struct kt_isa {
     void (*enter)(void); /* each thread, before and after it computes with these: state that kernels need. NULL: none */
     void (*leave)(void);
     void (*activate)(const kt_activate *);
-    void (*exp)(const float *x, float *y, size_t count); /* the activation's exp, for its error test */
+    /* For training; NULL: layers cannot be trained. */
+    void (*derive)(const kt_derive *);
+    void (*dense)(const kt_dense *);
+    void (*dense_rows)(const kt_dense_rows *);
+    void (*widen)(const uint16_t *x, float *y, size_t count); /* bf16 to fp32 */
+    void (*exp)(const float *x, float *y, size_t count);      /* the activation's exp, for its error test */
     /* Touches every line, of so many equal parts by turns: the read-bandwidth limit, of which one stream may not be enough. */
     void (*read)(const void *p, size_t bytes, size_t streams);
     double (*peak)(size_t iterations); /* dense multiplies from registers; returns the FLOPs it did */

@@ -39,7 +39,16 @@ cdef extern from "ktmoe.h":
         const uint8_t *next[2]
         size_t next_bytes
         float *out[2]
+        int add
         void *scratch
+
+    ctypedef struct kt_transposing:
+        const uint8_t *w
+        size_t k
+        size_t first
+        size_t scale_group
+        const kt_codebook *codebook
+        void *to[2]
 
     ctypedef struct kt_kernel:
         const char *family
@@ -57,6 +66,9 @@ cdef extern from "ktmoe.h":
         size_t scratch_bytes
         void (*few)(const kt_dot *) nogil
         void (*many)(const kt_dot *) nogil
+        const char *operand
+        int terms
+        void (*transpose)(const kt_transposing *) nogil
 
     ctypedef struct kt_activation:
         float alpha, limit, up_offset
@@ -77,6 +89,42 @@ cdef extern from "ktmoe.h":
         kt_activation act
         uint16_t *h
         size_t h_stride
+        float *kept_g
+        float *kept_u
+        size_t kept_stride
+
+    ctypedef struct kt_derive:
+        const float *g
+        const float *u
+        const float *dh
+        size_t stride
+        const float *r
+        int by_input
+        size_t m, columns
+        kt_activation act
+        uint16_t *dg
+        uint16_t *du
+        uint16_t *h
+        size_t to_stride
+        float *dr
+
+    ctypedef struct kt_dense:
+        const float *a
+        const float *b
+        size_t a_row, a_k, b_row
+        float *c
+        size_t c_row
+        size_t m, n, k
+        int add
+
+    ctypedef struct kt_dense_rows:
+        const float *a
+        const float *b
+        size_t a_row, b_row
+        float *c
+        size_t c_row
+        size_t m, n, k
+        int add
 
     ctypedef struct kt_isa:
         uint32_t abi_version
@@ -85,6 +133,10 @@ cdef extern from "ktmoe.h":
         void (*enter)() nogil
         void (*leave)() nogil
         void (*activate)(const kt_activate *) nogil
+        void (*derive)(const kt_derive *) nogil
+        void (*dense)(const kt_dense *) nogil
+        void (*dense_rows)(const kt_dense_rows *) nogil
+        void (*widen)(const uint16_t *, float *, size_t) nogil
         void (*exp)(const float *, float *, size_t) nogil
         void (*read)(const void *, size_t, size_t) nogil
         double (*peak)(size_t) nogil

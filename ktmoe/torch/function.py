@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from ktmoe.arrays import as_numpy
 from ktmoe.training import Lora, Saved
 
 #: Arguments of _Experts.forward() before the adapter's tensors: passes, alpha, projections, save, x, ids, weights.
@@ -43,7 +44,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, passes, alpha, projections, save, x, ids, weights, *tensors):
         lora = _lora(projections, tensors, alpha)
-        y, saved = passes.forward(_given(x), ids, _given(weights), lora, save=save)
+        y, saved = passes.forward(_given(x), as_numpy(ids, "expert_ids"), _given(weights), lora, save=save)
         if save:
             ctx.passes, ctx.alpha, ctx.projections = passes, alpha, projections
             ctx.saved, kept = _taken_apart(saved)

@@ -2,22 +2,11 @@
  *
  * LAYOUT      pack/b16.c. A vector is a k-pair of 16 columns.
  */
-#include "kernels/common/b16_layout.h"
+#include "kernels/common/b16_words.h"
 #include "kernels/common/bf16.h"
 #include "kernels/common/isa.h"
 
-enum { IN_PLACE = 1 };
-
-typedef char table;
-typedef char fold;
-
-INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
-
-INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
-    (void)how, (void)t, (void)f;
-    return load_u32(pair_at(p, v, pair));
-}
+enum { IN_PLACE = 1, AS_PACKED = 1 };
 
 #include "kernels/loops/panel.h"
 

@@ -4,17 +4,20 @@
  */
 #include "kernels/common/f32.h"
 #include "kernels/common/isa.h"
+#include "kernels/common/no_fold.h"
 #include "kernels/common/place.h"
 #include "kernels/common/scales.h"
 
-enum { K_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK * K_BYTES };
+enum {
+    K_BYTES = KT_PANEL * 4,
+    BLOCK_BYTES = KT_BLOCK * K_BYTES,
+    CODE_BITS = 32,
+    ROW_BYTES = K_BYTES,
+    SIXTEEN_BYTES = 16 * 4,
+    AS_PACKED = 1,
+};
 
-typedef char table;
-typedef char fold;
-
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
-
-INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
+INLINE int code_bit(const int b) { return (void)b, -1; }
 
 INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
     (void)how, (void)t, (void)f;

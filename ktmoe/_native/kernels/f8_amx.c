@@ -6,13 +6,11 @@
  */
 #include <immintrin.h>
 
-#include "kernels/common/byte_layout.h"
-#include "kernels/common/e4m3_bf16.h"
+#include "kernels/common/f8_words.h"
 #include "kernels/common/isa.h"
 #include "kernels/common/tile.h"
-#include "kernels/common/ue8m0_fold.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
+enum { IN_PLACE = 0, STEP_K = 2, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
 
 #include "kernels/common/steps.h"
 
@@ -20,7 +18,7 @@ typedef struct weights {
     steps at;
     scaling how;
 } weights;
-typedef __m512i fold; /* 127 - b of scales 2^(b-127) that fold, in the place of the exponent; else 0, as if b were 127 */
+typedef __m512i tile_fold; /* 127 - b of scales 2^(b-127) that fold, in the place of the exponent; else 0, as if b were 127 */
 
 INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) { return (weights){steps_of(a, p, how), how}; }
 
@@ -28,12 +26,12 @@ INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) 
     return step_of(&w->at, step) + n * SIXTEEN_BYTES;
 }
 
-INLINE fold load_fold(const weights *w, const size_t step, const int n) {
+INLINE tile_fold load_tile_fold(const weights *w, const size_t step, const int n) {
     return w->how & FOLDED ? ue8m0_fold(header_of(&w->at, step) + 16 * n, 127) : _mm512_setzero_si512();
 }
 
 /* A quarter of which some weight is denormal or zero. */
-static __attribute__((noinline, cold)) void decode_small(const uint8_t *from, const fold *f, uint8_t *to) {
+static __attribute__((noinline, cold)) void decode_small(const uint8_t *from, const tile_fold *f, uint8_t *to) {
     const e4m3_to_bf16 e = e4m3_folded(_mm512_add_epi16(*f, _mm512_set1_epi16(120 << 7)));
     for (int row = 0; row < 4; row++, to += TILE_ROW_BYTES) {
         const __m512i codes = _mm512_loadu_si512(from + row / 2 * QUAD_BYTES);
@@ -41,7 +39,8 @@ static __attribute__((noinline, cold)) void decode_small(const uint8_t *from, co
     }
 }
 
-INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
+INLINE void decode_quarter(const weights *w, const tile_fold *f, const size_t step, const int n, const int quarter,
+                           uint8_t *to) {
     const uint8_t *from = tile_at(w, step, n) + quarter * OCTET_BYTES;
     const __m512i codes[2] = {_mm512_loadu_si512(from), _mm512_loadu_si512(from + QUAD_BYTES)};
     to += quarter * QUARTER_BYTES;

@@ -3,15 +3,10 @@
  *
  * LAYOUT      pack/f8.c. A code dword holds 4 k of one column, in its bytes k0 k2 k1 k3.
  */
-#include "kernels/common/byte_layout.h"
 #include "kernels/common/f32.h"
+#include "kernels/common/f8_layout.h"
 #include "kernels/common/isa.h"
-
-typedef char table;
-typedef char fold;
-
-INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
+#include "kernels/common/no_fold.h"
 
 /* To move the byte of k up to a dword's top. */
 INLINE int up(const int k) { return k % 4 == 0 ? 24 : k % 4 == 1 ? 8 : k % 4 == 2 ? 16 : 0; }

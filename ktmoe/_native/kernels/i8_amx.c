@@ -5,18 +5,18 @@
  */
 #include <immintrin.h>
 
-#include "kernels/common/i8_values.h"
+#include "kernels/common/i8_words.h"
 #include "kernels/common/isa.h"
 #include "kernels/common/tile.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
+enum { IN_PLACE = 0, STEP_K = 2, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
 
 #include "kernels/common/steps.h"
 
 typedef struct weights {
     steps at;
 } weights;
-typedef char fold;
+typedef char tile_fold;
 
 INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) { return (weights){steps_of(a, p, how)}; }
 
@@ -24,9 +24,10 @@ INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) 
     return step_of(&w->at, step) + n * SIXTEEN_BYTES;
 }
 
-INLINE fold load_fold(const weights *w, const size_t step, const int n) { return (void)w, (void)step, (void)n, 0; }
+INLINE tile_fold load_tile_fold(const weights *w, const size_t step, const int n) { return (void)w, (void)step, (void)n, 0; }
 
-INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
+INLINE void decode_quarter(const weights *w, const tile_fold *f, const size_t step, const int n, const int quarter,
+                           uint8_t *to) {
     (void)f;
     const uint8_t *from = tile_at(w, step, n) + quarter * OCTET_BYTES;
     to += quarter * QUARTER_BYTES;

@@ -4,21 +4,10 @@
  * LAYOUT      pack/i8.c. A vector of codes is 4 k of 16 columns; the lower and the upper bytes of its words are the k-pairs.
  */
 #include "kernels/common/bf16.h"
-#include "kernels/common/i8_values.h"
+#include "kernels/common/i8_words.h"
 #include "kernels/common/isa.h"
 
 enum { IN_PLACE = 0 };
-
-typedef char table;
-typedef char fold;
-
-INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
-
-INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
-    (void)how, (void)t, (void)f;
-    return i8_pair(load_u32(quad_at(p, v, quad_of(pair))), byte_of(pair));
-}
 
 #include "kernels/loops/panel.h"
 

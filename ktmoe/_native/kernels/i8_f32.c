@@ -5,12 +5,7 @@
 #include "kernels/common/f32.h"
 #include "kernels/common/i8_values.h"
 #include "kernels/common/isa.h"
-
-typedef char table;
-typedef char fold;
-
-INLINE table load_table(const kt_dot *a, const scaling how) { return (void)a, (void)how, 0; }
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) { return (void)header, (void)v, (void)how, 0; }
+#include "kernels/common/no_fold.h"
 
 INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {
     (void)how, (void)t, (void)f;

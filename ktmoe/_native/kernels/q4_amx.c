@@ -7,11 +7,10 @@
 
 #include "kernels/common/isa.h"
 #include "kernels/common/nibbles.h"
-#include "kernels/common/q4_layout.h"
+#include "kernels/common/q4_words.h"
 #include "kernels/common/tile.h"
-#include "kernels/common/ue8m0_fold.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
+enum { IN_PLACE = 0, STEP_K = 2, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
 
 #include "kernels/common/steps.h"
 
@@ -19,7 +18,7 @@ typedef struct weights {
     steps at;
     __m512i table;
 } weights;
-typedef __m512i fold;
+typedef __m512i tile_fold;
 
 INLINE weights open_panel(const kt_dot *a, const size_t p, const scaling how) {
     return (weights){steps_of(a, p, how), _mm512_loadu_si512(a->codebook->folded)};
@@ -29,11 +28,12 @@ INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) 
     return step_of(&w->at, step) + n * SIXTEEN_BYTES;
 }
 
-INLINE fold load_fold(const weights *w, const size_t step, const int n) {
+INLINE tile_fold load_tile_fold(const weights *w, const size_t step, const int n) {
     return ue8m0_fold(header_of(&w->at, step) + 16 * n, 253);
 }
 
-INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
+INLINE void decode_quarter(const weights *w, const tile_fold *f, const size_t step, const int n, const int quarter,
+                           uint8_t *to) {
     const __m512i codes = _mm512_loadu_si512(tile_at(w, step, n) + quarter * OCTET_BYTES);
     to += quarter * QUARTER_BYTES;
 #pragma GCC unroll 4

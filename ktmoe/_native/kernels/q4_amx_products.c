@@ -7,10 +7,10 @@
 #include <immintrin.h>
 
 #include "kernels/common/isa.h"
-#include "kernels/common/q4_layout.h"
+#include "kernels/common/q4_words.h"
 #include "kernels/common/tile.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
+enum { IN_PLACE = 0, STEP_K = 2, B_STRIDE = 0, TERMS = 1, STEP_BYTES = BLOCK_BYTES };
 
 #include "kernels/common/steps.h"
 
@@ -22,11 +22,11 @@ typedef struct weights {
     __m512i high, low; /* bytes of words, for each code: see bits_of() */
     int bits;          /* whether that serves: all values are 0, or 1 or 1.5 times powers of two */
 } weights;
-typedef struct fold {
+typedef struct tile_fold {
     f32v scale;
     int bits;                       /* whether bits_of() serves the tile; then, for each 16 k, both k of a column: */
     __m512i lower[2], mantissas[2]; /* what is subtracted; the exponent's last bit and the mantissa of 1.5 times the scale */
-} fold;
+} tile_fold;
 
 /* bf16 of |value| with its mantissa away and its exponent RAISED, so that unsigned saturation keeps zero at zero. */
 enum { RAISED = 126 << 7, LARGEST = 129 << 7 };
@@ -75,11 +75,11 @@ INLINE __m512i mantissas_e4m3(const __m512i scales) {
 #undef MORE
 }
 
-INLINE fold load_fold(const weights *w, const size_t step, const int n) {
+INLINE tile_fold load_tile_fold(const weights *w, const size_t step, const int n) {
     const uint8_t *header = header_of(&w->at, step);
-    if (kind_of(w->how) != E4M3) return (fold){.scale = load_scales(header, n, 0, w->how)};
+    if (kind_of(w->how) != E4M3) return (tile_fold){.scale = load_scales(header, n, 0, w->how)};
     const __m512i first = spread_e4m3(header + 16 * n), second = spread_e4m3(header + KT_PANEL + 16 * n);
-    return (fold){
+    return (tile_fold){
         .bits = w->bits && !_mm512_cmplt_epi8_mask(_mm512_min_epi8(first, second), _mm512_set1_epi8(8)),
         .lower = {lower_e4m3(first), lower_e4m3(second)},
         .mantissas = {mantissas_e4m3(first), mantissas_e4m3(second)},
@@ -123,7 +123,8 @@ INLINE void bits_of(const __m512i codes, const weights *w, const __m512i lower, 
     }
 }
 
-INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
+INLINE void decode_quarter(const weights *w, const tile_fold *f, const size_t step, const int n, const int quarter,
+                           uint8_t *to) {
     const uint8_t *from = tile_at(w, step, n) + quarter * OCTET_BYTES;
     to += quarter * QUARTER_BYTES;
     if (kind_of(w->how) != E4M3)
@@ -134,6 +135,7 @@ INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, c
         products_e4m3(from, w->codebook, header_of(&w->at, step) + quarter / 2 * KT_PANEL + 16 * n, to);
 }
 
+#define OPERAND_OF(how) AS_ROUNDED
 #include "kernels/loops/tiles.h"
 
 FUNCTIONS(bf16, BF16 | FOLDED)

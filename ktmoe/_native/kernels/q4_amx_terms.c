@@ -8,10 +8,10 @@
 
 #include "kernels/common/isa.h"
 #include "kernels/common/nibbles.h"
-#include "kernels/common/q4_layout.h"
+#include "kernels/common/q4_words.h"
 #include "kernels/common/tile.h"
 
-enum { IN_PLACE = 0, B_STRIDE = 0, TERMS = 2, STEP_BYTES = BLOCK_BYTES };
+enum { IN_PLACE = 0, STEP_K = 2, B_STRIDE = 0, TERMS = 2, STEP_BYTES = BLOCK_BYTES };
 
 #include "kernels/common/steps.h"
 
@@ -23,7 +23,7 @@ typedef struct weights {
     steps at;
     __m512i high, low; /* VPERMW reads five index bits, and the fifth is the neighbour's: 16 words twice */
 } weights;
-typedef __m512i fold;
+typedef __m512i tile_fold;
 
 INLINE __m512i table_of(const __m512 powers) {
     const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(powers), 16);
@@ -49,7 +49,7 @@ INLINE const uint8_t *tile_at(const weights *w, const size_t step, const int n) 
 }
 
 /* What is subtracted from both words of each of 16 columns; all bits for a scale of 0, so that nothing is left. */
-INLINE fold load_fold(const weights *w, const size_t step, const int n) {
+INLINE tile_fold load_tile_fold(const weights *w, const size_t step, const int n) {
     const __m512i spread = _mm512_set_epi32(0xF000F, 0xE000E, 0xD000D, 0xC000C, 0xB000B, 0xA000A, 0x90009, 0x80008, 0x70007,
                                             0x60006, 0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0x00000);
     const __m256i scales = _mm256_loadu_si256((const __m256i *)(header_of(&w->at, step) + 32 * n));
@@ -58,7 +58,8 @@ INLINE fold load_fold(const weights *w, const size_t step, const int n) {
     return _mm512_mask_sub_epi16(_mm512_set1_epi16(-1), some, _mm512_set1_epi16(ONE), both);
 }
 
-INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, const int n, const int quarter, uint8_t *to) {
+INLINE void decode_quarter(const weights *w, const tile_fold *f, const size_t step, const int n, const int quarter,
+                           uint8_t *to) {
     const __m512i codes = _mm512_loadu_si512(tile_at(w, step, n) + quarter * OCTET_BYTES);
     to += quarter * QUARTER_BYTES;
 #pragma GCC unroll 4
@@ -69,6 +70,7 @@ INLINE void decode_quarter(const weights *w, const fold *f, const size_t step, c
     }
 }
 
+#define OPERAND_OF(how) AS_SPLIT
 #include "kernels/loops/tiles.h"
 
 FUNCTIONS(bf16, BF16 | FOLDED)

@@ -12,7 +12,7 @@ INLINE int nibble_bit(const int k) { return k / 2 * 4 + k % 2 * 16; }
 #if VECTOR_BYTES == 64
 typedef __m512 table;
 
-INLINE table load_table(const kt_dot *a, const scaling how) { return (void)how, _mm512_loadu_ps(a->codebook->value); }
+INLINE table load_table(const kt_codebook *book, const scaling how) { return (void)how, _mm512_loadu_ps(book->value); }
 
 /* VPERMPS reads four index bits, so that what stands above the nibble does not matter. */
 INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
@@ -24,9 +24,9 @@ typedef struct table {
     __m256i low, high;
 } table;
 
-INLINE table load_table(const kt_dot *a, const scaling how) {
+INLINE table load_table(const kt_codebook *book, const scaling how) {
     (void)how;
-    const __m256i values = _mm256_loadu_si256((const __m256i *)a->codebook->plain);
+    const __m256i values = _mm256_loadu_si256((const __m256i *)book->plain);
     const __m256i low = _mm256_and_si256(values, _mm256_set1_epi16(0xFF)), high = _mm256_srli_epi16(values, 8);
     const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, high), 0xD8);
     return (table){_mm256_permute4x64_epi64(bytes, 0x44), _mm256_permute4x64_epi64(bytes, 0xEE)};
@@ -44,7 +44,7 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 #else
 typedef const float *table;
 
-INLINE table load_table(const kt_dot *a, const scaling how) { return (void)how, a->codebook->value; }
+INLINE table load_table(const kt_codebook *book, const scaling how) { return (void)how, book->value; }
 
 INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
     f32v v;
@@ -63,8 +63,10 @@ INLINE u32v at_bit(const u32v codes, const int bit) {
     return replace_bits(codes, 15u << bit, (uint32_t)(127 + 23 - bit) << 23);
 }
 
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
-    const u32v z = load_zero_points(header, v, how);
+INLINE u32v fold_columns(const uint8_t *header, const int v, const scaling how) { return load_zero_points(header, v, how); }
+
+INLINE fold fold_of(const u32v z, const scaling how) {
+    (void)how;
     fold f;
     for (int i = 0; i < 4; i++) f.offset[i] = (f32v)at_bit(z << 4 * i, 4 * i);
     return f;

@@ -17,18 +17,19 @@ typedef struct table {
     float unit;
 } table;
 
-INLINE table load_table(const kt_dot *a, const scaling how) {
+INLINE table load_table(const kt_codebook *book, const scaling how) {
     (void)how;
-    const __m256i whole = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)a->codebook->whole));
-    return (table){_mm256_add_epi8(whole, _mm256_set1_epi8(16)), a->codebook->unit};
+    const __m256i whole = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)book->whole));
+    return (table){_mm256_add_epi8(whole, _mm256_set1_epi8(16)), book->unit};
 }
 
 /* With zero points a value is its code: what a fold adds to each makes code - z + 16 of it. */
 typedef u32v fold;
 
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+INLINE u32v fold_columns(const uint8_t *header, const int v, const scaling how) {
     return (16 - load_zero_points(header, v, how)) * 0x01010101;
 }
+INLINE fold fold_of(const u32v columns, const scaling how) { return (void)how, columns; }
 
 INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
     const u32v codes = load_u32(codes_at(p, v)), nibbles = (pair % 2 ? codes >> 4 : codes) & 0x0F0F0F0F;

@@ -27,19 +27,20 @@ INLINE u32v lookup(const u32v table, const u32v index) {
 #endif
 }
 
-INLINE table load_table(const kt_dot *a, const scaling how) {
+INLINE table load_table(const kt_codebook *book, const scaling how) {
     (void)how;
     u8v whole;
-    for (int i = 0; i < VECTOR_BYTES; i++) whole[i] = (uint8_t)a->codebook->whole[i % 16];
-    return (table){(u32v)(whole + 16), a->codebook->unit};
+    for (int i = 0; i < VECTOR_BYTES; i++) whole[i] = (uint8_t)book->whole[i % 16];
+    return (table){(u32v)(whole + 16), book->unit};
 }
 
 /* With zero points a value is its code: what a fold adds to each makes code - z + 16 of it. */
 typedef u32v fold;
 
-INLINE fold load_fold(const uint8_t *header, const int v, const scaling how) {
+INLINE u32v fold_columns(const uint8_t *header, const int v, const scaling how) {
     return (16 - load_zero_points(header, v, how)) * 0x01010101;
 }
+INLINE fold fold_of(const u32v columns, const scaling how) { return (void)how, columns; }
 
 INLINE u32v decode(const place *p, const int v, const int step, const scaling how, const table *t, const fold *f) {
     const u32v codes = load_u32(codes_at(p, v)), nibbles = (step ? codes >> 4 : codes) & 0x0F0F0F0F;

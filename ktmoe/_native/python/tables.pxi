@@ -145,6 +145,75 @@ cdef class KernelTable:
             (rows.encode_e2m1 if e2m1 and rows.encode_e2m1 else rows.encode)(&row[0], 0, row.shape[0], row.shape[0], &to[0])
         return encoded
 
+    def operand(self, weight_format, str form, const uint8_t[::1] panel, size_t k, size_t first, int folded=0, str tuned_for="decode"):
+        """What a kernel makes for the transposed product of a packed panel's 64 n and its k from `first` on, for its test:
+        (family, uint8 [terms, bytes]), or None if it makes nothing. folded, tuned_for: as kt_kernel has them."""
+        cdef const kt_kernel *kernel = <const kt_kernel *><size_t>self._choose(weight_format, form, folded, tuned_for)[0]
+        cdef kt_codebook codebook
+        cdef kt_transposing t
+        cdef kt_format packed
+        cdef unsigned state
+        if not kernel or not kernel.transpose:
+            return None
+        _fill_format(&packed, weight_format)
+        _fill_codebook(&codebook, weight_format)
+        if k % KT_BLOCK or first % KT_PANEL or first >= k or panel.shape[0] != kt_panel_bytes(&packed, k):
+            raise InputError(f"no operand from {first} of a panel of {k}, {panel.shape[0]} bytes")
+        family = kernel.operand.decode()
+        operands = _aligned(kernel.terms * KT_PANEL * KT_PANEL * (2 if family == "b16" else 4)).reshape(kernel.terms, -1)
+        operands[:] = 0xFF
+        cdef uint8_t[:, ::1] to = operands
+        memset(&t, 0, sizeof(t))
+        t.w, t.k, t.first, t.scale_group, t.codebook = &panel[0], k, first, packed.groups[0].group, &codebook
+        t.to[0], t.to[1] = &to[0, 0], &to[kernel.terms - 1, 0]
+        state = kt_fp_enter()
+        kernel.transpose(&t)
+        kt_fp_leave(state)
+        return family, operands
+
+    def product(self, str family, const uint16_t[:, ::1] x, const uint8_t[::1] panel, out=None, bint many=False):
+        """float32 [m, 64] of rows x, bfloat16 bits [m, k], and a packed panel of a family without scales, for its test. Added to
+        out if that is given. many: by the kernel's function for many rows, however few there are."""
+        cdef const kt_kernel *kernel = NULL
+        for row, address in self._rows():
+            if (row["family"], row["scale"], row["form"], row["tuned_for"]) == (family, "none", "bf16", None) and not kernel:
+                kernel = <const kt_kernel *><size_t>address
+        cdef size_t i, m = x.shape[0], k = x.shape[1]
+        if not kernel or not 0 < m <= KT_ROWS_MAX or k % KT_BLOCK or not k or panel.shape[0] != k * KT_PANEL * (2 if family == "b16" else 4):
+            raise InputError(f"{self.name} has no product of {m} rows of {k} and {panel.shape[0]} bytes of {family}")
+        cdef kt_dot dot
+        cdef unsigned state
+        cdef uint8_t[::1] rows = _aligned((m + KT_TILE_ROWS) * k // KT_BLOCK * kernel.rows.block_bytes)
+        cdef uint8_t[::1] scratch = _aligned(kernel.scratch_bytes)
+        sums = _aligned((m + KT_TILE_ROWS) * KT_PANEL * 4).view(np.float32).reshape(-1, KT_PANEL)
+        cdef float[:, ::1] to = sums
+        cdef const void *at[192]
+        cdef size_t row_bytes = k // KT_BLOCK * kernel.rows.block_bytes, tile, block
+        sums[:m] = 0 if out is None else out
+        for i in range(m):
+            at[i] = &rows[i * row_bytes]
+            if kernel.rows.encode:
+                kernel.rows.encode(&x[i, 0], 0, k, k, &rows[i * row_bytes])
+            elif not kernel.rows.tiled:
+                memcpy(&rows[i * row_bytes], &x[i, 0], row_bytes)
+            else:
+                tile = i // KT_TILE_ROWS * KT_TILE_ROWS
+                for block in range(k // KT_BLOCK):
+                    at[i] = &rows[tile * row_bytes + (i - tile) * kernel.rows.block_bytes]
+                    memcpy(<uint8_t *>at[i] + block * min(m - tile, KT_TILE_ROWS) * kernel.rows.block_bytes,
+                           &x[i, block * KT_BLOCK], kernel.rows.block_bytes)
+        memset(&dot, 0, sizeof(dot))
+        dot.x, dot.m, dot.k, dot.panels, dot.add = at, m, k, 1, out is not None
+        dot.w[0], dot.out[0], dot.scratch = &panel[0], &to[0, 0], &scratch[0]
+        state = kt_fp_enter()
+        if self.isa.enter:
+            self.isa.enter()
+        (kernel.few if m <= kernel.few_max and not many else kernel.many)(&dot)
+        if self.isa.leave:
+            self.isa.leave()
+        kt_fp_leave(state)
+        return sums[:m]
+
     def activate(self, g, u, activation, finish_g=None, finish_u=None):
         """h of products g and u, float32 [m, 64], as bfloat16 bits [m, 64]: what a kernel's results become, for its test.
 
@@ -177,6 +246,12 @@ cdef class KernelTable:
         if seconds < 0:
             _raise(<int>-seconds, "measuring the multiply peak")
         return flops, seconds
+
+
+cdef object _aligned(size_t nbytes):
+    """Zeros, uint8 [nbytes], from a cache line's beginning on."""
+    memory = np.zeros(nbytes + 64, np.uint8)
+    return memory[-memory.ctypes.data % 64 :][:nbytes]
 
 
 cdef object _fill_finish(kt_finish *to, given):

@@ -9,7 +9,12 @@ enum {
     PAIR_BYTES = KT_PANEL * 4, /* two k of a panel */
     BLOCK_BYTES = KT_BLOCK / 2 * PAIR_BYTES,
     OCTET_BYTES = 4 * PAIR_BYTES,
+    CODE_BITS = 16,
+    ROW_BYTES = PAIR_BYTES,
+    SIXTEEN_BYTES = 16 * 4,
 };
+
+INLINE int code_bit(const int b) { return b == 0 ? 0 : -1; }
 
 /* A k-pair of 8 k in the columns of vector v. */
 INLINE const uint8_t *pair_at(const place *p, const int v, const int pair) {

@@ -10,6 +10,9 @@ enum {
     QUAD_BYTES = 64, /* a line: 4 k of 16 columns */
     OCTET_BYTES = 2 * QUAD_BYTES,
     SIXTEEN_BYTES = BLOCK_BYTES / 4,
+    CODE_BITS = 8,
+    ROW_BYTES = QUAD_BYTES,
+    AS_PACKED = 0,
 };
 
 /* The code dwords of 4 k in the columns of vector v; quad: which of an octet's two. */

@@ -26,6 +26,15 @@ enum {
     FEW_MAX = VECTOR_BYTES > 16 ? FEW_ROWS : 0, /* without a vector lookup, decoding once always pays */
 };
 
+#ifdef __AMX_BF16__
+/* Two products by tiles beat one by FMAs: weights of up to 16 bits are the sum of two bf16 numbers. A code has 8 bits at most, or 5
+ * where there are zero points; fp16 numbers have 11. */
+#define SIXTEEN_BITS(how)                                                                 \
+    (CODE_BITS == 16 || (CODE_BITS <= 8 && ((how) & (KINDS | MINIMA | SUPER)) == BF16) || \
+     (CODE_BITS == 4 && ((how) & (KINDS | MINIMA | SUPER | ZERO_POINTS)) == (FP16 | ZERO_POINTS)))
+#define OPERAND_OF(how) (SIXTEEN_BITS(how) ? AS_SPLIT : AS_FLOATS)
+#endif
+
 #if VECTOR_BYTES == 64
 #define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4)
 #elif VECTOR_BYTES == 32

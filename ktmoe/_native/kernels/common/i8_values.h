@@ -4,6 +4,9 @@
 
 #include "kernels/common/byte_layout.h"
 
+/* Two dwords' bytes are k0 k4 k1 k5 and k2 k6 k3 k7. */
+INLINE int code_bit(const int b) { return b == 0 ? 1 : b == 2 ? 0 : -1; }
+
 /* Of the dwords of 4 k, q of one byte, exactly. A byte at bit b of the float 2^(23 - b) adds itself, q + 128, to it; at bits 0 and 8
  * it does not reach the exponent. */
 INLINE f32v i8_value(const u32v codes, const int byte) {

@@ -62,6 +62,13 @@ INLINE f32v splat(float x) { return (f32v){x, x, x, x}; }
 INLINE f32v multiply_add(f32v a, f32v b, f32v c) { return a * b + c; }
 #endif
 
+/* A dword, in all lanes. */
+INLINE u32v broadcast(const void *x) {
+    float bits;
+    memcpy(&bits, x, sizeof bits);
+    return (u32v)splat(bits);
+}
+
 /* sum * scale + total, rounded once. The portable way rounds to fp64 on its way. */
 INLINE f32v scale_and_add(f32v sum, f32v scale, f32v total) {
 #if VECTOR_BYTES > 16

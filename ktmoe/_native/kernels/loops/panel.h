@@ -5,7 +5,7 @@
  *                 in scale groups: for each: sum = 0; for k ascending: sum = dot(sum, w[c][k], x[i][k])
  *                            out = finish(sum, scale[c], out), rounded once; where there are minima, out -= minimum[c] * sum of
  *                            the group's x, rounded once
- *                 else:      out = 0; for k ascending: out = dot(out, w[c][k], x[i][k])
+ *                 else:      out = 0, unless add; for k ascending: out = dot(out, w[c][k], x[i][k])
  * LAYOUT      the family's packing. Decoded: strips of TILE_VECTORS vectors of columns, each [step][columns] dwords.
  * REGULARITIES lane = column: a dword of x, one step of k, is broadcast; nothing is shuffled after the lookup; every m sums in
  *             the same order. Totals of scale groups stay in out, so that the registers hold chains, or a tile has registers for both.
@@ -27,8 +27,9 @@
  *     BLOCK_SUMS                1: a scale group's sum is finished with every block, since x has a scale for each
  *     HOLD_TOTALS               1: a tile of many() keeps its scale groups' totals in registers beside the sums; 0: in out
  *     HOLD_HALVES               1: where scales are of 16 k, or there are minima, it does so, too, for half of the strip at a time
- *     table, load_table(a, how)        what decode() needs all the time
- *     fold, load_fold(header, v, how)  what it needs of a group's scales or zero points
+ *     table, load_table(codebook, how)   what decode() needs all the time
+ *     fold_columns(header, v, how)     what it needs of a group's scales or zero points: a dword for each column of vector v
+ *     fold, fold_of(u32v, how)         such dwords, as it takes them
  *     decode(p, v, j, how, t, f)       u32v of the weights of step j of the 8 k at p, in the columns of vector v
  *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
  *     start(x, k, block, part)  a sum before its first step: x is a row of k, its block the first one; part 0: a sum of whole
@@ -38,8 +39,8 @@
  *     x_sum(x, k, block, part)  f32v of the sum of x that a minimum multiplies; part: start()'s
  * and how scales are loaded, in scales.h or in a way of its own.
  */
+#include "kernels/common/headers.h"
 #include "kernels/common/place.h"
-#include "kernels/common/scales.h"
 
 enum {
     STEPS = KT_BLOCK / STEP_K, /* of a block */
@@ -59,34 +60,17 @@ _Static_assert(DECODE_K % KT_SCALE_GROUP_MAX == 0, "a scale group is not cut");
 /* Whether out is added up from sums that are finished apart: those of scale groups, or of blocks that x has scales for. */
 INLINE int has_sums(const scaling how) { return BLOCK_SUMS || in_groups(how); }
 
-/* Blocks behind one header: of UE8M0 always one. */
-INLINE size_t blocks_per_header(const kt_dot *a, const scaling how) {
-    if (kind_of(how) == NONE) return BLOCKS;
-    return kind_of(how) == UE8M0 || how & (HALVES | MINIMA | SUPER) ? 1 : a->scale_group / KT_BLOCK;
-}
-
-/* Of a panel's first blocks, all that stands before the next one's header, or before its super-scales. */
-INLINE size_t packed_bytes(const size_t blocks, const size_t per, const scaling how) {
-    return (blocks * KT_BLOCK + KT_SUPER_GROUP - 1) / KT_SUPER_GROUP * super_bytes(how) +
-           (blocks + per - 1) / per * header_bytes(how) + blocks * BLOCK_BYTES;
-}
-
-INLINE f32v times_super(const f32v scale, const f32v super, const scaling how) { return how & SUPER ? scale * super : scale; }
+/* Whether sums begin with what out holds. */
+INLINE int adds(const kt_dot *a, const scaling how) { return kind_of(how) == NONE && !BLOCK_SUMS && a->add; }
 
 /* What start() is told of a half of a block, the only one where scales are of more than 16 k. */
 INLINE int part_of(const int half, const scaling how) { return halves(how) - 1 + half; }
-
-INLINE u32v broadcast(const uint32_t *x) {
-    float bits;
-    memcpy(&bits, x, sizeof bits);
-    return (u32v)splat(bits);
-}
 
 /* rows x (vectors * LANES columns) straight from the codes: from vector v0 of one panel, or BOTH panels. All but a and first are
  * constants at every call. */
 INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, const int panel, const int v0, const int vectors,
                  const scaling how) {
-    const table t = load_table(a, how);
+    const table t = load_table(a->codebook, how);
     const uint8_t *w[2] = {a->w[panel], a->w[vectors == BOTH ? 1 : panel]};
     const uint32_t *x[FEW_ROWS];
     float *out[2] = {a->out[panel] + first * KT_PANEL, a->out[vectors == BOTH ? 1 : panel] + first * KT_PANEL};
@@ -108,9 +92,10 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
         for (int v = 0; v < vectors; v++) {
             sum[i][v] = start(x[i], a->k, 0, 0);
             if (has_sums(how)) store_f32(OUT(i, v), splat(0));
+            if (adds(a, how)) sum[i][v] = (sums)load_f32(OUT(i, v));
         }
     }
-    const size_t per = blocks_per_header(a, how);
+    const size_t per = blocks_per_header(a->scale_group, how);
     supers super[BOTH] = {0};
     for (size_t k = 0; k < a->k;) {
         size_t bytes = header_bytes(how);
@@ -126,7 +111,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
         w[0] += bytes, w[1] += bytes;
         fold f[BOTH];
         if (folds(how))
-            for (int v = 0; v < vectors; v++) f[v] = load_fold(header[v / VECTORS], v0 + v % VECTORS, how);
+            for (int v = 0; v < vectors; v++) f[v] = fold_of(fold_columns(header[v / VECTORS], v0 + v % VECTORS, how), how);
         const size_t blocks = least(per, (a->k - k) / KT_BLOCK);
         for (size_t b = 0; b < blocks; b++, k += KT_BLOCK) {
             for (int half = 0; half < halves(how); half++) {
@@ -219,26 +204,11 @@ typedef struct decoded_panel {
     float minimum[2 * BLOCKS][KT_PANEL];
 } decoded_panel;
 
-/* Scales and minima of a group; number: among the decoded ones. */
-INLINE void decode_header(const uint8_t *header, const uint8_t *super, const size_t number, decoded_panel *restrict to,
-                          const scaling how) {
-    for (int v = 0; v < VECTORS; v++) {
-        supers s = {0};
-        if (how & SUPER) s = load_supers(super, v, how);
-        for (int half = 0; half < halves(how); half++) {
-            const size_t row = number * halves(how) + half;
-            store_f32(to->scale[row] + v * LANES, times_super(load_scales(header, v, half, how), s.of_scales, how));
-            if (how & MINIMA)
-                store_f32(to->minimum[row] + v * LANES, times_super(load_minima(header, v, half, how), s.of_minima, how));
-        }
-    }
-}
-
 /* panel: all of it; number: of the first block. */
 INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict panel, const size_t number, const size_t blocks,
                          decoded_panel *restrict to, const scaling how) {
-    const table t = load_table(a, how);
-    const size_t per = blocks_per_header(a, how);
+    const table t = load_table(a->codebook, how);
+    const size_t per = blocks_per_header(a->scale_group, how);
     const uint8_t *w = panel + packed_bytes(number, per, how), *header = w, *super = w;
     if (how & SUPER) super = panel + packed_bytes(number * KT_BLOCK / KT_SUPER_GROUP * (KT_SUPER_GROUP / KT_BLOCK), per, how);
     for (size_t b = 0; b < blocks; b++, w += BLOCK_BYTES) {
@@ -249,12 +219,13 @@ INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict panel, const s
         if (b % per == 0) {
             header = w;
             w += header_bytes(how);
-            if (has_sums(how)) decode_header(header, super, b / per, to, how);
+            const size_t row = b / per * halves(how);
+            if (has_sums(how)) decode_header(header, super, to->scale + row, to->minimum + row, how);
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
             fold f;
-            if (folds(how)) f = load_fold(header, v, how);
+            if (folds(how)) f = fold_of(fold_columns(header, v, how), how);
 #pragma GCC unroll 32
             for (int j = 0; j < STEPS; j++) {
                 const place at = {w, number + b, j / OCTET};
@@ -293,8 +264,8 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
     const void *const *rows_x = a->x + first;
     const size_t k0 = s->k0, pieces = s->blocks * halves(how), piece = STEPS / halves(how); /* steps */
     out += first * KT_PANEL + v0 * LANES;
-    const table t = load_table(a, how);
-    const size_t per = BLOCK_SUMS ? 1 : blocks_per_header(a, how);
+    const table t = load_table(a->codebook, how);
+    const size_t per = BLOCK_SUMS ? 1 : blocks_per_header(a->scale_group, how);
     const uint32_t *x[TILE_ROWS];
     sums sum[TILE_ROWS][TILE_VECTORS];
     f32v total[TILE_ROWS][TILE_VECTORS];
@@ -303,7 +274,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
             total[i][v] = k0 ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
         x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
         for (int v = 0; !has_sums(how) && v < vectors; v++)
-            sum[i][v] = k0 ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0, 0);
+            sum[i][v] = k0 || adds(a, how) ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0, 0);
     }
     for (size_t p = 0; p < pieces;) {
         const size_t last = least(p + per, pieces), block = k0 / KT_BLOCK + p / halves(how);
@@ -324,7 +295,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
             }
         }
         if (has_sums(how)) {
-            const size_t group = BLOCK_SUMS ? p / blocks_per_header(a, how) : p / per;
+            const size_t group = BLOCK_SUMS ? p / blocks_per_header(a->scale_group, how) : p / per;
             for (int v = 0; v < vectors; v++) {
                 const f32v scale = load_f32(s->scale + group * KT_PANEL + (v0 + v) * LANES);
                 f32v minimum;
@@ -367,7 +338,7 @@ INLINE stream fetch_share(const uint8_t *from, const size_t share, const size_t 
  * come to L2, some with each tile: the rows are too short there for the hardware to foresee. */
 INLINE void many(const kt_dot *a, const scaling how) {
     decoded_panel *decoded = a->scratch;
-    const size_t per = blocks_per_header(a, how), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
+    const size_t per = blocks_per_header(a->scale_group, how), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
     for (size_t k0 = 0; k0 < a->k; k0 += DECODE_K) {
         const size_t blocks = least(DECODE_K, a->k - k0) / KT_BLOCK, left = a->k - k0 - blocks * KT_BLOCK;
         for (size_t p = 0; p < a->panels; p++) {
@@ -420,13 +391,22 @@ INLINE void many(const kt_dot *a, const scaling how) {
     }
 }
 
-/* few_<name>() and many_<name>() for one way of scaling. With FEW_MAX 0, few() is never used. */
+#ifdef KT_FLOAT_SUMS_H
+#include "kernels/loops/transposed.h"
+#else /* rows of integers are not for training */
+#define TRANSPOSED(name, how, as)
+#define TRANSPOSED_BY(name)
+#endif
+
+/* few_<name>(), many_<name>() and transpose_<name>() for one way of scaling. With FEW_MAX 0, few() is never used. */
 #define FUNCTIONS(name, how)                                                          \
     static void few_##name(const kt_dot *a) { FEW_MAX ? few(a, how) : many(a, how); } \
-    static void many_##name(const kt_dot *a) { many(a, how); }
+    static void many_##name(const kt_dot *a) { many(a, how); }                        \
+    TRANSPOSED(name, how, OPERAND_OF(how))
 
 /* What a kernel's row says of these, and of the scale groups that it takes. */
-#define SERVED_BY(name) .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel), .few = few_##name, .many = many_##name
+#define SERVED_BY(name) \
+    .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel), .few = few_##name, .many = many_##name TRANSPOSED_BY(name)
 #define PER_16 .scale_group_min = KT_SCALE_GROUP_MIN, .scale_group_max = KT_SCALE_GROUP_MIN
 #define PER_BLOCK .scale_group_min = KT_BLOCK, .scale_group_max = KT_BLOCK
 #define PER_BLOCKS .scale_group_min = KT_BLOCK, .scale_group_max = KT_SCALE_GROUP_MAX

@@ -3,7 +3,7 @@
  * SHAPES      m rows of k inputs, bf16, tiled (ktmoe.h); W packed panels of 64 columns; out fp32 [m][64]
  * DEFINITION  for each panel, column c, row i, w the sum of TERMS numbers:
  *                 in scale groups: out = 0; for each: sum = 0; its steps; out = fma(sum, scale[c], out)
- *                 else:      sum = 0; all steps; out = sum
+ *                 else:      sum = 0, or out, if add; all steps; out = sum
  *             where a step is, for 32 k: for the terms of w in their order:
  *                     even = odd = 0; for the 16 pairs ascending: even = fma(x[k], w[k], even); odd = fma(x[k+1], w[k+1], odd)
  *                     sum = sum + (even + odd)
@@ -23,7 +23,7 @@
  *     weights, open_panel(a, p, how)  what is needed of panel p all the time, with its steps (steps.h) as .at; how: scales.h's,
  *                               a constant at every call
  *     tile_at(w, step, n)       where the tile of columns 16 n to 16 n + 15 is packed
- *     fold, load_fold(w, step, n)     what decode_quarter() needs of a tile's scales
+ *     tile_fold, load_tile_fold(w, step, n)     what decode_quarter() needs of a tile's scales
  *     decode_quarter(w, f, step, n, quarter, to)   k-pairs 4 quarter to 4 quarter + 3 of the tile; term t of them goes to
  *                               to + t * TILE_BYTES + quarter * QUARTER_BYTES
  */
@@ -54,7 +54,7 @@ INLINE const uint8_t *b_tile(const weights *w, const size_t step, const int n, c
 }
 
 INLINE void decode_tile(const weights *w, const size_t step, const int n, uint8_t *to) {
-    const fold f = load_fold(w, step, n);
+    const tile_fold f = load_tile_fold(w, step, n);
 #pragma GCC unroll 4
     for (int quarter = 0; quarter < QUARTERS; quarter++) decode_quarter(w, &f, step, n, quarter, to);
 }
@@ -114,7 +114,16 @@ INLINE void finish(const weights *w, const size_t step, const int n, const float
         store_f32(out, scale_and_add(load_f32(sums), scale, first ? splat(0) : load_f32(out)));
 }
 
+/* Whether sums begin with what out holds. */
+INLINE int adds(const kt_dot *a, const scaling how) { return kind_of(how) == NONE && a->add; }
+
 #define STORE(t, to) TILE_STORE(t, to, OUT_BYTES)
+#define BEGIN(t, from)                 \
+    if (adds(a, how)) {                \
+        TILE_LOAD(t, from, OUT_BYTES); \
+    } else {                           \
+        TILE_ZERO(t);                  \
+    }
 /* A tile of C, and an empty one again. */
 #define TAKE(t)                                                     \
     TILE_STORE(t, sums + (t) * TILE_BYTES / 4, 16 * sizeof(float)); \
@@ -150,10 +159,10 @@ INLINE void wide(const kt_dot *a, const weights *w, const size_t first, float *o
     const row_tile x = rows_from(a, first);
     out += first * KT_PANEL;
     for (int n = 0; n < WIDTH && !IN_PLACE; n++) decode_tile(w, 0, n, ring + n * DECODED_BYTES);
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
+    BEGIN(0, out);
+    BEGIN(1, out + 16);
+    BEGIN(2, out + 32);
+    BEGIN(3, out + 48);
     for (size_t step = 0; step < steps; step++) {
         if (!IN_PLACE && step + 1 < steps)
             wide_step(w, &x, step, ring, s, 1);
@@ -184,7 +193,7 @@ INLINE void few(const kt_dot *a, const scaling how) {
 
 /* What the larger shapes do between multiplications: a share of the two tiles that are decoded ahead, and of the next step's A,
  * which comes to L1; behind a row alone, whose next steps these are, nothing is lost. dot: of so many. */
-INLINE void between(const weights *w, const row_tile *x, const int tiles, const size_t step, const int n, const fold f[2],
+INLINE void between(const weights *w, const row_tile *x, const int tiles, const size_t step, const int n, const tile_fold f[2],
                     uint8_t *next, const int dot, const int dots, const int more) {
     const int quarters = more ? 2 * QUARTERS : 0;
 #pragma GCC unroll 8
@@ -201,8 +210,8 @@ INLINE void between(const weights *w, const row_tile *x, const int tiles, const 
 #define PAIR_STEP()                                                          \
     const uint8_t *now = ring + step % PAIRS * 2 * DECODED_BYTES;            \
     uint8_t *next = ring + (step + PAIRS_AHEAD) % PAIRS * 2 * DECODED_BYTES; \
-    fold f[2];                                                               \
-    for (int i = 0; i < 2 && more; i++) f[i] = load_fold(w, step + PAIRS_AHEAD, n + i)
+    tile_fold f[2];                                                          \
+    for (int i = 0; i < 2 && more; i++) f[i] = load_tile_fold(w, step + PAIRS_AHEAD, n + i)
 #define LOAD_A(t, i) TILE_LOAD(t, a_tile(&x[i], step), x[i].stride)
 #define LOAD_B(t, i, term) TILE_LOAD(t, b_tile(w, step, n + i, now + (i * TERMS + term) * TILE_BYTES), B_BYTES)
 
@@ -241,10 +250,10 @@ INLINE void square(const kt_dot *a, const weights *w, const size_t first, const 
     float *upper = out + first * KT_PANEL, *lower = upper + KT_TILE_ROWS * KT_PANEL;
     for (size_t step = 0; step < least(PAIRS_AHEAD, steps) && !IN_PLACE; step++)
         for (int i = 0; i < 2; i++) decode_tile(w, step, n + i, ring + (step * 2 + i) * DECODED_BYTES);
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
+    BEGIN(0, upper + 16 * n);
+    BEGIN(1, upper + 16 * n + 16);
+    BEGIN(2, lower + 16 * n);
+    BEGIN(3, lower + 16 * n + 16);
     for (size_t step = 0; step < steps; step++) {
         if (!IN_PLACE && step + PAIRS_AHEAD < steps)
             square_step(w, x, step, n, ring, 1);
@@ -319,12 +328,12 @@ INLINE void tall(const kt_dot *a, const weights *w, const size_t first, const in
     float *lower = middle + KT_TILE_ROWS * KT_PANEL;
     for (size_t step = 0; step < least(PAIRS_AHEAD, steps) && !IN_PLACE; step++)
         for (int i = 0; i < 2; i++) decode_tile(w, step, n + i, ring + (step * 2 + i) * DECODED_BYTES);
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    TILE_ZERO(4);
-    TILE_ZERO(5);
+    BEGIN(0, upper + 16 * n);
+    BEGIN(1, upper + 16 * n + 16);
+    BEGIN(2, middle + 16 * n);
+    BEGIN(3, middle + 16 * n + 16);
+    BEGIN(4, lower + 16 * n);
+    BEGIN(5, lower + 16 * n + 16);
     for (size_t step = 0; step < steps; step++) {
         if (!IN_PLACE && step + PAIRS_AHEAD < steps)
             tall_step(w, x, step, n, ring, 1);
@@ -369,10 +378,13 @@ INLINE void many(const kt_dot *a, const scaling how) {
     }
 }
 
-/* few_<name>() and many_<name>() for one way of scaling, and what a kernel's row says of them. */
-#define FUNCTIONS(name, how)                                 \
-    static void few_##name(const kt_dot *a) { few(a, how); } \
-    static void many_##name(const kt_dot *a) { many(a, how); }
+#include "kernels/loops/transposed.h"
+
+/* few_<name>(), many_<name>() and transpose_<name>() for one way of scaling, and what a kernel's row says of them. */
+#define FUNCTIONS(name, how)                                   \
+    static void few_##name(const kt_dot *a) { few(a, how); }   \
+    static void many_##name(const kt_dot *a) { many(a, how); } \
+    TRANSPOSED(name, how, OPERAND_OF(how))
 #define SERVED_BY(name)                                                                                                      \
     .rows = &KT_NAME(rows_bf16_tiles), .few_max = KT_TILE_ROWS, .scratch_bytes = RING_BYTES + SUMS_BYTES, .few = few_##name, \
-    .many = many_##name
+    .many = many_##name TRANSPOSED_BY(name)

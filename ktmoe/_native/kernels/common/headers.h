@@ -1,0 +1,35 @@
+/* A panel's headers: where they stand, and what they have, with super-scales multiplied in. Includers have BLOCK_BYTES. */
+#ifndef KT_HEADERS_H
+#define KT_HEADERS_H
+
+#include "kernels/common/scales.h"
+
+/* Blocks behind one header. Without scales there is none, and any number will do. */
+INLINE size_t blocks_per_header(const size_t scale_group, const scaling how) {
+    if (kind_of(how) == NONE) return KT_SUPER_GROUP / KT_BLOCK;
+    return kind_of(how) == UE8M0 || how & (HALVES | MINIMA | SUPER) ? 1 : scale_group / KT_BLOCK;
+}
+
+/* Of a panel's first blocks, all that stands before the next one's header, or before its super-scales. */
+INLINE size_t packed_bytes(const size_t blocks, const size_t per, const scaling how) {
+    return (blocks * KT_BLOCK + KT_SUPER_GROUP - 1) / KT_SUPER_GROUP * super_bytes(how) +
+           (blocks + per - 1) / per * header_bytes(how) + blocks * BLOCK_BYTES;
+}
+
+INLINE f32v times_super(const f32v scale, const f32v super, const scaling how) { return how & SUPER ? scale * super : scale; }
+
+/* Scales and minima of a group, of one or both halves of its blocks. */
+INLINE void decode_header(const uint8_t *header, const uint8_t *super, float scale[][KT_PANEL], float minimum[][KT_PANEL],
+                          const scaling how) {
+    for (int v = 0; v < VECTORS; v++) {
+        supers s = {0};
+        if (how & SUPER) s = load_supers(super, v, how);
+        for (int half = 0; half < halves(how); half++) {
+            store_f32(scale[half] + v * LANES, times_super(load_scales(header, v, half, how), s.of_scales, how));
+            if (how & MINIMA)
+                store_f32(minimum[half] + v * LANES, times_super(load_minima(header, v, half, how), s.of_minima, how));
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,261 @@
+"""LoRA on packed experts in models of transformers: a plain loop, Trainer, and beside peft's; as eager PyTorch trains it."""
+
+from __future__ import annotations
+
+import re
+
+import engine_models
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from engine_models import experts, prompts
+from environments import ROOT
+from serving import packed, switched
+from training_runs import RANK, STEPS, by_ktmoe, by_pytorch, loaded, texts, train
+
+import ktmoe.transformers as served
+from ktmoe import synthetic
+from ktmoe.errors import InputError, UnavailableError
+from ktmoe.torch import MoEExperts, add_lora, loras
+
+#: In formats that people have, and in bfloat16.
+CHECKPOINTS = ("DeepSeek-V4 FP4", "qwen3_moe", "gpt-oss MXFP4")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Of torch: these tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.enable_grad():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_plain_loop(checkpoint, name):
+    """20 steps. Beside PyTorch on dequantised weights that rounds where ktmoe does; and not farther from PyTorch in float32
+    than PyTorch's own experts in bfloat16 are."""
+    folder = checkpoint(name)
+    found = train(by_ktmoe(folder))
+    assert len(found.losses) == STEPS
+    assert found.losses[-1] < 0.8 * found.losses[0]
+    rounded = train(by_pytorch(folder, torch.float64, rounded=True))
+    print(found.difference(rounded))
+    exact, bfloat16 = (train(by_pytorch(folder, dtype, rounded=False)) for dtype in (torch.float32, torch.bfloat16))
+    for own, other in zip(found.difference(exact), bfloat16.difference(exact), strict=True):
+        assert own < 1.5 * other
+
+
+def test_trainer(checkpoint, tmp_path):
+    """transformers' Trainer, with AdamW, its own loop, clipping and gradient accumulation."""
+
+    def trained(model):
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        before = {name: model.get_parameter(name).detach().clone() for name in names}
+        arguments = transformers.TrainingArguments(
+            tmp_path / "out",
+            max_steps=3,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            seed=1,
+        )
+        data = [{"input_ids": ids, "labels": ids} for ids in texts().flatten(0, 1)]
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, {name: model.get_parameter(name).detach() - before[name] for name in names}
+
+    folder = checkpoint("qwen3_moe")
+    losses, changes = trained(by_ktmoe(folder))
+    expected, of_pytorch = trained(by_pytorch(folder, torch.float64, rounded=True))
+    assert len(losses) == 3
+    assert losses == pytest.approx(expected, rel=2**-9)
+    assert changes.keys() == of_pytorch.keys()
+    for name, change in of_pytorch.items():
+        # AdamW's steps are as large for gradients that roundings decide
+        assert torch.nn.functional.cosine_similarity(change.flatten(), changes[name].flatten(), dim=0) > 0.95, name
+
+
+ATTENTION = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def with_peft(model):
+    """LoRA on attention, the same each time, whose B is not zero."""
+    torch.manual_seed(12)
+    model = peft.get_peft_model(model, peft.LoraConfig(**ATTENTION))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def test_beside_peft(checkpoint, tmp_path):
+    """LoRA on attention by peft and on experts by ktmoe, trained together. peft saves its own."""
+    folder = checkpoint("qwen3_moe")
+    model = with_peft(loaded(folder))
+    first = add_lora(model, RANK, 16, seed=4)
+    assert len(first) == 3 * 2 * engine_models.LAYERS
+    adapters = loras(model)
+    assert list(adapters) == list(range(engine_models.LAYERS))
+    found = train(model.train())
+    of_attention = [name for name in found.changes if "self_attn" in name]
+    assert len(of_attention) == 2 * 2 * engine_models.LAYERS
+    assert len(found.changes) == len(of_attention) + len(first)
+    assert all(change.any() for change in found.changes.values())
+    assert found.losses[-1] < 0.8 * found.losses[0]
+    model.save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+
+
+def test_attention_alone(checkpoint):
+    """Experts without adapters are differentiable as they were loaded; as in PyTorch."""
+    folder = checkpoint("qwen3_moe")
+    found = train(with_peft(loaded(folder)).train())
+    expected = train(with_peft(by_pytorch(folder, torch.float64, rounded=True, adapted=False)).train())
+    assert found.losses[-1] < found.losses[0]
+    off_losses, off_changes = found.difference(expected)
+    assert off_losses < 2**-9
+    assert off_changes < 2**-6
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(checkpoint, reentrant):
+    folder = checkpoint("qwen3_moe")
+    expected, model = train(by_ktmoe(folder), steps=2), by_ktmoe(folder)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert train(model, steps=2).difference(expected) == (0, 0)
+
+
+def test_text_after_training(checkpoint):
+    """The model generates as before, and its adapters put into a fresh one give the same logits."""
+    folder = checkpoint("gpt-oss MXFP4")
+    model = by_ktmoe(folder)
+    train(model, steps=2)
+    other = loaded(folder)
+    plain = engine_models.logits(other.eval(), prompts())
+    add_lora(other, given=loras(model))
+    found = engine_models.logits(model.eval(), prompts())
+    assert torch.equal(engine_models.logits(other.eval(), prompts()), found)
+    assert not torch.equal(plain, found)
+    with torch.inference_mode():
+        text = model.generate(prompts(), max_new_tokens=4, do_sample=False)
+    assert text.shape == (2, 28)
+
+
+def test_a_new_adapter_changes_nothing(checkpoint):
+    """Its B is zero."""
+    model = served.load(checkpoint("qwen3_moe"), activations="bf16").eval()
+    before = engine_models.logits(model, prompts())
+    parameters = add_lora(model, 2, 4, ["gate", "down"], dtype=torch.bfloat16, recompute=True)
+    assert torch.equal(engine_models.logits(model, prompts()), before)
+    assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
+    modules = [module for module in model.modules() if isinstance(module, MoEExperts)]
+    assert {module.projections for module in modules} == {("gate", "down")}
+    assert all(module.passes.recompute and not module.training for module in modules)
+    first, second = (adapter.pairs["gate"][0] for adapter in list(loras(model).values())[:2])
+    assert (first != second).any()
+
+
+def test_what_is_refused(checkpoint):
+    folder = checkpoint("qwen3_moe")
+    with pytest.raises(UnavailableError, match="expected a model with packed experts, found none; load it with"):
+        add_lora(engine_models.make("qwen3_moe"))
+    with pytest.raises(InputError, match="found 'mxfp8', which rounds more"):
+        add_lora(served.load(folder, activations="mxfp8"))
+    mask = [True] + [False] * (engine_models.EXPERTS - 1)
+    with pytest.raises(UnavailableError, match=r"layers\.0\.mlp\.experts: .* found some on a GPU"):
+        add_lora(served.load(folder, activations="bf16", gpu_experts_mask=mask))
+    model = served.load(folder, activations="bf16")
+    for options, error, message in (
+        ({"rank": 0}, InputError, "rank must be an integer from 1 to 256, found 0"),
+        ({"projections": ["router"]}, InputError, "found .*'router'"),
+        ({"dtype": torch.float16}, InputError, r"dtype must be torch\.float32 or torch\.bfloat16, found torch\.float16"),
+        ({"given": {7: None}}, InputError, r"expected layers of \[0, 1, 2\], found 7"),
+        ({"given": {1: {}}}, InputError, r"lora must be a ktmoe\.training\.Lora or None, found dict"),
+    ):
+        with pytest.raises(error, match=message):
+            add_lora(model, **options)
+    assert not loras(model)
+    add_lora(model)
+    with pytest.raises(UnavailableError, match="found none; it has adapters already"):
+        add_lora(model)
+
+
+def test_models_without_experts_are_not_saved(checkpoint, tmp_path):
+    """A checkpoint would have none. Their adapters can be."""
+    folder = checkpoint("qwen3_moe")
+    for model, error in ((packed(folder, activations="bf16"), UnavailableError), (loaded(folder), ValueError)):
+        add_lora(model)
+        with pytest.raises(error, match=r"expected to be saved before it was packed|not serializable"):
+            model.save_pretrained(tmp_path)
+        assert not list(tmp_path.glob("*.safetensors"))
+        module = next(module for module in model.modules() if isinstance(module, MoEExperts))
+        assert len(module.state_dict()) == 6
+
+
+def test_models_are_frozen(checkpoint):
+    """Those of pack() and load(). set_experts_implementation() freezes nothing, and gradients flow."""
+    folder, ids = checkpoint("qwen3_moe"), prompts()
+    for make in (packed, served.load):
+        model = make(folder)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert not model(input_ids=ids).logits.requires_grad
+
+
+def test_a_model_that_is_not_frozen(checkpoint, monkeypatch):
+    monkeypatch.setenv("KTMOE_BACKEND", "fp32_lut")  # whose "auto" is bf16
+    model, ids = switched(checkpoint("qwen3_moe")), prompts()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert torch.equal(loss, model.requires_grad_(False)(input_ids=ids, labels=ids).loss)
+
+
+def test_experts_on_a_gpu_have_no_gradients(checkpoint):
+    mask = [True] + [False] * (engine_models.EXPERTS - 1)
+    model = served.load(checkpoint("qwen3_moe"), activations="bf16", gpu_experts_mask=mask)
+    (_, module), *_ = experts(model)
+    x, ids, weights = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
+    with pytest.raises(UnavailableError, match="expected inputs without grad, since some of its experts are on a GPU"):
+        module(x.requires_grad_(), ids, weights)
+
+
+def test_a_mode_that_rounds_has_no_gradients(checkpoint):
+    (_, module), *_ = experts(packed(checkpoint("qwen3_moe"), activations="mxfp4"))
+    x, ids, weights = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
+    with pytest.raises(InputError, match="training needs activations='bf16', found 'mxfp4'"):
+        module(x, ids, weights.requires_grad_())
+
+
+def test_the_page(tmp_path):
+    """docs/fine-tuning.md's own code, on a tiny model. Its loss falls, and what it gives can be put into another model."""
+    folder = tmp_path / "model"
+    synthetic.write_chat_model(folder)
+    page = (ROOT / "docs" / "fine-tuning.md").read_text().replace("openai/gpt-oss-20b", str(folder)).replace("DIR", str(folder))
+    first, of_peft, of_a_layer, without_torch = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {"peft": peft}
+    exec(first, names)
+    assert list(names["adapters"]) == [0, 1]
+    assert all(array.any() for lora in names["adapters"].values() for pair in lora.pairs.values() for array in pair)
+    names["model"] = served.load(folder, activations="bf16")
+    exec(of_peft, names)
+    assert len([name for name, p in names["model"].named_parameters() if p.requires_grad]) == 2 * (2 * 2 + 3 * 2)
+    x = torch.randn(5, 128, requires_grad=True)
+    ids, weights = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5, requires_grad=True)
+    names |= {"hidden_states": x, "top_k_index": ids, "top_k_weights": weights}
+    exec(of_a_layer.replace("layer=3", "layer=1"), names)
+    names["y"].sum().backward()
+    assert all(tensor.grad is not None for tensor in (x, weights, *names["experts"].parameters()))
+    names |= {"x": x.detach().numpy(), "expert_ids": ids.numpy(), "expert_weights": weights.detach().numpy()}
+    exec(without_torch, names | {"grad_y": np.ones((5, 128), np.float32)})
