@@ -22,6 +22,7 @@ pytest_plugins = (
     "design",
     "emulator.fixtures",
     "kt_wrappers",
+    "sft_wrappers",
     "loading_models",
     "skips",
     "topology",

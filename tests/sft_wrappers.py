@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
+import pytest
 from helpers import BF16
 from kt_wrappers import write
 
 from ktmoe import load_experts, synthetic
+from ktmoe.compat import weights
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.compat.sft_lora import NAMES
 from ktmoe.quantization import quantize
@@ -87,6 +91,10 @@ def dirty(tensors: dict) -> dict:
     return {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
 
 
+def gradient(seed=0, tokens=5):
+    return np.random.default_rng(seed + 100).standard_normal((tokens, HIDDEN)).astype(BF16)
+
+
 def wrapper(folder, method: str = "MXFP4_SFT", tensors=None, gradients=None, **changed):
     """With its weights, and an adapter if there are tensors."""
     made = KTMoEWrapper(**arguments(weight_path=str(folder), method=method, **changed))
@@ -94,3 +102,11 @@ def wrapper(folder, method: str = "MXFP4_SFT", tensors=None, gradients=None, **c
     if tensors is not None:
         made.init_lora_weights(*tensors.values(), *(gradients or dirty(tensors)).values())
     return made
+
+
+@pytest.fixture
+def nothing_is_leased():
+    """Each test closes or drops its wrappers; then no checkpoint is open."""
+    yield
+    gc.collect()
+    assert weights.Lease.leased == {}

@@ -30,6 +30,10 @@ wrapper.load_weights(numpy.arange({EXPERTS}))
 x = numpy.ones((2, {HIDDEN}), numpy.float32)
 ids = numpy.array([[0, 1, 0, 1], [2, 3, 4, 5]])
 y = wrapper.forward(x, ids, numpy.ones((2, 4), numpy.float32), None)
+from kt_kernel.experts import SFT_METHODS
+from kt_kernel.sft import AMXSFTMoEWrapper, BaseSFTMoEWrapper
+tuned = AMXSFTMoEWrapper(0, {EXPERTS}, {TOP_K}, {HIDDEN}, {INTERMEDIATE}, 0, 2, 1, sys.argv[1], 64, method="MXFP4_SFT")
+assert isinstance(tuned, BaseSFTMoEWrapper) and len(SFT_METHODS) == 16
 print(y[0].any(), y[1].any(), "torch" in sys.modules)
 """
 
@@ -55,12 +59,13 @@ def test_its_distribution(tmp_path):
     """Installed, and taken away again."""
     environment, wheels = Environment(tmp_path / "environment"), tmp_path / "wheels"
     project = tmp_path / "project"
-    (project / "kt_kernel").mkdir(parents=True)
-    for file in ("pyproject.toml", "kt_kernel/__init__.py"):
+    for file in ("pyproject.toml", "kt_kernel/__init__.py", "kt_kernel/experts.py", "kt_kernel/sft/__init__.py"):
+        (project / file).parent.mkdir(parents=True, exist_ok=True)
         (project / file).write_text((SHIM / file).read_text())
     environment.wheel(project, wheels)
     environment.install(*wheels.glob("ktmoe_kt_kernel-*.whl"))
-    found = run([environment.python, "-c", "import kt_kernel; print(kt_kernel.KTMoEWrapper.__module__, kt_kernel.__file__)"])
+    code = "import kt_kernel, kt_kernel.sft; print(kt_kernel.KTMoEWrapper.__module__, kt_kernel.__file__)"
+    found = run([environment.python, "-c", code])
     module, file = found.stdout.split()
     assert module == "ktmoe.compat.kt_kernel"
     assert file.startswith(str(environment.site))

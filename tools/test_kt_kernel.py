@@ -23,6 +23,7 @@ TESTS = (
     "test_torch.py",
     "test_torch_experts.py",
     "test_compat_kt_kernel_torch.py",
+    "test_compat_kt_kernel_sft_torch.py",
     "test_two_stage_torch.py",
 )
 #: What prints its version if the extension for this CPU can be loaded.

@@ -5,8 +5,8 @@ token, of the adapter's by expert, of the router weights' in all. Rounding to bf
 g, u, h, d, what A gives, and their gradients, about ten in a row: below 1 %. ktmoe rounds h, the gradients of g and u, and what
 it returns: below 0.6 %. A scale of the wrong group or a router weight that is missed makes 10 % at least.
 
-A clamp stops a gradient. On which side of it a g or u is, kt-kernel's roundings decide otherwise in some tokens, so that half of
-them must agree.
+A clamp stops a gradient. On which side of it a g or u is, kt-kernel's roundings decide otherwise in some tokens, so that half
+of them must agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OURS, BFLOAT16 = 0.006, 0.01
 #: x and h are rounded to integers of 8 bits in forward; see bench/peers/check.py.
 INTEGERS = 0.02
 #: Integers with one scale a row, and a backward whose weights are rounded along the other dimension, too.
-ROWS = 0.05
+ROWS, ROWS_OF_4_BITS = 0.05, 0.12
 #: method -> kt-kernel's class, weights of cases.py, how they are handed over, and what kt-kernel's roundings explain.
 METHODS = {
     "MXFP4_SFT": ("MXFP4_SFT_MOE", "MXFP4", "mxfp4", BFLOAT16),
@@ -42,6 +42,8 @@ METHODS = {
     "AMXINT4_KGroup_SFT": ("AMXInt4_KGroup_SFT_MOE", "RAWINT4", "rawint4", INTEGERS),
     "INT8_SFT": ("AMXInt8_SFT_MOE", "AMXINT8", "files", ROWS),
     "AMXINT8_SFT_SkipLoRA": ("AMXInt8_SFT_MOE_SkipLoRA", "AMXINT8", "tensors", ROWS),
+    "AMXINT4_SFT": ("AMXInt4_SFT_MOE", "AMXINT4", "tensors", ROWS_OF_4_BITS),
+    "AMXINT4_SFT_SkipLoRA": ("AMXInt4_SFT_MOE_SkipLoRA", "AMXINT4", "tensors", ROWS_OF_4_BITS),
 }
 
 
