@@ -19,6 +19,7 @@ from ktmoe.training.lora import Lora
 BF16 = ml_dtypes.bfloat16
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 10, 6
 PREFIX = "base_model.model."
+MODULE = "model.layers.0.mlp.experts"
 QWEN, GPT_OSS, MIXTRAL = ({"model_type": name} for name in ("qwen3_moe", "gpt_oss", "mixtral"))
 
 

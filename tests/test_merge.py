@@ -6,13 +6,14 @@ import json
 import os
 from pathlib import Path
 
+import checkpoints
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, numbers
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, numbers
 from converting import experts_of, refused, tree, write
 
-from ktmoe.adapters import export_adapter, merge, merge_adapter
+from ktmoe.adapters import export_adapter, merge_adapter, sums
 from ktmoe.cli import main
 from ktmoe.conversion import convert
 from ktmoe.errors import CheckpointError, FormatError, InputError, MissingTensorError, OutputError
@@ -25,14 +26,18 @@ BF16 = ml_dtypes.bfloat16
 QWEN = {"model_type": "qwen3_moe"}
 
 
-def adapter(projections=PROJECTIONS, rank=3, alpha=2.0, dtype=np.float32, seed=0, size=0.25, experts=EXPERTS) -> Lora:
+def adapter(projections=PROJECTIONS, rank=3, alpha=2.0, seed=0, size=0.25, **other) -> Lora:
+    """other: dtype, experts, intermediate."""
+    dtype, experts, intermediate = (
+        other.get(*each) for each in (("dtype", np.float32), ("experts", EXPERTS), ("intermediate", INTERMEDIATE))
+    )
     random = np.random.default_rng(seed)
 
     def pair(n, k):
         a, b = (random.standard_normal(shape) * size for shape in ((experts, rank, k), (experts, n, rank)))
         return a.astype(dtype), b.astype(dtype)
 
-    shapes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+    shapes = {"gate": (intermediate, HIDDEN), "up": (intermediate, HIDDEN), "down": (HIDDEN, intermediate)}
     return Lora({projection: pair(*shapes[projection]) for projection in projections}, alpha)
 
 
@@ -116,7 +121,7 @@ def test_some_projections(tmp_path, scheme, projections):
 def test_blocks(source, tmp_path, monkeypatch):
     """The result does not depend on how many rows are computed at a time."""
     merge_adapter(source, {0: adapter()}, tmp_path / "whole")
-    monkeypatch.setattr(merge, "BLOCK", 7 * HIDDEN)
+    monkeypatch.setattr(sums, "BLOCK", 7 * HIDDEN)
     merge_adapter(source, {0: adapter()}, tmp_path / "blocks")
     first, second = tree(tmp_path / "whole"), tree(tmp_path / "blocks")
     report = "ktmoe_merge.json"  # whose sums are added up in another order
@@ -189,8 +194,8 @@ def test_it_goes_on(source, tmp_path):
 @pytest.mark.parametrize(
     ("scheme", "loras", "error", "message"),
     [
-        ("fp8", {0: adapter()}, FormatError, "gate: expected bfloat16, found E4M3"),
-        ("gpt_oss", {0: adapter()}, FormatError, "gate: expected bfloat16, found E2M1"),
+        ("fp8", {0: adapter()}, FormatError, "expected bfloat16 experts, found E4M3"),
+        ("gpt_oss", {0: adapter()}, FormatError, "expected bfloat16 experts, found E2M1"),
         ("bf16", {2: adapter()}, MissingTensorError, "layer 2"),
         ("bf16", {0: adapter(experts=2)}, InputError, "gate's a"),
         ("bf16", {}, InputError, "expected a folder or"),
@@ -208,6 +213,47 @@ def test_refusals(tmp_path, scheme, loras, error, message):
     with pytest.raises(error, match=message):
         merge_adapter(tmp_path / "source", loras, tmp_path / "out")
     assert not (tmp_path / "out").exists() or "ktmoe merge has not finished" in refused(tmp_path / "out")
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8 transposed", "int4 zero points", "nvfp4", "gptq", "bf16"])
+def test_dequantized(tmp_path, scheme):
+    """Experts of another format become bfloat16 with the adapter added before the one rounding; also in layers without one."""
+    stated = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}} if scheme == "fp8" else {}
+    made = write(tmp_path / "source", scheme, config=stated)
+    loras = {1: adapter(("gate", "down"), intermediate=SCHEMES[scheme].intermediate)}
+    report = merge_adapter(tmp_path / "source", loras, tmp_path / "out", dequantize=True)
+    assert list(report.layers) == [1]
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    before, after = Checkpoint(tmp_path / "source"), Checkpoint(tmp_path / "out")
+    experts = {tensor for of_layer in made.values() for tensor in of_layer}
+    for tensor in set(before.names()) - experts:
+        np.testing.assert_array_equal(after.read(tensor), before.read(tensor))
+    assert len(after) == len(set(before.names()) - experts) + 2 * len(PROJECTIONS) * EXPERTS
+    for layer in range(2):
+        was, now = experts_of(tmp_path / "source", layer), experts_of(tmp_path / "out", layer)
+        for expert in range(EXPERTS):
+            for projection in PROJECTIONS:
+                found = now.matrix(expert, projection)
+                assert found.format.element.name == "BF16"
+                expected = numbers(was.matrix(expert, projection)).astype(np.float32)
+                expected = merged(expected, loras[1], projection, expert) if layer else expected.astype(BF16)
+                np.testing.assert_array_equal(numbers(found), expected.astype(BF16).astype(np.float64))
+
+
+def test_what_is_not_dequantized(tmp_path):
+    """Experts with biases; numbers beyond bfloat16's; and where another weight stays quantized."""
+    write(tmp_path / "biases", "gpt_oss")
+    with pytest.raises(FormatError, match="expected experts without biases"):
+        merge_adapter(tmp_path / "biases", {0: adapter()}, tmp_path / "out", dequantize=True)
+    write(tmp_path / "large", "mxfp4 packed")
+    with pytest.raises(FormatError, match="expected finite weights with the adapter"):
+        merge_adapter(tmp_path / "large", {0: adapter()}, tmp_path / "of large", dequantize=True)
+    write(tmp_path / "mixed", "fp8")
+    tensor = {"model.layers.0.self_attn.o_proj.weight": ["F8_E4M3", np.zeros((4, 4), np.uint8)]}
+    checkpoints.write(tmp_path / "mixed", tensor, file="other.safetensors")
+    with pytest.raises(FormatError, match=r"expected all but the experts unquantized.*in model\.layers\.0\.self_attn\.o_proj"):
+        merge_adapter(tmp_path / "mixed", {0: adapter()}, tmp_path / "out", dequantize=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_options_that_there_are_not(source, tmp_path):

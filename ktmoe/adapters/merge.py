@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ktmoe.adapters import sums
 from ktmoe.adapters.reading import import_adapter
-from ktmoe.arrays import BF16
+from ktmoe.conversion import stated
 from ktmoe.conversion.convert import SHARD_BYTES
-from ktmoe.conversion.parts import Made, Part, Tensor, Unit, copied
-from ktmoe.conversion.plan import shards
+from ktmoe.conversion.parts import Unit, copied
+from ktmoe.conversion.plan import Plan, check_result, own_names, shards, tensors_of
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.writing import Progress, Task, version, write
-from ktmoe.errors import FormatError, InputError, UnavailableError
-from ktmoe.experts import ExpertWeights
+from ktmoe.errors import FormatError, InputError
+from ktmoe.experts import ExpertSpec
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import find_loader
-from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.quantization import Error
 from ktmoe.training.lora import Lora
-from ktmoe.weights.formats import BF16 as BF16_FORMAT
-
-#: Numbers that are computed at a time: their float32 sums stay in a core's cache.
-BLOCK = 1 << 17
+from ktmoe.weights.formats import BF16
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,7 @@ def merge_adapter(
     out: str | os.PathLike[str],
     *,
     experts_only: bool = False,
+    dequantize: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Merged:
@@ -60,9 +57,11 @@ def merge_adapter(
     path: a folder, or a .safetensors file, with bfloat16 experts. adapter: a folder in PEFT's format (import_adapter()), or
     {layer: Lora}. out: a new or empty folder, or one in which this merge was interrupted: files that were finished stay then.
     experts_only: leave out what the adapter has of other modules. shard_bytes: most bytes of tensors in one file.
+    dequantize: let experts of other formats become bfloat16, too, in all layers; all else must be unquantized already.
     progress: called with (done, total) bytes of the source.
     Computed in float32: B A is added up in ascending rank, multiplied by s and added to W; then it is rounded to bfloat16 once.
-    Memory: the adapter; for each thread and one more, one matrix, gate and up being one where the checkpoint has them in one.
+    Memory: the adapter; for each thread and one more, one matrix, gate and up being one where the checkpoint has them in one,
+    in float64 where it is dequantized.
 
     The index is written last. Until then ktmoe refuses to load the folder.
     Raises FormatError for experts that are not bfloat16, and for sums that are not finite; MissingTensorError for a layer that
@@ -78,14 +77,14 @@ def merge_adapter(
         elif not loras or not all(isinstance(lora, Lora) for lora in loras.values()):
             raise InputError("adapter: expected a folder or {layer: Lora}")
         loras = {naming.layer_key(layer): lora for layer, lora in loras.items()}
-        units = _units(source, loras)
+        made = _plan(source, loras, dequantize, shard_bytes)
         task = Task(
             "merge",
             "merge",
-            shards(units, shard_bytes),
-            source.checkpoint.config,
-            source.others + source.quantized,
-            {"adapter": _digest(loras), "options": [shard_bytes]},
+            made.shards,
+            made.config,
+            source.others + ([] if made.layers else source.quantized),
+            {"adapter": _digest(loras), "options": [dequantize, shard_bytes]},
             loras,
             lambda errors: _data(loras, errors),
         )
@@ -93,120 +92,54 @@ def merge_adapter(
     return Merged(str(Path(out)), written.errors, written.nbytes, written.kept)
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """One expert's part of a tensor: of gate, up or down, or of gate and up together.
-
-    expert: its number. index, count: which of so many equal parts of the tensor's bytes. shape: of the part. transposed:
-    whether it is [inputs, outputs]. rows: which outputs each projection has.
-    """
-
-    tensor: str
-    expert: int
-    index: int
-    count: int
-    shape: tuple[int, int]
-    transposed: bool
-    rows: Mapping[str, slice]
-
-
-def _units(source: Source, loras: Mapping[int | str, Lora]) -> list[Unit]:
-    """Of all tensors, in the source's order."""
-    slices: dict[str, tuple[int | str, Lora, list[_Slice]]] = {}
-    for layer, lora in loras.items():
-        for each in _slices(source.checkpoint, layer, lora):
-            slices.setdefault(each.tensor, (layer, lora, []))[2].append(each)
-    units = []
-    for info in source.infos:
-        if info.name not in slices:
-            units.append(copied(source.checkpoint, info))
+def _plan(source: Source, loras: Mapping[int | str, Lora], dequantize: bool, shard_bytes: int) -> Plan:
+    """Whose layers are those that are dequantized. Raises FormatError, InputError, UnavailableError, MissingTensorError."""
+    checkpoint = source.checkpoint
+    units: dict[str, list[Unit]] = {}  # by the first of the tensors in whose place they come
+    gone: set[str] = set()
+    plain = {}
+    for layer in dict.fromkeys([*loras, *(find_layers(checkpoint) if dequantize else ())]):
+        reader, lora = find_loader(checkpoint, layer=layer), loras.get(layer)
+        experts = reader.load(checkpoint, layer)
+        if lora is not None:
+            lora.check(experts)
+        if _is_bf16(experts):
+            if lora is not None:
+                of_layer = sums.in_place(checkpoint, reader, layer, experts, lora)
+                units |= {name: [unit] for name, unit in of_layer.items()}
             continue
-        layer, lora, own = slices[info.name]
-        parts = [_part(source.checkpoint, info.nbytes // each.count, layer, lora, each) for each in own]
-        units.append(Unit([Tensor(info.name, info.dtype, info.shape)], parts))
-    return units
-
-
-def _slices(checkpoint: Checkpoint, layer: int | str, lora: Lora) -> Iterator[_Slice]:
-    """Those that the adapter changes, expert by expert. Raises FormatError, InputError, UnavailableError."""
-    reader = find_loader(checkpoint, layer=layer)
-    experts = reader.load(checkpoint, layer)
-    for projection, found in experts.formats.items():
-        if (found.element, found.scale, found.factor) != (BF16_FORMAT.element, None, None):
+        if not dequantize:
+            found = next(each for each in experts.formats.values() if each.element != BF16.element)
             raise FormatError(
-                f"{experts.name}: {projection}: expected bfloat16, found {found.description}; an adapter is merged into the "
-                "bfloat16 model that these weights were made of, or stays beside them"
+                f"{experts.name}: expected bfloat16 experts, found {found.description}; merge into the bfloat16 model that "
+                "these were made of, or pass --dequantize, or dequantize=True"
             )
-    if not isinstance(reader, PerExpert):
-        raise UnavailableError(f"{experts.name}: its loader does not say which tensors these are")
-    lora.check(experts)
-    place = reader.names.locate(checkpoint, layer)
-    ending = place.spelling.arrays["codes"]
-    for expert in range(experts.num_experts):
-        of_tensors: dict[str, list[str]] = {}
-        for projection in experts.formats:
-            of_tensors.setdefault(place.name(projection, expert) + ending, []).append(projection)
-        for tensor, projections in of_tensors.items():
-            rows = _rows(experts, projections, place.spelling.interleaved)
-            wanted = {projection: rows[projection] for projection in projections if projection in lora.projections}
-            if wanted:
-                n, k = experts.shape(projections[0])
-                n *= len(projections)
-                transposed = experts.formats[projections[0]].order.transposed
-                which = (expert, experts.num_experts) if place.spelling.stacked else (0, 1)
-                yield _Slice(tensor, expert, *which, (k, n) if transposed else (n, k), transposed, wanted)
+        if experts.matrix(0, "down").bias is not None:
+            raise FormatError(f"{experts.name}: expected experts without biases to dequantize, found biases")
+        names = set(tensors_of(source, layer, experts.name))
+        first = next(info.name for info in source.infos if info.name in names)
+        units[first] = sums.dequantized(layer, experts, own_names(source, experts), lora)
+        gone |= names
+        plain[layer] = experts
+    if plain and (rest := next((each for each in source.infos if each.name not in gone and stated.quantized(each)), None)):
+        raise FormatError(
+            f"{checkpoint.path}: expected all but the experts unquantized, as config.json will say, "
+            f"found {naming.describe(rest)} in {rest.name}"
+        )
+    made = []
+    for info in source.infos:
+        if info.name in units:
+            made += units[info.name]
+        elif info.name not in gone:
+            made.append(copied(checkpoint, info))
+    config = stated.without(checkpoint.config) if plain else checkpoint.config
+    result = Plan(plain, shards(made, shard_bytes), config, "")
+    check_result(source, result, BF16)
+    return result
 
 
-def _rows(experts: ExpertWeights, projections: list[str], interleaved: bool) -> dict[str, slice]:
-    """Which outputs of a tensor each projection has."""
-    if len(projections) == 1:
-        return {projections[0]: slice(None)}
-    half = experts.intermediate
-    if interleaved:
-        return {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
-    return {"gate": slice(half), "up": slice(half, None)}
-
-
-def _part(checkpoint: Checkpoint, nbytes: int, layer: int | str, lora: Lora, of: _Slice) -> Part:
-    def make() -> Made:
-        stored = naming.read_slice(checkpoint, of.tensor, of.index, of.count).view(BF16).reshape(of.shape).copy()
-        weights = stored.T if of.transposed else stored
-        error = Error()
-        for projection, rows in of.rows.items():
-            a, b = (_float32(array[of.expert]) for array in lora.pairs[projection])
-            error += _add(weights[rows], a, b, np.float32(lora.scale), of.tensor)
-        return Made({of.tensor: stored}, error)
-
-    return Part(nbytes, make, layer)
-
-
-def _add(weights: np.ndarray, a: np.ndarray, b: np.ndarray, scale: np.float32, name: str) -> Error:
-    """weights [n, k], bfloat16, become weights + scale * b a, in place: a [rank, k], b [n, rank], float32.
-
-    Sums are float32, in ascending rank, so that no number depends on threads or on a library. Raises FormatError for a result
-    that is not finite.
-    """
-    total = Error()
-    step = max(1, BLOCK // weights.shape[1])
-    for first in range(0, len(weights), step):
-        rows = slice(first, first + step)
-        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at
-            change = b[rows, :1] * a[:1]
-            for rank in range(1, len(a)):
-                change += b[rows, rank : rank + 1] * a[rank]
-            change *= scale
-            exact = weights[rows].astype(np.float32) + change
-            rounded = exact.astype(BF16)
-            lost = rounded.astype(np.float32) - exact
-        if not np.isfinite(lost).all():
-            raise FormatError(f"{name}: expected finite weights with the adapter, found NaN or infinity")
-        weights[rows] = rounded
-        total += Error(float(np.square(change, dtype=np.float64).sum()), float(np.square(lost, dtype=np.float64).sum()))
-    return total
-
-
-def _float32(array: np.ndarray) -> np.ndarray:
-    return (array.view(BF16) if array.dtype == np.uint16 else array).astype(np.float32)
+def _is_bf16(experts: ExpertSpec) -> bool:
+    return all(each.element == BF16.element and not each.scales and each.factor is None for each in experts.formats.values())
 
 
 def _digest(loras: Mapping[int | str, Lora]) -> str:

@@ -20,8 +20,8 @@ from ktmoe.messages import printable
 HELP = """Add a LoRA adapter to the weights of a checkpoint's routed experts.
 
 ADAPTER is a folder in PEFT's format. OUT becomes a checkpoint with the weights W + s B A, rounded to bfloat16. All else
-stays as it is. The experts of DIR must be bfloat16. After an interruption, run the command again: it goes on. For each layer
-the report says how much of the adapter rounding lost (root mean squares).
+stays as it is. The experts of DIR must be bfloat16, or become so with --dequantize. After an interruption, run the command
+again: it goes on. For each layer the report says how much of the adapter rounding lost (root mean squares).
 """
 
 
@@ -30,6 +30,7 @@ the report says how much of the adapter rounding lost (root mean squares).
 @click.argument("adapter", metavar="ADAPTER")
 @click.argument("out", metavar="OUT")
 @click.option("--experts-only", is_flag=True, help="Leave out what the adapter has of other modules, such as attention.")
+@click.option("--dequantize", is_flag=True, help="Let quantized experts become bfloat16, in all layers.")
 @click.option(
     "--shard-gb",
     metavar="GB",
@@ -41,7 +42,14 @@ the report says how much of the adapter rounding lost (root mean squares).
 @options.THREADS
 @options.JSON
 def command(
-    model: str, adapter: str, out: str, experts_only: bool, shard_gb: float, threads: int | None, as_json: bool
+    model: str,
+    adapter: str,
+    out: str,
+    experts_only: bool,
+    dequantize: bool,
+    shard_gb: float,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     if threads is not None:
         set_num_threads(threads)
@@ -49,7 +57,8 @@ def command(
         raise click.BadParameter("expected a number, found nan", param_hint="--shard-gb")
     shard_bytes = max(1, round(shard_gb * 1e9))
     with signals_as_exit(), progress_bar.bytes_done("merging") if sys.stderr.isatty() else nullcontext() as draw:
-        merged = merge_adapter(model, adapter, out, experts_only=experts_only, shard_bytes=shard_bytes, progress=draw)
+        options_of_merge = {"experts_only": experts_only, "dequantize": dequantize, "shard_bytes": shard_bytes}
+        merged = merge_adapter(model, adapter, out, **options_of_merge, progress=draw)
     if as_json:
         output.print_json(_data(merged))
     else:

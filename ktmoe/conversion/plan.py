@@ -20,7 +20,7 @@ from ktmoe.loaders.safetensors_file import TensorInfo
 from ktmoe.messages import show
 from ktmoe.quantization import Quantizer
 from ktmoe.weights.elements import INT8, INT8_PLUS_128
-from ktmoe.weights.formats import MXFP4
+from ktmoe.weights.formats import MXFP4, WeightFormat
 
 #: Of gpt-oss's tensors: these are kept as they are.
 _BIAS = "_bias"
@@ -69,7 +69,7 @@ def plan(
     experts = {layer: reader.load(checkpoint, layer) for layer, reader in readers.items()}
     for each in experts.values():
         _check(each, quantizer, requantize)
-    mine = {name: layer for layer, each in experts.items() for name in _names(source, layer, each.name)}
+    mine = {name: layer for layer, each in experts.items() for name in tensors_of(source, layer, each.name)}
     rest = [info for info in source.infos if info.name not in mine]
     partly = any(layer not in experts for layer in naming.layers(checkpoint))
     stored = _storages(source, quantizer, readers, rest)
@@ -83,11 +83,14 @@ def plan(
             del readers[layer]
     config, note = stated.config(checkpoint.config, stored, list(experts), partly, rest)
     made = Plan(experts, shards(units, shard_bytes), config, note)
-    _check_result(made, quantizer, source)
+    wanted = quantizer.format
+    if wanted.element == INT8:  # which is packed so
+        wanted = replace(wanted, element=INT8_PLUS_128)
+    check_result(source, made, wanted)
     return made
 
 
-def _names(source: Source, layer: int | str, base: str) -> list[str]:
+def tensors_of(source: Source, layer: int | str, base: str) -> list[str]:
     """The tensors of a layer's experts that are rounded: not biases, and not what else may have names of experts."""
     elsewhere = f"{base}.experts."
     return [
@@ -133,15 +136,20 @@ def _units(
         _check_columns(experts, 32)
         return [parts.gpt_oss(layer, experts, quantizer)]
     _check_columns(experts, stored.unit)
-    base, names = experts.name, source.checkpoint.names()
-    numbered = any(name.startswith(f"{base}.0.w1.") for name in names)
+    return [
+        parts.expert(layer, experts, number, names, stored, quantizer)
+        for number, names in enumerate(own_names(source, experts))
+    ]
+
+
+def own_names(source: Source, experts: ExpertWeights) -> list[dict[str, str]]:
+    """What each expert's matrices are called where they have tensors of their own, by projection."""
+    base = experts.name
+    numbered = any(name.startswith(f"{base}.0.w1.") for name in source.checkpoint.names())
     stems = naming.NUMBERED_STEMS if numbered else naming.PROJ_STEMS
     if base.rpartition(".")[2] != "experts":  # Granite's and Step-3's
         base += ".experts"
-    return [
-        parts.expert(layer, experts, number, {p: f"{base}.{number}.{stem}" for p, stem in stems.items()}, stored, quantizer)
-        for number in range(experts.num_experts)
-    ]
+    return [{p: f"{base}.{number}.{stem}" for p, stem in stems.items()} for number in range(experts.num_experts)]
 
 
 def _check_columns(experts: ExpertWeights, unit: int) -> None:
@@ -194,12 +202,9 @@ class _Result:
         return self._infos[name]
 
 
-def _check_result(made: Plan, quantizer: Quantizer, source: Source) -> None:
+def check_result(source: Source, made: Plan, wanted: WeightFormat) -> None:
     """Raise FormatError if ktmoe would not read the result as what it is to be: before a byte of it is written."""
     result = _Result(source.checkpoint.path, made)
-    wanted = quantizer.format
-    if wanted.element == INT8:  # which is packed so
-        wanted = replace(wanted, element=INT8_PLUS_128)
     for layer, experts in made.layers.items():
         found = find_loader(result, layer=layer).load(result, layer)
         wrong = [each for each in found.formats.values() if each != wanted]
@@ -208,6 +213,5 @@ def _check_result(made: Plan, quantizer: Quantizer, source: Source) -> None:
         if wrong or differ:
             what = wrong[0].description if wrong else ", ".join(differ)
             raise FormatError(
-                f"{experts.name}: as {quantizer.format.description} it would be read as another model's: {what}; "
-                "choose another format"
+                f"{experts.name}: as {wanted.description} it would be read as another model's: {what}; choose another format"
             )

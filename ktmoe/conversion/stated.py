@@ -59,6 +59,16 @@ def config(
     return made, ""
 
 
+def without(original: dict) -> dict:
+    """config.json of the same model with nothing quantized."""
+    made = copy.deepcopy(original)
+    nested = made.get("text_config")
+    for place in (made, nested if isinstance(nested, dict) else {}):
+        for key in ("quantization_config", "quantization", "expert_dtype"):
+            place.pop(key, None)
+    return made
+
+
 def _fresh(stored: Storage, layers: Collection[int | str], partly: bool, rest: list[TensorInfo]) -> dict:
     ignored = _modules(rest)
     if stored.method != "compressed-tensors":
