@@ -3,11 +3,18 @@
 from types import SimpleNamespace
 
 import numpy as np
-from helpers import BF16, shards_of
+from helpers import BF16, random_batch, shards_of
 
 from ktmoe import reference_training
 from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS
+
+
+def training_batch(rng, experts, tokens, top_k=2, dtype=BF16):
+    """x, ids, weights and the gradient of y; the first pair is of no expert."""
+    x, ids, weights = random_batch(rng, experts, tokens, top_k, dtype)
+    ids[0, 0] = -1
+    return x, ids, weights, rng.standard_normal(x.shape).astype(dtype)
 
 
 def bits16(array):
