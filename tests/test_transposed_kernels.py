@@ -1,15 +1,16 @@
-"""Operands of the transposed product: those of every kernel that has one, byte by byte against weights in float64; and the kernels
-that multiply them, against sums in float64."""
-
-import zlib
+"""Operands of the transposed product: those of every kernel, byte by byte against weights in float64; and the kernels that multiply
+them, against sums in float64."""
 
 import ml_dtypes
 import numpy as np
 import pytest
+import ways
 from helpers import BF16, FORMATS, random_arrays, same_bits
 from test_packing import fits, pack
 
 from ktmoe import Matrix
+from ktmoe._native.isa import ISAS
+from ktmoe.backends import native
 from ktmoe.errors import InputError
 from ktmoe.reference_weights import ROUNDED_KINDS, read, round_bfloat16
 
@@ -20,17 +21,19 @@ CHOICES = ((0, "decode"), (1, "decode"), (1, "prefill"), (2, "prefill"))
 SHAPES = ((70, 32), (66, 96), (65, 480))
 
 
+@pytest.fixture(scope="module", params=[name for name, row in ISAS.items() if any("int" not in kernel for kernel in row.kernels)])
+def table(request, emulator_folder):
+    """The kernel table of an instruction set that has kernels of form bf16."""
+    with ways.prepared(request.param, emulator_folder):
+        yield native.load_table(request.param)
+
+
 def made(weight_format, n, k):
     """A matrix of weights that any kernel takes, and its panels."""
     rng = np.random.default_rng((n, k))
     n, k = fits(weight_format, n, k)
     stored = {label: array[0] for label, array in random_arrays(rng, weight_format, 1, n, k).items()}
     return Matrix("w", weight_format, (n, k), **stored), pack(weight_format, (n, k), **stored).packed_bytes(0, "gate")
-
-
-def folds(weight_format, folded, matrix):
-    """Whether a kernel whose weights hold scales is for such a matrix."""
-    return not folded == 2 or (matrix.scales > 0).all()
 
 
 def numbers(family, operands):
@@ -60,8 +63,6 @@ def served(table, weight_format):
 @pytest.mark.parametrize("weight_format", FORMATS.values(), ids=FORMATS)
 def test_every_operand(table, weight_format):
     """Each kernel of a table; of both panels, each 64 k, those beyond the last k included."""
-    if not table.serves(weight_format, "bf16"):
-        pytest.skip("its kernels are of integers")
     for n, k in SHAPES:
         matrix, panels = made(weight_format, n, k)
         (n, k), padded = matrix.shape, -(-matrix.shape[1] // BLOCK) * BLOCK
@@ -80,3 +81,48 @@ def test_every_operand(table, weight_format):
                 assert np.array_equal(got[inside], want[i * PANEL :, first:][inside])
                 assert np.isfinite(got).all(), "columns that pad are multiplied by zeros"
                 assert not got[:, max(0, padded - first) :].any(), "k beyond the last"
+
+
+def multiplied(table, family, x, operand, **how):
+    return table.product(family, x.view(np.uint16), operand, **how)
+
+
+@pytest.mark.parametrize("family", ["b16", "f32"])
+def test_products_of_operands(table, family):
+    """Sums are right, begin with what is there if they are to, and have one order, whatever the rows and the pieces are."""
+    rng = np.random.default_rng(3)
+    rows, k = 100, 2 * PANEL
+    x = rng.standard_normal((rows, k), np.float32).astype(BF16)
+    weights = rng.standard_normal((k, PANEL), np.float32)
+    if family == "b16":
+        weights = weights.astype(BF16)
+        operand = weights.reshape(k // 2, 2, PANEL).transpose(0, 2, 1).copy()
+    else:
+        operand = weights
+    operand = operand.view(np.uint8).reshape(k, -1)
+    before = rng.standard_normal((rows, PANEL), np.float32)
+    sums = multiplied(table, family, x, operand.reshape(-1))
+    size = np.abs(x.astype(float)) @ np.abs(weights.astype(float))
+    assert (np.abs(sums - x.astype(float) @ weights.astype(float)) <= (k + 2) * 2.0**-23 * size).all()
+    added = multiplied(table, family, x, operand.reshape(-1), out=before)
+    assert (np.abs(added - before - sums) <= (k + 2) * 2.0**-23 * (size + np.abs(before))).all()
+    for first in (32, 64, 96):  # a chain goes on
+        begun = multiplied(table, family, x[:, :first].copy(), operand[:first].reshape(-1))
+        whole = multiplied(table, family, x[:, first:].copy(), operand[first:].reshape(-1), out=begun)
+        assert same_bits(whole, sums)
+    for m in (1, 2, 5, 7, 12, 16, 17, 33, 48, 96):
+        for many in (False, True):
+            assert same_bits(multiplied(table, family, x[:m], operand.reshape(-1), out=before[:m], many=many), added[:m])
+
+
+def test_kernels_of_integers_have_none(table):
+    for form in {row[3] for row in table.kernels()} - {"bf16"}:
+        _, panels = made(FORMATS["int4-32"], 64, 32)
+        assert table.operand(FORMATS["int4-32"], form, panels[0], 32, 0) is None
+
+
+def test_places_that_no_panel_has(table):
+    _, panels = made(FORMATS["b16"], 64, 96)
+    for k, first in ((96, 32), (96, 128), (64, 0), (95, 0)):
+        with pytest.raises(InputError, match=f"no operand from {first} of a panel of {k}"):
+            table.operand(FORMATS["b16"], "bf16", panels[0], k, first)
