@@ -65,7 +65,7 @@ cdef int _take_training(_Batch batch, list held, spec, Adapter adapter, saved) e
     """The adapter, and the arrays of what is kept, into a batch."""
     cdef kt_batch *b = &batch.batch
     if adapter is not None:
-        if adapter.spec != spec:
+        if any(getattr(adapter.spec, size) != getattr(spec, size) for size in ("num_experts", "hidden", "intermediate")):
             raise InputError(f"the adapter is of other experts than {spec.name}")
         b.adapter = &adapter.adapter
         held.append(adapter)
