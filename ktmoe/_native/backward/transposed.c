@@ -11,13 +11,26 @@
 
 #include "backward/rows.h"
 
-enum { LINE_BYTES = 64 };
+enum {
+    LINE_BYTES = 64,
+    PANELS_AHEAD = 2 /* that many before a panel is decoded, its bytes are fetched */
+};
 
-/* Operands of panels [first, first + count). */
-static void decode(const kt_back_scratch *s, const kt_transposed *t, size_t first, size_t count, size_t panel_bytes) {
+/* What column panel p needs of a panel of W: no hardware sees where it goes on. A few lines at a time, since a prefetch that finds
+ * all fill buffers taken holds up what is behind it. */
+static void fetch(const kt_transposed *t, size_t n, size_t p) {
     const kt_matrix *m = t->matrix;
-    for (size_t p = 0; p < t->panels; p++)
-        for (size_t n = 0; n < count; n++)
+    const size_t bytes = KT_PANEL * m->panel_bytes / t->k;
+    const uint8_t *from = m->data + n * m->panel_bytes + (t->panel + p) * bytes;
+    for (size_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 2);
+}
+
+/* Operands of panels [first, first + count) of `all`. */
+static void decode(const kt_back_scratch *s, const kt_transposed *t, size_t first, size_t count, size_t all, size_t panel_bytes) {
+    const kt_matrix *m = t->matrix;
+    for (size_t n = 0; n < count; n++)
+        for (size_t p = 0; p < t->panels; p++) {
+            if (first + n + PANELS_AHEAD < all) fetch(t, first + n + PANELS_AHEAD, p);
             m->kernel->transpose(&(kt_transposing){
                 .w = m->data + (first + n) * m->panel_bytes,
                 .k = t->k,
@@ -26,16 +39,7 @@ static void decode(const kt_back_scratch *s, const kt_transposed *t, size_t firs
                 .codebook = m->codebook,
                 .to = {(uint8_t *)s->operand[p][0] + n * panel_bytes, (uint8_t *)s->operand[p][1] + n * panel_bytes},
             });
-}
-
-/* What decode() reads of panels [first, first + count): no hardware sees where it goes on. */
-static void fetch(const kt_transposed *t, size_t first, size_t count) {
-    const kt_matrix *m = t->matrix;
-    const size_t begin = t->panel * KT_PANEL * m->panel_bytes / t->k, bytes = t->panels * KT_PANEL * m->panel_bytes / t->k;
-    for (size_t n = first; n < first + count; n++) {
-        const uint8_t *from = m->data + n * m->panel_bytes + begin;
-        for (size_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 2);
-    }
+        }
 }
 
 void kt_transposed_product(const kt_back_worker *w, const kt_transposed *t) {
@@ -47,9 +51,8 @@ void kt_transposed_product(const kt_back_worker *w, const kt_transposed *t) {
     const size_t number_bytes = product->family[0] == 'f' ? sizeof(float) : sizeof(uint16_t);
     for (size_t i = 0; i < m; i++) s->rows[i] = kt_row_of(rows, t->rows->base, t->rows->stride_bytes, piece, row + i);
     for (size_t first = 0; first < all; first += KT_PRODUCT_PANELS) {
-        const size_t count = kt_columns(all, first, KT_PRODUCT_PANELS), then = first + count;
-        decode(s, t, first, count, KT_PANEL * KT_PANEL * number_bytes);
-        if (then < all) fetch(t, then, kt_columns(all, then, KT_PRODUCT_PANELS));
+        const size_t count = kt_columns(all, first, KT_PRODUCT_PANELS);
+        decode(s, t, first, count, all, KT_PANEL * KT_PANEL * number_bytes);
         for (int term = 0; term < t->matrix->kernel->terms; term++)
             kt_multiply(
                 &(kt_dot){
