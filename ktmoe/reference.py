@@ -16,6 +16,7 @@ import numpy as np
 from ktmoe.errors import InputError
 from ktmoe.experts import ROUTER_WEIGHTS, ExpertWeights, Matrix
 from ktmoe.modes import mode_of
+from ktmoe.reference_errors import MAX_FLOAT32, UNIT, after_rounding, gamma
 from ktmoe.reference_operands import flush_to_zero, operand
 from ktmoe.reference_weights import (
     BLOCK,
@@ -57,10 +58,6 @@ __all__ = [
     "splits",
 ]
 
-#: Unit roundoff of float32, round to nearest.
-UNIT = 2.0**-24
-#: Largest finite float32.
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
 #: A backend's exp(z), z float32: relative error at most this where 2**-126 <= exp(z) <= 2**126. Below, the result lies in
 #: [0, 2**-126 * (1 + this)]; above, it is at least 2**126 * (1 - this), infinity included; exp(NaN) is NaN.
 EXP_RELATIVE_ERROR = 2.0**-22
@@ -134,7 +131,7 @@ def forward(
     part and then adds these in this order; y is the same. Each begins at a multiple of experts.shard_unit.
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
     """
-    x, ids, weights, active = _inputs(experts, x, expert_ids, expert_weights, expert_mask)
+    x, ids, weights, active = checked_batch(experts, x, expert_ids, expert_weights, expert_mask)
     if router_weight not in ROUTER_WEIGHTS:
         raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {router_weight!r}")
     if out_dtype not in ("bfloat16", "float32"):
@@ -157,7 +154,7 @@ def forward(
                 f" of 4 bits, 1x16, and without minima and super-scales; {projection} of {experts.name} is"
                 f" {format.description}"
             )
-    cuts = _cuts(experts, shards)
+    cuts = checked_cuts(experts, shards)
     of_x, of_h = (mode.name if integers else side or "bf16" for side in (mode.x, mode.h))
     how = block, activations, rounding, tuned_for
     y = np.zeros((len(cuts), len(x), len(np.arange(experts.hidden)[columns])))  # of each shard
@@ -174,7 +171,7 @@ def forward(
             u, eps_u = linear(experts.matrix(expert, "up"), a, eps_a, *how)
             h, eps_h = activate(experts.activation, g, eps_g, u, eps_u)
             if router_weight == "down_input":
-                h, eps_h = h * r, _rounding(h * r, np.abs(r) * eps_h)
+                h, eps_h = h * r, after_rounding(h * r, np.abs(r) * eps_h)
             # rounding is monotone: a backend's h lies between the roundings of h - eps_h and h + eps_h
             h, eps_h = operand(*(round_bfloat16(v) for v in (h, h - eps_h, h + eps_h)), of_h)
             down = experts.matrix(expert, "down")
@@ -193,19 +190,19 @@ def forward(
                 np.add.at(size[shard], token, np.abs(r) * (np.abs(d) + eps_d))
         # a shard's sum of r * d, in any order: one rounding for the product and one per sum (Higham 2002, eq. 4.4)
         slots = active.sum(axis=1, keepdims=True)
-        eps = eps + _gamma(slots + 1) * size + (slots + 1) * (slots > 0) * TINY
+        eps = eps + gamma(slots + 1) * size + (slots + 1) * (slots > 0) * TINY
         eps = np.where(size + eps < MAX_FLOAT32, eps, np.inf)
         (y, *others), (eps, *eps_others) = y, eps
         for other, eps_other in zip(others, eps_others, strict=True):
             y = y + other
-            eps = np.where(slots > 0, _rounding(y, eps + eps_other), 0.0)
+            eps = np.where(slots > 0, after_rounding(y, eps + eps_other), 0.0)
         if out_dtype == "bfloat16":
             eps = np.maximum(round_bfloat16(y + eps) - y, y - round_bfloat16(y - eps)) + flush_to_zero(y, eps)
         eps = np.where(np.isfinite(y) & np.isfinite(eps), eps, np.inf)
     return Reference(y, eps)
 
 
-def _cuts(experts: ExpertWeights, shards) -> list[tuple[int, int]]:
+def checked_cuts(experts: ExpertWeights, shards) -> list[tuple[int, int]]:
     """The shards, checked; one that is everything if there are none."""
     if shards is None:
         return [(0, experts.intermediate)]
@@ -257,7 +254,7 @@ def linear(
     forms = mode_of(activations).forms
     integers = forms != ("bf16",) and integer_unit(format) is not None  # may be; errors of bf16 rows are not smaller
     unit = integer_unit(format) if integers else 1.0
-    limit = MAX_FLOAT32 / (1 + _gamma(matrix.shape[1] + 1))
+    limit = MAX_FLOAT32 / (1 + gamma(matrix.shape[1] + 1))
     total, eps, spread = (np.zeros((len(a), len(weights))) for _ in range(3))  # spread: what changed operands can have added
     less = _Minima(format.offset.scale.extent[1], total) if minima is not None else None
     for start in range(0, matrix.shape[1], block):
@@ -273,7 +270,7 @@ def linear(
         most = spread + terms + eps + (less.pending if less else 0.0)
         of_all, of_group = np.abs(total) + most + (less.sizes if less else 0.0), np.abs(of_this) + most
         n = len(w) + 1  # one for the scale
-        overflow, flush, lost = of_all >= limit, (1 + _gamma(n)) * n * TINY, 0.0
+        overflow, flush, lost = of_all >= limit, (1 + gamma(n)) * n * TINY, 0.0
         if scales is not None:  # it may multiply the group's sum, and with it what that flushed or overflowed
             factor = np.abs(scales[:, start // group : -(-(start + block) // group)])
             smallest, largest = factor.min(axis=1), factor.max(axis=1)
@@ -292,17 +289,17 @@ def linear(
                 flush = flush + lost
         sums = -(-len(w) // min(group, BLOCK))  # that are scaled and added to the total
         if "bf16" not in forms:  # each of the sums is exact
-            of_sums = _gamma(_before_the_fma(format, activations)) * terms + lost
-            error = of_sums + _gamma(sums) * (of_all + of_sums) + sums * TINY
+            of_sums = gamma(_before_the_fma(format, activations)) * terms + lost
+            error = of_sums + gamma(sums) * (of_all + of_sums) + sums * TINY
         elif scales is None or (format.scale.kind in FOLDED_EXACTLY and not format.super_scale):
             # such a scale may also be folded into the weights, whose products are then added to the total
-            error = _gamma(n) * np.maximum(of_group, of_all) + flush
+            error = gamma(n) * np.maximum(of_group, of_all) + flush
         else:
-            error = _gamma(n + bool(format.super_scale)) * of_group + _gamma(sums) * of_all + flush
+            error = gamma(n + bool(format.super_scale)) * of_group + gamma(sums) * of_all + flush
         if split and "bf16" in forms:
             of_two = of_all + size @ of_terms[:, k].T - terms
             overflow |= of_two >= limit
-            error = np.maximum(error, _gamma(2 * n) * of_two + (1 + _gamma(2 * n)) * 2 * n * TINY)
+            error = np.maximum(error, gamma(2 * n) * of_two + (1 + gamma(2 * n)) * 2 * n * TINY)
         eps = np.where(overflow, np.inf, eps + error)
         added = a[:, k] @ w
         total, of_this = total + added, of_this + added
@@ -359,9 +356,9 @@ class _Minima:
 
     def subtract(self, total, eps, of_all, limit) -> tuple[np.ndarray, np.ndarray]:
         """The total and its error after these groups; of_all is not less than any sum on the way."""
-        of_x = _gamma(min(self.k, self.length)) * self.sizes + self.k * TINY * self.largest
+        of_x = gamma(min(self.k, self.length)) * self.sizes + self.k * TINY * self.largest
         fmas = -(-self.k // self.length)
-        eps = eps + of_x + _gamma(fmas) * (of_all + of_x) + fmas * TINY
+        eps = eps + of_x + gamma(fmas) * (of_all + of_x) + fmas * TINY
         eps = np.where((self.x_sizes >= limit) | (of_all >= limit), np.inf, eps)
         total = total - self.products
         self._clear()
@@ -377,10 +374,10 @@ def _finish(matrix: Matrix, rows, total: np.ndarray, eps: np.ndarray) -> tuple[n
             total, eps = total / of_row, eps / np.abs(of_row)
         else:
             total, eps = total * of_row, eps * np.abs(of_row)
-        eps = _rounding(total, eps)
+        eps = after_rounding(total, eps)
     if matrix.bias is not None:
         total = total + matrix.bias[rows]
-        eps = _rounding(total, eps)
+        eps = after_rounding(total, eps)
     return total, eps
 
 
@@ -405,7 +402,7 @@ def activate(
     largest = np.maximum(np.abs(low), np.abs(high))
     error_e = np.exp(UNIT * np.minimum(alpha * largest, 100.0)) * (1 + EXP_RELATIVE_ERROR) - 1
     error_divisor = error_e / (1 + np.exp(alpha * low))
-    relative = (1 + _gamma(ACTIVATION_ROUNDINGS)) / (1 - error_divisor) - 1
+    relative = (1 + gamma(ACTIVATION_ROUNDINGS)) / (1 - error_divisor) - 1
     eps_s = eps_s + relative * (np.abs(s) + eps_s) + 2 * TINY * (1 + largest)
 
     t_low, t, t_high = (np.clip(v, -limit, limit) + offset for v in (u - eps_u, u, u + eps_u))
@@ -414,22 +411,9 @@ def activate(
     return t * s, np.where((np.abs(t) + eps_t) * (1 + largest) < MAX_FLOAT32, eps, np.inf)
 
 
-def _gamma(roundings):
-    """Higham's gamma_n = n u / (1 - n u): the relative error of n float32 roundings. The last factor pays for float64's own."""
-    return roundings * UNIT / (1 - roundings * UNIT) * (1 + 2.0**-20)
-
-
-def _rounding(value: np.ndarray, eps: np.ndarray) -> np.ndarray:
-    """The error after one more float32 operation whose exact result is value and whose operands' error amounts to eps."""
-    eps = eps + _gamma(1) * (np.abs(value) + eps) + TINY
-    return np.where(np.abs(value) + eps < MAX_FLOAT32, eps, np.inf)
-
-
-def _inputs(experts: ExpertWeights, x, expert_ids, expert_weights, expert_mask):
+def checked_batch(experts: ExpertWeights, x, expert_ids, expert_weights, expert_mask):
     """x as float64 bfloat16 numbers, ids, weights as float64 float32 numbers, and which slots count."""
-    x, ids = np.asarray(x), np.asarray(expert_ids)
-    if x.dtype == np.uint16:
-        x = (x.astype(np.uint32) << 16).view(np.float32)
+    x, ids = bfloat16_rows(x), np.asarray(expert_ids)
     weights = np.asarray(expert_weights).astype(np.float32).astype(np.float64)
     if x.ndim != 2 or x.shape[1] != experts.hidden:
         raise InputError(f"x must be [tokens, {experts.hidden}], found {list(x.shape)}")
@@ -444,4 +428,12 @@ def _inputs(experts: ExpertWeights, x, expert_ids, expert_weights, expert_mask):
         if mask.dtype != bool or mask.shape != (experts.num_experts,):
             raise InputError(f"expert_mask must be bool [{experts.num_experts}], found {mask.dtype} {list(mask.shape)}")
         active &= mask[np.where(active, ids, 0)]
-    return round_bfloat16(x.astype(np.float64)), ids, weights, active
+    return x, ids, weights, active
+
+
+def bfloat16_rows(x) -> np.ndarray:
+    """bfloat16, uint16 that holds its bits, or floats that are rounded to it, as float64."""
+    x = np.asarray(x)
+    if x.dtype == np.uint16:
+        x = (x.astype(np.uint32) << 16).view(np.float32)
+    return round_bfloat16(x.astype(np.float64))

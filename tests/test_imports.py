@@ -38,7 +38,12 @@ FORBIDDEN = {
     "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "reference"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_mx": {"backends", "_native", "layer", "model", "machine", "loaders", "quantization"},
+    "reference_derivative": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_errors": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_gradients": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_training": {"backends", "_native", "layer", "model", "machine", "loaders"},
+    "reference_transposed": {"backends", "_native", "layer", "model", "machine", "loaders"},
     "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.

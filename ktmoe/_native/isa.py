@@ -95,10 +95,11 @@ ISAS = {
 }
 
 #: Folders of C files that are compiled once, for every CPU; each includes only those before it.
-DRIVER = ("base", "pack", "quantize", "layer", "forward")
+DRIVER = ("base", "pack", "quantize", "layer", "forward", "backward")
 
-#: What every row is compiled from besides: its table, the activation, rows as kernels take them, the machine's limits.
-COMMON = ("table", "activation", "rows", "limits")
+#: What every row is compiled from besides: its table, the activation, products of adapters, rows as kernels take them, the
+#: machine's limits.
+COMMON = ("table", "activation", "dense", "rows", "limits")
 
 
 def rank(name: str, features: Mapping[str, bool]) -> int:

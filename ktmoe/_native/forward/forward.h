@@ -2,12 +2,20 @@
 #ifndef KT_FORWARD_H
 #define KT_FORWARD_H
 
+#include "layer/adapter.h"
 #include "layer/layer.h"
 
 enum kt_dtype { KT_BF16, KT_F32 };
 
-/* Both phases; or gate, up and the activation alone, which give h; or down and the sums alone, which take it. */
-enum kt_stages { KT_ALL_STAGES, KT_GATE_UP, KT_DOWN };
+/* Both phases; or gate, up and the activation alone, which give h; or down and the sums alone, which take it; or what is kept for
+ * backward alone. */
+enum kt_stages { KT_ALL_STAGES, KT_GATE_UP, KT_DOWN, KT_KEPT };
+
+/* What backward needs, of a pair in the row that kt_batch.rows says. g NULL: nothing is kept. */
+typedef struct kt_kept {
+    float *g, *u; /* fp32 [][all of the intermediate columns], as the activation takes them */
+    float *t;     /* fp32 [][KT_MATRICES][rank]: what the adapter's A gives, 0 for a matrix without; NULL without adapter */
+} kt_kept;
 
 typedef struct kt_batch {
     size_t tokens, top_k;
@@ -22,9 +30,11 @@ typedef struct kt_batch {
     /* KT_GATE_UP and KT_DOWN: the h of a pair is row rows[token][slot] of h, bf16 [][all of the intermediate columns]. After
      * KT_GATE_UP it is not rounded by the layer's rule of h; KT_DOWN does not round it. The former does not look at y, the
      * latter not at x. */
-    const uint32_t *rows;
+    const uint32_t *rows; /* NULL: a pair's number, token * top_k + slot */
     uint16_t *h;
     size_t h_columns;
+    const kt_adapter *adapter; /* NULL: none */
+    kt_kept kept;
 } kt_batch;
 
 /* Settings that change speed and never a bit of the result. Tests force them. schedule.h has the words. */

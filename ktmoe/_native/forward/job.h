@@ -4,16 +4,23 @@
 #define KT_JOB_H
 
 #include "base/gate.h"
+#include "forward/calls.h"
 #include "forward/rows.h"
 #include "forward/schedule.h"
-
-typedef float kt_panel_row[KT_PANEL];
-typedef uint16_t kt_panel_h[KT_PANEL]; /* bf16 */
 
 /* A count on a cache line of its own. */
 typedef struct kt_count {
     _Alignas(64) _Atomic uint32_t value;
 } kt_count;
+
+/* Inputs of A that are widened at once. */
+enum { KT_LOWERED_INPUTS = 512 };
+
+/* Strips whose T a phase needs: the next one, and how many are missing. */
+typedef struct kt_lowered {
+    kt_count next;
+    kt_gate left;
+} kt_lowered;
 
 typedef struct kt_worker_scratch {
     kt_panel_row *g, *u; /* [KT_ROWS_MAX] each; phase B has d in them, of two panels */
@@ -21,6 +28,11 @@ typedef struct kt_worker_scratch {
     kt_panel_h *h;       /* [KT_ROWS_MAX], before rows are encoded */
     uint16_t *row;       /* [k_hidden], likewise */
     void *kernel;
+    /* With an adapter: */
+    kt_panel_row *added[2]; /* [KT_ROWS_MAX] each: to g and u, or to d of two panels */
+    float *wide;            /* [KT_TILE_ROWS] rows of x or h */
+    float *low;             /* numbers of A or B */
+    kt_panel_row *kept[2];  /* [KT_ROWS_MAX] each: g and u, where they are kept */
 } kt_worker_scratch;
 
 /* What one shard's team does of a job. */
@@ -40,6 +52,7 @@ typedef struct kt_shard_job {
     kt_panel_row *halves; /* [2][inter_panels][slots]: g and u that wait for each other */
     kt_panel_row *d;      /* [slots][hidden_panels]; none where phase B is by panel */
     kt_panel_row *sums;   /* [hidden_panels][tokens]; none where it is the only shard */
+    uint16_t *bf16_h;     /* [slots][its columns]: what down's adapter takes; none without one */
 } kt_shard_job;
 
 typedef struct kt_job {
@@ -47,6 +60,7 @@ typedef struct kt_job {
     kt_batch batch;
     kt_route route;
     kt_schedule schedule;
+    size_t intermediate;            /* of all shards */
     size_t k_hidden, hidden_panels; /* padded sizes */
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
@@ -57,9 +71,14 @@ typedef struct kt_job {
     kt_gate staged;       /* rows that are still missing */
     uint8_t *together;    /* [slots]: see kt_x */
     kt_count *summed;     /* [ranges][hidden_panels]: shards whose sums are there */
+    kt_lowered lowered[KT_PHASES];
+    float *t[KT_MATRICES]; /* [slots][rank]; none without an adapter */
     size_t num_shards;
     kt_shard_job shards[KT_SHARDS_MAX];
 } kt_job;
+
+/* Whether there is a phase B. */
+static inline bool kt_sums(const kt_job *j) { return j->batch.stages == KT_ALL_STAGES || j->batch.stages == KT_DOWN; }
 
 /* What one worker does of a shard's job. */
 typedef struct kt_worker_job {
@@ -91,8 +110,6 @@ kt_ahead kt_ahead_b(kt_worker_job *w); /* the first panels of phase B */
  * them. */
 size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items);
 
-void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);
-size_t kt_call_rows(size_t left); /* of the next kernel call */
 kt_finish kt_finish_of(const kt_matrix *w, size_t panel);
 void kt_phases(void *job, const kt_worker *me); /* a kt_task */
 

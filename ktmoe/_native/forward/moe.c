@@ -69,7 +69,7 @@ static int chunk(kt_job *j) {
     kt_route_fill(r, &j->batch, j->layer->num_experts, r->num_ranges);
     j->x.together = j->together;
     if (!r->num_slots) {
-        if (j->batch.stages != KT_GATE_UP)
+        if (kt_sums(j))
             memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
         return 0;
     }
@@ -77,6 +77,10 @@ static int chunk(kt_job *j) {
     point_x(j);
     memset(j->summed, 0, r->num_ranges * j->hidden_panels * sizeof *j->summed);
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) ready(j, p);
+    for (kt_lowered *l = j->lowered; j->batch.adapter && l < j->lowered + KT_PHASES; l++) {
+        l->next.value = 0;
+        kt_gate_close(&l->left, (uint32_t)j->schedule.num_strips);
+    }
     kt_gate_close(&j->begun, (uint32_t)j->schedule.teams->workers);
     return kt_pool_run(kt_phases, j, j->layer->placement);
 }
@@ -104,12 +108,21 @@ void kt_job_begin(kt_job *j, const kt_layer *l, const kt_batch *batch, const kt_
         kt_shard_job *p = &j->shards[i];
         p->shard = &l->shards[i];
         p->team = &teams->of[i];
+        j->intermediate += p->shard->intermediate;
         p->lists = &j->schedule.shards[i];
         p->k_inter = kt_round_up(p->shard->intermediate, KT_BLOCK);
         p->inter_panels = kt_round_up(p->shard->intermediate, KT_PANEL) / KT_PANEL;
         j->schedule.shards[i].inter_panels = p->inter_panels;
         p->h_stride_bytes = kt_row_bytes(l->h_block_bytes, p->inter_panels * KT_PANEL); /* whole panels are written */
     }
+}
+
+/* From a pair on. */
+static kt_kept kept_from(const kt_job *j, const kt_kept *all, size_t pair) {
+    kt_kept k = *all;
+    if (k.g) k.g += pair * j->intermediate, k.u += pair * j->intermediate;
+    if (k.t) k.t += pair * KT_MATRICES * j->batch.adapter->rank;
+    return k;
 }
 
 int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
@@ -128,7 +141,10 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
         if (batch->y) j.batch.y = (uint8_t *)batch->y + t * row_bytes;
         j.batch.ids = batch->ids + t * batch->top_k;
         j.batch.weights = batch->weights + t * batch->top_k;
-        if (batch->rows) j.batch.rows = batch->rows + t * batch->top_k;
+        if (batch->rows)
+            j.batch.rows = batch->rows + t * batch->top_k;
+        else
+            j.batch.kept = kept_from(&j, &batch->kept, t * batch->top_k);
         const int error = chunk(&j);
         if (error) return error;
     }

@@ -1,7 +1,7 @@
 /* Phase A: h[slot] = bf16(act(x[token] Wg^T + bg, x[token] Wu^T + bu)), 64 columns at a time; or what the batch has as its h. */
 #include <string.h>
 
-#include "forward/job.h"
+#include "forward/low_rank.h"
 
 /* Where an item is. */
 typedef struct place {
@@ -26,7 +26,7 @@ static kt_ahead ahead(kt_worker_job *w) {
     const kt_run *next = &w->runs[KT_PHASE_A];
     if (next->first == next->end) {
         const bool more = kt_list_rounds_left(&w->shard->lists->of[KT_PHASE_A], &w->lists[KT_PHASE_A]);
-        return more || w->job->batch.stages == KT_GATE_UP ? (kt_ahead){0} : kt_ahead_b(w);
+        return more || !kt_sums(w->job) ? (kt_ahead){0} : kt_ahead_b(w);
     }
     const place p = place_of(w, next->first);
     const kt_expert *e = expert_of(w, p.strip);
@@ -109,30 +109,58 @@ static void take_h(const kt_worker_job *w, place at) {
     }
 }
 
+/* What backward needs of them, from the worker's scratch to the batch's rows. */
+static void keep(const kt_worker_job *w, size_t first, size_t columns, size_t row, size_t m) {
+    const kt_job *j = w->job;
+    for (size_t r = 0; r < m; r++) {
+        const size_t at = j->route.slot_row[row + r] * j->intermediate + w->shard->shard->first + first;
+        memcpy(j->batch.kept.g + at, w->scratch->kept[0][r], columns * sizeof(float));
+        memcpy(j->batch.kept.u + at, w->scratch->kept[1][r], columns * sizeof(float));
+    }
+}
+
+static kt_finish finish_of(const kt_worker_job *w, const kt_adding *of, const kt_matrix *matrix, size_t panel) {
+    kt_finish f = kt_finish_of(matrix, panel);
+    f.added = kt_added(w->job, w->scratch, of, of->matrix);
+    return f;
+}
+
 /* h of g and u in the worker's scratch. */
-static void activate(const kt_worker_job *w, const kt_expert *e, size_t panel, size_t row, size_t m) {
+static void activate(const kt_worker_job *w, place at, size_t row, size_t m) {
+    const kt_expert *e = expert_of(w, at.strip);
+    const size_t panel = at.panel;
     const kt_job *j = w->job;
     const kt_layer *l = j->layer;
     const kt_shard_job *p = w->shard;
     const kt_worker_scratch *s = w->scratch;
     const kt_rows *rows = e->down.kernel->rows;
-    const bool kept = j->batch.stages == KT_GATE_UP, in_scratch = kept || rows->encode || rows->tiled || l->round_h;
+    const bool given = j->batch.stages == KT_GATE_UP, kept = j->batch.kept.g;
+    const bool in_scratch = given || p->bf16_h || rows->encode || rows->tiled || l->round_h;
     const size_t first = panel * KT_PANEL, columns = columns_from(p, first);
+    const kt_adding gate = {KT_OF_GATE, j->route.pieces[at.strip->piece].expert, row, m, p->shard->first + first, columns};
+    kt_adding up = gate;
+    up.matrix = KT_OF_UP;
     uint16_t *h = (uint16_t *)(p->h + row * p->h_stride_bytes) + first;
     l->isa->activate(&(kt_activate){
         .g = *s->g,
         .u = *s->u,
-        .finish_g = kt_finish_of(&e->gate, panel),
-        .finish_u = kt_finish_of(&e->up, panel),
+        .finish_g = finish_of(w, &gate, &e->gate, panel),
+        .finish_u = finish_of(w, &up, &e->up, panel),
         .r = l->router_weight == KT_DOWN_INPUT ? j->route.slot_weight + row : NULL,
         .m = m,
         .columns = columns,
         .act = l->act,
         .h = in_scratch ? *s->h : h,
         .h_stride = in_scratch ? KT_PANEL : p->h_stride_bytes / sizeof *h,
+        .kept_g = kept ? *s->kept[0] : NULL,
+        .kept_u = kept ? *s->kept[1] : NULL,
+        .kept_stride = KT_PANEL,
     });
-    for (size_t r = 0; kept && r < m; r++) memcpy(h_of(w, row + r, first), s->h[r], columns * sizeof *h);
-    if (!kept && in_scratch) put_h(w, rows, first, row, m);
+    if (kept) keep(w, first, columns, row, m);
+    for (size_t r = 0; given && r < m; r++) memcpy(h_of(w, row + r, first), s->h[r], columns * sizeof *h);
+    for (size_t r = 0; p->bf16_h && r < m; r++)
+        memcpy(p->bf16_h + (row + r) * p->shard->intermediate + first, s->h[r], columns * sizeof *h);
+    if (kt_sums(j) && in_scratch) put_h(w, rows, first, row, m);
 }
 
 static void pair(const kt_worker_job *w, place at, const kt_ahead *next) {
@@ -144,7 +172,7 @@ static void pair(const kt_worker_job *w, place at, const kt_ahead *next) {
     for (size_t i = 0, m; i < at.strip->rows; i += m) {
         m = kt_call_rows(at.strip->rows - i);
         gate_and_up(w, e, at.panel, at.strip->first + i, m, i + m == at.strip->rows ? next : NULL);
-        activate(w, e, at.panel, at.strip->first + i, m);
+        activate(w, at, at.strip->first + i, m);
     }
 }
 
@@ -168,7 +196,7 @@ static uint32_t half(const kt_worker_job *w, place at, const kt_ahead *next) {
     memcpy(kept[at.half], own[at.half], at.strip->rows * sizeof(kt_panel_row));
     if (!atomic_exchange_explicit(&p->met[at.number * p->inter_panels + at.panel], 1, memory_order_acq_rel)) return 0;
     memcpy(own[!at.half], kept[!at.half], at.strip->rows * sizeof(kt_panel_row));
-    activate(w, e, at.panel, at.strip->first, at.strip->rows);
+    activate(w, at, at.strip->first, at.strip->rows);
     return 2;
 }
 

@@ -7,7 +7,7 @@
  */
 #include <string.h>
 
-#include "forward/job.h"
+#include "forward/low_rank.h"
 
 static const kt_expert *expert_of(const kt_worker_job *w, size_t piece) {
     return &w->shard->shard->experts[w->job->route.pieces[piece].expert];
@@ -39,6 +39,7 @@ static void finish(kt_panel_row *d, size_t m, const kt_finish *f) {
         float *restrict row = d[i];
         for (size_t c = 0; f->factor && c < KT_PANEL; c++) row[c] = f->divides ? row[c] / f->factor[c] : row[c] * f->factor[c];
         for (size_t c = 0; f->bias && c < KT_PANEL; c++) row[c] += f->bias[c];
+        for (size_t c = 0; f->added && c < KT_PANEL; c++) row[c] += f->added[i * KT_PANEL + c];
     }
 }
 
@@ -61,7 +62,12 @@ static void down(const kt_worker_job *w, size_t piece, size_t panel, size_t pane
     };
     kt_multiply(&dot, of->kernel);
     for (size_t n = 0; n < panels; n++) {
-        const kt_finish f = kt_finish_of(of, panel + n);
+        kt_finish f = kt_finish_of(of, panel + n);
+        if (w->shard == w->job->shards) { /* as the bias, an adapter belongs to the first */
+            const size_t first = (panel + n) * KT_PANEL, left = w->job->layer->hidden - first;
+            const size_t expert = w->job->route.pieces[piece].expert, columns = left < KT_PANEL ? left : KT_PANEL;
+            f.added = kt_added(w->job, w->scratch, &(kt_adding){KT_OF_DOWN, expert, row, m, first, columns}, n);
+        }
         finish(d[n], m, &f);
     }
 }

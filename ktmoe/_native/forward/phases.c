@@ -5,10 +5,10 @@
  *             two functions with equal bits computes them; every sum has one order.
  * SHARDS      Each has some of h's columns, and so some of down's k. Its own threads compute and keep its sums. Whoever finishes the
  *             last shard's sums of a panel adds them all up, in the shards' order. x is staged once, for all.
- * WAITING     Only for x that is staged, and in phase B for the pieces whose h is not there yet.
+ * WAITING     Only for x that is staged, and in phase B for the pieces whose h is not there yet; with an adapter, for its T (low_rank.c).
  */
 #include "base/pool.h"
-#include "forward/job.h"
+#include "forward/low_rank.h"
 
 void kt_multiply(const kt_dot *dot, const kt_kernel *kernel) {
     (!kt_moe_tuning.only_many && dot->m <= kernel->few_max ? kernel->few : kernel->many)(dot);
@@ -66,12 +66,19 @@ void kt_phases(void *context, const kt_worker *me) {
         kt_gate_wait(&j->begun);
     }
     if (j->rows_to_stage) stage(j, me);
-    for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) {
-        if (!kt_serves(me, (size_t)(p - j->shards))) continue;
-        kt_worker_job w = {.job = j, .shard = p, .scratch = &p->workers[me->index - p->team->first]};
-        for (size_t phase = 0; phase < KT_PHASES; phase++) w.lists[phase] = kt_hand_of(&p->lists->of[phase], me);
-        kt_phase_a(&w);
-        if (j->batch.stages != KT_GATE_UP) kt_phase_b(&w);
+    const bool adapted = j->batch.adapter, sums = kt_sums(j);
+    if (adapted) kt_lower_rows(j, me, KT_PHASE_A);
+    kt_worker_job work[KT_SHARDS_MAX];
+    for (size_t i = 0; i < j->num_shards; i++) {
+        if (!kt_serves(me, i)) continue;
+        kt_shard_job *p = &j->shards[i];
+        work[i] = (kt_worker_job){.job = j, .shard = p, .scratch = &p->workers[me->index - p->team->first]};
+        for (size_t phase = 0; phase < KT_PHASES; phase++) work[i].lists[phase] = kt_hand_of(&p->lists->of[phase], me);
+        kt_phase_a(&work[i]);
+        if (sums && !adapted) kt_phase_b(&work[i]);
     }
+    if (adapted) kt_lower_rows(j, me, KT_PHASE_B);
+    for (size_t i = 0; sums && adapted && i < j->num_shards; i++)
+        if (kt_serves(me, i)) kt_phase_b(&work[i]);
     if (j->layer->isa->leave) j->layer->isa->leave();
 }

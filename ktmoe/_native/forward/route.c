@@ -53,7 +53,7 @@ static void fill_range(kt_route *r, const kt_batch *b, size_t num_experts, kt_ro
             const size_t slot = e->first + e->count++;
             r->slot_token[slot] = (uint32_t)t;
             r->slot_weight[slot] = b->weights[t * b->top_k + s];
-            if (b->rows) r->slot_row[slot] = b->rows[t * b->top_k + s];
+            r->slot_row[slot] = b->rows ? b->rows[t * b->top_k + s] : (uint32_t)(t * b->top_k + s);
         }
 
     for (size_t e = 0; e < num_experts; e++)

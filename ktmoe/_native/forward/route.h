@@ -24,7 +24,7 @@ typedef struct kt_route {
     uint32_t *by_cost;     /* indices of pieces, most rows first */
     uint32_t *slot_token;  /* [slots] */
     float *slot_weight;    /* [slots] */
-    uint32_t *slot_row;    /* [slots]: the batch's row of h, where there is one */
+    uint32_t *slot_row;    /* [slots]: the batch's row of h and of what is kept */
     uint32_t *token_slots; /* [tokens][top_k]: a token's slots, ascending, so in ascending expert */
     uint32_t *token_count; /* [tokens] */
     uint8_t *active;       /* [num_experts]: the mask as it was when the call began, set by the caller */

@@ -47,27 +47,28 @@ void kt_x_point(const kt_x *x, kt_x_form *form) {
         }
 }
 
-/* A row of x as kernels take it: rounded to bf16, scaled and padded as needed. */
-static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t *restrict own) {
+const uint16_t *kt_x_row(const kt_x *x, size_t token, float r, uint16_t *restrict own) {
     const size_t hidden = x->layer->hidden;
-    const bool scaled = x->layer->router_weight == KT_EXPERT_INPUT, e2m1 = x->layer->round_x && x->layer->round_x->e2m1;
+    const bool scaled = x->layer->router_weight == KT_EXPERT_INPUT;
     const kt_block_rule *rule = rule_of(x);
-    const size_t token = form->by_slot ? x->route->slot_token[row] : row;
     const uint16_t *bf16 = (const uint16_t *)x->batch->x + token * hidden;
-    if (x->batch->dtype != KT_BF16 || scaled || hidden != x->k || rule) {
-        const float *restrict f32 = (const float *)x->batch->x + token * hidden;
-        if (x->batch->dtype == KT_BF16)
-            memcpy(own, bf16, hidden * sizeof *own);
-        else
-            for (size_t c = 0; c < hidden; c++) own[c] = kt_bf16_from_f32(f32[c]);
-        if (scaled) {
-            const float r = x->route->slot_weight[row];
-            for (size_t c = 0; c < hidden; c++) own[c] = kt_bf16_from_f32(kt_bf16_to_f32(own[c]) * r);
-        }
-        memset(own + hidden, 0, (x->k - hidden) * sizeof *own);
-        if (rule) kt_blocks_round(rule, own, x->k);
-        bf16 = own;
-    }
+    if (x->batch->dtype == KT_BF16 && !scaled && hidden == x->k && !rule) return bf16;
+    const float *restrict f32 = (const float *)x->batch->x + token * hidden;
+    if (x->batch->dtype == KT_BF16)
+        memcpy(own, bf16, hidden * sizeof *own);
+    else
+        for (size_t c = 0; c < hidden; c++) own[c] = kt_bf16_from_f32(f32[c]);
+    for (size_t c = 0; scaled && c < hidden; c++) own[c] = kt_bf16_from_f32(kt_bf16_to_f32(own[c]) * r);
+    memset(own + hidden, 0, (x->k - hidden) * sizeof *own);
+    if (rule) kt_blocks_round(rule, own, x->k);
+    return own;
+}
+
+/* A row of x as kernels take it. */
+static void stage_row(const kt_x *x, const kt_x_form *form, size_t row, uint16_t *own) {
+    const bool e2m1 = x->layer->round_x && x->layer->round_x->e2m1;
+    const size_t token = form->by_slot ? x->route->slot_token[row] : row;
+    const uint16_t *bf16 = kt_x_row(x, token, form->by_slot ? x->route->slot_weight[row] : 1.0f, own);
     if (form->by_slot)
         kt_row_put(form->rows, e2m1, bf16, 0, x->k, x->k, x->together[row], (void *)form->x[row]);
     else

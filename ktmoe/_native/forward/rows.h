@@ -30,6 +30,9 @@ uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, cons
  * together: the rows of its tile. */
 void kt_row_put(const kt_rows *rows, bool e2m1, const uint16_t *x, size_t first, size_t count, size_t k, size_t together,
                 void *row);
+/* A token's row of x, bf16 [x->k], as it enters gate and up: rounded, multiplied by r where router weights multiply it, padded. The
+ * caller's own or, where that is another, in `own`. */
+const uint16_t *kt_x_row(const kt_x *x, size_t token, float r, uint16_t *own);
 bool kt_x_stages(const kt_x *x, const kt_x_form *form); /* whether rows are copied */
 size_t kt_x_rows(const kt_x *x, const kt_x_form *form); /* that are, by form->stage */
 void kt_x_point(const kt_x *x, kt_x_form *form);        /* fills form->x, likewise */

@@ -1,41 +1,14 @@
 /* Scratch memory of the forward pass: where each array of a job is. */
+#include "forward/arenas.h"
 #include "forward/job.h"
 
 enum { D_PART = 4 }; /* d takes at most one in so many bytes */
 
-/* For all layers, kept between calls, under the pool's lock: one arena of what all threads use, and one of each shard. */
-typedef struct arena {
-    uint8_t *base;
-    size_t bytes;
-} arena;
-static struct {
-    arena common, of[KT_SHARDS_MAX];
-    const kt_placement *placement; /* that of[] was first touched on */
-} scratch;
+static kt_arenas arenas;
 
-size_t kt_moe_scratch_bytes(void) {
-    size_t bytes = scratch.common.bytes;
-    for (size_t i = 0; i < KT_SHARDS_MAX; i++) bytes += scratch.of[i].bytes;
-    return bytes;
-}
+size_t kt_moe_scratch_bytes(void) { return kt_arenas_bytes(&arenas); }
 
-static bool resize(arena *a, size_t bytes) {
-    kt_os_unmap(a->base, a->bytes);
-    a->base = bytes ? kt_os_map(bytes) : NULL;
-    a->bytes = a->base ? bytes : 0;
-    return a->base || !bytes;
-}
-
-static size_t beyond(const arena *a, size_t bytes) { return bytes > a->bytes ? bytes - a->bytes : 0; }
-
-static void release_shards(void) {
-    for (size_t i = 0; i < KT_SHARDS_MAX; i++) resize(&scratch.of[i], 0);
-}
-
-void kt_moe_release(void) {
-    resize(&scratch.common, 0);
-    release_shards();
-}
+void kt_moe_release(void) { kt_arenas_release(&arenas); }
 
 /* Gives every array that the caller or all shards touch its place for a batch of `tokens`; returns the bytes. */
 static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
@@ -56,6 +29,8 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
     }
     j->together = kt_carve(&c, slots, sizeof *j->together);
     j->summed = kt_carve(&c, ranges * j->hidden_panels, sizeof *j->summed);
+    for (size_t p = 0; j->batch.adapter && p < KT_MATRICES; p++)
+        j->t[p] = kt_carve(&c, slots * j->batch.adapter->rank, sizeof(float));
     for (kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++) { /* what the caller fills */
         p->h_rows = kt_carve(&c, slots, sizeof *p->h_rows);
         p->gates = kt_carve(&c, pieces, sizeof *p->gates);
@@ -71,6 +46,9 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     const kt_layer *l = j->layer;
     const kt_schedule *s = &j->schedule;
     const size_t slots = tokens * j->batch.top_k, threads = p->team->size, ranges = j->route.num_ranges;
+    const kt_adapter *adapter = j->batch.adapter;
+    const size_t adapted = adapter ? KT_ROWS_MAX : 0, kept = j->batch.kept.g ? KT_ROWS_MAX : 0;
+    const size_t wide = l->hidden > p->shard->intermediate ? l->hidden : p->shard->intermediate;
     const size_t slab_rows = s->by_panel && j->num_shards == 1 ? (tokens + ranges - 1) / ranges : 0;
     kt_carver c = {base, 0};
     p->h = kt_carve(&c, slots, p->h_stride_bytes);
@@ -78,6 +56,8 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     p->halves = kt_carve(&c, s->may_halve ? 2 * p->inter_panels * slots : 0, sizeof(kt_panel_row));
     p->d = kt_carve(&c, s->by_panel ? 0 : slots * j->hidden_panels, sizeof(kt_panel_row));
     p->sums = kt_carve(&c, j->num_shards > 1 ? j->hidden_panels * tokens : 0, sizeof(kt_panel_row));
+    const bool h_kept = adapter && adapter->of[KT_OF_DOWN].a.data;
+    p->bf16_h = h_kept ? kt_carve(&c, slots * p->shard->intermediate, sizeof *p->bf16_h) : NULL;
     for (size_t i = 0; i < threads; i++) {
         const kt_worker_scratch w = {
             .g = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_row)),
@@ -86,6 +66,10 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
             .h = kt_carve(&c, KT_ROWS_MAX, sizeof(kt_panel_h)),
             .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
+            .added = {kt_carve(&c, adapted, sizeof(kt_panel_row)), kt_carve(&c, adapted, sizeof(kt_panel_row))},
+            .wide = kt_carve(&c, adapter ? KT_TILE_ROWS * wide : 0, sizeof(float)),
+            .low = kt_carve(&c, adapter ? adapter->rank * KT_LOWERED_INPUTS : 0, sizeof(float)),
+            .kept = {kt_carve(&c, kept, sizeof(kt_panel_row)), kt_carve(&c, kept, sizeof(kt_panel_row))},
         };
         if (base) p->workers[i] = w;
     }
@@ -105,22 +89,11 @@ size_t kt_scratch_chunk(kt_job *j) {
 }
 
 bool kt_scratch_have(kt_job *j, size_t tokens) {
-    if (scratch.placement != j->layer->placement) release_shards(); /* theirs is on other nodes */
-    scratch.placement = j->layer->placement;
-    const size_t held = kt_moe_scratch_bytes(), bytes = lay_out(j, NULL, tokens);
-    size_t shard_bytes[KT_SHARDS_MAX], more = beyond(&scratch.common, bytes), needed = bytes;
-    for (size_t i = 0; i < j->num_shards; i++) {
-        shard_bytes[i] = lay_out_shard(j, &j->shards[i], NULL, tokens);
-        more += beyond(&scratch.of[i], shard_bytes[i]);
-        needed += shard_bytes[i];
-    }
-    /* Other calls may have needed much of other arenas, or had a larger bound. */
-    if (held + more > needed && held + more > kt_moe_tuning.scratch_bytes) kt_moe_release();
-    if (bytes > scratch.common.bytes && !resize(&scratch.common, bytes)) return false;
-    lay_out(j, scratch.common.base, tokens);
-    for (size_t i = 0; i < j->num_shards; i++) {
-        if (shard_bytes[i] > scratch.of[i].bytes && !resize(&scratch.of[i], shard_bytes[i])) return false;
-        lay_out_shard(j, &j->shards[i], scratch.of[i].base, tokens);
-    }
+    kt_arena_sizes sizes = {
+        .placement = j->layer->placement, .bound = kt_moe_tuning.scratch_bytes, .common = lay_out(j, NULL, tokens)};
+    for (size_t i = 0; i < j->num_shards; i++) sizes.of[i] = lay_out_shard(j, &j->shards[i], NULL, tokens);
+    if (!kt_arenas_have(&arenas, &sizes)) return false;
+    lay_out(j, arenas.common.base, tokens);
+    for (size_t i = 0; i < j->num_shards; i++) lay_out_shard(j, &j->shards[i], arenas.of[i].base, tokens);
     return true;
 }

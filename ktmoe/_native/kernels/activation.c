@@ -1,8 +1,8 @@
-/* The gated activation in the widest vectors of the instruction set. Full panels and tails run the same code; a tail's other
- * columns are set to 0.
+/* The gated activation and its derivative in the widest vectors of the instruction set. Full panels and tails run the same code; a
+ * tail's other columns are set to 0.
  */
 #include "kernels/common/exp.h"
-#include "kernels/common/isa.h"
+#include "kernels/common/training.h"
 #include "kernels/common/vector.h"
 
 INLINE f32v power_of_two(i32v n) { return (f32v)((n + 127) << 23); }
@@ -38,21 +38,105 @@ INLINE f32v finish(f32v v, const kt_finish *f, size_t row, int c) {
     return v;
 }
 
-void KT_NAME(activate)(const kt_activate *restrict a) {
-    const f32v alpha = splat(-a->act.alpha), limit = splat(a->act.limit), low = splat(-a->act.limit);
-    const f32v offset = splat(a->act.up_offset);
+typedef struct constants {
+    f32v minus_alpha, limit, offset;
     i32v lane;
-    for (int l = 0; l < LANES; l++) lane[l] = l;
+} constants;
+
+INLINE constants constants_of(const kt_activation *act) {
+    constants to = {splat(-act->alpha), splat(act->limit), splat(act->up_offset), {0}};
+    for (int l = 0; l < LANES; l++) to.lane[l] = l;
+    return to;
+}
+
+/* What activate() and derive() agree on to the bit. g and u: clamped. e: exp(-alpha g). */
+typedef struct gated {
+    f32v g, u, e, gate, value; /* gate = g / (1 + e), value = gate * (u + offset) */
+} gated;
+
+INLINE gated gated_of(const f32v g, const f32v u, const constants *with) {
+    gated to = {.g = at_most(g, with->limit), .u = at_least(at_most(u, with->limit), -with->limit)};
+    to.e = exp_f32(with->minus_alpha * to.g);
+    to.gate = to.g / (1.0f + to.e);
+    to.value = to.gate * (to.u + with->offset);
+    return to;
+}
+
+INLINE void store_bf16(uint16_t *p, const u32v bits) {
+    const u16v words = __builtin_convertvector(bits, u16v);
+    memcpy(p, &words, sizeof words);
+}
+
+/* The lanes of columns c + lane < columns, whose memory alone is touched; the others are zero. */
+INLINE f32v load_columns(const float *p, const int c, const int columns) {
+    if (c + LANES <= columns) return load_f32(p + c);
+    float lanes[LANES] = {0};
+    for (int l = 0; c + l < columns; l++) lanes[l] = p[c + l];
+    return load_f32(lanes);
+}
+
+INLINE void store_columns(float *p, const f32v v, const int c, const int columns) {
+    if (c + LANES <= columns)
+        store_f32(p + c, v);
+    else
+        for (int l = 0; c + l < columns; l++) p[c + l] = v[l];
+}
+
+void KT_NAME(activate)(const kt_activate *restrict a) {
+    const constants with = constants_of(&a->act);
+    const int columns = (int)a->columns;
     for (size_t i = 0; i < a->m; i++)
         for (int c = 0; c < KT_PANEL; c += LANES) {
-            const f32v g = at_most(finish(load_f32(a->g + i * KT_PANEL + c), &a->finish_g, i, c), limit);
-            const f32v u = at_least(at_most(finish(load_f32(a->u + i * KT_PANEL + c), &a->finish_u, i, c), limit), low);
-            f32v h = g / (1.0f + exp_f32(alpha * g)) * (u + offset);
+            const f32v g = finish(load_f32(a->g + i * KT_PANEL + c), &a->finish_g, i, c);
+            const f32v u = finish(load_f32(a->u + i * KT_PANEL + c), &a->finish_u, i, c);
+            if (a->kept_g) {
+                store_columns(a->kept_g + i * a->kept_stride, g, c, columns);
+                store_columns(a->kept_u + i * a->kept_stride, u, c, columns);
+            }
+            f32v h = gated_of(g, u, &with).value;
             if (a->r) h *= splat(a->r[i]);
-            const u32v inside = (u32v)(lane + c < (int)a->columns);
-            const u16v bits = __builtin_convertvector(bf16_from_f32(h) & inside, u16v);
-            memcpy(a->h + i * a->h_stride + c, &bits, sizeof bits);
+            store_bf16(a->h + i * a->h_stride + c, bf16_from_f32(h) & (u32v)(with.lane + c < columns));
         }
+}
+
+/* The sum of all lanes, by halves. */
+INLINE float across(const f32v v) {
+    float lanes[LANES];
+    memcpy(lanes, &v, sizeof v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+
+/* With z = alpha g', s = 1 / (1 + exp(-z)), eps = 2^-24 and normal numbers, before the rounding to bf16:
+ *     dg = t (u' + offset) s (1 + z (1 - s))   within |t (u' + offset) s| (|1 + z (1 - s)| + |z (1 - s)|) (14 + |z|) eps
+ *     du = t g' s                              within |t g' s| (9 + |z|) eps
+ * 4 eps and |z| eps are exp's and its argument's; s below 2^-127 is 0. A gradient that a clamp stops is 0, be t what it may. */
+void KT_NAME(derive)(const kt_derive *restrict d) {
+    const constants with = constants_of(&d->act);
+    const int columns = (int)d->columns;
+    for (size_t i = 0; i < d->m; i++) {
+        const f32v r = splat(d->r ? d->r[i] : 1.0f);
+        f32v sum = splat(0);
+        for (int c = 0; c < KT_PANEL; c += LANES) {
+            const u32v inside = (u32v)(with.lane + c < columns);
+            const f32v g = load_columns(d->g + i * d->stride, c, columns), u = load_columns(d->u + i * d->stride, c, columns);
+            const f32v dh = (f32v)((u32v)load_f32(d->dh + i * KT_PANEL + c) & inside), t = dh * r;
+            const gated of = gated_of(g, u, &with);
+            /* 1 - s has no digits left where s is near 1. Beyond 128, exp is 0 or infinity, but z (1 - s) would be no number. */
+            const f32v s = 1.0f / (1.0f + of.e), other = select_f32(of.e <= 1.0f, of.e * s, 1.0f - s);
+            const f32v z = at_least(at_most(-with.minus_alpha * of.g, splat(128)), splat(-128));
+            const f32v dg = t * ((of.u + with.offset) * s * (1.0f + z * other)), du = t * of.gate;
+            const u32v stopped_g = (u32v)(g > with.limit), stopped_u = (u32v)((u > with.limit) | (u < -with.limit));
+            const u32v h = bf16_from_f32(d->by_input ? of.value * r : of.value);
+            store_bf16(d->dg + i * d->to_stride + c, bf16_from_f32(dg) & inside & ~stopped_g);
+            store_bf16(d->du + i * d->to_stride + c, bf16_from_f32(du) & inside & ~stopped_u);
+            store_bf16(d->h + i * d->to_stride + c, h & inside);
+            const f32v seen = d->by_input ? of.value : (f32v)(h << 16);
+            sum = multiply_add(dh, (f32v)((u32v)seen & inside), sum);
+        }
+        d->dr[i] = across(sum);
+    }
 }
 
 void KT_NAME(exp)(const float *restrict x, float *restrict y, size_t count) {

@@ -1,5 +1,5 @@
 /* The kernel table of an instruction set. KT_KERNELS lists the kernel files of its row in isa.py: X(q4_f32) X(b16_f32) ... */
-#include "kernels/common/isa.h"
+#include "kernels/common/training.h"
 
 #ifdef __AMX_TILE__
 #include "kernels/common/tile.h"
@@ -30,6 +30,10 @@ const kt_isa KT_NAME(isa) = {
     .enter = ENTER,
     .leave = LEAVE,
     .activate = KT_NAME(activate),
+    .derive = KT_NAME(derive),
+    .dense = KT_NAME(dense),
+    .dense_rows = KT_NAME(dense_rows),
+    .widen = KT_NAME(widen),
     .exp = KT_NAME(exp),
     .read = KT_NAME(read),
     .peak = KT_NAME(peak),

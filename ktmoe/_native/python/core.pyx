@@ -2,8 +2,8 @@
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
-as the driver has them. records.pxi: codes and scales that stand together. batches.pxi: what one call computes. packed.pxi: packed
-layers. arenas.pxi: their arenas in files. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights.
+as the driver has them. records.pxi: codes and scales that stand together. batches.pxi: what one call computes. training.pxi: what
+forward and backward have besides in training. packed.pxi: packed layers. arenas.pxi: their arenas in files. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights.
 blocks.pxi: rounding to MX formats. The pool's lock is never held
 together with the GIL: fork takes both.
 """
@@ -79,6 +79,7 @@ include "records.pxi"
 include "formats.pxi"
 include "blocks.pxi"
 include "batches.pxi"
+include "training.pxi"
 include "packed.pxi"
 include "arenas.pxi"
 include "schedule.pxi"

@@ -189,6 +189,18 @@ cdef extern from "layer/layer.h" nogil:
     bint kt_layer_use(kt_layer *layer, kt_matrix *matrix, kt_bool down, const kt_kernel *kernel)
 
 
+cdef extern from "layer/adapter.h" nogil:
+    ctypedef struct kt_low_rank:
+        const void *data
+        kt_bool bf16
+    ctypedef struct kt_lora:
+        kt_low_rank a, b
+    ctypedef struct kt_adapter:
+        size_t rank
+        float scale
+        kt_lora of[3]
+
+
 cdef extern from "kernels/isas.h" nogil:
     const kt_isa *kt_isas[]
 
@@ -256,6 +268,10 @@ cdef extern from "forward/forward.h" nogil:
         KT_ALL_STAGES
         KT_GATE_UP
         KT_DOWN
+    ctypedef struct kt_kept:
+        float *g
+        float *u
+        float *t
     ctypedef struct kt_batch:
         size_t tokens, top_k
         const void *x
@@ -269,6 +285,8 @@ cdef extern from "forward/forward.h" nogil:
         const uint32_t *rows
         uint16_t *h
         size_t h_columns
+        const kt_adapter *adapter
+        kt_kept kept
     ctypedef struct kt_tuning:
         size_t scratch_bytes
         size_t reduce_slots, ranges
@@ -279,6 +297,24 @@ cdef extern from "forward/forward.h" nogil:
     int kt_moe_forward(const kt_layer *layer, const kt_batch *batch)
     size_t kt_moe_scratch_bytes()
     void kt_moe_release()
+
+
+cdef extern from "backward/backward.h" nogil:
+    ctypedef struct kt_lora_gradient:
+        float *a
+        float *b
+    ctypedef struct kt_backward:
+        kt_batch batch
+        const void *grad_y
+        kt_dtype grad_dtype
+        void *grad_x
+        float *grad_weights
+        kt_lora_gradient of[3]
+        kt_bool add
+        float scale
+    int kt_moe_backward(const kt_layer *layer, const kt_backward *backward)
+    size_t kt_backward_scratch_bytes()
+    void kt_backward_release()
 
 
 cdef extern from "forward/carve.h" nogil:

@@ -17,6 +17,7 @@ def release():
     with nogil:
         kt_pool_lock()
         kt_moe_release()
+        kt_backward_release()
         kt_pool_stop()
         kt_pool_unlock()
 
@@ -71,7 +72,7 @@ def scratch_bytes():
     cdef size_t held
     with nogil:
         kt_pool_lock()
-        held = kt_moe_scratch_bytes()
+        held = kt_moe_scratch_bytes() + kt_backward_scratch_bytes()
         kt_pool_unlock()
     return held
 

@@ -214,21 +214,81 @@ cdef class KernelTable:
         kt_fp_leave(state)
         return sums[:m]
 
-    def activate(self, g, u, activation, finish_g=None, finish_u=None):
+    def activate(self, g, u, activation, finish_g=None, finish_u=None, kept=None, r=None):
         """h of products g and u, float32 [m, 64], as bfloat16 bits [m, 64]: what a kernel's results become, for its test.
 
         finish_g, finish_u: {"factor": float32 [64], "divides": bool, "bias": float32 [64], "added": float32 [m, 64]}, or fewer.
+        kept: float32 [2, m, columns], columns at most 64: is given g and u as finished; h has no more columns, but zeros.
+        r: float32 [m], or None.
         """
         cdef kt_activate a
         cdef float[:, ::1] of_g = np.array(g, np.float32), of_u = np.array(u, np.float32)
         cdef uint16_t[:, ::1] h = np.empty((of_g.shape[0], KT_PANEL), np.uint16)
+        cdef float[:, :, ::1] to = kept
+        cdef float[::1] weights = None if r is None else np.array(r, np.float32)
         memset(&a, 0, sizeof(a))
         held = [_fill_finish(&a.finish_g, finish_g or {}), _fill_finish(&a.finish_u, finish_u or {})]
         a.g, a.u, a.m, a.columns = &of_g[0, 0], &of_u[0, 0], of_g.shape[0], KT_PANEL
         a.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
         a.h, a.h_stride = &h[0, 0], KT_PANEL
+        if kept is not None:
+            a.columns = a.kept_stride = to.shape[2]
+            a.kept_g, a.kept_u = &to[0, 0, 0], &to[1, 0, 0]
+        if r is not None:
+            a.r = &weights[0]
         self.isa.activate(&a)
         return np.asarray(h)
+
+    def derive(self, g, u, dh, activation, r=None, by_input=False):
+        """(dg, du, h as bfloat16 bits [m, 64], dr float32 [m]) of g and u, float32 [m, columns], columns at most 64, and dh,
+        float32 [m, 64], as kt_derive has them, for its test. r: float32 [m] or None."""
+        cdef kt_derive d
+        cdef float[:, ::1] of_g = np.array(g, np.float32), of_u = np.array(u, np.float32), of_h = np.array(dh, np.float32)
+        cdef float[::1] weights = None if r is None else np.array(r, np.float32)
+        cdef uint16_t[:, :, ::1] to = np.empty((3, of_g.shape[0], KT_PANEL), np.uint16)
+        cdef float[::1] dr = np.empty(of_g.shape[0], np.float32)
+        memset(&d, 0, sizeof(d))
+        d.g, d.u, d.dh, d.m = &of_g[0, 0], &of_u[0, 0], &of_h[0, 0], of_g.shape[0]
+        d.columns = d.stride = of_g.shape[1]
+        d.r, d.by_input = &weights[0] if r is not None else NULL, by_input
+        d.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
+        d.dg, d.du, d.h, d.to_stride = &to[0, 0, 0], &to[1, 0, 0], &to[2, 0, 0], KT_PANEL
+        d.dr = &dr[0]
+        self.isa.derive(&d)
+        return *np.asarray(to), np.asarray(dr)
+
+    def dense(self, a, b, c=None, bint rows=False):
+        """a times b, float32 [m, k] and [k, n], or for `rows` [n, k], as float32 [m, n], added to c if there is one.
+
+        a, b, c: may have any distance between rows, a of dense() between columns, too; between others it is one number.
+        """
+        cdef const float[:, :] of_a = a, of_b = b
+        cdef size_t m = a.shape[0], k = a.shape[1], n = b.shape[0 if rows else 1]
+        cdef Py_ssize_t number = sizeof(float)
+        cdef bint add = c is not None
+        cdef float[:, :] of_c = c if add else np.full((m, n), np.nan, np.float32)
+        cdef kt_dense d
+        cdef kt_dense_rows by_rows
+        if b.shape[1 if rows else 0] != k or (of_c.shape[0], of_c.shape[1]) != (m, n) or of_c.strides[1] != number or (
+            of_b.strides[1] != number or rows and of_a.strides[1] != number
+        ):
+            raise InputError(f"no matrices for dense(): {a.shape}, {b.shape}")
+        cdef size_t c_row = of_c.strides[0] // number, b_row = of_b.strides[0] // number, a_row = of_a.strides[0] // number
+        if rows:
+            by_rows = kt_dense_rows(&of_a[0, 0], &of_b[0, 0], a_row, b_row, &of_c[0, 0], c_row, m, n, k, add)
+            self.isa.dense_rows(&by_rows)
+        else:
+            d = kt_dense(&of_a[0, 0], &of_b[0, 0], a_row, of_a.strides[1] // number, b_row, &of_c[0, 0], c_row, m, n, k, add)
+            self.isa.dense(&d)
+        return np.asarray(of_c)
+
+    def widen(self, const uint16_t[::1] x):
+        """bfloat16 bits [n] as float32."""
+        y = np.empty(x.shape[0], np.float32)
+        cdef float[::1] to = y
+        if x.shape[0]:
+            self.isa.widen(&x[0], &to[0], x.shape[0])
+        return y
 
     def exp(self, const float[::1] x):
         """The activation's exponential, float32 [n]."""

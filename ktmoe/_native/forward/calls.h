@@ -1,0 +1,13 @@
+/* Calls of kernels. */
+#ifndef KT_CALLS_H
+#define KT_CALLS_H
+
+#include "ktmoe.h"
+
+typedef float kt_panel_row[KT_PANEL];
+typedef uint16_t kt_panel_h[KT_PANEL]; /* bf16 */
+
+void kt_multiply(const kt_dot *dot, const kt_kernel *kernel);
+size_t kt_call_rows(size_t left); /* of the next kernel call */
+
+#endif
