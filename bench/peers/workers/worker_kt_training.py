@@ -1,6 +1,6 @@
-"""kt-kernel's fine-tuning: the tasks of its wrapper for MXFP4_SFT on its thread pool, without the copies of arguments.
+"""kt-kernel's fine-tuning: the tasks of its wrapper on its thread pool, without the copies of arguments.
 
-The way is its method's weights, MXFP4. Gradients of the adapter are written anew by each step, as after an optimizer's.
+The way is its method, MXFP4_SFT. Gradients of the adapters are written anew by each step, as after an optimizer's.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import numpy as np
 import torch
 from kt_kernel import __cpu_variant__
 from kt_kernel.sft.amx import AMXSFTMoEWrapper
-from protocol import Batches, Calls, Model, Worker, serve
-from training import ALPHA, FORWARD, LIMIT, RANK, STEPS, adapter, output_gradient
-from weights import float32
+from protocol import PROJECTIONS, Model
+from steps import ALPHA, Inputs, adapter
+from training import Steps, TrainingWorker, serve
+from weights import bfloat16, float32
 
 #: What its buffers are made for.
 MOST_TOKENS = 4096
+#: A clamp is needed: one that no number reaches.
+LIMIT = 2.0**20
 
 
-class KtTrainingWorker(Worker):
-    def __init__(self, way: str, model: Model, threads: int):
-        if way != "MXFP4":
-            raise ValueError(f"expected the weights MXFP4, found {way}")
+class KtTraining(TrainingWorker):
+    def __init__(self, way: str, model: Model, threads: int, rank: int):
+        if way != "MXFP4_SFT":
+            raise ValueError(f"expected the method MXFP4_SFT, found {way}")
         self.top_k = model.top_k
         self.wrapper = AMXSFTMoEWrapper(
             layer_idx=0,
@@ -35,68 +38,70 @@ class KtTrainingWorker(Worker):
             threadpool_count=1,
             weight_path=str(model.folder),
             chunked_prefill_size=MOST_TOKENS,
-            lora_rank=RANK,
+            lora_rank=rank,
             lora_alpha=ALPHA,
-            method=f"{way}_SFT",
+            method=way,
             group_size=32,
             zero_point=False,
             swiglu_limit=LIMIT,
         )
-        lora = [tensor(array) for pair in adapter(model).values() for array in pair]
+        pairs = [[adapter(model, rank, name, expert) for expert in range(model.experts)] for name in PROJECTIONS]
+        lora = [tensor(np.stack(part)) for of_name in pairs for part in zip(*of_name, strict=True)]
         self.gradients = [torch.empty_like(each) for each in lora]
         self.wrapper.init_lora_weights(*lora, *self.gradients)
         self.wrapper.load_weights(torch.arange(model.experts))
         self.about = {
             "version": f"kt-kernel {version('kt-kernel')}",
-            "weights": way,
             "classes": [type(self.wrapper.moe).__name__],
             "extension for": __cpu_variant__,
         }
 
     def settings(self, tokens: int) -> list[str]:
-        return [*STEPS]
+        return [type(self.wrapper.moe).__name__]
 
-    def prepare(self, batches: Batches) -> KtTrainingCalls:
-        if batches.tokens > MOST_TOKENS:
-            raise ValueError(f"expected at most {MOST_TOKENS} tokens, found {batches.tokens}")
-        return KtTrainingCalls(self, batches)
+    def prepare(self, inputs: Inputs) -> KtSteps:
+        if inputs.tokens > MOST_TOKENS:
+            raise ValueError(f"expected at most {MOST_TOKENS} tokens, found {inputs.tokens}")
+        return KtSteps(self, inputs)
 
 
-class KtTrainingCalls(Calls):
-    def __init__(self, worker: KtTrainingWorker, batches: Batches):
-        self.worker, self.batches = worker, batches
-        self.x, self.gradient = np.ascontiguousarray(batches.x), output_gradient(batches)
-        self.y, self.x_gradient = np.zeros_like(self.x), np.zeros_like(self.x)
-        self.weights_gradient = np.zeros((batches.tokens, worker.top_k), np.float32)
-        self.tokens = np.array([batches.tokens], np.int32)
-        self.last = self.y
+class KtSteps(Steps):
+    def __init__(self, worker: KtTraining, inputs: Inputs):
+        self.worker, self.inputs = worker, inputs
+        self.x, self.grad_y = (np.ascontiguousarray(array) for array in (inputs.x, inputs.grad_y))
+        self.y, self.grad_x = np.zeros_like(self.x), np.zeros_like(self.x)
+        self.grad_weights = np.zeros((inputs.tokens, worker.top_k), np.float32)
+        self.tokens = np.array([inputs.tokens], np.int32)
 
     def stage(self, batch: int) -> None:
-        self.ids, self.weights = self.batches.ids[batch], self.batches.weights[batch]
+        self.ids, self.weights = self.inputs.ids[batch], self.inputs.weights[batch]
 
-    def run(self, setting: str) -> None:
-        cpu, moe = self.worker.wrapper.cpu_infer, self.worker.wrapper.moe
+    def forward(self, setting: str) -> None:
         arguments = [array.ctypes.data for array in (self.ids, self.weights, self.x, self.y)]
-        cpu.submit(moe.forward_sft_task(self.tokens.ctypes.data, self.worker.top_k, *arguments, True))
-        cpu.sync()
-        self.last = self.y
-        if setting == FORWARD:  # its one saved forward is the next one's place
-            return
-        ends = [array.ctypes.data for array in (self.gradient, self.x_gradient)]
+        saves = True
+        self._run("forward_sft_task", self.tokens.ctypes.data, self.worker.top_k, *arguments, saves)
+
+    def backward(self, setting: str) -> None:
+        ends = [array.ctypes.data for array in (self.grad_y, self.grad_x)]
         written = [gradient.data_ptr() for gradient in self.worker.gradients]
-        no_weights = 0, 0, 0
-        again, scale = False, 1.0
-        cpu.submit(moe.backward_task(*ends, *written, self.weights_gradient.ctypes.data, *no_weights, again, scale))
+        no_weights, adds, scale = (0, 0, 0), False, 1.0
+        self._run("backward_task", *ends, *written, self.grad_weights.ctypes.data, *no_weights, adds, scale)
+
+    def outputs(self, expert: int) -> dict[str, np.ndarray]:
+        found = {"y": float32(self.y), "grad_x": float32(self.grad_x), "grad_weights": self.grad_weights}
+        names = [f"{name}_{letter}" for name in PROJECTIONS for letter in "ab"]
+        return found | {name: array[expert].float().numpy() for name, array in zip(names, self.worker.gradients, strict=True)}
+
+    def _run(self, task: str, *arguments) -> None:
+        cpu, moe = self.worker.wrapper.cpu_infer, self.worker.wrapper.moe
+        cpu.submit(getattr(moe, task)(*arguments))
         cpu.sync()
-        self.last = self.x_gradient
-
-    def output(self) -> np.ndarray:
-        return float32(self.last)
 
 
-def tensor(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+def tensor(numbers: np.ndarray) -> torch.Tensor:
+    """float32 as bfloat16."""
+    return torch.from_numpy(bfloat16(numbers).view(np.int16)).view(torch.bfloat16)
 
 
 if __name__ == "__main__":
-    serve(KtTrainingWorker)
+    serve(KtTraining)
