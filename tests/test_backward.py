@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import ways
-from helpers import BF16, KINDS, WEIGHTS, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, GPT_OSS, KINDS, WEIGHTS, random_batch, random_experts, same_bits
 from simulated_training import Lora
 from trained import arrays_of, assert_right, backward, forward
 
-from ktmoe import DEEPSEEK, GPT_OSS, SILU, MoELayer, set_num_threads
+from ktmoe import SILU, MoELayer, set_num_threads
 from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
 

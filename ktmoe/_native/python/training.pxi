@@ -51,6 +51,10 @@ cdef class Adapter:
 RANK_MAX = 256
 
 
+cdef list _sizes(spec):
+    return [spec.num_experts, spec.hidden, spec.intermediate]
+
+
 cdef float *_numbers(str name, array, shape, list held) except NULL:
     """The memory of a float32 array of that shape, which may be written."""
     cdef float[::1] numbers
@@ -65,8 +69,8 @@ cdef int _take_training(_Batch batch, list held, spec, Adapter adapter, saved) e
     """The adapter, and the arrays of what is kept, into a batch."""
     cdef kt_batch *b = &batch.batch
     if adapter is not None:
-        if adapter.spec != spec:
-            raise InputError(f"the adapter is of other experts than {spec.name}")
+        if _sizes(adapter.spec) != _sizes(spec):
+            raise InputError(f"the adapter is of experts [number, hidden, intermediate] {_sizes(adapter.spec)}, these are {_sizes(spec)}")
         b.adapter = &adapter.adapter
         held.append(adapter)
     if saved is None:
