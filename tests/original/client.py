@@ -2,26 +2,28 @@
 
 Run by test_client.py with kt-kernel, torch and ktmoe on the path. The model is kt-kernel's KTMoELayerWrapper around a router
 and fused experts, whose adapter its kt_adapt_peft_lora() makes; a step is backward, the optimizer's, update_kt_lora_pointers().
-Parts: plain steps; gradient accumulation; its two ways with gradient checkpointing.
+Parts: plain steps; gradient accumulation; its two ways with gradient checkpointing. And a transformers model that it wraps.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from kt_kernel.sft import (
     KTActivationPolicy,
+    KTConfig,
     KTMoELayerWrapper,
     get_activation_checkpoint_context_fn,
     kt_adapt_peft_lora,
     update_kt_lora_pointers,
 )
+from kt_kernel.sft import wrapper as sft_wrapper
 from kt_kernel.sft.arch import MOEArchConfig
 from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, RANK, ALPHA = 8, 2, 128, 128, 4, 8.0
 BATCH, LENGTH, STEPS = 2, 12, 4
@@ -118,11 +120,41 @@ PARTS = {
 }
 
 
+def wrapped(name: str) -> np.ndarray:
+    """Losses of a transformers model whose experts kt-kernel has replaced."""
+    sft_wrapper.KTMoEWrapper = wrapper_class(name)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE, "intermediate_size": INTERMEDIATE, "head_dim": 32}
+    sizes |= {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "architectures": ["Qwen3MoeForCausalLM"]}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, initializer_range=0.2, max_position_embeddings=64)).bfloat16()
+    keywords = {"kt_backend": "AMXBF16", "kt_num_threads": 2, "kt_threadpool_count": 1, "kt_lora_rank": RANK}
+    policy = KTActivationPolicy(cpu="retain", gpu="retain")
+    config = KTConfig(**keywords, kt_lora_alpha=ALPHA, kt_activation_policy=policy)
+    model._kt_wrappers = sft_wrapper.wrap_moe_layers_with_kt_wrapper(model, config)
+    kt_adapt_peft_lora(model)
+    model.train()
+    optimizer = torch.optim.SGD([p for layer in model._kt_wrappers for p in layer._fused_expert_lora_params], lr=0.5)
+    ids, losses = torch.randint(0, sizes["vocab_size"], (BATCH, LENGTH)), []
+    for _ in range(STEPS):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        update_kt_lora_pointers(model)
+        losses.append(loss.item())
+    ALIVE.append(model)
+    return np.array(losses)
+
+
+#: Until the end: kt-kernel's destructors may hang.
+ALIVE = []
+
+
 def main(name: str, answer: str) -> None:
-    found, alive = {}, []
+    found = {"wrapped: losses": wrapped(name)}
     for part, (policy, accumulated) in PARTS.items():
         model, backend = made(name, policy)
-        alive.append(SimpleNamespace(model=model, backend=backend))
+        ALIVE.append((model, backend))
         found |= {f"{part}: {what}": array for what, array in train(model, accumulated).items()}
         found[f"{part}: state"] = np.array(str(backend.checkpoint_cache_state.value))
     np.savez(answer, **found)
