@@ -17,7 +17,14 @@ sys.path.insert(0, str(ROOT))
 from bench.peers import environments  # noqa: E402
 from bench.peers.peers import PEERS  # noqa: E402
 
-TESTS = ("original", "test_sglang_layer.py", "test_torch.py", "test_compat_kt_kernel_torch.py", "test_two_stage_torch.py")
+TESTS = (
+    "original",
+    "test_sglang_layer.py",
+    "test_torch.py",
+    "test_torch_experts.py",
+    "test_compat_kt_kernel_torch.py",
+    "test_two_stage_torch.py",
+)
 #: What prints its version if the extension for this CPU can be loaded.
 STARTS = "import importlib.metadata, kt_kernel; print(importlib.metadata.version('kt-kernel'), kt_kernel.__cpu_variant__)"
 

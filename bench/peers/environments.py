@@ -46,7 +46,10 @@ TORCH = Environment(
 
 #: transformers with its server, and all that ktmoe needs besides its native modules.
 ENGINES = Environment(
-    "engines", "transformers", ((*requirements(("package", "serve", "test")), "compressed-tensors==0.20.0"),), base=TORCH
+    "engines",
+    "transformers",
+    ((*requirements(("package", "serve", "test")), "compressed-tensors==0.20.0", "peft==0.21.2"),),
+    base=TORCH,
 )
 
 

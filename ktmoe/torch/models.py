@@ -60,8 +60,20 @@ def add_lora(
             made[name] = MoEExperts(passes, given[named[name]])
     for name, module in made.items():
         module.train(model.training)
+        _refuse_as_before(packed[name], module)
         model.set_submodule(name, module)
     return [parameter for module in made.values() for parameter in module.parameters()]
+
+
+def _refuse_as_before(packed: torch.nn.Module, module: MoEExperts) -> None:
+    """A model whose parameters pack() has freed refuses to be saved: a checkpoint would have no experts. An adapter can be."""
+    for hook in packed._state_dict_pre_hooks.values():
+
+        def refuse(_, prefix, keep_vars, hook=hook):
+            if prefix:
+                hook(packed, prefix, keep_vars)
+
+        module.register_state_dict_pre_hook(refuse)
 
 
 def loras(model: torch.nn.Module) -> dict[int | str, Lora]:

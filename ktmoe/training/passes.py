@@ -117,9 +117,7 @@ class Training:
         """
         packed = _packed(self.layer, "backward")
         if not isinstance(saved, Saved) or saved.owner is not self.layer:
-            raise InputError(
-                f"{self.layer.name}: saved must be what forward() of the same layer's Training gave, found {show(saved)}"
-            )
+            raise InputError(f"{self.layer.name}: saved must be of a forward pass of this layer, found {show(saved)}")
         if (lora and (lora.projections, lora.rank)) != saved.adapted:
             raise InputError(
                 f"{self.layer.name}: lora must be the adapter of the forward pass, {show(saved.adapted)}, found {lora!r}"
@@ -138,7 +136,11 @@ class Training:
             sums, gradients = None, None
         with memory_for(f"{self.layer.name}: the gradients of {len(saved.x)} tokens"):
             if "lora" in wanted and lora is not None:
-                sums, gradients = _targets(lora, into, add)
+                if into is None and add:
+                    raise InputError("add needs into: there is nothing to add to")
+                sums = _zeros(lora) if into is None else _checked_targets(lora, into, [given, *saved.held])
+                gradients = sums if into is None else dict(into)
+                add = add or into is None
             grad_x = np.empty(saved.x.shape, saved.x.dtype) if "x" in wanted else None
             grad_weights = np.zeros(saved.weights.shape, np.float32)
         if saved.ids.size == 0:
@@ -177,13 +179,13 @@ def _packed(layer: MoELayer, what: str):
     return packed
 
 
-def _targets(lora: Lora, into: Mapping[str, tuple] | None, add: bool) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """Where an adapter's gradients go: as float32 arrays, and as they were given. Raises InputError."""
-    if into is None:
-        if add:
-            raise InputError("add needs into: there is nothing to add to")
-        made = {p: tuple(np.empty(m.shape, np.float32) for m in pair) for p, pair in lora.pairs.items()}
-        return made, made
+def _zeros(lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """To be added to: memory of experts without tokens is not even touched."""
+    return {projection: tuple(np.zeros(array.shape, np.float32) for array in pair) for projection, pair in lora.pairs.items()}
+
+
+def _checked_targets(lora: Lora, into: Mapping[str, tuple], others: list[np.ndarray]) -> dict[str, tuple]:
+    """Where an adapter's gradients go, as float32 arrays. others: what is read meanwhile. Raises InputError."""
     if not isinstance(into, Mapping) or set(into) != set(lora.projections):
         raise InputError(f"into must have (da, db) for {', '.join(lora.projections)}, found {show(into)}")
     sums = {}
@@ -193,7 +195,16 @@ def _targets(lora: Lora, into: Mapping[str, tuple] | None, add: bool) -> tuple[d
             raise InputError(f"into: {projection} must be (da, db), found {show(pair)}")
         names = (f"into: {projection}'s d{name}" for name in "ab")
         sums[projection] = tuple(map(_checked_target, names, pair, lora.pairs[projection]))
-    return sums, dict(into)
+    given = [
+        (f"into: {projection}'s d{name}", array)
+        for projection, pair in sums.items()
+        for name, array in zip("ab", pair, strict=True)
+    ]
+    others = [*others, *(array for pair in lora.pairs.values() for array in pair)]
+    for i, (name, array) in enumerate(given):
+        if any(np.may_share_memory(array, other) for other in (*others, *(before for _, before in given[:i]))):
+            raise InputError(f"{name} must not overlap another argument")
+    return sums
 
 
 def _checked_target(name: str, given, like: np.ndarray) -> np.ndarray:

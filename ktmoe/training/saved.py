@@ -36,8 +36,13 @@ class Saved:
     @property
     def nbytes(self) -> int:
         """saved_nbytes() of its sizes."""
+        return sum(array.nbytes for array in self.held)
+
+    @property
+    def held(self) -> list[np.ndarray]:
+        """All of its arrays."""
         kept = (self.x, self.ids, self.weights, self.mask, *(self.arrays or ()))
-        return sum(array.nbytes for array in kept if array is not None)
+        return [array for array in kept if array is not None]
 
 
 def saved_nbytes(

@@ -12,7 +12,7 @@ from serving import WAYS, assert_served, eager, packed, switched
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ktmoe.transformers as served
-from ktmoe.errors import CheckpointError, InputError, KtmoeError, UnavailableError
+from ktmoe.errors import CheckpointError, KtmoeError, UnavailableError
 
 #: What a model is called and made of: (model_type, what its config is told, what the message says of its experts).
 MODELS = {
@@ -161,30 +161,6 @@ def test_the_first_call_refuses(checkpoint):
     with pytest.raises(UnavailableError, match=r"experts \(NemotronHExperts\): .* found no gate"):
         model.experts(torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
     assert len(list(model.experts.parameters())) == 2
-
-
-def test_training(checkpoint, text):
-    """A model of pack() or load() is frozen. Where one is not, its hidden states require grad, and ktmoe has none to give."""
-    ids = prompts()
-    with torch.enable_grad():
-        for make in (packed, served.load):
-            assert not make(checkpoint("qwen3_moe"))(input_ids=ids).logits.requires_grad
-        model = switched(checkpoint("qwen3_moe"))
-        with pytest.raises(InputError, match=r"Qwen3MoeExperts: expected inputs without grad, .* torch\.no_grad"):
-            model(input_ids=ids)
-        assert torch.equal(logits(model, ids), text)
-        with pytest.raises(InputError, match="expected inputs without grad"):
-            model(input_ids=ids)
-        assert torch.equal(model.requires_grad_(False)(input_ids=ids).logits, text)
-
-
-def test_router_weights_that_require_grad(checkpoint):
-    (_, module), *_ = experts(packed(checkpoint("qwen3_moe")))
-    x, ids, weights = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
-    with pytest.raises(InputError, match="expected inputs without grad"):
-        module(x, ids, weights.requires_grad_())
-    with torch.no_grad():
-        assert not module(x, ids, weights).any()
 
 
 def test_float16_goes_by_way_of_float32(checkpoint):

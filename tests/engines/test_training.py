@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import engine_models
+import numpy as np
 import peft
 import pytest
 import torch
 import transformers
 from engine_models import experts, prompts
-from serving import packed
+from environments import ROOT
+from serving import packed, switched
 from training_runs import RANK, STEPS, by_ktmoe, by_pytorch, loaded, texts, train
 
 import ktmoe.transformers as served
+from ktmoe import synthetic
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.torch import MoEExperts, add_lora, loras
 
@@ -187,6 +192,36 @@ def test_what_is_refused(checkpoint):
         add_lora(model)
 
 
+def test_models_without_experts_are_not_saved(checkpoint, tmp_path):
+    """A checkpoint would have none. Their adapters can be."""
+    folder = checkpoint("qwen3_moe")
+    for model, error in ((packed(folder, activations="bf16"), UnavailableError), (loaded(folder), ValueError)):
+        add_lora(model)
+        with pytest.raises(error, match=r"expected to be saved before it was packed|not serializable"):
+            model.save_pretrained(tmp_path)
+        assert not list(tmp_path.glob("*.safetensors"))
+        module = next(module for module in model.modules() if isinstance(module, MoEExperts))
+        assert len(module.state_dict()) == 6
+
+
+def test_models_are_frozen(checkpoint):
+    """Those of pack() and load(). set_experts_implementation() freezes nothing, and gradients flow."""
+    folder, ids = checkpoint("qwen3_moe"), prompts()
+    for make in (packed, served.load):
+        model = make(folder)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert not model(input_ids=ids).logits.requires_grad
+
+
+def test_a_model_that_is_not_frozen(checkpoint, monkeypatch):
+    monkeypatch.setenv("KTMOE_BACKEND", "fp32_lut")  # whose "auto" is bf16
+    model, ids = switched(checkpoint("qwen3_moe")), prompts()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert torch.equal(loss, model.requires_grad_(False)(input_ids=ids, labels=ids).loss)
+
+
 def test_experts_on_a_gpu_have_no_gradients(checkpoint):
     mask = [True] + [False] * (engine_models.EXPERTS - 1)
     model = served.load(checkpoint("qwen3_moe"), activations="bf16", gpu_experts_mask=mask)
@@ -201,3 +236,26 @@ def test_a_mode_that_rounds_has_no_gradients(checkpoint):
     x, ids, weights = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
     with pytest.raises(InputError, match="training needs activations='bf16', found 'mxfp4'"):
         module(x, ids, weights.requires_grad_())
+
+
+def test_the_page(tmp_path):
+    """docs/fine-tuning.md's own code, on a tiny model. Its loss falls, and what it gives can be put into another model."""
+    folder = tmp_path / "model"
+    synthetic.write_chat_model(folder)
+    page = (ROOT / "docs" / "fine-tuning.md").read_text().replace("openai/gpt-oss-20b", str(folder)).replace("DIR", str(folder))
+    first, of_peft, of_a_layer, without_torch = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {"peft": peft}
+    exec(first, names)
+    assert list(names["adapters"]) == [0, 1]
+    assert all(array.any() for lora in names["adapters"].values() for pair in lora.pairs.values() for array in pair)
+    names["model"] = served.load(folder, activations="bf16")
+    exec(of_peft, names)
+    assert len([name for name, p in names["model"].named_parameters() if p.requires_grad]) == 2 * (2 * 2 + 3 * 2)
+    x = torch.randn(5, 128, requires_grad=True)
+    ids, weights = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5, requires_grad=True)
+    names |= {"hidden_states": x, "top_k_index": ids, "top_k_weights": weights}
+    exec(of_a_layer.replace("layer=3", "layer=1"), names)
+    names["y"].sum().backward()
+    assert all(tensor.grad is not None for tensor in (x, weights, *names["experts"].parameters()))
+    names |= {"x": x.detach().numpy(), "expert_ids": ids.numpy(), "expert_weights": weights.detach().numpy()}
+    exec(without_torch, names | {"grad_y": np.ones((5, 128), np.float32)})
