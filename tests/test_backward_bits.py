@@ -1,16 +1,18 @@
 """What no bit of training depends on, what an adapter that is not there costs, and what is refused."""
 
+import resource
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import BF16, KINDS, random_experts, same_bits
+from helpers import BF16, KINDS, in_child, random_experts, same_bits
 from simulated_training import Lora
 from trained import adapter_of, arrays_of, backward, forward, training_batch
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
-from ktmoe.errors import ClosedError, InputError, UnavailableError
+from ktmoe.errors import ClosedError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
 
 
@@ -165,6 +167,22 @@ def test_other_modes_are_refused_by_name(mode):
             forward(layer, *batch[:3])
 
 
+def test_memory_that_the_system_refuses():
+    layer, lora, batch = made()
+    saved = forward(layer, *batch[:3], lora).saved
+
+    def starved():
+        core.release()
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+        with pytest.raises(OutOfMemoryError, match="backward of 40 tokens: the operating system refused memory"):
+            backward(layer, *batch, lora, saved)
+        return True
+
+    with layer:
+        assert in_child(starved)
+
+
 def test_what_is_refused():
     layer, lora, batch = made(tokens=3)
     x, ids, weights, grad_y = batch
@@ -178,8 +196,8 @@ def test_what_is_refused():
             backward(layer, *batch, lora, (saved[0][:-1], *saved[1:]))
         with pytest.raises(InputError, match="saved t"):
             backward(layer, *batch, lora, (*saved[:2], saved[2][:, :2].copy()))
+        into = {"up": (np.zeros_like(lora.pairs["up"][0]), np.zeros((1, 2, 3), np.float32))}
         with pytest.raises(InputError, match="gradient of up's b"):
-            into = {"up": (np.zeros_like(lora.pairs["up"][0]), np.zeros((1, 2, 3), np.float32))}
             backward(layer, *batch, lora, saved, into=into)
         for scale, pairs in (
             (1.0, {}),
