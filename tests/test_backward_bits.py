@@ -1,16 +1,18 @@
 """What no bit of training depends on, what an adapter that is not there costs, and what is refused."""
 
+import resource
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import BF16, KINDS, random_experts, same_bits
+from helpers import BF16, KINDS, in_child, random_experts, same_bits
 from simulated_training import Lora
 from trained import adapter_of, arrays_of, backward, forward, training_batch
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
-from ktmoe.errors import ClosedError, InputError, UnavailableError
+from ktmoe.errors import ClosedError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
 
 
@@ -110,7 +112,8 @@ def test_experts_without_rows_and_batches_without_experts():
         assert not found.weights[(ids < 0) | (ids == 4)].any()
         for pair in found.lora.values():
             for array in pair:
-                assert not array[[2, 4]].any() and array[[0, 1, 3]].any()
+                assert not array[[2, 4]].any()
+                assert array[[0, 1, 3]].any()
         ids[:] = 99
         found = backward(layer, x, ids, weights, grad_y, lora, forward(layer, x, ids, weights, lora).saved)
         assert not any(array.any() for array in arrays_of(found).values())
@@ -159,13 +162,31 @@ def test_other_modes_are_refused_by_name(mode):
     experts = random_experts(np.random.default_rng(0), 1, 64, 64)
     with MoELayer(experts, activations=mode) as layer:
         assert "bf16" in layer.packed.trainable
+        batch = training_batch(np.random.default_rng(0), experts, 2)
         with pytest.raises(UnavailableError, match='activations="bf16"'):
-            forward(layer, *training_batch(np.random.default_rng(0), experts, 2)[:3])
+            forward(layer, *batch[:3])
+
+
+def test_memory_that_the_system_refuses():
+    layer, lora, batch = made()
+    saved = forward(layer, *batch[:3], lora).saved
+
+    def starved():
+        core.release()
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+        with pytest.raises(OutOfMemoryError, match="backward of 40 tokens: the operating system refused memory"):
+            backward(layer, *batch, lora, saved)
+        return True
+
+    with layer:
+        assert in_child(starved)
 
 
 def test_what_is_refused():
     layer, lora, batch = made(tokens=3)
     x, ids, weights, grad_y = batch
+    held = SimpleNamespace(packed=layer.packed, spec=layer.spec, expert_mask=layer.expert_mask)
     with layer:
         saved = forward(layer, *batch[:3], lora).saved
         for wrong in (grad_y[:2], grad_y[:, :-1].copy()):
@@ -175,19 +196,23 @@ def test_what_is_refused():
             backward(layer, *batch, lora, (saved[0][:-1], *saved[1:]))
         with pytest.raises(InputError, match="saved t"):
             backward(layer, *batch, lora, (*saved[:2], saved[2][:, :2].copy()))
+        into = {"up": (np.zeros_like(lora.pairs["up"][0]), np.zeros((1, 2, 3), np.float32))}
         with pytest.raises(InputError, match="gradient of up's b"):
-            into = {"up": (np.zeros_like(lora.pairs["up"][0]), np.zeros((1, 2, 3), np.float32))}
             backward(layer, *batch, lora, saved, into=into)
         for scale, pairs in (
             (1.0, {}),
             (1.0, {"gates": lora.pairs["gate"]}),
             (1.0, {"up": lora.pairs["down"]}),
             (1.0, {"up": lora.pairs["up"][::-1]}),
-            (1.0, {"up": lora.pairs["up"], "gate": tuple(np.repeat(m, 2, axis) for m, axis in zip(lora.pairs["gate"], (1, 2)))}),
+            (
+                1.0,
+                {
+                    "up": lora.pairs["up"],
+                    "gate": tuple(np.repeat(m, 2, axis) for m, axis in zip(lora.pairs["gate"], (1, 2), strict=True)),
+                },
+            ),
         ):
             with pytest.raises(InputError):
                 core.Adapter(layer.spec, scale, pairs)
-    packed = layer.packed
     with pytest.raises(ClosedError):
-        layer.close()
-        backward(SimpleNamespace(packed=packed, spec=layer.spec, expert_mask=layer.expert_mask), *batch, lora, saved)
+        backward(held, *batch, lora, saved)

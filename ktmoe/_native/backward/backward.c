@@ -82,7 +82,8 @@ static int chunk(kt_back_job *j, size_t most) {
     const kt_batch *b = &j->to.batch;
     kt_route_fill(&j->route, b, j->layer->num_experts, 1);
     memset(j->to.grad_weights, 0, b->tokens * b->top_k * sizeof(float));
-    if (!j->route.num_slots && j->to.grad_x) memset(j->to.grad_x, 0, b->tokens * j->layer->hidden * (b->dtype == KT_F32 ? 4 : 2));
+    if (!j->route.num_slots && j->to.grad_x)
+        memset(j->to.grad_x, 0, b->tokens * j->layer->hidden * (b->dtype == KT_F32 ? 4 : 2));
     int error = 0;
     for (size_t first = 0, end; !error && first < j->route.num_slots; first = end) {
         end = window_end(j, first, most);

@@ -22,7 +22,8 @@ static void fetch(const kt_transposed *t, size_t n, size_t panel) {
 }
 
 /* Operands of panels [first, first + count) of `all`. */
-static void decode(const kt_back_scratch *s, const kt_transposed *t, size_t first, size_t count, size_t all, size_t panel_bytes) {
+static void decode(const kt_back_scratch *s, const kt_transposed *t, size_t first, size_t count, size_t all,
+                   size_t panel_bytes) {
     const kt_matrix *m = t->matrix;
     for (size_t n = 0; n < count; n++)
         for (size_t p = 0; p < t->panels; p++) {
