@@ -105,7 +105,6 @@ static void begin(kt_back_job *j, const kt_layer *l, const kt_backward *to, cons
     *j = (kt_back_job){
         .layer = l,
         .to = *to,
-        .teams = teams,
         .k_hidden = kt_round_up(l->hidden, KT_BLOCK),
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
         .products = {product_for(l->isa, "b16"), product_for(l->isa, "f32")},

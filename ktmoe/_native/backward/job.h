@@ -79,7 +79,6 @@ typedef struct kt_step {
 struct kt_back_job {
     const kt_layer *layer;
     kt_backward to; /* a chunk of tokens */
-    const kt_teams *teams;
     kt_route route;
     size_t intermediate, k_hidden, hidden_panels;
     size_t product_scratch_bytes;
