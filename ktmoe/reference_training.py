@@ -117,7 +117,7 @@ def training_backward(
                 for target, one in zip(sums[projection], found, strict=True):
                     target[:, rows.expert] = one.value, np.where(one.size + one.eps < MAX_FLOAT32, one.eps, np.inf)
         return Backward(
-            call.added_up(dx, eps, size, exact_parts=not (call.adapts("gate") or call.adapts("up"))),
+            call.added_up(dx, eps, size, exact_parts=False),  # shards may be added up in each slot, or in all
             Reference(dr[0], _bound(*dr)),
             {p: tuple(Reference(value, _bound(value, error)) for value, error in pair) for p, pair in sums.items()},
         )

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import ways
-from helpers import BF16, DEEPSEEK, GPT_OSS, KINDS, WEIGHTS, random_batch, random_experts, same_bits
+from helpers import BF16, DEEPSEEK, GPT_OSS, KINDS, WEIGHTS, random_experts
 from simulated_training import Lora
-from trained import arrays_of, assert_right, backward, forward
+from trained import assert_right, training_batch
 
-from ktmoe import SILU, MoELayer, set_num_threads
+from ktmoe import SILU, MoELayer
 from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
 
@@ -19,13 +19,6 @@ def backend(request, emulator_folder):
     """Those that can train: in the mode bf16."""
     with ways.chosen(ways.SUBJECTS[request.param], emulator_folder) as name:
         yield name
-
-
-def training_batch(rng, experts, tokens, top_k=2, dtype=BF16):
-    """x, ids, weights and the gradient of y; the first pair is of no expert."""
-    x, ids, weights = random_batch(rng, experts, tokens, top_k, dtype)
-    ids[0, 0] = -1
-    return x, ids, weights, rng.standard_normal(x.shape).astype(dtype)
 
 
 @pytest.mark.cover("values")
@@ -62,3 +55,31 @@ def test_where_router_weights_adapters_and_biases_are(router_weight, projections
     with MoELayer(experts, router_weight=router_weight, activations="bf16") as layer:
         layer.expert_mask[1] = False
         assert_right(layer, experts, *training_batch(rng, experts, 6, 3), lora, scale=0.5, again=biases)
+
+
+@pytest.mark.parametrize("rank", [1, 15, 16, 17, 65, 256])
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+def test_ranks_and_dtypes_of_adapters(rank, dtype):
+    rng = np.random.default_rng(rank)
+    experts = random_experts(rng, 2, 130, 96)
+    with MoELayer(experts, activations="bf16") as layer:
+        lora = Lora(rng, experts, rank=rank, dtype=dtype)
+        assert_right(layer, experts, *training_batch(rng, experts, 5), lora)
+
+
+def test_more_rows_than_one_call_has():
+    rng = np.random.default_rng(2)
+    experts = random_experts(rng, 2, 64, 64)
+    with MoELayer(experts, activations="bf16") as layer:
+        assert_right(layer, experts, *training_batch(rng, experts, core.ROWS_MAX + 30, 2), Lora(rng, experts))
+
+
+@pytest.mark.usefixtures("three_nodes")
+@pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
+@pytest.mark.parametrize("weights", ["folded", "fp8-row"])
+def test_shards(weights, router_weight):
+    rng = np.random.default_rng(3)
+    experts = random_experts(rng, 3, 96, 256, biases=True, **WEIGHTS[weights])
+    with MoELayer(experts, numa_nodes=[0, 2, 1], activations="bf16", router_weight=router_weight) as layer:
+        assert layer.placement.shards == 3
+        assert_right(layer, experts, *training_batch(rng, experts, 6, 3), Lora(rng, experts))

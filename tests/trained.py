@@ -3,11 +3,18 @@
 from types import SimpleNamespace
 
 import numpy as np
-from helpers import BF16, shards_of
+from helpers import BF16, random_batch, shards_of
 
 from ktmoe import reference_training
 from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS
+
+
+def training_batch(rng, experts, tokens, top_k=2, dtype=BF16):
+    """x, ids, weights and the gradient of y; the first pair is of no expert."""
+    x, ids, weights = random_batch(rng, experts, tokens, top_k, dtype)
+    ids[0, 0] = -1
+    return x, ids, weights, rng.standard_normal(x.shape).astype(dtype)
 
 
 def bits16(array):
@@ -30,15 +37,17 @@ def forward(layer, x, ids, weights, lora=None, keep=True):
         t = np.full((pairs, len(PROJECTIONS), lora.rank), np.nan, np.float32) if lora else None
         saved = g, u, t
     mask = layer.expert_mask.view(np.uint8)
-    layer.packed.forward_training(
-        bits16(x), ids.astype(np.int64), weights, mask, bits16(y), adapter_of(layer, lora), saved
-    )
+    layer.packed.forward_training(bits16(x), ids.astype(np.int64), weights, mask, bits16(y), adapter_of(layer, lora), saved)
     return SimpleNamespace(y=y, saved=saved)
 
 
-def backward(layer, x, ids, weights, grad_y, lora=None, saved=None, *, into=None, add=False, scale=1.0, wanted=PROJECTIONS, of_x=True):
+def backward(
+    layer, x, ids, weights, grad_y, lora=None, saved=None, *, into=None, add=False, scale=1.0, wanted=PROJECTIONS, of_x=True
+):
     """The gradients x, weights and lora, NaN where nothing was written. into: the adapter's, to be added to."""
-    found = SimpleNamespace(x=np.full_like(x, np.nan) if of_x else None, weights=np.full(ids.shape, np.nan, np.float32), lora=into)
+    found = SimpleNamespace(
+        x=np.full_like(x, np.nan) if of_x else None, weights=np.full(ids.shape, np.nan, np.float32), lora=into
+    )
     if into is None and lora:
         found.lora = {
             p: tuple(np.full(m.shape, np.nan, np.float32) for m in pair) for p, pair in lora.pairs.items() if p in wanted

@@ -34,7 +34,8 @@ static const float *beside(const kt_back_worker *w, const part *at, size_t matri
     const size_t rank = j->to.batch.adapter->rank;
     for (size_t r = 0; r < at->m; r++) {
         const size_t slot = at->row + r;
-        const float *from = gradient ? j->dt[matrix] + slot * rank : j->kept.t + (kt_kept_row(j, slot) * KT_MATRICES + matrix) * rank;
+        const float *from =
+            gradient ? j->dt[matrix] + slot * rank : j->kept.t + (kt_kept_row(j, slot) * KT_MATRICES + matrix) * rank;
         const float by = weighted ? j->to.scale * kt_output_weight_of(j, slot) : j->to.scale;
         for (size_t i = 0; i < rank; i++) w->scratch->wide_t[r * rank + i] = by * from[i];
     }
@@ -146,7 +147,8 @@ static void clear(const kt_back_worker *w, size_t expert) {
     for (size_t matrix = 0; matrix < KT_MATRICES; matrix++) {
         if (!wanted(j, matrix)) continue;
         const size_t down = matrix == KT_OF_DOWN, rank = j->to.batch.adapter->rank;
-        const size_t a = rank * (down ? j->intermediate : j->layer->hidden), b = rank * (down ? j->layer->hidden : j->intermediate);
+        const size_t a = rank * (down ? j->intermediate : j->layer->hidden),
+                     b = rank * (down ? j->layer->hidden : j->intermediate);
         memset(j->to.of[matrix].a + expert * a, 0, a * sizeof(float));
         memset(j->to.of[matrix].b + expert * b, 0, b * sizeof(float));
     }

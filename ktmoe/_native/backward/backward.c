@@ -82,7 +82,8 @@ static int chunk(kt_back_job *j, size_t most) {
     const kt_batch *b = &j->to.batch;
     kt_route_fill(&j->route, b, j->layer->num_experts, 1);
     memset(j->to.grad_weights, 0, b->tokens * b->top_k * sizeof(float));
-    if (!j->route.num_slots && j->to.grad_x) memset(j->to.grad_x, 0, b->tokens * j->layer->hidden * (b->dtype == KT_F32 ? 4 : 2));
+    if (!j->route.num_slots && j->to.grad_x)
+        memset(j->to.grad_x, 0, b->tokens * j->layer->hidden * (b->dtype == KT_F32 ? 4 : 2));
     int error = 0;
     for (size_t first = 0, end; !error && first < j->route.num_slots; first = end) {
         end = window_end(j, first, most);
@@ -104,7 +105,6 @@ static void begin(kt_back_job *j, const kt_layer *l, const kt_backward *to, cons
     *j = (kt_back_job){
         .layer = l,
         .to = *to,
-        .teams = teams,
         .k_hidden = kt_round_up(l->hidden, KT_BLOCK),
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
         .products = {product_for(l->isa, "b16"), product_for(l->isa, "f32")},

@@ -10,7 +10,7 @@ typedef struct kt_lora_gradient {
 } kt_lora_gradient;
 
 typedef struct kt_backward {
-    kt_batch batch; /* as forward() had it, with what it kept; kept.g NULL: that is computed again */
+    kt_batch batch;     /* as forward() had it, with what it kept; kept.g NULL: that is computed again */
     const void *grad_y; /* [tokens][hidden] */
     enum kt_dtype grad_dtype;
     void *grad_x;        /* as x; NULL: not wanted */

@@ -37,7 +37,8 @@ static void lower_dy(const kt_back_worker *w, size_t expert, size_t row, size_t 
                 .add = first > 0,
             });
         if (!a) continue;
-        const kt_wide b = kt_widened(isa, &a->of[KT_OF_DOWN].b, (expert * hidden + first) * a->rank, a->rank, k, a->rank, s->low);
+        const kt_wide b =
+            kt_widened(isa, &a->of[KT_OF_DOWN].b, (expert * hidden + first) * a->rank, a->rank, k, a->rank, s->low);
         isa->dense(&(kt_dense){
             .a = s->wide,
             .b = b.at,

@@ -17,7 +17,7 @@
 #include "layer/adapter.h"
 
 enum {
-    KT_PRODUCT_PANELS = 4, /* panels of a packed matrix that are decoded at once, each for two panels of columns */
+    KT_PRODUCT_PANELS = 8, /* panels of a packed matrix that are decoded at once, each for two panels of columns */
     KT_TILE_COLUMNS = 512  /* of rows that are widened at once */
 };
 
@@ -25,7 +25,7 @@ typedef struct kt_back_scratch {
     kt_panel_row *out[2]; /* [KT_ROWS_MAX] each: products of two panels of columns */
     kt_panel_row *g, *u;  /* [KT_ROWS_MAX] */
     kt_panel_h *dg, *du, *h;
-    const void **rows;  /* [KT_ROWS_MAX] */
+    const void **rows;   /* [KT_ROWS_MAX] */
     void *operand[2][2]; /* [panels of columns][terms]: KT_PRODUCT_PANELS decoded ones */
     float *wide;         /* [KT_TILE_ROWS][KT_TILE_COLUMNS]: rows in fp32 */
     float *wide_t;       /* [KT_TILE_ROWS][rank] */
@@ -79,7 +79,6 @@ typedef struct kt_step {
 struct kt_back_job {
     const kt_layer *layer;
     kt_backward to; /* a chunk of tokens */
-    const kt_teams *teams;
     kt_route route;
     size_t intermediate, k_hidden, hidden_panels;
     size_t product_scratch_bytes;
@@ -93,11 +92,11 @@ struct kt_back_job {
     size_t num_pieces;
     kt_back_strip *strips; /* most rows first */
     size_t num_strips;
-    kt_kept kept;         /* by kept_row() */
-    bool again;           /* made for this window; else for the batch */
-    int64_t *ids;         /* [tokens][top_k], for that: those of the window, else -1 */
-    uint32_t *kept_rows;  /* likewise, their rows */
-    kt_product_rows dy;   /* [slots] */
+    kt_kept kept;           /* by kept_row() */
+    bool again;             /* made for this window; else for the batch */
+    int64_t *ids;           /* [tokens][top_k], for that: those of the window, else -1 */
+    uint32_t *kept_rows;    /* likewise, their rows */
+    kt_product_rows dy;     /* [slots] */
     float *dt[KT_MATRICES]; /* [slots][rank]: gradients of T, with the adapter's scale */
     float *dr_bias;         /* [slots] */
 
@@ -108,8 +107,9 @@ struct kt_back_job {
 
 /* The most tokens of a chunk, and slots of a window, that fit into the scratch memory. */
 void kt_back_chunk(kt_back_job *j, size_t *tokens, size_t *slots);
-bool kt_back_have(kt_back_job *j, size_t tokens, size_t slots);  /* gives all arrays their places; false where memory is refused */
-int kt_back_run(kt_back_job *j, const kt_step *step);            /* 0 or an errno */
+bool kt_back_have(kt_back_job *j, size_t tokens,
+                  size_t slots);                      /* gives all arrays their places; false where memory is refused */
+int kt_back_run(kt_back_job *j, const kt_step *step); /* 0 or an errno */
 
 extern const kt_step kt_step_enter, kt_step_inner, kt_step_lower, kt_step_outer, kt_step_sum, kt_step_adapters, kt_step_clear;
 

@@ -159,8 +159,8 @@ static void weigh_x(const kt_back_worker *w, size_t token, size_t slot, const fl
     for (size_t first = 0, k; first < j->layer->hidden; first += k) {
         k = kt_columns(j->layer->hidden, first, KT_TILE_COLUMNS);
         kt_x_wide(j, token, first, k, w->scratch->wide);
-        j->layer->isa->dense_rows(&(kt_dense_rows){
-            .a = w->scratch->wide, .b = dx + first, .c = to, .m = 1, .n = 1, .k = k, .add = first > 0});
+        j->layer->isa->dense_rows(
+            &(kt_dense_rows){.a = w->scratch->wide, .b = dx + first, .c = to, .m = 1, .n = 1, .k = k, .add = first > 0});
     }
 }
 

@@ -65,5 +65,6 @@ void kt_product_put(const kt_back_job *j, const kt_matrix *matrix, const kt_prod
             row[c + n] = kt_bf16_from_f32(matrix->divides ? v / factor[n] : v * factor[n]);
         }
     }
-    kt_row_put(as, false, row, first, count, rows->k, kt_together(piece, i), kt_row_of(as, rows->base, rows->stride_bytes, piece, i));
+    kt_row_put(as, false, row, first, count, rows->k, kt_together(piece, i),
+               kt_row_of(as, rows->base, rows->stride_bytes, piece, i));
 }

@@ -5,7 +5,7 @@
 #include "backward/job.h"
 
 const kt_kernel *kt_product_of(const kt_back_job *j, const kt_matrix *matrix); /* of its transposed operand */
-size_t kt_together(const kt_piece *piece, size_t i); /* rows of the tile that row i is in */
+size_t kt_together(const kt_piece *piece, size_t i);                           /* rows of the tile that row i is in */
 
 /* Columns [first, first + count) of a row, bf16 numbers in fp32: of a token's x; of the x that enters a slot's expert; of the gradient of
  * its y. */

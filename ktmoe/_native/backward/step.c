@@ -26,6 +26,7 @@ static void work(void *context, const kt_worker *me) {
 
 int kt_back_run(kt_back_job *j, const kt_step *step) {
     j->step = step;
-    for (kt_back_shard *p = j->shards; p < j->shards + j->num_shards; p++) atomic_store_explicit(&p->next, 0, memory_order_relaxed);
+    for (kt_back_shard *p = j->shards; p < j->shards + j->num_shards; p++)
+        atomic_store_explicit(&p->next, 0, memory_order_relaxed);
     return kt_pool_run(work, j, j->layer->placement);
 }

@@ -11,26 +11,23 @@
 
 #include "backward/rows.h"
 
-enum {
-    LINE_BYTES = 64,
-    PANELS_AHEAD = 2 /* that many before a panel is decoded, its bytes are fetched */
-};
+enum { LINE_BYTES = 64 };
 
-/* What column panel p needs of a panel of W: no hardware sees where it goes on. A few lines at a time, since a prefetch that finds
- * all fill buffers taken holds up what is behind it. */
-static void fetch(const kt_transposed *t, size_t n, size_t p) {
+/* What decode() reads later: 64 columns of a panel. No hardware sees where it goes on. */
+static void fetch(const kt_transposed *t, size_t n, size_t panel) {
     const kt_matrix *m = t->matrix;
+    const uint8_t *from = m->data + n * m->panel_bytes + panel * KT_PANEL * m->panel_bytes / t->k;
     const size_t bytes = KT_PANEL * m->panel_bytes / t->k;
-    const uint8_t *from = m->data + n * m->panel_bytes + (t->panel + p) * bytes;
     for (size_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 2);
 }
 
 /* Operands of panels [first, first + count) of `all`. */
-static void decode(const kt_back_scratch *s, const kt_transposed *t, size_t first, size_t count, size_t all, size_t panel_bytes) {
+static void decode(const kt_back_scratch *s, const kt_transposed *t, size_t first, size_t count, size_t all,
+                   size_t panel_bytes) {
     const kt_matrix *m = t->matrix;
     for (size_t n = 0; n < count; n++)
         for (size_t p = 0; p < t->panels; p++) {
-            if (first + n + PANELS_AHEAD < all) fetch(t, first + n + PANELS_AHEAD, p);
+            if (first + n + KT_PRODUCT_PANELS < all) fetch(t, first + n + KT_PRODUCT_PANELS, t->panel + p);
             m->kernel->transpose(&(kt_transposing){
                 .w = m->data + (first + n) * m->panel_bytes,
                 .k = t->k,

@@ -53,8 +53,8 @@ static void lower_x(kt_job *j, const kt_worker_scratch *s, const kt_strip *strip
         }
         for (size_t p = KT_OF_GATE; p <= KT_OF_UP; p++) {
             if (!adapter->of[p].a.data) continue;
-            const lowering of = {l->isa,         &adapter->of[p].a, expert * adapter->rank * l->hidden, l->hidden,
-                                    adapter->rank, l->hidden};
+            const lowering of = {l->isa,    &adapter->of[p].a, expert * adapter->rank * l->hidden,
+                                 l->hidden, adapter->rank,     l->hidden};
             float *t = j->t[p] + row * adapter->rank;
             lower(&of, s->wide, m, false, t, s->low);
             scale(t, m * adapter->rank, adapter->scale);
@@ -75,7 +75,7 @@ static void lower_h(kt_job *j, const kt_worker_scratch *s, const kt_strip *strip
             const kt_shard *own = j->shards[i].shard;
             isa->widen(j->shards[i].bf16_h + row * own->intermediate, s->wide, m * own->intermediate);
             const lowering of = {isa,           &adapter->of[KT_OF_DOWN].a, expert * adapter->rank * all + own->first, all,
-                                    adapter->rank, own->intermediate};
+                                 adapter->rank, own->intermediate};
             lower(&of, s->wide, m, i > 0, t, s->low);
         }
         scale(t, m * adapter->rank, adapter->scale);

@@ -69,8 +69,7 @@ static int chunk(kt_job *j) {
     kt_route_fill(r, &j->batch, j->layer->num_experts, r->num_ranges);
     j->x.together = j->together;
     if (!r->num_slots) {
-        if (kt_sums(j))
-            memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
+        if (kt_sums(j)) memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
         return 0;
     }
     kt_schedule_fill(&j->schedule, r);

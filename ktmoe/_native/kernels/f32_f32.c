@@ -2,6 +2,7 @@
  *
  * LAYOUT      pack/f32.c. A vector is one k of its columns.
  */
+#define PACKED_FLOATS 1
 #include "kernels/common/f32.h"
 #include "kernels/common/isa.h"
 #include "kernels/common/no_fold.h"

@@ -24,7 +24,7 @@ typedef struct kt_adapter {
     kt_lora of[KT_MATRICES]; /* gate, up, down; both or none of an a and its b */
 } kt_adapter;
 
-enum { KT_OF_GATE, KT_OF_UP, KT_OF_DOWN }; /* matrices of an expert */
+enum { KT_OF_GATE, KT_OF_UP, KT_OF_DOWN }; /* the order of an expert's matrices */
 
 /* Numbers as fp32: where they are, or in scratch. */
 typedef struct kt_wide {

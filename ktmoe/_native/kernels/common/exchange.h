@@ -10,15 +10,21 @@ typedef uint64_t u64v __attribute__((vector_size(VECTOR_BYTES)));
 
 INLINE u64v each_qword(const uint64_t bits) { return (u64v){0} + bits; }
 
+#if VECTOR_BYTES == 64
+/* Where lanes of a and b, side by side, come from when this bit of their numbers changes places with the one that tells a from b. */
+INLINE u32v lanes_exchanged(const u32v lanes, const int bit) {
+    const u32v differ = ((lanes >> bit) ^ (lanes >> 4)) & 1;
+    return lanes ^ differ << bit ^ differ << 4;
+}
+#endif
+
 /* Lanes of a whose number has this bit change places with those of b whose number lacks it. */
 INLINE void exchange_lanes(u32v *a, u32v *b, const int bit) {
     const u32v x = *a, y = *b;
 #if VECTOR_BYTES == 64
-    const u32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, set = (u32v)((lane & 1u << bit) != 0);
-    const u32v of_a = (set & (lane + LANES - (1u << bit))) | (~set & lane);
-    const u32v of_b = (set & (lane + LANES)) | (~set & (lane + (1u << bit)));
-    *a = (u32v)_mm512_permutex2var_epi32((__m512i)x, (__m512i)of_a, (__m512i)y);
-    *b = (u32v)_mm512_permutex2var_epi32((__m512i)x, (__m512i)of_b, (__m512i)y);
+    const u32v lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    *a = (u32v)_mm512_permutex2var_epi32((__m512i)x, (__m512i)lanes_exchanged(lanes, bit), (__m512i)y);
+    *b = (u32v)_mm512_permutex2var_epi32((__m512i)x, (__m512i)lanes_exchanged(lanes + LANES, bit), (__m512i)y);
 #else
     if (bit == 0) {
         *a = (x & (u32v)each_qword(0x00000000FFFFFFFF)) | (u32v)((u64v)y << 32);
@@ -42,6 +48,20 @@ INLINE void exchange_lanes(u32v *a, u32v *b, const int bit) {
 #endif
 }
 
+/* The same for one bit, then for another. */
+INLINE void exchange_lanes_twice(u32v *a, u32v *b, const int first, const int second) {
+#if VECTOR_BYTES == 64
+    const u32v x = *a, y = *b, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const u32v of_a = lanes_exchanged(lanes_exchanged(lanes, second), first);
+    const u32v of_b = lanes_exchanged(lanes_exchanged(lanes + LANES, second), first);
+    *a = (u32v)_mm512_permutex2var_epi32((__m512i)x, (__m512i)of_a, (__m512i)y);
+    *b = (u32v)_mm512_permutex2var_epi32((__m512i)x, (__m512i)of_b, (__m512i)y);
+#else
+    exchange_lanes(a, b, first);
+    exchange_lanes(a, b, second);
+#endif
+}
+
 /* The two words in the middle of each qword. */
 INLINE u32v exchange_middle(const u32v x) {
 #if defined(__AVX512BW__)
@@ -55,12 +75,21 @@ INLINE u32v exchange_middle(const u32v x) {
 #endif
 }
 
+/* GCC 12 makes two instructions of what is one. */
+INLINE u32v select_bits(const uint32_t mask, const u32v where_set, const u32v elsewhere) {
+#if VECTOR_BYTES == 64
+    return (u32v)_mm512_ternarylogic_epi32(_mm512_set1_epi32((int)mask), (__m512i)where_set, (__m512i)elsewhere, 0xCA);
+#else
+    return (where_set & mask) | (elsewhere & ~mask);
+#endif
+}
+
 /* In each dword, the upper ones of two neighbouring pieces of `bits` bits of a change places with the lower ones of b. */
 INLINE void exchange_pieces(u32v *a, u32v *b, const int bits) {
     const uint32_t lower = bits == 4 ? 0x0F0F0F0F : 0x00FF00FF;
     const u32v x = *a, y = *b;
-    *a = (x & lower) | (y << bits & ~lower);
-    *b = (x >> bits & lower) | (y & ~lower);
+    *a = select_bits(lower, x, y << bits);
+    *b = select_bits(lower, x >> bits, y);
 }
 
 #endif

@@ -4,24 +4,33 @@
  */
 #include "kernels/common/float_sums.h"
 
+#ifndef PACKED_FLOATS /* 1: packed weights are floats, a vector a step */
+#define PACKED_FLOATS 0
+#endif
+
 enum {
     STEP_K = 1,
     DECODE_K = 128, /* a strip is 16 KiB with AVX-512; 256 was slower for up to 24 rows */
-    IN_PLACE = 0,
     BY_VECTOR = 0,
     HOLD_TOTALS = 0,
     HOLD_HALVES = 0,
     BLOCK_SUMS = 0,
-    TILE_VECTORS = 2,
 #if VECTOR_BYTES == 64
-    TILE_ROWS = 12, /* 24 accumulators of 32 registers; x is an operand in memory */
+    /* 24 accumulators of 32 registers; x is an operand in memory. Packed floats are not decoded: a strip is the panel. */
+    IN_PLACE = PACKED_FLOATS,
+    TILE_ROWS = PACKED_FLOATS ? 6 : 12,
+    TILE_VECTORS = PACKED_FLOATS ? 4 : 2,
     FEW_ROWS = 6,
-#elif VECTOR_BYTES == 32
+#else
+    IN_PLACE = 0,
+    TILE_VECTORS = 2,
+#if VECTOR_BYTES == 32
     TILE_ROWS = 6, /* 12 of 16 */
     FEW_ROWS = 4,
 #else
     TILE_ROWS = 4, /* 8 of 16 */
     FEW_ROWS = 1,
+#endif
 #endif
     FEW_MAX = VECTOR_BYTES > 16 ? FEW_ROWS : 0, /* without a vector lookup, decoding once always pays */
 };

@@ -27,17 +27,9 @@
 enum operand { AS_PAIRS, AS_FLOATS, AS_ROUNDED, AS_SPLIT };
 
 enum {
-    LANE_BITS = LANES == 16 ? 4
-    : LANES == 8            ? 3
-                            : 2,
-    DWORD_BITS = CODE_BITS == 4 ? 3
-    : CODE_BITS == 8            ? 2
-    : CODE_BITS == 16           ? 1
-                                : 0,
-    /* All bits that say which code of a dword, and one of the row. */
-    UNIT_BITS = CODE_BITS == 4         ? 4
-    : CODE_BITS == 8 && LANE_BITS == 2 ? 3
-                                       : LANE_BITS,
+    LANE_BITS = __builtin_ctz(LANES),
+    DWORD_BITS = __builtin_ctz(32 / CODE_BITS),                          /* of k, that say which code of a dword */
+    UNIT_BITS = DWORD_BITS + 1 > LANE_BITS ? DWORD_BITS + 1 : LANE_BITS, /* those, and one of the row */
     UNIT = 1 << UNIT_BITS,
     UNIT_ROWS = UNIT >> DWORD_BITS,
     UNIT_VECTORS = UNIT / LANES,      /* of a row */
@@ -54,25 +46,61 @@ INLINE int row_bit(const int b) {
     return row;
 }
 
-/* Bit b of columns and of k, in vectors [column / LANES][row]. */
-INLINE void exchange_bit(u32v x[UNIT_VECTORS * UNIT_ROWS], const int b) {
-    const int in_dword = code_bit(b) >= 0, in_lane = b < LANE_BITS;
-    const int row = 1 << (in_dword ? 0 : row_bit(b)), column = in_lane ? 0 : UNIT_ROWS << (b - LANE_BITS);
-    const int other = in_dword && !in_lane ? column : row;
+typedef u32v unit[UNIT_VECTORS * UNIT_ROWS]; /* [column / LANES][row] */
+
+/* Bit b of a lane's number and a bit of the vector's. */
+INLINE void exchange_with_lanes(unit x, const int bit, const int b) {
 #pragma GCC unroll 16
-    for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++) {
+    for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++)
+        if (!(i & bit)) exchange_lanes(&x[i], &x[i + bit], b);
+}
+
+/* The vector's bit 0; before, the same with another bit of the lane's, if that is not negative: both in one step. */
+INLINE void exchange_rows(unit x, const int before, const int b) {
+#pragma GCC unroll 16
+    for (int i = 0; before >= 0 && i < UNIT_VECTORS * UNIT_ROWS; i += 2) exchange_lanes_twice(&x[i], &x[i + 1], before, b);
+    if (before < 0) exchange_with_lanes(x, 1, b);
+}
+
+/* A bit of a code's number in its half of a dword, which is `bits` bits wide, and one of the vector's. */
+INLINE void exchange_with_codes(unit x, const int bit, const int bits) {
+#pragma GCC unroll 16
+    for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++)
+        if (!(i & bit)) exchange_pieces(&x[i], &x[i + bit], bits);
+}
+
+INLINE void transpose_unit(unit x) {
+    int due = -1; /* the lane's bit that has to come back from the row's, which the next step may do as well */
+#pragma GCC unroll 4
+    for (int b = 0; b < UNIT_BITS; b++) {
+        const int in_dword = code_bit(b) >= 0, in_lane = b < LANE_BITS, row = in_dword ? 1 : 1 << row_bit(b);
+        const int column = in_lane ? 0 : UNIT_ROWS << (b - LANE_BITS), bits = in_dword ? CODE_BITS << code_bit(b) : 0;
         if (in_dword && b == 0) {
-            x[i] = exchange_middle(x[i]);
-        } else if (!in_dword && !in_lane) {
-            if (!(i & row) || i & column) continue;
-            const u32v moved = x[i];
-            x[i] = x[i ^ row ^ column], x[i ^ row ^ column] = moved;
-        } else if (!(i & other)) {
-            if (in_lane) exchange_lanes(&x[i], &x[i | other], b);
-            if (in_dword) exchange_pieces(&x[i], &x[i | other], CODE_BITS << code_bit(b));
-            if (in_dword && in_lane) exchange_lanes(&x[i], &x[i | other], b);
+#pragma GCC unroll 16
+            for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++) x[i] = exchange_middle(x[i]);
+        } else if (in_dword && in_lane) {
+            exchange_rows(x, due, b);
+            exchange_with_codes(x, 1, bits);
+            due = b;
+        } else if (in_dword) {
+            exchange_with_codes(x, column, bits);
+        } else if (in_lane && row == 1) {
+            exchange_rows(x, due, b);
+            due = -1;
+        } else if (in_lane) {
+            exchange_with_lanes(x, row, b);
+        } else {
+            if (due >= 0) exchange_with_lanes(x, 1, due);
+            due = -1;
+#pragma GCC unroll 16
+            for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++)
+                if (i & row && !(i & column)) {
+                    const u32v moved = x[i];
+                    x[i] = x[i ^ row ^ column], x[i ^ row ^ column] = moved;
+                }
         }
     }
+    if (due >= 0) exchange_with_lanes(x, 1, due);
 }
 
 /* The dwords of UNIT columns and k, from column and k on, in a block. */
@@ -86,12 +114,11 @@ INLINE void transpose_codes(const uint8_t *const from[SIDE], const size_t blocks
         for (size_t column = 0; column < KT_PANEL; column += UNIT) {
             const uint8_t *source = from[k / KT_BLOCK] + unit_at(column, k);
             uint8_t *target = to + column / KT_BLOCK * BLOCK_BYTES + unit_at(k, column);
-            u32v x[UNIT_VECTORS * UNIT_ROWS];
+            unit x;
 #pragma GCC unroll 16
             for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++)
                 x[i] = load_u32(source + i % UNIT_ROWS * ROW_BYTES + i / UNIT_ROWS * LANES * 4);
-#pragma GCC unroll 4
-            for (int b = 0; b < UNIT_BITS; b++) exchange_bit(x, b);
+            transpose_unit(x);
 #pragma GCC unroll 16
             for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++)
                 memcpy(target + i % UNIT_ROWS * ROW_BYTES + i / UNIT_ROWS * LANES * 4, &x[i], sizeof x[i]);
@@ -102,7 +129,7 @@ INLINE void transpose_codes(const uint8_t *const from[SIDE], const size_t blocks
 typedef struct of_columns {
     float scale[2][KT_PANEL], minimum[2][KT_PANEL]; /* of its halves, or of all in the first */
     uint32_t fold[KT_PANEL + 1];
-} of_columns;
+} __attribute__((aligned(LINE))) of_columns;
 
 INLINE void load_columns(const uint8_t *header, const uint8_t *super, of_columns *restrict to, const scaling how) {
     if (in_groups(how)) decode_header(header, super, to->scale, to->minimum, how);
@@ -162,8 +189,8 @@ INLINE void store_inputs(const u32v w[2], const of_columns *c, const int n, cons
 }
 
 /* What became of a block of 32 k: 32 columns of the operand, from `first` on. codes: transposed. */
-INLINE void decode_columns(const uint8_t *codes, const of_columns *c, const size_t first, const table *t, void *const to[2],
-                           const scaling how, const enum operand as) {
+INLINE void decode_columns(const uint8_t *codes, const of_columns *c, const size_t first, const table *t, uint8_t *restrict to0,
+                           uint8_t *restrict to1, const scaling how, const enum operand as) {
 #pragma GCC unroll 1
     for (int n = 0; n < KT_PANEL; n += 8) {
         const place p = {codes + n / KT_BLOCK * BLOCK_BYTES, 0, n % KT_BLOCK / 8};
@@ -174,7 +201,7 @@ INLINE void decode_columns(const uint8_t *codes, const of_columns *c, const size
 #pragma GCC unroll 8
             for (int v = 0; v < BLOCK_VECTORS; v++) {
                 const size_t column = first + v * LANES;
-                uint8_t *const at[2] = {(uint8_t *)to[0] + column * 4, as == AS_SPLIT ? (uint8_t *)to[1] + column * 4 : NULL};
+                uint8_t *const at[2] = {to0 + column * 4, as == AS_SPLIT ? to1 + column * 4 : NULL};
                 u32v w[2];
                 for (int i = 0; i < 2; i += STEP_K) w[i] = decode(&p, column / LANES, (pair + i) / STEP_K, how, t, &f[i]);
                 store_inputs(w, c, n + pair, v * LANES / 16 % halves(how), at, how, as);
@@ -201,7 +228,7 @@ INLINE void transpose(const kt_transposing *a, const scaling how, const enum ope
     for (size_t b = 0; !AS_PACKED && b < blocks; b++) {
         of_columns c;
         load_columns(header[b], super[b], &c, how);
-        decode_columns(transposed, &c, b * KT_BLOCK, &t, a->to, how, as);
+        decode_columns(transposed, &c, b * KT_BLOCK, &t, a->to[0], a->to[1], how, as);
     }
     for (int term = 0; blocks < SIDE && term < (as == AS_SPLIT ? 2 : 1); term++)
         for (size_t n = 0; n < KT_PANEL; n += in_pairs(as) ? 2 : 1) {
