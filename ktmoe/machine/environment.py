@@ -32,5 +32,6 @@ def spin_us() -> int:
 
 
 def scratch_bytes() -> int:
-    """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share; larger batches go in chunks."""
+    """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share, of forward and of backward calls apart; larger batches
+    go in chunks."""
     return _whole_number("KTMOE_SCRATCH_MB", 256, 1, 2**20) << 20
