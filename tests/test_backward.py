@@ -74,6 +74,18 @@ def test_more_rows_than_one_call_has():
         assert_right(layer, experts, *training_batch(rng, experts, core.ROWS_MAX + 30, 2), Lora(rng, experts))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(1090, 96), (96, 578)], ids=str)
+def test_more_columns_than_are_done_at_once(shape, dtype):
+    """512 of a product, of an adapter's rows and of its numbers."""
+    rng = np.random.default_rng(5)
+    experts = random_experts(rng, 2, *shape, biases=True, **WEIGHTS["fp8-row"])
+    for router_weight in ROUTER_WEIGHTS:
+        with MoELayer(experts, activations="bf16", router_weight=router_weight) as layer:
+            lora = Lora(rng, experts, dtype=dtype)
+            assert_right(layer, experts, *training_batch(rng, experts, 5), lora)
+
+
 @pytest.mark.usefixtures("three_nodes")
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 @pytest.mark.parametrize("weights", ["folded", "fp8-row"])
