@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import ways
-from helpers import BF16, DEEPSEEK, GPT_OSS, KINDS, WEIGHTS, random_experts
+from helpers import BF16, DEEPSEEK, GPT_OSS, KINDS, WEIGHTS, random_experts, shards_of
 from simulated_training import Lora
 from trained import assert_right, training_batch
 
-from ktmoe import SILU, MoELayer
+from ktmoe import SILU, MoELayer, set_num_threads
 from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
 
@@ -74,6 +74,18 @@ def test_more_rows_than_one_call_has():
         assert_right(layer, experts, *training_batch(rng, experts, core.ROWS_MAX + 30, 2), Lora(rng, experts))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(1090, 96), (96, 578)], ids=str)
+def test_more_columns_than_are_done_at_once(shape, dtype):
+    """512 of a product, of an adapter's rows and of its numbers."""
+    rng = np.random.default_rng(5)
+    experts = random_experts(rng, 2, *shape, biases=True, **WEIGHTS["fp8-row"])
+    for router_weight in ROUTER_WEIGHTS:
+        with MoELayer(experts, activations="bf16", router_weight=router_weight) as layer:
+            lora = Lora(rng, experts, dtype=dtype)
+            assert_right(layer, experts, *training_batch(rng, experts, 5), lora)
+
+
 @pytest.mark.usefixtures("three_nodes")
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
 @pytest.mark.parametrize("weights", ["folded", "fp8-row"])
@@ -83,3 +95,17 @@ def test_shards(weights, router_weight):
     with MoELayer(experts, numa_nodes=[0, 2, 1], activations="bf16", router_weight=router_weight) as layer:
         assert layer.placement.shards == 3
         assert_right(layer, experts, *training_batch(rng, experts, 6, 3), Lora(rng, experts))
+
+
+@pytest.mark.usefixtures("three_nodes")
+@pytest.mark.parametrize("threads", [3, 8])
+def test_workers_of_a_narrow_shard_take_rows_of_a_wide_one(threads):
+    """For down's adapter, all shards' h of an expert: more numbers than x has, and than the narrow shard's own h."""
+    rng = np.random.default_rng(4)
+    experts = random_experts(rng, 9, 8, 320)
+    set_num_threads(threads)
+    with MoELayer(experts, numa_nodes=[0, 2, 1], activations="bf16") as layer:
+        widths = [last - first for first, last in shards_of(layer, experts)]
+        assert min(widths) < max(widths)
+        lora = Lora(rng, experts, projections=("down",), dtype=BF16)
+        assert_right(layer, experts, *training_batch(rng, experts, 40, 3), lora)

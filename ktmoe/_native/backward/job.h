@@ -92,7 +92,7 @@ struct kt_back_job {
     size_t num_pieces;
     kt_back_strip *strips; /* most rows first */
     size_t num_strips;
-    kt_kept kept;           /* by kept_row() */
+    kt_kept kept;           /* by kt_kept_row() */
     bool again;             /* made for this window; else for the batch */
     int64_t *ids;           /* [tokens][top_k], for that: those of the window, else -1 */
     uint32_t *kept_rows;    /* likewise, their rows */

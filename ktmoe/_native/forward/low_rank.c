@@ -1,7 +1,7 @@
 /* What an adapter adds to g, u and d: T B^T with T = scale * (rows A^T), where rows are the bf16 ones that enter a matrix.
  *
  * SHAPES       x, h [slots][k], A [rank][k], T [slots][rank], B [n][rank]
- * REGULARITIES all in fp32. A row's T is one sum over k, which dense_rows() orders within LOWERED_INPUTS of them, and shards follow one
+ * REGULARITIES all in fp32. A row's T is one sum over k, which dense_rows() orders within KT_LOWERED_INPUTS of them, and shards follow one
  *              another; what is added is one sum over the rank. Nothing depends on the batch.
  * WAITING      T of x is there before phase A, T of h between the phases.
  */

@@ -41,6 +41,14 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
     return c.used;
 }
 
+/* Numbers of the longest row that an adapter's A takes: any worker takes those of h, of all shards. */
+static size_t longest_row(const kt_job *j) {
+    size_t most = j->layer->hidden;
+    for (const kt_shard_job *p = j->shards; p < j->shards + j->num_shards; p++)
+        if (p->shard->intermediate > most) most = p->shard->intermediate;
+    return most;
+}
+
 /* Likewise, what only one shard's threads touch; lay_out() comes before. */
 static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, size_t tokens) {
     const kt_layer *l = j->layer;
@@ -48,7 +56,6 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
     const size_t slots = tokens * j->batch.top_k, threads = p->team->size, ranges = j->route.num_ranges;
     const kt_adapter *adapter = j->batch.adapter;
     const size_t adapted = adapter ? KT_ROWS_MAX : 0, kept = j->batch.kept.g ? KT_ROWS_MAX : 0;
-    const size_t wide = l->hidden > p->shard->intermediate ? l->hidden : p->shard->intermediate;
     const size_t slab_rows = s->by_panel && j->num_shards == 1 ? (tokens + ranges - 1) / ranges : 0;
     kt_carver c = {base, 0};
     p->h = kt_carve(&c, slots, p->h_stride_bytes);
@@ -67,7 +74,7 @@ static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, siz
             .row = kt_carve(&c, j->k_hidden, sizeof(uint16_t)),
             .kernel = kt_carve(&c, l->kernel_scratch_bytes, 1),
             .added = {kt_carve(&c, adapted, sizeof(kt_panel_row)), kt_carve(&c, adapted, sizeof(kt_panel_row))},
-            .wide = kt_carve(&c, adapter ? KT_TILE_ROWS * wide : 0, sizeof(float)),
+            .wide = kt_carve(&c, adapter ? KT_TILE_ROWS * longest_row(j) : 0, sizeof(float)),
             .low = kt_carve(&c, adapter ? adapter->rank * KT_LOWERED_INPUTS : 0, sizeof(float)),
             .kept = {kt_carve(&c, kept, sizeof(kt_panel_row)), kt_carve(&c, kept, sizeof(kt_panel_row))},
         };

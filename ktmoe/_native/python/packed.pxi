@@ -382,7 +382,8 @@ cdef class PackedLayer:
         x, ids, weights, mask, adapter: as forward_training() had them. saved: what it kept, or None: that is computed again, and gives
         the same bits. grad_x: x's dtype and shape, or None: not wanted. grad_weights: float32 [tokens, top_k], 0 for skipped pairs.
         gradients: {projection: (da, db)}, float32 of the shapes of the adapter's a and b. add: to what they hold; else they are
-        written whole, with zeros for experts without rows. scale: multiplies what goes into them.
+        written whole, with zeros for experts without rows. scale: multiplies what goes into them. Where ids has no pairs,
+        nothing is written.
         """
         cdef kt_backward to
         cdef int error = 0

@@ -57,7 +57,6 @@ cdef list _sizes(spec):
 
 cdef float *_numbers(str name, array, shape, list held) except NULL:
     """The memory of a float32 array of that shape, which may be written."""
-    cdef float[::1] numbers
     array = np.asarray(array)
     if array.dtype != np.float32 or array.shape != tuple(shape) or not array.flags.c_contiguous or not array.flags.writeable:
         raise InputError(f"{name} must be writeable float32 {list(shape)}, contiguous, found {array.dtype} {list(array.shape)}")
