@@ -161,8 +161,7 @@ class Training:
             return None
         if not isinstance(lora, Lora):
             raise InputError(f"{self.layer.name}: lora must be a Lora or None, found {type(lora).__name__}")
-        if wrong := [array.dtype for pair in lora.pairs.values() for array in pair if array.dtype == np.float64]:
-            raise InputError(f"{self.layer.name}: lora must be of float32 or bfloat16, found {wrong[0]}")
+        lora.check_dtypes(self.layer.name)
         lora.check(self.layer.spec)
         return core.Adapter(self.layer.spec, lora.scale, lora.pairs)
 
