@@ -117,7 +117,8 @@ class Training:
         """
         packed = _packed(self.layer, "backward")
         if not isinstance(saved, Saved) or saved.owner is not self.layer:
-            raise InputError(f"{self.layer.name}: saved must be of a forward pass of this layer, found {show(saved)}")
+            found = "one of another" if isinstance(saved, Saved) else show(saved)
+            raise InputError(f"{self.layer.name}: saved must be of a forward pass of this layer, found {found}")
         if (lora and (lora.projections, lora.rank)) != saved.adapted:
             raise InputError(
                 f"{self.layer.name}: lora must be the adapter of the forward pass, {show(saved.adapted)}, found {lora!r}"
