@@ -46,6 +46,7 @@ def add_lora(
     if not packed:
         why = "it has adapters already" if loras(model) else "load it with ktmoe.transformers.load()"
         raise UnavailableError(f"{type(model).__name__}: expected a model with packed experts, found none; {why}")
+    projections = projections if isinstance(projections, str) else tuple(projections)  # for each layer anew
     named = _named(packed)
     if unknown := [layer for layer in given or () if layer not in named.values()]:
         raise InputError(f"given: expected layers of {show(list(named.values()))}, found {show(unknown[0])}")

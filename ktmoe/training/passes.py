@@ -117,7 +117,8 @@ class Training:
         """
         packed = _packed(self.layer, "backward")
         if not isinstance(saved, Saved) or saved.owner is not self.layer:
-            raise InputError(f"{self.layer.name}: saved must be of a forward pass of this layer, found {show(saved)}")
+            found = "one of another" if isinstance(saved, Saved) else show(saved)
+            raise InputError(f"{self.layer.name}: saved must be of a forward pass of this layer, found {found}")
         if (lora and (lora.projections, lora.rank)) != saved.adapted:
             raise InputError(
                 f"{self.layer.name}: lora must be the adapter of the forward pass, {show(saved.adapted)}, found {lora!r}"
@@ -161,8 +162,7 @@ class Training:
             return None
         if not isinstance(lora, Lora):
             raise InputError(f"{self.layer.name}: lora must be a Lora or None, found {type(lora).__name__}")
-        if wrong := [array.dtype for pair in lora.pairs.values() for array in pair if array.dtype == np.float64]:
-            raise InputError(f"{self.layer.name}: lora must be of float32 or bfloat16, found {wrong[0]}")
+        lora.check_dtypes(self.layer.name)
         lora.check(self.layer.spec)
         return core.Adapter(self.layer.spec, lora.scale, lora.pairs)
 
