@@ -1,7 +1,8 @@
 """SFTWrapper: what KTMoEWrapper is in mode "sft": LoRA on experts whose weights stay packed, as kt-kernel's callers train it.
 
 What differs from kt-kernel on purpose: any batch size works; every method computes with float32 between the products, and the
-adapter's gradients are rounded once; a change of the adapter in place counts at once; a backward that fails writes no gradient.
+adapter's gradients are rounded once; a change of the adapter in place counts at once; a backward that fails changes no
+gradient.
 """
 
 from __future__ import annotations
