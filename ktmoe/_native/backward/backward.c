@@ -94,7 +94,7 @@ static int chunk(kt_back_job *j, size_t most) {
 }
 
 /* The table's kernel for operands of a family. */
-static const kt_kernel *product_for(const kt_isa *isa, const char *family) {
+const kt_kernel *kt_product_for(const kt_isa *isa, const char *family) {
     for (const kt_kernel *const *file = isa->kernels; *file; file++)
         for (const kt_kernel *k = *file; k->family; k++)
             if (!strcmp(k->family, family) && !strcmp(k->scale, "none") && !strcmp(k->rows->form, "bf16")) return k;
@@ -107,7 +107,7 @@ static void begin(kt_back_job *j, const kt_layer *l, const kt_backward *to, cons
         .to = *to,
         .k_hidden = kt_round_up(l->hidden, KT_BLOCK),
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
-        .products = {product_for(l->isa, "b16"), product_for(l->isa, "f32")},
+        .products = {kt_product_for(l->isa, "b16"), kt_product_for(l->isa, "f32")},
         .kept = to->batch.kept,
         .again = !to->batch.kept.g,
         .num_shards = kt_shards_of(l->placement),

@@ -20,6 +20,9 @@ typedef struct kt_backward {
     float scale; /* multiplies what goes into them */
 } kt_backward;
 
+/* The kernel that multiplies an operand of this family; NULL: the table has none. */
+const kt_kernel *kt_product_for(const kt_isa *isa, const char *family);
+
 /* With the lock held; 0 or an errno. Every matrix's kernel has an operand. */
 int kt_moe_backward(const kt_layer *layer, const kt_backward *backward);
 size_t kt_backward_scratch_bytes(void); /* as kt_moe_scratch_bytes() */

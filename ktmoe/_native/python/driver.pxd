@@ -315,6 +315,7 @@ cdef extern from "backward/backward.h" nogil:
     int kt_moe_backward(const kt_layer *layer, const kt_backward *backward)
     size_t kt_backward_scratch_bytes()
     void kt_backward_release()
+    const kt_kernel *kt_product_for(const kt_isa *isa, const char *family)
 
 
 cdef extern from "forward/carve.h" nogil:

@@ -343,13 +343,16 @@ cdef class PackedLayer:
     def trainable(self):
         """None, or the reason why this layer has no backward()."""
         cdef const kt_kernel *kernel
+        cdef const kt_isa *isa = self._table.isa
         cdef size_t p, i
         if self._form != "bf16" or self._x is not None or self._h is not None:
             return "only layers with activations=\"bf16\" can be trained"
+        if not (isa.derive and isa.dense and isa.dense_rows and isa.widen):
+            return f"{self._table.name} has no functions for training"
         for p, projection in enumerate(PROJECTIONS):
             for i in range(2):
                 kernel = self._kernels[p].kernels[i]
-                if not kernel or not kernel.operand or not self._table.isa.derive:
+                if not kernel or not kernel.operand or not kt_product_for(isa, kernel.operand):
                     description = self._spec.formats[projection].description
                     return f"{self._table.name}'s kernels for {description} have no transposed product"
         return None
