@@ -88,8 +88,10 @@ def test_wrong_order(folder):
         w.update_lora_weights()
     w.init_lora_weights(*tensors.values(), *dirty(tensors).values())
     w.forward(*call)
+    assert w._cache_depth == 1
     w.close()
     w.close()
+    assert w._cache_depth == 0
     for closed in (lambda: w.forward(*call), lambda: w.backward(gradient())):
         with pytest.raises(ClosedError):
             closed()

@@ -12,6 +12,7 @@ from kt_wrappers import batch
 from sft_wrappers import checkpoint, dirty, matrices, wrapper
 
 from ktmoe.errors import InputError, NotCopyableError, UnavailableError
+from ktmoe.training import Training
 
 
 @pytest.fixture
@@ -156,6 +157,23 @@ def test_parameters_with_plain_tensors(torch, folder):
     given["up_lora_a"] = torch.nn.Parameter(given["up_lora_a"])
     with wrapper(folder) as w, pytest.raises(InputError, match="either all matrices of an adapter or none must be"):
         w.init_lora_weights(*given.values(), *(torch.zeros_like(matrix) for matrix in given.values()))
+
+
+def test_a_backward_that_fails_closes_the_windows(torch, tuned, monkeypatch):
+    """And the next one writes anew."""
+    w, parameters, buffers, call, grad = tuned
+    w.forward(*call)
+    w.backward(grad)
+    expected = [buffer.clone() for buffer in buffers]
+    w.forward(*call)
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "backward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            w.backward(grad)
+    assert all(parameter.grad is None for parameter in parameters)
+    w.forward(*call)
+    w.backward(grad)
+    assert all(torch.equal(buffer, before) for buffer, before in zip(buffers, expected, strict=True))
 
 
 def test_another_adapter(torch, tuned):
