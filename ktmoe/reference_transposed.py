@@ -22,7 +22,7 @@ FLOAT32_BITS, BFLOAT16_BITS, TWO_TERMS_BITS = 24, 8, 16
 SCALE_BITS = {"ue8m0": 0, "e4m3": 4, "int8": 7, "bf16": 8, "fp16": 11, "fp32": 24}
 NUMBER_BITS = {"b16": 8, "f16": 11, "f32": 24}
 #: Rows n of a matrix that a backend may add in any order where a weight is two numbers: first the larger ones of all of them.
-TWO_TERMS_BLOCK = 256
+TWO_TERMS_BLOCK = 512
 #: Of sums that adapters and router weights need: see added_up().
 STRIP, LANES, BATCH = 64, 4, 512
 #: A weight below this may be a sum of two numbers of which one is denormal, and a denormal number may count as 0.

@@ -85,9 +85,9 @@ class SimulatedTraining:
         terms.append(bfloat16(weights - terms[0]))
         if self.kind.startswith("amx") and np.array_equal(terms[0] + terms[1], weights):
             terms = terms[: 1 + terms[1].any()]
-            for first in range(0, len(weights), 256):
+            for first in range(0, len(weights), 512):
                 for term in terms:
-                    for start in range(first, min(first + 256, len(weights)), 32):
+                    for start in range(first, min(first + 512, len(weights)), 32):
                         total = flushed(total + tdpbf16ps(rows[:, start : start + 32], term[start : start + 32].T))
             return total
         if self.kind == "vdpbf16ps" and not terms[1].any():

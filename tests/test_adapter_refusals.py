@@ -81,6 +81,10 @@ def test_configs(tmp_path, config, message):
         ({f"{files.PREFIX}{MODULE}.lora_magnitude_vector": np.ones((6, 6), F32)}, "expected lora_A and lora_B of"),
         ({f"{files.PREFIX}model.layers.0.other.experts.lora_A.weight": np.ones((6, 6), F32)}, "one module of experts"),
         ({f"{files.PREFIX}{MODULE}.0.gate_proj.lora_A.weight": np.ones((2, 10), F32)}, "found both"),
+        (
+            {f"{files.PREFIX}{'m' * 65}.layers.1.mlp.experts.lora_A.weight": np.ones((6, 6), F32)},
+            "expected lora_A and lora_B of",
+        ),
     ],
 )
 def test_tensors(tmp_path, changes, message):
@@ -149,7 +153,7 @@ def test_damaged_files(tmp_path):
         ({"loras": {"mtp.0": lora()}}, "expected numbers of layers"),
         ({"loras": {-1: lora()}}, "expected numbers of layers"),
         ({"loras": {0: None}}, "layer 0: expected a Lora, found NoneType"),
-        ({"loras": {0: lora(dtype=np.float64)}}, "expected float32 or bfloat16, found float64"),
+        ({"loras": {0: lora(dtype=np.float64)}}, "layer 0: lora must be of float32 or bfloat16, found float64"),
         ({"model": {}}, "model_type"),
         ({"model": {"model_type": "llama4_text"}}, "takes inputs of llama4_text's experts for outputs"),
         ({"model": {"model_type": "qwen3_vl_moe", "text_config": {}}}, "modules: the classes of 'qwen3_vl_moe'"),

@@ -138,7 +138,9 @@ MISTAKES = {
     "a scale group with another's scale": Mistake(
         TILES, "load_scales(header_of(&w->at, step), n", "load_scales(header_of(&w->at, 0), n", "f8_amx", "fp8"
     ),
-    "C of the pass before": Mistake(TILES, "    TILE_ZERO(3);\n", "", "q4_amx", "mxfp4", times=3),
+    "C of the pass before": Mistake(
+        TILES, "        TILE_ZERO(t);                  \\\n", "", "q4_amx", "mxfp4"
+    ),
 }  # fmt: skip
 
 

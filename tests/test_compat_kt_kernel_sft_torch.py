@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from helpers import BF16, same_bits
 from kt_wrappers import batch
 from sft_wrappers import checkpoint, dirty, matrices, wrapper
 
-from ktmoe.errors import InputError, UnavailableError
+from ktmoe.errors import InputError, NotCopyableError, UnavailableError
 
 
 @pytest.fixture
@@ -153,6 +156,37 @@ def test_parameters_with_plain_tensors(torch, folder):
     given["up_lora_a"] = torch.nn.Parameter(given["up_lora_a"])
     with wrapper(folder) as w, pytest.raises(InputError, match="either all matrices of an adapter or none must be"):
         w.init_lora_weights(*given.values(), *(torch.zeros_like(matrix) for matrix in given.values()))
+
+
+def test_another_adapter(torch, tuned):
+    """It takes the windows of the first one. One that is refused leaves them as they are."""
+    w, parameters, buffers, call, grad = tuned
+    registered = w.authoritative_optimizer_grads
+    others = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    theirs = [torch.zeros_like(buffer) for buffer in buffers]
+    with pytest.raises(UnavailableError, match=r"registered already as lora\.gate_lora_a"):
+        w.init_lora_weights(*others, *theirs[:2], theirs[0], *theirs[3:])
+    assert w.authoritative_optimizer_grads == registered
+    w.forward(*call)
+    w.submit_backward_async(grad)
+    with pytest.raises(UnavailableError, match="an adapter cannot be replaced while a backward is pending"):
+        w.init_lora_weights(*others, *theirs)
+    w.sync_backward()
+    w.init_lora_weights(*others, *theirs)
+    for _ in range(2):  # the first one's windows stay open
+        w.forward(*call)
+        w.backward(grad)
+        assert all(torch.equal(one, other) for one, other in zip(theirs, buffers, strict=True))
+        assert all(other.grad is own for other, own in zip(others, theirs, strict=True))
+        for other in others:
+            other.grad = None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_wrappers_are_not_copied(tuned, copied):
+    """A copy's adapter would be other memory than its tensors."""
+    with pytest.raises(NotCopyableError, match="layer 0: an SFTWrapper cannot be copied or pickled"):
+        copied(tuned[0])
 
 
 def test_a_method_without_windows(torch, tmp_path):

@@ -198,6 +198,7 @@ def test_it_goes_on(source, tmp_path):
         ("gpt_oss", {0: adapter()}, FormatError, "expected bfloat16 experts, found E2M1"),
         ("bf16", {2: adapter()}, MissingTensorError, "layer 2"),
         ("bf16", {0: adapter(experts=2)}, InputError, "gate's a"),
+        ("bf16", {0: adapter(dtype=np.float64)}, InputError, "lora must be of float32 or bfloat16, found float64"),
         ("bf16", {}, InputError, "expected a folder or"),
         ("bf16", {0: None}, InputError, "expected a folder or"),
         ("bf16", {0: adapter(size=1e18)}, None, ""),

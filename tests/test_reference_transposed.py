@@ -1,7 +1,10 @@
 """Sums over the rows of a matrix in the float64 reference: which weights are exact, how far others are, the order of sums."""
 
+import re
+
 import numpy as np
 import pytest
+from environments import ROOT
 from helpers import ALL_FORMATS
 from reference_experts import BFLOAT16, random_experts
 from simulated import EDGES, FORMATS, edges_of, label
@@ -9,6 +12,7 @@ from simulated_training import KINDS, SimulatedTraining
 
 from ktmoe.reference import UNIT, dequantize
 from ktmoe.reference_transposed import (
+    TWO_TERMS_BLOCK,
     Sum,
     gradient_rows,
     may_be_two,
@@ -21,6 +25,12 @@ from ktmoe.reference_transposed import (
 )
 from ktmoe.reference_weights import read
 from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, Minimum, fp8, int4, int8, nvfp4
+
+
+def test_blocks_of_two_numbers_are_the_driver_s():
+    """The driver adds the second ones after the first ones of so many panels of 64; only amx, which is emulated, has any."""
+    header = (ROOT / "ktmoe" / "_native" / "backward" / "job.h").read_text()
+    assert int(re.search(r"KT_PRODUCT_PANELS = (\d+)", header)[1]) * 64 == TWO_TERMS_BLOCK
 
 
 def matrix_of(rng, format, n=64, k=96, **options):

@@ -409,6 +409,10 @@ def test_what_is_refused(layer, weights):
         MoEExperts(layer, adapter(other.spec))
     with pytest.raises(InputError, match=r"lora must be a ktmoe\.training\.Lora or None, found dict"):
         MoEExperts(layer, {})
+    with pytest.raises(InputError, match=r"layer must be a MoELayer, or a ktmoe\.training\.Training alone, found Linear"):
+        MoEExperts(torch.nn.Linear(1, 1))
+    with pytest.raises(InputError, match="found recompute, which is the Training's own"):
+        MoEExperts(Training(layer), recompute=True)
     with (
         MoELayer(weights, activations="mxfp8") as rounding,
         pytest.raises(InputError, match="found 'mxfp8', which rounds more"),

@@ -316,7 +316,7 @@ def test_what_is_refused(layer, weights, lora):
         _, of_other = Training(other).forward(x, ids, router, lora)
     for given, of, options, message in (
         (None, grad_y, {}, "saved must be of a forward pass of this layer, found None"),
-        (of_other, grad_y, {"lora": lora}, "saved must be of a forward pass of this layer"),
+        (of_other, grad_y, {"lora": lora}, "saved must be of a forward pass of this layer, found one of another"),
         (saved, grad_y, {}, "lora must be the adapter of the forward pass, .* found None"),
         (plain, grad_y, {"lora": lora}, "lora must be the adapter of the forward pass, None, found Lora"),
         (saved, grad_y, {"lora": adapter(weights.spec, rank=3)}, "lora must be the adapter of the forward pass"),

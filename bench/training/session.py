@@ -29,7 +29,7 @@ from ktmoe.backends.choice import choose_backend
 PEER_WAYS = {"kt-kernel": ("worker_kt_training.py", ("MXFP4_SFT",)), "torch": ("worker_torch_training.py", ("BF16",))}
 #: Steps with different experts, by turns.
 BATCHES = 3
-#: The peak is the best of so many looks: a process that stood still for seconds first multiplies at a fifth of its speed (seen).
+#: The peak is the best of so many looks: a process that stood still for seconds multiplies at a fifth of its speed at first.
 LIMIT_SECONDS, LOOKS = 0.05, 4
 
 

@@ -1,4 +1,4 @@
-"""Adapters of a layer's experts as PEFT has them for parameters of all experts, and back.
+"""Pairs (A, B) of a layer's experts as PEFT has them for parameters of all experts, and back.
 
 PEFT's lora_A of such a parameter is [experts * rank, inputs], the rank the fastest; its lora_B is [outputs, rank * experts],
 the experts the fastest. gate and up are one parameter, which has one A: two pairs become one of twice the rank, with B in two

@@ -103,6 +103,7 @@ def _plan(source: Source, loras: Mapping[int | str, Lora], dequantize: bool, sha
         experts = reader.load(checkpoint, layer)
         if lora is not None:
             lora.check(experts)
+            lora.check_dtypes(experts.name)
         if _is_bf16(experts):
             if lora is not None:
                 of_layer = sums.in_place(checkpoint, reader, layer, experts, lora)

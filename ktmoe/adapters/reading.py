@@ -28,9 +28,10 @@ def import_adapter(folder: str | os.PathLike[str], model: Model, *, experts_only
 
     model: as for export_adapter(); it says whether rows of gate and up alternate. experts_only: leave out what the folder has
     of other modules, such as attention.
-    Numbers stay as they are; float16 becomes float32. An adapter of gate_up_proj becomes one of gate and one of up. Where its B
-    is in two blocks, each has half of the rank, else all of A and its own rows of B. A pair of a smaller rank than another of
-    its layer gets zeros. One whose alpha / rank is another, by a power of two, gets that factor in B.
+    Numbers stay as they are; float16 becomes float32. The pair of gate_up_proj becomes one of gate and one of up. Where its B
+    is in two blocks, each has half of the rank, else all of A and its own rows of B. A projection whose B is 0 beside another's
+    that is not is left out. A pair of a smaller rank than another of its layer is filled up with zeros. If its alpha / rank
+    differs by a power of two, its B is multiplied by that.
     Raises CheckpointError for files that are malformed or do not fit each other, FormatError for an adapter that is not of
     experts alone or that a Lora cannot be, InputError for a model that does not serve, OutOfMemoryError.
     """

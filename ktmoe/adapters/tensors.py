@@ -19,10 +19,10 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 #: (1) the module of experts, (2) its layer, (3) whether another parameter's adapter is around this one, or (4) the expert and
-#: (5) its module, (6) which matrix.
+#: (5) its module, (6) which matrix. Parts are short, since all patterns of a config are matched with them.
 _NAME = re.compile(
-    rf"{re.escape(PREFIX)}((?:[a-z_]+\.){{0,4}}layers\.{_NUMBER}\.[a-z_]+\.experts)"
-    rf"\.(?:(base_layer)\.|{_NUMBER}\.([a-z0-9_]+)\.)?lora_([AB])\.weight"
+    rf"{re.escape(PREFIX)}((?:[a-z_]{{1,64}}\.){{0,4}}layers\.{_NUMBER}\.[a-z_]{{1,64}}\.experts)"
+    rf"\.(?:(base_layer)\.|{_NUMBER}\.([a-z0-9_]{{1,64}})\.)?lora_([AB])\.weight"
 )
 _DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 

@@ -87,8 +87,7 @@ def _checked(loras: Mapping[int, Lora]) -> dict[int, Lora]:
             raise InputError(f"loras: expected numbers of layers, which modules of transformers have, found {show(layer)}")
         if not isinstance(lora, Lora):
             raise InputError(f"loras: layer {number}: expected a Lora, found {type(lora).__name__}")
-        if any(array.dtype == np.float64 for pair in lora.pairs.values() for array in pair):
-            raise InputError(f"loras: layer {number}: expected float32 or bfloat16, found float64")
+        lora.check_dtypes(f"loras: layer {number}")
         found[number] = lora
     return dict(sorted(found.items()))
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.messages import show
 
+#: What the names of an adapter's entries begin with, as in kt-kernel.
+_OF_ADAPTER = "lora."
+
 
 @dataclass(frozen=True)
 class OptimizerGradient:
@@ -82,6 +85,19 @@ class OptimizerGradients:
             raise UnavailableError("gradients cannot be released while a backward is pending")
         self.validate_authoritative_optimizer_grad_state()
         self._close_window()
+
+    def _register_adapter(self, pairs: dict[str, tuple[object, object]]) -> None:
+        """{matrix: (parameter, grad_view)}: all or none of them, in the place of those of an adapter before."""
+        if self._writing is not None:
+            raise UnavailableError("an adapter cannot be replaced while a backward is pending")
+        before = self._shared
+        self._shared = [entry for entry in before if not entry.name.startswith(_OF_ADAPTER)]
+        try:
+            for name, pair in pairs.items():
+                self.register_authoritative_optimizer_grad(_OF_ADAPTER + name, *pair)
+        except BaseException:
+            self._shared = before
+            raise
 
     def _begin_gradients(self) -> bool:
         """Whether the backward that begins adds to the buffers. Either _publish_gradients() or _abort_gradients() follows."""

@@ -1,7 +1,8 @@
 """SFTWrapper: what KTMoEWrapper is in mode "sft": LoRA on experts whose weights stay packed, as kt-kernel's callers train it.
 
 What differs from kt-kernel on purpose: any batch size works; every method computes with float32 between the products, and the
-adapter's gradients are rounded once; a change of the adapter in place counts at once; a backward that fails writes no gradient.
+adapter's gradients are rounded once; a change of the adapter in place counts at once; a backward that fails changes no
+gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
 from ktmoe.compat.optimizer_gradients import OptimizerGradients
 from ktmoe.compat.sft_lora import NAMES, Adapter
 from ktmoe.compat.sft_passes import Passes
-from ktmoe.errors import ClosedError, InputError, UnavailableError
+from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
@@ -192,7 +193,8 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         """The adapter and its gradients, A [E, rank, inputs] and B [E, outputs, rank]: bfloat16 or float32, on the CPU,
         contiguous. They are held, not copied: what is changed in place counts, and backward writes the gradients there.
 
-        Six torch Parameters are registered as register_authoritative_optimizer_grad() does it. Raises InputError.
+        Six torch Parameters are registered as register_authoritative_optimizer_grad() does it, in the place of those of an
+        adapter before. Raises InputError; UnavailableError while a backward is pending.
         """
         matrices = (gate_lora_a, gate_lora_b, up_lora_a, up_lora_b, down_lora_a, down_lora_b)
         gradients = (grad_gate_lora_a, grad_gate_lora_b, grad_up_lora_a, grad_up_lora_b, grad_down_lora_a, grad_down_lora_b)
@@ -201,9 +203,7 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         if self._uses_authoritative_optimizer_grads and any(parameters) and not all(parameters):
             raise InputError("either all matrices of an adapter or none must be torch Parameters, found some")
         adapter = Adapter(tensors, buffers, self._shapes(), self.lora_alpha)
-        if all(parameters):
-            for name, parameter in tensors.items():
-                self.register_authoritative_optimizer_grad(f"lora.{name}", parameter, buffers[name])
+        self._register_adapter({name: (tensors[name], buffers[name]) for name in NAMES} if all(parameters) else {})
         for name in NAMES:
             setattr(self, name, tensors[name])
             setattr(self, f"grad_{name}", buffers[name])
@@ -233,6 +233,12 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol):
+        raise NotCopyableError(
+            f"layer {self.layer_idx}: an SFTWrapper cannot be copied or pickled, since its adapter and gradients are its "
+            "caller's memory"
+        )
 
     def _load(self, experts: ExpertWeights, physical) -> None:
         if self._closed:

@@ -32,5 +32,6 @@ def spin_us() -> int:
 
 
 def scratch_bytes() -> int:
-    """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share; larger batches go in chunks."""
+    """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share, for forward calls and again for backward calls.
+    Larger batches go in chunks."""
     return _whole_number("KTMOE_SCRATCH_MB", 256, 1, 2**20) << 20

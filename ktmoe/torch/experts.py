@@ -27,7 +27,12 @@ class MoEExperts(torch.nn.Module):
 
     def __init__(self, layer: MoELayer | Training, lora: Lora | None = None, *, recompute: bool = False):
         super().__init__()
-        self.passes = Training(layer, recompute) if isinstance(layer, MoELayer) else layer
+        if isinstance(layer, MoELayer):
+            layer = Training(layer, recompute)
+        elif recompute or not all(hasattr(layer, name) for name in ("spec", "forward", "backward")):
+            found = "recompute, which is the Training's own" if recompute else type(layer).__name__
+            raise InputError(f"layer must be a MoELayer, or a ktmoe.training.Training alone, found {found}")
+        self.passes = layer
         if lora is not None:
             if not isinstance(lora, Lora):
                 raise InputError(f"lora must be a ktmoe.training.Lora or None, found {type(lora).__name__}")

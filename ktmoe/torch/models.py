@@ -34,7 +34,7 @@ def add_lora(
     model: of ktmoe.transformers.load() or pack() with activations="bf16", or one that peft has wrapped. peft freezes what it
     finds when it wraps a model: call get_peft_model() first. All else of the model is as it was.
     rank, alpha, projections, seed, dtype: of new adapters, as Lora.initial() has them; layer i has seed + i. given: {layer:
-    Lora} in their place, by what loras() calls the layers; layers that it lacks stay without an adapter. recompute: as
+    Lora} in their place, by what loras() calls the layers; layers that it lacks get no adapter. recompute: as
     MoEExperts.
 
     Raises UnavailableError, before anything is changed, for a model without packed experts or whose experts cannot be trained,
@@ -46,6 +46,7 @@ def add_lora(
     if not packed:
         why = "it has adapters already" if loras(model) else "load it with ktmoe.transformers.load()"
         raise UnavailableError(f"{type(model).__name__}: expected a model with packed experts, found none; {why}")
+    projections = projections if isinstance(projections, str) else tuple(projections)  # for each layer anew
     named = _named(packed)
     if unknown := [layer for layer in given or () if layer not in named.values()]:
         raise InputError(f"given: expected layers of {show(list(named.values()))}, found {show(unknown[0])}")

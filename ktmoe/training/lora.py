@@ -98,6 +98,11 @@ class Lora:
             for name, array, shape in zip("ab", self.pairs[projection], shapes, strict=True):
                 arrays.expect_shape(f"{spec.name}: {projection}'s {name}", array, shape)
 
+    def check_dtypes(self, name: str) -> None:
+        """Raise InputError for float64, which only ktmoe.reference_training takes. name: whose adapter it is."""
+        if any(array.dtype == np.float64 for pair in self.pairs.values() for array in pair):
+            raise InputError(f"{name}: lora must be of float32 or bfloat16, found float64")
+
     def __repr__(self) -> str:
         return f"Lora(rank={self.rank}, alpha={self.alpha:g}, {', '.join(self.projections)}, {self.num_experts} experts)"
 

@@ -17,7 +17,7 @@ from ktmoe.messages import show
 from ktmoe.training.lora import Lora
 from ktmoe.training.saved import Saved
 
-#: The activation mode that can be trained.
+#: The activation mode that training takes.
 MODE = "bf16"
 #: What a backward pass can give.
 WANTED = ("x", "weights", "lora")
@@ -36,9 +36,9 @@ class Gradients:
 class Training:
     """The forward and the backward pass of a layer whose weights are frozen and stay packed. docs/numerics.md has all formulas.
 
-    layer: with activations="bf16". It stays usable. A forward pass reads its expert_mask, and its backward pass has the same.
-    Do not replace an expert between the two. recompute: a forward pass keeps its arguments alone, and the backward pass
-    computes g and u again. The bits are the same.
+    layer: with activations="bf16". It can still be used by itself. A forward pass copies its expert_mask, which its backward
+    pass uses. Do not replace an expert between the two. recompute: whether a forward pass keeps its arguments alone, and the
+    backward pass computes g and u again, with the same bits.
 
     Raises InputError for another activation mode, UnavailableError for a layer that cannot be trained, ClosedError.
     """
@@ -49,7 +49,7 @@ class Training:
         if layer.activations != MODE:
             raise InputError(
                 f"{layer.name}: training needs activations={MODE!r}, found {layer.activations!r}, which rounds more; "
-                "make the layer with that mode"
+                f"make the layer with activations={MODE!r}"
             )
         packed = _packed(layer, "training")
         reason = getattr(packed, "trainable", f"backend {layer.backend!r} has no training")
@@ -108,16 +108,17 @@ class Training:
     ) -> Gradients:
         """The gradients of a loss, given that with respect to y.
 
-        saved: of forward(), for the same layer. grad_y: [tokens, hidden], bfloat16, uint16 holding its bits, float32 (rounded
-        to bfloat16 once), or a torch CPU tensor of bfloat16 or float32. lora: the adapter of the forward pass, with the same
-        numbers in it. into: {projection: (da, db)}, where the adapter's gradients are written: float32, C-contiguous, of
-        a's and b's shapes, arrays or torch CPU tensors; None: new arrays. add: whether they are added to what into holds.
+        saved: what forward() of the same layer gave. grad_y: [tokens, hidden], bfloat16, uint16 holding its bits, float32
+        (rounded to bfloat16 once), or a torch CPU tensor of bfloat16 or float32. lora: the adapter of the forward pass, with
+        the same numbers in it. into: {projection: (da, db)}, where the adapter's gradients are written: float32, C-contiguous,
+        of a's and b's shapes, arrays or torch CPU tensors; None: new arrays. add: whether they are added to what into holds.
         scale: multiplies the adapter's gradients alone. wanted: which of "x", "weights" and "lora" to compute.
         Raises InputError, ClosedError, OutOfMemoryError.
         """
         packed = _packed(self.layer, "backward")
         if not isinstance(saved, Saved) or saved.owner is not self.layer:
-            raise InputError(f"{self.layer.name}: saved must be of a forward pass of this layer, found {show(saved)}")
+            found = "one of another" if isinstance(saved, Saved) else show(saved)
+            raise InputError(f"{self.layer.name}: saved must be of a forward pass of this layer, found {found}")
         if (lora and (lora.projections, lora.rank)) != saved.adapted:
             raise InputError(
                 f"{self.layer.name}: lora must be the adapter of the forward pass, {show(saved.adapted)}, found {lora!r}"
@@ -161,15 +162,14 @@ class Training:
             return None
         if not isinstance(lora, Lora):
             raise InputError(f"{self.layer.name}: lora must be a Lora or None, found {type(lora).__name__}")
-        if wrong := [array.dtype for pair in lora.pairs.values() for array in pair if array.dtype == np.float64]:
-            raise InputError(f"{self.layer.name}: lora must be of float32 or bfloat16, found {wrong[0]}")
+        lora.check_dtypes(self.layer.name)
         lora.check(self.layer.spec)
         return core.Adapter(self.layer.spec, lora.scale, lora.pairs)
 
-    def _room(self, pairs: int, lora: Lora | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _room(self, slots: int, lora: Lora | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Where g, u and t go."""
-        g, u = (np.empty((pairs, self.layer.intermediate), np.float32) for _ in range(2))
-        return g, u, None if lora is None else np.empty((pairs, 3, lora.rank), np.float32)
+        g, u = (np.empty((slots, self.layer.intermediate), np.float32) for _ in range(2))
+        return g, u, None if lora is None else np.empty((slots, 3, lora.rank), np.float32)
 
 
 def _packed(layer: MoELayer, what: str):

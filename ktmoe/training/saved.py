@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ktmoe.errors import InputError, UnavailableError
 _OF_A_SLOT = 4 + 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Saved:
     """One forward pass, for Training.backward(), once or more often. All arrays are its own.
 
@@ -30,8 +30,11 @@ class Saved:
     mask: np.ndarray
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray | None] | None
     adapted: tuple[tuple[str, ...], int] | None
-    owner: object = field(repr=False)
-    restore: Callable[[np.ndarray], object] = field(repr=False)
+    owner: object
+    restore: Callable[[np.ndarray], object]
+
+    def __repr__(self) -> str:
+        return f"Saved({len(self.x)} tokens, adapter {self.adapted}, {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:

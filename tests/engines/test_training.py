@@ -159,7 +159,7 @@ def test_a_new_adapter_changes_nothing(checkpoint):
     """Its B is zero."""
     model = served.load(checkpoint("qwen3_moe"), activations="bf16").eval()
     before = engine_models.logits(model, prompts())
-    parameters = add_lora(model, 2, 4, ["gate", "down"], dtype=torch.bfloat16, recompute=True)
+    parameters = add_lora(model, 2, 4, iter(["gate", "down"]), dtype=torch.bfloat16, recompute=True)
     assert torch.equal(engine_models.logits(model, prompts()), before)
     assert {parameter.dtype for parameter in parameters} == {torch.bfloat16}
     modules = [module for module in model.modules() if isinstance(module, MoEExperts)]
