@@ -92,9 +92,11 @@ def test_gradients_are_added_to_what_is_there_and_scaled():
                 assert np.abs(zero).max() <= 1e-5 * np.abs(one).max()
 
 
+@pytest.mark.parametrize("router_weight", ["down_output", "expert_input"])
 @pytest.mark.parametrize("wanted", [("gate",), ("down",), ()], ids=str)
-def test_only_what_is_asked_for(wanted):
-    layer, lora, batch = made()
+def test_only_what_is_asked_for(wanted, router_weight):
+    """The gradient of router weights that multiply x needs that of x, wanted or not."""
+    layer, lora, batch = made(router_weight=router_weight)
     with layer:
         saved = forward(layer, *batch[:3], lora).saved
         expected = arrays_of(backward(layer, *batch, lora, saved))
