@@ -327,6 +327,22 @@ def test_the_native_backend_by_its_variable(native_plugin):
     assert native_plugin.call(chosen_backend, KTMOE_BACKEND="plain") == "plain"
 
 
+def refused_training():
+    from ktmoe.errors import UnavailableError
+    from ktmoe.training import Training
+
+    with MoELayer(random_experts(np.random.default_rng(1), 2, 64, 64), "plain") as layer:
+        try:
+            Training(layer)
+        except UnavailableError as error:
+            return str(error)
+
+
+@NEEDS_COMPILER
+def test_a_native_backend_without_functions_for_training(native_plugin):
+    assert native_plugin.call(refused_training).endswith("it cannot be trained: plain has no functions for training")
+
+
 def native_limits():
     """The rest of a kernel table: exp, and what measures the machine."""
     from ktmoe import measure
