@@ -160,8 +160,17 @@ def test_a_stack():
     assert stack.pop() is second
     assert stack.pop() is first
     stack.push(first)
+    assert stack.last is first
     stack.clear()
     assert (len(stack), stack.nbytes) == (0, 0)
+
+
+def test_a_stack_that_forgets():
+    stack = SavedStack(2, forgets=True)
+    kept = [saved(tokens, 2, 0, False, np.uint16) for tokens in (1, 2, 3)]
+    for each in kept:
+        stack.push(each)
+    assert (stack.pop(), stack.pop(), len(stack)) == (kept[2], kept[1], 0)
 
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5, "2", None])

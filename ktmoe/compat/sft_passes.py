@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from ktmoe.compat.optimizer_gradients import checked_scale
 from ktmoe.compat.sft_lora import Adapter, Staging
 from ktmoe.compat.sides import side_of
 from ktmoe.errors import InputError, UnavailableError
-from ktmoe.training import Lora, Saved, Training
+from ktmoe.training import Lora, Saved, SavedStack, Training
 
 _STAGING = Staging()
 
@@ -36,7 +35,7 @@ class Passes:
     """Part of SFTWrapper, which has all other attributes."""
 
     def __init__(self):
-        self._saved: deque[Saved] = deque(maxlen=self.max_cache_depth)
+        self._saved = SavedStack(self.max_cache_depth, forgets=True)
         self.after_fork()
         forks.watch(self)
 
@@ -87,7 +86,7 @@ class Passes:
             raise InputError(f"layer {self.layer_idx}: sync_forward needs a submit_forward before it, found none")
         y, saved = forward.output.result()
         if saved is not None:
-            self._saved.append(saved)
+            self._saved.push(saved)
         return host_arrays.like(forward.given, y, output_device)
 
     def submit_forward_inference(self, hidden_states, expert_ids, weights, cuda_stream) -> None:
@@ -132,7 +131,7 @@ class Passes:
         if not self._saved:
             raise UnavailableError(f"layer {self.layer_idx}: backward needs a forward that was saved for it, found none")
         grad = host_arrays.bits("grad_output", grad_output)
-        tokens = len(self._saved[-1].x)
+        tokens = len(self._saved.last.x)
         if grad.shape != (tokens, self.hidden_size):
             raise InputError(f"grad_output must have shape [{tokens}, {self.hidden_size}], found {list(grad.shape)}")
         adapter = self._adapter if self._tuning.adapts else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,31 +70,43 @@ def saved_nbytes(
 
 
 class SavedStack:
-    """What forward passes keep, last in, first out, at most `depth` of them. depth: at least 1. Raises InputError."""
+    """What forward passes keep, last in, first out, at most `depth` of them.
 
-    def __init__(self, depth: int = 1):
+    depth: at least 1. forgets: whether the oldest makes room for one too many; else that is refused. Raises InputError.
+    """
+
+    def __init__(self, depth: int = 1, *, forgets: bool = False):
         try:
             self.depth = operator.index(depth)
         except TypeError:
             self.depth = 0
         if self.depth < 1:
             raise InputError(f"depth must be an integer of at least 1, found {depth!r}")
-        self._kept: list[Saved] = []
+        self._forgets = forgets
+        self._kept: deque[Saved] = deque(maxlen=self.depth)
 
     def push(self, saved: Saved) -> None:
-        """Raises UnavailableError if the stack is full: more forward passes than depth without a backward pass."""
-        if len(self._kept) == self.depth:
+        """Raises UnavailableError if the stack is full and forgets nothing: more forward passes than depth without a backward
+        pass."""
+        if len(self._kept) == self.depth and not self._forgets:
             raise UnavailableError(
                 f"expected at most {self.depth} forward passes without their backward passes, found another one; "
                 "call backward() or clear(), save less, or make the stack deeper"
             )
         self._kept.append(saved)
 
-    def pop(self) -> Saved:
-        """The last one. Raises UnavailableError if there is none."""
+    @property
+    def last(self) -> Saved:
+        """What pop() would take. Raises UnavailableError if there is none."""
         if not self._kept:
             raise UnavailableError("expected a forward pass that was saved, found none: each serves one backward pass")
-        return self._kept.pop()
+        return self._kept[-1]
+
+    def pop(self) -> Saved:
+        """The last one. Raises UnavailableError if there is none."""
+        last = self.last
+        self._kept.pop()
+        return last
 
     def clear(self) -> None:
         self._kept.clear()
