@@ -16,6 +16,8 @@ from ktmoe.messages import show
 #: The largest rank.
 RANK_MAX = 256
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 _DTYPES = "float32, bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or a torch CPU tensor of float32 or bfloat16"
 
 
@@ -40,7 +42,7 @@ class Lora:
             raise InputError(f"pairs must be {{projection: (a, b)}}, found {show(pairs)}")
         if unknown := [projection for projection in pairs if projection not in PROJECTIONS]:
             raise InputError(f"pairs must be of the projections {', '.join(PROJECTIONS)}, found {show(unknown[0])}")
-        self.alpha = checked_alpha(alpha)
+        self.alpha = checked_number("alpha", alpha)
         self.projections = tuple(projection for projection in PROJECTIONS if projection in pairs)
         self.pairs: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for projection in self.projections:
@@ -128,14 +130,14 @@ def lora_shapes(
     return shapes
 
 
-def checked_alpha(alpha: float) -> float:
-    """Raises InputError for what is no finite number."""
+def checked_number(name: str, value: float) -> float:
+    """Raises InputError for what is no number, or none that is finite in float32."""
     try:
-        number = float(alpha)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise InputError(f"alpha must be a finite number, found {show(alpha)}")
+    if not abs(number) <= _LARGEST:
+        raise InputError(f"{name} must be a finite number of float32's range, found {show(value)}")
     return number
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from ktmoe.batch import checked_batch, checked_out
 from ktmoe.errors import ClosedError, InputError, UnavailableError, memory_for
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
-from ktmoe.training.lora import Lora
+from ktmoe.training.lora import Lora, checked_number
 from ktmoe.training.saved import Saved
 
 #: The activation mode that training takes.
@@ -126,8 +125,7 @@ class Training:
         wanted = set(wanted)
         if not wanted <= set(WANTED):
             raise InputError(f"wanted must be of {', '.join(WANTED)}, found {show(sorted(map(str, wanted)))}")
-        if not math.isfinite(scale):
-            raise InputError(f"scale must be finite, found {scale}")
+        scale = checked_number("scale", scale)
         given = arrays.view(grad_y, "grad_y").array
         arrays.expect_shape("grad_y", given, saved.x.shape)
         adapter = self._adapter(lora)
@@ -151,7 +149,7 @@ class Training:
                 array[...] = 0
         else:
             arguments = (saved.x, saved.ids, saved.weights, saved.mask, np.ascontiguousarray(given), adapter, saved.arrays)
-            packed.backward(*arguments, grad_x, grad_weights, sums, bool(add), float(scale))
+            packed.backward(*arguments, grad_x, grad_weights, sums, bool(add), scale)
         return Gradients(
             None if grad_x is None else saved.restore(grad_x), grad_weights if "weights" in wanted else None, gradients
         )
