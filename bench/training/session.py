@@ -29,7 +29,7 @@ from ktmoe.backends.choice import choose_backend
 PEER_WAYS = {"kt-kernel": ("worker_kt_training.py", ("MXFP4_SFT",)), "torch": ("worker_torch_training.py", ("BF16",))}
 #: Steps with different experts, by turns.
 BATCHES = 3
-#: The peak is the best of so many looks: a process that stood still for seconds multiplies at a fifth of its speed at first.
+#: The peak is the best of so many looks: one look gave a fifth of it now and then, for reasons that were not found.
 LIMIT_SECONDS, LOOKS = 0.05, 4
 
 

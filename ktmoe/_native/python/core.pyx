@@ -3,9 +3,9 @@
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
 as the driver has them. records.pxi: codes and scales that stand together. batches.pxi: what one call computes. training.pxi: what
-forward and backward have besides in training. packed.pxi: packed layers. arenas.pxi: their arenas in files. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights.
-blocks.pxi: rounding to MX formats. The pool's lock is never held
-together with the GIL: fork takes both.
+calls have besides in training. packed.pxi: packed experts. passes.pxi: what is computed with them. arenas.pxi: their arenas in
+files. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights. blocks.pxi: rounding to MX formats.
+The pool's lock is never held together with the GIL: fork takes both.
 """
 
 import errno
@@ -81,6 +81,7 @@ include "blocks.pxi"
 include "batches.pxi"
 include "training.pxi"
 include "packed.pxi"
+include "passes.pxi"
 include "arenas.pxi"
 include "schedule.pxi"
 include "quantize.pxi"
