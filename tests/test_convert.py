@@ -342,7 +342,7 @@ def test_the_command(tmp_path, capsys):
 def test_a_size_that_is_no_number(tmp_path, capsys):
     write(tmp_path / "source")
     assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "int8", "--shard-gb", "nan"]) == 2
-    assert "--shard-gb: expected a number, found nan" in capsys.readouterr().err
+    assert "'--shard-gb': expected a number, found nan" in capsys.readouterr().err
     assert names(tmp_path) == ["source"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import nullcontext
 
@@ -50,14 +49,7 @@ class Group(click.ParamType):
 @click.option("--symmetric/--asymmetric", default=None, help="Without or with zero points; only int4 can have them.")
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
 @click.option("--requantize", is_flag=True, help="Also round experts that have 4 bits already.")
-@click.option(
-    "--shard-gb",
-    metavar="GB",
-    type=click.FloatRange(0, 1e6, min_open=True),
-    default=SHARD_BYTES / 1e9,
-    show_default=True,
-    help="The largest size of a file. After an interruption, the unfinished file is written anew.",
-)
+@options.shard_bytes(SHARD_BYTES)
 @options.THREADS
 @options.JSON
 def command(
@@ -70,15 +62,12 @@ def command(
     symmetric: bool | None,
     layers: list[int | str] | None,
     requantize: bool,
-    shard_gb: float,
+    shard_bytes: int,
     threads: int | None,
     as_json: bool,
 ) -> None:
     if threads is not None:
         set_num_threads(threads)
-    if math.isnan(shard_gb):
-        raise click.BadParameter("expected a number, found nan", param_hint="--shard-gb")
-    shard_bytes = max(1, round(shard_gb * 1e9))
     with signals_as_exit(), progress_bar.bytes_done("converting") if sys.stderr.isatty() else nullcontext() as draw:
         report = convert(
             model,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import nullcontext
 
@@ -31,14 +30,7 @@ again: it goes on. For each layer the report says how much of the adapter roundi
 @click.argument("out", metavar="OUT")
 @click.option("--experts-only", is_flag=True, help="Leave out what the adapter has of other modules, such as attention.")
 @click.option("--dequantize", is_flag=True, help="Let quantized experts become bfloat16, in all layers.")
-@click.option(
-    "--shard-gb",
-    metavar="GB",
-    type=click.FloatRange(0, 1e6, min_open=True),
-    default=SHARD_BYTES / 1e9,
-    show_default=True,
-    help="The largest size of a file. After an interruption, the unfinished file is written anew.",
-)
+@options.shard_bytes(SHARD_BYTES)
 @options.THREADS
 @options.JSON
 def command(
@@ -47,15 +39,12 @@ def command(
     out: str,
     experts_only: bool,
     dequantize: bool,
-    shard_gb: float,
+    shard_bytes: int,
     threads: int | None,
     as_json: bool,
 ) -> None:
     if threads is not None:
         set_num_threads(threads)
-    if math.isnan(shard_gb):
-        raise click.BadParameter("expected a number, found nan", param_hint="--shard-gb")
-    shard_bytes = max(1, round(shard_gb * 1e9))
     with signals_as_exit(), progress_bar.bytes_done("merging") if sys.stderr.isatty() else nullcontext() as draw:
         options_of_merge = {"experts_only": experts_only, "dequantize": dequantize, "shard_bytes": shard_bytes}
         merged = merge_adapter(model, adapter, out, **options_of_merge, progress=draw)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import click
 
 from ktmoe.backends.base import TUNED_FOR as TUNED_FOR_NAMES
@@ -36,6 +39,29 @@ SECONDS = click.option(
 CACHE = click.option(
     "--cache", metavar="OUT", type=click.Path(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
 )
+
+
+class _Gigabytes(click.FloatRange):
+    """Bytes, for a number of gigabytes."""
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("expected a number, found nan", param, ctx)
+        return max(1, round(number * 1e9))
+
+
+def shard_bytes(default: int) -> Callable:
+    """--shard-gb, as shard_bytes."""
+    return click.option(
+        "--shard-gb",
+        "shard_bytes",
+        metavar="GB",
+        type=_Gigabytes(0, 1e6, min_open=True),
+        default=default / 1e9,
+        show_default=True,
+        help="The largest size of a file. After an interruption, the unfinished file is written anew.",
+    )
 
 
 class Layer(click.ParamType):

@@ -5,6 +5,7 @@
  */
 #include <string.h>
 
+#include "backward/added.h"
 #include "backward/rows.h"
 #include "backward/transposed.h"
 
@@ -102,26 +103,9 @@ static void derive(const kt_back_worker *w, const kt_back_strip *strip, size_t p
     const kt_layer *l = j->layer;
     const kt_back_scratch *s = w->scratch;
     const kt_back_shard *p = w->shard;
-    const size_t expert = j->pieces[strip->piece].expert, first = panel * KT_PANEL, column = p->shard->first + first;
+    const size_t first = panel * KT_PANEL, column = p->shard->first + first;
     const size_t columns = kt_columns(p->shard->intermediate, first, KT_PANEL);
-    const kt_adapter *adapter = kt_adapter_of(j, KT_OF_DOWN);
-    if (adapter) {
-        const kt_wide a = kt_widened(l->isa, &adapter->of[KT_OF_DOWN].a, expert * adapter->rank * j->intermediate + column,
-                                     j->intermediate, adapter->rank, columns, s->low);
-        l->isa->dense(&(kt_dense){
-            .a = j->dt[KT_OF_DOWN] + strip->first * adapter->rank,
-            .b = a.at,
-            .a_row = adapter->rank,
-            .a_k = 1,
-            .b_row = a.stride,
-            .c = dh,
-            .c_row = KT_PANEL,
-            .m = strip->rows,
-            .n = columns,
-            .k = adapter->rank,
-            .add = 1,
-        });
-    }
+    kt_add_adapter(w, strip, KT_OF_DOWN, j->intermediate, column, columns, dh);
     for (size_t r = 0; r < strip->rows; r++) {
         const size_t at = kt_kept_row(j, strip->first + r) * j->intermediate + column;
         memcpy(s->g[r], j->kept.g + at, columns * sizeof(float));

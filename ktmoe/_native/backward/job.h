@@ -1,9 +1,9 @@
 /* A window of a batch while its gradients are computed: some of the slots, in their order, one after another. Sums go on from window to
  * window, so that no bit depends on where one ends.
  *
- * scratch.c has the memory, rows.c what enters products, transposed.c the products with frozen weights. inner.c is from y to gate and
- * up, outer.c from there to x, adapters.c gradients of adapters: each in steps, which step.c has run. backward.c says which follow one
- * another, and goes from window to window.
+ * scratch.c has the memory, rows.c what enters products, transposed.c the products with frozen weights, added.c what adapters add.
+ * inner.c is from y to gate and up, outer.c from there to x, adapters.c gradients of adapters: each in steps, which step.c has run.
+ * backward.c says which follow one another, and goes from window to window.
  */
 #ifndef KT_BACKWARD_JOB_H
 #define KT_BACKWARD_JOB_H

@@ -3,6 +3,7 @@
  */
 #include <string.h>
 
+#include "backward/added.h"
 #include "backward/rows.h"
 #include "backward/transposed.h"
 
@@ -78,26 +79,7 @@ static size_t outer_items(const kt_back_job *j, const kt_back_shard *p) {
 static void add_adapters(const kt_back_worker *w, const kt_back_strip *strip, size_t panel, float *dx) {
     const kt_back_job *j = w->job;
     const size_t hidden = j->layer->hidden, first = panel * KT_PANEL, columns = kt_columns(hidden, first, KT_PANEL);
-    for (size_t matrix = KT_OF_GATE; matrix <= KT_OF_UP; matrix++) {
-        const kt_adapter *adapter = kt_adapter_of(j, matrix);
-        if (!adapter) continue;
-        const size_t at = j->pieces[strip->piece].expert * adapter->rank * hidden + first;
-        const kt_wide a =
-            kt_widened(j->layer->isa, &adapter->of[matrix].a, at, hidden, adapter->rank, columns, w->scratch->low);
-        j->layer->isa->dense(&(kt_dense){
-            .a = j->dt[matrix] + strip->first * adapter->rank,
-            .b = a.at,
-            .a_row = adapter->rank,
-            .a_k = 1,
-            .b_row = a.stride,
-            .c = dx,
-            .c_row = KT_PANEL,
-            .m = strip->rows,
-            .n = columns,
-            .k = adapter->rank,
-            .add = 1,
-        });
-    }
+    for (size_t matrix = KT_OF_GATE; matrix <= KT_OF_UP; matrix++) kt_add_adapter(w, strip, matrix, hidden, first, columns, dx);
 }
 
 static float *dx_of(const kt_back_job *j, const kt_back_shard *p, size_t slot) {
