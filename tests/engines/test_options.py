@@ -8,6 +8,7 @@ import pytest
 import torch
 import ways
 from engine_models import ARCHITECTURES, EXPERTS, LAYERS, experts, logits, prompts
+from loading_models import own_threads, wait_for_threads
 from quantized_checkpoints import PACKED
 from serving import assert_served, eager, packed
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -127,12 +128,11 @@ def test_an_error_while_transformers_loads_ends_loading_in_the_background(checkp
         raise error("elsewhere")
 
     monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", fail)
-    before = set(threading.enumerate())
     with pytest.raises(error, match="elsewhere") as raised:
         served.load(checkpoint("qwen3_moe"), source="checkpoint", progress=progress)
     failed.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
+    wait_for_threads()
+    assert not own_threads()
     assert raised.tb  # still there
     assert calls == [False]
 
