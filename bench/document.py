@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, docs/engines.md and README, from all files of bench/results.
+"""The tables of docs/performance.md, docs/transformers.md and README, from all files of bench/results.
 
 Each stands between marks that name it.
 """
@@ -21,7 +21,7 @@ from bench.peers.formats import FORMATS
 from bench.results_file import LOADING, Results, read_all
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, ENGINES = DOCS / "performance.md", DOCS / "engines.md"
+PAGE, ENGINES = DOCS / "performance.md", DOCS / "transformers.md"
 Row = tuple[str, ...]
 Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
 NONE = "-"
