@@ -1,4 +1,4 @@
-"""test_engines.py [pytest's arguments]: tests ktmoe inside transformers and inside vLLM, which it first installs in .venv-peers.
+"""test_engines.py [pytest's arguments]: tests ktmoe in transformers and in vLLM, which it first installs in .venv-peers.
 
 Ends well, and says why nothing was tested in one of them, where it cannot be installed or does not start.
 """

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
-from ktmoe.vllm import operator
+from ktmoe.vllm import cpus, operator
 from ktmoe.vllm.layers import Layer, refusal
 from ktmoe.vllm.report import REPORT
 
@@ -114,6 +114,7 @@ class Served:
 
     def _pack(self, module: RoutedExperts) -> None:
         """Pack a layer's parameters and free them, or set `refused`. Weights that vLLM loads again are packed again."""
+        cpus.share()
         layer = Layer.of(module)
         try:
             packed = MoELayer(self.format.weights(layer))
