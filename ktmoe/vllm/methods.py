@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
 
-from ktmoe.vllm import bf16, quantized_configs
+from ktmoe.vllm import bf16
 from ktmoe.vllm.served import Served
 
 
@@ -19,4 +19,11 @@ def register() -> None:
         init_logger("vllm.ktmoe").warning(
             "ktmoe leaves unquantized experts to another plug-in: %s is %s.%s", base.__name__, taken.__module__, taken.__name__
         )
-    quantized_configs.register()
+    try:
+        from ktmoe.vllm import quantized_configs
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm"):
+            raise
+        init_logger("vllm.ktmoe").warning("ktmoe leaves quantized experts to this version of vLLM: %s", error)
+    else:
+        quantized_configs.register()

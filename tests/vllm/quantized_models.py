@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,7 +100,7 @@ _PLAIN = ["lm_head"] + [
 #: Name -> (checkpoint, sizes besides models.SIZES).
 MODELS = {
     "gpt-oss MXFP4": (PACKED["gpt-oss MXFP4"], {"hidden_size": 96}),
-    "Kimi INT4": (PACKED["Kimi INT4"], {"num_key_value_heads": 4}),
+    "Kimi INT4": (PACKED["Kimi INT4"], {}),
     "FP8": (
         _qwen3(
             {
@@ -145,11 +144,8 @@ def write(name: str, folder: Path) -> Path:
     """One of MODELS."""
     packed, sizes = MODELS[name]
     folder.mkdir()
-    quantized_checkpoints.write_packed(packed, folder, **models.SIZES | sizes, num_hidden_layers=_LAYERS)
-    if packed.model_type == "deepseek_v3":
-        config = folder / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"topk_method": "noaux_tc"}))
-    return folder
+    sizes = models.SIZES | sizes | {"num_hidden_layers": _LAYERS}
+    return quantized_checkpoints.write_packed(packed, folder, models.CHANGES.get(packed.model_type), **sizes)
 
 
 def exact(folder: Path, quantized: bool) -> PreTrainedModel:
