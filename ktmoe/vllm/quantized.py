@@ -41,7 +41,9 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8MoEMethod, ModelOptNvFp4FusedMoE
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
 
-from ktmoe.experts import ExpertWeights
+from ktmoe.backends.choice import choose_backend
+from ktmoe.errors import UnavailableError
+from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.vllm.layers import Layer
 from ktmoe.vllm.parameters import Parameters, scale_kind
 from ktmoe.vllm.served import Format, Served
@@ -60,34 +62,46 @@ _ELEMENTS = {4: INT4, 8: INT8_PLUS_128}
 _MODELOPT = {"codes": "weight", "scales": "weight_scale"}
 _PACKED = {"codes": "weight_packed", "scales": "weight_scale"}
 
-#: A layer's method and its parameters -> what they are.
+#: A layer's method and its parameters -> what they are. Before there are parameters, none are given.
 _Read = Callable[[FusedMoEMethodBase, Mapping[str, np.ndarray]], Parameters]
 
 
 @dataclass(frozen=True)
 class Quantized(Format):
-    """exact_scales: whether create_weights() gives scales the model's dtype, which would round the others.
+    """read: what a layer's parameters are. exact_scales: whether create_weights() gives scales the model's dtype, which would
+    round others.
 
     The class keeps its name: vLLM's loaders look at it.
     """
 
+    read: _Read | None = None
     exact_scales: bool = False
 
     def served(self) -> type[FusedMoEMethodBase]:
-        return type(self.method.__name__, (_WithoutKernel, Served, self.method), {"format": self})
+        return type(self.method.__name__, (_Made, Served, self.method), {"format": self})
 
 
-class _WithoutKernel:
-    """What vLLM's classes ask their kernel, of which there may be none."""
+class _Made:
+    """What differs before Served packs a layer."""
 
     def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attributes):
-        """vLLM's. float32 has every number of a checkpoint's scales."""
+        """vLLM's, with scales in float32, which has every number of a checkpoint's. A format that no backend has is refused."""
         sizes = num_experts, hidden_size, intermediate_size_per_partition
+        if self.refused is None:
+            try:
+                choose_backend("auto", ExpertWeights(*sizes, _unread, self.format.read(self, {}).format), "auto")
+            except UnavailableError as error:
+                self.refused = str(error)
         exact = self.format.exact_scales and self.refused is None
         super().create_weights(layer, *sizes, torch.float32 if exact else params_dtype, **attributes)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
+        """None for a layer that no kernel of vLLM computes."""
         return super().get_fused_moe_quant_config(layer) if self.refused is not None else None
+
+
+def _unread(expert: int, projection: str) -> Matrix:
+    raise AssertionError(f"{projection} of expert {expert} is asked for before there are weights")
 
 
 def _weights(read: _Read, layer: Layer) -> ExpertWeights:
@@ -111,6 +125,9 @@ def _array(parameter: torch.Tensor) -> np.ndarray:
 
 
 def _kind(arrays: Mapping[str, np.ndarray], ending: str) -> str:
+    """Of scales, which may be any of _KINDS as long as there are none."""
+    if not arrays:
+        return _KINDS[0]
     return scale_kind(ending, (arrays[f"w13_{ending}"], arrays[f"w2_{ending}"]), _KINDS)
 
 
@@ -160,7 +177,8 @@ def _awq(method: AutoAWQMoEMethod, arrays: Mapping[str, np.ndarray]) -> Paramete
 
 
 def _row(method: type[FusedMoEMethodBase], read: _Read, exact_scales: bool = False, **without_kernel: object) -> Quantized:
-    return Quantized(method, functools.partial(_weights, read), {"experts_cls": None, **without_kernel}, exact_scales)
+    attributes = {"experts_cls": None, **without_kernel}
+    return Quantized(method, functools.partial(_weights, read), attributes, read, exact_scales)
 
 
 #: The backend decides how sizes are padded: as for CPUs, to multiples of 32.

@@ -119,7 +119,7 @@ class CompressedTensorsConfig(Chosen, compressed_tensors.CompressedTensorsConfig
                 return SERVED[CompressedTensorsWNA16MoEMethod](weights, inputs, moe)
         if self._is_fp8_w8a8(weights, inputs):
             return SERVED[CompressedTensorsW8A8Fp8MoEMethod](weights, inputs, moe)
-        what = f"{weights.type.value} of {weights.num_bits} bits by {weights.strategy.value}"
+        what = f"{weights.type} of {weights.num_bits} bits by {weights.strategy}"
         raise UnavailableError(
             f"expected a scheme of compressed-tensors that ktmoe reads, found {what}, "
             f"{'symmetric' if weights.symmetric else 'asymmetric'}, in format {scheme.get('format')}"

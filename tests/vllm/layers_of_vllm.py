@@ -20,6 +20,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from ktmoe.experts import ExpertWeights
 from ktmoe.vllm.layers import Layer
+from ktmoe.vllm.served import Served
 
 #: Of a safetensors header -> torch's. The others are vLLM's tensors of the same bytes.
 DTYPES = {
@@ -69,6 +70,16 @@ def make(
 def experts(layer: RoutedExperts) -> ExpertWeights:
     """What ktmoe reads from a layer that vLLM has filled."""
     return layer.quant_method.format.weights(Layer.of(layer))
+
+
+def ours(layer: RoutedExperts) -> bool:
+    """Whether ktmoe's class has the layer."""
+    return isinstance(layer.quant_method, Served)
+
+
+def has_kernel(layer: RoutedExperts) -> bool:
+    """Whether vLLM could compute the layer itself."""
+    return getattr(layer.quant_method, "experts_cls", None) is not None
 
 
 def tensor(dtype: str, array: np.ndarray) -> torch.Tensor:

@@ -145,7 +145,10 @@ def write(name: str, folder: Path) -> Path:
     packed, sizes = MODELS[name]
     folder.mkdir()
     sizes = models.SIZES | sizes | {"num_hidden_layers": _LAYERS}
-    return quantized_checkpoints.write_packed(packed, folder, models.CHANGES.get(packed.model_type), **sizes)
+    changes = models.CHANGES.get(packed.model_type, {})
+    if packed.model_type == "deepseek_v3":  # whose heads in transformers are those of its rotary part
+        changes = changes | {"head_dim": sizes["qk_rope_head_dim"]}
+    return quantized_checkpoints.write_packed(packed, folder, changes, **sizes)
 
 
 def exact(folder: Path, quantized: bool) -> PreTrainedModel:

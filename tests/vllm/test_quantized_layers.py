@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import checkpoints
@@ -11,6 +12,7 @@ from helpers import assert_right, random_batch, same_bits
 
 import ktmoe
 import ktmoe.vllm
+from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer
 
@@ -206,3 +208,77 @@ def test_every_format(layers, tmp_path, label):
         assert same_bits(y, loaded.forward(x, ids, weights))
     assert_right(method.packed, own, x, ids, weights, y)
     assert not sum(parameter.numel() for parameter in layer.parameters())
+
+
+#: What ktmoe does not read -> (vLLM's name of it, config.json's, what the log says).
+LEFT = {
+    "INT8, zero points": (
+        "compressed-tensors",
+        compressed("pack-quantized", **{**_INT4, "num_bits": 8, "symmetric": False}),
+        "found int of 8 bits by group, asymmetric, in format pack-quantized",
+    ),
+    "INT8 with INT8 activations": (
+        "compressed-tensors",
+        compressed("int-quantized", {**_TOKENS, "type": "int"}, num_bits=8, type="int", strategy="channel"),
+        "found int of 8 bits by channel, symmetric, in format int-quantized",
+    ),
+    "GPTQ of 8 bits": (
+        "gptq",
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
+        "expected GPTQ of 4 bits, found 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("label", LEFT)
+def test_what_is_left_to_vllm(layers, caplog, label):
+    """One line, however many layers there are; then vLLM's own error, where it has no kernel for this CPU."""
+    name, stated, reason = LEFT[label]
+    for number in range(2):
+        layer = None
+        with suppress(ValueError, NotImplementedError):  # vLLM has no kernel for this CPU
+            layer = layers.make(layers.quantization(name, stated), 2, 64, 64, f"model.layers.{number}.mlp.experts")
+        assert layer is None or not layers.ours(layer)
+    lines = [record.getMessage() for record in caplog.records if record.name == "vllm.ktmoe"]
+    assert len(lines) == 1
+    assert reason in lines[0]
+    assert "model.layers.0.mlp.experts" in lines[0]
+
+
+def test_a_format_without_kernels(layers, caplog):
+    """Blocks of 32x32 are read, and not computed: the log says it before vLLM's own error comes."""
+    stated = _BLOCKS | {"weight_block_size": [32, 32]}
+    layer = layers.make(layers.quantization("fp8", stated), 2, 64, 64, f"{NAME}.mlp.experts")
+    for parameter in layer.parameters():
+        parameter.data.zero_()
+    if layers.has_kernel(layer):
+        pytest.skip("vLLM has a kernel for FP8 on this CPU")
+    with pytest.raises((NotImplementedError, ValueError), match="backend"):
+        layer.quant_method.process_weights_after_loading(layer)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "vllm.ktmoe"]
+    assert "32x32" in line
+
+
+def test_layers_that_are_not_quantized(layers):
+    """A layer that a checkpoint names as such is bfloat16's, whose class is not one of these."""
+    stated = _BLOCKS | {"modules_to_not_convert": [f"{NAME}.mlp.experts"]}
+    layer = layers.make(layers.quantization("fp8", stated), 2, 128, 128, f"{NAME}.mlp.experts")
+    assert layer.w13_weight.dtype == layer.params_dtype
+    assert "Unquantized" in type(layer.quant_method).__name__
+
+
+def test_scales_of_other_dtypes_are_kept(layers):
+    """vLLM would round float16 scales to the model's bfloat16; what both dtypes lack is refused."""
+    case = CASES["INT4"]
+    tensors = checkpoints.SCHEMES["int4"].layer(NAME)
+    for tensor in tensors.values():
+        if tensor[0] == "BF16":
+            tensor[:] = "F16", tensor[1].astype(np.float16) + np.float16(2**-14)
+    layer = filled(layers, case, tensors, 96, 64)
+    found = layers.experts(layer)
+    assert found.formats["gate"].scale.kind == "fp16"
+    stored = tensors[f"{NAME}.mlp.experts.1.up_proj.weight_scale"][1]
+    np.testing.assert_array_equal(found.matrix(1, "up").scales, stored)
+    layer.w2_weight_scale.data[0, 0, 0] = 1 + 2.0**-20
+    with pytest.raises(FormatError, match="weight_scale: expected scales that are all bf16 or all fp16 numbers"):
+        layers.experts(layer)
