@@ -1,6 +1,6 @@
 """Runs of vLLM in processes of their own, each with several models: importing vLLM takes longer than they do.
 
-runs.py JOBS RESULTS: what such a process does. JOBS: a JSON file with the fields of each Job. RESULTS: one for those of Results.
+runs.py JOBS RESULTS: what such a process does. JOBS: a JSON file of Jobs' fields. RESULTS: where those of Results go to.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ LAYERS = {
 }
 #: Two roundings of the same bfloat16 model differ in log-likelihoods by less. The models that one sees have 0.02 at most.
 CLOSE = 0.06
-LARGE = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32}
+LARGE = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_local_experts": 32}
 #: Bytes of the large model's experts.
 SIZE = 3 * 32 * 3 * 512 * 512 * 2
 
