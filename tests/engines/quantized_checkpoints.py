@@ -151,10 +151,9 @@ def write(name: str, folder: Path, **sizes: object) -> Path:
     return write_packed(PACKED[name], folder, **sizes)
 
 
-def write_packed(packed: Packed, folder: Path, changes: dict | None = None, **sizes: object) -> Path:
-    """Such a checkpoint. folder / "bfloat16" is what it was made from. changes: engine_models.make()'s."""
-    model = engine_models.make(packed.model_type, changes, **packed.sizes | sizes)
-    plain = engine_models.save(model, folder / "bfloat16")
+def write_packed(packed: Packed, folder: Path, **sizes: object) -> Path:
+    """Such a checkpoint. folder / "bfloat16" is what it was made from."""
+    plain = engine_models.save(engine_models.make(packed.model_type, **packed.sizes | sizes), folder / "bfloat16")
     checkpoint, tensors = Checkpoint(plain), {}
     for tensor in checkpoint.names():
         info = checkpoint.info(tensor)

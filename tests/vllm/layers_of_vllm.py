@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -46,6 +46,11 @@ def vllm_is_set_up(folder: Path) -> Iterator[None]:
             initialize_model_parallel(1, 1)
         config.model_config = SimpleNamespace(dtype=torch.bfloat16, quantization_config=None)
         yield
+
+
+def model_says(**config: object) -> None:
+    """What vLLM finds in the model's config.json."""
+    get_current_vllm_config().model_config.hf_config = SimpleNamespace(**config)
 
 
 def quantization(name: str, stated: Mapping[str, object]) -> QuantizationConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
@@ -97,10 +98,12 @@ _PLAIN = ["lm_head"] + [
     for layer in range(_LAYERS)
     for name in ("mlp.gate", *(f"self_attn.{projection}_proj" for projection in "qkvo"))
 ]
+#: Kimi-K2's says which layers of its own model are not packed.
+_KIMI = PACKED["Kimi INT4"].config | {"ignore": ["re:.*self_attn.*", "re:.*mlp.gate$", "lm_head"]}
 #: Name -> (checkpoint, sizes besides models.SIZES).
 MODELS = {
     "gpt-oss MXFP4": (PACKED["gpt-oss MXFP4"], {"hidden_size": 96}),
-    "Kimi INT4": (PACKED["Kimi INT4"], {}),
+    "INT4": (replace(PACKED["Kimi INT4"], model_type="qwen3_moe", config=_KIMI), {}),
     "FP8": (
         _qwen3(
             {
@@ -145,10 +148,7 @@ def write(name: str, folder: Path) -> Path:
     packed, sizes = MODELS[name]
     folder.mkdir()
     sizes = models.SIZES | sizes | {"num_hidden_layers": _LAYERS}
-    changes = models.CHANGES.get(packed.model_type, {})
-    if packed.model_type == "deepseek_v3":  # whose heads in transformers are those of its rotary part
-        changes = changes | {"head_dim": sizes["qk_rope_head_dim"]}
-    return quantized_checkpoints.write_packed(packed, folder, changes, **sizes)
+    return quantized_checkpoints.write_packed(packed, folder, **sizes)
 
 
 def exact(folder: Path, quantized: bool) -> PreTrainedModel:

@@ -36,7 +36,7 @@ _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_
 class Case:
     """scheme: of checkpoints.SCHEMES. quantization: vLLM's name of it. stated: config.json's. method: vLLM's class.
 
-    endings: what vLLM's model renames. arguments: of the layer.
+    endings: what vLLM's model renames. arguments: of the layer. model: what else config.json says that vLLM looks at.
     """
 
     scheme: str
@@ -45,6 +45,7 @@ class Case:
     method: str
     endings: dict = field(default_factory=dict)
     arguments: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)
 
 
 _V4 = {".scale": ".weight_scale"}
@@ -53,7 +54,7 @@ _GPT_OSS = {"activation": "swigluoai", "has_bias": True}
 _WNA16 = "CompressedTensorsWNA16MoEMethod"
 CASES = {
     "gpt-oss": Case("gpt_oss", "gpt_oss_mxfp4", {}, "GptOssMxfp4MoEMethod", {}, _GPT_OSS),
-    "DeepSeek-V4": Case("deepseek_v4", "mxfp4", {}, "Mxfp4MoEMethod", _V4, {**_W1, "swiglu_limit": 10.0}),
+    "DeepSeek-V4": Case("deepseek_v4", "deepseek_v4_fp8", _BLOCKS, "Mxfp4MoEMethod", _V4, {**_W1, "swiglu_limit": 10.0}),
     "MXFP4": Case(
         "mxfp4 packed",
         "compressed-tensors",
@@ -64,7 +65,10 @@ CASES = {
     ),
     "FP8": Case("fp8", "fp8", _BLOCKS, "Fp8MoEMethod"),
     "FP8, bf16 scales": Case("fp8 bf16", "fp8", _BLOCKS, "Fp8MoEMethod"),
-    "DeepSeek-V4 base": Case("deepseek_v4 base", "fp8", _BLOCKS, "Fp8MoEMethod", _V4_BASE, _W1),
+    "DeepSeek-V4 base": Case(
+        "deepseek_v4 base", "deepseek_v4_fp8", _BLOCKS, "Fp8MoEMethod", _V4_BASE, _W1, {"expert_dtype": "fp8"}
+    ),
+    "MXFP4 by its vLLM name": Case("mxfp4 quark", "mxfp4", {}, "Mxfp4MoEMethod"),
     "FP8 per matrix": Case("fp8 per matrix", "fp8", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "Fp8MoEMethod"),
     "FP8 of blocks by compressed-tensors": Case(
         "fp8 weight_scale",
@@ -142,6 +146,7 @@ def filled(layers, case: Case, tensors: checkpoints.Tensors, hidden: int, interm
     """A layer that vLLM has filled with a checkpoint's tensors, and not processed."""
     scheme = checkpoints.SCHEMES[case.scheme]
     base = f"{NAME}.{scheme.module}"
+    layers.model_says(**case.model)
     config = layers.quantization(case.quantization, case.stated)
     layer = layers.make(config, checkpoints.EXPERTS, hidden, intermediate, base, **case.arguments)
     read = {name.removeprefix(f"{base}."): layers.tensor(*tensor) for name, tensor in tensors.items()}
