@@ -4,6 +4,8 @@
 |---|---|---|
 | GptOssMxfp4MoEMethod, Mxfp4MoEMethod | weight U8, weight_scale U8, bias | MXFP4 |
 | CompressedTensorsW4A4Mxfp4MoEMethod | weight_packed U8, weight_scale U8 | MXFP4 |
+| QuarkOCP_MX_MoEMethod | weight U8, weight_scale U8 | MXFP4, where that is what it has |
+| ModelOptMxFp8FusedMoE, CompressedTensorsW8A8Mxfp8MoEMethod | weight E4M3, weight_scale U8 | MXFP8 |
 | Fp8MoEMethod | weight E4M3, weight_scale_inv F32 of blocks; or weight_scale F32 of matrices | FP8 |
 | CompressedTensorsW8A8Fp8MoEMethod | weight E4M3, weight_scale F32 of blocks, rows or matrices | FP8 |
 | ModelOptFp8MoEMethod | weight E4M3, weight_scale F32 of matrices | FP8 |
@@ -35,11 +37,17 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w4a4_mxfp4,
     compressed_tensors_moe_w4a4_nvfp4,
     compressed_tensors_moe_w8a8_fp8,
+    compressed_tensors_moe_w8a8_mxfp8,
     compressed_tensors_moe_wna16,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8MoEMethod, ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptFp8MoEMethod,
+    ModelOptMxFp8FusedMoE,
+    ModelOptNvFp4FusedMoE,
+)
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, Mxfp4MoEMethod
+from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkOCP_MX_MoEMethod
 
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import UnavailableError
@@ -48,12 +56,13 @@ from ktmoe.vllm.layers import Layer
 from ktmoe.vllm.parameters import Parameters, scale_kind
 from ktmoe.vllm.served import Format, Served
 from ktmoe.weights.elements import INT4, INT8_PLUS_128
-from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP4, Factor, WeightFormat, fp8, int4, int8, nvfp4, uint4
+from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP4, MXFP8, Factor, WeightFormat, fp8, int4, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ
 
 CompressedTensorsW4A4Mxfp4MoEMethod = compressed_tensors_moe_w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod
 CompressedTensorsW4A4Nvfp4MoEMethod = compressed_tensors_moe_w4a4_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod
 CompressedTensorsW8A8Fp8MoEMethod = compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod
+CompressedTensorsW8A8Mxfp8MoEMethod = compressed_tensors_moe_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod
 CompressedTensorsWNA16MoEMethod = compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod
 
 #: Kinds of scales that integers of 4 and 8 bits have.
@@ -187,6 +196,9 @@ FORMATS = (
     _row(GptOssMxfp4MoEMethod, _always(Parameters(MXFP4, _MODELOPT)), **_MXFP4_BACKEND),
     _row(Mxfp4MoEMethod, _always(Parameters(MXFP4, _MODELOPT)), **_MXFP4_BACKEND),
     _row(CompressedTensorsW4A4Mxfp4MoEMethod, _always(Parameters(MXFP4, _PACKED))),
+    _row(QuarkOCP_MX_MoEMethod, _always(Parameters(MXFP4, _MODELOPT)), **_MXFP4_BACKEND),
+    _row(ModelOptMxFp8FusedMoE, _always(Parameters(MXFP8, _MODELOPT))),
+    _row(CompressedTensorsW8A8Mxfp8MoEMethod, _always(Parameters(MXFP8, _MODELOPT))),
     _row(Fp8MoEMethod, _fp8),
     _row(CompressedTensorsW8A8Fp8MoEMethod, _compressed_fp8),
     _row(ModelOptFp8MoEMethod, _always(Parameters(FP8_PER_MATRIX, {"codes": "weight", "factor": "weight_scale"}))),

@@ -21,7 +21,8 @@ from vllm.model_executor.layers.quantization import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
-from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.layers.quantization.quark import quark
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped, kMxfp4Static
 from vllm.models.deepseek_v4 import quant_config as deepseek_v4
 
 from ktmoe.errors import UnavailableError
@@ -30,7 +31,9 @@ from ktmoe.vllm.quantized import (
     CompressedTensorsW4A4Mxfp4MoEMethod,
     CompressedTensorsW4A4Nvfp4MoEMethod,
     CompressedTensorsW8A8Fp8MoEMethod,
+    CompressedTensorsW8A8Mxfp8MoEMethod,
     CompressedTensorsWNA16MoEMethod,
+    QuarkOCP_MX_MoEMethod,
 )
 
 _logger = init_logger("vllm.ktmoe")
@@ -111,6 +114,8 @@ class CompressedTensorsConfig(Chosen, compressed_tensors.CompressedTensorsConfig
         weights, inputs, moe = scheme["weights"], scheme.get("input_activations"), layer.moe_config
         if self._is_mxfp4(weights):
             return SERVED[CompressedTensorsW4A4Mxfp4MoEMethod](moe)
+        if self._is_mxfp8(weights):
+            return SERVED[CompressedTensorsW8A8Mxfp8MoEMethod](moe)
         if self._is_nvfp4_format(weights):
             return SERVED[CompressedTensorsW4A4Nvfp4MoEMethod](moe, prefix, use_a16=inputs is None)
         if self._is_wNa16_group_channel(weights, inputs) and scheme.get("format") == CompressionFormat.pack_quantized.value:
@@ -154,10 +159,25 @@ class ModelOptNvFp4Config(Chosen, modelopt.ModelOptNvFp4Config):
         return _modelopt(self, layer, prefix)
 
 
+class ModelOptMxFp8Config(Chosen, modelopt.ModelOptMxFp8Config):
+    def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
+        return _modelopt(self, layer, prefix)
+
+
 def _modelopt(config: modelopt.ModelOptQuantConfigBase, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
     if config.is_layer_excluded(prefix):
         return None
     return SERVED[config.FusedMoEMethodCls](quant_config=config, moe_config=layer.moe_config)
+
+
+class QuarkConfig(Chosen, quark.QuarkConfig):
+    def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
+        weights, inputs, kind = self.get_quant_method_target(prefix, type(layer))
+        if weights is None:
+            return None
+        if kind is not QuarkOCP_MX_MoEMethod or weights != kMxfp4Static:
+            raise UnavailableError(f"expected MXFP4 of Quark, found {weights}")
+        return SERVED[kind](layer.moe_config, weights, inputs)
 
 
 #: By the names under which vLLM has the configs that they replace.
@@ -175,6 +195,9 @@ CONFIGS = {
     "awq_marlin": AutoAWQConfig,
     "modelopt": ModelOptFp8Config,
     "modelopt_fp4": ModelOptNvFp4Config,
+    "modelopt_mxfp8": ModelOptMxFp8Config,
+    "mxfp8": ModelOptMxFp8Config,
+    "quark": QuarkConfig,
 }
 
 

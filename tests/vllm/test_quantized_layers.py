@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -30,6 +31,28 @@ _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": Tru
 _TENSOR = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": True}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+QUARK = {
+    "quant_method": "quark",
+    "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    "exclude": ["lm_head"],
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+    "global_quant_config": {
+        "weight": {
+            "dtype": "fp4",
+            "qscheme": "per_group",
+            "group_size": 32,
+            "is_dynamic": False,
+            "scale_format": "e8m0",
+            "ch_axis": -1,
+        },
+        "input_tensors": None,
+        "output_tensors": None,
+        "bias": None,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +85,14 @@ CASES = {
         "CompressedTensorsW4A4Mxfp4MoEMethod",
         {},
         _W1,
+    ),
+    "MXFP4 by Quark": Case("mxfp4 quark", "quark", QUARK, "QuarkOCP_MX_MoEMethod"),
+    "MXFP8": Case("mxfp8 weight_scale", "mxfp8", {"quant_method": "mxfp8"}, "ModelOptMxFp8FusedMoE"),
+    "MXFP8 by compressed-tensors": Case(
+        "mxfp8 weight_scale",
+        "compressed-tensors",
+        compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32, scale_dtype="torch.uint8"),
+        "CompressedTensorsW8A8Mxfp8MoEMethod",
     ),
     "FP8": Case("fp8", "fp8", _BLOCKS, "Fp8MoEMethod"),
     "FP8, bf16 scales": Case("fp8 bf16", "fp8", _BLOCKS, "Fp8MoEMethod"),
@@ -262,6 +293,14 @@ def test_a_format_without_kernels(layers, caplog):
         layer.quant_method.process_weights_after_loading(layer)
     [line] = [record.getMessage() for record in caplog.records if record.name == "vllm.ktmoe"]
     assert "32x32" in line
+
+
+def test_other_processes_get_these_configs(layers):
+    """vLLM pickles its config for the process that runs a model."""
+    for name, stated in {case.quantization: case.stated for case in CASES.values()}.items():
+        config = layers.quantization(name, stated)
+        assert type(config).__module__ == "ktmoe.vllm.quantized_configs"
+        assert type(pickle.loads(pickle.dumps(config))) is type(config)
 
 
 def test_layers_that_are_not_quantized(layers):
