@@ -326,3 +326,21 @@ def test_scales_of_other_dtypes_are_kept(layers):
     layer.w2_weight_scale.data[0, 0, 0] = 1 + 2.0**-20
     with pytest.raises(FormatError, match="weight_scale: expected scales that are all bf16 or all fp16 numbers"):
         layers.experts(layer)
+
+
+def test_a_part_of_each_expert(layers):
+    """Tensor parallelism: the first of two processes has 64 of 96 rows, as vLLM pads what has whole groups of 32."""
+    case, tensors = CASES["gpt-oss"], sane(checkpoints.SCHEMES["gpt_oss"].layer(NAME, hidden=96, intermediate=96))
+    config = layers.quantization(case.quantization, case.stated)
+    layer = layers.make(config, checkpoints.EXPERTS, 96, 96, f"{NAME}.mlp.experts", tp_size=2, **case.arguments)
+    assert layer.intermediate_size_per_partition == 64
+    part = {
+        name: [dtype, array[:, :128] if "gate_up" in name else array[:, :, :2] if "bias" not in name else array]
+        for name, (dtype, array) in tensors.items()
+    }
+    fill_gpt_oss(layer, {name.rpartition("experts.")[2]: layers.tensor(*tensor) for name, tensor in part.items()})
+    experts = layers.experts(layer)
+    for projection in PROJECTIONS:
+        weights, bias = checkpoints.SCHEMES["gpt_oss"].meaning(tensors, f"{NAME}.mlp.experts", 1, projection)
+        rows, columns = (96, 64) if projection == "down" else (64, 96)
+        checkpoints.check_matrix(experts.matrix(1, projection), weights[:rows, :columns], bias[:rows])
