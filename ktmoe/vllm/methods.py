@@ -19,3 +19,11 @@ def register() -> None:
         init_logger("vllm.ktmoe").warning(
             "ktmoe leaves unquantized experts to another plug-in: %s is %s.%s", base.__name__, taken.__module__, taken.__name__
         )
+    try:
+        from ktmoe.vllm import quantized_configs
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm"):
+            raise
+        init_logger("vllm.ktmoe").warning("ktmoe leaves quantized experts to this version of vLLM: %s", error)
+    else:
+        quantized_configs.register()

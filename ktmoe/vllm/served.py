@@ -55,7 +55,7 @@ class Served:
     def __init__(self, *args, **kwargs):
         try:
             super().__init__(*args, **kwargs)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, NotImplementedError, AssertionError) as error:
             moe = self.__dict__.get("moe")
             self.refused = "vLLM refuses its configuration" if moe is None else refusal(moe)
             if self.refused:
