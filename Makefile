@@ -66,6 +66,9 @@ bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch besid
 bench-engines: $(STAMPS)/native $(STAMPS)/bench ## generate() by ktmoe and by transformers: first installs transformers, then about 20 minutes
 	@$(PY) -m bench.engines run $(ARGS)
 
+bench-vllm: $(STAMPS)/native $(STAMPS)/bench ## text by vLLM with the plug-in and without it: first installs vLLM, then about 5 minutes
+	@$(PY) -m bench.vllm $(ARGS)
+
 bench-training: $(STAMPS)/native $(STAMPS)/bench ## a step of LoRA, forward and backward, by ktmoe, kt-kernel and torch: first installs them, then 10 minutes
 	@$(PY) -m bench.training $(ARGS)
 
@@ -92,7 +95,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines bench bench-compare bench-peers bench-engines bench-training simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines bench bench-compare bench-peers bench-engines bench-vllm bench-training simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, docs/transformers.md and README, from all files of bench/results.
+"""The tables of docs/performance.md, docs/transformers.md, docs/engines.md and README, from all files of bench/results.
 
 Each stands between marks that name it.
 """
@@ -19,9 +19,10 @@ from bench.explain import Call
 from bench.models import models
 from bench.peers.formats import FORMATS
 from bench.results_file import LOADING, Results, read_all
+from bench.vllm import report as vllm_report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, ENGINES = DOCS / "performance.md", DOCS / "transformers.md"
+PAGE, ENGINES, VLLM = DOCS / "performance.md", DOCS / "transformers.md", DOCS / "engines.md"
 Row = tuple[str, ...]
 Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
 NONE = "-"
@@ -214,6 +215,17 @@ def engines(found: list[Results]) -> tuple[Row, list[Row]]:
     return heads, rows
 
 
+def vllm(found: list[Results]) -> tuple[Row, list[Row]]:
+    """A line for each way to generate text in vLLM."""
+    tables = [(results, entry, *vllm_report.table(entry)) for results in found if (entry := results.data.get("vllm"))]
+    heads = ("CPU", "model", "layers", *(tables[0][2] if tables else ()))
+    return heads, [
+        (results.label, entry["model"], f"{entry['layers']} of {entry['of_layers']}", *row)
+        for results, entry, _, rows in tables
+        for row in rows
+    ]
+
+
 def _tokens_rate(part: dict | None) -> str:
     if part is None:
         return NONE
@@ -291,4 +303,9 @@ TABLES: Tables = {
     "cost checks": cost_checks,
 }
 #: Each page's tables.
-PAGES: dict[Path, Tables] = {PAGE: TABLES, ENGINES: {"engines": engines}, readme.PAGE: {"weights": readme.table}}
+PAGES: dict[Path, Tables] = {
+    PAGE: TABLES,
+    ENGINES: {"engines": engines},
+    VLLM: {"vllm": vllm},
+    readme.PAGE: {"weights": readme.table},
+}

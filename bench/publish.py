@@ -2,6 +2,7 @@
 
 python -m bench.publish [RUN ...]     # by default the last saved run; several are joined, if they are of one commit and CPU
 python -m bench.publish --engines     # what make bench-engines saved, and nothing else, into that CPU's file
+python -m bench.publish --vllm        # what make bench-vllm saved, likewise
 python -m bench.publish --modes [RUN] # what a saved run has of activation modes, and nothing else, into that CPU's file
 python -m bench.publish --tables      # the tables alone
 """
@@ -21,10 +22,11 @@ from bench.models import models
 from bench.peers.formats import FORMATS, file_stem
 from bench.peers.rounds import figures
 from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, digits, read
+from bench.vllm import report as vllm_report
 
 #: Where make bench-peers, by format, and make bench-engines save what they measured.
 PEERS = {weights: runs.STORAGE / f"{file_stem('peers', weights)}.json" for weights in FORMATS}
-ENGINES = runs.STORAGE / "engines.json"
+ENGINES, VLLM = runs.STORAGE / "engines.json", runs.STORAGE / "vllm.json"
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
 CALL = {
@@ -171,17 +173,25 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
         data["engines"] = engines(saved)
     elif "engines" in old:
         data["engines"] = old["engines"]
-    if "modes" in old:
-        data.setdefault("modes", old["modes"])
+    for part in ("modes", "vllm"):
+        if part in old:
+            data.setdefault(part, old[part])
     check(data, "the run")
     return Results(data)
 
 
 def engines_alone(saved: dict, folder: Path = FOLDER) -> Results:
     """The file of the CPU that make bench-engines ran on, with what it saved; a new one has nothing else."""
-    found = engines(saved)
-    commit = {"commit": saved["commit"] or "unknown"}
-    return _alone("engines", found, commit | {"ktmoe": saved["ktmoe"], "cpu": saved["cpu"]}, folder)
+    return _alone("engines", engines(saved), _about(saved), folder)
+
+
+def vllm_alone(saved: dict, folder: Path = FOLDER) -> Results:
+    """The same of make bench-vllm."""
+    return _alone("vllm", vllm_report.published(saved), _about(saved), folder)
+
+
+def _about(saved: dict) -> dict:
+    return {"commit": saved["commit"] or "unknown", "ktmoe": saved["ktmoe"], "cpu": saved["cpu"]}
 
 
 def modes_alone(saved: list[dict], folder: Path = FOLDER) -> Results:
@@ -300,12 +310,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="saved runs: files, or the numbers that their names begin with")
     parser.add_argument("--engines", action="store_true", help="only what make bench-engines saved")
+    parser.add_argument("--vllm", action="store_true", help="only what make bench-vllm saved")
     parser.add_argument("--modes", action="store_true", help="only what the runs have of activation modes")
     parser.add_argument("--tables", action="store_true", help="only write the tables of the files that are there")
     options = parser.parse_args(arguments)
     try:
         if options.engines:
             print(f"written: {write(engines_alone(json.loads(ENGINES.read_text())))}")
+        elif options.vllm:
+            print(f"written: {write(vllm_alone(json.loads(VLLM.read_text())))}")
         elif not options.tables:
             paths = [runs.named(name) for name in options.runs] or [runs.last()]
             saved = [json.loads(path.read_text()) for path in paths]

@@ -139,6 +139,26 @@ SCHEMA = {
             }
         ],
     },
+    "vllm?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "version": str,
+        "model": str,
+        "layers": int,
+        "of_layers": int,
+        "way": [
+            {
+                "name": str,
+                "weights": str,
+                "environment?": {str: str},
+                "memory_gb": float,
+                "load_s": float,
+                "prefill": [{"tokens": int, "tokens_s": float, "lead?": float}],
+                "decode": [{"texts": int, "tokens_s": float, "lead?": float}],
+            }
+        ],
+    },
     "cost?": [{"isa": str, "activations": str, "decode_ns": float, "efficiency": float, "overlap": float}],
 }
 

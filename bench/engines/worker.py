@@ -1,6 +1,7 @@
 """`python -m bench.engines.worker FOLDER THREADS`: runs a model in a process of its own, as the driver asks. Needs torch.
 
 {"do": "write", "config": {...}}                    -> {}    a checkpoint into FOLDER
+{"do": "write_bf16", "config": {...}, "into": folder} -> {}   the same numbers in bfloat16, into a folder of its own
 {"do": "load", "config": {...}, "owner": name,
  "weights": name}                                   -> {"seconds": 1.2, "peak": bytes, "about": {...}}
 {"do": "logits", "implementation": name,
@@ -41,6 +42,9 @@ class Session:
         match message.pop("do"):
             case "write":
                 torch_model.write(self._folder, **message)
+                return {}
+            case "write_bf16":
+                torch_model.made(self._folder, message["config"]).save_pretrained(message["into"])
                 return {}
             case "load":
                 return self._load(**message)

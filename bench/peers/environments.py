@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.requirements import requirements
+from tools.requirements import PYPROJECT, requirements
 
 FOLDER = Path(__file__).resolve().parents[2] / ".venv-peers"
 #: Seconds that one pip command may take.
@@ -109,6 +110,19 @@ def python(environment: Environment, progress: Callable[[str], object], folder: 
             _install(interpreter, arguments, variables, home / "install.log")
         stamp.write_text(wanted)
     return interpreter
+
+
+def describe_ktmoe(folder: Path) -> None:
+    """Write into a folder what pip writes down of an installed ktmoe: an engine with this folder on its path finds the entry
+    points of a ktmoe that is not installed there."""
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    made = folder / f"ktmoe-{project['version']}.dist-info"
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ktmoe\nVersion: {project['version']}\n")
+    groups = (
+        f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in named.items()) for group, named in project["entry-points"].items()
+    )
+    (made / "entry_points.txt").write_text("".join(groups))
 
 
 def packages(environment: Environment, folder: Path = FOLDER) -> Path:

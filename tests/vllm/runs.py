@@ -6,14 +6,14 @@ runs.py JOBS RESULTS: what such a process does. JOBS: a JSON file of Jobs' field
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from bench.peers import environments
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds that a process may take.
@@ -55,7 +55,7 @@ class Result:
 def start(jobs: list[Job], folder: Path, **variables: str) -> list[Result]:
     """Run jobs one after the other in one process, in which vLLM finds the plug-in as an installed one. variables: of it."""
     folder.mkdir()
-    _metadata(folder)
+    environments.describe_ktmoe(folder)
     (folder / "jobs").write_text(json.dumps([asdict(job) for job in jobs]))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))),
@@ -76,19 +76,6 @@ def start(jobs: list[Job], folder: Path, **variables: str) -> list[Result]:
     results = json.loads((folder / "results").read_text())
     said = [[line.partition("] ")[2] for line in part.splitlines() if "] ktmoe " in line] for part in text.split(NEXT)[1:]]
     return [Result(**result | {"log": log}) for result, log in zip(results, said, strict=True)]
-
-
-def _metadata(folder: Path) -> None:
-    """What pip writes down of ktmoe, so that its entry points are found."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    made = folder / f"ktmoe-{project['version']}.dist-info"
-    made.mkdir()
-    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ktmoe\nVersion: {project['version']}\n")
-    groups = project["entry-points"].items()
-    (made / "entry_points.txt").write_text(
-        "".join(f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for group, points in groups)
-    )
-    assert importlib.metadata.Distribution.at(made).entry_points
 
 
 def main(jobs: str, results: str) -> None:

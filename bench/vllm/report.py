@@ -1,0 +1,71 @@
+"""Figures of a result, its table, and what a results file keeps of it."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+
+from rich.console import Console
+
+from bench import tables
+from bench.results_file import digits
+
+NONE = "-"
+
+
+def published(saved: dict) -> dict:
+    """A results file's `vllm`. Ways that failed are left out.
+
+    tokens_s: of all texts together. lead: how many times as fast the base is, the median of the rounds' own ratios.
+    """
+    return {
+        "date": datetime.date.fromisoformat(saved["date"]),
+        **({"commit": saved["commit"]} if saved["commit"] else {}),
+        "source": "make bench-vllm",
+        "version": next(about["load"]["version"] for about in saved["ways"].values() if about["load"]),
+        **{name: saved[name] for name in ("model", "layers", "of_layers")},
+        "way": [_way(saved, name) for name, about in saved["ways"].items() if not about["failure"]],
+    }
+
+
+def _way(saved: dict, name: str) -> dict:
+    about = saved["ways"][name]
+    found = {"prefill": [], "decode": []}
+    for index, call in enumerate(saved["calls"]):
+        what, tokens = ("decode", call["new"] - 1) if call["new"] > 1 else ("prefill", call["prompt"])
+        seconds = [row[name][index][what] for row in saved["rounds"]]
+        leads = [row[name][index][what] / row[saved["base"]][index][what] for row in saved["rounds"]]
+        lead = {"lead": digits(statistics.median(leads))} if name != saved["base"] else {}
+        number = {"tokens": tokens} if what == "prefill" else {"texts": call["batch"]}
+        rate = call["batch"] * tokens / statistics.median(seconds)
+        found[what].append({**number, "tokens_s": digits(rate), **lead})
+    load = {"memory_gb": digits(about["load"]["memory"] / 1e9), "load_s": digits(about["load"]["seconds"])}
+    environment = {"environment": about["environment"]} if about["environment"] else {}
+    return {"name": name, "weights": about["weights"], **environment, **load, **found}
+
+
+def show(saved: dict, console: Console | None = None) -> None:
+    console = console or tables.console(120)
+    found = published(saved)
+    heads, rows = table(found)
+    title = f"{found['model']}, {found['layers']} of {found['of_layers']} layers, vLLM {found['version']}, tokens a second"
+    console.print(tables.table(heads, rows, title=title))
+    for name, about in saved["ways"].items():
+        if about["failure"]:
+            console.print(f"out: {name}: {about['failure']}", highlight=False, markup=False, soft_wrap=True)
+
+
+def table(found: dict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(heads, rows) of published()."""
+    first = found["way"][0]
+    heads = [f"prefill, {part['tokens']} tokens" for part in first["prefill"]]
+    heads += [f"decode, {part['texts']} text{'s' * (part['texts'] > 1)}" for part in first["decode"]]
+    rows = [
+        (way["name"], *map(_rate, way["prefill"] + way["decode"]), f"{way['memory_gb']:.3g} GB", f"{way['load_s']:.2g} s")
+        for way in found["way"]
+    ]
+    return ("way", *heads, "memory", "loading"), rows
+
+
+def _rate(part: dict) -> str:
+    return f"{part['tokens_s']:.3g} tokens/s" + (f", {part['lead']:.1f} x" if "lead" in part else "")
