@@ -17,7 +17,7 @@ _COUNTERS = "ktmoe_counters"
 
 def count(module: torch.nn.Module, ids: torch.Tensor) -> None:
     """Tell whoever counts a module's experts which ones it is called with. ids: [tokens, top_k]; those outside are left out."""
-    # not by torch's hooks: models that torch has compiled do not see those that come later
+    # not by torch's hooks, which cannot be added safely while another thread calls the module
     for counted, row in list(module.__dict__.get(_COUNTERS, {}).items()):
         counted.add(row, ids.cpu().numpy())
 

@@ -11,6 +11,7 @@ import torch
 from ktmoe.errors import UnavailableError
 from ktmoe.torch.counting import counting
 from ktmoe.torch.experts import MoEExperts
+from ktmoe.transformers.function import NAME
 from ktmoe.transformers.modules import is_experts
 
 
@@ -21,14 +22,16 @@ def count_experts(model: torch.nn.Module) -> Iterator[np.ndarray]:
     model: one whose experts ktmoe computes, on the CPU or on a GPU, with adapters or without. A row for each layer that has
     experts: load(), place() and ktmoe.compat.kt_kernel.generate_gpu_experts_masks() take such rows. Tokens of padding have
     experts, too, and a pass that is computed again for gradients counts again. Contexts may be nested, and several threads may
-    call the model. Raises UnavailableError for a model without routed experts.
+    call the model. Raises UnavailableError for a model without such experts.
     """
     rows = {}
-    for module in model.modules():
-        if is_experts(module):
-            rows[module] = module.num_experts
-        elif isinstance(module, MoEExperts):
+    for name, module in model.named_modules():
+        if isinstance(module, MoEExperts):
             rows[module] = module.spec.num_experts
+        elif is_experts(module):
+            if not hasattr(module, "ktmoe_layer") and module.config._experts_implementation != NAME:
+                raise UnavailableError(f"{name} ({type(module).__name__}): expected experts that ktmoe computes, found others")
+            rows[module] = module.num_experts
     if not rows:
         raise UnavailableError(f"{type(model).__name__}: expected a model with routed experts, found none")
     with counting(rows) as counts:

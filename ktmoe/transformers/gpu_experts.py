@@ -17,7 +17,7 @@ from ktmoe.transformers.modules import layer_of
 
 
 def read(gpu_experts: object) -> int | np.ndarray:
-    """A number, or an array: what ktmoe.transformers.load() is given, as it is. Raises InputError for rows of several lengths."""
+    """A number, or an array of what ktmoe.transformers.load() is given. Raises InputError for rows of several lengths."""
     if gpu_experts is None or (isinstance(gpu_experts, (int, np.integer)) and not isinstance(gpu_experts, bool)):
         return operator.index(gpu_experts or 0)
     try:

@@ -7,35 +7,20 @@ import numpy as np
 import pytest
 import torch
 import ways
-from engine_models import ARCHITECTURES, EXPERTS, LAYERS, experts, logits, prompts
+from engine_models import EXPERTS, LAYERS, experts, logits, prompts
 from loading_models import own_threads, wait_for_threads
-from quantized_checkpoints import PACKED
-from serving import assert_served, eager, packed
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from serving import CHOOSING, assert_served, eager
+from transformers import PreTrainedModel
 
 import ktmoe
 import ktmoe.transformers as served
 from ktmoe.errors import InputError, KtmoeError, UnavailableError, UnknownNameError
 
 
-def _configured(folder, **options):
-    config = served.Config(**options)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
-
-
-#: Those that take options.
-WAYS = {
-    "pack()": packed,
-    "load(source='checkpoint')": lambda folder, **options: served.load(folder, source="checkpoint", **options),
-    "load(source='parameters')": lambda folder, **options: served.load(folder, source="parameters", **options),
-    "quantization_config=": _configured,
-}
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=CHOOSING)
 def make(request, checkpoint):
     """options -> the same model by one of the ways."""
-    return lambda **options: WAYS[request.param](checkpoint("qwen3_moe"), **options)
+    return lambda **options: CHOOSING[request.param](checkpoint("qwen3_moe"), **options)
 
 
 def layers(model) -> list[ktmoe.MoELayer]:
@@ -160,7 +145,11 @@ def test_a_loaded_models_config_can_be_pickled(checkpoint, source):
         ({"gpu_experts": [1] * EXPERTS}, InputError, rf"gpu_experts: .* found int64 \[{EXPERTS}\]"),
         ({"gpu_experts": np.zeros((LAYERS + 1, EXPERTS), bool)}, InputError, rf"found bool \[{LAYERS + 1}, {EXPERTS}\]"),
         ({"gpu_experts": [[True] * EXPERTS, [True]]}, InputError, "gpu_experts: expected rows of one length"),
-        ({"gpu_experts": EXPERTS + 1}, InputError, rf"gpu_experts: expected 0 to {EXPERTS} experts of each layer, found {EXPERTS + 1}"),
+        (
+            {"gpu_experts": EXPERTS + 1},
+            InputError,
+            rf"gpu_experts: expected 0 to {EXPERTS} experts of each layer, found {EXPERTS + 1}",
+        ),
         ({"gpu_experts": -1}, InputError, rf"gpu_experts: expected 0 to {EXPERTS} experts of each layer, found -1"),
         ({"gpu_experts": True}, InputError, r"gpu_experts: expected a number, or .* found bool \[\]"),
         ({"gpu_experts": 1.5}, InputError, r"gpu_experts: expected a number, or .* found float64 \[\]"),
