@@ -52,14 +52,15 @@ def experts_forward(
         x = hidden_states.cpu()
         x = x if x.dtype == torch.bfloat16 else x.float()
         return self.ktmoe_layer.forward(x, ids, top_k_weights.cpu().float()).to(hidden_states)
-    x = hidden_states.float()  # what is float32 is added before it is rounded, gradients as well
     if grad:
+        x = hidden_states.float()  # so that both parts' gradients are added before they are rounded
         outputs = on_gpu.compute(x, top_k_weights, chosen)
         on_cpu = differentiable(Training(self.ktmoe_layer), x, chosen.others, top_k_weights)
     else:
-        job: Future = self.ktmoe_layer.submit(x.cpu(), chosen.others, top_k_weights.cpu().float())
+        x = hidden_states.cpu().float()  # so that the CPU's part comes in float32
+        job: Future = self.ktmoe_layer.submit(x, chosen.others, top_k_weights.cpu().float())
         try:
-            outputs = on_gpu.compute(x, top_k_weights, chosen)
+            outputs = on_gpu.compute(hidden_states, top_k_weights, chosen)
         finally:
             on_cpu = job.result()
     return added(on_cpu, outputs, chosen).to(hidden_states)

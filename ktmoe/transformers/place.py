@@ -10,10 +10,13 @@ import torch
 from ktmoe.errors import ClosedError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer
-from ktmoe.reference_weights import dequantize
+from ktmoe.reference_weights import dequantize, in_rows
 from ktmoe.torch.experts import MoEExperts
 from ktmoe.transformers.gpu_experts import GpuExperts, choose
 from ktmoe.transformers.modules import is_experts, rows_of
+
+#: Numbers of a matrix that are float64 at a time: the system takes longer to give memory for all of them than they take.
+_AT_ONCE = 2**22
 
 
 def place(model: torch.nn.Module, gpu_experts: np.ndarray | Sequence | int | None) -> None:
@@ -88,9 +91,12 @@ def _dequantized(module: torch.nn.Module, expert: int, dtype: torch.dtype) -> di
     made = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, shape in _shapes(module).items()}
     (matrices,) = module.ktmoe_layer.export_expert(expert)
     for projection in PROJECTIONS:
-        stem, matrix = "down_proj" if projection == "down" else "gate_up_proj", matrices[projection]
+        stem, matrix = "down_proj" if projection == "down" else "gate_up_proj", in_rows(matrices[projection])
         weight = made[stem].T if module.is_transposed else made[stem]
-        rows_of(module, weight, projection).copy_(torch.from_numpy(dequantize(matrix)))
+        own, step = rows_of(module, weight, projection), max(1, _AT_ONCE // weight.shape[1])
+        for first in range(0, len(own), step):
+            rows = slice(first, first + step)
+            own[rows].copy_(torch.from_numpy(dequantize(matrix, rows)))
         if matrix.bias is not None:
             rows_of(module, made[f"{stem}_bias"], projection).copy_(torch.from_numpy(matrix.bias))
     return made

@@ -3,6 +3,7 @@ one."""
 
 import gc
 import json
+import re
 import threading
 import time
 import weakref
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from engine_models import ARCHITECTURES, EXPERTS, LAYERS, experts, logits, prompts
+from environments import ROOT
 from quantized_checkpoints import PACKED
 from serving import CHOOSING, assert_served, eager, eager_float32, packed, recorded, replayed, switched
+from transformers import BatchEncoding
 
 import ktmoe
 import ktmoe.transformers as served
@@ -171,6 +174,17 @@ def test_a_call_that_no_expert_on_the_gpu_is_in(model):
     assert torch.equal(module(x, ids, weights), layer.forward(x, ids, weights.float()))
 
 
+def test_tokens_that_chose_no_expert_on_the_gpu(model):
+    """Have the same bits in a call of others that did."""
+    module, layer = first(model)
+    x, ids, weights = batch(layer.hidden)
+    ids[::2] = 4 + ids[::2] % 4
+    ids[1::2, 0] = 0
+    found, expected = module(x, ids, weights), layer.forward(x, ids, weights.float())
+    assert torch.equal(found[::2], expected[::2])
+    assert not (found[1::2] == expected[1::2]).all(dim=1).any()
+
+
 def test_ids_that_are_no_experts_and_an_expert_that_is_there_twice(model):
     module, layer = first(model)
     x, ids, weights = batch(layer.hidden)
@@ -316,6 +330,19 @@ def test_hot_experts(checkpoint):
     ]
     assert counts[masks].sum() > counts.sum() * 6 / masks.size
     assert_near(logits(model, ids), logits(served.load(checkpoint("glm4_moe")), ids))
+
+
+def test_the_page(checkpoint):
+    """docs/transformers.md's own code, on a tiny model and the CPU."""
+    section = (ROOT / "docs" / "transformers.md").read_text().partition("## Experts on a GPU")[2]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    for old, new in (("openai/gpt-oss-20b", str(checkpoint("gpt-oss MXFP4"))), ('"cuda"', '"cpu"'), ("400", "6"), ("200", "5")):
+        assert old in code
+        code = code.replace(old, new)
+    names = {"prompt": BatchEncoding({"input_ids": prompts()})}
+    exec(code, names)
+    assert (names["counts"].sum(1) == 2 * (24 + 4) * 3).all()
+    assert sum(len(module.gpu_experts.chosen) for _, module in experts(names["model"]) if module.gpu_experts) == 6
 
 
 def test_memory_is_given_back(model):
