@@ -197,7 +197,8 @@ def test_ids_that_are_no_experts_and_an_expert_that_is_there_twice(model):
     assert_near(found[3:], expected[3:])
 
 
-def test_each_expert_is_computed_once_and_the_sum_rounded_once(model, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_expert_is_computed_once_and_the_sum_rounded_once(model, monkeypatch, dtype):
     """In float32: the CPU's part, and then the GPU's experts in the order of the ids."""
     module, layer = first(model)
     seen, compute = [], GpuExperts.compute
@@ -208,7 +209,7 @@ def test_each_expert_is_computed_once_and_the_sum_rounded_once(model, monkeypatc
 
     monkeypatch.setattr(GpuExperts, "compute", recording)
     x, ids, weights = batch(layer.hidden, tokens=40)
-    found = module(x, ids, weights)
+    found = module(x.to(dtype), ids, weights)
     ((chosen, outputs),) = seen
     here = ids < 4
     assert torch.equal(chosen.others, torch.where(here, -1, ids))
@@ -218,7 +219,7 @@ def test_each_expert_is_computed_once_and_the_sum_rounded_once(model, monkeypatc
     assert y.any()
     for place in here.flatten().nonzero().flatten().tolist():
         y[place // 3] += outputs[chosen.places.tolist().index(place)]
-    assert torch.equal(found, y.bfloat16())
+    assert torch.equal(found, y.to(dtype))
 
 
 @pytest.mark.parametrize("late", ["CPU", "GPU"])
@@ -346,17 +347,17 @@ def test_the_page(checkpoint):
 
 
 def test_memory_is_given_back(model):
-    tensors = [weakref.ref(tensor) for _, module in experts(model) for tensor in module.gpu_experts.buffers()]
-    assert len(tensors) == 2 * LAYERS
+    """Of experts that leave the GPU, and of those that others come to."""
     gc.disable()  # nothing is in a circle
     try:
-        served.place(model, None)
-        assert [tensor() for tensor in tensors] == [None] * len(tensors)
-        layers = [weakref.ref(module.ktmoe_layer) for _, module in experts(model)]
-        served.place(model, 2)
+        for choice in (5, None):
+            tensors = [weakref.ref(tensor) for _, module in experts(model) for tensor in module.gpu_experts.buffers()]
+            assert len(tensors) == 2 * LAYERS
+            served.place(model, choice)
+            assert [tensor() for tensor in tensors] == [None] * len(tensors)
     finally:
         gc.enable()
-    assert all(layer() is not None for layer in layers)
+    assert_served(model)
 
 
 def test_placed_in_inference_mode_and_then_trained(checkpoint):
