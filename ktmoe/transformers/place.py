@@ -32,8 +32,9 @@ def place(model: torch.nn.Module, gpu_experts: np.ndarray | Sequence | int | Non
     not suffice, layers before that one are changed, and the others are as they were.
     """
     modules = {name: module for name, module in model.named_modules() if is_experts(module) or isinstance(module, MoEExperts)}
-    if not modules:
-        raise UnavailableError(f"{type(model).__name__}: expected a model with packed experts, found none")
+    if not modules or not hasattr(model, "config"):
+        found = "a part of one" if modules else "none"
+        raise UnavailableError(f"{type(model).__name__}: expected a model of transformers with packed experts, found {found}")
     for name, module in modules.items():
         if isinstance(module, MoEExperts):
             raise UnavailableError(f"{name}: expected experts without adapters, found those of ktmoe.torch.add_lora()")

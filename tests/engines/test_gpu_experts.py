@@ -9,6 +9,7 @@ import time
 import weakref
 
 import numpy as np
+import peft
 import pytest
 import torch
 from engine_models import ARCHITECTURES, EXPERTS, LAYERS, experts, logits, prompts
@@ -370,6 +371,19 @@ def test_placed_in_inference_mode_and_then_trained(checkpoint):
     assert x.grad.any()
 
 
+def test_placed_beneath_peft(checkpoint):
+    """Whose adapters on attention are trained through both parts."""
+    model = served.load(checkpoint("qwen3_moe"), activations="bf16")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    before = model(input_ids=prompts(), labels=prompts()).loss
+    served.place(model, 4)
+    loss = model(input_ids=prompts(), labels=prompts()).loss
+    loss.backward()
+    assert loss != before
+    assert_near(loss, before)
+    assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def test_placed_while_others_call(checkpoint):
     """Each call has each expert once, wherever it is."""
     model = served.load(checkpoint("qwen3_moe"))
@@ -400,7 +414,11 @@ def test_what_cannot_be_placed(checkpoint, monkeypatch):
     for model, message in (
         (eager(folder), rf"{name} \(Qwen3MoeExperts\): expected packed experts, found others; ktmoe\.transformers\.pack\(\)"),
         (switched(folder), "expected packed experts, found others"),
-        (eager(folder).lm_head, "Linear: expected a model with packed experts, found none"),
+        (eager(folder).lm_head, "Linear: expected a model of transformers with packed experts, found none"),
+        (
+            served.load(folder).model.layers[0],
+            "Qwen3MoeDecoderLayer: expected a model of transformers with packed experts, found a part",
+        ),
     ):
         with pytest.raises(UnavailableError, match=message):
             served.place(model, 1)
@@ -415,12 +433,12 @@ def test_what_cannot_be_placed(checkpoint, monkeypatch):
         with pytest.raises(UnavailableError, match=r"layers\.2\..*: backend '\w+' cannot give weights back"):
             served.place(model, 3)
     router = model.model.layers[2].mlp.gate
-    with monkeypatch.context() as patch:
-        patch.setitem(router._parameters, "weight", torch.nn.Parameter(router.weight.to("meta")))
-        with pytest.raises(
-            UnavailableError, match=r"layers\.2\..*: expected the rest of its block in memory, found the device meta"
-        ):
-            served.place(model, 3)
+    weight, router.weight = router.weight, torch.nn.Parameter(router.weight.to("meta"))
+    with pytest.raises(
+        UnavailableError, match=r"layers\.2\..*: expected the rest of its block in memory, found the device meta"
+    ):
+        served.place(model, 3)
+    router.weight = weight
     assert torch.equal(logits(model, prompts()), expected)
     served.place(model, 0)
     add_lora(model)
