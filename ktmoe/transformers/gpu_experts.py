@@ -53,15 +53,15 @@ def choose(gpu_experts: object, model: torch.nn.Module, counts: Mapping[str, int
 class Chosen:
     """What the tokens of one call chose of the experts on a GPU: pairs of a token and its expert, sorted by expert.
 
-    tokens, places: of each pair, its token and its place in the flat ids. counts: {slot: how many pairs}, ascending.
-    rounds: pairs of which no two are of one token; in all of them together, each pair is once, and those of a token are in the
-    order of its ids. others: the ids of the experts on the CPU; -1 in the places of these.
+    tokens, places: on the GPU, of each pair, its token and its place in the flat ids. counts: {slot: how many pairs}, ascending.
+    rounds: on the GPU, pairs of which no two are of one token; in all of them together, each pair is once, and those of a token
+    are in the order of its ids. others: on the CPU, the ids of the experts there, and -1 in the places of the pairs.
     """
 
-    tokens: np.ndarray
-    places: np.ndarray
+    tokens: torch.Tensor
+    places: torch.Tensor
     counts: dict[int, int]
-    rounds: list[np.ndarray]
+    rounds: tuple[torch.Tensor, ...]
     others: torch.Tensor
 
 
@@ -81,7 +81,7 @@ class GpuExperts(torch.nn.Module):
         self._slots[chosen] = np.arange(len(chosen))
         # transformers' own module, whose weights are these, for its function between the matrices
         part = copy.copy(module)
-        part.__class__ = type(module).__base__  # transformers' own class, in which parameters may be asked for
+        part.__class__ = type(module).__base__  # in which parameters may be asked for
         part._modules = {name: module for name, module in part._modules.items() if name != "gpu_experts"}
         part._buffers = self._buffers
         self._part = (part,)  # no submodule: whoever looks for modules of experts finds the whole one
@@ -106,26 +106,24 @@ class GpuExperts(torch.nn.Module):
         earlier = (np.cumsum(here, axis=1) - 1).ravel()[places][order]  # pairs of the same token that are to be added before
         places = places[order]
         counts = np.bincount(slots.ravel()[places])
-        return Chosen(
-            places // ids.shape[1],
-            places,
-            {slot: int(counts[slot]) for slot in np.flatnonzero(counts).tolist()},
-            [np.flatnonzero(earlier == number) for number in range(earlier.max() + 1)],
-            torch.from_numpy(np.where(here, -1, array)),
-        )
+        used = np.flatnonzero(counts)
+        rounds = [np.flatnonzero(earlier == number) for number in range(earlier.max() + 1)]
+        parts = [places // ids.shape[1], places, *rounds]
+        # one copy, since each takes a while, however small it is
+        tokens, places, *rounds = torch.from_numpy(np.concatenate(parts)).to(self.device).split([len(part) for part in parts])
+        counts = dict(zip(used.tolist(), counts[used].tolist(), strict=True))
+        return Chosen(tokens, places, counts, tuple(rounds), torch.from_numpy(np.where(here, -1, array)))
 
     def compute(self, hidden_states: torch.Tensor, top_k_weights: torch.Tensor, chosen: Chosen) -> torch.Tensor:
         """Each pair's output times its router weight, float32 [pairs, hidden], on the device of these experts.
 
-        A plain product for each expert: torch.nn.functional.grouped_mm wants bfloat16, rows of whole 16 bytes and a GPU from
-        Ampere on, and knows the counts on the GPU alone.
+        By a plain product for each expert, which every device and dtype has; grouped_mm() needs compute capability 8.0.
         """
-        (part,), device = self._part, self.device
-        tokens, places = torch.from_numpy(np.stack([chosen.tokens, chosen.places])).to(device)
-        x = hidden_states.to(device)[tokens].to(part.down_proj.dtype)
+        (part,) = self._part
+        x = hidden_states.to(self.device)[chosen.tokens].to(part.down_proj.dtype)
         gate_up = self._multiply(x, "gate_up_proj", chosen.counts)
         outputs = self._multiply(part._apply_gate(gate_up), "down_proj", chosen.counts)
-        return outputs.float() * top_k_weights.to(device).flatten()[places].float()[:, None]
+        return outputs.float() * top_k_weights.to(self.device).flatten()[chosen.places].float()[:, None]
 
     def _multiply(self, x: torch.Tensor, name: str, counts: Mapping[int, int]) -> torch.Tensor:
         (part,), made = self._part, []
@@ -143,6 +141,5 @@ def added(on_cpu: torch.Tensor, outputs: torch.Tensor, chosen: Chosen) -> torch.
     """
     y = on_cpu.to(outputs.device)
     for rows in chosen.rounds:
-        tokens, rows = torch.from_numpy(np.stack([chosen.tokens[rows], rows])).to(outputs.device)
-        y.index_add_(0, tokens, outputs[rows])
+        y.index_add_(0, chosen.tokens[rows], outputs[rows])
     return y
