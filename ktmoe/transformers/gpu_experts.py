@@ -53,7 +53,7 @@ def choose(gpu_experts: object, model: torch.nn.Module, counts: Mapping[str, int
 class Chosen:
     """What the tokens of one call chose of the experts on a GPU: pairs of a token and its expert, sorted by expert.
 
-    tokens, places: on the GPU, of each pair, its token and its place in the flat ids. counts: {slot: how many pairs}, ascending.
+    tokens, places: on the GPU, of each pair, its token and its place in the flat ids. counts: {slot: its pairs}, ascending.
     rounds: on the GPU, pairs of which no two are of one token; in all of them together, each pair is once, and those of a token
     are in the order of its ids. others: on the CPU, the ids of the experts there, and -1 in the places of the pairs.
     """
