@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 import sys
-from importlib import metadata
 from types import ModuleType
 
 from ktmoe.compat import kt_kernel
@@ -53,16 +52,12 @@ def register() -> None:
 
 
 def _other() -> str | None:
-    """Where a kt_kernel is that is not ktmoe's."""
+    """Where a kt_kernel is that is not ktmoe's. kt-kernel is a package; ktmoe's own, of extras/kt_kernel_shim, is a module."""
     there = sys.modules.get("kt_kernel")
     if there is not None:
         return None if there is kt_kernel else str(getattr(there, "__file__", there))
-    try:
-        metadata.version("ktmoe-kt-kernel")  # the distribution of extras/kt_kernel_shim
-    except metadata.PackageNotFoundError:
-        spec = importlib.util.find_spec("kt_kernel")
-        return None if spec is None else spec.origin
-    return None
+    spec = importlib.util.find_spec("kt_kernel")
+    return None if spec is None or spec.submodule_search_locations is None else str(spec.origin)
 
 
 def _importers() -> list[ModuleType]:
