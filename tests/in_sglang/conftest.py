@@ -1,4 +1,4 @@
-"""ktmoe inside SGLang: tools/test_sglang.py installs a wheel of upstream's or of the fork sglang-kt, and runs these tests beside it."""
+"""ktmoe inside SGLang: tools/test_sglang.py installs upstream's wheel and the fork's, and runs these tests beside each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def installed(distribution: str) -> bool:
 
 
 #: Which of the two is here; neither where `make test` runs.
-UPSTREAM, FORK = installed("sglang"), installed("sglang-kt")
+FORK = installed("sglang-kt")
+UPSTREAM = installed("sglang") and not FORK
 #: What needs one of them.
 OF_ONE = {"test_sglang_processes.py": UPSTREAM, "test_sglang_fork.py": FORK}
 #: What needs none.

@@ -52,10 +52,14 @@ def imported(fork: bool):
 
 
 class Gpu:
-    """SGLang's method of the GPU's experts. slots: which expert each of its rows is, as the layer numbers experts."""
+    """SGLang's method of the GPU's experts, those that on_gpu has, one after another."""
 
-    def __init__(self, wheel: Wheel, experts: ExpertWeights, slots: np.ndarray):
-        self.wheel, self.experts, self.slots = wheel, experts, slots
+    def __init__(self, wheel: Wheel, experts: ExpertWeights, on_gpu: np.ndarray):
+        self.wheel, self.experts = wheel, experts
+        self.place(on_gpu)
+
+    def place(self, on_gpu: np.ndarray) -> None:
+        self.slots = np.append(np.flatnonzero(on_gpu), -1)  # -1: an expert that is not here
 
     def create_weights(self, layer, num_experts, **_sizes):
         layer.register_parameter("w13_of_the_gpu", torch.nn.Parameter(torch.empty(num_experts)))
@@ -67,8 +71,8 @@ class Gpu:
     def apply(self, layer, dispatched):
         ids, weights = (tensor.numpy() for tensor in (dispatched.topk_output.topk_ids, dispatched.topk_output.topk_weights))
         assert ids.max() < self.made
-        ids = np.where(ids < 0, -1, self.slots[ids]).astype(np.int64)
-        y = reference.forward(self.experts, array(dispatched.hidden_states), ids, weights).y
+        y = reference.forward(self.experts, array(dispatched.hidden_states), self.slots[ids], weights).y
+        y = reference.round_bfloat16(y)
         return self.wheel.dispatch.StandardCombineInput(hidden_states=tensor(y.astype(BF16)))
 
 
@@ -79,7 +83,7 @@ class Layer:
         self.wheel, self.experts, self.on_gpu = wheel, experts, on_gpu
         deferred = options.get("max_deferred_experts_per_token") or 0
         self.deferred = deferred if index < LAYERS - 1 else 0
-        self.gpu = Gpu(wheel, experts, np.flatnonzero(on_gpu))
+        self.gpu = Gpu(wheel, experts, on_gpu)
         given = {
             "layer_idx": index,
             "num_gpu_experts": int(on_gpu.sum()),
@@ -126,11 +130,10 @@ class Layer:
     def check(self, x, ids, weights, y, before):
         """y has all experts, each once, within the bounds of what is computed in float64; returns what is deferred."""
         on_gpu = np.where((ids >= 0) & self.on_gpu[ids], ids, -1)
-        urgent = np.zeros(ids.shape, bool)
-        np.put_along_axis(urgent, np.argsort(-weights, axis=1, kind="stable")[:, : TOP_K - self.deferred], True, axis=1)
+        first = np.argsort(-weights, axis=1, kind="stable")[:, : TOP_K - self.deferred]
+        urgent = np.isin(ids, np.take_along_axis(ids, first, axis=1))  # by any token
         here = (ids >= 0) & ~self.on_gpu[ids]
-        now, late = (reference.forward(self.experts, x, np.where(which, ids, -1), weights, out_dtype="float32")
-                     for which in (here & urgent, here & ~urgent))
+        now = reference.forward(self.experts, x, np.where(here & urgent, ids, -1), weights, out_dtype="float32")
         gpu = reference.forward(self.experts, x, on_gpu, weights).y
         cpu, eps = now.y, now.bound
         if before is not None:
@@ -144,7 +147,7 @@ class Layer:
             whole = reference.forward(self.experts, x, ids, weights)
             parts = np.abs(gpu) + np.abs(cpu) + np.abs(whole.y)
             assert (np.abs(y - whole.y) <= whole.bound + eps + 2.0**-8 * parts).all()
-        return late if self.deferred else None
+        return reference.forward(self.experts, x, np.where(here & ~urgent, ids, -1), weights) if self.deferred else None
 
 
 def clamped(experts: ExpertWeights) -> dict:

@@ -34,7 +34,9 @@ def distribution(tmp_path) -> Path:
     """A folder with what says that ktmoe is installed: its entry point."""
     import tomllib
 
-    ((name, value),) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"].items()
+    ((name, value),) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "sglang.srt.plugins"
+    ].items()
     info = tmp_path / "ktmoe_here-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ktmoe-here\nVersion: 1\n")

@@ -92,7 +92,9 @@ def test_all_experts_on_one_side(layers, number):
 
 @pytest.mark.parametrize("method", MISSING)
 def test_a_method_that_is_not_served(layers, method):
-    with pytest.raises(UnavailableError, match=rf"^method '{method}': .*; what works in mode 'inference' is method BF16, MXFP4"):
+    with pytest.raises(
+        UnavailableError, match=rf"^method '{method}': .*; what works in mode 'inference' is method BF16, MXFP4"
+    ):
         layers(method, of="BF16")
 
 
@@ -102,7 +104,7 @@ def test_no_such_method(layers):
 
 
 def test_another_checkpoint_than_the_method_says(layers):
-    with pytest.raises(FormatError, match=r"method 'FP8' expects E4M3 with a scale per 128 x 128, found bfloat16 \(gate\)$"):
+    with pytest.raises(FormatError, match=r"method 'FP8' expects E4M3 with a scale per 128 x 128, found BF16 \(gate\)$"):
         layers("FP8", of="BF16")
 
 
