@@ -60,3 +60,27 @@ def wheel():
 
     with sglang_wheel.imported(FORK) as module:
         yield module
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A --kt-method -> the folder of a small checkpoint that it takes, written once."""
+    import sglang_checkpoints
+    import sglang_wheel as sizes
+
+    folders = {}
+
+    def folder(method: str) -> Path:
+        if method not in folders:
+            folders[method] = tmp_path_factory.mktemp(method)
+            sglang_checkpoints.WRITERS[method](
+                folders[method],
+                num_experts=sizes.EXPERTS,
+                hidden=sizes.HIDDEN,
+                intermediate=sizes.INTERMEDIATE,
+                layers=sizes.LAYERS,
+                top_k=sizes.TOP_K,
+            )
+        return folders[method]
+
+    return folder

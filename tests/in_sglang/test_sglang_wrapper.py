@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from sglang_checkpoints import WRITERS, experts
-from sglang_wheel import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, TOP_K, Layer, batch
+from sglang_wheel import EXPERTS, LAYERS, Layer, batch
 
 from ktmoe import GatedActivation
 from ktmoe.compat.methods import MISSING, SERVED
@@ -13,21 +13,6 @@ from ktmoe.errors import FormatError, InputError, UnavailableError
 
 #: The fork gives a limit to these alone, and no limit to the others.
 CLAMPED = ("MXFP4", "MXFP8")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A method -> its folder, written once."""
-    folders = {}
-
-    def folder(method: str):
-        if method not in folders:
-            folders[method] = tmp_path_factory.mktemp(method)
-            sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K}
-            WRITERS[method](folders[method], **sizes, layers=LAYERS)
-        return folders[method]
-
-    return folder
 
 
 @pytest.fixture
