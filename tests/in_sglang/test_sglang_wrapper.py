@@ -9,7 +9,7 @@ from sglang_wheel import EXPERTS, LAYERS, Layer, batch
 
 from ktmoe import GatedActivation
 from ktmoe.compat.methods import MISSING, SERVED
-from ktmoe.errors import FormatError, InputError, UnavailableError
+from ktmoe.errors import CheckpointError, FormatError, InputError, UnavailableError
 
 #: The fork gives a limit to these alone, and no limit to the others.
 CLAMPED = ("MXFP4", "MXFP8")
@@ -96,5 +96,5 @@ def test_another_checkpoint_than_the_method_says(layers):
 def test_no_checkpoint(wheel, checkpoint, tmp_path):
     """The folder's name is in the message."""
     found = experts(checkpoint("BF16"), "BF16", 0)
-    with pytest.raises(Exception, match=str(tmp_path / "none")):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/none: expected a folder, .*, found nothing of that name$"):
         Layer(wheel, 0, found, np.arange(EXPERTS) < 2, np.arange(EXPERTS), method="BF16", weight_path=str(tmp_path / "none"))
