@@ -62,5 +62,5 @@ def _other() -> str | None:
 
 def _importers() -> list[ModuleType]:
     """The modules of SGLang that asked for kt_kernel."""
-    named = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "sglang"]
-    return [module for _, module in named if isinstance(module, ModuleType) and FLAG in vars(module)]
+    modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] == "sglang"]
+    return [module for module in modules if isinstance(module, ModuleType) and FLAG in vars(module)]

@@ -13,6 +13,6 @@ MODULES = {"kt_kernel": kt_kernel, "kt_kernel.experts": experts, "kt_kernel.sft"
 
 def provide() -> None:
     """Make kt_kernel ktmoe's in this process, also where kt-kernel is imported already; who has its names keeps them."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "kt_kernel"]:
+    for name in [name for name in [*sys.modules] if name.partition(".")[0] == "kt_kernel"]:
         del sys.modules[name]
     sys.modules.update(MODULES)

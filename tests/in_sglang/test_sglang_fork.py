@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from helpers import BF16
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from sglang_checkpoints import experts
-from sglang_wheel import EXPERTS, HIDDEN, INTERMEDIATE, Layer, batch
+from sglang_wheel import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, Layer, batch
 
 from ktmoe import GatedActivation
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
@@ -120,6 +121,27 @@ def test_experts_that_move(wheel, checkpoint):
         layer.check(x, ids, weights, layer.apply(x, ids, weights).astype(np.float64), None)
     finally:
         layer.close()
+
+
+def test_experts_by_frequency(wheel, monkeypatch, tmp_path):
+    """--kt-expert-placement-strategy frequency: the fork counts for all layers together; a dense layer has no experts."""
+    counts = torch.from_numpy(np.random.default_rng(5).permutation(2 * LAYERS * EXPERTS).reshape(2, LAYERS, EXPERTS))
+    counts[:, 0] = 0
+    torch.save(counts, tmp_path / "counts.pt")
+    config = SimpleNamespace(num_hidden_layers=LAYERS, num_experts=EXPERTS, first_k_dense_replace=1)
+    arguments = SimpleNamespace(
+        get_hf_config=lambda: config,
+        kt_gpu_experts_ratio=None,
+        kt_num_gpu_experts=3,
+        kt_expert_placement_strategy="frequency",
+        init_expert_location=str(tmp_path / "counts.pt"),
+    )
+    monkeypatch.setattr(wheel.layer, "_KT_GPU_EXPERTS_MASKS", None)
+    masks = wheel.layer._init_kt_gpu_experts_masks(arguments)
+    assert masks[0].all()
+    used, chosen = counts.sum(dim=0)[1:], masks[1:]
+    assert chosen.sum() == 3 * (LAYERS - 1)
+    assert used[chosen].min() > used[~chosen].max()
 
 
 def test_names_that_the_fork_imports(wheel):
