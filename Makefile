@@ -54,6 +54,9 @@ test-writers: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## loaders on what o
 test-engines: $(STAMPS)/native $(STAMPS)/test ## generating text in transformers: first installs it, about 4 minutes
 	@$(PY) tools/test_engines.py $(PROCESSES) $(ARGS)
 
+test-sglang: $(STAMPS)/native $(STAMPS)/test ## SGLang's own layer on ktmoe: first installs it, about 2 minutes
+	@$(PY) tools/test_sglang.py $(ARGS)
+
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2 cores, saved; ARGS="--full" is everything
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
@@ -92,7 +95,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines bench bench-compare bench-peers bench-engines bench-training simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang bench bench-compare bench-peers bench-engines bench-training simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE
