@@ -51,7 +51,7 @@ test-kt-kernel: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## kt-kernel itsel
 test-writers: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## loaders on what other projects' writers write: first installs those, about 5 minutes
 	@$(PY) tools/test_writers.py $(ARGS)
 
-test-engines: $(STAMPS)/native $(STAMPS)/test ## generating text in transformers: first installs it, about 4 minutes
+test-engines: $(STAMPS)/native $(STAMPS)/test ## generating text in transformers and in vLLM: first installs them, about 8 minutes
 	@$(PY) tools/test_engines.py $(PROCESSES) $(ARGS)
 
 test-sglang: $(STAMPS)/native $(STAMPS)/test ## SGLang's own layer on ktmoe: first installs it, about 2 minutes

@@ -16,7 +16,7 @@ ALLOWED = (
     r"this system has no posix_fadvise",
     r"this file system reads by way of the page cache",  # such as tmpfs, which is one
     r"objdump is not installed",
-    r"torch is not installed",
+    r"(torch|vLLM) is not installed",
     r"torch has no CUDA device here",
     r"matplotlib is not installed",
     r"needs two CPUs",

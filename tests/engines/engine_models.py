@@ -46,9 +46,13 @@ ARCHITECTURES = {
 }
 
 
-def make(model_type: str, **sizes: object) -> PreTrainedModel:
-    """A model in bfloat16, the same each time. sizes: more of them, of which its config takes those that it knows."""
-    model = tiny_models.make(model_type, ARCHITECTURES[model_type], tiny_models.SIZES | SIZES | sizes)
+def make(model_type: str, changes: dict | None = None, **sizes: object) -> PreTrainedModel:
+    """A model in bfloat16, the same each time.
+
+    changes: what its config is told besides those of ARCHITECTURES. sizes: more of them, of which it takes those that it knows.
+    """
+    changes = ARCHITECTURES.get(model_type, {}) | (changes or {})
+    model = tiny_models.make(model_type, changes, tiny_models.SIZES | SIZES | sizes)
     generator = torch.Generator().manual_seed(2)
     embedding = model.get_input_embeddings()
     for module in model.modules():

@@ -148,7 +148,11 @@ PACKED = {
 
 def write(name: str, folder: Path, **sizes: object) -> Path:
     """One of PACKED. sizes: more of them."""
-    packed = PACKED[name]
+    return write_packed(PACKED[name], folder, **sizes)
+
+
+def write_packed(packed: Packed, folder: Path, **sizes: object) -> Path:
+    """Such a checkpoint. folder / "bfloat16" is what it was made from."""
     plain = engine_models.save(engine_models.make(packed.model_type, **packed.sizes | sizes), folder / "bfloat16")
     checkpoint, tensors = Checkpoint(plain), {}
     for tensor in checkpoint.names():

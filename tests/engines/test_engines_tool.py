@@ -1,4 +1,4 @@
-"""tools/test_engines.py where transformers cannot be had: it says why, and that is no failure."""
+"""tools/test_engines.py where transformers or vLLM cannot be had: it says why, and that is no failure."""
 
 import importlib.util
 from pathlib import Path
@@ -24,7 +24,10 @@ def test_no_wheel(tool, monkeypatch, capsys):
 
     monkeypatch.setattr(tool.environments, "python", python)
     assert tool.main([]) == 0
-    assert capsys.readouterr().out == "ktmoe: nothing was tested in transformers: pip install engines failed\n"
+    assert capsys.readouterr().out == (
+        "ktmoe: nothing was tested in transformers: pip install engines failed\n"
+        "ktmoe: nothing was tested in vLLM: pip install vllm failed\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,16 +39,37 @@ def test_it_does_not_start(tool, monkeypatch, capsys, tmp_path, script, reason):
     interpreter.chmod(0o755)
     monkeypatch.setattr(tool.environments, "python", lambda environment, progress: interpreter)
     assert tool.main([]) == 0
-    assert capsys.readouterr().out == f"ktmoe: nothing was tested in transformers: it does not start: {reason}\n"
+    assert capsys.readouterr().out == "".join(
+        f"ktmoe: nothing was tested in {engine}: it does not start: {reason}\n" for engine in ("transformers", "vLLM")
+    )
+
+
+def answering(folder: Path, **codes: int) -> Path:
+    """An interpreter that starts, notes what it is called with, and whose pytest ends with a code for each folder of tests."""
+    cases = "".join(f"*tests/{name}*) exit {code};; " for name, code in codes.items())
+    interpreter = folder / "python"
+    interpreter.write_text(
+        f'#!/bin/sh\necho engine 5\necho "$PYTHONPATH|$*" >> {folder}/calls\ntest "$1" = -c && exit\ncase "$*" in {cases}esac\n'
+    )
+    interpreter.chmod(0o755)
+    return interpreter
 
 
 def test_the_tests_run_there(tool, monkeypatch, tmp_path):
-    interpreter = tmp_path / "python"
-    interpreter.write_text(
-        f'#!/bin/sh\necho transformers 5\necho "$PYTHONPATH|$*" >> {tmp_path}/calls\ntest "$1" = -c || exit 7\n'
-    )
-    interpreter.chmod(0o755)
+    monkeypatch.setattr(tool.environments, "python", lambda environment, progress: answering(tmp_path, engines=0, vllm=0))
+    assert tool.main(["-k", "this"]) == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call for call in calls if "pytest" in call] == [
+        f"{TOOL.parents[1]}|-m pytest -q --exhaustive tests/{folder} -k this" for folder in ("engines", "vllm")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engines", "vllm", "code"),
+    [(7, 0, 7), (0, 1, 1), (2, 1, 2), (5, 0, 0), (0, 5, 0), (5, 1, 1), (5, 5, 5)],
+)
+def test_a_failure_in_either_is_one(tool, monkeypatch, tmp_path, engines, vllm, code):
+    """5: the arguments leave no test, which is none if they leave one in the other."""
+    interpreter = answering(tmp_path, engines=engines, vllm=vllm)
     monkeypatch.setattr(tool.environments, "python", lambda environment, progress: interpreter)
-    assert tool.main(["-k", "this"]) == 7
-    last = (tmp_path / "calls").read_text().splitlines()[-1]
-    assert last == f"{TOOL.parents[1]}|-m pytest -q --exhaustive tests/engines -k this"
+    assert tool.main([]) == code

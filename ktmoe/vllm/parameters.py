@@ -1,0 +1,117 @@
+"""What the parameters of vLLM's routed experts mean: tensors that hold all experts of a layer become ExpertWeights.
+
+vLLM keeps gate and up in one parameter, w13_*, and down in another, w2_*. It has a parameter of each kind for codes, scales,
+zero points and biases. Only numpy is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from ktmoe.errors import FormatError
+from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.weights.activation import SILU, GatedActivation
+from ktmoe.weights.formats import WeightFormat
+from ktmoe.weights.scales import SCALE_KINDS
+
+#: Arrays whose items vLLM may keep in a wider dtype than the checkpoint has. The others are bytes, which are viewed.
+_NUMBERS = ("scales", "factor", "bias")
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How a layer's parameters are its experts' matrices.
+
+    format: the matrices'. endings: what stands behind w13_ and w2_ in the parameters' names, by the array's name in Matrix;
+    "bias" may be among them. interleaved: rows of gate and up alternate in w13, g0, u0, g1, u1; else all of gate's come first.
+    """
+
+    format: WeightFormat
+    endings: Mapping[str, str]
+    interleaved: bool = False
+
+    def names(self) -> Iterable[str]:
+        """Of all parameters that are read."""
+        return (f"{stem}_{ending}" for ending in self.endings.values() for stem in ("w13", "w2"))
+
+    def experts(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        hidden: int,
+        intermediate: int,
+        activation: GatedActivation = SILU,
+        name: str = "experts",
+        router_weight: str = "down_output",
+    ) -> ExpertWeights:
+        """ExpertWeights that read these arrays, and copy no more than a matrix at a time.
+
+        arrays: by the names of names(), [experts, ...]. Codes, zero points, and scales of 8 bits are bytes, in items of any
+        size. Other scales, factors and biases are float32, float16 or bfloat16. Zero points in order of rows are eight an
+        int32, along n.
+        Raises FormatError for scales that have no number in the format's kind, and where a parameter is missing.
+        """
+        if missing := [parameter for parameter in self.names() if parameter not in arrays]:
+            raise FormatError(f"{name}: expected parameters {', '.join(missing)}, found {', '.join(sorted(arrays))}")
+        for parameter in (f"{stem}_{self.endings['scales']}" for stem in ("w13", "w2") if "scales" in self.endings):
+            self._check_scales(f"{name}: {parameter}", arrays[parameter])
+        count = len(arrays[f"w2_{self.endings['codes']}"])
+
+        def read(expert: int, projection: str) -> Matrix:
+            n, k = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
+            expected = self.format.arrays(n, k) | {"bias": (np.dtype(np.float32), (n,))}
+            found = {}
+            for label, ending in self.endings.items():
+                stem = "w2" if projection == "down" else "w13"
+                part = arrays[f"{stem}_{ending}"][expert]
+                if projection != "down":
+                    part = self._half(label, part, projection == "up")
+                found[label] = self._array(label, part, *expected[label])
+            return Matrix(f"{name}.{expert}.{projection}", self.format, (n, k), **found)
+
+        return ExpertWeights(count, hidden, intermediate, read, self.format, activation, name, router_weight)
+
+    def _half(self, label: str, both: np.ndarray, second: bool) -> np.ndarray:
+        """Gate's part of an array of both, or up's."""
+        columns = both.ndim == 2 and self.format.order.transposed and label != "factor"
+        half = both.shape[columns] // 2
+        rows = slice(second, None, 2) if self.interleaved else slice(second * half, (second + 1) * half)
+        return both[:, rows] if columns else both[rows]
+
+    def _array(self, label: str, part: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """As Matrix takes it. One of another size keeps its shape, which Matrix refuses."""
+        part = np.ascontiguousarray(part)
+        if label == "offsets" and part.dtype != dtype:  # eight an int32, along n
+            part = (part.view("<u4")[:, None, :] >> 4 * np.arange(8, dtype=np.uint32)[:, None] & 15).astype(np.uint8)
+        part = part.astype(dtype) if label in _NUMBERS and part.dtype in _FLOATS else part.view(dtype)
+        return part.reshape(shape) if part.size == np.prod(shape) else part
+
+    def _check_scales(self, where: str, scales: np.ndarray) -> None:
+        kind = self.format.scale.kind
+        if scales.dtype in _FLOATS and not _fits(scales, kind):
+            raise FormatError(f"{where}: expected scales that are {kind} numbers, found others")
+
+
+def scale_kind(name: str, arrays: Iterable[np.ndarray], kinds: Iterable[str]) -> str:
+    """The first of these kinds, keys of SCALE_KINDS, that has all numbers of these arrays [experts, ...].
+
+    vLLM makes parameters of scales in one dtype, whatever the checkpoint's is. Raises FormatError if there is none.
+    """
+    arrays, kinds = list(arrays), list(kinds)
+    for kind in kinds:
+        if all(_fits(scales, kind) for scales in arrays):
+            return kind
+    raise FormatError(f"{name}: expected scales that are all {' or all '.join(kinds)} numbers, found others")
+
+
+def _fits(scales: np.ndarray, kind: str) -> bool:
+    """Whether every number is one of this kind. NaN is left to whoever packs, which names its place."""
+    dtype = SCALE_KINDS[kind].dtype
+    with np.errstate(over="ignore"):  # what overflows does not fit
+        return all(
+            np.array_equal(of_expert.astype(dtype).astype(of_expert.dtype), of_expert, equal_nan=True) for of_expert in scales
+        )
