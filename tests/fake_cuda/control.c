@@ -68,6 +68,12 @@ int cudaGetLastError(void) {
 
 int cudaPeekAtLastError(void) { return last_error; }
 
+int cudaRuntimeGetVersion(int *version) {
+    ENTER;
+    *version = FAKE_CUDA == 1102 ? 11020 : FAKE_CUDA * 1000 + 90;
+    LEAVE(SUCCESS);
+}
+
 const char *cudaGetErrorString(int error) {
     switch (error) {
         case SUCCESS: return "no error";

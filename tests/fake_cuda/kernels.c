@@ -5,7 +5,7 @@
 
 #include "fake.h"
 
-enum { ADD_BF16, NEGATE_BF16, WIDEN_INT32, FILL, GATE };
+enum { ADD_BF16, NEGATE_BF16, WIDEN_INT32, FILL, DELAY, GATE };
 
 static float widened(uint16_t bits) {
     const uint32_t wide = (uint32_t)bits << 16;
@@ -22,8 +22,8 @@ static uint16_t rounded(float value) {
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
-static void pause_shortly(void) {
-    const struct timespec time = {0, 100000};
+static void pause_for(size_t microseconds) {
+    const struct timespec time = {microseconds / 1000000, microseconds % 1000000 * 1000};
     nanosleep(&time, NULL);
 }
 
@@ -43,8 +43,9 @@ void fake_kernel(const struct work *work) {
             for (size_t i = 0; i < work->bytes / 8; i++) wide[i] = narrow[i];
             break;
         case FILL: memset(y, 0xFF, work->bytes); break;
+        case DELAY: pause_for(work->bytes); break;
         case GATE: /* until somebody writes another byte than 0 */
-            while (!*(const volatile char *)work->source) pause_shortly();
+            while (!*(const volatile char *)work->source) pause_for(100);
             break;
     }
 }

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
 SUFFIXES = {1102: "11.0", 11: "11.0", 12: "12", 13: "13"}
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-ADD_BF16, NEGATE_BF16, WIDEN_INT32, FILL, GATE = range(5)
+ADD_BF16, NEGATE_BF16, WIDEN_INT32, FILL, DELAY, GATE = range(6)
 NOT_READY = 600
 
 

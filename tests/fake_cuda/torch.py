@@ -29,6 +29,7 @@ class Torch(types.ModuleType):
     def __init__(self, runtime: Runtime):
         super().__init__("torch")
         self.runtime = runtime
+        self.version = types.SimpleNamespace(cuda="12.9")
         self.cuda = Cuda(self)
 
     def empty(self, shape, *, dtype: Dtype, device=None, pin_memory: bool = False) -> Tensor:
@@ -62,6 +63,11 @@ class Torch(types.ModuleType):
         number, size = ctypes.c_int(kernel), target.array.nbytes
         self.runtime.call("fakeKernel", stream, number, target.data_ptr(), *addresses[:2], size)
         return target
+
+    def delay(self, stream, milliseconds: int) -> None:
+        """What is put into a stream from now on comes so much later."""
+        number = ctypes.c_int(kernels.DELAY)
+        self.runtime.call("fakeKernel", stream.cuda_stream, number, 0, 0, 0, 1000 * milliseconds)
 
     @contextmanager
     def held(self, stream):
