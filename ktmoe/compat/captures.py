@@ -155,25 +155,27 @@ class Captures:
         if not self.live:
             return
         with self._order:
-            if core.captured_failures():
-                self._raise_failure()
+            if core.captured_failures() and (failure := self._failure()) is not None:
+                try:
+                    raise failure
+                finally:
+                    del failure  # which knows this frame
             for number in [number for number, capture in self.live.items() if capture.gone]:
                 capture = self.live.pop(number)
                 self.pending = {model: due for model, due in self.pending.items() if due[1].capture is not capture}
+                capture.calls.clear()  # which know their capture
+                capture.lanes.clear()
 
-    def _raise_failure(self) -> None:
+    def _failure(self) -> Exception | None:
         failures = []
         for call in (call for capture in self.live.values() for call in capture.calls):
             try:
-                call.record.check(
-                    f"{call.name}: a call in a CUDA graph failed when the graph was replayed, and its result is NaN"
-                )
+                call.record.check(f"{call.name}: a call in a CUDA graph failed in a replay, and its result is NaN")
             except Exception as error:
-                failures.append(error)
+                failures.append(error.with_traceback(None))
         if len(failures) > 1:
             failures[0].add_note(f"{len(failures) - 1} more calls failed, too")
-        if failures:
-            raise failures[0]
+        return failures[0] if failures else None
 
     def submit(
         self,
