@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ktmoe._native import core
+from ktmoe.batch import mask_of
 from ktmoe.compat.calls import Loaded
 from ktmoe.compat.cuda_runtime import Capturing, HostMemory, Runtime
 from ktmoe.compat.order import Order
@@ -74,7 +75,6 @@ class Capture:
         self.number = place.graph.number
         self.calls: list[CapturedCall] = []
         self.lanes: dict[int, Lane] = {}
-        self.scratch: dict[tuple[int, ...], np.ndarray] = {}
         self.mark = core.GraphMark()
         self.known = place.runtime.has_user_objects and place.graph.graph is not None
         if self.known:
@@ -88,12 +88,6 @@ class Capture:
     def buffers(self, place: Place, shape: Shape, adopt) -> PinnedBuffers:
         free = self.lanes.setdefault(place.stream, Lane()).free.setdefault(shape, [])
         return free.pop() if free else PinnedBuffers(place.runtime, shape, adopt)
-
-    def scratch_for(self, *sizes: int) -> np.ndarray:
-        """One thread runs the calls: those of one shape share it."""
-        if sizes not in self.scratch:
-            self.scratch[sizes] = np.empty(core.CallRecord.scratch_bytes(*sizes), np.uint8)
-        return self.scratch[sizes]
 
     def awaited(self, call: CapturedCall) -> None:
         """The copy of its result was captured: what comes after it in this stream finds its memory free.
@@ -149,6 +143,7 @@ class Captures:
         self.live: dict[int, Capture] = {}
         #: By model, as deferral.Passes has it: the layer that adds what was deferred last, and whose call deferred it.
         self.pending: dict[object, tuple[int, CapturedCall]] = {}
+        self._scratch = np.empty(0, np.uint8)
 
     def settle(self) -> None:
         """Raise what a replay failed with, once, and give back what was kept for graphs that are gone."""
@@ -214,12 +209,12 @@ class Captures:
                 buffers.ids,
                 buffers.weights,
                 buffers.y,
-                np.ascontiguousarray(loaded.layer.expert_mask).view(np.uint8),
+                np.ascontiguousarray(mask_of(loaded.layer)).view(np.uint8),
                 on_gpu,
                 None if successor is None else max(urgent_slots, 0),
                 None if successor is None else buffers.late(),
                 earlier,
-                capture.scratch_for(*shape, loaded.layer.num_experts),
+                self._scratch_for(*shape, loaded.layer.num_experts),
             )
             call = CapturedCall(
                 name,
@@ -239,6 +234,13 @@ class Captures:
             if successor is not None:
                 self.pending[loaded.model] = successor, call
             return call
+
+    def _scratch_for(self, *sizes: int) -> np.ndarray:
+        """One thread runs the calls of all graphs, so that they share it."""
+        needed = core.CallRecord.scratch_bytes(*sizes)
+        if needed > self._scratch.size:
+            self._scratch = np.empty(needed, np.uint8)
+        return self._scratch
 
     def _take(self, model, layer: int, shape: Shape) -> core.CallRecord | None:
         """The call whose deferred experts this layer adds, as deferral.Passes.take()."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import sys
 import weakref
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ _NEEDED = (
     "cudaRuntimeGetVersion",
 )
 _USER_OBJECTS = ("cudaUserObjectCreate", "cudaUserObjectRelease", "cudaGraphRetainUserObject")
+
+_NAME = re.compile(r"libcudart(-[0-9a-f]+)?\.so")  # some wheels have a copy whose name has a number
 
 _OUT_OF_MEMORY = 2
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -69,9 +72,6 @@ class Runtime:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         for name in _NEEDED:
             self._require(name)
-        version = c_int()
-        self.call("cudaRuntimeGetVersion", byref(version))
-        self.version = version.value
         self._capture_info, self._capture_outputs = self._find_capture_info()
         self.has_user_objects = self._capture_outputs > 0 and all(hasattr(self._library, name) for name in _USER_OBJECTS)
 
@@ -86,7 +86,9 @@ class Runtime:
         if hasattr(self._library, "cudaStreamGetCaptureInfo_v2"):  # from 11.3 on, not in 13
             return "cudaStreamGetCaptureInfo_v2", 3
         self._require("cudaStreamGetCaptureInfo")
-        return "cudaStreamGetCaptureInfo", 4 if self.version >= 13000 else 0
+        version = c_int()
+        self.call("cudaRuntimeGetVersion", byref(version))
+        return "cudaStreamGetCaptureInfo", 4 if version.value >= 13000 else 0
 
     def call(self, name: str, *arguments) -> None:
         """Raises UnavailableError, with the runtime's own words; OutOfMemoryError."""
@@ -143,7 +145,7 @@ def loaded() -> list[str]:
     """Paths of the CUDA runtimes that this process has loaded."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         paths = (line.rstrip("\n").split(maxsplit=5)[5:] for line in maps)
-        found = dict.fromkeys(path[0] for path in paths if path and os.path.basename(path[0]).startswith("libcudart.so"))
+        found = dict.fromkeys(path[0] for path in paths if path and _NAME.match(os.path.basename(path[0])))
     return list(found)
 
 
@@ -152,11 +154,11 @@ def find() -> Runtime:
     paths = loaded()
     if len(paths) > 1:  # another package brought one of its own
         version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
-        own = f"libcudart.so.{version.partition('.')[0]}"
-        paths = [path for path in paths if os.path.basename(path).startswith(own)] or paths
+        own = f".so.{version.partition('.')[0]}"
+        paths = [path for path in paths if own in os.path.basename(path)] or paths
     if not paths:
         raise UnavailableError(
-            "CUDA graphs: no libcudart.so is loaded into this process, whose functions ktmoe needs to capture one; "
+            "CUDA graphs: this process has not loaded CUDA's runtime, libcudart.so, whose functions ktmoe needs to capture one; "
             "run these layers outside of graphs (SGLang: --disable-cuda-graph)"
         )
     return opened(paths[0])

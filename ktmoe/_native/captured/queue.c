@@ -18,9 +18,9 @@ static struct {
     bool started;
     pthread_t thread;
 } queue;
-static kt_event pushed; /* bumped for a record, or to end */
-static kt_event inside; /* host functions */
-static kt_event rested; /* bumped after a record's last part */
+static _Alignas(64) kt_event pushed; /* bumped for a record, or to end */
+static _Alignas(64) kt_event inside; /* host functions */
+static _Alignas(64) kt_event rested; /* bumped after a record's last part */
 static _Atomic bool closed;
 
 static bool come_in(void) {

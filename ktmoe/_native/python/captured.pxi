@@ -25,6 +25,7 @@ cdef class GraphMark:
         return self.mark.holders == 1
 
 
+@cython.no_gc_clear  # the queue may know it until it is gone
 cdef class CallRecord:
     """One call of a layer in a CUDA graph. A graph puts submit_function and await_function into a stream, with its address.
 

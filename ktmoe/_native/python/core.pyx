@@ -17,6 +17,7 @@ import sys
 
 import numpy as np
 
+cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.errno cimport errno as last_errno
 from libc.stdlib cimport calloc, free
