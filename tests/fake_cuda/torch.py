@@ -46,7 +46,10 @@ class Torch(types.ModuleType):
         return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def from_numpy(self, array):
-        return array  # the mask, which only ever is on the host
+        if array.dtype == np.bool_:
+            return array  # the mask, which only ever is on the host
+        dtype = {np.int16: self.int16, np.int64: self.int64, np.float32: self.float32}[array.dtype.type]
+        return Tensor(self, array, dtype, Device("cpu"), pinned=True)  # a copy finds out whether it is
 
     def on_device(self, array: np.ndarray, dtype: Dtype | None = None) -> Tensor:
         """A new tensor with an array's numbers; uint16 and what has as many bits is bfloat16."""
