@@ -17,9 +17,12 @@ ADD_BF16, NEGATE_BF16, WIDEN_INT32, FILL, DELAY, GATE = range(6)
 NOT_READY = 600
 
 
-def build(folder: Path, version: int = 12, without: str = "") -> Path:
-    """Compile the library with the names of a version of CUDA; without: a function that it lacks."""
-    library = folder / f"libcudart.so.{SUFFIXES[version]}"
+def build(folder: Path, version: int = 12, without: str = "", name: str = "libfake") -> Path:
+    """Compile the library with the names of a version of CUDA; without: a function that it lacks.
+
+    name: "libcudart" is for processes that do not use the real one later.
+    """
+    library = folder / f"{name}.so.{SUFFIXES[version]}"
     defined = [f"-DFAKE_CUDA={version}", *([f"-DWITHOUT_{without}"] if without else [])]
     subprocess.run([*COMPILER, *FLAGS, *defined, "-o", library, *sorted(HERE.glob("*.c"))], check=True)
     return library
@@ -56,6 +59,11 @@ class Runtime:
         out = ctypes.c_void_p()
         self.call(name, ctypes.byref(out), *arguments)
         return out.value
+
+    def done_while_the_gil_is_held(self, stream: int, seconds: int) -> bool:
+        """Whether a stream gets to its end while no other thread can run Python."""
+        holding = ctypes.PyDLL(str(self.path))
+        return bool(holding.fakeWait(_word(stream), ctypes.c_int(1000 * seconds)))
 
     def over(self, name: str, handle: int) -> bool:
         """What a query says."""

@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "fake.h"
 
@@ -288,6 +289,19 @@ uint64_t fakeQueued(void *handle) {
     const uint64_t queued = fake_stream(handle)->queued;
     pthread_mutex_unlock(&fake_lock);
     return queued;
+}
+
+/* Whether a stream gets to its end within so many milliseconds. */
+int fakeWait(void *handle, int milliseconds) {
+    struct timespec end;
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_sec += milliseconds / 1000;
+    pthread_mutex_lock(&fake_lock);
+    const struct stream *stream = fake_stream(handle);
+    while (stream->done < stream->queued && !pthread_cond_timedwait(&fake_changed, &fake_lock, &end)) continue;
+    const bool done = stream->done == stream->queued;
+    pthread_mutex_unlock(&fake_lock);
+    return done;
 }
 
 int fakeKernel(void *handle, int kernel, void *target, const void *source, const void *other, size_t bytes) {
