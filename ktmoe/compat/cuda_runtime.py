@@ -158,7 +158,7 @@ def find() -> Runtime:
         paths = [path for path in paths if own in os.path.basename(path)] or paths
     if not paths:
         raise UnavailableError(
-            "CUDA graphs: this process has not loaded CUDA's runtime, libcudart.so, whose functions ktmoe needs to capture one; "
+            "CUDA graphs: this process has not loaded CUDA's runtime, libcudart.so, which ktmoe needs to capture one; "
             "run these layers outside of graphs (SGLang: --disable-cuda-graph)"
         )
     return opened(paths[0])

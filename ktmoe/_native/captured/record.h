@@ -15,17 +15,17 @@ typedef struct kt_record_scratch {
 
 typedef struct kt_record {
     const kt_experts *experts;
-    kt_batch batch;           /* all experts, bf16; x, ids and weights are copied there by the graph, y is copied from there */
-    const uint8_t *on_gpu;    /* [num_experts]; to be skipped. Read once in each call */
-    size_t urgent_slots;      /* kt_split()'s */
-    uint16_t *late;           /* bf16 [tokens][hidden], what deferred experts give; NULL: none is deferred */
-    bool pending;             /* late is still to be added by the record whose `earlier` this is */
+    kt_batch batch;            /* all experts, bf16; x, ids and weights are copied there by the graph, y is copied from there */
+    const uint8_t *on_gpu;     /* [num_experts]; to be skipped. Read once in each call */
+    size_t urgent_slots;       /* kt_split()'s */
+    uint16_t *late;            /* bf16 [tokens][hidden], what deferred experts give; NULL: none is deferred */
+    bool pending;              /* late is still to be added by the record whose `earlier` this is */
     struct kt_record *earlier; /* NULL: none */
     kt_record_scratch scratch;
     /* The queue's (queue.c). */
     struct kt_record *next;
-    uint32_t submitted; /* how many times */
-    kt_event finished;  /* what `submitted` was when the last call began whose y is there */
+    uint32_t submitted;      /* how many times */
+    kt_event finished;       /* what `submitted` was when the last call began whose y is there */
     enum kt_outcome outcome; /* KT_DONE, or how a call failed since somebody asked */
     int error;               /* an errno, of KT_FAILED */
 } kt_record;
