@@ -327,6 +327,7 @@ def test_submit_and_sync_belong_together(torch, folder):
         with pytest.raises(InputError, match="captur"):
             w.sync_forward(None, 0)
         w.submit_forward(*made, 0)
+        w.cpu_infer.sync()  # else its thread may wait for an event while the next graph is captured
         with pytest.raises(InputError, match="captur"), torch.cuda.graph(graphs[1]):
             w.sync_forward(None, torch.cuda.current_stream())
         with torch.cuda.graph(graphs[0]):
