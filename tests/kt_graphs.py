@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from helpers import BF16
 from kt_wrappers import wrapper
@@ -54,11 +52,3 @@ class Captured:
     def run(self, cases) -> list[np.ndarray]:
         self.replay(cases)
         return [value(y) for y in self.outputs]
-
-
-def eventually(condition, seconds=20) -> bool:
-    """Whether it is so before long: destructors run on a thread of CUDA's."""
-    end = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.001)
-    return bool(found)
