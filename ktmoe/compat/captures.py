@@ -97,38 +97,61 @@ class Capture:
 
         So it finds that of deferred experts of calls before, since the calls run in order; the call's own ones come later.
         """
-        lane = self.lanes[call.stream]
+        lane = self.lanes[call.request.place.stream]
         done = [other for other in lane.late if other.turn < call.turn]
         lane.late = [other for other in lane.late if other.turn >= call.turn]
-        (lane.late if call.defers else done).append(call)
+        (lane.late if call.request.defers else done).append(call)
         for other in done:
             lane.free[other.shape].append(other.buffers)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured, but for the arguments. on_gpu: uint8 [num_experts], read in each replay.
+
+    successor: the layer that adds what is deferred, None if nothing is; urgent_slots: how many slots are not.
+    """
+
+    place: Place
+    side: object
+    layer: int
+    loaded: Loaded
+    on_gpu: np.ndarray
+    successor: int | None
+    urgent_slots: int
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.layer}"
+
+    @property
+    def defers(self) -> bool:
+        return self.successor is not None
+
+
 @dataclass
 class CapturedCall:
-    """One call; either result() or abandon() comes last. turn: its place among the calls of its graph."""
+    """One call; either result() or abandon() comes last. turn: its place among the calls of its graph. dtype: of x."""
 
-    name: str
-    side: object
+    request: Request
     dtype: object
     capture: Capture
-    stream: int
     turn: int
     shape: Shape
     buffers: PinnedBuffers
     record: core.CallRecord
-    defers: bool
 
     def result(self, stream):
         """y as the graph will have it, where the arguments were. Raises InputError if the stream is not part of that graph."""
-        place = self.side.capturing(stream)
+        place = self.request.side.capturing(stream)
         if place is None or place.graph.number != self.capture.number:
             now = "no graph is being captured" if place is None else "another one is being captured"
-            raise InputError(f"{self.name}: submit_forward was captured in a CUDA graph, and sync_forward must be, too; {now}")
+            raise InputError(
+                f"{self.request.name}: submit_forward was captured in a CUDA graph, and sync_forward must be, too; {now}"
+            )
         with place.current():
             place.runtime.launch(place.stream, core.await_function, self.record.address)
-            y = self.side.returned(self.buffers, self.dtype)
+            y = self.request.side.returned(self.buffers, self.dtype)
         self.capture.awaited(self)
         return y
 
@@ -145,8 +168,8 @@ class Captures:
 
     def after_fork(self) -> None:
         self.live: dict[int, Capture] = {}
-        #: By model, as deferral.Passes has it: the layer that adds what was deferred last, and whose call deferred it.
-        self.pending: dict[object, tuple[int, CapturedCall]] = {}
+        #: The call of a model, as deferral.Passes has it, that deferred experts last.
+        self.pending: dict[object, CapturedCall] = {}
         self._scratch = np.empty(0, np.uint8)
 
     def settle(self) -> None:
@@ -161,7 +184,7 @@ class Captures:
                     del failure  # which knows this frame
             for number in [number for number, capture in self.live.items() if capture.gone]:
                 capture = self.live.pop(number)
-                self.pending = {model: due for model, due in self.pending.items() if due[1].capture is not capture}
+                self.pending = {model: due for model, due in self.pending.items() if due.capture is not capture}
                 capture.calls.clear()  # which know their capture
                 capture.lanes.clear()
 
@@ -169,44 +192,28 @@ class Captures:
         failures = []
         for call in (call for capture in self.live.values() for call in capture.calls):
             try:
-                call.record.check(f"{call.name}: a call in a CUDA graph failed in a replay, and its result is NaN")
+                call.record.check(f"{call.request.name}: a call in a CUDA graph failed in a replay, and its result is NaN")
             except Exception as error:
                 failures.append(error.with_traceback(None))
         if len(failures) > 1:
             failures[0].add_note(f"{len(failures) - 1} more calls failed, too")
         return failures[0] if failures else None
 
-    def submit(
-        self,
-        place: Place,
-        name: str,
-        layer: int,
-        loaded: Loaded,
-        side,
-        arguments: tuple,
-        on_gpu: np.ndarray,
-        successor: int | None,
-        urgent_slots: int,
-    ) -> CapturedCall:
-        """Capture a call up to the host function that submits it.
-
-        arguments: x, ids, weights, checked. on_gpu: uint8 [num_experts], read in each replay; so is the layer's expert_mask.
-        successor, urgent_slots: which layer adds what is deferred, None for nothing; and how many slots are not.
-        """
+    def submit(self, request: Request, x, ids, weights) -> CapturedCall:
+        """Capture a call up to the host function that submits it. x, ids, weights: tensors whose shapes fit."""
+        place, side, loaded = request.place, request.side, request.loaded
         packed = loaded.layer.packed
         if not isinstance(packed, core.PackedLayer):
             raise UnavailableError(
-                f"{name}: backend {loaded.layer.backend!r} computes in Python, which a CUDA graph cannot hold"
+                f"{request.name}: backend {loaded.layer.backend!r} computes in Python, which a CUDA graph cannot hold"
             )
-        tokens, top_k = arguments[1].shape
-        shape = Shape(tokens, top_k, loaded.layer.hidden)
+        shape = Shape(*ids.shape, loaded.layer.hidden)
         with self._order, place.current():
             _start()
             capture = self.live.get(place.graph.number)
             if capture is None:
                 capture = self.live[place.graph.number] = Capture(place)
             buffers = capture.buffers(place, shape, side.adopted)
-            earlier = self._take(loaded.model, layer, shape)
             record = core.CallRecord(
                 packed,
                 buffers.x,
@@ -214,29 +221,18 @@ class Captures:
                 buffers.weights,
                 buffers.y,
                 np.ascontiguousarray(mask_of(loaded.layer)).view(np.uint8),
-                on_gpu,
-                None if successor is None else max(urgent_slots, 0),
-                None if successor is None else buffers.late(),
-                earlier,
+                request.on_gpu,
+                max(request.urgent_slots, 0) if request.defers else None,
+                buffers.late() if request.defers else None,
+                self._take(loaded.model, request.layer, shape),
                 self._scratch_for(*shape, loaded.layer.num_experts),
             )
-            call = CapturedCall(
-                name,
-                side,
-                arguments[0].dtype,
-                capture,
-                place.stream,
-                len(capture.calls),
-                shape,
-                buffers,
-                record,
-                successor is not None,
-            )
+            call = CapturedCall(request, x.dtype, capture, len(capture.calls), shape, buffers, record)
             capture.calls.append(call)
-            side.copy(buffers, *arguments)
+            side.copy(buffers, x, ids, weights)
             place.runtime.launch(place.stream, core.submit_function, record.address)
-            if successor is not None:
-                self.pending[loaded.model] = successor, call
+            if request.defers:
+                self.pending[loaded.model] = call
             return call
 
     def _scratch_for(self, *sizes: int) -> np.ndarray:
@@ -248,8 +244,8 @@ class Captures:
 
     def _take(self, model, layer: int, shape: Shape) -> core.CallRecord | None:
         """The call whose deferred experts this layer adds, as deferral.Passes.take()."""
-        successor, call = self.pending.pop(model, (None, None))
-        return call.record if successor == layer and call.shape == shape else None
+        call = self.pending.pop(model, None)
+        return call.record if call is not None and (call.request.successor, call.shape) == (layer, shape) else None
 
     def forget(self, model=None) -> None:
         """No later call adds what was deferred; None: of any model."""

@@ -19,7 +19,7 @@ from ktmoe.compat import masks, methods, weights
 from ktmoe.compat.arguments import Sizes, batch, count, nodes
 from ktmoe.compat.buffers import Key
 from ktmoe.compat.calls import Call, Loaded
-from ktmoe.compat.captures import CapturedCall
+from ktmoe.compat.captures import CapturedCall, Request
 from ktmoe.compat.deferral import Pending
 from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
 from ktmoe.compat.export import Target
@@ -281,13 +281,8 @@ class InferenceWrapper:
         tokens, top_k = batch(self.hidden_size, x, ids, weights_)
         if (place := side.capturing(stream)) is not None:
             with ENGINE.order:
-                name, given, on_gpu = (
-                    f"layer {self.layer_idx}",
-                    (x, ids, weights_),
-                    masks.live(self.gpu_experts_mask, self.num_experts),
-                )
-                deferral = self._deferral(loaded.model)
-                return ENGINE.captures.submit(place, name, self.layer_idx, loaded, side, given, on_gpu, *deferral)
+                on_gpu, deferral = masks.live(self.gpu_experts_mask, self.num_experts), self._deferral(loaded.model)
+                return ENGINE.captures.submit(Request(place, side, self.layer_idx, loaded, on_gpu, *deferral), x, ids, weights_)
         on_gpu = masks.read(self.gpu_experts_mask, self.num_experts)
         buffers = ENGINE.pool.take(Key(side, self.layer_idx % SLOTS, tokens, self.hidden_size, top_k))
         try:
