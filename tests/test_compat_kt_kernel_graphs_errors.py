@@ -186,7 +186,10 @@ def test_no_runtime(torch, folder, monkeypatch):
     monkeypatch.setattr(cuda_runtime, "loaded", list)
     tensors = on_device(torch, batch())
     with wrapper(folder) as w:
-        with pytest.raises(UnavailableError, match=r"has not loaded CUDA.s runtime, libcudart\.so"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with (
+            pytest.raises(UnavailableError, match=r"has not loaded CUDA.s runtime, libcudart\.so"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
             w.forward(*tensors, torch.cuda.current_stream())
         assert same_bits(value(w.forward(*tensors, 0)), w.forward(*batch()))  # outside of graphs nothing is needed
 
