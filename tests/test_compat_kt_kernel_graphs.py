@@ -320,18 +320,19 @@ def test_modes_of_capture(torch, folder, mode):
 
 
 def test_submit_and_sync_belong_together(torch, folder):
-    made, graphs = on_device(torch, batch()), [torch.cuda.CUDAGraph() for _ in range(3)]
+    made, graphs = on_device(torch, batch()), [torch.cuda.CUDAGraph() for _ in range(4)]
     with wrapper(folder) as w:
         with torch.cuda.graph(graphs[0]):
             w.submit_forward(*made, torch.cuda.current_stream())
         with pytest.raises(InputError, match="captur"):
             w.sync_forward(None, 0)
         w.submit_forward(*made, 0)
+        w.cpu_infer.sync()  # nothing else of it runs while a graph is captured
         with pytest.raises(InputError, match="captur"), torch.cuda.graph(graphs[1]):
             w.sync_forward(None, torch.cuda.current_stream())
-        with torch.cuda.graph(graphs[0]):
+        with torch.cuda.graph(graphs[2]):
             w.submit_forward(*made, torch.cuda.current_stream())
-        with pytest.raises(InputError, match="captur"), torch.cuda.graph(graphs[2]):
+        with pytest.raises(InputError, match="captur"), torch.cuda.graph(graphs[3]):
             w.sync_forward(None, torch.cuda.current_stream())
         captured = Captured(torch, [w], [batch()])
         assert_same(captured.run([batch(1)]), eager([w], [batch(1)]))
