@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,11 +28,12 @@ _ALIGNMENT = 256
 
 
 class Place(NamedTuple):
-    """Where a call is captured. stream: the handle of the stream."""
+    """Where a call is captured. stream: the handle of the stream. current: a context in which torch works on it."""
 
     runtime: Runtime
     stream: int
     graph: Capturing
+    current: Callable[[], AbstractContextManager]
 
 
 class Shape(NamedTuple):
@@ -123,8 +126,9 @@ class CapturedCall:
         if place is None or place.graph.number != self.capture.number:
             now = "no graph is being captured" if place is None else "another one is being captured"
             raise InputError(f"{self.name}: submit_forward was captured in a CUDA graph, and sync_forward must be, too; {now}")
-        place.runtime.launch(place.stream, core.await_function, self.record.address)
-        y = self.side.returned(self.buffers, self.dtype, stream)
+        with place.current():
+            place.runtime.launch(place.stream, core.await_function, self.record.address)
+            y = self.side.returned(self.buffers, self.dtype)
         self.capture.awaited(self)
         return y
 
@@ -196,7 +200,7 @@ class Captures:
             )
         tokens, top_k = arguments[1].shape
         shape = Shape(tokens, top_k, loaded.layer.hidden)
-        with self._order:
+        with self._order, place.current():
             _start()
             capture = self.live.get(place.graph.number)
             if capture is None:
@@ -229,7 +233,7 @@ class Captures:
                 successor is not None,
             )
             capture.calls.append(call)
-            side.brought(buffers, *arguments, place.stream)
+            side.copy(buffers, *arguments)
             place.runtime.launch(place.stream, core.submit_function, record.address)
             if successor is not None:
                 self.pending[loaded.model] = successor, call

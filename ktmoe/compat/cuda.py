@@ -6,6 +6,8 @@ in the stream: then an error can be raised. While a CUDA graph is captured, host
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ktmoe.compat import cuda_runtime
@@ -67,15 +69,15 @@ class Cuda(TorchHost):
 
     def capturing(self, stream) -> Place | None:
         """Where a call on this stream is captured; None if it is not. Raises UnavailableError if it cannot be."""
-        stream = self._stream(stream)
-        with self.torch.cuda.stream(stream):
-            if not self.torch.cuda.is_current_stream_capturing():
+        stream, cuda = self._stream(stream), self.torch.cuda
+        with cuda.stream(stream):
+            if not cuda.is_current_stream_capturing():
                 return None
-        runtime, handle = cuda_runtime.find(), stream.cuda_stream
-        graph = runtime.capturing(handle)
+            runtime, handle = cuda_runtime.find(), stream.cuda_stream
+            graph = runtime.capturing(handle)
         if graph is None:
             raise UnavailableError("CUDA graphs: the capture on this stream has failed before, and cannot go on")
-        return Place(runtime, handle, graph)
+        return Place(runtime, handle, graph, functools.partial(cuda.stream, stream))
 
     def adopted(self, array: np.ndarray):
         """A tensor on a captured call's memory."""
@@ -87,15 +89,8 @@ class Cuda(TorchHost):
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
-    def brought(self, buffers, x, ids, weights, stream) -> None:
-        """Capture the copies of a call's arguments."""
-        with self.torch.cuda.stream(self._stream(stream)):
-            self.copy(buffers, x, ids, weights)
-
-    def returned(self, buffers, dtype, stream):
-        """Capture the copy of its result, to memory that is the graph's."""
-        torch = self.torch
-        with torch.cuda.stream(self._stream(stream)):
-            y = torch.empty(buffers.y.shape, dtype=dtype, device=self.device)
-            y.copy_(buffers.y_owner, non_blocking=True)
+    def returned(self, buffers, dtype):
+        """Capture the copy of a call's result in the current stream, to memory that is the graph's."""
+        y = self.torch.empty(buffers.y.shape, dtype=dtype, device=self.device)
+        y.copy_(buffers.y_owner, non_blocking=True)
         return y

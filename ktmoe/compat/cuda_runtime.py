@@ -136,7 +136,7 @@ class Runtime:
             self.call("cudaUserObjectCreate", *create)
             try:
                 self.call("cudaGraphRetainUserObject", c_void_p(graph), thing, c_uint(1), c_uint(_MOVE))
-            except UnavailableError:
+            except BaseException:
                 self.call("cudaUserObjectRelease", thing, c_uint(1))
                 raise
 
