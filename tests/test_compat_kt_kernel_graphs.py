@@ -297,6 +297,26 @@ def test_streams_of_one_capture(torch, folder):
             assert same_bits(value(total), both.astype(BF16))
 
 
+def test_results_that_are_copied_by_another_stream(torch, folder):
+    """The next call on the first stream does not wait for that copy, and must not overwrite what it copies."""
+    wrappers, cases = stack(folder, (0, 0, 0)), cases_of(0, 2)
+    inputs, graph = [on_device(torch, case) for case in cases], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        main, side, outputs = torch.cuda.current_stream(), torch.cuda.Stream(), []
+        for w, tensors in zip(wrappers, inputs, strict=True):
+            w.submit_forward(*tensors, main)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                outputs.append(w.sync_forward(tensors[0], side))
+        main.wait_stream(side)
+    expected = eager(wrappers, cases)
+    for seed in range(20):
+        torch.runtime.seed(seed)
+        graph.replay()
+        assert_same([value(y) for y in outputs], expected)
+    close(wrappers)
+
+
 def test_a_replay_needs_no_python(torch, folder):
     """This thread waits for replays, and keeps all others from running Python meanwhile."""
     wrappers = stack(folder, (2, 2, 0))
@@ -320,7 +340,7 @@ def test_modes_of_capture(torch, folder, mode):
 
 
 def test_submit_and_sync_belong_together(torch, folder):
-    made, graphs = on_device(torch, batch()), [torch.cuda.CUDAGraph() for _ in range(3)]
+    made, graphs = on_device(torch, batch()), [torch.cuda.CUDAGraph() for _ in range(4)]
     with wrapper(folder) as w:
         with torch.cuda.graph(graphs[0]):
             w.submit_forward(*made, torch.cuda.current_stream())
@@ -330,9 +350,9 @@ def test_submit_and_sync_belong_together(torch, folder):
         w.cpu_infer.sync()  # else its thread may wait for an event while the next graph is captured
         with pytest.raises(InputError, match="captur"), torch.cuda.graph(graphs[1]):
             w.sync_forward(None, torch.cuda.current_stream())
-        with torch.cuda.graph(graphs[0]):
+        with torch.cuda.graph(graphs[2]):
             w.submit_forward(*made, torch.cuda.current_stream())
-        with pytest.raises(InputError, match="captur"), torch.cuda.graph(graphs[2]):
+        with pytest.raises(InputError, match="captur"), torch.cuda.graph(graphs[3]):
             w.sync_forward(None, torch.cuda.current_stream())
         captured = Captured(torch, [w], [batch()])
         assert_same(captured.run([batch(1)]), eager([w], [batch(1)]))

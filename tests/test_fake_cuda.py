@@ -307,12 +307,13 @@ def test_a_forked_child_has_no_cuda(torch):
 @pytest.mark.parametrize(
     ("version", "there", "missing"),
     [
+        (12, ["cudaStreamGetCaptureInfo_v2", "cudaStreamGetCaptureInfo_v3"], ["cudaLaunchHostFunc_v2"]),
         (1102, ["cudaStreamGetCaptureInfo"], ["cudaStreamGetCaptureInfo_v2", "cudaUserObjectCreate"]),
         (11, ["cudaStreamGetCaptureInfo_v2", "cudaUserObjectCreate"], ["cudaStreamGetCaptureInfo_v3"]),
         (13, ["cudaStreamGetCaptureInfo"], ["cudaStreamGetCaptureInfo_v2", "cudaStreamGetCaptureInfo_v3"]),
     ],
 )
-def test_names_by_version(fake_runtime, tmp_path, version, there, missing):
-    library = ctypes.CDLL(str(kernels.build(tmp_path, version)))
+def test_names_by_version(fake_runtimes, version, there, missing):
+    library = ctypes.CDLL(str(fake_runtimes(version).path))
     assert all(hasattr(library, name) for name in there)
     assert not any(hasattr(library, name) for name in missing)

@@ -152,7 +152,8 @@ class CapturedCall:
         with place.current():
             place.runtime.launch(place.stream, core.await_function, self.record.address)
             y = self.request.side.returned(self.buffers, self.dtype)
-        self.capture.awaited(self)
+        if place.stream == self.request.place.stream:  # what is submitted next there need not wait for a copy in another stream
+            self.capture.awaited(self)
         return y
 
     def abandon(self) -> None:

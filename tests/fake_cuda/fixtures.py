@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 
@@ -15,10 +16,17 @@ from .torch import Torch
 
 
 @pytest.fixture(scope="session")
-def fake_runtime(tmp_path_factory):
+def fake_runtimes(tmp_path_factory):
+    """By version of CUDA, and by a function that is missing; each is compiled once."""
     if shutil.which(COMPILER[0]) is None:
         pytest.skip("there is no C compiler")
-    return runtimes.Runtime(runtimes.build(tmp_path_factory.mktemp("cuda")))
+    folder = tmp_path_factory.mktemp("cuda")
+    return functools.cache(lambda *which: runtimes.Runtime(runtimes.build(folder, *which)))
+
+
+@pytest.fixture(scope="session")
+def fake_runtime(fake_runtimes):
+    return fake_runtimes()
 
 
 @pytest.fixture

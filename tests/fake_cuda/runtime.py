@@ -11,18 +11,14 @@ from environments import COMPILER
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
-SUFFIXES = {1102: "11.0", 11: "11.0", 12: "12", 13: "13"}
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 ADD_BF16, NEGATE_BF16, WIDEN_INT32, FILL, DELAY, GATE = range(6)
 NOT_READY = 600
 
 
-def build(folder: Path, version: int = 12, without: str = "", name: str = "libfake") -> Path:
-    """Compile the library with the names of a version of CUDA; without: a function that it lacks.
-
-    name: "libcudart" is for processes that do not use the real one later.
-    """
-    library = folder / f"{name}.so.{SUFFIXES[version]}"
+def build(folder: Path, version: int = 12, without: str = "") -> Path:
+    """Compile the library with the names of a version of CUDA; without: a function that it lacks."""
+    library = folder / f"libfake{version}{without}.so"
     defined = [f"-DFAKE_CUDA={version}", *([f"-DWITHOUT_{without}"] if without else [])]
     subprocess.run([*COMPILER, *FLAGS, *defined, "-o", library, *sorted(HERE.glob("*.c"))], check=True)
     return library

@@ -196,6 +196,7 @@ class Graph:
         self.torch, self.pool, self._stream, self._executable = torch, [], None, None
 
     def capture_begin(self, capture_error_mode: str = "global") -> None:
+        assert self._executable is None, "torch captures into a graph once"
         self._stream = self.torch.cuda.current_stream().cuda_stream
         mode = ctypes.c_int(MODES[capture_error_mode])
         self.torch.runtime.call("cudaStreamBeginCapture", self._stream, mode)
