@@ -232,18 +232,20 @@ def test_a_graph_that_is_gone(torch, folder, nothing_is_pinned):
 
 
 def test_graphs_are_captured_and_destroyed_by_several_threads(torch, folder, nothing_is_pinned):
-    wrappers, wrong = stack(folder, (0, 0)), []
+    """One at a time is captured, as torch has it; meanwhile others are launched, destroyed and given back."""
+    wrappers, wrong, one = stack(folder, (0, 0)), [], threading.Lock()
     expected = [w.forward(*batch(7, 2)).copy() for w in wrappers]
 
     def life():
-        for _ in range(4):
-            with torch.cuda.stream(torch.cuda.Stream()):
-                captured = Captured(torch, wrappers, [batch(0, 2)] * 2, capture_error_mode="thread_local")
-                captured.replay([batch(7, 2)] * 2)
-                torch.cuda.current_stream().synchronize()
-                wrong.extend(
-                    not same_bits(y.array.view(expected[0].dtype), e) for y, e in zip(captured.outputs, expected, strict=True)
-                )
+        stream = torch.cuda.Stream()
+        for _ in range(6):
+            with torch.cuda.stream(stream):
+                with one:
+                    captured = Captured(torch, wrappers, [batch(7, 2)] * 2, capture_error_mode="thread_local")
+                captured.graph.replay()
+                stream.synchronize()
+                found = [y.array.view(expected[0].dtype) for y in captured.outputs]
+                wrong.extend(not same_bits(*pair) for pair in zip(found, expected, strict=True))
                 captured.graph.reset()
 
     threads = [threading.Thread(target=life) for _ in range(2)]
@@ -251,7 +253,7 @@ def test_graphs_are_captured_and_destroyed_by_several_threads(torch, folder, not
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == [False] * 16
+    assert wrong == [False] * 24
     for w in wrappers:
         w.close()
 
