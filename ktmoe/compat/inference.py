@@ -262,7 +262,7 @@ class InferenceWrapper:
         with self._lock:
             earlier, self._loaded = self._loaded, loaded
         if earlier is not None:
-            ENGINE.submit(earlier.layer.close)
+            ENGINE.submit(earlier.layer.close).result()  # so that no graph is replayed with the old weights from now on
             earlier.leave()
 
     def _require(self) -> Loaded:
