@@ -48,7 +48,8 @@ class PinnedBuffers:
     """A captured call's host memory, as buffers.Buffers has it: arrays, and the tensors that torch copies (..._owner)."""
 
     def __init__(self, runtime: Runtime, shape: Shape, adopt):
-        wide, narrow = (shape.tokens, shape.hidden), (shape.tokens, shape.top_k)
+        self._wide = wide = shape.tokens, shape.hidden
+        narrow = shape.tokens, shape.top_k
         parts = {"x": (wide, np.uint16), "ids": (narrow, np.int64), "weights": (narrow, np.float32), "y": (wide, np.uint16)}
         sizes = [np.dtype(dtype).itemsize * size[0] * size[1] for size, dtype in parts.values()]
         starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
@@ -57,7 +58,11 @@ class PinnedBuffers:
             array = memory[start : start + size].view(dtype).reshape(dimensions)
             setattr(self, name, array)
             setattr(self, f"{name}_owner", adopt(array))
-        self.late = functools.cache(lambda: np.empty(wide, np.uint16))  # it never leaves the host
+
+    @functools.cached_property
+    def late(self) -> np.ndarray:
+        """numpy alone: it never leaves the host."""
+        return np.empty(self._wide, np.uint16)
 
 
 @dataclass
@@ -224,7 +229,7 @@ class Captures:
                 np.ascontiguousarray(mask_of(loaded.layer)).view(np.uint8),
                 request.on_gpu,
                 max(request.urgent_slots, 0) if request.defers else None,
-                buffers.late() if request.defers else None,
+                buffers.late if request.defers else None,
                 self._take(loaded.model, request.layer, shape),
                 self._scratch_for(*shape, loaded.layer.num_experts),
             )

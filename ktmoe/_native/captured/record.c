@@ -35,7 +35,10 @@ static void mark_urgent(const kt_record *r) {
     }
 }
 
-bool kt_split(const kt_record *r) {
+/* Which slots run now and which later; -1 where a slot is in the other part or in neither. A token's slots with so many greatest
+ * weights, of equal ones the first, run now, and so does any expert of such a slot in all tokens. Experts on the GPU are in
+ * neither. False: nothing is deferred. */
+static bool split(const kt_record *r) {
     const kt_record_scratch *s = &r->scratch;
     const bool all = !r->late || r->urgent_slots >= r->batch.top_k;
     bool defers = false;
@@ -51,7 +54,7 @@ bool kt_split(const kt_record *r) {
     return defers;
 }
 
-void kt_record_spoil(uint16_t *to, const kt_record *r) {
+static void spoil(uint16_t *to, const kt_record *r) { /* nobody takes it for a result */
     for (size_t i = 0; i < numbers(r); i++) to[i] = QUIET_NAN;
 }
 
@@ -93,13 +96,13 @@ enum kt_outcome kt_record_now(kt_record *r, bool *defers, int *error) {
     memcpy(s->ids, r->batch.ids, slots(r) * sizeof *s->ids); /* once: a replay that nobody waits for may be overtaken */
     memcpy(s->on_gpu, r->on_gpu, r->experts->layer.num_experts);
     r->pending = false; /* what an earlier call deferred, if nobody has taken it */
-    *defers = kt_split(r);
+    *defers = split(r);
     kt_batch batch = r->batch;
     batch.ids = s->now;
     const bool due = r->earlier && r->earlier->pending;
     const enum kt_outcome outcome = due ? add(r, batch, error) : forward(r, &batch, error);
     if (due) r->earlier->pending = false;
-    if (outcome != KT_DONE) kt_record_spoil(r->batch.y, r);
+    if (outcome != KT_DONE) spoil(r->batch.y, r);
     return outcome;
 }
 
@@ -108,7 +111,7 @@ enum kt_outcome kt_record_late(kt_record *r, int *error) {
     batch.ids = r->scratch.later;
     batch.y = r->late;
     const enum kt_outcome outcome = forward(r, &batch, error);
-    if (outcome != KT_DONE) kt_record_spoil(r->late, r);
+    if (outcome != KT_DONE) spoil(r->late, r);
     r->pending = true;
     return outcome;
 }

@@ -10,14 +10,14 @@
 typedef struct kt_record_scratch {
     int64_t *ids, *now, *later; /* [tokens][top_k]: as they are when the call begins; which of them run in which of its parts */
     uint8_t *on_gpu, *urgent;   /* [num_experts] */
-    float *x, *y;               /* [tokens][hidden]; NULL where nothing is to be added */
+    float *x, *y;               /* [tokens][hidden], for a sum with what was deferred */
 } kt_record_scratch;
 
 typedef struct kt_record {
     const kt_experts *experts;
-    kt_batch batch;            /* all experts, bf16; x, ids and weights are copied there by the graph, y is copied from there */
+    kt_batch batch;            /* bf16; the graph copies x, ids and weights there, and y from there */
     const uint8_t *on_gpu;     /* [num_experts]; to be skipped. Read once in each call */
-    size_t urgent_slots;       /* kt_split()'s */
+    size_t urgent_slots;       /* so many of a token's slots are not deferred */
     uint16_t *late;            /* bf16 [tokens][hidden], what deferred experts give; NULL: none is deferred */
     bool pending;              /* late is still to be added by the record whose `earlier` this is */
     struct kt_record *earlier; /* NULL: none */
@@ -30,14 +30,8 @@ typedef struct kt_record {
     int error;               /* an errno, of KT_FAILED */
 } kt_record;
 
-/* Which slots run now and which later; -1 where a slot is in the other part or in neither. A token's slots with so many greatest
- * weights, of equal ones the first, run now, and so does any expert of such a slot in all tokens. Experts on the GPU are in
- * neither. False: nothing is deferred. */
-bool kt_split(const kt_record *r);
-
 /* Both parts of a call. They return KT_DONE, or how they failed: y, or late, is NaN then. */
 enum kt_outcome kt_record_now(kt_record *r, bool *defers, int *error);
 enum kt_outcome kt_record_late(kt_record *r, int *error);
-void kt_record_spoil(uint16_t *to, const kt_record *r); /* with NaN */
 
 #endif
