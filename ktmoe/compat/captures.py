@@ -214,9 +214,7 @@ class Captures:
             )
         shape = Shape(*ids.shape, loaded.layer.hidden)
         if 0 in shape:
-            raise InputError(
-                f"{request.name}: a call in a CUDA graph needs a token with an expert, found ids {list(ids.shape)}"
-            )
+            raise InputError(f"{request.name}: a call in a CUDA graph needs a token and an id, found {list(ids.shape)} ids")
         with self._order, place.current():
             _start()
             capture = self.live.get(place.graph.number)
