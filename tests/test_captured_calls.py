@@ -210,6 +210,13 @@ def test_a_failure_that_nobody_asks_for_goes_with_its_call():
     layer.close()
     call.run()
     assert core.captured_failures() == 1
+
+    def child():
+        nonlocal call
+        del call
+        return core.captured_failures()
+
+    assert in_child(child) == 0
     del call
     assert core.captured_failures() == 0
 

@@ -11,7 +11,7 @@ import pytest
 from fake_cuda import runtime as kernels
 from helpers import BF16, same_bits
 from kt_graphs import Captured, call, on_device, stack, value
-from kt_wrappers import EXPERTS, TOP_K, batch, wrapper
+from kt_wrappers import EXPERTS, TOP_K, batch, wrapper, write
 
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import InputError
@@ -78,6 +78,33 @@ def test_ids_of_32_bits_and_ids_that_are_none(torch, folder):
             y = call(w, made, None)
         graph.replay()
         assert same_bits(value(y), w.forward(x, ids, scores))
+
+
+def test_hidden_states_of_32_bits(torch, folder):
+    """They are rounded, as outside of graphs, and the result has their dtype."""
+    made, graph = on_device(torch, batch()), torch.cuda.CUDAGraph()
+    made[0] = torch.on_device(batch()[0].astype(np.float32) * 1.001, torch.float32)
+    torch.cuda.synchronize()
+    with wrapper(folder) as w:
+        with torch.cuda.graph(graph):
+            y = call(w, made, None)
+        for seed in range(2):
+            x, ids, scores = batch(seed)
+            wide = x.astype(np.float32) * 1.001
+            for tensor, array in zip(made, (wide, ids, scores), strict=True):
+                tensor.set_(array)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert y.dtype == torch.float32
+            assert same_bits(y.array, w.forward(wide, ids, scores))
+
+
+def test_no_tokens(torch, folder):
+    made = on_device(torch, [array[:0] for array in batch()])
+    with wrapper(folder) as w:
+        with pytest.raises(InputError, match=r"layer 0: .*a token.*\[0, 4\] ids"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            w.submit_forward(*made, torch.cuda.current_stream())
+        assert w.forward(*made, 0).shape == made[0].shape
 
 
 def test_forward_is_captured_too(torch, folder):
@@ -202,6 +229,17 @@ def test_a_graph_for_each_layer(torch, folder):
             graph.replay([case])
         assert_same([value(graph.outputs[0]) for graph in graphs], eager(wrappers, cases))
     close(wrappers)
+
+
+def test_a_graph_for_each_layer_with_other_layers_beside(torch, folder, tmp_path):
+    """What was deferred for another graph stays there, however many calls of another model its own graph has."""
+    wrappers, others = stack(folder, (2, 0)), stack(write("MXFP4", tmp_path, layers=4), (2, 2, 2, 2))
+    cases = cases_of(1, 2, 6)
+    first = Captured(torch, [wrappers[0], *others], cases[:5])
+    second = Captured(torch, wrappers[1:], cases[5:])
+    found = first.run(cases[:5]) + second.run(cases[5:])
+    assert_same(found, eager([wrappers[0], *others], cases[:5]) + eager(wrappers[1:], cases[5:]))
+    close(wrappers + others)
 
 
 # Masks

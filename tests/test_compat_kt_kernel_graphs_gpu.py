@@ -112,6 +112,25 @@ def test_modes_of_capture(torch, folder, mode):
         assert_same(captured.run([batch(1)]), eager([w], [batch(1)]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("ids_dtype", ["int32", "uint8", "int64"])
+def test_dtypes(torch, folder, dtype, ids_dtype):
+    """Of hidden states and ids, without gradients, as engines run models. Torch converts in the graph, not at its capture."""
+    dtype = getattr(torch, dtype)
+    with wrapper(folder) as w, torch.inference_mode():
+        x, ids, weights = tensors(torch, batch())
+        x, ids, graph = x.to(dtype), ids.to(getattr(torch, ids_dtype)), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = w.forward(x, ids, weights, torch.cuda.current_stream())
+        for seed in range(3):
+            case = batch(seed)
+            for tensor, new in zip((x, ids, weights), tensors(torch, case), strict=True):
+                tensor.copy_(new)
+            graph.replay()
+            assert y.dtype == dtype
+            assert torch.equal(y.cpu(), torch.from_numpy(w.forward(*case).astype(np.float32)).to(dtype))
+
+
 class Model:
     """A decoder: in each layer a mixture of x's columns, a norm, a router and experts, which are added. All but the experts is
     torch's, and without products of matrices, so that it has the same bits with and without a graph.

@@ -73,7 +73,7 @@ class Lane:
     """
 
     free: dict[Shape, list[PinnedBuffers]] = field(default_factory=dict)
-    late: list[CapturedCall] = field(default_factory=list)  # whose deferred experts may still run
+    late: list[CapturedCall] = field(default_factory=list)  # what they deferred is still to be added
 
 
 class Capture:
@@ -100,11 +100,11 @@ class Capture:
     def awaited(self, call: CapturedCall) -> None:
         """The copy of its result was captured: what comes after it in this stream finds its memory free.
 
-        So it finds that of deferred experts of calls before, since the calls run in order; the call's own ones come later.
+        That of a call that defers is kept until what it deferred was added; if another graph adds that, as long as this one.
         """
         lane = self.lanes[call.request.place.stream]
-        done = [other for other in lane.late if other.turn < call.turn]
-        lane.late = [other for other in lane.late if other.turn >= call.turn]
+        done = [other for other in lane.late if other.record is call.record.earlier]
+        lane.late = [other for other in lane.late if other.record is not call.record.earlier]
         (lane.late if call.request.defers else done).append(call)
         for other in done:
             lane.free[other.shape].append(other.buffers)
@@ -136,12 +136,11 @@ class Request:
 
 @dataclass
 class CapturedCall:
-    """One call; either result() or abandon() comes last. turn: its place among the calls of its graph. dtype: of x."""
+    """One call; either result() or abandon() comes last. dtype: of x."""
 
     request: Request
     dtype: object
     capture: Capture
-    turn: int
     shape: Shape
     buffers: PinnedBuffers
     record: core.CallRecord
@@ -214,6 +213,8 @@ class Captures:
                 f"{request.name}: backend {loaded.layer.backend!r} computes in Python, which a CUDA graph cannot hold"
             )
         shape = Shape(*ids.shape, loaded.layer.hidden)
+        if 0 in shape:
+            raise InputError(f"{request.name}: a call in a CUDA graph needs a token and an id, found {list(ids.shape)} ids")
         with self._order, place.current():
             _start()
             capture = self.live.get(place.graph.number)
@@ -233,7 +234,7 @@ class Captures:
                 self._take(loaded.model, request.layer, shape),
                 self._scratch_for(*shape, loaded.layer.num_experts),
             )
-            call = CapturedCall(request, x.dtype, capture, len(capture.calls), shape, buffers, record)
+            call = CapturedCall(request, x.dtype, capture, shape, buffers, record)
             capture.calls.append(call)
             side.copy(buffers, x, ids, weights)
             place.runtime.launch(place.stream, core.submit_function, record.address)

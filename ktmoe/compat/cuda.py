@@ -91,6 +91,6 @@ class Cuda(TorchHost):
 
     def returned(self, buffers, dtype):
         """Capture the copy of a call's result in the current stream, to memory that is the graph's."""
-        y = self.torch.empty(buffers.y.shape, dtype=dtype, device=self.device)
+        y = self.torch.empty(buffers.y.shape, dtype=buffers.y_owner.dtype, device=self.device)
         y.copy_(buffers.y_owner, non_blocking=True)
-        return y
+        return y.to(dtype)  # there: a copy that converts may do so on the host, and no replay would

@@ -5,7 +5,7 @@
 
 #include "fake.h"
 
-enum { ADD_BF16, NEGATE_BF16, WIDEN_INT32, FILL, DELAY, GATE };
+enum { ADD_BF16, NEGATE_BF16, WIDEN_INT32, WIDEN_BF16, NARROW_FLOAT32, FILL, DELAY, GATE };
 
 static float widened(uint16_t bits) {
     const uint32_t wide = (uint32_t)bits << 16;
@@ -32,6 +32,8 @@ void fake_kernel(const struct work *work) {
     const uint16_t *a = work->source, *b = work->other;
     const int32_t *narrow = work->source;
     int64_t *wide = work->target;
+    const float *from = work->source;
+    float *to = work->target;
     switch (work->kernel) {
         case ADD_BF16:
             for (size_t i = 0; i < work->bytes / 2; i++) y[i] = rounded(widened(a[i]) + widened(b[i]));
@@ -41,6 +43,12 @@ void fake_kernel(const struct work *work) {
             break;
         case WIDEN_INT32:
             for (size_t i = 0; i < work->bytes / 8; i++) wide[i] = narrow[i];
+            break;
+        case WIDEN_BF16:
+            for (size_t i = 0; i < work->bytes / 4; i++) to[i] = widened(a[i]);
+            break;
+        case NARROW_FLOAT32:
+            for (size_t i = 0; i < work->bytes / 2; i++) y[i] = rounded(from[i]);
             break;
         case FILL: memset(y, 0xFF, work->bytes); break;
         case DELAY: pause_for(work->bytes); break;

@@ -12,7 +12,7 @@ from environments import COMPILER
 HERE = Path(__file__).parent
 FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-ADD_BF16, NEGATE_BF16, WIDEN_INT32, FILL, DELAY, GATE = range(6)
+ADD_BF16, NEGATE_BF16, WIDEN_INT32, WIDEN_BF16, NARROW_FLOAT32, FILL, DELAY, GATE = range(8)
 NOT_READY = 600
 
 

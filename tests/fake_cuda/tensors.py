@@ -34,6 +34,14 @@ class Device:
     index: int | None = None
 
 
+#: Kernels that convert, by the dtypes from and to.
+CONVERSIONS = {
+    (int32, int64): kernels.WIDEN_INT32,
+    (bfloat16, float32): kernels.WIDEN_BF16,
+    (float32, bfloat16): kernels.NARROW_FLOAT32,
+}
+
+
 class Tensor:
     """array: over the tensor's memory, wherever that is. Who reads a tensor of the device by it has waited for the streams."""
 
@@ -88,10 +96,8 @@ class Tensor:
             np.copyto(self.array, source.array)
             return self
         if source.dtype != self.dtype:
-            assert (source.dtype, self.dtype) == (int32, int64)
-            wide = torch.empty(source.shape, dtype=int64, device=source.device)
-            torch.launch(kernels.WIDEN_INT32, wide, source)
-            source = wide
+            assert source.is_cuda, "some versions of torch convert on the host, before the copy and not in a graph"
+            source = source.to(self.dtype)
         for tensor in (self, source):
             if tensor.device.type == "cpu":
                 assert non_blocking, "this waits for the copy"
@@ -102,6 +108,12 @@ class Tensor:
         return self
 
     # On the device
+
+    def to(self, dtype: Dtype) -> Tensor:
+        if dtype == self.dtype:
+            return self
+        made = self.torch.empty(self.shape, dtype=dtype, device=self.device)
+        return self.torch.launch(CONVERSIONS[self.dtype, dtype], made, self)
 
     def __add__(self, other: Tensor) -> Tensor:
         return self.torch.launch(kernels.ADD_BF16, self.torch.empty_like(self), self, other)

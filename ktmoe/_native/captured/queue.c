@@ -206,11 +206,10 @@ enum kt_outcome kt_queue_take_outcome(kt_record *r, int *error) {
     return outcome;
 }
 
-/* The child has no thread of these, and no graph runs in it. */
+/* The child has no thread of these, and no graph runs in it. What failed before is in its records, too. */
 static void after_fork_child(void) {
     lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     queue.first = queue.last = queue.running = NULL;
-    queue.failures = 0;
     queue.started = false;
     atomic_store(&inside.value, 0);
 }
