@@ -54,6 +54,9 @@ test-writers: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## loaders on what o
 test-engines: $(STAMPS)/native $(STAMPS)/test ## generating text in transformers and in vLLM: first installs them, about 8 minutes
 	@$(PY) tools/test_engines.py $(PROCESSES) $(ARGS)
 
+test-sglang: $(STAMPS)/native $(STAMPS)/test ## SGLang's own layer on ktmoe: first installs it, about 2 minutes
+	@$(PY) tools/test_sglang.py $(ARGS)
+
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2 cores, saved; ARGS="--full" is everything
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
@@ -71,6 +74,9 @@ bench-vllm: $(STAMPS)/native $(STAMPS)/bench ## text by vLLM with the plug-in an
 
 bench-training: $(STAMPS)/native $(STAMPS)/bench ## a step of LoRA, forward and backward, by ktmoe, kt-kernel and torch: first installs them, then 10 minutes
 	@$(PY) -m bench.training $(ARGS)
+
+bench-graphs: $(STAMPS)/native $(STAMPS)/bench ## a decode step as a CUDA graph: on a GPU if torch has one, else what a replay adds, about a minute
+	@$(PY) -m bench.graphs $(ARGS)
 
 simulation: $(STAMPS)/native $(STAMPS)/bench ## layer calls simulated on up to 128 threads, into docs/simulation.md: about 3 minutes; ARGS=check measures
 	@$(PY) -m bench.simulation $(ARGS)
@@ -95,7 +101,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines bench bench-compare bench-peers bench-engines bench-vllm bench-training simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang bench bench-compare bench-peers bench-engines bench-vllm bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -21,6 +21,7 @@ pytest_plugins = (
     "cpus",
     "design",
     "emulator.fixtures",
+    "fake_cuda.fixtures",
     "kt_wrappers",
     "sft_wrappers",
     "loading_models",

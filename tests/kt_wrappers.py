@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def batch(seed=0, tokens=5, top_k=TOP_K, experts=EXPERTS):
 
 @pytest.fixture
 def nothing_is_left():
-    """Each test closes or drops its wrappers; then no checkpoint is open, and no layer known."""
+    """Each test closes or drops its wrappers and graphs. Then no checkpoint is open, no layer known, and no graph."""
     yield
     gc.collect()
     KTMoEWrapper.set_capture_batch_sizes([])
@@ -79,3 +80,14 @@ def nothing_is_left():
     assert weights.Lease.leased == {}
     assert ENGINE.passes.layers == {}
     assert ENGINE.passes.pending == {}
+    gone = eventually(lambda: (ENGINE.captures.settle(), ENGINE.captures.live == {})[1])
+    ENGINE.captures.live.clear()  # a test that failed keeps its graphs, which are no other one's
+    assert gone
+
+
+def eventually(condition, seconds=10) -> bool:
+    """Whether it is so before long: CUDA calls destructors on a thread of its own."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return bool(found)

@@ -11,7 +11,7 @@ from kt_wrappers import batch
 from sft_wrappers import EXPERTS, arguments, checkpoint, dirty, matrices, wrapper
 
 from ktmoe import load_experts
-from ktmoe.compat.kt_kernel import KTMoEWrapper
+from ktmoe.compat.kt_kernel import KTMoEWrapper, sft
 from ktmoe.errors import FormatError, InputError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 
@@ -59,6 +59,39 @@ def test_tensors_of_a_format(tmp_path, physical):
                         made.load_block_fp8_weights(SimpleNamespace(**named, block_size=(128, 128)), physical)
             check_same(made, expected, call)
             expected.close()
+
+
+def test_files_of_a_layer(tmp_path):
+    """As sglang-kt asks for them to serve an adapter: the same bits as by load_weights()."""
+    call, served = batch(3), {"RAWINT4_SFT": sft.get_rawint4_runtime, "AMXFP8_SFT": sft.get_fp8_runtime}
+    for method, runtime in served.items():
+        assert runtime() == method
+        folder = checkpoint(method, tmp_path / method)
+        files = sorted(str(path) for path in folder.glob("*.safetensors"))
+        with wrapper(folder, method, matrices()) as expected, KTMoEWrapper(**arguments(method=method)) as made:
+            if method == "RAWINT4_SFT":
+                given = sft.load_rawint4_experts_from_checkpoint_files(checkpoint_files=files, layer_idx=0, group_size=32)
+                made.load_rawint4_weights(given, np.arange(EXPERTS))
+            else:
+                given = sft.load_block_fp8_experts_from_checkpoint_files(checkpoint_files=files, layer_idx=0, hidden_size=1)
+                made.load_block_fp8_weights(given, np.arange(EXPERTS))
+            check_same(made, expected, call)
+    for load in (sft.load_rawint4_experts_from_checkpoint_files, sft.load_block_fp8_experts_from_checkpoint_files):
+        with pytest.raises(InputError, match=r"^layer 3: checkpoint_files must name files, found none$"):
+            load(checkpoint_files=[], layer_idx=3)
+
+
+def test_files_of_another_format(tmp_path):
+    """Nothing of the checkpoint stays open."""
+    folder = checkpoint("AMXBF16_SFT", tmp_path)
+    given = sft.load_block_fp8_experts_from_checkpoint_files(
+        checkpoint_files=[str(path) for path in folder.glob("*.safetensors")], layer_idx=0
+    )
+    with (
+        KTMoEWrapper(**arguments(method="AMXFP8_SFT")) as made,
+        pytest.raises(FormatError, match="method 'AMXFP8_SFT' expects"),
+    ):
+        made.load_block_fp8_weights(given)
 
 
 def test_scales_of_mxfp4(tmp_path):

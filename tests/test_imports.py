@@ -50,7 +50,8 @@ FORBIDDEN = {
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.
 ONLY_FOR = {
-    "compat": {"compat"},
+    "compat": {"compat", "sglang"},
+    "sglang": {"sglang"},
     "cli": {"cli", "__main__"},
     "inspection": {"cli"},
     "limits": {"inspection", "cli"},

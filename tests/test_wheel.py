@@ -90,13 +90,16 @@ def test_an_edit_compiles_what_it_concerns(wheel, tmp_path, edited):
 
 def test_what_the_wheel_holds(wheel):
     """All that runs, what a third party compiles against, and nothing beside the package."""
-    names = zipfile.ZipFile(wheel[0]).namelist()
+    archive = zipfile.ZipFile(wheel[0])
+    names = archive.namelist()
     modules = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
     assert modules == {"core"}
     assert {"ktmoe/_native/__init__.py", "ktmoe/_native/ktmoe.pxd", "ktmoe/_native/ktmoe.h"} <= set(names)
     native = {Path(name).name for name in names if Path(name).suffix in (".c", ".h", ".pyx", ".pxi", ".pxd")}
     assert native == {"ktmoe.h", "ktmoe.pxd"}
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "ktmoe").rglob("*.py")} <= set(names)
+    (points,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/entry_points.txt")]
+    assert "[sglang.srt.plugins]\nktmoe = ktmoe.sglang:register\n" in points
     assert {re.match(r"ktmoe(-[^/]*\.dist-info)?/", name)[0].partition("-")[0].rstrip("/") for name in names} == {"ktmoe"}
 
 

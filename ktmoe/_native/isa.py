@@ -95,7 +95,7 @@ ISAS = {
 }
 
 #: Folders of C files that are compiled once, for every CPU; each includes only those before it.
-DRIVER = ("base", "pack", "quantize", "layer", "forward", "backward")
+DRIVER = ("base", "pack", "quantize", "layer", "forward", "backward", "captured")
 
 #: What every row is compiled from besides: its table, the activation, products of adapters, rows as kernels take them, the
 #: machine's limits.

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from ktmoe import forks
 from ktmoe.background.worker import Worker
 from ktmoe.compat.buffers import Pool
+from ktmoe.compat.captures import Captures
 from ktmoe.compat.deferral import Passes
 from ktmoe.compat.order import Order
 
@@ -18,6 +19,7 @@ class Engine:
     def __init__(self):
         self.order = Order()
         self.passes = Passes()
+        self.captures = Captures(self.order)
         self.pool = Pool()
         self._worker = Worker("ktmoe-kt-kernel")
         forks.watch(self)
@@ -31,8 +33,15 @@ class Engine:
         """Wait until everything that was queued is done; whose result it is gets what it raised."""
         self.submit(lambda: None).result()
 
+    def leave(self, model, layer: int) -> None:
+        """A layer's weights are gone. Under order."""
+        self.passes.leave(model, layer)
+        if model not in self.passes.layers:
+            self.captures.forget(model)
+
     def after_fork(self) -> None:
         self.passes.abandon()
+        self.captures.after_fork()
         self.pool = Pool(self.pool.captured)
 
 

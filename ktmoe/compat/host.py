@@ -27,6 +27,9 @@ class Side(Protocol):
     def hand_back(self, buffers: Buffers, dtype, stream):
         """buffers.y as x's kind, of x's dtype, [tokens, hidden]."""
 
+    def capturing(self, stream):
+        """The captures.Place where this stream's work is captured in a CUDA graph, or None."""
+
 
 class Numpy:
     """numpy arrays; x: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or floats, rounded to bfloat16."""
@@ -53,6 +56,9 @@ class Numpy:
         if not buffers.captured:  # the caller's from now on
             buffers.y = buffers.y_owner = None
         return y if dtype == np.uint16 else y.view(arrays.BF16).astype(dtype, copy=False)
+
+    def capturing(self, stream):
+        return None
 
 
 def expect_floats(name: str, array: np.ndarray) -> None:
@@ -99,3 +105,6 @@ class TorchHost:
         if not buffers.captured:
             buffers.y = buffers.y_owner = None
         return y.to(dtype)
+
+    def capturing(self, stream):
+        return None

@@ -1,7 +1,7 @@
 """InferenceWrapper: what KTMoEWrapper is in mode "inference", for SGLang and KTransformers.
 
-What differs from kt-kernel on purpose: any batch size works; CUDA is needed only for CUDA tensors; sync_forward() waits on the
-host (cuda.py says why); no layer loses what it deferred (deferral.py).
+What differs from kt-kernel on purpose: any batch size works; CUDA is needed only for CUDA tensors; outside of CUDA graphs,
+sync_forward() waits on the host (cuda.py says why); no layer loses what it deferred (deferral.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ktmoe.compat import masks, methods, weights
 from ktmoe.compat.arguments import Sizes, batch, count, nodes
 from ktmoe.compat.buffers import Key
 from ktmoe.compat.calls import Call, Loaded
+from ktmoe.compat.captures import CapturedCall, Request
 from ktmoe.compat.deferral import Pending
 from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
 from ktmoe.compat.export import Target
@@ -84,7 +85,7 @@ class InferenceWrapper:
     def after_fork(self) -> None:
         """What was submitted is the parent's."""
         self._lock = threading.Lock()
-        self._submitted: Call | None = None
+        self._submitted: Call | CapturedCall | None = None
         self._writes: list[Future] = []
 
     @property
@@ -128,6 +129,8 @@ class InferenceWrapper:
     def forward(self, hidden_states, topk_ids, topk_weights, cuda_stream=None):
         """submit_forward() and sync_forward() in one, on the caller's thread; several threads may call it."""
         call = self._call(hidden_states, topk_ids, topk_weights, cuda_stream)
+        if isinstance(call, CapturedCall):
+            return call.result(cuda_stream)
         try:
             with ENGINE.order:
                 self._take(call)
@@ -145,8 +148,21 @@ class InferenceWrapper:
         hidden_states: bfloat16 [tokens, hidden]. topk_ids: int64 [tokens, top_k]; an id below 0, from num_experts on, or of an
         expert on the GPU adds zero. topk_weights: float32 [tokens, top_k]. cuda_stream: a torch stream or a handle.
         A call that was submitted before and not asked for is given up.
+
+        While cuda_stream is captured in a CUDA graph, the call becomes part of it, and sync_forward() must, too. A replay reads
+        the mask that was gpu_experts_mask at the capture: change that in place, as one that is assigned later does not count.
+        What a replay fails with is raised by the next call of any wrapper, and its result is NaN. Raises UnavailableError where
+        the CUDA runtime or the backend cannot do that.
         """
         call = self._call(hidden_states, topk_ids, topk_weights, cuda_stream)
+        if isinstance(call, Call):
+            self._queue(call)
+        with self._lock:
+            earlier, self._submitted = self._submitted, call
+        if earlier is not None:
+            earlier.abandon()
+
+    def _queue(self, call: Call) -> None:
         try:
             with ENGINE.order:
                 self._take(call)
@@ -155,16 +171,14 @@ class InferenceWrapper:
         except BaseException:
             call.buffers.release()
             raise
-        with self._lock:
-            earlier, self._submitted = self._submitted, call
-        if earlier is not None:
-            earlier.abandon()
 
     def sync_forward(self, hidden_states=None, cuda_stream=None):
         """The result of the last submit_forward(), [tokens, hidden], where hidden_states were and of their dtype.
 
-        A captured batch size has one result a slot (layer_idx % 2), which the next call of that slot overwrites.
+        A captured batch size has one result a slot (layer_idx % 2), which the next call of that slot overwrites. In a graph
+        each call has its own. Raises InputError if only one of the two calls is in a graph, or each in another one.
         """
+        ENGINE.captures.settle()
         with self._lock:
             call, self._submitted = self._submitted, None
         if call is None:
@@ -211,6 +225,7 @@ class InferenceWrapper:
         """Give up all buffers that no call uses, and what is still to be added to a next layer's result."""
         with ENGINE.order:
             ENGINE.passes.reset()
+            ENGINE.captures.forget()
             ENGINE.pool.clear()
 
     def close(self) -> None:
@@ -232,6 +247,7 @@ class InferenceWrapper:
         self.close()
 
     def _load(self, experts: ExpertWeights, physical, lease: weights.Lease | None = None) -> None:
+        ENGINE.captures.settle()
         if self._closed:
             raise ClosedError(f"layer {self.layer_idx}: weights were loaded after close()")
         sizes = self.num_experts, self.hidden_size, self.moe_intermediate_size
@@ -246,10 +262,11 @@ class InferenceWrapper:
         with self._lock:
             earlier, self._loaded = self._loaded, loaded
         if earlier is not None:
-            ENGINE.submit(earlier.layer.close)
+            ENGINE.submit(earlier.layer.close).result()  # so that no graph is replayed with the old weights from now on
             earlier.leave()
 
     def _require(self) -> Loaded:
+        ENGINE.captures.settle()
         loaded = self._loaded  # once: close() may come from another thread
         if loaded is not None:
             return loaded
@@ -257,11 +274,15 @@ class InferenceWrapper:
             raise ClosedError(f"layer {self.layer_idx}: used after close()")
         raise InputError(f"layer {self.layer_idx}: load_weights() must come first, found no weights")
 
-    def _call(self, x, ids, weights_, stream) -> Call:
-        """A call whose arguments are on their way into its buffers."""
+    def _call(self, x, ids, weights_, stream) -> Call | CapturedCall:
+        """A call whose arguments are on their way into its buffers; one that is captured is submitted, too."""
         loaded = self._require()
         side = side_of(x)
         tokens, top_k = batch(self.hidden_size, x, ids, weights_)
+        if (place := side.capturing(stream)) is not None:
+            with ENGINE.order:
+                on_gpu, deferral = masks.live(self.gpu_experts_mask, self.num_experts), self._deferral(loaded.model)
+                return ENGINE.captures.submit(Request(place, side, self.layer_idx, loaded, on_gpu, *deferral), x, ids, weights_)
         on_gpu = masks.read(self.gpu_experts_mask, self.num_experts)
         buffers = ENGINE.pool.take(Key(side, self.layer_idx % SLOTS, tokens, self.hidden_size, top_k))
         try:
@@ -273,11 +294,15 @@ class InferenceWrapper:
     def _take(self, call: Call) -> None:
         """What is due to this layer, and whether it may defer. Under ENGINE.order, as is _defer()."""
         model = call.loaded.model
-        if self.max_deferred_experts_per_token:
-            call.successor = ENGINE.passes.successor(model, self.layer_idx)
+        call.successor, protected = self._deferral(model)
         if call.successor is not None:
-            call.protected = self.num_experts_per_tok - self.max_deferred_experts_per_token
+            call.protected = protected
         call.earlier = ENGINE.passes.take(model, self.layer_idx, call.buffers.x.shape)
+
+    def _deferral(self, model) -> tuple[int | None, int]:
+        """The layer to which what is deferred goes, None if nothing is; and how many of a token's slots are not deferred."""
+        successor = ENGINE.passes.successor(model, self.layer_idx) if self.max_deferred_experts_per_token else None
+        return successor, self.num_experts_per_tok - self.max_deferred_experts_per_token
 
     def _defer(self, call: Call) -> None:
         if call.successor is not None:
@@ -288,7 +313,7 @@ class InferenceWrapper:
 
 
 def _leave(model: tuple[str, int], layer: int, lease: weights.Lease | None) -> None:
-    ENGINE.order.soon(functools.partial(ENGINE.passes.leave, model, layer))
+    ENGINE.order.soon(functools.partial(ENGINE.leave, model, layer))
     if lease is not None:
         lease.close()
 

@@ -36,6 +36,15 @@ def read(mask, num_experts: int) -> np.ndarray:
     return array.copy()
 
 
+def live(mask, num_experts: int) -> np.ndarray:
+    """The mask's own memory, uint8 [num_experts]: it says what the mask says, at any time."""
+    array = arrays.as_numpy(mask, "gpu_experts_mask")
+    read(array, num_experts)
+    if not array.flags.c_contiguous:
+        raise InputError(f"gpu_experts_mask must be contiguous in a CUDA graph, found strides {array.strides}")
+    return array.view(np.uint8)
+
+
 def generate_gpu_experts_masks(activation_freq, num_gpu_experts: int):
     """Which experts to place on the GPU: the num_gpu_experts most frequent of all layers, of equally frequent ones the first.
 

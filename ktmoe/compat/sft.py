@@ -133,14 +133,7 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
             return
         if not self.weight_path:
             raise InputError("load_weights needs weight_path, the checkpoint's folder; found none")
-        lease = weights.Lease(self.weight_path)
-        try:
-            self._load(lease.experts(self.layer_idx), physical_to_logical_map_cpu)
-        except BaseException:
-            lease.close()
-            raise
-        self._leave = weakref.finalize(self, lease.close)  # until then the next layer finds the checkpoint open
-        self._leave.atexit = False
+        self._load_files(sft_weights.OfFiles(self.weight_path, self.layer_idx), physical_to_logical_map_cpu)
 
     def load_weights_from_tensors(self, gate_proj, up_proj, down_proj, physical_to_logical_map_cpu=None) -> None:
         """Pack bfloat16 matrices, gate and up [E, I, H], down [E, H, I], rounded where the method rounds."""
@@ -148,12 +141,18 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         self._load(given, physical_to_logical_map_cpu)
 
     def load_rawint4_weights(self, weights, physical_to_logical_map_cpu=None) -> None:
-        """weights: kt-kernel's RAWINT4ExpertWeights, or what has its attributes, of any group size."""
-        self._load(sft_weights.rawint4(weights, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
+        """weights: kt-kernel's RAWINT4ExpertWeights, or what has its attributes, of any group size; or sft_weights.OfFiles."""
+        if isinstance(weights, sft_weights.OfFiles):
+            self._load_files(weights, physical_to_logical_map_cpu)
+        else:
+            self._load(sft_weights.rawint4(weights, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
 
     def load_block_fp8_weights(self, weights, physical_to_logical_map_cpu=None) -> None:
-        """weights: kt-kernel's BlockFP8ExpertWeights, or what has its attributes."""
-        self._load(sft_weights.block_fp8(weights, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
+        """weights: kt-kernel's BlockFP8ExpertWeights, or what has its attributes; or sft_weights.OfFiles."""
+        if isinstance(weights, sft_weights.OfFiles):
+            self._load_files(weights, physical_to_logical_map_cpu)
+        else:
+            self._load(sft_weights.block_fp8(weights, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
 
     def load_mxfp4_weights(self, experts_data, physical_to_logical_map_cpu=None) -> None:
         """experts_data: what kt-kernel's MXFP4SafeTensorLoader.load_experts() returns."""
@@ -239,6 +238,16 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
             f"layer {self.layer_idx}: an SFTWrapper cannot be copied or pickled, since its adapter and gradients are its "
             "caller's memory"
         )
+
+    def _load_files(self, files: sft_weights.OfFiles, physical) -> None:
+        lease = weights.Lease(files.folder)
+        try:
+            self._load(lease.experts(files.layer), physical)
+        except BaseException:
+            lease.close()
+            raise
+        self._leave = weakref.finalize(self, lease.close)  # until then the next layer finds the checkpoint open
+        self._leave.atexit = False
 
     def _load(self, experts: ExpertWeights, physical) -> None:
         if self._closed:

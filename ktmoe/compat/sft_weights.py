@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +21,14 @@ _MANTISSA_BITS = 7
 _SMALLEST = 0x0040
 #: The exponent of infinity and NaN; above it is the sign.
 _NAN = 255
+
+
+@dataclass(frozen=True)
+class OfFiles:
+    """A layer's weights in a checkpoint's folder, which are read when they are packed."""
+
+    folder: str
+    layer: int
 
 
 #: A matrix's codes and its scales, of each expert.

@@ -8,6 +8,7 @@ import torch
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertSpec
 from ktmoe.layer import MoELayer
+from ktmoe.torch.counting import count
 from ktmoe.torch.function import differentiable
 from ktmoe.training import Lora, Training
 
@@ -67,6 +68,7 @@ class MoEExperts(torch.nn.Module):
         copied to the CPU and back. top_k_index, top_k_weights: [tokens, top_k]; an id outside the experts adds zero. Raises
         InputError.
         """
+        count(self, top_k_index)
         return differentiable(self.passes, hidden_states, top_k_index, top_k_weights, self.pairs, self.alpha)
 
     def extra_repr(self) -> str:

@@ -1,5 +1,7 @@
 """Models of Hugging Face transformers whose routed experts ktmoe computes: load(), Config and pack(). Needs torch.
 
+place() puts some of them on a GPU, count_experts() says which are worth it.
+
 Importing it registers "ktmoe" with transformers, as an implementation of experts and as a quantization method. Nothing else of
 transformers or torch is changed.
 """
@@ -10,7 +12,9 @@ try:
     import torch  # noqa: F401 - named first where all of it is missing, since no package brings the right build of it
 
     from ktmoe.transformers.config import Config
+    from ktmoe.transformers.counting import count_experts
     from ktmoe.transformers.loading import load, pack
+    from ktmoe.transformers.place import place
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     installs = {
@@ -25,4 +29,4 @@ except ImportError as error:
         raise
     raise UnavailableError(f"ktmoe.transformers needs transformers 5.23 or newer: {error}") from error
 
-__all__ = ["Config", "load", "pack"]
+__all__ = ["Config", "count_experts", "load", "pack", "place"]

@@ -14,6 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 from ktmoe.transformers.function import NAME
+from ktmoe.transformers.gpu_experts import read
 from ktmoe.transformers.options import Options
 
 #: Where the experts are taken from.
@@ -24,7 +25,7 @@ SOURCES = ("auto", "checkpoint", "parameters")
 class Config(QuantizationConfigMixin):
     """A quantization_config for from_pretrained(): ktmoe computes the routed experts.
 
-    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress, cache: as
+    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache: as
     ktmoe.transformers.load() has them.
     source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
@@ -43,7 +44,7 @@ class Config(QuantizationConfigMixin):
         tuned_for: str = "decode",
         threads: int | None = None,
         numa_nodes: Sequence[int] | None = None,
-        gpu_experts_mask: np.ndarray | Sequence | None = None,
+        gpu_experts: np.ndarray | Sequence | int | None = None,
         progress=None,
         source: str = "auto",
         cache: str | os.PathLike | None = None,
@@ -54,9 +55,7 @@ class Config(QuantizationConfigMixin):
         if source not in SOURCES:
             raise InputError(f"source must be one of {SOURCES}, found {show(source)}")
         self.quant_method = quant_method
-        self.options = Options(
-            backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress, cache
-        )
+        self.options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache)
         self.source = source
         self.path = path
         self.inner = inner
@@ -65,8 +64,9 @@ class Config(QuantizationConfigMixin):
         """What JSON can hold: all but progress."""
         options = dict(vars(self.options))
         del options["progress"]
-        for name in ("numa_nodes", "gpu_experts_mask"):
-            options[name] = None if options[name] is None else np.asarray(options[name]).tolist()
+        options["numa_nodes"] = None if options["numa_nodes"] is None else np.asarray(options["numa_nodes"]).tolist()
+        gpu_experts = read(options["gpu_experts"])
+        options["gpu_experts"] = gpu_experts if isinstance(gpu_experts, int) else gpu_experts.tolist()
         options["cache"] = None if options["cache"] is None else os.fspath(options["cache"])
         path = None if self.path is None else os.fspath(self.path)
         own = {"quant_method": self.quant_method, "source": self.source, "path": path, "inner": self.inner}

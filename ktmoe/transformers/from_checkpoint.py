@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from ktmoe.errors import UnavailableError
@@ -13,7 +12,7 @@ from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.model import MoEModel
-from ktmoe.transformers.function import GpuExperts, adopt, attach
+from ktmoe.transformers.function import adopt, attach
 from ktmoe.transformers.modules import Experts, check_same
 from ktmoe.transformers.options import Options
 
@@ -32,8 +31,8 @@ def check_readable(path: str | os.PathLike, found: list[Experts]) -> None:
 class FromCheckpoint:
     """found: a model's modules of experts, which passed check_readable(). Raises what MoEModel.from_checkpoint does."""
 
-    def __init__(self, path: str | os.PathLike, found: list[Experts], on_gpu: list[np.ndarray], options: Options):
-        self._found, self._on_gpu = found, on_gpu
+    def __init__(self, path: str | os.PathLike, found: list[Experts], options: Options):
+        self._found = found
         layers = [experts.layer for experts in found]
         self._loading = MoEModel.from_checkpoint(
             path, layers, **options.packing, progress=options.progress, wait=False, cache=options.cache
@@ -47,19 +46,11 @@ class FromCheckpoint:
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*known, *(name for experts in self._found for name in _names(experts))}
 
-    def finish(self, model: PreTrainedModel) -> None:
+    def finish(self) -> None:
         """Wait until all experts are packed, and attach them."""
         self._loading.wait()
-        for experts, on_gpu in zip(self._found, self._on_gpu, strict=True):
-            stay = self._stay(model, experts, on_gpu) if on_gpu.size else None
-            attach(experts, self._loading[experts.layer], stay)
-
-    def _stay(self, model: PreTrainedModel, experts: Experts, on_gpu: np.ndarray) -> GpuExperts:
-        """On the device of the other parameters of their block, such as the router's."""
-        with Checkpoint(self._loading.path) as checkpoint:
-            tensors = experts.tensors(_read(checkpoint, experts), on_gpu, model.dtype)
-        device = next(model.get_submodule(experts.name.rpartition(".")[0]).parameters()).device
-        return GpuExperts(experts, {name: tensor.to(device) for name, tensor in tensors.items()}, on_gpu)
+        for experts in self._found:
+            attach(experts, self._loading[experts.layer])
 
 
 def _read(checkpoint: Checkpoint, experts: Experts) -> ExpertWeights:

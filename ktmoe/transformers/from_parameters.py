@@ -5,14 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 
 from ktmoe.errors import CheckpointError, KtmoeError
 from ktmoe.layer import MoELayer
-from ktmoe.transformers.function import GpuExperts, adopt, attach, check_packable, pack_tensors
+from ktmoe.transformers.function import adopt, attach, check_packable, pack_tensors
 from ktmoe.transformers.modules import Experts
 from ktmoe.transformers.options import Options
 
@@ -23,21 +21,21 @@ class FromParameters(ConversionOps):
     refused: why ktmoe's loaders do not read these experts; None if they were not asked to. Raises what check_packable() does.
     """
 
-    def __init__(self, found: list[Experts], on_gpu: list[np.ndarray], options: Options, refused: KtmoeError | None):
+    def __init__(self, found: list[Experts], options: Options, refused: KtmoeError | None):
         check_packable(found, options)
         self._options = options
         self._refused = refused
-        self._experts = {experts.name: (experts, ids) for experts, ids in zip(found, on_gpu, strict=True)}
+        self._experts = {experts.name: experts for experts in found}
         self._resources = ExitStack()
         self._report = self._resources.enter_context(options.reporting(sum(experts.nbytes for experts in found)))
         self._read: dict[str, dict[str, torch.Tensor]] = {experts.name: {} for experts in found}
-        self._packed: list[tuple[Experts, MoELayer, GpuExperts | None]] = []
+        self._packed: list[tuple[Experts, MoELayer]] = []
         self._error: Exception | None = None
 
     def wants(self, parameter: str) -> bool:
         """Whether this is the name of an expert's parameter in the model."""
         module, _, name = parameter.rpartition(".")
-        return module in self._experts and name in self._experts[module][0].parameters
+        return module in self._experts and name in self._experts[module].parameters
 
     def convert(self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **kwargs) -> dict:
         for parameter, tensor in input_dict.items():
@@ -54,23 +52,23 @@ class FromParameters(ConversionOps):
 
     def _take(self, parameter: str, tensor: torch.Tensor) -> None:
         name, _, own = parameter.rpartition(".")
-        experts, on_gpu = self._experts[name]
+        experts = self._experts[name]
         expected, found = experts.parameters[own], tuple(tensor.shape)
         if found != expected:
             raise CheckpointError(f"{experts.title}: {own}: expected shape {list(expected)}, found {list(found)}")
         self._read[name][own] = tensor
         if self._read[name].keys() == experts.parameters.keys():
-            packed = pack_tensors(experts, self._read.pop(name), self._options, on_gpu, self._report)
+            layer = pack_tensors(experts, self._read.pop(name), self._options, self._report)
             adopt(experts)
-            self._packed.append((experts, *packed))
+            self._packed.append((experts, layer))
 
-    def finish(self, model: PreTrainedModel) -> None:
+    def finish(self) -> None:
         """Attach what was packed. Raises what went wrong, and CheckpointError if a parameter was not in the checkpoint."""
         self._resources.close()
         if self._error is not None:
             raise self._error from self._refused
         for name, read in self._read.items():
-            experts, _ = self._experts[name]
+            experts = self._experts[name]
             missing = [parameter for parameter in experts.parameters if parameter not in read]
             raise CheckpointError(
                 f"{experts.title}: expected {', '.join(missing)} in the checkpoint, found no such tensor"

@@ -21,6 +21,7 @@ from ktmoe.transformers.config import Config
 from ktmoe.transformers.function import NAME, check_packable, pack_module
 from ktmoe.transformers.modules import find
 from ktmoe.transformers.options import Options
+from ktmoe.transformers.place import put
 
 #: Arguments of from_pretrained() that say where config.json is.
 _WHERE = (
@@ -47,7 +48,7 @@ def load(
     tuned_for: str = "decode",
     threads: int | None = None,
     numa_nodes: Sequence[int] | None = None,
-    gpu_experts_mask: np.ndarray | Sequence | None = None,
+    gpu_experts: np.ndarray | Sequence | int | None = None,
     progress=None,
     source: str = "auto",
     cache: str | os.PathLike | None = None,
@@ -58,8 +59,9 @@ def load(
     path: a folder, or an id of the Hugging Face Hub. The class is the one that config.json names in "architectures".
     backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them. threads: of ktmoe in this process; None leaves
     them.
-    gpu_experts_mask: bool [experts], or [layers, experts] with a row for each layer that has experts. True: that expert stays
-    in torch, dequantized, on its layer's device.
+    gpu_experts: which experts torch computes on the device of their layer, dequantized, while ktmoe computes the others. A
+    number: the first so many of each layer. bool [experts], or [layers, experts] with a row for each layer that has experts, or
+    for all layers of the model: True is on the GPU. Arrays, torch tensors or nested lists. place() changes it at run time.
     progress: called with (done_bytes, total_bytes) of the experts, from threads, one at a time. True: a bar on stderr, which
     needs rich.
     source: "checkpoint": ktmoe's loaders read the experts while transformers loads the rest; experts are never torch tensors.
@@ -87,7 +89,7 @@ def load(
         tuned_for=tuned_for,
         threads=threads,
         numa_nodes=numa_nodes,
-        gpu_experts_mask=gpu_experts_mask,
+        gpu_experts=gpu_experts,
         source=source,
         cache=cache,
         **inner,
@@ -140,7 +142,7 @@ def pack(
     tuned_for: str = "decode",
     threads: int | None = None,
     numa_nodes: Sequence[int] | None = None,
-    gpu_experts_mask: np.ndarray | Sequence | None = None,
+    gpu_experts: np.ndarray | Sequence | int | None = None,
     progress=None,
 ) -> PreTrainedModel:
     """The same model, whose bfloat16 experts are packed in place, layer by layer; their parameters are freed.
@@ -149,7 +151,7 @@ def pack(
     first called. The model is frozen afterwards, and cannot be saved.
     Raises UnavailableError, before anything is packed, for a model that ktmoe cannot serve.
     """
-    options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts_mask, progress)
+    options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress)
     found = find(model)
     for experts in found:
         if elsewhere := [name for name in experts.parameters if experts.module.get_parameter(name).is_meta]:
@@ -158,10 +160,11 @@ def pack(
                 "ktmoe.transformers.load() takes experts from the checkpoint"
             )
     check_packable(found, options)
-    on_gpu = options.on_gpu(found)
+    on_gpu = options.on_gpu(found, model)
     options.set_threads()
     with options.reporting(sum(experts.nbytes for experts in found)) as report:
-        for experts, ids in zip(found, on_gpu, strict=True):
-            pack_module(experts, options, ids, report)
+        for experts in found:
+            pack_module(experts, options, report)
+    put(model, {experts.name: experts.module for experts in found}, on_gpu)
     model.set_experts_implementation(NAME)
     return model.requires_grad_(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from ktmoe.errors import CheckpointError, UnavailableError
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
-from ktmoe.reference_weights import dequantize
+from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.transformers.activation import recognise
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import BF16
@@ -41,8 +40,7 @@ class Experts:
     @property
     def layer(self) -> int | None:
         """The number of its layer, by its name."""
-        found = _LAYER.search(self.name)
-        return int(found[1]) if found else None
+        return layer_of(self.name)
 
     @property
     def nbytes(self) -> int:
@@ -65,39 +63,30 @@ class Experts:
         def read(expert: int, projection: str) -> Matrix:
             stem = "down_proj" if projection == "down" else "gate_up_proj"
             weight = tensors[stem][expert]
-            codes = self._rows(weight.T if self.module.is_transposed else weight, projection).cpu().contiguous()
+            codes = rows_of(self.module, weight.T if self.module.is_transposed else weight, projection).cpu().contiguous()
             bias = tensors.get(f"{stem}_bias")
-            bias = None if bias is None else self._rows(bias[expert], projection).float().cpu().contiguous().numpy()
+            bias = None if bias is None else rows_of(self.module, bias[expert], projection).float().cpu().contiguous().numpy()
             shape = tuple(codes.shape)
             return Matrix(f"{self.name}.{expert}.{projection}", BF16, shape, bfloat16(codes), bias=bias)
 
         return ExpertWeights(self.num_experts, self.hidden, self.intermediate, read, BF16, self.activation, name=self.name)
 
-    def tensors(self, experts: ExpertWeights, chosen: Iterable[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """weights() the other way round: some experts as tensors of the parameters' names, dequantized and rounded to dtype."""
-        chosen = list(chosen)
-        made = {
-            name: torch.empty(len(chosen), *shape[1:], dtype=dtype, device="cpu") for name, shape in self.parameters.items()
-        }
-        for slot, expert in enumerate(chosen):
-            for projection in PROJECTIONS:
-                stem = "down_proj" if projection == "down" else "gate_up_proj"
-                matrix = experts.matrix(expert, projection)
-                weight = made[stem][slot]
-                rows = self._rows(weight.T if self.module.is_transposed else weight, projection)
-                rows.copy_(torch.from_numpy(dequantize(matrix)))
-                if matrix.bias is not None:
-                    self._rows(made[f"{stem}_bias"][slot], projection).copy_(torch.from_numpy(matrix.bias))
-        return made
 
-    def _rows(self, tensor: torch.Tensor, projection: str) -> torch.Tensor:
-        """A projection's rows of one expert's weight [n, k] or bias [n]; of gate and up together, its half."""
-        if projection == "down":
-            return tensor
-        second = projection == "up"
-        if self.module.is_concatenated:
-            return tensor[self.intermediate :] if second else tensor[: self.intermediate]
-        return tensor[int(second) :: 2]
+def layer_of(name: str) -> int | None:
+    """The number of a module's layer, by the module's name."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
+def rows_of(module: torch.nn.Module, tensor: torch.Tensor, projection: str) -> torch.Tensor:
+    """A projection's rows of one expert's weight [n, k] or bias [n]; of gate and up together, its half."""
+    if projection == "down":
+        return tensor
+    second = projection == "up"
+    if module.is_concatenated:
+        half = len(tensor) // 2
+        return tensor[half:] if second else tensor[:half]
+    return tensor[int(second) :: 2]
 
 
 def find(model: torch.nn.Module) -> list[Experts]:

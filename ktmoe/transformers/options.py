@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ktmoe.backends.base import Progress
-from ktmoe.errors import InputError
 from ktmoe.machine.threads import set_num_threads
 from ktmoe.progress_bar import bytes_done
+from ktmoe.transformers.gpu_experts import choose
 
 if TYPE_CHECKING:
     from ktmoe.transformers.modules import Experts
@@ -27,8 +28,7 @@ class Options:
     """backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them.
 
     threads: of ktmoe in this process; None leaves them as they are.
-    gpu_experts_mask: bool [experts], or [layers, experts] with a row for each layer that has experts: True stays in torch, on
-    the device of its layer. None: no expert does.
+    gpu_experts: which experts are on the GPU, as ktmoe.transformers.load() has it. None: none is.
     progress: called with (done_bytes, total_bytes), from threads, one at a time. True: a bar on stderr, which needs rich.
     cache: a folder that `ktmoe pack` has made of the checkpoint, to map experts from; only where loaders read the checkpoint.
     """
@@ -39,7 +39,7 @@ class Options:
     tuned_for: str = "decode"
     threads: int | None = None
     numa_nodes: Sequence[int] | None = None
-    gpu_experts_mask: np.ndarray | Sequence | None = None
+    gpu_experts: np.ndarray | Sequence | int | None = None
     progress: Progress | bool | None = None
     cache: str | os.PathLike | None = None
 
@@ -58,17 +58,9 @@ class Options:
         if self.threads is not None:
             set_num_threads(self.threads)
 
-    def on_gpu(self, found: Sequence[Experts]) -> list[np.ndarray]:
-        """For each of a model's modules of experts, the ids of those that stay in torch. Raises InputError."""
-        if self.gpu_experts_mask is None:
-            return [np.zeros(0, np.int64) for _ in found]
-        mask = np.asarray(self.gpu_experts_mask)
-        counts = [experts.num_experts for experts in found]
-        shapes = [(count,) for count in set(counts)] + [(len(found), count) for count in set(counts)]
-        if mask.dtype != np.bool_ or len(set(counts)) > 1 or mask.shape not in shapes:
-            expected = f"bool [{counts[0]} experts] or [{len(found)} layers, {counts[0]} experts]"
-            raise InputError(f"gpu_experts_mask: expected {expected}, found {mask.dtype} {list(mask.shape)}")
-        return [np.flatnonzero(row) for row in np.broadcast_to(mask, (len(found), counts[0]))]
+    def on_gpu(self, found: Sequence[Experts], model: torch.nn.Module) -> list[np.ndarray]:
+        """For each of a model's modules of experts, the ids of those that are on its GPU. Raises InputError."""
+        return choose(self.gpu_experts, model, {experts.name: experts.num_experts for experts in found})
 
     @contextmanager
     def reporting(self, total: int) -> Iterator[Reporting]:

@@ -20,6 +20,7 @@ from ktmoe.transformers.from_checkpoint import FromCheckpoint, check_readable
 from ktmoe.transformers.from_parameters import FromParameters
 from ktmoe.transformers.function import NAME
 from ktmoe.transformers.modules import Experts, find
+from ktmoe.transformers.place import put
 
 
 @register_quantizer(NAME)
@@ -81,7 +82,7 @@ class Quantizer(HfQuantizer):
         """Everything that can be refused is refused here, before any weight is read."""
         config, options = self.quantization_config, self.quantization_config.options
         self._found = find(model)
-        self._on_gpu = options.on_gpu(self._found)
+        self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
         if self._rest:
             with _without_experts(model, self._found):
@@ -112,14 +113,15 @@ class Quantizer(HfQuantizer):
                     raise
                 refused = error
             else:
-                return FromCheckpoint(path, self._found, self._on_gpu, config.options)
-        return FromParameters(self._found, self._on_gpu, config.options, refused)
+                return FromCheckpoint(path, self._found, config.options)
+        return FromParameters(self._found, config.options, refused)
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs) -> None:
-        """Wait until all experts are packed, and attach them."""
+        """Wait until all experts are packed, attach them, and put some on the GPU."""
         if self._rest:
             self._rest._process_model_after_weight_loading(model, **kwargs)
-        self._source.finish(model)
+        self._source.finish()
+        put(model, {experts.name: experts.module for experts in self._found}, self._on_gpu)
         model.config.quantization_config = Config(**self.quantization_config.to_dict())  # without progress, which is over
         model.requires_grad_(False)
 

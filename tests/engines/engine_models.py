@@ -77,9 +77,9 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of each module of routed experts, but for the part of one that ktmoe leaves to torch."""
+    """(name, module) of each module of routed experts."""
     for name, module in model.named_modules():
-        if hasattr(module, "_apply_gate") and ".gpu_experts." not in name:
+        if hasattr(module, "_apply_gate"):
             yield name, module
 
 

@@ -57,8 +57,8 @@ def _loaded(source: str) -> Callable[[Path], PreTrainedModel]:
     return lambda folder: served.load(folder, source=source).eval()
 
 
-def _configured(folder: Path) -> PreTrainedModel:
-    config = served.Config(source="parameters")
+def _configured(folder: Path, **options: object) -> PreTrainedModel:
+    config = served.Config(**options)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config).eval()
 
 
@@ -70,6 +70,13 @@ WAYS = {
     "load(source='auto')": _loaded("auto"),
     "load(source='checkpoint')": _loaded("checkpoint"),
     "load(source='parameters')": _loaded("parameters"),
+    "quantization_config=": lambda folder: _configured(folder, source="parameters"),
+}
+#: Those that take options.
+CHOOSING = {
+    "pack()": packed,
+    "load(source='checkpoint')": lambda folder, **options: served.load(folder, source="checkpoint", **options),
+    "load(source='parameters')": lambda folder, **options: served.load(folder, source="parameters", **options),
     "quantization_config=": _configured,
 }
 

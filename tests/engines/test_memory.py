@@ -38,6 +38,7 @@ def eager(folder):
 make = {
     "checkpoint": lambda folder: ktmoe.transformers.load(folder, source="checkpoint"),
     "parameters": lambda folder: ktmoe.transformers.load(folder, source="parameters"),
+    "split": lambda folder: ktmoe.transformers.load(folder, source="checkpoint", gpu_experts=2),
     "pack": lambda folder: ktmoe.transformers.pack(eager(folder)),
     "eager": eager,
 }[sys.argv[1]]
@@ -88,6 +89,12 @@ def test_experts_are_never_torch_tensors(checkpoint, large):
     """Way (b): even the peak is the experts once."""
     found = measured("checkpoint", checkpoint("qwen3_moe"), large["qwen3_moe"])
     assert EXPERTS < found["peak"] <= EXPERTS + REST
+
+
+def test_experts_on_a_gpu_are_there_twice(checkpoint, large):
+    """Those alone: packed ones and 2 of 32 in bfloat16, without a third copy on the way, but of one expert."""
+    found = measured("split", checkpoint("qwen3_moe"), large["qwen3_moe"])
+    assert EXPERTS < found["peak"] <= EXPERTS * (1 + 2 / 32) + REST
 
 
 def test_packed_experts_are_never_bfloat16(checkpoint, large):

@@ -7,35 +7,20 @@ import numpy as np
 import pytest
 import torch
 import ways
-from engine_models import ARCHITECTURES, EXPERTS, LAYERS, experts, logits, prompts
+from engine_models import EXPERTS, LAYERS, experts, logits, prompts
 from loading_models import own_threads, wait_for_threads
-from quantized_checkpoints import PACKED
-from serving import assert_served, eager, packed
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from serving import CHOOSING, assert_served, eager
+from transformers import PreTrainedModel
 
 import ktmoe
 import ktmoe.transformers as served
 from ktmoe.errors import InputError, KtmoeError, UnavailableError, UnknownNameError
 
 
-def _configured(folder, **options):
-    config = served.Config(**options)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
-
-
-#: Those that take options.
-WAYS = {
-    "pack()": packed,
-    "load(source='checkpoint')": lambda folder, **options: served.load(folder, source="checkpoint", **options),
-    "load(source='parameters')": lambda folder, **options: served.load(folder, source="parameters", **options),
-    "quantization_config=": _configured,
-}
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=CHOOSING)
 def make(request, checkpoint):
     """options -> the same model by one of the ways."""
-    return lambda **options: WAYS[request.param](checkpoint("qwen3_moe"), **options)
+    return lambda **options: CHOOSING[request.param](checkpoint("qwen3_moe"), **options)
 
 
 def layers(model) -> list[ktmoe.MoELayer]:
@@ -156,9 +141,18 @@ def test_a_loaded_models_config_can_be_pickled(checkpoint, source):
         ({"threads": "two"}, InputError, "two"),
         ({"numa_nodes": [99]}, KtmoeError, "99"),
         ({"numa_nodes": []}, InputError, "numa_nodes"),
-        ({"gpu_experts_mask": [True]}, InputError, rf"bool \[{EXPERTS} experts\] .* found bool \[1\]"),
-        ({"gpu_experts_mask": [1] * EXPERTS}, InputError, rf"gpu_experts_mask: .* found int64 \[{EXPERTS}\]"),
-        ({"gpu_experts_mask": np.zeros((LAYERS + 1, EXPERTS), bool)}, InputError, rf"found bool \[{LAYERS + 1}, {EXPERTS}\]"),
+        ({"gpu_experts": [True]}, InputError, rf"bool \[{EXPERTS} experts\] .* found bool \[1\]"),
+        ({"gpu_experts": [1] * EXPERTS}, InputError, rf"gpu_experts: .* found int64 \[{EXPERTS}\]"),
+        ({"gpu_experts": np.zeros((LAYERS + 1, EXPERTS), bool)}, InputError, rf"found bool \[{LAYERS + 1}, {EXPERTS}\]"),
+        ({"gpu_experts": [[True] * EXPERTS, [True]]}, InputError, "gpu_experts: expected rows of one length"),
+        (
+            {"gpu_experts": EXPERTS + 1},
+            InputError,
+            rf"gpu_experts: expected 0 to {EXPERTS} experts of each layer, found {EXPERTS + 1}",
+        ),
+        ({"gpu_experts": -1}, InputError, rf"gpu_experts: expected 0 to {EXPERTS} experts of each layer, found -1"),
+        ({"gpu_experts": True}, InputError, r"gpu_experts: expected a number, or .* found bool \[\]"),
+        ({"gpu_experts": 1.5}, InputError, r"gpu_experts: expected a number, or .* found float64 \[\]"),
     ],
 )
 def test_wrong_values(make, option, error, message):
@@ -178,62 +172,3 @@ def test_a_wrong_value_leaves_a_loaded_model_as_it_was(checkpoint):
 def test_a_wrong_source(checkpoint):
     with pytest.raises(InputError, match=r"source must be one of .* 'file'"):
         served.load(checkpoint("qwen3_moe"), source="file")
-
-
-# Experts that stay in torch; without a GPU, on the CPU
-
-
-#: [experts], or [layers, experts].
-MASKS = {
-    "some": lambda _rows: np.arange(EXPERTS) % 3 == 0,
-    "others in each layer": lambda rows: np.arange(rows * EXPERTS).reshape(rows, EXPERTS) % 3 == 0,
-    "none": lambda _rows: np.zeros(EXPERTS, bool),
-    "all": lambda _rows: np.ones(EXPERTS, bool),
-}
-#: Of torch's experts: gate, up, their function, h, an expert's output, that times its weight, their sum, and that with ktmoe's.
-ROUNDINGS = 8
-
-
-def check_masked(make, mask: str) -> None:
-    """Each module's output beside that of the same model without a mask: bfloat16's roundings apart. make: options -> model."""
-    whole = make()
-    rows = len(layers(whole))
-    chosen = MASKS[mask](rows)
-    model = make(gpu_experts_mask=chosen)
-    generator = torch.Generator().manual_seed(10)
-    for row, (_, module), (_, other) in zip(
-        np.broadcast_to(chosen, (rows, EXPERTS)), experts(model), experts(whole), strict=True
-    ):
-        assert (module.ktmoe_layer.expert_mask == ~row).all()
-        assert {tensor.shape[0] for tensor in module.parameters()} == {count for count in [row.sum()] if count}
-        x = torch.randn((9, module.ktmoe_layer.hidden), generator=generator).bfloat16()
-        ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:3] for _ in range(len(x))])
-        weights = torch.rand(ids.shape, generator=generator).bfloat16()
-        with torch.inference_mode():
-            found, expected = module(x, ids, weights).double(), other(x, ids, weights).double()
-        assert torch.equal(found, expected) == (not row.any())
-        assert (found - expected).norm() <= ROUNDINGS * 2**-8 * expected.norm()
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_masked_experts(checkpoint, make, mask):
-    check_masked(make, mask)
-
-
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *PACKED])
-def test_masked_experts_of_a_checkpoint(checkpoint, name):
-    """Packed ones are dequantized."""
-    options = {"source": "checkpoint", "activations": "bf16"}
-    check_masked(lambda **mask: served.load(checkpoint(name), **options, **mask), "others in each layer")
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v4"])
-def test_masked_parameters(checkpoint, name):
-    check_masked(lambda **mask: packed(checkpoint(name), activations="bf16", **mask), "others in each layer")
-
-
-def test_text_with_masked_experts(checkpoint):
-    model = served.load(checkpoint("qwen3_moe"), gpu_experts_mask=MASKS["some"](LAYERS))
-    text = model.generate(prompts(), max_new_tokens=8, do_sample=False)
-    assert text.shape == (2, 32)
-    assert torch.isfinite(logits(model, text)).all()

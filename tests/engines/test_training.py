@@ -175,9 +175,8 @@ def test_what_is_refused(checkpoint):
         add_lora(engine_models.make("qwen3_moe"))
     with pytest.raises(InputError, match="found 'mxfp8', which rounds more"):
         add_lora(served.load(folder, activations="mxfp8"))
-    mask = [True] + [False] * (engine_models.EXPERTS - 1)
     with pytest.raises(UnavailableError, match=r"layers\.0\.mlp\.experts: .* found some on a GPU"):
-        add_lora(served.load(folder, activations="bf16", gpu_experts_mask=mask))
+        add_lora(served.load(folder, activations="bf16", gpu_experts=1))
     model = served.load(folder, activations="bf16")
     for options, error, message in (
         ({"rank": 0}, InputError, "rank must be an integer from 1 to 256, found 0"),
@@ -222,15 +221,6 @@ def test_a_model_that_is_not_frozen(checkpoint, monkeypatch):
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert torch.equal(loss, model.requires_grad_(False)(input_ids=ids, labels=ids).loss)
-
-
-def test_experts_on_a_gpu_have_no_gradients(checkpoint):
-    mask = [True] + [False] * (engine_models.EXPERTS - 1)
-    model = served.load(checkpoint("qwen3_moe"), activations="bf16", gpu_experts_mask=mask)
-    (_, module), *_ = experts(model)
-    x, ids, weights = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
-    with pytest.raises(UnavailableError, match="expected inputs without grad, since some of its experts are on a GPU"):
-        module(x.requires_grad_(), ids, weights)
 
 
 def test_a_mode_that_rounds_has_no_gradients(checkpoint):

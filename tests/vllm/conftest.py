@@ -33,3 +33,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
+
+
+@pytest.fixture
+def layers(tmp_path_factory):
+    """layers_of_vllm, in a process that vLLM's layers can be made in."""
+    import layers_of_vllm  # not before: it warns
+
+    import ktmoe.vllm
+
+    ktmoe.vllm.register()
+    with layers_of_vllm.vllm_is_set_up(tmp_path_factory.getbasetemp()):
+        yield layers_of_vllm

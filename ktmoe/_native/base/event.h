@@ -13,7 +13,7 @@ typedef struct kt_event {
 
 /* How many times the time that is set a waiter spins. What is computed now ends soon: to sleep meanwhile costs more, up to a
  * millisecond on some virtual machines. */
-typedef enum kt_patience { KT_IDLE = 1, KT_IN_TASK = 20 } kt_patience;
+typedef enum kt_patience { KT_NEVER = 0, KT_IDLE = 1, KT_IN_TASK = 20 } kt_patience;
 
 void kt_event_spin(uint64_t nanoseconds); /* that a waiter spins before it sleeps, from its next wait on */
 void kt_event_wait(kt_event *e, uint32_t old, kt_patience patience); /* while the value is that one */

@@ -1,9 +1,10 @@
-/* Pages, sleeping and the clock: the only file that knows the operating system (Linux). */
+/* Pages, threads, sleeping and the clock: the only file that knows the operating system (Linux). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -84,6 +85,17 @@ bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before) {
 bool kt_os_process_cpus(kt_cpus *cpus) {
     *cpus = (kt_cpus){{0}};
     return sched_getaffinity(getpid(), sizeof cpus->words, (cpu_set_t *)cpus->words) == 0; /* its first thread has its number */
+}
+
+int kt_os_start(pthread_t *id, void *(*work)(void *), void *argument) {
+    static const int own[] = {SIGILL, SIGSEGV, SIGBUS, SIGFPE, SIGTRAP};
+    sigset_t block, old;
+    sigfillset(&block);
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++) sigdelset(&block, own[i]);
+    pthread_sigmask(SIG_SETMASK, &block, &old);
+    const int error = pthread_create(id, NULL, work, argument);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return error;
 }
 
 void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal) {

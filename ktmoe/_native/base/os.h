@@ -1,7 +1,8 @@
-/* What is asked of the operating system: pages, CPUs, sleeping, the clock, AMX's tiles. */
+/* What is asked of the operating system: pages, CPUs, threads, sleeping, the clock, AMX's tiles. */
 #ifndef KT_OS_H
 #define KT_OS_H
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -30,6 +31,9 @@ typedef struct kt_cpus {
 bool kt_os_bind(const kt_cpus *cpus, kt_cpus *before);
 /* Where the process's first thread may run; with the pool's lock held, since a run may keep that thread elsewhere. */
 bool kt_os_process_cpus(kt_cpus *cpus);
+
+/* A thread that gets no signals but those that its own instructions raise: the others are the interpreter's. 0 or an errno. */
+int kt_os_start(pthread_t *id, void *(*work)(void *), void *argument);
 
 void kt_os_wait(_Atomic uint32_t *word, uint32_t while_equal);
 void kt_os_wake(_Atomic uint32_t *word); /* all waiters */

@@ -8,7 +8,6 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -198,21 +197,11 @@ static int make_doors(void) {
 static int start_workers(void) {
     int error = make_doors();
     pool.cpus_known = kt_os_process_cpus(&pool.cpus);
-    /* Signals are the interpreter's; only the ones that a worker's own instructions raise stay with it. */
-    sigset_t block, old;
-    sigfillset(&block);
-    sigdelset(&block, SIGILL);
-    sigdelset(&block, SIGSEGV);
-    sigdelset(&block, SIGBUS);
-    sigdelset(&block, SIGFPE);
-    sigdelset(&block, SIGTRAP);
-    pthread_sigmask(SIG_SETMASK, &block, &old);
     for (pool.started = !error; !error && pool.started < pool.teams.workers;) {
         thread *t = &pool.threads[pool.started];
-        error = pthread_create(&t->id, NULL, work, &t->worker);
+        error = kt_os_start(&t->id, work, &t->worker);
         pool.started += !error;
     }
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (error) kt_pool_stop();
     return error;
 }

@@ -1,10 +1,11 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """The driver's face to Python, in one module since the C behind it has one pool. Checks, one nogil block, checks.
 
-placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi: formats
-as the driver has them. records.pxi: codes and scales that stand together. batches.pxi: what one call computes. training.pxi: what
-calls have besides in training. packed.pxi: packed experts. passes.pxi: what is computed with them. arenas.pxi: their arenas in
-files. schedule.pxi: the driver's lists without a layer. quantize.pxi: rounding weights. blocks.pxi: rounding to MX formats.
+placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi:
+formats as the driver has them. records.pxi: codes and scales that stand together. batches.pxi: what one call computes.
+training.pxi: what calls have besides in training. packed.pxi: packed experts. passes.pxi: what is computed with them.
+captured.pxi: the same in CUDA graphs. arenas.pxi: their arenas in files. schedule.pxi: the driver's lists without a layer.
+quantize.pxi: rounding weights. blocks.pxi: rounding to MX formats.
 The pool's lock is never held together with the GIL: fork takes both.
 """
 
@@ -16,6 +17,7 @@ import sys
 
 import numpy as np
 
+cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.errno cimport errno as last_errno
 from libc.stdlib cimport calloc, free
@@ -82,6 +84,7 @@ include "batches.pxi"
 include "training.pxi"
 include "packed.pxi"
 include "passes.pxi"
+include "captured.pxi"
 include "arenas.pxi"
 include "schedule.pxi"
 include "quantize.pxi"

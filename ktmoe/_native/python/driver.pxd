@@ -428,3 +428,38 @@ cdef extern from "quantize/round.h" nogil:
         float limits[7]
     bint kt_weight_extremes(const kt_weights *m, size_t rows, size_t columns, float *low, float *high)
     void kt_round_weights(const kt_weights *m, const kt_rounding *how, size_t row, size_t count, uint8_t *codes, double *sums)
+
+
+cdef extern from "captured/record.h" nogil:
+    ctypedef struct kt_record_scratch:
+        int64_t *ids
+        int64_t *now
+        int64_t *later
+        uint8_t *on_gpu
+        uint8_t *urgent
+        float *x
+        float *y
+    ctypedef struct kt_record:
+        const kt_experts *experts
+        kt_batch batch
+        const uint8_t *on_gpu
+        size_t urgent_slots
+        uint16_t *late
+        kt_record *earlier
+        kt_record_scratch scratch
+
+
+cdef extern from "captured/queue.h" nogil:
+    ctypedef struct kt_mark:
+        uint32_t holders
+    int kt_queue_start()
+    void kt_queue_submit(void *record)
+    void kt_queue_await(void *record)
+    void kt_queue_close()
+    bint kt_queue_idle(const kt_record *r)
+    void kt_queue_forget(kt_record *r)
+    size_t kt_queue_failures()
+    kt_outcome kt_queue_take_outcome(kt_record *r, int *error)
+    kt_mark *kt_mark_make()
+    void kt_mark_hold(kt_mark *mark)
+    void kt_mark_drop(void *mark)

@@ -1,10 +1,12 @@
 """KTMoEWrapper and generate_gpu_experts_masks with kt-kernel 0.7.2's names and meaning, for SGLang and KTransformers.
 
-extras/kt_kernel_shim installs this as the module kt_kernel.
+This is the module kt_kernel of who asks ktmoe.compat.provided for it: SGLang's plug-in and extras/kt_kernel_shim.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Sequence
 
@@ -12,6 +14,9 @@ from ktmoe.compat import methods
 from ktmoe.compat.inference import InferenceWrapper
 from ktmoe.compat.masks import generate_gpu_experts_masks
 from ktmoe.compat.sft import SFTWrapper
+
+#: The version of kt-kernel whose interface this is.
+__version__ = "0.7.2+ktmoe"
 
 __all__ = ["KTMoEWrapper", "generate_gpu_experts_masks"]
 
@@ -69,6 +74,7 @@ class KTMoEWrapper:
         swiglu_alpha: float = 0.0,
     ) -> InferenceWrapper | SFTWrapper:
         methods.require(mode, method)
+        _say()
         both = {
             "layer_idx": layer_idx,
             "num_experts": num_experts,
@@ -104,3 +110,9 @@ class KTMoEWrapper:
     get_capture_batch_sizes = staticmethod(InferenceWrapper.get_capture_batch_sizes)
     clear_buffer_cache = staticmethod(InferenceWrapper.clear_buffer_cache)
     clear_sft_buffer_cache = staticmethod(SFTWrapper.clear_sft_buffer_cache)
+
+
+@functools.cache
+def _say() -> None:
+    """Once a process, so that an engine's log has who computes the experts on the CPU."""
+    logging.getLogger(__name__).info("experts on the CPU are computed by ktmoe")
