@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import models
 import pytest
 import runs
@@ -109,6 +111,17 @@ def test_other_processes(jobs, plain, tmp_path):
     [found] = runs.start([jobs["qwen3_moe"]], tmp_path / "run", VLLM_ENABLE_V1_MULTIPROCESSING="1")
     check_same_text(found, plain["qwen3_moe"])
     assert [line.split(" (")[0] for line in found.log] == ["ktmoe computes the experts of 3 layers"]
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensors", "experts"])
+def test_two_ranks(jobs, plain, tmp_path, options):
+    """Two processes with a part of the experts each, whose outputs vLLM adds: halves of each expert, or half of the experts."""
+    parallel = [replace(jobs[name], options={"tensor_parallel_size": 2, **options}) for name in ("gpt_oss", "glm4_moe")]
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    for name, found in zip(("gpt_oss", "glm4_moe"), runs.start(parallel, tmp_path / "run", **variables), strict=True):
+        check_same_text(found, plain[name])
+        said = [line.split(" (")[0] for line in found.log]
+        assert said == [f"ktmoe computes the experts of {LAYERS[name]} layers"] * 2
 
 
 def test_not_among_vllms_plugins(jobs, plain, tmp_path):
