@@ -119,7 +119,7 @@ def test_other_processes(jobs, plain, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensors", "experts"])
 def test_two_ranks(jobs, plain, tmp_path, options):
-    """Two processes with a part of the experts each, whose rounded outputs vLLM adds: halves of each expert, or half of them."""
+    """Two processes with half of each expert, or with half of the experts, whose rounded outputs vLLM adds."""
     parallel = [replace(jobs[name], options={"tensor_parallel_size": 2, **options}) for name in ("gpt_oss", "glm4_moe")]
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     for name, found in zip(("gpt_oss", "glm4_moe"), runs.start(parallel, tmp_path / "run", **variables), strict=True):
