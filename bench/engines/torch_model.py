@@ -115,7 +115,7 @@ def _fill_experts(module: torch.nn.Module, experts: ExpertWeights) -> None:
                 part = slice(half * up, half * (up + 1)) if module.is_concatenated else slice(int(up), None, 2)
                 rows, bias = rows[part], None if bias is None else bias[part]
             matrix = experts.matrix(expert, projection)
-            bits = bfloat16_weights(np.asarray(matrix.codes), np.asarray(matrix.scales))
+            bits = bfloat16_weights("MXFP4", np.asarray(matrix.codes), np.asarray(matrix.scales))
             with torch.no_grad():
                 rows.copy_(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
                 if bias is not None:
