@@ -47,9 +47,9 @@ WAYS = (
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 1 if something is missing, or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m bench.vllm", description="Text by vLLM, with the plug-in and without it.")
-    parser.add_argument("--layers", metavar="N", type=int, default=3, help="of the model (%(default)s)")
+    parser.add_argument("--layers", metavar="N", type=int, default=2, help="of the model (%(default)s)")
     parser.add_argument("--rounds", metavar="N", type=int, default=5, help="(%(default)s)")
-    parser.add_argument("--folder", metavar="DIR", type=Path, help="for checkpoints of up to 8 GB, removed afterwards")
+    parser.add_argument("--folder", metavar="DIR", type=Path, help="for checkpoints of 5 GB, removed afterwards")
     parser.add_argument("--save", metavar="FILE", type=Path, default=RESULT, help="(%(default)s)")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.layers) < 1:
@@ -83,7 +83,11 @@ def measure(layers: int, rounds: int, folder: Path, progress: Callable[[str], ob
             workers[way.name] = worker = _start(python, folder, way)
             found[way.name] = {"weights": way.weights, "environment": way.environment, "load": {}, "failure": None}
             try:
-                found[way.name]["load"] = worker.ask(do="load", folder=str(folder / way.weights), patience=PATIENCE)
+                load = worker.ask(do="load", folder=str(folder / way.weights), patience=PATIENCE)
+                expected = 0 if way.environment.get("KTMOE_VLLM") == "0" else layers
+                if load["packed"] != expected:
+                    raise WorkerError(f"expected ktmoe in {expected} layers, found {load['packed']}")
+                found[way.name]["load"] = load
             except WorkerError as error:
                 if way is WAYS[0]:
                     raise

@@ -1,6 +1,7 @@
 """`python -m bench.vllm.worker`: runs a model in vLLM, as the driver asks. Needs vLLM.
 
-{"do": "load", "folder": name}                          -> {"seconds": 1.2, "memory": bytes, "version": "0.32.0"}
+{"do": "load", "folder": name}                          -> {"seconds": 1.2, "memory": bytes, "version": "0.32.0",
+                                                            "packed": 2}    layers that ktmoe computes
 {"do": "generate", "batch": 1, "prompt": 512, "new": 33,
  "seed": 0}                                             -> {"prefill": seconds, "decode": seconds}
 """
@@ -31,7 +32,8 @@ class Session:
             dtype="bfloat16",
             max_model_len=2048,
         )
-        return {"seconds": time.perf_counter() - start, "memory": own_memory(), "version": vllm.__version__}
+        found = {"seconds": time.perf_counter() - start, "memory": own_memory(), "version": vllm.__version__}
+        return found | {"packed": sum(self._model.apply_model(packed_layers))}
 
     def _generate(self, batch: int, prompt: int, new: int, seed: int) -> dict:
         """prefill: until all texts have their first token. decode: from then on."""
@@ -48,6 +50,11 @@ class Session:
             if first is None and len(started) == batch:
                 first = time.perf_counter()
         return {"prefill": first - began, "decode": time.perf_counter() - first}
+
+
+def packed_layers(model) -> int:
+    """Layers whose experts ktmoe computes."""
+    return sum(getattr(getattr(module, "quant_method", None), "packed", None) is not None for module in model.modules())
 
 
 def own_memory() -> int:
