@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import models
 import pytest
 import runs
@@ -117,6 +119,17 @@ def test_compiled_graphs(folders, plain, tmp_path):
     [found] = runs.start([job], tmp_path / "run", TORCHDYNAMO_DISABLE="0")
     check_same_text(found, plain["qwen3_moe"])
     assert list(found.calls.values()) == [runs.NEW] * LAYERS["qwen3_moe"]
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensors", "experts"])
+def test_two_ranks(jobs, plain, tmp_path, options):
+    """Two processes with a part of the experts each, whose outputs vLLM adds: halves of each expert, or half of the experts."""
+    parallel = [replace(jobs[name], options={"tensor_parallel_size": 2, **options}) for name in ("gpt_oss", "glm4_moe")]
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    for name, found in zip(("gpt_oss", "glm4_moe"), runs.start(parallel, tmp_path / "run", **variables), strict=True):
+        check_same_text(found, plain[name])
+        said = [line.split(" (")[0] for line in found.log]
+        assert said == [f"ktmoe computes the experts of {LAYERS[name]} layers"] * 2
 
 
 def test_not_among_vllms_plugins(jobs, plain, tmp_path):
