@@ -43,7 +43,7 @@ def register() -> None:
             vars(module).update({name: getattr(kt_kernel, name) for name in kt_kernel.__all__}, **{FLAG: True})
     elif multiprocessing.parent_process() is None:  # SGLang shows no line below this level before it reads its arguments
         logger.warning(
-            "kt_kernel is installed (%s): it computes SGLang's experts on the CPU, ktmoe does not; "
+            "kt_kernel is installed (%s): SGLang asks it for experts on the CPU, and not ktmoe; "
             "%s=1 gives them to ktmoe, %s=0 leaves this line out",
             other,
             VARIABLE,
@@ -52,12 +52,15 @@ def register() -> None:
 
 
 def _other() -> str | None:
-    """Where a kt_kernel is that is not ktmoe's. kt-kernel is a package; ktmoe's own, of extras/kt_kernel_shim, is a module."""
+    """Where a kt_kernel is that is not ktmoe's. kt-kernel is a package; ktmoe's own, of extras/kt_kernel_shim, is a module.
+
+    A folder of that name without code, as pip leaves one that has other files, is none, also where Python imported it.
+    """
     there = sys.modules.get("kt_kernel")
     if there is not None:
-        return None if there is kt_kernel else str(getattr(there, "__file__", there))
+        return None if there is kt_kernel else getattr(there, "__file__", None)
     spec = importlib.util.find_spec("kt_kernel")
-    return None if spec is None or spec.submodule_search_locations is None else str(spec.origin)
+    return None if spec is None or spec.submodule_search_locations is None else spec.origin
 
 
 def _importers() -> list[ModuleType]:

@@ -373,7 +373,9 @@ def test_a_forked_child_starts_its_own(layers):
 
     def child():
         own = Replayed(layers[0])
-        return same_bits(own.run(), own.expected())
+        right = same_bits(own.run(), own.expected())
+        core.close_captured_calls()  # which waits for nobody of the parent's
+        return right
 
     set_num_threads(2)
     thread = threading.Thread(target=replay)
@@ -399,6 +401,26 @@ def test_signals_are_the_interpreters(layers):
         return [bool(blocked >> number - 1 & 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGSEGV)]
 
     assert in_child(child) == [True, True, True, False]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_the_thread_runs_on_all_cpus(layers):
+    """Of the process, wherever the thread that captures first is kept."""
+
+    def child():
+        def first():
+            os.sched_setaffinity(0, {min(everywhere)})
+            Replayed(layers[0]).run()
+
+        everywhere, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+        set_num_threads(1)
+        thread = threading.Thread(target=first)
+        thread.start()
+        thread.join()
+        own = set(os.listdir("/proc/self/task")) - before - {str(thread.native_id)}
+        return [os.sched_getaffinity(int(task)) == everywhere for task in own]
+
+    assert in_child(child) == [True]
 
 
 EXIT = """

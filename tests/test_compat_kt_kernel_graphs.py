@@ -242,6 +242,21 @@ def test_a_graph_for_each_layer_with_other_layers_beside(torch, folder, tmp_path
     close(wrappers + others)
 
 
+@pytest.mark.parametrize(("layer", "tokens"), [(1, 3), (2, 2)], ids=["another shape", "not the next layer"])
+def test_what_is_deferred_for_another_call(torch, folder, layer, tokens):
+    """The pass was broken off, as it is outside of graphs."""
+    wrappers = stack(folder, (2, 0, 0))
+    cases = [batch(0, 2), batch(1, tokens)]
+    graphs = [Captured(torch, [w], [case]) for w, case in zip((wrappers[0], wrappers[layer]), cases, strict=True)]
+    for _ in range(2):
+        found = [graph.run([case])[0] for graph, case in zip(graphs, cases, strict=True)]
+        assert_same(found, eager([wrappers[0], wrappers[layer]], cases))
+    again = Captured(torch, [wrappers[1]], [batch(2, 2)])  # nor is it there for the right call that comes later
+    graphs[0].run(cases[:1])
+    assert_same(again.run([batch(2, 2)]), eager([wrappers[1]], [batch(2, 2)]))
+    close(wrappers)
+
+
 # Masks
 
 

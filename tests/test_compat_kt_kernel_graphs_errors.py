@@ -46,16 +46,34 @@ def is_nan(y) -> bool:
 def test_a_layer_that_was_closed(torch, folder, nothing_is_pinned):
     """What it gives is NaN; any wrapper's next call says why, once; the other layers of the graph go on."""
     first, second, other = *stack(folder, (0, 0)), wrapper(folder, 2)
+    pinned = torch.runtime.pinned()
     captured = Captured(torch, [first, second], [batch(0), batch(1)])
     first.close()
     for _ in range(2):
         captured.graph.replay()
         assert is_nan(captured.outputs[0])
-        with pytest.raises(ClosedError, match=r"^layer 0: .*CUDA graph.*NaN"):
+        with pytest.raises(ClosedError, match=r"^layer 0: .*CUDA graph.*NaN") as kept:
             other.forward(*batch())
         assert same_bits(value(captured.outputs[1]), second.forward(*batch(1)))
     del captured
+    assert eventually(lambda: (other.forward(*batch()), torch.runtime.pinned() <= pinned)[1])
+    assert kept.value.__traceback__  # the error does not keep the graph's memory
     second.close()
+    other.close()
+
+
+def test_several_layers_that_were_closed(torch, folder):
+    """One error says how many there are."""
+    *closed, other = stack(folder, (0, 0, 0))
+    captured = Captured(torch, closed, [batch(0), batch(1)])
+    for w in closed:
+        w.close()
+    captured.graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises(ClosedError, match="layer 0: ") as caught:
+        other.forward(*batch())
+    assert caught.value.__notes__ == ["calls that failed: 2"]
+    other.forward(*batch())
     other.close()
 
 

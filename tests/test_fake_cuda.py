@@ -180,7 +180,7 @@ def test_what_a_capture_forbids_other_threads(torch, mode, forbidden):
     errors = []
 
     def other():
-        errors.append(torch.runtime.error_of("cudaEventQuery", event._handle))  # by which NCCL's watchdog breaks captures
+        errors.append(torch.runtime.error_of("cudaEventQuery", event.handle))  # by which NCCL's watchdog breaks captures
 
     event, graph = torch.cuda.Event(), torch.cuda.CUDAGraph()
     thread = threading.Thread(target=other)

@@ -94,8 +94,20 @@ def test_a_kt_kernel_that_is_installed_stays(before, theirs, caplog):
     assert module.KTMoEWrapper is not KTMoEWrapper
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     (line,) = caplog.messages
-    assert line.startswith(f"kt_kernel is installed ({theirs}): it computes SGLang's experts on the CPU")
+    assert line.startswith(f"kt_kernel is installed ({theirs}): SGLang asks it for experts on the CPU")
     assert "KTMOE_SGLANG=1" in line
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_folder_without_code_is_no_kt_kernel(before, tmp_path, caplog, monkeypatch):
+    """Python imports it, as a namespace, and finds no name in it."""
+    (tmp_path / "kt_kernel" / "lib").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if before:
+        importlib.import_module("kt_kernel.lib")
+    sglang.register()
+    assert imported(LAYER).KTMoEWrapper is KTMoEWrapper
+    assert caplog.messages == []
 
 
 @pytest.mark.usefixtures("theirs")

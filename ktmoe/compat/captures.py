@@ -201,7 +201,7 @@ class Captures:
             except Exception as error:
                 failures.append(error.with_traceback(None))
         if len(failures) > 1:
-            failures[0].add_note(f"{len(failures) - 1} more calls failed, too")
+            failures[0].add_note(f"calls that failed: {len(failures)}")
         return failures[0] if failures else None
 
     def submit(self, request: Request, x, ids, weights) -> CapturedCall:

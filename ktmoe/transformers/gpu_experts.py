@@ -10,18 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ktmoe.arrays import is_torch
+from ktmoe.arrays import as_numpy, is_torch
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 from ktmoe.transformers.modules import layer_of
 
 
 def read(gpu_experts: object) -> int | np.ndarray:
-    """A number, or an array of what ktmoe.transformers.load() is given. Raises InputError for rows of several lengths."""
+    """A number, or an array of what ktmoe.transformers.load() is given. Raises InputError for rows of several lengths, and for
+    a tensor that cannot be an array.
+    """
     if gpu_experts is None or (isinstance(gpu_experts, (int, np.integer)) and not isinstance(gpu_experts, bool)):
         return operator.index(gpu_experts or 0)
+    if is_torch(gpu_experts):
+        return as_numpy(gpu_experts if gpu_experts.is_meta else gpu_experts.cpu(), "gpu_experts")
     try:
-        return gpu_experts.detach().cpu().numpy() if is_torch(gpu_experts) else np.asarray(gpu_experts)
+        return np.asarray(gpu_experts)
     except ValueError:
         raise InputError(f"gpu_experts: expected rows of one length, found {show(gpu_experts)}") from None
 

@@ -165,6 +165,7 @@ def pack(
     with options.reporting(sum(experts.nbytes for experts in found)) as report:
         for experts in found:
             pack_module(experts, options, report)
-    put(model, {experts.name: experts.module for experts in found}, on_gpu)
     model.set_experts_implementation(NAME)
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
+    put(model, {experts.name: experts.module for experts in found}, on_gpu)  # last: if it fails, the model works on the CPU
+    return model

@@ -10,7 +10,7 @@ from pathlib import Path
 from ktmoe.machine import threads
 
 #: Libraries with OpenMP's interface, of GNU, Intel and LLVM, as the process has mapped them.
-_LIBRARY = re.compile(r"(/\S*/lib(?:gomp|iomp5|omp)\b\S*\.so\S*)$", re.MULTILINE)
+_LIBRARY = re.compile(r"(/.*/lib(?:gomp|iomp5|omp)\b[^/]*\.so[^/\s]*)$", re.MULTILINE)
 
 
 def share() -> None:

@@ -28,6 +28,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
@@ -50,7 +51,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, 
 from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkOCP_MX_MoEMethod
 
 from ktmoe.backends.choice import choose_backend
-from ktmoe.errors import UnavailableError
+from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.vllm.layers import Layer
 from ktmoe.vllm.parameters import Parameters, scale_kind
@@ -101,7 +102,8 @@ class _Made:
                 choose_backend("auto", ExpertWeights(*sizes, _unread, self.format.read(self, {}).format), "auto")
             except UnavailableError as error:
                 self.refused = str(error)
-        exact = self.format.exact_scales and self.refused is None
+        dummy = get_current_vllm_config().load_config.load_format == "dummy"  # random numbers, which would be no bfloat16
+        exact = self.format.exact_scales and self.refused is None and not dummy
         super().create_weights(layer, *sizes, torch.float32 if exact else params_dtype, **attributes)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
@@ -117,7 +119,10 @@ def _weights(read: _Read, layer: Layer) -> ExpertWeights:
     """Raises FormatError for parameters that are not what read() says."""
     named = layer.module.named_parameters(recurse=False)
     arrays = {name: _array(parameter) for name, parameter in named if name.startswith(("w13_", "w2_"))}
-    found = read(layer.module.quant_method, arrays)
+    try:
+        found = read(layer.module.quant_method, arrays)
+    except FormatError as error:
+        raise FormatError(f"{layer.name}: {error}") from None
     biased = any(arrays[name].any() for name in ("w13_bias", "w2_bias") if name in arrays)  # GPTQ's are always there
     endings = {**found.endings, **({"bias": "bias"} if biased else {})}
     sizes = layer.hidden, layer.intermediate
@@ -185,9 +190,11 @@ def _awq(method: AutoAWQMoEMethod, arrays: Mapping[str, np.ndarray]) -> Paramete
     return Parameters(found, {"codes": "qweight", "scales": "scales", "offsets": "qzeros"})
 
 
-def _row(method: type[FusedMoEMethodBase], read: _Read, exact_scales: bool = False, **without_kernel: object) -> Quantized:
+def _row(
+    method: type[FusedMoEMethodBase], read: _Read, exact_scales: bool = False, once: bool = False, **without_kernel: object
+) -> Quantized:
     attributes = {"experts_cls": None, **without_kernel}
-    return Quantized(method, functools.partial(_weights, read), attributes, read, exact_scales)
+    return Quantized(method, functools.partial(_weights, read), attributes, once, read, exact_scales)
 
 
 #: The backend decides how sizes are padded: as for CPUs, to multiples of 32.
@@ -202,8 +209,8 @@ FORMATS = (
     _row(Fp8MoEMethod, _fp8),
     _row(CompressedTensorsW8A8Fp8MoEMethod, _compressed_fp8),
     _row(ModelOptFp8MoEMethod, _always(Parameters(FP8_PER_MATRIX, {"codes": "weight", "factor": "weight_scale"}))),
-    _row(CompressedTensorsWNA16MoEMethod, _integers, exact_scales=True),
-    _row(AutoGPTQMoEMethod, _gptq, exact_scales=True),
+    _row(CompressedTensorsWNA16MoEMethod, _integers, exact_scales=True, once=True),
+    _row(AutoGPTQMoEMethod, _gptq, exact_scales=True, once=True),
     _row(AutoAWQMoEMethod, _awq, exact_scales=True),
     _row(
         CompressedTensorsW4A4Nvfp4MoEMethod,

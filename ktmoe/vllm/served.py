@@ -26,11 +26,13 @@ class Format:
     weights: a Layer -> ExpertWeights, which read its parameters when a matrix is asked for. Raises UnavailableError for those
     that ktmoe does not read, which are then left to vLLM.
     without_kernel: attributes that vLLM's constructor does not get to set where vLLM has no kernel for this CPU.
+    once: vLLM cannot load such weights again: it waits for parameters that no checkpoint has, or for fewer than it loads.
     """
 
     method: type[FusedMoEMethodBase]
     weights: Callable[[Layer], ExpertWeights]
     without_kernel: Mapping[str, object] = field(default_factory=dict)
+    once: bool = False
 
     def served(self) -> type[FusedMoEMethodBase]:
         """vLLM's class with ktmoe in it."""
@@ -114,19 +116,25 @@ class Served:
 
     def _pack(self, module: RoutedExperts) -> None:
         """Pack a layer's parameters and free them, or set `refused`. Weights that vLLM loads again are packed again."""
+        if self.packed is not None and self.format.once:
+            raise UnavailableError(
+                f"{module.layer_name}: expected weights that are loaded once, found another load ({self._class})"
+            )
         cpus.share()
         layer = Layer.of(module)
         try:
             packed = MoELayer(self.format.weights(layer))
         except UnavailableError as error:
+            if self.packed is not None:  # vLLM has no kernel and no room for a layer that it did not compute before
+                raise
             self.refused = str(error)
             return
         for parameter in layer.parameters:
             parameter.data = parameter.data.new_empty(0)
-        handle = operator.handle(packed)
         if self.packed is None:
-            module.register_buffer("ktmoe", handle, persistent=False)
+            self._handle = operator.handle(packed)
+            REPORT.served(self._class, packed)
         else:
-            module.ktmoe.copy_(handle)  # a compiled graph may hold the tensor
+            self._handle.copy_(operator.handle(packed))  # a compiled graph may hold the tensor
+        module.register_buffer("ktmoe", self._handle, persistent=False)  # again: vLLM takes it away before it loads again
         self.packed = packed
-        REPORT.served(self._class, packed)

@@ -97,6 +97,21 @@ def test_masks_of_a_model_with_dense_layers(checkpoint):
         served.load(folder, gpu_experts=np.ones((4, EXPERTS), bool))
 
 
+def test_no_memory_on_the_gpu(checkpoint, monkeypatch):
+    """The model that pack() was given computes all experts on the CPU then."""
+    model = eager(checkpoint("qwen3_moe"))
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("of the GPU")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GpuExperts, "__init__", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="of the GPU"):
+            served.pack(model, gpu_experts=2)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(logits(model, prompts()), logits(packed(checkpoint("qwen3_moe")), prompts()))
+
+
 @pytest.mark.parametrize("given", [2, np.int64(2), [True, True] + [False] * 6, torch.arange(EXPERTS) < 2])
 def test_in_a_config_json(checkpoint, given):
     """What JSON made of it chooses the same."""

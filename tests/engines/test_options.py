@@ -145,6 +145,8 @@ def test_a_loaded_models_config_can_be_pickled(checkpoint, source):
         ({"gpu_experts": [1] * EXPERTS}, InputError, rf"gpu_experts: .* found int64 \[{EXPERTS}\]"),
         ({"gpu_experts": np.zeros((LAYERS + 1, EXPERTS), bool)}, InputError, rf"found bool \[{LAYERS + 1}, {EXPERTS}\]"),
         ({"gpu_experts": [[True] * EXPERTS, [True]]}, InputError, "gpu_experts: expected rows of one length"),
+        ({"gpu_experts": torch.ones(EXPERTS, dtype=torch.bool, device="meta")}, InputError, "gpu_experts must be on the CPU"),
+        ({"gpu_experts": torch.ones(EXPERTS).bfloat16()}, InputError, "gpu_experts: numpy cannot view"),
         (
             {"gpu_experts": EXPERTS + 1},
             InputError,

@@ -169,24 +169,24 @@ class Stream:
 
 class Event:
     def __init__(self, torch: Torch):
-        self.torch, self._handle = torch, torch.runtime.made("cudaEventCreateWithFlags", 2)
+        self.torch, self.handle = torch, torch.runtime.made("cudaEventCreateWithFlags", 2)
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.torch.cuda.current_stream()
-        self.torch.runtime.call("cudaEventRecord", self._handle, stream.cuda_stream)
+        self.torch.runtime.call("cudaEventRecord", self.handle, stream.cuda_stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         stream = stream or self.torch.cuda.current_stream()
-        self.torch.runtime.call("cudaStreamWaitEvent", stream.cuda_stream, self._handle, 0)
+        self.torch.runtime.call("cudaStreamWaitEvent", stream.cuda_stream, self.handle, 0)
 
     def synchronize(self) -> None:
-        self.torch.runtime.call("cudaEventSynchronize", self._handle)
+        self.torch.runtime.call("cudaEventSynchronize", self.handle)
 
     def query(self) -> bool:
-        return self.torch.runtime.over("cudaEventQuery", self._handle)
+        return self.torch.runtime.over("cudaEventQuery", self.handle)
 
     def __del__(self):
-        self.torch.runtime.error_of("cudaEventDestroy", self._handle)
+        self.torch.runtime.error_of("cudaEventDestroy", self.handle)
 
 
 class Graph:

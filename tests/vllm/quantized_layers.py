@@ -155,22 +155,29 @@ CASES = {
 
 def filled(layers, case: Case, tensors: checkpoints.Tensors, hidden: int, intermediate: int):
     """A layer that vLLM has filled with a checkpoint's tensors, and not processed."""
-    scheme = checkpoints.SCHEMES[case.scheme]
-    base = f"{NAME}.{scheme.module}"
     layers.model_says(**case.model)
     config = layers.quantization(case.quantization, case.stated)
-    layer = layers.make(config, checkpoints.EXPERTS, hidden, intermediate, base, **case.arguments)
-    read = {name.removeprefix(f"{base}."): layers.tensor(*tensor) for name, tensor in tensors.items()}
+    layer = layers.make(config, checkpoints.EXPERTS, hidden, intermediate, base(case), **case.arguments)
+    fill(layers, layer, case, tensors)
+    return layer
+
+
+def base(case: Case) -> str:
+    return f"{NAME}.{checkpoints.SCHEMES[case.scheme].module}"
+
+
+def fill(layers, layer, case: Case, tensors: checkpoints.Tensors) -> None:
+    """As vLLM does with a checkpoint's tensors."""
+    read = {name.removeprefix(f"{base(case)}."): layers.tensor(*tensor) for name, tensor in tensors.items()}
     if case.scheme == "gpt_oss":
         fill_gpt_oss(layer, read)
-        return layer
+        return
     read = {name: each for name, each in read.items() if not name.endswith("g_idx")}  # vLLM's models leave them out
     for old, new in case.endings.items():
         read = {name.removesuffix(old) + new if name.endswith(old) else name: each for name, each in read.items()}
     loaded = set(layer.load_weights(iter(read.items())))
     missing = {name for name, _ in layer.named_parameters()} - loaded
     assert all("input" in name or name.endswith(("bias", "weight_shape")) for name in missing)  # a checkpoint may lack them
-    return layer
 
 
 def fill_gpt_oss(layer, read) -> None:

@@ -117,6 +117,14 @@ def test_other_processes(jobs, plain, tmp_path):
     assert [line.split(" (")[0] for line in found.log] == ["ktmoe computes the experts of 3 layers"]
 
 
+def test_compiled_graphs(folders, plain, tmp_path):
+    """vLLM's default: torch.compile takes the experts as one operator, and does not look into it."""
+    job = runs.Job(str(folders["qwen3_moe"]), {"enforce_eager": False, "compilation_config": {"mode": 3}})
+    [found] = runs.start([job], tmp_path / "run", TORCHDYNAMO_DISABLE="0")
+    check_same_text(found, plain["qwen3_moe"])
+    assert list(found.calls.values()) == [runs.NEW] * LAYERS["qwen3_moe"]
+
+
 @pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["tensors", "experts"])
 def test_two_ranks(jobs, plain, tmp_path, options):
     """Two processes with half of each expert, or with half of the experts, whose rounded outputs vLLM adds."""
