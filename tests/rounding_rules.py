@@ -77,5 +77,5 @@ def _nearest(numbers: np.ndarray, rule: Rule, element: Element) -> tuple[np.ndar
     tie = (codes < len(middles)) & (size == middles[np.minimum(codes, len(middles) - 1)])
     if rule.ties != "zero":
         codes = codes + (tie & ((codes % 2 == 1) | (rule.ties == "away")))
-    negative = np.signbit(numbers) & ((codes > 0) | rule.negative_zero)
+    negative = np.signbit(numbers) & ((codes > 0) | rule.negative_zero) & ((numbers < 0) | rule.zero_signed)
     return (codes + half * negative).astype(np.uint8), np.copysign(values[codes], numbers)

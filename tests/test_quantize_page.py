@@ -22,7 +22,8 @@ def of_rules():
     yield "| `to` | `rule` | scale s | of a group of zeros | t | ties go to | codes | whose |"
     yield "|---|---|---|---|---|---|---|---|"
     for rule in RULES.values():
-        codes = f"{rule.codes[0]} to {rule.codes[1]}" if rule.codes else "" if rule.negative_zero else "no -0"
+        zeros = "no -0" if not rule.negative_zero else "" if rule.zero_signed else "-0 becomes 0"
+        codes = f"{rule.codes[0]} to {rule.codes[1]}" if rule.codes else zeros
         words = rule.scale, rule.zeros, rule.quotient, TIES[rule.ties], codes, rule.source
         yield f"| `{rule.target}` | `{rule.name}` | {' | '.join(words)} |"
 

@@ -31,6 +31,7 @@ class Rounding:
     code_bits: int
     plus: int
     negative_zero: bool
+    zero_signed: bool
     limits: np.ndarray
 
 
@@ -52,6 +53,7 @@ def rounding(rule: Rule, steps: Steps, element: Element, extent: tuple[int, int]
         code_bits=element.bits,
         plus=8 if element.bits == 4 else 0,
         negative_zero=rule.negative_zero,
+        zero_signed=rule.zero_signed,
         limits=limits(rule.ties),
     )
 

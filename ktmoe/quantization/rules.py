@@ -31,6 +31,7 @@ class Rule:
     quotient: one of QUOTIENTS. ties: one of TIES; of "sixteenths" and "float64", the only one is "away".
     codes: the least and the most; others are set to these; None: the element's own.
     negative_zero: whether a negative weight that becomes zero keeps its sign, in elements that have such a zero.
+    zero_signed: whether a quotient that is zero keeps its sign, in E2M1.
     points: whether there are zero points. group, kind: the only ones that it is for, or None.
     """
 
@@ -44,6 +45,7 @@ class Rule:
     ties: str = "even"
     codes: tuple[int, int] | None = None
     negative_zero: bool = True
+    zero_signed: bool = True
     points: bool = False
     group: int | str | None = None
     kind: str | None = None
@@ -83,15 +85,20 @@ _ALL = (
         *("nvfp4", "modelopt", steps.in_matrix),
         "f = M of the matrix / 2688; E4M3 nearest to M / (6 f), from 2^-9; s = E4M3 * f",
         *("1", "ModelOpt"),
+        zero_signed=False,
     ),
     Rule(
         *("nvfp4", "compressed-tensors", steps.in_matrix_divided),
-        "g = 2688 / M of the matrix; E4M3 nearest to g * (M / 6), 1/8 where that is 0; s = E4M3 / g",
+        "g = 2688 * (1 / M of the matrix); E4M3 nearest to g * (M / 6), 1/8 where that is 0; s = E4M3 / g",
         *("1/8", "compressed-tensors"),
+        zero_signed=False,
     ),
     Rule("fp8", "up", Share(448, up=True), "the least number s with 448 s >= M", "1", "ktmoe: nothing saturates"),
     Rule("fp8", "nearest", Share(448), "M / 448", "1", "DeepSeek-V3, ModelOpt, compressed-tensors"),
-    Rule("fp8", "transformers", steps.inverted, "1 / (448 / M); t = w * (448 / M)", "1", "transformers", quotient="inverse"),
+    Rule(
+        *("fp8", "transformers", steps.inverted, "1 / (448 * (1 / M)); t = w * (448 * (1 / M))", "1", "transformers"),
+        quotient="inverse",
+    ),
     Rule("int8", "symmetric", Share(127), "M / 127", "1", "ktmoe: the same codes on both sides of 0", codes=(-127, 127)),
     Rule(
         *("int8", "compressed-tensors", Share(127.5, zeros=2.0**-7), "M / 127.5", "2^-7", "compressed-tensors"),

@@ -173,9 +173,10 @@ def _reaching(groups: Groups, scales: np.ndarray, parts: float) -> np.ndarray:
 
 
 def inverted(groups: Groups) -> Steps:
-    """1 / (448 / M) in float32, and weights are multiplied by 448 / M; both are 1 for zeros."""
+    """1 / (448 * (1 / M)) in float32, and weights are multiplied by 448 * (1 / M): torch divides a Python number so. Both are 1
+    for zeros."""
     with np.errstate(divide="ignore", over="ignore"):
-        inverses = np.where(groups.largest == 0, ONE, E4M3_LARGEST / groups.largest)
+        inverses = np.where(groups.largest == 0, ONE, E4M3_LARGEST * (ONE / groups.largest))
     if not np.isfinite(inverses).all():
         raise FormatError(
             f"{groups.name}: a largest weight of {groups.largest[~np.isfinite(inverses)][0]} has no inverse in float32"
@@ -195,10 +196,10 @@ def in_matrix(groups: Groups) -> Steps:
 
 
 def in_matrix_divided(groups: Groups) -> Steps:
-    """E4M3 scales and a divisor g of the matrix. g = 2688 / M of the matrix; s = g (M / 6), the nearest E4M3 up to 448;
-    divisors are s / g. All in float32. Where s is 0: s = 1/8; g = 1 if it is not finite."""
+    """E4M3 scales and a divisor g of the matrix. g = 2688 (1 / M of the matrix), as torch divides a Python number; s = g (M / 6),
+    the nearest E4M3 up to 448; divisors are s / g. All in float32. Where s is 0: s = 1/8; g = 1 if it is not finite."""
     with np.errstate(over="ignore"):
-        factor = np.float32(2688) / np.maximum(groups.whole, np.finfo(np.float32).tiny)
+        factor = np.float32(2688) * (ONE / np.maximum(groups.whole, np.finfo(np.float32).tiny))
     factor = factor if np.isfinite(factor) else ONE
     stored = _e4m3(np.minimum(factor * (groups.largest / np.float32(6)), E4M3_LARGEST))
     stored = np.where(stored == 0, _e4m3(np.float32(0.125)), stored)

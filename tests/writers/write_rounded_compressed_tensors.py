@@ -11,6 +11,7 @@ import rounded
 import torch
 import writing
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -29,15 +30,21 @@ CASES = {
 
 
 def write(_folder: Path, preset: str, changes: dict) -> dict[str, np.ndarray]:
+    """In NVFP4 each row is a matrix, so that there are thousands of factors."""
     arguments = PRESET_SCHEMES[preset]["weights"]
     arguments = type(arguments)(**{**arguments.model_dump(), **changes})
+    if preset != "NVFP4":
+        return of_matrix(rounded.weights(signed_zeros=preset != "MXFP4"), preset, arguments)
+    made = [of_matrix(matrix, preset, arguments) for matrix in rounded.weights(bits=24)[:, None]]
+    return {label: np.stack([each[label] for each in made]) for label in made[0]}
+
+
+def of_matrix(weights: np.ndarray, preset: str, arguments: QuantizationArgs) -> dict[str, np.ndarray]:
     nvfp4 = preset == "NVFP4"
-    w = torch.from_numpy(rounded.weights(narrow=nvfp4))
-    groups = w.reshape(len(w), -1, arguments.group_size or w.shape[1]).bfloat16()
+    w = torch.from_numpy(weights)
+    groups = w.reshape(len(w), -1, arguments.group_size or w.shape[1])
     whole = generate_gparam(w.min(), w.max()) if nvfp4 else None
-    low, high = groups.amin(2), groups.amax(2)
-    if nvfp4:
-        low, high = low.float(), high.float()
+    low, high = (of_groups if nvfp4 else of_groups.bfloat16() for of_groups in (groups.amin(2), groups.amax(2)))
     scale, point = calculate_qparams(low, high, arguments, whole)
     found = quantize(w, scale.float(), point.float() if not arguments.symmetric else None, arguments, global_scale=whole)
     if arguments.type == "int":

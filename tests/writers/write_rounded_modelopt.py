@@ -18,20 +18,21 @@ def by_mx(_folder: Path, kind: type, zeros: bool) -> dict[str, np.ndarray]:
 
 
 def by_nvfp4(_folder: Path) -> dict[str, np.ndarray]:
-    w = rounded.weights(narrow=True)
-    made, scales, factor = NVFP4QTensor.quantize(torch.from_numpy(w.copy()), 16)
+    """Each row is a matrix, so that there are thousands of factors."""
+    w = rounded.weights(bits=24)[:, None]
+    made = [NVFP4QTensor.quantize(torch.from_numpy(matrix.copy()), 16) for matrix in w]
     return {
         "weights": w,
-        "codes": made._quantized_data.numpy().reshape(len(w), -1),
-        "scales": scales.view(torch.uint8).numpy().reshape(len(w), -1),
-        "factor": factor.numpy().reshape(1),
+        "codes": np.stack([rows._quantized_data.numpy().reshape(1, -1) for rows, _, _ in made]),
+        "scales": np.stack([scales.view(torch.uint8).numpy().reshape(1, -1) for _, scales, _ in made]),
+        "factor": np.stack([factor.numpy().reshape(1) for _, _, factor in made]),
     }
 
 
 def by_fp8(_folder: Path, rows: bool) -> dict[str, np.ndarray]:
     """ModelOpt divides a group of zeros by zero: there is none here."""
-    w = rounded.weights(zeros=False)
-    how = {"axis": 0} if rows else {"block_sizes": {-1: 128, -2: 128}}
+    w = rounded.weights(bits=24, zeros=False)
+    how = {"axis": 0} if rows else {"block_sizes": dict(zip((-2, -1), rounded.BLOCK, strict=True))}
     made, scales = FP8QTensor.quantize(torch.from_numpy(w), **how)
     scales = {"factor": scales.numpy().reshape(-1)} if rows else {"scales": scales.numpy()}
     return {"weights": w, "codes": made._quantized_data.view(torch.uint8).numpy()} | scales

@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 def by_gguf(_folder: Path, kind: GGMLQuantizationType, narrow: bool) -> dict[str, np.ndarray]:
     """Records: the scale, then the codes; 4-bit ones have k and k + 16 in a byte."""
-    w = rounded.weights(narrow=narrow)
+    w = rounded.weights(exponents=rounded.NARROW if narrow else (-90, 90))
     records = gguf.quants.quantize(w, kind).reshape(*w.shape[:1], w.shape[1] // 32, -1)
     if kind == GGMLQuantizationType.Q8_0:
         scales, codes = np.ascontiguousarray(records[..., :2]).view(np.float16), records[..., 2:]
@@ -36,17 +36,18 @@ def by_cast(_folder: Path) -> dict[str, np.ndarray]:
 
 
 def by_blocks(_folder: Path) -> dict[str, np.ndarray]:
-    """Blocks of 128 x 128 divided by their largest weight / 448, then torch's cast: DeepSeek-V3's kernel says the same."""
-    w = rounded.weights()
-    blocks = torch.from_numpy(w).reshape(w.shape[0] // 128, 128, w.shape[1] // 128, 128)
+    """Blocks divided by their largest weight / 448, then torch's cast: DeepSeek-V3's kernel says the same."""
+    w = rounded.weights(bits=24)
+    rows, columns = rounded.BLOCK
+    blocks = torch.from_numpy(w).reshape(w.shape[0] // rows, rows, w.shape[1] // columns, columns)
     scales = blocks.abs().amax((1, 3)) / 448.0
     codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(w.shape)
     return {"weights": w, "codes": codes.view(torch.uint8).numpy(), "scales": scales.numpy()}
 
 
 def by_transformers(_folder: Path) -> dict[str, np.ndarray]:
-    w = rounded.weights()
-    config = SimpleNamespace(weight_block_size=[128, 128], scale_fmt=None)
+    w = rounded.weights(bits=24)
+    config = SimpleNamespace(weight_block_size=list(rounded.BLOCK), scale_fmt=None)
     config.get = lambda key: getattr(config, key)
     made = Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one("a.weight", torch.from_numpy(w))
     return {

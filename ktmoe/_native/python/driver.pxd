@@ -417,7 +417,7 @@ cdef extern from "quantize/round.h" nogil:
     ctypedef struct kt_rounding:
         kt_rounds_to to
         kt_ties ties
-        kt_bool sixteenths, float64, negative_zero
+        kt_bool sixteenths, float64, negative_zero, zero_signed
         size_t rows, columns
         const float *multipliers
         const float *divisors

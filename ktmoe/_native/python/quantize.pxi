@@ -66,7 +66,7 @@ def weights_rounded(weights, rounding, row, rows, codes, bint summed):
     memset(&how, 0, sizeof(kt_rounding))
     how.to, how.ties = _ROUNDS_TO[rounding.to], _TIES[rounding.ties]
     how.sixteenths, how.float64 = rounding.quotient == "sixteenths", rounding.quotient == "float64"
-    how.negative_zero = rounding.negative_zero
+    how.negative_zero, how.zero_signed = rounding.negative_zero, rounding.zero_signed
     how.rows, how.columns = rounding.extent
     how.least, how.most, how.code_bits, how.plus = rounding.least, rounding.most, rounding.code_bits, rounding.plus
     if first + count > m.n or first % how.rows:

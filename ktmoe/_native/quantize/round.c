@@ -84,6 +84,7 @@ static void integers(const kt_rounding *how, size_t group, size_t first, size_t 
 /* Codes 0 to 7 stand for 0, 1, 2, 3, 4, 6, 8, 12 halves. */
 static void e2m1(const kt_rounding *how, chunk *restrict c) {
     const i32x4 of_zero = how->negative_zero ? (i32x4){8, 8, 8, 8} : (i32x4){0};
+    const i32x4 zero_signed = how->zero_signed ? ~(i32x4){0} : (i32x4){0};
     f32x4 limits[KT_E2M1_LIMITS];
     for (size_t l = 0; l < KT_E2M1_LIMITS; l++) limits[l] = splat(how->limits[l]);
     for (size_t i = 0; i < KT_CHUNK; i += LANES) {
@@ -91,7 +92,7 @@ static void e2m1(const kt_rounding *how, chunk *restrict c) {
         i32x4 code = {0};
         for (size_t l = 0; l < KT_E2M1_LIMITS; l++) code -= size >= limits[l];
         const i32x4 six = size >= limits[6], halves = code - (size >= limits[4]) - (size >= limits[5]) - six - six - six;
-        const i32x4 sign = sign_of(t), eight = select_i32(code == 0, of_zero, (i32x4){8, 8, 8, 8});
+        const i32x4 sign = sign_of(t) & ((t < 0) | zero_signed), eight = select_i32(code == 0, of_zero, (i32x4){8, 8, 8, 8});
         store_f32(c->number + i, signed_by(__builtin_convertvector(halves, f32x4) * 0.5f, sign));
         store_i32(c->code + i, code | ((sign >> 31) & eight));
     }

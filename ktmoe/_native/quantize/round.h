@@ -14,13 +14,14 @@ typedef enum kt_ties { KT_TIES_EVEN, KT_TIES_AWAY, KT_TIES_ZERO } kt_ties;
  * w is multiplied, rounded to float32, divided, rounded to float32: t. sixteenths: then rounded to an integer, ties to even, and
  * divided by 16. float64: t is w / divisor in float64 instead.
  * To integers: t + point, rounded to float32, to the nearest integer by `ties`, from least to most; stored plus `plus`.
- * To E2M1: the code's size is how many of the limits |t| reaches. To E4M3: to the nearest, ties to even, 448 at most.
+ * To E2M1: the code's size is how many of the limits |t| reaches; it is negative where t is below 0, or -0 if zero_signed, unless the
+ * size is zero and there is no negative_zero. To E4M3: to the nearest, ties to even, 448 at most.
  * Groups are of rows x columns; arrays of groups are [groups along n, ceil(k / columns)], of the rows that are rounded.
  */
 typedef struct kt_rounding {
     kt_rounds_to to;
     kt_ties ties;
-    bool sixteenths, float64, negative_zero;
+    bool sixteenths, float64, negative_zero, zero_signed;
     size_t rows, columns;
     const float *multipliers, *divisors, *points; /* multipliers, points: or NULL */
     const double *values;                         /* what a code's number, less its point, is multiplied by */
