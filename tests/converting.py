@@ -40,12 +40,14 @@ def write(folder: Path, scheme: str = "bf16", layers: int = 2, config: dict | No
         stated["model_type"] = "llama4"
     checkpoints.write(folder, {name: tensor for of in of_layers.values() for name, tensor in of.items()} | rest, stated)
     (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "templates" / "more").mkdir(parents=True, exist_ok=True)
+    (folder / "templates" / "more" / "tools.jinja").write_text("{{ tools }}")
     return of_layers
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """A folder's files."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """A folder's files, and those of folders in it, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def names(folder: Path) -> list[str]:
@@ -68,7 +70,8 @@ def check_rest(source: Path, out: Path, experts: set[str]) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == set(after.names())
     assert index["metadata"]["total_size"] == sum(after.info(name).nbytes for name in after.names())
-    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    for name in ("tokenizer.json", "templates/more/tools.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
 
 
 def check_layer(source: Path, out: Path, layer: int, quantizer: Quantizer) -> float:

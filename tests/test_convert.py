@@ -6,13 +6,13 @@ import re
 import numpy as np
 import pytest
 from checkpoints import EXPERTS, SCHEMES
-from converting import REST, check_layer, check_rest, names, tree, write
+from converting import REST, check_layer, check_rest, experts_of, names, tree, write
 
 import ktmoe
 from ktmoe import cli
 from ktmoe.conversion import convert
 from ktmoe.conversion.stated import MIXED
-from ktmoe.errors import FormatError, InputError, KtmoeError, MissingTensorError
+from ktmoe.errors import FormatError, InputError, KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.loaders.base import explain
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.quantization import Quantizer
@@ -24,7 +24,7 @@ TARGETS = {
     "nvfp4 ModelOpt": ({"rule": "modelopt"}, "nvfp4"),
     "mxfp8": ({}, "mxfp8"),
     "fp8": ({}, "fp8"),
-    "fp8 smaller blocks": ({"group": (32, 64), "scales": "bf16"}, "fp8"),
+    "fp8 smaller blocks": ({"group": (64, 32), "scales": "bf16"}, "fp8"),
     "fp8 per row": ({"group": "row"}, "fp8_per_row"),
     "fp8 per matrix": ({"group": "matrix"}, "fp8_per_row"),
     "int8": ({}, "compressed_tensors"),
@@ -218,6 +218,37 @@ def test_what_is_refused(tmp_path, options, error, message):
     assert names(tmp_path) == ["source"]
 
 
+#: As --group has them.
+GROUPS = {
+    "x".join(map(str, group)) if isinstance(group, tuple) else str(group): group
+    for group in ("row", "matrix", 8, 16, 32, 48, 64, 96, 128, 256, (16, 16), (32, 64), (64, 32), (64, 48), (128, 128))
+}
+
+
+@pytest.mark.parametrize(("to", "symmetric"), [("fp8", None), ("int8", None), ("int4", True), ("int4", False)])
+def test_what_is_written_is_computed(tmp_path, to, symmetric):
+    """Of every group: a layer computes it, or nothing is written. What has names, and no kernel, is refused by the groups that
+    work."""
+    write(tmp_path / "source", layers=1)
+    experts, written, said = experts_of(tmp_path / "source", 0), set(), set()
+    for name, group in GROUPS.items():
+        options = {"to": to, "group": group, "symmetric": symmetric}
+        try:
+            convert(tmp_path / "source", tmp_path / name, **options)
+        except InputError as error:
+            assert not (tmp_path / name).exists()
+            message = re.search(r"expected a format that a backend computes, found .*; groups that work: (.*)", str(error))
+            if message:
+                said.add(message[1])
+                with pytest.raises(UnavailableError, match="no backend can be used"):
+                    ktmoe.MoELayer(ktmoe.quantize(experts, **options))
+        else:
+            ktmoe.MoELayer.from_checkpoint(tmp_path / name, layer=0).close()
+            written.add(name)
+    (working,) = said
+    assert written == set(working.split(", ")) & GROUPS.keys()
+
+
 def test_what_is_in_that_format_already(tmp_path):
     write(tmp_path / "source", "mxfp4 quark")
     with pytest.raises(FormatError, match="gate is E2M1 with ue8m0 scales per 1x32 already"):
@@ -284,18 +315,6 @@ def test_a_weight_that_is_no_number(tmp_path):
     assert "model-00001-of-00001.safetensors" not in names(tmp_path / "out")
 
 
-def test_what_is_not_copied(tmp_path):
-    """Weights in other files, what is hidden, folders, and what says how the source was quantized."""
-    source = tmp_path / "source"
-    write(source)
-    for name in ("a.bin", "b.gguf", ".c", "params.json", "quantize_config.json", "chat_template.jinja"):
-        (source / name).write_text("{}")
-    (source / "original").mkdir()
-    convert(source, tmp_path / "out", "mxfp4")
-    wanted = ["chat_template.jinja", "config.json", "ktmoe_convert.json", "model-00001-of-00001.safetensors"]
-    assert names(tmp_path / "out") == [*wanted, "model.safetensors.index.json", "tokenizer.json"]
-
-
 def test_files_of_any_size_hold_the_same(tmp_path):
     write(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "one", "mxfp4")
@@ -344,6 +363,13 @@ def test_a_size_that_is_no_number(tmp_path, capsys):
     assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "int8", "--shard-gb", "nan"]) == 2
     assert "'--shard-gb': expected a number, found nan" in capsys.readouterr().err
     assert names(tmp_path) == ["source"]
+
+
+def test_nvfp4_by_modelopt_says_who_loads_it(tmp_path, capsys):
+    write(tmp_path / "source")
+    arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "nvfp4", "--rule", "modelopt"]
+    assert cli.main(arguments) == 0
+    assert "transformers does not know the quant_method modelopt: neither it nor ktmoe chat" in capsys.readouterr().out
 
 
 def test_nvfp4_that_is_asked_to_be_symmetric(tmp_path):

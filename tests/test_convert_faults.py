@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -166,12 +167,19 @@ def test_a_journal_with_other_layers(source, whole, tmp_path):
     assert tree(tmp_path / "out") == whole
 
 
-def test_a_file_that_cannot_be_read(source, tmp_path):
+def test_a_file_that_cannot_be_read(source, tmp_path, monkeypatch):
     """It is named, and nothing loads."""
-    (source / "notes.txt").symlink_to("/proc/self/mem")
-    with pytest.raises(CheckpointError, match=r"notes\.txt: expected a readable file, found Input/output error"):
+    real = os.open
+
+    def refusing(path, *arguments, **options):
+        if path == "tokenizer.json":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a readable file, found Permission denied"):
         again(source, tmp_path / "out")
-    assert ".notes.txt.part" not in names(tmp_path / "out")
+    assert ".tokenizer.json.part" not in names(tmp_path / "out")
     refused(tmp_path / "out")
 
 

@@ -113,12 +113,15 @@ def test_a_matrix_is_read_when_it_is_asked_for():
         ({"to": "int4", "rule": "symmetric", "symmetric": False}, "int4: rule must be one of asymmetric, found 'symmetric'"),
         ({"to": "int4", "scales": "e4m3"}, "int4: scales must be one of fp32, bf16, fp16, found 'e4m3'"),
         ({"to": "int4", "group": (2, 32)}, r"group must be columns of one row, found \(2, 32\)"),
-        ({"to": "int4", "group": "column"}, "group must be a number of columns, .* found 'column'"),
-        ({"to": "int8", "group": 0}, "group must be a number of columns, .* found 0"),
-        ({"to": "int8", "group": "matrix"}, "group must be a number of columns, .* found 'matrix'"),
+        ({"to": "int4", "group": "column"}, r"group must be 'row', a number of columns or \(rows, columns\), found 'column'"),
+        ({"to": "int8", "group": 0}, "group must be 'row', a number of columns or .* found 0"),
+        ({"to": "int8", "group": "matrix"}, "group must be 'row', a number of columns or .* found 'matrix'"),
         ({"to": "int8", "rule": "gguf", "group": 64}, "rule 'gguf': group must be 32, found 64"),
         ({"to": "int8", "rule": "gguf", "scales": "bf16"}, "rule 'gguf': scales must be 'fp16', found 'bf16'"),
-        ({"to": "int4", "group": "row", "symmetric": False}, "group must be a number of columns, .* found 'row'"),
+        (
+            {"to": "int4", "group": "row", "symmetric": False},
+            "zero points are of groups of columns: group must be a number of columns, found 'row'",
+        ),
     ],
 )
 def test_what_there_is_not(arguments, message):

@@ -9,9 +9,10 @@ import pytest
 from helpers import BF16
 
 from ktmoe import BF16 as B16
-from ktmoe import Matrix
+from ktmoe import Matrix, WeightFormat
 from ktmoe.errors import FormatError
 from ktmoe.quantization import RULES, Quantizer
+from ktmoe.weights.elements import FP32
 
 LARGEST = {"mxfp4": Fraction(6), "mxfp8": Fraction(448)}
 #: Of a rule that rounds the largest weight to so many bits behind the first.
@@ -127,10 +128,62 @@ def test_two_levels(rule):
             scales = [min(max(f32(Fraction(m) / f32(6 * factor)), Fraction(1, 512)), Fraction(448)) for m in most]
             scales = [e4m3(scale) if m else Fraction(1) for scale, m in zip(scales, most, strict=True)]
         else:
-            factor = f32(2688 / whole)
+            factor = f32(2688 * f32(1 / whole))
             scales = [e4m3(min(f32(factor * f32(Fraction(m) / 6)), Fraction(448))) or Fraction(1, 8) for m in most]
         assert Fraction(float(made.factor[0])) == factor
         assert [Fraction(float(scale)) for scale in made.scales[0].view(ml_dtypes.float8_e4m3fn)] == scales
+
+
+ONE = np.float32(1)
+#: The scale of a group whose largest weight is m by the source's own steps, float32 each.
+BY_SOURCE = {
+    ("fp8", "nearest"): lambda m: m / np.float32(448),
+    ("fp8", "transformers"): lambda m: ONE / (np.float32(448) * (ONE / m)),  # torch: 448 / m
+    ("int8", "compressed-tensors"): lambda m: m / np.float32(127.5),
+    ("int8", "amxint8"): lambda m: m * (ONE / np.float32(127)),
+    ("int8", "moe_int8"): lambda m: m / np.float32(127),
+    ("int4", "compressed-tensors"): lambda m: m / np.float32(7.5),
+    ("int4", "amxint4"): lambda m: m / np.float32(7),
+    ("int4", "moe_int4"): lambda m: m / np.float32(7),
+}
+
+
+def at_random(rows: int, columns: int) -> np.ndarray:
+    """Finite float32 numbers, in each row of about the same magnitude."""
+    random = np.random.default_rng(11)
+    return (random.standard_normal((rows, columns)) * 2.0 ** random.integers(-110, 120, (rows, 1))).astype(np.float32)
+
+
+def of_floats(weights: np.ndarray) -> Matrix:
+    return Matrix("m", WeightFormat(FP32), weights.shape, weights)
+
+
+@pytest.mark.parametrize(("to", "rule"), BY_SOURCE)
+def test_scales_by_their_sources(to, rule):
+    weights, of_row = at_random(4000, 32), RULES[to, rule].group == "row"
+    made, _ = Quantizer(to, rule=rule, **({} if of_row else {"group": (1, 32), "scales": "fp32"})).matrix(of_floats(weights))
+    found = made.factor if of_row else made.scales[:, 0]
+    np.testing.assert_array_equal(found, BY_SOURCE[to, rule](np.abs(weights).max(axis=1)))
+
+
+def test_codes_of_transformers():
+    """Weights are multiplied by torch's 448 / m, not divided by the scale."""
+    weights = at_random(4000, 32)
+    made, _ = Quantizer("fp8", rule="transformers", group=(1, 32)).matrix(of_floats(weights))
+    inverses = np.float32(448) * (ONE / np.abs(weights).max(axis=1, keepdims=True))
+    wanted = np.clip(weights * inverses, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(made.codes.view(np.uint8), wanted.view(np.uint8))
+
+
+@pytest.mark.parametrize("rule", ["modelopt", "compressed-tensors"])
+def test_factors_by_their_sources(rule):
+    """Of a thousand matrices. A weight of -0 has the code 0, a negative one that becomes zero 8."""
+    for weights in at_random(1000, 32)[:, None]:
+        weights[0, :2] = -0.0, np.abs(weights).max() * np.float32(-(2**-20))
+        m = np.abs(weights).max()
+        made, _ = Quantizer("nvfp4", rule=rule).matrix(of_floats(weights))
+        assert made.factor == (m / np.float32(2688) if rule == "modelopt" else np.float32(2688) * (ONE / m))
+        assert made.codes[0, 0] == 0x80
 
 
 @pytest.mark.parametrize("kind", KINDS)

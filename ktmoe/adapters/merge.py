@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from ktmoe.conversion.source import Source
 from ktmoe.conversion.writing import Progress, Task, version, write
 from ktmoe.errors import FormatError, InputError
 from ktmoe.experts import ExpertSpec
+from ktmoe.files.output import output_folder
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.quantization import Error
@@ -33,13 +33,14 @@ class Merged:
 
     path: of the result. layers: of each layer that was merged, what bfloat16 lost of the adapter: Error.relative is the root
     mean square of what rounding changed beside that of s B A. nbytes: of all tensors. kept: files that were finished before
-    this run.
+    this run. left_out: files and folders of the checkpoint that were not copied, the latter with a "/" in the end.
     """
 
     path: str
     layers: dict[int | str, Error]
     nbytes: int
     kept: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def merge_adapter(
@@ -70,7 +71,8 @@ def merge_adapter(
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
-    with Source(path) as source:
+    folder = output_folder(out)
+    with Source(path, folder) as source:
         loras = adapter
         if not isinstance(adapter, Mapping):
             loras = import_adapter(adapter, source.checkpoint.config, experts_only=experts_only)
@@ -78,18 +80,19 @@ def merge_adapter(
             raise InputError("adapter: expected a folder or {layer: Lora}")
         loras = {naming.layer_key(layer): lora for layer, lora in loras.items()}
         made = _plan(source, loras, dequantize, shard_bytes)
+        dropped = source.quantized if made.layers else []
         task = Task(
             "merge",
             "merge",
             made.shards,
             made.config,
-            source.others + ([] if made.layers else source.quantized),
+            source.others + ([] if dropped else source.quantized),
             {"adapter": _digest(loras), "options": [dequantize, shard_bytes]},
             loras,
             lambda errors: _data(loras, errors),
         )
-        written = write(source, task, Path(out), progress)
-    return Merged(str(Path(out)), written.errors, written.nbytes, written.kept)
+        written = write(source, task, folder, progress)
+    return Merged(str(folder), written.errors, written.nbytes, written.kept, sorted(source.left_out + dropped))
 
 
 def _plan(source: Source, loras: Mapping[int | str, Lora], dequantize: bool, shard_bytes: int) -> Plan:

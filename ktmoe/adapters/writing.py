@@ -20,6 +20,7 @@ from ktmoe.adapters.tensors import PREFIX, WEIGHTS_NAME
 from ktmoe.arrays import BF16
 from ktmoe.errors import InputError, OutputError
 from ktmoe.files.atomic import write_json
+from ktmoe.files.output import output_folder
 from ktmoe.files.safetensors_writer import SafetensorsWriter
 from ktmoe.messages import show
 from ktmoe.training.lora import Lora
@@ -58,7 +59,7 @@ def export_adapter(
     overwrite: whether an adapter that is there may be replaced.
     Raises InputError, CheckpointError for a config.json that cannot be read, OutputError.
     """
-    folder, places = Path(folder), Places(model, modules)
+    folder, places = output_folder(folder), Places(model, modules)
     listed = _parameters if fused_experts else _modules
     items = [
         item for layer, lora in _checked(loras).items() for item in listed(places.module(layer), _pairs(lora), lora, places)

@@ -21,6 +21,7 @@ from ktmoe.cache.manifest import Manifest, PackedLayerFile
 from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceError, OutputError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.files.lock import LOCK_NAME, exclusive
+from ktmoe.files.output import output_folder
 from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, find_loader
@@ -83,7 +84,7 @@ def pack(
     Raises OutputError (the target has something else, or another process writes it, or the disk is full), OutOfSpaceError,
     CheckpointError if the checkpoint's files change meanwhile, CacheError if bytes differ, and what loaders raise.
     """
-    folder = Path(out)
+    folder = output_folder(out)
     with Checkpoint(path) as checkpoint:
         wanted = _wanted(checkpoint, layers, loader, numa_nodes)
         files = tuple(source.files_of(checkpoint))

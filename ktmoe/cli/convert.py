@@ -97,6 +97,8 @@ def _lines(report: Report) -> list[str]:
         lines.append(f"{units.count(len(report.kept), 'file')} of an interrupted run stayed")
     lines.append("added error beside the weights, root mean squares:")
     lines += [f"  layer {layer}: {100 * error.relative:.3f} %" for layer, error in report.layers.items()]
+    if report.left_out:
+        lines.append(f"not copied: {printable(units.some(report.left_out))}")
     return lines + ([report.note] if report.note else [])
 
 
@@ -109,6 +111,7 @@ def _data(report: Report) -> dict:
         "source_bytes": report.source_nbytes,
         "bytes": report.nbytes,
         "files_kept": report.kept,
+        "not_copied": [printable(name) for name in report.left_out],
         "note": report.note or None,
         "layers": [
             {"layer": layer, "relative_rms_error": error.relative, "sum_of_squares": error.weights, "of_error": error.error}

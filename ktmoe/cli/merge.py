@@ -59,7 +59,8 @@ def _lines(merged: Merged) -> list[str]:
     if merged.kept:
         lines.append(f"{units.count(len(merged.kept), 'file')} of an interrupted run stayed")
     lines.append("what rounding to bfloat16 lost of the adapter, root mean squares:")
-    return lines + [f"  layer {layer}: {100 * error.relative:.3f} %" for layer, error in merged.layers.items()]
+    lines += [f"  layer {layer}: {100 * error.relative:.3f} %" for layer, error in merged.layers.items()]
+    return lines + ([f"not copied: {printable(units.some(merged.left_out))}"] if merged.left_out else [])
 
 
 def _data(merged: Merged) -> dict:
@@ -67,6 +68,7 @@ def _data(merged: Merged) -> dict:
         "path": printable(merged.path),
         "bytes": merged.nbytes,
         "files_kept": merged.kept,
+        "not_copied": [printable(name) for name in merged.left_out],
         "layers": [
             {
                 "layer": layer,

@@ -22,6 +22,12 @@ def gb(nbytes: float) -> str:
     return f"{number(nbytes / 1e9, 3)} GB"
 
 
+def some(names: list[str]) -> str:
+    """The first three, and how many others there are."""
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{others}"
+
+
 def gb_s(rate: float) -> str:
     """rate: bytes per second."""
     return f"{number(rate / 1e9, 3)} GB/s"

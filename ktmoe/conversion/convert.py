@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ktmoe.conversion.plan import plan
 from ktmoe.conversion.source import Source
+from ktmoe.conversion.stated import MIXED
 from ktmoe.conversion.writing import Progress, Task, version, write
 from ktmoe.errors import InputError
+from ktmoe.files.output import output_folder
 from ktmoe.quantization import Error, Quantizer
 
 #: Most bytes of tensors in a file, unless one that must stay whole has more.
@@ -25,7 +26,8 @@ class Report:
 
     path: of the result. to, rule, format: what experts were rounded to, the rule's name, the format in words.
     layers: what rounding changed of each layer. source_nbytes, nbytes: of all tensors before and after. note: what is to be
-    known of config.json, or "". kept: files that were finished before this run.
+    known of config.json, or "". kept: files that were finished before this run. left_out: files and folders of the source that
+    were not copied, the latter with a "/" in the end.
     """
 
     path: str
@@ -37,6 +39,7 @@ class Report:
     nbytes: int
     note: str = ""
     kept: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -67,19 +70,21 @@ def convert(
     The index is written last. Until then ktmoe refuses to load the folder.
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
     is written; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not to be converted;
-    InputError for options that do not exist.
+    InputError for options that do not exist, and for formats that no backend computes.
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     quantizer = Quantizer(to, rule=rule or DEFAULT_RULES.get(to), group=group, scales=scales, symmetric=symmetric)
-    with Source(path) as source:
+    folder = output_folder(out)
+    with Source(path, folder) as source:
         made = plan(source, quantizer, layers, requantize, shard_bytes)
+        dropped = [] if made.note == MIXED else source.quantized  # else it is of the weights that stay as they are
         task = Task(
             "convert",
             "conversion",
             made.shards,
             made.config,
-            source.others + (source.quantized if made.note else []),  # of the weights that stay as they are
+            source.others + ([] if dropped else source.quantized),
             {
                 "options": [
                     to,
@@ -93,10 +98,11 @@ def convert(
             made.layers,
             lambda errors: _data(quantizer, made.note, errors),
         )
-        written = write(source, task, Path(out), progress)
+        written = write(source, task, folder, progress)
         before = sum(info.nbytes for info in source.infos)
     rule, words = quantizer.rule.name, quantizer.format.description
-    return Report(str(Path(out)), to, rule, words, written.errors, before, written.nbytes, made.note, written.kept)
+    left_out = sorted(source.left_out + dropped)
+    return Report(str(folder), to, rule, words, written.errors, before, written.nbytes, made.note, written.kept, left_out)
 
 
 def _data(quantizer: Quantizer, note: str, errors: dict[int | str, Error]) -> dict:

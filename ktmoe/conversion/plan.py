@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ktmoe import loaders
 from ktmoe.conversion import parts, stated
+from ktmoe.conversion.computed import check_computed
 from ktmoe.conversion.parts import Tensor, Unit
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.storage import DEEPSEEK_V4, Storage, storage
@@ -59,7 +60,7 @@ def plan(
     """layers: to convert; None: all that have routed experts. requantize: also those of 4 bits.
 
     Raises FormatError for experts that are not to be converted, MissingTensorError for a layer that there is not, InputError
-    for sizes that the format does not have, and what loaders raise.
+    for sizes that the format does not have and for formats that no backend computes, and what loaders raise.
     """
     checkpoint = source.checkpoint
     wanted = find_layers(checkpoint) if layers is None else [naming.layer_key(layer) for layer in layers]
@@ -73,6 +74,8 @@ def plan(
     rest = [info for info in source.infos if info.name not in mine]
     partly = any(layer not in experts for layer in naming.layers(checkpoint))
     stored = _storages(source, quantizer, readers, rest)
+    for each in experts.values():
+        check_computed(quantizer, each)
     units: list[Unit] = []
     for info in source.infos:
         layer = mine.get(info.name)

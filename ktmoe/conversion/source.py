@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from ktmoe.errors import CheckpointError, FormatError
-from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.conversion.beside import Beside, located, places
+from ktmoe.errors import CheckpointError, FormatError, KtmoeError
+from ktmoe.files.inside import Inside
+from ktmoe.loaders.checkpoint import INDEX_NAME, MISTRAL_INDEX_NAME, Checkpoint
 from ktmoe.loaders.safetensors_file import DTYPE_BITS, TensorInfo
 from ktmoe.messages import show
 
 #: config.json, or Mistral's in its place.
 CONFIG_NAMES = ("config.json", "params.json")
-#: What is not copied: weights of the same model in other files.
-_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".index.json")
 #: What says how it was quantized, beside config.json.
 _QUANTIZED = ("quantize_config.json", "hf_quant_config.json", "recipe.yaml")
 
@@ -21,13 +24,15 @@ _QUANTIZED = ("quantize_config.json", "hf_quant_config.json", "recipe.yaml")
 class Source:
     """An open checkpoint whose headers have all been read.
 
+    path: a folder, or a .safetensors file, beside which nothing is copied. out: where the result will be, which is not copied.
     infos: of its tensors, in the order of files and of their places in them. others: names of what is copied beside them, such
     as a tokenizer's. quantized: names of what says how the source was quantized, beside config.json. config_name: config.json,
-    or Mistral's params.json if that is all there is. files: all of these, by name.
+    or Mistral's params.json if that is all there is. left_out: Beside's, but for the checkpoint's own weights.
+    files: of weights and of all that may be copied, by name.
     Raises CheckpointError, FormatError for a file that is not of the safetensors format.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], out: Path):
         self.checkpoint = Checkpoint(path)
         try:
             folder = self.checkpoint.path
@@ -37,14 +42,19 @@ class Source:
             for info in self.infos:
                 if info.file.suffix == ".gguf" or info.dtype not in DTYPE_BITS:
                     raise FormatError(f"{info.file}: expected a safetensors file, found tensor {show(info.name)} {info.dtype}")
-            names = self._names() if folder.is_dir() else []
-            self.others = [name for name in names if name not in (*CONFIG_NAMES, *_QUANTIZED)]
-            self.quantized = [name for name in names if name in _QUANTIZED]
-            configs = [name for name in CONFIG_NAMES if (self.folder / name).is_file()]
+            weights = {info.file.name: info.file for info in self.infos}
+            beside = Beside(folder, out) if folder.is_dir() else None
+            self._places = beside.files if beside else _configs(self.folder)
+            self.left_out = [
+                name for name in (beside.left_out if beside else ()) if name not in (*weights, INDEX_NAME, MISTRAL_INDEX_NAME)
+            ]
+            self.others = sorted(name for name in self._places if name not in (*CONFIG_NAMES, *_QUANTIZED))
+            self.quantized = sorted(name for name in self._places if name in _QUANTIZED)
+            configs = [name for name in CONFIG_NAMES if name in self._places]
             self.config_name = (*configs, CONFIG_NAMES[0])[0]
             others = (*self.others, *self.quantized, *configs[:1])
-            paths = {info.file for info in self.infos} | {self.folder / name for name in others}
-            self.files: dict[str, Path] = {path.name: path for path in sorted(paths)}
+            files = weights | {name: self.folder / name for name in others}
+            self.files: dict[str, Path] = dict(sorted(files.items()))
             self._found = {name: _status(path) for name, path in self.files.items()}
         except BaseException:
             self.close()
@@ -58,12 +68,25 @@ class Source:
     def check(self) -> None:
         """Raise CheckpointError if a file is not any more what it was at the beginning: another size, time or file."""
         for name, path in self.files.items():
-            if (found := _status(path)) != self._found[name]:
-                what = "size", "time of change", "inode"
-                (label, was, now) = next(
-                    each for each in zip(what, self._found[name], found, strict=True) if each[1] != each[2]
-                )
-                raise CheckpointError(f"{path}: changed while it was read: {label}: expected {was}, found {now}")
+            self._compare(name, _status(path))
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """One of others or quantized, for reading, and the same file as at the beginning. Raises CheckpointError."""
+        try:
+            with open(self._places[name].open(), "rb", buffering=0) as file:
+                self._compare(name, _of(os.fstat(file.fileno())))
+                yield file
+        except KtmoeError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{self.files[name]}: expected a readable file, found {error.strerror}") from error
+
+    def _compare(self, name: str, found: tuple[int, int, int]) -> None:
+        if found != self._found[name]:
+            what = "size", "time of change", "inode"
+            (label, was, now) = next(each for each in zip(what, self._found[name], found, strict=True) if each[1] != each[2])
+            raise CheckpointError(f"{self.files[name]}: changed while it was read: {label}: expected {was}, found {now}")
 
     def close(self) -> None:
         self.checkpoint.close()
@@ -74,16 +97,19 @@ class Source:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _names(self) -> list[str]:
-        """Files of the folder that may be copied."""
-        with os.scandir(self.folder) as entries:
-            names = [entry.name for entry in entries if entry.is_file()]
-        return sorted(name for name in names if not name.startswith(".") and not name.endswith(_WEIGHTS))
+
+def _configs(folder: Path) -> dict[str, Inside]:
+    """Where the configs are that count for a file of that folder."""
+    found = {name: located(folder / name, places(folder)) for name in CONFIG_NAMES}
+    return {name: place for name, place in found.items() if place}
 
 
 def _status(path: Path) -> tuple[int, int, int]:
     try:
-        status = os.stat(path)
+        return _of(os.stat(path))
     except OSError as error:
         raise CheckpointError(f"{path}: expected the file that was read, found {error.strerror}") from error
+
+
+def _of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino

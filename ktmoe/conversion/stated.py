@@ -54,9 +54,9 @@ def config(
     made.pop("quantization", None)  # of Mistral's params.json
     if stored is None:
         made["quantization_config"] = copy.deepcopy(_GPT_OSS)
-    else:
-        made["quantization_config"] = _fresh(stored, layers, partly, rest)
-    return made, ""
+        return made, ""
+    made["quantization_config"] = _fresh(stored, layers, partly, rest)
+    return made, stored.note
 
 
 def without(original: dict) -> dict:

@@ -14,6 +14,10 @@ from ktmoe.errors import InputError
 from ktmoe.experts import Matrix
 from ktmoe.weights.formats import MXFP4, WeightFormat, ZeroPoint
 
+_OF_MODELOPT = (
+    "transformers does not know the quant_method modelopt: neither it nor ktmoe chat nor ktmoe serve loads the result; ktmoe's "
+    "load the one of the rule compressed-tensors"
+)
 #: Scale kinds by how compressed-tensors' loaders want them stored.
 _DTYPES = {"ue8m0": "U8", "e4m3": "F8_E4M3", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _Shape = Callable[[int, int], tuple[int, ...]]
@@ -36,7 +40,7 @@ class Storage:
     arrays: of each matrix. method: quant_method. weights: what compressed-tensors' config says of weights, and format, its name
     of the storage; activations: of an expert's input. stated: what other methods say. ignored: their key for the modules that
     are not quantized.
-    unit: k must be a multiple of it.
+    unit: k must be a multiple of it. note: what is to be known of the result, or "".
     """
 
     arrays: tuple[Array, ...]
@@ -47,6 +51,7 @@ class Storage:
     stated: Mapping[str, object] = field(default_factory=dict)
     ignored: str = "ignore"
     unit: int = 1
+    note: str = ""
 
 
 def storage(weight_format: WeightFormat) -> Storage:
@@ -94,7 +99,7 @@ def _nvfp4(divides: bool) -> Storage:
         return Storage((codes, scales, whole), format="nvfp4-pack-quantized", weights=weights, unit=16)
     whole = Array(".weight_scale_2", "F32", lambda n, k: (), lambda matrix: matrix.factor)
     stated = {"quant_algo": "NVFP4", "group_size": 16}
-    return Storage((codes, scales, whole), method="modelopt", stated=stated, unit=16)
+    return Storage((codes, scales, whole), method="modelopt", stated=stated, unit=16, note=_OF_MODELOPT)
 
 
 def _fp8(weight_format: WeightFormat) -> Storage:

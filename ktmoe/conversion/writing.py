@@ -15,8 +15,8 @@ from ktmoe.conversion.journal import Journal
 from ktmoe.conversion.parts import CHUNK_BYTES, Made, Part
 from ktmoe.conversion.plan import Shard
 from ktmoe.conversion.source import Source
-from ktmoe.errors import CheckpointError, OutOfSpaceError, OutputError
-from ktmoe.files.atomic import AtomicFile, write_json
+from ktmoe.errors import OutOfSpaceError, OutputError
+from ktmoe.files.atomic import AtomicFile, sync_folder, write_json
 from ktmoe.files.lock import exclusive
 from ktmoe.files.safetensors_writer import SafetensorsWriter
 from ktmoe.machine.threads import get_num_threads
@@ -76,7 +76,7 @@ def write(source: Source, task: Task, folder: Path, progress: Progress | None) -
             for shard in left:
                 journal.add(shard.name, _write_shard(source, shard, folder, workers, count))
         for name in task.copied:
-            _copy(source.folder / name, folder / name)
+            _copy(source, name, folder)
         source.check()
         finished = [journal.finished[shard.name] for shard in task.shards]
         errors = {layer: sum((of.get(layer, Error()) for of in finished), Error()) for layer in task.layers}
@@ -98,17 +98,21 @@ def version() -> str | None:
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
     """Make a folder, and remove it if it is empty after an error."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-        found = error.strerror if isinstance(error, OSError) else error
-        raise OutputError(f"{folder}: expected a folder that can be written, found {found}") from error
+    _make(folder, parents=True)
     try:
         yield
     except BaseException:
         with suppress(OSError):  # it has files
             folder.rmdir()
         raise
+
+
+def _make(folder: Path, parents: bool = False) -> None:
+    try:
+        folder.mkdir(parents=parents, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        found = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"{folder}: expected a folder that can be written, found {found}") from error
 
 
 def _kept(journal: Journal, folder: Path, shard: Shard) -> bool:
@@ -180,14 +184,12 @@ def _write_shard(source: Source, shard: Shard, folder: Path, workers: Workers, c
     return errors
 
 
-def _copy(original: Path, copy: Path) -> None:
-    try:
-        with original.open("rb") as file, AtomicFile(copy, overwrite=True) as written:
-            while data := file.read(CHUNK_BYTES):
-                written.write(data)
-    except OutputError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{original}: expected a readable file, found {error.strerror}") from error
-    with suppress(OSError):  # a file system without modes
-        shutil.copymode(original, copy)
+def _copy(source: Source, name: str, folder: Path) -> None:
+    """The bytes of a file beside the weights, in a new file."""
+    copy = folder / name
+    for parent in reversed(Path(name).parents[:-1]):
+        _make(folder / parent)
+        sync_folder((folder / parent).parent)
+    with source.open(name) as file, AtomicFile(copy, overwrite=True) as written:
+        while data := file.read(CHUNK_BYTES):
+            written.write(data)

@@ -196,8 +196,9 @@ def in_matrix(groups: Groups) -> Steps:
 
 
 def in_matrix_divided(groups: Groups) -> Steps:
-    """E4M3 scales and a divisor g of the matrix. g = 2688 (1 / M of the matrix), as torch divides a Python number; s = g (M / 6),
-    the nearest E4M3 up to 448; divisors are s / g. All in float32. Where s is 0: s = 1/8; g = 1 if it is not finite."""
+    """E4M3 scales and a divisor g of the matrix. g = 2688 (1 / M of the matrix), as torch divides a Python number;
+    s = g (M / 6), the nearest E4M3 up to 448; divisors are s / g. All in float32. Where s is 0: s = 1/8; g = 1 if it is not
+    finite."""
     with np.errstate(over="ignore"):
         factor = np.float32(2688) * (ONE / np.maximum(groups.whole, np.finfo(np.float32).tiny))
     factor = factor if np.isfinite(factor) else ONE

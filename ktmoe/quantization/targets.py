@@ -42,29 +42,32 @@ def _fp8(group: Group, kind: str, _points: bool, _divides: bool) -> WeightFormat
         return FP8_PER_ROW
     if group == "matrix":
         return FP8_PER_MATRIX
-    return fp8(kind, _extent(group))
+    return fp8(kind, _extent(group, "'row', 'matrix', "))
 
 
 def _int8(group: Group, kind: str, _points: bool, _divides: bool) -> WeightFormat:
     if group == "row":
         return int8()
-    rows, columns = _extent(group)
+    rows, columns = _extent(group, "'row', ")
     return int8(columns, kind, rows=rows)
 
 
 def _int4(group: Group, kind: str, points: bool, _divides: bool) -> WeightFormat:
-    if group == "row" and not points:
+    if group == "row" and points:
+        raise InputError("zero points are of groups of columns: group must be a number of columns, found 'row'")
+    if group == "row":
         return int4()
-    rows, columns = _extent(group)
+    rows, columns = _extent(group, "'row', ")
     if rows != 1:
         raise InputError(f"group must be columns of one row, found {show(group)}")
     return uint4(columns, kind) if points else int4(columns, kind)
 
 
-def _extent(group: Group) -> tuple[int, int]:
+def _extent(group: Group, names: str) -> tuple[int, int]:
+    """names: of the groups that have one, for the message."""
     extent = (1, group) if isinstance(group, int) else group
     if not (isinstance(extent, tuple) and len(extent) == 2 and all(isinstance(size, int) and size > 0 for size in extent)):
-        raise InputError(f"group must be a number of columns, (rows, columns) or the name of a group, found {show(group)}")
+        raise InputError(f"group must be {names}a number of columns or (rows, columns), found {show(group)}")
     return extent
 
 

@@ -13,13 +13,13 @@ NARROW = (-4, 5)
 
 
 def weights(
-    *, exponents: tuple[int, int] = (-90, 90), spread: int = 8, bits: int = 8, zeros: bool = True, signed_zeros: bool = True
+    *, exponents: tuple[int, int] = (-100, 124), spread: int = 8, bits: int = 8, zeros: bool = True, signed_zeros: bool = True
 ) -> np.ndarray:
     """float32 [ROWS, COLUMNS], numbers of so many significant bits: 8 are bfloat16's.
 
-    Thousands of groups of any rule. The first rows have all fractions of a largest weight, ties of E2M1, E4M3 and of integers, and
-    groups of 32 zeros. The others are random; exponents: of the magnitudes of eight rows, spread: how far those of 16 columns
-    are below. zeros: whether weights are zero here and there; signed_zeros: whether some of these are -0.
+    Thousands of groups of any rule. The first rows have all fractions of a largest weight, ties of E2M1, E4M3 and of integers,
+    and groups of 32 zeros. The others are random; exponents: of the magnitudes of eight rows, spread: how far those of 16
+    columns are below. zeros: whether weights are zero here and there; signed_zeros: whether some of these are -0.
     """
     random = np.random.default_rng(7)
     numbers = random.standard_normal((ROWS, COLUMNS))

@@ -13,9 +13,9 @@ from gguf import GGMLQuantizationType
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 
-def by_gguf(_folder: Path, kind: GGMLQuantizationType, narrow: bool) -> dict[str, np.ndarray]:
+def by_gguf(_folder: Path, kind: GGMLQuantizationType, **options) -> dict[str, np.ndarray]:
     """Records: the scale, then the codes; 4-bit ones have k and k + 16 in a byte."""
-    w = rounded.weights(exponents=rounded.NARROW if narrow else (-90, 90))
+    w = rounded.weights(**options)
     records = gguf.quants.quantize(w, kind).reshape(*w.shape[:1], w.shape[1] // 32, -1)
     if kind == GGMLQuantizationType.Q8_0:
         scales, codes = np.ascontiguousarray(records[..., :2]).view(np.float16), records[..., 2:]
@@ -60,8 +60,8 @@ def by_transformers(_folder: Path) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     writing.main(
         {
-            "gguf MXFP4": partial(by_gguf, kind=GGMLQuantizationType.MXFP4, narrow=False),
-            "gguf Q8_0": partial(by_gguf, kind=GGMLQuantizationType.Q8_0, narrow=True),
+            "gguf MXFP4": partial(by_gguf, kind=GGMLQuantizationType.MXFP4),
+            "gguf Q8_0": partial(by_gguf, kind=GGMLQuantizationType.Q8_0, exponents=rounded.NARROW),
             "torch cast": by_cast,
             "torch blocks": by_blocks,
             "transformers FP8": by_transformers,
