@@ -176,6 +176,13 @@ def test_the_cache_of_the_hub(source, tmp_path):
     for number, path in enumerate((snapshot, tmp_path / "link")):
         convert(path, tmp_path / f"out{number}", "mxfp4")
         assert tree(tmp_path / f"out{number}") == tree(tmp_path / "plain")
+    (snapshot / "inner").mkdir()
+    for path in list(snapshot.iterdir()):
+        if path.is_symlink():
+            (snapshot / "inner" / path.name).symlink_to(os.path.join("..", os.readlink(path)))
+    shutil.copytree(snapshot / "templates", snapshot / "inner" / "templates")
+    convert(snapshot / "inner", tmp_path / "of a folder", "mxfp4")
+    assert tree(tmp_path / "of a folder") == tree(tmp_path / "plain")
     convert(snapshot / "model.safetensors", tmp_path / "one", "mxfp4")
     assert (tmp_path / "one" / "config.json").read_bytes() == (tmp_path / "plain" / "config.json").read_bytes()
     other = hub(source, tmp_path / "other").parents[1] / "blobs" / "0"

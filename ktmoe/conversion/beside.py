@@ -68,8 +68,8 @@ class Beside:
 def places(folder: Path) -> tuple[Path, ...]:
     """Folders in which files of a checkpoint's folder may lie, as paths without links."""
     real = Path(os.path.realpath(folder))
-    of_hub = real.parent.name == "snapshots"  # models--OWNER--NAME/snapshots/REVISION
-    return (real, real.parents[1] / "blobs") if of_hub else (real,)
+    caches = [parent.parent for parent in real.parents if parent.name == "snapshots"]  # models--OWNER--NAME/snapshots/REVISION
+    return (real, *(cache / "blobs" for cache in caches[:1]))
 
 
 def located(path: Path, folders: tuple[Path, ...]) -> Inside | None:

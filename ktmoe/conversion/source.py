@@ -44,13 +44,13 @@ class Source:
                     raise FormatError(f"{info.file}: expected a safetensors file, found tensor {show(info.name)} {info.dtype}")
             weights = {info.file.name: info.file for info in self.infos}
             beside = Beside(folder, out) if folder.is_dir() else None
-            self._places = beside.files if beside else _configs(self.folder)
+            self._where = beside.files if beside else _configs(self.folder)
             self.left_out = [
                 name for name in (beside.left_out if beside else ()) if name not in (*weights, INDEX_NAME, MISTRAL_INDEX_NAME)
             ]
-            self.others = sorted(name for name in self._places if name not in (*CONFIG_NAMES, *_QUANTIZED))
-            self.quantized = sorted(name for name in self._places if name in _QUANTIZED)
-            configs = [name for name in CONFIG_NAMES if name in self._places]
+            self.others = sorted(name for name in self._where if name not in (*CONFIG_NAMES, *_QUANTIZED))
+            self.quantized = sorted(name for name in self._where if name in _QUANTIZED)
+            configs = [name for name in CONFIG_NAMES if name in self._where]
             self.config_name = (*configs, CONFIG_NAMES[0])[0]
             others = (*self.others, *self.quantized, *configs[:1])
             files = weights | {name: self.folder / name for name in others}
@@ -74,7 +74,7 @@ class Source:
     def open(self, name: str) -> Iterator[BinaryIO]:
         """One of others or quantized, for reading, and the same file as at the beginning. Raises CheckpointError."""
         try:
-            with open(self._places[name].open(), "rb", buffering=0) as file:
+            with open(self._where[name].open(), "rb", buffering=0) as file:
                 self._compare(name, _of(os.fstat(file.fileno())))
                 yield file
         except KtmoeError:

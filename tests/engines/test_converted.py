@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 
 import ktmoe
 import ktmoe.transformers as served
+from ktmoe.errors import UnavailableError
 from ktmoe.experts import PROJECTIONS
 
 #: Sizes of which a matrix has several blocks of 128x128.
@@ -106,6 +107,16 @@ def test_ktmoe_in_transformers(model_type, tmp_path):
     assert_served(model)
     before, after = (logits(each, prompts()).float() for each in (served.load(source), model))
     assert 0 < (after - before).norm() / before.norm() < 0.5
+
+
+def test_nvfp4_in_transformers(tmp_path):
+    """transformers does not know ModelOpt's method: the report says so."""
+    source = save(make("qwen3_moe"), tmp_path / "source")
+    assert not ktmoe.convert(source, tmp_path / "out", "nvfp4").note
+    assert_served(served.load(tmp_path / "out"))
+    assert "transformers does not know" in ktmoe.convert(source, tmp_path / "modelopt", "nvfp4", rule="modelopt").note
+    with pytest.raises(UnavailableError, match=r"quant_method 'modelopt' of config\.json: expected one"):
+        served.load(tmp_path / "modelopt")
 
 
 def test_a_model_whose_rest_is_fp8(checkpoint, tmp_path):

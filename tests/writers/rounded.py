@@ -13,18 +13,18 @@ NARROW = (-4, 5)
 
 
 def weights(
-    *, exponents: tuple[int, int] = (-100, 124), spread: int = 8, bits: int = 8, zeros: bool = True, signed_zeros: bool = True
+    *, exponents: tuple[int, int] = (-100, 124), bits: int = 8, zeros: bool = True, signed_zeros: bool = True
 ) -> np.ndarray:
     """float32 [ROWS, COLUMNS], numbers of so many significant bits: 8 are bfloat16's.
 
     Thousands of groups of any rule. The first rows have all fractions of a largest weight, ties of E2M1, E4M3 and of integers,
-    and groups of 32 zeros. The others are random; exponents: of the magnitudes of eight rows, spread: how far those of 16
-    columns are below. zeros: whether weights are zero here and there; signed_zeros: whether some of these are -0.
+    and groups of 32 zeros. The others are random; exponents: of the magnitudes of eight rows, those of 16 columns being up to
+    2^8 times smaller. zeros: whether weights are zero here and there; signed_zeros: whether some of these are -0.
     """
     random = np.random.default_rng(7)
     numbers = random.standard_normal((ROWS, COLUMNS))
     numbers *= 2.0 ** np.repeat(random.integers(*exponents, (ROWS // 8, 1)), 8, axis=0)
-    numbers[MADE:] *= np.repeat(2.0 ** -random.integers(0, spread + 1, (ROWS - MADE, COLUMNS // 16)), 16, axis=1)
+    numbers[MADE:] *= np.repeat(2.0 ** -random.integers(0, 9, (ROWS - MADE, COLUMNS // 16)), 16, axis=1)
     numbers[:16] = random.integers(-28, 29, (16, COLUMNS)) / 4  # ties, if the scale is a power of two
     numbers[16:32] = random.integers(-255, 256, (16, COLUMNS)) / 2
     numbers[32:40] = random.uniform(-1, 1, (8, COLUMNS)) * 2.0 ** random.integers(-8, 1, (8, COLUMNS))
