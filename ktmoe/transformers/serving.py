@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 from huggingface_hub import set_async_client_factory
+from huggingface_hub.errors import HfHubHTTPError, TextGenerationError
 from huggingface_hub.utils import httpx
 from transformers.cli.chat import Chat
 
@@ -78,10 +79,15 @@ def converse(name: str, url: str, *, flags: Sequence[str], system: str | None, s
     """transformers' chat client on this terminal, until !exit or the end of the input.
 
     flags: of generate(), such as "max_new_tokens=256". save_folder: where !save puts a conversation.
-    Raises KeyboardInterrupt after Ctrl-C.
+    Raises KeyboardInterrupt after Ctrl-C, UnavailableError if the server refuses to go on.
     """
+
+    async def read_error(response: httpx.Response) -> None:
+        if response.is_error:  # the client would drop its reason
+            await response.aread()
+
     # the Hub's own client refuses all addresses, even this machine's, where HF_HUB_OFFLINE is set
-    set_async_client_factory(lambda: httpx.AsyncClient(timeout=None))
+    set_async_client_factory(lambda: httpx.AsyncClient(timeout=None, event_hooks={"response": [read_error]}))
     interrupted = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -94,7 +100,17 @@ def converse(name: str, url: str, *, flags: Sequence[str], system: str | None, s
         Chat(name, url, list(flags), system_prompt=system, save_folder=str(save_folder))
     except EOFError:  # the input's end
         pass
+    except (HfHubHTTPError, TextGenerationError) as error:
+        raise UnavailableError(f"the conversation ends: {_reason(error)}") from None
     finally:
         signal.signal(signal.SIGINT, old)
     if interrupted.is_set():  # the client takes it for !exit
         raise KeyboardInterrupt
+
+
+def _reason(error: Exception) -> str:
+    """What the server says of an error, in the form of OpenAI's if it could answer at all."""
+    try:
+        return error.response.json()["error"]["message"]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return str(error).strip()

@@ -23,6 +23,12 @@ class Connection(H11Protocol):
         self._timer.cancel()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """The server stops: nobody waits for the rest of a request."""
+        super().shutdown()
+        if self.cycle is not None and self.cycle.more_body:
+            self.transport.abort()
+
     def _look(self, seen: object) -> None:
         """seen: the request that was answered, or None for none yet, when this looked before."""
         if self.transport.is_closing():

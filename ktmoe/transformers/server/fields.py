@@ -121,8 +121,9 @@ def _medium(kind: str, part: dict) -> str:
     value = part.get("image_url" if kind == "input_image" else kind)
     if kind == "input_audio":
         # without a format, transformers takes the data for a path
-        if isinstance(value, dict) and isinstance(value.get("data"), str) and str(value.get("format")).isalnum():
-            return value["data"]
+        data, form = (value.get(name) if isinstance(value, dict) else None for name in ("data", "format"))
+        if isinstance(data, str) and isinstance(form, str) and form.isalnum():
+            return data
         raise Refusal(400, f"input_audio: expected data and their format, found {show(value)}")
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url.startswith("data:"):

@@ -41,6 +41,9 @@ class Guard:
                 await self._app(scope, receive, send)
         except Refusal as refusal:
             await refusal.send(send)
+        except asyncio.CancelledError:
+            if self._generations.closed is None:  # else uvicorn has waited long enough for the end
+                raise
 
     async def _post(self, scope: dict, receive: Receive, send: Send) -> None:
         if self._requests >= REQUESTS:
