@@ -44,7 +44,7 @@ ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists
 @click.option(
     "--request-timeout",
     metavar="S",
-    type=click.FloatRange(0, min_open=True),
+    type=click.IntRange(1),
     default=3600,
     show_default=True,
     help="Most seconds for one answer.",
@@ -60,7 +60,7 @@ def command(
     host: str,
     port: int,
     context: int | None,
-    request_timeout: float,
+    request_timeout: int,
     backend: str,
     activations: str,
     tuned_for: str,

@@ -20,7 +20,8 @@ class Connection(H11Protocol):
         self._look(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -30,12 +31,11 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _look(self, seen: object) -> None:
-        """seen: the request that was answered, or None for none yet, when this looked before."""
+        """seen: the request that was answered when this looked before, None for none yet; self if one was being answered."""
         if self.transport.is_closing():
-            self.transport.abort()  # its last bytes were not read since
+            self.transport.abort()  # the client has not read the last bytes since
             return
         waits = self.cycle is None or self.cycle.response_complete
         if waits and seen is self.cycle:
-            self.timeout_keep_alive_handler()
-        found = self.cycle if waits else self
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._look, found)
+            self.transport.close()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._look, self.cycle if waits else self)

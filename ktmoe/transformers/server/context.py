@@ -34,5 +34,5 @@ def context_of(model: PreTrainedModel, wanted: int | None = None) -> int:
     if available is None:
         return most
     eager = config._attn_implementation == "eager"
-    pair = _SCORES * config.num_attention_heads if eager else _MASK
+    pair = _SCORES * getattr(config, "num_attention_heads", 1) if eager else _MASK
     return min(most, math.isqrt(max(available, 0) // 2 // pair))

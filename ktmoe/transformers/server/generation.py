@@ -91,7 +91,7 @@ class Generations(GenerateManager):
             self._idle.set()
             answer.loop.call_soon_threadsafe(answer.made.set)
 
-    def stop(self, answer: Answer, why: Refusal) -> None:
+    def cancel(self, answer: Answer, why: Refusal) -> None:
         """End it, if it is being made, before the model's next module is called; else as soon as it begins."""
         with self._changing:
             answer.stopped = answer.stopped or why

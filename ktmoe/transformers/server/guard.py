@@ -65,7 +65,7 @@ class Guard:
         try:
             await asyncio.wait({sent, gone}, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not sent.done():
-                self._generations.stop(answer, Refusal(499, "the client has gone"))
+                self._generations.cancel(answer, Refusal(499, "the client has gone"))
                 if not answer.begun:
                     return
             await sent
@@ -81,7 +81,7 @@ class Guard:
             answer.begun = True
             current.set(answer)
             late = Refusal(504, f"the answer took longer than {self._seconds:g} s, this server's limit", "timeout")
-            timer = answer.loop.call_later(self._seconds, self._generations.stop, answer, late)
+            timer = answer.loop.call_later(self._seconds, self._generations.cancel, answer, late)
             sent, made = asyncio.create_task(self._app(scope, receive, send)), asyncio.create_task(answer.made.wait())
             await asyncio.wait({sent, made}, return_when=asyncio.FIRST_COMPLETED)
             timer.cancel()
