@@ -6,17 +6,21 @@ import json
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import click
 
 from ktmoe.cli import engine, options
 from ktmoe.cli.signals import signals_as_exit
 
+if TYPE_CHECKING:
+    from ktmoe.transformers import serving
+
 HELP = """An OpenAI-compatible server for one model.
 
 DIR is a checkpoint's folder, or the id of a model on the Hugging Face Hub. The server is `transformers serve`, with its
 streaming, tools and chat templates. It loads the model first. Clients name it by the folder's name, or by its Hub id.
-Ctrl-C ends it.
+It has no password. Ctrl-C ends it.
 
 ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists them. Paths in them must be absolute.
 """
@@ -31,6 +35,20 @@ ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free port."
 )
+@click.option(
+    "--context",
+    metavar="TOKENS",
+    type=click.IntRange(2),
+    help="Most tokens of a prompt and its answer together; by default what the model was made for, or what memory allows.",
+)
+@click.option(
+    "--request-timeout",
+    metavar="S",
+    type=click.IntRange(1),
+    default=3600,
+    show_default=True,
+    help="Most seconds for one answer.",
+)
 @options.BACKEND
 @options.ACTIVATIONS
 @options.TUNED_FOR
@@ -41,6 +59,8 @@ def command(
     arguments: tuple[str, ...],
     host: str,
     port: int,
+    context: int | None,
+    request_timeout: int,
     backend: str,
     activations: str,
     tuned_for: str,
@@ -57,10 +77,13 @@ def command(
     chosen["cache"] = cache and os.path.abspath(cache)
     with signals_as_exit(), view(model, progress=sys.stderr.isatty(), **chosen) as made:
         try:
-            context = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")
-            serving.check_address(host, port)
-            tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=context.params["trust_remote_code"])
-            with serving.serving(made, context) as url:
+            parsed = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")
+            given = parsed.params
+            serving.check_address(given["host"], given["port"])
+            tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=given["trust_remote_code"])
+            with serving.serving(made, parsed, serving.Limits(context, request_timeout)) as found:
+                _warn(given["host"], found, context)
+                url = found.url
                 click.echo(f"{made.name} is served at {url}/v1: {_example(url, made.name, bool(tokenizer.chat_template))}")
                 while True:
                     time.sleep(3600)
@@ -68,6 +91,17 @@ def command(
             return
         except typer.TyperException as error:  # some arguments are checked when the server starts
             raise click.UsageError(f"transformers serve: {error.format_message()}") from None
+
+
+def _warn(host: str, found: serving.Listening, context: int | None) -> None:
+    """On stderr, of what someone may not expect."""
+    from ktmoe.transformers.server.access import is_local
+
+    if not is_local(host):
+        click.echo(f"ktmoe: {host} is not a local address: whoever reaches it can use the model", err=True)
+    if context is None and found.context < found.declared:
+        reason = f"since memory may not suffice for the model's {found.declared}"
+        click.echo(f"ktmoe: prompt and answer may have {found.context} tokens together, {reason}; see --context", err=True)
 
 
 def _example(url: str, name: str, converses: bool) -> str:

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import commands
 import openai
@@ -16,6 +17,7 @@ import pytest
 from texts import PROMPT, TOKENS, Oracle
 
 from ktmoe import cli, synthetic
+from ktmoe.transformers import serving
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
 GREEDY = {"temperature": 0, "max_tokens": TOKENS}
@@ -84,9 +86,9 @@ def test_a_continued_text(client, expected):
 
 
 def test_another_model(client):
-    with pytest.raises(openai.BadRequestError) as error:
+    with pytest.raises(openai.NotFoundError, match=r"model: expected 'Tiny-1\.5', found 'another'") as error:
         client.chat.completions.create(model="another", messages=MESSAGES, **GREEDY)
-    assert error.value.response.json()["detail"] == "Server is pinned to 'Tiny-1.5'; requested 'another'."
+    assert error.value.code == "model_not_found"
 
 
 def test_a_client_that_goes_away(client, expected):
@@ -178,6 +180,45 @@ def test_an_ipv6_address(model, tmp_path):
         assert [found.id for found in client.models.list()] == ["Tiny-1.5"]
 
 
+FEW = "ktmoe: prompt and answer may have 100 tokens together, since memory may not suffice for the model's 4096; see --context"
+OPEN = "ktmoe: 192.0.2.1 is not a local address: whoever reaches it can use the model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens", "warnings"),
+    [
+        ([], 4096, []),
+        (["--context", "100"], 100, []),
+        ([], 100, [FEW]),
+        (["--host", "192.0.2.1"], 4096, [OPEN]),
+        (["--", "--host", "192.0.2.1"], 4096, [OPEN]),
+    ],
+)
+def test_warnings(run, model, monkeypatch, arguments, tokens, warnings):
+    """Before anyone asks. Nothing listens here."""
+
+    @contextmanager
+    def serve(made, context, limits):
+        assert limits == serving.Limits(100 if "--context" in arguments else None, 3600)
+        yield serving.Listening("http://address", tokens, 4096)
+
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "serving", serve)
+    monkeypatch.setattr(serving, "check_address", lambda host, port: None)
+    monkeypatch.setattr(time, "sleep", interrupt)
+    status, out, err = run(model, *arguments)
+    assert (status, "Tiny-1.5 is served at http://address/v1" in out) == (130, True)
+    assert [line for line in err.splitlines() if line] == [*warnings, "ktmoe: interrupted"]
+
+
+def test_more_tokens_than_the_model_was_made_for(run, model):
+    status, out, err = run(model, "--port", 0, "--context", 4097)
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == "ktmoe: context: expected at most the model's own, 4096 tokens, found 4097"
+
+
 def test_arguments_for_transformers(run, model):
     status, out, err = run(model, "--", "--nonsense")
     assert (status, out) == (2, "")
@@ -185,6 +226,9 @@ def test_arguments_for_transformers(run, model):
     status, out, err = run(model, "--port", 0, "--", "--chat-template-kwargs", "[1]")
     assert (status, out) == (2, "")
     assert "transformers serve: Invalid value: --chat-template-kwargs must be a JSON object" in err.splitlines()[-1]
+    status, out, err = run(model, "--", "--continuous-batching")
+    assert (status, out) == (2, "")
+    assert "--continuous-batching: expected answers one after the other" in err
     status, out, err = run(model, "--", "--help")
     assert (status, err) == (0, "")
     assert "--reasoning" in out

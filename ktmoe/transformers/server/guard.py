@@ -1,0 +1,130 @@
+"""What stands before transformers' server: it bounds what clients send, and ends what none of them waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from ktmoe.transformers.server.access import Access
+from ktmoe.transformers.server.fields import Fields
+from ktmoe.transformers.server.generation import Answer, Generations, current
+from ktmoe.transformers.server.refusal import Refusal
+
+#: Bytes of a request: room for a few pictures. Seconds to send it, and to take the rest of an answer that is made.
+BODY_BYTES, BODY_SECONDS, TAKING_SECONDS = 10_000_000, 30, 60
+#: Requests at a time, of which one is answered while the others wait.
+REQUESTS = 32
+
+Receive = Callable[[], Awaitable[dict]]
+Send = Callable[[dict], Awaitable[None]]
+
+
+class Guard:
+    """An ASGI application around `app`. seconds: for one answer, from its turn on."""
+
+    def __init__(self, app, access: Access, fields: Fields, generations: Generations, seconds: float):
+        self._app, self._access, self._fields, self._generations = app, access, fields, generations
+        self._seconds = seconds
+        self._requests = 0
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the application's start and end
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._access.check(scope)
+            if scope["method"] == "POST":
+                await self._post(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        except Refusal as refusal:
+            await refusal.send(send)
+        except asyncio.CancelledError:
+            if self._generations.closed is None:  # else uvicorn has waited long enough for the end
+                raise
+
+    async def _post(self, scope: dict, receive: Receive, send: Send) -> None:
+        if self._requests >= REQUESTS:
+            busy = f"{REQUESTS} requests wait already"
+            raise Refusal(503, busy, "server_overloaded", headers={"retry-after": "10"})
+        self._requests += 1
+        try:
+            body = await _body(receive)
+            if body is not None:
+                self._fields.parse(body)
+                await self._answer(scope, body, receive, send)
+        finally:
+            self._requests -= 1
+
+    async def _answer(self, scope: dict, body: bytes, receive: Receive, send: Send) -> None:
+        """Until it was sent, or its client has gone."""
+        answer, gone = Answer(), asyncio.create_task(_gone(receive))
+        sent = asyncio.create_task(self._in_turn(answer, scope, _once(body, gone), send))
+        try:
+            await asyncio.wait({sent, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and not sent.done():
+                self._generations.cancel(answer, Refusal(499, "the client has gone"))
+                if not answer.begun:
+                    return
+            await sent
+        finally:
+            gone.cancel()
+            sent.cancel()
+
+    async def _in_turn(self, answer: Answer, scope: dict, receive: Receive, send: Send) -> None:
+        """The turn ends when the answer is made, so that nobody waits for a client that reads it slowly."""
+        async with self._turn:
+            if self._generations.closed:
+                raise self._generations.closed
+            answer.begun = True
+            current.set(answer)
+            late = Refusal(504, f"the answer took longer than {self._seconds:g} s, this server's limit", "timeout")
+            timer = answer.loop.call_later(self._seconds, self._generations.cancel, answer, late)
+            sent, made = asyncio.create_task(self._app(scope, receive, send)), asyncio.create_task(answer.made.wait())
+            await asyncio.wait({sent, made}, return_when=asyncio.FIRST_COMPLETED)
+            timer.cancel()
+            made.cancel()
+        with contextlib.suppress(TimeoutError):  # the connection ends with an answer that is not whole
+            await asyncio.wait_for(sent, TAKING_SECONDS)
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """What a client sends; None if it goes before the end. Raises Refusal."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > BODY_BYTES:
+                    raise Refusal(413, f"the request is too large: expected at most {BODY_BYTES} bytes")
+    except TimeoutError:
+        raise Refusal(408, f"the request was not whole after {BODY_SECONDS} s, found {len(body)} bytes") from None
+    return bytes(body)
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _once(body: bytes, gone: asyncio.Task) -> Receive:
+    """For an application: the body, which was read already; then that the client has gone, once it has."""
+    given = False
+
+    async def receive() -> dict:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.wait({gone})
+        return {"type": "http.disconnect"}
+
+    return receive

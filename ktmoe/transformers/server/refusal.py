@@ -1,0 +1,31 @@
+"""The answer to a request that is not served, in the form of OpenAI's errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+
+from ktmoe.messages import printable
+
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+
+
+class Refusal(Exception):
+    """status: of HTTP. code: a word for programs, such as "model_not_found"."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, *, headers: dict[str, str] | None = None):
+        super().__init__(printable(message))
+        self.status, self.code, self.headers = status, code, headers or {}
+
+    def content(self) -> dict:
+        """The body of the answer."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+    async def send(self, send: Callable[[dict], Awaitable[None]]) -> None:
+        """Answer by ASGI."""
+        body = json.dumps(self.content()).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body))} | self.headers
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": self.status, "headers": encoded})
+        await send({"type": "http.response.body", "body": body})

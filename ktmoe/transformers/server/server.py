@@ -1,0 +1,119 @@
+"""transformers' server for one model, behind the guard."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transformers.cli.serve import Serve
+from transformers.utils.chat_template_utils import _get_template_variables
+
+from ktmoe.errors import UnavailableError
+from ktmoe.transformers.server.access import Access
+from ktmoe.transformers.server.context import context_of, declared
+from ktmoe.transformers.server.fields import Fields
+from ktmoe.transformers.server.generation import Generations
+from ktmoe.transformers.server.guard import Guard
+from ktmoe.transformers.server.refusal import Refusal
+
+#: Seconds at most for an answer to end, and then for clients to be told of it; for the start, once the model is loaded.
+GRACE, PATIENCE = 2, 60
+
+
+@dataclass(frozen=True)
+class Limits:
+    """context: tokens of a prompt and its answer together; None is what the model and memory allow. seconds: for an answer."""
+
+    context: int | None = None
+    seconds: float = 3600
+
+
+@dataclass(frozen=True)
+class Listening:
+    """url: without /v1. context: tokens of a prompt and its answer together. declared: how many the model was made for."""
+
+    url: str
+    context: int
+    declared: int
+
+
+class Server(Serve):
+    """transformers' own takes its arguments and loads the model; listening() does the rest."""
+
+    def start_server(self) -> None:
+        """What transformers calls once the model is loaded: too early, since nothing guards the server yet."""
+
+    @contextlib.contextmanager
+    def listening(self, name: str, limits: Limits, *, cors: bool) -> Iterator[Listening]:
+        """Run in a thread until the context ends. name: the model's, for clients. cors: whether pages of other sites may ask.
+
+        Raises InputError for limits that the model cannot keep, UnavailableError if the server does not start.
+        """
+        # uvicorn may be missing where this module is imported
+        from ktmoe.transformers.server.connections import Connection
+
+        model, processor = self._model_manager.load_model_and_processor(self._model_manager.process_model_name(name))
+        config = self.server.config
+        try:
+            context = context_of(model, limits.context)
+            generations = Generations(context)
+            self._generation_state.get_manager = lambda *_, **__: generations
+            _add_routes(config.app, name)
+            access, fields = Access(config.host, cors=cors), Fields(name, context, _variables(processor))
+            config.app = Guard(config.app, access, fields, generations, limits.seconds)
+            config.http, config.ws, config.timeout_graceful_shutdown = Connection, "none", GRACE
+        except BaseException:
+            self._model_manager.shutdown()
+            raise
+        super().start_server()
+        try:
+            yield Listening(self._url(), context, declared(model))
+        finally:
+            generations.close(GRACE)
+            self.server.should_exit = True
+            self.kill_server()
+            self._thread.join()
+
+    def _url(self) -> str:
+        """Wait until the server listens. The port is the true one, where any free one was asked for."""
+        config, deadline = self.server.config, time.monotonic() + PATIENCE
+        while not self.server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                raise UnavailableError(f"{config.host} port {config.port}: the server did not start")
+            time.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        return f"http://[{config.host}]:{port}" if ":" in config.host else f"http://{config.host}:{port}"
+
+
+def _variables(processor) -> frozenset[str]:
+    """What a client may set for the model's chat template; the rest of what it reads is transformers' to give."""
+    templates = processor.chat_template
+    templates = templates.values() if isinstance(templates, dict) else [templates]
+    found = frozenset().union(*(_get_template_variables(template) for template in templates))
+    return found - inspect.signature(processor.apply_chat_template).parameters.keys() - {"messages"}
+
+
+def _add_routes(app, name: str) -> None:
+    """Before transformers' own: its list of models is the Hub's cache, and its client asks for the model to be loaded."""
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse, PlainTextResponse
+    from starlette.routing import Route
+
+    model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "ktmoe"}
+    ready = 'data: {"status": "ready", "cached": true}\n\n'
+    app.router.routes[:0] = [
+        Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": [model]})),
+        Route("/load_model", lambda _: PlainTextResponse(ready, media_type="text/event-stream"), methods=["POST"]),
+    ]
+
+    def answer(_, refusal: Refusal) -> JSONResponse:
+        return JSONResponse(refusal.content(), refusal.status, refusal.headers)
+
+    def translated(request, error: HTTPException) -> JSONResponse:
+        return answer(request, Refusal(error.status_code, str(error.detail)))
+
+    app.add_exception_handler(Refusal, answer)
+    app.add_exception_handler(HTTPException, translated)

@@ -1,0 +1,199 @@
+"""What stands before transformers' server: clients get the model and nothing else, in bounded work, while they wait for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import commands
+import pytest
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers.cli.chat import RichInterface
+
+from ktmoe import synthetic
+from ktmoe.errors import UnavailableError
+from ktmoe.transformers import serving
+from ktmoe.transformers.server import connections
+from ktmoe.transformers.view import view
+
+CONTEXT, MANY = 1500, 1200
+POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+
+class Served:
+    """A server in this process. steps: how often the model was called."""
+
+    def __init__(self, name: str, found: serving.Listening):
+        self.name, self.found, self.steps = name, found, 0
+        self.address = urlsplit(found.url)
+
+    def count(self, module, _arguments) -> None:
+        self.steps += type(module).__name__ == "Qwen3MoeForCausalLM"
+
+    def send(self, path: str, method: str = "POST", headers: dict | None = None, **body: object) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self.address.hostname, self.address.port, timeout=commands.PATIENCE)
+        text = json.dumps(body) if method == "POST" else None
+        connection.request(method, path, text, {"Content-Type": "application/json"} | (headers or {}))
+        return connection
+
+    def ask(self, path: str, method: str = "POST", headers: dict | None = None, **body: object) -> tuple[int, dict]:
+        connection = self.send(path, method, headers, **body)
+        with connection.getresponse() as response:
+            text = response.read()
+        connection.close()
+        return response.status, json.loads(text)
+
+    def wait_for_steps(self, steps: int) -> None:
+        end = time.monotonic() + commands.PATIENCE
+        while self.steps < steps:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+@contextmanager
+def running(folder, limits: serving.Limits):
+    with view(folder) as made:
+        arguments = serving.arguments(made, "127.0.0.1", 0, ["--log-level", "error"])
+        with serving.serving(made, serving.parse(arguments, "test"), limits) as found:
+            served = Served(made.name, found)
+            handle = register_module_forward_pre_hook(served.count)
+            try:
+                yield served
+            finally:
+                handle.remove()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    synthetic.write_chat_model(folder, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with running(model, serving.Limits(context=CONTEXT)) as found:
+        yield found
+
+
+def test_only_the_model_is_served(server):
+    for path, method in (
+        ("/reset", "POST"),
+        ("/load_model/", "POST"),
+        ("//load_model", "POST"),
+        ("/v1/systemone", "POST"),
+        ("/v1/audio/transcriptions", "POST"),
+        ("/docs", "GET"),
+        ("/openapi.json", "GET"),
+    ):
+        assert server.ask(path, method)[0] == 404, path
+    for path in (*POSTS, "/load_model"):
+        found, content = server.ask(path, model="elsewhere/other", prompt="x", messages=[], input="x")
+        assert (found, content["error"]["code"]) == (404, "model_not_found"), path
+    connection = server.send("/load_model", model="tiny")  # transformers' chat client begins with that
+    assert connection.getresponse().read() == b'data: {"status": "ready", "cached": true}\n\n'
+    connection.close()
+    assert server.ask("/v1/models", "GET")[1]["data"][0]["id"] == "tiny"
+    assert server.ask("/v1/completions", prompt="x", max_tokens=1)[0] == 200
+
+
+def test_pages_in_a_browser(server):
+    before = server.steps
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        assert server.ask("/v1/completions", headers=headers, prompt="x", max_tokens=1)[0] == 403
+    assert server.steps == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * CONTEXT}]}),
+        ("/v1/completions", {"prompt": "x" * CONTEXT}),
+        ("/v1/responses", {"input": "x" * CONTEXT}),
+        ("/v1/completions", {"prompt": "x" * 1_000_000}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_prompt(server, path, body, stream):
+    before = server.steps
+    found, content = server.ask(path, stream=stream, **body)
+    assert (found, content["error"]["code"]) == (400, "context_length_exceeded")
+    assert server.steps == before
+
+
+def test_an_answer_fits_the_context(server):
+    """Whatever the client asks for."""
+    for path, body in (
+        ("/v1/completions", {"prompt": "x" * (CONTEXT - 5), "max_tokens": 10**9}),
+        ("/v1/completions", {"prompt": "x" * (CONTEXT - 5)}),
+        ("/v1/completions", {"prompt": "x" * (CONTEXT - 5), "generation_config": "{}"}),
+        ("/v1/responses", {"input": "x" * (CONTEXT - 50), "max_output_tokens": 10**9, "stream": False}),
+    ):
+        found, content = server.ask(path, **body)
+        assert (found, content["usage"]["total_tokens"]) == (200, CONTEXT)
+
+
+def test_a_template_of_the_client(server):
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 'x' * 9 }}"}}
+    found, content = server.ask("/v1/chat/completions", **body)
+    assert (found, "chat_template_kwargs" in content["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_gone(server, stream):
+    """The model is not called for it any more, and the next one is answered."""
+    before = server.steps
+    connection = server.send("/v1/completions", prompt="x", max_tokens=MANY, stream=stream)
+    server.wait_for_steps(before + 3)
+    assert server.ask("/health", "GET") == (200, {"status": "ok"})
+    connection.close()
+    assert server.ask("/v1/completions", prompt="x", max_tokens=2)[1]["usage"]["completion_tokens"] == 2
+    assert server.steps - before < MANY
+
+
+def test_half_a_head(server, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
+    for answered in (False, True):
+        with socket.create_connection((server.address.hostname, server.address.port), timeout=commands.PATIENCE) as client:
+            if answered:
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                received = b""
+                while not received.endswith(b'{"status":"ok"}'):
+                    received += client.recv(10_000)
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+            assert client.recv(1) == b""
+
+
+def test_a_connection_with_a_long_answer(server, monkeypatch):
+    """A request that takes longer than a connection may wait for one."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)
+    connection = server.send("/v1/completions", prompt="x", max_tokens=100)
+    assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 100
+    connection.close()
+
+
+def test_a_conversation_that_the_server_ends(server, monkeypatch, tmp_path):
+    monkeypatch.setattr(RichInterface, "input", lambda _: "x" * CONTEXT)
+    with pytest.raises(UnavailableError, match=r"^the conversation ends: the prompt has \d+ tokens: expected fewer than 1500"):
+        serving.converse("tiny", server.found.url, flags=[], system=None, save_folder=tmp_path)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_while_it_answers(model, stream):
+    """The client is told; the model is left at once. Half a request holds nothing up."""
+    with running(model, serving.Limits()) as server:
+        half = socket.create_connection((server.address.hostname, server.address.port), timeout=commands.PATIENCE)
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        connection = server.send("/v1/completions", prompt="x", max_tokens=MANY, stream=stream)
+        server.wait_for_steps(3)
+    with half:
+        assert half.recv(1) == b""
+    response = connection.getresponse()
+    text = response.read().decode()
+    assert (response.status, "the server was stopped" in text) == (200 if stream else 503, True)
+    assert server.steps < MANY
+    connection.close()
