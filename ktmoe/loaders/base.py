@@ -53,7 +53,11 @@ class Finding:
 
 
 def explain(checkpoint: Checkpoint | OneLayer) -> list[Finding]:
-    """What each loader says of a checkpoint, the surest one first. Reads no tensor."""
+    """What each loader says of a checkpoint, the surest one first. Reads no tensor.
+
+    Raises CheckpointError for more layers than any loader reads.
+    """
+    naming.layers(checkpoint)  # which raises: else each loader would say so
     findings = [_finding(name, registry.get(name), checkpoint) for name in registry.names()]
     return sorted(findings, key=lambda finding: (-finding.score, finding.error is None))
 
