@@ -340,6 +340,24 @@ def test_numbers_that_are_none(tmp_path):
         experts.matrix(0, "up").refuse()
 
 
+@pytest.mark.parametrize("label", ["bias", "scale"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bits"),
+    [(F32, "<u4", (0x7FA00000, 0xFFC00001, 0x7F800000)), (F16, "<u2", (0x7D00, 0x7C00)), (BF16, "<u2", (0x7FA0, 0xFF80))],
+)
+def test_biases_and_factors_that_are_none(tmp_path, label, kind, dtype, bits):
+    """Signalling NaN, NaN, infinite: refused by name and place, without numpy's warnings."""
+    shape = (EXPERTS, INTERMEDIATE) if label == "bias" else (EXPERTS,)
+    name, what = f"{UP}.{label}", {"bias": r"bias \[5\]", "scale": r"factor \[0\]"}[label]
+    for number in bits:
+        stored = np.zeros(shape, dtype)
+        stored[(1, 5)[: len(shape)]] = number
+        experts = load(made(tmp_path, sane_layer(0) | biases() | {name: (kind, shape, stored.tobytes())}, None, "gpt-oss"))
+        experts.matrix(0, "up").refuse()
+        with pytest.raises(FormatError, match=rf"blk\.0\.ffn_up_exps\[1\]: {what} is -?(?:nan|inf); expected a finite number"):
+            experts.matrix(1, "up").refuse()
+
+
 def test_a_dense_model(tmp_path):
     checkpoint = made(tmp_path, {"blk.0.ffn_gate.weight": f32(4, 4), "blk.0.ffn_gate_shexp.weight": f32(4, 4)})
     with pytest.raises(UnavailableError, match="no tensor of routed experts among 2: a dense model"):
