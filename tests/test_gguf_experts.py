@@ -85,7 +85,7 @@ def test_a_layer_of_another_type(tmp_path, capsys):
     path = write(
         tmp_path / "m.gguf", metadata(), tensors | {"blk.2.ffn_up_exps.weight": (IQ2_XXS, shape, records(0, IQ2_XXS, shape))}
     )
-    words = r"blk\.2\.ffn_up_exps\.weight: type: expected .*; the other layers are read: layers=, or --layers 0-1,3 of commands"
+    words = r"blk\.2\.ffn_up_exps\.weight: type: expected .*; the other layers can be read: pass layers=, or --layers 0-1,3"
     with pytest.raises(FormatError, match=words):
         MoEModel.from_checkpoint(path)
     with MoEModel.from_checkpoint(path, [0, 1, 3]) as model:
@@ -93,7 +93,7 @@ def test_a_layer_of_another_type(tmp_path, capsys):
     with pytest.raises(FormatError, match=r"found IQ2_XXS \[2, 512, 256\]$"):  # which was asked for
         MoEModel.from_checkpoint(path, [0, 2])
     assert cli.main(["pack", str(path), str(tmp_path / "cache")]) == 1
-    assert "or --layers 0-1,3 of commands, takes them" in capsys.readouterr().err
+    assert "or --layers 0-1,3 to a command" in capsys.readouterr().err
     assert cli.main(["pack", str(path), str(tmp_path / "cache"), "--layers", "0-1,3"]) == 0
 
 

@@ -124,7 +124,7 @@ def load_layers(
             refused = refused or error
     if refused is not None and found:
         others = naming.listed(list(found)).removeprefix("layers ").replace(", ", ",")
-        how = f"the other layers are read: layers=, or --layers {others} of commands, takes them"
+        how = f"the other layers can be read: pass layers=, or --layers {others} to a command"
         raise type(refused)(f"{refused}; {how}") from refused
     if refused is not None:
         raise refused
