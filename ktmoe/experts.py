@@ -88,17 +88,18 @@ class Matrix:
         if element.family in NUMBERS or None in element.values:
             _refuse(f"{self.name}: weight", self.codes, element.numbers)
         if self.format.factor:
-            _refuse(f"{self.name}: factor", self.factor, np.float64)
+            _refuse(f"{self.name}: factor", self.factor)
             if self.format.factor.divides and not self.factor.all():
                 raise FormatError(f"{self.name}: factor {np.argwhere(self.factor == 0)[0].tolist()} is 0, which cannot divide")
         if isinstance(offset, ZeroPoint) and not self.format.order.transposed and (at := np.argwhere(self.offsets > 15)).size:
             found = self.offsets[tuple(at[0])]
             raise FormatError(f"{self.name}: zero point {at[0].tolist()} is {found}; expected 0 to 15")
         if self.bias is not None:
-            _refuse(f"{self.name}: bias", self.bias, np.float64)
+            _refuse(f"{self.name}: bias", self.bias)
 
 
-def _refuse(name: str, stored: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray]) -> None:
+def _refuse(name: str, stored: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
+    """numbers: what stored items stand for; by default themselves."""
     rows = max(1, LOOKED_AT_ONCE // math.prod(stored.shape[1:]))
     for first in range(0, len(stored), rows):
         finite = np.isfinite(numbers(stored[first : first + rows]))

@@ -171,21 +171,23 @@ def _alike(refused: dict[Name, str]) -> list[Refused]:
 
 
 def _grouped(served: Served) -> list[Group]:
-    groups: list[Group] = []
+    groups: list[tuple[tuple, Group]] = []
     for layer, (loader, experts) in served.items():
-        for group in groups:
-            if group.loader == loader and _kind(group.experts) == _kind(experts):
+        kind = _kind(loader, experts)
+        for of_group, group in groups:
+            if of_group == kind:
                 group.layers.append(layer)
                 break
         else:
-            groups.append(Group([layer], loader, experts))
-    return groups
+            groups.append((kind, Group([layer], loader, experts)))
+    return [group for _, group in groups]
 
 
-def _kind(experts: ExpertWeights) -> tuple:
+def _kind(loader: str, experts: ExpertWeights) -> tuple:
     """What layers have alike that are in one group."""
     formats = [experts.formats[projection] for projection in PROJECTIONS]
-    return experts.num_experts, experts.hidden, experts.intermediate, formats, experts.activation, experts.router_weight
+    sizes = experts.num_experts, experts.hidden, experts.intermediate
+    return loader, *sizes, experts.activation, experts.router_weight, formats
 
 
 def _choose(group: Group, backend: str) -> None:

@@ -19,7 +19,7 @@ from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOf
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer, open_cache, placement_of
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import find_layers, find_loader
+from ktmoe.loaders.base import load_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
 from ktmoe.messages import show
@@ -80,13 +80,14 @@ class MoEModel:
             checkpoint = resources.enter_context(Checkpoint(path))
             opened = None if cache is None else open_cache(cache, path, physical_to_logical)
             everything = opened.all_layers if opened else None
-            names = _names(layers) if layers is not None else everything or find_layers(checkpoint, loader)
-            if not names:
-                raise InputError(f"{path}: layers: expected at least one, found none")
+            names = _names(layers) if layers is not None else everything
             if opened:
                 experts = opened.experts(checkpoint, names, loader)
             else:
-                experts = {name: find_loader(checkpoint, loader, name).load(checkpoint, name) for name in names}
+                experts = {name: read for name, (_, read) in load_layers(checkpoint, loader, names).items()}
+            names = list(experts)
+            if not names:
+                raise InputError(f"{path}: layers: expected at least one, found none")
             if physical_to_logical is not None:
                 maps = _maps(physical_to_logical, len(names))
                 experts = {name: experts[name].take(ids) for name, ids in zip(names, maps, strict=True)}

@@ -11,7 +11,7 @@ from kt_wrappers import REVERSED, batch, wrapper
 
 import ktmoe
 from ktmoe import MoELayer, MoEModel, cli, load_experts
-from ktmoe.errors import InputError, UnavailableError
+from ktmoe.errors import FormatError, InputError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -75,6 +75,26 @@ def test_the_wrapper(tmp_path, of_file):
             w.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
         w.load_weights(REVERSED)
         assert_right(made, experts, x, REVERSED[ids], weights, w.forward(x, ids, weights))
+
+
+def test_a_layer_of_another_type(tmp_path, capsys):
+    """MoEModel, packing and converting name it, and say how to take the others; then they do."""
+    kinds, shape = {"gate": Q8_0, "up": Q8_0, "down": Q8_0}, (2, 512, 256)
+    tensors = {name: tensor for number in range(4) for name, tensor in layer(number, kinds).items()}
+    tensors = {name: (kind, s, bytes(len(data))) for name, (kind, s, data) in tensors.items()}  # numbers that are finite
+    path = write(
+        tmp_path / "m.gguf", metadata(), tensors | {"blk.2.ffn_up_exps.weight": (IQ2_XXS, shape, records(0, IQ2_XXS, shape))}
+    )
+    words = r"blk\.2\.ffn_up_exps\.weight: type: expected .*; the other layers can be read: pass layers=, or --layers 0-1,3"
+    with pytest.raises(FormatError, match=words):
+        MoEModel.from_checkpoint(path)
+    with MoEModel.from_checkpoint(path, [0, 1, 3]) as model:
+        assert list(model) == [0, 1, 3]
+    with pytest.raises(FormatError, match=r"found IQ2_XXS \[2, 512, 256\]$"):  # which was asked for
+        MoEModel.from_checkpoint(path, [0, 2])
+    assert cli.main(["pack", str(path), str(tmp_path / "cache")]) == 1
+    assert "or --layers 0-1,3 to a command" in capsys.readouterr().err
+    assert cli.main(["pack", str(path), str(tmp_path / "cache"), "--layers", "0-1,3"]) == 0
 
 
 def test_inspect(tmp_path, capsys):

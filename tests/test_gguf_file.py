@@ -6,6 +6,7 @@ import os
 import random
 import struct
 import tracemalloc
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -80,13 +81,32 @@ def test_versions_and_alignments(tmp_path, version, alignment):
         assert checkpoint.read("x").tobytes() == data
 
 
-def test_tensors_in_any_order_with_holes(tmp_path):
-    head = header([], [tensor("b", F32, (1,), 128), tensor("a", F32, (1,), 32)])
-    (tmp_path / "m.gguf").write_bytes(head + bytes(-len(head) % 32) + bytes(range(200)))
-    with Checkpoint(tmp_path) as checkpoint:
-        assert list(checkpoint.names()) == ["b", "a"]
-        assert checkpoint.read("a").tolist() == [32, 33, 34, 35]
-        assert checkpoint.read("b").tolist() == [128, 129, 130, 131]
+def test_the_end_of_a_file(tmp_path):
+    """The padding behind the last tensor may be there, or be cut off; nothing may follow it."""
+    stored = plain(tensor("b", F32, (9,), 0), tensor("a", F32, (1,), 64), data=bytes(range(96)))
+    for cut in (0, 1, 28):
+        (tmp_path / "m.gguf").write_bytes(stored[: len(stored) - cut])
+        with Checkpoint(tmp_path) as checkpoint:
+            assert list(checkpoint.names()) == ["b", "a"]
+            assert checkpoint.read("a").tolist() == [64, 65, 66, 67]
+    for wrong in (stored[:-29], stored + b"\0"):
+        (tmp_path / "m.gguf").write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=f"tensor 'a'.* found a file of {len(wrong)}"):
+            Checkpoint(tmp_path)
+
+
+def test_another_type_of_one_tensor_shows(tmp_path):
+    """There would be a hole or an overlap, also behind the last one; types of as many bytes are left."""
+    shape = (2, 2, 256)
+    path = write(tmp_path / "m.gguf", {}, dict.fromkeys("abc", (Q4_0, shape, records(0, Q4_0, shape))))
+    stored, accepted = path.read_bytes(), []
+    for name in "abc":
+        at = stored.index(text(name)) + len(text(name)) + 4 + 24
+        for number in TYPES:
+            path.write_bytes(stored[:at] + struct.pack("<I", number) + stored[at + 4 :])
+            with suppress(CheckpointError):
+                accepted.append(GgufFile(path).tensors[name].dtype)
+    assert accepted == ["Q4_0", "Q4_K", "IQ4_NL", "NVFP4"] * 3
 
 
 def test_types_that_are_not_known(tmp_path):
@@ -154,13 +174,35 @@ HOSTILE = {
     "product of 2**64": (plain(tensor("x", F32, (2**32, 2**32), 0), data=bytes(8)), ["truncated", "'x'", str(2**66)]),
     "part of a record": (plain(tensor("x", Q4_K, (2, 128), 0)), ["'x'", "whole records of 256", "Q4_K", "[2, 128]"]),
     "a scalar of records": (plain(tensor("x", Q4_0, (), 0)), ["'x'", "whole records of 32", "Q4_0", "[]"]),
-    "not aligned": (plain(tensor("x", F32, (1,), 4), data=bytes(99)), ["'x'", "multiple of 32", "found 4"]),
-    "past the end": (plain(tensor("x", F32, (8,), 32), data=bytes(63)), ["truncated", "'x'", "32 bytes"]),
-    "far past the end": (plain(tensor("x", F32, (1,), 2**64 - 32)), ["truncated", "'x'", str(2**64)[:5]]),
+    "not aligned": (plain(tensor("x", F32, (1,), 4), data=bytes(99)), ["'x'", "offset: expected 0, for the first", "found 4"]),
+    "a hole": (
+        plain(tensor("x", F32, (1,), 0), tensor("y", F32, (1,), 64), data=bytes(96)),
+        ["tensor 'y': offset: expected 32, where tensor 'x' ends, padded to 32, found 64"],
+    ),
+    "another order": (
+        plain(tensor("x", F32, (1,), 32), tensor("y", F32, (1,), 0), data=bytes(64)),
+        ["tensor 'x': offset: expected 0, for the first tensor, found 32"],
+    ),
+    "behind an unknown one": (
+        plain(tensor("x", 200, (1,), 0), tensor("y", F32, (1,), 40), data=bytes(96)),
+        ["tensor 'y': offset: expected 64, where tensor 'x' ends, padded to 32, found 40"],
+    ),
+    "past the end": (plain(tensor("x", F32, (8,), 32), data=bytes(63)), ["'x'", "expected 0, for the first", "found 32"]),
+    "far past the end": (plain(tensor("x", F32, (1,), 2**64 - 32)), ["'x'", "expected 0", str(2**64)[:5]]),
     "no data": (plain(tensor("x", F32, (1,), 0)), ["truncated", "'x'", "4 bytes"]),
-    "unknown, past the end": (plain(tensor("x", 200, (1,), 64)), ["truncated", "'x'"]),
-    "overlap": (plain(tensor("x", F32, (9,), 0), tensor("y", F32, (1,), 32), data=bytes(64)), ["overlap", "'y'", "'x'"]),
-    "the same place": (plain(*(tensor(n, F32, (1,), 0) for n in "xy"), data=bytes(64)), ["overlap", "'y'", "'x'"]),
+    "unknown, past the end": (plain(tensor("x", 200, (1,), 0), tensor("y", F32, (1,), 64)), ["truncated", "'x'", "64 bytes"]),
+    "unknown, in another order": (
+        plain(tensor("x", F32, (1,), 0), tensor("y", 200, (1,), 32), tensor("z", F32, (1,), 0), data=bytes(96)),
+        ["'z': offset: expected 32, where tensor 'y' ends", "found 0"],
+    ),
+    "overlap": (
+        plain(tensor("x", F32, (9,), 0), tensor("y", F32, (1,), 32), data=bytes(64)),
+        ["'y': offset: expected 64, where tensor 'x' ends", "found 32"],
+    ),
+    "the same place": (
+        plain(*(tensor(n, F32, (1,), 0) for n in "xy"), data=bytes(64)),
+        ["'y': offset: expected 32, where tensor 'x' ends", "found 0"],
+    ),
 }
 
 

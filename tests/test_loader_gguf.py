@@ -1,17 +1,18 @@
 """The gguf loader: names, values by an own reading of the records, what experts compute, and what is refused."""
 
 import struct
+import sys
 
 import numpy as np
 import pytest
 from checkpoints import scores
-from gguf_files import BF16, F16, F32, IQ2_XXS, NVFP4, Q4_0, Q8_0, array, layer, metadata, records, write
+from gguf_files import BF16, F16, F32, IQ2_XXS, NVFP4, Q4_0, Q8_0, layer, metadata, records, write
 
-from ktmoe import SILU, GatedActivation, load_experts
+from ktmoe import SILU, MoEModel, cli, load_experts
 from ktmoe.errors import CheckpointError, FormatError, MissingTensorError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.inspection import top_k_of
-from ktmoe.loaders import architectures
+from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.model_config import SWIGLU_OAI
@@ -118,7 +119,8 @@ def test_gate_and_up_in_one(tmp_path):
         "blk.0.ffn_gate_up_exps.scale": (F32, (EXPERTS,), np.float32([1, 2, 4]).tobytes()),
         "blk.0.ffn_down_exps.weight": down,
     }
-    experts = load(made(tmp_path, tensors))
+    tensors["blk.0.ffn_down_exps.bias"] = (F32, (EXPERTS, HIDDEN), np.arange(EXPERTS * HIDDEN, dtype=np.float32).tobytes())
+    experts = load(made(tmp_path, tensors, architecture="gpt-oss"))
     weights, biases = plain(Q4_0, stored, shape), bias.reshape(EXPERTS, 2, INTERMEDIATE)
     for expert in range(EXPERTS):
         for part, projection in enumerate(("gate", "up")):
@@ -128,7 +130,7 @@ def test_gate_and_up_in_one(tmp_path):
             np.testing.assert_array_equal(matrix.bias, biases[expert, part])
             assert matrix.factor.tolist() == [2.0**expert]
             assert matrix.name == f"blk.0.ffn_gate_up_exps[{expert}] {projection}"
-        assert experts.matrix(expert, "down").bias is None
+        np.testing.assert_array_equal(experts.matrix(expert, "down").bias, np.arange(HIDDEN) + expert * HIDDEN)
 
 
 @pytest.mark.parametrize("kind", [F32, F16, BF16])
@@ -194,8 +196,8 @@ def test_one_expert(tmp_path):
         name.replace("blk", "blk"): (kind, shape[1:], data[: len(data) // 3])
         for name, (kind, shape, data) in sane_layer(0).items()
     }
-    tensors["blk.0.ffn_up_exps.bias"] = (F32, (INTERMEDIATE,), bytes(4 * INTERMEDIATE))
-    experts = load(made(tmp_path, tensors, expert_count=1))
+    tensors |= {f"blk.0.ffn_{p}_exps.bias": f32(shape_of(p)[0]) for p in PROJECTIONS}
+    experts = load(made(tmp_path, tensors, architecture="gpt-oss", expert_count=1))
     assert (experts.num_experts, experts.hidden, experts.intermediate) == (1, HIDDEN, INTERMEDIATE)
     assert experts.matrix(0, "up").bias.shape == (INTERMEDIATE,)
 
@@ -208,6 +210,10 @@ def f32(*shape):
     return F32, shape, bytes(4 * int(np.prod(shape)))
 
 
+def biases():
+    return {f"blk.0.ffn_{p}_exps.bias": f32(EXPERTS, shape_of(p)[0]) for p in PROJECTIONS}
+
+
 UP = "blk.0.ffn_up_exps"
 WRONG = {
     "no up": (
@@ -215,9 +221,13 @@ WRONG = {
         MissingTensorError,
         ["blk.0.ffn_up_exps.weight: expected with the layer's others"],
     ),
-    "another bias": (changed(f"{UP}.bias", f32(EXPERTS, 64)), FormatError, [f"{UP}.bias", "[3, 128]", "[3, 64]"]),
+    "another bias": (
+        lambda tensors: tensors | biases() | {f"{UP}.bias": f32(EXPERTS, 64)},
+        FormatError,
+        [f"{UP}.bias", "[3, 128]", "[3, 64]"],
+    ),
     "bias of codes": (
-        changed(f"{UP}.bias", (Q8_0, (EXPERTS, 128), sane(Q8_0, (EXPERTS, 128)))),
+        lambda tensors: tensors | biases() | {f"{UP}.bias": (Q8_0, (EXPERTS, 128), sane(Q8_0, (EXPERTS, 128)))},
         FormatError,
         [f"{UP}.bias", "dtype", "Q8_0"],
     ),
@@ -286,7 +296,9 @@ WRONG = {
 def test_refused(tmp_path, name):
     """With the same words by load() and by the choice of a loader."""
     change, error, words = WRONG[name]
-    checkpoint = made(tmp_path, change(sane_layer(0)))
+    tensors = change(sane_layer(0))
+    architecture = "gpt-oss" if f"{UP}.bias" in tensors else "qwen3moe"  # which has biases
+    checkpoint = made(tmp_path, tensors, architecture=architecture)
     for call in (lambda: find_loader(checkpoint, "gguf").load(checkpoint, 0), lambda: find_loader(checkpoint)):
         with pytest.raises(error) as caught:
             call()
@@ -328,60 +340,79 @@ def test_numbers_that_are_none(tmp_path):
         experts.matrix(0, "up").refuse()
 
 
+@pytest.mark.parametrize("label", ["bias", "scale"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bits"),
+    [(F32, "<u4", (0x7FA00000, 0xFFC00001, 0x7F800000)), (F16, "<u2", (0x7D00, 0x7C00)), (BF16, "<u2", (0x7FA0, 0xFF80))],
+)
+def test_biases_and_factors_that_are_none(tmp_path, label, kind, dtype, bits):
+    """Signalling NaN, NaN, infinite: refused by name and place, without numpy's warnings."""
+    shape = (EXPERTS, INTERMEDIATE) if label == "bias" else (EXPERTS,)
+    name, what = f"{UP}.{label}", {"bias": r"bias \[5\]", "scale": r"factor \[0\]"}[label]
+    for number in bits:
+        stored = np.zeros(shape, dtype)
+        stored[(1, 5)[: len(shape)]] = number
+        experts = load(made(tmp_path, sane_layer(0) | biases() | {name: (kind, shape, stored.tobytes())}, None, "gpt-oss"))
+        experts.matrix(0, "up").refuse()
+        with pytest.raises(FormatError, match=rf"blk\.0\.ffn_up_exps\[1\]: {what} is -?(?:nan|inf); expected a finite number"):
+            experts.matrix(1, "up").refuse()
+
+
 def test_a_dense_model(tmp_path):
     checkpoint = made(tmp_path, {"blk.0.ffn_gate.weight": f32(4, 4), "blk.0.ffn_gate_shexp.weight": f32(4, 4)})
     with pytest.raises(UnavailableError, match="no tensor of routed experts among 2: a dense model"):
         find_loader(checkpoint)
 
 
-# What experts compute
+# Work that is bounded
 
 
-@pytest.mark.parametrize("architecture", sorted(architectures.SILU_ARCHITECTURES - {"deepseek4"}))
-def test_architectures_with_silu(tmp_path, architecture):
-    experts = load(made(tmp_path, sane_layer(0), architecture=architecture))
-    assert experts.activation == SILU
-    assert experts.router_weight == ("expert_input" if architecture == "llama4" else "down_output")
+def tiny(folder, layers):
+    """A file of so many layers of one expert, with a weight each."""
+    one = F32, (1, 1, 1), bytes(4)
+    tensors = {f"blk.{number}.ffn_{p}_exps.weight": one for number in range(layers) for p in PROJECTIONS}
+    return write(folder / f"{layers}.gguf", metadata(), tensors)
 
 
-@pytest.mark.parametrize("architecture", [*architectures.OTHERS, "not-known"])
-def test_architectures_that_are_refused(tmp_path, architecture):
-    checkpoint = made(tmp_path, sane_layer(0), architecture=architecture)
-    with pytest.raises(FormatError, match=f"general.architecture: expected .*, found '{architecture}'"):
-        find_loader(checkpoint)
+def test_a_layer_costs_the_same_in_a_long_model(tmp_path):
+    """Functions are counted, those in C, too, since a test is never timed."""
+    counts = []
+    for layers in (100, 200):
+        checkpoint = Checkpoint(tiny(tmp_path, layers))
+        loader = find_loader(checkpoint)
+        calls = 0
+
+        def count(_frame, event, _argument):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for number in range(layers):
+                loader.load(checkpoint, number)
+        finally:
+            sys.setprofile(None)
+        counts.append(calls / layers)
+    assert counts[1] < 1.01 * counts[0]
 
 
-def test_no_architecture(tmp_path):
-    checkpoint = Checkpoint(write(tmp_path / "m.gguf", {}, sane_layer(0)))
-    with pytest.raises(CheckpointError, match=r"general\.architecture: expected a name, found None"):
-        find_loader(checkpoint)
-
-
-def limits(*values):
-    return array(6, [struct.pack("<f", value) for value in values])
-
-
-def test_limits_of_layers(tmp_path):
-    """DeepSeek-V4 clamps gate and up before SiLU; Step-3.5 clamps after it, in some layers, which are refused."""
-    for architecture in ("deepseek4", "step35"):
-        tensors = sane_layer(0) | sane_layer(1) | sane_layer(2)
-        checkpoint = made(tmp_path, tensors, {f"{architecture}.swiglu_clamp_exp": limits(0, 7, 1e-7)}, architecture)
-        assert load(checkpoint, 0).activation == load(checkpoint, 2).activation == SILU
-        if architecture == "deepseek4":
-            assert load(checkpoint, 1).activation == GatedActivation(limit=7.0)
-        else:
-            with pytest.raises(FormatError, match=r"layer 1 of 'step35' clamps silu\(gate\) to 7, which is not supported"):
-                load(checkpoint, 1)
-    checkpoint = made(tmp_path, sane_layer(1), {"hy_v4.swiglu_clamp_exp": struct.pack("<If", 6, 10)}, "hy_v4")
-    assert load(checkpoint, 1).activation == GatedActivation(limit=10.0)
-
-
-@pytest.mark.parametrize("value", [limits(1), limits(1, float("nan")), limits(1, -1), struct.pack("<II", 4, 7), None])
-def test_limits_that_are_none(tmp_path, value):
-    keys = {} if value is None else {"deepseek4.swiglu_clamp_exp": value}
-    checkpoint = made(tmp_path, sane_layer(1), keys, "deepseek4")
-    with pytest.raises(CheckpointError, match=r"deepseek4.swiglu_clamp_exp: expected a number, 0 or more, for layer 1"):
-        find_loader(checkpoint)
+def test_too_many_layers(tmp_path, capsys):
+    """Refused once, whoever asks, and not by every loader; as many as the limit are taken."""
+    most = naming.LAYERS_LIMIT
+    assert len(find_layers(Checkpoint(tiny(tmp_path, most)), "gguf")) == most
+    path = tiny(tmp_path, most + 1)
+    message = f"{path}: expected at most {most} layers with routed experts, found more"
+    for ask in (
+        lambda: find_loader(Checkpoint(path)),
+        lambda: find_layers(Checkpoint(path), "gguf"),
+        lambda: load_experts(path, 0),
+        lambda: MoEModel.from_checkpoint(path, [0]),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            ask()
+        assert str(caught.value) == message
+    assert cli.main(["inspect", str(path), "--no-measure"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_types_that_are_not_known(tmp_path):

@@ -58,7 +58,7 @@ def test_a_loader_by_name_is_not_replaced(mixed):
 
 
 def test_a_layer_that_is_refused(mixed):
-    """By the loader that is surest of the others."""
+    """By the loader that is surest of the others; a model of all layers says how to take these."""
     folder, tensors = mixed
     more = SCHEMES["fp8 per row"].layer("model.layers.4")
     more |= {name: ["F32", tensor[1].repeat(3, 1).astype("f4")] for name, tensor in more.items() if name.endswith("scale")}
@@ -66,6 +66,9 @@ def test_a_layer_that_is_refused(mixed):
         assert find_layers(checkpoint) == [1, 2, 3, 4, "mtp.0"]  # fp8_per_row, which is surest of the first, has its names
         with pytest.raises(FormatError, match=r"layers.4.*weight_scale: shape: expected \[64\] or \[64, 1\], found \[64, 3\]"):
             find_loader(checkpoint, layer=4).load(checkpoint, 4)
+    words = r"layers.4.*weight_scale: shape: .*; the other layers can be read: pass layers=, or --layers 1-3,mtp.0"
+    with pytest.raises(FormatError, match=words):
+        ktmoe.MoEModel.from_checkpoint(folder, backend="fp32_lut")
 
 
 def test_layers_that_have_not_been_downloaded(tmp_path):

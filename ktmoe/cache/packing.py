@@ -24,7 +24,7 @@ from ktmoe.files.lock import LOCK_NAME, exclusive
 from ktmoe.files.output import output_folder
 from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import find_layers, find_loader
+from ktmoe.loaders.base import find_layers, load_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
 from ktmoe.machine.numa import Placement
@@ -125,11 +125,11 @@ class _Count:
 def _wanted(
     checkpoint: Checkpoint, layers: Iterable[int | str] | None, loader: str, numa_nodes: Sequence[int] | None
 ) -> list[_Layer]:
-    names = find_layers(checkpoint, loader) if layers is None else [naming.layer_key(layer) for layer in layers]
-    if not names or len(set(names)) < len(names):
-        raise InputError(f"{checkpoint.path}: layers: expected at least one, each once, found {show(names)}")
-    read = {name: find_loader(checkpoint, loader, name).load(checkpoint, name) for name in names}
-    return [_Layer(name, experts, placement_of(experts, numa_nodes)) for name, experts in read.items()]
+    names = None if layers is None else [naming.layer_key(layer) for layer in layers]
+    read = load_layers(checkpoint, loader, names)
+    if not read or (names is not None and len(read) < len(names)):
+        raise InputError(f"{checkpoint.path}: layers: expected at least one, each once, found {show(names or [])}")
+    return [_Layer(name, experts, placement_of(experts, numa_nodes)) for name, (_, experts) in read.items()]
 
 
 def _make(folder: Path) -> None:

@@ -16,7 +16,7 @@ from ktmoe.conversion.storage import DEEPSEEK_V4, Storage, storage
 from ktmoe.errors import FormatError, InputError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import naming
-from ktmoe.loaders.base import find_layers, find_loader
+from ktmoe.loaders.base import find_loader, load_layers
 from ktmoe.loaders.safetensors_file import TensorInfo
 from ktmoe.messages import show
 from ktmoe.quantization import Quantizer
@@ -63,11 +63,12 @@ def plan(
     for sizes that the format does not have and for formats that no backend computes, and what loaders raise.
     """
     checkpoint = source.checkpoint
-    wanted = find_layers(checkpoint) if layers is None else [naming.layer_key(layer) for layer in layers]
-    readers = {layer: find_loader(checkpoint, layer=layer) for layer in dict.fromkeys(wanted)}
-    if not readers:
+    wanted = None if layers is None else dict.fromkeys(map(naming.layer_key, layers))
+    read = load_layers(checkpoint, layers=wanted)
+    if not read:
         raise InputError("layers: expected at least one layer to convert, found none")
-    experts = {layer: reader.load(checkpoint, layer) for layer, reader in readers.items()}
+    readers = {layer: reader for layer, (reader, _) in read.items()}
+    experts = {layer: found for layer, (_, found) in read.items()}
     for each in experts.values():
         _check(each, quantizer, requantize)
     mine = {name: layer for layer, each in experts.items() for name in tensors_of(source, layer, each.name)}

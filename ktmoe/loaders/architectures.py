@@ -1,10 +1,12 @@
-"""What the experts of a GGUF file compute: by general.architecture, since no other key says it.
+"""What the experts of a GGUF file compute, and which tensors they have: by general.architecture, since no other key says it.
 
-The facts are those of llama.cpp: build_moe_ffn() of src/llama-graph.cpp, and its callers in src/models. An architecture that is
-not in these tables is refused, since its experts may compute anything.
+The facts are those of the llama.cpp that llama-cpp-python 0.3.36 ships: build_moe_ffn() of src/llama-graph.cpp, its callers and
+the tensors that they create in src/models. An architecture without a row is refused, since its experts may compute anything.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -13,59 +15,82 @@ from ktmoe.loaders.model_config import SWIGLU_OAI
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
 
-#: Their experts are silu(gate) * up.
+
+@dataclass(frozen=True)
+class Architecture:
+    """A row of the table.
+
+    function: of the experts, without a limit; in words where ktmoe does not compute it. biases: each projection has them; else
+    none has. clamped: a layer's limit clamps the gate before SiLU, as GatedActivation does; else it would clamp silu(gate).
+    limited: the file must say a layer's limit. router_weight: what a router weight multiplies.
+    """
+
+    function: GatedActivation | str = SILU
+    biases: bool = False
+    clamped: bool = False
+    limited: bool = False
+    router_weight: str = "down_output"
+
+
 # fmt: off
-SILU_ARCHITECTURES = frozenset((
-    "afmoe", "arctic", "bailingmoe", "bailingmoe2", "bailingmoe3", "dbrx", "deci", "deepseek", "deepseek2", "deepseek2-ocr",
-    "deepseek32", "deepseek4", "dots1", "ernie4_5-moe", "exaone-moe", "glm-dsa", "glm4moe", "glm5next", "granitehybrid",
-    "granitemoe", "grovemoe", "hunyuan-moe", "hy_v3", "hy_v4", "jamba", "kimi-linear", "lfm2moe", "llada-moe", "llama",
-    "llama-embed", "llama4", "mimo2", "minicpm", "minimax-m2", "mistral3", "mistral4", "olmoe", "phimoe", "qwen2moe",
-    "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "rnd1", "step35",
-))
+_PLAIN = (
+    "afmoe", "arctic", "bailingmoe", "bailingmoe2", "bailingmoe3", "cohere2moe", "dbrx", "deepseek", "deepseek2",
+    "deepseek2-ocr", "deepseek32", "dots1", "dots3note", "ernie4_5-moe", "exaone-moe", "glm-dsa", "glm4moe", "granite",
+    "granite_swa", "granitehybrid", "granitemoe", "grovemoe", "hunyuan-moe", "hy_v3", "jamba", "kimi-linear", "laguna", "lfm2",
+    "lfm2moe", "llada-moe", "llama", "llama-embed", "mellum", "mimo2", "minicpm", "minimax-01", "minimax-m2", "mistral3",
+    "mistral4", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp", "rnd1", "step35",
+)
 # fmt: on
-#: gpt-oss's function; llama.cpp has its numbers in its source.
-OAI_ARCHITECTURES = frozenset(("gpt-oss", "minimax-m3"))
-#: Those with another function, and which.
-OTHERS = {
-    "gemma4": "GELU",
-    "grok": "GELU",
-    "kimi-k3": "SiTU",
-    "nemotron_h_moe": "squared ReLU without a gate",
-    "nomic-bert-moe": "GELU without a gate",
-    "smallthinker": "ReLU",
+#: By name. llama.cpp has the numbers of gpt-oss's function in its source. Unsloth's files say "glm5next" for "glm5-next".
+ARCHITECTURES = dict.fromkeys(_PLAIN, Architecture()) | {
+    "deepseek4": Architecture(clamped=True, limited=True),
+    "dflash": Architecture(clamped=True, limited=True),
+    "gemma4": Architecture("GELU"),
+    "glm5-next": Architecture(clamped=True),
+    "glm5next": Architecture(clamped=True),
+    "gpt-oss": Architecture(SWIGLU_OAI, biases=True),
+    "grok": Architecture("GELU"),
+    "hy_v4": Architecture(clamped=True),
+    "kimi-k3": Architecture("SiTU"),
+    "llama4": Architecture(router_weight="expert_input"),
+    "maple": Architecture(clamped=True, limited=True),
+    "minimax-m3": Architecture(SWIGLU_OAI),
+    "nemotron_h": Architecture("squared ReLU without a gate"),
+    "nemotron_h_moe": Architecture("squared ReLU without a gate"),
+    "nomic-bert-moe": Architecture("GELU without a gate"),
+    "smallthinker": Architecture("ReLU"),
 }
-#: Those that clamp the gate before SiLU, as GatedActivation does. Others clamp silu(gate).
-_CLAMPED = ("deepseek4", "glm5next", "hy_v4")
 #: A smaller limit is none, in llama.cpp, too.
 _LEAST_LIMIT = 1e-6
 
 
-def activation(checkpoint: Checkpoint, layer: int) -> GatedActivation:
-    """Of a layer's experts. Raises FormatError, which names the architecture, for another function or one that is not known;
-    CheckpointError for a limit that is none."""
-    architecture = checkpoint.config.get(ARCHITECTURE)
+def of(checkpoint: Checkpoint) -> Architecture:
+    """The checkpoint's. Raises FormatError, which names it, for one with another function and for one without a row."""
+    name = checkpoint.config.get(ARCHITECTURE)
     where = f"{checkpoint.path}: {ARCHITECTURE}"
-    if not isinstance(architecture, str):
-        raise CheckpointError(f"{where}: expected a name, found {show(architecture)}")
-    if architecture in OAI_ARCHITECTURES:
-        return SWIGLU_OAI
-    if architecture in OTHERS:
-        raise FormatError(
-            f"{where}: expected experts with SiLU, found {architecture!r}, whose function is {OTHERS[architecture]}"
-        )
-    if architecture not in SILU_ARCHITECTURES:
-        raise FormatError(f"{where}: expected one whose experts' function is known, found {show(architecture)}")
-    limit = _limit(checkpoint, f"{architecture}.swiglu_clamp_exp", layer, architecture == "deepseek4")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{where}: expected a name, found {show(name)}")
+    found = ARCHITECTURES.get(name)
+    if found is None:
+        raise FormatError(f"{where}: expected one whose experts' function is known, found {show(name)}")
+    if isinstance(found.function, str):
+        raise FormatError(f"{where}: expected experts with SiLU, found {name!r}, whose function is {found.function}")
+    return found
+
+
+def activation(checkpoint: Checkpoint, layer: int) -> GatedActivation:
+    """Of a layer's experts. Raises what of() raises, FormatError for a clamp of silu(gate), CheckpointError for a limit that is
+    none."""
+    row, name = of(checkpoint), checkpoint.config[ARCHITECTURE]
+    if row.function != SILU:
+        return row.function
+    limit = _limit(checkpoint, f"{name}.swiglu_clamp_exp", layer, row.limited)
     if limit <= _LEAST_LIMIT:
         return SILU
-    if architecture not in _CLAMPED:
-        raise FormatError(f"{where}: layer {layer} of {architecture!r} clamps silu(gate) to {limit:g}, which is not supported")
+    if not row.clamped:
+        where = f"{checkpoint.path}: {ARCHITECTURE}: layer {layer} of {name!r}"
+        raise FormatError(f"{where} clamps silu(gate) to {limit:g}, which is not supported")
     return GatedActivation(limit=limit)
-
-
-def router_weight(checkpoint: Checkpoint) -> str:
-    """What the model multiplies a router weight onto."""
-    return "expert_input" if checkpoint.config.get(ARCHITECTURE) == "llama4" else "down_output"
 
 
 def _limit(checkpoint: Checkpoint, key: str, layer: int, needed: bool) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError, UnavailableError
@@ -53,7 +54,11 @@ class Finding:
 
 
 def explain(checkpoint: Checkpoint | OneLayer) -> list[Finding]:
-    """What each loader says of a checkpoint, the surest one first. Reads no tensor."""
+    """What each loader says of a checkpoint, the surest one first. Reads no tensor.
+
+    Raises CheckpointError for more layers than any loader reads.
+    """
+    naming.layers(checkpoint)  # which raises: else each loader would say so
     findings = [_finding(name, registry.get(name), checkpoint) for name in registry.names()]
     return sorted(findings, key=lambda finding: (-finding.score, finding.error is None))
 
@@ -97,6 +102,33 @@ def find_layers(checkpoint: Checkpoint, name: str = "auto") -> list[int | str]:
     known = naming.layers(checkpoint)
     more = {layer for layer in known if layer not in found and _surest(explain(OneLayer(checkpoint, layer)))}
     return [layer for layer in known if layer in more or layer in found] if more else found
+
+
+def load_layers(
+    checkpoint: Checkpoint, name: str = "auto", layers: Iterable[int | str] | None = None
+) -> dict[int | str, tuple[Loader, ExpertWeights]]:
+    """Each layer's loader, and what it gives. name: a loader's, or "auto". layers: by default what find_layers() gives.
+
+    Raises what these raise. By default, where some layers are read and one is not, its error also says how to take the others.
+    """
+    wanted = find_layers(checkpoint, name) if layers is None else layers
+    found: dict[int | str, tuple[Loader, ExpertWeights]] = {}
+    refused: KtmoeError | None = None
+    for layer in wanted:
+        try:
+            loader = find_loader(checkpoint, name, layer)
+            found[layer] = loader, loader.load(checkpoint, layer)
+        except (CheckpointError, FormatError, UnavailableError) as error:
+            if layers is not None:
+                raise
+            refused = refused or error
+    if refused is not None and found:
+        others = naming.listed(list(found)).removeprefix("layers ").replace(", ", ",")
+        how = f"the other layers can be read: pass layers=, or --layers {others} to a command"
+        raise type(refused)(f"{refused}; {how}") from refused
+    if refused is not None:
+        raise refused
+    return found
 
 
 def _surest(findings: list[Finding]) -> Loader | None:

@@ -4,12 +4,12 @@ Tensors are, of layer L:
 
     blk.{L}.ffn_{gate,up,down}_exps.weight   all experts: [E, I, H], [E, I, H] and [E, H, I] as numpy has shapes
     blk.{L}.ffn_gate_up_exps.weight          [E, 2I, H] in the place of gate and up: gate's rows come first
-    blk.{L}.ffn_..._exps.bias                [E, rows] (gpt-oss)
+    blk.{L}.ffn_..._exps.bias                [E, rows], of all three where the architecture has biases (gpt-oss), else of none
     blk.{L}.ffn_..._exps.scale               [E], one factor for each expert, which comes before the bias (NVFP4)
     blk.{L}.ffn_{gate,up,down}.{E}.weight    [rows, columns] of one expert (Mixtral in files of 2023 and 2024)
 
 Biases and scales are F32, F16 or BF16; `.input_scale` is not used. Each projection has a type of its own: Q4_K_M has some down
-projections in Q6_K. What experts compute follows from general.architecture, see architectures.
+projections in Q6_K. What experts compute and whether they have biases follows from general.architecture, see architectures.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.loaders import architectures, model_config, naming, registry
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.gguf_model import ARCHITECTURE
 from ktmoe.loaders.per_expert import FACTORS
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
@@ -44,10 +45,10 @@ class Gguf(Loader):
     def detect(self, checkpoint: Checkpoint) -> float:
         """0.9 if some layer with such names can be read, 0 without such names. Else raises what load() raises of the first."""
         refused: KtmoeError | None = None
-        for layer, suffixes in naming.blocks(checkpoint).items():
+        for layer in naming.blocks(checkpoint):
             try:
                 architectures.activation(checkpoint, layer)
-                _Layer.find(checkpoint, layer, suffixes)
+                _Layer.find(checkpoint, layer)
             except (CheckpointError, FormatError) as error:
                 refused = refused or error
             else:
@@ -57,7 +58,7 @@ class Gguf(Loader):
         return 0.0
 
     def layers(self, checkpoint: Checkpoint) -> list[int | str]:
-        return list(naming.blocks(checkpoint))
+        return naming.blocks(checkpoint)
 
     def load(self, checkpoint: Checkpoint, layer: int | str) -> ExpertWeights:
         """One layer's experts, which keep the checkpoint open and read a matrix when it is asked for.
@@ -66,13 +67,13 @@ class Gguf(Loader):
         exist; FormatError, which names the tensor, for a type that cannot be computed, and for an architecture whose experts
         compute something else; CheckpointError for shapes that do not fit, and where metadata contradicts them.
         """
-        key, found = naming.layer_key(layer), naming.blocks(checkpoint)
-        if key not in found:
-            listed = naming.listed(list(found)) or "no layer with tensors of GGUF's names"
+        key = naming.layer_key(layer)
+        if not naming.block(checkpoint, key):
+            listed = naming.listed(naming.blocks(checkpoint)) or "no layer with tensors of GGUF's names"
             raise MissingTensorError(
                 f"{checkpoint.path}: layer {show(layer)}: expected a layer that has routed experts, found {listed}"
             )
-        of_layer = _Layer.find(checkpoint, key, found[key])
+        of_layer = _Layer.find(checkpoint, key)
         return ExpertWeights(
             of_layer.num_experts,
             of_layer.hidden,
@@ -81,7 +82,7 @@ class Gguf(Loader):
             {projection: matrices.format for projection, matrices in of_layer.matrices.items()},
             architectures.activation(checkpoint, key),
             f"blk.{key}",
-            architectures.router_weight(checkpoint),
+            architectures.of(checkpoint).router_weight,
         )
 
 
@@ -112,9 +113,10 @@ class _Layer:
     intermediate: int
 
     @classmethod
-    def find(cls, checkpoint: Checkpoint, layer: int, suffixes: set[str]) -> _Layer:
-        """suffixes: of its tensors' names. Raises MissingTensorError, FormatError, CheckpointError."""
-        base = f"blk.{layer}."
+    def find(cls, checkpoint: Checkpoint, layer: int) -> _Layer:
+        """A layer that has tensors of these names. Raises MissingTensorError, FormatError, CheckpointError."""
+        base, suffixes = f"blk.{layer}.", naming.block(checkpoint, layer)
+        biases = architectures.of(checkpoint).biases
         old = sorted({int(match[1]) for suffix in suffixes if (match := _OLD_NAME.fullmatch(suffix))})
         if old and any("_exps." in suffix for suffix in suffixes):
             raise CheckpointError(f"{checkpoint.path}: {base}: expected tensors of all experts or of one each, found both")
@@ -124,13 +126,15 @@ class _Layer:
         gap = next((number for number, expert in enumerate(old) if number != expert), None)
         if gap is not None:
             wanted.add(f"ffn_gate.{gap}.weight")
+        wanted |= {f"{stem}.bias" for stem in stems.values() if biases}
         if missing := min(wanted - suffixes, default=None):
             raise MissingTensorError(
                 f"{checkpoint.path}: {base}{missing}: expected with the layer's others, found no such tensor"
             )
-        extra = {f"{stem}.{ending}" for stem in stems.values() for ending in ("bias", "scale", "input_scale") if not old}
+        extra = {f"{stem}.{ending}" for stem in stems.values() for ending in ("scale", "input_scale") if not old}
         if strange := min(suffixes - wanted - extra, default=None):
-            raise FormatError(f"{base}{strange}: expected none beside {min(wanted)}, found one: its meaning is not known")
+            known = f"{min(wanted)}, as {ARCHITECTURE} is {show(checkpoint.config[ARCHITECTURE])}"
+            raise FormatError(f"{base}{strange}: expected none beside {known}, found one: its meaning is not known")
         matrices = {projection: _matrices(checkpoint, base, stem, suffixes, old) for projection, stem in stems.items()}
         if stems is _FUSED:
             matrices |= {p: replace(matrices[p], part=part, parts=2) for part, p in enumerate(("gate", "up"))}

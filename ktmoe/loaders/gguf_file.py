@@ -1,14 +1,14 @@
 """One .gguf file: a header that is treated as hostile.
 
 The rules are those of the format (docs/gguf.md of ggml) and of its readers, gguf.cpp and gguf-py: versions 2 and 3,
-little-endian. Tensors may lie in any order and with holes between them, but each within the file,
-aligned, and without overlap.
+little-endian. As gguf.cpp demands, tensors lie in the header's order, each where the one before it ends, padded to the
+alignment. So a wrong type or shape shows: it would leave a hole. Behind the last one, the file has padding at most.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +16,16 @@ import numpy as np
 from ktmoe.errors import CheckpointError, memory_for
 from ktmoe.loaders.tensor_file import TensorFile, TensorInfo, fill
 from ktmoe.messages import show
-from ktmoe.weights.ggml import TYPES
+from ktmoe.weights.ggml import TYPES, GgmlType
 
 #: Versions that are read. 1 has counts of 32 bits and was in use for some weeks of 2023.
 VERSIONS = (2, 3)
 #: Longest header in bytes. The longest parts known are vocabularies, of about 20 MB.
 HEADER_LIMIT_BYTES = 1 << 27
-#: Most keys of metadata, most tensors, and most items of arrays whose items have no fixed length. Vocabularies and their merges
-#: have 0.8 million items. Together the limits bound the work: the worst files take 0.2 GB or 3 seconds.
-KEYS_LIMIT, TENSORS_LIMIT, ITEMS_LIMIT = 1 << 12, 1 << 18, 1 << 22
-_ARRAY_ITEMS = 16  # what an array in an array counts as: it takes as long
+#: Most keys of metadata, most tensors, and most items of arrays that are walked through or kept. Models have some thousand
+#: tensors. Vocabularies and their merges have 0.8 million items. Together the limits bound the work, see docs/notes.md.
+KEYS_LIMIT, TENSORS_LIMIT, ITEMS_LIMIT = 1 << 12, 1 << 16, 1 << 22
+_SLOW_ITEMS = 16  # what an array in an array counts as, and a number that is kept: they take as long
 #: Longest names of keys and of tensors, in bytes; ggml has at most 65535 and 63.
 KEY_LIMIT_BYTES, NAME_LIMIT_BYTES = 65535, 255
 #: Metadata of more items or bytes is passed over: vocabularies, templates. So are arrays of strings.
@@ -41,8 +41,11 @@ _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _COUNT_LIMIT = 2**63 - 1  # ggml counts in int64
 _WINDOW_BYTES = 1 << 18
-_KNOWN = frozenset(record.name for record in TYPES.values())
-_U64 = struct.Struct("<Q")
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+#: Extents, type and offset of a tensor's entry, by the number of its dimensions.
+_ENTRIES = [struct.Struct(f"<{count}QIQ") for count in range(DIMENSIONS_LIMIT + 1)]
+#: Of a tensor: its name, the number of its type, its shape, and its offset in the data.
+_Entry = tuple[str, int, tuple[int, ...], int]
 
 
 class GgufFile(TensorFile):
@@ -106,34 +109,17 @@ class _Header:
                 kept[key] = value
         return kept
 
-    def tensor(self) -> TensorInfo:
-        """The next one; its offset is that in the data."""
+    def tensor(self) -> _Entry:
+        """The next one."""
         name = self._string("tensor name", NAME_LIMIT_BYTES)
-        what = f"tensor {show(name)}"
-        count = self._number("<I", what)
+        what = f"tensor {name!r}"  # not show(name), which takes as long as all else
+        (count,) = _U32.unpack(self._take(4, what))
         if count > DIMENSIONS_LIMIT:
             raise CheckpointError(f"{self._path}: {what}: expected at most {DIMENSIONS_LIMIT} dimensions, found {count}")
-        *extents, number, offset = struct.unpack(f"<{count}QIQ", self._take(8 * count + 12, what))
-        shape = tuple(extents[::-1])
-        if any(extent > _COUNT_LIMIT for extent in shape):
-            raise CheckpointError(
-                f"{self._path}: tensor {show(name)}: shape: expected less than 2**63, found {show(list(shape))}"
-            )
-        return TensorInfo(name, _dtype(number), shape, self._path, offset, self._nbytes(name, number, shape))
-
-    def _nbytes(self, name: str, number: int, shape: tuple[int, ...]) -> int:
-        """0 for a type that is not known."""
-        if number not in TYPES:
-            return 0
-        record, count = TYPES[number], 1
-        if (shape[-1] if shape else 1) % record.weights:
-            raise CheckpointError(
-                f"{self._path}: tensor {show(name)}: shape: expected a last dimension of whole records of {record.weights} "
-                f"weights for {record.name}, found {show(list(shape))}"
-            )
-        for extent in shape:
-            count *= extent
-        return count // record.weights * record.nbytes
+        *extents, number, offset = _ENTRIES[count].unpack(self._take(_ENTRIES[count].size, what))
+        if extents and max(extents) > _COUNT_LIMIT:
+            raise CheckpointError(f"{self._path}: {what}: shape: expected less than 2**63, found {show(extents[::-1])}")
+        return name, number, tuple(extents[::-1]), offset
 
     def _value(self, number: int, key: str, depth: int) -> object:
         """A value, or None where it is not kept."""
@@ -155,11 +141,10 @@ class _Header:
             if count > KEPT_ITEMS:
                 self._skip(count * dtype.itemsize, what)
                 return None
+            self._count_items(count * _SLOW_ITEMS, what)
             values = np.frombuffer(self._take(count * dtype.itemsize, what), dtype).tolist()
             return values if number != _BOOL else [value != 0 for value in values]
-        self._items += count * (_ARRAY_ITEMS if number == _ARRAY else 1)
-        if self._items > ITEMS_LIMIT:
-            raise CheckpointError(f"{self._path}: {what}: expected at most {ITEMS_LIMIT} items in all arrays, found more")
+        self._count_items(count * (_SLOW_ITEMS if number == _ARRAY else 1), what)
         if number == _STRING:
             self._skip_strings(count, what)
             return None
@@ -168,6 +153,11 @@ class _Header:
         for _ in range(count):
             self._value(number, key, depth + 1)
         return None
+
+    def _count_items(self, count: int, what: str) -> None:
+        self._items += count
+        if self._items > ITEMS_LIMIT:
+            raise CheckpointError(f"{self._path}: {what}: expected at most {ITEMS_LIMIT} items in all arrays, found more")
 
     def _bool(self, what: str) -> bool:
         value = self._number("<B", what)
@@ -185,7 +175,7 @@ class _Header:
 
     def _string(self, what: str, most: int) -> str:
         """A name."""
-        length = self._number("<Q", what)
+        (length,) = _U64.unpack(self._take(8, what))
         if length > most:
             raise CheckpointError(f"{self._path}: {what} at {self.offset}: expected at most {most} bytes, found {length}")
         text = self._take(length, what)
@@ -257,32 +247,39 @@ def _alignment(path: Path, metadata: dict[str, object]) -> int:
     return alignment
 
 
-def _placed(path: Path, found: list[TensorInfo], alignment: int, header_end: int, size: int) -> dict[str, TensorInfo]:
+def _placed(path: Path, found: list[_Entry], alignment: int, header_end: int, size: int) -> dict[str, TensorInfo]:
     """Tensors by name, in the header's order, with offsets from the beginning of the file of `size` bytes."""
     start = header_end + -header_end % alignment
     tensors: dict[str, TensorInfo] = {}
-    for info in found:
-        if info.name in tensors:
-            raise CheckpointError(f"{path}: expected every tensor once, found {show(info.name)} twice")
-        if info.offset % alignment:
+    end = 0  # of the tensors so far, with padding, in the data
+    for place, (name, number, shape, offset) in enumerate(found):
+        what = f"{path}: tensor {name!r}"
+        if name in tensors:
+            raise CheckpointError(f"{path}: expected every tensor once, found {show(name)} twice")
+        if offset != end:
+            why = f"where tensor {show(found[place - 1][0])} ends, padded to {alignment}" if place else "for the first tensor"
+            raise CheckpointError(f"{what}: offset: expected {end}, {why}, found {offset}")
+        if number in TYPES:
+            nbytes = _nbytes(what, TYPES[number], shape)
+        else:  # its size is not known
+            following = found[place + 1][3] if place + 1 < len(found) else size - start
+            nbytes = max(0, following - offset)
+        if start + offset + nbytes > size:
             raise CheckpointError(
-                f"{path}: tensor {show(info.name)}: offset: expected a multiple of {alignment}, found {info.offset}"
+                f"{path}: truncated: tensor {show(name)}: expected {nbytes} bytes at {start + offset}, found a file of {size}"
             )
-        tensors[info.name] = replace(info, offset=start + info.offset)
-    ordered = sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes))
-    for place, info in enumerate(ordered):
-        following = ordered[place + 1] if place + 1 < len(ordered) else None
-        end = info.offset + info.nbytes
-        if end > size:
-            raise CheckpointError(
-                f"{path}: truncated: tensor {show(info.name)}: expected {info.nbytes} bytes at {info.offset}, "
-                f"found a file of {size}"
-            )
-        if following and end > following.offset:
-            raise CheckpointError(
-                f"{path}: overlap: tensor {show(following.name)}: expected at {end} or later, after {show(info.name)}, "
-                f"found at {following.offset}"
-            )
-        if info.dtype not in _KNOWN:
-            tensors[info.name] = replace(info, nbytes=(following.offset if following else size) - info.offset)
+        tensors[name] = TensorInfo(name, _dtype(number), shape, path, start + offset, nbytes)
+        end = offset + nbytes + -nbytes % alignment
+    if found and size > start + end:
+        expected = f"at most {start + end} bytes, where tensor {show(found[-1][0])} ends"
+        raise CheckpointError(f"{path}: expected {expected}, found a file of {size}")
     return tensors
+
+
+def _nbytes(what: str, record: GgmlType, shape: tuple[int, ...]) -> int:
+    if (shape[-1] if shape else 1) % record.weights:
+        raise CheckpointError(
+            f"{what}: shape: expected a last dimension of whole records of {record.weights} weights for {record.name}, "
+            f"found {show(list(shape))}"
+        )
+    return math.prod(shape) // record.weights * record.nbytes

@@ -27,6 +27,9 @@ NUMBERED_STEMS = {"gate": "w1", "up": "w3", "down": "w2"}
 #: Where one tensor holds gate and up of all experts, and one holds down.
 FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
+#: Most layers with routed experts in a checkpoint; llama.cpp takes 512. Each loader looks at each one, so this bounds the work.
+LAYERS_LIMIT = 1024
+
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
 # the modules without a word "experts" are Granite's and Step-3's
@@ -203,7 +206,10 @@ class Names:
 
 
 def layers(checkpoint: Checkpoint) -> list[int | str]:
-    """Those that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on."""
+    """Those that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on.
+
+    Raises CheckpointError for more than LAYERS_LIMIT.
+    """
     return list(_find(checkpoint))
 
 
@@ -214,10 +220,14 @@ def tensors(checkpoint: Checkpoint, layer: int | str) -> Iterator[str]:
             yield from (_prefix(base, expert) + suffix for suffix in suffixes)
 
 
-def blocks(checkpoint: Checkpoint) -> dict[int, set[str]]:
-    """What GGUF's names of routed experts have behind "blk.{L}.", by layer."""
-    found = {layer: bases.get(f"blk.{layer}", {}).get(None) for layer, bases in _find(checkpoint).items()}
-    return {layer: suffixes for layer, suffixes in found.items() if suffixes}
+def blocks(checkpoint: Checkpoint) -> list[int]:
+    """The layers that have tensors of GGUF's names of routed experts."""
+    return [layer for layer in _find(checkpoint) if block(checkpoint, layer)]
+
+
+def block(checkpoint: Checkpoint, layer: int | str) -> set[str]:
+    """What GGUF's names of a layer's routed experts have behind "blk.{L}."; empty if there is no such layer."""
+    return _find(checkpoint).get(layer, {}).get(f"blk.{layer}", {}).get(None, set())
 
 
 def share(checkpoint: Checkpoint, layer: int | str, part: object) -> None:
@@ -271,6 +281,10 @@ def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
                 layer = int(number) if word == "layers" else f"mtp.{number}"
                 tensors = layers.setdefault(layer, {}).setdefault(base, {})
                 tensors.setdefault(None if expert is None else int(expert), set()).add(sys.intern(suffix))
+            if len(layers) > LAYERS_LIMIT:
+                raise CheckpointError(
+                    f"{checkpoint.path}: expected at most {LAYERS_LIMIT} layers with routed experts, found more"
+                )
         order = sorted(layers, key=lambda layer: (0, layer) if isinstance(layer, int) else (1, int(layer[4:])))
         found = _found[checkpoint] = {layer: layers[layer] for layer in order}
     return found

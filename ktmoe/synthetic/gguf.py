@@ -24,6 +24,7 @@ from ktmoe.weights.ggml import GGML, TYPES
 #: llama.cpp's names of mixed types, that of most tensors, and that of the down projections of some layers.
 MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K"), "Q3_K_M": ("Q3_K", "Q5_K")}
 ALIGNMENT = 32
+_ARCHITECTURE = "qwen3moe"
 _TYPES = {of.name: (number, of) for number, of in TYPES.items()}
 #: A key's type by its value's; bool is an int, too, so it comes first.
 _VALUES = ((bool, 7, "<?"), (int, 4, "<I"), (float, 6, "<f"))
@@ -50,7 +51,6 @@ def write_gguf(
     layers: int = 1,
     top_k: int = 8,
     parts: int = 1,
-    architecture: str = "qwen3moe",
     seed: int = 0,
 ) -> None:
     """Write experts into a new or empty folder, in one file or in so many parts.
@@ -61,7 +61,7 @@ def write_gguf(
     interrupted, what it wrote is removed.
     """
     check(parts=(parts, 1), layers=(layers, 1))
-    model = _model(types, num_experts, hidden, intermediate, layers, top_k, architecture)
+    model = _model(types, num_experts, hidden, intermediate, layers, top_k)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     if found := next((file.name for file in sorted(folder.iterdir()) if file.suffix in (".gguf", ".safetensors")), None):
@@ -93,7 +93,7 @@ def gguf_experts(
     *, types: str = "Q4_K_M", num_experts: int = 32, hidden: int = 2048, intermediate: int = 768, seed: int = 0
 ) -> ExpertWeights:
     """Layer 0 of write_gguf(), without a file."""
-    return load(_model(types, num_experts, hidden, intermediate, 1, 8, "qwen3moe"), seed)
+    return load(_model(types, num_experts, hidden, intermediate, 1, 8), seed)
 
 
 def header(metadata: Mapping[str, object], tensors: list[GgufTensor]) -> bytes:
@@ -123,7 +123,7 @@ def _value(value: object) -> bytes:
     return struct.pack("<I", number) + struct.pack(form, value)
 
 
-def _model(types: str, num_experts: int, hidden: int, intermediate: int, layers: int, top_k: int, architecture: str) -> Model:
+def _model(types: str, num_experts: int, hidden: int, intermediate: int, layers: int, top_k: int) -> Model:
     usual, better = MIXED.get(types, (types, types))
     if usual not in GGML:
         raise InputError(f"types: expected one of {', '.join([*MIXED, *GGML])}, found {types!r}")
@@ -138,10 +138,10 @@ def _model(types: str, num_experts: int, hidden: int, intermediate: int, layers:
             tensors.append(GgufTensor(f"{stem}.weight", name, (num_experts, n, k), _weights(GGML[name], k), num_experts))
             if GGML[name].factor:
                 tensors.append(GgufTensor(f"{stem}.scale", "F32", (num_experts,), _factors(k)))
-    metadata = {ARCHITECTURE: architecture, "general.type": "model", "general.alignment": ALIGNMENT}
+    metadata = {ARCHITECTURE: _ARCHITECTURE, "general.type": "model", "general.alignment": ALIGNMENT}
     numbers_of = {"block_count": layers, "embedding_length": hidden, "expert_feed_forward_length": intermediate}
     numbers_of |= {"expert_count": num_experts, "expert_used_count": min(top_k, num_experts)}
-    return Model("gguf", metadata | {f"{architecture}.{key}": value for key, value in numbers_of.items()}, tensors)
+    return Model("gguf", metadata | {f"{_ARCHITECTURE}.{key}": value for key, value in numbers_of.items()}, tensors)
 
 
 def _gets_more(layer: int, layers: int) -> bool:
