@@ -132,7 +132,7 @@ class MoELayer:
             options = {"rounding": rounding, "tuned_for": tuned_for, "router_weight": router_weight, "numa_nodes": numa_nodes}
             if cache is not None:
                 name = naming.layer_key(layer)
-                options["arenas"] = open_cache(cache, path, physical_to_logical).layer(
+                options["arenas"] = open_cache(cache, checkpoint, physical_to_logical).layer(
                     name, experts, placement_of(experts, numa_nodes)
                 )
             return cls(experts, backend, activations, **options, progress=progress)
@@ -239,7 +239,7 @@ class MoELayer:
         return packed
 
 
-def open_cache(cache: str | os.PathLike, checkpoint: str | os.PathLike, physical_to_logical: object) -> Cache:
+def open_cache(cache: str | os.PathLike, checkpoint: Checkpoint, physical_to_logical: object) -> Cache:
     """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
     if physical_to_logical is not None:
         raise InputError("cache: expected no physical_to_logical: a packed cache has the checkpoint's experts as they are")
