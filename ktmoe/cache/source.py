@@ -101,6 +101,7 @@ def _look(checkpoint: Checkpoint, headers: dict[str, int]) -> tuple[SourceFile, 
 def _look_at(path: Path, digested: int | None, timed: bool) -> SourceFile:
     descriptor, nbytes = open_regular(path)
     try:
+        changed = os.fstat(descriptor).st_mtime_ns  # before it is read: what is written meanwhile has a later time
         of_all, digested = hashlib.sha256(), nbytes if digested is None else digested
         samples = list(_samples(digested, nbytes))
         with suppress(OSError, AttributeError):  # a hint; without it, a disk would be asked for one after another
@@ -109,10 +110,9 @@ def _look_at(path: Path, digested: int | None, timed: bool) -> SourceFile:
         for start, count in (*_pieces(0, min(digested, nbytes)), *samples):
             data = bytearray(count)
             of_all.update(memoryview(data)[: fill(descriptor, data, start, str(path))])
-        mtime = os.fstat(descriptor).st_mtime_ns if timed else None
     finally:
         os.close(descriptor)
-    return SourceFile(path.name, nbytes, mtime, digested, of_all.hexdigest())
+    return SourceFile(path.name, nbytes, changed if timed else None, digested, of_all.hexdigest())
 
 
 def _samples(start: int, stop: int) -> Iterator[tuple[int, int]]:
