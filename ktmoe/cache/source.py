@@ -73,7 +73,8 @@ def difference(known: Sequence[SourceFile], found: Sequence[SourceFile], folder:
         for what, expected, there in (
             ("bytes", was.nbytes, now.nbytes),
             ("last change (ns)", was.mtime_ns, now.mtime_ns),
-            ("SHA-256 of the header and of samples", (was.digested, was.digest), (now.digested, now.digest)),
+            ("bytes of the header", was.digested, now.digested),
+            ("SHA-256 of the header and of samples", was.digest, now.digest),
         ):
             if expected != there:
                 return f"{folder / name}: {what}: expected {expected}, found {there}"
