@@ -112,6 +112,8 @@ def _layer(key, value):
         (lambda data: data.__setitem__("layers", [1]), "expected a list of source files and an object of layers"),
         (lambda data: data.__setitem__("all_layers", [0]), "all_layers: expected a list of names, found"),
         (_layer("kind", 1), "layer '0': kind: found 1"),
+        (_layer("kind", "other"), "layer-0.safetensors: is packed from something else: packed_from"),
+        (lambda data: data["all_layers"].pop(), "layer-0.safetensors: is packed from something else: packed_from"),
         (lambda data: data.__setitem__("source", [1]), "source: expected an object of name, nbytes"),
         (lambda data: data["source"][0].__setitem__("name", "/etc/passwd"), "source: name: found '/etc/passwd'"),
         (lambda data: data["source"][0].__setitem__("digested", 10**30), "source: digested: found"),

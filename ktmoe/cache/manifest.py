@@ -56,6 +56,11 @@ class Manifest:
     all_layers: tuple[str, ...]
     layers: Mapping[str, PackedLayerFile]
 
+    @property
+    def of_checkpoint(self) -> str:
+        """A digest of all that it says of the checkpoint."""
+        return _sha256([[asdict(file) for file in self.source], self.all_layers])
+
     def write(self, folder: Path) -> None:
         """In the place of the one that is there. Raises OutputError."""
         data = {
@@ -86,13 +91,13 @@ def expected(layer: int | str, experts: ExpertWeights, shards: list[tuple[int, i
     )
 
 
-def stated(layer: int | str, entry: PackedLayerFile, source_digest: str) -> dict[str, str]:
+def stated(layer: int | str, entry: PackedLayerFile, of_checkpoint: str) -> dict[str, str]:
     """What the file of a layer states in its header: that it has this layer of this checkpoint, and how that is packed.
 
-    source_digest: of the checkpoint's files.
+    of_checkpoint: the manifest's digest.
     """
-    packed = json.dumps([source_digest, str(layer), asdict(replace(entry, nbytes=0))], sort_keys=True)
-    return {"kind": _LAYER_KIND, "layer": str(layer), "packed_from": hashlib.sha256(packed.encode()).hexdigest()}
+    packed = _sha256([of_checkpoint, str(layer), asdict(replace(entry, nbytes=0))])
+    return {"kind": _LAYER_KIND, "layer": str(layer), "packed_from": packed}
 
 
 def read(folder: str | os.PathLike) -> Manifest:
@@ -125,6 +130,10 @@ def read(folder: str | os.PathLike) -> Manifest:
         tuple(all_layers),
         {name: _record(PackedLayerFile, entry, f"{path}: layer {show(name)}") for name, entry in layers.items()},
     )
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _is_count(value: object) -> bool:

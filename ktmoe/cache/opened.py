@@ -32,7 +32,7 @@ class Cache:
         self.path = Path(path)
         self._manifest = manifest.read(path)
         source.check(checkpoint, self._manifest.source, str(path))
-        self._source_digest = source.digest(self._manifest.source)
+        self._of_checkpoint = self._manifest.of_checkpoint
         self.layers = list(self._manifest.layers)
 
     @property
@@ -74,7 +74,7 @@ class Cache:
             want, found = getattr(expected, part), getattr(entry, part)
             if want != found:
                 raise CacheError(f"{what}: {part}: expected {want}, found {show(found)}; `ktmoe pack` makes another one")
-        return layer_file.open_layer(self.path, entry, experts, manifest.stated(layer, entry, self._source_digest))
+        return layer_file.open_layer(self.path, entry, experts, manifest.stated(layer, entry, self._of_checkpoint))
 
     def _entry(self, layer: int | str) -> PackedLayerFile:
         entry = self._manifest.layers.get(str(layer))

@@ -178,7 +178,7 @@ def _is_packed(folder: Path, there: Manifest, layer: _Layer) -> bool:
 def _open(folder: Path, there: Manifest, layer: _Layer) -> Arenas:
     """A layer's file. Raises CacheError if it is not what the manifest says."""
     entry = there.layers[str(layer.name)]
-    return open_layer(folder, entry, layer.experts, manifest.stated(layer.name, entry, source.digest(there.source)))
+    return open_layer(folder, entry, layer.experts, manifest.stated(layer.name, entry, there.of_checkpoint))
 
 
 def _check_space(folder: Path, missing: list[_Layer]) -> None:
@@ -190,7 +190,7 @@ def _check_space(folder: Path, missing: list[_Layer]) -> None:
 
 def _write(folder: Path, layer: _Layer, there: Manifest, checkpoint: Checkpoint, count: _Count) -> PackedLayerFile:
     entry = manifest.expected(layer.name, layer.experts, layer.shards)
-    stated = manifest.stated(layer.name, entry, source.digest(there.source))
+    stated = manifest.stated(layer.name, entry, there.of_checkpoint)
     writer = None
     try:
         with closing(layer.each()) as experts:

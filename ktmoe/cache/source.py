@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ktmoe.errors import CacheError, CheckpointError, MissingTensorError
@@ -79,11 +78,6 @@ def difference(known: Sequence[SourceFile], found: Sequence[SourceFile], folder:
             if expected != there:
                 return f"{folder / name}: {what}: expected {expected}, found {there}"
     return None
-
-
-def digest(files: Sequence[SourceFile]) -> str:
-    """Of all that is known of a checkpoint's files."""
-    return hashlib.sha256(json.dumps([asdict(file) for file in files]).encode()).hexdigest()
 
 
 def _listed(names: set[str]) -> str:
