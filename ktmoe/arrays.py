@@ -80,6 +80,21 @@ def as_numpy(value, name: str, dtype=None) -> np.ndarray:
     raise InputError(f"{name} must be a numpy array or a torch CPU tensor; found {type(value).__name__}")
 
 
+def contiguous(array: np.ndarray, dtype=None) -> np.ndarray:
+    """C-contiguous and aligned to its items, as native code reads it; copied only if need be."""
+    array = np.ascontiguousarray(array, dtype)
+    return array if array.flags.aligned else array.copy()
+
+
+def expect_native(name: str, array: np.ndarray, *, written: bool = True) -> None:
+    """Raise InputError for an array whose own memory native code cannot read, or write into."""
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned and (flags.writeable or not written)):
+        wanted = "C-contiguous, aligned and writeable" if written else "C-contiguous and aligned"
+        found = f"strides {array.strides}, aligned {flags.aligned}, writeable {flags.writeable}"
+        raise InputError(f"{name} must be {wanted}; found {found}")
+
+
 def expect_shape(name: str, array: np.ndarray, shape: tuple[int | None, ...]) -> None:
     """Raise InputError unless the array has that shape; None is any size."""
     fits = array.ndim == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True))

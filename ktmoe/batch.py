@@ -28,12 +28,13 @@ class Batch:
     mask: np.ndarray
 
     def contiguous(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """x as uint16 or float32, ids as int64, weights, and the mask as uint8: C-contiguous, copied only if need be."""
+        """x as uint16 or float32, ids as int64, weights, and the mask as uint8: as native code reads them, copied only if need
+        be."""
         return (
-            np.ascontiguousarray(self.x.array),
-            np.ascontiguousarray(self.ids, np.int64),
-            np.ascontiguousarray(self.weights),
-            np.ascontiguousarray(self.mask).view(np.uint8),
+            arrays.contiguous(self.x.array),
+            arrays.contiguous(self.ids, np.int64),
+            arrays.contiguous(self.weights),
+            arrays.contiguous(self.mask).view(np.uint8),
         )
 
     def copied(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -86,9 +87,7 @@ def _checked_out(out, given: arrays.FloatArray) -> np.ndarray:
     if like.kind != given.kind:
         raise InputError(f"out must be of x's kind, a {given.kind}; found a {like.kind}")
     expect_shape("out", like.array, given.array.shape)
-    if not (like.array.flags.c_contiguous and like.array.flags.writeable):
-        found = f"strides {like.array.strides}, writeable {like.array.flags.writeable}"
-        raise InputError(f"out must be C-contiguous and writeable; found {found}")
+    arrays.expect_native("out", like.array)
     starts = {array.__array_interface__["data"][0] for array in (like.array, given.array)}
     same = len(starts) == 1 and given.array.flags.c_contiguous
     if not same and np.may_share_memory(like.array, given.array):

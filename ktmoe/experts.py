@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ktmoe.arrays import contiguous
 from ktmoe.errors import FormatError, InputError
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
@@ -37,7 +38,8 @@ class Matrix:
 
     name: the tensor's name, for messages. bias: float32 [n], or None.
     codes, scales, offsets, factor, super_scales, super_offsets: C-contiguous, of the dtypes and shapes of format.arrays(n, k);
-    None for those that the format has not. Bytes are viewed as these dtypes and never cast.
+    None for those that the format has not. Bytes are viewed as these dtypes and never cast. An array is copied only if it is
+    not aligned to its items.
     Raises FormatError, which names the tensor, on a wrong dtype, shape or layout. The bytes are checked when packed.
     """
 
@@ -65,11 +67,16 @@ class Matrix:
         for label in ARRAYS:
             array = getattr(self, label)
             if label in expected:
-                _expect(f"{self.name} {label}", array, *expected[label])
+                self._take(label, *expected[label])
             elif array is not None:
                 raise FormatError(f"{self.name} {label}: expected none for {self.format.description}, found {show(array)}")
         if self.bias is not None:
-            _expect(f"{self.name} bias", self.bias, np.float32, (n,))
+            self._take("bias", np.float32, (n,))
+
+    def _take(self, label: str, dtype: np.dtype | type, shape: tuple[int, ...]) -> None:
+        array = getattr(self, label)
+        _expect(f"{self.name} {label}", array, dtype, shape)
+        object.__setattr__(self, label, contiguous(array))
 
     @property
     def stored(self) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ktmoe import backends
+from ktmoe.arrays import expect_native
 from ktmoe.backends.base import TUNED_FOR, Arenas, Plan, Progress, Stored
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
@@ -132,7 +133,7 @@ class MoELayer:
             options = {"rounding": rounding, "tuned_for": tuned_for, "router_weight": router_weight, "numa_nodes": numa_nodes}
             if cache is not None:
                 name = naming.layer_key(layer)
-                options["arenas"] = open_cache(cache, path, physical_to_logical).layer(
+                options["arenas"] = open_cache(cache, checkpoint, physical_to_logical).layer(
                     name, experts, placement_of(experts, numa_nodes)
                 )
             return cls(experts, backend, activations, **options, progress=progress)
@@ -143,7 +144,8 @@ class MoELayer:
         x: [tokens, hidden]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
         even), or a torch CPU tensor of bfloat16 or float32. expert_ids: integers [tokens, top_k]; an id outside
         [0, num_experts) or masked adds zero; a repeated one counts twice. expert_weights: float32 [tokens, top_k].
-        out: written and returned if given; x's kind, dtype and shape, C-contiguous; x itself, or no overlap with any argument.
+        out: written and returned if given; x's kind, dtype and shape, C-contiguous and aligned; x itself, or no overlap with
+        any argument. The other arrays are copied if they are not aligned to their items.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close();
         CacheError if the file that the layer maps was changed.
         """
@@ -186,8 +188,8 @@ class MoELayer:
         """An expert in the checkpoint's own bytes, cut for tensor parallelism: part i has rows [i n / parts, (i + 1) n / parts)
         of gate and up and those columns of down, n being the intermediate size. down's bias comes with part 0.
 
-        out: for each part {"gate", "up", "down": the arrays of format.arrays() by name}, C-contiguous, of Matrix's shapes and
-        dtypes, to write into. Raises InputError, which says what parts must divide, ClosedError.
+        out: for each part {"gate", "up", "down": the arrays of format.arrays() by name}, C-contiguous and aligned, of Matrix's
+        shapes and dtypes, to write into. Raises InputError, which says what parts must divide, ClosedError.
         """
         self.spec.check_expert(expert)
         parts = operator.index(parts)
@@ -201,9 +203,9 @@ class MoELayer:
                 raise InputError(f"out[{i}] must have arrays for {PROJECTIONS}, found {tuple(part)}")
         name = f"{self.name}.{expert}"
         matrices = [{p: Matrix(f"{name}.{p}", one.formats[p], one.shape(p), **part[p]) for p in PROJECTIONS} for part in out]
-        for matrix in (matrix for part in matrices for matrix in part.values()):
-            if not all(array.flags.writeable for array in matrix.stored.values()):
-                raise InputError(f"{matrix.name}: out must be writeable arrays, found read-only ones")
+        for part, matrix in ((part[p], matrix) for part, of in zip(out, matrices, strict=True) for p, matrix in of.items()):
+            for label in matrix.stored:  # of an array that is not aligned, the Matrix has a copy
+                expect_native(f"{matrix.name}: out: {label}", part[label])
         stored = [{p: matrix.stored for p, matrix in part.items()} for part in matrices]
         biases = self._able_to("export").export(expert, stored)
         for projection, bias in biases.items():
@@ -239,7 +241,7 @@ class MoELayer:
         return packed
 
 
-def open_cache(cache: str | os.PathLike, checkpoint: str | os.PathLike, physical_to_logical: object) -> Cache:
+def open_cache(cache: str | os.PathLike, checkpoint: Checkpoint, physical_to_logical: object) -> Cache:
     """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
     if physical_to_logical is not None:
         raise InputError("cache: expected no physical_to_logical: a packed cache has the checkpoint's experts as they are")

@@ -78,7 +78,7 @@ class MoEModel:
         """
         with ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
-            opened = None if cache is None else open_cache(cache, path, physical_to_logical)
+            opened = None if cache is None else open_cache(cache, checkpoint, physical_to_logical)
             everything = opened.all_layers if opened else None
             names = _names(layers) if layers is not None else everything
             if opened:

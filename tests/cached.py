@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ktmoe import MoELayer, backends, synthetic
+from ktmoe import MoELayer, MoEModel, backends, synthetic
 from ktmoe.backends.base import Plan
 from ktmoe.backends.choice import choose_backend
 from ktmoe.cache import manifest
 from ktmoe.cache.layer_file import LayerWriter, open_layer
 from ktmoe.cache.packing import pack
+from ktmoe.errors import CacheError
 from ktmoe.layer import placement_of
 from ktmoe.machine import numa
 
@@ -26,19 +27,20 @@ def arenas_of(folder, experts, numa_nodes=None):
     placement = placement_of(experts, numa_nodes)
     shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
     entry = manifest.expected(0, experts, shards)
+    stated = manifest.stated(0, entry, "")
     writer = None
     choice = choose_backend("auto", experts)
     plan = Plan(experts.router_weight, choice.activations, placement=placement)
     try:
         for one in backends.get(choice.name).pack_each(experts, plan):
-            writer = writer or LayerWriter(folder / entry.file, experts, shards, one)
+            writer = writer or LayerWriter(folder / entry.file, experts, shards, one, stated)
             writer.add(one)
         writer.finish()
         writer.commit()
     finally:
         if writer:
             writer.abort()
-    return open_layer(folder, replace(entry, nbytes=writer.nbytes), experts)
+    return open_layer(folder, replace(entry, nbytes=writer.nbytes), experts, stated)
 
 
 def write_model(folder, layers=2, write=synthetic.write_deepseek_v4):
@@ -78,3 +80,10 @@ def edit(cache, change):
     data = json.loads((cache / manifest.NAME).read_text())
     change(data)
     (cache / manifest.NAME).write_text(json.dumps(data))
+
+
+def refused(path, cache, match):
+    """By a layer, and by a model; both before anything is mapped."""
+    for load in (lambda: MoELayer.from_checkpoint(path, 0, cache=cache), lambda: MoEModel.from_checkpoint(path, cache=cache)):
+        with pytest.raises(CacheError, match=match):
+            load()

@@ -324,6 +324,15 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and np.array_equal(bits(a), bits(b))
 
 
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """The same numbers, one byte behind where they should be."""
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    moved = memory[1:].view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    assert not array.size or moved.flags.aligned == (array.dtype.alignment == 1)
+    return moved
+
+
 def folds(layer: MoELayer, fold: bool = True) -> bool:
     """Whether a layer's kernels fold scales that can be folded: those that multiply in bfloat16 do."""
     return fold and layer.backend in ("amx", "avx512_bf16")

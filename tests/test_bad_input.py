@@ -69,8 +69,8 @@ FORWARD = [
     ("out", zeros(TOKENS, HIDDEN, dtype=np.float32), r"out must be of x's kind, a bfloat16 array; found a float32 array"),
     ("out", zeros(TOKENS, HIDDEN, dtype=np.uint16), r"out must be of x's kind, a bfloat16 array; found a uint16 array"),
     ("out", zeros(TOKENS, HIDDEN, dtype=int), rf"out must be {X_KINDS}.*found an array of int64"),
-    ("out", zeros(TOKENS, 2 * HIDDEN)[:, ::2], r"out must be C-contiguous and writeable; found strides \(256, 4\)"),
-    ("out", zeros(HIDDEN, TOKENS).T, r"out must be C-contiguous and writeable; found strides"),
+    ("out", zeros(TOKENS, 2 * HIDDEN)[:, ::2], r"out must be C-contiguous, aligned and writeable; found strides \(256, 4\)"),
+    ("out", zeros(HIDDEN, TOKENS).T, r"out must be C-contiguous, aligned and writeable; found strides"),
     ("out", "y", rf"out must be {X_KINDS}.*found str"),
 ]
 
@@ -86,7 +86,7 @@ def test_forward_arguments(layer, good, argument, value, message):
 def test_out_that_cannot_be_written(layer, good):
     out = zeros(TOKENS, HIDDEN)
     out.flags.writeable = False
-    with pytest.raises(InputError, match=r"out must be C-contiguous and writeable"):
+    with pytest.raises(InputError, match="out must be C-contiguous, aligned and writeable"):
         layer.forward(**good, out=out)
 
 
@@ -100,11 +100,11 @@ def test_out_that_overlaps_x(layer, good):
 @pytest.mark.parametrize("argument", ["expert_ids", "expert_weights", "expert_mask"])
 @pytest.mark.parametrize("shared", [1, -1])
 def test_out_that_overlaps_what_is_read(layer, good, argument, shared):
-    """By one element at either end: a batch in chunks would read what it has just written."""
+    """By one element of the larger ones at either end: a batch in chunks would read what it has just written."""
     out = np.zeros((TOKENS, HIDDEN), np.float32)
     good["x"] = good["x"].astype(np.float32)
     like = layer.expert_mask if argument == "expert_mask" else good[argument]
-    memory = np.zeros(out.nbytes + like.nbytes - like.itemsize, np.uint8)
+    memory = np.zeros(out.nbytes + like.nbytes - max(like.itemsize, out.itemsize), np.uint8)
     first, second = (out, like) if shared > 0 else (like, out)
     parts = memory[: first.nbytes].view(first.dtype), memory[-second.nbytes :].view(second.dtype)
     views = [part.reshape(array.shape) for part, array in zip(parts, (first, second), strict=True)]

@@ -1,8 +1,10 @@
 """Layers that are mapped from a packed cache compute, are changed and are exported as those that were packed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from cached import SIZES, arenas_of, batch, edit, outputs, write_model
+from cached import SIZES, arenas_of, batch, outputs, write_model
 from helpers import DEEPSEEK, TURNED, WEIGHTS, in_child, random_experts, reading, same_bits, unsigned
 from topology import THREE
 
@@ -185,9 +187,8 @@ def test_another_number_of_nodes(tmp_path, fake_nodes):
 def test_other_experts_than_those_that_were_packed(tmp_path):
     """The checkpoint is the same: its loader gives others."""
     path, cache = write_model(tmp_path)
-    found = Cache(cache, path)
-    with MoELayer.from_checkpoint(path, 0) as layer:
-        placement = layer.placement
+    with Checkpoint(path) as checkpoint, MoELayer.from_checkpoint(path, 0) as layer:
+        found, placement = Cache(cache, checkpoint), layer.placement
     for other, what in (
         (random_experts(np.random.default_rng(1), 5, 128, 256, formats=BF16), "formats: expected .*BF16.*, found .*E2M1"),
         (random_experts(np.random.default_rng(1), 4, 128, 256), "experts: expected 4, found 5"),
@@ -261,22 +262,27 @@ def test_a_layer_that_was_not_packed(tmp_path):
 
 def test_headers_of_one_layer_of_a_kind_are_parsed(tmp_path, monkeypatch):
     """Of layers 0 and 2; layer 1 was packed from experts of another kind. All can still be read."""
-    path, cache = write_model(tmp_path, layers=3)
-    asked = []
+    asked, expected = [], manifest.expected
 
     def find(checkpoint, name, layer):
         asked.append(layer)
         return find_loader(checkpoint, name, layer)
 
+    def expect(layer, *arguments):
+        made = expected(layer, *arguments)
+        return replace(made, kind="other") if layer == 1 else made
+
     monkeypatch.setattr(opened, "find_loader", find)
+    path, cache = write_model(tmp_path / "one kind", layers=3)
     with MoEModel.from_checkpoint(path, cache=cache):
         assert asked == [0]
-    edit(cache, lambda data: data["layers"]["1"].__setitem__("kind", "other"))
+    monkeypatch.setattr(manifest, "expected", expect)
+    path, cache = write_model(tmp_path / "two kinds", layers=3)
     asked.clear()
     with MoEModel.from_checkpoint(path, cache=cache):
         assert asked == [0, 1]
     with Checkpoint(path) as checkpoint:
-        found = Cache(cache, path).experts(checkpoint, [0, 1, 2], "auto")
+        found = Cache(cache, checkpoint).experts(checkpoint, [0, 1, 2], "auto")
         for layer, experts in found.items():
             same = find_loader(checkpoint, "auto", layer).load(checkpoint, layer)
             assert experts.name == same.name

@@ -127,7 +127,7 @@ def test_the_target_has_something_else(made, tmp_path):
 def test_the_target_is_a_cache_of_another_checkpoint(model):
     path, cache = model
     os.utime(path / "model.safetensors")
-    with pytest.raises(OutputError, match=r"found one of another: 'model.safetensors' differs; remove .*cache, or choose"):
+    with pytest.raises(OutputError, match=r"found one of another: .*model.safetensors: last change.*; remove .*cache, or"):
         pack(path, cache)
 
 
@@ -137,7 +137,7 @@ def test_the_target_is_a_cache_of_another_layout(model):
     with pytest.raises(OutputError, match=r"layer 0 is packed for 1 NUMA nodes, versions .*'q4': 99"):
         pack(path, cache)
     edit(cache, lambda data: data.__setitem__("version", 99))
-    with pytest.raises(OutputError, match=r"version: expected 1, found 99.*; remove .*cache, or choose another folder"):
+    with pytest.raises(OutputError, match=r"version: expected 2, found 99.*; remove .*cache, or choose another folder"):
         pack(path, cache)
 
 

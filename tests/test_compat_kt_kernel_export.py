@@ -10,6 +10,7 @@ from helpers import BF16
 from kt_wrappers import EXPERTS, HIDDEN, INTERMEDIATE, WRITERS, arguments, wrapper, write
 
 from ktmoe import MoELayer, load_experts, synthetic
+from ktmoe.compat import methods
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import InputError
 
@@ -201,6 +202,12 @@ def test_what_does_not_fit(checkpoint):
                 submit(w13_scales=[0])
             with pytest.raises(InputError, match="w2_scale_ptrs must have 1 host addresses"):
                 submit(w2_scales=[])
+            if methods.SERVED[method].scales.alignment > 1:
+                with pytest.raises(InputError, match=r"w2_scale_ptrs must have addresses that are aligned to \w+"):
+                    submit(w2_scales=[good[0] + 1])
+        else:
+            with pytest.raises(InputError, match="w13_weight_ptrs must have addresses that are aligned to bfloat16, mul"):
+                submit(w13=[good[0] + 1])
     with pytest.raises(InputError, match="must come first"):
         KTMoEWrapper(**arguments()).submit_write_weight_scale_to_buffer(1, 0, good, good, good, good)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import BF16, same_bits
+from helpers import BF16, same_bits, unaligned
 from kt_wrappers import batch
 from sft_wrappers import (
     ALPHA,
@@ -104,10 +104,16 @@ def test_wrong_order(folder):
     [
         ("gate_lora_a", lambda t: t[:, :2], r"gate_lora_a must have shape \[8, 4, 128\], found \[8, 2, 128\]"),
         ("down_lora_b", lambda t: t.astype(np.float64), "down_lora_b must be .*; found an array of float64"),
-        ("up_lora_a", lambda t: np.asfortranarray(t), "up_lora_a must be contiguous"),
+        ("up_lora_a", lambda t: np.asfortranarray(t), "up_lora_a must be C-contiguous and aligned"),
+        ("up_lora_b", unaligned, "up_lora_b must be C-contiguous and aligned; found .* aligned False"),
+        ("grad_up_lora_b", unaligned, "grad_up_lora_b must be C-contiguous, aligned and writeable; found .* aligned False"),
         ("grad_up_lora_b", lambda t: t[:5], r"grad_up_lora_b must have shape \[8, 128, 4\], found \[5, 128, 4\]"),
-        ("grad_up_lora_b", lambda t: np.broadcast_to(t[:1], t.shape), "grad_up_lora_b must be contiguous"),
-        ("grad_down_lora_a", lambda t: np.frombuffer(t.tobytes(), BF16).reshape(t.shape), "grad_down_lora_a must be writeable"),
+        ("grad_up_lora_b", lambda t: np.broadcast_to(t[:1], t.shape), "grad_up_lora_b must be C-contiguous, aligned and"),
+        (
+            "grad_down_lora_a",
+            lambda t: np.frombuffer(t.tobytes(), BF16).reshape(t.shape),
+            "grad_down_lora_a must be .* writeable F",
+        ),
     ],
 )
 def test_wrong_adapters(folder, name, change, message):

@@ -184,8 +184,8 @@ def test_router_weights_that_multiply_x(case):
         ({"dtype": np.float32}, "dtype must be one of bfloat16, float32, found"),
         ({"out": np.zeros((TOKENS, 96), np.float32)}, "out must be an array of bfloat16, found ndarray of float32"),
         ({"out": np.zeros((TOKENS, 95), BF16)}, r"out must have shape \[10, 96\], found \[10, 95\]"),
-        ({"out": np.zeros((96, TOKENS), BF16).T}, "out must be C-contiguous and writeable; found strides"),
-        ({"out": np.broadcast_to(np.zeros(1, BF16), (TOKENS, 96))}, "out must be C-contiguous and writeable"),
+        ({"out": np.zeros((96, TOKENS), BF16).T}, "out must be C-contiguous, aligned and writeable; found strides"),
+        ({"out": np.broadcast_to(np.zeros(1, BF16), (TOKENS, 96))}, "out must be C-contiguous, aligned and writeable"),
     ],
 )
 def test_outputs_that_cannot_be(case, options, message):

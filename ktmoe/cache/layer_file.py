@@ -8,12 +8,14 @@ A safetensors file whose tensors are, in this order:
     gate.factor ...           F32 [experts, n] or [experts, 1], likewise
     seen                      U8 [experts, 3, 3]: of the scales of each matrix the least and the greatest exponent, and whether
                               any is negative; kernels are chosen by it
+
+Its __metadata__ states what it is packed from (manifest.stated()).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,18 +52,24 @@ def tensors_of(experts: ExpertWeights, shards: Sequence[tuple[int, int]], biases
 class LayerWriter:
     """Writes a layer's file expert by expert.
 
-    first: a PackedLayer of one expert, the layer's first, which says whether there are biases.
+    first: a PackedLayer of one expert, the layer's first, which says whether there are biases. stated: what the file states.
     Raises OutputError, as SafetensorsWriter does.
     """
 
-    def __init__(self, path: Path, experts: ExpertWeights, shards: Sequence[tuple[int, int]], first: core.PackedLayer):
+    def __init__(
+        self,
+        path: Path,
+        experts: ExpertWeights,
+        shards: Sequence[tuple[int, int]],
+        first: core.PackedLayer,
+        stated: Mapping[str, str],
+    ):
         self._experts, self._shards = experts, shards
         self._biases = list(core.numbers(first)[0])
         self._numbers: dict[str, list[np.ndarray]] = {}
         tensors = [(name, *what) for name, what in tensors_of(experts, shards, self._biases).items()]
-        self._file = SafetensorsWriter(
-            path, tensors, {"kind": "ktmoe packed layer"}, align=core.PAGE_BYTES, overwrite=True
-        )  # what no manifest names is left over
+        # overwrite: what no manifest names is left over, and what is not this layer's is replaced
+        self._file = SafetensorsWriter(path, tensors, stated, align=core.PAGE_BYTES, overwrite=True)
         self._file.write(np.zeros(tensors[0][2], np.uint8))
 
     @property
@@ -111,9 +119,10 @@ class LayerWriter:
         self._file.abort()
 
 
-def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights) -> Arenas:
-    """The arenas of a layer's file, and what belongs to them; the arenas are not read. entry: what the manifest says of it.
+def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights, stated: Mapping[str, str]) -> Arenas:
+    """The arenas of a layer's file, and what belongs to them; the arenas are not read.
 
+    entry: what the manifest says of it. stated: what the file has to state.
     Raises CacheError, which names the file, if it is not what it should be.
     """
     path = folder / entry.file
@@ -131,6 +140,7 @@ def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights) -> 
         except CheckpointError as error:
             raise CacheError(str(error)) from None
         try:
+            _check_stated(path, file.metadata, stated)
             biases = [projection for projection in PROJECTIONS if f"{projection}.bias" in file.tensors]
             _check_tensors(path, file, tensors_of(experts, entry.shards, biases))
             offsets = [file.tensors[f"shard.{i}"].offset for i in range(len(entry.shards))]
@@ -144,6 +154,15 @@ def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights) -> 
         os.close(descriptor)
     of = {end: {p: numbers[f"{p}.{end}"] for p in PROJECTIONS if f"{p}.{end}" in numbers} for end in ("bias", "factor")}
     return Arenas(arenas, numbers["seen"], of["bias"], of["factor"])
+
+
+def _check_stated(path: Path, metadata: Mapping[str, str], stated: Mapping[str, str]) -> None:
+    for what, expected in stated.items():
+        if metadata.get(what) != expected:
+            raise CacheError(
+                f"{path}: is packed from something else: {what}: expected {show(expected)}, found {show(metadata.get(what))}; "
+                "`ktmoe pack` writes it again"
+            )
 
 
 def _check_tensors(path: Path, file: SafetensorsFile, expected: Tensors) -> None:

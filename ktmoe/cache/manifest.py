@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ktmoe._native import core
@@ -19,8 +20,10 @@ from ktmoe.messages import show
 
 NAME = "ktmoe-cache.json"
 #: Of the manifest and of the layers' files; of what is in them, families have versions.
-VERSION = 1
+VERSION = 2
 _KIND = "ktmoe packed cache"
+#: Of a layer's file.
+_LAYER_KIND = "ktmoe packed layer"
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Manifest:
     all_layers: tuple[str, ...]
     layers: Mapping[str, PackedLayerFile]
 
+    @property
+    def of_checkpoint(self) -> str:
+        """A digest of all that it says of the checkpoint."""
+        return _sha256([[asdict(file) for file in self.source], self.all_layers])
+
     def write(self, folder: Path) -> None:
         """In the place of the one that is there. Raises OutputError."""
         data = {
@@ -83,6 +91,15 @@ def expected(layer: int | str, experts: ExpertWeights, shards: list[tuple[int, i
     )
 
 
+def stated(layer: int | str, entry: PackedLayerFile, of_checkpoint: str) -> dict[str, str]:
+    """What the file of a layer states in its header: that it has this layer of this checkpoint, and how that is packed.
+
+    of_checkpoint: the manifest's digest.
+    """
+    packed = _sha256([of_checkpoint, str(layer), asdict(replace(entry, nbytes=0))])
+    return {"kind": _LAYER_KIND, "layer": str(layer), "packed_from": packed}
+
+
 def read(folder: str | os.PathLike) -> Manifest:
     """The manifest of a cache. Raises CacheError if the folder has none, or a damaged one, or one of another version."""
     path = Path(folder) / NAME
@@ -105,11 +122,18 @@ def read(folder: str | os.PathLike) -> Manifest:
         raise CacheError(
             f"{path}: expected a list of source files and an object of layers, found {show(source)}, {show(layers)}"
         )
+    files = tuple(_record(SourceFile, entry, f"{path}: source") for entry in source)
+    if len({file.name for file in files}) < len(files):
+        raise CacheError(f"{path}: source: expected every file once, found {show([file.name for file in files])}")
     return Manifest(
-        tuple(_record(SourceFile, entry, f"{path}: source") for entry in source),
+        files,
         tuple(all_layers),
         {name: _record(PackedLayerFile, entry, f"{path}: layer {show(name)}") for name, entry in layers.items()},
     )
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _is_count(value: object) -> bool:

@@ -23,15 +23,16 @@ from ktmoe.messages import show
 class Cache:
     """A folder that `ktmoe pack` has made of a checkpoint.
 
-    path: the folder. checkpoint: the checkpoint's folder, or its one file. layers: those that are packed, as text.
-    Its manifest and what the checkpoint's files begin with are read here. Raises CacheError, which names the file, if the cache
-    is damaged, of another version, or of another checkpoint.
+    path: the folder. checkpoint: that it is used with. layers: those that are packed, as text.
+    Its manifest is read here, and of the checkpoint's files headers and samples.
+    Raises CacheError, which names the file, if the cache is damaged, of another version, or of another checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike, checkpoint: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, checkpoint: Checkpoint):
         self.path = Path(path)
         self._manifest = manifest.read(path)
-        source.check(source.folder_of(checkpoint), self._manifest.source, str(path))
+        source.check(checkpoint, self._manifest.source, str(path))
+        self._of_checkpoint = self._manifest.of_checkpoint
         self.layers = list(self._manifest.layers)
 
     @property
@@ -73,7 +74,7 @@ class Cache:
             want, found = getattr(expected, part), getattr(entry, part)
             if want != found:
                 raise CacheError(f"{what}: {part}: expected {want}, found {show(found)}; `ktmoe pack` makes another one")
-        return layer_file.open_layer(self.path, replace(entry, shards=tuple(shards)), experts)
+        return layer_file.open_layer(self.path, entry, experts, manifest.stated(layer, entry, self._of_checkpoint))
 
     def _entry(self, layer: int | str) -> PackedLayerFile:
         entry = self._manifest.layers.get(str(layer))

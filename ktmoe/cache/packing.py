@@ -13,7 +13,7 @@ import numpy as np
 
 from ktmoe import backends
 from ktmoe._native import core
-from ktmoe.backends.base import Plan, Progress
+from ktmoe.backends.base import Arenas, Plan, Progress
 from ktmoe.backends.choice import choose_backend
 from ktmoe.cache import manifest, source
 from ktmoe.cache.layer_file import LayerWriter, open_layer
@@ -87,10 +87,10 @@ def pack(
     folder = output_folder(out)
     with Checkpoint(path) as checkpoint:
         wanted = _wanted(checkpoint, layers, loader, numa_nodes)
-        files = tuple(source.files_of(checkpoint))
+        files = source.files_of(checkpoint)
         _make(folder)
         with exclusive(folder):
-            there = replace(_there(folder, files), all_layers=tuple(map(str, find_layers(checkpoint, loader))))
+            there = replace(_there(folder, files, checkpoint), all_layers=tuple(map(str, find_layers(checkpoint, loader))))
             missing = [layer for layer in wanted if not _is_packed(folder, there, layer)]
             _check_space(folder, missing)
             if missing:
@@ -99,12 +99,12 @@ def pack(
             count = _Count(progress, total)
             done = Packed(kept=[layer.name for layer in wanted if layer not in missing])
             for layer in missing:
-                entry = _write(folder, layer, files, checkpoint, count)
+                entry = _write(folder, layer, there, checkpoint, count)
                 there = replace(there, layers={**there.layers, str(layer.name): entry})
                 there.write(folder)
                 done.written.append(layer.name)
             for layer in wanted if verify else ():
-                _verify(folder, there.layers[str(layer.name)], layer, count)
+                _verify(folder, there, layer, count)
                 done.verified.append(layer.name)
             done.nbytes = sum(there.layers[str(layer.name)].nbytes for layer in wanted)
             return done
@@ -140,7 +140,7 @@ def _make(folder: Path) -> None:
         raise OutputError(f"{folder}: expected a folder, or a place for one: {found}") from error
 
 
-def _there(folder: Path, files: tuple[source.SourceFile, ...]) -> Manifest:
+def _there(folder: Path, files: tuple[source.SourceFile, ...], checkpoint: Checkpoint) -> Manifest:
     """What a folder has of this checkpoint. Raises OutputError if it has something else."""
     if not os.path.lexists(folder / manifest.NAME):
         others = sorted(name for name in os.listdir(folder) if name != LOCK_NAME and not name.startswith(f".{manifest.NAME}"))
@@ -151,11 +151,10 @@ def _there(folder: Path, files: tuple[source.SourceFile, ...]) -> Manifest:
         there = manifest.read(folder)
     except CacheError as error:
         raise OutputError(f"{error}; remove {folder}, or choose another folder") from None
-    if there.source != files:
-        differs = next((file.name for file in {*there.source} ^ {*files}), "the order")
+    if wrong := source.difference(there.source, files, checkpoint.folder):
         raise OutputError(
-            f"{folder}: expected an empty folder or a cache of this checkpoint as it is now, found one of another: "
-            f"{show(differs)} differs; remove {folder}, or choose another folder"
+            f"{folder}: expected an empty folder or a cache of this checkpoint as it is now, found one of another: {wrong}; "
+            f"remove {folder}, or choose another folder"
         )
     return there
 
@@ -171,9 +170,16 @@ def _is_packed(folder: Path, there: Manifest, layer: _Layer) -> bool:
             f"{dict(entry.layout)}, which is not what is wanted; remove {folder}, or choose another folder"
         )
     try:
-        return (folder / entry.file).stat().st_size == entry.nbytes
-    except OSError:  # it was removed
+        _open(folder, there, layer)
+    except CacheError:  # it was removed, or is another layer's
         return False
+    return True
+
+
+def _open(folder: Path, there: Manifest, layer: _Layer) -> Arenas:
+    """A layer's file. Raises CacheError if it is not what the manifest says."""
+    entry = there.layers[str(layer.name)]
+    return open_layer(folder, entry, layer.experts, manifest.stated(layer.name, entry, there.of_checkpoint))
 
 
 def _check_space(folder: Path, missing: list[_Layer]) -> None:
@@ -183,21 +189,20 @@ def _check_space(folder: Path, missing: list[_Layer]) -> None:
         raise OutOfSpaceError(f"{folder}: {len(missing)} packed layers need {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB is free")
 
 
-def _write(
-    folder: Path, layer: _Layer, files: tuple[source.SourceFile, ...], checkpoint: Checkpoint, count: _Count
-) -> PackedLayerFile:
+def _write(folder: Path, layer: _Layer, there: Manifest, checkpoint: Checkpoint, count: _Count) -> PackedLayerFile:
     entry = manifest.expected(layer.name, layer.experts, layer.shards)
+    stated = manifest.stated(layer.name, entry, there.of_checkpoint)
     writer = None
     try:
         with closing(layer.each()) as experts:
             for one in experts:
                 if writer is None:
-                    writer = LayerWriter(folder / entry.file, layer.experts, layer.shards, one)
+                    writer = LayerWriter(folder / entry.file, layer.experts, layer.shards, one, stated)
                 writer.add(one)
                 count.add(layer.experts.nbytes // layer.experts.num_experts)
         writer.finish()
-        if tuple(source.files_of(checkpoint)) != files:
-            raise CheckpointError(f"{checkpoint.path}: expected files that do not change meanwhile, found changed ones")
+        if wrong := source.difference(there.source, source.files_of(checkpoint), checkpoint.folder):
+            raise CheckpointError(f"{checkpoint.path}: expected files that do not change meanwhile: {wrong}")
         writer.commit()
     except BaseException:
         if writer is not None:
@@ -206,12 +211,12 @@ def _write(
     return replace(entry, nbytes=writer.nbytes)
 
 
-def _verify(folder: Path, entry: PackedLayerFile, layer: _Layer, count: _Count) -> None:
+def _verify(folder: Path, there: Manifest, layer: _Layer, count: _Count) -> None:
     """Raise CacheError, which names the matrix, where a layer's file has not the bytes that packing gives."""
-    path = folder / entry.file
+    path = folder / there.layers[str(layer.name)].file
     choice = choose_backend("auto", layer.experts)
     plan = Plan(layer.experts.router_weight, choice.activations, placement=layer.placement)
-    arenas = open_layer(folder, entry, layer.experts)
+    arenas = _open(folder, there, layer)
     mapped = backends.get(choice.name).map(layer.experts, plan, arenas)
     with closing(mapped), closing(layer.each()) as experts:
         for expert, one in enumerate(experts):

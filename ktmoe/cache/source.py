@@ -1,20 +1,24 @@
-"""What a packed cache says of the checkpoint's files, so that it serves no other ones: sizes, times, digests of headers."""
+"""What a packed cache says of the checkpoint's files, so that it serves no other ones: names, sizes, times, digests."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktmoe.errors import CacheError, CheckpointError, MissingTensorError
 from ktmoe.loaders.checkpoint import INDEX_NAME, MISTRAL_INDEX_NAME, Checkpoint
-from ktmoe.loaders.tensor_file import open_regular
+from ktmoe.loaders.tensor_file import fill, open_regular
+from ktmoe.messages import show
 
 #: Files that say what tensors mean, or which file has them. All of their bytes are compared, and not the time.
 _MEANING = ("config.json", "params.json", "quantize_config.json", INDEX_NAME, MISTRAL_INDEX_NAME)
 _AT_ONCE = 1 << 20  # bytes that are read at a time: a manifest may ask for the digest of a whole file
+#: Of what follows a header, samples of so many bytes are in the digest: one in so many bytes, and so many a file.
+_SAMPLE, _SAMPLE_APART, _SAMPLES_LEAST, _SAMPLES_MOST = 4096, 1 << 26, 16, 1024
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class SourceFile:
     """One of the checkpoint's files.
 
     nbytes: its size. mtime_ns: when its contents were last changed; None if all of them are in the digest.
-    digest: SHA-256, in hexadecimal, of its first `digested` bytes: a header.
+    digest: SHA-256, in hexadecimal, of its first `digested` bytes, a header, and of samples of the others.
     """
 
     name: str
@@ -32,63 +36,89 @@ class SourceFile:
     digest: str
 
 
-def folder_of(path: str | os.PathLike) -> Path:
-    """Where a checkpoint's files are; it may be one of them."""
-    path = Path(path)
-    return path if path.is_dir() else path.parent
-
-
-def files_of(checkpoint: Checkpoint) -> list[SourceFile]:
+def files_of(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     """All files of a checkpoint that are there, as they are now. Raises CheckpointError."""
-    headers: dict[Path, int] = {}
+    headers: dict[str, int] = {}
     for name in checkpoint.names():
         try:
             info = checkpoint.info(name)
         except MissingTensorError:  # its file is not there
             continue
-        headers[info.file] = min(info.offset, headers.get(info.file, info.offset))
-    found = [_look(file.parent, file.name, digested, True) for file, digested in sorted(headers.items())]
-    folder = folder_of(checkpoint.path)
-    meaning = [folder / name for name in _MEANING if (folder / name).exists()]
-    return found + [_look(folder, file.name, file.stat().st_size, False) for file in meaning]
+        headers[info.file.name] = min(info.offset, headers.get(info.file.name, info.offset))
+    return _look(checkpoint, headers)
 
 
-def check(folder: Path, files: Iterable[SourceFile], whose: str) -> None:
-    """Raise CacheError, which names the file, if one is not as it was, or says what tensors mean and was not there.
+def check(checkpoint: Checkpoint, known: Sequence[SourceFile], whose: str) -> None:
+    """Raise CacheError, which names the file, unless an open checkpoint has these files, and they are as they were.
 
     whose: what to call the cache.
     """
-    files = list(files)
-    if added := next((name for name in _MEANING if (folder / name).exists() and name not in {f.name for f in files}), None):
-        raise CacheError(
-            f"{whose}: is of another checkpoint: {folder / added}: expected none, found one; `ktmoe pack` makes another one"
-        )
-    for known in files:
-        try:
-            found = _look(folder, known.name, known.digested, known.mtime_ns is not None)
-        except CheckpointError as error:
-            raise CacheError(f"{whose}: is of another checkpoint: {error}") from None
-        for what, was, now in (
-            ("bytes", known.nbytes, found.nbytes),
-            ("last change (ns)", known.mtime_ns, found.mtime_ns),
-            ("SHA-256 of the header", known.digest, found.digest),
+    try:
+        wrong = difference(known, _look(checkpoint, {file.name: file.digested for file in known}), checkpoint.folder)
+    except CheckpointError as error:
+        wrong = str(error)
+    if wrong:
+        raise CacheError(f"{whose}: is of another checkpoint: {wrong}; `ktmoe pack` makes another one")
+
+
+def difference(known: Sequence[SourceFile], found: Sequence[SourceFile], folder: Path) -> str | None:
+    """What is not as it was, for messages; None if all is."""
+    known_by, found_by = ({file.name: file for file in files} for files in (known, found))
+    if known_by.keys() != found_by.keys():
+        gone, more = known_by.keys() - found_by.keys(), found_by.keys() - known_by.keys()
+        return f"{folder}: expected {_listed(gone) or 'no other file'}, found {_listed(more) or 'none of that name'}"
+    for name, was in known_by.items():
+        now = found_by[name]
+        for what, expected, there in (
+            ("bytes", was.nbytes, now.nbytes),
+            ("last change (ns)", was.mtime_ns, now.mtime_ns),
+            ("bytes of the header", was.digested, now.digested),
+            ("SHA-256 of the header and of samples", was.digest, now.digest),
         ):
-            if was != now:
-                raise CacheError(
-                    f"{whose}: is of another checkpoint: {folder / known.name}: {what}: expected {was}, found {now}; "
-                    "`ktmoe pack` makes another one"
-                )
+            if expected != there:
+                return f"{folder / name}: {what}: expected {expected}, found {there}"
+    return None
 
 
-def _look(folder: Path, name: str, digested: int, timed: bool) -> SourceFile:
-    path = folder / name
-    digest = hashlib.sha256()
-    with os.fdopen(open_regular(path)[0], "rb") as file:
-        try:
-            status, left = os.fstat(file.fileno()), digested
-            while data := file.read(min(left, _AT_ONCE)):
-                digest.update(data)
-                left -= len(data)
-        except OSError as error:
-            raise CheckpointError(f"{path}: expected a readable file, found {error.strerror}") from error
-    return SourceFile(name, status.st_size, status.st_mtime_ns if timed else None, digested, digest.hexdigest())
+def _listed(names: set[str]) -> str:
+    return ", ".join(map(show, sorted(names)[:3])) + ", ..." * (len(names) > 3)
+
+
+def _look(checkpoint: Checkpoint, headers: dict[str, int]) -> tuple[SourceFile, ...]:
+    """Those of a checkpoint's files that are there. headers: how long each one's is, by name; a file without one is digested
+    whole."""
+    weights = [file for file in checkpoint.files if file.exists()]
+    meaning = [file for name in _MEANING if (file := checkpoint.folder / name).exists()]
+    found = [_look_at(file, headers.get(file.name), True) for file in weights]
+    return (*found, *(_look_at(file, None, False) for file in meaning))
+
+
+def _look_at(path: Path, digested: int | None, timed: bool) -> SourceFile:
+    descriptor, nbytes = open_regular(path)
+    try:
+        changed = os.fstat(descriptor).st_mtime_ns  # before it is read: what is written meanwhile has a later time
+        of_all, digested = hashlib.sha256(), nbytes if digested is None else digested
+        samples = list(_samples(digested, nbytes))
+        with suppress(OSError, AttributeError):  # a hint; without it, a disk would be asked for one after another
+            for start, count in samples:
+                os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
+        for start, count in (*_pieces(0, min(digested, nbytes)), *samples):
+            data = bytearray(count)
+            of_all.update(memoryview(data)[: fill(descriptor, data, start, str(path))])
+    finally:
+        os.close(descriptor)
+    return SourceFile(path.name, nbytes, changed if timed else None, digested, of_all.hexdigest())
+
+
+def _samples(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """(start, bytes) of places that are spread over [start, stop), the first and the last among them; all of it if it is
+    short."""
+    wanted = min(max(_SAMPLES_LEAST, (stop - start) // _SAMPLE_APART), _SAMPLES_MOST)
+    if stop - start <= wanted * _SAMPLE:
+        return _pieces(start, stop)
+    step = (stop - start - _SAMPLE) / (wanted - 1)
+    return ((start + int(i * step), _SAMPLE) for i in range(wanted))
+
+
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(_AT_ONCE, stop - at)) for at in range(start, stop, _AT_ONCE))

@@ -107,7 +107,7 @@ def _layer(
             loaded = loaded.take(range(experts))
         if cache:
             name = measuring.first_layer(checkpoint) if layer is None else naming.layer_key(layer)
-            arenas = Cache(cache, path).layer(name, loaded, placement_of(loaded))
+            arenas = Cache(cache, checkpoint).layer(name, loaded, placement_of(loaded))
         yield loaded, min(top_k, loaded.num_experts), arenas
 
 

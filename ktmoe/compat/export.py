@@ -25,7 +25,7 @@ class Target:
     Rank i has gate's rows [i*I/ranks, (i+1)*I/ranks), then up's, in w13, and those columns of down in w2; scales likewise.
     down's scales per row are in every rank.
     Raises UnavailableError for weights that kt-kernel has no such buffers for, InputError for addresses that are not one to a
-    rank, and what ExpertSpec.part raises.
+    rank or not aligned, and what ExpertSpec.part raises.
     """
 
     def __init__(self, method: str, experts: ExpertSpec, ranks: int, w13, w13_scales, w2, w2_scales):
@@ -38,8 +38,8 @@ class Target:
         for name, codes, scales, projections in (("w13", w13, w13_scales, ("gate", "up")), ("w2", w2, w2_scales, ("down",))):
             codes = _addresses(f"{name}_weight_ptrs", codes, ranks)
             scales = [0] * ranks if self._dtype is None else _addresses(f"{name}_scale_ptrs", scales, ranks)
-            for part, *addresses in zip(self.parts, codes, scales, strict=True):
-                memory = [_Memory(address) for address in addresses]
+            for part, of_codes, of_scales in zip(self.parts, codes, scales, strict=True):
+                memory = _Memory(f"{name}_weight_ptrs", of_codes), _Memory(f"{name}_scale_ptrs", of_scales)
                 for projection in projections:
                     part[projection] = self._place(projection, *memory)
 
@@ -66,12 +66,18 @@ class Target:
 
 
 class _Memory:
-    """Host memory from an address on, as one array after another."""
+    """Host memory from an address on, as one array after another. name: of the argument that has the address.
 
-    def __init__(self, address: int):
-        self._address = address
+    Raises InputError for an address that is not aligned to an array's items.
+    """
+
+    def __init__(self, name: str, address: int):
+        self._name, self._address = name, address
 
     def next(self, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        if self._address % dtype.alignment:
+            wanted = f"addresses that are aligned to {dtype}, multiples of {dtype.alignment}"
+            raise InputError(f"{self._name} must have {wanted}, found {self._address}")
         nbytes = int(np.prod(shape)) * dtype.itemsize
         memory = (ctypes.c_uint8 * nbytes).from_address(self._address)
         self._address += nbytes

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 
 from ktmoe import arrays, forks
-from ktmoe.errors import InputError, memory_for
+from ktmoe.errors import memory_for
 from ktmoe.experts import PROJECTIONS
 from ktmoe.training import Lora
 
@@ -43,23 +43,21 @@ class Staging:
 
 
 class Adapter:
-    """tensors and gradients by NAMES: bfloat16 or float32, numpy arrays or torch CPU tensors, C-contiguous; held, not copied.
+    """tensors and gradients by NAMES: bfloat16 or float32, numpy arrays or torch CPU tensors, C-contiguous and aligned; held,
+    not copied.
 
     shapes: by NAMES. lora: reads the tensors' memory. Raises InputError.
     """
 
     def __init__(self, tensors: dict, gradients: dict, shapes: dict[str, tuple[int, ...]], alpha: float):
         self.tensors, self._shapes, self._alpha = tensors, shapes, alpha
-        self._buffers = {name: self._checked(f"grad_{name}", gradients[name], shapes[name]) for name in NAMES}
-        for name, buffer in self._buffers.items():
-            if not buffer.flags.writeable:
-                raise InputError(f"grad_{name} must be writeable, found a read-only array")
+        self._buffers = {name: self._checked(f"grad_{name}", gradients[name], shapes[name], True) for name in NAMES}
         self.find()
 
     def find(self) -> None:
         """Where the tensors' memory is now: an optimizer may have put other memory into a parameter."""
         for name in NAMES:
-            self._checked(name, self.tensors[name], self._shapes[name])
+            self._checked(name, self.tensors[name], self._shapes[name], False)
         a, b = ([self.tensors[name] for name in NAMES[first::2]] for first in (0, 1))
         self.lora = Lora(dict(zip(PROJECTIONS, zip(a, b, strict=True), strict=True)), self._alpha, finite=False)
 
@@ -71,10 +69,9 @@ class Adapter:
             buffer[...] = gradient
 
     @staticmethod
-    def _checked(name: str, value, shape: tuple[int, ...]) -> np.ndarray:
+    def _checked(name: str, value, shape: tuple[int, ...], written: bool) -> np.ndarray:
         """As bfloat16 or float32."""
         array = arrays.view(value, name).array
         arrays.expect_shape(name, array, shape)
-        if not array.flags.c_contiguous:
-            raise InputError(f"{name} must be contiguous, found strides {array.strides}")
+        arrays.expect_native(name, array, written=written)
         return array.view(arrays.BF16) if array.dtype == np.uint16 else array

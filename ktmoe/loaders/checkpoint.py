@@ -41,6 +41,7 @@ class Checkpoint:
     config: the folder's config.json as a dict, or else Mistral's params.json with the keys that config.json would have; empty
     if there is neither. Where it has no quantization_config, the object in quantize_config.json, which AutoGPTQ writes, takes
     that place. Of GGUF files, it is their metadata, with keys that config.json would have.
+    folder: where its files are.
 
     With an index, a file is opened and its header checked when one of its tensors is first asked for, so a partial download
     serves what it has. One descriptor is kept per opened file until close() or garbage collection.
@@ -48,6 +49,7 @@ class Checkpoint:
     """
 
     config: dict
+    folder: Path
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -70,6 +72,11 @@ class Checkpoint:
     def names(self) -> KeysView[str]:
         """The names of all tensors."""
         return self._file_of.keys()
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of its tensors and of GGUF's metadata, sorted; an index may name some that are not there."""
+        return sorted(self.folder / name for name in {*self._file_of.values(), *self._open_files})
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
@@ -131,10 +138,10 @@ class Checkpoint:
     def _open(self) -> None:
         files = self._open_files
         if os.path.isdir(self.path):
-            self._folder = self.path
+            self.folder = self.path
             self._open_folder(self.path)
         elif os.path.exists(self.path):
-            self._folder = self.path.parent
+            self.folder = self.path.parent
             if about := _OTHER_FILES.get(self.path.suffix):
                 raise CheckpointError(f"{self.path}: expected {_EXPECTED}, found {self.path.suffix}: {about}")
             if self.path.suffix == ".gguf":
@@ -148,9 +155,9 @@ class Checkpoint:
                 other = self._file_of.setdefault(tensor, name)
                 if other != name:
                     found = f"{other}, {name}"
-                    raise CheckpointError(f"{self._folder}: tensor {show(tensor)}: expected in one file, found in {found}")
+                    raise CheckpointError(f"{self.folder}: tensor {show(tensor)}: expected in one file, found in {found}")
         of_gguf = any(isinstance(file, GgufFile) for file in files.values())
-        self.config = gguf_model.config(files) if of_gguf else _read_config(self._folder)
+        self.config = gguf_model.config(files) if of_gguf else _read_config(self.folder)
 
     def _open_folder(self, folder: Path) -> None:
         """Read its index, or else open its files."""
@@ -195,7 +202,7 @@ class Checkpoint:
             return self._open_files.get(file_name)
 
     def _open_indexed(self, file_name: str, wanted: str) -> SafetensorsFile:
-        path = self._folder / file_name
+        path = self.folder / file_name
         if not os.path.exists(path):
             raise MissingTensorError(f"{path}: expected by {self._index_name} for tensor {show(wanted)}, found no such file")
         file = SafetensorsFile(path)

@@ -153,7 +153,7 @@ class _Layer:
             name, place = name.format(expert), (0, 1)
         dtype, stored = of.format.arrays(*shape)["codes"]
         data = naming.read_slice(self.checkpoint, name, *place)
-        arrays = {"codes": np.require(data.view(dtype).reshape(stored), requirements="A")}
+        arrays = {"codes": data.view(dtype).reshape(stored)}
         if of.bias:
             arrays["bias"] = self._floats(of.bias, *place)
         if of.format.factor:
@@ -163,7 +163,7 @@ class _Layer:
 
     def _floats(self, name: str, index: int, count: int) -> np.ndarray:
         stored = naming.read_slice(self.checkpoint, name, index, count)
-        return np.require(stored.view(FACTORS[self.checkpoint.info(name).dtype]).astype(np.float32), requirements="A")
+        return stored.view(FACTORS[self.checkpoint.info(name).dtype]).astype(np.float32)
 
     def _check_others(self, layer: int) -> None:
         """Biases, scales, and the number of experts that the metadata say."""

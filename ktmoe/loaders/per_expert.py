@@ -117,7 +117,7 @@ class PerExpert(Loader):
         """An array of a matrix, of that dtype and shape. stored: its tensor's bytes, uint8."""
         if label == "factor":  # exact: float32 has every number of the others
             stored = stored.view(FACTORS[headers.info(label).dtype]).astype(np.float32)
-        return np.require(stored.view(dtype).reshape(shape), requirements="A")
+        return stored.view(dtype).reshape(shape)
 
     def check_read(self, matrix: Matrix, headers: Headers, endings: Iterable[str]) -> None:
         """Raise FormatError for a matrix whose bytes are not what its headers promise; it may read other tensors."""

@@ -33,10 +33,13 @@ _COUNT_LIMIT = 2**64 - 1  # sizes are unsigned 64-bit in the reference parser
 
 
 class SafetensorsFile(TensorFile):
-    """An open .safetensors file."""
+    """An open .safetensors file. metadata: the strings of its header's __metadata__."""
+
+    metadata: dict[str, str]
 
     def _read_header(self, fd: int, size: int) -> dict[str, TensorInfo]:
-        return _parse_header(self.path, fd, size)
+        tensors, self.metadata = _parse_header(self.path, fd, size)
+        return tensors
 
 
 def read_json_object(path: Path) -> dict:
@@ -82,8 +85,9 @@ def _parse_object(text: bytearray, path: Path) -> dict:
     return value
 
 
-def _parse_header(path: Path, fd: int, size: int) -> dict[str, TensorInfo]:
-    """The tensors of a file of `size` bytes: u64 little-endian length, JSON of that length, then the tensors end to end."""
+def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors and the metadata of a file of `size` bytes: u64 little-endian length, JSON of that length, then the tensors
+    end to end."""
     prefix = bytearray(8)
     if (found := fill(fd, prefix, 0, str(path))) < 8:
         raise CheckpointError(f"{path}: truncated: expected at least 8 bytes, found {found}")
@@ -94,7 +98,9 @@ def _parse_header(path: Path, fd: int, size: int) -> dict[str, TensorInfo]:
         text = bytearray(length)
         if (found := fill(fd, text, 8, str(path))) < length:
             raise CheckpointError(f"{path}: truncated: expected a header of {length} bytes, found {found}")
-        return parse_tensors(_parse_object(text, path), path, 8 + length, size)
+        header = _parse_object(text, path)
+        metadata = header.get("__metadata__") or {}
+        return parse_tensors(header, path, 8 + length, size), metadata
 
 
 def parse_tensors(header: dict, path: Path, start: int, size: int) -> dict[str, TensorInfo]:

@@ -208,7 +208,7 @@ class _Tensors:
             data = naming.read_slice(headers.checkpoint, headers.tensor(label), *place)
             if label in ("bias", "factor"):  # exact: float32 has every number of the others
                 data = data.view(FACTORS[headers.info(label).dtype]).astype(np.float32)
-            arrays[label] = np.require(data.view(dtype).reshape(shape), requirements="A")
+            arrays[label] = data.view(dtype).reshape(shape)
         return arrays
 
     def _half(self, arrays: Mapping[str, np.ndarray], second: bool) -> dict[str, np.ndarray]:

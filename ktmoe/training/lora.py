@@ -26,9 +26,9 @@ class Lora:
     (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1).
 
     pairs: {projection: (a, b)} for one or more of "gate", "up" and "down": a [experts, rank, inputs] and
-    b [experts, outputs, rank], C-contiguous, each float32, bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or a torch CPU
-    tensor of float32 or bfloat16. float64 is for ktmoe.reference_training alone. They are held, not copied: whoever changes
-    them in place changes the adapter.
+    b [experts, outputs, rank], C-contiguous and aligned, each float32, bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or
+    a torch CPU tensor of float32 or bfloat16. float64 is for ktmoe.reference_training alone. They are held, not copied: whoever
+    changes them in place changes the adapter.
     alpha: finite. finite: whether NaN and infinities are refused, once, here.
 
     Attributes: pairs: as arrays (bfloat16 as uint16). alpha. rank: 1 to RANK_MAX, the same for all pairs. scale: alpha / rank.
@@ -150,8 +150,7 @@ def _checked(value, name: str, finite: bool) -> np.ndarray:
     else:
         raise InputError(f"{name} must be {_DTYPES}; found {type(value).__name__}")
     arrays.expect_shape(name, array, (None, None, None))
-    if not array.flags.c_contiguous:
-        raise InputError(f"{name} must be C-contiguous, found strides {array.strides}")
+    arrays.expect_native(name, array, written=False)
     if finite:
         # by expert, so that hardly any memory is needed
         for expert, own in enumerate(array.view(arrays.BF16) if array.dtype == np.uint16 else array):

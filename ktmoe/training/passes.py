@@ -109,9 +109,9 @@ class Training:
 
         saved: what forward() of the same layer gave. grad_y: [tokens, hidden], bfloat16, uint16 holding its bits, float32
         (rounded to bfloat16 once), or a torch CPU tensor of bfloat16 or float32. lora: the adapter of the forward pass, with
-        the same numbers in it. into: {projection: (da, db)}, where the adapter's gradients are written: float32, C-contiguous,
-        of a's and b's shapes, arrays or torch CPU tensors; None: new arrays. add: whether they are added to what into holds.
-        scale: multiplies the adapter's gradients alone. wanted: which of "x", "weights" and "lora" to compute.
+        the same numbers in it. into: {projection: (da, db)}, where the adapter's gradients are written: float32, C-contiguous
+        and aligned, of a's and b's shapes, arrays or torch CPU tensors; None: new arrays. add: whether they are added to what
+        into holds. scale: multiplies the adapter's gradients alone. wanted: which of "x", "weights" and "lora" to compute.
         Raises InputError, ClosedError, OutOfMemoryError.
         """
         packed = _packed(self.layer, "backward")
@@ -148,7 +148,7 @@ class Training:
             for array in () if add else (array for pair in (sums or {}).values() for array in pair):
                 array[...] = 0
         else:
-            arguments = (saved.x, saved.ids, saved.weights, saved.mask, np.ascontiguousarray(given), adapter, saved.arrays)
+            arguments = (saved.x, saved.ids, saved.weights, saved.mask, arrays.contiguous(given), adapter, saved.arrays)
             packed.backward(*arguments, grad_x, grad_weights, sums, bool(add), scale)
         return Gradients(
             None if grad_x is None else saved.restore(grad_x), grad_weights if "weights" in wanted else None, gradients
@@ -207,8 +207,8 @@ def _checked_targets(lora: Lora, into: Mapping[str, tuple], others: list[np.ndar
 
 def _checked_target(name: str, given, like: np.ndarray) -> np.ndarray:
     array = arrays.as_numpy(given, name)
-    if array.dtype != np.float32 or not (array.flags.c_contiguous and array.flags.writeable):
-        found = f"{array.dtype} with strides {array.strides}, writeable {array.flags.writeable}"
-        raise InputError(f"{name} must be float32, C-contiguous and writeable, found {found}")
+    if array.dtype != np.float32:
+        raise InputError(f"{name} must be float32, found {array.dtype}")
+    arrays.expect_native(name, array)
     arrays.expect_shape(name, array, like.shape)
     return array

@@ -116,6 +116,6 @@ def values(codes: np.ndarray, scales: np.ndarray, format: str) -> np.ndarray:
 
 
 def _whole_blocks(rows: np.ndarray, block: int) -> np.ndarray:
-    """Rows, contiguous, with zeros behind them up to a multiple of a block."""
+    """Rows as native code reads them, with zeros behind them up to a multiple of a block."""
     missing = -rows.shape[1] % block
-    return np.pad(rows, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(rows)
+    return np.pad(rows, ((0, 0), (0, missing))) if missing else arrays.contiguous(rows)

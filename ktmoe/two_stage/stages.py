@@ -50,7 +50,7 @@ def gemm1(layer: MoELayer, x, sorting: Sorting, scale_order: str = "plain"):
     count, rows = (pairs.size, pairs.rows) if mode.h is None else (len(pairs.filled), pairs.places)
     h = np.zeros((count, layer.intermediate), np.uint16)
     if pairs.filled.size:
-        packed.gate_up(np.ascontiguousarray(x), pairs.ids, pairs.weights, mask.view(np.uint8), rows, h, rounded)
+        packed.gate_up(arrays.contiguous(x), pairs.ids, pairs.weights, mask.view(np.uint8), rows, h, rounded)
     if mode.h is None:
         return give(h, torch)
     codes, scales = (_spread(array, pairs) for array in quantized(h, mode.h))
@@ -62,8 +62,8 @@ def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=Non
 
     h: what gemm1() gives for this layer, or another kernel's: BlockScaled of the mode's format for h, or bfloat16 where the
     mode rounds no h; [sorted rows, intermediate], or as many rows as num_valid_ids says. Rows of padding are not read.
-    dtype: "bfloat16" or "float32". out: written and returned if given, C-contiguous, [tokens, hidden] of that dtype; it must
-    not overlap h. y is a torch tensor if h is. A token without rows gets zeros.
+    dtype: "bfloat16" or "float32". out: written and returned if given, C-contiguous and aligned, [tokens, hidden] of that
+    dtype; it must not overlap h. y is a torch tensor if h is. A token without rows gets zeros.
     Sums are in ascending expert, then slot, whatever order the rows have. Router weights are not multiplied where they are part
     of h. Raises as gemm1().
     """
@@ -79,7 +79,7 @@ def gemm2(layer: MoELayer, h, sorting: Sorting, dtype: str = "bfloat16", out=Non
             raise InputError(f"h must be bfloat16, found {given.dtype}")
         expect_shape("h", given, (None, layer.intermediate))
         _enough(given, pairs)
-        given, rows = np.ascontiguousarray(given), pairs.rows
+        given, rows = arrays.contiguous(given), pairs.rows
     else:
         codes, scales = _checked_rows(h, "h", layer.intermediate, mode.h, layer)
         _enough(codes, pairs)
@@ -137,9 +137,7 @@ def _checked_out(out, shape: tuple[int, int], dtype: str, torch: bool, h: np.nda
         wanted = f"{'a torch tensor' if torch else 'an array'} of {dtype}"
         raise InputError(f"out must be {wanted}, found {type(out).__name__} of {array.dtype}")
     expect_shape("out", array, shape)
-    if not (array.flags.c_contiguous and array.flags.writeable):
-        found = f"strides {array.strides}, writeable {array.flags.writeable}"
-        raise InputError(f"out must be C-contiguous and writeable; found {found}")
+    arrays.expect_native("out", array)
     if np.may_share_memory(array, h):
         raise InputError("out must not overlap h: it is written before all of h has been read")
     return array

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 import ktmoe
 import ktmoe.transformers as served
-from ktmoe.errors import InputError, KtmoeError, UnavailableError, UnknownNameError
+from ktmoe.cache.packing import pack
+from ktmoe.errors import CacheError, InputError, KtmoeError, UnavailableError, UnknownNameError
 
 
 @pytest.fixture(params=CHOOSING)
@@ -174,3 +175,13 @@ def test_a_wrong_value_leaves_a_loaded_model_as_it_was(checkpoint):
 def test_a_wrong_source(checkpoint):
     with pytest.raises(InputError, match=r"source must be one of .* 'file'"):
         served.load(checkpoint("qwen3_moe"), source="file")
+
+
+def test_a_packed_cache(checkpoint, tmp_path):
+    """It serves the folder that it was packed from, and no other one."""
+    folder, cache = checkpoint("qwen3_moe"), tmp_path / "cache"
+    pack(folder, cache)
+    mapped = served.load(folder, cache=cache)
+    assert torch.equal(logits(mapped, prompts()), logits(served.load(folder, source="checkpoint"), prompts()))
+    with pytest.raises(CacheError, match="is of another checkpoint"):
+        served.load(checkpoint("mixtral"), cache=cache)

@@ -30,16 +30,19 @@ cdef class _Batch:
             )
         self.ids, self.weights, self.mask = ids, weights, mask
         b.ids, b.weights, b.mask = &ids[0, 0], &weights[0, 0], &mask[0]
+        if not self.empty:
+            _expect_aligned("ids", b.ids, sizeof(int64_t))
+            _expect_aligned("weights", b.weights, sizeof(float))
 
     cdef int take_x(self, x, size_t hidden) except -1:
         """uint16 or float32 [tokens, hidden]."""
         if x.dtype == np.float32:
             self.x32 = x
             self.batch.dtype, self.batch.x = KT_F32, &self.x32[0, 0]
-            return self._check("x", self.x32.shape[0], self.x32.shape[1], hidden)
+            return self._check("x", self.batch.x, self.x32.shape[0], self.x32.shape[1], hidden)
         self.x16 = x
         self.batch.dtype, self.batch.x = KT_BF16, &self.x16[0, 0]
-        return self._check("x", self.x16.shape[0], self.x16.shape[1], hidden)
+        return self._check("x", self.batch.x, self.x16.shape[0], self.x16.shape[1], hidden)
 
     cdef int take_y(self, y, size_t hidden) except -1:
         """As x, of its dtype where there is one."""
@@ -50,12 +53,15 @@ cdef class _Batch:
         if dtype == KT_F32:
             self.y32 = y
             self.batch.y = &self.y32[0, 0]
-            return self._check("out", self.y32.shape[0], self.y32.shape[1], hidden)
+            return self._check("out", self.batch.y, self.y32.shape[0], self.y32.shape[1], hidden)
         self.y16 = y
         self.batch.y = &self.y16[0, 0]
-        return self._check("out", self.y16.shape[0], self.y16.shape[1], hidden)
+        return self._check("out", self.batch.y, self.y16.shape[0], self.y16.shape[1], hidden)
 
-    cdef int _check(self, str name, size_t tokens, size_t columns, size_t hidden) except -1:
+    cdef int _check(self, str name, const void *address, size_t tokens, size_t columns, size_t hidden) except -1:
+        """address: of numbers of the batch's dtype."""
+        if not self.empty:
+            _expect_aligned(name, address, sizeof(float) if self.batch.dtype == KT_F32 else sizeof(uint16_t))
         if tokens != self.batch.tokens or columns != hidden:
             raise InputError(f"{name} must be {[self.batch.tokens, hidden]}, found {[tokens, columns]}")
         return 0
@@ -86,4 +92,5 @@ cdef class _Batch:
         self.ids, self.rows, self.h = own, checked, h
         self.batch.ids, self.batch.rows = &self.ids[0, 0], &self.rows[0, 0]
         self.batch.h, self.batch.h_columns = <uint16_t *>&self.h[0, 0], columns
+        _expect_aligned("h", self.batch.h, sizeof(uint16_t))
         return 0

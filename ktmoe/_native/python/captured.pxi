@@ -60,12 +60,13 @@ cdef class CallRecord:
             raise InputError(f"scratch is too small: {scratch.shape[0]} bytes")
         r.experts, r.batch, r.on_gpu, r.urgent_slots = &layer.experts, batch.batch, &on_gpu[0], batch.batch.top_k
         if late is not None:
-            batch._check("late", late.shape[0], late.shape[1], hidden)
+            batch._check("late", &late[0, 0], late.shape[0], late.shape[1], hidden)
             r.urgent_slots, r.late = urgent_slots, &late[0, 0]
         if earlier is not None:
             if earlier.record.late == NULL or earlier.record.batch.tokens != tokens or earlier._layer.experts.layer.hidden != hidden:
                 raise InputError("earlier must be a call that defers experts, of the same shape")
             r.earlier = &earlier.record
+        _expect_aligned("scratch", &scratch[0], sizeof(int64_t))
         s.x = <float *>&scratch[0]
         s.y = s.x + tokens * hidden
         s.ids = <int64_t *>(s.y + tokens * hidden)

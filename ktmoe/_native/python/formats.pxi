@@ -133,6 +133,8 @@ def unstaged(weight_format, arrays):
 
 cdef object _bytes(str name, array, size_t nbytes):
     """An array as uint8 [nbytes]. It may have been resized since it was checked."""
+    if not array.flags.aligned:
+        raise FormatError(f"{name}: expected an array that is aligned to its items, found one that is not")
     view = np.asarray(array).reshape(-1).view(np.uint8)
     if <size_t>view.size != nbytes:
         raise FormatError(f"{name}: expected {nbytes} bytes, found {view.size}; the array was changed after it was checked")

@@ -8,7 +8,7 @@ _TIES = {"even": KT_TIES_EVEN, "away": KT_TIES_AWAY, "zero": KT_TIES_ZERO}
 
 cdef const void *_address(array, dtype, size_t count) except? NULL:
     """Of a C-contiguous array of so many numbers."""
-    if array.dtype != dtype or not array.flags.c_contiguous or <size_t>array.size != count:
+    if array.dtype != dtype or not (array.flags.c_contiguous and array.flags.aligned) or <size_t>array.size != count:
         raise FormatError(f"expected {count} numbers of {np.dtype(dtype)}, found {array.dtype} {list(array.shape)}; "
                           "the array was changed after it was checked")
     cdef size_t address = array.ctypes.data
@@ -25,6 +25,7 @@ cdef _fill_weights(kt_weights *m, weights):
     m.n, m.k = weights.shape
     m.stored, halves = _STORED[weights.stored]
     m.codes = <const uint8_t *>_address(weights.codes.reshape(-1).view(np.uint8), np.uint8, m.n * m.k * <size_t>halves // 2)
+    _expect_aligned(weights.name, m.codes, weights.codes.dtype.itemsize)
     m.rows, m.columns = weights.extent
     m.point_columns = weights.point_columns
     if weights.values is not None:

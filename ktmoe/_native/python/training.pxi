@@ -42,7 +42,7 @@ cdef class Adapter:
             raise InputError(f"{name} must be float32 or uint16 {list(shape)}, contiguous, found {array.dtype} {list(array.shape)}")
         to.bf16 = array.dtype == np.uint16
         to.data = <const void *><size_t>array.ctypes.data
-        return 0
+        return _expect_aligned(name, to.data, array.dtype.itemsize)
 
     def __contains__(self, projection):
         return projection in self._held
@@ -61,7 +61,9 @@ cdef float *_numbers(str name, array, shape, list held) except NULL:
     if array.dtype != np.float32 or array.shape != tuple(shape) or not array.flags.c_contiguous or not array.flags.writeable:
         raise InputError(f"{name} must be writeable float32 {list(shape)}, contiguous, found {array.dtype} {list(array.shape)}")
     held.append(array)
-    return <float *><size_t>array.ctypes.data
+    cdef float *numbers = <float *><size_t>array.ctypes.data
+    _expect_aligned(name, numbers, sizeof(float))
+    return numbers
 
 
 cdef int _take_training(_Batch batch, list held, spec, Adapter adapter, saved) except -1:
