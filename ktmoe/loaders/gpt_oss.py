@@ -7,7 +7,7 @@ Tensors are {base}.{gate_up_proj,down_proj}{ending}, where base is layers.{L}.ml
     gate_up_proj_bias    BF16, F32 or F16 [E, 2I]
     down_proj_...        likewise, [E, H, I/32, 16], [E, H, I/32] and [E, H]
 
-Biases may be absent. Or, in BF16, with biases:
+Or, in BF16, with the same biases:
 
     gate_up_proj         BF16 [E, H, 2I], columns g0, u0, g1, u1
     down_proj            BF16 [E, I, H]
@@ -17,7 +17,8 @@ Their meaning is that of the model's own inference code; config.json contributes
 
 from __future__ import annotations
 
-from ktmoe.errors import FormatError
+from ktmoe.errors import FormatError, MissingTensorError
+from ktmoe.experts import ExpertWeights
 from ktmoe.loaders import model_config, naming, registry
 from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -59,6 +60,14 @@ class GptOss(Stacked):
             raise FormatError(
                 f"{checkpoint.path}: model_type of config.json: expected 'gpt_oss' for these names, found {show(found)}"
             )
+
+    def load_place(self, place: naming.Place) -> ExpertWeights:
+        """Raises MissingTensorError for a layer without biases: its experts would compute something else."""
+        experts = super().load_place(place)
+        if BIAS not in place.endings:
+            names = [place.name(projection, 0) + BIAS for projection in ("gate", "down")]
+            raise MissingTensorError(f"{place.checkpoint.path}: expected {' and '.join(names)}, found neither")
+        return experts
 
     def format(self, headers: Headers) -> WeightFormat:
         return MXFP4 if "scales" in headers.arrays else BF16
