@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from converting import experts_of, refused, tree, write
 
 from ktmoe.adapters import export_adapter, merge_adapter, sums
 from ktmoe.cli import main
-from ktmoe.conversion import convert
+from ktmoe.conversion import convert, journal, writing
 from ktmoe.errors import CheckpointError, FormatError, InputError, MissingTensorError, OutputError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import naming
@@ -159,6 +160,24 @@ def test_nothing_to_add(source, tmp_path):
     assert [error.relative for error in report.layers.values()] == [0, 0]
 
 
+def test_nothing_to_add_to_rounded_weights(tmp_path, capsys):
+    """B is 0 in a layer that is dequantized: its weights are rounded, but nothing of the adapter is lost."""
+    write(tmp_path / "source", "fp8", config=QWEN)
+    lora = adapter(intermediate=SCHEMES["fp8"].intermediate)
+    fresh = Lora({p: (a, np.zeros_like(b)) for p, (a, b) in lora.pairs.items()}, 2.0)
+    export_adapter(tmp_path / "adapter", {0: fresh, 1: lora}, QWEN)
+    arguments = ["merge", str(tmp_path / "source"), str(tmp_path / "adapter"), str(tmp_path / "out"), "--dequantize"]
+    assert main(arguments) == 0
+    assert "layer 0: nothing, since the adapter changes no weight\n  layer 1: " in capsys.readouterr().out
+    kept = json.loads((tmp_path / "out" / "ktmoe_merge.json").read_text())["relative_rms_lost"]
+    assert kept["0"] == 0 < kept["1"]
+    report = merge_adapter(tmp_path / "source", {1: lora}, tmp_path / "same", dequantize=True)
+    assert kept["1"] == report.layers[1].relative
+    for layer, expert, projection in itertools.product(range(2), range(EXPERTS), PROJECTIONS):
+        found, same = (experts_of(tmp_path / folder, layer).matrix(expert, projection) for folder in ("out", "same"))
+        np.testing.assert_array_equal(numbers(found), numbers(same))
+
+
 def test_files_of_an_adapter(source, tmp_path):
     """A folder of PEFT's format gives the same bytes as the adapter itself."""
     loras = {0: adapter(), 1: adapter(("down",), seed=1)}
@@ -189,6 +208,42 @@ def test_it_goes_on(source, tmp_path):
     report = merge_adapter(source, loras, out, **options)
     assert len(report.kept) >= 2
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_it_goes_on_from_wherever_it_failed(tmp_path, monkeypatch):
+    """After each of the journal's lines, the report, config.json and the index; and a file that is copied."""
+    write(tmp_path / "source", "fp8")
+    lora = adapter(intermediate=SCHEMES["fp8"].intermediate)
+    fresh = Lora({p: (a, np.zeros_like(b)) for p, (a, b) in lora.pairs.items()}, 2.0)
+    given = tmp_path / "source", {0: fresh, 1: lora}
+    options = {"dequantize": True, "shard_bytes": 60_000}
+    merge_adapter(*given, tmp_path / "whole", **options)
+    left = 0
+
+    def failing(*arguments, **named):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise RuntimeError("no more")
+        written(*arguments, **named)
+
+    steps = 0
+    for module, label in ((journal, "write_json"), (writing, "write_json"), (writing, "_copy")):
+        written = getattr(module, label)
+        monkeypatch.setattr(module, label, failing)
+        for step in itertools.count(1):
+            left, out = step, tmp_path / f"out {module.__name__} {label} {step}"
+            try:
+                merge_adapter(*given, out, **options)
+                break
+            except RuntimeError:
+                left, steps = 0, steps + 1
+            if out.exists():
+                assert "ktmoe merge has not finished" in refused(out)
+            merge_adapter(*given, out, **options)
+            assert tree(out) == tree(tmp_path / "whole")
+        monkeypatch.undo()
+    assert steps > 8
 
 
 @pytest.mark.parametrize(
