@@ -5,22 +5,34 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, numbers
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, PROJ, SCHEMES, numbers
 from converting import experts_of, refused, tree, write
 
+from ktmoe import MoELayer
 from ktmoe.adapters import export_adapter, merge_adapter, sums
 from ktmoe.cli import main
 from ktmoe.conversion import convert, journal, writing
-from ktmoe.errors import CheckpointError, FormatError, InputError, MissingTensorError, OutputError
+from ktmoe.errors import (
+    CheckpointError,
+    FormatError,
+    InputError,
+    MissingTensorError,
+    OutOfMemoryError,
+    OutputError,
+    UnavailableError,
+)
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import naming
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.quantization import Quantizer
 from ktmoe.training.lora import Lora
 
 BF16 = ml_dtypes.bfloat16
@@ -294,6 +306,44 @@ def test_dequantized(tmp_path, scheme):
                 expected = numbers(was.matrix(expert, projection)).astype(np.float32)
                 expected = merged(expected, loras[1], projection, expert) if layer else expected.astype(BF16)
                 np.testing.assert_array_equal(numbers(found), expected.astype(BF16).astype(np.float64))
+
+
+def test_a_group_that_is_wider_than_a_row(tmp_path, monkeypatch):
+    """config.json may name any group: each row has one scale then. Memory is for the tensors."""
+    of_rows = {"tensors": checkpoints.int4(PROJ, HIDDEN), "meaning": checkpoints.int4_meaning(PROJ, HIDDEN)}
+    monkeypatch.setitem(SCHEMES, "wide", replace(SCHEMES["int4"], **of_rows))
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 2**31 - 1}
+    stated = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    tensors = write(tmp_path / "source", "wide", config={"quantization_config": stated})[0]
+    lora = adapter(intermediate=SCHEMES["wide"].intermediate)
+    tracemalloc.start()
+    merge_adapter(tmp_path / "source", {0: lora}, tmp_path / "merged", dequantize=True)
+    convert(tmp_path / "source", tmp_path / "converted", "mxfp4", requantize=True)
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+    weights, _ = SCHEMES["wide"].meaning(tensors, "model.layers.0.mlp.experts", 1, "up")
+    found = numbers(experts_of(tmp_path / "merged", 0).matrix(1, "up"))
+    np.testing.assert_array_equal(found, merged(weights.astype(np.float32), lora, "up", 1))
+    with pytest.raises(UnavailableError, match="no kernel has scale groups of 2147483647"):
+        MoELayer.from_checkpoint(tmp_path / "source", 0)
+
+
+def test_memory_that_is_refused(source, tmp_path, monkeypatch, capsys):
+    """The library's error, one line of the command; the same command goes on later."""
+    export_adapter(tmp_path / "adapter", {0: adapter()}, source)
+    arguments = ["merge", str(source), str(tmp_path / "adapter"), str(tmp_path / "out")]
+    with monkeypatch.context() as changed:
+        changed.setattr(sums, "_squares", refuse)
+        changed.setattr(Quantizer, "matrix", refuse)
+        assert main(arguments) == 1
+        assert capsys.readouterr().err == f"ktmoe: {source}: merging: the system refused memory: Unable to allocate 9 GiB\n"
+        with pytest.raises(OutOfMemoryError, match="converting: the system refused memory: Unable"):
+            convert(source, tmp_path / "converted", "mxfp4")
+    assert main(arguments) == 0
+
+
+def refuse(*_arguments, **_options):
+    raise MemoryError("Unable to allocate 9 GiB")
 
 
 def test_what_is_not_dequantized(tmp_path):

@@ -18,7 +18,7 @@ from ktmoe.conversion.parts import Unit, copied
 from ktmoe.conversion.plan import Plan, check_result, own_names, shards, tensors_of
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.writing import Progress, Task, version, write
-from ktmoe.errors import FormatError, InputError
+from ktmoe.errors import FormatError, InputError, memory_for
 from ktmoe.experts import ExpertSpec
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, find_loader
@@ -65,12 +65,12 @@ def merge_adapter(
 
     The index is written last. Until then ktmoe refuses to load the folder.
     Raises FormatError for experts that are not bfloat16, and for sums that are not finite; MissingTensorError for a layer that
-    the checkpoint has not; InputError for an adapter of other shapes; OutputError and OutOfSpaceError; what import_adapter()
-    raises.
+    the checkpoint has not; InputError for an adapter of other shapes; OutputError, OutOfSpaceError and OutOfMemoryError; what
+    import_adapter() raises.
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
-    with Source(path) as source:
+    with memory_for(f"{path}: merging"), Source(path) as source:
         loras = adapter
         if not isinstance(adapter, Mapping):
             loras = import_adapter(adapter, source.checkpoint.config, experts_only=experts_only)

@@ -10,7 +10,7 @@ from pathlib import Path
 from ktmoe.conversion.plan import plan
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.writing import Progress, Task, version, write
-from ktmoe.errors import InputError
+from ktmoe.errors import InputError, memory_for
 from ktmoe.quantization import Error, Quantizer
 
 #: Most bytes of tensors in a file, unless one that must stay whole has more.
@@ -66,13 +66,13 @@ def convert(
 
     The index is written last. Until then ktmoe refuses to load the folder.
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
-    is written; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not to be converted;
-    InputError for options that do not exist.
+    is written; OutOfMemoryError; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not
+    to be converted; InputError for options that do not exist.
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     quantizer = Quantizer(to, rule=rule or DEFAULT_RULES.get(to), group=group, scales=scales, symmetric=symmetric)
-    with Source(path) as source:
+    with memory_for(f"{path}: converting"), Source(path) as source:
         made = plan(source, quantizer, layers, requantize, shard_bytes)
         task = Task(
             "convert",
