@@ -333,7 +333,7 @@ def test_memory_that_is_refused(source, tmp_path, monkeypatch, capsys):
     export_adapter(tmp_path / "adapter", {0: adapter()}, source)
     arguments = ["merge", str(source), str(tmp_path / "adapter"), str(tmp_path / "out")]
     with monkeypatch.context() as changed:
-        changed.setattr(sums, "_squares", refuse)
+        changed.setattr(naming, "read_slice", refuse)
         changed.setattr(Quantizer, "matrix", refuse)
         assert main(arguments) == 1
         assert capsys.readouterr().err == f"ktmoe: {source}: merging: the system refused memory: Unable to allocate 9 GiB\n"
