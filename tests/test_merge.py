@@ -19,7 +19,7 @@ from converting import experts_of, refused, tree, write
 from ktmoe import MoELayer
 from ktmoe.adapters import export_adapter, merge_adapter, sums
 from ktmoe.cli import main
-from ktmoe.conversion import convert, journal, writing
+from ktmoe.conversion import convert
 from ktmoe.errors import (
     CheckpointError,
     FormatError,
@@ -30,6 +30,7 @@ from ktmoe.errors import (
     UnavailableError,
 )
 from ktmoe.experts import PROJECTIONS
+from ktmoe.files.atomic import AtomicFile
 from ktmoe.loaders import naming
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.quantization import Quantizer
@@ -222,40 +223,39 @@ def test_it_goes_on(source, tmp_path):
     assert tree(out) == tree(tmp_path / "whole")
 
 
-def test_it_goes_on_from_wherever_it_failed(tmp_path, monkeypatch):
-    """After each of the journal's lines, the report, config.json and the index; and a file that is copied."""
+def test_it_goes_on_from_whichever_file_failed(tmp_path, monkeypatch):
+    """Each of the weights, of the journal's states and of what is copied; the report, config.json and the index."""
     write(tmp_path / "source", "fp8")
     lora = adapter(intermediate=SCHEMES["fp8"].intermediate)
     fresh = Lora({p: (a, np.zeros_like(b)) for p, (a, b) in lora.pairs.items()}, 2.0)
     given = tmp_path / "source", {0: fresh, 1: lora}
     options = {"dequantize": True, "shard_bytes": 60_000}
     merge_adapter(*given, tmp_path / "whole", **options)
-    left = 0
+    commit, left, failed = AtomicFile.commit, 0, []
 
-    def failing(*arguments, **named):
+    def failing(file):
         nonlocal left
         left -= 1
-        if not left:
-            raise RuntimeError("no more")
-        written(*arguments, **named)
+        if left:
+            commit(file)
+            return
+        file.abort()
+        failed.append(file.path.name)
+        raise RuntimeError("no more")
 
-    steps = 0
-    for module, label in ((journal, "write_json"), (writing, "write_json"), (writing, "_copy")):
-        written = getattr(module, label)
-        monkeypatch.setattr(module, label, failing)
-        for step in itertools.count(1):
-            left, out = step, tmp_path / f"out {module.__name__} {label} {step}"
-            try:
-                merge_adapter(*given, out, **options)
-                break
-            except RuntimeError:
-                left, steps = 0, steps + 1
-            if out.exists():
-                assert "ktmoe merge has not finished" in refused(out)
+    monkeypatch.setattr(AtomicFile, "commit", failing)
+    for step in itertools.count(1):
+        left, out = step, tmp_path / f"out {step}"
+        try:
             merge_adapter(*given, out, **options)
-            assert tree(out) == tree(tmp_path / "whole")
-        monkeypatch.undo()
-    assert steps > 8
+            break
+        except RuntimeError:
+            left = 0
+        if out.exists():
+            assert "ktmoe merge has not finished" in refused(out)
+        merge_adapter(*given, out, **options)
+        assert tree(out) == tree(tmp_path / "whole")
+    assert set(failed) == set(tree(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(
