@@ -14,7 +14,8 @@ from ktmoe.version import installed_version
 
 
 def get_include() -> str:
-    """The folder with ktmoe.h, for a native backend's C compiler: ktmoe/_native, which holds ktmoe.pxd for Cython, too."""
+    """The folder with ktmoe.h and pack/layout.h, for a native backend's C compiler: ktmoe/_native, which holds ktmoe.pxd for
+    Cython, too."""
     return str(Path(__file__).parent / "_native")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ktmoe.experts import Matrix
 from ktmoe.reference_errors import MAX_FLOAT32, gamma
 from ktmoe.reference_operands import operand
-from ktmoe.reference_weights import BLOCK, TINY, Weights, factors, folds, read, round_bfloat16
+from ktmoe.reference_weights import BLOCK, TINY, Weights, factors, folds, read, round_bfloat16, spread
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
 
@@ -171,7 +171,7 @@ def operand_weights(format: WeightFormat, given: Weights) -> tuple[np.ndarray, n
         lost = lost + gamma(1) * (np.abs(weights) + lost)
     if format.super_scale:  # a product with a scale that is denormal
         denormal = (np.abs(given.scales) < TINY) & (given.scales != 0)
-        lost = lost + 2.0**-149 * given.largest * np.repeat(denormal, given.group, axis=1)[:, : weights.shape[1]]
+        lost = lost + 2.0**-149 * given.largest * spread(denormal, given.group, weights.shape[1])
     return weights, _lost(weights, lost)
 
 
@@ -184,7 +184,7 @@ def _too_large(given: Weights, weights: np.ndarray) -> np.ndarray:
     """Which columns k have a weight, or what it is made of, that float32 or bfloat16 may not have."""
     large = (np.abs(weights) >= MAX_WEIGHT) | (np.abs(given.scaled) >= MAX_WEIGHT)
     if given.scales is not None:
-        large |= np.repeat(np.abs(given.scales) >= MAX_WEIGHT, given.group, axis=1)[:, : weights.shape[1]]
+        large |= spread(np.abs(given.scales) >= MAX_WEIGHT, given.group, weights.shape[1])
     return large.any(axis=0)
 
 

@@ -62,7 +62,7 @@ def read(matrix: Matrix, rows=slice(None)) -> Weights:
     group = scales = minima = None
     if isinstance(format.offset, ZeroPoint):
         points = format.offset.numbers(matrix.offsets[rows]).astype(np.float64)
-        weights -= np.repeat(points, format.offset.extent[1], axis=1)[:, :k]
+        weights -= spread(points, format.offset.extent[1], k)
         largest += 15
     if format.scale:
         group = math.gcd(format.scale.extent[1], format.super_scale.extent[1] if format.super_scale else 0)
@@ -70,7 +70,7 @@ def read(matrix: Matrix, rows=slice(None)) -> Weights:
         scales = _shared(format.scale, matrix.scales, rows, columns)
         if format.super_scale:
             scales = scales * _shared(format.super_scale, matrix.super_scales, rows, columns)
-        weights *= np.repeat(scales, group, axis=1)[:, :k]
+        weights *= spread(scales, group, k)
     if isinstance(format.offset, Minimum):
         minima = _shared(format.offset.scale, matrix.offsets, rows, np.arange(k))
         if format.offset.super_scale:
@@ -78,6 +78,11 @@ def read(matrix: Matrix, rows=slice(None)) -> Weights:
         if format.offset.added:
             minima = -minima
     return Weights(weights, group, scales, minima, largest)
+
+
+def spread(numbers: np.ndarray, group: int, k: int) -> np.ndarray:
+    """Numbers of so many columns each, [n, groups], for each of k columns: [n, k]."""
+    return np.repeat(numbers, min(group, k), axis=1)[:, :k]  # a file may name any group
 
 
 def _values(element: Element, codes: np.ndarray, k: int) -> np.ndarray:

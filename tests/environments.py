@@ -48,10 +48,10 @@ class Environment:
     def uninstall(self, *distributions: str) -> None:
         run([*_PIP, "--python", self.python, "uninstall", "--yes", *distributions], cwd=self.folder)
 
-    def call(self, function: Callable, *arguments: object, **variables: str):
+    def call(self, function: Callable, *arguments: object, cwd: Path | None = None, **variables: str):
         """What a test module's function returns in a new process of this environment; arguments and result pass as JSON.
 
-        variables: environment variables. A warning is an error there.
+        cwd: where it runs; None: beside the packages. variables: environment variables. A warning is an error there.
         """
         code = (
             f"import json, sys, {function.__module__} as module\n"
@@ -59,7 +59,7 @@ class Environment:
         )
         command = [self.python, "-W", "error", "-c", code, json.dumps(arguments)]
         variables = {"PYTHONPATH": str(ROOT / "tests")} | variables
-        return json.loads(run(command, cwd=self.folder, **variables).stdout.splitlines()[-1])
+        return json.loads(run(command, cwd=cwd or self.folder, **variables).stdout.splitlines()[-1])
 
 
 def run(command: list, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess:

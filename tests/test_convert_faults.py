@@ -144,7 +144,7 @@ def test_an_index_that_is_no_journal(source, tmp_path, journal):
 
 
 @pytest.mark.parametrize(
-    "finished", [{"a": 1}, {"a": [[0, "x", 1]]}, {"a": [[0, ["x", "y"]]]}, {"a": [[0, [0.0, 1.0]]]}, [1], None]
+    "finished", [{"a": 1}, {"a": [[0, "x", 1]]}, {"a": [[0, ["x", "y"]]]}, {"a": [[0, [1.0, -1.0]]]}, [1], None]
 )
 def test_a_journal_that_is_malformed(source, tmp_path, finished):
     interrupted(source, tmp_path / "out")

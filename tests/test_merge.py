@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, SCHEMES, numbers
+from checkpoints import EXPERTS, HIDDEN, INTERMEDIATE, PROJ, SCHEMES, numbers
 from converting import experts_of, refused, tree, write
 
+from ktmoe import MoELayer
 from ktmoe.adapters import export_adapter, merge_adapter, sums
 from ktmoe.cli import main
 from ktmoe.conversion import convert
-from ktmoe.errors import CheckpointError, FormatError, InputError, MissingTensorError, OutputError
+from ktmoe.errors import (
+    CheckpointError,
+    FormatError,
+    InputError,
+    MissingTensorError,
+    OutOfMemoryError,
+    OutputError,
+    UnavailableError,
+)
 from ktmoe.experts import PROJECTIONS
+from ktmoe.files.atomic import AtomicFile
 from ktmoe.loaders import naming
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.quantization import Quantizer
 from ktmoe.training.lora import Lora
 
 BF16 = ml_dtypes.bfloat16
@@ -159,6 +173,24 @@ def test_nothing_to_add(source, tmp_path):
     assert [error.relative for error in report.layers.values()] == [0, 0]
 
 
+def test_nothing_to_add_to_rounded_weights(tmp_path, capsys):
+    """B is 0 in a layer that is dequantized: its weights are rounded, but nothing of the adapter is lost."""
+    write(tmp_path / "source", "fp8", config=QWEN)
+    lora = adapter(intermediate=SCHEMES["fp8"].intermediate)
+    fresh = Lora({p: (a, np.zeros_like(b)) for p, (a, b) in lora.pairs.items()}, 2.0)
+    export_adapter(tmp_path / "adapter", {0: fresh, 1: lora}, QWEN)
+    arguments = ["merge", str(tmp_path / "source"), str(tmp_path / "adapter"), str(tmp_path / "out"), "--dequantize"]
+    assert main(arguments) == 0
+    assert "layer 0: nothing, since the adapter changes no weight\n  layer 1: " in capsys.readouterr().out
+    kept = json.loads((tmp_path / "out" / "ktmoe_merge.json").read_text())["relative_rms_lost"]
+    assert kept["0"] == 0 < kept["1"]
+    report = merge_adapter(tmp_path / "source", {1: lora}, tmp_path / "same", dequantize=True)
+    assert kept["1"] == report.layers[1].relative
+    for layer, expert, projection in itertools.product(range(2), range(EXPERTS), PROJECTIONS):
+        found, same = (experts_of(tmp_path / folder, layer).matrix(expert, projection) for folder in ("out", "same"))
+        np.testing.assert_array_equal(numbers(found), numbers(same))
+
+
 def test_files_of_an_adapter(source, tmp_path):
     """A folder of PEFT's format gives the same bytes as the adapter itself."""
     loras = {0: adapter(), 1: adapter(("down",), seed=1)}
@@ -189,6 +221,41 @@ def test_it_goes_on(source, tmp_path):
     report = merge_adapter(source, loras, out, **options)
     assert len(report.kept) >= 2
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_it_goes_on_from_whichever_file_failed(tmp_path, monkeypatch):
+    """Each of the weights, of the journal's states and of what is copied; the report, config.json and the index."""
+    write(tmp_path / "source", "fp8")
+    lora = adapter(intermediate=SCHEMES["fp8"].intermediate)
+    fresh = Lora({p: (a, np.zeros_like(b)) for p, (a, b) in lora.pairs.items()}, 2.0)
+    given = tmp_path / "source", {0: fresh, 1: lora}
+    options = {"dequantize": True, "shard_bytes": 60_000}
+    merge_adapter(*given, tmp_path / "whole", **options)
+    commit, left, failed = AtomicFile.commit, 0, []
+
+    def failing(file):
+        nonlocal left
+        left -= 1
+        if left:
+            commit(file)
+            return
+        file.abort()
+        failed.append(file.path.name)
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(AtomicFile, "commit", failing)
+    for step in itertools.count(1):
+        left, out = step, tmp_path / f"out {step}"
+        try:
+            merge_adapter(*given, out, **options)
+            break
+        except RuntimeError:
+            left = 0
+        if out.exists():
+            assert "ktmoe merge has not finished" in refused(out)
+        merge_adapter(*given, out, **options)
+        assert tree(out) == tree(tmp_path / "whole")
+    assert set(failed) == set(tree(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +306,44 @@ def test_dequantized(tmp_path, scheme):
                 expected = numbers(was.matrix(expert, projection)).astype(np.float32)
                 expected = merged(expected, loras[1], projection, expert) if layer else expected.astype(BF16)
                 np.testing.assert_array_equal(numbers(found), expected.astype(BF16).astype(np.float64))
+
+
+def test_a_group_that_is_wider_than_a_row(tmp_path, monkeypatch):
+    """config.json may name any group: each row has one scale then. Memory is for the tensors."""
+    of_rows = {"tensors": checkpoints.int4(PROJ, HIDDEN), "meaning": checkpoints.int4_meaning(PROJ, HIDDEN)}
+    monkeypatch.setitem(SCHEMES, "wide", replace(SCHEMES["int4"], **of_rows))
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 2**31 - 1}
+    stated = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    tensors = write(tmp_path / "source", "wide", config={"quantization_config": stated})[0]
+    lora = adapter(intermediate=SCHEMES["wide"].intermediate)
+    tracemalloc.start()
+    merge_adapter(tmp_path / "source", {0: lora}, tmp_path / "merged", dequantize=True)
+    convert(tmp_path / "source", tmp_path / "converted", "mxfp4", requantize=True)
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+    weights, _ = SCHEMES["wide"].meaning(tensors, "model.layers.0.mlp.experts", 1, "up")
+    found = numbers(experts_of(tmp_path / "merged", 0).matrix(1, "up"))
+    np.testing.assert_array_equal(found, merged(weights.astype(np.float32), lora, "up", 1))
+    with pytest.raises(UnavailableError, match="no kernel has scale groups of 2147483647"):
+        MoELayer.from_checkpoint(tmp_path / "source", 0)
+
+
+def test_memory_that_is_refused(source, tmp_path, monkeypatch, capsys):
+    """The library's error, one line of the command; the same command goes on later."""
+    export_adapter(tmp_path / "adapter", {0: adapter()}, source)
+    arguments = ["merge", str(source), str(tmp_path / "adapter"), str(tmp_path / "out")]
+    with monkeypatch.context() as changed:
+        changed.setattr(naming, "read_slice", refuse)
+        changed.setattr(Quantizer, "matrix", refuse)
+        assert main(arguments) == 1
+        assert capsys.readouterr().err == f"ktmoe: {source}: merging: the system refused memory: Unable to allocate 9 GiB\n"
+        with pytest.raises(OutOfMemoryError, match="converting: the system refused memory: Unable"):
+            convert(source, tmp_path / "converted", "mxfp4")
+    assert main(arguments) == 0
+
+
+def refuse(*_arguments, **_options):
+    raise MemoryError("Unable to allocate 9 GiB")
 
 
 def test_what_is_not_dequantized(tmp_path):

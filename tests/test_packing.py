@@ -38,7 +38,7 @@ BYTES_OF_EIGHT = np.array([0, 2, 64, 66, 1, 3, 65, 67])
 
 
 def place(family, c, kk):
-    """(byte in its block, bit in the byte) of the code of column c and k kk, from LAYOUT of the family's packing file."""
+    """(byte in its block, bit in the byte) of the code of column c and k kk, from LAYOUT of pack/layout.h."""
     if family == "q4":
         bit = NIBBLES[kk % 8]
         return (c // 16) * 256 + (kk % 32 // 8) * 64 + (c % 16) * 4 + bit // 8, bit % 8
@@ -73,7 +73,7 @@ def codes_of(weight_format, stored, n, k):
 
 
 def by_formula(weight_format, stored, n, k):
-    """The packed bytes, number by number, from LAYOUT of pack/groups.h and of the family's packing file."""
+    """The packed bytes, number by number, from LAYOUT of pack/layout.h."""
     block_bytes = {"q4": 1024, "f8": 2048, "i8": 2048, "b16": 4096, "f16": 4096, "f32": 8192}[weight_format.family]
     panels, blocks = -(-n // PANEL), -(-k // BLOCK)
     scale, offset, minima = weight_format.scale, weight_format.offset, isinstance(weight_format.offset, Minimum)

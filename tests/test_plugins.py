@@ -401,6 +401,28 @@ def test_a_native_backend_of_another_version_is_refused(builder, tmp_path):
 # Presence
 
 
+def available():
+    return [*backends.available(), *loaders.names()]
+
+
+def runs_in_its_own_folder(environment, example, name, folder):
+    """Where Python looks for modules first. What is not installed must not stand in the way of what is."""
+    project = shutil.copytree(EXAMPLES / example, folder / example, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    assert name in environment.call(available, cwd=project)
+
+
+@NEEDS_COMPILER
+def test_the_native_backend_runs_in_its_own_folder(native_plugin, tmp_path):
+    runs_in_its_own_folder(native_plugin, "native_backend", "plain", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("example", "name"), [("loader_plugin", "blocks"), ("format_plugin", "iq4_nl"), ("python_backend", "float64")]
+)
+def test_the_others_run_in_their_own_folders(python_plugins, tmp_path, example, name):
+    runs_in_its_own_folder(python_plugins, example, name, tmp_path)
+
+
 @NEEDS_COMPILER
 def test_a_native_backend_changes_nothing_else(native_plugin):
     here, there = everything(), native_plugin.call(everything)

@@ -1,6 +1,7 @@
 """The reference's weights and its rounding, against rationals: every code with every scale, every bfloat16, every midpoint."""
 
 import math
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -43,6 +44,20 @@ def test_dequantize_applies_each_scale_to_its_own_32_weights():
             assert weights[n, k] == E2M1.values[codes[n, k]] * 2.0 ** (int(scales[n, k // 32]) - 127)
     for rows in (slice(1, 4), np.array([4, 0]), [3]):
         assert np.array_equal(dequantize(matrix, rows), weights[rows])
+
+
+@pytest.mark.parametrize("make", [int4, uint4, lambda group: uint4(group, order=GPTQ), lambda group: fp8(block=(group, group))])
+def test_dequantize_takes_memory_for_a_matrix_not_for_a_group(make):
+    """A file may say that any number of columns share a scale: then it has one for each row, or one in all."""
+    rng, shape, wide, usual = np.random.default_rng(3), (64, 96), make(2**31 - 1), make(96)
+    assert wide.arrays(*shape) == usual.arrays(*shape)
+    arrays = {name: rng.integers(1, 15, of).astype(dtype) for name, (dtype, of) in wide.arrays(*shape).items()}
+    tracemalloc.start()
+    found = dequantize(Matrix("w", wide, shape, **arrays))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(found, dequantize(Matrix("w", usual, shape, **arrays)))
+    assert peak < 20 * found.nbytes
 
 
 @pytest.mark.parametrize(("group", "k"), [(32, 96), (32, 34), (64, 200), (128, 288)])

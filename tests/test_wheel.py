@@ -94,9 +94,10 @@ def test_what_the_wheel_holds(wheel):
     names = archive.namelist()
     modules = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
     assert modules == {"core"}
-    assert {"ktmoe/_native/__init__.py", "ktmoe/_native/ktmoe.pxd", "ktmoe/_native/ktmoe.h"} <= set(names)
+    public = "__init__.py", "ktmoe.pxd", "ktmoe.h", "pack/layout.h"
+    assert {f"ktmoe/_native/{name}" for name in public} <= set(names)
     native = {Path(name).name for name in names if Path(name).suffix in (".c", ".h", ".pyx", ".pxi", ".pxd")}
-    assert native == {"ktmoe.h", "ktmoe.pxd"}
+    assert native == {"ktmoe.h", "ktmoe.pxd", "layout.h"}
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "ktmoe").rglob("*.py")} <= set(names)
     (points,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/entry_points.txt")]
     assert "[sglang.srt.plugins]\nktmoe = ktmoe.sglang:register\n" in points
@@ -146,5 +147,5 @@ def test_a_native_plugin_compiles_against_the_installed_wheel(wheel, tmp_path):
     project = shutil.copytree(example, tmp_path / "native_backend", ignore=ignored)
     environment.wheel(project, tmp_path)
     environment.install(*tmp_path.glob("*.whl"))
-    environment.call(plain_is_right)
+    environment.call(plain_is_right, cwd=project)
     environment.uninstall("ktmoe-plain")

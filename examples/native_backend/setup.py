@@ -12,7 +12,7 @@ KERNELS = Path("kernels/plain")
 
 plain = Extension(
     "ktmoe_plain.plain",
-    ["ktmoe_plain/plain.pyx", *sorted(str(source) for source in KERNELS.glob("*.c"))],
+    ["src/ktmoe_plain/plain.pyx", *sorted(str(source) for source in KERNELS.glob("*.c"))],
     include_dirs=[str(HEADERS), "."],
     depends=[str(header) for header in KERNELS.glob("*.h")],
     # No contraction of a * b + c: a compiler that may use FMA would round differently from one build to the next.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktmoe.adapters.patterns import Patterns, endings
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.loaders.safetensors_file import read_json_object
 from ktmoe.messages import show
@@ -34,10 +34,6 @@ _REFUSED = {
 }
 #: First numbers of A and B that leave the model's own weights alone.
 _INITS = (True, False, None, "gaussian", "eva")
-#: Most entries of rank_pattern or alpha_pattern, and the longest one.
-_PATTERNS, _PATTERN_LENGTH = 20_000, 1_000
-#: A pattern that is only a name, its dots escaped or not.
-_NAME = re.compile(r"(?:[A-Za-z0-9_]|\\?[.-])+")
 
 
 @dataclass(frozen=True)
@@ -104,10 +100,13 @@ class AdapterConfig:
         self._rslora = self._values.get("use_rslora") or False
         if type(self._rslora) is not bool:
             raise self._wrong("use_rslora", "true or false", self._rslora)
-        self._ranks, self._alphas = self._patterns("rank_pattern"), self._patterns("alpha_pattern")
-        self._parameters = self._values.get("target_parameters") or []
-        if not isinstance(self._parameters, list) or not all(isinstance(name, str) for name in self._parameters):
-            raise self._wrong("target_parameters", "a list of names", self._parameters)
+        self._ranks, self._alphas = (
+            Patterns(f"{self.path}: {key}", self._values.get(key) or {}) for key in ("rank_pattern", "alpha_pattern")
+        )
+        parameters = self._values.get("target_parameters") or []
+        if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+            raise self._wrong("target_parameters", "a list of names", parameters)
+        self._parameters = frozenset(parameters)
 
     def check_version(self) -> None:
         """Raise FormatError if PEFT's own version was too old for adapters of parameters."""
@@ -121,14 +120,13 @@ class AdapterConfig:
 
     def targets(self, module: str, parameter: str) -> bool:
         """Whether a module's parameter has an adapter."""
-        name = f"{module}.{parameter}"
-        return any(name == target or name.endswith(f".{target}") for target in self._parameters)
+        return not self._parameters.isdisjoint(endings([*module.split("."), parameter]))
 
     def rank_and_scale(self, name: str) -> tuple[int, float]:
         """The rank of a parameter's or a module's adapter, and what multiplies B A x. Raises CheckpointError for values that
         there cannot be."""
-        rank = self._matching(self._ranks, name, self._values.get("r", 8))
-        alpha = self._matching(self._alphas, name, self._values.get("lora_alpha", 8))
+        rank = self._ranks.value(name, self._values.get("r", 8))
+        alpha = self._alphas.value(name, self._values.get("lora_alpha", 8))
         if type(rank) is not int or not 1 <= rank < 2**31:
             raise self._wrong("r", "a rank of at least 1", rank)
         if type(alpha) not in (int, float) or not abs(alpha) < 1e300:
@@ -140,32 +138,6 @@ class AdapterConfig:
         if type(found) not in (int, float) or not 0 <= found < 1e300:
             raise self._wrong(key, "a number of 0 or more", found)
         return float(found)
-
-    def _patterns(self, key: str) -> list[tuple[re.Pattern[str], object]]:
-        """Compiled as PEFT matches them: the last parts of a name, or all of it. The first that matches counts."""
-        found = self._values.get(key) or {}
-        if not isinstance(found, Mapping) or len(found) > _PATTERNS:
-            raise self._wrong(key, f"an object of at most {_PATTERNS} patterns", found)
-        return [(self._pattern(key, pattern), value) for pattern, value in found.items()]
-
-    def _pattern(self, key: str, pattern: str) -> re.Pattern[str]:
-        """Raises CheckpointError for a pattern that may take long: it has more than names, .* once, and ( | ) once."""
-        if len(pattern) > _PATTERN_LENGTH:
-            raise self._wrong(key, f"patterns of at most {_PATTERN_LENGTH} characters", pattern)
-        parts = re.split(r"(?:\.\*|\\d\+|\[0-9\]\+)", pattern)
-        plain = "".join(parts)
-        for bracket in "(|)":
-            plain = plain.replace(bracket, "", 200 if bracket == "|" else 1)
-        if len(parts) > 2 or not _NAME.fullmatch(plain):
-            raise self._wrong(key, "names of parameters or modules, with .* at most once", pattern)
-        try:
-            return re.compile(rf"(?:.*\.)?(?:{pattern})")
-        except re.error:
-            raise self._wrong(key, "regular expressions", pattern) from None
-
-    @staticmethod
-    def _matching(patterns: list[tuple[re.Pattern[str], object]], name: str, usual: object) -> object:
-        return next((value for pattern, value in patterns if pattern.fullmatch(name)), usual)
 
     def _wrong(self, label: str, expected: str, found: object) -> CheckpointError:
         return CheckpointError(f"{self.path}: {label}: expected {expected}, found {show(found)}")

@@ -17,7 +17,7 @@ from ktmoe.conversion.parts import Unit, copied
 from ktmoe.conversion.plan import Plan, check_result, own_names, shards, tensors_of
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.writing import Progress, Task, version, write
-from ktmoe.errors import FormatError, InputError
+from ktmoe.errors import FormatError, InputError, memory_for
 from ktmoe.experts import ExpertSpec
 from ktmoe.files.output import output_folder
 from ktmoe.loaders import naming
@@ -66,13 +66,13 @@ def merge_adapter(
 
     The index is written last. Until then ktmoe refuses to load the folder.
     Raises FormatError for experts that are not bfloat16, and for sums that are not finite; MissingTensorError for a layer that
-    the checkpoint has not; InputError for an adapter of other shapes; OutputError and OutOfSpaceError; what import_adapter()
-    raises.
+    the checkpoint has not; InputError for an adapter of other shapes; OutputError, OutOfSpaceError and OutOfMemoryError; what
+    import_adapter() raises.
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     folder = output_folder(out)
-    with Source(path, folder) as source:
+    with memory_for(f"{path}: merging"), Source(path, folder) as source:
         loras = adapter
         if not isinstance(adapter, Mapping):
             loras = import_adapter(adapter, source.checkpoint.config, experts_only=experts_only)

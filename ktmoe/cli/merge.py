@@ -15,6 +15,7 @@ from ktmoe.conversion.convert import SHARD_BYTES
 from ktmoe.loaders.naming import listed
 from ktmoe.machine.threads import set_num_threads
 from ktmoe.messages import printable
+from ktmoe.quantization import Error
 
 HELP = """Add a LoRA adapter to the weights of a checkpoint's routed experts.
 
@@ -59,8 +60,12 @@ def _lines(merged: Merged) -> list[str]:
     if merged.kept:
         lines.append(f"{units.count(len(merged.kept), 'file')} of an interrupted run stayed")
     lines.append("what rounding to bfloat16 lost of the adapter, root mean squares:")
-    lines += [f"  layer {layer}: {100 * error.relative:.3f} %" for layer, error in merged.layers.items()]
+    lines += [f"  layer {layer}: {_lost(error)}" for layer, error in merged.layers.items()]
     return lines + ([f"not copied: {printable(units.some(merged.left_out))}"] if merged.left_out else [])
+
+
+def _lost(error: Error) -> str:
+    return f"{100 * error.relative:.3f} %" if error.weights else "nothing, since the adapter changes no weight"
 
 
 def _data(merged: Merged) -> dict:

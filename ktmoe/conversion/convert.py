@@ -10,7 +10,7 @@ from ktmoe.conversion.plan import plan
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.stated import MIXED
 from ktmoe.conversion.writing import Progress, Task, version, write
-from ktmoe.errors import InputError
+from ktmoe.errors import InputError, memory_for
 from ktmoe.files.output import output_folder
 from ktmoe.quantization import Error, Quantizer
 
@@ -69,14 +69,14 @@ def convert(
 
     The index is written last. Until then ktmoe refuses to load the folder.
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
-    is written; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not to be converted;
-    InputError for options that do not exist, and for formats that no backend computes.
+    is written; OutOfMemoryError; CheckpointError also for a file that changes meanwhile; FormatError for experts that are not
+    to be converted; InputError for options that do not exist, and for formats that no backend computes.
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     quantizer = Quantizer(to, rule=rule or DEFAULT_RULES.get(to), group=group, scales=scales, symmetric=symmetric)
     folder = output_folder(out)
-    with Source(path, folder) as source:
+    with memory_for(f"{path}: converting"), Source(path, folder) as source:
         made = plan(source, quantizer, layers, requantize, shard_bytes)
         dropped = [] if made.note == MIXED else source.quantized  # else it is of the weights that stay as they are
         task = Task(

@@ -92,6 +92,6 @@ class Journal:
 
 def _error(weights: object, error: object) -> Error:
     """Raises ValueError for what no sums of squares are."""
-    if not all(type(number) is float and 0 <= number < math.inf for number in (weights, error)) or (error and not weights):
+    if not all(type(number) is float and 0 <= number < math.inf for number in (weights, error)):
         raise ValueError("no sums of squares")
     return Error(weights, error)

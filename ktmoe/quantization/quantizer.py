@@ -33,8 +33,8 @@ class Error:
 
     @property
     def relative(self) -> float:
-        """Root mean square of the error beside that of the weights; 0 if there is no error."""
-        return (self.error / self.weights) ** 0.5 if self.error else 0.0
+        """Root mean square of the error beside that of the weights; 0 if one of them is 0."""
+        return (self.error / self.weights) ** 0.5 if self.weights else 0.0
 
 
 class Quantizer:

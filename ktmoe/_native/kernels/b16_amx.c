@@ -1,6 +1,6 @@
 /* b16 by TDPBF16PS: packed weights are tiles of B as they stand; see tiles.h.
  *
- * LAYOUT      pack/b16.c. A k-pair of 16 columns is 64 bytes, the next k-pair a panel's row further.
+ * LAYOUT      pack/layout.h. A k-pair of 16 columns is 64 bytes, the next k-pair a panel's row further.
  */
 #include "kernels/common/b16_words.h"
 #include "kernels/common/isa.h"

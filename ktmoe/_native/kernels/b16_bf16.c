@@ -1,6 +1,6 @@
 /* b16 with VDPBF16PS: packed weights are its operands as they stand; see bf16.h and panel.h.
  *
- * LAYOUT      pack/b16.c. A vector is a k-pair of 16 columns.
+ * LAYOUT      pack/layout.h. A vector is a k-pair of 16 columns.
  */
 #include "kernels/common/b16_words.h"
 #include "kernels/common/bf16.h"

@@ -1,6 +1,6 @@
 /* b16 in fp32: a bfloat16 is the upper half of a float; see f32.h and panel.h.
  *
- * LAYOUT      pack/b16.c. A dword holds two k of one column, the even one below.
+ * LAYOUT      pack/layout.h. A dword holds two k of one column, the even one below.
  */
 #include "kernels/common/b16_layout.h"
 #include "kernels/common/f32.h"

@@ -1,6 +1,6 @@
 /* f16 in fp32: an fp16 number is an fp32 one; see f32.h and panel.h.
  *
- * LAYOUT      pack/words.h. A dword holds two k of one column, the even one below.
+ * LAYOUT      pack/layout.h. A dword holds two k of one column, the even one below.
  */
 #include "kernels/common/b16_layout.h"
 #include "kernels/common/f32.h"

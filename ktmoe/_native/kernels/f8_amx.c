@@ -2,7 +2,7 @@
  *
  * DEFINITION  folded: w = code * 2^(b-127), exact in bf16, one chain over all k
  *             else:   w = code, a sum per group, out = fma(sum, scale, out); or one chain where there are no scales
- * LAYOUT      pack/f8.c. The lower and the upper bytes of a vector's words are two k-pairs of 16 columns, two rows of a tile.
+ * LAYOUT      pack/layout.h. The lower and the upper bytes of a vector's words are two k-pairs of 16 columns, two rows of a tile.
  */
 #include <immintrin.h>
 

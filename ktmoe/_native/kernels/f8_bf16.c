@@ -2,7 +2,7 @@
  *
  * DEFINITION  folded: w = code * 2^(b-127), exact in bf16, one chain over all k
  *             else:   w = code, a sum per group, out = fma(sum, scale, out); or one chain where there are no scales
- * LAYOUT      pack/f8.c. A vector of codes is 4 k of 16 columns; the lower and the upper bytes of its words are the k-pairs.
+ * LAYOUT      pack/layout.h. A vector of codes is 4 k of 16 columns; the lower and the upper bytes of its words are the k-pairs.
  */
 #include "kernels/common/bf16.h"
 #include "kernels/common/f8_words.h"

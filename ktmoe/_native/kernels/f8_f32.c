@@ -1,7 +1,7 @@
 /* f8 in fp32: shifts and a mask move E4M3's bits to where fp32 has them, and one exact multiplication makes up for the difference
  * of exponents, denormals included; see f32.h, scales.h and panel.h.
  *
- * LAYOUT      pack/f8.c. A code dword holds 4 k of one column, in its bytes k0 k2 k1 k3.
+ * LAYOUT      pack/layout.h. A code dword holds 4 k of one column, in its bytes k0 k2 k1 k3.
  */
 #include "kernels/common/f32.h"
 #include "kernels/common/f8_layout.h"

@@ -1,7 +1,7 @@
 /* i8 without scales, by TDPBF16PS: an integer of 8 bits is a bf16, exactly; see i8_values.h and tiles.h.
  *
  * DEFINITION  w = q
- * LAYOUT      pack/i8.c. The lower and the upper bytes of a vector's words are two k-pairs of 16 columns, two rows of a tile.
+ * LAYOUT      pack/layout.h. The lower and the upper bytes of a vector's words are two k-pairs of 16 columns, two rows of a tile.
  */
 #include <immintrin.h>
 

@@ -1,7 +1,7 @@
 /* i8 with VDPBF16PS: an integer of 8 bits is a bf16, exactly; see i8_values.h, bf16.h and panel.h.
  *
  * DEFINITION  w = q, a sum per group, out = fma(sum, scale, out); or one chain where there are no scales
- * LAYOUT      pack/i8.c. A vector of codes is 4 k of 16 columns; the lower and the upper bytes of its words are the k-pairs.
+ * LAYOUT      pack/layout.h. A vector of codes is 4 k of 16 columns; the lower and the upper bytes of its words are the k-pairs.
  */
 #include "kernels/common/bf16.h"
 #include "kernels/common/i8_words.h"

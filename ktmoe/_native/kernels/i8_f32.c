@@ -1,6 +1,6 @@
 /* i8 in fp32: a code in the mantissa of a float, less a constant, is the integer; see i8_values.h, f32.h and panel.h.
  *
- * LAYOUT      pack/i8.c. A code dword holds 4 k of one column.
+ * LAYOUT      pack/layout.h. A code dword holds 4 k of one column.
  */
 #include "kernels/common/f32.h"
 #include "kernels/common/i8_values.h"

@@ -3,7 +3,7 @@
  * DEFINITION  for each 32 k: sum of (code + 128) * q, begun at -128 * sum of q, exact in int32, since 32 * 255 * 32640 < 2^28;
  *             out = fma(float(sum) * scale of x, scale, out): float() rounds sums of more than 24 bits, and the product is exact but
  *             for fp32's range. Without scales, scale is 1
- * LAYOUT      pack/i8.c. The lower and the upper bytes of a dword's words are k-pairs.
+ * LAYOUT      pack/layout.h. The lower and the upper bytes of a dword's words are k-pairs.
  */
 #include "kernels/common/byte_layout.h"
 #include "kernels/common/int16.h"

@@ -4,7 +4,7 @@
  *             code's sign);
  *             out = fma(sum, scale of x * scale, out): sum has 20 bits, and the product of both scales at most 19, so that it is exact
  *             but for fp32's range. Without scales, scale is 1. With a super-scale it has up to 27 bits, and is rounded
- * LAYOUT      pack/i8.c. The bytes of a dword are k0 k4 k1 k5 or k2 k6 k3 k7, and so are those of x.
+ * LAYOUT      pack/layout.h. The bytes of a dword are k0 k4 k1 k5 or k2 k6 k3 k7, and so are those of x.
  * REGULARITIES two products of VPMADDUBSW, at most 2 * 128 * 127, never saturate; with code + 128 they would. 128 is a byte that
  *             is not negative, and no q is -128.
  */

@@ -1,7 +1,7 @@
 /* q4 with UE8M0 scales that fold, by TDPBF16PS: VPERMW looks up bf16 weights in k-pairs; see tiles.h.
  *
  * DEFINITION  w = codebook[code] * 2^(b-127), exact in bf16
- * LAYOUT      pack/q4.c. A vector of codes is 8 k of 16 columns; words moved down by 0, 4, 8, 12 and VPERMW give the k-pairs.
+ * LAYOUT      pack/layout.h. A vector of codes is 8 k of 16 columns; words moved down by 0, 4, 8, 12 and VPERMW give the k-pairs.
  */
 #include <immintrin.h>
 

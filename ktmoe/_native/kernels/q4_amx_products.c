@@ -2,7 +2,7 @@
  *
  * DEFINITION  w = codebook[code] * scale, exact in fp32, rounded once to bf16, RNE. With E2M1 and E4M3 scales there is nothing to
  *             round, nor, as a rule, to multiply; with bf16 and fp16 scales the user allows it. No product is denormal (folding.py)
- * LAYOUT      pack/q4.c. A code dword holds 8 k of one column: those of pair j at bits 4 j and 4 j + 16.
+ * LAYOUT      pack/layout.h. A code dword holds 8 k of one column: those of pair j at bits 4 j and 4 j + 16.
  */
 #include <immintrin.h>
 

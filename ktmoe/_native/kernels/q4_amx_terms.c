@@ -2,7 +2,7 @@
  *
  * DEFINITION  w = high * scale + low * scale, where codebook[code] = high + low are signed powers of two or zero (folding.py): so a
  *             product has the scale's bits with another exponent. Scales are positive, or 0; no product is denormal
- * LAYOUT      pack/q4.c. A vector of codes is 8 k of 16 columns; words moved down by 0, 4, 8, 12 and VPERMW give the k-pairs.
+ * LAYOUT      pack/layout.h. A vector of codes is 8 k of 16 columns; words moved down by 0, 4, 8, 12 and VPERMW give the k-pairs.
  */
 #include <immintrin.h>
 

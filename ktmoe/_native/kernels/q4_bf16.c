@@ -2,7 +2,7 @@
  *
  * DEFINITION  folded: w = codebook[code] * 2^(b-127), exact in bf16, one chain over all k
  *             else:   w = codebook[code], or code - zero point, a sum per group, out = fma(sum, scale, out)
- * LAYOUT      pack/q4.c. A vector of codes is 8 k of 16 columns; word shifts 0, 4, 8, 12 and VPERMW give the k-pairs.
+ * LAYOUT      pack/layout.h. A vector of codes is 8 k of 16 columns; word shifts 0, 4, 8, 12 and VPERMW give the k-pairs.
  */
 #include "kernels/common/bf16.h"
 #include "kernels/common/isa.h"

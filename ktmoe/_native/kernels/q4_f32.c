@@ -1,7 +1,7 @@
 /* q4 in fp32: a vector lookup gives fp32 weights; see f32.h and panel.h.
  *
  * DEFINITION  w = values[code], less the zero point if there is one, exact in fp32: both are small integers then
- * LAYOUT      pack/q4.c. A code dword holds 8 k of one column; the nibble of k is at bit nibble_bit(k).
+ * LAYOUT      pack/layout.h. A code dword holds 8 k of one column; the nibble of k is at bit nibble_bit(k).
  */
 #include "kernels/common/f32.h"
 #include "kernels/common/isa.h"

@@ -4,7 +4,7 @@
  *             whole is whole[code], or code - zero point: of size 16 at most;
  *             out = fma(sum * (scale of x * unit), scale, out): sum is exact in fp32, since 32 * 16 * 32640 < 2^24, and
  *             both products are but for fp32's range
- * LAYOUT      pack/q4.c. The low nibbles of a dword's bytes are k0 k4 k1 k5, the high ones k2 k6 k3 k7: one VPSHUFB looks up
+ * LAYOUT      pack/layout.h. The low nibbles of a dword's bytes are k0 k4 k1 k5, the high ones k2 k6 k3 k7: one VPSHUFB looks up
  *             two k-pairs, one of them in the lower, one in the upper bytes of its words. Bytes that are not negative become
  *             words by one instruction.
  */

@@ -1,4 +1,4 @@
-/* Packing b16, bfloat16 weights; words.h has the layout. */
+/* Packing b16, bfloat16 weights; see words.h. */
 #define EXPONENT 0x7F80
 #include "pack/words.h"
 

@@ -1,4 +1,4 @@
-/* Packing f16, weights of IEEE 754's 16 bits; words.h has the layout. */
+/* Packing f16, weights of IEEE 754's 16 bits; see words.h. */
 #define EXPONENT 0x7C00
 #include "pack/words.h"
 

@@ -1,18 +1,12 @@
-/* Packing f32, weights of 32 bits: rows of dwords to panels and back, exactly.
- *
- * LAYOUT of a panel: blocks in ascending k, each 32 k of 64 columns:
- *
- *     weight of (column c, k) at  (k % 32) * 256 + c * 4
- *
- * Padding is zero.
- */
+/* Packing f32, weights of 32 bits: rows of dwords to panels and back, exactly; layout.h has the layout. Padding is zero. */
 #include "ktmoe.h"
+#include "pack/layout.h"
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { K_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK * K_BYTES, ROW_BYTES = KT_BLOCK * 4, LINE_STEP = K_BYTES };
+enum { K_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_F32_BLOCK_BYTES, ROW_BYTES = KT_BLOCK * 4, LINE_STEP = K_BYTES };
 
-static inline size_t column_at(size_t column) { return column * 4; }
+static inline size_t column_at(size_t column) { return kt_f32_at(column, 0); }
 
 ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     (void)f;

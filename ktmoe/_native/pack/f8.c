@@ -1,20 +1,16 @@
 /* Packing f8, 8-bit floats: rows of bytes to panels and back, exactly.
  *
- * LAYOUT of a panel: groups.h. Of a block:
- *
- *     code dword of (column c, k..k+3) at    (c / 16) * 512 + (k % 32 / 4) * 64 + (c % 16) * 4
- *     its bytes, low to high:                k0 k2 | k1 k3
- *
- * so a 64-byte vector holds 4 k of 16 columns, and the upper and the lower bytes of each column's two words are the k-pairs (2,3)
- * and (0,1): the pair order of VDPBF16PS and TDPBF16PS.
+ * LAYOUT is layout.h's: a 64-byte vector holds 4 k of 16 columns, and the upper and the lower bytes of each column's two words are the
+ * k-pairs (2,3) and (0,1): the pair order of VDPBF16PS and TDPBF16PS.
  */
 #include "ktmoe.h"
+#include "pack/layout.h"
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK, ROW_BYTES = KT_BLOCK, LINE_STEP = 64, HALF = 16 };
+enum { BLOCK_BYTES = KT_F8_BLOCK_BYTES, ROW_BYTES = KT_BLOCK, LINE_STEP = 64, HALF = 16 };
 
-static inline size_t column_at(size_t column) { return column / 16 * 512 + column % 16 * 4; }
+static inline size_t column_at(size_t column) { return kt_f8_at(column, 0); }
 
 ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     (void)f;

@@ -1,4 +1,4 @@
-/* Headers of groups: scales, offsets and their super-scales, copied in their native bytes; see groups.h. */
+/* Headers of groups: scales, offsets and their super-scales, copied in their native bytes; see layout.h. */
 #include "pack/groups.h"
 
 #include <string.h>
@@ -16,14 +16,14 @@ static size_t row_bytes(const kt_group_array *a) { return a->rows > 1 ? KT_LINE 
 
 kt_groups kt_groups_of(const kt_format *f, size_t k) {
     const size_t group = f->groups[KT_SCALES].group;
-    kt_groups g = {.blocks = kt_round_up(k, KT_BLOCK) / KT_BLOCK, .block_bytes = f->packing->block_bytes, .halves = 1};
+    kt_groups g = {.at.block_bytes = f->packing->block_bytes, .blocks = kt_round_up(k, KT_BLOCK) / KT_BLOCK, .halves = 1};
     if (!group) return g;
     g.halves = group < KT_BLOCK ? KT_BLOCK / group : 1;
-    g.header_shift = group < KT_BLOCK ? 0 : __builtin_ctzl(group / KT_BLOCK);
+    g.at.header_shift = kt_header_shift(group);
     for (size_t i = 0; i < KT_GROUP_ARRAYS; i++) {
         const kt_group_array *a = &f->groups[i];
         const bool of_groups = i == KT_SCALES || i == KT_OFFSETS;
-        size_t *bytes = of_groups ? &g.header_bytes : &g.super_bytes;
+        size_t *bytes = of_groups ? &g.at.header_bytes : &g.at.super_bytes;
         g.places[i] = *bytes;
         if (a->group) *bytes += of_groups ? g.halves * row_bytes(a) : row_bytes(a);
     }
@@ -74,8 +74,8 @@ static void scan_row(const kt_group_array *s, const uint8_t *from, size_t count,
 
 /* Where row i of an array is. */
 static size_t row_at(const kt_groups *g, const kt_format *f, size_t array, size_t i) {
-    if (array == KT_SUPER_SCALES || array == KT_SUPER_OFFSETS) return kt_super_header_at(g, i) + g->places[array];
-    return kt_header_at(g, i / g->halves) + g->places[array] + i % g->halves * row_bytes(&f->groups[array]);
+    if (array == KT_SUPER_SCALES || array == KT_SUPER_OFFSETS) return kt_super_header_at(&g->at, i) + g->places[array];
+    return kt_header_at(&g->at, i / g->halves) + g->places[array] + i % g->halves * row_bytes(&f->groups[array]);
 }
 
 static size_t rows_of(const kt_groups *g, size_t array) {
@@ -90,7 +90,7 @@ static void pack_lines(const kt_shard_matrix *m, const kt_groups *g, const uint8
         memcpy(&bits, from + h * sizeof bits, sizeof bits);
         scan->refused |= (bits & field) == field;
         for (size_t i = 0; i < LINE_COPIES; i++) memcpy(line + i * sizeof bits, &bits, sizeof bits);
-        kt_stream(packed + kt_header_at(g, h), KT_LINE, line, 1);
+        kt_stream(packed + kt_header_at(&g->at, h), KT_LINE, line, 1);
     }
 }
 

@@ -1,19 +1,15 @@
 /* Packing i8, 8-bit integers: rows of bytes to panels and back, exactly.
  *
- * LAYOUT of a panel: groups.h. Of a block:
- *
- *     code dword of column c and k..k+3 at    (c / 16) * 512 + (k % 32 / 4) * 64 + (c % 16) * 4
- *     of 8 k, the bytes of the first one, low to high, and of the second:    k0 k4 | k1 k5    k2 k6 | k3 k7
- *
- * A byte is q + 128, whichever element the checkpoint has: VPDPBUSD takes it so, and so does the mantissa of a float. The lower and
- * the upper bytes of a column's two words are k-pairs, the order of VDPBF16PS and TDPBF16PS. Eight k stand as q4's do, so that
- * kernels of both families take the same rows of 8-bit x.
+ * LAYOUT is layout.h's. VPDPBUSD takes q + 128, and so does the mantissa of a float. The lower and the upper bytes of a column's two
+ * words are k-pairs, the order of VDPBF16PS and TDPBF16PS. Eight k stand as q4's do, so that kernels of both families take the same
+ * rows of 8-bit x.
  */
 #include "ktmoe.h"
+#include "pack/layout.h"
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK, ROW_BYTES = KT_BLOCK, LINE_STEP = 64, HALF = 16 };
+enum { BLOCK_BYTES = KT_I8_BLOCK_BYTES, ROW_BYTES = KT_BLOCK, LINE_STEP = 64, HALF = 16 };
 
 typedef uint64_t u64x2 __attribute__((vector_size(16)));
 
@@ -26,7 +22,7 @@ static inline u32x4 swap_words(u32x4 dwords) {
     return (u32x4)((v & 0xFFFF00000000FFFF) | (v >> 16 & 0x00000000FFFF0000) | (v << 16 & 0x0000FFFF00000000));
 }
 
-static inline size_t column_at(size_t column) { return column / 16 * 512 + column % 16 * 4; }
+static inline size_t column_at(size_t column) { return kt_i8_at(column, 0); }
 
 ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     for (int half = 0; half < 2; half++) {

@@ -54,7 +54,7 @@ static bool pack_codes(const kt_shard_matrix *m, const uint8_t *rows, size_t str
                                         count > first + column ? count - first - column : 0, line + b, lines[b] + column * 4);
             }
             for (size_t b = 0; b < blocks; b++)
-                kt_stream(packed + kt_block_at(&g, line + b) + column_at(first), LINE_STEP, lines[b], LINES);
+                kt_stream(packed + kt_block_at(&g.at, line + b) + column_at(first), LINE_STEP, lines[b], LINES);
         }
     return (wrong[0] | wrong[1] | wrong[2] | wrong[3]) == 0;
 }
@@ -64,7 +64,7 @@ static void unpack_codes(const kt_format *f, const uint8_t *packed, size_t count
     const size_t row_bytes = k * f->packing->code_bits / 8;
     for (size_t b = 0; b < g.blocks; b++)
         for (size_t column = 0; column < count; column += 4) {
-            const uint8_t *from = packed + kt_block_at(&g, b) + column_at(column);
+            const uint8_t *from = packed + kt_block_at(&g.at, b) + column_at(column);
             const size_t at = b * ROW_BYTES, left = row_bytes - at < ROW_BYTES ? row_bytes - at : ROW_BYTES;
             uint8_t *to = rows + column * row_bytes + at, four[4][ROW_BYTES];
             if (column + 4 <= count && left == ROW_BYTES) {

@@ -1,18 +1,14 @@
 /* Packing q4, 4-bit codes: rows of codes, low nibble = even k, to panels and back, exactly.
  *
- * LAYOUT of a panel: groups.h. Of a block:
- *
- *     code dword of (column c, k..k+7) at    (c / 16) * 256 + (k % 32 / 8) * 64 + (c % 16) * 4
- *     its nibbles, low to high:              k0 k2 k4 k6 | k1 k3 k5 k7
- *
- * so a 64-byte vector holds 8 k of 16 columns, and its words shifted right by 0, 4, 8, 12 hold the k-pairs (0,1), (2,3),
- * (4,5), (6,7) in the low bits of each column's two words: the pair order of VDPBF16PS and TDPBF16PS.
+ * LAYOUT is layout.h's: a 64-byte vector holds 8 k of 16 columns, and its words shifted right by 0, 4, 8, 12 hold the k-pairs (0,1),
+ * (2,3), (4,5), (6,7) in the low bits of each column's two words: the pair order of VDPBF16PS and TDPBF16PS.
  */
 #include "ktmoe.h"
+#include "pack/layout.h"
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { BLOCK_BYTES = KT_PANEL * KT_BLOCK / 2, ROW_BYTES = KT_BLOCK / 2, LINE_STEP = 64 };
+enum { BLOCK_BYTES = KT_Q4_BLOCK_BYTES, ROW_BYTES = KT_BLOCK / 2, LINE_STEP = 64 };
 
 /* Of two rows, k0 k1 .. k7 of each dword from the lowest nibble up -> k0 k2 k4 k6 k1 k3 k5 k7. The rows' even bytes have k0 k1 k4 k5,
  * their odd bytes the others; these change nibbles, and then words alternate. */
@@ -27,7 +23,7 @@ static inline void split_pairs(u32x4 two[2]) {
 
 static inline u32x4 join_pairs(u32x4 v) { return swap_bits(swap_middle(v), 0x00F000F0, 4); }
 
-static inline size_t column_at(size_t column) { return column / 16 * 256 + column % 16 * 4; }
+static inline size_t column_at(size_t column) { return kt_q4_at(column, 0); }
 
 ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     (void)f;

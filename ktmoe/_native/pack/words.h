@@ -1,25 +1,20 @@
-/* Packing floats of 16 bits: rows of words to panels and back, exactly. A packing file defines EXPONENT, the bits of a number's
- * exponent, before it includes this: with all of them set, it is no real number.
- *
- * LAYOUT of a panel: blocks in ascending k, each 16 k-pairs of 64 columns of two words:
- *
- *     weight of (column c, k) at  (k % 32 / 2) * 256 + c * 4 + (k % 2) * 2
- *
- * the pair order of VDPBF16PS and TDPBF16PS. Padding is zero.
+/* Packing floats of 16 bits: rows of words to panels and back, exactly; layout.h has the layout. Padding is zero. A packing file
+ * defines EXPONENT, the bits of a number's exponent, before it includes this: with all of them set, it is no real number.
  */
 #ifndef KT_WORDS_H
 #define KT_WORDS_H
 
 #include "ktmoe.h"
+#include "pack/layout.h"
 #include "pack/pack.h"
 #include "pack/transpose.h"
 
-enum { PAIR_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_BLOCK / 2 * PAIR_BYTES, ROW_BYTES = KT_BLOCK * 2, LINE_STEP = PAIR_BYTES };
+enum { PAIR_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_B16_BLOCK_BYTES, ROW_BYTES = KT_BLOCK * 2, LINE_STEP = PAIR_BYTES };
 
 /* In both words of a dword: the exponent, and its lowest bit. */
 static const uint32_t ALL = EXPONENT * 0x10001u, LEAST = (EXPONENT & -EXPONENT) * 0x10001u;
 
-static inline size_t column_at(size_t column) { return column * 4; }
+static inline size_t column_at(size_t column) { return kt_b16_at(column, 0); }
 
 ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t stride_bytes, uint8_t *to) {
     (void)f;

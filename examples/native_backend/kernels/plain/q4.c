@@ -5,15 +5,15 @@
  *                 out = 0
  *                 for each block of 32 k: sum = 0; for k ascending: sum = sum + x[k] * codebook[code[k]]
  *                                         out = out + sum * 2^(b - 127)
- * LAYOUT      pack/q4.c: a block is its columns' 64 scale bytes b, then 1024 bytes of codes. The dword of column c and
- *             k..k+7 stands at c / 16 * 256 + k / 8 * 64 + c % 16 * 4; the nibble of k at its bit k % 8 / 2 * 4 + k % 2 * 16.
+ * LAYOUT      pack/layout.h. Each block has a header of its columns' 64 scale bytes b.
  * REGULARITIES a block is decoded once to fp32 [32][64], 8 KiB in L1, and serves all rows. Every m sums in the same order.
  */
 #include <string.h>
 
 #include "kernels/plain/kernels.h"
+#include "pack/layout.h"
 
-enum { BLOCK_BYTES = KT_PANEL + KT_PANEL * KT_BLOCK / 2 };
+static const kt_layout layout = {.header_bytes = KT_PANEL, .block_bytes = KT_Q4_BLOCK_BYTES};
 
 typedef struct block {
     float w[KT_BLOCK][KT_PANEL];
@@ -26,13 +26,14 @@ static inline float float_of(uint32_t bits) {
     return value;
 }
 
-static void decode(const uint8_t *restrict packed, const float *restrict codebook, block *restrict b) {
+static void decode(const uint8_t *restrict panel, size_t number, const float *restrict codebook, block *restrict b) {
+    const uint8_t *scales = panel + kt_header_at(&layout, number), *codes = panel + kt_block_at(&layout, number);
     for (int c = 0; c < KT_PANEL; c++) {
-        b->scale[c] = float_of(packed[c] ? (uint32_t)packed[c] << 23 : 0x00400000); /* byte 0 is 2^-127, a denormal */
+        b->scale[c] = float_of(scales[c] ? (uint32_t)scales[c] << 23 : 0x00400000); /* byte 0 is 2^-127, a denormal */
         for (int k = 0; k < KT_BLOCK; k++) {
-            uint32_t codes;
-            memcpy(&codes, packed + KT_PANEL + c / 16 * 256 + k / 8 * 64 + c % 16 * 4, sizeof codes);
-            b->w[k][c] = codebook[codes >> (k % 8 / 2 * 4 + k % 2 * 16) & 15];
+            uint32_t dword;
+            memcpy(&dword, codes + kt_q4_at(c, k), sizeof dword);
+            b->w[k][c] = codebook[dword >> kt_q4_bit(k) & 15];
         }
     }
 }
@@ -41,7 +42,7 @@ static void dot(const kt_dot *a) {
     block *restrict b = a->scratch;
     for (size_t p = 0; p < a->panels; p++)
         for (size_t k0 = 0; k0 < a->k; k0 += KT_BLOCK) {
-            decode(a->w[p] + k0 / KT_BLOCK * BLOCK_BYTES, a->codebook->value, b);
+            decode(a->w[p], k0 / KT_BLOCK, a->codebook->value, b);
             for (size_t i = 0; i < a->m; i++) {
                 const uint16_t *restrict x = (const uint16_t *)a->x[i] + k0;
                 float *restrict out = a->out[p] + i * KT_PANEL;

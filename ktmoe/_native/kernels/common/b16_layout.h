@@ -1,4 +1,4 @@
-/* Where b16's weights are; pack/b16.c has the picture. */
+/* Where b16's weights are; pack/layout.h has the picture. */
 #ifndef KT_B16_LAYOUT_H
 #define KT_B16_LAYOUT_H
 

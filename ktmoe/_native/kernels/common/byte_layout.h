@@ -1,4 +1,4 @@
-/* Where codes of 8 bits are; pack/f8.c and pack/i8.c have the pictures. */
+/* Where codes of 8 bits are; pack/layout.h has the pictures. */
 #ifndef KT_BYTE_LAYOUT_H
 #define KT_BYTE_LAYOUT_H
 

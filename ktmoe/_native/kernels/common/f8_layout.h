@@ -1,4 +1,4 @@
-/* Where f8's codes are; pack/f8.c has the picture. */
+/* Where f8's codes are; pack/layout.h has the picture. */
 #ifndef KT_F8_LAYOUT_H
 #define KT_F8_LAYOUT_H
 

@@ -1,4 +1,4 @@
-/* i8's codes as floats; pack/i8.c has the layout. */
+/* i8's codes as floats; pack/layout.h has the layout. */
 #ifndef KT_I8_VALUES_H
 #define KT_I8_VALUES_H
 

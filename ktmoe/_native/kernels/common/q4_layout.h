@@ -1,4 +1,4 @@
-/* Where q4's codes are; pack/q4.c has the picture. */
+/* Where q4's codes are; pack/layout.h has the picture. */
 #ifndef KT_Q4_LAYOUT_H
 #define KT_Q4_LAYOUT_H
 

@@ -1,4 +1,4 @@
-/* How kernels on vectors see scales and offsets: the header of a group, which pack/groups.h has the picture of.
+/* How kernels on vectors see scales and offsets: the header of a group, which pack/layout.h has the picture of.
  *
  * A way is a constant at every call: a scale kind and flags. A kind is a row here: its name, its bytes, its load.
  */

@@ -1,4 +1,4 @@
-/* Where the steps of a panel are: blocks of 32 k behind their groups' headers, as pack/groups.h has them. Includers have STEP_BYTES. */
+/* Where the steps of a panel are: blocks of 32 k behind their groups' headers, as pack/layout.h has them. Includers have STEP_BYTES. */
 #ifndef KT_STEPS_H
 #define KT_STEPS_H
 
