@@ -26,12 +26,16 @@ from ktmoe.loaders.checkpoint import Checkpoint
 #: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
 
+#: A call has no larger share of a limit, unless others used the machine while the limit was measured.
+MOST_SHARE = 1.05
+
 _NOTES = (
     "all figures are medians over rounds, each with limits measured in it:",
     "  of read: of the bandwidth of reading packed weights",
     "  of peak: of the multiply peak",
     "error of bound: the worst of sampled outputs against a float64 reference; 100% is the most that rounding explains",
 )
+_BUSY = "others used the machine while this limit was measured"
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,25 @@ class Row:
         return self.check.error <= 1
 
     @property
+    def disturbed(self) -> list[str]:
+        """The shares that cannot be, in words. Integer kernels of AVX2 multiply by another instruction than its peak."""
+        shares = {"read": self.result.read_share}
+        if self.isa != "avx2" or self.activations == "bf16":
+            shares["peak"] = self.result.peak_share
+        return [f"{units.percent(share)} of {name}" for name, share in shares.items() if share > MOST_SHARE]
+
+    @property
     def label(self) -> str:
         """The backend, and its activation mode where that is not exact."""
         return self.backend if self.activations == "bf16" else f"{self.backend} {self.activations}"
 
     @property
+    def what(self) -> str:
+        return f"{self.backend} {self.work}: {units.count(self.result.tokens, 'token')}"
+
+    @property
     def wrong_words(self) -> str:
-        name, tokens = f"{self.backend} {self.work}", units.count(self.result.tokens, "token")
-        return f"WRONG: {name}: {tokens}: an output is off by {self.check.error:.3g} times its bound"
+        return f"WRONG: {self.what}: an output is off by {self.check.error:.3g} times its bound"
 
 
 def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[Checkpoint, ExpertWeights, int]:
@@ -131,8 +146,9 @@ def limits(rows: list[Row]) -> list[Limits]:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """The machine, its limits, and what the table's heads mean."""
-    return [*units.machine(limits(rows)), *_NOTES]
+    """The machine, its limits, what the table's heads mean, and which figures others disturbed."""
+    disturbed = [f"DISTURBED: {row.what}: {' and '.join(row.disturbed)}: {_BUSY}" for row in rows if row.disturbed]
+    return [*units.machine(limits(rows)), *_NOTES, *disturbed]
 
 
 def call(row: Row) -> dict:
