@@ -19,6 +19,7 @@ from transformers.cli.chat import Chat
 from transformers.cli.serve import Serve
 
 from ktmoe.errors import UnavailableError
+from ktmoe.messages import install
 from ktmoe.transformers.refusals import in_one_line
 from ktmoe.transformers.view import View
 
@@ -35,7 +36,7 @@ def check_packages() -> None:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         verb = "is" if len(missing) == 1 else "are"
         raise UnavailableError(
-            f"transformers' server needs {', '.join(missing)}, which {verb} not installed: pip install 'ktmoe[serve]'"
+            f"transformers' server needs {', '.join(missing)}, which {verb} not installed: {install('serve')}"
         )
 
 
