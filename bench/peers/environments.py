@@ -53,8 +53,8 @@ ENGINES = Environment(
     base=TORCH,
 )
 
-#: vLLM for CPUs, and what text and the server need of what it requires. The rest is left out: torchvision, torchaudio and torchcodec are
-#: builds for CUDA, which break its import, and triton, which xgrammar requires, has nothing for CPUs.
+#: vLLM for CPUs, and what text and the server need of what it requires. The rest is left out: torchvision, torchaudio and
+#: torchcodec are builds for CUDA, which break its import, and triton, which xgrammar requires, has nothing for CPUs.
 VLLM = Environment(
     "vllm",
     "vLLM",
