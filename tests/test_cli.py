@@ -215,6 +215,12 @@ def test_a_broken_pipe_ends_quietly(arguments):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_closed_stdout():
+    command = ["sh", "-c", 'exec "$0" -m ktmoe config >&-', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _warnings_in_one_line():
             status = _run(sys.argv[1:] if arguments is None else list(arguments))
-        sys.stdout.flush()
+        if sys.stdout:  # there is none after >&-
+            sys.stdout.flush()
     except (KtmoeError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             # whoever read stdout has gone; what is left in its buffer must not fail again when Python ends

@@ -26,8 +26,10 @@ from ktmoe.loaders.checkpoint import Checkpoint
 #: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
 
-#: A call has no larger share of a limit, unless others used the machine while the limit was measured.
+#: A larger share of a limit has one of _REASONS, and says nothing of the call.
 MOST_SHARE = 1.05
+_BUSY = "others used the machine while this limit was measured"
+_REASONS = {"read": f"{_BUSY}, or weights came from a cache", "peak": _BUSY}
 
 _NOTES = (
     "all figures are medians over rounds, each with limits measured in it:",
@@ -35,7 +37,6 @@ _NOTES = (
     "  of peak: of the multiply peak",
     "error of bound: the worst of sampled outputs against a float64 reference; 100% is the most that rounding explains",
 )
-_BUSY = "others used the machine while this limit was measured"
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,12 @@ class Row:
 
     @property
     def disturbed(self) -> list[str]:
-        """The shares that cannot be, in words. Integer kernels of AVX2 multiply by another instruction than its peak."""
+        """The shares that say nothing, and why. Integer kernels of AVX2 multiply by another instruction than its peak."""
         shares = {"read": self.result.read_share}
         if self.isa != "avx2" or self.activations == "bf16":
             shares["peak"] = self.result.peak_share
-        return [f"{units.percent(share)} of {name}" for name, share in shares.items() if share > MOST_SHARE]
+        large = {name: share for name, share in shares.items() if share > MOST_SHARE}
+        return [f"{self.what}: {units.percent(share)} of {name}: {_REASONS[name]}" for name, share in large.items()]
 
     @property
     def label(self) -> str:
@@ -147,7 +149,7 @@ def limits(rows: list[Row]) -> list[Limits]:
 
 def notes(rows: list[Row]) -> list[str]:
     """The machine, its limits, what the table's heads mean, and which figures others disturbed."""
-    disturbed = [f"DISTURBED: {row.what}: {' and '.join(row.disturbed)}: {_BUSY}" for row in rows if row.disturbed]
+    disturbed = [f"DISTURBED: {words}" for row in rows for words in row.disturbed]
     return [*units.machine(limits(rows)), *_NOTES, *disturbed]
 
 
