@@ -1,8 +1,9 @@
-"""The two ways to text that docs/engines.md has, as they stand there, on a tiny model with a tokenizer."""
+"""The two ways to text that docs/engines.md has, on a tiny model with a tokenizer."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -10,8 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import pytest
 import runs
@@ -47,7 +48,7 @@ def listens(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
             return answer.status == 200
-    except urllib.error.URLError:
+    except OSError:
         return False
 
 
@@ -62,7 +63,8 @@ def test_server(model, tmp_path):
     url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
     with log.open("w") as output:
         environment = runs.prepared(tmp_path / "run") | {name: value}
-        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=tmp_path)
+        options = {"stdout": output, "stderr": output, "cwd": tmp_path, "start_new_session": True}
+        server = subprocess.Popen(command, env=environment, **options)
         try:
             deadline = time.monotonic() + runs.PATIENCE
             while not listens(url):
@@ -74,7 +76,8 @@ def test_server(model, tmp_path):
             server.send_signal(signal.SIGTERM)
             assert server.wait(60) == 0
         finally:
-            server.kill()
+            with suppress(ProcessLookupError):  # its processes, too, if something failed
+                os.killpg(server.pid, signal.SIGKILL)
             server.wait()
     assert len(text) == TOKENS
     assert set(text.encode()) <= set(LIKELY)
