@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,8 +89,10 @@ def read(path: Path) -> dict[str, dict]:
 
 
 def compare(old: dict[str, dict], new: dict[str, dict]) -> list[Change]:
-    """Of all points that both runs have. Raises CannotCompareError where none can be judged or the conditions differ."""
+    """Of all points that both runs have. Raises CannotCompareError where there is none or the conditions differ."""
     common = [point for point in new if point in old]
+    if not common:
+        raise CannotCompareError("no point can be judged: the runs have none in common")
     for point in common:
         for name in CONDITIONS:
             if old[point][name] != new[point][name]:
@@ -98,8 +101,6 @@ def compare(old: dict[str, dict], new: dict[str, dict]) -> list[Change]:
     shares = [point for point in common if point not in latencies]
     others = {point: other for point in shares if (other := _other_state(point, old[point], new[point]))}
     judged = [point for point in shares if point not in others]
-    if not judged and not latencies:
-        raise CannotCompareError("no point can be judged: the runs have none in common on the same state of the machine")
     found = [_latency(point, old[point]["rounds_us"], new[point]["rounds_us"]) for point in latencies]
     return [*found, *_shares(judged, old, new), *others.values()]
 
@@ -145,10 +146,15 @@ def _other_state(point: str, old: dict, new: dict) -> Change | None:
     was, is_now, unit = max(pairs, key=lambda pair: abs(math.log(pair[1] / pair[0])), default=(1.0, 1.0, ""))
     if abs(math.log(is_now / was)) > math.log(MOST_LIMITS):
         return Change(point, f"{was:.1f} {unit}", f"{is_now:.1f} {unit}", is_now / was, "not judged")
-    was, is_now = (float(stats.median_abs_deviation(np.log(run["shares"]), scale="normal")) for run in (old, new))
+    was, is_now = (_spread(run["shares"]) for run in (old, new))
     if max(was, is_now) > MOST_SPREAD:
         return Change(point, f"rounds deviate by {was:.0%}", f"by {is_now:.0%}", 1.0, "not judged")
     return None
+
+
+def _spread(shares: list[float]) -> float:
+    """How much the rounds of a point deviate."""
+    return float(stats.median_abs_deviation(np.log(shares), scale="normal"))
 
 
 def report(found: list[Change], console: Console) -> None:
@@ -163,6 +169,14 @@ def report(found: list[Change], console: Console) -> None:
         rows = ((c.point, c.old, c.new, f"{c.factor - 1:+.1%}" if c.factor != 1 else "") for c in picked)
         if picked:
             console.print(tables.table(("point", "old", "new", "change"), rows, title=f"{len(picked)} {title}"))
+
+
+def state(points: dict[str, dict]) -> str:
+    """The machine's during a run: medians over its points of what they measured of it."""
+    measured = {unit: [row[name] for row in points.values() if name in row] for name, unit in LIMITS.items()}
+    limits = [f"limit {statistics.median(found):.1f} {unit}" for unit, found in measured.items() if found]
+    spread = statistics.median(_spread(row["shares"]) for row in points.values())
+    return ", ".join([*limits, f"rounds deviate by {spread:.0%}"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -185,6 +199,11 @@ def main(arguments: list[str] | None = None) -> int:
             write(f"only in {path}: {', '.join(alone)}")
     counts = (f"{sum(c.verdict == verdict for c in found)} {verdict}" for verdict in ("slower", "faster", "not judged"))
     write(f"{new} against {old}: {len(found)} points, {', '.join(counts)}")
+    for path, points in ((old, before), (new, after)):
+        write(f"the machine in {path}: {state(points)}")
+    if all(change.verdict == "not judged" for change in found):
+        print("bench-compare: no point can be judged: the machine was in another state", file=sys.stderr)
+        return 2
     return 1 if any(change.verdict == "slower" for change in found) else 0
 
 

@@ -311,6 +311,15 @@ class ExpertWeights(ExpertSpec):
         return matrix
 
 
+def checked_experts(experts: ExpertWeights) -> ExpertWeights:
+    """Itself. Raises InputError, which says how to get them, if it is no ExpertWeights."""
+    if not isinstance(experts, ExpertWeights):
+        raise InputError(
+            f"experts must be ExpertWeights, found {show(experts)}; ktmoe.load_experts(path, layer) gives those of a checkpoint"
+        )
+    return experts
+
+
 def checked_router_weight(router_weight: str) -> str:
     """Itself. Raises InputError if it is none of ROUTER_WEIGHTS."""
     if router_weight not in ROUTER_WEIGHTS:

@@ -18,7 +18,7 @@ from ktmoe.background.worker import Worker
 from ktmoe.batch import checked_batch, checked_out
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix, checked_router_weight
+from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix, checked_experts, checked_router_weight
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -68,8 +68,7 @@ class MoELayer:
         progress: Progress | None = None,
         arenas: Arenas | None = None,
     ):
-        if not isinstance(experts, ExpertWeights):
-            raise InputError(f"experts must be ExpertWeights, found {type(experts).__name__}; see MoELayer.from_checkpoint")
+        checked_experts(experts)
         if rounding not in ROUNDING:
             raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
         if tuned_for not in TUNED_FOR:

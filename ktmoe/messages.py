@@ -45,6 +45,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else _cut("".join(map(_escaped, text)), MESSAGE_LIMIT)
 
 
+def install(extra: str) -> str:
+    """How to install one of pyproject.toml's extras. The package is not on PyPI."""
+    return f"pip install '.[{extra}]' in the folder of ktmoe's repository"
+
+
 def _cut(text: str, most: int) -> str:
     if len(text) <= most:
         return text

@@ -70,7 +70,8 @@ class MoEModel:
         physical_to_logical: integers [layers, slots], a row for each layer that is loaded, or [slots] for all of them: slot i
         of a layer is its expert physical_to_logical[i].
         progress: called with (done_bytes, total_bytes) from threads, one at a time; an exception from it cancels. True: a bar
-        on stderr, which needs rich. wait: return when all is loaded, and raise if that fails; nothing is kept then.
+        on stderr where that is a terminal, which needs rich. wait: return when all is loaded, and raise if that fails; nothing
+        is kept then.
         cache: a folder that `ktmoe pack` has made of this checkpoint: all layers are mapped from there, and need not fit into
         memory (docs/packed-caches.md).
         The other arguments are MoELayer.from_checkpoint's.

@@ -1,12 +1,15 @@
-"""Progress on stderr, drawn by rich."""
+"""Progress on stderr, drawn by rich: on terminals and in notebooks alone, whatever rich makes of FORCE_COLOR.
+
+Where stderr is a file or a pipe, nothing is drawn. Without rich, UnavailableError is raised there, too.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from ktmoe.errors import UnavailableError
+from ktmoe.messages import install
 
 #: Called with (done, total).
 Draw = Callable[[float, float], None]
@@ -14,10 +17,10 @@ Draw = Callable[[float, float], None]
 
 @contextmanager
 def bytes_done(what: str) -> Iterator[Draw]:
-    """Draws bytes. Raises UnavailableError if rich is not installed."""
+    """Draws bytes."""
     rich = _rich()
     columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
-    with rich.Progress(rich.TextColumn(what), *columns, console=rich.Console(stderr=True)) as bar:
+    with _bar(rich, rich.TextColumn(what), *columns) as bar:
         yield _add(bar, what, None)
 
 
@@ -25,8 +28,7 @@ def bytes_done(what: str) -> Iterator[Draw]:
 def steps() -> Iterator[Callable[..., AbstractContextManager[Draw]]]:
     """A function (description, total=None) that starts a step, whose bar vanishes when it is done.
 
-    total None: not known, the bar moves back and forth. Nothing is drawn where stderr is no terminal, whatever rich makes of
-    FORCE_COLOR. Raises UnavailableError if rich is not installed.
+    total None: not known, the bar moves back and forth.
     """
     rich = _rich()
     columns = (
@@ -35,7 +37,7 @@ def steps() -> Iterator[Callable[..., AbstractContextManager[Draw]]]:
         rich.TaskProgressColumn(),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns, console=rich.Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with _bar(rich, *columns, transient=True) as bar:
 
         @contextmanager
         def step(description: str, total: float | None = None) -> Iterator[Draw]:
@@ -52,8 +54,13 @@ def _rich():
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "rich":
             raise
-        raise UnavailableError("a progress bar needs rich, which is not installed: pip install 'ktmoe[cli]'") from None
+        raise UnavailableError(f"a progress bar needs rich, which is not installed: {install('cli')}") from None
     return progress
+
+
+def _bar(rich, *columns, **options):
+    console = rich.Console(stderr=True)
+    return rich.Progress(*columns, console=console, disable=not (console.is_jupyter or console.file.isatty()), **options)
 
 
 def _add(bar, description: str, total: float | None) -> Draw:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe.errors import InputError
-from ktmoe.experts import ROUTER_WEIGHTS, ExpertWeights, Matrix
+from ktmoe.experts import ROUTER_WEIGHTS, ExpertWeights, Matrix, checked_experts
 from ktmoe.modes import mode_of
 from ktmoe.reference_errors import MAX_FLOAT32, UNIT, after_rounding, gamma
 from ktmoe.reference_operands import flush_to_zero, operand
@@ -412,7 +412,8 @@ def activate(
 
 
 def checked_batch(experts: ExpertWeights, x, expert_ids, expert_weights, expert_mask):
-    """x as float64 bfloat16 numbers, ids, weights as float64 float32 numbers, and which slots count."""
+    """x as float64 bfloat16 numbers, ids, weights as float64 float32 numbers, and which slots count. Raises InputError."""
+    checked_experts(experts)
     x, ids = bfloat16_rows(x), np.asarray(expert_ids)
     weights = np.asarray(expert_weights).astype(np.float32).astype(np.float64)
     if x.ndim != 2 or x.shape[1] != experts.hidden:

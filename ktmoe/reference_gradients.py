@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe.errors import InputError
-from ktmoe.experts import PROJECTIONS, ExpertSpec, ExpertWeights, checked_router_weight
+from ktmoe.experts import PROJECTIONS, ExpertSpec, ExpertWeights, checked_experts, checked_router_weight
 from ktmoe.reference_weights import dequantize
 from ktmoe.weights.activation import GatedActivation
 
@@ -47,7 +47,7 @@ class ReferenceTraining:
     """
 
     def __init__(self, experts: ExpertWeights, *, expert_mask=None, router_weight: str | None = None):
-        self.experts = experts
+        self.experts = checked_experts(experts)
         self.router_weight = checked_router_weight(router_weight or experts.router_weight)
         self.expert_mask = np.ones(experts.num_experts, bool) if expert_mask is None else np.asarray(expert_mask, bool)
         if self.expert_mask.shape != (experts.num_experts,):

@@ -8,7 +8,7 @@ import pytest
 from helpers import BF16, FORMATS, random_batch, random_experts, same_bits
 
 import ktmoe
-from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4
+from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4, reference
 from ktmoe.errors import (
     ClosedError,
     FormatError,
@@ -16,6 +16,8 @@ from ktmoe.errors import (
     UnavailableError,
     UnknownNameError,
 )
+from ktmoe.reference_gradients import ReferenceTraining
+from ktmoe.reference_training import training_forward
 
 TOKENS, HIDDEN, TOP_K, NUM_EXPERTS = 3, 64, 2, 4
 
@@ -173,7 +175,7 @@ def test_a_bias_must_be_finite(backend, value):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"experts": {}}, InputError, r"experts must be ExpertWeights, found dict; see MoELayer\.from_checkpoint"),
+        ({"experts": {}}, InputError, r"experts must be ExpertWeights, found \{\}; ktmoe\.load_experts"),
         ({"router_weight": "up"}, InputError, r"router_weight must be one of .*down_output.*, found 'up'"),
         ({"activations": "int3"}, UnavailableError, r"'fp32_lut' .* no activation mode 'int3' for these weights, only bf16\b"),
         ({"backend": "cuda"}, UnknownNameError, r"unknown backend 'cuda'; known are .*avx512_bf16.*fp32_lut"),
@@ -265,3 +267,21 @@ def test_what_a_loader_reads_must_be_a_matrix():
     experts = experts_of(lambda *_: look_alike(matrix(64, 64)))
     with pytest.raises(InputError, match=r"layers\.7: gate of expert 0 must be a Matrix, found SimpleNamespace"):
         MoELayer(experts, "fp32_lut")
+
+
+def test_what_is_no_experts():
+    """A checkpoint's path, most likely. Whoever takes experts says how to get them."""
+    rng = np.random.default_rng(1)
+    x, ids, weights = random_batch(rng, random_experts(rng, NUM_EXPERTS, HIDDEN, 32), TOKENS, TOP_K)
+    for take in (
+        MoELayer,
+        lambda experts: ktmoe.quantize(experts, "int8"),
+        lambda experts: reference.forward(experts, x, ids, weights),
+        lambda experts: training_forward(experts, x, ids, weights),
+        ReferenceTraining,
+    ):
+        for given in ("DeepSeek-V4-Flash", None, [1]):
+            with pytest.raises(InputError) as caught:
+                take(given)
+            how = "ktmoe.load_experts(path, layer) gives those of a checkpoint"
+            assert str(caught.value) == f"experts must be ExpertWeights, found {given!r}; {how}"

@@ -185,9 +185,16 @@ def test_latencies_are_times(tmp_path, before, after, verdict):
 
 
 def test_no_point_left_to_judge(tmp_path, capsys):
-    half = save(tmp_path / "half.json", shares(1), {key: {"limit_gflop_s": 200.0} for key in range(POINTS)})
+    """What was found is shown all the same, and the state of the machine in each run."""
+    half = save(tmp_path / "half.json", shares(1), {key: {"limit_gflop_s": 200.0 + key} for key in range(POINTS)})
     whole = save(tmp_path / "whole.json", shares(2), {key: {"limit_gflop_s": 400.0} for key in range(POINTS)})
-    assert "no point can be judged" in refused(capsys, half, whole)
+    assert compare.main([half, whole]) == 2
+    out, err = capsys.readouterr()
+    assert err == "bench-compare: no point can be judged: the machine was in another state\n"
+    assert f"{POINTS} not judged: the machine was in another state" in out
+    assert re.search(r"test\[2\] +400\.0 GFLOP/s +202\.0 GFLOP/s +-49\.5%", out)
+    assert f"the machine in {whole}: limit 400.0 GFLOP/s, rounds deviate by 2%\n" in out
+    assert f"the machine in {half}: limit {200 + (POINTS - 1) / 2:.1f} GFLOP/s, rounds deviate by 2%\n" in out
 
 
 def test_names_in_tables_are_as_they_are(tmp_path, capsys):

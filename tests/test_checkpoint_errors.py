@@ -1,5 +1,6 @@
 """Checkpoints whose files are hostile, missing, cut off or cannot be read."""
 
+import gc
 import json
 import os
 
@@ -16,6 +17,39 @@ def test_missing_tensor(two_files):
         with pytest.raises(MissingTensorError) as caught:
             call("nobody")
         assert all(word in str(caught.value) for word in (str(two_files), "'nobody'", "expected", "found 4 others"))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX_NAME, "model-1.safetensors", "model.gguf"])
+def test_a_pointer_of_git_lfs(two_shards, name):
+    """What stands in a file's place where git-lfs has not fetched it."""
+    before = descriptors()
+    (two_shards / name).write_bytes(POINTER)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(two_shards / name if name.endswith("gguf") else two_shards).info("a")
+    found = "found git-lfs's pointer to it: run `git lfs pull` in its folder"
+    assert str(caught.value) == f"{two_shards / name}: expected the file itself, {found}"
+    del caught
+    gc.collect()
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("config.json", "found .json: it has no weights, name the folder"),
+        ("pytorch_model.bin", "found .bin: torch's pickled files are not read, convert them to safetensors"),
+        ("model.safetensors", "in a file of 12 bytes, found 2333181762011690089; it is damaged, or no .safetensors file"),
+    ],
+)
+def test_files_of_another_kind(tmp_path, name, found):
+    (tmp_path / name).write_bytes(b"it is a text")
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(tmp_path / name)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ")
+    assert str(caught.value).endswith(found)
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"a": 1, "a": 2}', b"\xff", b""])

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,10 @@ def test_no_command(run):
         ("bench --seconds -1", "'--seconds': -1.0 "),
         ("bench --seconds x", "'--seconds': 'x' "),
         ("config extra", "extra"),
+        ("load x --layers abc", "expected numbers, ranges such as 0-3 and names such as mtp.0, found 'abc'"),
+        ("load x --layers 0,1:3", "expected numbers, ranges such as 0-3 and names such as mtp.0, found '1:3'"),
+        ("pack x y --layers 3-1", "expected numbers, ranges such as 0-3 and names such as mtp.0, found '3-1'"),
+        ("bench x --layer -1", "expected a number or a name such as mtp.0, found '-1'"),
     ],
 )
 def test_wrong_usage(run, arguments, named):
@@ -77,6 +83,38 @@ def test_wrong_usage(run, arguments, named):
     assert named in err
     assert err.endswith(f"; see {command} --help\n")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["inspect", ""], "DIR"),
+        (["bench", ""], "[DIR]"),
+        (["pack", "x", ""], "OUT"),
+        (["merge", "x", "", "y"], "ADAPTER"),
+        (["convert", "x", "", "--to", "int8"], "OUT"),
+        (["load", "x", "--cache", ""], "--cache"),
+        (["demo", "--model", ""], "--model"),
+    ],
+)
+def test_an_empty_path_is_not_this_folder(run, command, named):
+    words = f"ktmoe: Invalid value for '{named}': expected a path, found an empty text; see ktmoe {command[0]} --help\n"
+    assert run(*command) == (2, "", words)
+
+
+def test_warnings_are_one_line(run, monkeypatch, tmp_path):
+    """Those of ktmoe; each once."""
+    synthetic.write_deepseek_v4(tmp_path, num_experts=2, hidden=64, intermediate=32, layers=2)
+    cpus = len(os.sched_getaffinity(0))
+    monkeypatch.setenv("KTMOE_NUM_THREADS", str(cpus + 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        status, _, err = run("load", str(tmp_path), "--json")
+        more = f"KTMOE_NUM_THREADS, more than the {cpus} CPUs that this process may use"
+        assert (status, err) == (0, f"ktmoe: {cpus + 1} threads make calls slow here: {more}\n")
+        with pytest.warns(UserWarning, match="another"):
+            warnings.warn("another", stacklevel=1)  # as before
+    assert f"threads: {cpus + 1} ({more})\n" in run("config")[1]
 
 
 @pytest.mark.parametrize("command", ["inspect", "load", "bench"])
@@ -154,7 +192,8 @@ def test_without_the_extra(missing, command):
     code = f"import sys; sys.modules[{missing!r}] = None; from ktmoe.cli import main; sys.exit(main([{command!r}]))"
     done = python("-c", code)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"ktmoe: the command needs {missing}, which is not installed: pip install 'ktmoe[cli]'\n"
+    install = "pip install '.[cli]' in the folder of ktmoe's repository"
+    assert done.stderr == f"ktmoe: the command needs {missing}, which is not installed: {install}\n"
 
 
 def test_another_module_that_is_missing_is_no_matter_of_the_extra(monkeypatch):
@@ -176,6 +215,12 @@ def test_a_broken_pipe_ends_quietly(arguments):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_closed_stdout():
+    command = ["sh", "-c", 'exec "$0" -m ktmoe config >&-', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -184,10 +229,26 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_progress_is_for_terminals_alone(monkeypatch, stream):
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    monkeypatch.setattr(sys, "stderr", stream())
-    with progress_bar.steps() as step, step("packing", 2) as draw:
-        draw(1, 2)
-    assert ("packing" in sys.stderr.getvalue()) == (stream is Terminal)
+    for what in ("steps", "bytes"):
+        monkeypatch.setattr(sys, "stderr", stream())
+        with ExitStack() as stack:
+            step = stack.enter_context(progress_bar.steps()) if what == "steps" else progress_bar.bytes_done
+            stack.enter_context(step("packing"))(1, 2)
+        written = sys.stderr.getvalue()
+        assert ("packing" in written) if stream is Terminal else (written == "")
+
+
+def test_commands_draw_no_bars_where_stderr_is_no_terminal(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    model = str(tmp_path / "model")
+    synthetic.write_deepseek_v4(model, num_experts=2, hidden=64, intermediate=32, top_k=2)
+    for command in (
+        ["load", model],
+        ["pack", model, str(tmp_path / "cache")],
+        ["convert", model, str(tmp_path / "int8"), "--to", "int8", "--requantize"],
+    ):
+        status, _, err = run(*command)
+        assert (status, err) == (0, ""), command
 
 
 @pytest.mark.parametrize(

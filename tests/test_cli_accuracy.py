@@ -67,8 +67,9 @@ def test_the_text_has_to_be_given(capsys):
 
 
 def test_no_such_file(capsys, tmp_path):
-    assert cli.main(["accuracy", str(tmp_path), "--text", str(tmp_path / "absent")]) == 1
-    assert "absent" in capsys.readouterr().err
+    for file, found in ((tmp_path / "absent", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert cli.main(["accuracy", str(tmp_path), "--text", str(file)]) == 1
+        assert capsys.readouterr().err == f"ktmoe: {file}: expected a file with a text, found {found}\n"
 
 
 def test_without_torch(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -110,6 +111,25 @@ def test_a_wrong_result_fails_and_is_not_written(run, monkeypatch, tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.parametrize(("backend", "activations"), [("fp32_lut", "bf16"), ("avx2", "int16")])
+def test_shares_that_cannot_be(run, monkeypatch, backend, activations):
+    """Others used the machine while a limit was measured. AVX2's integer kernels have no peak of their own instruction."""
+    if backend not in measure.backends_for(synthetic.deepseek_v4_experts(num_experts=1)):
+        pytest.skip(f"this CPU cannot run {backend}")
+    monkeypatch.setattr(measure.Limits, "peak", lambda limits, seconds: 1.0)
+    monkeypatch.setattr(measure.Limits, "read", lambda limits, seconds: 1e15)
+    options = "--experts", 8, "--backend", backend, "--activations", activations
+    disturbed = activations == "bf16"
+    status, out, _ = run(*options, "--json")
+    assert (status, [call["disturbed"] for call in json.loads(out)["calls"]]) == (0, [disturbed] * 3)
+    status, out, _ = run(*options)
+    words = r"decode: 3 tokens: \d+% of peak: others used the machine while this limit was measured"
+    assert status == 0
+    assert bool(re.search(rf"^DISTURBED: {backend} {words}$", out, re.MULTILINE)) == disturbed
+    monkeypatch.setattr(measure.Limits, "read", lambda limits, seconds: 1.0)
+    assert all(call["disturbed"] for call in json.loads(run(*options, "--json")[1])["calls"])
+
+
 def test_a_result_that_is_no_number(run, monkeypatch):
     monkeypatch.setattr(MoELayer, "forward", lambda layer, x, *rest: np.full_like(x, np.nan))
     status, out, _ = run("--experts", 8, "--json")
@@ -134,6 +154,14 @@ def test_little_memory_has_few_experts(run, monkeypatch):
         monkeypatch.setattr(memory, "available_bytes", lambda available=available: available)
         status, out, _ = run("--json")
         assert (status, json.loads(out)["layer"]["experts"]) == (0, experts)
+
+
+def test_more_experts_than_memory_has(run, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1_000_000)
+    words = r"ktmoe: 1000 synthetic experts need \S+ GB of memory, found 0.00100 GB; ask for fewer with --experts\n"
+    status, out, err = run("--experts", 1000)
+    assert (status, out) == (1, "")
+    assert re.fullmatch(words, err)
 
 
 class Elsewhere(Backend):

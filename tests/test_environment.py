@@ -9,6 +9,7 @@ import resource
 import threading
 import traceback
 import tracemalloc
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -423,7 +424,32 @@ def test_show_config_explains_a_wrong_override(monkeypatch, capsys):
 
 def test_where_the_number_of_threads_comes_from(monkeypatch):
     assert "physical cores" in threads.explain_default()
-    monkeypatch.setenv("KTMOE_NUM_THREADS", "2")
+    monkeypatch.setenv("KTMOE_NUM_THREADS", "1")
     assert threads.explain_default() == "KTMOE_NUM_THREADS"
-    set_num_threads(2)
-    assert "set_num_threads" in threads.explain_default()
+    set_num_threads(1)
+    assert threads.explain_default() == "set by ktmoe.set_num_threads or threadpoolctl"
+
+
+@pytest.mark.parametrize("by", ["the environment", "argument"])
+def test_more_threads_than_cpus_are_slow(monkeypatch, experts, by):
+    """A warning has both numbers, and comes once. As many threads as CPUs are no reason for one."""
+    cpus = len(os.sched_getaffinity(0))
+
+    def use(number):
+        if by == "argument":
+            set_num_threads(number)
+        else:
+            monkeypatch.setenv("KTMOE_NUM_THREADS", str(number))
+        for _ in range(2):
+            MoELayer(experts, "fp32_lut").close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        use(cpus)
+        assert caught == []
+        use(cpus + 3)
+    (warning,) = caught
+    assert warning.category is RuntimeWarning
+    source = "set by ktmoe.set_num_threads or threadpoolctl" if by == "argument" else "KTMOE_NUM_THREADS"
+    more = f"more than the {cpus} CPUs that this process may use"
+    assert str(warning.message) == f"{cpus + 3} threads make calls slow here: {source}, {more}"

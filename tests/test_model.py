@@ -189,7 +189,12 @@ def test_progress(folder, nothing_left):
     assert seen[-1] == (total, total)
 
 
-def test_a_bar(folder, capfd, nothing_left):
+def test_a_bar(folder, capfd, monkeypatch, nothing_left):
+    """On a terminal alone, whatever rich makes of FORCE_COLOR."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    MoEModel.from_checkpoint(folder, progress=True).close()
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     MoEModel.from_checkpoint(folder, progress=True).close()
     captured = capfd.readouterr()
     assert "loading" in captured.err
@@ -198,7 +203,7 @@ def test_a_bar(folder, capfd, nothing_left):
 
 def test_a_bar_without_rich(folder, monkeypatch, nothing_left):
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(UnavailableError, match=r"rich, which is not installed: pip install 'ktmoe\[cli\]'"):
+    with pytest.raises(UnavailableError, match=r"rich, which is not installed: pip install '\.\[cli\]' in"):
         MoEModel.from_checkpoint(folder, progress=True)
 
 

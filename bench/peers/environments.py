@@ -53,8 +53,8 @@ ENGINES = Environment(
     base=TORCH,
 )
 
-#: vLLM for CPUs, and what text needs of what it requires. The rest is left out: torchvision, torchaudio and torchcodec are
-#: builds for CUDA, which break its import, and triton, which xgrammar requires, has nothing for CPUs.
+#: vLLM for CPUs, and what text and the server need of what it requires. The rest is left out: torchvision, torchaudio and
+#: torchcodec are builds for CUDA, which break its import, and triton, which xgrammar requires, has nothing for CPUs.
 VLLM = Environment(
     "vllm",
     "vLLM",
@@ -73,17 +73,21 @@ VLLM = Environment(
             "einops",
             "fastapi>=0.133,<0.137",
             "llguidance>=1.7,<1.8",
+            "model-hosting-container-standards>=0.1.14,<1",
             "msgspec",
             "openai>=2.25",
             "oss-harmony",
             "partial-json-parser",
             "pillow",
+            "prometheus-fastapi-instrumentator>=8",
             "prometheus_client",
             "py-cpuinfo",
             "pybase64",
             "pyzmq",
             "setproctitle",
+            "uvicorn",
             "uvloop",
+            "watchfiles",
         ),
     ),
     base=TORCH,

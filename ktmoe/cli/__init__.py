@@ -5,9 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
+import ktmoe
 from ktmoe.errors import KtmoeError
+from ktmoe.messages import install
 
 #: What the extra `cli` installs, by the names of its modules.
 EXTRA = {"click", "rich", "tomli_w"}
@@ -16,8 +21,10 @@ EXTRA = {"click", "rich", "tomli_w"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status: 0, 1 for an error or a wrong result, 2 for wrong usage, 130 after Ctrl-C."""
     try:
-        status = _run(sys.argv[1:] if arguments is None else list(arguments))
-        sys.stdout.flush()
+        with _warnings_in_one_line():
+            status = _run(sys.argv[1:] if arguments is None else list(arguments))
+        if sys.stdout:  # there is none after >&-
+            sys.stdout.flush()
     except (KtmoeError, OSError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             # whoever read stdout has gone; what is left in its buffer must not fail again when Python ends
@@ -27,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (missing := (error.name or "").partition(".")[0]) not in EXTRA:
             raise
-        return _fail(f"the command needs {missing}, which is not installed: pip install 'ktmoe[cli]'", 1)
+        return _fail(f"the command needs {missing}, which is not installed: {install('cli')}", 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return status
@@ -48,6 +55,22 @@ def _run(arguments: list[str]) -> int:
         return _fail(error.format_message(), error.exit_code)
     except click.Abort:  # what click makes of KeyboardInterrupt
         raise KeyboardInterrupt from None
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Those of ktmoe look as its errors do. Others stay as they are."""
+    with warnings.catch_warnings():
+        others, ours = warnings.showwarning, Path(ktmoe.__file__).parent
+
+        def show(message, category, filename, *more, **options):
+            if ours in Path(filename).parents:
+                print(f"ktmoe: {message}", file=sys.stderr)
+            else:
+                others(message, category, filename, *more, **options)
+
+        warnings.showwarning = show
+        yield
 
 
 def _fail(message: str, status: int) -> int:

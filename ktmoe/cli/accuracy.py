@@ -23,7 +23,7 @@ adds in each layer. The modes run one after the other. It needs torch and transf
 
 @click.command("accuracy", help=HELP)
 @options.MODEL
-@click.option("--text", "file", metavar="FILE", required=True, type=click.Path(), help="The text, UTF-8.")
+@click.option("--text", "file", metavar="FILE", required=True, type=options.Place(), help="The text, UTF-8.")
 @options.BACKEND
 @click.option(
     "--activations",
@@ -87,8 +87,11 @@ def command(
 
 
 def _read(file: Path) -> str:
-    """Raises InputError if the file is empty or not UTF-8, OSError if it cannot be read."""
-    data = file.read_bytes()
+    """Raises InputError if the file cannot be read, is empty or not UTF-8."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file}: expected a file with a text, found {error.strerror}") from None
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

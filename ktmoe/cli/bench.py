@@ -15,7 +15,7 @@ from ktmoe.backends.choice import choose_backend
 from ktmoe.cache.opened import Cache
 from ktmoe.cli import measuring, options, output, results, units
 from ktmoe.cli.measuring import Row, Subject
-from ktmoe.errors import UnavailableError
+from ktmoe.errors import OutOfMemoryError, UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
@@ -37,7 +37,7 @@ reference. `ktmoe demo` compares all backends instead.
 
 
 @click.command("bench", help=HELP)
-@click.argument("model", metavar="[DIR]", required=False)
+@click.argument("model", metavar="[DIR]", required=False, type=options.Place())
 @options.LAYER
 @click.option(
     "--experts", metavar="N", type=click.IntRange(1), help="The layer's first N; by default all, or 1 GB if synthetic."
@@ -97,7 +97,7 @@ def _layer(
 ) -> Iterator[tuple[ExpertWeights, int, Arenas | None]]:
     """The experts to measure, how many of them a token has, and where they lie packed, if in a cache."""
     if model is None:
-        made = synthetic.deepseek_v4_experts(num_experts=experts or _synthetic_experts())
+        made = synthetic.deepseek_v4_experts(num_experts=_synthetic_experts(experts))
         yield made, min(top_k or measuring.TOP_K, made.num_experts), None
         return
     path, arenas = Path(model).expanduser(), None
@@ -111,10 +111,16 @@ def _layer(
         yield loaded, min(top_k, loaded.num_experts), arenas
 
 
-def _synthetic_experts() -> int:
-    available = memory.available_bytes()
-    nbytes = SYNTHETIC_BYTES if available is None else min(SYNTHETIC_BYTES, SHARE_OF_MEMORY * available)
-    return max(measuring.TOP_K, int(nbytes // synthetic.deepseek_v4_experts(num_experts=1).nbytes))
+def _synthetic_experts(asked: int | None) -> int:
+    """As many as asked, or as SYNTHETIC_BYTES take. Raises OutOfMemoryError if they do not fit."""
+    available, of_one = memory.available_bytes(), synthetic.deepseek_v4_experts(num_experts=1).nbytes
+    if asked is None:
+        nbytes = SYNTHETIC_BYTES if available is None else min(SYNTHETIC_BYTES, SHARE_OF_MEMORY * available)
+        return max(measuring.TOP_K, int(nbytes // of_one))
+    if available is not None and asked * of_one > available:
+        needed = f"{asked} synthetic experts need {units.gb(asked * of_one)} of memory"
+        raise OutOfMemoryError(f"{needed}, found {units.gb(max(0, available))}; ask for fewer with --experts")
+    return asked
 
 
 def _table(experts: ExpertWeights, backend: str, activations: str) -> core.KernelTable:
@@ -146,6 +152,7 @@ def _data(rows: list[Row], layer: dict, left_out: list[str], experts: ExpertWeig
             "tokens_s": row.result.tokens / row.result.seconds,
             "error_of_bound": row.check.error,
             "right": row.right,
+            "disturbed": bool(row.disturbed),
         }
         for row in rows
     ]

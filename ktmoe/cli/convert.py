@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
-
 import click
 
 from ktmoe import progress_bar
@@ -41,7 +38,7 @@ class Group(click.ParamType):
 
 @click.command("convert", help=HELP)
 @options.MODEL
-@click.argument("out", metavar="OUT")
+@options.OUT
 @click.option("--to", type=click.Choice(list(TARGETS)), required=True, help="The format of the experts.")
 @click.option("--rule", metavar="NAME", help="How to round (docs/quantizing.md); each format has a default.")
 @click.option("--group", metavar="G", type=Group(), help="Which weights share a scale: 32 (columns), 128x128, row or matrix.")
@@ -68,7 +65,7 @@ def command(
 ) -> None:
     if threads is not None:
         set_num_threads(threads)
-    with signals_as_exit(), progress_bar.bytes_done("converting") if sys.stderr.isatty() else nullcontext() as draw:
+    with signals_as_exit(), progress_bar.bytes_done("converting") as draw:
         report = convert(
             model,
             out,

@@ -31,7 +31,9 @@ It is loaded, measured for decode and prefill, and checked against a float64 ref
 
 
 @click.command("demo", help=HELP)
-@click.option("--model", metavar="DIR", help="A checkpoint; by default a synthetic one, written and removed again.")
+@click.option(
+    "--model", metavar="DIR", type=options.Place(), help="A checkpoint; by default a synthetic one, written and removed again."
+)
 @options.LAYER
 @click.option(
     "--experts", metavar="N", type=click.IntRange(1), default=32, show_default=True, help="Of the synthetic checkpoint."

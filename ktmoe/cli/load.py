@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -29,7 +28,7 @@ weight is read.
 def command(model: str, layers: list[int | str] | None, backend: str, tuned_for: str, cache: str | None, as_json: bool) -> None:
     start = time.perf_counter()
     chosen = {"tuned_for": tuned_for, "cache": cache}
-    with MoEModel.from_checkpoint(model, layers, backend, **chosen, progress=sys.stderr.isatty()) as loaded:
+    with MoEModel.from_checkpoint(model, layers, backend, **chosen, progress=True) as loaded:
         seconds = time.perf_counter() - start
         _, nbytes = loaded.loaded
         found = {

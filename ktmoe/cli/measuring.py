@@ -26,6 +26,11 @@ from ktmoe.loaders.checkpoint import Checkpoint
 #: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
 
+#: A larger share of a limit has one of _REASONS, and says nothing of the call.
+MOST_SHARE = 1.05
+_BUSY = "others used the machine while this limit was measured"
+_REASONS = {"read": f"{_BUSY}, or weights came from a cache", "peak": _BUSY}
+
 _NOTES = (
     "all figures are medians over rounds, each with limits measured in it:",
     "  of read: of the bandwidth of reading packed weights",
@@ -50,14 +55,26 @@ class Row:
         return self.check.error <= 1
 
     @property
+    def disturbed(self) -> list[str]:
+        """The shares that say nothing, and why. Integer kernels of AVX2 multiply by another instruction than its peak."""
+        shares = {"read": self.result.read_share}
+        if self.isa != "avx2" or self.activations == "bf16":
+            shares["peak"] = self.result.peak_share
+        large = {name: share for name, share in shares.items() if share > MOST_SHARE}
+        return [f"{self.what}: {units.percent(share)} of {name}: {_REASONS[name]}" for name, share in large.items()]
+
+    @property
     def label(self) -> str:
         """The backend, and its activation mode where that is not exact."""
         return self.backend if self.activations == "bf16" else f"{self.backend} {self.activations}"
 
     @property
+    def what(self) -> str:
+        return f"{self.backend} {self.work}: {units.count(self.result.tokens, 'token')}"
+
+    @property
     def wrong_words(self) -> str:
-        name, tokens = f"{self.backend} {self.work}", units.count(self.result.tokens, "token")
-        return f"WRONG: {name}: {tokens}: an output is off by {self.check.error:.3g} times its bound"
+        return f"WRONG: {self.what}: an output is off by {self.check.error:.3g} times its bound"
 
 
 def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[Checkpoint, ExpertWeights, int]:
@@ -131,8 +148,9 @@ def limits(rows: list[Row]) -> list[Limits]:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """The machine, its limits, and what the table's heads mean."""
-    return [*units.machine(limits(rows)), *_NOTES]
+    """The machine, its limits, what the table's heads mean, and which figures others disturbed."""
+    disturbed = [f"DISTURBED: {words}" for row in rows for words in row.disturbed]
+    return [*units.machine(limits(rows)), *_NOTES, *disturbed]
 
 
 def call(row: Row) -> dict:

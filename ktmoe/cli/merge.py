@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
-
 import click
 
 from ktmoe import progress_bar
@@ -27,8 +24,8 @@ again: it goes on. For each layer the report says how much of the adapter roundi
 
 @click.command("merge", help=HELP)
 @options.MODEL
-@click.argument("adapter", metavar="ADAPTER")
-@click.argument("out", metavar="OUT")
+@click.argument("adapter", metavar="ADAPTER", type=options.Place())
+@options.OUT
 @click.option("--experts-only", is_flag=True, help="Leave out what the adapter has of other modules, such as attention.")
 @click.option("--dequantize", is_flag=True, help="Let quantized experts become bfloat16, in all layers.")
 @options.shard_bytes(SHARD_BYTES)
@@ -46,7 +43,7 @@ def command(
 ) -> None:
     if threads is not None:
         set_num_threads(threads)
-    with signals_as_exit(), progress_bar.bytes_done("merging") if sys.stderr.isatty() else nullcontext() as draw:
+    with signals_as_exit(), progress_bar.bytes_done("merging") as draw:
         options_of_merge = {"experts_only": experts_only, "dequantize": dequantize, "shard_bytes": shard_bytes}
         merged = merge_adapter(model, adapter, out, **options_of_merge, progress=draw)
     if as_json:

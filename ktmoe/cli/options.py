@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import click
 
 from ktmoe.backends.base import TUNED_FOR as TUNED_FOR_NAMES
+from ktmoe.loaders import naming
 from ktmoe.modes import MODES
 
-MODEL = click.argument("model", metavar="DIR")
+
+class Place(click.ParamType):
+    """A path; an empty one, such as an unset variable of a shell, would mean the current folder."""
+
+    name = "path"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        return value if value != "" else self.fail("expected a path, found an empty text", param, ctx)
+
+
+MODEL = click.argument("model", metavar="DIR", type=Place())
+OUT = click.argument("out", metavar="OUT", type=Place())
 BACKEND = click.option("--backend", metavar="NAME", default="auto", help="By default the best that runs here.")
 ACTIVATIONS = click.option(
     "--activations",
@@ -37,7 +50,7 @@ SECONDS = click.option(
 
 
 CACHE = click.option(
-    "--cache", metavar="OUT", type=click.Path(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
+    "--cache", metavar="OUT", type=Place(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
 )
 
 
@@ -64,13 +77,23 @@ def shard_bytes(default: int) -> Callable:
     )
 
 
+#: Of layers that have no number alone.
+_LAYER_NAME = re.compile(r"[A-Za-z_][\w.]*\.[0-9]{1,9}", re.ASCII)
+
+
 class Layer(click.ParamType):
     """3 for "3", "mtp.0" for "mtp.0"."""
 
     name = "layer"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else value
+        layer = _layer(value) if isinstance(value, str) else value
+        return self.fail(f"expected a number or a name such as mtp.0, found {value!r}", param, ctx) if layer is None else layer
+
+
+def _layer(text: str) -> int | str | None:
+    key = naming.layer_key(text)
+    return key if isinstance(key, int) or _LAYER_NAME.fullmatch(key) else None
 
 
 class Layers(click.ParamType):
@@ -86,10 +109,10 @@ class Layers(click.ParamType):
             first, dash, last = item.partition("-")
             if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 10**6:
                 layers += range(int(first), int(last) + 1)
-            elif item and not dash:
-                layers.append(Layer().convert(item, param, ctx))
+            elif (layer := _layer(item)) is not None:
+                layers.append(layer)
             else:
-                self.fail(f"expected numbers, ranges such as 0-3 and names, found {item!r}", param, ctx)
+                self.fail(f"expected numbers, ranges such as 0-3 and names such as mtp.0, found {item!r}", param, ctx)
         return layers
 
 

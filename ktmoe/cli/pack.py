@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from contextlib import nullcontext
 
 import click
 
@@ -25,7 +23,7 @@ not change. After an interruption, run the command again: it keeps the layers th
 
 @click.command("pack", help=HELP)
 @options.MODEL
-@click.argument("out", metavar="OUT")
+@options.OUT
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
 @options.NUMA_NODES
 @click.option("--verify", is_flag=True, help="In the end, pack each expert anew and compare all bytes.")
@@ -34,7 +32,7 @@ def command(
     model: str, out: str, layers: list[int | str] | None, numa_nodes: list[int] | None, verify: bool, as_json: bool
 ) -> None:
     start = time.perf_counter()
-    with signals_as_exit(), progress_bar.bytes_done("packing") if sys.stderr.isatty() else nullcontext() as draw:
+    with signals_as_exit(), progress_bar.bytes_done("packing") as draw:
         done = pack(model, out, layers, numa_nodes=numa_nodes, verify=verify, progress=draw)
     seconds = time.perf_counter() - start
     if as_json:

@@ -29,6 +29,8 @@ MISTRAL_INDEX_NAME = "consolidated.safetensors.index.json"
 _PICKLED = "torch's pickled files are not read, convert them to safetensors"
 #: Files that other engines read, by their ending, and what to say of them.
 _OTHER_FILES = {".bin": _PICKLED, ".pt": _PICKLED, ".pth": _PICKLED}
+#: The same of files that stand beside a model's.
+_BESIDE = dict.fromkeys((".json", ".txt", ".md"), "it has no weights, name the folder")
 _EXPECTED = "a folder, a .safetensors file or a .gguf file"
 
 
@@ -142,14 +144,14 @@ class Checkpoint:
             self._open_folder(self.path)
         elif os.path.exists(self.path):
             self.folder = self.path.parent
-            if about := _OTHER_FILES.get(self.path.suffix):
+            if about := (_OTHER_FILES | _BESIDE).get(self.path.suffix):
                 raise CheckpointError(f"{self.path}: expected {_EXPECTED}, found {self.path.suffix}: {about}")
             if self.path.suffix == ".gguf":
                 gguf_model.open_file(self.path, files)
             else:
                 files[self.path.name] = SafetensorsFile(self.path)
         else:
-            raise CheckpointError(f"{self.path}: expected {_EXPECTED}, found nothing of that name")
+            raise CheckpointError(f"{self.path}: expected {_EXPECTED}, found {_why_absent(self.path)}")
         for name, file in files.items():
             for tensor in file.tensors:
                 other = self._file_of.setdefault(tensor, name)
@@ -212,6 +214,16 @@ class Checkpoint:
                 file.close()
                 raise CheckpointError(f"{path}: tensor {show(tensor)}: expected in {owner} by {self._index_name}, found here")
         return file
+
+
+def _why_absent(path: Path) -> str:
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        return error.strerror
+    except (OSError, ValueError):  # ValueError: a name with a NUL or a lone surrogate
+        pass
+    return "nothing of that name"
 
 
 def _part(info: TensorInfo, part: tuple[int, int] | None) -> tuple[int, int]:

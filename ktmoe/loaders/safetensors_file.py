@@ -93,7 +93,9 @@ def _parse_header(path: Path, fd: int, size: int) -> tuple[dict[str, TensorInfo]
         raise CheckpointError(f"{path}: truncated: expected at least 8 bytes, found {found}")
     length, limit = int.from_bytes(prefix, "little"), min(JSON_LIMIT_BYTES, size - 8)
     if length > limit:
-        raise CheckpointError(f"{path}: header length: expected at most {limit} in a file of {size} bytes, found {length}")
+        why = "; it is damaged, or no .safetensors file" if length > size - 8 else ""
+        found = f"expected at most {limit} in a file of {size} bytes, found {length}"
+        raise CheckpointError(f"{path}: header length: {found}{why}")
     with memory_for(f"{path}: a header of {length} bytes"):
         text = bytearray(length)
         if (found := fill(fd, text, 8, str(path))) < length:

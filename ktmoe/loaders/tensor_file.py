@@ -22,6 +22,8 @@ from ktmoe.loaders.direct_io import DirectFile
 from ktmoe.loaders.staging import Staging
 from ktmoe.messages import show
 
+#: How a file begins that stands in the place of one that git-lfs has not fetched (git-lfs, docs/spec.md).
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _FOLIO_BYTES = 1 << 21  # the page cache's largest unit on x86-64
 
 
@@ -164,7 +166,21 @@ def open_regular(path: Path) -> tuple[int, int]:
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise CheckpointError(f"{path}: expected a regular file, found {stat.filemode(status.st_mode)}")
+    try:
+        _refuse_pointer(path, fd)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd, status.st_size
+
+
+def _refuse_pointer(path: Path, fd: int) -> None:
+    """Raise CheckpointError for a pointer of git-lfs."""
+    start = bytearray(len(_POINTER))
+    if fill(fd, start, 0, str(path)) == len(start) and start == _POINTER:
+        raise CheckpointError(
+            f"{path}: expected the file itself, found git-lfs's pointer to it: run `git lfs pull` in its folder"
+        )
 
 
 def fill(fd: int, out: np.ndarray | bytearray, offset: int, what: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from pathlib import Path
 
 import threadpoolctl
@@ -51,14 +52,18 @@ def default_num_threads() -> int:
 
 def explain_default() -> str:
     """Where the number of threads comes from, for show_config()."""
-    if _chosen is not None:
-        return "set by ktmoe.set_num_threads or threadpoolctl"
-    if environment.num_threads() is not None:
-        return "KTMOE_NUM_THREADS"
     cpus = numa.usable_cpus()
+    if _asked_for():
+        source = "KTMOE_NUM_THREADS" if _chosen is None else "set by ktmoe.set_num_threads or threadpoolctl"
+        more = get_num_threads() > len(cpus)
+        return f"{source}, more than the {len(cpus)} CPUs that this process may use" if more else source
     quota = cgroup_quota()
     limit = "no cgroup quota" if quota == math.inf else f"cgroup quota {quota:g}"
     return f"{len(topology.cores(cpus))} physical cores within {len(cpus)} usable CPUs, {limit}"
+
+
+def _asked_for() -> bool:
+    return _chosen is not None or environment.num_threads() is not None
 
 
 def get_num_threads() -> int:
@@ -67,7 +72,10 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(n: int) -> None:
-    """Use n threads from the next forward call on, in every layer. The results do not depend on it, bit for bit."""
+    """Use n threads from the next forward call on, in every layer. The results do not depend on it, bit for bit.
+
+    More threads than this process may use CPUs are slow: RuntimeWarning, once for each number.
+    """
     global _chosen
     try:
         threads = operator.index(n)
@@ -80,9 +88,12 @@ def set_num_threads(n: int) -> None:
 
 
 def configure() -> None:
-    """Tell the native pool; it starts threads only when there is work."""
-    chosen = _chosen is not None or environment.num_threads() is not None
-    core.configure_pool(get_num_threads(), chosen, environment.spin_us(), numa.UNBOUND.domains)
+    """Tell the native pool; it starts threads only when there is work. Warns of more threads than CPUs."""
+    number, asked_for = get_num_threads(), _asked_for()
+    if asked_for and number > len(numa.usable_cpus()):
+        # of this very line, so that Python shows it once for each text
+        warnings.warn(f"{number} threads make calls slow here: {explain_default()}", RuntimeWarning, stacklevel=1)
+    core.configure_pool(number, asked_for, environment.spin_us(), numa.UNBOUND.domains)
     core.tune(scratch_bytes=environment.scratch_bytes())
 
 

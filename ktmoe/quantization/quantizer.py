@@ -9,7 +9,7 @@ import numpy as np
 
 from ktmoe._native import core
 from ktmoe.errors import FormatError, InputError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights, Matrix, checked_experts
 from ktmoe.messages import show
 from ktmoe.quantization import codes, source, steps
 from ktmoe.quantization.rules import RULES, Rule
@@ -113,7 +113,8 @@ class Quantizer:
         return float(max(abs(low.min()), abs(high.max())))
 
     def experts(self, experts: ExpertWeights) -> ExpertWeights:
-        """The same experts, each matrix rounded when it is asked for."""
+        """The same experts, each matrix rounded when it is asked for. Raises InputError if they are no ExpertWeights."""
+        checked_experts(experts)
 
         def read(expert: int, projection: str) -> Matrix:
             return self._rounded(experts.matrix(expert, projection), None, False)[0]

@@ -7,6 +7,7 @@ transformers or torch is changed.
 """
 
 from ktmoe.errors import UnavailableError
+from ktmoe.messages import install
 
 try:
     import torch  # noqa: F401 - named first where all of it is missing, since no package brings the right build of it
@@ -19,7 +20,7 @@ except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     installs = {
         "torch": "uv pip install --torch-backend=cpu torch accelerate (pip would install its build for CUDA)",
-        "transformers": "pip install 'ktmoe[transformers]'",
+        "transformers": install("transformers"),
     }
     if missing not in installs:
         raise

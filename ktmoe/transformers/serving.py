@@ -17,6 +17,7 @@ from huggingface_hub.utils import httpx
 from transformers.cli.chat import Chat
 
 from ktmoe.errors import UnavailableError
+from ktmoe.messages import install
 from ktmoe.transformers.refusals import in_one_line
 from ktmoe.transformers.server.server import Limits, Listening, Server
 from ktmoe.transformers.view import View
@@ -30,7 +31,7 @@ def check_packages() -> None:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         verb = "is" if len(missing) == 1 else "are"
         raise UnavailableError(
-            f"transformers' server needs {', '.join(missing)}, which {verb} not installed: pip install 'ktmoe[serve]'"
+            f"transformers' server needs {', '.join(missing)}, which {verb} not installed: {install('serve')}"
         )
 
 

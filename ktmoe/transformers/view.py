@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 
 from ktmoe.errors import CheckpointError
 from ktmoe.loaders.safetensors_file import read_json_object
+from ktmoe.loaders.tensor_file import open_regular
 from ktmoe.transformers.config import Config
 
 CONFIG_NAME = "config.json"
@@ -65,7 +66,7 @@ def view(path: str | os.PathLike, *, progress: bool = False, **options) -> Itera
 def folder_of(path: str | os.PathLike) -> Path:
     """A checkpoint's folder; what is no folder here is the id of a model on the Hub, whose files are downloaded if need be.
 
-    Raises CheckpointError if it is neither, and for a folder without config.json.
+    Raises CheckpointError if it is neither, for a folder without config.json, and for files that git-lfs has not fetched.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -78,7 +79,15 @@ def folder_of(path: str | os.PathLike) -> Path:
             raise CheckpointError(f"{path}: expected a folder or a model that the Hub gives: {reason}") from None
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found no such file")
+    _check_files(folder)
     return folder
+
+
+def _check_files(folder: Path) -> None:
+    """Raise CheckpointError for a git-lfs pointer in the place of a file that transformers would read."""
+    for file in (file for pattern in _NEEDED for file in folder.glob(pattern)):
+        if file.is_file() and not file.name.startswith("consolidated"):
+            os.close(open_regular(file)[0])
 
 
 def _quantization(config: dict) -> dict | None:

@@ -239,7 +239,8 @@ def test_a_package_that_is_missing(run, model, monkeypatch, missing):
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     verb = "is" if len(missing) == 1 else "are"
-    words = f"transformers' server needs {', '.join(missing)}, which {verb} not installed: pip install 'ktmoe[serve]'"
+    install = "pip install '.[serve]' in the folder of ktmoe's repository"
+    words = f"transformers' server needs {', '.join(missing)}, which {verb} not installed: {install}"
     assert run(model) == (1, "", f"ktmoe: {words}\n")
 
 

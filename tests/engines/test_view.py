@@ -16,6 +16,8 @@ from ktmoe import synthetic
 from ktmoe.errors import CheckpointError, InputError
 from ktmoe.transformers.view import folder_of, view
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+
 
 @pytest.fixture
 def model(tmp_path):
@@ -55,6 +57,15 @@ def test_what_is_in_it(model, temporary):
         }
     assert list(temporary.iterdir()) == []
     assert (model / "more").is_dir()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs(model, name):
+    (model / "consolidated.safetensors").write_text(POINTER)  # what nobody reads may stay one
+    assert folder_of(model) == model
+    (model / name).write_text(POINTER)
+    with pytest.raises(CheckpointError, match=rf"{name}: expected the file itself, found git-lfs's pointer to it"):
+        folder_of(model)
 
 
 def test_it_is_removed_after_an_error(model, temporary):

@@ -52,19 +52,23 @@ class Result:
     error: str = ""
 
 
-def start(jobs: list[Job], folder: Path, **variables: str) -> list[Result]:
-    """Run jobs one after the other in one process, in which vLLM finds the plug-in as an installed one. variables: of it."""
+def prepared(folder: Path) -> dict[str, str]:
+    """Make a folder with ktmoe's entry points; the environment variables of a process that is to find them."""
     folder.mkdir()
     environments.describe_ktmoe(folder)
-    (folder / "jobs").write_text(json.dumps([asdict(job) for job in jobs]))
-    environment = os.environ | {
+    return os.environ | {
         "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler would take longer than all the rest
     }
+
+
+def start(jobs: list[Job], folder: Path, **variables: str) -> list[Result]:
+    """Run jobs one after the other in one process, in which vLLM finds the plug-in as an installed one. variables: of it."""
+    environment = prepared(folder) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    (folder / "jobs").write_text(json.dumps([asdict(job) for job in jobs]))
     command = [sys.executable, __file__, str(folder / "jobs"), str(folder / "results")]
     with (folder / "output").open("w+") as output:
         done = subprocess.run(
