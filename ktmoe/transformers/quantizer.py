@@ -16,10 +16,10 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ktmoe.errors import KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.messages import show
 from ktmoe.transformers.config import Config
-from ktmoe.transformers.from_checkpoint import FromCheckpoint, check_readable
+from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
 from ktmoe.transformers.from_parameters import FromParameters
 from ktmoe.transformers.function import NAME
-from ktmoe.transformers.modules import Experts, find
+from ktmoe.transformers.modules import Experts, check_same, find
 from ktmoe.transformers.place import put
 
 
@@ -80,7 +80,7 @@ class Quantizer(HfQuantizer):
 
     def preprocess_model(self, model: PreTrainedModel, dtype=None, *, checkpoint_files=None, **kwargs) -> None:
         """Everything that can be refused is refused here, before any weight is read."""
-        config, options = self.quantization_config, self.quantization_config.options
+        options = self.quantization_config.options
         self._found = find(model)
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
@@ -89,31 +89,41 @@ class Quantizer(HfQuantizer):
                 self._rest.preprocess_model(model, dtype=dtype, checkpoint_files=checkpoint_files, **kwargs)
         model.is_quantized, model.quantization_method = True, NAME
         model.set_experts_implementation(NAME)
-        self._source = self._take_from(config.path or _folder(checkpoint_files))
+        self._source = self._take_from(checkpoint_files)
         if isinstance(self._source, FromCheckpoint):
             self._source.start(model)
         # if not, transformers asks what to do with each parameter, and reads them one after the other
         self.pre_quantized = not isinstance(self._source, FromParameters)
 
-    def _take_from(self, path: str | os.PathLike) -> FromCheckpoint | FromParameters:
+    def _take_from(self, checkpoint_files: Sequence[str] | None) -> FromCheckpoint | FromParameters:
         """Where the experts come from. Raises why they cannot."""
         config, refused = self.quantization_config, None
-        if config.source == "parameters" and config.options.cache is not None:
-            raise UnavailableError(f'{path}: a packed cache is for source="checkpoint", found source="parameters"')
-        if config.source == "parameters" and config.inner is not None:
-            found = f"quant_method {show(config.inner.get('quant_method'))}"
-            raise UnavailableError(f'{path}: source="parameters": expected an unquantized checkpoint, found {found}')
-        if config.source != "parameters":
+        read = _folder(checkpoint_files) if config.path is None else config.path
+        # transformers reads its own files: experts of others come from ktmoe's loaders, or not at all
+        elsewhere = config.path is not None and not _has_files(config.path, checkpoint_files)
+        if config.source == "parameters":
+            if config.options.cache is not None:
+                raise UnavailableError(f'{read}: a packed cache is for source="checkpoint", found source="parameters"')
+            if config.inner is not None:
+                found = f"quant_method {show(config.inner.get('quant_method'))}"
+                raise UnavailableError(f'{read}: source="parameters": expected an unquantized checkpoint, found {found}')
+            if elsewhere:
+                expected = "expected the folder that transformers reads, found another"
+                raise UnavailableError(f'{read}: path with source="parameters": {expected}')
+        else:
             try:
-                check_readable(path, self._found)
+                weights = readable(read, self._found)
             except MissingTensorError:  # the names are known, and something is missing
                 raise
             except KtmoeError as error:
-                if config.source == "checkpoint" or config.inner is not None or config.options.cache is not None:
+                named = elsewhere or config.options.cache is not None
+                if config.source == "checkpoint" or config.inner is not None or named:
                     raise
                 refused = error
             else:
-                return FromCheckpoint(path, self._found, config.options)
+                for experts, of_layer in zip(self._found, weights, strict=True):
+                    check_same(experts, of_layer)
+                return FromCheckpoint(read, self._found, config.options)
         return FromParameters(self._found, config.options, refused)
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs) -> None:
@@ -183,3 +193,11 @@ def _folder(checkpoint_files: Sequence[str] | None) -> str:
     if not checkpoint_files:
         raise UnavailableError("expected a checkpoint's files, found a state_dict or none")
     return os.path.dirname(checkpoint_files[0])
+
+
+def _has_files(path: str | os.PathLike, files: Sequence[str] | None) -> bool:
+    """Whether a folder has these very files, which may be links to it, as a view's are."""
+    try:
+        return all(os.path.samefile(os.path.join(path, os.path.basename(file)), file) for file in files or ())
+    except OSError:
+        return False
