@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -38,6 +39,7 @@ class Quantizer(HfQuantizer):
         self._found: list[Experts] = []
         self._on_gpu: list[np.ndarray] = []
         self._source: FromCheckpoint | FromParameters | None = None
+        self._dtype: torch.dtype | None = None
 
     def validate_environment(self, **kwargs) -> None:
         if self._rest:
@@ -45,6 +47,7 @@ class Quantizer(HfQuantizer):
                 self._rest.validate_environment(**kwargs)
 
     def update_dtype(self, dtype):
+        self._dtype = dtype
         return self._rest.update_dtype(dtype) if self._rest else dtype
 
     def update_device_map(self, device_map):
@@ -131,6 +134,7 @@ class Quantizer(HfQuantizer):
         if self._rest:
             self._rest._process_model_after_weight_loading(model, **kwargs)
         self._source.finish()
+        _warn_of_other_dtypes(model, self._dtype)
         put(model, {experts.name: experts.module for experts in self._found}, self._on_gpu)
         model.config.quantization_config = Config(**self.quantization_config.to_dict())  # without progress, which is over
         model.requires_grad_(False)
@@ -201,3 +205,17 @@ def _has_files(path: str | os.PathLike, files: Sequence[str] | None) -> bool:
         return all(os.path.samefile(os.path.join(path, os.path.basename(file)), file) for file in files or ())
     except OSError:
         return False
+
+
+def _warn_of_other_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Warn of parameters that are not of the dtype that was asked for. transformers keeps some in float32 on purpose."""
+    usual = {torch.float16, torch.bfloat16} - {dtype}
+    parameters = dict(model.named_parameters())
+    if other := [name for name, parameter in parameters.items() if parameter.dtype in usual]:
+        expected, found = (str(each).removeprefix("torch.") for each in (dtype, parameters[other[0]].dtype))
+        warnings.warn(
+            f"expected parameters of {expected}, found {len(other)} of {len(parameters)} in {found}, such as {other[0]}: "
+            "transformers reads this checkpoint so; load it with dtype='auto'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
