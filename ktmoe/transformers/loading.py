@@ -19,6 +19,7 @@ from ktmoe.progress_bar import bytes_done
 from ktmoe.transformers import quantizer  # noqa: F401  registers itself
 from ktmoe.transformers.config import Config
 from ktmoe.transformers.function import NAME, check_packable, pack_module
+from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.modules import find
 from ktmoe.transformers.options import Options
 from ktmoe.transformers.place import put
@@ -162,6 +163,7 @@ def pack(
     check_packable(found, options)
     on_gpu = options.on_gpu(found, model)
     options.set_threads()
+    warn_of_spinning()
     with options.reporting(sum(experts.nbytes for experts in found)) as report:
         for experts in found:
             pack_module(experts, options, report)

@@ -20,6 +20,7 @@ from ktmoe.transformers.config import Config
 from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
 from ktmoe.transformers.from_parameters import FromParameters
 from ktmoe.transformers.function import NAME
+from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.modules import Experts, check_same, find
 from ktmoe.transformers.place import put
 
@@ -87,6 +88,7 @@ class Quantizer(HfQuantizer):
         self._found = find(model)
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
+        warn_of_spinning()
         if self._rest:
             with _without_experts(model, self._found):
                 self._rest.preprocess_model(model, dtype=dtype, checkpoint_files=checkpoint_files, **kwargs)
