@@ -14,7 +14,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ktmoe.errors import KtmoeError, MissingTensorError, UnavailableError
+from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.messages import show
 from ktmoe.transformers.config import Config
 from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
@@ -23,6 +23,9 @@ from ktmoe.transformers.function import NAME
 from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.modules import Experts, check_same, find
 from ktmoe.transformers.place import put
+
+#: Parameters, where they have 2 bits.
+_MOST_IN_A_BYTE = 4
 
 
 @register_quantizer(NAME)
@@ -86,6 +89,7 @@ class Quantizer(HfQuantizer):
         """Everything that can be refused is refused here, before any weight is read."""
         options = self.quantization_config.options
         self._found = find(model)
+        _check_size(model, checkpoint_files)
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
         warn_of_spinning()
@@ -199,6 +203,22 @@ def _folder(checkpoint_files: Sequence[str] | None) -> str:
     if not checkpoint_files:
         raise UnavailableError("expected a checkpoint's files, found a state_dict or none")
     return os.path.dirname(checkpoint_files[0])
+
+
+def _check_size(model: PreTrainedModel, files: Sequence[str] | None) -> None:
+    """Raise CheckpointError for a model that is larger than all its files can be.
+
+    transformers would make such parameters, at random, before it says that their sizes are not those of the checkpoint.
+    """
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    nbytes = sum(os.path.getsize(file) for file in files or ())
+    if files and (found := sum(sizes.values())) > _MOST_IN_A_BYTE * nbytes:
+        largest = max(sizes, key=sizes.get)
+        shape = list(model.get_parameter(largest).shape)
+        raise CheckpointError(
+            f"{_folder(files)}: expected at most {_MOST_IN_A_BYTE} parameters for each of {nbytes} bytes, found {found} by "
+            f"config.json, such as {largest} {shape}"
+        )
 
 
 def _has_files(path: str | os.PathLike, files: Sequence[str] | None) -> bool:
