@@ -31,8 +31,8 @@ class Config(QuantizationConfigMixin):
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
     the second where no loader reads an unquantized checkpoint.
     path: the checkpoint's folder; None: where transformers finds its files. If the experts cannot be taken from there, loading
-    raises why. inner: the checkpoint's own quantization_config, by which transformers reads the rest of the model. Those two are
-    for a config.json that names ktmoe as its quant_method.
+    raises why. inner: the checkpoint's own quantization_config, by which transformers reads the rest of the model. Those two
+    are for a config.json that names ktmoe as its quant_method.
     Raises InputError.
     """
 
