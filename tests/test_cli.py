@@ -125,7 +125,9 @@ def test_an_error_is_one_line(run, tmp_path, command):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "command"), [("KTMOE_NUM_THREADS", "config"), ("KTMOE_BACKEND", "inspect")])
+@pytest.mark.parametrize(
+    ("name", "command"), [("KTMOE_NUM_THREADS", "config"), ("KTMOE_BACKEND", "inspect"), ("KTMOE_TRACEBACK", "config")]
+)
 def test_wrong_environment(run, monkeypatch, tmp_path, name, command):
     monkeypatch.setenv(name, "many")
     synthetic.write_deepseek_v4(tmp_path, num_experts=2, hidden=64, intermediate=32)
@@ -143,6 +145,31 @@ def test_interrupted(run, monkeypatch):
     monkeypatch.setattr("ktmoe.cli.config.show_config", interrupt)
     status, out, err = run("config")
     assert (status, out, err.strip()) == (130, "", "ktmoe: interrupted")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "the system refused memory"),  # Python's own says nothing
+        (MemoryError("Unable to allocate 8 EiB"), "Unable to allocate 8 EiB"),  # numpy's does
+    ],
+)
+def test_out_of_memory(run, monkeypatch, error, said):
+    def fail():
+        raise error
+
+    monkeypatch.setattr("ktmoe.cli.config.show_config", fail)
+    assert run("config") == (1, "", f"ktmoe: {said}\n")
+
+
+def test_where_it_failed(run, monkeypatch, tmp_path):
+    """KTMOE_TRACEBACK=1 says it, before the one line."""
+    line = run("inspect", str(tmp_path / "absent"))[2]
+    for value in ("0", "1"):
+        monkeypatch.setenv("KTMOE_TRACEBACK", value)
+        status, _, err = run("inspect", str(tmp_path / "absent"))
+        assert (status, err.startswith("Traceback (most recent call last):\n")) == (1, value == "1")
+        assert err.endswith(line)
 
 
 def test_config(run):

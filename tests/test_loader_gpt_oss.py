@@ -69,7 +69,7 @@ def test_f32_biases_and_ue8m0_scales(tmp_path, tensors):
 def test_without_biases(tmp_path, tensors):
     """gpt-oss's experts without them would be other ones."""
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_bias")}
-    with pytest.raises(MissingTensorError, match="expected .*gate_up_proj_bias and .*down_proj_bias, found neither"):
+    with pytest.raises(MissingTensorError, match=r"expected .*gate_up_proj_bias and .*down_proj_bias, found neither"):
         load(tmp_path, tensors)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import ktmoe
 from ktmoe.errors import KtmoeError
+from ktmoe.machine import environment
 from ktmoe.messages import install
 
 #: What the extra `cli` installs, by the names of its modules.
@@ -20,17 +22,21 @@ EXTRA = {"click", "rich", "tomli_w"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status: 0, 1 for an error or a wrong result, 2 for wrong usage, 130 after Ctrl-C."""
+    tracebacks = False
     try:
+        tracebacks = environment.tracebacks()
         with _warnings_in_one_line():
             status = _run(sys.argv[1:] if arguments is None else list(arguments))
         if sys.stdout:  # there is none after >&-
             sys.stdout.flush()
-    except (KtmoeError, OSError) as error:
+    except (KtmoeError, OSError, MemoryError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             # whoever read stdout has gone; what is left in its buffer must not fail again when Python ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        return _fail(str(error), 1)
+        if tracebacks:
+            traceback.print_exc()
+        return _fail(str(error) or "the system refused memory", 1)  # Python's own MemoryError says nothing
     except ModuleNotFoundError as error:
         if (missing := (error.name or "").partition(".")[0]) not in EXTRA:
             raise

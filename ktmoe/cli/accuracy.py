@@ -64,10 +64,11 @@ def command(
         choose_backend(backend, None, mode)  # raises, before anything is loaded
     engine.start()
     from ktmoe.transformers.accuracy import accuracy
-    from ktmoe.transformers.view import folder_of
+    from ktmoe.transformers.folder import folder_of
+    from ktmoe.transformers.refusals import in_one_line
 
     folder = folder_of(model)  # a download draws bars of its own
-    with progress_bar.steps() as step:
+    with in_one_line(str(folder), "run"), progress_bar.steps() as step:
         found = accuracy(
             folder,
             text,

@@ -103,19 +103,21 @@ def _answer(model: str, prompt: str, system: str | None, generation: dict, chose
     engine.start()
     import ktmoe.transformers
     from ktmoe.transformers import answer
+    from ktmoe.transformers.folder import folder_of
     from ktmoe.transformers.refusals import in_one_line
-    from ktmoe.transformers.view import folder_of
 
     folder, trust = folder_of(model), {"trust_remote_code": trusted}
     tokenizer = answer.load_tokenizer(folder, **trust)
-    inputs = answer.encode(tokenizer, prompt, system)
+    with in_one_line(str(folder), "encode the prompt for"):
+        inputs = answer.encode(tokenizer, prompt, system)
     if not tokenizer.chat_template:
         click.echo(f"ktmoe: {printable(model)} has no chat template: the prompt is continued as it is", err=True)
     start = time.perf_counter()
     with in_one_line(str(folder)):
         loaded = ktmoe.transformers.load(folder, progress=sys.stderr.isatty(), **chosen, **trust)
     seconds = time.perf_counter() - start
-    found = answer.answer(loaded, tokenizer, inputs, _no_text if as_json else _print, **generation)
+    with in_one_line(str(folder), "generate text with"):
+        found = answer.answer(loaded, tokenizer, inputs, _no_text if as_json else _print, **generation)
     if as_json:
         output.print_json({"path": printable(model), "load_seconds": seconds, **found.data()})
         return

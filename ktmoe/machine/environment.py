@@ -35,3 +35,8 @@ def scratch_bytes() -> int:
     """KTMOE_SCRATCH_MB: bound of the scratch memory that all layers share, for forward calls and again for backward calls.
     Larger batches go in chunks."""
     return _whole_number("KTMOE_SCRATCH_MB", 256, 1, 2**20) << 20
+
+
+def tracebacks() -> bool:
+    """KTMOE_TRACEBACK: whether a command that fails shows where, before its one line."""
+    return bool(_whole_number("KTMOE_TRACEBACK", 0, 0, 1))

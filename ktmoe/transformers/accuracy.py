@@ -25,9 +25,9 @@ from ktmoe.layer import MoELayer
 from ktmoe.transformers import load
 from ktmoe.transformers.activation import recognise
 from ktmoe.transformers.answer import load_tokenizer
+from ktmoe.transformers.folder import folder_of
 from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler, weights_of
 from ktmoe.transformers.perplexity import Logits, Mean, Scores, Window, require_space, score, windows
-from ktmoe.transformers.view import folder_of
 from ktmoe.weights.activation import SILU
 
 #: The activation mode that rounds nothing.
@@ -100,7 +100,7 @@ def accuracy(
     run or does not exist, and what ktmoe.transformers.load() raises.
     """
     folder = folder_of(path)
-    config = _config(folder)
+    config = AutoConfig.from_pretrained(folder).get_text_config()
     read = _tokens(folder, text, config)[:tokens]
     longest = getattr(config, "max_position_embeddings", None)
     if longest and context > longest:
@@ -170,14 +170,6 @@ class _Work:
         finally:
             for layer in layers.values():
                 layer.close()
-
-
-def _config(folder: Path) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(folder).get_text_config()
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{folder}: expected a config.json that transformers reads: {reason}") from error
 
 
 def _tokens(folder: Path, text: str, config: PreTrainedConfig) -> torch.Tensor:

@@ -30,8 +30,9 @@ class Config(QuantizationConfigMixin):
     source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
     the second where no loader reads an unquantized checkpoint.
-    path: the checkpoint's folder; None: where transformers finds its files. inner: the checkpoint's own quantization_config,
-    by which transformers reads the rest of the model. Those two are for a config.json that names ktmoe as its quant_method.
+    path: the checkpoint's folder; None: where transformers finds its files. If the experts cannot be taken from there, loading
+    raises why. inner: the checkpoint's own quantization_config, by which transformers reads the rest of the model. Those two
+    are for a config.json that names ktmoe as its quant_method.
     Raises InputError.
     """
 

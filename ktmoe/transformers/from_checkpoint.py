@@ -13,23 +13,22 @@ from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.model import MoEModel
 from ktmoe.transformers.function import adopt, attach
-from ktmoe.transformers.modules import Experts, check_same
+from ktmoe.transformers.modules import Experts
 from ktmoe.transformers.options import Options
 
 
-def check_readable(path: str | os.PathLike, found: list[Experts]) -> None:
-    """Raise a KtmoeError if no loader reads the weights of these modules, by their layers' numbers, or if they are others."""
+def readable(path: str | os.PathLike, found: list[Experts]) -> list[ExpertWeights]:
+    """The weights of these modules, by their layers' numbers; none is read. Raises a KtmoeError if no loader reads them."""
     layers = [experts.layer for experts in found]
     if None in layers or len(set(layers)) < len(layers):
         names = ", ".join(experts.name for experts in found)
         raise UnavailableError(f"{path}: expected one module of experts in each layer, found {names}")
     with Checkpoint(path) as checkpoint:
-        for experts in found:
-            check_same(experts, _read(checkpoint, experts))
+        return [find_loader(checkpoint, layer=layer).load(checkpoint, layer) for layer in layers]
 
 
 class FromCheckpoint:
-    """found: a model's modules of experts, which passed check_readable(). Raises what MoEModel.from_checkpoint does."""
+    """found: a model's modules of experts, which readable() reads. Raises what MoEModel.from_checkpoint does."""
 
     def __init__(self, path: str | os.PathLike, found: list[Experts], options: Options):
         self._found = found
@@ -51,10 +50,6 @@ class FromCheckpoint:
         self._loading.wait()
         for experts in self._found:
             attach(experts, self._loading[experts.layer])
-
-
-def _read(checkpoint: Checkpoint, experts: Experts) -> ExpertWeights:
-    return find_loader(checkpoint, layer=experts.layer).load(checkpoint, experts.layer)
 
 
 def _names(experts: Experts) -> tuple[str, str]:

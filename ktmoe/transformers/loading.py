@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ktmoe.backends.base import Progress
-from ktmoe.errors import CheckpointError, UnavailableError
-from ktmoe.messages import show
+from ktmoe.errors import UnavailableError
 from ktmoe.progress_bar import bytes_done
 from ktmoe.transformers import quantizer  # noqa: F401  registers itself
 from ktmoe.transformers.config import Config
+from ktmoe.transformers.folder import check_numbers, is_folder, read_config
 from ktmoe.transformers.function import NAME, check_packable, pack_module
+from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.modules import find
 from ktmoe.transformers.options import Options
 from ktmoe.transformers.place import put
@@ -34,9 +35,6 @@ _WHERE = (
     "trust_remote_code",
     "code_revision",
 )
-
-#: name or owner/name.
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def load(
@@ -71,16 +69,19 @@ def load(
     from_pretrained: more arguments for transformers' from_pretrained(), such as dtype, which is "auto" by default.
 
     The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,
-    and what MoEModel.from_checkpoint and from_pretrained() raise.
+    CheckpointError for a path that is no model's, and what MoEModel.from_checkpoint and from_pretrained() raise.
     """
-    if not os.path.isdir(path) and not _HUB_ID.fullmatch(os.fspath(path)):
-        raise CheckpointError(f"{show(path)}: expected a folder, or an id of the Hugging Face Hub such as openai/gpt-oss-20b")
+    here = is_folder(path)
+    path = os.path.expanduser(path) if here else path
     config = from_pretrained.pop("config", None)
     if config is None:
+        if here:
+            read_config(Path(path, from_pretrained.get("subfolder") or ""))  # before transformers builds anything of it
         where = {name: from_pretrained[name] for name in _WHERE if name in from_pretrained}
         config = AutoConfig.from_pretrained(path, **where)
     else:
         config = copy.deepcopy(config)
+    check_numbers(config.to_dict(), type(config).__name__)
     inner = _quantization(config)
     named = Config(
         backend=backend,
@@ -94,11 +95,18 @@ def load(
         cache=cache,
         **inner,
     )
-    architecture = next(iter(getattr(config, "architectures", None) or ()), "")
-    model_class = getattr(transformers, architecture, AutoModelForCausalLM)
+    model_class = _model_class(config)
     with _ended_by_errors(progress) as report:
         config.quantization_config = named.to_dict() | {"progress": report}
         return model_class.from_pretrained(path, config=config, **{"dtype": "auto"} | from_pretrained)
+
+
+def _model_class(config: PreTrainedConfig) -> type:
+    """The class of transformers that config.json names first in "architectures", if that is a model's."""
+    named = config.architectures
+    first = named[0] if isinstance(named, list) and named else None
+    found = getattr(transformers, first, None) if isinstance(first, str) else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModelForCausalLM
 
 
 @contextmanager
@@ -162,6 +170,7 @@ def pack(
     check_packable(found, options)
     on_gpu = options.on_gpu(found, model)
     options.set_threads()
+    warn_of_spinning()
     with options.reporting(sum(experts.nbytes for experts in found)) as report:
         for experts in found:
             pack_module(experts, options, report)

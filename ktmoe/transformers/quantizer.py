@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,14 +14,18 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ktmoe.errors import KtmoeError, MissingTensorError, UnavailableError
+from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.messages import show
 from ktmoe.transformers.config import Config
-from ktmoe.transformers.from_checkpoint import FromCheckpoint, check_readable
+from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
 from ktmoe.transformers.from_parameters import FromParameters
 from ktmoe.transformers.function import NAME
-from ktmoe.transformers.modules import Experts, find
+from ktmoe.transformers.idle_threads import warn_of_spinning
+from ktmoe.transformers.modules import Experts, check_same, find
 from ktmoe.transformers.place import put
+
+#: Parameters, where they have 2 bits.
+_MOST_IN_A_BYTE = 4
 
 
 @register_quantizer(NAME)
@@ -38,6 +43,7 @@ class Quantizer(HfQuantizer):
         self._found: list[Experts] = []
         self._on_gpu: list[np.ndarray] = []
         self._source: FromCheckpoint | FromParameters | None = None
+        self._dtype: torch.dtype | None = None
 
     def validate_environment(self, **kwargs) -> None:
         if self._rest:
@@ -45,6 +51,7 @@ class Quantizer(HfQuantizer):
                 self._rest.validate_environment(**kwargs)
 
     def update_dtype(self, dtype):
+        self._dtype = dtype
         return self._rest.update_dtype(dtype) if self._rest else dtype
 
     def update_device_map(self, device_map):
@@ -80,40 +87,52 @@ class Quantizer(HfQuantizer):
 
     def preprocess_model(self, model: PreTrainedModel, dtype=None, *, checkpoint_files=None, **kwargs) -> None:
         """Everything that can be refused is refused here, before any weight is read."""
-        config, options = self.quantization_config, self.quantization_config.options
+        options = self.quantization_config.options
         self._found = find(model)
+        _check_size(model, checkpoint_files)
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
+        warn_of_spinning()
         if self._rest:
             with _without_experts(model, self._found):
                 self._rest.preprocess_model(model, dtype=dtype, checkpoint_files=checkpoint_files, **kwargs)
         model.is_quantized, model.quantization_method = True, NAME
         model.set_experts_implementation(NAME)
-        self._source = self._take_from(config.path or _folder(checkpoint_files))
+        self._source = self._take_from(checkpoint_files)
         if isinstance(self._source, FromCheckpoint):
             self._source.start(model)
         # if not, transformers asks what to do with each parameter, and reads them one after the other
         self.pre_quantized = not isinstance(self._source, FromParameters)
 
-    def _take_from(self, path: str | os.PathLike) -> FromCheckpoint | FromParameters:
+    def _take_from(self, checkpoint_files: Sequence[str] | None) -> FromCheckpoint | FromParameters:
         """Where the experts come from. Raises why they cannot."""
         config, refused = self.quantization_config, None
-        if config.source == "parameters" and config.options.cache is not None:
-            raise UnavailableError(f'{path}: a packed cache is for source="checkpoint", found source="parameters"')
-        if config.source == "parameters" and config.inner is not None:
-            found = f"quant_method {show(config.inner.get('quant_method'))}"
-            raise UnavailableError(f'{path}: source="parameters": expected an unquantized checkpoint, found {found}')
-        if config.source != "parameters":
+        read = _folder(checkpoint_files) if config.path is None else config.path
+        # transformers reads its own files: experts of others come from ktmoe's loaders, or not at all
+        elsewhere = config.path is not None and not _has_files(config.path, checkpoint_files)
+        if config.source == "parameters":
+            if config.options.cache is not None:
+                raise UnavailableError(f'{read}: a packed cache is for source="checkpoint", found source="parameters"')
+            if config.inner is not None:
+                found = f"quant_method {show(config.inner.get('quant_method'))}"
+                raise UnavailableError(f'{read}: source="parameters": expected an unquantized checkpoint, found {found}')
+            if elsewhere:
+                expected = "expected the folder that transformers reads, found another"
+                raise UnavailableError(f'{read}: path with source="parameters": {expected}')
+        else:
             try:
-                check_readable(path, self._found)
+                weights = readable(read, self._found)
             except MissingTensorError:  # the names are known, and something is missing
                 raise
             except KtmoeError as error:
-                if config.source == "checkpoint" or config.inner is not None or config.options.cache is not None:
+                named = elsewhere or config.options.cache is not None
+                if config.source == "checkpoint" or config.inner is not None or named:
                     raise
                 refused = error
             else:
-                return FromCheckpoint(path, self._found, config.options)
+                for experts, of_layer in zip(self._found, weights, strict=True):
+                    check_same(experts, of_layer)
+                return FromCheckpoint(read, self._found, config.options)
         return FromParameters(self._found, config.options, refused)
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs) -> None:
@@ -121,6 +140,7 @@ class Quantizer(HfQuantizer):
         if self._rest:
             self._rest._process_model_after_weight_loading(model, **kwargs)
         self._source.finish()
+        _warn_of_other_dtypes(model, self._dtype)
         put(model, {experts.name: experts.module for experts in self._found}, self._on_gpu)
         model.config.quantization_config = Config(**self.quantization_config.to_dict())  # without progress, which is over
         model.requires_grad_(False)
@@ -183,3 +203,41 @@ def _folder(checkpoint_files: Sequence[str] | None) -> str:
     if not checkpoint_files:
         raise UnavailableError("expected a checkpoint's files, found a state_dict or none")
     return os.path.dirname(checkpoint_files[0])
+
+
+def _check_size(model: PreTrainedModel, files: Sequence[str] | None) -> None:
+    """Raise CheckpointError for a model that is larger than all its files can be.
+
+    transformers would make such parameters, at random, before it says that their sizes are not those of the checkpoint.
+    """
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    nbytes = sum(os.path.getsize(file) for file in files or ())
+    if files and (found := sum(sizes.values())) > _MOST_IN_A_BYTE * nbytes:
+        largest = max(sizes, key=sizes.get)
+        shape = list(model.get_parameter(largest).shape)
+        raise CheckpointError(
+            f"{_folder(files)}: expected at most {_MOST_IN_A_BYTE} parameters for each of {nbytes} bytes, found {found} by "
+            f"config.json, such as {largest} {shape}"
+        )
+
+
+def _has_files(path: str | os.PathLike, files: Sequence[str] | None) -> bool:
+    """Whether a folder has these very files, which may be links to it, as a view's are."""
+    try:
+        return all(os.path.samefile(os.path.join(path, os.path.basename(file)), file) for file in files or ())
+    except OSError:
+        return False
+
+
+def _warn_of_other_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Warn of parameters that are not of the dtype that was asked for. transformers keeps some in float32 on purpose."""
+    usual = {torch.float16, torch.bfloat16} - {dtype}
+    parameters = dict(model.named_parameters())
+    if other := [name for name, parameter in parameters.items() if parameter.dtype in usual]:
+        expected, found = (str(each).removeprefix("torch.") for each in (dtype, parameters[other[0]].dtype))
+        warnings.warn(
+            f"expected parameters of {expected}, found {len(other)} of {len(parameters)} in {found}, such as {other[0]}: "
+            "transformers reads this checkpoint so; load it with dtype='auto'",
+            RuntimeWarning,
+            stacklevel=2,
+        )

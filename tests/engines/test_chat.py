@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import characters
 import commands
 import pytest
 import torch
@@ -155,6 +156,32 @@ def test_downloads_have_progress_bars_on_a_terminal(monkeypatch):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         engine.start()
         assert are_progress_bars_disabled() != terminal
+
+
+def errors_of(*arguments: object) -> list[str]:
+    """The lines on the stderr, which is no terminal, of a command that fails or not."""
+    command = [sys.executable, "-m", "ktmoe", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=commands.PATIENCE).stderr.splitlines()
+
+
+def test_no_bars_without_a_terminal(checkpoint, tmp_path):
+    """Nor what compressed-tensors says of targets that it does not find, since ktmoe has the experts."""
+    for file in checkpoint("Kimi INT4").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = [r"re:.*mlp\.experts\..*"]
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    characters.add_tokenizer(tmp_path)
+    template, times = errors_of("chat", tmp_path, "hello", "--max-new-tokens", 2)
+    assert "has no chat template" in template
+    assert times.startswith("prefill ")
+
+
+def test_the_hub_is_named_before_it_is_asked():
+    asked, refused = errors_of("chat", "someone/a-model", "hello")
+    assert asked == "someone/a-model is no folder here: asking the Hugging Face Hub for it"
+    assert refused.startswith("ktmoe: someone/a-model: expected a folder or a model that the Hub gives: ")
 
 
 def test_the_text_comes_piece_by_piece(oracle):

@@ -6,16 +6,19 @@ import re
 import shutil
 from pathlib import Path
 
+import engine_models
 import pytest
 import torch
 import transformers
 from engine_models import logits, prompts, save
 from safetensors.torch import load_file, save_file
 from serving import assert_served, eager
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ktmoe.transformers as served
-from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError
+from ktmoe import synthetic
+from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError, UnavailableError
+from ktmoe.transformers.view import view
 
 #: An expert's weight, and one of no expert.
 EXPERT, OTHER = "model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -75,11 +78,150 @@ def test_a_config_that_names_ktmoe(checkpoint, tmp_path, name):
     assert torch.equal(logits(model, prompts()), logits(served.load(folder), prompts()))
 
 
-@pytest.mark.parametrize("path", ["/nothing", "./nothing", "../nothing", "one/two/three"])
+@pytest.mark.parametrize("path", ["/nothing", "./nothing", "../nothing", "one/two/three", "someone/a--model", "name/"])
 def test_a_path_that_is_not_there(path):
     """It is no id of the Hub either, so the Hub is not asked."""
-    with pytest.raises(CheckpointError, match=re.escape(f"{path!r}: expected a folder, or an id of the Hugging Face Hub")):
+    message = f"{path}: expected a folder or the id of a model on the Hub, found neither"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         served.load(path)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "model"])
+def test_a_file_is_no_folder(tmp_path, monkeypatch, name):
+    """Nor an id of the Hub, even where it is absent, if it has such an ending."""
+    monkeypatch.chdir(tmp_path)
+    for found in ("no folder", "a file"):
+        if found == "a file":
+            (tmp_path / name).touch()
+        elif name == "model":
+            continue
+        for path in (name, tmp_path / name):
+            with pytest.raises(CheckpointError, match=rf"expected a model's folder with config\.json, found {found}") as raised:
+                served.load(path)
+            assert ("MoEModel.from_checkpoint() reads their experts" in str(raised.value)) == (name == "model.gguf")
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_a_folder_of_gguf(plain, tmp_path, with_config):
+    synthetic.write_gguf(tmp_path, types="Q4_0", num_experts=2, hidden=256, intermediate=256)
+    if with_config:
+        shutil.copy(plain / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: expected a model's folder .* found GGUF files: .*MoEModel"):
+        served.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "found",
+    ["Qwen3MoeForCausalLM", ["pipeline"], ["Qwen3MoeConfig"], ["__name__"], [1], [["Qwen3MoeForCausalLM"]], 5, {}, None],
+)
+def test_the_class_is_a_models(plain, tmp_path, found):
+    """Whatever config.json names: transformers has more than models."""
+    for file in plain.iterdir():
+        shutil.copy(file, tmp_path)
+    config = json.loads((plain / "config.json").read_text()) | {"architectures": found}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_served(served.load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "most"),
+    [
+        ("num_hidden_layers", 2**31, 8),  # the highest number in a tensor's name is the last expert's
+        ("num_hidden_layers", 9, 8),
+        ("num_labels", 2**31, 100_000),
+        ("num_experts", 2**31, 100_000),
+        ("head_dim", 2**31, 2**24),
+        ("text_config", {"num_hidden_layers": 9}, 8),
+        ("vision_config", {"depth": 10**6}, 1000),
+        ("vision_config", {"more": {"hidden_size": 10**9}}, 2**24),
+    ],
+)
+def test_numbers_that_no_model_has(plain, tmp_path, monkeypatch, key, value, most):
+    """transformers would count up to them for minutes, or fill the memory. It is asked for nothing."""
+    for file in plain.iterdir():
+        shutil.copy(file, tmp_path)
+    config = json.loads((plain / "config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("ktmoe.transformers.loading.AutoConfig", None)
+    with pytest.raises(CheckpointError, match=rf"config\.json: \w+: expected at most {most}, found \d+"):
+        served.load(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["auto", "parameters"])
+def test_sizes_that_the_files_cannot_have(plain, tmp_path, monkeypatch, source):
+    """transformers would fill such parameters at random before it says that they do not fit."""
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", None)
+    config = AutoConfig.from_pretrained(plain)
+    config.head_dim = 10**6
+    with pytest.raises(CheckpointError, match=r"expected at most 4 parameters for each of \d+ bytes, found \d+ by config.json"):
+        served.load(plain, config=config, source=source)
+
+
+def other_type(plain: Path, folder: Path) -> Path:
+    """Experts of a dtype that no loader reads."""
+    return changed(plain, folder, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.int8)}))
+
+
+def other_sizes(plain: Path, folder: Path) -> Path:
+    return save(engine_models.make("qwen3_moe", num_experts=4, num_local_experts=4), folder)
+
+
+def other_activation(plain: Path, folder: Path) -> Path:
+    config = json.loads((shutil.copytree(plain, folder, dirs_exist_ok=True) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    return folder
+
+
+#: A folder that is made of the model's -> why it does not serve its experts.
+NAMED = {
+    "absent": (lambda plain, folder: folder / "absent", "expected a folder"),
+    "no checkpoint": (lambda plain, folder: folder, "safetensors"),
+    "type": (other_type, "found I8"),
+    "sizes": (other_sizes, "num_experts 8, found 4"),
+    "activation": (other_activation, "gelu"),
+}
+
+
+@pytest.mark.parametrize("source", ["auto", "checkpoint"])
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_named_is_used_or_refused(plain, tmp_path, name, source):
+    """Never the experts of the folder that transformers reads in its place."""
+    make, message = NAMED[name]
+    config = served.Config(path=make(plain, tmp_path), source=source)
+    with pytest.raises(KtmoeError, match=message):
+        AutoModelForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=config)
+
+
+def test_a_named_checkpoint_is_used(plain, text, tmp_path):
+    def change(tensors):
+        tensors[EXPERT] *= 2
+
+    other = changed(plain, tmp_path, change)
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=served.Config(path=other))
+    found = logits(model, prompts())
+    assert not torch.equal(found, text)
+    assert torch.equal(found, logits(served.load(other), prompts()))
+    config = served.Config(path=other, source="parameters")
+    with pytest.raises(UnavailableError, match='path with source="parameters": expected the folder that transformers reads'):
+        AutoModelForCausalLM.from_pretrained(plain, dtype="auto", quantization_config=config)
+
+
+@pytest.mark.parametrize("source", ["auto", "checkpoint"])
+def test_a_named_cache_is_used_or_refused(plain, tmp_path, source):
+    with pytest.raises(KtmoeError, match="absent"):
+        served.load(plain, cache=tmp_path / "absent", source=source)
+
+
+def test_the_folder_itself_by_another_path(plain, text, tmp_path, monkeypatch):
+    """A view's links are the checkpoint's own files: where no loader reads them, transformers does."""
+
+    def find_loader(checkpoint, layer):
+        raise UnavailableError("no loader")
+
+    monkeypatch.setattr("ktmoe.transformers.from_checkpoint.find_loader", find_loader)
+    with view(plain) as made:
+        model = AutoModelForCausalLM.from_pretrained(made.path, dtype="auto")
+    assert torch.equal(logits(model, prompts()), text)
 
 
 @pytest.fixture

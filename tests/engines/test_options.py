@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -185,3 +186,25 @@ def test_a_packed_cache(checkpoint, tmp_path):
     assert torch.equal(logits(mapped, prompts()), logits(served.load(folder, source="checkpoint"), prompts()))
     with pytest.raises(CacheError, match="is of another checkpoint"):
         served.load(checkpoint("mixtral"), cache=cache)
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.float16])
+def test_a_dtype_that_transformers_does_not_give(checkpoint, dtype):
+    """It leaves the rest of an FP8 checkpoint in bfloat16, whatever is asked for."""
+    expected = str(dtype).removeprefix("torch.")
+    folder = checkpoint("DeepSeek-V3 FP8")
+    with pytest.warns(RuntimeWarning, match=rf"expected parameters of {expected}, found \d+ of \d+ in bfloat16, such as model"):
+        served.load(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3 FP8", "gpt-oss MXFP4", "DeepSeek-V4 FP4", "Kimi INT4", "qwen3_moe"])
+def test_a_dtype_that_it_gives(checkpoint, name):
+    """Without a warning; and how all of a quantized model becomes float32."""
+    dtypes = ("auto", torch.bfloat16, torch.float32) if name in ("qwen3_moe", "Kimi INT4") else ("auto", torch.bfloat16)
+    with warnings.catch_warnings(record=True, action="always") as found:
+        for dtype in dtypes:
+            model = served.load(checkpoint(name), dtype=dtype)
+            assert dtype in ("auto", model.dtype)
+    assert not [each for each in found if "expected parameters of" in str(each.message)]
+    torch.nn.Module.float(model)
+    assert logits(model, prompts()).dtype == torch.float32

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 import ktmoe.transformers
 from ktmoe import synthetic
 from ktmoe.errors import CheckpointError, InputError
-from ktmoe.transformers.view import folder_of, view
+from ktmoe.transformers.folder import folder_of
+from ktmoe.transformers.view import view
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
 
@@ -112,12 +113,13 @@ def test_names(model, tmp_path, monkeypatch):
         assert made.name == "tiny-4bit"
 
 
-def test_a_model_of_the_hub(model, tmp_path, monkeypatch):
-    """One that was downloaded before; without it, nothing is asked of the network here."""
+def test_a_model_of_the_hub(model, tmp_path, monkeypatch, caplog):
+    """One that was downloaded before; without it, nothing is asked of the network here. The log says so before."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=r"^some/tiny: expected a folder or a model that the Hub gives: \w+"):
         folder_of("some/tiny")
+    assert caplog.messages == ["some/tiny is no folder here: asking the Hugging Face Hub for it"]
     repository = tmp_path / "hub" / "models--some--tiny"
     revision = "0123456789abcdef0123456789abcdef01234567"
     (repository / "refs").mkdir(parents=True)
@@ -129,9 +131,13 @@ def test_a_model_of_the_hub(model, tmp_path, monkeypatch):
         assert (made.name, made.path.is_dir()) == ("some/tiny", True)
 
 
-def test_refusals(model, tmp_path):
-    for path in (tmp_path / "absent", "a b", "one/two/three"):
+def test_refusals(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("ktmoe.transformers.folder.snapshot_download", None)  # the Hub is not asked
+    for path in (tmp_path / "absent", "a b", "one/two/three", "./name", "name/", "-name"):
         with pytest.raises(CheckpointError, match="expected a folder or the id of a model on the Hub, found neither"):
+            folder_of(path)
+    for path in ("x.gguf", "one/x.gguf", "one/x.safetensors", model / "model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"expected a model's folder with config\.json, found (no folder|a file)"):
             folder_of(path)
     with pytest.raises(CheckpointError, match=r"expected a model's folder with config\.json, found no such file"):
         folder_of(tmp_path)

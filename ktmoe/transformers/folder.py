@@ -1,0 +1,127 @@
+"""A model's folder: which path is one, which is an id of the Hugging Face Hub, and whether its config.json can be built."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ktmoe.errors import CheckpointError, KtmoeError
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.safetensors_file import read_json_object
+from ktmoe.loaders.tensor_file import open_regular
+from ktmoe.messages import printable, show
+
+CONFIG_NAME = "config.json"
+#: What a model on the Hub needs. Copies of the weights in other formats are in its subfolders or have other names.
+_NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+_NOT_NEEDED = ("*/*", "consolidated*")
+_GGUF_EXPERTS = "text from GGUF files is not supported; ktmoe.MoEModel.from_checkpoint() reads their experts"
+
+#: Numbers of config.json that transformers counts up to, in Python, before a weight is read; and the most of them. The deepest
+#: model known has 126 layers.
+_MOST_LAYERS = 1000
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "encoder_layers", "decoder_layers", "depth")
+_MORE_LAYERS = ("num_encoder_layers", "num_decoder_layers", "num_nextn_predict_layers", "num_mtp_layers")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_MOST = dict.fromkeys((*_LAYERS, *_MORE_LAYERS), _MOST_LAYERS) | dict.fromkeys((*_EXPERTS, "num_labels"), 100_000)
+#: Of what transformers makes buffers, before a weight is read: endings of the keys, and the most.
+_SIZES, _MOST_OF_SIZE = ("_dim", "hidden_size", "d_model", "n_embd"), 2**24
+
+logger = logging.getLogger(__name__)
+
+
+def is_folder(path: str | os.PathLike) -> bool:
+    """Whether a path is a folder. If not, it is the id of a model on the Hub, and a line of the log says who is asked for it.
+
+    Raises CheckpointError if it cannot be an id either, as a file, or what ends in .gguf or .safetensors.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(os.path.expanduser(name)):
+        return True
+    ending = os.path.splitext(name)[1]
+    if os.path.lexists(os.path.expanduser(name)) or ending in (".gguf", ".safetensors"):
+        found = "a file" if os.path.isfile(os.path.expanduser(name)) else "no folder"
+        advice = f": {_GGUF_EXPERTS}" if ending == ".gguf" else ""
+        raise CheckpointError(f"{name}: expected a model's folder with {CONFIG_NAME}, found {found}{advice}")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise CheckpointError(f"{name}: expected a folder or the id of a model on the Hub, found neither") from None
+    logger.warning("%s is no folder here: asking the Hugging Face Hub for it", printable(name))
+    return False
+
+
+def folder_of(path: str | os.PathLike) -> Path:
+    """A checkpoint's folder; what is no folder here is the id of a model on the Hub, whose files are downloaded if need be.
+
+    Raises what is_folder() and read_config() raise, and CheckpointError for a model that the Hub does not give, and for files
+    that git-lfs has not fetched.
+    """
+    folder = Path(path).expanduser()
+    if not is_folder(path):
+        try:
+            folder = Path(snapshot_download(str(path), allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED))
+        except Exception as error:  # the Hub's own errors, and those of its HTTP client
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(f"{path}: expected a folder or a model that the Hub gives: {reason}") from None
+    read_config(folder)
+    _check_files(folder)
+    return folder
+
+
+def _check_files(folder: Path) -> None:
+    """Raise CheckpointError for a git-lfs pointer in the place of a file that transformers would read."""
+    for file in (file for pattern in _NEEDED for file in folder.glob(pattern)):
+        if file.is_file() and not file.name.startswith("consolidated"):
+            os.close(open_regular(file)[0])
+
+
+def read_config(folder: Path) -> dict:
+    """A folder's config.json. Raises CheckpointError if there is none, or if a model of it would take minutes to build."""
+    file = folder / CONFIG_NAME
+    gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+    if gguf or not file.is_file():
+        found = f"GGUF files: {_GGUF_EXPERTS}" if gguf else "no such file"
+        raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found {found}")
+    config = read_json_object(file)
+    check_numbers(config, str(file), _layers(folder))
+    return config
+
+
+def check_numbers(config: dict, name: str, layers: int = _MOST_LAYERS) -> None:
+    """Raise CheckpointError for a config's numbers that no model has. name: the config's, in messages.
+
+    layers: the most that its text model may have.
+    """
+    tables = [("", config)]
+    while tables:
+        where, table = tables.pop()
+        for key, value in table.items():
+            if isinstance(value, dict):
+                tables.append((key, value))
+            elif isinstance(key, str) and isinstance(value, int) and value > (most := _most(where, key, layers)):
+                raise CheckpointError(f"{name}: {key}: expected at most {most}, found {show(value)}")
+
+
+def _most(where: str, key: str, layers: int) -> float:
+    """The most that may be under a key of the object `where`, which is "" for the whole config."""
+    if key == "num_hidden_layers" and where in ("", "text_config"):
+        return layers
+    return _MOST.get(key, _MOST_OF_SIZE if key.endswith(_SIZES) else math.inf)
+
+
+def _layers(folder: Path) -> int:
+    """The most layers that a folder's tensors can be of: every layer has one, whose name has its number."""
+    try:
+        with Checkpoint(folder) as checkpoint:
+            parts = {part for name in checkpoint.names() for part in name.split(".")}
+    except KtmoeError:  # whoever reads the weights says what is wrong with them
+        return _MOST_LAYERS
+    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 7]
+    return min(max(numbers) + 1, _MOST_LAYERS) if numbers else _MOST_LAYERS
