@@ -60,8 +60,7 @@ def is_folder(path: str | os.PathLike) -> bool:
 def folder_of(path: str | os.PathLike) -> Path:
     """A checkpoint's folder; what is no folder here is the id of a model on the Hub, whose files are downloaded if need be.
 
-    Raises what is_folder() and read_config() raise, and CheckpointError for a model that the Hub does not give, and for files
-    that git-lfs has not fetched.
+    Raises what is_folder() and read_config() raise, and CheckpointError for a model that the Hub does not give.
     """
     folder = Path(path).expanduser()
     if not is_folder(path):
@@ -71,7 +70,6 @@ def folder_of(path: str | os.PathLike) -> Path:
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(f"{path}: expected a folder or a model that the Hub gives: {reason}") from None
     read_config(folder)
-    _check_files(folder)
     return folder
 
 
@@ -83,13 +81,18 @@ def _check_files(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict:
-    """A folder's config.json. Raises CheckpointError if there is none, or if a model of it would take minutes to build."""
+    """A folder's config.json.
+
+    Raises CheckpointError if there is none, if a model of it would take minutes to build, and for files that git-lfs has not
+    fetched.
+    """
     file = folder / CONFIG_NAME
     gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
     if gguf or not file.is_file():
         found = f"GGUF files: {_GGUF_EXPERTS}" if gguf else "no such file"
         raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found {found}")
     config = read_json_object(file)
+    _check_files(folder)
     check_numbers(config, str(file), _layers(folder))
     return config
 

@@ -89,7 +89,7 @@ class Quantizer(HfQuantizer):
         """Everything that can be refused is refused here, before any weight is read."""
         options = self.quantization_config.options
         self._found = find(model)
-        _check_size(model, checkpoint_files)
+        _check_size(model, self._found, checkpoint_files)
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
         warn_of_spinning()
@@ -205,12 +205,14 @@ def _folder(checkpoint_files: Sequence[str] | None) -> str:
     return os.path.dirname(checkpoint_files[0])
 
 
-def _check_size(model: PreTrainedModel, files: Sequence[str] | None) -> None:
+def _check_size(model: PreTrainedModel, found_experts: Sequence[Experts], files: Sequence[str] | None) -> None:
     """Raise CheckpointError for a model that is larger than all its files can be.
 
-    transformers would make such parameters, at random, before it says that their sizes are not those of the checkpoint.
+    transformers would make such parameters, at random, before it says that their sizes are not those of the checkpoint. Experts
+    do not count: other files may have them.
     """
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = {f"{each.name}.{name}" for each in found_experts for name in each.parameters}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in experts}
     nbytes = sum(os.path.getsize(file) for file in files or ())
     if files and (found := sum(sizes.values())) > _MOST_IN_A_BYTE * nbytes:
         largest = max(sizes, key=sizes.get)
