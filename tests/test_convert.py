@@ -208,6 +208,7 @@ def test_four_bits_again(tmp_path):
         ({"to": "int8", "group": (128, 128)}, InputError, "no checkpoint has names for these"),
         ({"to": "fp8", "scales": "fp16"}, InputError, "expected fp32 or bf16 scales"),
         ({"rule": "best"}, InputError, "rule must be one of"),
+        ({"rule": ""}, InputError, "rule must be one of"),
         ({"shard_bytes": 0}, InputError, "shard_bytes: expected at least 1"),
     ],
 )

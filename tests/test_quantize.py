@@ -129,6 +129,21 @@ def test_what_there_is_not(arguments, message):
         Quantizer(**arguments)
 
 
+def test_what_is_no_matrix_and_no_magnitude():
+    quantizer = Quantizer("nvfp4")
+    for given in ("x", None):
+        for take in (quantizer.matrix, quantizer.largest):
+            with pytest.raises(InputError, match=rf"matrix must be a Matrix, found {given!r}; ExpertWeights\.matrix\("):
+                take(given)
+    matrix = random_experts(np.random.default_rng(3), 1, 64, 32, formats=B16).matrix(0, "up")
+    for largest in (float("nan"), float("inf"), 1e300, -1.0, "1", [1.0]):
+        with pytest.raises(InputError, match="largest must be None or a finite float32 magnitude, found"):
+            quantizer.matrix(matrix, largest=largest)
+    same = quantizer.largest(matrix)
+    for largest in (same, np.float32(same)):
+        assert quantizer.matrix(matrix, largest=largest)[1] == quantizer.matrix(matrix)[1]
+
+
 def test_formats_by_their_arguments():
     made = {
         ktmoe.fp8(): Quantizer("fp8"),

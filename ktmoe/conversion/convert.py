@@ -74,7 +74,8 @@ def convert(
     """
     if shard_bytes < 1:
         raise InputError(f"shard_bytes: expected at least 1, found {shard_bytes}")
-    quantizer = Quantizer(to, rule=rule or DEFAULT_RULES.get(to), group=group, scales=scales, symmetric=symmetric)
+    rule = DEFAULT_RULES.get(to) if rule is None else rule
+    quantizer = Quantizer(to, rule=rule, group=group, scales=scales, symmetric=symmetric)
     folder = output_folder(out)
     with memory_for(f"{path}: converting"), Source(path, folder) as source:
         made = plan(source, quantizer, layers, requantize, shard_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 
@@ -67,9 +68,10 @@ class Quantizer:
 
         largest: the largest magnitude of all matrices that are to have the same factor; None: of this one. Only formats with a
         factor of the matrix look at it.
-        Raises FormatError for a weight that is not finite, and for sizes or scales that the format does not have.
+        Raises FormatError for a weight that is not finite, and for sizes or scales that the format does not have;
+        InputError for what is no Matrix, and no magnitude.
         """
-        return self._rounded(matrix, largest, True)
+        return self._rounded(_checked(matrix), _magnitude(largest), True)
 
     def _rounded(self, matrix: Matrix, largest: float | None, summed: bool) -> tuple[Matrix, Error]:
         """summed: whether anybody asks for the error."""
@@ -105,8 +107,8 @@ class Quantizer:
             arrays["factor"][0] = made.factor
 
     def largest(self, matrix: Matrix) -> float:
-        """The largest magnitude of a matrix, for matrix(). Raises FormatError for a weight that is not finite."""
-        found = core.weights_extremes(source.read(matrix), *matrix.shape)
+        """The largest magnitude of a matrix, for matrix(). Raises as matrix() does."""
+        found = core.weights_extremes(source.read(_checked(matrix)), *matrix.shape)
         if found is None:
             source.refuse(matrix)
         low, high = found
@@ -139,6 +141,19 @@ def quantize(
     docs/quantizing.md has the rules.
     """
     return Quantizer(to, rule=rule, group=group, scales=scales, symmetric=symmetric).experts(experts)
+
+
+def _checked(matrix: Matrix) -> Matrix:
+    if not isinstance(matrix, Matrix):
+        raise InputError(f"matrix must be a Matrix, found {show(matrix)}; ExpertWeights.matrix(expert, projection) gives one")
+    return matrix
+
+
+def _magnitude(largest: float | None) -> float | None:
+    """Itself. Raises InputError for what would make factors that are no numbers."""
+    if largest is not None and not (isinstance(largest, Real) and 0 <= float(largest) <= float(np.finfo(np.float32).max)):
+        raise InputError(f"largest must be None or a finite float32 magnitude, found {show(largest)}")
+    return largest
 
 
 def _bands(groups: tuple[int, int]) -> Iterator[slice]:
