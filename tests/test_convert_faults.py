@@ -16,7 +16,7 @@ from converting import names, refused, tree, write
 
 from ktmoe import cli
 from ktmoe.cache.packing import pack
-from ktmoe.conversion import convert, stated
+from ktmoe.conversion import convert, stated, writing
 from ktmoe.conversion.storage import storage
 from ktmoe.errors import CheckpointError, OutOfSpaceError, OutputError
 from ktmoe.loaders.tensor_file import TensorInfo
@@ -234,6 +234,22 @@ def test_too_little_space(source, whole, tmp_path, monkeypatch):
     with pytest.raises(OutOfSpaceError, match=r"expected [0-9]+ bytes of free space, found 1000"):
         again(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_too_little_space_for_files_beside_the_weights(source, tmp_path, monkeypatch):
+    """They count until they are there."""
+    beside, usage = b"x" * 2_000_000, shutil.disk_usage(tmp_path)
+    (source / "templates" / "large").write_bytes(beside)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=len(beside)))
+    with pytest.raises(OutOfSpaceError, match=r"expected [0-9]+ bytes of free space, found 2000000"):
+        again(source, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        patch.setattr(writing, "write_json", None)  # after all else
+        with pytest.raises(TypeError, match="not callable"):
+            again(source, tmp_path / "out")
+    again(source, tmp_path / "out")
+    assert (tmp_path / "out" / "templates" / "large").read_bytes() == beside
 
 
 def test_a_full_disk(source, whole, tmp_path):

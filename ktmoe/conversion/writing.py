@@ -69,7 +69,8 @@ def write(source: Source, task: Task, folder: Path, progress: Progress | None) -
         journal = Journal(folder, identity, task.command, task.noun)
         kept = [shard.name for shard in task.shards if _kept(journal, folder, shard)]
         left = [shard for shard in task.shards if shard.name not in kept]
-        _check_space(folder, sum(shard.nbytes for shard in left))
+        copies = [identity["source"][name][0] for name in task.copied if not (folder / name).exists()]
+        _check_space(folder, sum(shard.nbytes for shard in left) + sum(copies))
         journal.begin()
         count = Counter(progress or (lambda done, total: None), task.shards, kept)
         with Workers(task.command) as workers:
