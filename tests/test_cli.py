@@ -248,6 +248,13 @@ def test_a_closed_stdout():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_closed_stderr():
+    """What would go there does not go to stdout instead."""
+    command = ["sh", "-c", 'exec "$0" -m ktmoe inspect nothing 2>&-', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -71,7 +71,7 @@ def _warnings_in_one_line() -> Iterator[None]:
 
         def show(message, category, filename, *more, **options):
             if ours in Path(filename).parents:
-                print(f"ktmoe: {message}", file=sys.stderr)
+                _say(message)
             else:
                 others(message, category, filename, *more, **options)
 
@@ -80,5 +80,10 @@ def _warnings_in_one_line() -> Iterator[None]:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"ktmoe: {message}", file=sys.stderr)
+    _say(message)
     return status
+
+
+def _say(message: object) -> None:
+    if sys.stderr:  # there is none after 2>&-, and print() would take stdout instead
+        print(f"ktmoe: {message}", file=sys.stderr)
