@@ -72,6 +72,22 @@ def test_folders_that_swapped_their_names(tmp_path):
     refused(tmp_path / "a", tmp_path / "cache", r"is of another checkpoint: .*model\.\w*: SHA-256 of the header and of samples")
 
 
+def test_a_file_was_replaced_while_it_was_packed(alike, tmp_path, monkeypatch):
+    """After the checkpoint was opened, before its files were looked at: the cache has what it says that it has."""
+    a, b = alike
+    files_of = source.files_of
+
+    def replaced(checkpoint):
+        if b.exists():
+            b.replace(a)
+        return files_of(checkpoint)
+
+    monkeypatch.setattr(source, "files_of", replaced)
+    pack(a, tmp_path / "cache")
+    with MoELayer.from_checkpoint(a, 1) as packed, MoELayer.from_checkpoint(a, 1, cache=tmp_path / "cache") as mapped:
+        assert same_bits(outputs(packed), outputs(mapped))
+
+
 def test_a_file_alone_and_its_folder_are_one_checkpoint(model):
     path, cache = model
     with MoELayer.from_checkpoint(path / "model.safetensors", 0, cache=cache) as mapped:

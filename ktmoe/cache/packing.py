@@ -85,9 +85,10 @@ def pack(
     CheckpointError if the checkpoint's files change meanwhile, CacheError if bytes differ, and what loaders raise.
     """
     folder = output_folder(out)
+    with Checkpoint(path) as seen:  # before those that are read are opened, so that a file that is replaced in between differs
+        files = source.files_of(seen)
     with Checkpoint(path) as checkpoint:
         wanted = _wanted(checkpoint, layers, loader, numa_nodes)
-        files = source.files_of(checkpoint)
         _make(folder)
         with exclusive(folder):
             there = replace(_there(folder, files, checkpoint), all_layers=tuple(map(str, find_layers(checkpoint, loader))))
