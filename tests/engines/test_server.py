@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import socket
 import time
 from contextlib import contextmanager
@@ -55,16 +56,23 @@ class Served:
 
 
 @contextmanager
+def hooked(before):
+    """Call it before each module."""
+    handle = register_module_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def running(folder, limits: serving.Limits):
     with view(folder) as made:
         arguments = serving.arguments(made, "127.0.0.1", 0, ["--log-level", "error"])
         with serving.serving(made, serving.parse(arguments, "test"), limits) as found:
             served = Served(made.name, found)
-            handle = register_module_forward_pre_hook(served.count)
-            try:
+            with hooked(served.count):
                 yield served
-            finally:
-                handle.remove()
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +145,51 @@ def test_an_answer_fits_the_context(server):
         assert (found, content["usage"]["total_tokens"]) == (200, CONTEXT)
 
 
+def logged(caplog) -> list[str]:
+    """Warnings and errors."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+MESSAGE = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", {}, "KeyError: 'messages'"),
+        ("/v1/chat/completions", {"messages": [1]}, "TypeError"),
+        ("/v1/chat/completions", {"messages": [MESSAGE], "tools": 5}, "TypeError"),
+        ("/v1/chat/completions", {"messages": [MESSAGE], "temperature": 10**400}, "OverflowError"),
+        ("/v1/chat/completions", {"messages": [MESSAGE], "logit_bias": {"-1": 1}}, "positive integers"),
+        ("/v1/completions", {}, "the prompt has no tokens"),
+        ("/v1/responses", {}, "KeyError: 'input'"),
+    ],
+)
+def test_what_transformers_does_not_check(server, path, body, words, caplog):
+    found, content = server.ask(path, **body)
+    assert (found, words in content["error"]["message"]) == (400, True), content
+    assert logged(caplog) == []
+
+
+def test_another_type_of_content(server):
+    found, content = server.ask("/v1/completions", headers={"Content-Type": "text/plain"}, prompt="x", max_tokens=1)
+    assert (found, content["error"]["message"]) == (400, "Content-Type: expected application/json, found 'text/plain'")
+
+
+def test_an_error_of_the_model(server, caplog):
+    """One line in the log, and the next one is answered."""
+
+    def fail(module, _arguments) -> None:
+        raise RuntimeError("no room\nfor it")
+
+    with hooked(fail):
+        found, content = server.ask("/v1/completions", prompt="x", max_tokens=1)
+    assert (found, content["error"]["type"]) == (500, "server_error")
+    assert content["error"]["message"] == "the model cannot answer: RuntimeError: no room for it"
+    assert server.ask("/v1/completions", prompt="x", max_tokens=1)[0] == 200
+    assert logged(caplog) == ["/v1/completions: RuntimeError: no room for it"]
+
+
 def test_a_template_of_the_client(server):
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 'x' * 9 }}"}}
     found, content = server.ask("/v1/chat/completions", **body)
@@ -170,9 +223,9 @@ def test_half_a_head(server, monkeypatch):
 
 def test_a_connection_with_a_long_answer(server, monkeypatch):
     """A request that takes longer than a connection may wait for one."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)
-    connection = server.send("/v1/completions", prompt="x", max_tokens=100)
-    assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 100
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.01)
+    connection = server.send("/v1/completions", prompt="x", max_tokens=30)
+    assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 30
     connection.close()
 
 

@@ -43,7 +43,7 @@ class Front:
         self.generations = Generations(100)
         self.work = work
         self.guard = guard.Guard(
-            self._app, Access("localhost", cors=False), Fields("tiny", 100, frozenset()), self.generations, seconds
+            self._app, Access("localhost", cors=False), Fields("tiny", 100, frozenset(), ()), self.generations, seconds
         )
 
     async def _app(self, scope, receive, send) -> None:

@@ -13,7 +13,8 @@ from ktmoe.transformers.server.access import Access, is_local
 from ktmoe.transformers.server.fields import Fields
 from ktmoe.transformers.server.refusal import Refusal
 
-FIELDS = Fields("tiny", 100, frozenset({"enable_thinking"}))
+MEDIA = {"image_url", "input_image", "video_url", "audio_url", "input_audio"}
+FIELDS = Fields("tiny", 100, frozenset({"enable_thinking"}), MEDIA)
 
 
 def chat(*parts: dict) -> dict:
@@ -156,3 +157,11 @@ def test_the_context(monkeypatch):
     with pytest.raises(InputError, match="context: expected at most the model's own, 10000 tokens, found 10001"):
         context.context_of(eager, 10_001)
     assert context.declared(model_of()) == 32_768
+
+
+def test_a_model_that_reads_text():
+    """transformers would drop the image, and answer."""
+    request = chat({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})
+    for media, words in (((), "text,"), ({"input_audio"}, "text, input_audio,")):
+        with pytest.raises(Refusal, match=f"^image_url: expected {words} which this model reads"):
+            Fields("tiny", 1000, frozenset(), media).parse(json.dumps(request).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from ktmoe.messages import show
@@ -37,11 +37,15 @@ _MEDIA = {"image_url", "input_image", "video_url", "audio_url", "input_audio"}
 
 @dataclass(frozen=True)
 class Fields:
-    """name: the model's. context: tokens of prompt and answer together. variables: what the model's chat template reads."""
+    """name: the model's. context: tokens of prompt and answer together. variables: what the model's chat template reads.
+
+    media: parts of a message that the model reads besides text, such as image_url.
+    """
 
     name: str
     context: int
     variables: frozenset[str]
+    media: Collection[str]
 
     def parse(self, body: bytes) -> dict:
         """The request. Raises Refusal."""
@@ -55,7 +59,7 @@ class Fields:
             raise Refusal(400, f"expected an object of JSON, found {show(request)}")
         if request.get("model", self.name) != self.name:
             raise Refusal(404, f"model: expected {show(self.name)}, found {show(request['model'])}", "model_not_found")
-        length = len(text) - sum(len(medium) for medium in _media(request))
+        length = len(text) - sum(len(medium) for medium in _media(request, self.media))
         if length > CHARACTERS * self.context:
             raise Refusal(
                 400,
@@ -103,14 +107,20 @@ def _check_generation(text: object) -> None:
     _check_counts(config, ("max_new_tokens",))
 
 
-def _media(request: dict) -> Iterator[str]:
-    """Images, sounds and videos. Raises Refusal for one that is elsewhere: transformers would fetch it, or read a file."""
+def _media(request: dict, kinds: Collection[str]) -> Iterator[str]:
+    """Images, sounds and videos, of kinds that the model reads.
+
+    Raises Refusal for another kind, which transformers would drop, and for one that is elsewhere: it would fetch it, or read
+    a file.
+    """
     found: list[object] = [request]
     while found:
         value = found.pop()
         if isinstance(value, dict):
             kind = value.get("type")
             if isinstance(kind, str) and kind in _MEDIA:
+                if kind not in kinds:
+                    raise Refusal(400, f"{kind}: expected {', '.join(['text', *sorted(kinds)])}, which this model reads")
                 yield _medium(kind, value)
             found += value.values()
         elif isinstance(value, list):

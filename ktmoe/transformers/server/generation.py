@@ -62,8 +62,10 @@ class Generations(GenerateManager):
         return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
 
     def _bound(self, inputs: dict, config: GenerationConfig) -> None:
-        """Leave the answer what the prompt leaves of the context. Raises Refusal if that is nothing."""
+        """Leave the answer what the prompt leaves of the context. Raises Refusal if that is nothing, and for no prompt."""
         tokens = inputs["input_ids"].shape[-1]
+        if tokens == 0:
+            raise Refusal(400, "the prompt has no tokens: expected some")
         if tokens >= self._context:
             limit = f"fewer than {self._context}, which prompt and answer may have together"
             raise Refusal(400, f"the prompt has {tokens} tokens: expected {limit}", "context_length_exceeded")

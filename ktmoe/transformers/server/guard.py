@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 
 from ktmoe.transformers.server.access import Access
 from ktmoe.transformers.server.fields import Fields
 from ktmoe.transformers.server.generation import Answer, Generations, current
-from ktmoe.transformers.server.refusal import Refusal
+from ktmoe.transformers.server.refusal import Refusal, in_words
+
+logger = logging.getLogger(__name__)
 
 #: Bytes of a request: room for a few pictures. Seconds to send it, and to take the rest of an answer that is made.
 BODY_BYTES, BODY_SECONDS, TAKING_SECONDS = 10_000_000, 30, 60
@@ -44,6 +47,8 @@ class Guard:
         except asyncio.CancelledError:
             if self._generations.closed is None:  # else uvicorn has waited long enough for the end
                 raise
+        except Exception as error:  # the client was told; uvicorn would write a traceback
+            logger.error("%s: %s", scope["path"], in_words(error))
 
     async def _post(self, scope: dict, receive: Receive, send: Send) -> None:
         if self._requests >= REQUESTS:

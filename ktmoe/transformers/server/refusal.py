@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 
+from jinja2 import TemplateError
+
+from ktmoe.errors import KtmoeError
 from ktmoe.messages import printable
 
+#: What transformers and a chat template raise for fields that are not there, or are of a type or value that they do not expect.
+#: They check few fields before they use them.
+OF_REQUESTS = (ArithmeticError, AttributeError, LookupError, TemplateError, TypeError, ValueError)
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
 
@@ -29,3 +35,15 @@ class Refusal(Exception):
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": self.status, "headers": encoded})
         await send({"type": "http.response.body", "body": body})
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """For an error of transformers or the model."""
+    if isinstance(error, OF_REQUESTS) and not isinstance(error, KtmoeError):
+        return Refusal(400, f"transformers does not understand the request: {in_words(error)}")
+    return Refusal(500, f"the model cannot answer: {in_words(error)}")
+
+
+def in_words(error: Exception) -> str:
+    """Its type and its message, in one line."""
+    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "))

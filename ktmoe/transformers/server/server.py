@@ -9,18 +9,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transformers.cli.serve import Serve
+from transformers.cli.serving.utils import Modality
 from transformers.utils.chat_template_utils import _get_template_variables
 
-from ktmoe.errors import UnavailableError
+from ktmoe.errors import KtmoeError, UnavailableError
+from ktmoe.messages import show
 from ktmoe.transformers.server.access import Access
 from ktmoe.transformers.server.context import context_of, declared
 from ktmoe.transformers.server.fields import Fields
 from ktmoe.transformers.server.generation import Generations
 from ktmoe.transformers.server.guard import Guard
-from ktmoe.transformers.server.refusal import Refusal
+from ktmoe.transformers.server.refusal import OF_REQUESTS, Refusal, refusal_of
 
 #: Seconds at most for an answer to end, and then for clients to be told of it; for the start, once the model is loaded.
 GRACE, PATIENCE = 2, 60
+_IMAGES = {"image_url", "input_image", "video_url"}
+#: Parts of a message that are no text, by what transformers passes on to a model; it drops all others.
+_MEDIA = {Modality.VLM: _IMAGES, Modality.MULTIMODAL: {*_IMAGES, "audio_url", "input_audio"}}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ class Server(Serve):
             generations = Generations(context)
             self._generation_state.get_manager = lambda *_, **__: generations
             _add_routes(config.app, name)
-            access, fields = Access(config.host, cors=cors), Fields(name, context, _variables(processor))
+            _add_errors(config.app)
+            media = _MEDIA.get(self._model_manager.get_model_modality(model, processor=processor), set())
+            access, fields = Access(config.host, cors=cors), Fields(name, context, _variables(processor), media)
             config.app = Guard(config.app, access, fields, generations, limits.seconds)
             config.http, config.ws, config.timeout_graceful_shutdown = Connection, "none", GRACE
         except BaseException:
@@ -98,7 +105,6 @@ def _variables(processor) -> frozenset[str]:
 
 def _add_routes(app, name: str) -> None:
     """Before transformers' own: its list of models is the Hub's cache, and its client asks for the model to be loaded."""
-    from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse, PlainTextResponse
     from starlette.routing import Route
 
@@ -109,11 +115,35 @@ def _add_routes(app, name: str) -> None:
         Route("/load_model", lambda _: PlainTextResponse(ready, media_type="text/event-stream"), methods=["POST"]),
     ]
 
+
+def _add_errors(app) -> None:
+    """Errors have the form of OpenAI's, whoever raises them."""
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
+
     def answer(_, refusal: Refusal) -> JSONResponse:
         return JSONResponse(refusal.content(), refusal.status, refusal.headers)
 
     def translated(request, error: HTTPException) -> JSONResponse:
         return answer(request, Refusal(error.status_code, str(error.detail)))
 
+    def of_another_type(request, _: RequestValidationError) -> JSONResponse:
+        """The guard has read the body already: only its declared type is left."""
+        found = show(request.headers.get("content-type"))
+        return answer(request, Refusal(400, f"Content-Type: expected application/json, found {found}"))
+
+    def of_request(request, error: Exception) -> JSONResponse:
+        if isinstance(error, KtmoeError):  # some are ValueErrors, too; no request is at fault
+            raise error
+        return failed(request, error)
+
+    def failed(request, error: Exception) -> JSONResponse:
+        return answer(request, refusal_of(error))
+
     app.add_exception_handler(Refusal, answer)
     app.add_exception_handler(HTTPException, translated)
+    app.add_exception_handler(RequestValidationError, of_another_type)
+    for kind in OF_REQUESTS:
+        app.add_exception_handler(kind, of_request)
+    app.add_exception_handler(Exception, failed)  # starlette raises these again, to the guard
