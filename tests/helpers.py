@@ -27,6 +27,8 @@ SCALES = (119, 124)
 #: The groups that may share a bfloat16 or an fp16 scale.
 GROUPS = (32, 64, 128)
 LONGEST = int4(GROUPS[-1])
+#: What git-lfs leaves in the place of a file that it has not fetched.
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 
 
 def minima_of(element: Element) -> WeightFormat:

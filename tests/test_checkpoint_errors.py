@@ -6,6 +6,7 @@ import os
 
 import pytest
 from checkpoint_files import CODES, SCALES, descriptors, write_file, write_index
+from helpers import POINTER
 
 from ktmoe.errors import CheckpointError, MissingTensorError
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
@@ -17,9 +18,6 @@ def test_missing_tensor(two_files):
         with pytest.raises(MissingTensorError) as caught:
             call("nobody")
         assert all(word in str(caught.value) for word in (str(two_files), "'nobody'", "expected", "found 4 others"))
-
-
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX_NAME, "model-1.safetensors", "model.gguf"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -12,15 +13,18 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from ktmoe.errors import CheckpointError, KtmoeError
-from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 from ktmoe.loaders.safetensors_file import read_json_object
 from ktmoe.loaders.tensor_file import open_regular
 from ktmoe.messages import printable, show
 
 CONFIG_NAME = "config.json"
 #: What a model on the Hub needs. Copies of the weights in other formats are in its subfolders or have other names.
-_NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+_BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+_NEEDED = ("*.safetensors", *_BESIDE)
 _NOT_NEEDED = ("*/*", "consolidated*")
+#: torch's own files, which transformers reads where there is neither the usual file of safetensors nor an index.
+_PICKLED = "pytorch_model*.bin"
 _GGUF_EXPERTS = "text from GGUF files is not supported; ktmoe.MoEModel.from_checkpoint() reads their experts"
 
 #: Numbers of config.json that transformers counts up to, in Python, before a weight is read; and the most of them. The deepest
@@ -44,7 +48,7 @@ def is_folder(path: str | os.PathLike) -> bool:
     name = os.fspath(path)
     if os.path.isdir(os.path.expanduser(name)):
         return True
-    ending = os.path.splitext(name)[1]
+    ending = os.path.splitext(name)[1].lower()
     if os.path.lexists(os.path.expanduser(name)) or ending in (".gguf", ".safetensors"):
         found = "a file" if os.path.isfile(os.path.expanduser(name)) else "no folder"
         advice = f": {_GGUF_EXPERTS}" if ending == ".gguf" else ""
@@ -60,7 +64,8 @@ def is_folder(path: str | os.PathLike) -> bool:
 def folder_of(path: str | os.PathLike) -> Path:
     """A checkpoint's folder; what is no folder here is the id of a model on the Hub, whose files are downloaded if need be.
 
-    Raises what is_folder() and read_config() raise, and CheckpointError for a model that the Hub does not give.
+    Raises what is_folder() and read_config() raise, and CheckpointError for a model that the Hub does not give, and for files
+    beside the weights that git-lfs has not fetched.
     """
     folder = Path(path).expanduser()
     if not is_folder(path):
@@ -70,12 +75,13 @@ def folder_of(path: str | os.PathLike) -> Path:
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(f"{path}: expected a folder or a model that the Hub gives: {reason}") from None
     read_config(folder)
+    _check_fetched(file for pattern in _BESIDE for file in folder.glob(pattern))
     return folder
 
 
-def _check_files(folder: Path) -> None:
-    """Raise CheckpointError for a git-lfs pointer in the place of a file that transformers would read."""
-    for file in (file for pattern in _NEEDED for file in folder.glob(pattern)):
+def _check_fetched(files: Iterable[Path]) -> None:
+    """Raise CheckpointError for a git-lfs pointer in the place of one that is there."""
+    for file in files:
         if file.is_file() and not file.name.startswith("consolidated"):
             os.close(open_regular(file)[0])
 
@@ -83,17 +89,18 @@ def _check_files(folder: Path) -> None:
 def read_config(folder: Path) -> dict:
     """A folder's config.json.
 
-    Raises CheckpointError if there is none, if a model of it would take minutes to build, and for files that git-lfs has not
+    Raises CheckpointError if there is none, if a model of it would take minutes to build, and for weights that git-lfs has not
     fetched.
     """
     file = folder / CONFIG_NAME
-    gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+    gguf = any(folder.glob("*.gguf")) and not any(any(folder.glob(other)) for other in ("*.safetensors", _PICKLED))
     if gguf or not file.is_file():
         found = f"GGUF files: {_GGUF_EXPERTS}" if gguf else "no such file"
         raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found {found}")
     config = read_json_object(file)
-    _check_files(folder)
-    check_numbers(config, str(file), _layers(folder))
+    files, layers = _weights(folder)
+    _check_fetched(files)
+    check_numbers(config, str(file), layers)
     return config
 
 
@@ -119,12 +126,18 @@ def _most(where: str, key: str, layers: int) -> float:
     return _MOST.get(key, _MOST_OF_SIZE if key.endswith(_SIZES) else math.inf)
 
 
-def _layers(folder: Path) -> int:
-    """The most layers that a folder's tensors can be of: every layer has one, whose name has its number."""
+def _weights(folder: Path) -> tuple[list[Path], int]:
+    """The files of weights that transformers reads, and the most layers that their tensors can be of.
+
+    Every layer has a tensor, whose name has its number.
+    """
+    usual = any(os.path.lexists(folder / name) for name in ("model.safetensors", INDEX_NAME))
+    if not usual and (pickled := list(folder.glob(_PICKLED))):
+        return pickled, _MOST_LAYERS
     try:
         with Checkpoint(folder) as checkpoint:
-            parts = {part for name in checkpoint.names() for part in name.split(".")}
+            files, parts = checkpoint.files, {part for name in checkpoint.names() for part in name.split(".")}
     except KtmoeError:  # whoever reads the weights says what is wrong with them
-        return _MOST_LAYERS
+        return [folder / INDEX_NAME, *folder.glob("*.safetensors")], _MOST_LAYERS
     numbers = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 7]
-    return min(max(numbers) + 1, _MOST_LAYERS) if numbers else _MOST_LAYERS
+    return files, min(max(numbers) + 1, _MOST_LAYERS) if numbers else _MOST_LAYERS

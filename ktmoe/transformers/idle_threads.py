@@ -19,7 +19,8 @@ def warn_of_spinning() -> None:
     if _chosen or not torch.backends.openmp.is_available() or torch.get_num_threads() == 1:
         return
     warnings.warn(
-        "torch's idle threads spin on the CPUs that ktmoe's threads need, so text may take several times as long. "
+        "torch's idle threads spin on the CPUs that ktmoe's threads need. On a busy machine text may then take several times "
+        "as long. "
         "OpenMP reads OMP_WAIT_POLICY once, when torch is imported: start Python with OMP_WAIT_POLICY=passive, or put "
         "os.environ['OMP_WAIT_POLICY'] = 'passive' before the first import of torch or ktmoe.transformers. "
         "The value 'active' keeps them spinning without this warning",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from engine_models import logits, prompts, save
+from helpers import POINTER
 from safetensors.torch import load_file, save_file
 from serving import assert_served, eager
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -48,6 +49,29 @@ def test_several_files(plain, text, tmp_path, source):
     eager(plain).save_pretrained(tmp_path, max_shard_size="300KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert torch.equal(logits(served.load(tmp_path, source=source), prompts()), text)
+
+
+def test_pointers_of_files_that_loading_does_not_read(plain, text, tmp_path):
+    """Whoever fetched the weights alone by git-lfs has a model, without its tokenizer."""
+    eager(plain).save_pretrained(tmp_path, max_shard_size="300KB")
+    for name in ("tokenizer.json", "notes.txt", "other.safetensors"):
+        (tmp_path / name).write_bytes(POINTER)
+    assert torch.equal(logits(served.load(tmp_path), prompts()), text)
+    for name in ("model-00001-of-", "model.safetensors.index"):
+        file = next(file for file in tmp_path.iterdir() if file.name.startswith(name))
+        file.write_bytes(POINTER)
+        with pytest.raises(CheckpointError, match=rf"{file.name}: expected the file itself, found git-lfs's pointer"):
+            served.load(tmp_path)
+
+
+def test_pickled_weights(plain, text, tmp_path):
+    """Where transformers reads them, no other file beside them says how many layers there are."""
+    torch.save(load_file(plain / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    shutil.copy(plain / "config.json", tmp_path)
+    (tmp_path / "other.gguf").touch()
+    assert torch.equal(logits(served.load(tmp_path), prompts()), text)
+    save_file({"projection.0.weight": torch.zeros(4)}, tmp_path / "projection.safetensors")
+    assert torch.equal(logits(served.load(tmp_path), prompts()), text)
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "parameters"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from helpers import POINTER
 from transformers import AutoModelForCausalLM
 
 import ktmoe.transformers
@@ -16,8 +17,6 @@ from ktmoe import synthetic
 from ktmoe.errors import CheckpointError, InputError
 from ktmoe.transformers.folder import folder_of
 from ktmoe.transformers.view import view
-
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
 
 
 @pytest.fixture
@@ -62,9 +61,9 @@ def test_what_is_in_it(model, temporary):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
 def test_a_pointer_of_git_lfs(model, name):
-    (model / "consolidated.safetensors").write_text(POINTER)  # what nobody reads may stay one
+    (model / "consolidated.safetensors").write_bytes(POINTER)  # what nobody reads may stay one
     assert folder_of(model) == model
-    (model / name).write_text(POINTER)
+    (model / name).write_bytes(POINTER)
     with pytest.raises(CheckpointError, match=rf"{name}: expected the file itself, found git-lfs's pointer to it"):
         folder_of(model)
 
@@ -136,7 +135,7 @@ def test_refusals(model, tmp_path, monkeypatch):
     for path in (tmp_path / "absent", "a b", "one/two/three", "./name", "name/", "-name"):
         with pytest.raises(CheckpointError, match="expected a folder or the id of a model on the Hub, found neither"):
             folder_of(path)
-    for path in ("x.gguf", "one/x.gguf", "one/x.safetensors", model / "model.safetensors"):
+    for path in ("x.gguf", "one/x.GGUF", "one/x.safetensors", model / "model.safetensors"):
         with pytest.raises(CheckpointError, match=r"expected a model's folder with config\.json, found (no folder|a file)"):
             folder_of(path)
     with pytest.raises(CheckpointError, match=r"expected a model's folder with config\.json, found no such file"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +76,9 @@ class Server(Serve):
         except BaseException:
             self._model_manager.shutdown()
             raise
-        super().start_server()
+        # uvicorn's own run() closes its event loop in the end; transformers' start_server() leaves it open
+        self._thread = threading.Thread(target=self.server.run, name="uvicorn-thread")
+        self._thread.start()
         try:
             yield Listening(self._url(), context, declared(model))
         finally:
