@@ -13,6 +13,8 @@ def signals_as_exit() -> Iterator[None]:
     """Left alone, these signals would end the process without removing what is temporary. One that is ignored stays so."""
 
     def leave(number, frame):
+        for each in left_alone:  # a second one must not break off what this one begins
+            signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + number)
 
     # nohup starts a process with SIGHUP ignored

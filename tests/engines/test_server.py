@@ -190,6 +190,20 @@ def test_an_error_of_the_model(server, caplog):
     assert logged(caplog) == ["/v1/completions: RuntimeError: no room for it"]
 
 
+def test_an_error_in_a_stream(server):
+    """It is JSON, whatever the error says."""
+
+    def fail(module, _arguments) -> None:
+        raise RuntimeError('no "room"\nfor \\ it')
+
+    with hooked(fail):
+        connection = server.send("/v1/completions", prompt="x", max_tokens=1, stream=True)
+        with connection.getresponse() as response:
+            lines = response.read().decode().split()
+        connection.close()
+    assert json.loads(" ".join(lines).removeprefix("data: ")) == {"error": "RuntimeError: no 'room' for / it"}
+
+
 def test_a_template_of_the_client(server):
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 'x' * 9 }}"}}
     found, content = server.ask("/v1/chat/completions", **body)

@@ -10,9 +10,9 @@ from contextvars import ContextVar
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import GenerateManager
+from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 
-from ktmoe.transformers.server.refusal import Refusal
+from ktmoe.transformers.server.refusal import Refusal, in_words
 
 #: Tokens of an answer where neither the client nor the checkpoint says how many.
 DEFAULT_TOKENS = 1024
@@ -55,7 +55,7 @@ class Generations(GenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         self._bound(inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+        return super().generate_streaming(_Streamed(model), processor, inputs, gen_config, request_id, response_parser)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         self._bound(inputs, gen_config)
@@ -117,3 +117,22 @@ class Generations(GenerateManager):
     def _refuse(self, *_: object) -> None:
         if (reason := self._reason()) is not None:
             raise reason
+
+
+class _Streamed:
+    """A model whose errors can stand between the quotes of JSON: in a stream, transformers puts them there as they are."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+    def generate(self, **arguments) -> object:
+        try:
+            return self._model.generate(**arguments)
+        except _GenerationCancelled:
+            raise
+        except Exception as error:
+            words = str(error) if isinstance(error, Refusal) else in_words(error)
+            raise RuntimeError(words.replace("\\", "/").replace('"', "'")) from error

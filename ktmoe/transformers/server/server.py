@@ -66,6 +66,8 @@ class Server(Serve):
         try:
             context = context_of(model, limits.context)
             generations = Generations(context)
+            if not hasattr(self._generation_state, "get_manager"):  # else nothing would be bounded, without a word
+                raise UnavailableError("expected transformers' GenerationState to have get_manager(), found another version")
             self._generation_state.get_manager = lambda *_, **__: generations
             _add_routes(config.app, name)
             _add_errors(config.app)
