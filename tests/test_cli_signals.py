@@ -24,6 +24,15 @@ def test_they_exit(number):
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
+def test_another_one_does_not_break_off_the_end(number):
+    """A command's temporary folders are removed whatever comes meanwhile."""
+    signal.signal(number, signal.SIG_DFL)
+    with signals_as_exit():
+        with pytest.raises(SystemExit):
+            signal.raise_signal(number)
+        signal.raise_signal(number)
+
+
 def test_one_that_is_ignored_stays_so(number):
     """As SIGHUP under nohup."""
     signal.signal(number, signal.SIG_IGN)
