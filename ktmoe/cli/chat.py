@@ -114,7 +114,7 @@ def _answer(model: str, prompt: str, system: str | None, generation: dict, chose
         click.echo(f"ktmoe: {printable(model)} has no chat template: the prompt is continued as it is", err=True)
     start = time.perf_counter()
     with in_one_line(str(folder)):
-        loaded = ktmoe.transformers.load(folder, progress=sys.stderr.isatty(), **chosen, **trust)
+        loaded = ktmoe.transformers.load(folder, progress=True, **chosen, **trust)
     seconds = time.perf_counter() - start
     with in_one_line(str(folder), "generate text with"):
         found = answer.answer(loaded, tokenizer, inputs, _no_text if as_json else _print, **generation)
@@ -149,7 +149,7 @@ def _converse(model: str, system: str | None, generation: dict, chosen: dict, tr
     from ktmoe.transformers.view import view
 
     save_folder = Path.cwd() / "chat_history"
-    with signals_as_exit(), _quiet(), view(model, progress=sys.stderr.isatty(), **chosen) as made:
+    with signals_as_exit(), _quiet(), view(model, progress=True, **chosen) as made:
         if not answer.load_tokenizer(made.folder, trust_remote_code=trusted).chat_template:
             raise InputError(f"{model} has no chat template, so it cannot converse; with a PROMPT it continues that")
         further = ["--log-level", "error", *(["--trust-remote-code"] if trusted else [])]

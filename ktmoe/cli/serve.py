@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -75,7 +74,7 @@ def command(
 
     chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads}
     chosen["cache"] = cache and os.path.abspath(cache)
-    with signals_as_exit(), view(model, progress=sys.stderr.isatty(), **chosen) as made:
+    with signals_as_exit(), view(model, progress=True, **chosen) as made:
         try:
             parsed = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")
             given = parsed.params
