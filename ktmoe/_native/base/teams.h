@@ -1,5 +1,5 @@
-/* Which threads serve which shard: a team. Those of a team that share an L3 cache are cut into groups. A group has one door into the
- * pool's tasks, and one queue of work. */
+/* Which threads serve which shard. The threads of a shard are its team. The threads of a team that share an L3 cache are cut
+ * into groups. A group has one door into the pool's tasks, and one queue of work. */
 #ifndef KT_TEAMS_H
 #define KT_TEAMS_H
 

@@ -30,7 +30,8 @@ typedef struct kt_record {
     int error;               /* an errno, of KT_FAILED */
 } kt_record;
 
-/* Both parts of a call. They return KT_DONE, or how they failed: y, or late, is NaN then. */
+/* The two parts of a call: what runs now, and what is deferred. They return KT_DONE, or how they failed: y, or late, is NaN
+ * then. */
 enum kt_outcome kt_record_now(kt_record *r, bool *defers, int *error);
 enum kt_outcome kt_record_late(kt_record *r, int *error);
 

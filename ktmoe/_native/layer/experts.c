@@ -28,11 +28,11 @@ size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory 
     return bytes;
 }
 
-/* Of a whole matrix. */
+/* The outputs n and inputs k of a whole matrix, all shards together. */
 static size_t n_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->layer.hidden : e->intermediate; }
 static size_t k_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->intermediate : e->layer.hidden; }
 
-/* All but the arenas. */
+/* Sets up all but the arenas. False: there is no memory. */
 static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
     const size_t shards = kt_shards_of(e->layer.placement), num_experts = e->layer.num_experts;
     e->missing = KT_MATRICES * num_experts;

@@ -145,7 +145,7 @@ void kt_transpose(const uint8_t *from, size_t from_row, size_t rows, size_t colu
         }
 }
 
-/* Of a rectangle's row, where its first record is. */
+/* Where the first record of a rectangle's row is, in bytes. */
 static size_t record_at(const kt_records *o, kt_rectangle r, size_t row) {
     return ((r.row + row) * r.k + r.column) / o->weights * o->bytes;
 }
