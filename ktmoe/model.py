@@ -142,7 +142,7 @@ class MoEModel:
         return len(self.layers)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all layers are loaded; False if `timeout` seconds were not enough.
+        """Wait until all layers are loaded; False if `timeout` seconds were not enough.
 
         Raises the error of a layer as soon as one fails; the others go on, and model[name] gives them.
         """
@@ -155,7 +155,7 @@ class MoEModel:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights of the layers that are loaded."""
+        """Bytes of the packed weights of the layers that are loaded."""
         return sum(layer.nbytes for layer in self._loading.made())
 
     def cancel(self) -> None:

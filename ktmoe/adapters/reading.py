@@ -50,7 +50,7 @@ def import_adapter(folder: str | os.PathLike[str], model: Model, *, experts_only
 
 
 class _Layer:
-    """Of one layer: what the two files say of it."""
+    """What an adapter's two files say of one layer."""
 
     def __init__(self, file: AdapterFile, config: AdapterConfig, places: Places, found: Found):
         self._file, self._config, self._places, self._found = file, config, places, found

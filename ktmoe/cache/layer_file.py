@@ -74,7 +74,7 @@ class LayerWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return self._file.nbytes
 
     def add(self, one: core.PackedLayer) -> None:

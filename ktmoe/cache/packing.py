@@ -43,7 +43,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One that is to be in the cache."""
+    """A layer that is to be in the cache."""
 
     name: int | str
     experts: ExpertWeights
@@ -54,7 +54,7 @@ class _Layer:
         return numa.split(self.experts.intermediate, self.experts.shard_unit, self.placement.shards)
 
     def each(self) -> Iterator[core.PackedLayer]:
-        """Each expert in turn, alone in a layer of these shards."""
+        """Pack each expert in turn, alone in a layer of these shards."""
         choice = choose_backend("auto", self.experts)
         backend = backends.get(choice.name)
         if not hasattr(backend, "pack_each"):

@@ -24,7 +24,7 @@ from ktmoe.measuring import LimitMeter
 from ktmoe.measuring.inspection import top_k_of
 from ktmoe.measuring.limits import Limits
 
-#: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
+#: Experts of a token in the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
 
 #: A larger share of a limit has one of _REASONS, and says nothing of the call.
@@ -138,7 +138,7 @@ def describe(experts: ExpertWeights, top_k: int) -> str:
 
 
 def limits(rows: list[Row]) -> list[Limits]:
-    """Of each instruction set, medians over its rows."""
+    """The limits of each instruction set, medians over its rows."""
     found: dict[str, list[measuring.Result]] = {}
     for row in rows:
         found.setdefault(row.isa, []).append(row.result)
@@ -168,7 +168,7 @@ def call(row: Row) -> dict:
 
 
 def table(rows: list[Row]) -> Table:
-    """At most 80 columns wide."""
+    """The rows as a table, at most 80 columns wide."""
     drawn = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
     drawn.add_column("\nbackend")  # with its mode it may take two lines
     heads = ("\ntokens", "\nms", "\ntokens/s", "\nGB/s", "of\nread", "\nGFLOP/s", "of\npeak", "error\nof bound")

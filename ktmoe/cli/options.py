@@ -77,7 +77,7 @@ def shard_bytes(default: int) -> Callable:
     )
 
 
-#: Of layers that have no number alone.
+#: The name of a layer that is not a number alone.
 _LAYER_NAME = re.compile(r"[A-Za-z_][\w.]*\.[0-9]{1,9}", re.ASCII)
 
 

@@ -10,7 +10,7 @@ from ktmoe.measuring.limits import Limits
 
 
 def number(value: float, digits: int = 4) -> str:
-    """At least so many digits, and no exponent: 0.01234, 1.234, 12345."""
+    """A number with at least so many digits, and no exponent: 0.01234, 1.234, 12345."""
     if not math.isfinite(value):
         return "-"
     if not value:
@@ -47,7 +47,7 @@ def ms(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Of a limit: 12%, 1.2%."""
+    """A share of a limit as text: 12%, 1.2%."""
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
@@ -57,7 +57,7 @@ def count(things: int, what: str) -> str:
 
 
 def machine(limits: Iterable[Limits]) -> list[str]:
-    """This machine, and a line for each instruction set's limits."""
+    """Lines of text: this machine, and each instruction set's limits."""
     lines = [f"  reads {gb_s(x.read)}, multiplies {gflop_s(x.peak)} by kernels of {x.isa}" for x in limits]
     return [f"this machine: {threads.cpu_name()}, {count(threads.get_num_threads(), 'thread')}", *lines]
 
