@@ -58,7 +58,7 @@ def _rounds(to: str, rule: str) -> Method:
 
 _FP32 = np.dtype(np.float32)
 _NVFP4 = (nvfp4(), nvfp4(divides=True))
-#: By name.
+#: The methods of mode "inference" that ktmoe serves, by name.
 SERVED = {
     "BF16": Method("bfloat16", BF16.__eq__),
     "MXFP4": Method("E2M1 with a UE8M0 scale per 32", MXFP4.__eq__, arrays.BF16),
@@ -92,7 +92,7 @@ class Tuning:
     shared: bool = True
 
 
-#: By name.
+#: The methods of mode "sft" that ktmoe serves, by name.
 TUNED = {
     "AMXBF16_SFT": Tuning("BF16"),
     "AMXBF16_SFT_SkipLoRA": Tuning("BF16", adapts=False, shared=False),
@@ -107,7 +107,7 @@ TUNED = {
     "AMXINT4_SFT": Tuning("AMXINT4", shared=False),
     "AMXINT4_SFT_SkipLoRA": Tuning("AMXINT4", adapts=False, shared=False),
 }
-#: Those that kt-kernel 0.7.2 lists and refuses itself, since it has no class for them.
+#: The methods of mode "sft" that kt-kernel 0.7.2 lists and refuses itself, since it has no class for them.
 UNTUNED = tuple(f"AMXINT4_{kind}_SFT{suffix}" for kind in ("1", "1KGroup") for suffix in ("", "_SkipLoRA"))
 #: mode -> its methods.
 MODES = {"inference": (*SERVED, *MISSING), "sft": (*TUNED, *UNTUNED)}

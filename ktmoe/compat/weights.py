@@ -93,7 +93,7 @@ def prepared(
 
 
 def physical_map(value, slots: int, experts: int) -> np.ndarray:
-    """Which expert of the checkpoint fills each slot, int64 [slots]; None: each its own. Raises InputError."""
+    """The expert of the checkpoint that fills each slot, int64 [slots]; value None: each its own. Raises InputError."""
     if value is None:
         value = np.arange(slots)
     found = arrays.as_numpy(value, "physical_to_logical_map")
