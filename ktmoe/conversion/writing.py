@@ -59,7 +59,7 @@ class Written:
 
 
 def write(source: Source, task: Task, folder: Path, progress: Progress | None) -> Written:
-    """Into a new or empty folder, or one in which the same was interrupted. The index is written last.
+    """Write a checkpoint into a new or empty folder, or one in which the same was interrupted. The index is written last.
 
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
     is written; CheckpointError also for a file that changes meanwhile; what parts raise.
@@ -89,7 +89,7 @@ def write(source: Source, task: Task, folder: Path, progress: Progress | None) -
 
 
 def version() -> str | None:
-    """None in a tree that is not installed."""
+    """The version of ktmoe; None in a tree that is not installed."""
     try:
         return installed_version()
     except PackageNotFoundError:

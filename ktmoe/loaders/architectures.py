@@ -79,8 +79,10 @@ def of(checkpoint: Checkpoint) -> Architecture:
 
 
 def activation(checkpoint: Checkpoint, layer: int) -> GatedActivation:
-    """Of a layer's experts. Raises what of() raises, FormatError for a clamp of silu(gate), CheckpointError for a limit that is
-    none."""
+    """The activation of a layer's experts.
+
+    Raises what of() raises, FormatError for a clamp of silu(gate), CheckpointError for a limit that is none.
+    """
     row, name = of(checkpoint), checkpoint.config[ARCHITECTURE]
     if row.function != SILU:
         return row.function

@@ -24,7 +24,7 @@ from ktmoe.loaders.tensor_file import TensorFile, TensorInfo, new_bytes
 from ktmoe.messages import show
 
 INDEX_NAME = "model.safetensors.index.json"
-#: Of Mistral's own files, which count where there is no other index.
+#: The index of Mistral's own files, which count where there is no other index.
 MISTRAL_INDEX_NAME = "consolidated.safetensors.index.json"
 _PICKLED = "torch's pickled files are not read, convert them to safetensors"
 #: Files that other engines read, by their ending, and what to say of them.

@@ -34,7 +34,7 @@ from ktmoe.weights.ggml import GGML
 #: Stems of tensors that hold all experts, by projection: gate and up apart, and in one.
 _APART = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 _FUSED = {"gate": "ffn_gate_up_exps", "up": "ffn_gate_up_exps", "down": "ffn_down_exps"}
-#: Of tensors of one expert.
+#: Stems of tensors that hold one expert, in old files.
 _OLD = {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
 _OLD_NAME = re.compile(r"ffn_(?:gate|up|down)\.([0-9]+)\.weight")
 
@@ -183,7 +183,7 @@ class _Layer:
 
 
 def _matrices(checkpoint: Checkpoint, base: str, stem: str, suffixes: set[str], old: list[int]) -> _Matrices:
-    """By the header of the weights; of the first expert's if each has its own."""
+    """What the matrices of a stem are, by the header of the weights; of the first expert's if each has its own."""
     name = f"{base}{stem}.{{}}.weight" if old else f"{base}{stem}.weight"
     bias, scale = (f"{stem}.{ending}" if f"{stem}.{ending}" in suffixes else None for ending in ("bias", "scale"))
     info = checkpoint.info(name.format(0))

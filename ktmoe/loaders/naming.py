@@ -27,7 +27,7 @@ NUMBERED_STEMS = {"gate": "w1", "up": "w3", "down": "w2"}
 #: Where one tensor holds gate and up of all experts, and one holds down.
 FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
-#: Most layers with routed experts in a checkpoint; llama.cpp takes 512. Each loader looks at each one, so this bounds the work.
+#: The most layers with routed experts in a checkpoint; llama.cpp takes 512. Each loader looks at each, so this bounds the work.
 LAYERS_LIMIT = 1024
 
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -38,7 +38,7 @@ _NAME = re.compile(
     r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)|moe(?=\.(?:gate|up|down)_proj\.)))"
     rf"\.(?:{_NUMBER}\.)?([a-z].*)"
 )
-#: Of GGUF's tensors, of all experts or, in old files, of one.
+#: The names of GGUF's tensors that hold all experts or, in old files, one.
 _BLOCK_NAME = re.compile(
     rf"(blk\.{_NUMBER})\.(ffn_(?:(?:gate|up|down|gate_up)_exps|(?:gate|up|down)\.{_NUMBER})\.(?:weight|bias|scale|input_scale))"
 )
@@ -206,7 +206,7 @@ class Names:
 
 
 def layers(checkpoint: Checkpoint) -> list[int | str]:
-    """Those that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on.
+    """The layers that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on.
 
     Raises CheckpointError for more than LAYERS_LIMIT.
     """

@@ -26,7 +26,7 @@ from ktmoe.weights.order import TRANSPOSED
 
 #: The ending of biases, float [E, rows].
 BIAS = "_bias"
-#: Of a Spelling of quantized tensors that hold all experts. Scales of their input are not used, as in per_expert.
+#: Arguments of a Spelling of quantized tensors that hold all experts. Scales of their input are not used, as in per_expert.
 STACKED = {"stacked": True, "foreign": {"bias": "biases are not supported"}, "unused": ("_input_scale", "_activation_scale")}
 
 
@@ -34,7 +34,7 @@ class Stacked(PerExpert):
     """PerExpert for spellings of both kinds. Where all experts are in one tensor, their number is what its shape says."""
 
     def stacked_activation(self, checkpoint: Checkpoint) -> GatedActivation:
-        """By config.json, for tensors that hold all experts. Raises FormatError, CheckpointError."""
+        """The activation, by config.json, for tensors that hold all experts. Raises FormatError, CheckpointError."""
         return model_config.silu(checkpoint)
 
     def codes_shape(self, info: TensorInfo) -> tuple[int, int, int]:
