@@ -90,7 +90,7 @@ def _coded(matrix: Matrix) -> Weights:
 
 
 def _in_float64(matrix: Matrix) -> Weights:
-    """By way of float64 numbers, which are exact or nearly so."""
+    """The weights by way of float64 numbers, which are exact or nearly so."""
     with np.errstate(over="ignore"):
         weights = dequantize(matrix).astype(np.float32)
     return Weights(matrix.name, matrix.shape, "fp32", weights)

@@ -55,7 +55,7 @@ class Call:
         return self.lora is not None and projection in self.lora.pairs
 
     def rows(self) -> Iterator[Rows]:
-        """Of each expert that has some."""
+        """The rows of each expert that has some."""
         for expert in np.unique(self.ids[self.active]).tolist():
             yield Rows(self, expert, *np.nonzero(self.active & (self.ids == expert)))
 
@@ -198,7 +198,7 @@ class BackwardRows:
 
     @property
     def dr(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the router weights, [rows]."""
+        """The gradient of the router weights, and its error, [rows] each."""
         rows, where = self.rows, self.call.router_weight
         if where == "expert_input":
             x = self.call.x[rows.token]  # not times r

@@ -123,7 +123,7 @@ def _int8_config(strategy: str) -> dict[str, object]:
     return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "quantization_config": quantization}
 
 
-#: By the name that tables give the weights.
+#: The kinds of quantized weights, by the name that tables give them.
 PUBLISHED = {
     "FP8": Published(
         "fp8",

@@ -44,7 +44,7 @@ class Saved:
 
     @property
     def held(self) -> list[np.ndarray]:
-        """All of its arrays."""
+        """All arrays that are kept."""
         kept = (self.x, self.ids, self.weights, self.mask, *(self.arrays or ()))
         return [array for array in kept if array is not None]
 

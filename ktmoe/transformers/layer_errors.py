@@ -110,7 +110,7 @@ class Sampler:
         self._left = dict.fromkeys(self._taken, wanted)
 
     def samples(self) -> dict[str, Sample]:
-        """Of each module that was called; nothing is taken any more."""
+        """The samples of each module that was called; nothing is taken any more."""
         for hook in self._hooks:
             hook.remove()
         return {name: Sample(*map(torch.cat, zip(*taken, strict=True))) for name, taken in self._taken.items() if taken}

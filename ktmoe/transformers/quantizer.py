@@ -155,7 +155,7 @@ class Quantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        """So that transformers' Trainer trains what ktmoe.torch.add_lora() adds, without peft."""
+        """True, so that transformers' Trainer trains what ktmoe.torch.add_lora() adds, without peft."""
         return True
 
 

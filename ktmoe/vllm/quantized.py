@@ -107,7 +107,7 @@ class _Made:
         super().create_weights(layer, *sizes, torch.float32 if exact else params_dtype, **attributes)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
-        """None for a layer that no kernel of vLLM computes."""
+        """vLLM's config for its own kernels; None for a layer that none of them computes."""
         return super().get_fused_moe_quant_config(layer) if self.refused is not None else None
 
 
@@ -139,7 +139,7 @@ def _array(parameter: torch.Tensor) -> np.ndarray:
 
 
 def _kind(arrays: Mapping[str, np.ndarray], ending: str) -> str:
-    """Of scales, which may be any of _KINDS as long as there are none."""
+    """The kind of scales; without scales, it may be any of _KINDS."""
     if not arrays:
         return _KINDS[0]
     return scale_kind(ending, (arrays[f"w13_{ending}"], arrays[f"w2_{ending}"]), _KINDS)

@@ -45,7 +45,7 @@ class Chosen:
     """A config whose get_quant_method() asks ours() for routed experts first."""
 
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
-        """None for a layer that is not quantized. Raises UnavailableError for what ktmoe does not read."""
+        """ktmoe's method for a layer; None if it is not quantized. Raises UnavailableError for what ktmoe does not read."""
         raise NotImplementedError
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -180,7 +180,7 @@ class QuarkConfig(Chosen, quark.QuarkConfig):
         return SERVED[kind](layer.moe_config, weights, inputs)
 
 
-#: By the names under which vLLM has the configs that they replace.
+#: ktmoe's configs, by the names under which vLLM has those that they replace.
 CONFIGS = {
     "mxfp4": Mxfp4Config,
     "gpt_oss_mxfp4": GptOssMxfp4Config,

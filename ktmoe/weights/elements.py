@@ -47,12 +47,12 @@ class Element:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return FAMILIES[self.family]
 
     @property
     def codes_dtype(self) -> np.dtype:
-        """Of an array of codes, one an item."""
+        """The dtype of an array of codes, one an item."""
         return NUMBERS.get(self.family, np.dtype(np.uint8))
 
     @property
@@ -98,5 +98,5 @@ BFLOAT16 = Element("BF16", "b16")
 FP16 = Element("FP16", "f16")
 FP32 = Element("FP32", "f32")
 
-#: By name: those that kernels know by their names.
+#: The elements that kernels know by their names, by name.
 ELEMENTS = {element.name: element for element in (E2M1, INT4, UINT4, E4M3, E5M2, INT8, INT8_PLUS_128, BFLOAT16, FP16, FP32)}

@@ -96,7 +96,7 @@ class Scale:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the array that holds the stored scales."""
+        """The dtype of the array that holds the stored scales."""
         return SCALE_KINDS[self.kind].dtype
 
     @property

@@ -11,7 +11,7 @@ from ktmoe.transformers.server.refusal import Refusal
 
 #: Characters of a request for each token of the context. Text has 2 to 5; this bounds what is tokenized.
 CHARACTERS = 8
-#: At most that many texts that end an answer, and characters of each: transformers compares them with all its vocabulary.
+#: The most texts that end an answer, and characters of each: transformers compares them with all its vocabulary.
 STOPS, STOP_LENGTH = 4, 64
 #: What `generation_config`, a field of transformers' own chat client, may choose: how tokens are chosen, and how many.
 GENERATION = {
