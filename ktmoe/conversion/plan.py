@@ -36,7 +36,7 @@ class Shard:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors in the file's order: the larger a tensor's numbers, the earlier, so that each begins at a multiple of them."""
+        """Tensors in the file's order: the larger a tensor's numbers, the earlier; so each begins at a multiple of them."""
         return sorted((each for unit in self.units for each in unit.tensors), key=lambda each: -each.item_bytes)
 
     @property

@@ -98,8 +98,8 @@ class Field:
     def moves(self, itemsize: int) -> list[tuple[int, int, int, int, int, int]]:
         """The moves of bits to items of so many bytes.
 
-        A move is (byte of the record, byte of its items, how many such bytes side by side, bit of the record's byte, bits, bit of
-        the item's byte). 1, 2, 4 or 8 bytes are side by side.
+        A move is (byte of the record, byte of its items, how many such bytes side by side, bit of the record's byte, bits, bit
+        of the item's byte). 1, 2, 4 or 8 bytes are side by side.
         """
         single = []
         for i, pieces in enumerate(self.items):
