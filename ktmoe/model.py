@@ -26,7 +26,7 @@ from ktmoe.messages import show
 
 #: Layers that are loaded at a time, so that some are read while another is packed.
 AT_ONCE = 3
-#: Experts that each of them has read and not yet packed, at most.
+#: The most experts that each of these layers has read and not yet packed.
 STAGED_EXPERTS = 4
 
 

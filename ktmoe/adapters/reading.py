@@ -72,7 +72,7 @@ class _Layer:
             raise CheckpointError(f"{self._name}: {error}") from None
 
     def _of_parameters(self) -> Iterator[tuple[str, Pair, float]]:
-        """(projection, pair, scale) of each."""
+        """(projection, pair, scale) of the adapters of the layer's two parameters."""
         self._config.check_version()
         module, names = self._found.module, self._found.parameters
         targets = [each for each in ("gate_up_proj", "down_proj") if self._config.targets(module, each)]

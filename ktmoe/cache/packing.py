@@ -161,7 +161,7 @@ def _there(folder: Path, files: tuple[source.SourceFile, ...], checkpoint: Check
 
 
 def _is_packed(folder: Path, there: Manifest, layer: _Layer) -> bool:
-    """Raises OutputError if it is packed for other NUMA nodes, or by another version."""
+    """Whether a layer is packed. Raises OutputError if it is packed for other NUMA nodes, or by another version."""
     entry = there.layers.get(str(layer.name))
     if entry is None:
         return False

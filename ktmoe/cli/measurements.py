@@ -27,7 +27,7 @@ from ktmoe.measuring.limits import Limits
 #: Experts of a token in the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
 
-#: A larger share of a limit has one of _REASONS, and says nothing of the call.
+#: The largest share of a limit that says something of a call. A larger one has one of _REASONS.
 MOST_SHARE = 1.05
 _BUSY = "others used the machine while this limit was measured"
 _REASONS = {"read": f"{_BUSY}, or weights came from a cache", "peak": _BUSY}
@@ -90,7 +90,7 @@ def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[
 
 
 def first_layer(checkpoint: Checkpoint) -> int | str:
-    """The first that has routed experts. Raises MissingTensorError if there is none."""
+    """The first layer that has routed experts. Raises MissingTensorError if there is none."""
     layer = next(iter(find_layers(checkpoint)), None)
     if layer is None:
         raise MissingTensorError(f"{checkpoint.path}: expected a layer with routed experts, found none")

@@ -23,18 +23,18 @@ def gb(nbytes: float) -> str:
 
 
 def some(names: list[str]) -> str:
-    """The first three, and how many others there are."""
+    """The first three names, and how many others there are."""
     others = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{others}"
 
 
 def gb_s(rate: float) -> str:
-    """rate: bytes per second."""
+    """A rate of bytes per second as text."""
     return f"{number(rate / 1e9, 3)} GB/s"
 
 
 def gflop_s(rate: float) -> str:
-    """rate: FLOPs per second."""
+    """A rate of FLOPs per second as text."""
     return f"{number(rate / 1e9, 3)} GFLOP/s"
 
 
@@ -52,7 +52,7 @@ def percent(share: float) -> str:
 
 
 def count(things: int, what: str) -> str:
-    """1 layer, 2 layers."""
+    """A number of things as text: 1 layer, 2 layers."""
     return f"{things} {what}{'' if things == 1 else 's'}"
 
 
@@ -63,5 +63,5 @@ def machine(limits: Iterable[Limits]) -> list[str]:
 
 
 def limits_data(limits: Iterable[Limits]) -> list[dict]:
-    """The same for JSON."""
+    """Each instruction set's limits, for JSON."""
     return [{"isa": x.isa, "read_gb_s": x.read / 1e9, "multiply_gflop_s": x.peak / 1e9} for x in limits]

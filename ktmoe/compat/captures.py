@@ -61,7 +61,7 @@ class PinnedBuffers:
 
     @functools.cached_property
     def late(self) -> np.ndarray:
-        """numpy alone: it never leaves the host."""
+        """Memory for what deferred experts give, of numpy alone: it never leaves the host."""
         return np.empty(self._wide, np.uint16)
 
 

@@ -30,7 +30,7 @@ def _fp8(found: WeightFormat) -> bool:
 
 
 def _gguf(found: WeightFormat) -> bool:
-    """Whatever factor it has: of most types, a file has one or none."""
+    """Whether a format is that of a GGUF type, whatever factor it has: files of most types may have one or none."""
     return replace(found, factor=None) in [replace(of_type, factor=None) for of_type in GGML.values()]
 
 
@@ -51,7 +51,7 @@ class Method:
 
 
 def _rounds(to: str, rule: str) -> Method:
-    """kt-kernel rounds bfloat16 weights, ktmoe any that it reads; kt-kernel has no buffers for the result."""
+    """A method that rounds: kt-kernel bfloat16 weights, ktmoe any that it reads. kt-kernel has no buffers for the result."""
     rounds = Quantizer(to, rule=rule)
     return Method(f"any, to be rounded to {rounds.format.description}", lambda _: True, exports=False, rounds=rounds)
 

@@ -23,7 +23,7 @@ from ktmoe.weights.formats import BF16
 
 @dataclass
 class _Shared:
-    """A checkpoint, and how many leases it is held by."""
+    """A checkpoint, and the number of leases that hold it."""
 
     checkpoint: Checkpoint
     leases: int = 0
@@ -50,7 +50,7 @@ class Lease:
         return find_loader(checkpoint, layer=layer).load(checkpoint, layer)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Give the lease back. A second call does nothing."""
         self.order.soon(self._close)
 
     def _close(self) -> None:

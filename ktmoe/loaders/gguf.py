@@ -88,7 +88,7 @@ class Gguf(Loader):
 
 @dataclass(frozen=True)
 class _Matrices:
-    """A projection's, of all experts.
+    """The matrices of a projection, of all experts.
 
     name: of the weights' tensor, with {} for the expert's number where it has one of its own. bias, scale: of their tensors.
     part, parts: which of how many equal runs of each expert's rows are the projection's.
@@ -104,7 +104,7 @@ class _Matrices:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the headers say, which are all checked."""
+    """What the headers say of a layer; all of them are checked."""
 
     checkpoint: Checkpoint
     matrices: dict[str, _Matrices]
@@ -166,7 +166,7 @@ class _Layer:
         return stored.view(FACTORS[self.checkpoint.info(name).dtype]).astype(np.float32)
 
     def _check_others(self, layer: int) -> None:
-        """Biases, scales, and the number of experts that the metadata say."""
+        """Check biases, scales, and the number of experts that the metadata say. Raises CheckpointError, FormatError."""
         for projection, of in self.matrices.items():
             for name, shape, why in (
                 (of.bias, (self.num_experts, self.shape(projection)[0] * of.parts), "one bias per expert and row"),
@@ -222,7 +222,7 @@ def _sizes(checkpoint: Checkpoint, matrices: dict[str, _Matrices], old: list[int
 
 
 def _padded(info: TensorInfo, dimensions: int) -> TensorInfo:
-    """The same with as many dimensions at least: ggml leaves out those of 1 that come first in numpy's order."""
+    """A tensor with so many dimensions at least: ggml leaves out those of 1 that come first in numpy's order."""
     return replace(info, shape=(1,) * (dimensions - len(info.shape)) + info.shape)
 
 

@@ -30,7 +30,7 @@ _SLOW_ITEMS = 16  # what an array in an array counts as, and a number that is ke
 KEY_LIMIT_BYTES, NAME_LIMIT_BYTES = 65535, 255
 #: Metadata of more items or bytes is passed over: vocabularies, templates. So are arrays of strings.
 KEPT_ITEMS, KEPT_BYTES = 1024, 4096
-#: Arrays may be in arrays as deep as that.
+#: How deep arrays may be in arrays.
 DEPTH_LIMIT = 4
 #: The most dimensions of a tensor.
 DIMENSIONS_LIMIT = 4
@@ -96,7 +96,7 @@ class _Header:
         return tensors, self._count("key count", KEYS_LIMIT)
 
     def metadata(self, count: int) -> dict[str, object]:
-        """All keys, and the values that are kept."""
+        """The keys whose values are kept, and these. All keys are read."""
         seen: set[str] = set()
         kept = {}
         for _ in range(count):
@@ -110,7 +110,7 @@ class _Header:
         return kept
 
     def tensor(self) -> _Entry:
-        """The next one."""
+        """The next tensor's entry."""
         name = self._string("tensor name", NAME_LIMIT_BYTES)
         what = f"tensor {name!r}"  # not show(name), which takes as long as all else
         (count,) = _U32.unpack(self._take(4, what))
@@ -174,7 +174,7 @@ class _Header:
         return self._take(length, what).decode("utf-8", "replace")
 
     def _string(self, what: str, most: int) -> str:
-        """A name."""
+        """A name of at most so many bytes, which must be UTF-8."""
         (length,) = _U64.unpack(self._take(8, what))
         if length > most:
             raise CheckpointError(f"{self._path}: {what} at {self.offset}: expected at most {most} bytes, found {length}")
@@ -207,7 +207,7 @@ class _Header:
             raise self._truncated(count, self.offset - count, what)
 
     def _skip_strings(self, count: int, what: str) -> None:
-        """The same as a _skip() of each one's length; a vocabulary has so many that this must be quick."""
+        """Skip so many strings as _skip() would each; a vocabulary has so many that this must be quick."""
         while count:
             self._fill(8, what)
             window, at, last = self._window, self._at, len(self._window) - 8

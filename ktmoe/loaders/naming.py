@@ -90,7 +90,7 @@ class Place:
     num_experts: int | None
 
     def name(self, projection: str, expert: int) -> str:
-        """{base}.{E}.{stem} or {base}.{stem}."""
+        """The name of a matrix: {base}.{E}.{stem} or {base}.{stem}."""
         return _prefix(self.base, None if self.spelling.stacked else expert) + self.spelling.stems[projection]
 
     def shapes(self, shape: Callable[[str], tuple[int, int]]) -> dict[str, tuple[int, int]]:
@@ -263,7 +263,7 @@ def read_slice(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.
 
 
 def describe(info: TensorInfo) -> str:
-    """'BF16 [64, 96]'."""
+    """A tensor's dtype and shape as text: 'BF16 [64, 96]'."""
     return f"{info.dtype} {show(list(info.shape))}"
 
 
@@ -326,7 +326,7 @@ def layer_key(layer: int | str) -> int | str:
 
 
 def listed(layers: list[int | str]) -> str:
-    """'layers 0-42, mtp.0'; empty if there are none."""
+    """Layers as text: 'layers 0-42, mtp.0'; empty if there are none."""
     runs: list[list[int]] = []
     for layer in layers:
         if isinstance(layer, int):

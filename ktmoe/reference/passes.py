@@ -103,7 +103,7 @@ class Rows:
             self._of_a("down", self.h, self.eps_h)
 
     def _of_a(self, projection: str, rows, eps) -> None:
-        """T; that of down goes from shard to shard."""
+        """Compute T; that of down goes from shard to shard."""
         found = product(rows, eps, self.pairs[projection][0].T, factor=self.call.scale, any_order=self.call.sharded)
         self.inner[projection] = together([found])
 
@@ -168,7 +168,7 @@ class BackwardRows:
         }
 
     def _through(self, projection: str, dv, eps_dv, sums: list[Sum]) -> None:
-        """dT, and what it adds to the sums."""
+        """Compute dT, and add to the sums what it gives."""
         a, b = self.rows.pairs[projection]
         inner = product(dv, eps_dv, b, factor=self.call.scale, any_order=self.call.sharded)
         self.inner[projection] = together([inner])

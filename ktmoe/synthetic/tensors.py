@@ -85,7 +85,7 @@ def constant(array: np.ndarray) -> Shaper:
 
 
 def codes(element: Element) -> Shaper:
-    """Codes as drawn() has them."""
+    """A shaper that makes codes as drawn() has them."""
     table = drawn(element)
     if len(table) <= 256:
         return uniform  # bytes or pairs of nibbles
@@ -147,12 +147,12 @@ def factors(weight_format: WeightFormat, k: int, dtype: str) -> Shaper:
 
 
 def bf16_numbers(deviation: float) -> Shaper:
-    """Uniform, with mean 0 and that standard deviation."""
+    """A shaper that makes uniform numbers with mean 0 and that standard deviation."""
     return numbers(_BF16, -_GAUSS * deviation, _GAUSS * deviation)
 
 
 def numbers(dtype: np.dtype | type, low: float, high: float) -> Shaper:
-    """Uniform floats in [low, high]."""
+    """A shaper that makes uniform floats in [low, high]."""
     bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
 
     def shape(out: np.ndarray) -> None:

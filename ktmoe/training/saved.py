@@ -39,7 +39,7 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """saved_nbytes() of its sizes."""
+        """Bytes that are kept: saved_nbytes() of these sizes."""
         return sum(array.nbytes for array in self.held)
 
     @property
@@ -103,7 +103,7 @@ class SavedStack:
         return self._kept[-1]
 
     def pop(self) -> Saved:
-        """The last one. Raises UnavailableError if there is none."""
+        """Take what was kept last. Raises UnavailableError if there is nothing."""
         last = self.last
         self._kept.pop()
         return last

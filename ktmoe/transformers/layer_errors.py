@@ -32,7 +32,7 @@ class Sample:
     weights: torch.Tensor
 
     def outputs(self, layer: MoELayer) -> np.ndarray:
-        """The layer's, not rounded to bfloat16: float32 [tokens, hidden]."""
+        """The layer's outputs, not rounded to bfloat16: float32 [tokens, hidden]."""
         return layer.forward(self.x.float(), self.ids, self.weights).numpy()
 
 
@@ -85,7 +85,7 @@ class LayerErrors:
         self.relative, self.of_bound = Difference.of(y, expected.y).relative, expected.worst(y)
 
     def difference(self, layer: MoELayer) -> Difference:
-        """The same layer's in another mode."""
+        """The difference that another mode makes to the same layer."""
         return Difference.of(self.sample.outputs(layer), self._exact)
 
 

@@ -102,11 +102,11 @@ class Logits:
         self._file.write(memoryview(logits.contiguous().view(torch.uint8).numpy()))
 
     def rewind(self) -> None:
-        """The next read() gives what was written first."""
+        """Let the next read() give what was written first."""
         self._file.seek(0)
 
     def read(self, like: torch.Tensor) -> torch.Tensor:
-        """The next ones, of that shape and dtype."""
+        """The next logits, of that shape and dtype."""
         data = bytearray(like.numel() * like.element_size())
         self._file.readinto(data)
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape)

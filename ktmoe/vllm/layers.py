@@ -107,7 +107,7 @@ class Layer:
         return whole[half:] if second else whole[:half]
 
     def bias(self, expert: int, projection: str) -> np.ndarray | None:
-        """float32 [n], or None."""
+        """The bias of an expert's matrix, float32 [n], or None."""
         bias = self.rows("bias", expert, projection)
         return None if bias is None else bias.float().contiguous().numpy()
 

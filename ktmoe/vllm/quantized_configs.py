@@ -59,7 +59,7 @@ class Chosen:
 
 
 def _say(text: str, reason: str) -> None:
-    """Log it, if it is the first with that reason."""
+    """Log a text, if it is the first with that reason."""
     if reason not in _said:
         _said.add(reason)
         _logger.warning("%s", text)

@@ -200,7 +200,7 @@ class Records:
 
     @cached_property
     def spare_field(self) -> Field | None:
-        """The same as a field of bytes; None if every bit means something."""
+        """The bits that mean nothing as a field of bytes; None if every bit means something."""
         items = []
         for byte in np.flatnonzero(self.spare).tolist():
             bits = [int(bit) for bit in np.flatnonzero(np.unpackbits(self.spare[byte], bitorder="little"))]
@@ -211,7 +211,7 @@ class Records:
 
     @property
     def fields(self) -> dict[str, Field]:
-        """The fields there are, by the names of a Matrix's arrays."""
+        """The fields that the records have, by the names of a Matrix's arrays."""
         return {label: field for label in FIELDS if (field := getattr(self, label))}
 
     @property

@@ -101,7 +101,7 @@ class Scale:
 
     @property
     def description(self) -> str:
-        """'ue8m0 scales per 1x32'."""
+        """The scales as text: 'ue8m0 scales per 1x32'."""
         return f"{self.kind} scales per {self.extent[0]}x{self.extent[1]}"
 
     def shape(self, n: int, k: int) -> tuple[int, int]:

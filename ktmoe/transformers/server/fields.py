@@ -48,7 +48,7 @@ class Fields:
     media: Collection[str]
 
     def parse(self, body: bytes) -> dict:
-        """The request. Raises Refusal."""
+        """The request that a body holds, checked. Raises Refusal."""
         try:
             request = json.loads(body)
             text = json.dumps(request, ensure_ascii=False)
