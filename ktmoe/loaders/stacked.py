@@ -115,7 +115,7 @@ class _Tensors:
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
 
     def check(self, shapes: Mapping[str, tuple[int, int, int]]) -> None:
-        """Check all headers. shapes: of codes, with the experts. Raises CheckpointError if these do not fit, and FormatError."""
+        """Check all headers. shapes: of codes, with the experts. Raises CheckpointError if they do not fit, and FormatError."""
         name, sizes = self.headers["gate"].tensor("codes"), {}
         for projection, (num_experts, *codes) in shapes.items():
             sizes[projection] = num_experts, *self.format.shape(tuple(codes))
