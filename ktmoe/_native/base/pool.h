@@ -10,8 +10,8 @@ typedef void (*kt_task)(void *context, const kt_worker *me);
 
 void kt_pool_lock(void);
 void kt_pool_unlock(void);
-/* Take effect at the next run. chosen: the user said how many, so that placements' own numbers do not count. everywhere: of one
- * shard, what a placement of NULL stands for. */
+/* Sets what the next run begins with. chosen: the user said how many, so that placements' own numbers do not count. everywhere:
+ * of one shard, what a placement of NULL stands for. */
 void kt_pool_configure(size_t threads, bool chosen, uint64_t spin_ns, const kt_placement *everywhere);
 size_t kt_pool_threads(void);
 

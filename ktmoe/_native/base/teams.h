@@ -31,8 +31,8 @@ typedef struct kt_worker {
     const kt_teams *teams;
 } kt_worker;
 
-/* Threads are dealt to shards, and those of a shard to its domains, in proportion to the physical cores. 0 or ENOMEM. Points into
- * the placement. */
+/* Deals threads to shards, and those of a shard to its domains, in proportion to the physical cores. Returns 0 or ENOMEM. The
+ * teams point into the placement. */
 int kt_teams_make(kt_teams *teams, const kt_placement *placement, size_t threads);
 void kt_teams_free(kt_teams *teams);
 

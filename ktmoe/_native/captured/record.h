@@ -22,7 +22,7 @@ typedef struct kt_record {
     bool pending;              /* late is still to be added by the record whose `earlier` this is */
     struct kt_record *earlier; /* NULL: none */
     kt_record_scratch scratch;
-    /* The queue's (queue.c). */
+    /* The fields of the queue (queue.c). */
     struct kt_record *next;
     uint32_t submitted;      /* how many times */
     kt_event finished;       /* what `submitted` was when the last call began whose y is there */

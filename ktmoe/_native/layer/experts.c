@@ -182,7 +182,7 @@ static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard
     return KT_DONE;
 }
 
-/* fresh gets what was there. */
+/* Exchanges an expert's matrices with the fresh ones, which become what was there. */
 static void swap(kt_experts *e, size_t expert, const kt_shard_matrix *matrices, const kt_scan *scans, kt_matrix *fresh) {
     for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
         const size_t shard = i / KT_MATRICES, matrix = i % KT_MATRICES;
