@@ -35,8 +35,8 @@ class Tiles:
 
 
 TILE, WIDTH, STEP = 16, 64, 32
-#: By tiles of rows: (passes for the columns of a panel, tiles of C, loads of A and of B a step). The tallest loads A twice, but
-#: for the tile at which it turns round.
+#: What tiles of rows take: (passes for the columns of a panel, tiles of C, loads of A and of B a step). The tallest loads A
+#: twice, but for the tile at which it turns round.
 PASSES = {1: (1, 4, 1 + 4), 2: (2, 4, 2 + 2), 3: (2, 6, 5 + 2)}
 #: The same where each weight is the sum of two: twice as many tiles of B.
 PASSES_OF_TWO = {1: (1, 4, 1 + 8), 2: (2, 4, 2 + 4), 3: (2, 6, 9 + 4)}
@@ -65,7 +65,10 @@ def passes(rows):
 
 
 def formula(m, n, k, terms=1, group=None):
-    """Of m rows times the transpose of W [n, k]. terms: numbers a weight. group: k after which C is stored and begins anew."""
+    """The instructions on tiles for m rows times the transpose of W [n, k].
+
+    terms: numbers a weight. group: k after which C is stored and begins anew.
+    """
     counts, steps = Counter(), ceil(k, STEP)
     for now in [now for rows in blocks(m) for now in passes(rows)]:
         times, tiles, loads = (PASSES if terms == 1 else PASSES_OF_TWO)[now]
@@ -78,7 +81,7 @@ def formula(m, n, k, terms=1, group=None):
 
 
 def counted(layer, m):
-    """Of a forward pass of m rows: every instruction on tiles' data that was executed at all."""
+    """Every instruction on tiles' data that a forward pass of m rows executed at all, counted."""
     x, ids, weights = crowd(layer, m)
     emulator.reset()
     layer.forward(x, ids, weights)
@@ -89,6 +92,6 @@ def counted(layer, m):
 
 
 def expected(layer, m, **how):
-    """Of a forward pass of m rows. how: as formula() takes it."""
+    """The instructions on tiles that a forward pass of m rows needs. how: as formula() takes it."""
     gate = up = formula(m, layer.intermediate, layer.hidden, **how)
     return gate + up + formula(m, layer.hidden, layer.intermediate, **how)

@@ -23,7 +23,7 @@ SIZES = {"num_experts": 5, "hidden": 128, "intermediate": 256}
 
 
 def arenas_of(folder, experts, numa_nodes=None):
-    """These experts' Arenas, of a file that is written here."""
+    """The Arenas of these experts, in a file that is written here."""
     placement = placement_of(experts, numa_nodes)
     shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
     entry = manifest.expected(0, experts, shards)
@@ -83,7 +83,7 @@ def edit(cache, change):
 
 
 def refused(path, cache, match):
-    """By a layer, and by a model; both before anything is mapped."""
+    """Check that a layer and a model refuse a cache, both before anything is mapped."""
     for load in (lambda: MoELayer.from_checkpoint(path, 0, cache=cache), lambda: MoEModel.from_checkpoint(path, cache=cache)):
         with pytest.raises(CacheError, match=match):
             load()

@@ -75,5 +75,5 @@ def uncompiled(monkeypatch):
 
 
 def experts_of(formats):
-    """Of which nothing is read."""
+    """Experts of these formats, of which nothing is read."""
     return ExpertWeights(1, 64, 64, lambda *_: pytest.fail("was read"), formats)

@@ -79,7 +79,7 @@ def is_emulated(request):
 
 
 def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those of one test function's items that run by default."""
+    """The items of one test function that run by default."""
     items = [item for item in items if not item.get_closest_marker("exhaustive")]
     if not items or not hasattr(items[0], "callspec"):
         return items

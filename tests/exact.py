@@ -112,7 +112,7 @@ def forward(layer, x):
 
 
 def _with_rows(array, rows):
-    """So many rows: the last one again and again."""
+    """An array with so many rows: the last one comes again and again."""
     return array if array is None else np.pad(array, ((0, rows - len(array)), *([(0, 0)] * (array.ndim - 1))), mode="edge")
 
 

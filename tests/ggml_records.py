@@ -10,7 +10,7 @@ from ktmoe.weights.ggml import GGML
 
 #: Numbers that multiply a record's codes are 2**e for e in these ranges, of either sign where a kind has signs.
 _SIZES = {"fp16": (-11, -9), "ue8m0": (-8, -5), "e4m3": (-4, 0)}
-#: By name: those whose codes and scales stand in records.
+#: The GGUF formats whose codes and scales stand in records, by name.
 IN_RECORDS = {name: weight_format for name, weight_format in GGML.items() if weight_format.order.of_records}
 
 

@@ -82,7 +82,7 @@ TURNED = {
     f"{name} transposed": replace(FORMATS[name], order=TRANSPOSED)
     for name in ("b16", "f16", "f32", "fp8", "fp8-bf16", "fp8-row", "mxfp8", "int8-64")
 }
-#: Those and the loaders' own, and some of no loader and no kernel, which the reference has.
+#: All formats: FORMATS, TURNED and the loaders' own, and some of no loader and no kernel, which the reference has.
 ALL_FORMATS = {
     **formats.FORMATS,
     **FORMATS,
@@ -243,7 +243,7 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
 
 
 def whole(hidden, intermediate, formats) -> tuple[int, int]:
-    """Both, rounded up to whole items of the codes' arrays of all three matrices."""
+    """Both sizes, rounded up to whole items of the codes' arrays of all three matrices."""
     gate, up, down = (formats[projection].code_unit for projection in PROJECTIONS)
     units = math.lcm(down[0], gate[1], up[1]), math.lcm(gate[0], up[0], down[1])
     return tuple(-(-size // unit) * unit for size, unit in zip((hidden, intermediate), units, strict=True))

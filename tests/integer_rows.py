@@ -11,7 +11,7 @@ INT8 = ["avx512_vnni", "avx_vnni", "avx2"]
 
 
 def minus_16_sums(q):
-    """Of each group's 32 integers, its first and its last 16: [groups, 3]."""
+    """-16 times the sums of each group's 32 integers, of its first and of its last 16: [groups, 3]."""
     halves = q.reshape(-1, 2, GROUP // 2).astype(int).sum(axis=2)
     return -16 * np.column_stack([halves.sum(axis=1), halves])
 

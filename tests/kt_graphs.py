@@ -43,7 +43,7 @@ class Captured:
             self.outputs = [call(w, tensors, stream) for w, tensors in zip(self.wrappers, self.inputs, strict=True)]
 
     def replay(self, cases) -> None:
-        """With new numbers, which come before it in the current stream."""
+        """Replay the graph with new numbers, which come before it in the current stream."""
         for tensors, case in zip(self.inputs, cases, strict=True):
             for tensor, array in zip(tensors, case, strict=True):
                 tensor.set_(array)

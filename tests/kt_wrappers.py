@@ -27,7 +27,7 @@ def write(method, folder, layers=1, **more):
 
 
 def arguments(**changed) -> dict:
-    """Those that SGLang gives."""
+    """The arguments that SGLang gives."""
     return {
         "layer_idx": 0,
         "num_experts": EXPERTS,
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 
 def wrapper(folder, layer=0, physical=None, **changed) -> KTMoEWrapper:
-    """With its weights."""
+    """A wrapper with its weights."""
     made = KTMoEWrapper(**arguments(weight_path=str(folder), layer_idx=layer, **changed))
     made.load_weights(np.arange(made.num_experts) if physical is None else physical)
     return made

@@ -26,7 +26,7 @@ def write_model(folder):
 
 @pytest.fixture
 def nothing_left():
-    """After the test: no thread of ours, no descriptor more than before."""
+    """Check after the test that there is no thread of ours, and no descriptor more than before."""
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))
     yield
@@ -39,7 +39,7 @@ def own_threads():
 
 
 def wait_for_threads():
-    """Until they have ended, which a finalizer does not wait for."""
+    """Wait until our threads have ended, which a finalizer does not."""
     for _ in range(1000):
         if not own_threads():
             return

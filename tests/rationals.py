@@ -133,7 +133,7 @@ def factor_of(matrix, row):
 
 
 def int16_step(largest):
-    """Of a group with this maximum."""
+    """The step of a group with this maximum."""
     exponent = -126
     while largest >= Fraction(2) ** (exponent + 1):
         exponent += 1
@@ -145,7 +145,7 @@ def int8_step(largest):
 
 
 def floor_log2(a):
-    """Of a positive rational number."""
+    """floor(log2(a)) of a positive rational number."""
     exponent = a.numerator.bit_length() - a.denominator.bit_length()
     return exponent if a >= Fraction(2) ** exponent else exponent - 1
 

@@ -32,7 +32,7 @@ SKIPS = [f"{method}_SkipLoRA" for method in ("AMXBF16_SFT", "AMXINT8_SFT", "AMXI
 
 
 def checkpoint(method: str, folder):
-    """Its folder."""
+    """The folder of a checkpoint whose weights a method takes."""
     kind = METHODS[method.removesuffix("_SkipLoRA")][0]
     if kind == "FP8":
         sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "intermediate": INTERMEDIATE, "top_k": TOP_K}
@@ -42,13 +42,13 @@ def checkpoint(method: str, folder):
 
 
 def experts_of(method: str, folder):
-    """As the method has them."""
+    """The checkpoint's experts as the method has them."""
     experts, rounds = load_experts(folder, 0), METHODS[method.removesuffix("_SkipLoRA")][1]
     return experts if rounds is None else quantize(experts, rounds[0], rule=rounds[1])
 
 
 def arguments(**changed) -> dict:
-    """Those that kt-kernel's torch layers give."""
+    """The arguments that kt-kernel's torch layers give."""
     return {
         "layer_idx": 0,
         "num_experts": EXPERTS,
@@ -71,7 +71,7 @@ def arguments(**changed) -> dict:
 
 
 def matrices(seed: int = 0, rank: int = RANK) -> dict[str, np.ndarray]:
-    """Of an adapter, bfloat16, by NAMES."""
+    """The matrices of an adapter, bfloat16, by NAMES."""
     rng = np.random.default_rng(seed)
     shapes = {"a": lambda n, k: (EXPERTS, rank, k), "b": lambda n, k: (EXPERTS, n, rank)}
     sizes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
@@ -96,7 +96,7 @@ def gradient(seed=0, tokens=5):
 
 
 def wrapper(folder, method: str = "MXFP4_SFT", tensors=None, gradients=None, **changed):
-    """With its weights, and an adapter if there are tensors."""
+    """A wrapper with its weights, and an adapter if there are tensors."""
     made = KTMoEWrapper(**arguments(weight_path=str(folder), method=method, **changed))
     made.load_weights()
     if tensors is not None:

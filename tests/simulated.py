@@ -94,7 +94,7 @@ MX_LIMITS["mxfp4"]["modelopt"] = MX_LIMITS["mxfp4"]["ceil"]
 
 
 def mx_scales(blocks, rule):
-    """Of blocks [tokens, blocks, k], by a table of all scales."""
+    """The scales of blocks [tokens, blocks, k], by a table of all scales."""
     limits = np.ldexp(MX_LIMITS[rule.target][rule.name], np.arange(-127, 127))
     return np.ldexp(1.0, np.searchsorted(limits, np.abs(blocks).max(axis=2, keepdims=True), side="right") - 127)
 

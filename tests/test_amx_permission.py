@@ -32,7 +32,7 @@ class System:
 
 @pytest.fixture
 def system(monkeypatch):
-    """On a CPU with AMX, in a process that has asked for nothing."""
+    """A system whose CPU has AMX, and a process that has asked for nothing."""
     monkeypatch.setattr(core, "cpu_features", lambda: dict.fromkeys(isa.required_features("amx"), True))
     monkeypatch.setattr(native, "_refused", {})
     system = System()

@@ -20,9 +20,9 @@ NATIVE = Path(core.__file__).parent
 CAPSULE = b"ktmoe.isa"  # a capsule keeps the pointer
 SHAPE = 160, 100  # five steps of k, and four: more than are decoded ahead
 ROWS = {"wide": 5, "square": 20, "tall": 40}
-#: For scales that cannot be folded: no layer here has any, but a backend without it refuses q4.
+#: The kernels for scales that cannot be folded: no layer here has any, but a backend without them refuses q4.
 OTHER = "q4_f32"
-#: That, and those in which mistakes are made.
+#: OTHER, and the kernels in which mistakes are made.
 KERNELS = ("q4_amx", "q4_amx_products", "q4_amx_terms", "f8_amx", "b16_amx", OTHER)
 
 

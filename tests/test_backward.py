@@ -16,7 +16,7 @@ from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
 
 @pytest.fixture(scope="module", params=[name for name, subject in ways.SUBJECTS.items() if subject.activations == "bf16"])
 def backend(request, emulator_folder):
-    """Those that can train: in the mode bf16."""
+    """A backend that can train: in the mode bf16."""
     with ways.chosen(ways.SUBJECTS[request.param], emulator_folder) as name:
         yield name
 

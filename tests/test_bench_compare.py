@@ -18,7 +18,7 @@ NOISE = 0.02
 
 
 def shares(seed, *, points=POINTS, rounds=ROUNDS, noise=NOISE, between=0.0, factors=None) -> dict[str, list[float]]:
-    """By point; rounds vary by `noise`, runs by `between`; factors: {index: what the point's shares are multiplied by}."""
+    """Shares by point; rounds vary by `noise`, runs by `between`; factors: {index: what the point's shares are multiplied by}."""
     rng = np.random.default_rng(seed)
     middle = np.linspace(0.05, 1.0, points) * np.exp(between * rng.standard_normal(points))
     rows = middle[:, None] * np.exp(noise * rng.standard_normal((points, rounds)))
@@ -67,7 +67,7 @@ def test_a_faster_point_is_no_alarm(runs, capsys):
 
 
 def verdicts(seed, points, between, factors=None) -> list[str]:
-    """Of all points of two made-up runs."""
+    """The verdicts on all points of two made-up runs."""
     runs = shares(seed, points=points, between=between), shares(100 + seed, points=points, between=between, factors=factors)
     old, new = ({name: {"shares": rows, "cpu": "a CPU", "threads": 2} for name, rows in run.items()} for run in runs)
     return [change.verdict for change in compare.compare(old, new)]

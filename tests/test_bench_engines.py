@@ -120,7 +120,7 @@ answer_all(answer)
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """Of two rounds, as it is after a trip through JSON; and what was asked of the workers that were timed."""
+    """A comparison of two rounds, as it is after a trip through JSON; and what was asked of the workers that were timed."""
     folder = tmp_path_factory.mktemp("engines")
     worker = folder / "worker.py"
     worker.write_text(WORKER)

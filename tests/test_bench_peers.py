@@ -79,7 +79,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """That of one decode and one prefill point, as it is after a trip through JSON."""
+    """The result of one decode and one prefill point, as it is after a trip through JSON."""
     folder = tmp_path_factory.mktemp("peers")
     worker = folder / "worker_fake.py"
     worker.write_text(WORKER.format(workers=str(session.WORKERS)))
@@ -302,7 +302,7 @@ def echo(tmp_path):
 
 
 def state(pid: int) -> str:
-    """Of a process, as Linux has it: T is stopped; nothing where there is none."""
+    """The state of a process, as Linux has it: T is stopped; nothing where there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -57,7 +57,7 @@ WAYS = ("right", "grad_x", "grad_weights", "down_a", "does not load")
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """As it is after a trip through JSON."""
+    """A result as it is after a trip through JSON."""
     folder = tmp_path_factory.mktemp("training")
     worker = folder / "worker_fake.py"
     worker.write_text(WORKER.format(workers=str(WORKERS)))

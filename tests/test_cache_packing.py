@@ -48,7 +48,8 @@ def pack_until(write, path, cache):
     pack(path, cache)
 
 
-#: Of all writes: the first manifest's, those of a layer's file from its header to what was seen, the next manifest's.
+#: The number of all writes: the first manifest's, those of a layer's file from its header to what was seen, the next
+#: manifest's.
 WRITES = 1 + 2 * (1 + 1 + 3 * SIZES["num_experts"] + 1 + 1 + 1)
 
 

@@ -18,7 +18,7 @@ from ktmoe.cache.packing import pack
 from ktmoe.errors import CacheError, OutputError
 from ktmoe.loaders.checkpoint import Checkpoint
 
-#: Of every file here, so that times tell nothing.
+#: The time of every file here, so that times tell nothing.
 TIME_NS = 10**18
 
 KINDS = {

@@ -61,7 +61,7 @@ class Replayed:
         self.now, self.later = slots[1:]
 
     def run(self):
-        """Both parts; y."""
+        """Run both parts of the call; returns y."""
         core.start_captured_calls()
         core.submit_captured(self.record.address)
         core.await_captured(self.record.address)

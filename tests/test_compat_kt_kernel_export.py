@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 GUARD = 64
 #: method -> what writes such a checkpoint, for those that WRITERS has not.
 PUBLISHED = {"FP8": "FP8", "FP8_PERCHANNEL": "FP8 per row", "MXFP8": "MXFP8", "NVFP4": "NVFP4"}
-#: So that four ranks have whole blocks of 128 rows.
+#: The intermediate size with which four ranks have whole blocks of 128 rows.
 WIDE = 512
 
 

@@ -39,13 +39,13 @@ def tensors(torch, case) -> list:
 
 
 def array(torch, tensor) -> np.ndarray:
-    """On the host, once the current stream is done."""
+    """A tensor's numbers on the host, once the current stream is done."""
     tensor = tensor.cpu()
     return tensor.view(torch.int16).numpy().view(BF16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def warmed_up(torch, function):
-    """As torch asks for before a capture: what is made at the first call is made then."""
+    """Call a function as torch asks for before a capture: what is made at the first call is made then."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

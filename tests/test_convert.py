@@ -219,7 +219,7 @@ def test_what_is_refused(tmp_path, options, error, message):
     assert names(tmp_path) == ["source"]
 
 
-#: As --group has them.
+#: Groups as --group has them.
 GROUPS = {
     "x".join(map(str, group)) if isinstance(group, tuple) else str(group): group
     for group in ("row", "matrix", 8, 16, 32, 48, 64, 96, 128, 256, (16, 16), (32, 64), (64, 32), (64, 48), (128, 128))

@@ -22,7 +22,7 @@ from ktmoe.errors import CheckpointError, OutOfSpaceError, OutputError
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.weights.formats import MXFP4
 
-#: So that a conversion has several files.
+#: Bytes of a file, so few that a conversion has several.
 SHARD_BYTES = 12_000
 INDEX = "model.safetensors.index.json"
 
@@ -275,7 +275,7 @@ def _grow(path):
 
 
 def _replace(path):
-    """By a file of the same size and time."""
+    """Replace a file by one of the same size and time."""
     shutil.copy2(path, path.with_name("copy"))
     os.replace(path.with_name("copy"), path)
 

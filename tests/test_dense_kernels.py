@@ -21,7 +21,7 @@ def multiply(table, a, b, rows, c=None):
 
 
 def integers(rng, *shape):
-    """Whose products and sums float32 holds, in any order."""
+    """Integers whose products and sums float32 holds, in any order."""
     return rng.integers(-9, 10, shape).astype(np.float32)
 
 

@@ -20,7 +20,7 @@ WIDE, NARROW = {"rax": "rax", "r9": "r9"}, {"rax": "eax", "r9": "r9d"}
 
 
 def instructions():
-    """Of 64 and of 32 bits, of registers and of memory, which rcx points to."""
+    """Instructions of 64 and of 32 bits, of registers and of memory, which rcx points to."""
     for suffix, names in (("q", WIDE), ("l", NARROW)):
         rax, r9 = (f"%{name}" for name in names.values())
         operands = [rax, r9, "(%rcx)", "8(%rcx)", "-8(%rcx, %rsi, 4)"]
@@ -47,12 +47,12 @@ VALUES += [(1 << 63) + n for n in (-128, -1, 0, 8)] + [(1 << 64) + n for n in (-
 
 
 EACH_FLAG = [1 << n for n in range(12) if ARITHMETIC_FLAGS >> n & 1]
-#: With the opcode's last four bits.
+#: The conditions, with the opcode's last four bits.
 CONDITIONS = {"b": 2, "ae": 3, "e": 4, "ne": 5, "be": 6, "a": 7, "l": 12, "ge": 13, "le": 14, "g": 15}
 
 
 def name_of(text):
-    """As the emulator counts it."""
+    """The name of an instruction as the emulator counts it."""
     op = text.split()[0]
     return "prefetch" if op.startswith("prefetch") else op if op in ("movslq", "cltq") else op[:-1]
 

@@ -240,7 +240,7 @@ def test_bytes_of_the_largest_experts_are_counted_right(monkeypatch, weight_form
 
 
 def thread_refused(monkeypatch, prefix, after=0):
-    """As the system does when it has no memory or no number for another: those named so, but for the first few."""
+    """Refuse threads named so, but for the first few, as the system does when it has no memory or no number for another."""
     start, refused = threading.Thread.start, []
 
     def start_or_not(thread):

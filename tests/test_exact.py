@@ -37,9 +37,9 @@ def backend(request, emulator_folder):
 
 #: What packs as nibbles, and what a group's length may be.
 INTEGERS = {name: weight_format for name, weight_format in FORMATS.items() if name.startswith("int4")}
-#: Of 8 bits, which have modes of integers, too.
+#: Formats of 8 bits, which have modes of integers, too.
 EIGHT_BITS = {"int8": WeightFormat(INT8), "int8-64": FORMATS["int8-64"], "int8+128": FORMATS["int8+128"]}
-#: Of 4 bits, with scales of 16, with zero points, or without scales.
+#: Formats of 4 bits, with scales of 16, with zero points, or without scales.
 FOUR_BITS = {
     "e4m3": WeightFormat(E2M1, Scale("e4m3", (1, 16))),
     "zero points, bf16": uint4(32, "bf16"),

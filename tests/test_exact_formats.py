@@ -382,7 +382,7 @@ MISTAKES = {
     "factor": ("factor", lambda factor: np.nextafter(factor, np.float32(100))),
     "factors": ("factor", lambda factor: np.roll(factor, 1)),
 }
-#: Which mistakes a format can make.
+#: The mistakes that a format can make.
 MADE = {
     "nvfp4": ("code", "sign", "column", "k", "pairs", "group", "row", "last bit", "factor"),
     "mxfp8": ("code", "sign", "column", "k", "pairs", "group", "row", "last bit"),

@@ -233,7 +233,7 @@ def user_object(torch, function) -> tuple:
 
 
 def retain(torch, user_object) -> None:
-    """By the graph that the current stream is captured into; the reference of the caller goes over."""
+    """Let the graph that the current stream is captured into hold an object; the reference of the caller goes over."""
     status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     stream = torch.cuda.current_stream().cuda_stream
     found = (ctypes.byref(status), ctypes.byref(identity), ctypes.byref(graph))

@@ -30,7 +30,7 @@ VALUES = {
     "less than that": tuple(float(n) * 2.0**-9 for n in range(-8, 8)),
 }
 ELEMENTS = {name: Element(name, "q4", values) for name, values in VALUES.items()}
-#: Those that int16 and int8 can compute: integers of at most 16 times a power of two from 2**-8 to 1.
+#: The elements that int16 and int8 can compute: integers of at most 16 times a power of two from 2**-8 to 1.
 WHOLE = {"E2M1 in another order", "integers", "without a zero", "positive", "negative", "sixteens", "the least unit"}
 SCALES = {
     "folded": UE8M0,

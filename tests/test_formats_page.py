@@ -12,7 +12,7 @@ from ktmoe.weights.formats import FORMATS
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
 SIZE = 4096
-#: Those of tables of their own: GGUF's, and the others.
+#: The formats of each table: all but GGUF's, and GGUF's.
 TABLES = {"kernels": FORMATS, "ggml kernels": ggml.GGML}
 
 

@@ -27,7 +27,7 @@ THEIRS = {
     "RELU_SQR": "nemotron_h nemotron_h_moe",
     "SITU": "kimi-k3",
 }
-#: Those without: they load no tensor of experts, or their graph uses none (refact).
+#: The architectures without experts: they load no tensor of experts, or their graph uses none (refact).
 DENSE = """apertus arcee arwkv7 baichuan bert bitnet bloom chameleon chatglm clip codeshell cogvlm cohere2 command-r deci dream
     eagle3 ernie4_5 eurobert exaone exaone4 falcon falcon-h1 gemma gemma-embedding gemma2 gemma3 gemma3n gemma4-assistant glm4
     gpt2 gptj gptneox graniteswitch hrm_text hunyuan-dense hunyuan_vl internlm2 jais jais2 jina-bert-v2 jina-bert-v3 llada
@@ -35,7 +35,8 @@ DENSE = """apertus arcee arwkv7 baichuan bert bitnet bloom chameleon chatglm cli
     paddleocr pangu-embedded phi2 phi3 plamo plamo2 plamo3 plm pockettts qwen qwen2 qwen2vl qwen3 qwen35 qwen3tts qwen3vl
     refact rwkv6 rwkv6qwen2 rwkv7 seed_oss smollm3 spark2_5 stablelm starcoder starcoder2 t5 t5encoder talkie wavtokenizer-dec
     xverse"""
-#: That read swiglu_clamp_exp; those that must have it; and those in whose graph ggml_swiglu_clamp() clamps before SiLU.
+#: The architectures that read swiglu_clamp_exp; those that must have it; and those in whose graph ggml_swiglu_clamp() clamps
+#: before SiLU.
 CLAMPED = {"bailingmoe3", "deepseek4", "dflash", "glm5-next", "hy_v4", "maple", "step35"}
 LIMITED = {"deepseek4", "dflash", "maple"}
 BEFORE = {"deepseek4", "dflash", "glm5-next", "hy_v4", "maple"}

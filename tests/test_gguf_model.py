@@ -25,7 +25,7 @@ def split(folder, count=3, **changes):
 
 
 def refusal(path) -> str:
-    """Of a checkpoint, which leaves no file open."""
+    """The message of a checkpoint's refusal, which leaves no file open."""
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(path)

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ktmoe"
-#: In Cython: from a.b import c, d / from a.b cimport (c, d) / import a.b / cimport a.b
+#: An import in Cython: from a.b import c, d / from a.b cimport (c, d) / import a.b / cimport a.b
 _FROM = re.compile(r"^\s*from\s+([\w.]+)\s+(c?)import\s+(?:\(([^)]*)\)|([^(\n#]*))", re.MULTILINE)
 _ALONE = re.compile(r"^\s*(c?)import\s+([\w., ]+)", re.MULTILINE)
 _INCLUDE = re.compile(r'^\s*include "([^"]+)"', re.MULTILINE)

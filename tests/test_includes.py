@@ -7,7 +7,7 @@ from pathlib import Path
 from ktmoe._native import isa
 
 NATIVE = Path(isa.__file__).parent
-#: From below.
+#: The rooms of C files, from below.
 ROOMS = ("ktmoe.h", *isa.DRIVER)
 FILES = {str(file.relative_to(NATIVE)): file for pattern in ("*.h", "*.c") for file in NATIVE.rglob(pattern)}
 INCLUDES = {name: set(re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE)) for name, file in FILES.items()}

@@ -70,7 +70,7 @@ def checkpoint_of(group=32, sym=False, version="gptq", writer=None):
 
 
 def by_gptqmodel(z):
-    """It packs z, and subtracts 1 from all eight as one integer."""
+    """Zero points as GPTQModel packs them: it packs z, and subtracts 1 from all eight as one integer."""
     return pack(z, 1) - np.uint32(0x11111111)
 
 

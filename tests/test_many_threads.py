@@ -65,7 +65,7 @@ def draws(rng, count, choices):
 
 
 def check(case, rng, count, numbers_of_threads, tokens=TOKENS):
-    """So many draws of all."""
+    """Check a case with so many draws of all choices."""
     choices = {"threads": numbers_of_threads, "tokens": tokens, "batch": tuple(BATCHES), **SETTINGS}
     for drawn in draws(rng, count, choices):
         batch = BATCHES[drawn.pop("batch")](rng, drawn.pop("tokens"))

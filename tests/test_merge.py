@@ -56,7 +56,7 @@ def adapter(projections=PROJECTIONS, rank=3, alpha=2.0, seed=0, size=0.25, **oth
 
 
 def merged(weights: np.ndarray, lora: Lora, projection: str, expert: int) -> np.ndarray:
-    """By the definition: float32 sums in ascending rank, times s, plus W, and one rounding to bfloat16."""
+    """The merged weights by the definition: float32 sums in ascending rank, times s, plus W, and one rounding to bfloat16."""
     if projection not in lora.pairs:
         return weights
     a, b = (array.view(BF16) if array.dtype == np.uint16 else array for array in lora.pairs[projection])

@@ -9,7 +9,7 @@ from ktmoe.errors import FormatError, MissingTensorError
 from ktmoe.loaders.base import find_layers, find_loader, load_experts
 from ktmoe.loaders.checkpoint import Checkpoint
 
-#: By the layer's name: the same names of tensors, other names, an extra layer that is not quantized.
+#: The layers by name: the same names of tensors, other names, an extra layer that is not quantized.
 LAYERS = {
     "model.layers.1": "fp8 per row",
     "model.layers.2": "mxfp8 weight_scale",

@@ -229,7 +229,7 @@ def test_garbage_in_a_thread_that_loading_waits_for(folder, nothing_left):
     models, collected = [], threading.Event()
 
     class Reading(Checkpoint):
-        """In a thread that reads for the one that loads."""
+        """A checkpoint that is read in a thread that reads for the one that loads."""
 
         def read(self, *arguments, **options):
             if models and threading.current_thread().name.startswith("ktmoe-read"):

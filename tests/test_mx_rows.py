@@ -17,7 +17,7 @@ from ktmoe.quantization import RULES, Quantizer, block_rule
 
 ELEMENTS = {"mxfp4": "E2M1", "mxfp8": "E4M3"}
 KEYS = [key for key in RULES if key[0] in ELEMENTS]
-#: By code, without signs.
+#: The sizes by code, without signs.
 SIZES = {
     "mxfp4": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
     "mxfp8": np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float),

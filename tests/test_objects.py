@@ -11,14 +11,14 @@ from environments import ROOT
 from ktmoe._native import isa
 
 VECTOR_REGISTER = re.compile(r"%[yz]mm\d+|%k[0-7]\b")
-#: Those on xmm registers start with v, as only these do in the baseline.
+#: The only instructions of the baseline that start with v. Others that do are of newer sets, on xmm registers.
 BASELINE_V = {"verr", "verw"}
 #: Not tzcnt: objdump's name for rep bsf, which the baseline has.
 SCALAR = re.compile(r"(andn|bextr|blsi|blsr|blsmsk|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|lzcnt|popcnt|crc32|movbe)[bwlq]?")
 
 
 def disassembly(folder):
-    """Of the objects that the build linked: an instruction set's, the driver's, the Cython module's."""
+    """The disassembly of the objects that the build linked: an instruction set's, the driver's, the Cython module's."""
     if not shutil.which("objdump"):
         pytest.skip("objdump is not installed")
     native_, objects = Path(isa.__file__).parent, ROOT / "build" / "native" / folder

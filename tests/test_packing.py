@@ -31,7 +31,7 @@ def pack(weight_format, shape, **stored):
     return layer
 
 
-#: Of k % 8 in its column's dword: k0 k2 k4 k6 | k1 k3 k5 k7; of k % 4 of f8, its byte: k0 k2 k1 k3; of k % 8
+#: The bit of k % 8 in its column's dword: k0 k2 k4 k6 | k1 k3 k5 k7; of k % 4 of f8, its byte: k0 k2 k1 k3; of k % 8
 #: of i8, its byte in two lines: k0 k4 k1 k5 | k2 k6 k3 k7.
 NIBBLES, BYTES = np.array([0, 16, 4, 20, 8, 24, 12, 28]), np.array([0, 2, 1, 3])
 BYTES_OF_EIGHT = np.array([0, 2, 64, 66, 1, 3, 65, 67])

@@ -65,7 +65,7 @@ def partial_outputs(experts: ExpertWeights, shards: list[tuple[int, int]], batch
 
 
 def added_up(experts, nodes, batch, backend, **settings):
-    """By a layer of its own for each shard."""
+    """The sum of what a layer of its own gives for each shard."""
     settings["numa_nodes"] = [0]
     parts = partial_outputs(experts, numa.split(experts.intermediate, experts.shard_unit, nodes), batch, backend, **settings)
     y = parts[0]

@@ -187,7 +187,7 @@ def cpu_seconds():
 
 
 def idle_cpu_seconds():
-    """Of all threads, while this one sleeps for 0.2 seconds."""
+    """CPU seconds of all threads, while this one sleeps for 0.2 seconds."""
     before = cpu_seconds()
     time.sleep(0.2)
     return cpu_seconds() - before

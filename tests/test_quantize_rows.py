@@ -19,7 +19,7 @@ RULES = {
     "AWAY_4": Quantizer("int4", rule="moe_int4"),
 }
 MOST = {"EVEN_8": 127, "EVEN_4": 7, "AWAY_8": 127, "AWAY_4": 7}
-#: Of a row's scale: how far q * s can be from w, see docs/numerics.md.
+#: How far q * s can be from w, as a part of a row's scale, see docs/numerics.md.
 BOUNDS = {"EVEN_8": 1 / 2 + 2**-16, "EVEN_4": 17 / 32 + 2**-16, "AWAY_8": 1 / 2 + 2**-16, "AWAY_4": 1 / 2 + 2**-16}
 
 

@@ -15,7 +15,7 @@ from ktmoe.quantization import RULES, Quantizer
 from ktmoe.weights.elements import FP32
 
 LARGEST = {"mxfp4": Fraction(6), "mxfp8": Fraction(448)}
-#: Of a rule that rounds the largest weight to so many bits behind the first.
+#: The bits behind the first to which a rule rounds the largest weight.
 BITS = {("mxfp4", "even"): 1, ("mxfp4", "quark"): 1, ("mxfp8", "even"): 3, ("mxfp8", "compressed-tensors"): 1}
 POWERS = [key for key in RULES if key[0] in LARGEST]
 
@@ -26,7 +26,7 @@ def floor_log2(number: Fraction) -> int:
 
 
 def exponent(to: str, rule: str, m: Fraction) -> int:
-    """Of the scale, before it is kept in range."""
+    """The exponent of the scale, before it is kept in range."""
     share = m / LARGEST[to]
     if rule in ("ceil", "modelopt"):
         return -floor_log2(1 / share)

@@ -17,7 +17,7 @@ from ktmoe.weights.ggml import GGML
 #: Zero points need a config.json that says so.
 ASYMMETRIC = {"quantization_config": {"sym": False}}
 ALL = SCHEMES | {"gptq with zero points": per_expert("gptq", gptq, gptq_meaning)}
-#: Of GGUF, which is no safetensors' scheme: the types that have records.
+#: The types of GGUF, which is no safetensors' scheme, that have records.
 TYPES = [name for name, weight_format in GGML.items() if weight_format.order.of_records]
 ROWS = {row.name: row for row in readme.weights()}
 

@@ -104,7 +104,7 @@ def halves(blocks, rule):
 
 
 def one_number_off(a, rule):
-    """In each row the largest of the first block becomes a smaller number."""
+    """Rows that are wrong: in each, the largest of the first block becomes a smaller number."""
     rows = mx_rows(a, rule)
     at = np.arange(len(rows)), np.abs(rows[:, :32]).argmax(axis=1)
     rows[at] *= np.float32(0.75 if rule.target == "mxfp4" else 0.875)

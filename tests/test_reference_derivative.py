@@ -17,7 +17,7 @@ ACTIVATIONS = (SILU, DEEPSEEK, GPT_OSS, GatedActivation(alpha=0.25, limit=2.0, u
 
 
 class OfActivation(SimulatedTraining):
-    """Its derivative alone."""
+    """A simulated training of which only the activation's derivative is there."""
 
     def __init__(self, activation, kind, rng):
         self.kind, self.rng = kind, rng
@@ -29,7 +29,7 @@ def as_float32(activation):
 
 
 def points(rng, count=4000):
-    """Of all sizes, g and u and t; some at the limits."""
+    """Points g, u and t of all sizes; some at the limits."""
     g, u, t = (rng.standard_normal((3, count)) * 10.0 ** rng.uniform(-6, 4, (3, count))).astype(np.float32)
     g[::50] = np.tile([7.0, 10.0, 2.0, -7.0], count // 200)
     u[::40] = np.tile([7.0, -7.0, 10.0, -10.0, 2.0], count // 200)

@@ -36,7 +36,7 @@ from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, Scale, WeightFormat,
 
 
 def cuts(format, intermediate, shards):
-    """As a layer of this format is cut."""
+    """The cuts of a layer of this format."""
     return split(intermediate, math.lcm(32, *format.unit), shards)
 
 

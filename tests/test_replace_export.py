@@ -374,7 +374,7 @@ def test_a_backend_that_cannot(backend, monkeypatch):
 
 
 def resident_bytes():
-    """Of this process's memory."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

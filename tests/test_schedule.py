@@ -36,7 +36,7 @@ def scheduled(domains, threads, sizes, ids, **tuning):
 
 
 def random_ids(rng, tokens, top_k, num_experts, kind):
-    """Of any expert, of few, of one; many of none."""
+    """Ids of any expert, of few, or of one; or many of none."""
     most = {"any": num_experts, "few": min(3, num_experts), "one": 1, "skipped": num_experts}[kind]
     ids = rng.integers(0, most, (tokens, top_k))
     if kind == "skipped":
@@ -85,7 +85,7 @@ def rows_of(ids, num_experts):
 
 
 def costs_of(s, shard, phase):
-    """Of each item, in rows of one panel."""
+    """The cost of each item, in rows of one panel."""
     if phase == B and s.by_panel:
         rows = np.split(s.pieces[:, 1], np.cumsum([pieces for _, _, pieces in s.ranges])[:-1])
         of_strip = [1 + len(own) * PANEL_ROWS + own.sum() for own in rows]

@@ -19,7 +19,7 @@ DENSE, LAYERS = 1, 4
 ON_GPU, DEFERRED, GPUS = 8, 2, 2
 CAPTURED, MOST_TOKENS, MANY = [1, 2, 4], 64, 48
 
-#: Of one rank, bytes: two slots, each of one expert.
+#: Bytes of one rank: two slots, each of one expert.
 STAGING = {
     "w13": (2, 2 * INTERMEDIATE // GPUS, HIDDEN // 2),
     "w13 scales": (2, 2 * INTERMEDIATE // GPUS, HIDDEN // 32, 2),

@@ -16,7 +16,7 @@ from ktmoe.compat import kt_kernel
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
 from ktmoe.errors import InputError
 
-#: As SGLang 0.5.23 has them.
+#: The modules as SGLang 0.5.23 has them.
 LAYER, RUNNER = "sglang.srt.layers.moe.kt_ep_wrapper", "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 THEIRS = "class KTMoEWrapper: pass\n"
 

@@ -22,13 +22,13 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from ktmoe.torch import MoEExperts  # noqa: E402
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K, RANK = 6, 96, 64, 11, 3, 4
-#: Of gradients and outputs beside float64 that rounds where ktmoe does: fp32 sums of less than 2^8 terms of like size, and here
-#: and there another bfloat16 neighbour of an h, which is one of 64 inputs of a sum.
+#: The largest difference of gradients and outputs from float64 that rounds where ktmoe does: fp32 sums of less than 2^8 terms
+#: of like size, and here and there another bfloat16 neighbour of an h, which is one of 64 inputs of a sum.
 NEAR = 2.0**-9
 
 
 def adapter(spec, seed=1, projections=PROJECTIONS, dtype=np.float32, rank=RANK):
-    """With a B that is not zero, which Lora.initial() has."""
+    """An adapter whose B is not zero; Lora.initial() makes it zero."""
     rng = np.random.default_rng(seed)
     lora = Lora.initial(spec, rank, 2 * rank, projections, seed, dtype)
     return Lora({p: (a, (rng.standard_normal(b.shape) / 4).astype(dtype)) for p, (a, b) in _viewed(lora, dtype)}, 2 * rank)
@@ -59,7 +59,7 @@ def gradients(module, x, ids, weights, seed=3):
 
 
 def assert_near(found, expected, most=NEAR):
-    """Of each tensor, relative to its norm."""
+    """Check each tensor's error, relative to its norm."""
     assert found.keys() == expected.keys()
     for name, one in expected.items():
         one, own = one.double(), found[name].double()

@@ -17,7 +17,8 @@ from ktmoe.reference.gradients import ReferenceTraining
 from ktmoe.training import Lora, SavedStack, Training, saved_nbytes
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K, RANK = 6, 96, 64, 13, 3, 4
-#: Of norms, beside float64 without roundings: x, h and the gradients of y, g and u are rounded to bfloat16, by 2^-9 each.
+#: The largest relative difference of norms from float64 without roundings: x, h and the gradients of y, g and u are rounded to
+#: bfloat16, by 2^-9 each.
 NEAR = 2.0**-6
 
 
@@ -38,7 +39,7 @@ def lora(weights):
 
 
 def adapter(spec, projections=PROJECTIONS, rank=RANK, seed=2):
-    """With a B that is not zero, which Lora.initial() has."""
+    """An adapter whose B is not zero; Lora.initial() makes it zero."""
     lora, rng = Lora.initial(spec, rank, 8, projections, seed), np.random.default_rng(seed)
     for _, b in lora.pairs.values():
         b[...] = rng.standard_normal(b.shape) / 4

@@ -37,7 +37,7 @@ def table(request, emulator_folder):
 
 
 def panels_of(matrix):
-    """Its packed panels, which are the same on every instruction set: uint8 [panels, bytes]."""
+    """A matrix's packed panels, which are the same on every instruction set: uint8 [panels, bytes]."""
     n, k = matrix.shape
     experts = ExpertWeights(1, k, n, None, dict.fromkeys(("gate", "up", "down"), matrix.format), SILU)
     layer = core.PackedLayer(native.load_table("portable"), experts, Plan(), [(0, n)], 1)

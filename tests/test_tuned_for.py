@@ -19,7 +19,7 @@ SPLIT = {
     "others": (WeightFormat(OTHERS, LONGEST.scale), 3),
 }
 HIGH = 251  # the greatest
-#: Those whose weights may not.
+#: The formats whose weights may not.
 WHOLE = {
     "13 = 8 + 4 + 1": WeightFormat(Element("13", "q4", (13.0, *INT4.values[1:])), Scale("bf16", (1, 32))),
     "16": WeightFormat(Element("16", "q4", (16.0, *INT4.values[1:])), Scale("bf16", (1, 32))),

@@ -40,7 +40,7 @@ def put(name, place, value):
 
 
 MANY = 2**24 - 1
-#: Of the sorting, what is wrong and the message.
+#: What is wrong with a sorting, and the message.
 BAD_SORTINGS = {
     "no tuple": (lambda sorting: list(sorting), "sorting must be Sorting"),
     "three arrays": (lambda sorting: sorting[:3], "sorting must be Sorting"),

@@ -79,7 +79,7 @@ def fake_nodes(tmp_path, monkeypatch):
 
 @pytest.fixture
 def three_nodes(fake_nodes):
-    """From now on there are three."""
+    """Let there be three nodes from now on."""
     fake_nodes(THREE)
 
 

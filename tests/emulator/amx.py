@@ -42,7 +42,7 @@ class Program:
         self.origin = {"low": 0, "rip_data": 0, "buffer": 1 << 16}  # what a case's offset counts from
 
     def address(self, name):
-        """Of a symbol."""
+        """The address of a symbol."""
         return ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value
 
     def code(self, i):

@@ -72,7 +72,7 @@ class Case:
 
     @property
     def element_bytes(self) -> int:
-        """Of what is broadcast."""
+        """Bytes of an element that is broadcast."""
         return 8 if self.op in ("vpmultishiftqb", "vgf2p8affineqb") else 4
 
     @property

@@ -67,7 +67,7 @@ def permit() -> bool:
 
 
 def force() -> None:
-    """From now on emulate AMX even on a CPU that has it. It then refuses tile data, as long as nobody asks for permission.
+    """Emulate AMX from now on, even on a CPU that has it. It then refuses tile data, as long as nobody asks for permission.
 
     RuntimeError if this process has that permission already.
     """

@@ -69,7 +69,7 @@ class Frame:
 
     @classmethod
     def of(cls, code: bytes, registers=None, flags=0):
-        """At these bytes."""
+        """A machine that stands at these bytes of code."""
         machine_code = np.frombuffer(bytearray(code + bytes(15)), np.uint8)
         frame = cls(machine_code.ctypes.data, registers, flags)
         frame.machine_code = machine_code

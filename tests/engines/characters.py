@@ -16,5 +16,5 @@ def add_tokenizer(folder: Path) -> None:
 
 
 def text(length: int) -> str:
-    """So many characters, each a token, the same each time."""
+    """A text of so many characters, each a token, the same each time."""
     return "".join(random.Random(5).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))

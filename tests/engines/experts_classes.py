@@ -39,7 +39,7 @@ def _scan() -> tuple[dict[str, type[nn.Module]], list[str]]:
     return found, decorated
 
 
-#: Those called Experts, and those with the decorator use_experts_implementation, whatever they are called.
+#: The classes called Experts, and those with the decorator use_experts_implementation, whatever they are called.
 CLASSES, DECORATED = _scan()
 
 

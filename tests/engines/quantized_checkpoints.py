@@ -152,7 +152,7 @@ def write(name: str, folder: Path, **sizes: object) -> Path:
 
 
 def write_packed(packed: Packed, folder: Path, **sizes: object) -> Path:
-    """Such a checkpoint. folder / "bfloat16" is what it was made from."""
+    """Write a checkpoint with packed weights. folder / "bfloat16" is what it was made from."""
     plain = engine_models.save(engine_models.make(packed.model_type, **packed.sizes | sizes), folder / "bfloat16")
     checkpoint, tensors = Checkpoint(plain), {}
     for tensor in checkpoint.names():

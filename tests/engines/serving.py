@@ -62,7 +62,7 @@ def _configured(folder: Path, **options: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config).eval()
 
 
-#: For a checkpoint in bfloat16.
+#: The ways to serve a checkpoint in bfloat16.
 WAYS = {
     "pack()": packed,
     "set_experts_implementation()": switched,
@@ -72,7 +72,7 @@ WAYS = {
     "load(source='parameters')": _loaded("parameters"),
     "quantization_config=": lambda folder: _configured(folder, source="parameters"),
 }
-#: Those that take options.
+#: The ways that take options.
 CHOOSING = {
     "pack()": packed,
     "load(source='checkpoint')": lambda folder, **options: served.load(folder, source="checkpoint", **options),

@@ -12,7 +12,8 @@ from serving import eager, eager_float32, recorded, replayed
 
 import ktmoe.transformers as served
 
-#: Of the error of eager bfloat16, which rounds gate, up, h and each expert's output; ktmoe rounds h and a token's output.
+#: The largest error, as a multiple of that of eager bfloat16, which rounds gate, up, h and each expert's output; ktmoe rounds h
+#: and a token's output.
 AT_MOST = 1.2
 NEW_TOKENS = 24
 

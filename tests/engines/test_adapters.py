@@ -23,12 +23,12 @@ SUBSETS = [("gate", "up", "down"), ("up",), ("down",), ("gate", "down")]
 
 
 def experts_of(model) -> dict:
-    """By layer number."""
+    """The modules of experts, by layer number."""
     return {found.layer: found for found in (examine(module, name) for name, module in engine_models.experts(model))}
 
 
 def adapters(model, projections, layers=2) -> dict[int, Lora]:
-    """For the first layers that have experts; numbers large enough to matter."""
+    """Adapters for the first layers that have experts, with numbers large enough to matter."""
     random, made = np.random.default_rng(1), {}
     for layer, experts in list(experts_of(model).items())[:layers]:
         pairs = {}

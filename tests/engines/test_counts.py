@@ -19,7 +19,7 @@ def model(checkpoint):
 
 
 def seen(calls) -> np.ndarray:
-    """Of what recorded() gave."""
+    """The counts of the ids that recorded() gave."""
     return np.stack(
         [np.bincount(torch.cat([ids for ids, _ in of_layer]).flatten(), minlength=EXPERTS) for of_layer in calls.values()]
     )

@@ -8,7 +8,7 @@ from tiny_models import EXPERTS, HIDDEN, TOP_K
 import ktmoe.transformers as served
 from ktmoe.errors import UnavailableError
 
-#: Those with the decorator that are refused, and the reason.
+#: The classes with the decorator that are refused, and the reason.
 REFUSED = {
     "DiffusionGemmaTextExperts": "found another, act_fn GELUTanh",
     "Gemma4TextExperts": "found another, act_fn GELUTanh",
@@ -16,7 +16,7 @@ REFUSED = {
     "MuseSparkExperts": "found a norm behind each",
     "NemotronHExperts": "found no gate",
 }
-#: Those that transformers opens to no other implementation.
+#: The classes that transformers opens to no other implementation.
 CLOSED = {
     "DbrxExperts",
     "JetMoeParallelExperts",
@@ -26,9 +26,9 @@ CLOSED = {
     "Step3p7Experts",
     "SwitchTransformersExperts",
 }
-#: Those that are called so, but are not routed: their models have others besides.
+#: The classes that are called so, but are not routed: their models have others besides.
 SHARED = {"AriaSharedExpertsMLP", "InklingSharedExperts"}
-#: Those whose function is float32's whatever its inputs are.
+#: The classes whose function is float32's whatever its inputs are.
 IN_FLOAT32 = {"BeamExperts", "OpenAIPrivacyFilterExperts"}
 TOKENS = 6
 

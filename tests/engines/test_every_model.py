@@ -9,7 +9,7 @@ from tiny_models import EXPERTS, HIDDEN, MODELS
 
 import ktmoe.transformers as served
 
-#: Whose experts transformers opens to no other implementation, so that ktmoe cannot serve them.
+#: The models whose experts transformers opens to no other implementation, so that ktmoe cannot serve them.
 CLOSED = {"llama4_text", "longcat_flash"}
 
 

@@ -16,7 +16,7 @@ import ktmoe.transformers as served
 from ktmoe.experts import PROJECTIONS
 
 TOKENS, TOP_K = 7, 3
-#: Of transformers' numbers: a product rounded to float32, and that to bfloat16.
+#: The error of transformers' numbers: a product rounded to float32, and that to bfloat16.
 ROUNDINGS = 2.0**-8 + 2.0**-23
 
 

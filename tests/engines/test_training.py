@@ -20,13 +20,13 @@ from ktmoe import synthetic
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.torch import MoEExperts, add_lora, loras
 
-#: In formats that people have, and in bfloat16.
+#: Checkpoints in formats that people have, and in bfloat16.
 CHECKPOINTS = ("DeepSeek-V4 FP4", "qwen3_moe", "gpt-oss MXFP4")
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Of torch: these tensors are small."""
+    """torch uses one thread: these tensors are small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.enable_grad():

@@ -21,7 +21,7 @@ class Oracle:
         self.model = ktmoe.transformers.load(folder)
 
     def answer(self, *messages: tuple[str, str], **options) -> str:
-        """To a conversation of (role, content). options: of generate()."""
+        """The answer to a conversation of (role, content). options: of generate()."""
         asked = [{"role": role, "content": content} for role, content in messages]
         ids = self.tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         return self._text(ids["input_ids"], options)

@@ -17,7 +17,7 @@ from .torch import Torch
 
 @pytest.fixture(scope="session")
 def fake_runtimes(tmp_path_factory):
-    """By version of CUDA, and by a function that is missing; each is compiled once."""
+    """Runtimes by version of CUDA, and by a function that is missing; each is compiled once."""
     if shutil.which(COMPILER[0]) is None:
         pytest.skip("there is no C compiler")
     folder = tmp_path_factory.mktemp("cuda")

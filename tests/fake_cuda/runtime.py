@@ -111,10 +111,10 @@ class Runtime:
         return text.value.decode()
 
     def last_error(self) -> int:
-        """Of this thread; it is forgotten then."""
+        """The last error of this thread, which is forgotten then."""
         return self._library.cudaGetLastError()
 
 
 def _word(argument):
-    """As a pointer or a size, if it is a Python integer."""
+    """An argument as a pointer or a size, if it is a Python integer."""
     return ctypes.c_void_p(argument) if isinstance(argument, int) else argument

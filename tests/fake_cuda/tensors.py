@@ -90,7 +90,7 @@ class Tensor:
         return self.array.sum()
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """As torch does it: not waited for only if the host's memory is pinned."""
+        """Copy as torch does: it waits unless the host's memory is pinned."""
         torch = self.torch
         if self.device.type == source.device.type == "cpu":
             np.copyto(self.array, source.array)

@@ -135,7 +135,7 @@ class Cuda:
 
     @contextmanager
     def graph(self, graph: Graph, stream: Stream | None = None, capture_error_mode: str = "global"):
-        """As torch's: in a stream of its own; where capturing failed, its error comes after the caller's."""
+        """Capture as torch does: in a stream of its own; where capturing failed, its error comes after the caller's."""
         self.synchronize()
         gc.collect()
         with self.stream(stream or self.Stream()):

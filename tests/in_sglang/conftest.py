@@ -17,7 +17,7 @@ def installed(distribution: str) -> bool:
     return True
 
 
-#: Which of the two is here; neither where `make test` runs.
+#: Which of the two SGLangs is here; neither where `make test` runs.
 FORK = installed("sglang-kt")
 UPSTREAM = installed("sglang") and not FORK
 #: What needs one of them.

@@ -6,7 +6,7 @@ from ktmoe import ExpertWeights, load_experts, synthetic
 from ktmoe.compat.methods import SERVED
 from ktmoe.quantization import quantize
 
-#: Of which model, or what writes it.
+#: The model whose checkpoint it is, or what writes it.
 WRITERS = {
     "MXFP4": synthetic.write_deepseek_v4,
     "RAWINT4": synthetic.write_kimi_k2,

@@ -57,7 +57,7 @@ class _Stream:
 
 
 def stand_in(fork: bool) -> None:
-    """For the rest of the process."""
+    """Put stand-ins in the place of modules, for the rest of the process."""
     import torch
 
     sys.meta_path.append(_Finder(PACKAGES + OF_THE_FORK if fork else PACKAGES))

@@ -120,7 +120,7 @@ class Layer:
         self.method.wrapper.close()
 
     def apply(self, x, ids, weights) -> np.ndarray:
-        """As SGLang calls it: int32 ids."""
+        """Call the layer as SGLang does, with int32 ids."""
         routed = self.wheel.topk.StandardTopKOutput(
             torch.from_numpy(weights.copy()), torch.from_numpy(ids.astype(np.int32)), None
         )

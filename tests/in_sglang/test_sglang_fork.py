@@ -29,7 +29,7 @@ ADAPTED = {"BF16", "FP8", "RAWINT4", "MXFP4", "AMXINT8", "AMXINT4"}
 
 @pytest.fixture
 def adapter(tmp_path):
-    """Its folder, as PEFT writes it, and its matrices as Lora has them."""
+    """The folder of an adapter, as PEFT writes it, and its matrices as Lora has them."""
     rng = np.random.default_rng(7)
     matrices, tensors = {}, {}
     for projection in PROJECTIONS:

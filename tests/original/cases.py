@@ -43,7 +43,7 @@ class Format:
 
 
 VNNI = Roundings(sums=True, int8_group=32)
-#: By kt-kernel's name of the method.
+#: The formats, by kt-kernel's name of the method.
 FORMATS = {
     "MXFP4": Format(MXFP4, {"AMXFP4_KGroup_MOE": KT_KERNEL, "AVX2MXFP4_MOE": KT_KERNEL}, {"bits": 4, "group_size": 32}),
     "RAWINT4": Format(
@@ -107,11 +107,12 @@ CLAMPS = {
     "limit": Clamps(1.0, 0.0, GatedActivation(limit=1.0)),
     "alpha": Clamps(2.0, 1.702, GatedActivation(alpha=1.702, limit=2.0, up_offset=1.0)),
 }
-#: On kt-kernel's GPU: skipped here.
+#: The experts on kt-kernel's GPU: they are skipped here.
 ON_GPU = np.arange(EXPERTS) == 2
 #: Slot i has the checkpoint's expert of that number; one is there twice.
 MOVED = np.array([3, 0, 0, 7, 1, 2, 6, 5])
-#: For classes that round while they load: kt-kernel 0.7.2's have a wrong result now and then where two slots have one expert.
+#: The slots' experts for classes that round while they load: kt-kernel 0.7.2's have a wrong result now and then where two slots
+#: have one expert.
 ALL_MOVED = np.array([3, 0, 4, 7, 1, 2, 6, 5])
 
 
@@ -148,7 +149,7 @@ def loaded(name: str, clamps: str = "silu") -> ExpertWeights:
 
 
 def as_theirs(weights: ExpertWeights, form: WeightFormat | None) -> ExpertWeights:
-    """With one scale for both levels of NVFP4, rounded to float32 and then to bfloat16."""
+    """The weights with one scale for both levels of NVFP4, rounded to float32 and then to bfloat16."""
     if form is None:
         return weights
 
@@ -184,7 +185,7 @@ def batches() -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 @functools.cache
 def expected(name: str, clamps: str, roundings: Roundings) -> tuple[reference.Reference, np.ndarray]:
-    """Of batch(): kt-kernel's result by the model, and how far ktmoe's own y, float64, can be from what kt-kernel returns."""
+    """kt-kernel's result for batch() by the model, and how far ktmoe's own y, float64, can be from what kt-kernel returns."""
     roundings = replace(roundings, clamps_below=CLAMPS[clamps].below)
     weights, arguments = loaded(name, clamps), (*batch(), roundings)
     return rounding.forward(weights, *arguments, skip=ON_GPU), rounding.apart(
@@ -194,7 +195,7 @@ def expected(name: str, clamps: str, roundings: Roundings) -> tuple[reference.Re
 
 @functools.cache
 def own(name: str, clamps: str, activations: str = "bf16", rounding: str = "exact") -> reference.Reference:
-    """Of batch(): ktmoe's, in one of its modes."""
+    """The reference of ktmoe's own result for batch(), in one of its modes."""
     options = {"expert_mask": ~ON_GPU, "activations": activations, "rounding": rounding}
     return reference.forward(experts(name, clamps), *batch(), **options)
 

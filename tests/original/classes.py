@@ -30,7 +30,7 @@ def given(name: str, clamps: str = "silu") -> ExpertWeights:
 
 
 def saved(name: str, folder: Path) -> dict[str, str]:
-    """For a class that rounds: where it saves that."""
+    """The arguments that say where a class saves what it rounds, if it rounds."""
     return {"rounded": str(folder)} if FORMATS[name].rounds else {}
 
 

@@ -146,7 +146,7 @@ def wrapped(name: str) -> np.ndarray:
     return np.array(losses)
 
 
-#: Until the end: kt-kernel's destructors may hang.
+#: What is kept until the end: kt-kernel's destructors may hang.
 ALIVE = []
 
 

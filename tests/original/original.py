@@ -106,7 +106,7 @@ def exported(weights: ExpertWeights, expert: int, parts: int) -> dict[str, np.nd
 
 
 def raw(array: np.ndarray) -> np.ndarray:
-    """Its bytes."""
+    """The bytes of an array."""
     return np.ascontiguousarray(array).view(np.uint8).ravel()
 
 

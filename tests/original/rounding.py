@@ -15,15 +15,15 @@ from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.reference import Reference, dequantize, round_bfloat16
 from ktmoe.weights.activation import GatedActivation
 
-#: In place of a number of k: all of a row share an int8 scale.
+#: What stands for a number of k: all of a row share an int8 scale.
 ROW = -1
 UNIT = 2.0**-24
 TINY = 2.0**-126
 #: kt-kernel's exp is 2**n * p(f), |f| <= 1/2, p of degree 5: at most 3.5e-6 = 2**-18.1 off, and six float32 roundings.
 EXP_RELATIVE_ERROR = 2.0**-18
-#: Its argument, z * log2(e), is rounded, and so is log2(e): 2 units of |z| log2(e) ln(2) = |z|.
+#: Roundings of exp's argument, z * log2(e), which is rounded, and so is log2(e): 2 units of |z| log2(e) ln(2) = |z|.
 EXP_ARGUMENT_ROUNDINGS = 2
-#: From the exp to the product: 1 + e, the quotient, u + 1, two products.
+#: Roundings from the exp to the product: 1 + e, the quotient, u + 1, two products.
 ACTIVATION_ROUNDINGS = 5
 
 

@@ -17,7 +17,7 @@ from bench.peers import environments
 pytestmark = needed
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("plain", "accumulated", "checkpointed, computed again", "checkpointed, kept")
-#: Both round to bfloat16 at places of their own, see test_sft.py.
+#: The largest difference: both round to bfloat16 at places of their own, see test_sft.py.
 MOST = 0.02
 
 

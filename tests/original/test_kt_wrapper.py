@@ -36,7 +36,7 @@ ENVIRONMENT = {"NVFP4": {"KT_MXFP4_BACKEND": "avx2"}}
 
 
 def wrapper_keywords(method: str, folder, layer: int) -> dict:
-    """As SGLang gives them; and group_size and zero_point, which are for fine-tuning and change nothing."""
+    """Keywords as SGLang gives them; and group_size and zero_point, which are for fine-tuning and change nothing."""
     limit, alpha = LIMITS.get(method, (0.0, 0.0))
     return {
         "layer_idx": layer,
@@ -133,7 +133,7 @@ def test_wrappers_agree(exists, tmp_path, method):
 
 
 def both(weights: ExpertWeights, x, ids, r, roundings, theirs) -> tuple[reference.Reference, np.ndarray]:
-    """Of some slots: kt-kernel's result by the model, and how far ours and theirs can be apart."""
+    """kt-kernel's result for some slots by the model, and how far ours and theirs can be apart."""
     with MoELayer(weights) as layer:
         options = {"expert_mask": ~ON_GPU}
         mode = reference.forward(weights, x, ids, r, activations=layer.activations, **options)

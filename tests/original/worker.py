@@ -23,7 +23,7 @@ MAPPED = 1 << 26
 
 
 def without_cuda() -> None:
-    """Its wrapper's tasks go to its queue at once and not to a stream; and nothing is pinned, which changes no value."""
+    """Let kt-kernel's tasks go to its queue at once and not to a stream; and nothing is pinned, which changes no value."""
     os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
     for name in ("zeros", "full", "empty"):
         setattr(torch, name, unpinned(getattr(torch, name)))
@@ -146,7 +146,7 @@ class Session:
         os.environ.update(variables)
 
     def wrapper(self, name, logical=None, mask=None, tensors=None, **keywords) -> None:
-        """Its KTMoEWrapper, loaded from files, or from the arrays "{tensors} gate" and so on.
+        """Make kt-kernel's KTMoEWrapper, loaded from files, or from the arrays "{tensors} gate" and so on.
 
         An exception of the constructor is an answer.
         """
@@ -164,7 +164,7 @@ class Session:
         self.layers[name] = wrapper
 
     def tuned(self, name, given, share, **keywords) -> None:
-        """Its KTMoEWrapper in mode "sft" with the arrays of codes and scales. given: how they are handed over.
+        """Make kt-kernel's KTMoEWrapper in mode "sft" with the arrays of codes and scales. given: how they are handed over.
 
         The adapter is the arrays "gate_lora_a" and so on. share: whether layers share memory for backward, which some need.
         """

@@ -22,7 +22,7 @@ from ktmoe.experts import ExpertWeights
 from ktmoe.vllm.layers import Layer
 from ktmoe.vllm.served import Served
 
-#: Of a safetensors header -> torch's. The others are vLLM's tensors of the same bytes.
+#: The dtypes of a safetensors header -> torch's. The others are vLLM's tensors of the same bytes.
 DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,

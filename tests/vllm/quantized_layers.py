@@ -167,7 +167,7 @@ def base(case: Case) -> str:
 
 
 def fill(layers, layer, case: Case, tensors: checkpoints.Tensors) -> None:
-    """As vLLM does with a checkpoint's tensors."""
+    """Fill a layer as vLLM does with a checkpoint's tensors."""
     read = {name.removeprefix(f"{base(case)}."): layers.tensor(*tensor) for name, tensor in tensors.items()}
     if case.scheme == "gpt_oss":
         fill_gpt_oss(layer, read)
@@ -181,7 +181,7 @@ def fill(layers, layer, case: Case, tensors: checkpoints.Tensors) -> None:
 
 
 def fill_gpt_oss(layer, read) -> None:
-    """As vLLM's model does, which names all experts at once."""
+    """Fill a layer as vLLM's model does, which names all experts at once."""
     for stem, parameter in (("gate_up_proj", "w13"), ("down_proj", "w2")):
         for ending, kind in (("_blocks", "_weight"), ("_scales", "_weight_scale"), ("_bias", "_bias")):
             stored = read[stem + ending].flatten(2) if ending == "_blocks" else read[stem + ending]
@@ -190,7 +190,7 @@ def fill_gpt_oss(layer, read) -> None:
 
 
 def sane(tensors: checkpoints.Tensors) -> checkpoints.Tensors:
-    """With scales of powers of two near 1, so that outputs are finite."""
+    """The tensors with scales of powers of two near 1, so that outputs are finite."""
     made = {}
     for name, (dtype, array) in tensors.items():
         powers = "scale" in name and array.dtype == np.uint8 and dtype in ("U8", "F8_E8M0")

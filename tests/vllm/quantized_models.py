@@ -36,7 +36,7 @@ def _fp8_per_row(weights: np.ndarray) -> Tensors:
 
 
 def _fp8(weights: np.ndarray) -> Tensors:
-    """Of matrices that 128 divides."""
+    """The FP8 tensors of a matrix whose sizes 128 divides."""
     blocks = weights.reshape(len(weights) // 128, 128, -1, 128)
     scales = (np.abs(blocks).max((1, 3), keepdims=True) / _LARGEST).astype(np.float32)
     numbers = (blocks / scales).astype(ml_dtypes.float8_e4m3fn).reshape(weights.shape)

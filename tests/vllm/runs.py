@@ -18,7 +18,7 @@ from bench.peers import environments
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds that a process may take.
 PATIENCE = 300
-#: Of each prompt, and the tokens of the prompts.
+#: New tokens of each prompt, and the tokens of the prompts.
 NEW, PROMPTS = 16, ([5, 9, 40, 33, 7, 12, 101, 66, 2], list(range(60, 90)))
 #: What begins the output of each job.
 NEXT = "-- the next model"

@@ -19,7 +19,7 @@ def answers(tmp_path_factory):
 
 
 def log_probabilities(model, prompt: list[int], tokens: list[int]) -> np.ndarray:
-    """Of what may follow, [tokens, vocabulary], where the tokens before are given."""
+    """Log-probabilities of what may follow, [tokens, vocabulary], where the tokens before are given."""
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
     return torch.log_softmax(logits.float(), -1).numpy()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-#: Of the matrix: rows that are made for something, and random ones. Whole blocks of 128 x 128, and of 8 x 16.
+#: The matrix: rows that are made for something, and random ones. Whole blocks of 128 x 128, and of 8 x 16.
 MADE, ROWS, COLUMNS = 128, 128 + 2048, 512
-#: Of FP8: there are thousands.
+#: A block of FP8, so small that there are thousands.
 BLOCK = (8, 16)
 #: Exponents of magnitudes that fp16 scales have, too.
 NARROW = (-4, 5)

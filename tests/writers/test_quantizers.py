@@ -58,7 +58,7 @@ CASES = {
 }
 READ = [(script, name) for script, of in CASES.items() for name, found in of.items() if isinstance(found, str)]
 REFUSED = [(script, name) for script, of in CASES.items() for name in of if (script, name) not in READ]
-#: Of float64: a scale divided by another, that times the code, and the same the other way round.
+#: The error of float64's roundings: a scale divided by another, that times the code, and the same the other way round.
 ROUNDINGS = 4 * 2.0**-53
 
 

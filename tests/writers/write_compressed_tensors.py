@@ -75,7 +75,7 @@ def calibrate(linear: torch.nn.Linear, arguments) -> None:
 
 
 def numbers(linear: torch.nn.Linear) -> np.ndarray:
-    """By its own way back, with scales in float64 so that it does not round."""
+    """The numbers by the writer's own way back, with scales in float64 so that it does not round."""
     scheme, state = linear.quantization_scheme, dict(linear.state_dict())
     for name in ("weight_scale", "weight_global_scale"):
         if name in state and state[name].is_floating_point():

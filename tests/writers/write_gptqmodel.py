@@ -38,7 +38,10 @@ def write(folder: Path, bits: int, group: int, sym: bool, form: str) -> dict[str
 
 
 def pack(linear: torch.nn.Linear, bits: int, group: int, sym: bool) -> TorchLinear:
-    """Its scales are float64 in the end, so that its way back does not round. Zero points are above 0, as "gptq" has no 0."""
+    """Pack by GPTQModel.
+
+    Its scales are float64 in the end, so that its way back does not round. Zero points are above 0, as "gptq" has no 0.
+    """
     n, k = linear.weight.shape
     size, largest = (k if group < 0 else group), 2**bits - 1
     w = linear.weight.data.reshape(n, k // size, size)

@@ -41,7 +41,7 @@ def write(folder: Path, config: str, kind: type, group: int | None) -> dict[str,
 
 
 def numbers(tensors: dict[str, torch.Tensor], name: str, kind: type, group: int | None) -> np.ndarray:
-    """By ModelOpt's own class, with scales in float64 so that it does not round."""
+    """The numbers by ModelOpt's own class, with scales in float64 so that it does not round."""
     codes, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"]
     n, k = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
     if scale.ndim == 4:  # [N/128, 1, K/128, 1]

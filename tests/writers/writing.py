@@ -39,7 +39,7 @@ def routed(hidden: int, experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return x, ids, random.uniform(0.1, 0.9, ids.shape).astype(np.float32).astype(np.float64)
 
 
-#: Of the experts that quantizers write.
+#: The sizes of the experts that quantizers write.
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 256, 128
 STEMS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -62,7 +62,7 @@ def experts(dtype=None):
 
 
 def linears(module) -> dict[str, object]:
-    """Those of experts(), by "{E}.{projection}"."""
+    """The linear modules of experts(), by "{E}.{projection}"."""
     return {
         f"{number}.{projection}": expert[stem]
         for number, expert in enumerate(module["model"]["layers"][0]["mlp"]["experts"])
