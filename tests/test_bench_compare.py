@@ -18,7 +18,7 @@ NOISE = 0.02
 
 
 def shares(seed, *, points=POINTS, rounds=ROUNDS, noise=NOISE, between=0.0, factors=None) -> dict[str, list[float]]:
-    """Shares by point; rounds vary by `noise`, runs by `between`; factors: {index: what the point's shares are multiplied by}."""
+    """Shares by point; rounds vary by `noise`, runs by `between`; factors: {index: what multiplies the point's shares}."""
     rng = np.random.default_rng(seed)
     middle = np.linspace(0.05, 1.0, points) * np.exp(between * rng.standard_normal(points))
     rows = middle[:, None] * np.exp(noise * rng.standard_normal((points, rounds)))

@@ -84,7 +84,7 @@ def assert_close(name, expected, actual):
 
 
 def assert_right(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, again=False):
-    """Check both passes against the reference; returns what they gave. again: backward() computes what forward() keeps."""
+    """Check both passes against the reference; returns what they gave. again: backward() makes anew what forward() keeps."""
     options = {
         "expert_mask": layer.expert_mask,
         "router_weight": layer.router_weight,
