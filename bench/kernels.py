@@ -138,9 +138,9 @@ def copies(model: Model, count: int, folds: bool = True) -> ExpertWeights:
     return ExpertWeights(count, model.hidden, model.intermediate, read, one.formats, one.activation, one.name)
 
 
-def one_expert_each(layer: MoELayer, rows: int) -> Iterator[measuring.Batch]:
+def one_expert_each(layer: MoELayer, rows: int) -> Iterator[measuring.MeasuredBatch]:
     """Endless batches, each of one expert. Experts take turns: one is out of the caches when it is next."""
     x = np.random.default_rng(rows).standard_normal((rows, layer.hidden), np.float32).astype(ml_dtypes.bfloat16)
     weights = np.ones((rows, 1), np.float32)
     for expert in itertools.cycle(range(layer.num_experts)):
-        yield measuring.Batch(x, np.full((rows, 1), expert, np.int64), weights, np.array([expert]), rows)
+        yield measuring.MeasuredBatch(x, np.full((rows, 1), expert, np.int64), weights, np.array([expert]), rows)

@@ -37,7 +37,7 @@ reference. `ktmoe demo` compares all backends instead.
 
 
 @click.command("bench", help=HELP)
-@click.argument("model", metavar="[DIR]", required=False, type=options.Place())
+@click.argument("model", metavar="[DIR]", required=False, type=options.PathType())
 @options.LAYER
 @click.option(
     "--experts", metavar="N", type=click.IntRange(1), help="The layer's first N; by default all, or 1 GB if synthetic."
