@@ -231,6 +231,14 @@ class MoELayer:
             "Share it between threads as it is, fork after it was made, or make another one with MoELayer.from_checkpoint"
         )
 
+    def __repr__(self) -> str:
+        if "packed" not in vars(self):  # its constructor has raised, or is not done
+            return "MoELayer(not packed)"
+        nodes = f"NUMA nodes {self.placement.nodes}" if self.placement.nodes else "no NUMA binding"
+        closed = ", closed" if self.packed is None else ""
+        how = f"{self.backend}, {self.activations} activations, {nodes}{closed}"
+        return f"MoELayer({self.name!r}, {self.spec.description}, {how})"
+
     def _able_to(self, method: str):
         packed = self.packed  # once: close() may come from another thread
         if packed is None:

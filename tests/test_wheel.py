@@ -96,6 +96,7 @@ def test_what_the_wheel_holds(wheel):
     assert modules == {"core"}
     public = "__init__.py", "ktmoe.pxd", "ktmoe.h", "pack/layout.h"
     assert {f"ktmoe/_native/{name}" for name in public} <= set(names)
+    assert "ktmoe/py.typed" in names  # so that type checkers read the package's annotations
     native = {Path(name).name for name in names if Path(name).suffix in (".c", ".h", ".pyx", ".pxi", ".pxd")}
     assert native == {"ktmoe.h", "ktmoe.pxd", "layout.h"}
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "ktmoe").rglob("*.py")} <= set(names)
