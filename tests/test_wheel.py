@@ -73,7 +73,10 @@ def test_an_edit_compiles_what_it_concerns(wheel, tmp_path, edited):
         "kernels/q4_int8.c": ["kernels/q4_int8"] * sum("q4_int8" in ISAS[name].kernels for name in rows),
         "kernels/common/exp.h": ["kernels/activation"] * len(rows),
         "forward/schedule.h": [
-            *(f"forward/{name}" for name in ("deal", "low_rank", "moe", "phase_a", "phase_b", "phases", "schedule", "scratch")),
+            *(
+                f"forward/{name}"
+                for name in ("deal", "low_rank", "moe", "phase_a", "phase_b", "phases", "runs", "schedule", "scratch")
+            ),
             "python/core",
         ],
     }

@@ -260,6 +260,16 @@ cdef extern from "layer/experts.h" nogil:
     kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix)
 
 
+cdef extern from "forward/tuning.h" nogil:
+    ctypedef struct kt_tuning:
+        size_t scratch_bytes
+        size_t reduce_slots, ranges
+        uint32_t halves
+        uint32_t uneven
+        bint only_many, by_turns
+    kt_tuning kt_moe_tuning
+
+
 cdef extern from "forward/forward.h" nogil:
     enum kt_dtype:
         KT_BF16
@@ -287,13 +297,6 @@ cdef extern from "forward/forward.h" nogil:
         size_t h_columns
         const kt_adapter *adapter
         kt_kept kept
-    ctypedef struct kt_tuning:
-        size_t scratch_bytes
-        size_t reduce_slots, ranges
-        uint32_t halves
-        uint32_t uneven
-        bint only_many, by_turns
-    kt_tuning kt_moe_tuning
     int kt_moe_forward(const kt_layer *layer, const kt_batch *batch)
     size_t kt_moe_scratch_bytes()
     void kt_moe_release()

@@ -49,7 +49,7 @@ def usable_cpus():
 
 
 def tune(**settings):
-    """Set fields of kt_tuning (forward/forward.h); returns all fields as they were. None of them changes a bit of any result."""
+    """Set fields of kt_tuning (forward/tuning.h); returns all fields as they were. None of them changes a bit of any result."""
     cdef kt_tuning tuning
     with nogil:
         kt_pool_lock()
