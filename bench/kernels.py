@@ -15,7 +15,7 @@ import ktmoe
 from bench import footprints, machine, probe
 from bench.cases import EVERYWHERE, Way, every_way
 from bench.models import Model, models
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
 
@@ -87,7 +87,7 @@ class Subject:
 
     kernel: Kernel
     layer: MoELayer
-    limits: measure.Limits
+    limits: measuring.LimitMeter
     probe: probe.Probe
 
     @property
@@ -117,7 +117,7 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
             used = {bool(terms) for terms in layer.packed.kernels().values()}
             assert used == {kernel.folds}, f"{kernel.id}: the layer uses other kernels"
             check = probe.make(experts, [0], kernel.way)
-            yield Subject(kernel, layer, measure.settled(layer, table), check)
+            yield Subject(kernel, layer, measuring.settled(layer, table), check)
     finally:
         ktmoe.set_num_threads(threads)
 
@@ -138,9 +138,9 @@ def copies(model: Model, count: int, folds: bool = True) -> ExpertWeights:
     return ExpertWeights(count, model.hidden, model.intermediate, read, one.formats, one.activation, one.name)
 
 
-def one_expert_each(layer: MoELayer, rows: int) -> Iterator[measure.Batch]:
+def one_expert_each(layer: MoELayer, rows: int) -> Iterator[measuring.Batch]:
     """Endless batches, each of one expert. Experts take turns: one is out of the caches when it is next."""
     x = np.random.default_rng(rows).standard_normal((rows, layer.hidden), np.float32).astype(ml_dtypes.bfloat16)
     weights = np.ones((rows, 1), np.float32)
     for expert in itertools.cycle(range(layer.num_experts)):
-        yield measure.Batch(x, np.full((rows, 1), expert, np.int64), weights, np.array([expert]), rows)
+        yield measuring.Batch(x, np.full((rows, 1), expert, np.int64), weights, np.array([expert]), rows)

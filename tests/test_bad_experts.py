@@ -16,8 +16,8 @@ from ktmoe.errors import (
     UnavailableError,
     UnknownNameError,
 )
-from ktmoe.reference_gradients import ReferenceTraining
-from ktmoe.reference_training import training_forward
+from ktmoe.reference.gradients import ReferenceTraining
+from ktmoe.reference.training import training_forward
 
 TOKENS, HIDDEN, TOP_K, NUM_EXPERTS = 3, 64, 2, 4
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from helpers import SUPER_SCALED, WEIGHTS, random_batch, random_experts
 
-from ktmoe import ExpertWeights, MoELayer, measure, set_num_threads
+from ktmoe import ExpertWeights, MoELayer, measuring, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
@@ -109,7 +109,7 @@ def test_reading_beyond_the_packed_bytes():
             for offset, nbytes in (*wraps, (1, size), (size + 1, 0), (-1, 1), (1, -1)):
                 with pytest.raises(InputError, match="is not within"):
                     packed.read_seconds(table, offset, nbytes)
-            for offset, nbytes, streams in itertools.product((0, 64, 4096), (0, 1, size // 2, size - 4096), measure.STREAMS):
+            for offset, nbytes, streams in itertools.product((0, 64, 4096), (0, 1, size // 2, size - 4096), measuring.STREAMS):
                 assert packed.read_seconds(table, offset, nbytes, streams) >= 0
             assert packed.read_seconds(table, size, 0) >= 0
             with pytest.raises(InputError, match="streams must be 1, 2, 4 or 8, found 3"):

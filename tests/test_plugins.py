@@ -345,7 +345,7 @@ def test_a_native_backend_without_functions_for_training(native_plugin):
 
 def native_limits():
     """The rest of a kernel table: exp, and what measures the machine."""
-    from ktmoe import measure
+    from ktmoe import measuring
 
     experts = random_experts(np.random.default_rng(1), 2, 64, 64)
     table = backends.get("plain").lookup(experts).table
@@ -355,7 +355,7 @@ def native_limits():
     extreme = table.exp(np.array([-np.inf, -1e4, 1e4, np.inf, np.nan], np.float32))
     assert np.array_equal(extreme, [0, 0, np.inf, np.inf, np.nan], equal_nan=True)
     with MoELayer(experts, "plain") as layer:
-        limits = measure.Limits(layer, table)
+        limits = measuring.LimitMeter(layer, table)
         assert 1e6 < limits.peak(1e-3) < 1e14
         assert 1e3 < limits.read(1e-3) < 1e14
         unknown = backends.get("plain").lookup(ktmoe.ExpertWeights(1, 64, 64, None, ktmoe.BF16))

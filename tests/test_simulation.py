@@ -14,7 +14,7 @@ from bench.simulation import call, costs, document, files, memory
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs, Kernel
 from bench.simulation.events import Clock, Gate, Work
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe._native import core
 
 MODEL = replace(models()["V4-Flash"], name="small", hidden=512, intermediate=1024, experts=16, top_k=4)
@@ -25,7 +25,7 @@ IDEAL = Machine(1, 1, 1e15, cores=16, near=0.0, far=0.0, add=0.0)
 
 
 def ids_of(tokens: int, seed: int = 0) -> np.ndarray:
-    return next(measure.random_batches(tokens, MODEL.top_k, MODEL.experts, 64, seed=seed)).ids
+    return next(measuring.random_batches(tokens, MODEL.top_k, MODEL.experts, 64, seed=seed)).ids
 
 
 # The clock and the memory

@@ -13,7 +13,7 @@ from ktmoe.backends.base import Backend
 from ktmoe.backends.choice import Found
 from ktmoe.errors import ClosedError, InputError, UnavailableError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.reference_gradients import ReferenceTraining
+from ktmoe.reference.gradients import ReferenceTraining
 from ktmoe.training import Lora, SavedStack, Training, saved_nbytes
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K, RANK = 6, 96, 64, 13, 3, 4

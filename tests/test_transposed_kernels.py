@@ -14,8 +14,9 @@ from ktmoe._native import core
 from ktmoe._native.isa import ISAS
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
+from ktmoe.dequantization import read
 from ktmoe.errors import InputError
-from ktmoe.reference_weights import ROUNDED_KINDS, read, round_bfloat16
+from ktmoe.reference.weights import ROUNDED_KINDS, round_bfloat16
 
 PANEL, BLOCK = 64, 32
 #: (folded, tuned_for) of the kernels that a format may have.

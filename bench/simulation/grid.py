@@ -12,7 +12,7 @@ from bench.models import Model, models
 from bench.simulation import call
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.machine import numa
 
 MODELS = ("V4-Flash", "gpt-oss-120b", "Qwen3-30B-A3B")
@@ -42,7 +42,7 @@ def points(model: str, tokens: int, costs: Costs, bandwidth: float, jitter: floa
 
 def ids_of(model: Model, tokens: int) -> np.ndarray:
     """Random routing; the same each time."""
-    return next(measure.random_batches(tokens, model.top_k, model.experts, 64)).ids
+    return next(measuring.random_batches(tokens, model.top_k, model.experts, 64)).ids
 
 
 def simulated(

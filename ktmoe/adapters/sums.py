@@ -9,6 +9,7 @@ import numpy as np
 
 from ktmoe.arrays import BF16
 from ktmoe.conversion.parts import Made, Part, Tensor, Unit
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import naming
@@ -16,7 +17,6 @@ from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import PerExpert
 from ktmoe.quantization import Error
-from ktmoe.reference_weights import dequantize
 from ktmoe.training.lora import Lora
 
 #: Numbers that are computed at a time: their float32 sums stay in a core's cache.

@@ -9,8 +9,8 @@ import click
 from ktmoe import progress_bar
 from ktmoe.cli import options, output, units
 from ktmoe.experts import PROJECTIONS
-from ktmoe.inspection import Group, Inspection, Speed, inspect, speed
 from ktmoe.loaders.naming import listed
+from ktmoe.measuring.inspection import Group, Inspection, Speed, inspect, speed
 from ktmoe.weights.activation import GatedActivation
 
 HELP = """What a checkpoint holds and takes here.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktmoe import reference_weights
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
 from ktmoe.experts import Matrix
 from ktmoe.weights.formats import Minimum, WeightFormat
@@ -53,7 +53,7 @@ def refuse(matrix: Matrix) -> None:
     """Raise FormatError for a weight that is not finite; it names the place."""
     matrix.refuse()
     with np.errstate(over="ignore"):
-        wrong = ~np.isfinite(reference_weights.dequantize(matrix).astype(np.float32))
+        wrong = ~np.isfinite(dequantize(matrix).astype(np.float32))
     place = np.argwhere(wrong)[0].tolist()
     raise FormatError(f"{matrix.name}: weight {place} is too large for float32")
 
@@ -92,5 +92,5 @@ def _coded(matrix: Matrix) -> Weights:
 def _in_float64(matrix: Matrix) -> Weights:
     """By way of float64 numbers, which are exact or nearly so."""
     with np.errstate(over="ignore"):
-        weights = reference_weights.dequantize(matrix).astype(np.float32)
+        weights = dequantize(matrix).astype(np.float32)
     return Weights(matrix.name, matrix.shape, "fp32", weights)

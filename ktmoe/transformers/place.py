@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from ktmoe.dequantization import dequantize, in_rows
 from ktmoe.errors import ClosedError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer
-from ktmoe.reference_weights import dequantize, in_rows
 from ktmoe.torch.experts import MoEExperts
 from ktmoe.transformers.gpu_experts import GpuExperts, choose
 from ktmoe.transformers.modules import is_experts, rows_of

@@ -1,6 +1,6 @@
 """Training in plain float64: outputs and gradients of the experts without a rounding, for whoever checks a use of them.
 
-docs/numerics.md has the formulas. ktmoe/reference_training.py has the same with every rounding and a bound.
+docs/numerics.md has the formulas. ktmoe/reference/training.py has the same with every rounding and a bound.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertSpec, ExpertWeights, checked_experts, checked_router_weight
-from ktmoe.reference_weights import dequantize
 from ktmoe.weights.activation import GatedActivation
 
 #: What ReferenceTraining.backward() can give.

@@ -1,6 +1,6 @@
 """Training in float64 with a rigorous bound on a backend's error: the forward pass with an adapter, and the backward pass.
 
-docs/numerics.md ("Training") has the steps and every rounding, as ktmoe/reference.py has those of MoELayer.forward().
+docs/numerics.md ("Training") has the steps and every rounding, as ktmoe/reference has those of MoELayer.forward().
 ReferenceTraining is the same without roundings. Names: g, u, h and d are as there; T is what an adapter's A gives, times the
 scale; dV is the gradient of the loss with respect to V. Every `eps_v` bounds |what a backend has for v - v|, elementwise.
 """
@@ -13,10 +13,10 @@ import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.reference import Reference, bfloat16_rows
-from ktmoe.reference_errors import MAX_FLOAT32
-from ktmoe.reference_gradients import ReferenceTraining
-from ktmoe.reference_passes import BackwardRows, Call, bound
+from ktmoe.reference.errors import MAX_FLOAT32
+from ktmoe.reference.gradients import ReferenceTraining
+from ktmoe.reference.moe import Reference, bfloat16_rows
+from ktmoe.reference.passes import BackwardRows, Call, bound
 
 __all__ = ["Backward", "Forward", "ReferenceTraining", "training_backward", "training_forward"]
 
