@@ -6,6 +6,7 @@ formats as the driver has them. records.pxi: codes and scales that stand togethe
 training.pxi: what calls have besides in training. packed.pxi: packed experts. passes.pxi: what is computed with them.
 captured.pxi: the same in CUDA graphs. arenas.pxi: their arenas in files. quantize.pxi: rounding weights. blocks.pxi: rounding
 to MX formats. probe/: what tests and benches look at, and the package never calls. driver/: the C interfaces, by folder.
+core.pyi has the types of all this.
 The pool's lock is never held together with the GIL: fork takes both.
 """
 
