@@ -310,7 +310,7 @@ def test_an_expert_that_was_packed_in_part_may_be_replaced():
     for _ in range(3):
         packed.pack(0, matrices(experts, 0))
         for projection, matrix in matrices(experts, 0).items():
-            same_stored(matrix, packed.unpack(0, projection))
+            same_stored(matrix, core.unpack(packed, 0, projection))
 
 
 def test_what_is_refused_leaves_the_old_expert(backend):
