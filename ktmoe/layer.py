@@ -16,13 +16,13 @@ from ktmoe.backends.base import TUNED_FOR, Arenas, Plan, Progress, Stored
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
 from ktmoe.batch import checked_batch, checked_out
-from ktmoe.cache.opened import Cache
+from ktmoe.cache.opened import open_cache
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix, checked_experts, checked_router_weight
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.machine import numa
+from ktmoe.machine.numa import placement_of
 from ktmoe.messages import show
 from ktmoe.weights.folding import ROUNDING
 
@@ -151,7 +151,7 @@ class MoELayer:
         packed = self.packed  # once: close() may come from another thread
         if packed is None:
             raise ClosedError(f"{self.name}: forward after close()")
-        batch = checked_batch(self, x, expert_ids, expert_weights)
+        batch = checked_batch(self.spec, self.expert_mask, x, expert_ids, expert_weights)
         target = checked_out(out, batch)
         if batch.ids.size == 0:
             target[...] = 0
@@ -238,21 +238,6 @@ class MoELayer:
         if not hasattr(packed, method):
             raise UnavailableError(f"{self.name}: backend {self.backend!r} cannot {method} an expert")
         return packed
-
-
-def open_cache(cache: str | os.PathLike, checkpoint: Checkpoint, physical_to_logical: object) -> Cache:
-    """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
-    if physical_to_logical is not None:
-        raise InputError("cache: expected no physical_to_logical: a packed cache has the checkpoint's experts as they are")
-    return Cache(cache, checkpoint)
-
-
-def placement_of(experts: ExpertWeights, numa_nodes: Sequence[int] | None = None) -> numa.Placement:
-    """Where a layer of these experts is put."""
-    placement = numa.place(numa_nodes)
-    if numa_nodes is None:  # not on more nodes than there is something for
-        placement = placement.first(-(-experts.intermediate // experts.shard_unit))
-    return placement
 
 
 _jobs = Worker("ktmoe-submit")

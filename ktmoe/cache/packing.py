@@ -22,12 +22,11 @@ from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceErro
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.files.lock import LOCK_NAME, exclusive
 from ktmoe.files.output import output_folder
-from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, load_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
-from ktmoe.machine.numa import Placement
+from ktmoe.machine.numa import Placement, placement_of
 from ktmoe.messages import show
 
 

@@ -76,7 +76,7 @@ class Training:
         Raises what MoELayer.forward() raises, InputError for an adapter of other shapes, OutOfMemoryError.
         """
         packed = _packed(self.layer, "forward")
-        batch = checked_batch(self.layer, x, expert_ids, expert_weights)
+        batch = checked_batch(self.spec, self.layer.expert_mask, x, expert_ids, expert_weights)
         adapter = self._adapter(lora)
         target = checked_out(out, batch)
         taken = None

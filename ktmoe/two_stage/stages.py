@@ -6,7 +6,7 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe.arrays import expect_shape
-from ktmoe.batch import mask_of
+from ktmoe.batch import checked_mask
 from ktmoe.errors import ClosedError, InputError, UnavailableError
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
@@ -105,7 +105,7 @@ def _of(layer: MoELayer):
         raise ClosedError(f"{layer.name}: a stage after close()")
     if not hasattr(packed, "gate_up"):
         raise UnavailableError(f"{layer.name}: backend {layer.backend!r} has no stages of its own")
-    return packed, mode_of(layer.activations), mask_of(layer).copy()
+    return packed, mode_of(layer.activations), checked_mask(layer.spec, layer.expert_mask).copy()
 
 
 def _checked_rows(rows, name: str, columns: int, rule: Rule | None, layer: MoELayer) -> tuple[np.ndarray, np.ndarray]:
