@@ -115,8 +115,8 @@ def packages_of(module: str) -> set[str]:
 
 @functools.cache
 def import_graph() -> dict[str, set[str]]:
-    """module: the modules of the package that it imports, and the packages that this runs; but for itself, and the packages that
-    it is in, which run already."""
+    """module: the modules of the package that it imports, and the packages that this runs; but for itself, and the packages
+    that it is in, which run already."""
     graph = {}
     for module, file in MODULES.items():
         python = file.suffix == ".py"
