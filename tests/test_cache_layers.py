@@ -209,7 +209,7 @@ def test_experts_in_other_places(tmp_path):
             load(cache=cache, physical_to_logical=[0, 0])
 
 
-def test_a_backend_with_a_layout_of_its_own(tmp_path):
+def test_a_backend_with_a_layout_of_its_own(tmp_path, monkeypatch):
     class Own(Backend):
         def pack(self, experts, plan, progress=None):
             raise AssertionError
@@ -217,8 +217,11 @@ def test_a_backend_with_a_layout_of_its_own(tmp_path):
     path, cache = write_model(tmp_path)
     backends.register("own", Own())
     try:
-        with pytest.raises(UnavailableError, match="Own cannot start from a packed cache"):
+        with pytest.raises(UnavailableError, match=r"^layers\.0\.ffn\.experts: backend 'own' cannot start from a packed cache"):
             MoELayer.from_checkpoint(path, 0, "own", cache=cache)
+        monkeypatch.setenv("KTMOE_BACKEND", "own")
+        with pytest.raises(UnavailableError, match="backend 'own' has no packed layout that a cache can hold"):
+            pack(path, tmp_path / "another")
     finally:
         backends.unregister("own")
 

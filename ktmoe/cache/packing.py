@@ -18,16 +18,15 @@ from ktmoe.backends.choice import choose_backend
 from ktmoe.cache import manifest, source
 from ktmoe.cache.layer_file import LayerWriter, open_layer
 from ktmoe.cache.manifest import Manifest, PackedLayerFile
-from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceError, OutputError, UnavailableError
+from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceError, OutputError, asking
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.files.lock import LOCK_NAME, exclusive
 from ktmoe.files.output import output_folder
-from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, load_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
-from ktmoe.machine.numa import Placement
+from ktmoe.machine.numa import Placement, placement_of
 from ktmoe.messages import show
 
 
@@ -56,11 +55,9 @@ class _LayerToPack:
     def each(self) -> Iterator[core.PackedLayer]:
         """Each expert in turn, alone in a layer of these shards."""
         choice = choose_backend("auto", self.experts)
-        backend = backends.get(choice.name)
-        if not hasattr(backend, "pack_each"):
-            raise UnavailableError(f"{self.experts.name}: backend {choice.name!r} has no packed layout that a cache can hold")
         plan = Plan(self.experts.router_weight, choice.activations, placement=self.placement)
-        return backend.pack_each(self.experts, plan)
+        with asking(choice.name, self.experts.name):
+            return backends.get(choice.name).pack_each(self.experts, plan)
 
 
 def pack(
@@ -218,7 +215,8 @@ def _verify(folder: Path, there: Manifest, layer: _LayerToPack, count: _Count) -
     choice = choose_backend("auto", layer.experts)
     plan = Plan(layer.experts.router_weight, choice.activations, placement=layer.placement)
     arenas = _open(folder, there, layer)
-    mapped = backends.get(choice.name).map(layer.experts, plan, arenas)
+    with asking(choice.name, layer.experts.name):
+        mapped = backends.get(choice.name).map(layer.experts, plan, arenas)
     with closing(mapped), closing(layer.each()) as experts:
         for expert, one in enumerate(experts):
             biases, factors = core.numbers(one)

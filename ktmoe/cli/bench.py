@@ -17,9 +17,9 @@ from ktmoe.cli import measurements, options, output, results, units
 from ktmoe.cli.measurements import Row, Subject
 from ktmoe.errors import OutOfMemoryError, UnavailableError
 from ktmoe.experts import ExpertWeights
-from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
 from ktmoe.machine import memory
+from ktmoe.machine.numa import placement_of
 
 #: Tokens of a call.
 DECODE, PREFILL = (1, 4, 16), (64, 256, 1024, 4096)

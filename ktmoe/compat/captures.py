@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ktmoe._native import core
-from ktmoe.batch import mask_of
+from ktmoe.batch import checked_mask
 from ktmoe.compat.calls import Loaded
 from ktmoe.compat.cuda_runtime import Capturing, HostMemory, Runtime
 from ktmoe.compat.lock import FinalizerLock
@@ -227,7 +227,7 @@ class Captures:
                 buffers.ids,
                 buffers.weights,
                 buffers.y,
-                np.ascontiguousarray(mask_of(loaded.layer)).view(np.uint8),
+                np.ascontiguousarray(checked_mask(loaded.layer.spec, loaded.layer.expert_mask)).view(np.uint8),
                 request.on_gpu,
                 max(request.urgent_slots, 0) if request.defers else None,
                 buffers.late if request.defers else None,

@@ -9,12 +9,12 @@ from ktmoe.backends.base import Found
 from ktmoe.backends.choice import Choice, choose_backend
 from ktmoe.errors import CheckpointError, FormatError, KtmoeError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.layer import placement_of
 from ktmoe.loaders import model_config, naming
 from ktmoe.loaders.base import Finding, Loader, explain, find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.one_layer import OneLayer
 from ktmoe.machine import memory
+from ktmoe.machine.numa import placement_of
 from ktmoe.measuring.limits import Limits, measured
 from ktmoe.messages import printable, show
 from ktmoe.model import memory_needed
