@@ -31,7 +31,7 @@ class Subject:
     limits: measuring.LimitMeter
     probe: probe.Probe
 
-    def batches(self, tokens: int, **how) -> Iterator[measuring.Batch]:
+    def batches(self, tokens: int, **how) -> Iterator[measuring.MeasuredBatch]:
         """how: as measuring.random_batches takes it."""
         return measuring.random_batches(tokens, self.model.top_k, self.num_experts, self.model.hidden, **how)
 

@@ -93,7 +93,7 @@ class Calls:
         take_threads(1)
         yield from ()
 
-    def _call(self, batch: measuring.Batch) -> float:
+    def _call(self, batch: measuring.MeasuredBatch) -> float:
         start = time.perf_counter()
         self._session.memory.forward(batch.x, batch.ids, batch.weights)
         return time.perf_counter() - start

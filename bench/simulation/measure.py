@@ -57,7 +57,7 @@ class Session:
         )
         self.limits = measuring.settled(self.memory, table)
         self._next = 0
-        self._inputs: dict[tuple[int, int], measuring.Batch] = {}
+        self._inputs: dict[tuple[int, int], measuring.MeasuredBatch] = {}
 
     def round(self) -> Iterator[tuple[tuple, float]]:
         """(what, seconds or a rate) of one thread."""

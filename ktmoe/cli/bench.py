@@ -17,9 +17,9 @@ from ktmoe.cli import measurements, options, output, results, units
 from ktmoe.cli.measurements import Row, Subject
 from ktmoe.errors import OutOfMemoryError, UnavailableError
 from ktmoe.experts import ExpertWeights
-from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
 from ktmoe.machine import memory
+from ktmoe.machine.numa import placement_of
 
 #: Tokens of a call.
 DECODE, PREFILL = (1, 4, 16), (64, 256, 1024, 4096)
@@ -37,7 +37,7 @@ reference. `ktmoe demo` compares all backends instead.
 
 
 @click.command("bench", help=HELP)
-@click.argument("model", metavar="[DIR]", required=False, type=options.Place())
+@click.argument("model", metavar="[DIR]", required=False, type=options.PathType())
 @options.LAYER
 @click.option(
     "--experts", metavar="N", type=click.IntRange(1), help="The layer's first N; by default all, or 1 GB if synthetic."

@@ -12,7 +12,7 @@ from ktmoe._native import core
 from ktmoe.backends.base import Found
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
-from ktmoe.measuring.batches import Batch
+from ktmoe.measuring.batches import MeasuredBatch
 
 
 def backends_for(experts: ExpertWeights) -> dict[str, core.KernelTable]:
@@ -45,7 +45,7 @@ class Check:
         return cls(expected.worst(y), float(np.median(expected.bound)) / scale if scale else math.nan)
 
 
-def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int = 1, columns: int = 64) -> Check:
+def check(experts: ExpertWeights, layer: MoELayer, batch: MeasuredBatch, *, tokens: int = 1, columns: int = 64) -> Check:
     """Compare a sample of a call's outputs with the reference.
 
     The sample is taken with float32 outputs, whose bound is the computation's own; rounded, all of them must equal the

@@ -20,7 +20,7 @@ from ktmoe.reference.transposed import Sum, gradient_rows, product, rows_product
 from ktmoe.reference.weights import BLOCK, TINY, folds, part, round_bfloat16, splits
 
 
-class Call:
+class TrainingCall:
     """A batch, checked, and what is asked for."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Call:
 class Rows:
     """The forward pass of one expert's rows, up to h. pair: their numbers among all slots. r: [rows, 1]."""
 
-    def __init__(self, call: Call, expert: int, token: np.ndarray, slot: np.ndarray):
+    def __init__(self, call: TrainingCall, expert: int, token: np.ndarray, slot: np.ndarray):
         self.call, self.expert, self.token, self.slot = call, expert, token, slot
         self.pair = token * call.ids.shape[1] + slot
         self.r = call.weights[token, slot][:, None]

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
 from ktmoe.messages import show
 
 #: The largest rank.
-RANK_MAX = 256
+RANK_MAX = core.RANK_MAX
 
 _LARGEST = float(np.finfo(np.float32).max)
 
