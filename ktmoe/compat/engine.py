@@ -34,7 +34,7 @@ class Engine:
         self.submit(lambda: None).result()
 
     def leave(self, model, layer: int) -> None:
-        """Forget a layer whose weights are gone. The caller holds lock."""
+        """Forget a layer whose weights are gone. The caller holds the lock."""
         self.passes.leave(model, layer)
         if model not in self.passes.layers:
             self.captures.forget(model)
