@@ -231,7 +231,7 @@ class ExpertWeights(ExpertSpec):
 
     @property
     def spec(self) -> ExpertSpec:
-        """What these are, without the way to read them: for whoever outlives their checkpoint."""
+        """What these experts are, without the way to read them: for whoever outlives their checkpoint."""
         return ExpertSpec(self.num_experts, self.hidden, self.intermediate, self.formats, self.name)
 
     @classmethod

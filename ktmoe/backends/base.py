@@ -105,12 +105,14 @@ class Packed(ABC):
         raise LackingError("cannot export an expert")
 
     def stages(self) -> core.PackedLayer:
-        """What has gate_up() and down(), the two stages of forward(): itself."""
+        """The object that has gate_up() and down(), the two stages of forward(): this one, where it has them."""
         raise LackingError("has no stages of its own")
 
     def training(self) -> core.PackedLayer:
-        """What has forward_training() and backward(): itself. Raises UnavailableError, which says why, where the mode or a
-        kernel rules that out."""
+        """The object that has forward_training() and backward(): this one, where it has them.
+
+        Raises UnavailableError, which says why, where the mode or a kernel rules that out.
+        """
         raise LackingError("has no training")
 
 
@@ -121,7 +123,7 @@ class Backend(ABC):
     modes: tuple[str, ...] = ("bf16",)
 
     def lookup(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
-        """How it computes these weights on this CPU, or why it cannot. It only looks: it asks the operating system for nothing.
+        """How the backend computes these weights on this CPU, or why it cannot. Nothing is asked of the operating system.
 
         experts: None for any weights. activations: a mode by any of its names (ktmoe.modes), or "auto" for the first that fits
         and is not in NEVER_AUTO.
@@ -148,7 +150,7 @@ class Backend(ABC):
         raise LackingError("cannot start from a packed cache")
 
     def pack_each(self, experts: ExpertWeights, plan: Plan) -> Iterator[core.PackedLayer]:
-        """For each expert in turn, a layer of it alone, packed as pack() packs it: what a packed cache holds.
+        """Yield a layer of one expert for each expert in turn, packed as pack() packs it: what a packed cache holds.
 
         By default a LackingError.
         """

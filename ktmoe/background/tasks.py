@@ -122,7 +122,7 @@ class BackgroundTasks:
         return sum(self._done.values()), sum(self._sizes.values())
 
     def made(self) -> list[Closable]:
-        """What is there now, in order."""
+        """What is made by now, in order."""
         with self._changed:
             return [self._made[key] for key in self._sizes if key in self._made]
 

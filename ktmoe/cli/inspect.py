@@ -20,7 +20,7 @@ that they take on this machine; the tokens/s that it allows for the routed exper
 why. Exit code 1: nothing is served.
 """
 
-#: What they multiply, in words.
+#: What router weights multiply, in words.
 _ROUTER_WEIGHTS = {
     "down_output": "an expert's output",
     "down_input": "what enters the down projection",

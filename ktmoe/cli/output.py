@@ -10,7 +10,7 @@ import click
 
 
 def print_json(data: dict) -> None:
-    """One object. A number that JSON does not know, such as infinity, becomes null."""
+    """Print one object as JSON. A number that JSON does not know, such as infinity, becomes null."""
     click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
 
 

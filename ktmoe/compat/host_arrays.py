@@ -56,7 +56,7 @@ def like(given, array: np.ndarray, device=None):
 
 
 def is_parameter(value) -> bool:
-    """Whether it is a Parameter of torch, which is not imported for it."""
+    """Whether a value is a Parameter of torch, which is not imported for this."""
     return arrays.is_torch(value) and isinstance(value, sys.modules["torch"].nn.Parameter)
 
 

@@ -292,7 +292,7 @@ class InferenceWrapper:
             raise
 
     def _take(self, call: Call) -> None:
-        """What is due to this layer, and whether it may defer. Under ENGINE.lock, as is _defer()."""
+        """Take what is due to this layer, and find whether it may defer. The caller holds ENGINE.lock, as for _defer()."""
         model = call.loaded.model
         call.successor, protected = self._deferral(model)
         if call.successor is not None:

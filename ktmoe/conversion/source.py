@@ -72,7 +72,7 @@ class Source:
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """One of others or quantized, for reading, and the same file as at the beginning. Raises CheckpointError."""
+        """Open a file of `others` or `quantized`. Raises CheckpointError if it is another one than at the beginning."""
         try:
             with open(self._where[name].open(), "rb", buffering=0) as file:
                 self._compare(name, _of(os.fstat(file.fileno())))

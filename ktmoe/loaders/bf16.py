@@ -28,7 +28,7 @@ from ktmoe.weights.formats import BF16, F16, F32, WeightFormat
 _FORMATS = {"BF16": BF16, "F16": F16, "F32": F32}
 _QUANTIZED = "scales mean quantized weights"
 _FOREIGN = {"bias": "biases are not supported", "scale": _QUANTIZED, "scale_inv": _QUANTIZED}
-#: Where all experts are in one tensor: (stems, ending) of Llama-4, Qwen3-VL and Qwen3.5, of Aria, of Granite, and of Step-3.
+#: Names of tensors that hold all experts: (stems, ending) of Llama-4, Qwen3-VL and Qwen3.5, of Aria, of Granite, and of Step-3.
 _STACKED = (
     (naming.FUSED_STEMS, ""),
     ({"gate": "fc1", "up": "fc1", "down": "fc2"}, ".weight"),

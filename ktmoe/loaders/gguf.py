@@ -146,7 +146,7 @@ class _LayerHeaders:
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
 
     def read(self, expert: int, projection: str) -> Matrix:
-        """One expert's bytes alone are read."""
+        """Read a matrix. Of the tensors, one expert's bytes alone are read."""
         of, shape = self.matrices[projection], self.shape(projection)
         name, place = of.name, (expert * of.parts + of.part, self.num_experts * of.parts)
         if "{}" in name:

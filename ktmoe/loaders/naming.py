@@ -24,7 +24,7 @@ from ktmoe.messages import show
 #: Stems of an expert's matrices, by projection: as transformers calls them; by number, as Mixtral and DeepSeek do.
 PROJ_STEMS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 NUMBERED_STEMS = {"gate": "w1", "up": "w3", "down": "w2"}
-#: Where one tensor holds gate and up of all experts, and one holds down.
+#: Stems of tensors of which one holds gate and up of all experts, and one holds down.
 FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 #: The most layers with routed experts in a checkpoint; llama.cpp takes 512. Each loader looks at each, so this bounds the work.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Where they are mounted, and where Linux says which of them this process is in; tests put files of their own here.
+#: Where control groups are mounted, and where Linux says which ones this process is in; tests put files of their own here.
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ktmoe.machine.number_lists import listed
 
-#: Where Linux says so; tests put a folder of their own here.
+#: The folder in which Linux says what CPUs share; tests put a folder of their own here.
 CPUS = Path("/sys/devices/system/cpu")
 
 

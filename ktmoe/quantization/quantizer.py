@@ -96,7 +96,7 @@ class Quantizer:
         return Matrix(matrix.name, self.format, (n, k), bias=matrix.bias, **arrays), error
 
     def _store(self, made: steps.Steps, bands: slice, arrays: dict[str, np.ndarray]) -> None:
-        """What groups have besides codes."""
+        """Store what groups have besides codes."""
         if self.format.scale:
             arrays["scales"][bands] = made.scales if made.stored is None else made.stored
         elif self.format.factor:

@@ -147,7 +147,7 @@ class _Minima:
         self.pending = self.pending + eps_a @ np.abs(minima)
 
     def complete(self, at_end: bool) -> bool:
-        """Whether groups end here."""
+        """Whether groups of minima end here."""
         return at_end or self.k % self.length == 0
 
     def subtract(self, total, eps, of_all, limit) -> tuple[np.ndarray, np.ndarray]:

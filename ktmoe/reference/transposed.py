@@ -211,7 +211,7 @@ def may_be_two(format: WeightFormat) -> bool:
 
 
 def _scale_bits(scale, super_scale) -> tuple[bool, int]:
-    """Whether there are two levels, and the bits of their product."""
+    """Whether there are two levels of scales, and the bits of their product."""
     kinds = [level.kind for level in (scale, super_scale) if level is not None]
     return len(kinds) == 2, sum(SCALE_BITS[kind] for kind in kinds)
 

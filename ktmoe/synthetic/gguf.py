@@ -97,7 +97,7 @@ def gguf_experts(
 
 
 def header(metadata: Mapping[str, object], tensors: list[GgufTensor]) -> bytes:
-    """What comes before the data, of version 3. metadata: str, bool, int, float and lists of str."""
+    """The header of a file of version 3. metadata: str, bool, int, float and lists of str."""
     out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
     for key, value in metadata.items():
         out += _string(key) + _value(value)

@@ -247,7 +247,7 @@ def bases(prefix: str, layers: int) -> list[str]:
 
 
 def matrices(base: str, stems: Mapping[str, str], num_experts: int, hidden: int, intermediate: int) -> _Matrices:
-    """All matrices of a layer."""
+    """Yield (name, n, k) of all matrices of a layer."""
     for expert in range(num_experts):
         for projection in ("gate", "down", "up"):
             n, k = (hidden, intermediate) if projection == "down" else (intermediate, hidden)

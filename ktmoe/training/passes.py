@@ -165,7 +165,7 @@ class Training:
         return core.Adapter(self.layer.spec, lora.scale, lora.pairs)
 
     def _room(self, slots: int, lora: Lora | None) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Where g, u and t go."""
+        """New arrays for g, u and t."""
         g, u = (np.empty((slots, self.layer.intermediate), np.float32) for _ in range(2))
         return g, u, None if lora is None else np.empty((slots, 3, lora.rank), np.float32)
 

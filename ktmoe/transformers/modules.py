@@ -49,7 +49,7 @@ class Experts:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """What messages call the module."""
         return f"{self.name} ({self.kind.__name__})"
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> ExpertWeights:

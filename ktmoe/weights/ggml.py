@@ -73,12 +73,12 @@ def _records(name: str, code_bits: int, *planes: Plane, plus: int = 0, **fields:
 
 
 def _half(byte: int) -> Field:
-    """One fp16 number."""
+    """A field of one fp16 number."""
     return plain(byte, 1, 2)
 
 
 def _of_six_bits(byte: int, high: int, low: int) -> Field:
-    """Eight scales, or minima, of Q4_K and Q5_K, whose 12 bytes begin at `byte`.
+    """A field of eight scales, or minima, of Q4_K and Q5_K, whose 12 bytes begin at `byte`.
 
     Four have six bits of a byte each, from byte `low` on. The others have four bits of bytes 8 to 11, from bit `high` up, and
     the two highest bits of the first four's bytes.
@@ -96,7 +96,7 @@ _IQ4_XS_SCALES = Field(
 
 
 def _nibbles(first: int, byte: int) -> Field:
-    """16 numbers of four bits, from bit `first` of a byte up."""
+    """A field of 16 numbers of four bits, from bit `first` of a byte up."""
     return Field(tuple((Piece(byte + i, first, 4),) for i in range(16)))
 
 

@@ -71,7 +71,7 @@ class Field:
     plus: int = 0
 
     def fits(self, dtype: np.dtype) -> bool:
-        """Whether its pieces are bits of bytes, and its items numbers of that dtype."""
+        """Whether the pieces are bits of bytes, and the items numbers of that dtype."""
         pieces = [piece for item in self.items for piece in item]
         within = all(p.first >= 0 < p.bits and p.first + p.bits <= 8 and p.shift + p.bits <= 8 * dtype.itemsize for p in pieces)
         return within and (not self.plus or dtype.itemsize == 1)

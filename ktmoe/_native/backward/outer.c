@@ -134,7 +134,7 @@ static float *slot_dx(const kt_back_job *j, size_t slot) {
     return dx;
 }
 
-/* Where the router weight multiplies x: the sum of x dX'. */
+/* The router weight's gradient where it multiplies x: the sum of x dX'. */
 static void weigh_x(const kt_back_worker *w, size_t token, size_t slot, const float *dx) {
     const kt_back_job *j = w->job;
     float *to = &j->to.grad_weights[j->route.slot_row[j->first + slot]];

@@ -106,7 +106,7 @@ INLINE void tile(const kt_dense *restrict d, const size_t i, const size_t j, con
     for (size_t i = 0, tiles = ((m) + (most) - 1) / (most), rows; tiles && (rows = ((m) - i + tiles - 1) / tiles); \
          i += rows, tiles--)
 
-/* One each, since a tile's code has its number of rows in it. */
+/* Calls the tile of each number of rows, which a tile's code has in it. */
 static void wide(const kt_dense *d, const size_t j) {
 #define CASE(rows) \
     case rows: tile(d, i, j, rows, TILE_VECTORS, 0); break;

@@ -19,7 +19,7 @@ DEFAULT_TOKENS = 1024
 
 
 class PendingAnswer:
-    """One that a client waits for. begun: whether it is its turn. stopped: why it must end.
+    """An answer that a client waits for. begun: whether it is its turn. stopped: why it must end.
 
     made: set, in the server's loop, when the model has made it.
     """
@@ -50,7 +50,7 @@ class Generations(GenerateManager):
 
     @property
     def closed(self) -> Refusal | None:
-        """Why nothing is made any more."""
+        """The reason why no answer is made any more, or None."""
         return self._closed
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
