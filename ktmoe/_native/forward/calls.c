@@ -8,7 +8,7 @@ void kt_multiply(const kt_dot *dot, const kt_kernel *kernel) {
     (!kt_moe_tuning.only_many && dot->m <= kernel->few_max ? kernel->few : kernel->many)(dot);
 }
 
-/* Equal calls of at most KT_ROWS_MAX, all of whole tiles but for the last. */
+/* The rows of the next call: calls are equal, of at most KT_ROWS_MAX rows, and all of whole tiles but for the last. */
 size_t kt_call_rows(size_t left) {
     const size_t calls = (left + KT_ROWS_MAX - 1) / KT_ROWS_MAX;
     return calls == 1 ? left : kt_round_up((left + calls - 1) / calls, KT_TILE_ROWS);

@@ -38,7 +38,7 @@ static bool multiplied_together(const kt_expert *e) {
     return e->gate.kernel == e->up.kernel && e->gate.codebook == e->up.codebook && e->gate.scale_group == e->up.scale_group;
 }
 
-/* One matrix, or gate and up of one kernel. */
+/* A kernel's arguments for a panel of a matrix; gate_and_up() adds the panel of up where one kernel takes both. */
 static kt_dot dot_of(const kt_worker_job *w, const kt_matrix *of, size_t panel, size_t row, size_t m) {
     return (kt_dot){
         .x = w->job->forms[of->x_form].x + row,
@@ -95,7 +95,7 @@ static void put_h(const kt_worker_job *w, const kt_rows *rows, size_t first, siz
     }
 }
 
-/* The batch's h, in place of what activate() computes. */
+/* Takes the batch's h, in place of what activate() computes. */
 static void take_h(const kt_worker_job *w, place at) {
     const size_t first = at.panel * KT_PANEL, columns = columns_from(w->shard, first);
     for (size_t i = 0, m; i < at.strip->rows; i += m) {
@@ -109,7 +109,7 @@ static void take_h(const kt_worker_job *w, place at) {
     }
 }
 
-/* What backward needs of them, from the worker's scratch to the batch's rows. */
+/* Copies g and u, which backward needs, from the worker's scratch to the batch's rows. */
 static void keep(const kt_worker_job *w, size_t first, size_t columns, size_t row, size_t m) {
     const kt_job *j = w->job;
     for (size_t r = 0; r < m; r++) {
@@ -125,7 +125,7 @@ static kt_finish finish_of(const kt_worker_job *w, const kt_adding *of, const kt
     return f;
 }
 
-/* h of g and u in the worker's scratch. */
+/* Computes h of g and u in the worker's scratch. */
 static void activate(const kt_worker_job *w, place at, size_t row, size_t m) {
     const kt_expert *e = expert_of(w, at.strip);
     const size_t panel = at.panel;
@@ -176,7 +176,8 @@ static void pair(const kt_worker_job *w, place at, const kt_ahead *next) {
     }
 }
 
-/* One of the two; whoever comes second has both. Returns the items that are done now, 0 or 2. Halves have rows for one call. */
+/* Computes gate or up of a panel; whoever comes second has both. Returns the items that are done now, 0 or 2. Halves have rows
+ * for one call. */
 static uint32_t half(const kt_worker_job *w, place at, const kt_ahead *next) {
     const kt_shard_job *p = w->shard;
     const kt_expert *e = expert_of(w, at.strip);

@@ -18,7 +18,7 @@ static kt_ahead ahead_of(const kt_expert *e, size_t panel, size_t panels) {
     return (kt_ahead){{first, first + (panels - 1) * e->down.panel_bytes}, e->down.panel_bytes};
 }
 
-/* The next item's; where panels of y are items, the run is taken when it begins, since it is long. */
+/* The panels of the next item; where panels of y are items, the run is taken when it begins, since it is long. */
 static kt_ahead ahead(kt_worker_job *w, size_t panels) {
     const kt_list *list = &w->shard->lists->of[KT_PHASE_B];
     const kt_run *next = &w->runs[KT_PHASE_B];
@@ -33,7 +33,7 @@ kt_ahead kt_ahead_b(kt_worker_job *w) {
     return ahead(w, 2);
 }
 
-/* Of a panel's columns; compiled for any CPU, and no compiler option lets it contract a product and a sum. */
+/* Finishes a panel's columns. It is compiled for any CPU, and no compiler option lets it contract a product and a sum. */
 static void finish(kt_panel_row *d, size_t m, const kt_finish *f) {
     for (size_t i = 0; i < m; i++) {
         float *restrict row = d[i];
@@ -43,7 +43,7 @@ static void finish(kt_panel_row *d, size_t m, const kt_finish *f) {
     }
 }
 
-/* d of one panel, or of two neighbours, into the worker's g and u: two streams of weights are read faster than one. */
+/* Computes d of one panel, or of two neighbours, into the worker's g and u: two streams of weights are read faster than one. */
 static void down(const kt_worker_job *w, size_t piece, size_t panel, size_t panels, size_t row, size_t m, kt_ahead next) {
     const kt_matrix *of = &expert_of(w, piece)->down;
     kt_panel_row *const d[2] = {w->scratch->g, w->scratch->u};

@@ -35,7 +35,7 @@ cdef class _Batch:
             _expect_aligned("weights", b.weights, sizeof(float))
 
     cdef int take_x(self, x, size_t hidden) except -1:
-        """uint16 or float32 [tokens, hidden]."""
+        """Take x, uint16 or float32 [tokens, hidden]."""
         if x.dtype == np.float32:
             self.x32 = x
             self.batch.dtype, self.batch.x = KT_F32, &self.x32[0, 0]
@@ -45,7 +45,7 @@ cdef class _Batch:
         return self._check("x", self.batch.x, self.x16.shape[0], self.x16.shape[1], hidden)
 
     cdef int take_y(self, y, size_t hidden) except -1:
-        """As x, of its dtype where there is one."""
+        """Take y, which is like x: of its dtype if there is an x."""
         cdef kt_dtype dtype = KT_F32 if y.dtype == np.float32 else KT_BF16
         if self.batch.x != NULL and dtype != self.batch.dtype:
             raise InputError(f"x and out must be alike, found {y.dtype} as the latter's dtype")

@@ -15,13 +15,13 @@ cdef class GraphMark:
             kt_mark_drop(self.mark)
 
     def hold(self):
-        """For a graph that will drop it. Returns what that has to give drop_function."""
+        """Hold the mark for a graph that will drop it. Returns what the graph has to give drop_function."""
         kt_mark_hold(self.mark)
         return <size_t>self.mark
 
     @property
     def dropped(self):
-        """Whether the graph that held it is gone."""
+        """Whether the graph that held the mark is gone."""
         return self.mark.holders == 1
 
 
@@ -77,7 +77,7 @@ cdef class CallRecord:
 
     @staticmethod
     def scratch_bytes(size_t tokens, size_t top_k, size_t hidden, size_t num_experts):
-        """That calls of this shape need."""
+        """Bytes of scratch memory that calls of this shape need."""
         return 2 * tokens * hidden * sizeof(float) + 3 * tokens * top_k * sizeof(int64_t) + 2 * num_experts
 
     def __dealloc__(self):
@@ -86,12 +86,12 @@ cdef class CallRecord:
 
     @property
     def address(self):
-        """What the functions take."""
+        """The address that submit_function and await_function take."""
         return <size_t>&self.record
 
     @property
     def idle(self):
-        """Whether nothing of it is queued or runs."""
+        """Whether no call of the record is queued or runs."""
         return bool(kt_queue_idle(&self.record))
 
     def check(self, str what):
@@ -116,7 +116,7 @@ def start_captured_calls():
 
 
 def close_captured_calls():
-    """Before the process ends: wait for the call that runs; later ones are dropped."""
+    """Wait, before the process ends, for the call that runs; later ones are dropped."""
     with nogil:
         kt_queue_close()
 

@@ -120,7 +120,7 @@ cdef dict staged(matrix):
 
 
 cdef dict unstaged(weight_format, arrays):
-    """The inverse: those arrays, by name, as the checkpoint has them. None of records, which unpacking has filled."""
+    """The inverse of staged(): the arrays by name, as the checkpoint has them. None of records, which unpacking has filled."""
     if weight_format.order.of_records:
         return {}
     arrays = dict(arrays)

@@ -152,7 +152,7 @@ cdef class _PackedExperts:
             raise UnavailableError(f"{self._table.name}'s kernels take x in more forms than one layer can have: {KT_X_FORMS}")
 
     def replace(self, size_t expert, matrices):
-        """As pack() does for an expert that was packed."""
+        """Replace an expert's matrices, as pack() does for an expert that was packed."""
         self.pack(expert, matrices)
 
     cdef object _fill_slice(self, kt_slice *s, size_t projection, arrays, size_t first, size_t count):

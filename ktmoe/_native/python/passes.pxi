@@ -27,11 +27,11 @@ cdef class PackedLayer(_PackedExperts):
         self._compute(batch)
 
     def stages(self):
-        """Itself: gate_up() and down()."""
+        """This layer, which has gate_up() and down()."""
         return self
 
     def training(self):
-        """Itself: forward_training() and backward(). Raises UnavailableError, which says why, for layers that cannot be trained."""
+        """This layer, which has forward_training() and backward(). Raises UnavailableError, which says why it has not."""
         reason = self._untrainable()
         if reason:
             raise UnavailableError(f"{self._spec.name}: it cannot be trained: {reason}")

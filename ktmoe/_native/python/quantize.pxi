@@ -7,7 +7,7 @@ _TIES = {"even": KT_TIES_EVEN, "away": KT_TIES_AWAY, "zero": KT_TIES_ZERO}
 
 
 cdef const void *_address(array, dtype, size_t count) except? NULL:
-    """Of a C-contiguous array of so many numbers."""
+    """The address of a C-contiguous array of so many numbers. Raises FormatError."""
     if array.dtype != dtype or not (array.flags.c_contiguous and array.flags.aligned) or <size_t>array.size != count:
         raise FormatError(f"expected {count} numbers of {np.dtype(dtype)}, found {array.dtype} {list(array.shape)}; "
                           "the array was changed after it was checked")
@@ -20,7 +20,7 @@ cdef size_t _groups(size_t n, size_t k, size_t rows, size_t columns):
 
 
 cdef _fill_weights(kt_weights *m, weights):
-    """The arrays stay the caller's."""
+    """Point at the arrays of weights, which stay the caller's."""
     memset(m, 0, sizeof(kt_weights))
     m.n, m.k = weights.shape
     m.stored, halves = _STORED[weights.stored]

@@ -1,7 +1,7 @@
 # Records: their planes and fields as the driver has them.
 
 cdef _fill_records(kt_records *to, weight_format):
-    """Raises FormatError for what is more than the driver takes."""
+    """Fill a format's planes and fields. Raises FormatError for what is more than the driver takes."""
     order = weight_format.order
     spares = order.spare_field.moves(1) if order.spare_field else []
     fields = [order.fields[label].moves(scale.dtype.itemsize) for label, scale in weight_format.scales.items()]

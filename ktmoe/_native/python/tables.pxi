@@ -1,6 +1,6 @@
 # Kernel tables: those of this build, and those of third parties.
 
-#: What messages call them, where that is not their name.
+#: What messages call scales and offsets, where that is not their name.
 _SCALES = {"none": "weights without scales", "panel": f"scales shared by {KT_PANEL} rows or more"}
 _OFFSETS = {"zero_point": "zero points", "minimum": "minima", None: "weights without zero points or minima"}
 
@@ -105,7 +105,7 @@ cdef class KernelTable:
         return 0, 0, 255, 0
 
     cdef const kt_kernel *find(self, weight_format, str form):
-        """The kernel for any scale."""
+        """The kernel that takes a format with any scale."""
         return <const kt_kernel *><size_t>self._choose(weight_format, form)[0]
 
     cdef find_both(self, weight_format, str form, plan, kt_given *given):

@@ -33,7 +33,7 @@ cdef class Adapter:
             self._held[projection] = a, b
 
     def shapes(self, str projection):
-        """Those of its a and its b."""
+        """The shapes of a projection's a and b."""
         n, k = self.spec.shape(projection)
         return (self.spec.num_experts, self.rank, k), (self.spec.num_experts, n, self.rank)
 
@@ -67,7 +67,7 @@ cdef float *_numbers(str name, array, shape, list held) except NULL:
 
 
 cdef int _take_training(_Batch batch, list held, spec, Adapter adapter, saved) except -1:
-    """The adapter, and the arrays of what is kept, into a batch."""
+    """Put the adapter, and the arrays of what is kept, into a batch."""
     cdef kt_batch *b = &batch.batch
     if adapter is not None:
         if _sizes(adapter.spec) != _sizes(spec):

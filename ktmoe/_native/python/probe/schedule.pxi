@@ -23,12 +23,12 @@ cdef class Teams:
 
     @property
     def workers(self):
-        """Threads."""
+        """The number of threads."""
         return self.teams.workers
 
     @property
     def shards(self):
-        """How many."""
+        """The number of shards."""
         return self.teams.shards
 
     @property
@@ -116,7 +116,7 @@ cdef class Schedule:
         return c.used
 
     def fill(self, size_t first):
-        """The lists of the chunk whose first token that is; all their runs are to be taken again."""
+        """Make the lists of the chunk whose first token that is; all their runs are to be taken again."""
         cdef kt_bool used[KT_X_FORMS]
         cdef size_t worker, shard, phase
         cdef kt_worker me
@@ -170,7 +170,7 @@ cdef class Schedule:
         return (run.first, run.end) if run.first < run.end else None
 
     def rounds_left(self, size_t worker, size_t shard, size_t phase):
-        """Of which its group has runs, or the group that it would take from."""
+        """Rounds of which a worker's group has runs left, or the group that it would take from."""
         cdef const kt_list *found = self._list(shard, phase)
         return kt_list_rounds_left(found, self._hand(worker, shard, phase))
 
@@ -184,7 +184,7 @@ cdef class Schedule:
         return self._list(shard, phase).per_strip
 
     def items(self, size_t shard, size_t phase):
-        """Of a list."""
+        """Items of a phase in a shard."""
         return kt_list_items(self._list(shard, phase))
 
     def halves(self, size_t shard):
@@ -199,7 +199,7 @@ cdef class Schedule:
 
     @property
     def strips(self):
-        """int64 [strips, 2]: piece, rows."""
+        """The strips, int64 [strips, 2]: piece, rows."""
         return np.array([(self.job.schedule.strips[i].piece, self.job.schedule.strips[i].rows)
                          for i in range(self.job.schedule.num_strips)], np.int64).reshape(-1, 2)
 
@@ -210,7 +210,7 @@ cdef class Schedule:
 
     @property
     def pieces(self):
-        """int64 [pieces, 2]: expert, rows."""
+        """The pieces, int64 [pieces, 2]: expert, rows."""
         return np.array([(self.job.route.pieces[i].expert, self.job.route.pieces[i].count)
                          for i in range(self.job.route.num_pieces)], np.int64).reshape(-1, 2)
 
@@ -222,7 +222,7 @@ cdef class Schedule:
 
     @property
     def tokens(self):
-        """Of this chunk."""
+        """Tokens of this chunk."""
         return self.job.batch.tokens
 
     @property
