@@ -38,7 +38,7 @@ class Way:
 
     @property
     def choices(self) -> dict[str, str]:
-        """Of MoELayer and of the reference."""
+        """The options that MoELayer and the reference take alike."""
         return {"rounding": self.rounding, "tuned_for": self.tuned_for}
 
     @contextmanager
@@ -64,7 +64,7 @@ class Case:
 
 
 def native_backends() -> Iterator[tuple[str, NativeBackend]]:
-    """Those that can run here; others have no limits that could be measured."""
+    """The native backends that can run here; others have no limits that could be measured."""
     for name in ktmoe.backends.available():
         backend = ktmoe.backends.get(name)
         if isinstance(backend, NativeBackend):
@@ -99,7 +99,7 @@ def auto_ways(experts: ExpertWeights) -> Iterator[Way]:
 
 
 def _ways(way: Way, experts: ExpertWeights) -> Iterator[Way]:
-    """It, if it can run here, and the same with folded scales and for prefill if that makes a difference."""
+    """The way, if it can run here, and the same with folded scales and for prefill if that makes a difference."""
     with way.table(experts) as table:
         if table is None:
             return
@@ -114,9 +114,9 @@ def _ways(way: Way, experts: ExpertWeights) -> Iterator[Way]:
 
 def _rounds(table: core.KernelTable, weight_format, mode: str) -> bool:
     """Whether it has kernels that round scaled weights to bfloat16."""
-    return table.folds(weight_format, mode, "folded") and not table.folds(weight_format, mode)
+    return core.folds(table, weight_format, mode, "folded") and not core.folds(table, weight_format, mode)
 
 
 def _tuned(table: core.KernelTable, weight_format, mode: str) -> bool:
     """Whether it has other kernels for prefill than for decode."""
-    return table.folds(weight_format, mode, tuned_for="prefill") != table.folds(weight_format, mode)
+    return core.folds(table, weight_format, mode, tuned_for="prefill") != core.folds(table, weight_format, mode)

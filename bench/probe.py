@@ -26,7 +26,7 @@ class Probe:
     columns: np.ndarray
     expected: reference.Reference
 
-    def check(self, layer: MoELayer, batch: measuring.Batch, y: np.ndarray) -> measuring.Check:
+    def check(self, layer: MoELayer, batch: measuring.MeasuredBatch, y: np.ndarray) -> measuring.Check:
         """y: what a measured call of that batch gave. The probe is one token more in a second call, whose outputs are float32.
 
         The probe's outputs must be within the reference's bound. All other tokens' outputs, rounded, must equal y bit for bit,

@@ -12,7 +12,9 @@ def shares(suite: str, rounds: list[float] | tuple[float, ...], **fields) -> dic
     return {"suite": suite, **machine.description(), "shares": [float(f"{share:.5g}") for share in rounds], **fields}
 
 
-def forward(suite: str, way: Way, result: measuring.Result, batch: measuring.Batch, check: measuring.Check, **fields) -> dict:
+def forward(
+    suite: str, way: Way, result: measuring.Result, batch: measuring.MeasuredBatch, check: measuring.Check, **fields
+) -> dict:
     """Calls of a layer."""
     return shares(
         suite,

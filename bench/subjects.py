@@ -16,7 +16,7 @@ from ktmoe import measuring
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
-#: By a batch of so many tokens for each of so many experts it is found out how fast a layer multiplies.
+#: The tokens of each expert, and the experts, of the batch by which it is found out how fast a layer multiplies.
 _TRIAL = (48, 12)
 
 
@@ -31,7 +31,7 @@ class Subject:
     limits: measuring.LimitMeter
     probe: probe.Probe
 
-    def batches(self, tokens: int, **how) -> Iterator[measuring.Batch]:
+    def batches(self, tokens: int, **how) -> Iterator[measuring.MeasuredBatch]:
         """how: as measuring.random_batches takes it."""
         return measuring.random_batches(tokens, self.model.top_k, self.num_experts, self.model.hidden, **how)
 

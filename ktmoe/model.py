@@ -15,18 +15,20 @@ from ktmoe.arrays import as_numpy
 from ktmoe.backends.base import Arenas
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.tasks import BackgroundTasks, Progress
+from ktmoe.cache.opened import open_cache
 from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOfMemoryError
 from ktmoe.experts import ExpertWeights
-from ktmoe.layer import MoELayer, open_cache, placement_of
+from ktmoe.layer import MoELayer
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import load_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
+from ktmoe.machine.numa import placement_of
 from ktmoe.messages import show
 
 #: Layers that are loaded at a time, so that some are read while another is packed.
 AT_ONCE = 3
-#: Experts that each of them has read and not yet packed, at most.
+#: The most experts that each of these layers has read and not yet packed.
 STAGED_EXPERTS = 4
 
 
@@ -142,7 +144,7 @@ class MoEModel:
         return len(self.layers)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all layers are loaded; False if `timeout` seconds were not enough.
+        """Wait until all layers are loaded; False if `timeout` seconds were not enough.
 
         Raises the error of a layer as soon as one fails; the others go on, and model[name] gives them.
         """
@@ -155,7 +157,7 @@ class MoEModel:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights of the layers that are loaded."""
+        """Bytes of the packed weights of the layers that are loaded."""
         return sum(layer.nbytes for layer in self._loading.made())
 
     def cancel(self) -> None:

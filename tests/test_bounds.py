@@ -71,11 +71,11 @@ def test_the_fence_holds():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda packed: packed.kernels(),
+        lambda packed: core.folded(packed),
         lambda packed: packed.packed_bytes(0, "up"),
-        lambda packed: packed.unpack(0, "up"),
-        lambda packed: packed.unpack(1, "gate"),
-        lambda packed: packed.unpack(10**9, "gate"),
+        lambda packed: core.unpack(packed, 0, "up"),
+        lambda packed: core.unpack(packed, 1, "gate"),
+        lambda packed: core.unpack(packed, 10**9, "gate"),
         lambda packed: packed.packed_bytes(10**9, "gate"),
     ],
     ids=["kernels", "packed_bytes", "unpack", "expert 1", "expert 10**9", "its bytes"],
@@ -122,10 +122,10 @@ def test_reading_beyond_the_packed_bytes():
 
 USES = {
     "packed_bytes": lambda packed, _: packed.packed_bytes(0, "down"),
-    "kernels": lambda packed, _: packed.kernels(),
+    "kernels": lambda packed, _: core.folded(packed),
     "read_seconds": lambda packed, table: packed.read_seconds(table, 0, packed.nbytes),
     "rounding": lambda packed, _: packed.rounding,
-    "export": lambda packed, _: packed.unpack(0, "up"),
+    "export": lambda packed, _: core.unpack(packed, 0, "up"),
 }
 
 

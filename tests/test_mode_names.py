@@ -46,7 +46,7 @@ def test_every_entrance(model, name, short):
         assert all(same_bits(outputs(each), y) for each in found)
         assert not same_bits(outputs(other), y)
         x, ids, weights = batch(layer.hidden, layer.num_experts)
-        sample = measuring.Batch(x.astype("bfloat16"), ids, weights, np.unique(ids), ids.size)
+        sample = measuring.MeasuredBatch(x.astype("bfloat16"), ids, weights, np.unique(ids), ids.size)
         assert 0 < measuring.check(load_experts(path, 0), layer, sample).error <= 1
 
 

@@ -49,7 +49,7 @@ class Agreement:
 
     @property
     def fields(self) -> dict:
-        """As a file has them."""
+        """The fields as a file has them."""
         ms = {"measured_ms": 1e3 * self.measured, "simulated_ms": 1e3 * self.simulated}
         return {"model": MODEL, "threads": self.threads, "tokens": self.tokens, "experts": self.experts, **ms}
 
@@ -93,7 +93,7 @@ class Calls:
         take_threads(1)
         yield from ()
 
-    def _call(self, batch: measuring.Batch) -> float:
+    def _call(self, batch: measuring.MeasuredBatch) -> float:
         start = time.perf_counter()
         self._session.memory.forward(batch.x, batch.ids, batch.weights)
         return time.perf_counter() - start

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe.arrays import BF16
-from ktmoe.conversion.parts import Made, Part, Tensor, Unit
+from ktmoe.conversion.parts import Made, Part, ResultTensor, Unit
 from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
@@ -41,7 +41,7 @@ class _Slice:
 
 
 def in_place(checkpoint: Checkpoint, reader: Loader, layer: int | str, experts: ExpertWeights, lora: Lora) -> dict[str, Unit]:
-    """Of a layer with bfloat16 experts: the tensors that the adapter changes, as they are stored, by name.
+    """The tensors of a layer with bfloat16 experts that the adapter changes, as they are stored, by name.
 
     Raises UnavailableError for a loader that does not say which tensors these are.
     """
@@ -51,12 +51,14 @@ def in_place(checkpoint: Checkpoint, reader: Loader, layer: int | str, experts: 
     for each in _slices(reader.names.locate(checkpoint, layer), experts, lora):
         parts.setdefault(each.tensor, []).append(_part(checkpoint, layer, lora, each))
     infos = map(checkpoint.info, parts)
-    return {info.name: Unit([Tensor(info.name, info.dtype, info.shape)], parts[info.name]) for info in infos}
+    return {info.name: Unit([ResultTensor(info.name, info.dtype, info.shape)], parts[info.name]) for info in infos}
 
 
 def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, str]], lora: Lora | None) -> list[Unit]:
-    """Of a layer with experts of any format: bfloat16 tensors of each expert's own. names: of each expert's matrices, by
-    projection. lora: None: its weights are rounded alone."""
+    """bfloat16 tensors for each expert of a layer, whose experts may have any format.
+
+    names: of each expert's matrices, by projection. lora: what is added; None: the weights are only rounded.
+    """
 
     def part(expert: int, projection: str, name: str) -> Part:
         def make() -> Made:
@@ -73,12 +75,12 @@ def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, 
     for expert, of_expert in enumerate(names):
         for projection in PROJECTIONS:
             name = f"{of_expert[projection]}.weight"
-            units.append(Unit([Tensor(name, "BF16", experts.shape(projection))], [part(expert, projection, name)]))
+            units.append(Unit([ResultTensor(name, "BF16", experts.shape(projection))], [part(expert, projection, name)]))
     return units
 
 
 def _slices(place: naming.Place, experts: ExpertWeights, lora: Lora) -> Iterator[_Slice]:
-    """Those that the adapter changes, expert by expert."""
+    """The slices of tensors that the adapter changes, expert by expert."""
     ending = place.spelling.arrays["codes"]
     for expert in range(experts.num_experts):
         of_tensors: dict[str, list[str]] = {}
@@ -96,7 +98,7 @@ def _slices(place: naming.Place, experts: ExpertWeights, lora: Lora) -> Iterator
 
 
 def _rows(experts: ExpertWeights, projections: list[str], interleaved: bool) -> dict[str, slice]:
-    """Which outputs of a tensor each projection has."""
+    """The outputs of a tensor that each of its projections has."""
     if len(projections) == 1:
         return {projections[0]: slice(None)}
     half = experts.intermediate

@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
-from ktmoe.backends.base import Arenas, Backend, Found, Missing, Plan, Progress, mode_by, select
+from ktmoe.backends.base import Arenas, Backend, Found, Missing, Packed, Plan, Progress, mode_by, select
 from ktmoe.errors import InputError, UnavailableError, memory_for, thread_for
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine import memory, numa, threads
@@ -26,6 +26,8 @@ _refused: dict[str, str] = {}
 
 #: The form that says where a backend can run, and how fast it is beside others: the exact one, which every backend has.
 _EXACT = "bf16"
+
+Packed.register(core.PackedLayer)  # it has all of the methods, and cannot inherit, since Cython made it
 
 #: Experts that are read ahead while one is packed: what bounds the staging memory.
 READ_AHEAD = 3
@@ -95,7 +97,7 @@ class NativeBackend(Backend):
 
     @property
     def rank(self) -> int:
-        """That of the best ISA that it can use here; of the best at all if there is none."""
+        """The rank of the best ISA that the backend can use here; if it can use none, of its best one."""
         if self._rank is not None:
             return self._rank
         names = [table.name for table in self._tables(_EXACT)[0]] or [*self.isas[_EXACT]]
@@ -166,7 +168,7 @@ class NativeBackend(Backend):
         return packed
 
     def pack_each(self, experts: ExpertWeights, plan: Plan) -> Iterator[core.PackedLayer]:
-        """For each expert in turn, a layer of it alone, packed as pack() packs it; the next one takes its place.
+        """Yield a layer of one expert for each expert in turn, packed as pack() packs it; the next one takes its place.
 
         Memory is needed for two packed experts and for what is read ahead.
         """
@@ -189,7 +191,7 @@ class NativeBackend(Backend):
         return packed
 
     def _found_for(self, experts: ExpertWeights, plan: Plan) -> Found:
-        """With what the pool needs to run it. Raises UnavailableError."""
+        """How to compute these experts, after the pool was made ready for it. Raises UnavailableError."""
         found = self.claim(experts, plan.activations)  # whoever calls this may not have chosen
         if isinstance(found, Missing):
             raise UnavailableError(found.reason)
@@ -202,7 +204,7 @@ class NativeBackend(Backend):
 
 
 def _layer(found: Found, experts: ExpertWeights, plan: Plan, file: core.ArenaFile | None = None) -> core.PackedLayer:
-    """Of which nothing is packed, or all is in the file."""
+    """The layer before packing: nothing is packed, or all is in the file."""
     shards, workers = _shards(experts, plan.placement), threads.threads_of(plan.placement)
     x, h = mode_by(found.activations)[0].block_rules()
     return core.PackedLayer(found.table, experts, plan, shards, workers, file, found.form, x, h)

@@ -130,7 +130,7 @@ def _print(text: str) -> None:
 
 
 def _no_text(text: str) -> None:
-    """The whole text is in the JSON."""
+    """Print nothing of the text while it is made: all of it is in the JSON."""
 
 
 def _words(found) -> str:
@@ -154,14 +154,14 @@ def _converse(model: str, system: str | None, generation: dict, chosen: dict, tr
             raise InputError(f"{model} has no chat template, so it cannot converse; with a PROMPT it continues that")
         further = ["--log-level", "error", *(["--trust-remote-code"] if trusted else [])]
         context = serving.parse(serving.arguments(made, "127.0.0.1", 0, further), "ktmoe chat")
-        with serving.serving(made, context, serving.Limits()) as found:
+        with serving.serving(made, context, serving.ServerLimits()) as found:
             flags = [f"{name}={value}" for name, value in generation.items()]
             serving.converse(made.name, found.url, flags=flags, system=system, save_folder=save_folder)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The server's log of requests would be drawn into the conversation."""
+    """Log nothing of requests: the server's log would be drawn into the conversation."""
     logging.disable(logging.INFO)
     try:
         yield

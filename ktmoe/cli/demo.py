@@ -32,7 +32,10 @@ It is loaded, measured for decode and prefill, and checked against a float64 ref
 
 @click.command("demo", help=HELP)
 @click.option(
-    "--model", metavar="DIR", type=options.Place(), help="A checkpoint; by default a synthetic one, written and removed again."
+    "--model",
+    metavar="DIR",
+    type=options.PathType(),
+    help="A checkpoint; by default a synthetic one, written and removed again.",
 )
 @options.LAYER
 @click.option(

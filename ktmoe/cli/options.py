@@ -13,7 +13,7 @@ from ktmoe.loaders import naming
 from ktmoe.modes import MODES
 
 
-class Place(click.ParamType):
+class PathType(click.ParamType):
     """A path; an empty one, such as an unset variable of a shell, would mean the current folder."""
 
     name = "path"
@@ -22,8 +22,8 @@ class Place(click.ParamType):
         return value if value != "" else self.fail("expected a path, found an empty text", param, ctx)
 
 
-MODEL = click.argument("model", metavar="DIR", type=Place())
-OUT = click.argument("out", metavar="OUT", type=Place())
+MODEL = click.argument("model", metavar="DIR", type=PathType())
+OUT = click.argument("out", metavar="OUT", type=PathType())
 BACKEND = click.option("--backend", metavar="NAME", default="auto", help="By default the best that runs here.")
 ACTIVATIONS = click.option(
     "--activations",
@@ -50,7 +50,7 @@ SECONDS = click.option(
 
 
 CACHE = click.option(
-    "--cache", metavar="OUT", type=Place(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
+    "--cache", metavar="OUT", type=PathType(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
 )
 
 
@@ -77,12 +77,12 @@ def shard_bytes(default: int) -> Callable:
     )
 
 
-#: Of layers that have no number alone.
+#: The name of a layer that is not a number alone.
 _LAYER_NAME = re.compile(r"[A-Za-z_][\w.]*\.[0-9]{1,9}", re.ASCII)
 
 
-class Layer(click.ParamType):
-    """3 for "3", "mtp.0" for "mtp.0"."""
+class LayerType(click.ParamType):
+    """A layer: 3 for "3", "mtp.0" for "mtp.0"."""
 
     name = "layer"
 
@@ -97,7 +97,7 @@ def _layer(text: str) -> int | str | None:
 
 
 class Layers(click.ParamType):
-    """[0, 1, 2, 3, 7, "mtp.0"] for "0-3,7,mtp.0"."""
+    """Layers: [0, 1, 2, 3, 7, "mtp.0"] for "0-3,7,mtp.0"."""
 
     name = "layers"
 
@@ -117,7 +117,7 @@ class Layers(click.ParamType):
 
 
 class Numbers(click.ParamType):
-    """[0, 1] for "0,1"."""
+    """Numbers: [0, 1] for "0,1"."""
 
     name = "numbers"
 
@@ -131,4 +131,6 @@ class Numbers(click.ParamType):
 
 
 NUMA_NODES = click.option("--numa-nodes", metavar="0,1", type=Numbers(), help="By default all that can be used.")
-LAYER = click.option("--layer", metavar="L", type=Layer(), help="Its number, or a name such as mtp.0; by default the first.")
+LAYER = click.option(
+    "--layer", metavar="L", type=LayerType(), help="Its number, or a name such as mtp.0; by default the first."
+)

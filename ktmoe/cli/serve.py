@@ -80,7 +80,7 @@ def command(
             given = parsed.params
             serving.check_address(given["host"], given["port"])
             tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=given["trust_remote_code"])
-            with serving.serving(made, parsed, serving.Limits(context, request_timeout)) as found:
+            with serving.serving(made, parsed, serving.ServerLimits(context, request_timeout)) as found:
                 _warn(given["host"], found, context)
                 url = found.url
                 click.echo(f"{made.name} is served at {url}/v1: {_example(url, made.name, bool(tokenizer.chat_template))}")
@@ -93,7 +93,7 @@ def command(
 
 
 def _warn(host: str, found: serving.Listening, context: int | None) -> None:
-    """On stderr, of what someone may not expect."""
+    """Warn on stderr of what someone may not expect."""
     from ktmoe.transformers.server.access import is_local
 
     if not is_local(host):

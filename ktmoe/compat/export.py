@@ -19,7 +19,7 @@ from ktmoe.experts import ExpertSpec
 from ktmoe.weights.formats import WeightFormat
 
 
-class Target:
+class RankBuffers:
     """The host buffers of all GPU ranks, as the arrays that MoELayer.export_expert writes.
 
     Rank i has gate's rows [i*I/ranks, (i+1)*I/ranks), then up's, in w13, and those columns of down in w2; scales likewise.
@@ -44,7 +44,7 @@ class Target:
                     part[projection] = self._place(projection, *memory)
 
     def finish(self) -> None:
-        """Once the parts are written: turn the scales into what the buffers take."""
+        """Turn the scales into what the buffers take, once the parts are written."""
         for weight_format, stored, out in self._convert:
             _convert(weight_format, stored, out)
 
@@ -106,7 +106,7 @@ def _check(method: str, experts: ExpertSpec) -> None:
 
 
 def _addresses(name: str, given: Sequence[int], ranks: int) -> list[int]:
-    """One a rank."""
+    """The addresses, checked: one a rank. Raises InputError."""
     addresses = [whole(name, address) for address in given] if np.iterable(given) else []
     if len(addresses) != ranks or not all(address > 0 for address in addresses):
         raise InputError(f"{name} must have {ranks} host addresses, one for each of gpu_tp_count, found {addresses or given}")

@@ -18,8 +18,8 @@ from ktmoe.compat.arguments import Sizes, count, nodes
 from ktmoe.compat.checkpoint_output import CheckpointOutput
 from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
 from ktmoe.compat.optimizer_gradients import OptimizerGradients
-from ktmoe.compat.sft_lora import NAMES, Adapter
-from ktmoe.compat.sft_passes import Passes
+from ktmoe.compat.sft_lora import NAMES, AdapterTensors
+from ktmoe.compat.sft_passes import SFTPasses
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
@@ -27,7 +27,7 @@ from ktmoe.messages import show
 from ktmoe.training import RANK_MAX, Lora, Training
 
 
-class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
+class SFTWrapper(SFTPasses, CheckpointOutput, OptimizerGradients):
     """The routed experts of one layer, on the CPU, whose adapter is trained. KTMoEWrapper says what its arguments are.
 
     The order of the arguments is that of kt-kernel's AMXSFTMoEWrapper. gate_lora_a, grad_gate_lora_a and so on: the tensors of
@@ -94,10 +94,10 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         CheckpointOutput.__init__(self)
         OptimizerGradients.__init__(self, self._tuning.shared)
         self._training: Training | None = None
-        self._adapter: Adapter | None = None
+        self._adapter: AdapterTensors | None = None
         self._leave: weakref.finalize | None = None
         self._closed = False
-        Passes.__init__(self)
+        SFTPasses.__init__(self)
 
     @property
     def cpu_infer(self) -> CpuInfer:
@@ -141,21 +141,24 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         self._load(given, physical_to_logical_map_cpu)
 
     def load_rawint4_weights(self, weights, physical_to_logical_map_cpu=None) -> None:
-        """weights: kt-kernel's RAWINT4ExpertWeights, or what has its attributes, of any group size; or sft_weights.OfFiles."""
+        """Pack INT4 weights.
+
+        weights: kt-kernel's RAWINT4ExpertWeights, or what has its attributes, of any group size; or sft_weights.OfFiles.
+        """
         if isinstance(weights, sft_weights.OfFiles):
             self._load_files(weights, physical_to_logical_map_cpu)
         else:
             self._load(sft_weights.rawint4(weights, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
 
     def load_block_fp8_weights(self, weights, physical_to_logical_map_cpu=None) -> None:
-        """weights: kt-kernel's BlockFP8ExpertWeights, or what has its attributes; or sft_weights.OfFiles."""
+        """Pack FP8 weights: kt-kernel's BlockFP8ExpertWeights, or what has its attributes; or sft_weights.OfFiles."""
         if isinstance(weights, sft_weights.OfFiles):
             self._load_files(weights, physical_to_logical_map_cpu)
         else:
             self._load(sft_weights.block_fp8(weights, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
 
     def load_mxfp4_weights(self, experts_data, physical_to_logical_map_cpu=None) -> None:
-        """experts_data: what kt-kernel's MXFP4SafeTensorLoader.load_experts() returns."""
+        """Pack MXFP4 weights. experts_data: what kt-kernel's MXFP4SafeTensorLoader.load_experts() returns."""
         self._load(sft_weights.mxfp4(experts_data, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
 
     def update_base_weights(self) -> None:
@@ -167,10 +170,10 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         raise UnavailableError(f"layer {self.layer_idx}: init_full_weight_grad_buffers: packed weights are frozen")
 
     def submit_backward_repack(self) -> None:
-        """Nothing: backward reads the weights as they are packed, and there is no second copy to make ready."""
+        """Do nothing: backward reads the weights as they are packed, and there is no second copy to make ready."""
 
     def wait_backward_repack(self) -> None:
-        """Nothing, as there is nothing to wait for."""
+        """Do nothing, as there is nothing to wait for."""
 
     # Adapter
 
@@ -201,7 +204,7 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         parameters = [host_arrays.is_parameter(matrix) for matrix in matrices]
         if self._uses_authoritative_optimizer_grads and any(parameters) and not all(parameters):
             raise InputError("either all matrices of an adapter or none must be torch Parameters, found some")
-        adapter = Adapter(tensors, buffers, self._shapes(), self.lora_alpha)
+        adapter = AdapterTensors(tensors, buffers, self._shapes(), self.lora_alpha)
         self._register_adapter({name: (tensors[name], buffers[name]) for name in NAMES} if all(parameters) else {})
         for name in NAMES:
             setattr(self, name, tensors[name])

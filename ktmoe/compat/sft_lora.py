@@ -12,11 +12,11 @@ from ktmoe.errors import memory_for
 from ktmoe.experts import PROJECTIONS
 from ktmoe.training import Lora
 
-#: Of the six matrices, in the order of init_lora_weights().
+#: The names of an adapter's six matrices, in the order of init_lora_weights().
 NAMES = tuple(f"{projection}_lora_{letter}" for projection in PROJECTIONS for letter in "ab")
 
 
-class Staging:
+class GradientMemory:
     """float32 memory for an adapter's gradients, which all layers of a process share, since they are computed one at a time."""
 
     def __init__(self):
@@ -42,7 +42,7 @@ class Staging:
         self._memory = np.empty(0, np.float32)
 
 
-class Adapter:
+class AdapterTensors:
     """tensors and gradients by NAMES: bfloat16 or float32, numpy arrays or torch CPU tensors, C-contiguous and aligned; held,
     not copied.
 
@@ -55,7 +55,7 @@ class Adapter:
         self.find()
 
     def find(self) -> None:
-        """Where the tensors' memory is now: an optimizer may have put other memory into a parameter."""
+        """Find the tensors' memory again: an optimizer may have put other memory into a parameter."""
         for name in NAMES:
             self._checked(name, self.tensors[name], self._shapes[name], False)
         a, b = ([self.tensors[name] for name in NAMES[first::2]] for first in (0, 1))
@@ -70,7 +70,7 @@ class Adapter:
 
     @staticmethod
     def _checked(name: str, value, shape: tuple[int, ...], written: bool) -> np.ndarray:
-        """As bfloat16 or float32."""
+        """The array of a tensor, as bfloat16 or float32. Raises InputError."""
         array = arrays.view(value, name).array
         arrays.expect_shape(name, array, shape)
         arrays.expect_native(name, array, written=written)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ktmoe._native import core
 from ktmoe.errors import InputError
+from ktmoe.experts import ExpertSpec
 from ktmoe.machine import topology
 from ktmoe.machine.number_lists import listed, numbers, ranges
 from ktmoe.messages import show
@@ -32,16 +33,16 @@ class Placement:
 
     @property
     def domains(self) -> tuple[tuple[topology.Domain, ...], ...]:
-        """Of each shard, or of all CPUs that this process may use if it is not bound: the L3 caches."""
+        """The L3 caches of each shard's CPUs; if it is not bound, of all CPUs that this process may use."""
         return tuple(map(topology.domains, self.cpus or [usable_cpus()]))
 
     @property
     def shards(self) -> int:
-        """Into how many shards the intermediate dimension is cut."""
+        """The number of shards into which the intermediate dimension is cut."""
         return max(1, len(self.nodes))
 
     def first(self, count: int) -> Placement:
-        """On at most so many of the nodes, the first; where one is left of several, layers are not bound."""
+        """The placement on at most so many of the nodes, the first; where one is left of several, layers are not bound."""
         if count >= self.shards:
             return self
         return Placement(self.nodes[:count], self.cpus[:count]) if count > 1 else UNBOUND
@@ -107,6 +108,14 @@ def place(numa_nodes: Sequence[int] | None = None) -> Placement:
         if chosen.count(node) > 1:
             raise InputError(f"numa_nodes must be different nodes, found {node} more than once in {list(chosen)}")
     return Placement(chosen, tuple(usable[node] for node in chosen))
+
+
+def placement_of(experts: ExpertSpec, numa_nodes: Sequence[int] | None = None) -> Placement:
+    """place(), for a layer of these experts."""
+    placement = place(numa_nodes)
+    if numa_nodes is None:  # not on more nodes than there is something for
+        placement = placement.first(-(-experts.intermediate // experts.shard_unit))
+    return placement
 
 
 def explain_default() -> str:

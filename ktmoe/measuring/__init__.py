@@ -7,7 +7,7 @@ over rounds of the call's share of that round's limits. `ktmoe demo`, `ktmoe ben
 `ktmoe inspect`.
 """
 
-from ktmoe.measuring.batches import SKEW, Batch, random_batches, slot_flops
+from ktmoe.measuring.batches import SKEW, MeasuredBatch, random_batches, slot_flops
 from ktmoe.measuring.correctness import Check, backends_for, check
 from ktmoe.measuring.meter import LEAST_SECONDS, STREAMS, LimitMeter, settled
 from ktmoe.measuring.rounds import MOST_SECONDS, SHARE_OF_CALL, Result, Rounds, run
@@ -18,9 +18,9 @@ __all__ = [
     "SHARE_OF_CALL",
     "SKEW",
     "STREAMS",
-    "Batch",
     "Check",
     "LimitMeter",
+    "MeasuredBatch",
     "Result",
     "Rounds",
     "backends_for",

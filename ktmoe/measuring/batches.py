@@ -15,7 +15,7 @@ SKEW = 1.0
 
 
 @dataclass(frozen=True)
-class Batch:
+class MeasuredBatch:
     """One call's input, x [tokens, hidden] bfloat16, and what it costs.
 
     experts: the distinct ones that it uses, whose packed weights it must read. slots: (token, expert) pairs to multiply.
@@ -30,7 +30,7 @@ class Batch:
 
 def random_batches(
     tokens: int, top_k: int, num_experts: int, hidden: int, *, among: int | None = None, skew: float = 0.0, seed: int = 0
-) -> Iterator[Batch]:
+) -> Iterator[MeasuredBatch]:
     """Endless batches with random routing: a token's experts are distinct, and every set of them is equally likely.
 
     Experts rotate, so that the weights come from memory and not from a cache; one token alone also avoids the experts of the
@@ -53,9 +53,9 @@ def random_batches(
         weights = random.random(ids.shape, np.float32)
         weights /= weights.sum(axis=1, keepdims=True)
         last = np.unique(ids)
-        yield Batch(x, ids, weights, last, ids.size)
+        yield MeasuredBatch(x, ids, weights, last, ids.size)
 
 
 def slot_flops(shape) -> int:
-    """Of one token in one expert. shape: whatever has `hidden` and `intermediate`."""
+    """FLOPs of one token in one expert. shape: whatever has `hidden` and `intermediate`."""
     return 2 * 3 * shape.hidden * shape.intermediate

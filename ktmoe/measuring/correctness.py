@@ -12,7 +12,7 @@ from ktmoe._native import core
 from ktmoe.backends.base import Found
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
-from ktmoe.measuring.batches import Batch
+from ktmoe.measuring.batches import MeasuredBatch
 
 
 def backends_for(experts: ExpertWeights) -> dict[str, core.KernelTable]:
@@ -40,12 +40,12 @@ class Check:
 
     @classmethod
     def of(cls, y: np.ndarray, expected: reference.Reference) -> Check:
-        """Of float32 outputs, alike in shape."""
+        """Check float32 outputs y against what is expected, which has the same shape."""
         scale = float(np.sqrt(np.mean(np.square(expected.y))))
         return cls(expected.worst(y), float(np.median(expected.bound)) / scale if scale else math.nan)
 
 
-def check(experts: ExpertWeights, layer: MoELayer, batch: Batch, *, tokens: int = 1, columns: int = 64) -> Check:
+def check(experts: ExpertWeights, layer: MoELayer, batch: MeasuredBatch, *, tokens: int = 1, columns: int = 64) -> Check:
     """Compare a sample of a call's outputs with the reference.
 
     The sample is taken with float32 outputs, whose bound is the computation's own; rounded, all of them must equal the

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ktmoe.layer import MoELayer
-from ktmoe.measuring.batches import Batch, slot_flops
+from ktmoe.measuring.batches import MeasuredBatch, slot_flops
 from ktmoe.measuring.meter import LEAST_SECONDS, LimitMeter
 
 #: A round measures each limit for a share of a call, so that both meet alike whatever else the machine is doing.
@@ -44,14 +44,14 @@ class Rounds:
     least: seconds for which a round measures each limit, at least.
     """
 
-    def __init__(self, layer: MoELayer, limits: LimitMeter, batches: Iterator[Batch], *, least: float = LEAST_SECONDS):
+    def __init__(self, layer: MoELayer, limits: LimitMeter, batches: Iterator[MeasuredBatch], *, least: float = LEAST_SECONDS):
         self._limits, self._batches, self._least = limits, batches, least
         self._expert_bytes = layer.nbytes / layer.num_experts
         self._slot_flops = slot_flops(layer)
-        self._rounds: list[tuple[Batch, float, float]] = []
+        self._rounds: list[tuple[MeasuredBatch, float, float]] = []
         self._prepared = time.perf_counter()
 
-    def prepare(self) -> Batch:
+    def prepare(self) -> MeasuredBatch:
         """Measure the limits, which also takes the last batch's weights out of the caches; the next call's batch."""
         batch = next(self._batches)
         call = time.perf_counter() - self._prepared
@@ -76,7 +76,7 @@ class Rounds:
 def run(
     layer: MoELayer,
     limits: LimitMeter,
-    batches: Iterator[Batch],
+    batches: Iterator[MeasuredBatch],
     *,
     seconds: float = 2.0,
     least: int = 3,

@@ -20,7 +20,7 @@ _NUMBERS = {"b16": "bf16", "f16": "fp16", "f32": "fp32"}
 
 
 @dataclass(frozen=True)
-class Weights:
+class SourceMatrix:
     """A matrix [n, k] as the native code reads it: (values[code] - point) * scale, times its factor or divided by it.
 
     stored: "bf16", "fp16" or "fp32", codes that are numbers; "bytes"; "nibbles", low nibble = even k. codes: C-contiguous.
@@ -41,11 +41,11 @@ class Weights:
     divides: bool = False
 
 
-def read(matrix: Matrix) -> Weights:
+def read(matrix: Matrix) -> SourceMatrix:
     """A matrix of any format. Raises FormatError for a zero point that is none."""
     matrix_format = matrix.format
     if matrix_format.family in _NUMBERS and not matrix_format.factor and matrix_format.order.rows:
-        return Weights(matrix.name, matrix.shape, _NUMBERS[matrix_format.family], matrix.codes)
+        return SourceMatrix(matrix.name, matrix.shape, _NUMBERS[matrix_format.family], matrix.codes)
     return _coded(matrix) if _rounded_once(matrix_format) else _in_float64(matrix)
 
 
@@ -66,7 +66,7 @@ def _rounded_once(matrix_format: WeightFormat) -> bool:
     return not (scale and matrix_format.factor) or _VALUE_BITS + SCALE_KINDS[scale.kind].bits <= _FLOAT32_BITS
 
 
-def _coded(matrix: Matrix) -> Weights:
+def _coded(matrix: Matrix) -> SourceMatrix:
     matrix_format, (n, k) = matrix.format, matrix.shape
     arrays = matrix_format.rows(matrix.stored, n, k)
     given = {}
@@ -86,11 +86,11 @@ def _coded(matrix: Matrix) -> Weights:
         given |= {"points": points, "point_columns": matrix_format.offset.extent[1]}
     if matrix_format.factor:
         given |= {"factors": arrays["factor"], "divides": matrix_format.factor.divides}
-    return Weights(matrix.name, matrix.shape, stored, arrays["codes"], **given)
+    return SourceMatrix(matrix.name, matrix.shape, stored, arrays["codes"], **given)
 
 
-def _in_float64(matrix: Matrix) -> Weights:
-    """By way of float64 numbers, which are exact or nearly so."""
+def _in_float64(matrix: Matrix) -> SourceMatrix:
+    """The weights by way of float64 numbers, which are exact or nearly so."""
     with np.errstate(over="ignore"):
         weights = dequantize(matrix).astype(np.float32)
-    return Weights(matrix.name, matrix.shape, "fp32", weights)
+    return SourceMatrix(matrix.name, matrix.shape, "fp32", weights)

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
 from ktmoe.messages import show
 
 #: The largest rank.
-RANK_MAX = 256
+RANK_MAX = core.RANK_MAX
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -142,7 +143,7 @@ def checked_number(name: str, value: float) -> float:
 
 
 def _checked(value, name: str, finite: bool) -> np.ndarray:
-    """As float32, uint16 or float64, sharing memory."""
+    """The array of a value, as float32, uint16 or float64, sharing memory. Raises InputError."""
     if isinstance(value, np.ndarray) and value.dtype == np.float64:
         array = value
     elif isinstance(value, np.ndarray) or arrays.is_torch(value):

@@ -10,7 +10,7 @@ import numpy as np
 from ktmoe import arrays
 from ktmoe._native import core
 from ktmoe.batch import checked_batch, checked_out
-from ktmoe.errors import ClosedError, InputError, UnavailableError, memory_for
+from ktmoe.errors import ClosedError, InputError, asking, memory_for
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
 from ktmoe.training.lora import Lora, checked_number
@@ -24,8 +24,11 @@ WANTED = ("x", "weights", "lora")
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Of a loss. x: like x, of its kind and dtype. weights: of the router weights, float32 [tokens, top_k], 0 where a slot is
-    skipped. lora: of the adapter, {projection: (da, db)}, float32 of a's and b's shapes. None: not wanted, or no adapter."""
+    """The gradients of a loss.
+
+    x: like x, of its kind and dtype. weights: of the router weights, float32 [tokens, top_k], 0 where a slot is skipped.
+    lora: of the adapter, {projection: (da, db)}, float32 of a's and b's shapes. None: not wanted, or no adapter.
+    """
 
     x: object
     weights: np.ndarray | None
@@ -50,10 +53,7 @@ class Training:
                 f"{layer.name}: training needs activations={MODE!r}, found {layer.activations!r}, which rounds more; "
                 f"make the layer with activations={MODE!r}"
             )
-        packed = _packed(layer, "training")
-        reason = getattr(packed, "trainable", f"backend {layer.backend!r} has no training")
-        if reason is not None:
-            raise UnavailableError(f"{layer.name}: it cannot be trained: {reason}")
+        _packed(layer, "training")
         self.layer = layer
         self.recompute = bool(recompute)
 
@@ -63,7 +63,7 @@ class Training:
         return self.layer.spec
 
     def __deepcopy__(self, memo: dict) -> Training:
-        """Itself: it has nothing of its own, and copies of a module share its layer."""
+        """The same object: it has nothing of its own, and copies of a module share its layer."""
         return self
 
     def forward(
@@ -76,7 +76,7 @@ class Training:
         Raises what MoELayer.forward() raises, InputError for an adapter of other shapes, OutOfMemoryError.
         """
         packed = _packed(self.layer, "forward")
-        batch = checked_batch(self.layer, x, expert_ids, expert_weights)
+        batch = checked_batch(self.spec, self.layer.expert_mask, x, expert_ids, expert_weights)
         adapter = self._adapter(lora)
         target = checked_out(out, batch)
         taken = None
@@ -155,7 +155,7 @@ class Training:
         )
 
     def _adapter(self, lora: Lora | None):
-        """As the driver takes it. Raises InputError."""
+        """The adapter as the driver takes it. Raises InputError."""
         if lora is None:
             return None
         if not isinstance(lora, Lora):
@@ -170,20 +170,21 @@ class Training:
         return g, u, None if lora is None else np.empty((slots, 3, lora.rank), np.float32)
 
 
-def _packed(layer: MoELayer, what: str):
+def _packed(layer: MoELayer, what: str) -> core.PackedLayer:
     packed = layer.packed  # once: close() may come from another thread
     if packed is None:
         raise ClosedError(f"{layer.name}: {what} after close()")
-    return packed
+    with asking(layer.backend, layer.name):
+        return packed.training()
 
 
 def _zeros(lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """To be added to: memory of experts without tokens is not even touched."""
+    """Zeros for gradients to be added to: memory of experts without tokens is not even touched."""
     return {projection: tuple(np.zeros(array.shape, np.float32) for array in pair) for projection, pair in lora.pairs.items()}
 
 
 def _checked_targets(lora: Lora, into: Mapping[str, tuple], others: list[np.ndarray]) -> dict[str, tuple]:
-    """Where an adapter's gradients go, as float32 arrays. others: what is read meanwhile. Raises InputError."""
+    """The arrays that an adapter's gradients go to, float32. others: what is read meanwhile. Raises InputError."""
     if not isinstance(into, Mapping) or set(into) != set(lora.projections):
         raise InputError(f"into must have (da, db) for {', '.join(lora.projections)}, found {show(into)}")
     sums = {}

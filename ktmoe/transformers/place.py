@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ktmoe.dequantization import dequantize, in_rows
-from ktmoe.errors import ClosedError, UnavailableError
+from ktmoe.errors import ClosedError, LackingError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer
 from ktmoe.torch.experts import MoEExperts
@@ -58,13 +58,15 @@ def put(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], chosen: 
 
 
 def _device(model: torch.nn.Module, name: str, layer: MoELayer) -> torch.device:
-    """Of the other parameters of the experts' block, such as the router's. Raises what place() does."""
+    """The device of the other parameters of the experts' block, such as the router's. Raises what place() does."""
     if layer.packed is None:
         raise ClosedError(f"{name}: its layer was closed")
-    if not hasattr(layer.packed, "export"):
+    try:
+        layer.packed.export(0, [{}])  # of nothing: it refuses now, or not at all
+    except LackingError:
         raise UnavailableError(
             f"{name}: backend {layer.backend!r} cannot give weights back, so its experts are on the CPU alone"
-        )
+        ) from None
     block = model.get_submodule(name.rpartition(".")[0])
     device = next((parameter.device for parameter in block.parameters()), model.device)
     if device.type == "meta":
@@ -104,7 +106,7 @@ def _dequantized(module: torch.nn.Module, expert: int, dtype: torch.dtype) -> di
 
 
 def _shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of one expert's part of what were the module's parameters."""
+    """The shapes of one expert's part of what were the module's parameters."""
     layer = module.ktmoe_layer
     gate_up, down = (2 * layer.intermediate, layer.hidden), (layer.hidden, layer.intermediate)
     order = slice(None, None, -1 if module.is_transposed else 1)

@@ -1,5 +1,5 @@
-/* A chunk of a batch while it is computed: scratch.c has the memory, phase_a.c and phase_b.c compute, phases.c is what a worker does,
- * moe.c goes from chunk to chunk. */
+/* A chunk of a batch while it is computed: scratch.c has the memory, runs.c goes from item to item, phase_a.c and phase_b.c compute,
+ * phases.c is what a worker does, moe.c goes from chunk to chunk. */
 #ifndef KT_JOB_H
 #define KT_JOB_H
 
@@ -28,7 +28,7 @@ typedef struct kt_worker_scratch {
     kt_panel_h *h;       /* [KT_ROWS_MAX], before rows are encoded */
     uint16_t *row;       /* [k_hidden], likewise */
     void *kernel;
-    /* With an adapter: */
+    /* What an adapter needs: */
     kt_panel_row *added[2]; /* [KT_ROWS_MAX] each: to g and u, or to d of two panels */
     float *wide;            /* [KT_TILE_ROWS] rows of x or h */
     float *low;             /* numbers of A or B */
@@ -47,7 +47,7 @@ typedef struct kt_shard_job {
     _Atomic uint8_t *met;       /* [strips][inter_panels]: whether one of the two halves is there */
     kt_count *arrived;          /* [hidden_panels]: strips whose d is there */
     kt_worker_scratch *workers; /* [team's] */
-    /* In memory that its own threads touch first, as what the workers have is: */
+    /* These are in memory that the shard's own threads touch first, as what the workers have is: */
     uint8_t *h;           /* [slots] rows */
     kt_panel_row *halves; /* [2][inter_panels][slots]: g and u that wait for each other */
     kt_panel_row *d;      /* [slots][hidden_panels]; none where phase B is by panel */
@@ -96,7 +96,8 @@ typedef struct kt_ahead {
 } kt_ahead;
 
 void kt_job_begin(kt_job *j, const kt_layer *layer, const kt_batch *batch, const kt_teams *teams);
-/* With a route, and by whether an expert that has rows takes a form: which forms are copied, and their rows. */
+/* Says which forms of x are copied; returns how many rows. There is a route by now. used: whether an expert that has rows takes
+ * a form. */
 size_t kt_job_stages(kt_job *j, const bool *used);
 
 size_t kt_scratch_chunk(kt_job *j); /* the most tokens that fit into the scratch memory, for which it is planned now */
@@ -110,7 +111,6 @@ kt_ahead kt_ahead_b(kt_worker_job *w); /* the first panels of phase B */
  * them. */
 size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items);
 
-kt_finish kt_finish_of(const kt_matrix *w, size_t panel);
 void kt_phases(void *job, const kt_worker *me); /* a kt_task */
 
 #endif
