@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.messages import show
-from ktmoe.quantization.blocks import block_rule
+from ktmoe.quantization.blocks import ELEMENTS, block_rule
 from ktmoe.quantization.rules import RULES, Rule
-
-#: The modes that lists name. There are more: any x with any h, and other rules; see mode_of().
-MODES = ("bf16", "int16", "int8", "mxfp8", "mxfp4")
 
 #: Modes of integers, which are forms of rows at the same time; x and h are alike.
 _INTEGERS = ("int16", "int8")
-#: What x or h may be rounded to in blocks of 32, and the rules for that, the default first: {format: {name: rule}}. Modes with
-#: one of these formats are MX modes.
-_RULES = {target: {name: rule for (of, name), rule in RULES.items() if of == target} for target in ("mxfp8", "mxfp4")}
+#: What x or h may be rounded to in blocks of 32, most bits first. Modes with one of these formats are MX modes.
+MX = tuple(sorted(ELEMENTS, key=lambda target: -ELEMENTS[target].bits))
+#: The modes that lists name. There are more: any x with any h, and other rules; see mode_of().
+MODES = ("bf16", *_INTEGERS, *MX)
+#: The rules of MX, the default first: {format: {name: rule}}.
+_RULES = {target: {name: rule for (of, name), rule in RULES.items() if of == target} for target in MX}
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,6 @@ def _name(rule: Rule | None) -> str:
 
 def _unknown(name: str) -> InputError:
     return InputError(
-        f"activations must be one of {', '.join(MODES)}, or X/H with bf16, mxfp8 or mxfp4 for each (as in 'mxfp8/mxfp4'; "
+        f"activations must be one of {', '.join(MODES)}, or X/H with bf16, {' or '.join(MX)} for each (as in 'mxfp8/mxfp4'; "
         f"'mxfp4:even' is another rule), found {show(name)}"
     )

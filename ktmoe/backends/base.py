@@ -13,13 +13,13 @@ from ktmoe.errors import InputError, LackingError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.machine.numa import UNBOUND, Placement
 from ktmoe.messages import show
-from ktmoe.modes import Mode, mode_of
+from ktmoe.modes import MX, Mode, mode_of
 
 #: What a layer's kernels may be chosen for: calls of a few tokens, or of many.
 TUNED_FOR = ("decode", "prefill")
 
 #: Activation modes that a user has to name, since they round too much to be anybody's default: "auto" passes over them.
-NEVER_AUTO = frozenset({"int8", "mxfp8", "mxfp4"})
+NEVER_AUTO = frozenset({"int8", *MX})
 
 Progress = Callable[[int, int], None]
 #: The checkpoint's bytes of some matrices: by projection, the arrays of WeightFormat.arrays() by name.

@@ -13,8 +13,8 @@ from ktmoe.experts import Matrix
 from ktmoe.weights.formats import Minimum, WeightFormat
 from ktmoe.weights.scales import SCALE_KINDS
 
-#: Significant bits of a scale, by kind: with those of a value, 24 are exact in float32.
-_BITS = {"ue8m0": 1, "e4m3": 4, "int8": 7, "bf16": 8, "fp16": 11}
+#: Significant bits of an element's value, which is a bfloat16 number, and of float32.
+_VALUE_BITS, _FLOAT32_BITS = 8, 24
 #: What the native code calls codes that are numbers, by family.
 _NUMBERS = {"b16": "bf16", "f16": "fp16", "f32": "fp32"}
 
@@ -63,7 +63,7 @@ def _rounded_once(matrix_format: WeightFormat) -> bool:
     if matrix_format.super_scale or isinstance(matrix_format.offset, Minimum):
         return False
     scale = matrix_format.scale
-    return not (scale and matrix_format.factor) or scale.kind in _BITS
+    return not (scale and matrix_format.factor) or _VALUE_BITS + SCALE_KINDS[scale.kind].bits <= _FLOAT32_BITS
 
 
 def _coded(matrix: Matrix) -> SourceMatrix:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from ktmoe.dequantization import Weights, factors, read, spread
@@ -17,11 +18,10 @@ from ktmoe.reference.operands import operand
 from ktmoe.reference.weights import BLOCK, TINY, folds, round_bfloat16
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
+from ktmoe.weights.scales import SCALE_KINDS
 
-#: Significant bits of float32, of bfloat16 and of a sum of two bfloat16 numbers; those that a scale of each kind adds.
+#: Significant bits of float32, of bfloat16 and of a sum of two bfloat16 numbers.
 FLOAT32_BITS, BFLOAT16_BITS, TWO_TERMS_BITS = 24, 8, 16
-SCALE_BITS = {"ue8m0": 0, "e4m3": 4, "int8": 7, "bf16": 8, "fp16": 11, "fp32": 24}
-NUMBER_BITS = {"b16": 8, "f16": 11, "f32": 24}
 #: Rows n of a matrix that a backend may add in any order where a weight is two numbers: first the larger ones of all of them.
 TWO_TERMS_BLOCK = 512
 #: The lengths in the sums that adapters and router weights need: see added_up().
@@ -213,13 +213,13 @@ def may_be_two(format: WeightFormat) -> bool:
 def _scale_bits(scale, super_scale) -> tuple[bool, int]:
     """Whether there are two levels of scales, and the bits of their product."""
     kinds = [level.kind for level in (scale, super_scale) if level is not None]
-    return len(kinds) == 2, sum(SCALE_BITS[kind] for kind in kinds)
+    return len(kinds) == 2, sum(SCALE_KINDS[kind].bits for kind in kinds)
 
 
 def value_bits(format: WeightFormat) -> int:
     """Significant bits of a value less its zero point."""
     if format.family in NUMBERS:
-        return NUMBER_BITS[format.family]
+        return ml_dtypes.finfo(NUMBERS[format.family]).nmant + 1
     values = np.array([value for value in format.element.values if value is not None])
     if isinstance(format.offset, ZeroPoint):
         values = np.subtract.outer(values, np.arange(16))

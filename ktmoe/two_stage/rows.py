@@ -12,17 +12,16 @@ from ktmoe.arrays import expect_shape
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 from ktmoe.quantization import RULES, Rule
-from ktmoe.quantization.blocks import block_rule
+from ktmoe.quantization.blocks import ELEMENTS, block_rule
 from ktmoe.two_stage.kinds import as_bits, as_bytes, give
 from ktmoe.two_stage.pairs import arrays_of
 from ktmoe.two_stage.scales import checked_order, tiled, untiled
 from ktmoe.two_stage.sorting import TOKEN_MASK, Sorting
-from ktmoe.weights.elements import E2M1, E4M3
 
 #: k that share a scale.
 BLOCK = 32
 #: What rows may be quantised to, with their element.
-FORMATS = {"mxfp4": E2M1, "mxfp8": E4M3}
+FORMATS = ELEMENTS
 
 
 class BlockScaled(NamedTuple):

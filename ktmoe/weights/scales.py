@@ -20,6 +20,7 @@ class ScaleKind:
     dtype: of the array that holds the checkpoint's bytes, which are viewed as it and never cast.
     field: the bits of the exponent; with all of them set, an item is no real number. 0: every item is one.
     signed: whether the highest bit is a sign.
+    bits: the significant bits that a product has more by it; a power of two adds none.
     numbers: such an array as float64, NaN or infinite where an item is no real number. stored: the inverse.
     """
 
@@ -27,6 +28,7 @@ class ScaleKind:
     dtype: np.dtype
     field: int
     signed: bool = True
+    bits: int = 24
     numbers: Callable[[np.ndarray], np.ndarray] = field(default=lambda stored: stored.astype(np.float64), compare=False)
     stored: Callable[[np.ndarray], np.ndarray] | None = field(default=None, compare=False)
 
@@ -67,12 +69,12 @@ def _e4m3(stored: np.ndarray) -> np.ndarray:
 SCALE_KINDS = {
     kind.name: kind
     for kind in (
-        ScaleKind("ue8m0", np.dtype(np.uint8), 0xFF, False, _ue8m0, _of_ue8m0),
-        ScaleKind("e4m3", np.dtype(np.uint8), 0x7F, True, _e4m3, _of_e4m3),
-        ScaleKind("int8", np.dtype(np.int8), 0),
-        ScaleKind("bf16", _BF16, 0x7F80),
-        ScaleKind("fp16", np.dtype(np.float16), 0x7C00),
-        ScaleKind("fp32", np.dtype(np.float32), 0x7F800000),
+        ScaleKind("ue8m0", np.dtype(np.uint8), 0xFF, False, 0, _ue8m0, _of_ue8m0),
+        ScaleKind("e4m3", np.dtype(np.uint8), 0x7F, True, 4, _e4m3, _of_e4m3),
+        ScaleKind("int8", np.dtype(np.int8), 0, bits=7),
+        ScaleKind("bf16", _BF16, 0x7F80, bits=8),
+        ScaleKind("fp16", np.dtype(np.float16), 0x7C00, bits=11),
+        ScaleKind("fp32", np.dtype(np.float32), 0x7F800000, bits=24),
     )
 }
 

@@ -214,4 +214,5 @@ int kt_unpack(const kt_placement *placement, const kt_shard_matrix *matrices, co
     return error ? error : j.error;
 }
 
-const kt_packing *const kt_packings[] = {&kt_pack_q4, &kt_pack_f8, &kt_pack_i8, &kt_pack_b16, &kt_pack_f16, &kt_pack_f32, NULL};
+#define ENTRY(family) &kt_pack_##family,
+const kt_packing *const kt_packings[] = {KT_FAMILIES(ENTRY) NULL};

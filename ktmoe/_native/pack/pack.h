@@ -62,7 +62,10 @@ struct kt_packing {
     bool (*pack_codes)(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed);
     void (*unpack_codes)(const kt_format *format, const uint8_t *packed, size_t count, size_t k, uint8_t *rows);
 };
-extern const kt_packing kt_pack_q4, kt_pack_f8, kt_pack_i8, kt_pack_b16, kt_pack_f16, kt_pack_f32;
+#define KT_FAMILIES(X) X(q4) X(f8) X(i8) X(b16) X(f16) X(f32)
+#define DECLARE(family) extern const kt_packing kt_pack_##family;
+KT_FAMILIES(DECLARE)
+#undef DECLARE
 extern const kt_packing *const kt_packings[]; /* all of them; NULL ends the list */
 
 /* The bytes of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */
