@@ -17,7 +17,7 @@ class Copying:
     def __init__(self, source: np.ndarray):
         threads = ktmoe.get_num_threads()
         target = np.ones_like(source)
-        self._parts = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
+        self._slices = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
         self._pool = ThreadPoolExecutor(threads)
         self._seconds: list[float] = []
 
@@ -30,7 +30,7 @@ class Copying:
     def copy(self) -> None:
         """Once, timed."""
         start = time.perf_counter()
-        list(self._pool.map(lambda part: np.copyto(*part), self._parts))
+        list(self._pool.map(lambda arrays: np.copyto(*arrays), self._slices))
         self._seconds.append(time.perf_counter() - start)
 
     def shares(self, seconds: Sequence[float]) -> list[float]:

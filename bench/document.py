@@ -44,13 +44,13 @@ def filled(text: str, found: list[Results], tables: Tables) -> str:
     return text
 
 
-def replaced(text: str, name: str, part: str) -> str:
+def replaced(text: str, name: str, section: str) -> str:
     """The text with what stands between the marks of that name replaced."""
     begin, end = f"<!-- table: {name} -->\n", f"<!-- end of {name} -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"expected the marks {begin.strip()!r} and {end!r}, found none or only one")
-    return pattern.sub(lambda _: begin + part + end, text)
+    return pattern.sub(lambda _: begin + section + end, text)
 
 
 def markdown(heads: Row, rows: Iterable[Row]) -> str:
@@ -197,14 +197,14 @@ def engines(found: list[Results]) -> tuple[Row, list[Row]]:
         for comparison in results.data.get("engines", {}).get("comparison", ())
         for way in comparison["way"]
     ]
-    tokens = sorted({part["tokens"] for *_, way in entries for part in way["prefill"]})
-    texts = sorted({part["texts"] for *_, way in entries for part in way["decode"]})
+    tokens = sorted({row["tokens"] for *_, way in entries for row in way["prefill"]})
+    texts = sorted({row["texts"] for *_, way in entries for row in way["decode"]})
     heads = ("CPU", "model", "layers", "way", *(f"prefill, {count} tokens" for count in tokens))
     heads += (*(f"decode, {count} text{'s' * (count > 1)}" for count in texts), "experts in decode", "memory", "loading")
     rows = []
     for results, comparison, way in entries:
-        prefill = {part["tokens"]: part for part in way["prefill"]}
-        decode = {part["texts"]: part for part in way["decode"]}
+        prefill = {row["tokens"]: row for row in way["prefill"]}
+        decode = {row["texts"]: row for row in way["decode"]}
         cells = [_tokens_rate(prefill.get(count)) for count in tokens] + [_tokens_rate(decode.get(count)) for count in texts]
         first, read = decode[min(decode)], "1 stream" if results.of_one_stream("engines") else "read"
         experts = f"{100 * first['experts']:.0f} %, {first['read_gb_s']:.3g} GB/s, {100 * first['of_read']:.0f} % of {read}"
@@ -226,10 +226,10 @@ def vllm(found: list[Results]) -> tuple[Row, list[Row]]:
     ]
 
 
-def _tokens_rate(part: dict | None) -> str:
-    if part is None:
+def _tokens_rate(row: dict | None) -> str:
+    if row is None:
         return NONE
-    return f"{_three_digits(part['tokens_s'])} tokens/s" + (f", {part['lead']:.1f} x" if "lead" in part else "")
+    return f"{_three_digits(row['tokens_s'])} tokens/s" + (f", {row['lead']:.1f} x" if "lead" in row else "")
 
 
 def cost_numbers(found: list[Results]) -> tuple[Row, list[Row]]:

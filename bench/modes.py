@@ -11,7 +11,7 @@ FORWARD = "forward()"
 NAMES = ("backend", "isa", "form", "activations", "beside")
 
 
-def part(made: dict, rows: list[dict]) -> dict:
+def section(made: dict, rows: list[dict]) -> dict:
     """A results file's `modes`, empty without rows. made: date, commit and source. rows: what was recorded."""
     found: dict[tuple, dict] = {}
     for row in rows:
@@ -26,10 +26,10 @@ def part(made: dict, rows: list[dict]) -> dict:
 
 def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """A line for each mode and kernels; columns for the numbers of tokens."""
-    parts = [(results.label, results.data["modes"]) for results in found if "modes" in results.data]
-    works = list(dict.fromkeys(call["work"] for _, modes in parts for mode in modes["mode"] for call in mode["call"]))
+    sections = [(results.label, results.data["modes"]) for results in found if "modes" in results.data]
+    works = list(dict.fromkeys(call["work"] for _, modes in sections for mode in modes["mode"] for call in mode["call"]))
     rows = []
-    for label, modes in parts:
+    for label, modes in sections:
         for mode in modes["mode"]:
             calls = {call["work"]: call for call in mode["call"]}
             cells = (f"{calls[w]['ms']:.3g} ms, {calls[w]['ratio']:.2f} x" if w in calls else NONE for w in works)

@@ -54,7 +54,7 @@ def results(saved: list[dict]) -> Results:
         "layer": _layers(by_suite["layer"]),
         "kernel": _kernels(by_suite["kernels"]),
         "pool": [_pool(row) for row in by_suite["pool"]],
-        "modes": modes.part(made, by_suite["modes"]),
+        "modes": modes.section(made, by_suite["modes"]),
         "load": [{"work": row["work"], **{k: digits(row[k]) for k in LOADING if k in row}} for row in by_suite["load"]],
     }
     data = {name: value for name, value in data.items() if value not in ([], {})}
@@ -136,7 +136,7 @@ def engines(saved: dict) -> dict:
 def _way(name: str, about: dict, found: dict) -> dict:
     """load_s: of a checkpoint that was read. bfloat16 weights were made."""
 
-    def part(number: str, count: int, fields: dict) -> dict:
+    def line(number: str, count: int, fields: dict) -> dict:
         lead = {"lead": digits(fields["lead"])} if fields["lead"] else {}
         read = {"read_gb_s": digits(fields["read"] / 1e9), "of_read": digits(fields["of_read"])} if "read" in fields else {}
         return {number: count, "tokens_s": digits(fields["rate"]), **lead, "experts": digits(fields["share"]), **read}
@@ -148,8 +148,8 @@ def _way(name: str, about: dict, found: dict) -> dict:
         **({"error": digits(about["error"])} if about["error"] is not None else {}),
         "peak_gb": digits(found["peak"] / 1e9),
         **({"load_s": digits(found["load"]["seconds"])} if about["weights"] == "MXFP4" else {}),
-        "prefill": [part("tokens", *entry) for entry in found["prefill"].items()],
-        "decode": [part("texts", *entry) for entry in found["decode"].items()],
+        "prefill": [line("tokens", *entry) for entry in found["prefill"].items()],
+        "decode": [line("texts", *entry) for entry in found["decode"].items()],
     }
 
 
@@ -173,9 +173,9 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
         data["engines"] = engines(saved)
     elif "engines" in old:
         data["engines"] = old["engines"]
-    for part in ("modes", "vllm"):
-        if part in old:
-            data.setdefault(part, old[part])
+    for section in ("modes", "vllm"):
+        if section in old:
+            data.setdefault(section, old[section])
     check(data, "the run")
     return Results(data)
 
@@ -200,17 +200,17 @@ def modes_alone(saved: list[dict], folder: Path = FOLDER) -> Results:
     Raises ResultsError where runs do not belong together, or have no modes.
     """
     made, last = _made(saved), saved[-1]["machine_info"]
-    found = modes.part(made, _by_suite(saved)["modes"])
+    found = modes.section(made, _by_suite(saved)["modes"])
     if not found:
         raise ResultsError("the run has no activation modes: expected what make bench ARGS='-k test_modes' saves")
     return _alone("modes", found, {"commit": made["commit"], "ktmoe": last["ktmoe"]["version"], "cpu": _cpu(last)}, folder)
 
 
-def _alone(part: str, found: dict, about: dict, folder: Path) -> Results:
-    """The file of a CPU, with that part in the place of its own."""
+def _alone(section: str, found: dict, about: dict, folder: Path) -> Results:
+    """The file of a CPU, with that section in the place of its own."""
     new = {name: found[name] for name in ("date", "source")} | about
     file = folder / Results(new).file_name
-    data = (read(file).data if file.exists() else new) | {part: found}
+    data = (read(file).data if file.exists() else new) | {section: found}
     check(data, "the run")
     return Results(data)
 

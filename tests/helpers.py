@@ -144,10 +144,10 @@ MANY_THREADS = 2 * (os.cpu_count() or 1)
 def group_extents(weight_format: WeightFormat) -> dict[str, tuple[int, int]]:
     """(rows, columns) that share a number, by the names of the arrays that a format has besides codes and factor."""
     offset = weight_format.offset
-    parts = {"scales": weight_format.scale, "super_scales": weight_format.super_scale, "offsets": offset}
+    levels = {"scales": weight_format.scale, "super_scales": weight_format.super_scale, "offsets": offset}
     if isinstance(offset, Minimum):
-        parts |= {"offsets": offset.scale, "super_offsets": offset.super_scale}
-    return {label: part.extent for label, part in parts.items() if part}
+        levels |= {"offsets": offset.scale, "super_offsets": offset.super_scale}
+    return {label: level.extent for label, level in levels.items() if level}
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:

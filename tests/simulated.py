@@ -295,14 +295,14 @@ def less_minima(total, a, minima, width, at, last):
 
 def simulated_forward(experts, x, ids, weights, router_weight, kind, rng, shards=None, rules=(None, None)):
     """A backend in float32 numpy. Its exp errs by almost all that a backend's may, at random. rules: what rounds x and h."""
-    y, *others = simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards, rules)
+    y, *others = simulated_shards(experts, x, ids, weights, router_weight, kind, rng, shards, rules)
     for other in others:
         with np.errstate(over="ignore", invalid="ignore"):
             y = y + other
     return y
 
 
-def simulated_parts(experts, x, ids, weights, router_weight, kind, rng, shards=None, rules=(None, None)):
+def simulated_shards(experts, x, ids, weights, router_weight, kind, rng, shards=None, rules=(None, None)):
     """What simulated_forward() adds: an output for each shard of the intermediate dimension, one if there are none."""
 
     def exp(z):

@@ -51,15 +51,15 @@ class SimulatedTraining:
 
     def lanes(self, a, b):
         """a @ b in 16 sums, which are then added."""
-        parts = [self.chain(a[:, lane::16], b[lane::16]) for lane in range(min(16, a.shape[1]))]
-        while len(parts) > 1:
-            parts = [sum(parts[at : at + 2]) for at in range(0, len(parts), 2)]
-        return parts[0]
+        lanes = [self.chain(a[:, lane::16], b[lane::16]) for lane in range(min(16, a.shape[1]))]
+        while len(lanes) > 1:
+            lanes = [sum(lanes[at : at + 2]) for at in range(0, len(lanes), 2)]
+        return lanes[0]
 
-    def added(self, *parts):
+    def added(self, *products):
         """What several (rows, numbers) give together: by chains from zero, or by one."""
         total = None
-        for multiply, a, b in parts:
+        for multiply, a, b in products:
             if self.kind == "portable":
                 one = multiply(a, b, None)
                 total = one if total is None else total + one
@@ -97,11 +97,11 @@ class SimulatedTraining:
             return total
         return self.chain(rows, weights, total)
 
-    def rows(self, matrix, dv, part=slice(None)):
+    def rows(self, matrix, dv, rows=slice(None)):
         """What the transposed product takes."""
         if matrix.format.factor is None:
             return dv
-        factor = np.broadcast_to(matrix.factor, matrix.shape[:1])[part]
+        factor = np.broadcast_to(matrix.factor, matrix.shape[:1])[rows]
         return bfloat16(dv / factor if matrix.format.factor.divides else dv * factor)
 
     # steps
@@ -177,34 +177,34 @@ class SimulatedTraining:
             pair = token * ids.shape[1] + slot
             g[pair], u[pair] = of_g, of_u
             down = self.experts.matrix(expert, "down")
-            parts = [simulated_linear(down, h, self.kind, shard) for shard in self.shards]
+            of_shards = [simulated_linear(down, h, self.kind, shard) for shard in self.shards]
             if self.adapts("down"):
-                inner["down"] = self.of_shards(h, expert, parts)
+                inner["down"] = self.of_shards(h, expert, of_shards)
             for projection, found in inner.items():
                 t[pair, PROJECTIONS.index(projection)] = found
-            for of_shard, d in zip(y, parts, strict=True):
+            for of_shard, d in zip(y, of_shards, strict=True):
                 np.add.at(of_shard, token, r * d if self.where == "down_output" else d)
         return self.all_shards(y), g, u, t
 
-    def of_shards(self, h, expert, parts):
-        """T of down, which is added to the parts: whole to the first, or what each shard has of it."""
+    def of_shards(self, h, expert, of_shards):
+        """T of down, which is added to them: whole to the first, or what each shard has of it."""
         b = self.outer("down", expert).T
-        if self.kind == "portable" or len(parts) == 1:
+        if self.kind == "portable" or len(of_shards) == 1:
             inner = self.inner(h, "down", expert)
-            parts[0] += self.chain(inner, b)
+            of_shards[0] += self.chain(inner, b)
             return inner
         total = np.float32(0)
-        for (first, last), part in zip(self.shards, parts, strict=True):
+        for (first, last), of_shard in zip(self.shards, of_shards, strict=True):
             own = np.zeros_like(h)
             own[:, first:last] = h[:, first:last]
             inner = self.inner(own, "down", expert)
-            part += self.chain(inner, b)
+            of_shard += self.chain(inner, b)
             total = total + inner
         return total
 
     @staticmethod
-    def all_shards(parts):
-        total, *others = parts
+    def all_shards(of_shards):
+        total, *others = of_shards
         for other in others:
             total = total + other
         return total
@@ -218,10 +218,10 @@ class SimulatedTraining:
         for expert, token, slot, r in self.each(x, ids, weights):
             a, inner, g, u, act, h = self.first(x, expert, token, r)
             matrix, of_y = self.experts.matrix(expert, "down"), dy[token].astype(np.float32)
-            parts = [(self.transposed, self.rows(matrix, of_y), self.weights(matrix))]
+            products = [(self.transposed, self.rows(matrix, of_y), self.weights(matrix))]
             of_inner = {}
-            self.through("down", expert, of_y, of_inner, parts)
-            dh = self.added(*parts)
+            self.through("down", expert, of_y, of_inner, products)
+            dh = self.added(*products)
             grads = [self.rounded(v) for v in self.derive(g, u, self.by_down(dh, r))]
             if self.adapts("down"):
                 inner["down"] = self.inner(h, "down", expert)
@@ -230,11 +230,11 @@ class SimulatedTraining:
                 self.through(projection, expert, dv, of_inner, adapted)
             of_x = []
             for shard in self.shards:
-                parts = []
+                products = []
                 for projection, dv in zip(("gate", "up"), grads, strict=True):
                     matrix, n = self.experts.matrix(expert, projection), slice(*shard)
-                    parts.append((self.transposed, self.rows(matrix, dv[:, n], n), self.weights(matrix)[n]))
-                of_x.append(self.added(*parts, *(adapted if shard == self.shards[0] else ())))
+                    products.append((self.transposed, self.rows(matrix, dv[:, n], n), self.weights(matrix)[n]))
+                of_x.append(self.added(*products, *(adapted if shard == self.shards[0] else ())))
             of_x = self.all_shards(of_x)
             dr[token, slot] = self.of_weights(x[token].astype(np.float32), of_x, dh, act, h, of_y, expert)
             np.add.at(dx, token, r * of_x if self.where == "expert_input" else of_x)
@@ -245,10 +245,10 @@ class SimulatedTraining:
                 db[expert] = self.chain((factor * dv).T, inner[projection])
         return dx, dr, sums
 
-    def through(self, projection, expert, dv, of_inner, parts):
+    def through(self, projection, expert, dv, of_inner, products):
         if self.adapts(projection):
             of_inner[projection] = self.scale * self.lanes(dv, self.outer(projection, expert))
-            parts.append((self.chain, of_inner[projection], self.lora.pairs[projection][0][expert].astype(np.float32)))
+            products.append((self.chain, of_inner[projection], self.lora.pairs[projection][0][expert].astype(np.float32)))
 
     def of_weights(self, x, of_x, dh, act, h, dy, expert):
         """dr_w."""

@@ -190,7 +190,7 @@ def test_a_folder_that_has_an_adapter(tmp_path):
         export_adapter(tmp_path / "adapter_config.json", {0: lora()}, QWEN)
 
 
-def test_names_of_a_model_with_several_parts(tmp_path):
+def test_names_of_a_model_with_a_text_model(tmp_path):
     """A name that is given is used as it is; a reader takes any."""
     modules = "model.language_model.layers.{layer}.mlp.experts"
     model = {"model_type": "qwen3_vl_moe", "text_config": {}}

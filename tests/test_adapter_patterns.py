@@ -120,7 +120,7 @@ def test_limits(tmp_path, monkeypatch):
 
 
 def test_many_target_parameters(tmp_path):
-    """Looked up, not compared one by one: a name's last parts, as in PEFT."""
+    """Looked up, not compared one by one: a name's last segments, as in PEFT."""
     for targets, there in (
         ([f"x{number}.down_proj" for number in range(100_000)], False),
         ([f"x{number}.y" for number in range(100_000)] + ["gate_up_proj", f"{MODULE}.down_proj"], True),

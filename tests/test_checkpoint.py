@@ -86,28 +86,28 @@ def test_out(two_files):
         assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize("part", [(0, 32), (0, 5), (3, 17), (31, 32), (0, 0), (32, 32), (np.int64(8), np.uint8(16))])
-def test_part(two_files, part):
+@pytest.mark.parametrize("byte_range", [(0, 32), (0, 5), (3, 17), (31, 32), (0, 0), (32, 32), (np.int64(8), np.uint8(16))])
+def test_a_range_of_bytes(two_files, byte_range):
     """Only these bytes are read, into `out` too; whatever else is asked for."""
     checkpoint = Checkpoint(two_files)
-    start, stop = map(int, part)
+    start, stop = map(int, byte_range)
     for release in (False, True):
-        assert checkpoint.read("a", part=part, release=release).tobytes() == CODES[start:stop]
+        assert checkpoint.read("a", byte_range=byte_range, release=release).tobytes() == CODES[start:stop]
     out = np.zeros(stop - start, np.uint8)
-    assert checkpoint.read("a", out, part=part) is out
+    assert checkpoint.read("a", out, byte_range=byte_range) is out
     assert out.tobytes() == CODES[start:stop]
     with pytest.raises(InputError, match=rf"a: out: expected a uint8 array of {stop - start} bytes, found uint8 \[33\]"):
-        checkpoint.read("a", np.zeros(33, np.uint8), part=part)
+        checkpoint.read("a", np.zeros(33, np.uint8), byte_range=byte_range)
 
 
-@pytest.mark.parametrize("part", [(0, 33), (-1, 4), (5, 4), (33, 33), (-2, -1), (0, 2**70)])
-def test_part_outside_the_tensor(two_files, part):
+@pytest.mark.parametrize("byte_range", [(0, 33), (-1, 4), (5, 4), (33, 33), (-2, -1), (0, 2**70)])
+def test_a_range_outside_the_tensor(two_files, byte_range):
     """Nothing is read, and nothing is released, beyond a tensor's own bytes."""
     checkpoint = Checkpoint(two_files)
-    message = re.escape(f"a: part: expected 0 <= start <= stop <= 32 bytes, found {part}")
+    message = re.escape(f"a: byte_range: expected 0 <= start <= stop <= 32 bytes, found {byte_range}")
     for call in (checkpoint.read, checkpoint.release):
         with pytest.raises(InputError, match=message):
-            call("a", part=part)
+            call("a", byte_range=byte_range)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
@@ -152,8 +152,8 @@ def test_the_kernel_is_asked_not_to_read_ahead(two_files, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
-def test_released_parts_cover_the_tensor_and_spare_what_comes_next(tmp_path, monkeypatch):
-    """Part by part: what lies behind the part in hand may have been read ahead."""
+def test_released_ranges_cover_the_tensor_and_spare_what_comes_next(tmp_path, monkeypatch):
+    """Range by range: what lies behind the one in hand may have been read ahead."""
     size = (5 << 20) + 12345
     write_file(tmp_path / "model.safetensors", {"a": ("U8", [size], bytes(size)), "z": ("U8", [9], bytes(9))})
     checkpoint = Checkpoint(tmp_path)
@@ -164,7 +164,7 @@ def test_released_parts_cover_the_tensor_and_spare_what_comes_next(tmp_path, mon
     for start in range(0, size, 300_000):
         stop = min(start + 300_000, size)
         calls.clear()
-        checkpoint.read("a", part=(start, stop), release=True)
+        checkpoint.read("a", byte_range=(start, stop), release=True)
         for first, end in calls:
             assert first <= covered
             assert end <= info.offset + stop or stop == size
@@ -172,7 +172,7 @@ def test_released_parts_cover_the_tensor_and_spare_what_comes_next(tmp_path, mon
         assert covered > info.offset + stop - (2 << 20)
     assert covered >= info.offset + size
     calls.clear()
-    checkpoint.release("a", part=(0, size))
+    checkpoint.release("a", byte_range=(0, size))
     checkpoint.release("a")
     assert calls[0] == calls[1]
 

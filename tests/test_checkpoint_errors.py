@@ -170,9 +170,9 @@ def test_file_shrinks_while_open(two_files, kept):
         f"found {max(kept - 1, 0)}",
     )
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.read("a", part=(1, 32))
+        checkpoint.read("a", byte_range=(1, 32))
     assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert checkpoint.read("a", part=(0, kept)).tobytes() == CODES[:kept]
+    assert checkpoint.read("a", byte_range=(0, kept)).tobytes() == CODES[:kept]
     assert checkpoint.read("c").tobytes() == SCALES
 
 

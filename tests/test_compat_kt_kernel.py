@@ -244,7 +244,7 @@ def test_threads():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "parts", "wanted", "expected"),
+    ("nodes", "shards", "wanted", "expected"),
     [
         ((), 2, None, None),
         ((0,), 1, None, None),
@@ -261,7 +261,7 @@ def test_threads():
         ((0, 2, 3), 2, None, [0, 2]),
     ],
 )
-def test_numa_nodes(monkeypatch, folder, nodes, parts, wanted, expected):
+def test_numa_nodes(monkeypatch, folder, nodes, shards, wanted, expected):
     given = []
 
     class Recorder(MoELayer):
@@ -271,19 +271,19 @@ def test_numa_nodes(monkeypatch, folder, nodes, parts, wanted, expected):
 
     monkeypatch.setattr(numa, "nodes", lambda: {node: frozenset({0}) for node in reversed(nodes)})
     monkeypatch.setattr(inference, "MoELayer", Recorder)
-    wrapper(folder, threadpool_count=parts, numa_nodes=wanted).close()
+    wrapper(folder, threadpool_count=shards, numa_nodes=wanted).close()
     assert given == [expected]
 
 
 @pytest.mark.parametrize(
-    ("parts", "wanted", "expected"),
+    ("shards", "wanted", "expected"),
     [(1, None, (0,)), (2, None, (0, 1)), (8, None, (0, 1)), (1, [1], (1,)), (2, [1, 0], (1, 0))],
 )
-def test_on_numa_nodes(checkpoint, fake_nodes, parts, wanted, expected):
-    """One part a node, added up within the bound."""
+def test_on_numa_nodes(checkpoint, fake_nodes, shards, wanted, expected):
+    """One shard a node, added up within the bound."""
     method, folder = checkpoint
     fake_nodes({0: {0}, 1: {0}})
-    with wrapper(folder, method=method, threadpool_count=parts, numa_nodes=wanted) as w:
+    with wrapper(folder, method=method, threadpool_count=shards, numa_nodes=wanted) as w:
         layer = w.moe
         assert layer.placement.nodes == expected
         x, ids, scores = batch(1, 9)

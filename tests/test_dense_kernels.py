@@ -83,14 +83,14 @@ def test_bits_depend_on_no_other_row_or_column(table, rows, k):
 
 
 @either
-@pytest.mark.parametrize("parts", [(1, 1, 14), (64, 64, 1), (100, 156)], ids=str)
-def test_a_sum_can_be_continued(table, rows, parts):
+@pytest.mark.parametrize("lengths", [(1, 1, 14), (64, 64, 1), (100, 156)], ids=str)
+def test_a_sum_can_be_continued(table, rows, lengths):
     """As one chain over all k, wherever it is cut."""
     rng = np.random.default_rng(2)
-    k = sum(parts)
+    k = sum(lengths)
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, k), (k, 37)))
     out = np.zeros((9, 37), np.float32)
-    for first, last in itertools.pairwise(np.cumsum((0, *parts))):
+    for first, last in itertools.pairwise(np.cumsum((0, *lengths))):
         multiply(table, np.ascontiguousarray(a[:, first:last]), b[first:last], rows, out)
     assert same_bits(out, multiply(table, a, b, rows))
 

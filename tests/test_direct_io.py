@@ -71,11 +71,13 @@ def test_the_bytes_are_the_files(file, data, direct, monkeypatch):
     needs_direct_io(file)
     monkeypatch.setattr(DirectFile, "cached", lambda *_: False)  # one read's question may be the next one's answer
     size = SIZE - 1001
-    parts = [(0, size), (1, size), (17, 17 + LEAST_BYTES), (BLOCK_BYTES, 3 * LEAST_BYTES), (size - LEAST_BYTES, size)]
+    ranges = [(0, size), (1, size), (17, 17 + LEAST_BYTES), (BLOCK_BYTES, 3 * LEAST_BYTES), (size - LEAST_BYTES, size)]
     with Checkpoint(file) as checkpoint:
-        for start, stop in parts:
-            assert np.array_equal(checkpoint.read("b", part=(start, stop), release=True), data[1001 + start : 1001 + stop])
-        assert direct == [stop - start for start, stop in parts]
+        for start, stop in ranges:
+            assert np.array_equal(
+                checkpoint.read("b", byte_range=(start, stop), release=True), data[1001 + start : 1001 + stop]
+            )
+        assert direct == [stop - start for start, stop in ranges]
         assert np.array_equal(checkpoint.read("a", release=True), data[:1001])
         assert direct[-1] is None  # too few
 

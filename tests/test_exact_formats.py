@@ -84,7 +84,7 @@ SERVED = {
 SHAPES = [(48, 16), (72, 48), (130, 66), (136, 80), (264, 136), (320, 200)]
 
 
-def parts(rng, weight_format, n, k, powers=2):
+def arrays_of(rng, weight_format, n, k, powers=2):
     """codes, scales, zero points of a matrix whose sums with x of 3 bits are exact in every order: f8 has 7 bits of code and i8
     8, both 3 of scale; the others have 5 and 5; 9 are of length. n, k are rounded up to what the format can have."""
     rows, columns = weight_format.code_unit
@@ -110,7 +110,7 @@ def test_dense(backend, name, shape):
     rng = np.random.default_rng(shape)
     weight_format = SERVED[name]
     for projection in ("gate", "up", "down"):
-        codes, scales, points = parts(rng, weight_format, *(shape if projection == "down" else shape[::-1]))
+        codes, scales, points = arrays_of(rng, weight_format, *(shape if projection == "down" else shape[::-1]))
         n, k = codes.shape
         factor = random_factor(rng, n, weight_format)
         weights = weights_of(codes, scales, weight_format, points)
@@ -141,7 +141,7 @@ def test_every_weight_by_itself(backend, name, projection):
     """Token k is the unit vector k."""
     rng = np.random.default_rng(5)
     weight_format = SERVED[name]
-    codes, scales, points = parts(rng, weight_format, *((152, 144) if projection == "down" else (136, 144)))
+    codes, scales, points = arrays_of(rng, weight_format, *((152, 144) if projection == "down" else (136, 144)))
     n, k = codes.shape
     expected = weights_of(codes, scales, weight_format, points).T
     factor = None if weight_format.factor is None else np.full(weight_format.factor.shape(n), -0.5, np.float32)
@@ -294,7 +294,7 @@ def test_factors(backend, name, factor):
     nearest even, which 1/3 multiplied would not be. Rows may have factors far from each other's."""
     rng = np.random.default_rng(9)
     weight_format = replace(FORMATS[name], factor=factor)
-    codes, scales, points = parts(rng, weight_format, 72, 64)
+    codes, scales, points = arrays_of(rng, weight_format, 72, 64)
     totals_of = weights_of(codes, scales, weight_format, points).T
     n = len(codes)
     x = np.zeros((13, n))
@@ -323,7 +323,7 @@ def test_the_bias_comes_after_the_factor(backend, name, factor):
     """A gate of total * 4 + 64, or total / 0.25 + 64, and neither (total + 64) * 4 nor 64 times anything."""
     rng = np.random.default_rng(10)
     weight_format = replace(FORMATS[name], factor=factor)
-    codes, scales, _ = parts(rng, weight_format, 64, 80)
+    codes, scales, _ = arrays_of(rng, weight_format, 64, 80)
     if weight_format.family == "f8":
         codes = codes & 0x87 | 4 << 3
     weights = weights_of(codes, scales, weight_format)
@@ -401,7 +401,7 @@ MADE = {
 def test_mistakes_are_seen(backend, name, mistake):
     rng = np.random.default_rng(11)
     weight_format = FORMATS[name]
-    codes, scales, points = parts(rng, weight_format, 72, 144)
+    codes, scales, points = arrays_of(rng, weight_format, 72, 144)
     if scales is not None:
         scales[scales == 0] = 1
     if name == "fp8":

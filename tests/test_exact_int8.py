@@ -59,7 +59,7 @@ def scales_of(rng, n, k, weight_format):
     return odd_scales(rng, n, k, weight_format, *((1, 2) if weight_format.family == "i8" else ()))
 
 
-def parts_of(rng, n, k, weight_format):
+def arrays_of(rng, n, k, weight_format):
     """codes, scales, zero points, factor of a matrix; n, k are rounded up to what the format can have."""
     rows, columns = weight_format.code_unit
     n, k = -(-n // rows) * rows, -(-k // columns) * columns
@@ -83,7 +83,7 @@ def test_down(backend, name, tokens):
     rng = np.random.default_rng(tokens)
     weight_format = INTEGERS[name]
     for n, k in ((64, 32), (70, 70), (66, 290)):
-        codes, scales, points, factor = parts_of(rng, n, k, weight_format)
+        codes, scales, points, factor = arrays_of(rng, n, k, weight_format)
         n, k = codes.shape
         with down_layer(backend, codes, scales, weight_format, zero_points=points, factor=factor) as layer:
             assert layer.activations == "int8"
@@ -103,7 +103,7 @@ def test_gate_and_up(backend, projection, name, tokens):
     rng = np.random.default_rng(tokens)
     weight_format = INTEGERS[name]
     n, k = 96, 160
-    codes, scales, points, factor = parts_of(rng, n, k, weight_format)
+    codes, scales, points, factor = arrays_of(rng, n, k, weight_format)
     down = identity(k)
     down = np.ascontiguousarray(down[0][:, :n]), np.ascontiguousarray(down[1][:, : n // 32])
     x = integers(rng, tokens, k, -7)
@@ -129,7 +129,7 @@ def test_gate_and_up(backend, projection, name, tokens):
 def test_every_weight_by_itself(backend, is_emulated, weight_format, tokens):
     """Token k is 127 at k. Where that is emulated, k are 0, 5 and so on: each of a block's 32 places is one of them once."""
     rng = np.random.default_rng(5)
-    codes, scales, points, factor = parts_of(rng, 160, 160, weight_format)
+    codes, scales, points, factor = arrays_of(rng, 160, 160, weight_format)
     expected = scaled_by(127 * weights_of(codes, scales, weight_format, points).T, weight_format, factor)
     with down_layer(backend, codes, scales, weight_format, zero_points=points, factor=factor) as layer:
         which = np.arange(0, 160, 5 if is_emulated else 1)

@@ -253,8 +253,8 @@ def test_units():
 
 def test_equal_by_value():
     for name, weight_format in ALL_FORMATS.items():
-        parts = ("element", "scale", "super_scale", "offset", "factor", "order")
-        same = WeightFormat(**{part: getattr(weight_format, part) for part in parts})
+        components = ("element", "scale", "super_scale", "offset", "factor", "order")
+        same = WeightFormat(**{label: getattr(weight_format, label) for label in components})
         assert (same, hash(same)) == (weight_format, hash(weight_format)), name
     others = uint4(64, plus=1), uint4(64, "bf16"), uint4(64, order=GPTQ), uint4(64, order=AWQ), int4(64, "fp16")
     assert len({uint4(64), *others}) == 6

@@ -28,7 +28,7 @@ def rows(formats):
 @pytest.mark.parametrize("name", TABLES)
 def test_the_table(name):
     lines = [
-        "| format | parts | modes | packed |",
+        "| format | components | modes | packed |",
         "|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows(TABLES[name])),
     ]

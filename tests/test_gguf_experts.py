@@ -26,7 +26,7 @@ SIZES = {"num_experts": 4, "hidden": 512, "intermediate": 256}
 @pytest.mark.parametrize("types", GGML)
 def test_an_output(backend, tmp_path, types):
     """Of layer 1, whose tensors are in another file than layer 0's."""
-    write_gguf(tmp_path, types=types, **SIZES, layers=2, parts=2)
+    write_gguf(tmp_path, types=types, **SIZES, layers=2, splits=2)
     experts = load_experts(tmp_path, 1)
     rng = np.random.default_rng(1)
     with MoELayer.from_checkpoint(tmp_path, 1, backend) as made:
@@ -36,7 +36,7 @@ def test_an_output(backend, tmp_path, types):
 
 def test_a_model(tmp_path):
     """All layers, the threads of a load beside each other; and an expert's records come back as they are in the file."""
-    write_gguf(tmp_path, types="Q8_0", **SIZES, layers=3, parts=2)
+    write_gguf(tmp_path, types="Q8_0", **SIZES, layers=3, splits=2)
     with MoEModel.from_checkpoint(tmp_path) as model, Checkpoint(tmp_path) as checkpoint:
         assert list(model) == [0, 1, 2]
         (part,) = model[2].export_expert(3)
@@ -123,7 +123,7 @@ def test_inspect(tmp_path, capsys):
 @pytest.mark.parametrize("types", [*GGML, *MIXED])
 def test_what_is_made(tmp_path, types):
     """In memory it is what loads; weights of the usual size, all of them finite."""
-    write_gguf(tmp_path, types=types, **SIZES, layers=2, seed=3, top_k=2, parts=2)
+    write_gguf(tmp_path, types=types, **SIZES, layers=2, seed=3, top_k=2, splits=2)
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.config["num_experts_per_tok"] == 2
     loaded, made = find_loader(checkpoint).load(checkpoint, 0), gguf_experts(types=types, **SIZES, seed=3)
@@ -153,7 +153,7 @@ def test_what_cannot_be_made(tmp_path):
     for given, message in (
         ({"types": "IQ1_S"}, "types: expected one of Q4_K_M, .*, found 'IQ1_S'"),
         ({"hidden": 128}, "hidden: expected a positive multiple of 256, found 128"),
-        ({"parts": 0}, "parts: expected a positive multiple of 1, found 0"),
+        ({"splits": 0}, "splits: expected a positive multiple of 1, found 0"),
     ):
         with pytest.raises(InputError, match=message):
             write_gguf(tmp_path, **SIZES | given)
@@ -164,9 +164,9 @@ def test_what_cannot_be_made(tmp_path):
 
 def test_nothing_is_left_of_a_model_that_is_not_whole(tmp_path, monkeypatch):
     calls = iter(range(3))
-    monkeypatch.setattr("ktmoe.synthetic.gguf.GgufTensor.part", lambda *_: bytes(8) if next(calls) < 2 else 1 / 0)
+    monkeypatch.setattr("ktmoe.synthetic.gguf.GgufTensor.read", lambda *_: bytes(8) if next(calls) < 2 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write_gguf(tmp_path, **SIZES, parts=2)
+        write_gguf(tmp_path, **SIZES, splits=2)
     assert not list(tmp_path.iterdir())
 
 

@@ -14,11 +14,11 @@ CONFIG = metadata(expert_count=2, expert_used_count=1, block_count=3)
 
 
 def split(folder, count=3, **changes):
-    """A model of so many parts, a layer each. changes: by the number of a part, of its metadata, or None: it is left out."""
+    """A model split into so many files, a layer each. changes: by a file's number, of its metadata, or None: it is left out."""
     for number in range(count):
         keys = {} if number else CONFIG
         keys = keys | {"split.no": u32(number), "split.count": u32(count), "split.tensors.count": u32(3 * count)}
-        changed = changes.get(f"part{number}", {})
+        changed = changes.get(f"file{number}", {})
         if changed is not None:
             write(folder / f"m-{number + 1:05}-of-{count:05}.gguf", keys | changed, layer(number, KINDS))
     return folder
@@ -49,7 +49,7 @@ def test_refused_files_are_closed(tmp_path, count):
 
 @pytest.mark.parametrize("name", ["", "m-00001-of-00003.gguf", "m-00003-of-00003.gguf"])
 def test_a_split_model(tmp_path, name):
-    """By its folder or by any part: all tensors, in the parts' order, and the first part's metadata."""
+    """By its folder or by any file: all tensors, in the files' order, and the first one's metadata."""
     with Checkpoint(split(tmp_path) / name) as checkpoint:
         stored = {name: data for number in range(3) for name, (_, _, data) in layer(number, KINDS).items()}
         assert list(checkpoint.names()) == list(stored)
@@ -59,35 +59,35 @@ def test_a_split_model(tmp_path, name):
         assert {key: checkpoint.config[key] for key in wanted} == wanted
 
 
-def test_a_part_that_is_missing(tmp_path):
-    split(tmp_path, part1=None)
+def test_a_file_that_is_missing(tmp_path):
+    split(tmp_path, file1=None)
     for name in ("", "m-00003-of-00003.gguf"):
         message = refusal(tmp_path / name)
-        assert f"{tmp_path / 'm-00002-of-00003.gguf'}: expected part 2 of 3, found no such file" in message
+        assert f"{tmp_path / 'm-00002-of-00003.gguf'}: expected file 2 of 3 of a split model, found none" in message
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"part1": {"split.no": u32(2)}}, ["00002", "split.no: expected 1 by its name, found 2"]),
-        ({"part2": {"split.count": u32(4)}}, ["00003", "split.count: expected 3 by its name, found 4"]),
-        ({"part0": {"split.count": string("3")}}, ["00001", "split.count: expected a number, found '3'"]),
-        ({"part0": {"split.tensors.count": u32(10)}}, ["expected 10 tensors in all parts by split.tensors.count, found 9"]),
+        ({"file1": {"split.no": u32(2)}}, ["00002", "split.no: expected 1 by its name, found 2"]),
+        ({"file2": {"split.count": u32(4)}}, ["00003", "split.count: expected 3 by its name, found 4"]),
+        ({"file0": {"split.count": string("3")}}, ["00001", "split.count: expected a number, found '3'"]),
+        ({"file0": {"split.tensors.count": u32(10)}}, ["expected 10 tensors in all files by split.tensors.count, found 9"]),
     ],
     ids=["number", "count", "a string", "tensors"],
 )
-def test_parts_that_do_not_fit(tmp_path, changes, words):
+def test_files_that_do_not_fit(tmp_path, changes, words):
     message = refusal(split(tmp_path, **changes))
     assert all(word in message for word in words), message
 
 
-def test_a_part_of_another_name(tmp_path):
+def test_a_file_of_another_name(tmp_path):
     split(tmp_path, 2)
     (tmp_path / "m-00001-of-00002.gguf").rename(tmp_path / "first.gguf")
     assert "expected a name that ends in -00001-of-00002.gguf, as split.count is 2" in refusal(tmp_path / "first.gguf")
 
 
-def test_a_tensor_in_two_parts(tmp_path):
+def test_a_tensor_in_two_files(tmp_path):
     split(tmp_path, 2)
     keys = {"split.no": u32(1), "split.count": u32(2), "split.tensors.count": u32(6)}
     write(tmp_path / "m-00002-of-00002.gguf", keys, layer(0, KINDS))
@@ -95,7 +95,7 @@ def test_a_tensor_in_two_parts(tmp_path):
 
 
 def test_a_file_for_each_layer(tmp_path):
-    """As kt-kernel takes them: no part numbers, one architecture, no tensor in common."""
+    """As kt-kernel takes them: no numbers of split files, one architecture, no tensor in common."""
     for number in range(3):
         write(tmp_path / f"layer-{number}.gguf", CONFIG, layer(number, KINDS))
     with Checkpoint(tmp_path) as checkpoint:

@@ -290,12 +290,12 @@ def test_rotations_that_are_none_of_experts(tmp_path, tensors, stated):
     SCHEME.check(load(tmp_path, tensors, {"quantization_config": stated}), tensors, "model.layers.0")
 
 
-def per_expert(**parts):
+def per_expert(**tensors):
     return {
-        f"model.layers.0.mlp.experts.{expert}.{stem}.{part}": tensor
+        f"model.layers.0.mlp.experts.{expert}.{stem}.{label}": tensor
         for expert in range(EXPERTS)
         for stem in PROJ.values()
-        for part, tensor in parts.items()
+        for label, tensor in tensors.items()
     }
 
 

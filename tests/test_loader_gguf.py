@@ -123,11 +123,11 @@ def test_gate_and_up_in_one(tmp_path):
     experts = load(made(tmp_path, tensors, architecture="gpt-oss"))
     weights, biases = plain(Q4_0, stored, shape), bias.reshape(EXPERTS, 2, INTERMEDIATE)
     for expert in range(EXPERTS):
-        for part, projection in enumerate(("gate", "up")):
+        for index, projection in enumerate(("gate", "up")):
             matrix = experts.matrix(expert, projection)
-            rows = weights[expert, part * INTERMEDIATE :][:INTERMEDIATE]
+            rows = weights[expert, index * INTERMEDIATE :][:INTERMEDIATE]
             np.testing.assert_array_equal(dequantize(matrix), rows * 2.0**expert)
-            np.testing.assert_array_equal(matrix.bias, biases[expert, part])
+            np.testing.assert_array_equal(matrix.bias, biases[expert, index])
             assert matrix.factor.tolist() == [2.0**expert]
             assert matrix.name == f"blk.0.ffn_gate_up_exps[{expert}] {projection}"
         np.testing.assert_array_equal(experts.matrix(expert, "down").bias, np.arange(HIDDEN) + expert * HIDDEN)

@@ -27,13 +27,13 @@ def tensors():
 
 @pytest.fixture
 def reads(monkeypatch):
-    """(name, part) of every read."""
+    """(name, byte_range) of every read."""
     reads = []
     read = Checkpoint.read
 
-    def record(self, name, out=None, *, part=None, release=False):
-        reads.append((name, part))
-        return read(self, name, out, part=part, release=release)
+    def record(self, name, out=None, *, byte_range=None, release=False):
+        reads.append((name, byte_range))
+        return read(self, name, out, byte_range=byte_range, release=release)
 
     monkeypatch.setattr(Checkpoint, "read", record)
     return reads
@@ -100,7 +100,7 @@ def test_gate_and_up_are_read_once(tmp_path, tensors, reads):
     weights = load(tmp_path, tensors)
     for projection in ("up", "gate"):
         weights.matrix(1, projection)
-    assert [name for name, _ in reads] == [f"{BASE}.gate_up_proj_{part}" for part in ("blocks", "scales", "bias")]
+    assert [name for name, _ in reads] == [f"{BASE}.gate_up_proj_{label}" for label in ("blocks", "scales", "bias")]
     weights.matrix(1, "gate")
     assert len(reads) == 6  # what was handed over is not kept
 
@@ -113,7 +113,7 @@ def test_few_halves_are_kept(tmp_path, monkeypatch, reads):
     for projection in ("gate", "up"):
         for expert in range(12):
             check_matrix(weights.matrix(expert, projection), *SCHEME.meaning(tensors, BASE, expert, projection))
-    blocks = [part for name, part in reads if name.endswith("blocks")]
+    blocks = [byte_range for name, byte_range in reads if name.endswith("blocks")]
     assert 12 < len(blocks) <= 24
 
 

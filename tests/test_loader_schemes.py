@@ -144,9 +144,9 @@ def test_reads_lazily_and_no_more_than_the_expert(tmp_path, scheme, monkeypatch)
     reads = []
     read = Checkpoint.read
 
-    def record(self, name, out=None, *, part=None, release=False):
-        reads.append((name, part, release))
-        return read(self, name, out, part=part, release=release)
+    def record(self, name, out=None, *, byte_range=None, release=False):
+        reads.append((name, byte_range, release))
+        return read(self, name, out, byte_range=byte_range, release=release)
 
     monkeypatch.setattr(Checkpoint, "read", record)
     weights = find_loader(checkpoint).load(checkpoint, 0)
@@ -157,7 +157,7 @@ def test_reads_lazily_and_no_more_than_the_expert(tmp_path, scheme, monkeypatch)
     mine = [name for name in tensors if scheme.stacked or ".experts.1." in name]
     assert {name for name, _, _ in reads} == set(mine)
     expected = sum(tensors[name][1].nbytes for name in mine) // (EXPERTS if scheme.stacked else 1)
-    assert sum(part[1] - part[0] if part else checkpoint.info(name).nbytes for name, part, _ in reads) == expected
+    assert sum(own[1] - own[0] if own else checkpoint.info(name).nbytes for name, own, _ in reads) == expected
     assert all(release or name.endswith("weight_shape") for name, _, release in reads)
 
 

@@ -207,6 +207,6 @@ def test_a_read_that_fails(tmp_path):
         info = checkpoint.info(NASTY)
         info.file.write_bytes(info.file.read_bytes()[:-1])
         assert "truncated" in refused(lambda: checkpoint.read(NASTY))
-        assert "expected 0 <= start" in refused(lambda: checkpoint.read(NASTY, part=(-1, 0)))
+        assert "expected 0 <= start" in refused(lambda: checkpoint.read(NASTY, byte_range=(-1, 0)))
     with pytest.raises(CheckpointError):
         Checkpoint(tmp_path)

@@ -73,7 +73,7 @@ def has_integers(weight_format):
     return weight_format.family == "q4"
 
 
-#: Formats that no kernel has, and the part that a refusal names.
+#: Formats that no kernel has, and the component that a refusal names.
 UNSERVED = {
     "ue8m0 per 16": (WeightFormat(E2M1, Scale("ue8m0", (1, 16))), "scale groups of 16"),
     "ue8m0 per 64": (WeightFormat(E2M1, Scale("ue8m0", (1, 64))), "scale groups of 64"),
@@ -125,13 +125,15 @@ UNSERVED = {
 
 @pytest.mark.parametrize("name", UNSERVED)
 def test_what_no_table_serves(name):
-    """A layer is refused before anything is read, and the message names the part."""
-    weight_format, part = UNSERVED[name]
+    """A layer is refused before anything is read, and the message names the component."""
+    weight_format, lacking = UNSERVED[name]
     for row in isa.ISAS:
         for mode in ("bf16", "int16", "int8"):
             assert not native.load_table(row).serves(weight_format, mode)
     for backend in backends.available():
-        expected = rf"no kernels for {re.escape(weight_format.description)}: .*{re.escape(part)}.*; no instruction set has them"
+        expected = (
+            rf"no kernels for {re.escape(weight_format.description)}: .*{re.escape(lacking)}.*; no instruction set has them"
+        )
         with pytest.raises(UnavailableError, match=expected):
             MoELayer(experts_of(weight_format), backend)
 

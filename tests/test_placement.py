@@ -57,20 +57,22 @@ def shard_of(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
 def partial_outputs(experts: ExpertWeights, shards: list[tuple[int, int]], batch, backend: str, **settings) -> np.ndarray:
     """float32 [shards, tokens, hidden], each from a layer of its own."""
     x, ids, weights = batch
-    parts = []
+    of_shards = []
     for first, last in shards:
         with MoELayer(shard_of(experts, first, last), backend, **settings) as layer:
-            parts.append(layer.forward(x.astype(np.float32), ids, weights))
-    return np.array(parts)
+            of_shards.append(layer.forward(x.astype(np.float32), ids, weights))
+    return np.array(of_shards)
 
 
 def added_up(experts, nodes, batch, backend, **settings):
     """The sum of what a layer of its own gives for each shard."""
     settings["numa_nodes"] = [0]
-    parts = partial_outputs(experts, numa.split(experts.intermediate, experts.shard_unit, nodes), batch, backend, **settings)
-    y = parts[0]
-    for part in parts[1:]:
-        y = y + part
+    of_shards = partial_outputs(
+        experts, numa.split(experts.intermediate, experts.shard_unit, nodes), batch, backend, **settings
+    )
+    y = of_shards[0]
+    for of_shard in of_shards[1:]:
+        y = y + of_shard
     return y
 
 

@@ -72,7 +72,7 @@ def to_kind(number: Fraction, kind) -> Fraction:
 
 
 KINDS = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
-#: (to, rule): (parts of the largest weight, what a group of zeros has).
+#: (to, rule): (divisor of the largest weight, what a group of zeros has).
 SHARES = {
     ("fp8", "nearest"): (Fraction(448), 1.0),
     ("int8", "symmetric"): (Fraction(127), 1.0),
@@ -85,13 +85,13 @@ SHARES = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("to", "rule"), SHARES)
 def test_shares(to, rule, kind):
-    parts, of_zeros = SHARES[to, rule]
+    divisor, of_zeros = SHARES[to, rule]
     exponents = (-3, 0, 5) if kind == "fp16" else (-100, -3, 0, 100)
     most = np.array([f * 2.0 ** (e - 7) for e in exponents for f in range(128, 256)] + [0.0])
     weights = np.zeros((len(most), 32))
     weights[:, 7] = -most
     made, _ = Quantizer(to, rule=rule, group=(1, 32), scales=kind).matrix(rows(weights))
-    wanted = [to_kind(Fraction(m) / parts, KINDS[kind]) for m in most[:-1].tolist()]
+    wanted = [to_kind(Fraction(m) / divisor, KINDS[kind]) for m in most[:-1].tolist()]
     assert [Fraction(float(scale)) for scale in made.scales[:-1, 0]] == wanted
     assert made.scales[-1, 0] == of_zeros
 

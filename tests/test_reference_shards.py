@@ -16,7 +16,7 @@ from simulated import (
     kinds_of,
     label,
     simulated_forward,
-    simulated_parts,
+    simulated_shards,
     worst,
 )
 
@@ -65,10 +65,10 @@ def test_the_values_do_not_depend_on_shards(format, router_weight):
         given = {"router_weight": router_weight, "activations": activations, "out_dtype": "float32"}
         whole = forward(*arguments, **given)
         for shards in (2, 3, 5):
-            parts = forward(*arguments, **given, shards=cuts(format, intermediate, shards))
-            assert np.allclose(parts.y, whole.y, rtol=0, atol=1e-12 * np.abs(whole.y).max())
-            assert np.isfinite(parts.bound).all()
-            assert not np.array_equal(parts.bound, whole.bound)
+            of_shards = forward(*arguments, **given, shards=cuts(format, intermediate, shards))
+            assert np.allclose(of_shards.y, whole.y, rtol=0, atol=1e-12 * np.abs(whole.y).max())
+            assert np.isfinite(of_shards.bound).all()
+            assert not np.array_equal(of_shards.bound, whole.bound)
 
 
 def test_one_shard_is_none():
@@ -94,8 +94,8 @@ def test_whether_weights_are_rounded_is_the_whole_matrixs_affair():
     for weights, expected in ((experts, True), (changed(experts, "down", tiny), False)):
         assert folds(weights.matrix(0, "down")) == expected
         whole = forward(weights, *batch, rounding="folded", out_dtype="float32")
-        parts = forward(weights, *batch, rounding="folded", out_dtype="float32", shards=cuts(int4(32), 96, 3))
-        assert np.allclose(parts.y, whole.y, rtol=0, atol=1e-12 * np.abs(whole.y).max())
+        of_shards = forward(weights, *batch, rounding="folded", out_dtype="float32", shards=cuts(int4(32), 96, 3))
+        assert np.allclose(of_shards.y, whole.y, rtol=0, atol=1e-12 * np.abs(whole.y).max())
         assert worst(weights, *batch, "amx folded", rng, shards=cuts(int4(32), 96, 3))[0] <= 1
 
 
@@ -171,9 +171,9 @@ def test_shards_that_cancel_each_other_are_within_the_bound(kind):
     experts = changed(changed(changed(experts, "gate", twice), "up", twice), "down", opposed)
     x, ids, weights = random_batch(rng, experts, tokens=8, top_k=1)
     shards = cuts(int4(32), 256, 2)
-    parts = simulated_parts(experts, x, ids, weights, "down_output", kind, rng, shards)
+    of_shards = simulated_shards(experts, x, ids, weights, "down_output", kind, rng, shards)
     ratio, reference = worst(experts, x, ids, weights, kind, rng, shards=shards)
-    assert np.median(np.abs(reference.y)) < 0.1 * np.median(np.abs(parts[0]))
+    assert np.median(np.abs(reference.y)) < 0.1 * np.median(np.abs(of_shards[0]))
     assert ratio <= 1
 
 
@@ -225,12 +225,12 @@ def sharded(request):
     batch = random_batch(rng, experts, tokens=8, top_k=2)
     shards, kind = cuts(MXFP4, 96, 3), "fma" if request.param == "bf16" else request.param
 
-    def parts(weights=experts):
-        return simulated_parts(weights, *batch, "down_output", kind, np.random.default_rng(8), shards)
+    def of_shards(weights=experts):
+        return simulated_shards(weights, *batch, "down_output", kind, np.random.default_rng(8), shards)
 
     reference = forward(experts, *batch, out_dtype="float32", shards=shards, activations=request.param)
-    assert 0 < reference.worst(parts().sum(axis=0)) <= 1
-    return experts, reference, parts
+    assert 0 < reference.worst(of_shards().sum(axis=0)) <= 1
+    return experts, reference, of_shards
 
 
 def share_outside(reference, y):
@@ -239,22 +239,22 @@ def share_outside(reference, y):
 
 @pytest.mark.parametrize("dropped", range(3))
 def test_a_shard_that_is_dropped_leaves_the_bound(sharded, dropped):
-    _, reference, parts = sharded
-    y = np.delete(parts(), dropped, axis=0).sum(axis=0)
+    _, reference, of_shards = sharded
+    y = np.delete(of_shards(), dropped, axis=0).sum(axis=0)
     assert share_outside(reference, y) > 0.99
 
 
 def test_a_shard_that_counts_twice_leaves_the_bound(sharded):
-    _, reference, parts = sharded
-    assert share_outside(reference, parts()[[0, 1, 1]].sum(axis=0)) > 0.99
+    _, reference, of_shards = sharded
+    assert share_outside(reference, of_shards()[[0, 1, 1]].sum(axis=0)) > 0.99
 
 
 def test_a_bias_that_each_shard_adds_leaves_the_bound(sharded):
-    experts, reference, parts = sharded
+    experts, reference, of_shards = sharded
     wrong = changed(experts, "down", lambda matrix: {"bias": matrix.bias * np.float32(2)})
-    assert share_outside(reference, parts(wrong).sum(axis=0)) > 0.99
+    assert share_outside(reference, of_shards(wrong).sum(axis=0)) > 0.99
     wrong = changed(experts, "down", lambda matrix: {"bias": None})
-    assert share_outside(reference, parts(wrong).sum(axis=0)) > 0.99
+    assert share_outside(reference, of_shards(wrong).sum(axis=0)) > 0.99
 
 
 @pytest.mark.parametrize("format", [FP8_PER_ROW, nvfp4(divides=True)], ids=label)
@@ -264,7 +264,7 @@ def test_a_factor_that_a_shard_leaves_out_leaves_the_bound(format):
     batch, shards = random_batch(rng, experts, tokens=8, top_k=2), cuts(format, 96, 3)
     without = changed(experts, "down", lambda matrix: {"factor": np.ones_like(matrix.factor)})
     right, wrong = (
-        simulated_parts(weights, *batch, "down_output", "fma", np.random.default_rng(8), shards)
+        simulated_shards(weights, *batch, "down_output", "fma", np.random.default_rng(8), shards)
         for weights in (experts, without)
     )
     reference = forward(experts, *batch, out_dtype="float32", shards=shards)
@@ -277,19 +277,19 @@ def test_a_factor_that_a_shard_leaves_out_leaves_the_bound(format):
 @pytest.mark.parametrize("projection", PROJECTIONS)
 def test_shards_of_a_matrix_in_another_order_leave_the_bound(sharded, projection):
     """Of one matrix alone: the rows of gate and up, or the columns of down, no longer fit the others'."""
-    experts, reference, parts = sharded
+    experts, reference, of_shards = sharded
 
     def exchanged(array):
         axis = projection == "down"
         return np.ascontiguousarray(np.concatenate(np.split(array, 3, axis=int(axis))[::-1], axis=int(axis)))
 
     wrong = changed(experts, projection, lambda m: {"codes": exchanged(m.codes), "scales": exchanged(m.scales)})
-    assert share_outside(reference, parts(wrong).sum(axis=0)) > 0.9
+    assert share_outside(reference, of_shards(wrong).sum(axis=0)) > 0.9
 
 
 def test_partial_outputs_that_are_rounded_leave_the_bound(sharded):
-    _, reference, parts = sharded
-    y = round_bfloat16(parts()).astype(np.float32).sum(axis=0)
+    _, reference, of_shards = sharded
+    y = round_bfloat16(of_shards()).astype(np.float32).sum(axis=0)
     assert share_outside(reference, y) > 0.1
 
 

@@ -17,9 +17,9 @@ ACTIVATION = replace(GPT_OSS, limit=0.5)  # of which both clamps hold many
 class NoGradientScale(SimulatedTraining):
     """dT without alpha / r."""
 
-    def through(self, projection, expert, dv, of_inner, parts):
+    def through(self, projection, expert, dv, of_inner, products):
         self.scale, kept = np.float32(1), self.scale
-        super().through(projection, expert, dv, of_inner, parts)
+        super().through(projection, expert, dv, of_inner, products)
         self.scale = kept
 
 
@@ -121,20 +121,20 @@ class OneRowLess(SimulatedTraining):
 
 
 class NoFactor(SimulatedTraining):
-    def rows(self, matrix, dv, part=slice(None)):
+    def rows(self, matrix, dv, rows=slice(None)):
         return dv
 
 
 class FactorNotRounded(SimulatedTraining):
     """dV times the factor in float32, not in bfloat16."""
 
-    def rows(self, matrix, dv, part=slice(None)):
-        return (dv * np.broadcast_to(matrix.factor, matrix.shape[:1])[part]).astype(np.float32)
+    def rows(self, matrix, dv, rows=slice(None)):
+        return (dv * np.broadcast_to(matrix.factor, matrix.shape[:1])[rows]).astype(np.float32)
 
 
 class FactorDivides(SimulatedTraining):
-    def rows(self, matrix, dv, part=slice(None)):
-        return bfloat16(dv / np.broadcast_to(matrix.factor, matrix.shape[:1])[part])
+    def rows(self, matrix, dv, rows=slice(None)):
+        return bfloat16(dv / np.broadcast_to(matrix.factor, matrix.shape[:1])[rows])
 
 
 class RoundedInner(SimulatedTraining):

@@ -27,26 +27,26 @@ def figures(comparison: dict, way: str) -> dict | None:
     found = {"prefill": {}, "decode": {}, "load": about["load"]}
     found["peak"] = max(call["peak"] for row in rounds for call in row["ways"][way])
     for index, call in enumerate(rounds[0]["ways"][way]):
-        parts = [(row, row["ways"][way][index]) for row in rounds]
+        calls = [(row, row["ways"][way][index]) for row in rounds]
         if call["batch"] == 1:
-            found["prefill"][call["prompt"]] = _part(comparison, way, index, "prefill", call["prompt"])
+            found["prefill"][call["prompt"]] = _phase(comparison, way, index, "prefill", call["prompt"])
         if call["new"] > 1:
-            part = _part(comparison, way, index, "decode", call["batch"] * (call["new"] - 1))
-            rates = [_read(about, one["decode"]["experts"]) for _, one in parts]
-            part["read"] = statistics.median(rates)
-            part["of_read"] = statistics.median(rate / row["read"] for rate, (row, _) in zip(rates, parts, strict=True))
-            found["decode"][call["batch"]] = part
+            decode = _phase(comparison, way, index, "decode", call["batch"] * (call["new"] - 1))
+            rates = [_read(about, one["decode"]["experts"]) for _, one in calls]
+            decode["read"] = statistics.median(rates)
+            decode["of_read"] = statistics.median(rate / row["read"] for rate, (row, _) in zip(rates, calls, strict=True))
+            found["decode"][call["batch"]] = decode
     return found
 
 
-def _part(comparison: dict, way: str, index: int, part: str, tokens: int) -> dict:
+def _phase(comparison: dict, way: str, index: int, phase: str, tokens: int) -> dict:
     def took(row: dict, name: str) -> float:
-        return row["ways"][name][index][part]["seconds"]
+        return row["ways"][name][index][phase]["seconds"]
 
     base = comparison["base"]
     rounds = [row for row in comparison["rounds"] if way in row["ways"]]
     leads = [took(row, way) / took(row, base) for row in rounds if base in row["ways"]]
-    shares = [row["ways"][way][index][part]["experts"]["seconds"] / took(row, way) for row in rounds]
+    shares = [row["ways"][way][index][phase]["experts"]["seconds"] / took(row, way) for row in rounds]
     return {
         "rate": tokens / statistics.median(took(row, way) for row in rounds),
         "lead": statistics.median(leads) if leads and way != base else None,
@@ -95,10 +95,10 @@ def _table(comparison: dict) -> object:
     return tables.table(("way", *heads), rows, title=title)
 
 
-def _rate(part: dict | None) -> str:
-    if part is None:
+def _rate(phase: dict | None) -> str:
+    if phase is None:
         return NONE
-    return f"{part['rate']:.3g}" + (f" ({part['lead']:.2f}x)" if part["lead"] else "")
+    return f"{phase['rate']:.3g}" + (f" ({phase['lead']:.2f}x)" if phase["lead"] else "")
 
 
 def _notes(comparison: dict) -> Iterator[str]:

@@ -112,8 +112,8 @@ def _fill_experts(module: torch.nn.Module, experts: ExpertWeights) -> None:
             rows = weight.T if module.is_transposed else weight
             if projection != "down":
                 up = projection == "up"
-                part = slice(half * up, half * (up + 1)) if module.is_concatenated else slice(int(up), None, 2)
-                rows, bias = rows[part], None if bias is None else bias[part]
+                of_half = slice(half * up, half * (up + 1)) if module.is_concatenated else slice(int(up), None, 2)
+                rows, bias = rows[of_half], None if bias is None else bias[of_half]
             matrix = experts.matrix(expert, projection)
             bits = bfloat16_weights("MXFP4", np.asarray(matrix.codes), np.asarray(matrix.scales))
             with torch.no_grad():

@@ -41,7 +41,7 @@ def read(path: Path = FILE) -> dict:
     return results_file.read_as(path, SCHEMA)
 
 
-def renew(part: str, found: dict, path: Path = FILE) -> None:
-    """Put a part in the place of the file's. Numbers have six digits, so that cosines near 1 differ."""
-    data = (read(path) if path.exists() else {}) | {part: found}
+def renew(section: str, found: dict, path: Path = FILE) -> None:
+    """Put a section in the place of the file's. Numbers have six digits, so that cosines near 1 differ."""
+    data = (read(path) if path.exists() else {}) | {section: found}
     results_file.write_as(data, path, SCHEMA, lambda value: float(f"{value:.6g}"))

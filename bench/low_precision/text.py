@@ -19,7 +19,7 @@ CONTEXT = 128
 
 
 def measured(progress: Callable[[str], object]) -> dict:
-    """A part of results.SCHEMA. Raises environments.SetUpError; OSError if a program failed."""
+    """A section of results.SCHEMA. Raises environments.SetUpError; OSError if a program failed."""
     interpreter = environments.python(environments.ENGINES, progress)
     with tempfile.TemporaryDirectory() as folder:
         progress("training a tiny model")

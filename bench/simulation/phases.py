@@ -14,8 +14,8 @@ from ktmoe._native import core
 _FP32, _BF16 = 256, 128
 #: A line that is written is read before, and written back later.
 _WRITTEN = 2
-#: Arrays that take at most this part of their team's L3 caches stay there.
-_PART_OF_L3 = 0.5
+#: Arrays that take at most this share of their team's L3 caches stay there.
+_SHARE_OF_L3 = 0.5
 #: The experts that a worker walks over at once in phase B by panel, if it does not have to wait.
 _WALK = 16
 
@@ -59,7 +59,7 @@ class Shard:
 
     def _leaves(self, nbytes: int) -> bool:
         """Whether an array has to be read from memory again."""
-        return nbytes > _PART_OF_L3 * self._groups * self._machine.domain_bytes
+        return nbytes > _SHARE_OF_L3 * self._groups * self._machine.domain_bytes
 
     def phases(self, worker: int) -> Steps:
         """All that a worker of the team does. With the last items of a run it takes the next one, but for the last round."""
@@ -67,7 +67,7 @@ class Shard:
         run = yield from self._take(worker, 0)
         while run:
             then, done = None, 0
-            for strip, items, last in self._parts(*run, 0):
+            for strip, items, last in self._by_strip(*run, 0):
                 left = self._schedule.rounds_left(worker, self._number, 0)
                 if last and left != 1:
                     then = yield from self._take(worker, 0)
@@ -86,7 +86,7 @@ class Shard:
                 run = yield from self._take(worker, 1)
                 continue
             then = None
-            for strip, items, last in self._parts(*run, 1):
+            for strip, items, last in self._by_strip(*run, 1):
                 if last and self._schedule.rounds_left(worker, self._number, 1) != 1:
                     then = yield from self._take(worker, 1)
                 yield from self._d(strip, items)
@@ -100,7 +100,7 @@ class Shard:
             yield Work((self._groups - 1) * self._machine.far, item=False)
         return run
 
-    def _parts(self, first: int, end: int, phase: int) -> Iterator[tuple[int, range, bool]]:
+    def _by_strip(self, first: int, end: int, phase: int) -> Iterator[tuple[int, range, bool]]:
         """(strip, items, whether they are the last ones that are computed together) of a run."""
         per_strip = (self._per_a, self._per_b)[phase]
         while first < end:

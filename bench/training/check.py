@@ -73,7 +73,7 @@ def _step(experts: ExpertWeights, used, rank: int, x, ids, weights, grad_y):
     pairs = {}
     for name in PROJECTIONS:
         each = [adapter(experts, rank, name, int(expert)) for expert in used]
-        pairs[name] = tuple(np.stack(part) for part in zip(*each, strict=True))
+        pairs[name] = tuple(np.stack(matrices) for matrices in zip(*each, strict=True))
     lora = Lora(pairs, ALPHA)
     training = ReferenceTraining(experts.take([int(expert) for expert in used]))
     y, saved = training.forward(x, ids, weights, lora)

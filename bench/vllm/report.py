@@ -58,8 +58,8 @@ def show(saved: dict, console: Console | None = None) -> None:
 def table(found: dict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(heads, rows) of published()."""
     first = found["way"][0]
-    heads = [f"prefill, {part['tokens']} tokens" for part in first["prefill"]]
-    heads += [f"decode, {part['texts']} text{'s' * (part['texts'] > 1)}" for part in first["decode"]]
+    heads = [f"prefill, {phase['tokens']} tokens" for phase in first["prefill"]]
+    heads += [f"decode, {phase['texts']} text{'s' * (phase['texts'] > 1)}" for phase in first["decode"]]
     rows = [
         (way["name"], *map(_rate, way["prefill"] + way["decode"]), f"{way['memory_gb']:.3g} GB", f"{way['load_s']:.2g} s")
         for way in found["way"]
@@ -67,5 +67,5 @@ def table(found: dict) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return ("way", *heads, "memory", "loading"), rows
 
 
-def _rate(part: dict) -> str:
-    return f"{part['tokens_s']:.3g} tokens/s" + (f", {part['lead']:.1f} x" if "lead" in part else "")
+def _rate(phase: dict) -> str:
+    return f"{phase['tokens_s']:.3g} tokens/s" + (f", {phase['lead']:.1f} x" if "lead" in phase else "")

@@ -50,8 +50,8 @@ class Blocks(Loader):
             name, arrays = f"{base}.{projection}", {}
             for kind, shape in shapes(projection).items():
                 size = math.prod(shape)  # bytes, since an item is one
-                part = (expert * size, (expert + 1) * size)
-                arrays[kind] = checkpoint.read(f"{name}.{kind}", part=part, release=True).reshape(shape)
+                byte_range = (expert * size, (expert + 1) * size)
+                arrays[kind] = checkpoint.read(f"{name}.{kind}", byte_range=byte_range, release=True).reshape(shape)
             return Matrix(f"{name}[{expert}]", MXFP4, experts.shape(projection), **arrays)
 
         experts = ExpertWeights(num_experts, 2 * columns, intermediate, read, MXFP4, SILU, name=base)

@@ -57,10 +57,10 @@ def separated(pair: Pair, interleaved: bool) -> dict[str, Pair]:
     whole = rank % 2 or not any(there.values())
     if whole or _magnitudes(halves["gate"][:, :, middle:]).any() or _magnitudes(halves["up"][:, :, :middle]).any():
         return {projection: (a.copy(), np.ascontiguousarray(half)) for projection, half in halves.items()}
-    parts = {"gate": slice(None, middle), "up": slice(middle, None)}
+    ranges = {"gate": slice(None, middle), "up": slice(middle, None)}
     return {
-        projection: (np.ascontiguousarray(a[:, part]), np.ascontiguousarray(halves[projection][:, :, part]))
-        for projection, part in parts.items()
+        projection: (np.ascontiguousarray(a[:, own]), np.ascontiguousarray(halves[projection][:, :, own]))
+        for projection, own in ranges.items()
     }
 
 

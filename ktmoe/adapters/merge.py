@@ -13,7 +13,7 @@ from ktmoe.adapters import sums
 from ktmoe.adapters.reading import import_adapter
 from ktmoe.conversion import stated
 from ktmoe.conversion.convert import SHARD_BYTES
-from ktmoe.conversion.parts import Unit, copied
+from ktmoe.conversion.jobs import Unit, copied
 from ktmoe.conversion.plan import ConversionPlan, check_result, own_names, shards, tensors_of
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.writing import Progress, Task, version, write

@@ -1,8 +1,8 @@
 """rank_pattern and alpha_pattern of adapter_config.json: the value that they give a name, in bounded work.
 
-A pattern is a regular expression. PEFT matches it with all of a name or with its last parts, and the first one that matches
+A pattern is a regular expression. PEFT matches it with all of a name or with its last segments, and the first one that matches
 counts. ktmoe reads names with one .* or \\d+ and one ( | ), and writes the alternatives out. Those without .* are looked up by
-a name's last parts, however many there are. The others are compared with each name, one by one.
+a name's last segments, however many there are. The others are compared with each name, one by one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WILD = re.compile(r"(\.\*|\\d\+|\[0-9\]\+)")
 _NAME = re.compile(r"(?:[A-Za-z0-9_]|\\?[.-])*")
 #: A dot that is not escaped stands for any character.
 _ANY = re.compile(r"(?<!\\)\.")
-#: What stands in the tables of names for a part that is a number. No name has it.
+#: What stands in the tables of names for a segment that is a number. No name has it.
 _NUMBER = "#"
 
 
@@ -84,13 +84,13 @@ class Patterns:
 
     def _add(self, order: int, pattern: str) -> None:
         first, wild, last = (*_WILD.split(pattern), "", "")[:3]
-        if wild == ".*" or (wild and not _is_part(first, last)):
+        if wild == ".*" or (wild and not _is_segment(first, last)):
             length = len(last.replace("\\", ""))
             self._wild.append((order, length, re.compile(last), re.compile(rf"(?:.*\.)?{pattern}")))
             return
-        parts = [part.replace("\\", "") for part in _ANY.split(first + _NUMBER * bool(wild) + last)]
-        loose = tuple(itertools.accumulate((len(part) + 1 for part in parts[:-1]), initial=-1))[1:]
-        name = ".".join(parts)
+        segments = [segment.replace("\\", "") for segment in _ANY.split(first + _NUMBER * bool(wild) + last)]
+        loose = tuple(itertools.accumulate((len(segment) + 1 for segment in segments[:-1]), initial=-1))[1:]
+        name = ".".join(segments)
         self._names.setdefault(len(name), {}).setdefault(loose, {}).setdefault(name, order)
 
     def _orders(self, name: str) -> Iterator[int]:
@@ -112,22 +112,22 @@ class Patterns:
         return CheckpointError(f"{self._where}: expected {expected}, found {show(found)}")
 
 
-def endings(parts: list[str]) -> Iterator[str]:
-    """The last part of a name, the last two, and so on."""
-    yield from itertools.accumulate(reversed(parts), lambda ending, part: f"{part}.{ending}")
+def endings(segments: list[str]) -> Iterator[str]:
+    """The last segment of a name, the last two, and so on."""
+    yield from itertools.accumulate(reversed(segments), lambda ending, segment: f"{segment}.{ending}")
 
 
 def _endings_with_a_number(name: str) -> Iterator[str]:
     """All endings of a name, and of what it is with one of its numbers left out."""
-    parts = name.split(".")
-    yield from endings(parts)
-    for at, part in enumerate(parts):
-        if part.isdigit():
-            yield from endings([*parts[:at], _NUMBER, *parts[at + 1 :]])
+    segments = name.split(".")
+    yield from endings(segments)
+    for at, segment in enumerate(segments):
+        if segment.isdigit():
+            yield from endings([*segments[:at], _NUMBER, *segments[at + 1 :]])
 
 
-def _is_part(first: str, last: str) -> bool:
-    """Whether what is between these two is a whole part of a name, since a dot or nothing is beside it."""
+def _is_segment(first: str, last: str) -> bool:
+    """Whether what is between these two is a whole segment of a name, since a dot or nothing is beside it."""
     return (not first or first.endswith(r"\.")) and (not last or last.startswith(r"\."))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe.arrays import BF16
-from ktmoe.conversion.parts import Made, Part, ResultTensor, Unit
+from ktmoe.conversion.jobs import Job, Made, ResultTensor, Unit
 from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
@@ -25,9 +25,9 @@ BLOCK = 1 << 17
 
 @dataclass(frozen=True)
 class _Slice:
-    """One expert's part of a bfloat16 tensor: of gate, up or down, or of gate and up together.
+    """One expert's slice of a bfloat16 tensor: of gate, up or down, or of gate and up together.
 
-    expert: its number. index, count: which of so many equal parts of the tensor's bytes. shape: of the part. transposed:
+    expert: its number. index, count: which of so many equal slices of the tensor's bytes. shape: of the slice. transposed:
     whether it is [inputs, outputs]. rows: which outputs each projection has.
     """
 
@@ -47,11 +47,11 @@ def in_place(checkpoint: Checkpoint, reader: Loader, layer: int | str, experts: 
     """
     if not isinstance(reader, PerExpert):
         raise UnavailableError(f"{experts.name}: its loader does not say which tensors the experts are")
-    parts: dict[str, list[Part]] = {}
+    jobs: dict[str, list[Job]] = {}
     for each in _slices(reader.names.locate(checkpoint, layer), experts, lora):
-        parts.setdefault(each.tensor, []).append(_part(checkpoint, layer, lora, each))
-    infos = map(checkpoint.info, parts)
-    return {info.name: Unit([ResultTensor(info.name, info.dtype, info.shape)], parts[info.name]) for info in infos}
+        jobs.setdefault(each.tensor, []).append(_job(checkpoint, layer, lora, each))
+    infos = map(checkpoint.info, jobs)
+    return {info.name: Unit([ResultTensor(info.name, info.dtype, info.shape)], jobs[info.name]) for info in infos}
 
 
 def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, str]], lora: Lora | None) -> list[Unit]:
@@ -60,7 +60,7 @@ def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, 
     names: of each expert's matrices, by projection. lora: what is added; None: the weights are only rounded.
     """
 
-    def part(expert: int, projection: str, name: str) -> Part:
+    def job(expert: int, projection: str, name: str) -> Job:
         def make() -> Made:
             with np.errstate(over="ignore"):  # _add() refuses what is infinite then
                 weights = dequantize(experts.matrix(expert, projection)).astype(np.float32)
@@ -69,13 +69,13 @@ def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, 
             return Made({name: made}, error)
 
         nbytes = experts.formats[projection].nbytes(*experts.shape(projection))
-        return Part(nbytes, make, None if lora is None else layer)
+        return Job(nbytes, make, None if lora is None else layer)
 
     units = []
     for expert, of_expert in enumerate(names):
         for projection in PROJECTIONS:
             name = f"{of_expert[projection]}.weight"
-            units.append(Unit([ResultTensor(name, "BF16", experts.shape(projection))], [part(expert, projection, name)]))
+            units.append(Unit([ResultTensor(name, "BF16", experts.shape(projection))], [job(expert, projection, name)]))
     return units
 
 
@@ -107,7 +107,7 @@ def _rows(experts: ExpertWeights, projections: list[str], interleaved: bool) -> 
     return {"gate": slice(half), "up": slice(half, None)}
 
 
-def _part(checkpoint: Checkpoint, layer: int | str, lora: Lora, of: _Slice) -> Part:
+def _job(checkpoint: Checkpoint, layer: int | str, lora: Lora, of: _Slice) -> Job:
     def make() -> Made:
         stored = naming.read_slice(checkpoint, of.tensor, of.index, of.count).view(BF16).reshape(of.shape).copy()
         weights = stored.T if of.transposed else stored
@@ -116,7 +116,7 @@ def _part(checkpoint: Checkpoint, layer: int | str, lora: Lora, of: _Slice) -> P
             error += _add(weights[rows], weights[rows], lora, projection, of.expert, of.tensor)
         return Made({of.tensor: stored}, error)
 
-    return Part(checkpoint.info(of.tensor).nbytes // of.count, make, layer)
+    return Job(checkpoint.info(of.tensor).nbytes // of.count, make, layer)
 
 
 def _add(weights: np.ndarray, out: np.ndarray, lora: Lora | None, projection: str, expert: int, name: str) -> Error:

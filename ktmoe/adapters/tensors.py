@@ -19,7 +19,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 #: (1) the module of experts, (2) its layer, (3) whether another parameter's adapter is around this one, or (4) the expert and
-#: (5) its module, (6) which matrix. Parts are short, since all patterns of a config are matched with them.
+#: (5) its module, (6) which matrix. Each is short, since all patterns of a config are matched with them.
 _NAME = re.compile(
     rf"{re.escape(PREFIX)}((?:[a-z_]{{1,64}}\.){{0,4}}layers\.{_NUMBER}\.[a-z_]{{1,64}}\.experts)"
     rf"\.(?:(base_layer)\.|{_NUMBER}\.([a-z0-9_]{{1,64}})\.)?lora_([AB])\.weight"
@@ -84,8 +84,8 @@ class AdapterFile:
         self.close()
 
     def _sort(self, name: str) -> None:
-        parts = _NAME.fullmatch(name)
-        if parts is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             if ".experts." in name:
                 raise FormatError(
                     f"{self.path}: tensor {show(name)}: expected lora_A and lora_B of gate_up_proj and down_proj, "
@@ -93,7 +93,7 @@ class AdapterFile:
                 )
             self.others.append(name)
             return
-        module, layer, inner, expert, stem, letter = parts.groups()
+        module, layer, inner, expert, stem, letter = match.groups()
         found = self.layers.setdefault(int(layer), LayerTensors(module))
         if found.module != module:
             raise FormatError(

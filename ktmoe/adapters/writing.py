@@ -103,17 +103,17 @@ def _pairs(lora: Lora) -> dict[str, Pair]:
 
 def _parameters(module: str, pairs: Mapping[str, Pair], lora: Lora, places: Places) -> Iterator[_Item]:
     """The items of each parameter that has an adapter. PEFT nests them: the module's first parameter is the innermost."""
-    parts = {
+    projections_of = {
         "gate_up_proj": [projection for projection in ("gate", "up") if projection in pairs],
         "down_proj": ["down"] if "down" in pairs else [],
     }
-    for parameter, projections in parts.items():
+    for parameter, projections in projections_of.items():
         if not projections:
             continue
         name = f"{module}.{parameter}"
         rank = len(projections) * lora.rank  # and alpha likewise, so that alpha / rank stays
         target = AdapterTarget(re.escape(name), rank, len(projections) * lora.alpha, name)
-        inner = "base_layer." if parameter == "gate_up_proj" and parts["down_proj"] else ""
+        inner = "base_layer." if parameter == "gate_up_proj" and projections_of["down_proj"] else ""
         outputs, inputs = pairs[projections[0]][1].shape[1], pairs[projections[0]][0].shape[2]
         shapes = (lora.num_experts * rank, inputs), (outputs * (1 if parameter == "down_proj" else 2), rank * lora.num_experts)
         dtypes = [_DTYPES[fused.common_dtype([pairs[projection][which] for projection in projections])] for which in (0, 1)]

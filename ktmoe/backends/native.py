@@ -211,9 +211,9 @@ def _layer(found: Found, experts: ExpertWeights, plan: Plan, file: core.ArenaFil
 
 
 def _refusal_of(formats: Iterable[WeightFormat], tables: list[core.KernelTable]) -> str:
-    """Which part of which format these kernel tables lack, and the rows of isa.py that serve it."""
+    """What of which format these kernel tables lack, and the rows of isa.py that serve it."""
     for weight_format in formats:
-        lacking = {table.name: part for table in tables if (part := table.lacks(weight_format, _EXACT))}
+        lacking = {table.name: what for table in tables if (what := table.lacks(weight_format, _EXACT))}
         if len(lacking) < len(tables):
             continue
         others = []
@@ -221,9 +221,9 @@ def _refusal_of(formats: Iterable[WeightFormat], tables: list[core.KernelTable])
             with suppress(UnavailableError):
                 if load_table(isa).serves(weight_format, _EXACT):
                     others.append(isa)
-        parts = ", ".join(dict.fromkeys(lacking.values()))
+        missing = ", ".join(dict.fromkeys(lacking.values()))
         has_it = f"instruction sets that have them are {', '.join(others)}" if others else "no instruction set has them"
-        return f"it has no kernels for {weight_format.description}: {parts}; {has_it}"
+        return f"it has no kernels for {weight_format.description}: {missing}; {has_it}"
     return f"it has no instruction set for {' and '.join(sorted({f.description for f in formats}))} together"
 
 

@@ -70,10 +70,10 @@ class Cache:
             )
         shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
         expected = manifest.expected(layer, experts, shards, entry.nbytes)
-        for part in ("file", "experts", "hidden", "intermediate", "formats", "shards", "layout"):
-            want, found = getattr(expected, part), getattr(entry, part)
+        for key in ("file", "experts", "hidden", "intermediate", "formats", "shards", "layout"):
+            want, found = getattr(expected, key), getattr(entry, key)
             if want != found:
-                raise CacheError(f"{what}: {part}: expected {want}, found {show(found)}; `ktmoe pack` makes another one")
+                raise CacheError(f"{what}: {key}: expected {want}, found {show(found)}; `ktmoe pack` makes another one")
         return layer_file.open_layer(self.path, entry, experts, manifest.stated(layer, entry, self._of_checkpoint))
 
     def _entry(self, layer: int | str) -> PackedLayerFile:

@@ -71,13 +71,13 @@ def batch(hidden: int, x, ids, weights) -> tuple[int, int]:
     return tokens, shapes[1][1]
 
 
-def nodes(parts: int, wanted: Sequence[int] | None) -> list[int] | None:
+def nodes(shards: int, wanted: Sequence[int] | None) -> list[int] | None:
     """NUMA nodes for MoELayer, None for its default, all. A count above the number of nodes means all of them."""
     there = sorted(numa.nodes())
     if wanted is None:
-        return there[:parts] if parts < len(there) else None
-    if len(wanted) != parts:
-        raise InputError(f"numa_nodes must have threadpool_count = {parts} entries, found {list(wanted)}")
+        return there[:shards] if shards < len(there) else None
+    if len(wanted) != shards:
+        raise InputError(f"numa_nodes must have threadpool_count = {shards} entries, found {list(wanted)}")
     if len(wanted) > len(there):
         wanted = [node for node in wanted if node in there]
         return wanted if len(there) > 1 and wanted else None

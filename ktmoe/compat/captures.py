@@ -50,11 +50,11 @@ class PinnedBuffers:
     def __init__(self, runtime: Runtime, shape: Shape, adopt):
         self._wide = wide = shape.tokens, shape.hidden
         narrow = shape.tokens, shape.top_k
-        parts = {"x": (wide, np.uint16), "ids": (narrow, np.int64), "weights": (narrow, np.float32), "y": (wide, np.uint16)}
-        sizes = [np.dtype(dtype).itemsize * size[0] * size[1] for size, dtype in parts.values()]
+        arrays = {"x": (wide, np.uint16), "ids": (narrow, np.int64), "weights": (narrow, np.float32), "y": (wide, np.uint16)}
+        sizes = [np.dtype(dtype).itemsize * size[0] * size[1] for size, dtype in arrays.values()]
         starts = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
         memory = np.asarray(HostMemory(runtime, starts[-1]))
-        for start, size, (name, (dimensions, dtype)) in zip(starts, sizes, parts.items(), strict=False):
+        for start, size, (name, (dimensions, dtype)) in zip(starts, sizes, arrays.items(), strict=False):
             array = memory[start : start + size].view(dtype).reshape(dimensions)
             setattr(self, name, array)
             setattr(self, f"{name}_owner", adopt(array))

@@ -19,7 +19,7 @@ class State(StrEnum):
 
 
 class CheckpointOutput:
-    """Part of SFTWrapper. Its methods raise UnavailableError (a RuntimeError) in a state that does not allow them."""
+    """A mixin of SFTWrapper. Its methods raise UnavailableError (a RuntimeError) in a state that does not allow them."""
 
     def __init__(self):
         self.checkpoint_cache_state = State.EMPTY

@@ -28,7 +28,7 @@ class OptimizerGradient:
 
 
 class OptimizerGradients:
-    """Part of SFTWrapper.
+    """A mixin of SFTWrapper.
 
     _uses_authoritative_optimizer_grads: whether there are any, which kt-kernel's torch layers set.
     """

@@ -32,7 +32,7 @@ class _Pending:
 
 
 class SFTPasses:
-    """Part of SFTWrapper, which has all other attributes."""
+    """A mixin of SFTWrapper, which has all other attributes."""
 
     def __init__(self):
         self._saved = SavedStack(self.max_cache_depth, forgets=True)

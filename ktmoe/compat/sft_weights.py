@@ -60,13 +60,13 @@ def _attributes(weights) -> Given:
 
 def _experts(given: Given, form: WeightFormat, name: str, as_scales: Callable) -> ExpertWeights:
     """as_scales: makes of a tensor, whose name follows it, what a Matrix takes. Matrices are read when they are packed."""
-    lengths = {len(part) for pair in given.values() for part in pair}
+    lengths = {len(array) for pair in given.values() for array in pair}
     if len(lengths) != 1 or not all(lengths):
         raise InputError(f"{name}: weights and scales must be of as many experts each, found {sorted(lengths)}")
 
     def read(expert: int, projection: str) -> Matrix:
         label = f"{name}.{expert}.{projection}"
-        codes, scales = (part[expert] for part in given[projection])
+        codes, scales = (array[expert] for array in given[projection])
         codes = _bytes(codes, f"{label} codes")
         shape = len(codes), codes.shape[1] * 8 // form.element.bits
         return Matrix(label, form, shape, codes, as_scales(scales, f"{label} scales"))

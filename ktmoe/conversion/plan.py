@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktmoe import loaders
-from ktmoe.conversion import parts, stated
+from ktmoe.conversion import jobs, stated
 from ktmoe.conversion.computed import check_computed
-from ktmoe.conversion.parts import ResultTensor, Unit
+from ktmoe.conversion.jobs import ResultTensor, Unit
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.storage import DEEPSEEK_V4, Storage, storage
 from ktmoe.errors import FormatError, InputError, MissingTensorError
@@ -81,7 +81,7 @@ def plan(
     for info in source.infos:
         layer = mine.get(info.name)
         if layer is None:
-            units.append(parts.copied(checkpoint, info))
+            units.append(jobs.copied(checkpoint, info))
         elif layer in readers:  # the first tensor of a layer stands for all of it
             units += _units(source, layer, experts[layer], stored, quantizer)
             del readers[layer]
@@ -138,11 +138,10 @@ def _units(
 ) -> list[Unit]:
     if stored is None:
         _check_columns(experts, 32)
-        return [parts.gpt_oss(layer, experts, quantizer)]
+        return [jobs.gpt_oss(layer, experts, quantizer)]
     _check_columns(experts, stored.unit)
     return [
-        parts.expert(layer, experts, number, names, stored, quantizer)
-        for number, names in enumerate(own_names(source, experts))
+        jobs.expert(layer, experts, number, names, stored, quantizer) for number, names in enumerate(own_names(source, experts))
     ]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+from ktmoe.conversion.jobs import CHUNK_BYTES, Job, Made
 from ktmoe.conversion.journal import Journal
-from ktmoe.conversion.parts import CHUNK_BYTES, Made, Part
 from ktmoe.conversion.plan import Shard
 from ktmoe.conversion.source import Source
 from ktmoe.errors import OutOfSpaceError, OutputError
@@ -62,7 +62,7 @@ def write(source: Source, task: Task, folder: Path, progress: Progress | None) -
     """Write a checkpoint into a new or empty folder, or one in which the same was interrupted. The index is written last.
 
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
-    is written; CheckpointError also for a file that changes meanwhile; what parts raise.
+    is written; CheckpointError also for a file that changes meanwhile; what jobs raise.
     """
     identity = {"source": source.identity, **task.identity, "version of ktmoe": version()}
     with _made(folder), exclusive(folder):
@@ -130,7 +130,7 @@ class Counter:
     """Tells progress: bytes of the source, those of files that were finished before among them."""
 
     def __init__(self, progress: Progress, shards: list[Shard], kept: Collection[str]):
-        sizes = {shard.name: sum(part.nbytes for unit in shard.units for part in unit.parts) for shard in shards}
+        sizes = {shard.name: sum(job.nbytes for unit in shard.units for job in unit.jobs) for shard in shards}
         self._progress, self._total = progress, sum(sizes.values())
         self._done = sum(sizes[name] for name in kept)
         progress(self._done, self._total)
@@ -141,23 +141,23 @@ class Counter:
 
 
 class Workers:
-    """Threads that make parts ahead of whoever writes them: as many as ktmoe has, and one part more than threads."""
+    """Threads that run jobs ahead of whoever writes their bytes: as many as ktmoe has, and one job more than threads."""
 
     def __init__(self, command: str):
         self._threads = get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads, f"ktmoe-{command}")
 
-    def in_order(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Made]]:
-        ahead: deque[tuple[Part, Future[Made]]] = deque()
+    def in_order(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Made]]:
+        ahead: deque[tuple[Job, Future[Made]]] = deque()
         try:
-            for part in parts:
-                ahead.append((part, self._pool.submit(part.make)))
+            for job in jobs:
+                ahead.append((job, self._pool.submit(job.make)))
                 if len(ahead) > self._threads:
-                    part, future = ahead.popleft()
-                    yield part, future.result()
+                    job, future = ahead.popleft()
+                    yield job, future.result()
             while ahead:
-                part, future = ahead.popleft()
-                yield part, future.result()
+                job, future = ahead.popleft()
+                yield job, future.result()
         finally:
             for _, future in ahead:
                 future.cancel()
@@ -175,12 +175,12 @@ def _write_shard(source: Source, shard: Shard, folder: Path, workers: Workers, c
     tensors = [(each.name, each.dtype, each.shape) for each in shard.tensors]
     source.check()
     with SafetensorsWriter(folder / shard.name, tensors, {"format": "pt"}, overwrite=True) as writer:
-        for part, result in workers.in_order(part for unit in shard.units for part in unit.parts):
+        for job, result in workers.in_order(job for unit in shard.units for job in unit.jobs):
             for name, array in result.arrays.items():
                 writer.write(array, name)
-            if part.layer is not None:
-                errors[part.layer] = errors.get(part.layer, Error()) + result.error
-            count.add(part.nbytes)
+            if job.layer is not None:
+                errors[job.layer] = errors.get(job.layer, Error()) + result.error
+            count.add(job.nbytes)
         source.check()
     return errors
 

@@ -14,20 +14,20 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class Inside:
-    """folder: a path without links. parts: the names of folders in it, then the file's."""
+    """folder: a path without links. names: of folders in it, then the file's."""
 
     folder: Path
-    parts: tuple[str, ...]
+    names: tuple[str, ...]
 
     def open(self) -> int:
         """A descriptor, for reading. Raises OSError, also where there is a link by now."""
         at = os.open(self.folder, _FOLDER)
         try:
-            for name in self.parts[:-1]:
+            for name in self.names[:-1]:
                 inner = os.open(name, _FOLDER, dir_fd=at)
                 os.close(at)
                 at = inner
-            return os.open(self.parts[-1], _FILE, dir_fd=at)
+            return os.open(self.names[-1], _FILE, dir_fd=at)
         finally:
             os.close(at)
 

@@ -39,7 +39,7 @@ class Checkpoint:
 
     path: a folder with model.safetensors.index.json, or else consolidated.safetensors.index.json, whose weight_map then decides
     which file holds which tensor; or a folder without them, whose *.safetensors files must not share a tensor name; or one
-    .safetensors file. Or a folder whose *.gguf files are one model, or a .gguf file, of which the other parts lie beside it.
+    .safetensors file. Or a folder whose *.gguf files are one model, or a .gguf file, beside which its model's others lie.
     config: the folder's config.json as a dict, or else Mistral's params.json with the keys that config.json would have; empty
     if there is neither. Where it has no quantization_config, the object in quantize_config.json, which AutoGPTQ writes, takes
     that place. Of GGUF files, it is their metadata, with keys that config.json would have.
@@ -91,18 +91,19 @@ class Checkpoint:
         return self._find(name)[1]
 
     def read(
-        self, name: str, out: np.ndarray | None = None, *, part: tuple[int, int] | None = None, release: bool = False
+        self, name: str, out: np.ndarray | None = None, *, byte_range: tuple[int, int] | None = None, release: bool = False
     ) -> np.ndarray:
         """A tensor's bytes as they are in the file: uint8 [nbytes].
 
         out: C-contiguous, writable uint8 array of exactly as many bytes, of any shape, to read into; it is returned.
-        part: (start, stop), to read only the tensor's bytes [start, stop).
+        byte_range: (start, stop), to read only the tensor's bytes [start, stop).
         release: let the kernel drop the pages of what was read from its file cache afterwards. Without `out`, what is not there
         yet is then read past it.
-        Raises CheckpointError if the file ends early or cannot be read, InputError for an `out` or a `part` that does not fit.
+        Raises CheckpointError if the file ends early or cannot be read, InputError for an `out` or a
+        `byte_range` that does not fit.
         """
         file, info = self._find(name)
-        start, stop = _part(info, part)
+        start, stop = _range(info, byte_range)
         if out is None and release:
             return file.take(info, start, stop, self._staging)
         if out is None:
@@ -116,10 +117,10 @@ class Checkpoint:
         file.read_into(out, info, start=start, release=release)
         return out
 
-    def release(self, name: str, *, part: tuple[int, int] | None = None) -> None:
-        """Let the kernel drop a tensor's pages, or those of a part, from its file cache (posix_fadvise); only ever a hint."""
+    def release(self, name: str, *, byte_range: tuple[int, int] | None = None) -> None:
+        """Let the kernel drop a tensor's pages, or a range's, from its file cache (posix_fadvise); only ever a hint."""
         file, info = self._find(name)
-        file.release(info, *_part(info, part))
+        file.release(info, *_range(info, byte_range))
 
     def close(self) -> None:
         """Close all files, each as soon as no thread reads from it. Reading afterwards raises ClosedError."""
@@ -226,13 +227,13 @@ def _why_absent(path: Path) -> str:
     return "nothing of that name"
 
 
-def _part(info: TensorInfo, part: tuple[int, int] | None) -> tuple[int, int]:
+def _range(info: TensorInfo, byte_range: tuple[int, int] | None) -> tuple[int, int]:
     """(start, stop) within a tensor's bytes."""
-    if part is None:
+    if byte_range is None:
         return 0, info.nbytes
-    start, stop = map(operator.index, part)
+    start, stop = map(operator.index, byte_range)
     if not 0 <= start <= stop <= info.nbytes:
-        raise InputError(f"{info.name}: part: expected 0 <= start <= stop <= {info.nbytes} bytes, found {(start, stop)}")
+        raise InputError(f"{info.name}: byte_range: expected 0 <= start <= stop <= {info.nbytes} bytes, found {(start, stop)}")
     return start, stop
 
 

@@ -91,15 +91,15 @@ class _Matrices:
     """The matrices of a projection, of all experts.
 
     name: of the weights' tensor, with {} for the expert's number where it has one of its own. bias, scale: of their tensors.
-    part, parts: which of how many equal runs of each expert's rows are the projection's.
+    index, count: which of how many equal runs of each expert's rows are the projection's.
     """
 
     name: str
     format: WeightFormat
     bias: str | None = None
     scale: str | None = None
-    part: int = 0
-    parts: int = 1
+    index: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class _LayerHeaders:
             raise FormatError(f"{base}{strange}: expected none beside {known}, found one: its meaning is not known")
         matrices = {projection: _matrices(checkpoint, base, stem, suffixes, old) for projection, stem in stems.items()}
         if stems is _FUSED:
-            matrices |= {p: replace(matrices[p], part=part, parts=2) for part, p in enumerate(("gate", "up"))}
+            matrices |= {p: replace(matrices[p], index=index, count=2) for index, p in enumerate(("gate", "up"))}
         found = cls(checkpoint, matrices, *_sizes(checkpoint, matrices, old))
         found._check_others(layer)
         return found
@@ -148,7 +148,7 @@ class _LayerHeaders:
     def read(self, expert: int, projection: str) -> Matrix:
         """Read a matrix. Of the tensors, one expert's bytes alone are read."""
         of, shape = self.matrices[projection], self.shape(projection)
-        name, place = of.name, (expert * of.parts + of.part, self.num_experts * of.parts)
+        name, place = of.name, (expert * of.count + of.index, self.num_experts * of.count)
         if "{}" in name:
             name, place = name.format(expert), (0, 1)
         dtype, stored = of.format.arrays(*shape)["codes"]
@@ -159,7 +159,7 @@ class _LayerHeaders:
         if of.format.factor:
             arrays["factor"] = self._floats(of.scale, expert, self.num_experts) if of.scale else np.ones(1, np.float32)
         label = name.removesuffix(".weight") + ("" if place == (0, 1) else f"[{expert}]")
-        return Matrix(f"{label} {projection}" if of.parts > 1 else label, of.format, shape, **arrays)
+        return Matrix(f"{label} {projection}" if of.count > 1 else label, of.format, shape, **arrays)
 
     def _floats(self, name: str, index: int, count: int) -> np.ndarray:
         stored = naming.read_slice(self.checkpoint, name, index, count)
@@ -169,7 +169,7 @@ class _LayerHeaders:
         """Check biases, scales, and the number of experts that the metadata say. Raises CheckpointError, FormatError."""
         for projection, of in self.matrices.items():
             for name, shape, why in (
-                (of.bias, (self.num_experts, self.shape(projection)[0] * of.parts), "one bias per expert and row"),
+                (of.bias, (self.num_experts, self.shape(projection)[0] * of.count), "one bias per expert and row"),
                 (of.scale, (self.num_experts,), "one factor per expert"),
             ):
                 if name is not None:
@@ -208,10 +208,10 @@ def _sizes(checkpoint: Checkpoint, matrices: dict[str, _Matrices], old: list[int
         shapes[projection] = (len(old), *infos[0].shape) if old else infos[0].shape
     gate = matrices["gate"]
     num_experts, rows, hidden = shapes["gate"]
-    if rows % gate.parts:
+    if rows % gate.count:
         raise CheckpointError(f"{gate.name}: expected an even number of rows, gate and up, found {rows}")
-    intermediate = rows // gate.parts
-    for projection in PROJECTIONS[gate.parts :]:
+    intermediate = rows // gate.count
+    for projection in PROJECTIONS[gate.count :]:
         expected = (num_experts, hidden, intermediate) if projection == "down" else (num_experts, intermediate, hidden)
         if shapes[projection] != expected:
             raise CheckpointError(

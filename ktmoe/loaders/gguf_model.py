@@ -12,8 +12,8 @@ from ktmoe.loaders.gguf_file import GgufFile
 from ktmoe.loaders.tensor_file import TensorFile
 from ktmoe.messages import show
 
-#: model-00001-of-00003.gguf: what the parts' names begin with, the part's number, and how many there are.
-_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
+#: model-00001-of-00003.gguf: what the names of a split model's files begin with, the file's number, and how many there are.
+_SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 #: Keys of metadata, and config.json's for the same; {} is general.architecture.
 _KEYS = {
     "{}.expert_count": "num_experts",
@@ -25,9 +25,9 @@ ARCHITECTURE = "general.architecture"
 
 
 def open_file(path: Path, opened: dict[str, TensorFile]) -> None:
-    """Open a model by one of its files: the other parts, if it has some, lie beside it. opened: gets the files by name.
+    """Open a model by one of its files: the others, if it is split, lie beside it. opened: gets the files by name.
 
-    Raises CheckpointError also for a part that is missing, or that is another model's.
+    Raises CheckpointError also for a file of the model that is missing, or that is another model's.
     """
     _open_all(GgufFile(path), opened)
 
@@ -35,8 +35,8 @@ def open_file(path: Path, opened: dict[str, TensorFile]) -> None:
 def open_folder(folder: Path, names: list[str], opened: dict[str, TensorFile]) -> None:
     """Open the one model of a folder. names: of its .gguf files. opened: gets the model's files by name.
 
-    Files that go with a model and are none, such as a vision tower (mmproj) or an adapter, are left out. Files that are no
-    parts are one model if they have one architecture and no tensor in common: kt-kernel takes a file for each layer.
+    Files that go with a model and are none, such as a vision tower (mmproj) or an adapter, are left out. Files that are not
+    split are one model if they have one architecture and no tensor in common: kt-kernel takes a file for each layer.
     Raises CheckpointError for more than one model, which names two files.
     """
     owners: dict[str, str] = {}
@@ -90,32 +90,32 @@ def _other_model(file: GgufFile, opened: Mapping[str, TensorFile], owners: Mappi
 
 
 def _open_all(file: GgufFile, opened: dict[str, TensorFile]) -> None:
-    """A file that is open, and the other parts, in their order."""
+    """A file that is open, and the others of its split model, in their order."""
     path = file.path
     try:
         count = _split(file, "count", 1)
         if count <= 1:
             opened[path.name] = file
             return
-        match = _PART.fullmatch(path.name)
+        match = _SPLIT_NAME.fullmatch(path.name)
         if not match or int(match[3]) != count:
             expected = f"a name that ends in -00001-of-{count:05}.gguf"
             raise CheckpointError(f"{path}: expected {expected}, as split.count is {count}")
-        parts = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-        for number, part in enumerate(parts):
-            if not os.path.exists(part):
-                raise CheckpointError(f"{part}: expected part {number + 1} of {count}, found no such file")
-            opened[part.name] = file if part == path else GgufFile(part)
-            _check_part(opened[part.name], number, count)
+        paths = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+        for number, each in enumerate(paths):
+            if not os.path.exists(each):
+                raise CheckpointError(f"{each}: expected file {number + 1} of {count} of a split model, found none")
+            opened[each.name] = file if each == path else GgufFile(each)
+            _check_split(opened[each.name], number, count)
     except BaseException:
         file.close()  # which `opened` may lack yet
         raise
-    found = sum(len(opened[part.name].tensors) for part in parts)
-    if (stated := _split(opened[parts[0].name], "tensors.count", found)) != found:
-        raise CheckpointError(f"{parts[0]}: expected {stated} tensors in all parts by split.tensors.count, found {found}")
+    found = sum(len(opened[each.name].tensors) for each in paths)
+    if (stated := _split(opened[paths[0].name], "tensors.count", found)) != found:
+        raise CheckpointError(f"{paths[0]}: expected {stated} tensors in all files by split.tensors.count, found {found}")
 
 
-def _check_part(file: TensorFile, number: int, count: int) -> None:
+def _check_split(file: TensorFile, number: int, count: int) -> None:
     for key, expected in (("no", number), ("count", count)):
         if (found := _split(file, key, -1)) != expected:
             raise CheckpointError(f"{file.path}: split.{key}: expected {expected} by its name, found {found}")

@@ -230,11 +230,11 @@ def block(checkpoint: Checkpoint, layer: int | str) -> set[str]:
     return _find(checkpoint).get(layer, {}).get(f"blk.{layer}", {}).get(None, set())
 
 
-def share(checkpoint: Checkpoint, layer: int | str, part: object) -> None:
-    """Let what was found of a layer hold for `part`, which has that layer's tensors alone: no name is looked at again."""
+def share(checkpoint: Checkpoint, layer: int | str, own: object) -> None:
+    """Let what was found of a layer hold for `own`, which has that layer's tensors alone: no name is looked at again."""
     key = layer_key(layer)
     found = _find(checkpoint)
-    _found[part] = {key: found[key]} if key in found else {}
+    _found[own] = {key: found[key]} if key in found else {}
 
 
 def check_dtype(info: TensorInfo, *dtypes: str) -> None:
@@ -259,7 +259,7 @@ def check_shape(info: TensorInfo, expected: tuple[int, ...], why: str) -> None:
 def read_slice(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.ndarray:
     """The index-th of `count` equal slices of a tensor's bytes, uint8; its pages are released."""
     size = checkpoint.info(name).nbytes // count
-    return checkpoint.read(name, part=(index * size, (index + 1) * size), release=True)
+    return checkpoint.read(name, byte_range=(index * size, (index + 1) * size), release=True)
 
 
 def describe(info: TensorInfo) -> str:

@@ -78,34 +78,34 @@ class Stacked(PerExpert):
         formats = [rows]
         if rows.order.rows and rows.element.bits > 4:
             formats.append(replace(rows, order=TRANSPOSED))
-        parts = 2 if headers["gate"].name == headers["up"].name else 1
-        weight_format = next((each for each in formats if _fits(each, shapes, parts)), rows)
+        matrices = 2 if headers["gate"].name == headers["up"].name else 1
+        weight_format = next((each for each in formats if _fits(each, shapes, matrices)), rows)
         tensors = _Tensors(
-            headers, weight_format, spelling.interleaved, parts, shapes["gate"][0], *_sizes(weight_format, shapes, parts)
+            headers, weight_format, spelling.interleaved, matrices, shapes["gate"][0], *_sizes(weight_format, shapes, matrices)
         )
         tensors.check(shapes)
         return tensors
 
 
-def _sizes(weight_format: WeightFormat, shapes: Mapping[str, tuple[int, int, int]], parts: int) -> tuple[int, int]:
+def _sizes(weight_format: WeightFormat, shapes: Mapping[str, tuple[int, int, int]], matrices: int) -> tuple[int, int]:
     """(hidden, intermediate) by gate's codes."""
     n, k = weight_format.shape(shapes["gate"][1:])
-    return k, n // parts
+    return k, n // matrices
 
 
-def _fits(weight_format: WeightFormat, shapes: Mapping[str, tuple[int, int, int]], parts: int) -> bool:
+def _fits(weight_format: WeightFormat, shapes: Mapping[str, tuple[int, int, int]], matrices: int) -> bool:
     """Whether down's codes are [H, I] if gate's say what H and I are."""
-    return weight_format.shape(shapes["down"][1:]) == _sizes(weight_format, shapes, parts)
+    return weight_format.shape(shapes["down"][1:]) == _sizes(weight_format, shapes, matrices)
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """The tensors of a layer. parts: matrices that gate's tensor has of an expert: 2 where it is up's, too."""
+    """The tensors of a layer. matrices: how many gate's tensor has of an expert: 2 where it is up's, too."""
 
     headers: Mapping[str, Headers]
     format: WeightFormat
     interleaved: bool
-    parts: int
+    matrices: int
     num_experts: int
     hidden: int
     intermediate: int
@@ -119,11 +119,11 @@ class _Tensors:
         name, sizes = self.headers["gate"].tensor("codes"), {}
         for projection, (num_experts, *codes) in shapes.items():
             sizes[projection] = num_experts, *self.format.shape(tuple(codes))
-        if sizes["gate"][1] % self.parts:
+        if sizes["gate"][1] % self.matrices:
             raise CheckpointError(
                 f"{name}: expected an even number of rows, gate and up, found [E, n, k] = {list(sizes['gate'])}"
             )
-        for projection in PROJECTIONS[1 if self.parts == 1 else 2 :]:
+        for projection in PROJECTIONS[1 if self.matrices == 1 else 2 :]:
             expected = self.num_experts, *self.shape(projection)
             if sizes[projection] != expected:
                 raise CheckpointError(
@@ -131,7 +131,7 @@ class _Tensors:
                     f"as {name} is {list(sizes['gate'])}, found {list(sizes[projection])}"
                 )
         unit = self.format.unit[0]
-        if self.parts == 2 and (self.intermediate % unit or (self.interleaved and unit > 1)):
+        if self.matrices == 2 and (self.intermediate % unit or (self.interleaved and unit > 1)):
             expected = (
                 "one scale a row, as rows of gate and up alternate" if self.interleaved else f"a multiple of {unit} rows each"
             )
@@ -162,7 +162,7 @@ class _Tensors:
     def _stored_shape(self, projection: str) -> tuple[int, int]:
         """(n, k) of what a tensor has of an expert."""
         n, k = self.shape(projection)
-        return (n, k) if projection == "down" else (n * self.parts, k)
+        return (n, k) if projection == "down" else (n * self.matrices, k)
 
     def _arrays(self, n: int, k: int, headers: Headers) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """The arrays of a matrix: WeightFormat.arrays(), and the bias."""
@@ -176,11 +176,11 @@ class _Tensors:
 
     def reader(self) -> Callable[[int, str], Matrix]:
         """(expert, projection) -> Matrix. It reads an expert's bytes alone; once, if gate and up are asked for in turn."""
-        together = self.parts == 2 and (self.interleaved or self.format.order.transposed or self._common_factor)
+        together = self.matrices == 2 and (self.interleaved or self.format.order.transposed or self._common_factor)
         pairs = GateUpReader(self._both) if together else None
 
         def read(expert: int, projection: str) -> Matrix:
-            if projection == "down" or self.parts == 1:
+            if projection == "down" or self.matrices == 1:
                 return self._matrix(expert, projection, self._read(expert, projection))
             if pairs:
                 return pairs.take(expert, projection)
@@ -194,7 +194,7 @@ class _Tensors:
 
     def _matrix(self, expert: int, projection: str, arrays: Mapping[str, np.ndarray]) -> Matrix:
         name = f"{self.headers[projection].name}[{expert}]"
-        if projection != "down" and self.parts == 2:
+        if projection != "down" and self.matrices == 2:
             name += f" {projection}"
         return Matrix(name, self.format, self.shape(projection), **arrays)
 

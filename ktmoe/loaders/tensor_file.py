@@ -204,7 +204,7 @@ def _drop_pages(fd: int, info: TensorInfo, start: int, stop: int) -> None:
     if start == stop:
         return
     # the kernel keeps a folio that is covered in part: widen to the largest folio's bounds, at worst a neighbour is read again.
-    # A part's last folio is left to the part behind it, which is likely to be read next and may be there already.
+    # A range's last folio is left to the range behind it, which is likely to be read next and may be there already.
     first = (info.offset + start) // _FOLIO_BYTES * _FOLIO_BYTES
     end = info.offset + stop
     end += -end % _FOLIO_BYTES if stop == info.nbytes else -(end % _FOLIO_BYTES)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 def numbers(text: str) -> frozenset[int]:
     found = set()
-    for part in filter(None, text.strip().split(",")):
-        first, dash, last = part.partition("-")
+    for item in filter(None, text.strip().split(",")):
+        first, dash, last = item.partition("-")
         found.update(range(int(first), int(last if dash else first) + 1))
     return frozenset(found)
 

@@ -143,13 +143,13 @@ def floor(largest: float) -> PowerOfTwo:
 
 @dataclass(frozen=True)
 class Share:
-    """M / parts in float32, then the nearest of the scales' kind.
+    """M / divisor in float32, then the nearest of the scales' kind.
 
-    parts: of M. up: whether the next scale is taken where parts * scale would be below M. late: whether weights are divided by
-    what M / parts is before it is a scale. zeros: the scale of a group of zeros. inverse: whether it is M * (1 / parts).
+    divisor: of M. up: whether the next scale is taken where divisor * scale would be below M. late: whether weights are divided
+    by what M / divisor is before it is a scale. zeros: the scale of a group of zeros. inverse: whether it is M * (1 / divisor).
     """
 
-    parts: float
+    divisor: float
     up: bool = False
     late: bool = False
     zeros: float = 1.0
@@ -157,17 +157,17 @@ class Share:
 
     def __call__(self, groups: Groups) -> Steps:
         m = groups.largest
-        exact = m * np.float32(1 / self.parts) if self.inverse else m / np.float32(self.parts)
+        exact = m * np.float32(1 / self.divisor) if self.inverse else m / np.float32(self.divisor)
         scales = groups.rounded(exact)
         if self.up:
-            scales = _reaching(groups, scales, self.parts)
+            scales = _reaching(groups, scales, self.divisor)
         scales = np.where(m == 0, np.float32(self.zeros), scales)
         return Steps(_not_zero(exact), scales) if self.late else Steps.of(scales)
 
 
-def _reaching(groups: Groups, scales: np.ndarray, parts: float) -> np.ndarray:
-    """The next scale where parts * scale is below M."""
-    short = scales.astype(np.float64) * parts < groups.largest
+def _reaching(groups: Groups, scales: np.ndarray, divisor: float) -> np.ndarray:
+    """The next scale where divisor * scale is below M."""
+    short = scales.astype(np.float64) * divisor < groups.largest
     kind = np.dtype(_FINITE[groups.kind])
     stored = scales.astype(kind)
     bits = stored.view(f"u{kind.itemsize}") + short.astype(f"u{kind.itemsize}")  # all are positive

@@ -19,7 +19,7 @@ from ktmoe.reference.activation import activate
 from ktmoe.reference.errors import MAX_FLOAT32, after_rounding, gamma
 from ktmoe.reference.linear_map import linear
 from ktmoe.reference.operands import flush_to_zero, operand
-from ktmoe.reference.weights import BLOCK, INTEGER_KINDS, TINY, folds, integer_unit, part, round_bfloat16, splits
+from ktmoe.reference.weights import BLOCK, INTEGER_KINDS, TINY, columns_of, folds, integer_unit, round_bfloat16, splits
 
 #: What bfloat16 and fp16 scales may do: multiply sums, or each weight, which is then rounded to bfloat16 in the matrices that
 #: folds().
@@ -79,8 +79,8 @@ def forward(
     rounding: one of ROUNDING. "folded": y and bound are those of a backend that rounds the weights of each matrix that folds().
     tuned_for: one of TUNED_FOR. "prefill": the bound also holds for a backend that multiplies by two numbers a weight in each
     matrix that splits(); y is the same.
-    shards: (first, last) of each part of the intermediate dimension, ascending, if a backend computes an output for each
-    part and then adds these in this order; y is the same. Each begins at a multiple of experts.shard_unit.
+    shards: (first, last) of each in the intermediate dimension, ascending, if a backend computes an output for each
+    shard and then adds these in this order; y is the same. Each begins at a multiple of experts.shard_unit.
     Experts are read and dequantised one matrix at a time, only those that are used. Raises InputError.
     """
     x, ids, weights, active = checked_batch(experts, x, expert_ids, expert_weights, expert_mask)
@@ -136,7 +136,7 @@ def forward(
                 r = np.ones_like(r)
             for shard, (first, last) in enumerate(cuts):
                 k = slice(first, last)
-                d, eps_d = linear(part(down, first, last), h[:, k], eps_h[:, k], block, activations, *of_down, columns)
+                d, eps_d = linear(columns_of(down, first, last), h[:, k], eps_h[:, k], block, activations, *of_down, columns)
                 np.add.at(y[shard], token, r * d)
                 np.add.at(eps[shard], token, np.abs(r) * eps_d)
                 np.add.at(size[shard], token, np.abs(r) * (np.abs(d) + eps_d))
@@ -171,7 +171,7 @@ def checked_cuts(experts: ExpertWeights, shards) -> list[tuple[int, int]]:
         or any(first >= last or first % unit for first, last in cuts)
     ):
         raise InputError(
-            f"shards must be (first, last) of parts that follow each other from 0 to {experts.intermediate}, each of them begun"
+            f"shards must be (first, last) that follow each other from 0 to {experts.intermediate}, each of them begun"
             f" at a multiple of {unit} and not empty, found {shards!r}"
         )
     return cuts

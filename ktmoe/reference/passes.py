@@ -17,7 +17,7 @@ from ktmoe.reference.linear_map import linear
 from ktmoe.reference.moe import ROUNDING, TUNED_FOR, Reference, checked_batch, checked_cuts
 from ktmoe.reference.operands import flush_to_zero, operand
 from ktmoe.reference.transposed import Sum, gradient_rows, product, rows_product, together, transposed
-from ktmoe.reference.weights import BLOCK, TINY, folds, part, round_bfloat16, splits
+from ktmoe.reference.weights import BLOCK, TINY, columns_of, folds, round_bfloat16, splits
 
 
 class TrainingCall:
@@ -59,12 +59,12 @@ class TrainingCall:
         for expert in np.unique(self.ids[self.active]).tolist():
             yield Rows(self, expert, *np.nonzero(self.active & (self.ids == expert)))
 
-    def added_up(self, parts, eps, size) -> Reference:
-        """Sums over slots, of each part, in any order; then those over parts, and the rounding to out_dtype."""
+    def added_up(self, of_shards, eps, size) -> Reference:
+        """Sums over slots, of each shard, in any order; then those over shards, and the rounding to out_dtype."""
         slots = self.active.sum(axis=1, keepdims=True)
         eps = eps + gamma(slots + 1) * size + (slots + 1) * (slots > 0) * TINY
         eps = np.where(size + eps < MAX_FLOAT32, eps, np.inf)
-        (total, *others), (of_total, *eps_others) = parts, eps
+        (total, *others), (of_total, *eps_others) = of_shards, eps
         for other, eps_other in zip(others, eps_others, strict=True):
             total = total + other
             of_total = np.where(slots > 0, after_rounding(total, of_total + eps_other), 0.0)
@@ -130,7 +130,7 @@ class Rows:
         added = self._added("down") if "down" in self.pairs else None
         for first, last in call.cuts:
             k = slice(first, last)
-            d, eps = linear(part(down, first, last), self.h[:, k], self.eps_h[:, k], BLOCK, "bf16", *how)
+            d, eps = linear(columns_of(down, first, last), self.h[:, k], self.eps_h[:, k], BLOCK, "bf16", *how)
             if added is None:
                 yield d, eps, np.abs(d) + eps
                 continue

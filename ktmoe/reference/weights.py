@@ -1,4 +1,4 @@
-"""The weights that the reference computes with: their bfloat16 roundings, the matrices that fold or split, parts of a matrix.
+"""The weights that the reference computes with: their bfloat16 roundings, the matrices that fold or split, columns of a matrix.
 
 Their real numbers are `ktmoe.dequantization`'s.
 """
@@ -122,7 +122,7 @@ def term_sizes(matrix: Matrix, rows=slice(None)) -> np.ndarray:
     return read(replace(matrix, format=replace(matrix.format, element=element)), rows).scaled
 
 
-def part(matrix: Matrix, first: int, last: int) -> Matrix:
+def columns_of(matrix: Matrix, first: int, last: int) -> Matrix:
     """A matrix with k from first to last, which cut nothing that is shared; the bias goes with k = 0. It is in rows."""
     matrix = in_rows(matrix)
     format, offset = matrix.format, matrix.format.offset

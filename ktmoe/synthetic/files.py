@@ -94,9 +94,9 @@ class _SyntheticCheckpoint:
         tensor = self._tensors[name]
         return TensorInfo(name, tensor.dtype, tensor.shape, self.path, 0, tensor.nbytes)
 
-    def read(self, name: str, *, part: tuple[int, int] | None = None, release: bool = False) -> np.ndarray:
+    def read(self, name: str, *, byte_range: tuple[int, int] | None = None, release: bool = False) -> np.ndarray:
         tensor = self._tensors[name]
-        return tensor.part(*(part or (0, tensor.nbytes)), self._seed)
+        return tensor.read(*(byte_range or (0, tensor.nbytes)), self._seed)
 
 
 def _shards(tensors: list[Tensor], shard_bytes: int) -> Iterator[list[Tensor]]:

@@ -50,17 +50,17 @@ def write_gguf(
     intermediate: int = 768,
     layers: int = 1,
     top_k: int = 8,
-    parts: int = 1,
+    splits: int = 1,
     seed: int = 0,
 ) -> None:
-    """Write experts into a new or empty folder, in one file or in so many parts.
+    """Write experts into a new or empty folder, in one file or split into so many.
 
     path: the folder; made if need be. types: a key of MIXED, or of ktmoe.weights.ggml.GGML for all tensors. hidden,
     intermediate: multiples of a record's weights. A tensor's bytes depend on `seed`, its name and its shape alone.
     Raises InputError for a size that is not possible, and for a folder that already holds a model. If it fails or is
     interrupted, what it wrote is removed.
     """
-    check(parts=(parts, 1), layers=(layers, 1))
+    check(splits=(splits, 1), layers=(layers, 1))
     model = _model(types, num_experts, hidden, intermediate, layers, top_k)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,12 +68,12 @@ def write_gguf(
         raise InputError(f"{folder}: expected a folder without a model, found {found}")
     written: list[Path] = []
     try:
-        for number in range(parts):
-            written.append(folder / ("model.gguf" if parts == 1 else f"model-{number + 1:05}-of-{parts:05}.gguf"))
+        for number in range(splits):
+            written.append(folder / ("model.gguf" if splits == 1 else f"model-{number + 1:05}-of-{splits:05}.gguf"))
             metadata = model.config if number == 0 else {}
-            if parts > 1:
-                metadata = metadata | {"split.no": number, "split.count": parts, "split.tensors.count": len(model.tensors)}
-            first, last = (len(model.tensors) * n // parts for n in (number, number + 1))
+            if splits > 1:
+                metadata = metadata | {"split.no": number, "split.count": splits, "split.tensors.count": len(model.tensors)}
+            first, last = (len(model.tensors) * n // splits for n in (number, number + 1))
             _write(written[-1], metadata, model.tensors[first:last], seed)
     except BaseException:  # an interrupt, too: half a model must not look like one
         for file in written:
@@ -85,7 +85,7 @@ def _write(path: Path, metadata: Mapping[str, object], tensors: list[GgufTensor]
     with path.open("wb") as file:
         file.write(header(metadata, tensors))
         for tensor in tensors:
-            file.write(tensor.part(0, tensor.nbytes, seed))
+            file.write(tensor.read(0, tensor.nbytes, seed))
             file.write(bytes(-tensor.nbytes % ALIGNMENT))
 
 
@@ -160,10 +160,10 @@ def _weights(weight_format: WeightFormat, k: int) -> Shaper:
     def shape(out: np.ndarray) -> None:
         records = out.reshape(-1, order.nbytes)
         records &= ~order.spare
-        for part, shaper in fields:
-            stored = np.ascontiguousarray(records[:, part])
+        for own, shaper in fields:
+            stored = np.ascontiguousarray(records[:, own])
             shaper(stored.reshape(-1))
-            records[:, part] = stored
+            records[:, own] = stored
 
     return shape
 

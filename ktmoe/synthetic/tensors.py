@@ -37,7 +37,7 @@ Shaper = Callable[[np.ndarray], None]
 
 @dataclass(frozen=True)
 class Tensor:
-    """name, dtype, shape: as in a safetensors header. slabs: how many parts along the first axis are made one by one."""
+    """name, dtype, shape: as in a safetensors header. slabs: how many, along the first axis, are made one by one."""
 
     name: str
     dtype: str
@@ -54,7 +54,7 @@ class Tensor:
         for index, slab in enumerate(np.split(out, self.slabs)):
             self._fill_slab(slab, index, seed)
 
-    def part(self, start: int, stop: int, seed: int) -> np.ndarray:
+    def read(self, start: int, stop: int, seed: int) -> np.ndarray:
         """The bytes [start, stop); only the slabs that they lie in are made."""
         size = self.nbytes // self.slabs
         first, last = start // size, -(-stop // size)

@@ -136,8 +136,8 @@ def _weights(folder: Path) -> tuple[list[Path], int]:
         return pickled, _MOST_LAYERS
     try:
         with Checkpoint(folder) as checkpoint:
-            files, parts = checkpoint.files, {part for name in checkpoint.names() for part in name.split(".")}
+            files, segments = checkpoint.files, {segment for name in checkpoint.names() for segment in name.split(".")}
     except KtmoeError:  # whoever reads the weights says what is wrong with them
         return [folder / INDEX_NAME, *folder.glob("*.safetensors")], _MOST_LAYERS
-    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 7]
+    numbers = [int(segment) for segment in segments if segment.isascii() and segment.isdecimal() and len(segment) < 7]
     return files, min(max(numbers) + 1, _MOST_LAYERS) if numbers else _MOST_LAYERS

@@ -84,11 +84,11 @@ class GpuExperts(torch.nn.Module):
         self._slots = np.full(module.ktmoe_layer.num_experts + 1, -1)  # the last is for ids that are no expert's
         self._slots[chosen] = np.arange(len(chosen))
         # transformers' own module, whose weights are these, for its function between the matrices
-        part = copy.copy(module)
-        part.__class__ = type(module).__base__  # in which parameters may be asked for
-        part._modules = {name: module for name, module in part._modules.items() if name != "gpu_experts"}
-        part._buffers = self._buffers
-        self._part = (part,)  # no submodule: whoever looks for modules of experts finds the whole one
+        own = copy.copy(module)
+        own.__class__ = type(module).__base__  # in which parameters may be asked for
+        own._modules = {name: module for name, module in own._modules.items() if name != "gpu_experts"}
+        own._buffers = self._buffers
+        self._own = (own,)  # no submodule: whoever looks for modules of experts finds the whole one
 
     @property
     def device(self) -> torch.device:
@@ -112,9 +112,11 @@ class GpuExperts(torch.nn.Module):
         counts = np.bincount(slots.ravel()[places])
         used = np.flatnonzero(counts)
         rounds = [np.flatnonzero(earlier == number) for number in range(earlier.max() + 1)]
-        parts = [places // ids.shape[1], places, *rounds]
+        indices = [places // ids.shape[1], places, *rounds]
         # one copy, since each takes a while, however small it is
-        tokens, places, *rounds = torch.from_numpy(np.concatenate(parts)).to(self.device).split([len(part) for part in parts])
+        tokens, places, *rounds = (
+            torch.from_numpy(np.concatenate(indices)).to(self.device).split([len(each) for each in indices])
+        )
         counts = dict(zip(used.tolist(), counts[used].tolist(), strict=True))
         return Chosen(tokens, places, counts, tuple(rounds), torch.from_numpy(np.where(here, -1, array)))
 
@@ -123,18 +125,18 @@ class GpuExperts(torch.nn.Module):
 
         Each expert is a plain product, which every device and dtype has; grouped_mm() needs compute capability 8.0.
         """
-        (part,) = self._part
-        x = hidden_states.to(self.device)[chosen.tokens].to(part.down_proj.dtype)
+        (module,) = self._own
+        x = hidden_states.to(self.device)[chosen.tokens].to(module.down_proj.dtype)
         gate_up = self._multiply(x, "gate_up_proj", chosen.counts)
-        outputs = self._multiply(part._apply_gate(gate_up), "down_proj", chosen.counts)
+        outputs = self._multiply(module._apply_gate(gate_up), "down_proj", chosen.counts)
         return outputs.float() * top_k_weights.to(self.device).flatten()[chosen.places].float()[:, None]
 
     def _multiply(self, x: torch.Tensor, name: str, counts: Mapping[int, int]) -> torch.Tensor:
-        (part,), made = self._part, []
+        (module,), made = self._own, []
         for slot, rows in zip(counts, x.split(list(counts.values())), strict=True):
-            weight = getattr(part, name)[slot]
-            product = rows @ (weight if part.is_transposed else weight.T)
-            made.append(product + getattr(part, f"{name}_bias")[slot] if part.has_bias else product)
+            weight = getattr(module, name)[slot]
+            product = rows @ (weight if module.is_transposed else weight.T)
+            made.append(product + getattr(module, f"{name}_bias")[slot] if module.has_bias else product)
         return torch.cat(made)
 
 

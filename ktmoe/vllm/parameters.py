@@ -67,28 +67,28 @@ class Parameters:
             found = {}
             for label, ending in self.endings.items():
                 stem = "w2" if projection == "down" else "w13"
-                part = arrays[f"{stem}_{ending}"][expert]
+                array = arrays[f"{stem}_{ending}"][expert]
                 if projection != "down":
-                    part = self._half(label, part, projection == "up")
-                found[label] = self._array(label, part, *expected[label])
+                    array = self._half(label, array, projection == "up")
+                found[label] = self._array(label, array, *expected[label])
             return Matrix(f"{name}.{expert}.{projection}", self.format, (n, k), **found)
 
         return ExpertWeights(count, hidden, intermediate, read, self.format, activation, name, router_weight)
 
     def _half(self, label: str, both: np.ndarray, second: bool) -> np.ndarray:
-        """Gate's part of an array of both, or up's."""
+        """Gate's half of an array of both, or up's."""
         columns = both.ndim == 2 and self.format.order.transposed and label != "factor"
         half = both.shape[columns] // 2
         rows = slice(second, None, 2) if self.interleaved else slice(second * half, (second + 1) * half)
         return both[:, rows] if columns else both[rows]
 
-    def _array(self, label: str, part: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    def _array(self, label: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """An array as Matrix takes it. One of another size keeps its shape, which Matrix refuses."""
-        part = np.ascontiguousarray(part)
-        if label == "offsets" and part.dtype != dtype:  # eight an int32, along n
-            part = (part.view("<u4")[:, None, :] >> 4 * np.arange(8, dtype=np.uint32)[:, None] & 15).astype(np.uint8)
-        part = part.astype(dtype) if label in _NUMBERS and part.dtype in _FLOATS else part.view(dtype)
-        return part.reshape(shape) if part.size == np.prod(shape) else part
+        array = np.ascontiguousarray(array)
+        if label == "offsets" and array.dtype != dtype:  # eight an int32, along n
+            array = (array.view("<u4")[:, None, :] >> 4 * np.arange(8, dtype=np.uint32)[:, None] & 15).astype(np.uint8)
+        array = array.astype(dtype) if label in _NUMBERS and array.dtype in _FLOATS else array.view(dtype)
+        return array.reshape(shape) if array.size == np.prod(shape) else array
 
     def _check_scales(self, where: str, scales: np.ndarray) -> None:
         kind = self.format.scale.kind

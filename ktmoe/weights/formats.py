@@ -60,8 +60,8 @@ class Minimum:
 
     @property
     def description(self) -> str:
-        parts = [part.description.replace(" scales", "") for part in (self.scale, self.super_scale) if part]
-        return f"{'added ' if self.added else ''}minima, {' times '.join(parts)}"
+        described = [each.description.replace(" scales", "") for each in (self.scale, self.super_scale) if each]
+        return f"{'added ' if self.added else ''}minima, {' times '.join(described)}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class WeightFormat:
 
     element: what codes stand for. scale: of groups of weights. super_scale: of groups of scales, which it multiplies.
     offset: ZeroPoint or Minimum. factor: Factor. order: where a code stands; of Records, its scales and minima, too.
-    Raises FormatError for parts that do not go together.
+    Raises FormatError for components that do not go together.
     """
 
     element: Element
@@ -138,8 +138,8 @@ class WeightFormat:
     @property
     def description(self) -> str:
         """The format in words, for messages and tables: 'E2M1 with ue8m0 scales per 1x32'."""
-        parts = [part.description for part in (self.scale, self.super_scale, self.offset, self.factor) if part]
-        text = f"{self.element.name} with {', '.join(parts)}" if parts else self.element.name
+        described = [each.description for each in (self.scale, self.super_scale, self.offset, self.factor) if each]
+        text = f"{self.element.name} with {', '.join(described)}" if described else self.element.name
         return text if self.order.rows else f"{text}, {self.order.description}"
 
     @property

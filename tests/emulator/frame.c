@@ -66,14 +66,14 @@ static uint64_t xstate_bv(const struct kt_frame *frame) {
     return bits;
 }
 
-INLINE void read_part(const struct kt_frame *frame, int c, int at, void *value, int bytes) {
+INLINE void read_component(const struct kt_frame *frame, int c, int at, void *value, int bytes) {
     if (xstate_bv(frame) >> c & 1)
         memcpy(value, frame->xsave + component[c].offset + at, bytes);
     else
         memset(value, 0, bytes);
 }
 
-INLINE void write_part(struct kt_frame *frame, int c, int at, const void *value, int bytes) {
+INLINE void write_component(struct kt_frame *frame, int c, int at, const void *value, int bytes) {
     uint64_t bits = xstate_bv(frame);
     if (!(bits >> c & 1)) {
         memset(frame->xsave + component[c].offset, 0, component[c].bytes);
@@ -86,24 +86,24 @@ INLINE void write_part(struct kt_frame *frame, int c, int at, const void *value,
 void kt_zmm_read(const struct kt_frame *frame, int n, void *value_64_bytes) {
     uint8_t *value = value_64_bytes;
     if (n >= 16) {
-        read_part(frame, HI16_ZMM, (n - 16) * 64, value, 64);
+        read_component(frame, HI16_ZMM, (n - 16) * 64, value, 64);
         return;
     }
-    read_part(frame, SSE, n * 16, value, 16);
-    read_part(frame, AVX, n * 16, value + 16, 16);
-    read_part(frame, ZMM_HI256, n * 32, value + 32, 32);
+    read_component(frame, SSE, n * 16, value, 16);
+    read_component(frame, AVX, n * 16, value + 16, 16);
+    read_component(frame, ZMM_HI256, n * 32, value + 32, 32);
 }
 
 void kt_zmm_write(struct kt_frame *frame, int n, const void *value, int bytes) {
     uint8_t whole[KT_ZMM_BYTES] = {0};
     memcpy(whole, value, bytes);
     if (n >= 16) {
-        write_part(frame, HI16_ZMM, (n - 16) * 64, whole, 64);
+        write_component(frame, HI16_ZMM, (n - 16) * 64, whole, 64);
         return;
     }
-    write_part(frame, SSE, n * 16, whole, 16);
-    write_part(frame, AVX, n * 16, whole + 16, 16);
-    write_part(frame, ZMM_HI256, n * 32, whole + 32, 32);
+    write_component(frame, SSE, n * 16, whole, 16);
+    write_component(frame, AVX, n * 16, whole + 16, 16);
+    write_component(frame, ZMM_HI256, n * 32, whole + 32, 32);
 }
 
 uint32_t kt_mxcsr_read(const struct kt_frame *frame) {
@@ -114,7 +114,7 @@ uint32_t kt_mxcsr_read(const struct kt_frame *frame) {
 
 uint64_t kt_mask_read(const struct kt_frame *frame, int n) {
     uint64_t value;
-    read_part(frame, OPMASK, n * 8, &value, sizeof value);
+    read_component(frame, OPMASK, n * 8, &value, sizeof value);
     return value;
 }
 
@@ -123,11 +123,11 @@ bool kt_cpu_holds_tile_config(const struct kt_frame *frame) { return frame->feat
 bool kt_cpu_holds_tile_data(const struct kt_frame *frame) { return frame->features >> XTILEDATA & 1; }
 
 void kt_tile_config_read(const struct kt_frame *frame, struct kt_tile_config *config) {
-    read_part(frame, XTILECFG, 0, config, sizeof *config);
+    read_component(frame, XTILECFG, 0, config, sizeof *config);
 }
 
 void kt_tile_config_write(struct kt_frame *frame, const struct kt_tile_config *config) {
-    write_part(frame, XTILECFG, 0, config, sizeof *config);
+    write_component(frame, XTILECFG, 0, config, sizeof *config);
 }
 
 static const int8_t slot[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,

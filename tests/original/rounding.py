@@ -51,13 +51,13 @@ def forward(
     *,
     exact: bool = False,
     skip: np.ndarray | None = None,
-    parts: int = 1,
+    shards: int = 1,
     before: np.ndarray | None = None,
 ) -> Reference:
     """What a library with these roundings returns as bfloat16.
 
     exact: y is in real arithmetic, and the bound pays for the roundings; else y has them, and the bound is for sums, exp and
-    roundings that may go either way. skip: bool [experts], those that add nothing. parts: equal ones of intermediate, whose d
+    roundings that may go either way. skip: bool [experts], those that add nothing. shards: equal ones of intermediate, whose d
     are rounded by themselves. before: bfloat16 [tokens, hidden] that the sum begins with.
     """
     x, weights = np.asarray(x).astype(np.float64), np.asarray(weights).astype(np.float64)
@@ -72,12 +72,12 @@ def forward(
         r = weights[token, slot][:, None]
         g, u = (_sum(matrix, x[token], np.zeros((len(token), experts.hidden)), roundings, exact) for matrix in (gate, up))
         h, eps_h = _rounded(*_activate(experts.activation, *g, *u, roundings.clamps_below), exact)
-        for k in np.split(np.arange(experts.intermediate), parts):
+        for k in np.split(np.arange(experts.intermediate), shards):
             d, eps_d = _sum(down, h[:, k], eps_h[:, k], roundings, exact, slice(k[0], k[-1] + 1))
             np.add.at(y, token, r * d)
             np.add.at(eps, token, np.abs(r) * eps_d)
             np.add.at(size, token, np.abs(r) * (np.abs(d) + eps_d))
-    added = parts * (active.sum(axis=1, keepdims=True) + 1) + 1
+    added = shards * (active.sum(axis=1, keepdims=True) + 1) + 1
     eps = eps + _gamma(added) * size + added * TINY
     low, high = round_bfloat16(y - eps), round_bfloat16(y + eps)
     return Reference(y, np.maximum(high - y, y - low) + np.where(np.abs(y) - eps <= TINY, TINY, 0.0))

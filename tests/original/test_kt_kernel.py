@@ -71,17 +71,17 @@ def test_ktmoe_agrees(backend, theirs, name, kind, clamps):
     [("MXFP4", "AMXFP4_KGroup_MOE"), ("MXFP4", "AVX2MXFP4_MOE"), ("BF16", "AMXBF16_MOE"), ("FP8", "AVX2FP8_MOE")],
 )
 def test_parts_and_what_was_there_before(exists, tmp_path, name, kind):
-    """Two parts, as for two NUMA nodes; and a result that is added to bfloat16 numbers, as deferred experts' are."""
+    """Two shards, as for two NUMA nodes; and a result that is added to bfloat16 numbers, as deferred experts' are."""
     need(exists, kind)
     roundings = FORMATS[name].kinds[kind]
     (x, ids, weights), rng = batches()[2], np.random.default_rng(1)
     before = (8 * rng.standard_normal(x.shape)).astype(BF16)
-    original = made(experts(name), name, kind, parts=2)
+    original = made(experts(name), name, kind, shards=2)
     for out, more in (("plain", {}), ("added", {"before": before})):
         original.forward(layer="layer", x=x, ids=ids, weights=weights, out=out, **more)
     answer = original.run(tmp_path)
     for out, more in (("plain", {}), ("added", {"before": before})):
-        model = rounding.forward(experts(name), x, ids, weights, roundings, skip=ON_GPU, parts=2, **more)
+        model = rounding.forward(experts(name), x, ids, weights, roundings, skip=ON_GPU, shards=2, **more)
         assert model.worst(answer[out].view(BF16)) <= 1, out
 
 
@@ -111,7 +111,7 @@ def test_a_map(exists, tmp_path, name, kind):
 # Export
 
 
-#: (method, class); AVX2RawInt4_MOE takes one part only.
+#: (method, class); AVX2RawInt4_MOE takes one shard only.
 EXPORTS = [
     ("MXFP4", "AMXFP4_KGroup_MOE"),
     ("MXFP4", "AVX2MXFP4_MOE"),
@@ -129,17 +129,17 @@ EXPORTS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "cpu_parts"),
-    [(*case, parts) for case in EXPORTS for parts in (1, 2) if (*case, parts) != ("RAWINT4", "AVX2RawInt4_MOE", 2)],
+    ("name", "kind", "shards"),
+    [(*case, shards) for case in EXPORTS for shards in (1, 2) if (*case, shards) != ("RAWINT4", "AVX2RawInt4_MOE", 2)],
 )
-def test_export(exists, tmp_path, name, kind, cpu_parts):
+def test_export(exists, tmp_path, name, kind, shards):
     """Bit for bit, every scale byte but 0, which kt-kernel takes for zero, for 1, 2 and 4 GPUs; ids are the slots'."""
     need(exists, kind)
     form, rng = FORMATS[name].weights, np.random.default_rng(2)
     ue8m0 = form.scale is not None and form.scale.kind == "ue8m0"
     intermediate, logical = 512 if name == "FP8" else 256, IDENTITY if kind in IGNORES_MAP else MOVED
     weights = random_experts(rng, EXPERTS, 128, intermediate, formats=form, scales=(0, 255) if ue8m0 else (1, 254))
-    original = made(as_theirs(weights, FORMATS[name].theirs), name, kind, logical=logical, parts=cpu_parts)
+    original = made(as_theirs(weights, FORMATS[name].theirs), name, kind, logical=logical, shards=shards)
     slots, gpus = (0, 4), (1, 2, 4)
     for slot in slots:
         for parts in gpus:

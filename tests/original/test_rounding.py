@@ -61,11 +61,11 @@ def test_a_wrong_scale_shows():
 
 
 def test_parts_and_what_was_there_before():
-    """Two parts have d rounded by themselves; a sum begins with the bfloat16 numbers that stood in the output."""
+    """Two shards have d rounded by themselves; a sum begins with the bfloat16 numbers that stood in the output."""
     weights, (_, _, batch, *_) = experts("MXFP4"), batches()
     whole = rounding.forward(weights, *batch, rounding.KT_KERNEL)
-    halves = rounding.forward(weights, *batch, rounding.KT_KERNEL, parts=2)
-    exact = [rounding.forward(weights, *batch, rounding.KT_KERNEL, parts=parts, exact=True) for parts in (1, 2)]
+    halves = rounding.forward(weights, *batch, rounding.KT_KERNEL, shards=2)
+    exact = [rounding.forward(weights, *batch, rounding.KT_KERNEL, shards=shards, exact=True) for shards in (1, 2)]
     assert (whole.y != halves.y).any()
     assert np.allclose(exact[0].y, exact[1].y, rtol=0, atol=1e-12)
     assert exact[1].worst(halves.y) <= 1

@@ -71,25 +71,25 @@ class Session:
     def __init__(self, arrays: dict[str, np.ndarray]):
         self.arrays, self.answer, self.layers, self.pools = arrays, {}, {}, {}
 
-    def pool(self, parts: int):
-        """One of two threads for each part; it is never given back, as its destructor may hang."""
-        if parts not in self.pools:
+    def pool(self, shards: int):
+        """One of two threads for each shard; it is never given back, as its destructor may hang."""
+        if shards not in self.pools:
             config = kt_kernel_ext.WorkerPoolConfig()
-            config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = parts, [0] * parts, [2] * parts
-            self.pools[parts] = kt_kernel_ext.CPUInfer(config)
-        return self.pools[parts]
+            config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = shards, [0] * shards, [2] * shards
+            self.pools[shards] = kt_kernel_ext.CPUInfer(config)
+        return self.pools[shards]
 
     def classes(self, out: str) -> None:
         self.answer[out] = np.array([name for name in dir(kt_kernel_ext.moe) if name.endswith("_MOE")])
 
     def layer(
-        self, name, kind, sizes, most_tokens, quantization, mask, logical, parts=1, limit=0.0, alpha=0.0, rounded=None
+        self, name, kind, sizes, most_tokens, quantization, mask, logical, shards=1, limit=0.0, alpha=0.0, rounded=None
     ) -> None:
         """sizes: experts, experts of a token, hidden, intermediate. quantization: what quant_config says.
 
         rounded: None, or a folder: codes are bfloat16, which the class rounds when it loads them, and saves there.
         """
-        a, cpu = self.arrays, self.pool(parts)
+        a, cpu = self.arrays, self.pool(shards)
         on_gpu, logical = far(torch.from_numpy(a[mask])), torch.from_numpy(a[logical])
         config = kt_kernel_ext.moe.MOEConfig(*sizes, on_gpu.data_ptr())
         config.layer_idx, config.pool, config.max_len = 0, cpu.backend_, most_tokens

@@ -21,7 +21,7 @@ from ktmoe.weights.ggml import GGML
 EXPERTS, HIDDEN = 3, 512
 
 
-@pytest.mark.parametrize("name", [*GGML, "Q4_K_M", "parts"])
+@pytest.mark.parametrize("name", [*GGML, "Q4_K_M", "split"])
 def test_what_gguf_writes(case, name):
     """Names, types, shapes, places and bytes are those of its reader, weights those of its dequantize(), in float32.
 
@@ -49,11 +49,11 @@ def test_what_gguf_writes(case, name):
 
 @pytest.mark.parametrize("types", [*MIXED, *GGML])
 def test_gguf_reads_what_is_made(tmp_path, types):
-    """ktmoe.synthetic's files, in parts."""
+    """ktmoe.synthetic's files, split."""
     home = Path(ENVIRONMENTS or "none") / "torch"
     if not (home / "installed").exists():
         pytest.skip("torch is not installed: make test-writers")
-    write_gguf(tmp_path, types=types, num_experts=2, hidden=256, intermediate=512, layers=2, parts=2)
+    write_gguf(tmp_path, types=types, num_experts=2, hidden=256, intermediate=512, layers=2, splits=2)
     command = [home / "bin" / "python", Path(__file__).with_name("read_gguf.py"), *sorted(tmp_path.glob("*.gguf"))]
     rows = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=100).stdout)
     with Checkpoint(tmp_path) as checkpoint:

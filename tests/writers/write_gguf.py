@@ -71,5 +71,5 @@ def write(folder: Path, names: tuple[str, str, str], **writer) -> dict[str, np.n
 if __name__ == "__main__":
     cases = {name: partial(write, names=(name,) * 3) for name in (*MADE, *HALVES, "NVFP4")}
     cases["Q4_K_M"] = partial(write, names=("Q4_K", "Q4_K", "Q6_K"))
-    cases["parts"] = partial(write, names=("Q8_0", "Q4_0", "Q5_0"), split_max_tensors=2)
+    cases["split"] = partial(write, names=("Q8_0", "Q4_0", "Q5_0"), split_max_tensors=2)
     writing.main(cases)

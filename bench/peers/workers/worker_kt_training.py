@@ -46,7 +46,7 @@ class KtTraining(TrainingWorker):
             swiglu_limit=LIMIT,
         )
         pairs = [[adapter(model, rank, name, expert) for expert in range(model.experts)] for name in PROJECTIONS]
-        lora = [tensor(np.stack(part)) for of_name in pairs for part in zip(*of_name, strict=True)]
+        lora = [tensor(np.stack(matrices)) for of_name in pairs for matrices in zip(*of_name, strict=True)]
         self.gradients = [torch.empty_like(each) for each in lora]
         self.wrapper.init_lora_weights(*lora, *self.gradients)
         self.wrapper.load_weights(torch.arange(model.experts))

@@ -28,9 +28,9 @@ class KtmoeTraining(TrainingWorker):
         pairs = {}
         for name in PROJECTIONS:
             each = [adapter(model, rank, name, expert) for expert in range(model.experts)]
-            pairs[name] = tuple(np.stack(part) for part in zip(*each, strict=True))
+            pairs[name] = tuple(np.stack(matrices) for matrices in zip(*each, strict=True))
         self.lora = Lora(pairs, ALPHA)
-        self.gradients = {name: tuple(np.zeros_like(part) for part in pair) for name, pair in pairs.items()}
+        self.gradients = {name: tuple(np.zeros_like(each) for each in pair) for name, pair in pairs.items()}
         table = ktmoe.backends.get(backend).lookup(experts, "bf16").table
         self._limits = measuring.LimitMeter(layer, table)
         self.about = {"version": f"ktmoe {version('ktmoe')}", "kernels": table.name, "packed bytes": layer.nbytes}
@@ -64,7 +64,7 @@ class KtmoeSteps(Steps):
     def outputs(self, expert: int) -> dict[str, np.ndarray]:
         found = {name: float32(bits.view(np.uint16)) for name, bits in (("y", self.y), ("grad_x", self.found.x))}
         for name, pair in self.worker.gradients.items():
-            found[f"{name}_a"], found[f"{name}_b"] = (part[expert] for part in pair)
+            found[f"{name}_a"], found[f"{name}_b"] = (each[expert] for each in pair)
         return found | {"grad_weights": self.found.weights}
 
 

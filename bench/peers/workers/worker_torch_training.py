@@ -34,8 +34,10 @@ class TorchTraining(TrainingWorker):
             for name, of_name in pairs.items()
         }
         self.separate = {
-            name: [tuple(part[expert].detach().clone().requires_grad_() for part in parts) for expert in range(model.experts)]
-            for name, parts in self.stacked.items()
+            name: [
+                tuple(matrix[expert].detach().clone().requires_grad_() for matrix in pair) for expert in range(model.experts)
+            ]
+            for name, pair in self.stacked.items()
         }
         self.about = {"version": f"torch {torch.__version__}, transformers {version('transformers')}", "weights": way}
 
@@ -94,11 +96,11 @@ class TorchSteps(Steps):
         self.weights = torch.from_numpy(self.inputs.weights[batch]).requires_grad_()
         self.x.grad = None
         for of_name in self.worker.separate.values():
-            for part in (part for parts in of_name for part in parts):
-                part.grad = None
-        for parts in self.worker.stacked.values():
-            for part in parts:
-                part.grad = None
+            for matrix in (matrix for pair in of_name for matrix in pair):
+                matrix.grad = None
+        for pair in self.worker.stacked.values():
+            for matrix in pair:
+                matrix.grad = None
 
     def forward(self, setting: str) -> None:
         self.setting = setting
@@ -112,10 +114,10 @@ class TorchSteps(Steps):
         found = {"y": self.y.detach(), "grad_x": self.x.grad, "grad_weights": self.weights.grad}
         for name in PROJECTIONS:
             if self.setting == "eager":
-                parts = [part.grad for part in self.worker.separate[name][expert]]
+                pair = [matrix.grad for matrix in self.worker.separate[name][expert]]
             else:
-                parts = [part.grad[expert] for part in self.worker.stacked[name]]
-            found[f"{name}_a"], found[f"{name}_b"] = parts
+                pair = [matrix.grad[expert] for matrix in self.worker.stacked[name]]
+            found[f"{name}_a"], found[f"{name}_b"] = pair
         return {name: array.float().numpy() for name, array in found.items()}
 
 

@@ -23,13 +23,13 @@ static size_t items(const kt_back_job *j, const kt_back_shard *p) {
 }
 
 /* Rows [row, row + m) of an expert, `columns` of a matrix's inputs or outputs from `first` on. */
-typedef struct part {
+typedef struct tile {
     size_t expert, row, m, first, columns;
     bool add;
-} part;
+} tile;
 
 /* What stands beside the rows: T or dT, times what multiplies gradients, and times router weights. */
-static const float *beside(const kt_back_worker *w, const part *at, size_t matrix, bool gradient, bool weighted) {
+static const float *beside(const kt_back_worker *w, const tile *at, size_t matrix, bool gradient, bool weighted) {
     const kt_back_job *j = w->job;
     const size_t rank = j->to.batch.adapter->rank;
     for (size_t r = 0; r < at->m; r++) {
@@ -43,7 +43,7 @@ static const float *beside(const kt_back_worker *w, const part *at, size_t matri
 }
 
 /* dA += beside^T rows; the matrix has k inputs. */
-static void add_a(const kt_back_worker *w, const part *at, size_t matrix, size_t k) {
+static void add_a(const kt_back_worker *w, const tile *at, size_t matrix, size_t k) {
     const kt_back_job *j = w->job;
     const size_t rank = j->to.batch.adapter->rank;
     j->layer->isa->dense(&(kt_dense){
@@ -62,7 +62,7 @@ static void add_a(const kt_back_worker *w, const part *at, size_t matrix, size_t
 }
 
 /* dB += rows^T beside; the matrix has n outputs. */
-static void add_b(const kt_back_worker *w, const part *at, size_t matrix, size_t n) {
+static void add_b(const kt_back_worker *w, const tile *at, size_t matrix, size_t n) {
     const kt_back_job *j = w->job;
     const size_t rank = j->to.batch.adapter->rank;
     j->layer->isa->dense(&(kt_dense){
@@ -80,7 +80,7 @@ static void add_b(const kt_back_worker *w, const part *at, size_t matrix, size_t
     });
 }
 
-static void hidden_part(const kt_back_worker *w, const part *at) {
+static void hidden_tile(const kt_back_worker *w, const tile *at) {
     const kt_back_job *j = w->job;
     float *wide = w->scratch->wide;
     if (wanted(j, KT_OF_GATE) || wanted(j, KT_OF_UP))
@@ -92,14 +92,14 @@ static void hidden_part(const kt_back_worker *w, const part *at) {
     add_b(w, at, KT_OF_DOWN, j->layer->hidden);
 }
 
-static void widen_rows(const kt_back_worker *w, const part *at, const uint16_t *rows) {
+static void widen_rows(const kt_back_worker *w, const tile *at, const uint16_t *rows) {
     const kt_shard *own = w->shard->shard;
     for (size_t r = 0; r < at->m; r++)
         w->job->layer->isa->widen(rows + (at->row + r) * own->intermediate + at->first - own->first,
                                   w->scratch->wide + r * KT_TILE_COLUMNS, at->columns);
 }
 
-static void inner_part(const kt_back_worker *w, const part *at) {
+static void inner_tile(const kt_back_worker *w, const tile *at) {
     const kt_back_job *j = w->job;
     for (size_t matrix = KT_OF_GATE; matrix <= KT_OF_UP; matrix++) {
         if (!wanted(j, matrix)) continue;
@@ -119,7 +119,7 @@ static void item(const kt_back_worker *w, size_t number) {
     const bool of_hidden = block >= inner;
     const size_t place = of_hidden ? (block - inner) * j->num_shards + (size_t)(p - j->shards) : block;
     const size_t first = place * KT_TILE_COLUMNS;
-    part at = {
+    tile at = {
         .expert = piece->expert,
         .first = of_hidden ? first : p->shard->first + first,
         .columns = kt_columns(of_hidden ? j->layer->hidden : p->shard->intermediate, first, KT_TILE_COLUMNS),
@@ -128,7 +128,7 @@ static void item(const kt_back_worker *w, size_t number) {
     for (size_t i = 0; i < piece->count; i += KT_TILE_ROWS) {
         at.row = piece->first + i;
         at.m = kt_columns(piece->count, i, KT_TILE_ROWS);
-        (of_hidden ? hidden_part : inner_part)(w, &at);
+        (of_hidden ? hidden_tile : inner_tile)(w, &at);
         at.add = true;
     }
 }

@@ -115,7 +115,7 @@ static void wait_for_teams(void) {
 }
 
 /* The number of the task that a worker was in; 0 to stop. */
-static uint64_t take_part(const kt_worker *me, door *own, uint64_t last) {
+static uint64_t join_task(const kt_worker *me, door *own, uint64_t last) {
     const uint64_t number = pool.task ? pool.number : 0;
     wake_groups();
     if (!number || number == last) return number; /* it was in this one: it came in before it was woken */
@@ -133,7 +133,7 @@ static void *work(void *argument) {
     for (uint32_t seen = 0; last;) {
         kt_event_wait(&own->epoch, seen, KT_IDLE);
         seen = atomic_load(&own->epoch.value);
-        if (come_in(own)) last = take_part(me, own, last);
+        if (come_in(own)) last = join_task(me, own, last);
         go_out(own);
     }
     return NULL;

@@ -20,7 +20,7 @@ static struct {
 } queue;
 static _Alignas(64) kt_event pushed; /* bumped for a record, or to end */
 static _Alignas(64) kt_event inside; /* host functions */
-static _Alignas(64) kt_event rested; /* bumped after a record's last part */
+static _Alignas(64) kt_event rested; /* bumped after the last of a record */
 static _Atomic bool closed;
 
 static bool come_in(void) {

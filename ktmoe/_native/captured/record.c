@@ -35,7 +35,7 @@ static void mark_urgent(const kt_record *r) {
     }
 }
 
-/* Which slots run now and which later; -1 where a slot is in the other part or in neither. A token's slots with so many greatest
+/* Which slots run now and which later; -1 where a slot is in the other one or in neither. A token's slots with so many greatest
  * weights, of equal ones the first, run now, and so does any expert of such a slot in all tokens. Experts on the GPU are in
  * neither. False: nothing is deferred. */
 static bool split(const kt_record *r) {

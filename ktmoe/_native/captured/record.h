@@ -8,7 +8,7 @@
 
 /* Memory of one worker at a time; records may share it. */
 typedef struct kt_record_scratch {
-    int64_t *ids, *now, *later; /* [tokens][top_k]: as they are when the call begins; which of them run in which of its parts */
+    int64_t *ids, *now, *later; /* [tokens][top_k]: as they are when the call begins; which of them run now, and which later */
     uint8_t *on_gpu, *urgent;   /* [num_experts] */
     float *x, *y;               /* [tokens][hidden], for a sum with what was deferred */
 } kt_record_scratch;
@@ -30,8 +30,7 @@ typedef struct kt_record {
     int error;               /* an errno, of KT_FAILED */
 } kt_record;
 
-/* The two parts of a call: what runs now, and what is deferred. They return KT_DONE, or how they failed: y, or late, is NaN
- * then. */
+/* What of a call runs now, and what is deferred. They return KT_DONE, or how they failed: y, or late, is NaN then. */
 enum kt_outcome kt_record_now(kt_record *r, bool *defers, int *error);
 enum kt_outcome kt_record_late(kt_record *r, int *error);
 

@@ -69,9 +69,9 @@ def adopt(PackedLayer layer, seen, biases, factors):
             bias = biases[projection]
             at[p][0], steps[p][0] = &bias[0, 0], bias.shape[1]
         if projection in factors:
-            factor, parts = factors[projection], layer._spec.formats[projection].factor
+            factor, stated = factors[projection], layer._spec.formats[projection].factor
             at[p][1], steps[p][1] = &factor[0, 0], factor.shape[1]
-            given[p].factor_per_row, given[p].divides = parts.per_row, parts.divides
+            given[p].factor_per_row, given[p].divides = stated.per_row, stated.divides
     with nogil:
         kt_pool_lock()
         for e in range(num_experts):

@@ -4,7 +4,7 @@ cdef tuple packed_scale(weight_format):
     """(kind, k that share one) of the scales in a packed panel; ("none", 0) without.
 
     Scales that are shared by the columns of whole panels are packed as float32, which all kinds are exactly: "panel".
-    Raises FormatError, which names the part, for what no panel can have.
+    Raises FormatError, which names the component, for what no panel can have.
     """
     scale, super_scale, offset = weight_format.scale, weight_format.super_scale, weight_format.offset
     minima = isinstance(offset, Minimum)
@@ -25,7 +25,7 @@ cdef tuple packed_scale(weight_format):
     if rows == 1:
         return scale.kind, columns
     if rows % KT_PANEL or offset or super_scale:
-        beside = " and ".join(name for name, part in ((offsets, offset), ("super-scales", super_scale)) if part)
+        beside = " and ".join(name for name, there in ((offsets, offset), ("super-scales", super_scale)) if there)
         raise FormatError(f"no kernel has {f'{beside} with ' if beside else ''}scales shared by {rows} rows, "
                           f"only by 1 row or by multiples of {KT_PANEL}")
     return "panel", columns
@@ -72,19 +72,19 @@ cdef _fill_format(kt_format *packed, weight_format):
         kind, columns = packed_scale(weight_format)
     except FormatError as error:
         raise FormatError(f"{weight_format.description}: {error}") from None
-    for i, (label, part) in enumerate(_group_parts(weight_format)):
-        if isinstance(part, ZeroPoint):
+    for i, (label, how) in enumerate(_group_arrays(weight_format)):
+        if isinstance(how, ZeroPoint):
             packed.groups[i].group, packed.groups[i].rows, packed.groups[i].bytes = columns, 1, 1
-        elif part:
-            of = SCALE_KINDS["fp32" if kind == "panel" else part.kind]
-            rows, group = part.extent
+        elif how:
+            of = SCALE_KINDS["fp32" if kind == "panel" else how.kind]
+            rows, group = how.extent
             negated = label == _added(weight_format)
             packed.groups[i] = kt_group_array(group, rows, of.dtype.itemsize, 0, of.magnitude, of.field, negated)
             if label in ("scales", "super_scales"):
                 packed.groups[i].padding = of.one
 
 
-cdef tuple _group_parts(weight_format):
+cdef tuple _group_arrays(weight_format):
     """((name of an array, what says how it is stored, or None), ...) of a format's arrays of groups, as kt_format has them."""
     offset = weight_format.offset
     minima = offset if isinstance(offset, Minimum) else None

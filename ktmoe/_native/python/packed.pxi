@@ -99,10 +99,10 @@ cdef class _PackedExperts:
             fields = _Fields(weight_format.order, groups)
             given.fields = &fields.fields
             held.append(fields)
-        for i, (label, part) in enumerate(_group_parts(weight_format)):
-            if not part:
+        for i, (label, how) in enumerate(_group_arrays(weight_format)):
+            if not how:
                 continue
-            size = self.experts.formats[projection].groups[i].bytes * math.prod(part.shape(*matrix.shape))
+            size = self.experts.formats[projection].groups[i].bytes * math.prod(how.shape(*matrix.shape))
             numbers = _bytes(f"{matrix.name} {label}", np.ascontiguousarray(groups[label]), size)
             given.groups[i] = &numbers[0]
             held.append(numbers)
@@ -172,11 +172,11 @@ cdef class _PackedExperts:
         codes = views["codes"]
         s.codes = &codes[0]
         groups = {}
-        for i, (label, part) in enumerate(_group_parts(weight_format)):
-            if not part:
+        for i, (label, how) in enumerate(_group_arrays(weight_format)):
+            if not how:
                 continue
-            dtype = np.dtype(np.uint8) if isinstance(part, ZeroPoint) else part.dtype if part.extent[0] == 1 else np.dtype(np.float32)
-            groups[label] = np.empty(part.shape(s.rows, s.columns), dtype)
+            dtype = np.dtype(np.uint8) if isinstance(how, ZeroPoint) else how.dtype if how.extent[0] == 1 else np.dtype(np.float32)
+            groups[label] = np.empty(how.shape(s.rows, s.columns), dtype)
             numbers = groups[label].reshape(-1).view(np.uint8)
             s.groups[i] = &numbers[0]
         if weight_format.order.of_records:

@@ -65,7 +65,7 @@ cdef class KernelTable:
         return not self.lacks(weight_format, form)
 
     def lacks(self, weight_format, str form):
-        """The part of a format that no kernel of this table has, or that none of those with the parts before it has; "" if none."""
+        """The component of a format that no kernel here has, or that none of those with the components before it has; "" if none."""
         return self._choose(weight_format, form)[1]
 
     cdef tuple _choose(self, weight_format, str form, int folded=0, str tuned_for="decode"):

@@ -109,7 +109,7 @@ static void e4m3(chunk *restrict c) {
     }
 }
 
-/* Sums of (w - w')^2 and w^2, each in four parts. */
+/* Sums of (w - w')^2 and w^2, each in four lanes. */
 static void add_error(const kt_rounding *how, size_t group, size_t first, size_t count, chunk *restrict c, f64x2 sums[4]) {
     kt_spread_f64(how->values + group, how->columns, first, count, c->value);
     for (size_t i = 0; i < KT_CHUNK; i += 4)
@@ -139,7 +139,7 @@ void kt_round_weights(const kt_weights *m, const kt_rounding *how, size_t row, s
                       double sums[2]) {
     const unsigned state = kt_fp_enter();
     const size_t groups = (m->k + how->columns - 1) / how->columns;
-    f64x2 parts[4] = {0};
+    f64x2 lanes[4] = {0};
     chunk c;
     for (size_t i = 0; i < count; i++)
         for (size_t first = 0; first < m->k; first += KT_CHUNK) {
@@ -154,11 +154,11 @@ void kt_round_weights(const kt_weights *m, const kt_rounding *how, size_t row, s
                 case KT_TO_E2M1: e2m1(how, &c); break;
                 case KT_TO_E4M3: e4m3(&c); break;
             }
-            if (sums) add_error(how, group, first, some, &c, parts);
+            if (sums) add_error(how, group, first, some, &c, lanes);
             store(how, &c, some, codes + ((row + i) * m->k + first) * how->code_bits / 8);
         }
     for (size_t s = 0; sums && s < 2; s++) {
-        const f64x2 sum = parts[2 * s] + parts[2 * s + 1];
+        const f64x2 sum = lanes[2 * s] + lanes[2 * s + 1];
         sums[s] = sum[0] + sum[1];
     }
     kt_fp_leave(state);

@@ -29,7 +29,7 @@ class KTMoEWrapper:
     gpu_experts_mask: bool [num_experts], True = on the GPU, copied; or num_gpu_experts: the first so many are. With neither,
     all are here. The attribute of that name is an array or a tensor as given, else a tensor where torch is loaded; it may be
     changed in place at any time and is read when a forward call is submitted. Fine-tuning computes all experts.
-    cpuinfer_threads: ktmoe.set_num_threads(), so it counts for the whole process. threadpool_count: tensor-parallel parts, one
+    cpuinfer_threads: ktmoe.set_num_threads(), so it counts for the whole process. threadpool_count: tensor-parallel shards, one
     a NUMA node, at most as many as there are; numa_nodes: which.
     weight_path: the checkpoint's folder, or a GGUF file; opened once for all its layers.
     max_deferred_experts_per_token: so many of a token's experts, those with the least weights, may be added to the next layer's

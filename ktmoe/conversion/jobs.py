@@ -1,4 +1,4 @@
-"""What a conversion is made of: target tensors, and parts of work that give some of their bytes."""
+"""What a conversion is made of: target tensors, and jobs that give some of their bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Part:
+class Job:
     """nbytes: of the source that it reads. make: reads, rounds. layer: whose error it is; None where nothing is rounded."""
 
     nbytes: int
@@ -54,10 +54,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that stay in one file, and the parts that give their bytes, in order."""
+    """Tensors that stay in one file, and the jobs that give their bytes, in order."""
 
     tensors: list[ResultTensor]
-    parts: list[Part]
+    jobs: list[Job]
 
     @property
     def nbytes(self) -> int:
@@ -67,12 +67,12 @@ class Unit:
 def copied(checkpoint: Checkpoint, info: TensorInfo) -> Unit:
     """A tensor as it is."""
 
-    def part(start: int, stop: int) -> Part:
-        return Part(stop - start, lambda: Made({info.name: checkpoint.read(info.name, part=(start, stop), release=True)}))
+    def job(start: int, stop: int) -> Job:
+        return Job(stop - start, lambda: Made({info.name: checkpoint.read(info.name, byte_range=(start, stop), release=True)}))
 
     starts = range(0, info.nbytes, CHUNK_BYTES)
-    parts = [part(start, min(start + CHUNK_BYTES, info.nbytes)) for start in starts]
-    return Unit([ResultTensor(info.name, info.dtype, info.shape)], parts)
+    jobs = [job(start, min(start + CHUNK_BYTES, info.nbytes)) for start in starts]
+    return Unit([ResultTensor(info.name, info.dtype, info.shape)], jobs)
 
 
 def expert(
@@ -96,7 +96,7 @@ def expert(
             error,
         )
 
-    return Unit(tensors, [_part(layer, experts, projections, make) for projections in (("gate", "up"), ("down",))])
+    return Unit(tensors, [_job(layer, experts, projections, make) for projections in (("gate", "up"), ("down",))])
 
 
 def gpt_oss(layer: int | str, experts: ExpertWeights, quantizer: Quantizer) -> Unit:
@@ -109,7 +109,7 @@ def gpt_oss(layer: int | str, experts: ExpertWeights, quantizer: Quantizer) -> U
             ResultTensor(f"{experts.name}.{stem}_scales", "U8", rows),
         ]
 
-    def part(number: int, stem: str, projections: tuple[str, ...]) -> Part:
+    def job(number: int, stem: str, projections: tuple[str, ...]) -> Job:
         def make(projections: tuple[str, ...]) -> Made:
             rounded, error = _rounded(experts, number, projections, quantizer)
             arrays = {
@@ -118,17 +118,17 @@ def gpt_oss(layer: int | str, experts: ExpertWeights, quantizer: Quantizer) -> U
             }
             return Made(arrays, error)
 
-        return _part(layer, experts, projections, make)
+        return _job(layer, experts, projections, make)
 
     steps = (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",)))
-    return Unit(tensors, [part(number, *step) for number in range(experts.num_experts) for step in steps])
+    return Unit(tensors, [job(number, *step) for number in range(experts.num_experts) for step in steps])
 
 
-def _part(
+def _job(
     layer: int | str, experts: ExpertWeights, projections: tuple[str, ...], make: Callable[[tuple[str, ...]], Made]
-) -> Part:
+) -> Job:
     nbytes = sum(experts.formats[projection].nbytes(*experts.shape(projection)) for projection in projections)
-    return Part(nbytes, lambda: make(projections), layer)
+    return Job(nbytes, lambda: make(projections), layer)
 
 
 def _rounded(experts: ExpertWeights, number: int, projections: tuple[str, ...], quantizer: Quantizer) -> tuple[dict, Error]:
