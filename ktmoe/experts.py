@@ -90,11 +90,10 @@ class Matrix:
     def refuse(self) -> None:
         """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place."""
         element, offset = self.format.element, self.format.offset
-        of_records = self.format.order.of_records
-        groups = self.format.group_rows(self.stored) if of_records else self.stored
+        groups = self.format.shown_groups(self.stored)
         for label, scale in self.format.scales.items():
             _refuse(f"{self.name}: {label.removesuffix('s')}", groups[label], scale.numbers)
-        if of_records and (at := self.format.order.first_spare(self.codes)):
+        if at := self.format.order.first_spare(self.codes):
             raise FormatError(f"{self.name}: record {at[0]} has bits that mean nothing in byte {at[1]}, which is {at[2]}")
         if element.family in NUMBERS or None in element.values:
             _refuse(f"{self.name}: weight", self.codes, element.numbers)

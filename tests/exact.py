@@ -76,17 +76,13 @@ def weights_of(codes, scales, weight_format=MXFP4, zero_points=None):
 
 def matrix_of(name, codes, scales, weight_format=MXFP4, zero_points=None, factor=None, bias=None):
     """A Matrix in its format's order, from codes [n, k], one an item, scales and zero points as weights_of() has them."""
-    order, (n, k) = weight_format.order, codes.shape
-    arrays = {"codes": codes, "factor": factor, "bias": bias, **(scales if isinstance(scales, dict) else {"scales": scales})}
-    if weight_format.family == "q4":
-        rows = codes[:, 0::2] | codes[:, 1::2] << 4  # low nibble = even k
-        arrays["codes"] = rows if order.rows else order.from_rows(rows, n, k)
-    if scales is not None and not order.rows:
-        arrays["scales"] = order.groups(scales)
+    q4 = weight_format.family == "q4"
+    arrays = {"codes": codes[:, 0::2] | codes[:, 1::2] << 4 if q4 else codes}  # low nibble = even k
+    arrays |= {"factor": factor} | (scales if isinstance(scales, dict) else {"scales": scales})
     if zero_points is not None:
-        stored = ((zero_points - weight_format.offset.plus) % 16).astype(np.uint8)
-        arrays["offsets"] = stored if order.rows else np.ascontiguousarray(order.stored_zero_points(stored))
-    return Matrix(name, weight_format, (n, k), **arrays)
+        arrays["offsets"] = ((zero_points - weight_format.offset.plus) % 16).astype(np.uint8)
+    stored = weight_format.from_rows({label: array for label, array in arrays.items() if array is not None}, *codes.shape)
+    return Matrix(name, weight_format, codes.shape, **stored, bias=bias)
 
 
 def make_layer(backend, gate, up, down, gate_bias, up_bias, activations="auto", rounding="exact", **settings):

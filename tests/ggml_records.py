@@ -7,17 +7,18 @@ import numpy as np
 from ktmoe import ExpertWeights, Matrix
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.ggml import GGML
+from ktmoe.weights.records import Records
 
 #: Numbers that multiply a record's codes are 2**e for e in these ranges, of either sign where a kind has signs.
 _SIZES = {"fp16": (-11, -9), "ue8m0": (-8, -5), "e4m3": (-4, 0)}
 #: The GGUF formats whose codes and scales stand in records, by name.
-IN_RECORDS = {name: weight_format for name, weight_format in GGML.items() if weight_format.order.of_records}
+IN_RECORDS = {name: weight_format for name, weight_format in GGML.items() if isinstance(weight_format.order, Records)}
 
 
 def random_codes(rng, weight_format, count, n, k) -> np.ndarray:
     """`codes` of so many matrices [n, k], [count, n, ...]."""
     dtype, shape = weight_format.arrays(n, k)["codes"]
-    if not weight_format.order.of_records:
+    if not isinstance(weight_format.order, Records):
         return rng.normal(0, k**-0.5, (count, *shape)).astype(dtype)
     records = rng.integers(0, 256, (count, *shape), np.uint8).reshape(-1, weight_format.order.nbytes)
     records &= ~weight_format.order.spare

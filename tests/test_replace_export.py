@@ -58,7 +58,7 @@ def cut(matrix, rows=slice(None), columns=slice(None)):
         parts = [slice(along.start // per, -(-along.stop // per)) for along, per in ((rows, per_row), (columns, per_column))]
         return array[tuple(reversed(parts) if turned else parts)]
 
-    codes_n, codes_k = (n, k) if weight_format.family != "q4" else order.codes_shape(n, k)[:: -1 if order.transposed else 1]
+    codes_n, codes_k = weight_format.arrays(n, k)["codes"][1][:: -1 if order.transposed else 1]
     cuts = {"codes": of(matrix.codes, n // codes_n, k // codes_k, order.transposed)}
     for label, (per_row, per_column) in group_extents(weight_format).items():
         eight = label == "offsets" and order.transposed  # zero points an item

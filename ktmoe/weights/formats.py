@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from ktmoe.errors import FormatError
 from ktmoe.weights.elements import BFLOAT16, E2M1, E4M3, FP16, FP32, INT4, INT8, INT8_PLUS_128, NUMBERS, UINT4, Element
-from ktmoe.weights.order import AWQ, GPTQ, ROWS, Order
-from ktmoe.weights.records import Records
+from ktmoe.weights.order import AWQ, GPTQ, ROWS, Components, Shapes, SourceOrder
 from ktmoe.weights.scales import Scale
 
 
@@ -88,7 +88,7 @@ class WeightFormat:
     the format has. Only kernels have limits; ktmoe.reference knows every combination.
 
     element: what codes stand for. scale: of groups of weights. super_scale: of groups of scales, which it multiplies.
-    offset: ZeroPoint or Minimum. factor: Factor. order: where a code stands; of Records, its scales and minima, too.
+    offset: ZeroPoint or Minimum. factor: Factor. order: how codes and numbers of groups stand.
     Raises FormatError for components that do not go together.
     """
 
@@ -97,7 +97,7 @@ class WeightFormat:
     super_scale: Scale | None = None
     offset: ZeroPoint | Minimum | None = None
     factor: Factor | None = None
-    order: Order | Records = field(default=ROWS)
+    order: SourceOrder = field(default=ROWS)
 
     def __post_init__(self):
         if self.element.family in NUMBERS and (self.scale or self.offset):
@@ -106,21 +106,12 @@ class WeightFormat:
             raise FormatError("a super-scale needs a scale that it multiplies")
         if isinstance(self.offset, ZeroPoint) and not _small_integers(self.element):
             raise FormatError(f"zero points need 4-bit integers of at most 16, found {self.element.name}")
-        if self.element.bits != 4 and not self.order.of_items:
-            raise FormatError(f"order {self.order.name!r} is one of 4-bit codes, found {self.element.name}")
-        if self.order.of_records:
-            self._check_records()
+        self.order.check(self._components)
 
-    def _check_records(self) -> None:
-        if self.order.code_bits != self.element.bits or self.element.family in NUMBERS or isinstance(self.offset, ZeroPoint):
-            raise FormatError(f"{self.order.name} records have codes of {self.order.code_bits} bits and no zero points")
-        for label, scale in self.scales.items():
-            if (of := getattr(self.order, label)) and not of.fits(scale.dtype):
-                raise FormatError(f"{self.order.name} records have {label} that are no {scale.kind} numbers")
-        expected = {label: (1, self.order.weights // len(of.items)) for label, of in self.order.fields.items()}
-        found = {label: scale.extent for label, scale in self.scales.items()}
-        if found != expected:
-            raise FormatError(f"{self.order.name} records have numbers of extents {expected}, found {found}")
+    @cached_property
+    def _components(self) -> Components:
+        """What the order has to know."""
+        return Components(self.element, self.scales, self.offset.extent[1] if isinstance(self.offset, ZeroPoint) else 0)
 
     @property
     def scales(self) -> dict[str, Scale]:
@@ -154,38 +145,18 @@ class WeightFormat:
     @property
     def code_unit(self) -> tuple[int, int]:
         """(rows, columns) of which n and k must be multiples."""
-        rows, columns = self.order.unit if self._ordered else (1, 1)
-        packed = isinstance(self.offset, ZeroPoint) and self.order.transposed  # zero points are eight an int32, along n
-        return (math.lcm(rows, 8), columns) if packed else (rows, columns)
+        return self.order.unit(self._components)
 
-    def arrays(self, n: int, k: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    def arrays(self, n: int, k: int) -> Shapes:
         """dtype and shape of each array of a matrix [n, k], by its name in Matrix."""
-        arrays = {"codes": self._codes(n, k)}
-        if not self.order.of_records:
-            for label, scale in self.scales.items():
-                arrays[label] = scale.dtype, self.order.groups_shape(*scale.shape(n, k))
-        if isinstance(self.offset, ZeroPoint):
-            dtype = np.dtype(np.int32 if self.order.transposed else np.uint8)
-            arrays["offsets"] = dtype, self.order.zero_points_shape(*self.offset.shape(n, k))
+        arrays = self.order.arrays(self._components, n, k)
         if self.factor:
             arrays["factor"] = np.dtype(np.float32), self.factor.shape(n)
         return arrays
 
-    @property
-    def _ordered(self) -> bool:
-        """Whether the order says what an item of the array of codes is."""
-        return self.element.bits == 4 or self.order.of_records
-
-    def _codes(self, n: int, k: int) -> tuple[np.dtype, tuple[int, int]]:
-        if self._ordered:
-            return self.order.codes_dtype, self.order.codes_shape(n, k)
-        return self.element.codes_dtype, (k, n) if self.order.transposed else (n, k)
-
     def shape(self, codes_shape: tuple[int, int]) -> tuple[int, int]:
         """(n, k) of the matrix whose codes have that shape."""
-        if self._ordered:
-            return self.order.shape(codes_shape)
-        return codes_shape[::-1] if self.order.transposed else codes_shape
+        return self.order.shape(self._components, codes_shape)
 
     def empty(self, n: int, k: int) -> dict[str, np.ndarray]:
         """New arrays for a matrix [n, k], by name."""
@@ -197,40 +168,24 @@ class WeightFormat:
 
     def rows(self, stored: Mapping[str, np.ndarray], n: int, k: int) -> dict[str, np.ndarray]:
         """The arrays of a matrix in the order of rows: scales are [n/rows, k/columns], zero points uint8 [n, groups]."""
-        arrays = dict(stored)
-        if self.order.rows:
-            return arrays
-        codes = stored["codes"]
-        arrays["codes"] = self.order.to_rows(codes, n, k) if self._ordered else np.ascontiguousarray(codes.T)
-        return arrays | self.group_rows(stored)
+        return dict(stored) | self.order.to_rows(self._components, stored, n, k)
 
     def from_rows(self, arrays: Mapping[str, np.ndarray], n: int, k: int) -> dict[str, np.ndarray]:
         """The inverse of rows(). Raises FormatError for a number that has no bits in a record."""
-        stored = dict(arrays)
-        if self.order.rows:
-            return stored
-        if self.order.of_records:
-            factor = {"factor": arrays["factor"]} if self.factor else {}
-            return {"codes": self.order.from_rows(arrays, n, k)} | factor
-        codes = arrays["codes"]
-        stored["codes"] = self.order.from_rows(codes, n, k) if self._ordered else np.ascontiguousarray(codes.T)
-        return stored | self.stored_groups(arrays)
+        factor = {"factor": arrays["factor"]} if self.factor else {}
+        return self.order.from_rows(self._components, arrays, n, k) | factor
 
     def group_rows(self, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The arrays of rows() that are not codes and not the factor."""
-        if self.order.of_records:
-            return self.order.groups(stored["codes"], {label: scale.dtype for label, scale in self.scales.items()})
-        arrays = {label: self.order.groups(stored[label]) for label in self.scales}
-        if isinstance(self.offset, ZeroPoint):
-            arrays["offsets"] = self.order.zero_points(stored["offsets"])
-        return arrays
+        return self.order.group_rows(self._components, stored)
 
     def stored_groups(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The inverse of group_rows(), of an order that is not of records."""
-        stored = {label: self.order.groups(arrays[label]) for label in self.scales}
-        if isinstance(self.offset, ZeroPoint):
-            stored["offsets"] = self.order.stored_zero_points(arrays["offsets"])
-        return stored
+        """Those of from_rows() that are not codes and not the factor."""
+        return self.order.stored_groups(self._components, arrays)
+
+    def shown_groups(self, stored: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Numbers of groups, at least, at the places that messages name."""
+        return self.order.shown_groups(self._components, stored)
 
 
 def _small_integers(element: Element) -> bool:
@@ -261,14 +216,14 @@ def nvfp4(divides: bool = False) -> WeightFormat:
     return WeightFormat(E2M1, Scale("e4m3", (1, 16)), factor=Factor(per_row=False, divides=divides))
 
 
-def int4(group: int | None = None, kind: str = "bf16", order: Order = ROWS) -> WeightFormat:
+def int4(group: int | None = None, kind: str = "bf16", order: SourceOrder = ROWS) -> WeightFormat:
     """Symmetric INT4: codes that store q + 8, one scale per `group` along k, or a float32 one per output row."""
     if group is None:
         return WeightFormat(INT4, factor=Factor(per_row=True), order=order)
     return WeightFormat(INT4, Scale(kind, (1, group)), order=order)
 
 
-def uint4(group: int, kind: str = "fp16", order: Order = ROWS, plus: int = 0) -> WeightFormat:
+def uint4(group: int, kind: str = "fp16", order: SourceOrder = ROWS, plus: int = 0) -> WeightFormat:
     """Asymmetric INT4: one scale and one zero point per `group` along k; GPTQ's and AWQ's in their orders."""
     return WeightFormat(UINT4, Scale(kind, (1, group)), offset=ZeroPoint((1, group), plus), order=order)
 

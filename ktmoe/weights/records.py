@@ -13,6 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from ktmoe.errors import FormatError
+from ktmoe.weights.elements import NUMBERS
+from ktmoe.weights.order import Arrays, Components, Shapes, SourceOrder
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ FIELDS = ("scales", "super_scales", "offsets", "super_offsets")
 
 
 @dataclass(frozen=True)
-class Records:
-    """An order, as ktmoe.weights.order.Order is one, of codes and their scales in records along k.
+class Records(SourceOrder):
+    """An order of codes and their scales in records along k.
 
     weights, nbytes: of a record. code_bits: of a code in rows, 4 or 8. planes: the bits of codes. plus: what is added to these.
     scales, super_scales, offsets, super_offsets: the fields of those that the format has.
@@ -144,13 +146,6 @@ class Records:
     super_scales: Field | None = None
     offsets: Field | None = None
     super_offsets: Field | None = None
-
-    along = "k"
-    transposed = False
-    rows = False
-    of_items = True
-    of_records = True
-    codes_dtype = np.dtype(np.uint8)
 
     def __post_init__(self):
         if self.code_bits not in (4, 8):
@@ -218,24 +213,35 @@ class Records:
     def description(self) -> str:
         return f"in {self.name} records"
 
-    @property
-    def unit(self) -> tuple[int, int]:
-        """(rows, columns) of the matrix that may not be cut."""
+    def check(self, components: Components) -> None:
+        if self.code_bits != components.element.bits or components.element.family in NUMBERS or components.points:
+            raise FormatError(f"{self.name} records have codes of {self.code_bits} bits and no zero points")
+        for label, scale in components.scales.items():
+            if label in self.fields and not self.fields[label].fits(scale.dtype):
+                raise FormatError(f"{self.name} records have {label} that are no {scale.kind} numbers")
+        expected = {label: (1, self.weights // len(field.items)) for label, field in self.fields.items()}
+        found = {label: scale.extent for label, scale in components.scales.items()}
+        if found != expected:
+            raise FormatError(f"{self.name} records have numbers of extents {expected}, found {found}")
+
+    def unit(self, components: Components) -> tuple[int, int]:
         return 1, self.weights
 
-    def codes_shape(self, n: int, k: int) -> tuple[int, int]:
-        """The shape of the records of a matrix [n, k], as bytes."""
-        return n, k // self.weights * self.nbytes
+    def arrays(self, components: Components, n: int, k: int) -> Shapes:
+        """The records alone, as bytes."""
+        return {"codes": (np.dtype(np.uint8), (n, k // self.weights * self.nbytes))}
 
-    def shape(self, codes_shape: tuple[int, int]) -> tuple[int, int]:
-        """(n, k) of the matrix whose records have that shape."""
+    def shape(self, components: Components, codes_shape: tuple[int, int]) -> tuple[int, int]:
         n, nbytes = codes_shape
         return n, nbytes // self.nbytes * self.weights
 
     def _records(self, stored: np.ndarray) -> np.ndarray:
         return stored.reshape(-1, self.nbytes)
 
-    def to_rows(self, stored: np.ndarray, n: int, k: int) -> np.ndarray:
+    def to_rows(self, components: Components, stored: Mapping[str, np.ndarray], n: int, k: int) -> Arrays:
+        return {"codes": self._code_rows(stored["codes"], n, k)} | self.group_rows(components, stored)
+
+    def _code_rows(self, stored: np.ndarray, n: int, k: int) -> np.ndarray:
         """The codes of records as rows, uint8 [n, k/2] or [n, k]."""
         records = self._records(stored)
         codes = np.full((len(records), self.weights), self.plus % 256, np.uint8)
@@ -244,16 +250,21 @@ class Records:
         codes = codes.reshape(n, k)
         return codes[:, 0::2] | codes[:, 1::2] << 4 if self.code_bits == 4 else codes
 
-    def groups(self, stored: np.ndarray, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
-        """The numbers of each field, [n, those of a row], by name. dtypes: theirs, by name."""
-        records = self._records(stored)
-        return {label: field.read(records, dtypes[label]).reshape(len(stored), -1) for label, field in self.fields.items()}
+    def group_rows(self, components: Components, stored: Mapping[str, np.ndarray]) -> Arrays:
+        """The numbers of each field, [n, those of a row], by name."""
+        codes = stored["codes"]
+        records = self._records(codes)
+        fields = {label: field.read(records, components.scales[label].dtype) for label, field in self.fields.items()}
+        return {label: numbers.reshape(len(codes), -1) for label, numbers in fields.items()}
 
-    def from_rows(self, arrays: Mapping[str, np.ndarray], n: int, k: int) -> np.ndarray:
-        """The inverse of to_rows() and groups(): records of these arrays, uint8 [n, bytes].
+    shown_groups = group_rows  # which stand in no array of their own
 
-        Raises FormatError for a number that has no bits in a record.
-        """
+    def stored_groups(self, components: Components, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        """None: they stand with the codes."""
+        return {}
+
+    def from_rows(self, components: Components, arrays: Mapping[str, np.ndarray], n: int, k: int) -> Arrays:
+        """Records of these arrays."""
         rows = arrays["codes"]
         codes = np.stack([rows & 15, rows >> 4], axis=-1) if self.code_bits == 4 else rows
         codes = codes.reshape(-1, self.weights) - np.uint8(self.plus % 256)
@@ -262,10 +273,8 @@ class Records:
             plane.write(records, codes)
         for label, field in self.fields.items():
             field.write(records, arrays[label].reshape(len(records), -1))
-        stored = records.reshape(n, -1)
-        dtypes = {label: arrays[label].dtype for label in self.fields}
-        back = self.groups(stored, dtypes) | {"codes": self.to_rows(stored, n, k)}
-        for label, array in back.items():
+        stored = {"codes": records.reshape(n, -1)}
+        for label, array in self.to_rows(components, stored, n, k).items():
             if array.tobytes() != np.ascontiguousarray(arrays[label]).tobytes():
                 raise FormatError(f"{label}: records {self.name!r} have no bits for some of these numbers")
         return stored

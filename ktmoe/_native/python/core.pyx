@@ -10,6 +10,7 @@ core.pyi has the types of all this.
 The pool's lock is never held together with the GIL: fork takes both.
 """
 
+import dataclasses
 import errno
 import math
 import operator
@@ -35,6 +36,8 @@ from ktmoe._native.python.probe.driver cimport *
 from ktmoe.weights import folding
 from ktmoe.weights.elements import ELEMENTS, UINT4
 from ktmoe.weights.formats import Minimum, ZeroPoint
+from ktmoe.weights.order import ROWS, Order
+from ktmoe.weights.records import Records
 from ktmoe.weights.scales import SCALE_KINDS
 from ktmoe.errors import CacheError, ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS

@@ -60,10 +60,10 @@ cdef _fill_format(kt_format *packed, weight_format):
         raise FormatError(f"weights of family {weight_format.family!r} cannot be packed")
     packed.padding = weight_format.element.padding
     order = weight_format.order
-    if order.of_records:
+    if isinstance(order, Records):
         packed.order.moved = True
         _fill_records(&packed.order.records, weight_format)
-    elif not order.rows:
+    elif isinstance(order, Order) and not order.rows:
         packed.order.moved, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
         packed.order.code_bytes = weight_format.element.bits // 8
         for i, code in enumerate(order.nibbles):
@@ -103,13 +103,21 @@ cdef str _added(weight_format):
     return "super_offsets" if weight_format.offset.super_scale else "offsets"
 
 
-cdef dict staged(matrix):
-    """A Matrix's arrays of groups as packing takes them: by row, along k; float32 where whole panels share a scale. Of records,
-    arrays that packing fills."""
+cdef bint _by_python(weight_format):
+    """Whether Python turns matrices of this order into rows, since C has it not."""
+    return not isinstance(weight_format.order, (Order, Records))
+
+
+cdef dict staged(matrix, bint filled):
+    """A Matrix's arrays of groups as packing takes them: by row, along k; float32 where whole panels share a scale; the codes, too,
+    where C has not their order. filled: they stand in records: arrays that packing fills."""
     weight_format = matrix.format
-    if weight_format.order.of_records:
+    if filled:
         return {label: np.empty(scale.shape(*matrix.shape), scale.dtype) for label, scale in weight_format.scales.items()}
-    arrays = weight_format.group_rows(matrix.stored)
+    if _by_python(weight_format):
+        arrays = weight_format.rows(matrix.stored, *matrix.shape)
+    else:
+        arrays = weight_format.group_rows(matrix.stored)
     if isinstance(weight_format.offset, ZeroPoint):
         if arrays["offsets"].max() > 15:
             matrix.refuse()
@@ -119,15 +127,15 @@ cdef dict staged(matrix):
     return arrays
 
 
-cdef dict unstaged(weight_format, arrays):
-    """The inverse of staged(): the arrays by name, as the checkpoint has them. None of records, which unpacking has filled."""
-    if weight_format.order.of_records:
-        return {}
+cdef dict unstaged(weight_format, arrays, n, k):
+    """The inverse: those arrays, by name, as the checkpoint has them. None of records, which unpacking has filled."""
     arrays = dict(arrays)
     if weight_format.scale and weight_format.scale.extent[0] > 1:
         arrays["scales"] = weight_format.scale.stored(arrays["scales"])
     if isinstance(weight_format.offset, ZeroPoint):
         arrays["offsets"] = weight_format.offset.stored(arrays["offsets"])
+    if _by_python(weight_format):
+        return dataclasses.replace(weight_format, factor=None).from_rows(arrays, n, k)
     return weight_format.stored_groups(arrays)
 
 

@@ -91,11 +91,12 @@ cdef class _PackedExperts:
         given_bytes = {}
         for label, (dtype, shape) in weight_format.arrays(*matrix.shape).items():
             given_bytes[label] = _bytes(f"{matrix.name} {label}", getattr(matrix, label), dtype.itemsize * math.prod(shape))
-        codes = given_bytes["codes"]
+        in_records = self.experts.formats[projection].order.records.bytes > 0
+        groups = staged(matrix, in_records)
+        codes = np.ascontiguousarray(groups["codes"]).reshape(-1).view(np.uint8) if "codes" in groups else given_bytes["codes"]
         given.codes = &codes[0]
         held = [codes]
-        groups = staged(matrix)
-        if weight_format.order.of_records:
+        if in_records:
             fields = _Fields(weight_format.order, groups)
             given.fields = &fields.fields
             held.append(fields)
@@ -169,9 +170,12 @@ cdef class _PackedExperts:
         views = {}
         for label, (dtype, shape) in expected.items():
             views[label] = _bytes(f"{PROJECTIONS[projection]} {label}", arrays[label], dtype.itemsize * math.prod(shape))
-        codes = views["codes"]
-        s.codes = &codes[0]
         groups = {}
+        codes = views["codes"]
+        if _by_python(weight_format):
+            groups["codes"] = dataclasses.replace(weight_format, order=ROWS).empty(s.rows, s.columns)["codes"]
+            codes = groups["codes"].reshape(-1).view(np.uint8)
+        s.codes = &codes[0]
         for i, (label, how) in enumerate(_group_arrays(weight_format)):
             if not how:
                 continue
@@ -179,10 +183,10 @@ cdef class _PackedExperts:
             groups[label] = np.empty(how.shape(s.rows, s.columns), dtype)
             numbers = groups[label].reshape(-1).view(np.uint8)
             s.groups[i] = &numbers[0]
-        if weight_format.order.of_records:
+        if self.experts.formats[projection].order.records.bytes:
             fields = _Fields(weight_format.order, groups)
             s.fields = &fields.fields
-        return weight_format, views, groups, fields
+        return weight_format, views, groups, (s.rows, s.columns), fields
 
     def export(self, size_t expert, parts):
         """The checkpoint's own bytes again, in Matrix's dtypes: part i of `parts` gets the i-th rows of gate and up and the i-th
@@ -222,8 +226,8 @@ cdef class _PackedExperts:
             raise InputError(f"expert {expert} was not packed")
         if outcome == KT_FAILED:
             _raise(error, f"exporting expert {expert}")
-        for (i, p, arrays), (weight_format, views, groups, _) in zip(wanted, filled):
-            for label, array in unstaged(weight_format, groups).items():
+        for (i, p, arrays), (weight_format, views, groups, shape, _) in zip(wanted, filled):
+            for label, array in unstaged(weight_format, groups, *shape).items():
                 views[label][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if weight_format.factor:
                 rows = slice(i * count, (i + 1) * count) if weight_format.factor.per_row and p < 2 else slice(None)
