@@ -114,9 +114,9 @@ def _ways(way: Way, experts: ExpertWeights) -> Iterator[Way]:
 
 def _rounds(table: core.KernelTable, weight_format, mode: str) -> bool:
     """Whether it has kernels that round scaled weights to bfloat16."""
-    return table.folds(weight_format, mode, "folded") and not table.folds(weight_format, mode)
+    return core.folds(table, weight_format, mode, "folded") and not core.folds(table, weight_format, mode)
 
 
 def _tuned(table: core.KernelTable, weight_format, mode: str) -> bool:
     """Whether it has other kernels for prefill than for decode."""
-    return table.folds(weight_format, mode, tuned_for="prefill") != table.folds(weight_format, mode)
+    return core.folds(table, weight_format, mode, tuned_for="prefill") != core.folds(table, weight_format, mode)

@@ -15,7 +15,8 @@ import ktmoe
 from bench import footprints, machine, probe
 from bench.cases import EVERYWHERE, Way, every_way
 from bench.models import Model, models
-from ktmoe import measure
+from ktmoe import measuring
+from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
 
@@ -70,7 +71,7 @@ def kernels() -> Iterator[Kernel]:
         weight_format = experts.formats["gate"]
         for way in every_way(experts):
             with way.table(experts) as table:
-                folding = {bool(table.folds(weight_format, way.activations, **way.choices))}
+                folding = {bool(core.folds(table, weight_format, way.activations, **way.choices))}
             if True in folding and weight_format.scale.kind == "ue8m0":  # some scales fold and some do not
                 folding.add(False)
             for folds in sorted(folding, reverse=True):
@@ -87,7 +88,7 @@ class Subject:
 
     kernel: Kernel
     layer: MoELayer
-    limits: measure.Limits
+    limits: measuring.LimitMeter
     probe: probe.Probe
 
     @property
@@ -114,10 +115,10 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
             kernel.way.table(experts) as table,
             MoELayer(experts, kernel.way.backend, kernel.way.activations, **kernel.way.choices) as layer,
         ):
-            used = {bool(terms) for terms in layer.packed.kernels().values()}
+            used = {bool(terms) for terms in core.folded(layer.packed).values()}
             assert used == {kernel.folds}, f"{kernel.id}: the layer uses other kernels"
             check = probe.make(experts, [0], kernel.way)
-            yield Subject(kernel, layer, measure.settled(layer, table), check)
+            yield Subject(kernel, layer, measuring.settled(layer, table), check)
     finally:
         ktmoe.set_num_threads(threads)
 
@@ -138,9 +139,9 @@ def copies(model: Model, count: int, folds: bool = True) -> ExpertWeights:
     return ExpertWeights(count, model.hidden, model.intermediate, read, one.formats, one.activation, one.name)
 
 
-def one_expert_each(layer: MoELayer, rows: int) -> Iterator[measure.Batch]:
+def one_expert_each(layer: MoELayer, rows: int) -> Iterator[measuring.MeasuredBatch]:
     """Endless batches, each of one expert. Experts take turns: one is out of the caches when it is next."""
     x = np.random.default_rng(rows).standard_normal((rows, layer.hidden), np.float32).astype(ml_dtypes.bfloat16)
     weights = np.ones((rows, 1), np.float32)
     for expert in itertools.cycle(range(layer.num_experts)):
-        yield measure.Batch(x, np.full((rows, 1), expert, np.int64), weights, np.array([expert]), rows)
+        yield measuring.MeasuredBatch(x, np.full((rows, 1), expert, np.int64), weights, np.array([expert]), rows)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from ktmoe import measure, synthetic
+from ktmoe import measuring, synthetic
 from ktmoe.experts import ExpertWeights
 
 FILE = Path(__file__).with_name("models.toml")
@@ -55,7 +55,7 @@ class Model:
     @cached_property
     def slot_flops(self) -> int:
         """Of one token in one expert."""
-        return measure.slot_flops(self)
+        return measuring.slot_flops(self)
 
     @property
     def nbytes(self) -> int:

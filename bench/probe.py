@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.cases import Way
-from ktmoe import measure, reference
+from ktmoe import measuring, reference
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
@@ -26,7 +26,7 @@ class Probe:
     columns: np.ndarray
     expected: reference.Reference
 
-    def check(self, layer: MoELayer, batch: measure.Batch, y: np.ndarray) -> measure.Check:
+    def check(self, layer: MoELayer, batch: measuring.MeasuredBatch, y: np.ndarray) -> measuring.Check:
         """y: what a measured call of that batch gave. The probe is one token more in a second call, whose outputs are float32.
 
         The probe's outputs must be within the reference's bound. All other tokens' outputs, rounded, must equal y bit for bit,
@@ -38,8 +38,8 @@ class Probe:
         )
         y32 = layer.forward(x.astype(np.float32), ids, weights)
         if not np.array_equal(y32[:-1].astype(y.dtype).view(np.uint16), y.view(np.uint16)):
-            return measure.Check(math.inf, math.nan)
-        return measure.Check.of(y32[-1:][:, self.columns], self.expected)
+            return measuring.Check(math.inf, math.nan)
+        return measuring.Check.of(y32[-1:][:, self.columns], self.expected)
 
 
 def make(experts: ExpertWeights, ids: list[int], way: Way) -> Probe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench import machine
 from bench.cases import Way
-from ktmoe import measure
+from ktmoe import measuring
 
 
 def shares(suite: str, rounds: list[float] | tuple[float, ...], **fields) -> dict:
@@ -12,7 +12,9 @@ def shares(suite: str, rounds: list[float] | tuple[float, ...], **fields) -> dic
     return {"suite": suite, **machine.description(), "shares": [float(f"{share:.5g}") for share in rounds], **fields}
 
 
-def forward(suite: str, way: Way, result: measure.Result, batch: measure.Batch, check: measure.Check, **fields) -> dict:
+def forward(
+    suite: str, way: Way, result: measuring.Result, batch: measuring.MeasuredBatch, check: measuring.Check, **fields
+) -> dict:
     """Calls of a layer."""
     return shares(
         suite,

@@ -12,7 +12,7 @@ import numpy as np
 from bench import footprints, probe
 from bench.cases import Case, Way
 from bench.models import Model
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
@@ -28,18 +28,18 @@ class Subject:
     way: Way
     num_experts: int
     layers: list[MoELayer]
-    limits: measure.Limits
+    limits: measuring.LimitMeter
     probe: probe.Probe
 
-    def batches(self, tokens: int, **how) -> Iterator[measure.Batch]:
-        """how: as measure.random_batches takes it."""
-        return measure.random_batches(tokens, self.model.top_k, self.num_experts, self.model.hidden, **how)
+    def batches(self, tokens: int, **how) -> Iterator[measuring.MeasuredBatch]:
+        """how: as measuring.random_batches takes it."""
+        return measuring.random_batches(tokens, self.model.top_k, self.num_experts, self.model.hidden, **how)
 
     @cached_property
     def slots_per_second(self) -> float:
         """(token, expert) pairs that it serves, roughly."""
         tokens = _TRIAL[0] * _TRIAL[1] // self.model.top_k
-        result = measure.run(self.layers[0], self.limits, self.batches(tokens, among=_TRIAL[1]), seconds=0, least=1)
+        result = measuring.run(self.layers[0], self.limits, self.batches(tokens, among=_TRIAL[1]), seconds=0, least=1)
         return tokens * self.model.top_k / result.seconds
 
     @property
@@ -58,7 +58,7 @@ def packed(case: Case, *, full: bool) -> Iterator[Subject]:
         with case.way.table(experts) as table:
             for _ in range(size.layers):
                 layers.append(MoELayer(experts, case.way.backend, case.way.activations, **case.way.choices))
-            limits = measure.settled(layers[0], table)
+            limits = measuring.settled(layers[0], table)
             yield Subject(case.model, case.way, size.experts, layers, limits, _probe(case, experts))
     finally:
         for layer in layers:

@@ -16,7 +16,7 @@ import pytest
 
 from bench import record
 from bench.kernels import kernels, one_expert_each, packed
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe._native import core
 
 ROWS = {"chosen": (1, 2, 4, 8, 16, 96, 192), "many": (1, 4, 12)}
@@ -50,7 +50,7 @@ def tuned(called):
 def test_kernel(benchmark, measured, tuned, called, rows):
     batches = one_expert_each(measured.layer, rows)
     calls = max(1, min(MOST_CALLS, math.floor(ROUND_SECONDS / seconds_of_a_call(measured.layer, batches))))
-    measurement = measure.Rounds(measured.layer, measured.limits, batches, least=ROUND_SECONDS)
+    measurement = measuring.Rounds(measured.layer, measured.limits, batches, least=ROUND_SECONDS)
     last = {}
 
     def prepare():

@@ -13,12 +13,12 @@ import pytest
 
 from bench import record
 from bench.cases import EVERYWHERE
-from ktmoe import measure
+from ktmoe import measuring
 
 DECODE_TOKENS = (1, 2, 4, 8, 16)
 PREFILL_TOKENS = (64, 256, 1024, 4096)
 TOKENS_PER_EXPERT = (6, 24, 96)
-ROUTING = {"random": 0.0, "skewed": measure.SKEW}
+ROUTING = {"random": 0.0, "skewed": measuring.SKEW}
 DECODE_ROUNDS = 20
 #: By default a call that would take longer is left out, and rounds are so many that their calls take about so long.
 LONGEST_CALL = 2.5
@@ -63,7 +63,7 @@ def rounds_of(seconds: float) -> int:
 
 
 def run(benchmark, subject, batches, rounds, work, routing, among=None):
-    measurement = measure.Rounds(subject.layers[0], subject.limits, batches)
+    measurement = measuring.Rounds(subject.layers[0], subject.limits, batches)
     layers = itertools.cycle(subject.layers)
     last = {}
 

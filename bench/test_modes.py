@@ -22,7 +22,7 @@ from bench import cases, probe, record
 from bench.cases import EVERYWHERE, Way
 from bench.models import models
 from bench.modes import FORWARD
-from ktmoe import MoELayer, measure, two_stage
+from ktmoe import MoELayer, measuring, two_stage
 from ktmoe.backends.base import Found, Missing
 from ktmoe.backends.native import NativeBackend
 from ktmoe.experts import ExpertWeights
@@ -131,7 +131,7 @@ def run(benchmark, pair: Pair, expected: Callable, work: str, first: Callable, s
     """Rounds of calls of both by turns: each call of one is followed by the other's with the same batch."""
     tokens, calls, rounds = WORK[work]
     way = pair.case.way
-    batches = measure.random_batches(tokens, MODEL.top_k, EXPERTS, MODEL.hidden)
+    batches = measuring.random_batches(tokens, MODEL.top_k, EXPERTS, MODEL.hidden)
     sides, took, last = [(first, pair.layer), (second, pair.other)], ([], []), {}
     turns = itertools.cycle([(0, 1), (1, 0)])
 

@@ -15,7 +15,7 @@ import ktmoe
 from bench import footprints, kernels, record
 from bench.cases import EVERYWHERE, auto_ways
 from bench.models import models
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
 from ktmoe.machine import environment, numa, threads
@@ -89,8 +89,8 @@ def test_call(benchmark):
     count = footprints.footprint(shape, full=False).experts
     large, tiny = (kernels.copies(model, count) for model in (shape, replace(shape, hidden=TINY, intermediate=TINY)))
     with MoELayer(large, way.backend) as layer, MoELayer(tiny, way.backend) as least:
-        batches, calls = measure.random_batches(1, shape.top_k, count, shape.hidden), []
-        small = next(measure.random_batches(1, shape.top_k, count, TINY))
+        batches, calls = measuring.random_batches(1, shape.top_k, count, shape.hidden), []
+        small = next(measuring.random_batches(1, shape.top_k, count, TINY))
 
         def latency():
             batch = next(batches)
@@ -105,6 +105,6 @@ def test_call(benchmark):
         rounds = 100
         work = f"a call beside its phases, 1 token of {EVERYWHERE}, {least.backend}"
         run(benchmark, latency, rounds, work, "under 3 % of the call")
-        assert measure.check(tiny, least, small).error <= 1
+        assert measuring.check(tiny, least, small).error <= 1
         assert all((y == calls[0][1]).all() for _, y in calls)
     benchmark.extra_info["share_of_call"] = statistics.median(share for share, _ in calls[-rounds:])

@@ -1,5 +1,12 @@
 """The routed experts of Mixture-of-Experts models on x86-64 CPUs, straight from the checkpoint's own weights.
 
+    import numpy as np, ktmoe
+
+    with ktmoe.MoELayer.from_checkpoint("DeepSeek-V4-Flash", layer=3) as layer:  # finds the loader and the best backend
+        x = np.ones((1, layer.hidden), np.float32)                               # [tokens, hidden]
+        ids, weights = np.array([[0, 1, 2, 3]]), np.full((1, 4), 0.25, np.float32)  # the router's: [tokens, top_k]
+        y = layer.forward(x, ids, weights)                                       # [tokens, hidden]
+
 Importing starts no thread and changes no state of the process, but for handlers that run when it forks.
 """
 
@@ -76,3 +83,8 @@ def __getattr__(name: str):
     if name == "__version__":
         return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is public, and what every module has."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

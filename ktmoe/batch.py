@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ktmoe import arrays
 from ktmoe.arrays import expect_shape
 from ktmoe.errors import InputError
-
-if TYPE_CHECKING:
-    from ktmoe.layer import MoELayer
+from ktmoe.experts import ExpertSpec
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,13 @@ class Batch:
         )
 
 
-def checked_batch(layer: MoELayer, x, expert_ids, expert_weights) -> Batch:
-    """The arguments of a call as MoELayer.forward() takes them. Raises InputError, which names the argument."""
+def checked_batch(spec: ExpertSpec, mask: np.ndarray, x, expert_ids, expert_weights) -> Batch:
+    """The arguments of a call as MoELayer.forward() takes them. Raises InputError, which names the argument.
+
+    spec: the layer's. mask: its expert_mask.
+    """
     given = arrays.view(x, "x")
-    expect_shape("x", given.array, (None, layer.hidden))
+    expect_shape("x", given.array, (None, spec.hidden))
     ids = arrays.as_numpy(expert_ids, "expert_ids")
     if ids.dtype.kind not in "iu":
         raise InputError(f"expert_ids must be integers, found {ids.dtype}")
@@ -59,7 +59,7 @@ def checked_batch(layer: MoELayer, x, expert_ids, expert_weights) -> Batch:
     if weights.dtype != np.float32:
         raise InputError(f"expert_weights must be float32, found {weights.dtype}")
     expect_shape("expert_weights", weights, ids.shape)
-    return Batch(given, ids, weights, mask_of(layer))
+    return Batch(given, ids, weights, checked_mask(spec, mask))
 
 
 def checked_out(out, batch: Batch) -> np.ndarray:
@@ -73,12 +73,11 @@ def checked_out(out, batch: Batch) -> np.ndarray:
     return target
 
 
-def mask_of(layer: MoELayer) -> np.ndarray:
-    """The layer's expert_mask. Raises InputError if somebody has set it to anything but bool [num_experts]."""
-    mask = layer.expert_mask
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (layer.num_experts,):
+def checked_mask(spec: ExpertSpec, mask: np.ndarray) -> np.ndarray:
+    """A layer's expert_mask. Raises InputError if somebody has set it to anything but bool [num_experts]."""
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (spec.num_experts,):
         found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
-        raise InputError(f"expert_mask must be a bool array [{layer.num_experts}], found {found}")
+        raise InputError(f"expert_mask must be a bool array [{spec.num_experts}], found {found}")
     return mask
 
 

@@ -44,6 +44,10 @@ class UnavailableError(KtmoeError, RuntimeError):
     """A backend exists but cannot run here: the CPU, the build or the weights' format rules it out."""
 
 
+class LackingError(UnavailableError):
+    """A backend has not what it was asked for. The message is what follows its name, such as "cannot export an expert"."""
+
+
 class ClosedError(KtmoeError, RuntimeError):
     """A layer was used after close()."""
 
@@ -62,6 +66,15 @@ class OutOfSpaceError(KtmoeError, OSError):
 
 class OutputError(KtmoeError, OSError):
     """A file or a folder cannot be written: it exists, another process writes it, or the disk is full."""
+
+
+@contextmanager
+def asking(backend: str, whose: str) -> Iterator[None]:
+    """Within it, a LackingError becomes an UnavailableError that names the backend and whose experts they are."""
+    try:
+        yield
+    except LackingError as error:
+        raise UnavailableError(f"{whose}: backend {backend!r} {error}") from None
 
 
 @contextmanager

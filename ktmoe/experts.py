@@ -78,6 +78,10 @@ class Matrix:
         _expect(f"{self.name} {label}", array, dtype, shape)
         object.__setattr__(self, label, contiguous(array))
 
+    def __repr__(self) -> str:
+        bias = ", with a bias" if self.bias is not None else ""
+        return f"Matrix({self.name!r}, {self.format.description} {list(self.shape)}{bias})"
+
     @property
     def stored(self) -> dict[str, np.ndarray]:
         """The format's arrays, by name."""
@@ -135,6 +139,16 @@ class ExpertSpec:
     def shape(self, projection: str) -> tuple[int, int]:
         """(n, k) of a projection's matrices."""
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.description})"
+
+    @property
+    def description(self) -> str:
+        """'4 experts, hidden=96, intermediate=64, BF16', with a format for each projection where they differ."""
+        of = {projection: self.formats[projection].description for projection in PROJECTIONS}
+        formats = of["gate"] if len(set(of.values())) == 1 else ", ".join(f"{p} {text}" for p, text in of.items())
+        return f"{self.num_experts} experts, hidden={self.hidden}, intermediate={self.intermediate}, {formats}"
 
     @property
     def nbytes(self) -> int:

@@ -12,17 +12,17 @@ import numpy as np
 
 from ktmoe import backends
 from ktmoe.arrays import expect_native
-from ktmoe.backends.base import TUNED_FOR, Arenas, Plan, Progress, Stored
+from ktmoe.backends.base import TUNED_FOR, Arenas, Packed, Plan, Progress, Stored
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
 from ktmoe.batch import checked_batch, checked_out
-from ktmoe.cache.opened import Cache
-from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
+from ktmoe.cache.opened import open_cache
+from ktmoe.errors import ClosedError, InputError, NotCopyableError, asking
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix, checked_experts, checked_router_weight
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.machine import numa
+from ktmoe.machine.numa import placement_of
 from ktmoe.messages import show
 from ktmoe.weights.folding import ROUNDING
 
@@ -91,9 +91,15 @@ class MoELayer:
         if arenas is None:
             self.packed = chosen.pack(experts, plan, progress)
         else:
-            self.packed = chosen.map(experts, plan, arenas)
+            with asking(self.backend, self.name):
+                self.packed = chosen.map(experts, plan, arenas)
             if progress:
                 progress(experts.nbytes, experts.nbytes)
+        if not isinstance(self.packed, Packed):
+            raise InputError(
+                f"{self.name}: what backend {self.backend!r} packs into must inherit ktmoe.backends.base.Packed, "
+                f"found {show(self.packed)}"
+            )
         self.rounding = self.packed.rounding
         self.nbytes = self.packed.nbytes
         self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory
@@ -151,7 +157,7 @@ class MoELayer:
         packed = self.packed  # once: close() may come from another thread
         if packed is None:
             raise ClosedError(f"{self.name}: forward after close()")
-        batch = checked_batch(self, x, expert_ids, expert_weights)
+        batch = checked_batch(self.spec, self.expert_mask, x, expert_ids, expert_weights)
         target = checked_out(out, batch)
         if batch.ids.size == 0:
             target[...] = 0
@@ -179,8 +185,9 @@ class MoELayer:
         matrices = dict(matrices)
         for projection, matrix in matrices.items():  # here, so that no backend has to
             self.spec.check(expert, projection, matrix)
-        packed = self._able_to("replace")
-        packed.replace(expert, matrices)
+        packed = self._open_for("replace")
+        with asking(self.backend, self.name):
+            packed.replace(expert, matrices)
         self.rounding = packed.rounding
 
     def export_expert(self, expert: int, parts: int = 1, out: Sequence[Stored] | None = None) -> list[dict[str, Matrix]]:
@@ -206,7 +213,9 @@ class MoELayer:
             for label in matrix.stored:  # of an array that is not aligned, the Matrix has a copy
                 expect_native(f"{matrix.name}: out: {label}", part[label])
         stored = [{p: matrix.stored for p, matrix in part.items()} for part in matrices]
-        biases = self._able_to("export").export(expert, stored)
+        packed = self._open_for("export")
+        with asking(self.backend, self.name):
+            biases = packed.export(expert, stored)
         for projection, bias in biases.items():
             cut = [bias, *[None] * (parts - 1)] if projection == "down" else np.array_split(bias, parts)
             for part, own in zip(matrices, cut, strict=True):
@@ -231,28 +240,19 @@ class MoELayer:
             "Share it between threads as it is, fork after it was made, or make another one with MoELayer.from_checkpoint"
         )
 
-    def _able_to(self, method: str):
+    def __repr__(self) -> str:
+        if "packed" not in vars(self):  # its constructor has raised, or is not done
+            return "MoELayer(not packed)"
+        nodes = f"NUMA nodes {self.placement.nodes}" if self.placement.nodes else "no NUMA binding"
+        closed = ", closed" if self.packed is None else ""
+        how = f"{self.backend}, {self.activations} activations, {nodes}{closed}"
+        return f"MoELayer({self.name!r}, {self.spec.description}, {how})"
+
+    def _open_for(self, doing: str) -> Packed:
         packed = self.packed  # once: close() may come from another thread
         if packed is None:
-            raise ClosedError(f"{self.name}: {method} after close()")
-        if not hasattr(packed, method):
-            raise UnavailableError(f"{self.name}: backend {self.backend!r} cannot {method} an expert")
+            raise ClosedError(f"{self.name}: {doing} after close()")
         return packed
-
-
-def open_cache(cache: str | os.PathLike, checkpoint: Checkpoint, physical_to_logical: object) -> Cache:
-    """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
-    if physical_to_logical is not None:
-        raise InputError("cache: expected no physical_to_logical: a packed cache has the checkpoint's experts as they are")
-    return Cache(cache, checkpoint)
-
-
-def placement_of(experts: ExpertWeights, numa_nodes: Sequence[int] | None = None) -> numa.Placement:
-    """Where a layer of these experts is put."""
-    placement = numa.place(numa_nodes)
-    if numa_nodes is None:  # not on more nodes than there is something for
-        placement = placement.first(-(-experts.intermediate // experts.shard_unit))
-    return placement
 
 
 _jobs = Worker("ktmoe-submit")

@@ -15,13 +15,15 @@ from ktmoe.arrays import as_numpy
 from ktmoe.backends.base import Arenas
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.tasks import BackgroundTasks, Progress
+from ktmoe.cache.opened import open_cache
 from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOfMemoryError
 from ktmoe.experts import ExpertWeights
-from ktmoe.layer import MoELayer, open_cache, placement_of
+from ktmoe.layer import MoELayer
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import load_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
+from ktmoe.machine.numa import placement_of
 from ktmoe.messages import show
 
 #: Layers that are loaded at a time, so that some are read while another is packed.

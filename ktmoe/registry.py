@@ -10,7 +10,8 @@ from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from ktmoe import forks
-from ktmoe.errors import UnknownNameError
+from ktmoe.errors import InputError, UnknownNameError
+from ktmoe.messages import show
 
 T = TypeVar("T")
 
@@ -21,12 +22,14 @@ class Registry(Generic[T]):
     kind: what messages call one ("backend"). package: every module in it registers its own plugin with its last line;
     so does, under its entry point's name, every installed distribution with entry points in `group`.
     A built-in wins over an entry point of the same name. A plugin that cannot be loaded warns and is left out.
+    base: the class that plugins inherit from; any will do by default.
     """
 
-    def __init__(self, kind: str, package: str, group: str):
+    def __init__(self, kind: str, package: str, group: str, base: type = object):
         self._kind = kind
         self._package = package
         self._group = group
+        self._base = base
         self._plugins: dict[str, T] = {}
         self._loaded = self._loading = False
         self.after_fork()
@@ -36,8 +39,9 @@ class Registry(Generic[T]):
         self._lock = threading.RLock()
 
     def register(self, name: str, plugin: T, *, overwrite: bool = False) -> None:
-        """Add a plugin. Raises ValueError if the name is taken, unless overwrite."""
+        """Add a plugin. Raises ValueError if the name is taken, unless overwrite, and for what is no instance of the base."""
         self._load()  # the built-ins take their names first; while they do, this does nothing
+        plugin = self._checked(name, plugin)
         with self._lock:
             if name in self._plugins and not overwrite:
                 raise ValueError(f"{self._kind} {name!r} is already registered; pass overwrite=True to replace it")
@@ -67,6 +71,12 @@ class Registry(Generic[T]):
         """All plugins, in the order of their names."""
         return [self._plugins[name] for name in self.names()]
 
+    def _checked(self, name: str, plugin: object) -> T:
+        if not isinstance(plugin, self._base):
+            base = f"{self._base.__module__}.{self._base.__qualname__}"
+            raise InputError(f"{self._kind} {name!r} must be an instance of a class that inherits {base}, found {show(plugin)}")
+        return plugin
+
     def _load(self) -> None:
         if self._loaded:
             return
@@ -88,7 +98,7 @@ class Registry(Generic[T]):
             if entry_point.name in self._plugins:
                 continue
             try:
-                self._plugins[entry_point.name] = entry_point.load()
+                self._plugins[entry_point.name] = self._checked(entry_point.name, entry_point.load())
             except Exception as error:  # a broken plugin must not take the others down
                 warnings.warn(
                     f"{self._kind} {entry_point.name!r} ({entry_point.value}) was left out: {type(error).__name__}: {error}",

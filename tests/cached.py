@@ -16,8 +16,8 @@ from ktmoe.cache import manifest
 from ktmoe.cache.layer_file import LayerWriter, open_layer
 from ktmoe.cache.packing import pack
 from ktmoe.errors import CacheError
-from ktmoe.layer import placement_of
 from ktmoe.machine import numa
+from ktmoe.machine.numa import placement_of
 
 SIZES = {"num_experts": 5, "hidden": 128, "intermediate": 256}
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ktmoe.dequantization import dequantize
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.reference_weights import dequantize
 
 
 class _Rounded(torch.autograd.Function):

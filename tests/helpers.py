@@ -12,6 +12,7 @@ import numpy as np
 
 from ktmoe import BF16 as B16
 from ktmoe import MXFP4, SILU, ExpertWeights, GatedActivation, Matrix, MoELayer, Scale, WeightFormat, int4, reference
+from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
 from ktmoe.weights import formats
@@ -355,7 +356,7 @@ def folds_format(layer: MoELayer, weight_format: WeightFormat, fold: bool = True
 def assert_folds(layer: MoELayer, experts: ExpertWeights, fold: bool = True) -> None:
     """A layer's kernels fold the scales that can be folded exactly, and no others; fold as in random_experts()."""
     expected = {p: folds_format(layer, weight_format, fold) for p, weight_format in experts.formats.items()}
-    assert layer.packed.kernels() == {(e, p): expected[p] for e in range(experts.num_experts) for p in PROJECTIONS}
+    assert core.folded(layer.packed) == {(e, p): expected[p] for e in range(experts.num_experts) for p in PROJECTIONS}
 
 
 def shards_of(layer: MoELayer, experts: ExpertWeights) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A backend that trains, simulated in float32 numpy, for the tests of ktmoe/reference_training.py's bound."""
+"""A backend that trains, simulated in float32 numpy, for the tests of ktmoe/reference/training.py's bound."""
 
 import numpy as np
 from reference_experts import BFLOAT16
@@ -261,7 +261,7 @@ class SimulatedTraining:
 
 def ratios(experts, lora, router_weight, kind, rng, x, ids, weights, dy, *, backend=SimulatedTraining, shards=None):
     """{name: a simulated backend's largest error by its bound}, for all that both passes give, and the references."""
-    from ktmoe.reference_training import training_backward, training_forward
+    from ktmoe.reference.training import training_backward, training_forward
 
     given = {"router_weight": router_weight, "out_dtype": "float32", "shards": shards}
     given |= {name: choice for name, choice in options(kind).items() if name != "activations"}

@@ -51,7 +51,7 @@ def test_two_numbers_a_weight_are_two_multiplications(backend, group, m):
 def test_scales_of_sums_store_tiles_after_each_group(backend, weights, group, m):
     experts = random_experts(np.random.default_rng(6), 1, 160, 100, **weights)
     with MoELayer(experts, backend) as layer:
-        assert not any(layer.packed.kernels().values())
+        assert not any(core.folded(layer.packed).values())
         assert counted(layer, m) == expected(layer, m, group=group)
         assert_right(layer, experts, *crowd(layer, m))
 

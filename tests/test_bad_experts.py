@@ -9,6 +9,7 @@ from helpers import BF16, FORMATS, random_batch, random_experts, same_bits
 
 import ktmoe
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer, int4, reference
+from ktmoe._native import core
 from ktmoe.errors import (
     ClosedError,
     FormatError,
@@ -16,8 +17,8 @@ from ktmoe.errors import (
     UnavailableError,
     UnknownNameError,
 )
-from ktmoe.reference_gradients import ReferenceTraining
-from ktmoe.reference_training import training_forward
+from ktmoe.reference.gradients import ReferenceTraining
+from ktmoe.reference.training import training_forward
 
 TOKENS, HIDDEN, TOP_K, NUM_EXPERTS = 3, 64, 2, 4
 
@@ -206,7 +207,11 @@ def test_a_closed_layer():
         with pytest.raises(ClosedError, match="experts: forward after close") as caught:
             call(*random_batch(np.random.default_rng(6), experts, 1, 1))
         assert isinstance(caught.value, RuntimeError)
-    for call in (packed.kernels, lambda: packed.unpack(0, "gate"), lambda: packed.pack(0, {"gate": experts.matrix(0, "gate")})):
+    for call in (
+        lambda: core.folded(packed),
+        lambda: core.unpack(packed, 0, "gate"),
+        lambda: packed.pack(0, {"gate": experts.matrix(0, "gate")}),
+    ):
         with pytest.raises(ClosedError):
             call()
 

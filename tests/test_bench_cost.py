@@ -12,7 +12,7 @@ import pytest
 from bench import cost_model, explain
 from bench.models import Model, models
 from bench.results_file import Results
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe._native import core
 
 SHAPE = Model("a model", "MXFP4", hidden=4096, intermediate=2048, experts=64, top_k=6)
@@ -25,7 +25,7 @@ WEIGHTS = 3 * 4096 * 2048
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(64, 6, 1), (64, 6, 16), (256, 6, 64), (8, 2, 3), (8, 8, 5)])
 def test_experts_and_rows_are_those_of_random_routing(experts, top_k, tokens):
     """Against batches as the benchmarks make them, within six standard errors."""
-    batches = list(itertools.islice(measure.random_batches(tokens, top_k, experts, 1), 400))
+    batches = list(itertools.islice(measuring.random_batches(tokens, top_k, experts, 1), 400))
     rows = np.array([np.bincount(batch.ids.ravel(), minlength=experts) for batch in batches])
     m, expected = cost_model.expert_rows(experts, top_k, tokens)
     assert expected @ m == pytest.approx(tokens * top_k)

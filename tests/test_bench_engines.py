@@ -20,7 +20,7 @@ from bench.engines.shapes import Engine, engines
 from bench.engines.ways import OTHERS, OURS, THEIRS, Process, layers_that_fit, who_fits
 from bench.models import Model
 from bench.results_file import Results
-from ktmoe import measure
+from ktmoe import measuring
 
 GB = 10**9
 SMALL = Engine(Model("small", "MXFP4", 128, 96, experts=8, top_k=2, layers=6), "gpt_oss", 6000, 1000)
@@ -147,7 +147,7 @@ def test_only_right_ways_are_timed(comparison):
     right = {"ktmoe MXFP4", "transformers eager, BF16"}
     assert {way for way, about in ways.items() if not about["failure"]} == right
     assert [set(row["ways"]) for row in made["rounds"]] == [right, right]
-    assert {row["read_streams"] for row in made["rounds"]} <= set(measure.STREAMS)
+    assert {row["read_streams"] for row in made["rounds"]} <= set(measuring.STREAMS)
     assert (made["layers"], made["of_layers"], made["vocabulary"]) == (2, 6, 1984)
     assert report.wrong({"comparisons": [made]}) == ["small: transformers grouped_mm, BF16"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from helpers import SUPER_SCALED, WEIGHTS, random_batch, random_experts
 
-from ktmoe import ExpertWeights, MoELayer, measure, set_num_threads
+from ktmoe import ExpertWeights, MoELayer, measuring, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
@@ -71,11 +71,11 @@ def test_the_fence_holds():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda packed: packed.kernels(),
+        lambda packed: core.folded(packed),
         lambda packed: packed.packed_bytes(0, "up"),
-        lambda packed: packed.unpack(0, "up"),
-        lambda packed: packed.unpack(1, "gate"),
-        lambda packed: packed.unpack(10**9, "gate"),
+        lambda packed: core.unpack(packed, 0, "up"),
+        lambda packed: core.unpack(packed, 1, "gate"),
+        lambda packed: core.unpack(packed, 10**9, "gate"),
         lambda packed: packed.packed_bytes(10**9, "gate"),
     ],
     ids=["kernels", "packed_bytes", "unpack", "expert 1", "expert 10**9", "its bytes"],
@@ -109,7 +109,7 @@ def test_reading_beyond_the_packed_bytes():
             for offset, nbytes in (*wraps, (1, size), (size + 1, 0), (-1, 1), (1, -1)):
                 with pytest.raises(InputError, match="is not within"):
                     packed.read_seconds(table, offset, nbytes)
-            for offset, nbytes, streams in itertools.product((0, 64, 4096), (0, 1, size // 2, size - 4096), measure.STREAMS):
+            for offset, nbytes, streams in itertools.product((0, 64, 4096), (0, 1, size // 2, size - 4096), measuring.STREAMS):
                 assert packed.read_seconds(table, offset, nbytes, streams) >= 0
             assert packed.read_seconds(table, size, 0) >= 0
             with pytest.raises(InputError, match="streams must be 1, 2, 4 or 8, found 3"):
@@ -122,10 +122,10 @@ def test_reading_beyond_the_packed_bytes():
 
 USES = {
     "packed_bytes": lambda packed, _: packed.packed_bytes(0, "down"),
-    "kernels": lambda packed, _: packed.kernels(),
+    "kernels": lambda packed, _: core.folded(packed),
     "read_seconds": lambda packed, table: packed.read_seconds(table, 0, packed.nbytes),
     "rounding": lambda packed, _: packed.rounding,
-    "export": lambda packed, _: packed.unpack(0, "up"),
+    "export": lambda packed, _: core.unpack(packed, 0, "up"),
 }
 
 

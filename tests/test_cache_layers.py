@@ -37,7 +37,7 @@ def unread(experts):
 def assert_alike(mapped: MoELayer, packed: MoELayer):
     for tokens in (1, 40):
         assert same_bits(outputs(mapped, tokens), outputs(packed, tokens))
-    assert mapped.packed.kernels() == packed.packed.kernels()
+    assert core.folded(mapped.packed) == core.folded(packed.packed)
     for expert in (0, packed.num_experts - 1):
         assert_same(mapped.export_expert(expert), packed.export_expert(expert))
 
@@ -89,9 +89,9 @@ def test_one_file_serves_every_way_to_compute(tmp_path):
                     packed.pack(expert, {projection: experts.matrix(expert, projection) for projection in PROJECTIONS})
                 mapped = core.PackedLayer(table, experts, plan, ranges, 1, arenas.file)
                 core.adopt(mapped, arenas.seen, arenas.biases, arenas.factors)
-                assert mapped.kernels() == packed.kernels()
+                assert core.folded(mapped) == core.folded(packed)
                 assert mapped.rounding == packed.rounding
-                folded += 0 < sum(map(bool, packed.kernels().values())) < 9
+                folded += 0 < sum(map(bool, core.folded(packed).values())) < 9
     assert folded or "amx" not in ISAS  # some layers have both kinds of kernels
 
 
@@ -209,7 +209,7 @@ def test_experts_in_other_places(tmp_path):
             load(cache=cache, physical_to_logical=[0, 0])
 
 
-def test_a_backend_with_a_layout_of_its_own(tmp_path):
+def test_a_backend_with_a_layout_of_its_own(tmp_path, monkeypatch):
     class Own(Backend):
         def pack(self, experts, plan, progress=None):
             raise AssertionError
@@ -217,8 +217,11 @@ def test_a_backend_with_a_layout_of_its_own(tmp_path):
     path, cache = write_model(tmp_path)
     backends.register("own", Own())
     try:
-        with pytest.raises(UnavailableError, match="Own cannot start from a packed cache"):
+        with pytest.raises(UnavailableError, match=r"^layers\.0\.ffn\.experts: backend 'own' cannot start from a packed cache"):
             MoELayer.from_checkpoint(path, 0, "own", cache=cache)
+        monkeypatch.setenv("KTMOE_BACKEND", "own")
+        with pytest.raises(UnavailableError, match="backend 'own' has no packed layout that a cache can hold"):
+            pack(path, tmp_path / "another")
     finally:
         backends.unregister("own")
 

@@ -16,7 +16,7 @@ import pytest
 
 import ktmoe
 from ktmoe import cli, progress_bar, synthetic
-from ktmoe.cli import measuring, units
+from ktmoe.cli import measurements, units
 from ktmoe.cli.commands import COMMANDS
 from ktmoe.config import config
 
@@ -293,7 +293,7 @@ def test_no_color(monkeypatch, capsys, variables, coloured):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    measuring.console().print("[red]WRONG[/red]")
+    measurements.console().print("[red]WRONG[/red]")
     assert ("\x1b[31m" in capsys.readouterr().out) == coloured
 
 

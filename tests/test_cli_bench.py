@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench import results_file
-from ktmoe import MoELayer, backends, cli, measure, synthetic
+from ktmoe import MoELayer, backends, cli, measuring, synthetic
 from ktmoe.backends.base import Backend
 from ktmoe.cli import bench
 from ktmoe.machine import memory
@@ -26,8 +26,8 @@ def small(monkeypatch):
     monkeypatch.setattr(synthetic, "deepseek_v4_experts", made)
     monkeypatch.setattr(bench, "DECODE", (1, 3))
     monkeypatch.setattr(bench, "PREFILL", (PREFILL_TOKENS,))
-    monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-4)
-    monkeypatch.setattr(measure, "settled", functools.partial(measure.Limits, streams=2))
+    monkeypatch.setattr("ktmoe.measuring.meter.LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(measuring, "settled", functools.partial(measuring.LimitMeter, streams=2))
 
 
 @pytest.fixture
@@ -114,10 +114,10 @@ def test_a_wrong_result_fails_and_is_not_written(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize(("backend", "activations"), [("fp32_lut", "bf16"), ("avx2", "int16")])
 def test_shares_that_cannot_be(run, monkeypatch, backend, activations):
     """Others used the machine while a limit was measured. AVX2's integer kernels have no peak of their own instruction."""
-    if backend not in measure.backends_for(synthetic.deepseek_v4_experts(num_experts=1)):
+    if backend not in measuring.backends_for(synthetic.deepseek_v4_experts(num_experts=1)):
         pytest.skip(f"this CPU cannot run {backend}")
-    monkeypatch.setattr(measure.Limits, "peak", lambda limits, seconds: 1.0)
-    monkeypatch.setattr(measure.Limits, "read", lambda limits, seconds: 1e15)
+    monkeypatch.setattr(measuring.LimitMeter, "peak", lambda limits, seconds: 1.0)
+    monkeypatch.setattr(measuring.LimitMeter, "read", lambda limits, seconds: 1e15)
     options = "--experts", 8, "--backend", backend, "--activations", activations
     disturbed = activations == "bf16"
     status, out, _ = run(*options, "--json")
@@ -126,7 +126,7 @@ def test_shares_that_cannot_be(run, monkeypatch, backend, activations):
     words = r"decode: 3 tokens: \d+% of peak: others used the machine while this limit was measured"
     assert status == 0
     assert bool(re.search(rf"^DISTURBED: {backend} {words}$", out, re.MULTILINE)) == disturbed
-    monkeypatch.setattr(measure.Limits, "read", lambda limits, seconds: 1.0)
+    monkeypatch.setattr(measuring.LimitMeter, "read", lambda limits, seconds: 1.0)
     assert all(call["disturbed"] for call in json.loads(run(*options, "--json")[1])["calls"])
 
 
@@ -185,7 +185,7 @@ def test_errors(run, monkeypatch, tmp_path):
     status, out, err = run("--backend", "none", "--experts", 8)
     assert (status, out) == (1, "")
     assert "'none'" in err
-    monkeypatch.setattr(measure, "run", None)  # nothing is measured before it is known where to write
+    monkeypatch.setattr(measuring, "run", None)  # nothing is measured before it is known where to write
     status, out, err = run("--output", tmp_path / "absent" / "results.toml")
     assert (status, out) == (1, "")
     assert f"{tmp_path}/absent/results.toml: expected a folder that can be written to, found {tmp_path}/absent" in err

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from checkpoint_files import write_file
 
-from ktmoe import MoELayer, MoEModel, backends, cli, inspection, limits, measure, synthetic
+from ktmoe import MoELayer, MoEModel, backends, cli, synthetic
 from ktmoe.backends.base import Backend
 from ktmoe.errors import OutOfMemoryError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.limits import Limits
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
+from ktmoe.measuring import LimitMeter, inspection, limits
+from ktmoe.measuring.limits import Limits
 from ktmoe.weights.formats import FORMATS
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 128, 256
@@ -47,7 +48,7 @@ def quick(monkeypatch):
     """Limits are measured on little memory, in little time."""
     for name, value in {"STAND_IN_BYTES": 1 << 16, "ROUNDS": 1, "READ_SECONDS": 1e-4, "PEAK_SECONDS": 1e-4}.items():
         monkeypatch.setattr(limits, name, value)
-    monkeypatch.setattr(measure, "settled", measure.Limits)
+    monkeypatch.setattr(limits, "settled", LimitMeter)
 
 
 @pytest.fixture

@@ -263,7 +263,7 @@ def test_a_dropped_wrapper_waits_for_nobody(folder):
     w, held, go = wrapper(folder), threading.Event(), threading.Event()
 
     def hold():
-        with ENGINE.order, weights.Lease.order:
+        with ENGINE.lock, weights.Lease.lock:
             held.set()
             assert go.wait(60)
 
@@ -285,7 +285,7 @@ def test_a_dropped_wrapper_waits_for_nobody(folder):
 
 def test_a_dropped_wrapper_changes_nothing_under_its_thread(folder):
     w = wrapper(folder)
-    with ENGINE.order, weights.Lease.order:
+    with ENGINE.lock, weights.Lease.lock:
         del w
         gc.collect()
         assert weights.Lease.leased

@@ -12,7 +12,7 @@ from kt_wrappers import EXPERTS, REVERSED, batch, wrapper, write
 
 from ktmoe import MoELayer, load_experts, synthetic
 from ktmoe.compat import methods, weights
-from ktmoe.compat.export import Target
+from ktmoe.compat.export import RankBuffers
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
 from ktmoe.quantization import quantize
@@ -71,7 +71,7 @@ def test_exports_that_kt_kernel_has_not(method, name):
     experts = ExpertSpec(2, 256, 256, dict.fromkeys(PROJECTIONS, FORMATS[name]), "layers.0.experts")
     message = rf"layers.0.experts: kt-kernel has no buffers for GPUs .* of method '{method}': found .* \(gate\)$"
     with pytest.raises(UnavailableError, match=message):
-        Target(method, experts, 1, *[[1]] * 4)
+        RankBuffers(method, experts, 1, *[[1]] * 4)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "ue8m0"])
@@ -81,7 +81,7 @@ def test_block_scales_are_exported_as_float32(kind):
     experts = ExpertSpec(2, 256, 128, dict.fromkeys(PROJECTIONS, weight_format), "experts")
     w13, w2 = np.full(2 * 256 * 128, 0xA5, np.uint8), np.full(256 * 128, 0xA5, np.uint8)
     w13_scales, w2_scales = np.full(4, np.nan, np.float32), np.full(2, np.nan, np.float32)
-    target = Target("FP8", experts, 1, *([array.ctypes.data] for array in (w13, w13_scales, w2, w2_scales)))
+    target = RankBuffers("FP8", experts, 1, *([array.ctypes.data] for array in (w13, w13_scales, w2, w2_scales)))
     numbers = 2.0 ** np.arange(-127, -121) * ([1] * 6 if kind == "ue8m0" else [1, 1.5, 1.25, 1.75, 1, 1])
     for projection, these in zip(PROJECTIONS, np.split(numbers, 3), strict=True):
         (part,) = target.parts

@@ -27,7 +27,7 @@ from ktmoe import MoELayer, load_experts
 from ktmoe.compat.kt_kernel import KTMoEWrapper
 from ktmoe.errors import InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.reference_gradients import ReferenceTraining
+from ktmoe.reference.gradients import ReferenceTraining
 from ktmoe.training import Training
 
 pytestmark = pytest.mark.usefixtures("nothing_is_leased")

@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 
 import ktmoe
-from ktmoe import cli, measure, synthetic
-from ktmoe.cli import demo, measuring
+from ktmoe import cli, measuring, synthetic
+from ktmoe.cli import demo, measurements
 from ktmoe.errors import MissingTensorError, OutOfSpaceError
 from ktmoe.layer import MoELayer
 
@@ -31,8 +31,8 @@ def folder(tmp_path, monkeypatch):
     """Where temporary folders go; a test may look whether something was left behind."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(demo, "PHASES", (("decode", 1, 1), ("prefill", PREFILL_TOKENS, 2)))
-    monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-4)
-    monkeypatch.setattr(measure, "settled", measure.Limits)
+    monkeypatch.setattr("ktmoe.measuring.meter.LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(measuring, "settled", measuring.LimitMeter)
     return tmp_path
 
 
@@ -70,11 +70,11 @@ def test_each_backend_reads_by_the_streams_that_are_fastest_for_it(monkeypatch):
 
     def settle(layer, table):
         settled.append((layer.backend, table.name))
-        return measure.Limits(layer, table, streams=4)
+        return measuring.LimitMeter(layer, table, streams=4)
 
-    table = measuring.table
-    monkeypatch.setattr(measure, "settled", settle)
-    monkeypatch.setattr(measuring, "table", lambda rows: of_rows.extend(rows) or table(rows))
+    table = measurements.table
+    monkeypatch.setattr(measuring, "settled", settle)
+    monkeypatch.setattr(measurements, "table", lambda rows: of_rows.extend(rows) or table(rows))
     assert run_demo(**SMALL)[0] == 0
     assert settled == list(dict.fromkeys((row.backend, row.isa) for row in of_rows))
     assert {row.result.streams for row in of_rows} == {4}
@@ -143,7 +143,7 @@ def test_interrupted(folder, monkeypatch, capsys):
         assert left_behind(folder)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measuring, "open_layer", interrupt)
+    monkeypatch.setattr(measurements, "open_layer", interrupt)
     monkeypatch.setattr(synthetic, "write_deepseek_v4", lambda path, **options: None)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err.endswith("ktmoe: interrupted\n")

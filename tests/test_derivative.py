@@ -7,6 +7,7 @@ import pytest
 from helpers import BF16, DEEPSEEK, GPT_OSS, bits, same_bits
 
 from ktmoe import GatedActivation
+from ktmoe._native import core
 
 EPS, TINY = 2.0**-24, 2.0**-126
 NAN, INF = np.nan, np.inf
@@ -57,7 +58,7 @@ def test_it_is_the_derivative(table, activation):
     for weights in (None, r):
         t = dh * (1.0 if weights is None else r.astype(float)[:, None])
         dg, size, du, _, z = exact(g.astype(float), u.astype(float), t, activation)
-        of_g, of_u, _, _ = table.derive(g, u, dh, activation, weights)
+        of_g, of_u, _, _ = core.derive(table, g, u, dh, activation, weights)
         smallest = (np.abs(t) + 1) * (np.abs(u) + 3) * (np.abs(g) + z + 1) * TINY
         for found, expected, error in ((of_g, dg, size * (14 + z)), (of_u, du, np.abs(du) * (9 + z))):
             error = error * EPS * 1.001 + smallest
@@ -72,7 +73,7 @@ def test_it_is_the_slope_of_the_value(table, activation):
     step = 2.0**-12 / max(activation.alpha, 1)
     near = np.minimum(np.abs(g - activation.limit), np.abs(np.abs(u) - activation.limit)) < 2 * step
     one = np.ones((10, 64), np.float32)
-    of_g, of_u, _, _ = table.derive(g, u, one, activation)
+    of_g, of_u, _, _ = core.derive(table, g, u, one, activation)
 
     g, u = g.astype(float), u.astype(float)
 
@@ -89,8 +90,8 @@ def test_it_is_the_slope_of_the_value(table, activation):
 @activations
 def test_h_is_the_activations_own(table, activation):
     g, u, dh, r = batch(np.random.default_rng(3))
-    assert same_bits(table.derive(g, u, dh, activation, r)[2], table.activate(g, u, activation))
-    assert same_bits(table.derive(g, u, dh, activation, r, True)[2], table.activate(g, u, activation, r=r))
+    assert same_bits(core.derive(table, g, u, dh, activation, r)[2], core.activate(table, g, u, activation))
+    assert same_bits(core.derive(table, g, u, dh, activation, r, True)[2], core.activate(table, g, u, activation, r=r))
 
 
 @activations
@@ -98,7 +99,7 @@ def test_the_router_weights_gradient_sums_over_the_columns(table, activation):
     """Of the rounded h that down takes; by_input, of what r multiplies, before it is rounded."""
     g, u, dh, r = batch(np.random.default_rng(4))
     for by_input, columns in itertools.product((False, True), (64, 63, 17, 1)):
-        _, _, h, dr = table.derive(g[:, :columns].copy(), u[:, :columns].copy(), dh, activation, r, by_input)
+        _, _, h, dr = core.derive(table, g[:, :columns].copy(), u[:, :columns].copy(), dh, activation, r, by_input)
         _, _, _, value, z = exact(*(v[:, :columns].astype(float) for v in (g, u)), 1.0, activation)
         seen = value if by_input else values(h)[:, :columns]
         each = np.abs(dh[:, :columns] * seen)
@@ -111,9 +112,9 @@ def test_the_router_weights_gradient_sums_over_the_columns(table, activation):
 def test_a_panel_that_is_not_full(table, activation, columns):
     """Its other columns are zero, whatever dh has there; the rest has the same bits. NaN behind g and u is not looked at."""
     g, u, dh, r = batch(np.random.default_rng(5), 7)
-    whole = table.derive(g, u, dh, activation, r)
+    whole = core.derive(table, g, u, dh, activation, r)
     dh[:, columns:] = NAN
-    dg, du, h, dr = table.derive(g[:, :columns].copy(), u[:, :columns].copy(), dh, activation, r)
+    dg, du, h, dr = core.derive(table, g[:, :columns].copy(), u[:, :columns].copy(), dh, activation, r)
     for part, full in zip((dg, du, h), whole[:3], strict=True):
         assert same_bits(part[:, :columns], full[:, :columns])
         assert not part[:, columns:].any()
@@ -122,10 +123,10 @@ def test_a_panel_that_is_not_full(table, activation, columns):
 
 def test_bits_depend_on_no_other_row(table):
     g, u, dh, r = batch(np.random.default_rng(6), 9)
-    whole = table.derive(g, u, dh, DEEPSEEK, r, True)
+    whole = core.derive(table, g, u, dh, DEEPSEEK, r, True)
     for row in range(9):
         part = slice(row, row + 1)
-        for alone, all_rows in zip(table.derive(g[part], u[part], dh[part], DEEPSEEK, r[part], True), whole, strict=True):
+        for alone, all_rows in zip(core.derive(table, g[part], u[part], dh[part], DEEPSEEK, r[part], True), whole, strict=True):
             assert same_bits(alone, all_rows[part])
 
 
@@ -133,7 +134,7 @@ def one(table, g, u, activation, dh=1.0):
     """(dg, du) of one pair, as floats."""
     row = np.zeros((3, 1, 64), np.float32)
     row[:, 0, 5] = g, u, dh
-    dg, du, _, _ = table.derive(*row, activation)
+    dg, du, _, _ = core.derive(table, *row, activation)
     return float(dg.view(BF16)[0, 5]), float(du.view(BF16)[0, 5])
 
 
@@ -157,11 +158,11 @@ def test_nan_passes(table):
         assert np.isnan(one(table, 0.25, NAN, activation)[0])
         assert all(np.isnan(one(table, 0.25, 0.25, activation, NAN)))
     g, u, dh, r = batch(np.random.default_rng(7), 3)
-    clean = table.derive(g, u, dh, DEEPSEEK, r)
+    clean = core.derive(table, g, u, dh, DEEPSEEK, r)
     g[1, 3] = NAN
-    for spoiled, full in zip(table.derive(g, u, dh, DEEPSEEK, r), clean, strict=True):
+    for spoiled, full in zip(core.derive(table, g, u, dh, DEEPSEEK, r), clean, strict=True):
         assert same_bits(spoiled[[0, 2]], full[[0, 2]])
-    assert np.isnan(table.derive(g, u, dh, DEEPSEEK, r)[3][1])
+    assert np.isnan(core.derive(table, g, u, dh, DEEPSEEK, r)[3][1])
 
 
 def test_far_from_zero_the_derivative_is_that_of_a_line(table):
@@ -189,10 +190,10 @@ def test_g_and_u_are_kept_as_they_are_before_the_clamps(table, columns):
     factor, bias = rng.uniform(0.5, 3, 64).astype(np.float32), rng.standard_normal(64).astype(np.float32)
     finish = {"factor": factor, "bias": bias, "added": added}
     held = np.full((3, 5, columns), 7, np.float32)
-    h = table.activate(g, u, DEEPSEEK, finish, {"added": added}, held[:2])
+    h = core.activate(table, g, u, DEEPSEEK, finish, {"added": added}, held[:2])
     assert same_bits(held[0], ((g * factor + bias) + added)[:, :columns])
     assert same_bits(held[1], (u + added)[:, :columns])
     assert (held[2] == 7).all()
-    plain = table.activate(g, u, DEEPSEEK, finish, {"added": added})
+    plain = core.activate(table, g, u, DEEPSEEK, finish, {"added": added})
     assert same_bits(h[:, :columns], plain[:, :columns])
     assert not bits(h[:, columns:]).any()

@@ -23,6 +23,7 @@ from exact import (
 from helpers import B16, BF16, FORMATS, LONGEST, folds, rounds
 
 from ktmoe import MXFP4, int4
+from ktmoe._native import core
 from ktmoe.weights.elements import E2M1, INT4, INT8, Element
 from ktmoe.weights.folding import ROUNDING
 from ktmoe.weights.formats import Scale, WeightFormat, uint4
@@ -62,7 +63,7 @@ def test_dense_integers(backend, size, tokens):
         scales = rng.integers(low, low + 5, (size, -(-size // 32)), dtype=np.uint8)
         x = np.ldexp(rng.integers(-7, 8, (tokens, size)).astype(float), shift_for(low))
         with down_layer(backend, codes, scales) as layer:
-            assert layer.packed.kernels()[0, "down"] == folds(layer, low in (2, 125, 248))
+            assert core.folded(layer.packed)[0, "down"] == folds(layer, low in (2, 125, 248))
             assert np.array_equal(forward(layer, x), x @ weights_of(codes, scales).T)
 
 
@@ -175,7 +176,7 @@ def test_every_scale_byte_in_down(backend, block):
         scales = np.full((15, 2), byte, np.uint8)
         x = np.ldexp(rng.integers(-7, 8, (3, 64)).astype(float), shift_for(byte))
         with down_layer(backend, codes, scales) as layer:
-            assert layer.packed.kernels()[0, "down"] == folds(layer, 2 <= byte <= 252)
+            assert core.folded(layer.packed)[0, "down"] == folds(layer, 2 <= byte <= 252)
             y = forward(layer, x)
             assert np.array_equal(y[:, :15], x @ weights_of(codes, scales).T)
             assert not y[:, 15:].any()
@@ -310,7 +311,7 @@ def test_denormal_x(backend, tokens, fold):
     expected = (x @ weights_of(codes, scales).T).astype(np.float32).astype(BF16).astype(float)
     assert expected.any()
     with visible_layer(backend, "up", codes, scales, activations="bf16") as layer:
-        assert layer.packed.kernels()[0, "up"] == folds(layer, fold)
+        assert core.folded(layer.packed)[0, "up"] == folds(layer, fold)
         if folds(layer, fold) or backend == "avx512_bf16":
             expected[:] = 0
         assert np.array_equal(forward(layer, x), expected)

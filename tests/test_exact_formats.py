@@ -24,6 +24,7 @@ from exact import (
 from helpers import BF16, FORMATS, folds
 
 from ktmoe import MXFP4, Scale, WeightFormat, int4
+from ktmoe._native import core
 from ktmoe.weights.elements import E2M1, E4M3, INT4, INT8
 from ktmoe.weights.formats import FP8_PER_ROW, MXFP8, Factor, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, Order
@@ -178,7 +179,7 @@ def test_every_e4m3_code_with_every_ue8m0_byte(backend, low, high, projection):
     shift = 96 if low < 107 else -96
     make = down_layer if projection == "down" else lambda backend, *matrix: visible_layer(backend, "up", *matrix, 1, "bf16")
     with make(backend, codes, scales, MXFP8) as layer:
-        assert layer.packed.kernels()[0, projection] == folds(layer, low >= 10 and high <= 246)
+        assert core.folded(layer.packed)[0, projection] == folds(layer, low >= 10 and high <= 246)
         y = forward(layer, np.ldexp(np.eye(256), shift))
     assert np.array_equal(y, np.ldexp(weights_of(codes, scales, MXFP8).T, shift))
     assert np.count_nonzero(y) == 252 * 256
@@ -240,7 +241,7 @@ def test_every_e4m3_scale_with_every_code(backend, some, element):
         weight_format = WeightFormat(element, Scale("e4m3", (1, 16)))
         weights = weights_of(codes, scales, weight_format)
         with down_layer(backend, codes, scales, weight_format) as layer:
-            assert layer.packed.kernels()[0, "down"] == (backend == "amx")
+            assert core.folded(layer.packed)[0, "down"] == (backend == "amx")
             x = np.zeros((2 * groups, layer.hidden))
             for token in range(2 * groups):
                 first = 16 * (token // 2)

@@ -11,6 +11,7 @@ import ways
 from exact import down_layer, forward, odd_scales, random_codes, weights_of
 from helpers import SUPER_SCALED
 
+from ktmoe._native import core
 from ktmoe.weights.elements import INT8
 from ktmoe.weights.formats import Minimum
 
@@ -110,7 +111,7 @@ def test_what_is_added_changes_its_sign(backend, name):
         with down_layer(backend, codes, numbers, of_format) as layer:
             assert np.array_equal(forward(layer, x)[:, :n], expected)
             assert isinstance(of_format.offset, Minimum)
-            unpacked = layer.packed.unpack(0, "down")
+            unpacked = core.unpack(layer.packed, 0, "down")
             assert np.array_equal(unpacked[label][:n].view(np.uint8), numbers[label].view(np.uint8))
 
 

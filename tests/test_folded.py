@@ -20,6 +20,7 @@ from helpers import (
 )
 
 from ktmoe import ExpertWeights, MoELayer, Scale, WeightFormat, int4
+from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import E2M1
 
@@ -42,11 +43,11 @@ def test_who_rounds(backend, name):
     batches = [random_batch(np.random.default_rng(2), experts, tokens, 2) for tokens in (1, 20)]
     with MoELayer(experts, backend) as layer:
         assert layer.rounding == "exact"
-        exact, kernels = [assert_right(layer, experts, *batch) for batch in batches], layer.packed.kernels()
+        exact, kernels = [assert_right(layer, experts, *batch) for batch in batches], core.folded(layer.packed)
     with MoELayer(experts, backend, rounding="folded") as layer:
         rounded = {p for p, weight_format in experts.formats.items() if may_round(weight_format) and rounds(layer)}
         assert layer.rounding == ("folded" if rounded else "exact")
-        assert layer.packed.kernels() == {key: folded or key[1] in rounded for key, folded in kernels.items()}
+        assert core.folded(layer.packed) == {key: folded or key[1] in rounded for key, folded in kernels.items()}
         folded = [assert_right(layer, experts, *batch) for batch in batches]
         for old, new in zip(exact, folded, strict=True):
             assert same_bits(old, new) == (not rounded)
@@ -82,7 +83,7 @@ def test_one_scale_decides_for_its_matrix(backend, projection, field):
     with MoELayer(experts, backend, rounding="folded") as layer:
         expected = dict.fromkeys([(e, p) for e in range(2) for p in PROJECTIONS], rounds(layer))
         expected[key] &= LOW <= field <= HIGH
-        assert layer.packed.kernels() == expected
+        assert core.folded(layer.packed) == expected
         assert layer.rounding == ("folded" if rounds(layer) else "exact")
         if field <= LOW:  # a sum might overflow else
             assert_right(layer, experts, *random_batch(np.random.default_rng(6), experts, 20, 2))
@@ -94,7 +95,7 @@ def test_every_fp16_scale_may_fold(backend):
     scales = experts.matrix(0, "up").scales
     scales[:4, 0] = np.array([0x0001, 0x7BFF, 0x8000, 0xFBFF], np.uint16).view(np.float16)
     with MoELayer(experts, backend, rounding="folded") as layer:
-        assert set(layer.packed.kernels().values()) == {rounds(layer)}
+        assert set(core.folded(layer.packed).values()) == {rounds(layer)}
         assert_right(layer, experts, *random_batch(np.random.default_rng(10), experts, 20, 1))
 
 
@@ -105,7 +106,7 @@ def test_a_layer_beyond_the_rule_is_exact(backend):
         put_scale(experts, (0, projection), 0)
     with MoELayer(experts, backend) as exact, MoELayer(experts, backend, rounding="folded") as layer:
         assert layer.rounding == "exact"
-        assert not any(layer.packed.kernels().values())
+        assert not any(core.folded(layer.packed).values())
         assert same_bits(layer.forward(*crowd(layer, 20)), exact.forward(*crowd(layer, 20)))
 
 

@@ -170,12 +170,12 @@ def pairs(monkeypatch):
     """What gpt_oss makes for a layer that is loaded."""
     made = []
 
-    class Recorded(pairs_module.Pairs):
+    class Recorded(pairs_module.GateUpReader):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(stacked, "Pairs", Recorded)
+    monkeypatch.setattr(stacked, "GateUpReader", Recorded)
     return made
 
 
@@ -262,7 +262,7 @@ def test_workers():
             assert in_child(child, SECONDS) == (4, False)
         gate.set()
         assert [job.result() for job in queued] == [True, None]
-    with held_elsewhere(engine.ENGINE.order._lock):
+    with held_elsewhere(engine.ENGINE.lock._lock):
         assert in_child(lambda: engine.ENGINE.submit(int, "5").result(), SECONDS) == 5
 
 

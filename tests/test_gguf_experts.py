@@ -11,11 +11,11 @@ from kt_wrappers import REVERSED, batch, wrapper
 
 import ktmoe
 from ktmoe import MoELayer, MoEModel, cli, load_experts
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError, InputError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.reference_weights import dequantize
 from ktmoe.synthetic.gguf import GGUF, MIXED, gguf_experts, write_gguf
 from ktmoe.weights.ggml import GGML
 

@@ -30,31 +30,22 @@ FORBIDDEN = {
     "backends": {"layer", "model", "loaders", "compat", "background", "quantization"},
     "_native": {"layer", "model", "loaders", "backends", "machine", "compat", "background"},
     "experts": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "_native"},
-    "cache": {"model", "compat", "quantization"},
+    "cache": {"layer", "model", "compat", "quantization"},
     "layer": {"model", "compat", "two_stage"},
     "batch": {"layer", "model", "backends", "compat"},
     "training": {"compat", "background", "cli", "torch"},
     "two_stage": {"model", "loaders", "backends", "compat", "background", "cli"},
     "model": {"compat"},
     "modes": {"layer", "model", "loaders", "backends", "machine", "compat", "background", "reference"},
+    "dequantization": {"backends", "_native", "layer", "model", "machine", "loaders", "quantization", "reference"},
     "reference": {"backends", "_native", "layer", "model", "machine", "loaders"},
-    "reference_mx": {"backends", "_native", "layer", "model", "machine", "loaders", "quantization"},
-    "reference_derivative": {"backends", "_native", "layer", "model", "machine", "loaders"},
-    "reference_errors": {"backends", "_native", "layer", "model", "machine", "loaders"},
-    "reference_gradients": {"backends", "_native", "layer", "model", "machine", "loaders"},
-    "reference_operands": {"backends", "_native", "layer", "model", "machine", "loaders"},
-    "reference_passes": {"backends", "_native", "layer", "model", "machine", "loaders"},
-    "reference_training": {"backends", "_native", "layer", "model", "machine", "loaders"},
-    "reference_transposed": {"backends", "_native", "layer", "model", "machine", "loaders"},
-    "reference_weights": {"backends", "_native", "layer", "model", "machine", "loaders"},
 }
 #: What only these import. The tests, the benches and the examples are outside of the package.
 ONLY_FOR = {
     "compat": {"compat", "sglang"},
     "sglang": {"sglang"},
     "cli": {"cli", "__main__"},
-    "inspection": {"cli"},
-    "limits": {"inspection", "cli"},
+    "measuring": {"measuring", "cli"},
     "synthetic": {"synthetic", "cli"},
     "torch": {"torch", "transformers"},
     "transformers": {"transformers", "cli"},
@@ -87,15 +78,9 @@ def named(base: str, name: str, end: str = "") -> str:
 
 
 def imports_of_python(text: str, module: str) -> set[str]:
-    """Everywhere in a file, since an import within a function only hides a circle; but not for annotations alone."""
+    """Everywhere in a file: an import within a function, or for annotations alone, only hides a circle."""
     found = set()
-    nodes = [ast.parse(text)]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            nodes += node.orelse
-            continue
-        nodes += ast.iter_child_nodes(node)
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -122,15 +107,23 @@ def with_included(file: Path) -> str:
     return text
 
 
+def packages_of(module: str) -> set[str]:
+    """Those that an import of a module runs first, but for ktmoe itself: ktmoe.a and ktmoe.a.b for ktmoe.a.b.c."""
+    names = module.split(".")
+    return {".".join(names[:count]) for count in range(2, len(names))}
+
+
 @functools.cache
 def import_graph() -> dict[str, set[str]]:
-    """module: the modules of the package that it imports, itself left out."""
+    """module: the modules of the package that it imports, and the packages that this runs; but for itself, and the packages
+    that it is in, which run already."""
     graph = {}
     for module, file in MODULES.items():
         python = file.suffix == ".py"
         found = imports_of_python(file.read_text(), module) if python else imports_of_cython(with_included(file))
-        found = {built(name) for name in found} | {f"{module} cimported"}
-        graph[module] = {name for name in found if name in MODULES and name != module}
+        found = {built(name) for name in found}
+        run = set().union(*map(packages_of, found)) - packages_of(module)
+        graph[module] = {name for name in found | run | {f"{module} cimported"} if name in MODULES and name != module}
     return graph
 
 
@@ -146,8 +139,10 @@ def test_the_graph_is_seen():
     assert "ktmoe.machine.numa" in graph["ktmoe.layer"]
     assert "ktmoe.backends" in graph["ktmoe.layer"]
     assert "ktmoe.cli.commands" in graph["ktmoe.cli"]
-    text = "if TYPE_CHECKING:\n    import ktmoe.layer\nelse:\n    import ktmoe.forks\n"
-    assert imports_of_python(text, "here") == {"ktmoe.forks"}
+    assert "ktmoe.backends" in graph["ktmoe.cache.layer_file"]  # which imports ktmoe.backends.base
+    assert "ktmoe.backends" not in graph["ktmoe.backends.native"]
+    text = "if TYPE_CHECKING:\n    import ktmoe.layer\ndef late():\n    import ktmoe.forks\n"
+    assert imports_of_python(text, "here") == {"ktmoe.layer", "ktmoe.forks"}
     text = (
         "from ktmoe import forks, errors as e  # both\nfrom ktmoe.weights import (\n    folding,\n)\nimport ktmoe.layer, re\n"
     )
@@ -161,6 +156,14 @@ def test_the_graph_is_seen():
 
 def test_no_circle():
     graphlib.TopologicalSorter(import_graph()).prepare()  # CycleError names one
+
+
+def test_no_circle_of_rooms():
+    """One that leads through several modules of a folder."""
+    rooms = {room(module): set() for module in import_graph()}
+    for module, others in import_graph().items():
+        rooms[room(module)] |= {room(other) for other in others} - {room(module)}
+    graphlib.TopologicalSorter(rooms).prepare()
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)

@@ -1,10 +1,16 @@
-"""What C files include: no circles, and each room of ktmoe/_native only itself, the rooms below it, and ktmoe.h."""
+"""What C files include: no circles, and each room of ktmoe/_native only itself, the rooms below it, and ktmoe.h.
+
+What a kernel file begins with.
+"""
 
 import graphlib
 import re
 from pathlib import Path
 
+import pytest
+
 from ktmoe._native import isa
+from ktmoe.weights.elements import FAMILIES
 
 NATIVE = Path(isa.__file__).parent
 #: From below.
@@ -27,3 +33,11 @@ def test_rooms_include_only_what_is_below_them():
         # Kernels know nothing of the driver.
         allowed = ROOMS[: ROOMS.index(room(name)) + 1] if room(name) in ROOMS else ("ktmoe.h", "kernels")
         assert {room(other) for other in included} <= set(allowed), name
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if re.match(rf"kernels/({'|'.join(FAMILIES)})_.*\.c", name)))
+def test_a_kernel_file_says_what_it_computes_and_where_its_weights_stand(name):
+    """The layout in a picture of its own, or by a header that is there."""
+    head = FILES[name].read_text().partition("*/")[0]
+    assert re.search(r"^ \* DEFINITION  \S", head, re.MULTILINE)
+    assert set(re.search(r"^ \* LAYOUT      (\S.*)", head, re.MULTILINE)[1].replace(". ", " ").split()) & set(FILES)

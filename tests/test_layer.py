@@ -195,7 +195,7 @@ def test_gate_and_up_may_be_folded_apart(backend):
 
     experts = reading(whole, mixed)
     with MoELayer(experts, backend) as layer:
-        unfolded = {key for key, folded in layer.packed.kernels().items() if not folded}
+        unfolded = {key for key, folded in core.folded(layer.packed).items() if not folded}
         assert unfolded >= {(0, "gate"), (1, "up"), (2, "down")}
         assert (len(unfolded) == 3) == folds(layer)
         for tokens in (1, 8, 40):
@@ -212,7 +212,9 @@ def test_least_scale_bytes(backend, tokens):
     x, ids, weights = random_batch(rng, experts, tokens, 2, np.float32)
     with MoELayer(experts, backend) as layer:
         y = assert_right(layer, experts, x * np.float32(2.0**119), ids, weights)
-        assert layer.packed.kernels() == {(e, p): folds(layer, p == "down") for e in range(2) for p in ("gate", "up", "down")}
+        assert core.folded(layer.packed) == {
+            (e, p): folds(layer, p == "down") for e in range(2) for p in ("gate", "up", "down")
+        }
     assert np.abs(y).min() > 2.0**-100  # not lost to the scale's being a denormal
 
 
@@ -223,7 +225,9 @@ def test_greatest_scale_bytes(backend, tokens):
     x, ids, weights = random_batch(rng, experts, tokens, 2, np.float32)
     with MoELayer(experts, backend) as layer:
         assert_right(layer, experts, x, ids, weights * np.float32(2.0**-100))
-        assert layer.packed.kernels() == {(e, p): folds(layer, p != "down") for e in range(2) for p in ("gate", "up", "down")}
+        assert core.folded(layer.packed) == {
+            (e, p): folds(layer, p != "down") for e in range(2) for p in ("gate", "up", "down")
+        }
 
 
 # bfloat16 scales and weights at the ends of their range.
@@ -265,7 +269,7 @@ def test_which_scale_bytes_fold(backend, byte, fold):
     for projection, at in (("gate", (0, 0)), ("up", (63, 1)), ("down", (17, 0))):
         experts.matrix(0, projection).scales[at] = byte
     with MoELayer(experts, backend) as layer:
-        assert set(layer.packed.kernels().values()) == {folds(layer, fold)}
+        assert set(core.folded(layer.packed).values()) == {folds(layer, fold)}
 
 
 # Kinds of x

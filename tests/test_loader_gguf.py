@@ -9,14 +9,14 @@ from checkpoints import scores
 from gguf_files import BF16, F16, F32, IQ2_XXS, NVFP4, Q4_0, Q8_0, layer, metadata, records, write
 
 from ktmoe import SILU, MoEModel, cli, load_experts
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import CheckpointError, FormatError, MissingTensorError, UnavailableError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.inspection import top_k_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.model_config import SWIGLU_OAI
-from ktmoe.reference_weights import dequantize
+from ktmoe.measuring.inspection import top_k_of
 from ktmoe.weights.formats import Factor
 from ktmoe.weights.ggml import GGML, TYPES
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ktmoe import MoELayer, measure, set_num_threads, synthetic
+from ktmoe import MoELayer, measuring, set_num_threads, synthetic
 from ktmoe._native import core
 from ktmoe.errors import InputError
 
@@ -25,7 +25,7 @@ def experts():
 def test_routing_is_random_and_rotates(tokens, top_k, num_experts, among):
     used = np.zeros(num_experts)
     last = np.empty(0)
-    for batch in itertools.islice(measure.random_batches(tokens, top_k, num_experts, 32, among=among), 300):
+    for batch in itertools.islice(measuring.random_batches(tokens, top_k, num_experts, 32, among=among), 300):
         chosen = min(top_k, num_experts)
         assert batch.x.shape == (tokens, 32)
         assert batch.ids.shape == batch.weights.shape == (tokens, chosen)
@@ -50,7 +50,7 @@ def test_skewed_routing_follows_zipfs_law():
     shares = np.arange(1, num_experts + 1) ** -skew
     expected = tokens * shares / shares.sum()
     orders = set()
-    for batch in itertools.islice(measure.random_batches(tokens, 1, num_experts, 32, skew=skew), 5):
+    for batch in itertools.islice(measuring.random_batches(tokens, 1, num_experts, 32, skew=skew), 5):
         counts = np.bincount(batch.ids.ravel(), minlength=num_experts)
         order = np.argsort(-counts)
         orders.add(tuple(order))
@@ -61,7 +61,7 @@ def test_skewed_routing_follows_zipfs_law():
 def test_skewed_routing_without_replacement():
     """Two of three experts, drawn one after the other: an expert is left out when the other two are drawn in either order."""
     tokens = 20_000
-    batch = next(measure.random_batches(tokens, 2, 3, 32, skew=1.0))
+    batch = next(measuring.random_batches(tokens, 2, 3, 32, skew=1.0))
     p = np.array([6, 3, 2]) / 11
     left_out = [p[i] * p[j] / (1 - p[i]) + p[j] * p[i] / (1 - p[j]) for i, j in ((1, 2), (0, 2), (0, 1))]
     expected = tokens * (1 - np.array(left_out))
@@ -88,7 +88,7 @@ class FakeLimits:
 
 def test_shares_are_medians_of_each_rounds_own(experts):
     with MoELayer(experts, "fp32_lut") as layer:
-        rounds = measure.Rounds(layer, FakeLimits(), measure.random_batches(1, 2, 8, 64))
+        rounds = measuring.Rounds(layer, FakeLimits(), measuring.random_batches(1, 2, 8, 64))
         for _ in range(4):
             rounds.prepare()
         result = rounds.finish([0.5, 0.25, 0.125])  # the first round was for warming up
@@ -109,13 +109,13 @@ def test_progress_without_a_time(experts):
     """Rounds are all that is asked for."""
     done = []
     with MoELayer(experts, "fp32_lut") as layer:
-        measure.run(layer, FakeLimits(), measure.random_batches(1, 2, 8, 64), seconds=0, least=3, progress=done.append)
+        measuring.run(layer, FakeLimits(), measuring.random_batches(1, 2, 8, 64), seconds=0, least=3, progress=done.append)
     assert done == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_limits_are_measured_on_this_machine(experts):
     with MoELayer(experts, "fp32_lut") as layer:
-        limits = measure.Limits(layer, measure.backends_for(experts)["fp32_lut"])
+        limits = measuring.LimitMeter(layer, measuring.backends_for(experts)["fp32_lut"])
         assert 1e6 < limits.peak(1e-4) < 1e14
         assert 1e6 < limits.read(1e-4) < 1e13
 
@@ -135,8 +135,8 @@ class FakePacked:
 
 def test_reading_is_by_as_many_streams_as_are_fastest(experts):
     packed = FakePacked()
-    limits = measure.settled(SimpleNamespace(packed=packed), measure.backends_for(experts)["fp32_lut"])
-    assert set(packed.asked) == set(measure.STREAMS)
+    limits = measuring.settled(SimpleNamespace(packed=packed), measuring.backends_for(experts)["fp32_lut"])
+    assert set(packed.asked) == set(measuring.STREAMS)
     packed.asked.clear()
     assert limits.read(1.0) == 2 * packed.nbytes
     assert limits.streams == 4
@@ -144,11 +144,11 @@ def test_reading_is_by_as_many_streams_as_are_fastest(experts):
 
 
 def test_check(experts, backend):
-    batch = next(measure.random_batches(9, 6, 8, 64))
+    batch = next(measuring.random_batches(9, 6, 8, 64))
     with MoELayer(experts, backend) as layer:
-        assert 0 < measure.check(experts, layer, batch, tokens=9).error <= 1
+        assert 0 < measuring.check(experts, layer, batch, tokens=9).error <= 1
         other = synthetic.deepseek_v4_experts(num_experts=8, hidden=64, intermediate=96, seed=1)
-        assert measure.check(other, layer, batch).error > 100
+        assert measuring.check(other, layer, batch).error > 100
 
 
 @pytest.mark.parametrize("latency", [core.pool_gate, core.pool_handoff])

@@ -9,7 +9,7 @@ import pytest
 from cached import batch, outputs, write_model
 from helpers import same_bits
 
-from ktmoe import MoELayer, MoEModel, backends, cli, load_experts, measure
+from ktmoe import MoELayer, MoEModel, backends, cli, load_experts, measuring
 from ktmoe.config import config, show_config
 from ktmoe.errors import UnavailableError
 from ktmoe.modes import MODES
@@ -46,8 +46,8 @@ def test_every_entrance(model, name, short):
         assert all(same_bits(outputs(each), y) for each in found)
         assert not same_bits(outputs(other), y)
         x, ids, weights = batch(layer.hidden, layer.num_experts)
-        sample = measure.Batch(x.astype("bfloat16"), ids, weights, np.unique(ids), ids.size)
-        assert 0 < measure.check(load_experts(path, 0), layer, sample).error <= 1
+        sample = measuring.MeasuredBatch(x.astype("bfloat16"), ids, weights, np.unique(ids), ids.size)
+        assert 0 < measuring.check(load_experts(path, 0), layer, sample).error <= 1
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_config_lists_the_modes_of_each_backend(capsys):
 
 
 def test_bench_measures_the_mode_that_is_asked_for(model, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "LEAST_SECONDS", 1e-4)
-    monkeypatch.setattr(measure, "settled", measure.Limits)
+    monkeypatch.setattr("ktmoe.measuring.meter.LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(measuring, "settled", measuring.LimitMeter)
     monkeypatch.setattr("ktmoe.cli.bench.DECODE", (1,))
     monkeypatch.setattr("ktmoe.cli.bench.PREFILL", (3,))
     arguments = ["bench", str(model[0]), "--seconds", "0", "--top-k", "2", "--activations", "mxfp8:ceil/mxfp4:even"]

@@ -8,7 +8,7 @@ from cpus import ALL_FEATURES, BEST, CPUS, OF_MODES, experts_of
 from helpers import B16, FORMATS, GROUPS, random_experts, super_scaled
 
 from ktmoe import MXFP4, MoELayer, Scale, WeightFormat, backends, int4
-from ktmoe._native import isa
+from ktmoe._native import core, isa
 from ktmoe.backends import native
 from ktmoe.backends.base import Found, Missing, select
 from ktmoe.backends.choice import choose_backend
@@ -32,7 +32,7 @@ def test_what_a_table_serves(row):
     """All formats in bf16; those of 4 bits and integers of 8 in int16 and int8 where those exist; folded scales where weights
     are bfloat16, of amx rounded ones and sums of two, too. Or integers alone."""
     table = native.load_table(row)
-    keys = table.kernels()
+    keys = core.kernels(table)
     modes = OF_MODES.get(row) or (["bf16", "int16", "int8"] if row == "avx2" else ["bf16"])
     longest = GROUPS[-1]
     of_4_bits = {("none", 0), ("ue8m0", 32), ("e4m3", 16), ("bf16", longest), ("fp16", longest)}

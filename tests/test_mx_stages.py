@@ -19,7 +19,7 @@ def rounded(rule, bits):
         return bits
     padded = np.zeros((len(bits), -(-bits.shape[1] // 32) * 32), np.uint16)
     padded[:, : bits.shape[1]] = bits
-    return np.ascontiguousarray(rule.round(padded)[:, : bits.shape[1]])
+    return np.ascontiguousarray(core.round_blocks(rule, padded)[:, : bits.shape[1]])
 
 
 class Stages:

@@ -1,12 +1,9 @@
 """The objects that the build linked: what every CPU runs has only baseline instructions, and instruction sets use their own."""
 
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
-from environments import ROOT
+from built_objects import DRIVER, PYTHON, objdump, objects
 
 from ktmoe._native import isa
 
@@ -18,17 +15,7 @@ SCALAR = re.compile(r"(andn|bextr|blsi|blsr|blsmsk|bzhi|mulx|pdep|pext|rorx|sarx
 
 
 def disassembly(folder):
-    """Of the objects that the build linked: an instruction set's, the driver's, the Cython module's."""
-    if not shutil.which("objdump"):
-        pytest.skip("objdump is not installed")
-    native_, objects = Path(isa.__file__).parent, ROOT / "build" / "native" / folder
-    if folder == "driver":
-        files = [objects / room / f"{file.stem}.o" for room in isa.DRIVER for file in (native_ / room).glob("*.c")]
-    elif folder == "python":
-        files = [objects / "python" / "core.o"]
-    else:
-        files = [objects / "kernels" / f"{source}.o" for source in isa.sources(folder)]
-    return subprocess.run(["objdump", "-d", "--no-show-raw-insn", *files], capture_output=True, text=True, check=True).stdout
+    return objdump("-d", "--no-show-raw-insn", files=objects(folder))
 
 
 def beyond_baseline(text):
@@ -47,7 +34,7 @@ def beyond_baseline(text):
 
 
 @pytest.mark.parametrize(
-    "folder", ["driver", "python", *(name for name, row in isa.ISAS.items() if not isa.required_features(name))]
+    "folder", [DRIVER, PYTHON, *(name for name, row in isa.ISAS.items() if not isa.required_features(name))]
 )
 def test_what_every_cpu_runs_has_only_baseline_instructions(folder):
     text = disassembly(folder)

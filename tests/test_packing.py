@@ -244,7 +244,7 @@ def test_layout_versions():
 @every_case
 def test_unpacking_gives_the_checkpoints_bytes(name, n, k):
     stored = random_stored(np.random.default_rng((n, k)), n, k, PACKED[name])
-    same_stored(pack(PACKED[name], (n, k), **stored).unpack(0, "gate"), stored)
+    same_stored(core.unpack(pack(PACKED[name], (n, k), **stored), 0, "gate"), stored)
 
 
 def test_an_order_that_only_permutes_nibbles():
@@ -252,7 +252,7 @@ def test_an_order_that_only_permutes_nibbles():
     high_first = replace(int4(32), order=Order("high first", nibbles=(1, 0, 3, 2, 5, 4, 7, 6)))
     stored = random_stored(np.random.default_rng(9), 70, 104, high_first)
     packed = pack(high_first, (70, 104), **stored)
-    same_stored(packed.unpack(0, "gate"), stored)
+    same_stored(core.unpack(packed, 0, "gate"), stored)
     low_first = stored | {"codes": stored["codes"] >> 4 | stored["codes"] << 4}
     assert np.array_equal(packed.packed_bytes(0, "gate"), pack(int4(32), (70, 104), **low_first).packed_bytes(0, "gate"))
 
@@ -261,7 +261,7 @@ def test_every_code_byte_with_every_scale_byte_comes_back():
     """Row b: all 256 code bytes, all its scales b."""
     codes = np.tile(np.arange(256, dtype=np.uint8), (255, 1))
     stored = {"codes": codes, "scales": np.repeat(np.arange(255, dtype=np.uint8)[:, None], 16, axis=1)}
-    same_stored(pack(MXFP4, (255, 512), **stored).unpack(0, "gate"), stored)
+    same_stored(core.unpack(pack(MXFP4, (255, 512), **stored), 0, "gate"), stored)
 
 
 @pytest.mark.parametrize("kind", ["ue8m0", "bf16", "fp32"])
@@ -272,17 +272,17 @@ def test_scales_of_many_rows_come_back(kind):
     weight_format = fp8(kind, (64, 32))
     scales = scales[np.isfinite(weight_format.scale.numbers(scales))]
     stored = {"codes": np.zeros((64, 32 * len(scales)), np.uint8), "scales": scales[None]}
-    same_stored(pack(weight_format, (64, 32 * len(scales)), **stored).unpack(0, "gate"), stored)
+    same_stored(core.unpack(pack(weight_format, (64, 32 * len(scales)), **stored), 0, "gate"), stored)
 
 
 def test_every_finite_bfloat16_comes_back():
     """As a scale and as a weight, zeros of both signs and denormals included."""
     words = np.arange(1 << 16, dtype=np.uint16)
     words = words[words & 0x7F80 != 0x7F80].reshape(255, 256)
-    same_stored(pack(B16, words.shape, codes=words.view(BF16)).unpack(0, "gate"), {"codes": words.view(BF16)})
+    same_stored(core.unpack(pack(B16, words.shape, codes=words.view(BF16)), 0, "gate"), {"codes": words.view(BF16)})
     scales = words.reshape(-1, 32)
     stored = {"codes": np.zeros((len(scales), 16 * 32), np.uint8), "scales": scales.view(BF16)}
-    same_stored(pack(int4(32), (len(scales), 32 * 32), **stored).unpack(0, "gate"), stored)
+    same_stored(core.unpack(pack(int4(32), (len(scales), 32 * 32), **stored), 0, "gate"), stored)
 
 
 @pytest.mark.parametrize("weights", [*WEIGHTS.values(), *MIXED.values()], ids=[*WEIGHTS, *MIXED])
@@ -293,7 +293,7 @@ def test_every_expert_and_projection_has_its_own_place(weights):
         with MoELayer(experts, "fp32_lut") as layer:
             for expert in range(3):
                 for projection in ("gate", "up", "down"):
-                    same_stored(layer.packed.unpack(expert, projection), experts.matrix(expert, projection).stored)
+                    same_stored(core.unpack(layer.packed, expert, projection), experts.matrix(expert, projection).stored)
 
 
 @pytest.mark.parametrize("scale", [MXFP4.scale, int4(128).scale], ids=["ue8m0", "bf16"])
@@ -398,4 +398,4 @@ def test_the_greatest_bfloat16_numbers_are_taken(backend):
         matrix = experts.matrix(0, "down")
         (matrix.codes if weight_format == B16 else matrix.scales).view(np.uint16)[:] = 0xFF7F
         with MoELayer(experts, backend) as layer:
-            same_stored(layer.packed.unpack(0, "down"), matrix.stored)
+            same_stored(core.unpack(layer.packed, 0, "down"), matrix.stored)

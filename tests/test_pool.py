@@ -77,7 +77,7 @@ def test_layers_are_made_side_by_side(batch, backend):
         experts = random_experts(rng, 3, 96, 64)
         with MoELayer(experts, backend) as mine:
             keys = [(expert, projection) for expert in range(3) for projection in ("gate", "up", "down")]
-            return all(np.array_equal(mine.packed.unpack(*key)["codes"], experts.matrix(*key).codes) for key in keys)
+            return all(np.array_equal(core.unpack(mine.packed, *key)["codes"], experts.matrix(*key).codes) for key in keys)
 
     with ThreadPoolExecutor(4) as pool:
         made = pool.map(make, range(12))

@@ -8,8 +8,8 @@ from ggml_golden import FILE, WEIGHTS
 from ggml_records import IN_RECORDS, random_codes, random_experts
 
 from ktmoe import Matrix, WeightFormat
+from ktmoe.dequantization import read
 from ktmoe.errors import FormatError, InputError
-from ktmoe.reference_weights import read
 from ktmoe.weights.elements import BFLOAT16, INT4, INT8, UINT4
 from ktmoe.weights.formats import Scale, ZeroPoint
 from ktmoe.weights.ggml import GGML, TYPES

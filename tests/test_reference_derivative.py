@@ -9,8 +9,8 @@ from helpers import DEEPSEEK, GPT_OSS
 from simulated_training import KINDS, SimulatedTraining
 
 from ktmoe.reference import UNIT, round_bfloat16
-from ktmoe.reference_derivative import STEEPEST, derive
-from ktmoe.reference_gradients import activate, derivative
+from ktmoe.reference.derivative import STEEPEST, derive
+from ktmoe.reference.gradients import activate, derivative
 from ktmoe.weights.activation import SILU, GatedActivation
 
 ACTIVATIONS = (SILU, DEEPSEEK, GPT_OSS, GatedActivation(alpha=0.25, limit=2.0, up_offset=-1.0))

@@ -12,7 +12,7 @@ from simulated import allow_two_terms, flushed, label, linear, simulated_linear,
 
 from ktmoe.experts import Matrix
 from ktmoe.reference import ROUTER_WEIGHTS, TINY, forward, splits
-from ktmoe.reference_weights import term_sizes
+from ktmoe.reference.weights import term_sizes
 from ktmoe.weights import folding
 from ktmoe.weights.elements import E2M1, INT4, UINT4, Element
 from ktmoe.weights.formats import BF16, MXFP4, Factor, Minimum, Scale, WeightFormat, int4, nvfp4, uint4

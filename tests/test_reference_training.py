@@ -14,7 +14,7 @@ from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine.numa import split
 from ktmoe.reference import ROUTER_WEIGHTS, folds, forward, round_bfloat16
-from ktmoe.reference_training import ReferenceTraining, training_backward, training_forward
+from ktmoe.reference.training import ReferenceTraining, training_backward, training_forward
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, fp8, int4, nvfp4
 

@@ -10,8 +10,9 @@ from reference_experts import BFLOAT16, random_experts
 from simulated import EDGES, FORMATS, edges_of, label
 from simulated_training import KINDS, SimulatedTraining
 
+from ktmoe.dequantization import read
 from ktmoe.reference import UNIT, dequantize
-from ktmoe.reference_transposed import (
+from ktmoe.reference.transposed import (
     TWO_TERMS_BLOCK,
     Sum,
     gradient_rows,
@@ -23,7 +24,6 @@ from ktmoe.reference_transposed import (
     transposed,
     weight_bits,
 )
-from ktmoe.reference_weights import read
 from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, Minimum, fp8, int4, int8, nvfp4
 
 

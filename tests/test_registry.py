@@ -12,8 +12,9 @@ from helpers import BF16, random_batch, random_experts, same_bits
 
 import ktmoe
 from ktmoe import MoELayer, backends, loaders, reference
-from ktmoe.backends.base import Backend, Missing
-from ktmoe.errors import UnknownNameError
+from ktmoe._native import core
+from ktmoe.backends.base import Backend, Missing, Packed
+from ktmoe.errors import InputError, UnknownNameError
 from ktmoe.loaders.base import Loader
 from ktmoe.registry import Registry
 
@@ -178,8 +179,9 @@ def test_a_built_in_that_cannot_be_imported_raises_every_time(package, tmp_path)
 def test_ktmoes_own_groups(tmp_path):
     """A backend and a loader of an installed distribution, in an interpreter that has done nothing before."""
     (tmp_path / "theirs.py").write_text(
-        "from ktmoe.backends.base import Missing\n"
-        "class Tool:\n    rank = 7\n    def lookup(self): return Missing('it is Tuesday')\n\ntool = Tool()\n"
+        "from ktmoe.backends.base import Backend, Missing\n"
+        "class Tool(Backend):\n    rank = 7\n    def lookup(self): return Missing('it is Tuesday')\n"
+        "    def pack(self): pass\n\ntool = Tool()\n"
     )
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
@@ -211,9 +213,7 @@ class Float64(Backend):
         return Float64Packed(experts, plan.router_weight)
 
 
-class Float64Packed:
-    rounding = "exact"
-
+class Float64Packed(Packed):
     def __init__(self, experts, router_weight):
         self.experts, self.router_weight, self.nbytes = experts, router_weight, 0
 
@@ -255,3 +255,29 @@ def test_a_python_backend_computes_through_a_layer(monkeypatch):
             MoELayer(many)
     finally:
         backends.unregister("float64")
+
+
+def test_what_is_no_backend():
+    """A class in the place of its instance, and what packs into anything."""
+
+    class Loose(Float64):
+        def pack(self, experts, plan, progress=None):
+            return object()
+
+    with pytest.raises(
+        InputError, match=r"'loose' must be an instance of a class that inherits ktmoe\.backends\.base\.Backend, found <class"
+    ):
+        backends.register("loose", Loose)
+    backends.register("loose", Loose())
+    try:
+        words = r"what backend 'loose' packs into must inherit ktmoe\.backends\.base\.Packed, found <object object"
+        with pytest.raises(InputError, match=words):
+            MoELayer(random_experts(np.random.default_rng(1), 1, 64, 64), "loose")
+    finally:
+        backends.unregister("loose")
+
+
+def test_a_native_layer_has_all_that_a_backend_may_have():
+    """It inherits no default."""
+    assert issubclass(core.PackedLayer, Packed)
+    assert {name for name in dir(Packed) if not name.startswith("_")} <= set(dir(core.PackedLayer))

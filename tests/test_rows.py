@@ -10,6 +10,7 @@ from helpers import B16, BF16, SUPER_SCALED, same_bits
 from integer_rows import GROUP, INT8, INT16, minus_16_sums, numbers_below, words
 
 from ktmoe import MXFP4
+from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.errors import InputError
 
@@ -23,7 +24,7 @@ def int16(request, emulator_folder):
         table = native.load_table(request.param)
 
     def encode(bits):
-        row = table.encode(MXFP4, "int16", bits)
+        row = core.encode(table, MXFP4, "int16", bits)
         k = len(bits)
         assert row.nbytes == 2 * k + 16 * (k // GROUP)
         behind, halves = row[2 * k :].reshape(2, -1, 8)
@@ -34,12 +35,12 @@ def int16(request, emulator_folder):
 
 
 def test_who_has_integers(table):
-    modes = {activations for _, _, _, activations, _, _ in table.kernels()}
+    modes = {activations for _, _, _, activations, _, _ in core.kernels(table)}
     for mode, who in (("int16", INT16), ("int8", INT8)):
         assert (mode in modes) == (table.name in who)
         if table.name not in who:
             with pytest.raises(InputError, match=rf"{table.name} has no rows of 32 for '{mode}'"):
-                table.encode(MXFP4, mode, np.zeros(32, np.uint16))
+                core.encode(table, MXFP4, mode, np.zeros(32, np.uint16))
 
 
 def split(bits):
@@ -165,7 +166,7 @@ def int8(request, emulator_folder):
         table = native.load_table(request.param)
 
     def encode(bits):
-        row = table.encode(MXFP4, "int8", bits)
+        row = core.encode(table, MXFP4, "int8", bits)
         k = len(bits)
         assert row.nbytes == k + 16 * (k // GROUP)
         behind, halves = row[k:].reshape(2, -1, 8)
@@ -283,9 +284,9 @@ def test_bf16_rows_hold_the_same_numbers(table, weight_format, k):
     bits = np.random.default_rng(5).integers(0, 1 << 16, k).astype(np.uint16)
     if not table.serves(weight_format, "bf16"):
         with pytest.raises(InputError, match=f"{table.name} has no rows of {k} for 'bf16'"):
-            table.encode(weight_format, "bf16", bits)
+            core.encode(table, weight_format, "bf16", bits)
         return
-    row = table.encode(weight_format, "bf16", bits)
+    row = core.encode(table, weight_format, "bf16", bits)
     if (table.name, weight_format.family) in AS_THEY_STAND:
         assert np.array_equal(row.view(np.uint16), bits)
     else:
@@ -295,7 +296,7 @@ def test_bf16_rows_hold_the_same_numbers(table, weight_format, k):
 def test_what_is_no_row(table):
     for mode, k in (("bf16", 31), ("int8", 31), ("int4", 32), ("", 32)):
         with pytest.raises(InputError, match=f"{table.name} has no rows of {k} for '{mode}'"):
-            table.encode(MXFP4, mode, np.zeros(k, np.uint16))
+            core.encode(table, MXFP4, mode, np.zeros(k, np.uint16))
 
 
 # Sums of x, which minima multiply
@@ -310,7 +311,7 @@ def test_rows_that_carry_sums(row, name, emulator_folder):
     rng = np.random.default_rng(9)
     for k, largest in ((32, 255), (544, 1), (96, 2.0**100)):
         x = (rng.integers(-255, 256, k) * (largest / 255)).astype(BF16)
-        encoded = table.encode(SUPER_SCALED[name], "bf16", x.view(np.uint16))
+        encoded = core.encode(table, SUPER_SCALED[name], "bf16", x.view(np.uint16))
         numbers = encoded[: len(encoded) - 12 * (k // 32)]
         of_bf16 = len(numbers) == 2 * k
         assert of_bf16 == (row == "avx512_bf16")
@@ -327,5 +328,5 @@ def test_sums_of_x_that_is_no_number(row, emulator_folder):
         table = native.load_table(row)
     x = np.ones(96, BF16)
     x[[3, 95]] = np.nan, np.inf
-    sums = table.encode(SUPER_SCALED["fp16 minima"], "bf16", x.view(np.uint16))[-36:].view(np.float32).reshape(3, 3)
+    sums = core.encode(table, SUPER_SCALED["fp16 minima"], "bf16", x.view(np.uint16))[-36:].view(np.float32).reshape(3, 3)
     assert np.array_equal(sums, [[np.nan, np.nan, 16], [32, 16, 16], [np.inf, 16, np.inf]], equal_nan=True)

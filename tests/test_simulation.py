@@ -1,4 +1,4 @@
-"""bench/simulation: what the clock, the memory and a whole call must do, whatever the costs are; the page shows the files."""
+"""bench/simulation: what the clock, the memory and a whole call must do, whatever the costs are; and what the page shows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.document import markdown
 from bench.models import models
-from bench.results_file import ResultsError, read_as
-from bench.simulation import call, costs, document, files, memory
+from bench.results_file import ResultsError
+from bench.simulation import call, costs, document, files, grid, memory
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs, Kernel
 from bench.simulation.events import Clock, Gate, Work
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe._native import core
 
 MODEL = replace(models()["V4-Flash"], name="small", hidden=512, intermediate=1024, experts=16, top_k=4)
@@ -25,7 +26,7 @@ IDEAL = Machine(1, 1, 1e15, cores=16, near=0.0, far=0.0, add=0.0)
 
 
 def ids_of(tokens: int, seed: int = 0) -> np.ndarray:
-    return next(measure.random_batches(tokens, MODEL.top_k, MODEL.experts, 64, seed=seed)).ids
+    return next(measuring.random_batches(tokens, MODEL.top_k, MODEL.experts, 64, seed=seed)).ids
 
 
 # The clock and the memory
@@ -241,7 +242,7 @@ def test_weights_without_costs():
         COSTS.of("BF16")
 
 
-@pytest.mark.parametrize("path", sorted(costs.FOLDER.glob("*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", costs.paths(), ids=lambda path: path.stem)
 def test_each_cost_file_is_whole(path):
     found = costs.read(path)
     for kernel in found.kernel:
@@ -252,19 +253,31 @@ def test_each_cost_file_is_whole(path):
 
 def test_a_cost_file_of_unequal_lists(tmp_path):
     path = tmp_path / "x.toml"
-    whole = sorted(costs.FOLDER.glob("*"))[0]
+    whole = costs.paths()[0]
     path.write_text(whole.read_text().replace("rows = [\n", "rows = [\n    7,\n", 1))
     with pytest.raises(ResultsError, match="expected a cost for each"):
         costs.read(path)
 
 
-def test_each_result_is_as_its_schema_has_it():
-    ending = {"simulated": files.SIMULATED, "checked": files.CHECKED}
-    for path in files.FOLDER.glob("*"):
-        assert read_as(path, ending[path.stem.rpartition("-")[2]])
-
-
-def test_the_page_shows_the_files():
+def test_the_page_shows_what_was_measured():
     """python -m bench.simulation document writes the tables."""
     text = document.PAGE.read_text()
-    assert document.filled(text) == text
+    assert document.filled(text, document.measured()) == text
+
+
+def test_the_page_shows_what_a_simulation_gives(tmp_path, monkeypatch):
+    """By a row of each table and machine, which is simulated here; and no page is made without one of the machines."""
+    monkeypatch.setattr(files, "FOLDER", tmp_path)
+    monkeypatch.setattr(grid, "NODES", (8,))
+    about = {"bandwidth_gb_s": grid.BANDWIDTH / 1e9, "jitter": grid.JITTER, "commit": ""}
+    for path in costs.paths():
+        with pytest.raises(ResultsError, match=f"{path.stem}-simulated.toml: there is no such file; make simulation writes it"):
+            document.simulated()
+        found = costs.read(path)
+        points = grid.points("gpt-oss-120b", 1, found, grid.BANDWIDTH, grid.JITTER)
+        data = {**about, "machine": found.machine, "date": found.date, "point": points}
+        files.write(data, files.simulated(path), files.SIMULATED)
+    lines = document.PAGE.read_text().splitlines()
+    for heads, rows in (document.largest(document.simulated()), document.by_threads(document.simulated())):
+        assert len(rows) == len(costs.paths())
+        assert all(line in lines for line in markdown(heads, rows).splitlines())

@@ -12,7 +12,7 @@ from helpers import BF16, DEEPSEEK, GPT_OSS, random_experts
 from ktmoe import MXFP4, SILU, MoELayer
 from ktmoe.errors import InputError, NotCopyableError
 from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
-from ktmoe.reference_gradients import ReferenceTraining
+from ktmoe.reference.gradients import ReferenceTraining
 from ktmoe.training import Lora, Training, saved_nbytes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

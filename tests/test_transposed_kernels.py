@@ -14,8 +14,9 @@ from ktmoe._native import core
 from ktmoe._native.isa import ISAS
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
+from ktmoe.dequantization import read
 from ktmoe.errors import InputError
-from ktmoe.reference_weights import ROUNDED_KINDS, read, round_bfloat16
+from ktmoe.reference.weights import ROUNDED_KINDS, round_bfloat16
 
 PANEL, BLOCK = 64, 32
 #: (folded, tuned_for) of the kernels that a format may have.
@@ -73,7 +74,7 @@ def rounded(matrix, folded):
 
 def served(table, weight_format):
     """CHOICES that differ in the kernel that serves them."""
-    listed = [key for key in CHOICES if key[0] == 0 or table.folds(weight_format, "bf16", "folded", key[1]) == key[0]]
+    listed = [key for key in CHOICES if key[0] == 0 or core.folds(table, weight_format, "bf16", "folded", key[1]) == key[0]]
     return [key for key in listed if key != (1, "prefill") or (1, "decode") not in listed]
 
 
@@ -90,7 +91,7 @@ def test_every_operand(table, weight_format):
             want = np.zeros((len(panels) * PANEL, -(-k // PANEL) * PANEL))
             want[:n, :k] = rounded(matrix, folded)
             for (i, panel), first in ((one, first) for one in enumerate(panels) for first in range(0, padded, PANEL)):
-                family, operands = table.operand(weight_format, "bf16", panel, padded, first, folded, tuned_for)
+                family, operands = core.operand(table, weight_format, "bf16", panel, padded, first, folded, tuned_for)
                 terms = numbers(family, operands)
                 assert len(terms) == (2 if folded == 2 else 1) or table.name == "amx"
                 got = sum(terms)
@@ -101,7 +102,7 @@ def test_every_operand(table, weight_format):
 
 
 def multiplied(table, family, x, operand, **how):
-    return table.product(family, x.view(np.uint16), operand, **how)
+    return core.product(table, family, x.view(np.uint16), operand, **how)
 
 
 @pytest.mark.parametrize("family", ["b16", "f32"])
@@ -136,11 +137,11 @@ def test_products_of_operands(table, family):
 def test_kernels_of_integers_have_none(form, emulator_folder):
     panels = panels_of(made(FORMATS["int4-32"], 64, 32))
     with ways.prepared("avx2", emulator_folder):
-        assert native.load_table("avx2").operand(FORMATS["int4-32"], form, panels[0], 32, 0) is None
+        assert core.operand(native.load_table("avx2"), FORMATS["int4-32"], form, panels[0], 32, 0) is None
 
 
 def test_places_that_no_panel_has(table):
     panels = panels_of(made(FORMATS["b16"], 64, 96))
     for k, first in ((96, 32), (96, 128), (64, 0), (95, 0)):
         with pytest.raises(InputError, match=f"no operand from {first} of a panel of {k}"):
-            table.operand(FORMATS["b16"], "bf16", panels[0], k, first)
+            core.operand(table, FORMATS["b16"], "bf16", panels[0], k, first)

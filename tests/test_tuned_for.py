@@ -7,6 +7,7 @@ import pytest
 from helpers import BF16, GROUPS, KINDS, LONGEST, assert_right, random_batch, random_experts, reading, same_bits, unsigned
 
 from ktmoe import MXFP4, MoELayer, MoEModel, Scale, WeightFormat, cli, int4, reference, synthetic
+from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.weights.elements import E2M1, INT4, Element
@@ -44,7 +45,7 @@ def test_a_batch_changes_no_bit(backend, name, tuned_for):
     with MoELayer(experts, backend, tuned_for=tuned_for) as layer:
         assert layer.tuned_for == tuned_for
         assert layer.rounding == "exact"
-        assert layer.packed.kernels() == dict.fromkeys(keys(experts), 2 * splits(layer, tuned_for))
+        assert core.folded(layer.packed) == dict.fromkeys(keys(experts), 2 * splits(layer, tuned_for))
         x, ids, weights = random_batch(np.random.default_rng(4), experts, 90, 2)
         y = assert_right(layer, experts, x, ids, weights)
         for token in range(0, 90, 7):
@@ -59,7 +60,7 @@ def test_other_weights_have_the_same_bits_either_way(backend, name):
         experts = unsigned(experts)
     batch = random_batch(np.random.default_rng(2), experts, 20, 2)
     with MoELayer(experts, backend) as decode, MoELayer(experts, backend, tuned_for="prefill") as prefill:
-        assert decode.packed.kernels() == prefill.packed.kernels()
+        assert core.folded(decode.packed) == core.folded(prefill.packed)
         assert same_bits(decode.forward(*batch), prefill.forward(*batch))
 
 
@@ -91,7 +92,7 @@ def test_one_scale_decides_for_its_matrix(backend, name, which, projection):
     expected = {key: reference.splits(signed.matrix(*key)) for key in keys(signed)}
     assert expected == {key: key != (1, projection) or which in ("zero", "least", "greatest") for key in keys(signed)}
     with MoELayer(signed, backend, tuned_for="prefill") as layer:
-        assert layer.packed.kernels() == {key: 2 * (split and splits(layer)) for key, split in expected.items()}
+        assert core.folded(layer.packed) == {key: 2 * (split and splits(layer)) for key, split in expected.items()}
         if which not in ("greatest", "above"):  # where a sum might overflow
             assert_right(layer, signed, *random_batch(np.random.default_rng(6), signed, 20, 2))
 
@@ -101,7 +102,7 @@ def test_matrices_that_split_beside_others(backend):
     some = [(0, "gate"), (1, "up"), (1, "down"), (2, "gate"), (2, "up")]
     experts = unsigned(experts, some)
     with MoELayer(experts, backend, tuned_for="prefill") as layer:
-        assert layer.packed.kernels() == {key: 2 * (key in some and splits(layer)) for key in keys(experts)}
+        assert core.folded(layer.packed) == {key: 2 * (key in some and splits(layer)) for key in keys(experts)}
         for tokens in (1, 40):
             assert_right(layer, experts, *random_batch(np.random.default_rng(8), experts, tokens, 2))
 
@@ -110,7 +111,7 @@ def test_weights_that_may_be_rounded_are(backend):
     """rounding="folded" has one number a weight, which is faster than two."""
     experts = unsigned(random_experts(np.random.default_rng(9), 1, 64, 96, formats=int4(32)))
     with MoELayer(experts, backend, rounding="folded", tuned_for="prefill") as layer:
-        assert set(layer.packed.kernels().values()) == {int(splits(layer))}
+        assert set(core.folded(layer.packed).values()) == {int(splits(layer))}
         assert_right(layer, experts, *random_batch(np.random.default_rng(10), experts, 20, 1))
 
 
@@ -119,7 +120,7 @@ def test_replaced_experts_are_tuned_alike(backend):
     other = random_experts(np.random.default_rng(13), 2, 64, 96, formats=int4(32))
     with MoELayer(experts, backend, tuned_for="prefill") as layer:
         layer.replace_expert(0, {projection: other.matrix(0, projection) for projection in PROJECTIONS})
-        assert layer.packed.kernels() == {key: 2 * (key[0] == 1 and splits(layer)) for key in keys(experts)}
+        assert core.folded(layer.packed) == {key: 2 * (key[0] == 1 and splits(layer)) for key in keys(experts)}
         mixed = reading(experts, lambda e, p: (other if e == 0 else experts).matrix(e, p))
         assert_right(layer, mixed, *random_batch(np.random.default_rng(14), experts, 20, 2))
 

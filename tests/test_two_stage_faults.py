@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from bare import Bare
 from helpers import BF16, random_batch, random_experts
 from two_stage_pipeline import Experts
 
@@ -200,8 +201,8 @@ def test_layers_that_cannot(case, monkeypatch):
         with pytest.raises(InputError, match="layer must be a MoELayer, found NoneType"):
             stage(None, rows, sorting)
         with monkeypatch.context() as patch:
-            patch.setattr(layer, "packed", object())  # a backend of somebody else's
-            with pytest.raises(UnavailableError, match="has no stages of its own"):
+            patch.setattr(layer, "packed", Bare())
+            with pytest.raises(UnavailableError, match=f"experts: backend '{layer.backend}' has no stages of its own"):
                 stage(layer, rows, sorting)
             patch.setattr(layer, "packed", None)
             with pytest.raises(ClosedError, match="a stage after close"):

@@ -73,7 +73,10 @@ def test_an_edit_compiles_what_it_concerns(wheel, tmp_path, edited):
         "kernels/q4_int8.c": ["kernels/q4_int8"] * sum("q4_int8" in ISAS[name].kernels for name in rows),
         "kernels/common/exp.h": ["kernels/activation"] * len(rows),
         "forward/schedule.h": [
-            *(f"forward/{name}" for name in ("deal", "low_rank", "moe", "phase_a", "phase_b", "phases", "schedule", "scratch")),
+            *(
+                f"forward/{name}"
+                for name in ("deal", "low_rank", "moe", "phase_a", "phase_b", "phases", "runs", "schedule", "scratch")
+            ),
             "python/core",
         ],
     }
@@ -89,13 +92,14 @@ def test_an_edit_compiles_what_it_concerns(wheel, tmp_path, edited):
 
 
 def test_what_the_wheel_holds(wheel):
-    """All that runs, what a third party compiles against, and nothing beside the package."""
+    """All that runs, what a third party compiles against, types, and nothing beside the package."""
     archive = zipfile.ZipFile(wheel[0])
     names = archive.namelist()
     modules = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
     assert modules == {"core"}
-    public = "__init__.py", "ktmoe.pxd", "ktmoe.h", "pack/layout.h"
+    public = "__init__.py", "core.pyi", "ktmoe.pxd", "ktmoe.h", "pack/layout.h"
     assert {f"ktmoe/_native/{name}" for name in public} <= set(names)
+    assert "ktmoe/py.typed" in names  # so that type checkers read the package's annotations
     native = {Path(name).name for name in names if Path(name).suffix in (".c", ".h", ".pyx", ".pxi", ".pxd")}
     assert native == {"ktmoe.h", "ktmoe.pxd", "layout.h"}
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "ktmoe").rglob("*.py")} <= set(names)

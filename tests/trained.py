@@ -1,13 +1,13 @@
-"""A layer that trains, through what the driver offers: for tests of its passes against ktmoe/reference_training.py."""
+"""A layer that trains, through what the driver offers: for tests of its passes against ktmoe/reference/training.py."""
 
 from types import SimpleNamespace
 
 import numpy as np
 from helpers import BF16, random_batch, shards_of
 
-from ktmoe import reference_training
 from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS
+from ktmoe.reference.training import training_backward, training_forward
 
 
 def training_batch(rng, experts, tokens, top_k=2, dtype=BF16):
@@ -94,7 +94,7 @@ def assert_right(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, 
         "shards": shards_of(layer, experts),
     }
     given = forward(layer, x, ids, weights, lora)
-    expected = reference_training.training_forward(experts, x, ids, weights, lora, **options)
+    expected = training_forward(experts, x, ids, weights, lora, **options)
     assert_close("y", expected.y, given.y)
     used = np.isin(ids, np.nonzero(layer.expert_mask)[0]).reshape(-1)
     for name, array in zip("gut", given.saved, strict=True):
@@ -105,7 +105,7 @@ def assert_right(layer, experts, x, ids, weights, grad_y, lora=None, scale=1.0, 
         error = np.abs(array[used].astype(np.float64) - wanted.y[used])
         assert (error <= wanted.bound[used]).all(), name
     found = backward(layer, x, ids, weights, grad_y, lora, None if again else given.saved, scale=scale)
-    expected = reference_training.training_backward(experts, x, ids, weights, grad_y, lora, scale=scale, **options)
+    expected = training_backward(experts, x, ids, weights, grad_y, lora, scale=scale, **options)
     assert_close("dX", expected.x, found.x)
     assert_close("dr", expected.weights, found.weights)
     for projection, pair in expected.lora.items():

@@ -16,7 +16,7 @@ from bench.engines.shapes import Engine
 from bench.engines.ways import OURS, THEIRS, Process, who_fits
 from bench.peers import processes
 from bench.peers.processes import WorkerError
-from ktmoe import measure
+from ktmoe import measuring
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Of the memory that can be had; the rest is for this process and the system.
@@ -186,9 +186,9 @@ def median_error(logits: np.ndarray, expected: np.ndarray) -> float:
 def _rounds(engine: Engine, participants: list[Participant], count: int, progress: Callable[[str], object]):
     """Each round's own read bandwidth and calls. A round before them is for warming up."""
     experts = engine.experts.make(min(16, engine.experts.experts))
-    backend, table = next(iter(measure.backends_for(experts).items()))
+    backend, table = next(iter(measuring.backends_for(experts).items()))
     with ktmoe.MoELayer(experts, backend) as layer:
-        limits = measure.settled(layer, table)
+        limits = measuring.settled(layer, table)
         for number in range(count + 1):
             record = {"read": limits.read(LIMIT_SECONDS), "read_streams": limits.streams, "ways": {}}
             for participant in participants[:: -1 if number % 2 else 1]:

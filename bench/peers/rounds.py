@@ -14,7 +14,7 @@ from bench.peers import check
 from bench.peers.peers import Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.workers.protocol import Batches
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.experts import ExpertWeights
 
 LEAST_ROUNDS = 3
@@ -55,8 +55,8 @@ class Participant:
 
 
 def batches(experts: ExpertWeights, tokens: int, top_k: int, count: int = BATCHES) -> Batches:
-    """Random routing, see measure.random_batches."""
-    made = measure.random_batches(tokens, top_k, experts.num_experts, experts.hidden)
+    """Random routing, see measuring.random_batches."""
+    made = measuring.random_batches(tokens, top_k, experts.num_experts, experts.hidden)
     made = list(itertools.islice(made, count))
     return Batches(
         made[0].x.view(np.uint16), np.stack([batch.ids for batch in made]), np.stack([batch.weights for batch in made])
@@ -90,7 +90,7 @@ def run_point(
     record = {
         "name": point.name,
         "tokens": point.tokens,
-        "flops": measure.slot_flops(experts) * point.tokens * top_k,
+        "flops": measuring.slot_flops(experts) * point.tokens * top_k,
         "experts": [len(np.unique(ids)) for ids in calls.ids],
         "participants": {},
         "rounds": [],
@@ -144,7 +144,7 @@ def _rounds(
         turns[base.key] = max(turns.values())
     total = max(turns.values())
     shortest = min(entries[p.key]["seconds"] for p in ready)
-    for_limits = min(max(measure.LEAST_SECONDS, measure.SHARE_OF_CALL * shortest), measure.MOST_SECONDS)
+    for_limits = min(max(measuring.LEAST_SECONDS, measuring.SHARE_OF_CALL * shortest), measuring.MOST_SECONDS)
     for number in range(total):
         progress(f"{point.name}: round {number + 1} of {total}")
         record = {"batch": number % BATCHES, **limits.ask(do="limits", seconds=for_limits), "seconds": {}}

@@ -21,7 +21,7 @@ from bench.peers.peers import PEERS, Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.rounds import Participant, Point, batches, run_point
 from bench.peers.workers.protocol import LISTING
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.backends.base import Missing, mode_by
 from ktmoe.backends.choice import choose_backend
 from ktmoe.experts import ExpertWeights
@@ -139,7 +139,7 @@ def _participants(
                 participant.fail(str(error))
         yield from ((participant, peer.worker, interpreter) for participant in chosen)
     seen, bits = set(), 8 * experts.nbytes / _weights(experts)
-    for name in measure.backends_for(experts):
+    for name in measuring.backends_for(experts):
         backend = ktmoe.backends.get(name)
         for mode in backend.modes:
             found = backend.lookup(experts, mode)

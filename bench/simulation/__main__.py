@@ -11,9 +11,6 @@ from bench import machine, results_file
 from bench.peers.__main__ import progress_line
 from bench.simulation import costs, files, grid
 
-#: A page is made of these costs, unless others are given.
-COSTS = costs.FOLDER / "amd-epyc-25-17.toml"
-
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 1 if the simulation disagrees with measured calls or something is missing."""
@@ -30,14 +27,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.simulation", description="Layer calls, simulated on larger machines."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    run = commands.add_parser("run", help="simulate, and renew results, picture and docs/simulation.md; without a command, too")
-    run.add_argument("--costs", metavar="FILE", type=Path, default=COSTS, help="that measure wrote (%(default)s)")
-    gb_s = grid.BANDWIDTH / 1e9
-    run.add_argument("--bandwidth", metavar="GB/S", type=float, default=gb_s, help="of all nodes together (%(default)s)")
-    run.add_argument(
-        "--jitter", metavar="SHARE", type=float, default=0.0, help="by which workers' speeds deviate (%(default)s)"
+    run = commands.add_parser(
+        "run", help="simulate with each file of machines/, and renew docs/simulation.md; without a command, too"
     )
-    run.add_argument("--out", metavar="FILE", type=Path, help="write the points there, and renew nothing")
+    run.add_argument("--out", metavar="FILE", type=Path, help="write the points of --costs there, and renew nothing")
+    run.add_argument("--costs", metavar="FILE", type=Path, help="that measure wrote; only with --out, like what follows")
+    gb_s = grid.BANDWIDTH / 1e9
+    run.add_argument("--bandwidth", metavar="GB/S", type=float, help=f"of all nodes together ({gb_s:g})")
+    run.add_argument("--jitter", metavar="SHARE", type=float, help=f"by which workers' speeds deviate ({grid.JITTER:g})")
     run.set_defaults(run=_run)
     measure = commands.add_parser("measure", help="measure this machine's costs")
     measure.add_argument("--out", metavar="FILE", type=Path, help="(in bench/simulation/machines, by the CPU's name)")
@@ -45,20 +42,35 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="compare with calls measured here, on 1, 2, 4 ... threads")
     check.add_argument("--out", metavar="FILE", type=Path, help="write the comparison there")
     check.set_defaults(run=_check)
-    document = commands.add_parser("document", help="renew docs/simulation.md and its picture from the files")
+    document = commands.add_parser("document", help="renew docs/simulation.md and its picture from what was simulated")
     document.set_defaults(run=_document)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    found = costs.read(options.costs)
+    if options.out:
+        if not options.costs:
+            raise ValueError("--out: expected --costs FILE beside it")
+        _simulate(options.costs, options.out, options.bandwidth, options.jitter)
+        return 0
+    if options.costs or options.bandwidth is not None or options.jitter is not None:
+        raise ValueError(
+            "--costs, --bandwidth and --jitter: expected --out FILE beside them; the page is of all files and defaults"
+        )
+    for path in costs.paths():
+        _simulate(path, files.simulated(path))
+    return _document(options)
+
+
+def _simulate(path: Path, out: Path, gb_s: float | None = None, jitter: float | None = None) -> None:
+    """With the costs of that file."""
+    found = costs.read(path)
+    gb_s, jitter = grid.BANDWIDTH / 1e9 if gb_s is None else gb_s, grid.JITTER if jitter is None else jitter
     with progress_line() as progress:
-        points = [*grid.simulated(found, options.bandwidth * 1e9, options.jitter, progress)]
-    about = {"machine": found.machine, "bandwidth_gb_s": options.bandwidth, "jitter": options.jitter, "point": points}
-    file = options.out or files.FOLDER / f"{results_file.file_stem(found.machine)}-simulated.toml"
-    files.write({**_now(), **about}, file, files.SIMULATED)
-    print(f"simulated: {file}")
-    return 0 if options.out else _document(options)
+        points = [*grid.simulated(found, gb_s * 1e9, jitter, progress)]
+    about = {"machine": found.machine, "bandwidth_gb_s": gb_s, "jitter": jitter, "point": points}
+    files.write({**_now(), **about}, out, files.SIMULATED)
+    print(f"simulated: {out}")
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -87,8 +99,7 @@ def _check(options: argparse.Namespace) -> int:
 def _document(options: argparse.Namespace) -> int:
     from bench.simulation import document, plots  # matplotlib is there for this alone
 
-    for data in files.read_all("-simulated", files.SIMULATED)[:1]:
-        print(f"drawn: {plots.draw(data, document.PICTURE)}")
+    print(f"drawn: {plots.draw(document.simulated()[0], document.PICTURE)}")
     document.write()
     print(f"written: {document.PAGE}")
     return 0

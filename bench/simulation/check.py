@@ -20,7 +20,7 @@ from bench.simulation import call
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs
 from bench.simulation.measure import Found, Session, all_threads, costs_of, machine_round, numbers_of_threads, take_threads
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.machine import numa
 
 MODEL = "V4-Flash"
@@ -79,7 +79,7 @@ class Calls:
     def __init__(self, session: Session, most: int):
         self._session, self._most = session, most
         shape = session.model.top_k, session.memory.num_experts, session.model.hidden
-        self._batches = {point: measure.random_batches(point[0], *shape, among=point[1], seed=1) for point in POINTS}
+        self._batches = {point: measuring.random_batches(point[0], *shape, among=point[1], seed=1) for point in POINTS}
         self.seconds: dict[tuple[int, int, int], list[tuple[np.ndarray, float]]] = {}
 
     def round(self) -> Iterator[tuple[tuple, float]]:
@@ -93,7 +93,7 @@ class Calls:
         take_threads(1)
         yield from ()
 
-    def _call(self, batch: measure.Batch) -> float:
+    def _call(self, batch: measuring.MeasuredBatch) -> float:
         start = time.perf_counter()
         self._session.memory.forward(batch.x, batch.ids, batch.weights)
         return time.perf_counter() - start

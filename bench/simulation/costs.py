@@ -97,6 +97,11 @@ class Costs:
         return self.read_gb_s["1"] * 1e9
 
 
+def paths() -> list[Path]:
+    """All files, by name."""
+    return sorted(FOLDER.glob("*.toml"))
+
+
 def read(path: Path) -> Costs:
     """Raises results_file.ResultsError, which names file and field."""
     data = results_file.read_as(path, SCHEMA)

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from bench import document
+from collections.abc import Mapping
+
+from bench import document, results_file
 from bench.simulation import costs, files
 from bench.simulation.assumptions import Machine
-from bench.simulation.grid import NODES, THREADS
+from bench.simulation.grid import BANDWIDTH, JITTER, NODES, THREADS
 
 PAGE = document.DOCS / "simulation.md"
 PICTURE = document.DOCS / "img" / "simulation.png"
 Row = tuple[str, ...]
+Table = tuple[Row, list[Row]]
 
 
 def write() -> None:
-    PAGE.write_text(filled(PAGE.read_text()))
+    """Raises results_file.ResultsError where a machine's costs were not simulated."""
+    data = simulated()
+    tables = {"simulated 128": largest(data), "simulated threads": by_threads(data), **measured()}
+    PAGE.write_text(filled(PAGE.read_text(), tables))
 
 
-def filled(text: str) -> str:
-    """The text with all tables in it. Raises ValueError where it lacks a mark."""
-    for name, make in TABLES.items():
-        heads, rows = make()
-        text = document.replaced(text, name, document.markdown(heads, rows) if rows else "Nothing was simulated yet.\n")
+def filled(text: str, tables: Mapping[str, Table]) -> str:
+    """The text with these tables in it. Raises ValueError where it lacks a mark."""
+    for name, (heads, rows) in tables.items():
+        text = document.replaced(text, name, document.markdown(heads, rows))
     return text
 
 
-def _simulated() -> list[dict]:
-    return files.read_all("-simulated", files.SIMULATED)
+def measured() -> dict[str, Table]:
+    """The tables of files that git has."""
+    return {"simulation agreement": agreement(), "simulation assumptions": assumptions(), "simulation costs": machines()}
 
 
-def _costs() -> list[costs.Costs]:
-    return [costs.read(path) for path in sorted(costs.FOLDER.glob("*.toml"))]
+def simulated() -> list[dict]:
+    """What files.SIMULATED has, of each cost file. Raises results_file.ResultsError where one was not simulated."""
+    found = [files.simulated(path) for path in costs.paths()]
+    for path in found:
+        if not path.exists():
+            raise results_file.ResultsError(f"{path}: there is no such file; make simulation writes it")
+    return [results_file.read_as(path, files.SIMULATED) for path in found]
 
 
-def largest() -> tuple[Row, list[Row]]:
+def largest(found: list[dict]) -> Table:
     """Where the time goes with all threads."""
     heads = ("costs of", "model", "tokens", "nodes", "ms", "efficiency", "of the dispatch", "idle")
     heads += ("before it", "dealing", "gates", "the end", "read")
     rows = []
-    for data in _simulated():
+    for data in found:
         for point in data["point"]:
             if point["threads"] == max(THREADS):
                 about = data["machine"], point["model"], f"{point['tokens']}", f"{point['nodes']}", _digits(point["ms"])
@@ -48,10 +59,10 @@ def largest() -> tuple[Row, list[Row]]:
     return heads, rows
 
 
-def by_threads() -> tuple[Row, list[Row]]:
+def by_threads(found: list[dict]) -> Table:
     """Milliseconds, idle share and efficiency."""
     rows = []
-    for data in _simulated():
+    for data in found:
         lines: dict[Row, dict[int, str]] = {}
         for point in data["point"]:
             key = data["machine"], point["model"], f"{point['tokens']}", f"{point['nodes']}"
@@ -62,7 +73,7 @@ def by_threads() -> tuple[Row, list[Row]]:
     return ("costs of", "model", "tokens", "nodes", *threads), rows
 
 
-def agreement() -> tuple[Row, list[Row]]:
+def agreement() -> Table:
     heads = ("machine", "model", "threads", "tokens", "among experts", "measured", "simulated", "simulated / measured")
     rows = []
     for data in files.read_all("-checked", files.CHECKED):
@@ -73,30 +84,27 @@ def agreement() -> tuple[Row, list[Row]]:
     return heads, rows
 
 
-def assumptions() -> tuple[Row, list[Row]]:
+def assumptions() -> Table:
     """What a made-up machine is."""
-    rows = []
-    for data in _simulated():
-        m = Machine(NODES[0], max(THREADS), data["bandwidth_gb_s"] * 1e9, jitter=data["jitter"])
-        rows += [
-            ("cores", f"{m.cores}, on {', '.join(map(str, NODES))} nodes; a thread each", "assumed"),
-            ("L3", f"{m.domain_bytes >> 20} MiB for each {m.domain_cores} cores", "AMD EPYC of Zen 4"),
-            (
-                "memory of all nodes together",
-                f"{data['bandwidth_gb_s']:.0f} GB/s, equal parts",
-                "assumed: 24 channels of DDR5-4800 give 922 in theory",
-            ),
-            ("a thread sees what one with the same L3 wrote", f"{1e9 * m.near:.0f} ns", "measured, `handoff_us`"),
-            ("with another L3", f"{1e9 * m.far:.0f} ns", "assumed, for other nodes, too"),
-            ("adding up a row of a panel", f"{1e9 * m.add:.0f} ns", "assumed"),
-            ("sharpness of the corner between reading and computing", f"{m.sharpness:g}", "fitted to calls of 2 threads"),
-            ("deviation of the workers' speeds", _percent(data["jitter"]), "assumed"),
-        ]
-        break
+    m = Machine(NODES[0], max(THREADS), BANDWIDTH, jitter=JITTER)
+    rows = [
+        ("cores", f"{m.cores}, on {', '.join(map(str, NODES))} nodes; a thread each", "assumed"),
+        ("L3", f"{m.domain_bytes >> 20} MiB for each {m.domain_cores} cores", "AMD EPYC of Zen 4"),
+        (
+            "memory of all nodes together",
+            f"{m.bandwidth / 1e9:.0f} GB/s, equal parts",
+            "assumed: 24 channels of DDR5-4800 give 922 in theory",
+        ),
+        ("a thread sees what one with the same L3 wrote", f"{1e9 * m.near:.0f} ns", "measured, `handoff_us`"),
+        ("with another L3", f"{1e9 * m.far:.0f} ns", "assumed, for other nodes, too"),
+        ("adding up a row of a panel", f"{1e9 * m.add:.0f} ns", "assumed"),
+        ("sharpness of the corner between reading and computing", f"{m.sharpness:g}", "fitted to calls of 2 threads"),
+        ("deviation of the workers' speeds", _percent(m.jitter), "assumed"),
+    ]
     return ("what", "how much", "source"), rows
 
 
-def machines() -> tuple[Row, list[Row]]:
+def machines() -> Table:
     """What was measured."""
     heads = (
         "costs of",
@@ -112,7 +120,7 @@ def machines() -> tuple[Row, list[Row]]:
         "a slot",
     )
     rows = []
-    for found in _costs():
+    for found in map(costs.read, costs.paths()):
         for kernel in found.kernel:
             ns = (f"{dict(zip(kernel.rows, kernel.memory_ns, strict=True))[rows]:.3g} ns" for rows in (1, 4, 16, 96))
             before = f"{found.before[0]['us']:.2g} to {found.before[-1]['us']:.2g} µs"
@@ -128,12 +136,3 @@ def _percent(share: float) -> str:
 def _digits(value: float) -> str:
     """Three, without an exponent."""
     return f"{float(f'{value:.3g}'):g}"
-
-
-TABLES = {
-    "simulated 128": largest,
-    "simulated threads": by_threads,
-    "simulation agreement": agreement,
-    "simulation assumptions": assumptions,
-    "simulation costs": machines,
-}

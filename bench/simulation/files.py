@@ -1,4 +1,7 @@
-"""The files of bench/simulation/results: what was simulated with a machine's costs, and how it agreed with measured calls."""
+"""The files of bench/simulation/results: what was simulated with a machine's costs, and how it agreed with measured calls.
+
+What was simulated is not in git: `make simulation` writes it again.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,11 @@ CHECKED = {
     "rounds": int,
     "call": [{"model": str, "threads": int, "tokens": int, "experts": int, "measured_ms": float, "simulated_ms": float}],
 }
+
+
+def simulated(costs: Path) -> Path:
+    """Where the points with the costs of that file are."""
+    return FOLDER / f"{costs.stem}-simulated.toml"
 
 
 def read_all(ending: str, schema: dict, folder: Path = FOLDER) -> list[dict]:

@@ -12,7 +12,7 @@ from bench.models import Model, models
 from bench.simulation import call
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.machine import numa
 
 MODELS = ("V4-Flash", "gpt-oss-120b", "Qwen3-30B-A3B")
@@ -21,32 +21,33 @@ NODES = (1, 2, 8)
 THREADS = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 #: Bytes per second of all nodes together.
 BANDWIDTH = 600e9
+#: Threads are equally fast.
+JITTER = 0.0
 
 
 def points(model: str, tokens: int, costs: Costs, bandwidth: float, jitter: float) -> list[dict]:
-    """A model's, with one batch for all machines. dispatch: efficiency without what comes before it.
+    """A model's, with one batch for all machines."""
+    machines = (Machine(*pair, bandwidth, jitter=jitter) for pair in itertools.product(NODES, THREADS))
+    return [point(model, tokens, costs, machine) for machine in machines]
 
-    read: of the bytes that must be read.
-    """
+
+def point(model: str, tokens: int, costs: Costs, machine: Machine) -> dict:
+    """One of a file. dispatch: efficiency without what comes before it. read: of the bytes that must be read."""
     shape = models()[model]
-    ids = ids_of(shape, tokens)
-    found = []
-    for nodes, threads in itertools.product(NODES, THREADS):
-        s = call.simulate(shape, ids, Machine(nodes, threads, bandwidth, jitter=jitter), costs)
-        shares = {name: getattr(s, name) for name in ("efficiency", "idle", "before", "dealing", "gates", "end")}
-        shares["dispatch"] = s.efficiency / (1 - s.before)
-        about = {"model": model, "tokens": tokens, "nodes": nodes, "threads": threads, "ms": 1e3 * s.seconds}
-        found.append({**about, **shares, "read": s.read / s.nbytes})
-    return found
+    s = call.simulate(shape, ids_of(shape, tokens), machine, costs)
+    shares = {name: getattr(s, name) for name in ("efficiency", "idle", "before", "dealing", "gates", "end")}
+    shares["dispatch"] = s.efficiency / (1 - s.before)
+    about = {"model": model, "tokens": tokens, "nodes": machine.nodes, "threads": machine.threads, "ms": 1e3 * s.seconds}
+    return {**about, **shares, "read": s.read / s.nbytes}
 
 
 def ids_of(model: Model, tokens: int) -> np.ndarray:
     """Random routing; the same each time."""
-    return next(measure.random_batches(tokens, model.top_k, model.experts, 64)).ids
+    return next(measuring.random_batches(tokens, model.top_k, model.experts, 64)).ids
 
 
 def simulated(
-    costs: Costs, bandwidth: float = BANDWIDTH, jitter: float = 0.0, progress: Callable[[str], object] = lambda text: None
+    costs: Costs, bandwidth: float = BANDWIDTH, jitter: float = JITTER, progress: Callable[[str], object] = lambda text: None
 ) -> Iterator[dict]:
     """All points, by as many processes as there are CPUs."""
     pairs = [*itertools.product(MODELS, TOKENS)]

@@ -19,7 +19,7 @@ from bench.results_file import cpu_name
 from bench.simulation import call
 from bench.simulation.assumptions import Machine
 from bench.simulation.costs import Costs, Kernel
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
 from ktmoe.machine import threads as pool
@@ -55,9 +55,9 @@ class Session:
         self.memory, self.swept, self.tiny = (
             stack.enter_context(MoELayer(kernels.copies(*shape), self.way.backend, self.way.activations)) for shape in shapes
         )
-        self.limits = measure.settled(self.memory, table)
+        self.limits = measuring.settled(self.memory, table)
         self._next = 0
-        self._inputs: dict[tuple[int, int], measure.Batch] = {}
+        self._inputs: dict[tuple[int, int], measuring.MeasuredBatch] = {}
 
     def round(self) -> Iterator[tuple[tuple, float]]:
         """(what, seconds or a rate) of one thread."""
@@ -164,7 +164,7 @@ def measured(rounds: int = ROUNDS) -> Costs:
 def _route_ns(session: Session) -> float:
     """Nanoseconds of a slot, for routing it and making the lists of a machine with many threads."""
     model, way = session.model, session.way
-    ids = next(measure.random_batches(1024, model.top_k, model.experts, _TINY)).ids
+    ids = next(measuring.random_batches(1024, model.top_k, model.experts, _TINY)).ids
     schedule = call.schedule_of(model, ids, Machine(1, 128, 1.0), Kernel(model.weights, way.backend, way.isa, way.activations))
     seconds = []
     for _ in range(10):

@@ -17,7 +17,7 @@ import numpy as np
 from bench.peers.workers.protocol import PROJECTIONS
 from bench.peers.workers.steps import ALPHA, Inputs, adapter
 from ktmoe.experts import ExpertWeights
-from ktmoe.reference_gradients import ReferenceTraining
+from ktmoe.reference.gradients import ReferenceTraining
 from ktmoe.training import Lora
 
 MOST_ERROR = {"grad_weights": 0.1}

@@ -22,7 +22,7 @@ from bench.peers.processes import Process, WorkerError
 from bench.peers.session import WORKERS, list_tensors
 from bench.peers.workers.steps import Inputs
 from bench.training import check
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.backends.choice import choose_backend
 
 #: By the owner's name: the script, and the ways to start it.
@@ -147,7 +147,7 @@ def _point(experts, tokens, top_k, rank, participants, base, folder, rounds, pro
                 participant.fail(error)
     record = {
         "tokens": tokens,
-        "flops": measure.slot_flops(experts) * tokens * top_k,
+        "flops": measuring.slot_flops(experts) * tokens * top_k,
         "participants": entries,
         "rounds": [],
     }
@@ -177,9 +177,9 @@ def _checked(participant: Participant, inputs: str, sample: check.Sample, folder
 
 
 def _inputs(experts, tokens: int, top_k: int) -> Inputs:
-    made = measure.random_batches(tokens, top_k, experts.num_experts, experts.hidden)
+    made = measuring.random_batches(tokens, top_k, experts.num_experts, experts.hidden)
     made = [next(made) for _ in range(BATCHES)]
-    grad_y = next(measure.random_batches(tokens, top_k, experts.num_experts, experts.hidden, seed=1)).x
+    grad_y = next(measuring.random_batches(tokens, top_k, experts.num_experts, experts.hidden, seed=1)).x
     ids, weights = np.stack([batch.ids for batch in made]), np.stack([batch.weights for batch in made])
     return Inputs(made[0].x.view(np.uint16), grad_y.view(np.uint16), ids, weights)
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe import ExpertWeights, reference
-from ktmoe.backends.base import Backend, Plan, Progress
+from ktmoe.backends.base import Backend, Packed, Plan, Progress
 from ktmoe.experts import PROJECTIONS
 
 
@@ -15,7 +15,7 @@ class Float64(Backend):
 
     rank = 1
 
-    def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None):
+    def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> Packed:
         matrices = {}
         for expert in range(experts.num_experts):
             for projection in PROJECTIONS:
@@ -26,10 +26,8 @@ class Float64(Backend):
         return PackedFloat64(experts, matrices, plan.router_weight)
 
 
-class PackedFloat64:
-    """Keeps the checkpoint's own bytes; nbytes is theirs."""
-
-    rounding = "exact"  # no weight is rounded, even if that is allowed
+class PackedFloat64(Packed):
+    """Keeps the checkpoint's own bytes; nbytes is theirs. No weight is rounded, even if that is allowed."""
 
     def __init__(self, experts: ExpertWeights, matrices: dict, router_weight: str):
         self.nbytes = experts.nbytes

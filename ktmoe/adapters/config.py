@@ -37,7 +37,7 @@ _INITS = (True, False, None, "gaussian", "eva")
 
 
 @dataclass(frozen=True)
-class Target:
+class AdapterTarget:
     """What PEFT has of a parameter, or of one projection's modules of all experts: its rank and alpha.
 
     pattern: the regular expression that is all of the parameter's name, or of each module's. name: the parameter's.
@@ -49,7 +49,7 @@ class Target:
     name: str = ""
 
 
-def made(targets: list[Target], parameters: bool, model: str | None) -> dict[str, object]:
+def made(targets: list[AdapterTarget], parameters: bool, model: str | None) -> dict[str, object]:
     """adapter_config.json. parameters: whether targets are parameters, else modules. model: base_model_name_or_path."""
     ranks, alphas = (Counter(getattr(each, label) for each in targets).most_common(1)[0][0] for label in ("rank", "alpha"))
     return {

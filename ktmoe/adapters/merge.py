@@ -14,7 +14,7 @@ from ktmoe.adapters.reading import import_adapter
 from ktmoe.conversion import stated
 from ktmoe.conversion.convert import SHARD_BYTES
 from ktmoe.conversion.parts import Unit, copied
-from ktmoe.conversion.plan import Plan, check_result, own_names, shards, tensors_of
+from ktmoe.conversion.plan import ConversionPlan, check_result, own_names, shards, tensors_of
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.writing import Progress, Task, version, write
 from ktmoe.errors import FormatError, InputError, memory_for
@@ -95,7 +95,7 @@ def merge_adapter(
     return Merged(str(folder), written.errors, written.nbytes, written.kept, sorted(source.left_out + dropped))
 
 
-def _plan(source: Source, loras: Mapping[int | str, Lora], dequantize: bool, shard_bytes: int) -> Plan:
+def _plan(source: Source, loras: Mapping[int | str, Lora], dequantize: bool, shard_bytes: int) -> ConversionPlan:
     """Whose layers are those that are dequantized. Raises FormatError, InputError, UnavailableError, MissingTensorError."""
     checkpoint = source.checkpoint
     units: dict[str, list[Unit]] = {}  # by the first of the tensors in whose place they come
@@ -137,7 +137,7 @@ def _plan(source: Source, loras: Mapping[int | str, Lora], dequantize: bool, sha
         elif info.name not in gone:
             made.append(copied(checkpoint, info))
     config = stated.without(checkpoint.config) if plain else checkpoint.config
-    result = Plan(plain, shards(made, shard_bytes), config, "")
+    result = ConversionPlan(plain, shards(made, shard_bytes), config, "")
     check_result(source, result, BF16)
     return result
 

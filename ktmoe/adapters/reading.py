@@ -13,7 +13,7 @@ from ktmoe.adapters import fused
 from ktmoe.adapters.config import AdapterConfig
 from ktmoe.adapters.fused import Pair
 from ktmoe.adapters.places import Model, Places
-from ktmoe.adapters.tensors import WEIGHTS_NAME, AdapterFile, Found
+from ktmoe.adapters.tensors import WEIGHTS_NAME, AdapterFile, LayerTensors
 from ktmoe.errors import CheckpointError, FormatError, InputError, memory_for
 from ktmoe.experts import PROJECTIONS
 from ktmoe.messages import show
@@ -46,13 +46,13 @@ def import_adapter(folder: str | os.PathLike[str], model: Model, *, experts_only
         if not file.layers:
             raise FormatError(f"{file.path}: expected an adapter of routed experts, found none")
         with memory_for(f"{file.path}: the adapters of {len(file.layers)} layers"):
-            return {layer: _Layer(file, config, places, found).lora() for layer, found in sorted(file.layers.items())}
+            return {layer: _LayerAdapter(file, config, places, found).lora() for layer, found in sorted(file.layers.items())}
 
 
-class _Layer:
+class _LayerAdapter:
     """Of one layer: what the two files say of it."""
 
-    def __init__(self, file: AdapterFile, config: AdapterConfig, places: Places, found: Found):
+    def __init__(self, file: AdapterFile, config: AdapterConfig, places: Places, found: LayerTensors):
         self._file, self._config, self._places, self._found = file, config, places, found
         self._name = f"{file.path}: {found.module}"
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ktmoe.arrays import BF16
-from ktmoe.conversion.parts import Made, Part, Tensor, Unit
+from ktmoe.conversion.parts import Made, Part, ResultTensor, Unit
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import naming
@@ -16,7 +17,6 @@ from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import PerExpert
 from ktmoe.quantization import Error
-from ktmoe.reference_weights import dequantize
 from ktmoe.training.lora import Lora
 
 #: Numbers that are computed at a time: their float32 sums stay in a core's cache.
@@ -51,7 +51,7 @@ def in_place(checkpoint: Checkpoint, reader: Loader, layer: int | str, experts: 
     for each in _slices(reader.names.locate(checkpoint, layer), experts, lora):
         parts.setdefault(each.tensor, []).append(_part(checkpoint, layer, lora, each))
     infos = map(checkpoint.info, parts)
-    return {info.name: Unit([Tensor(info.name, info.dtype, info.shape)], parts[info.name]) for info in infos}
+    return {info.name: Unit([ResultTensor(info.name, info.dtype, info.shape)], parts[info.name]) for info in infos}
 
 
 def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, str]], lora: Lora | None) -> list[Unit]:
@@ -73,7 +73,7 @@ def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, 
     for expert, of_expert in enumerate(names):
         for projection in PROJECTIONS:
             name = f"{of_expert[projection]}.weight"
-            units.append(Unit([Tensor(name, "BF16", experts.shape(projection))], [part(expert, projection, name)]))
+            units.append(Unit([ResultTensor(name, "BF16", experts.shape(projection))], [part(expert, projection, name)]))
     return units
 
 

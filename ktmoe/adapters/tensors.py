@@ -28,7 +28,7 @@ _DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F
 
 
 @dataclass
-class Found:
+class LayerTensors:
     """A layer's tensors by name. module: of the experts.
 
     parameters: {inner: {"A" or "B": name}} of adapters of parameters; PEFT nests that of down_proj around that of gate_up_proj.
@@ -50,7 +50,7 @@ class AdapterFile:
         self.path = path
         self._checkpoint = Checkpoint(path)
         try:
-            self.layers: dict[int, Found] = {}
+            self.layers: dict[int, LayerTensors] = {}
             self.others: list[str] = []
             for name in self._checkpoint.names():
                 self._sort(name)
@@ -94,7 +94,7 @@ class AdapterFile:
             self.others.append(name)
             return
         module, layer, inner, expert, stem, letter = parts.groups()
-        found = self.layers.setdefault(int(layer), Found(module))
+        found = self.layers.setdefault(int(layer), LayerTensors(module))
         if found.module != module:
             raise FormatError(
                 f"{self.path}: layer {layer}: expected one module of experts, found {show(found.module)} and {show(module)}"

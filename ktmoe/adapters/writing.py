@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ktmoe.adapters import fused
-from ktmoe.adapters.config import CONFIG_NAME, Target, made
+from ktmoe.adapters.config import CONFIG_NAME, AdapterTarget, made
 from ktmoe.adapters.fused import Pair
 from ktmoe.adapters.places import Model, Places
 from ktmoe.adapters.tensors import PREFIX, WEIGHTS_NAME
@@ -33,7 +33,7 @@ _DTYPES = {np.dtype(np.float32): "F32", BF16: "BF16"}
 class _Item:
     """target: what adapter_config.json says. tensors: (name, dtype, shape) of each. arrays: makes them, in that order."""
 
-    target: Target
+    target: AdapterTarget
     tensors: list[tuple[str, str, tuple[int, ...]]]
     arrays: Callable[[], Iterable[np.ndarray]]
 
@@ -112,7 +112,7 @@ def _parameters(module: str, pairs: Mapping[str, Pair], lora: Lora, places: Plac
             continue
         name = f"{module}.{parameter}"
         rank = len(projections) * lora.rank  # and alpha likewise, so that alpha / rank stays
-        target = Target(re.escape(name), rank, len(projections) * lora.alpha, name)
+        target = AdapterTarget(re.escape(name), rank, len(projections) * lora.alpha, name)
         inner = "base_layer." if parameter == "gate_up_proj" and parts["down_proj"] else ""
         outputs, inputs = pairs[projections[0]][1].shape[1], pairs[projections[0]][0].shape[2]
         shapes = (lora.num_experts * rank, inputs), (outputs * (1 if parameter == "down_proj" else 2), rank * lora.num_experts)
@@ -140,7 +140,7 @@ def _modules(module: str, pairs: Mapping[str, Pair], lora: Lora, places: Places)
         def arrays(pair: Pair = pair) -> Iterator[np.ndarray]:
             return (array[expert] for expert in range(lora.num_experts) for array in pair)
 
-        yield _Item(Target(rf"{re.escape(module)}\.\d+\.{stem}", lora.rank, lora.alpha), tensors, arrays)
+        yield _Item(AdapterTarget(rf"{re.escape(module)}\.\d+\.{stem}", lora.rank, lora.alpha), tensors, arrays)
 
 
 def _make(folder: Path, overwrite: bool) -> None:

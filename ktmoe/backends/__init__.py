@@ -1,9 +1,9 @@
 """Backends: one file per way to compute. `ktmoe.backends.register(name, backend)` adds one at run time."""
 
-from ktmoe.backends.base import Found
+from ktmoe.backends.base import Backend, Found
 from ktmoe.registry import Registry
 
-registry: Registry = Registry("backend", __name__, "ktmoe.backends")
+registry: Registry[Backend] = Registry("backend", __name__, "ktmoe.backends", Backend)
 register = registry.register
 unregister = registry.unregister
 get = registry.get

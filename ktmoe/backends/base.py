@@ -1,16 +1,15 @@
-"""Backend: packs ExpertWeights for one way to compute, and runs them. What it has, it says by one lookup."""
+"""Backend: packs ExpertWeights for one way to compute. Packed: computes. What they need not have, they refuse by default."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from ktmoe._native import core
-from ktmoe.errors import InputError, UnavailableError
+from ktmoe.errors import InputError, LackingError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.machine.numa import UNBOUND, Placement
 from ktmoe.messages import show
@@ -75,26 +74,44 @@ class Arenas:
     factors: Mapping[str, np.ndarray]
 
 
-class Packed(Protocol):
-    """One layer's experts, ready to compute: what Backend.pack returns. replace() and export() may be missing."""
+class Packed(ABC):
+    """One layer's experts, ready to compute: what Backend.pack returns.
+
+    By default they compute, and refuse all else with a LackingError. nbytes: of memory.
+    rounding: "folded" if any scaled weight is rounded, else "exact".
+    """
 
     nbytes: int
-    rounding: str  # "folded" if any scaled weight is rounded, else "exact"
+    rounding: str = "exact"
 
+    @abstractmethod
     def forward(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
         """Write y into out. x, out: uint16 (bfloat16 bits) or float32, alike, [tokens, hidden]; ids: int64 [tokens, top_k];
         weights: float32 [tokens, top_k]; mask: uint8 [num_experts], 0 = skip. C-contiguous; tokens and top_k at least 1."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give the memory back once running forward calls are done."""
 
     def replace(self, expert: int, matrices: Mapping[str, Matrix]) -> None:
         """Put all three matrices in the place of an expert's; a forward call sees all of the old ones or all of the new."""
+        raise LackingError("cannot replace an expert")
 
     def export(self, expert: int, parts: Sequence[Stored]) -> Mapping[str, np.ndarray]:
         """Fill the arrays, C-contiguous and of Matrix's dtypes, with the checkpoint's own bytes: part i has the i-th rows of
-        gate and up and the i-th columns of down, as many as their shapes say. A factor per matrix is in every part.
+        gate and up and the i-th columns of down, as many as their shapes say. A factor per matrix is in every part. A part
+        may lack projections, or all of them.
         Returns whole biases by projection, if any."""
+        raise LackingError("cannot export an expert")
+
+    def stages(self) -> core.PackedLayer:
+        """What has gate_up() and down(), the two stages of forward(): itself."""
+        raise LackingError("has no stages of its own")
+
+    def training(self) -> core.PackedLayer:
+        """What has forward_training() and backward(): itself. Raises UnavailableError, which says why, where the mode or a
+        kernel rules that out."""
+        raise LackingError("has no training")
 
 
 class Backend(ABC):
@@ -126,9 +143,16 @@ class Backend(ABC):
     def map(self, experts: ExpertWeights, plan: Plan, arenas: Arenas) -> Packed:
         """What pack() returns, of experts that lie packed in a file, which is mapped; no matrix is read.
 
-        Raises UnavailableError: by default a backend has a layout of its own.
+        By default a LackingError: a backend has a layout of its own.
         """
-        raise UnavailableError(f"{experts.name}: {type(self).__name__} cannot start from a packed cache")
+        raise LackingError("cannot start from a packed cache")
+
+    def pack_each(self, experts: ExpertWeights, plan: Plan) -> Iterator[core.PackedLayer]:
+        """For each expert in turn, a layer of it alone, packed as pack() packs it: what a packed cache holds.
+
+        By default a LackingError.
+        """
+        raise LackingError("has no packed layout that a cache can hold")
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
         """Bytes of memory that these experts take once they are packed; nothing is read."""

@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
-from ktmoe.backends.base import Arenas, Backend, Found, Missing, Plan, Progress, mode_by, select
+from ktmoe.backends.base import Arenas, Backend, Found, Missing, Packed, Plan, Progress, mode_by, select
 from ktmoe.errors import InputError, UnavailableError, memory_for, thread_for
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine import memory, numa, threads
@@ -26,6 +26,8 @@ _refused: dict[str, str] = {}
 
 #: The form that says where a backend can run, and how fast it is beside others: the exact one, which every backend has.
 _EXACT = "bf16"
+
+Packed.register(core.PackedLayer)  # it has all of the methods, and cannot inherit, since Cython made it
 
 #: Experts that are read ahead while one is packed: what bounds the staging memory.
 READ_AHEAD = 3

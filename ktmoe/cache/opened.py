@@ -10,7 +10,7 @@ from pathlib import Path
 from ktmoe.backends.base import Arenas
 from ktmoe.cache import layer_file, manifest, source
 from ktmoe.cache.manifest import PackedLayerFile
-from ktmoe.errors import CacheError
+from ktmoe.errors import CacheError, InputError
 from ktmoe.experts import ExpertWeights, Matrix
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
@@ -84,6 +84,13 @@ class Cache:
                 f"{self.path}: layer {show(layer)}: expected to be packed, found {packed or 'no layers'}; `ktmoe pack` adds it"
             )
         return entry
+
+
+def open_cache(cache: str | os.PathLike, checkpoint: Checkpoint, physical_to_logical: object) -> Cache:
+    """A cache of that checkpoint. Raises CacheError; InputError if experts are to be in other places."""
+    if physical_to_logical is not None:
+        raise InputError("cache: expected no physical_to_logical: a packed cache has the checkpoint's experts as they are")
+    return Cache(cache, checkpoint)
 
 
 def _of_layer(alike: ExpertWeights, name: str, checkpoint: Checkpoint, loader: str, layer: int | str) -> ExpertWeights:

@@ -18,21 +18,20 @@ from ktmoe.backends.choice import choose_backend
 from ktmoe.cache import manifest, source
 from ktmoe.cache.layer_file import LayerWriter, open_layer
 from ktmoe.cache.manifest import Manifest, PackedLayerFile
-from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceError, OutputError, UnavailableError
+from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceError, OutputError, asking
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.files.lock import LOCK_NAME, exclusive
 from ktmoe.files.output import output_folder
-from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_layers, load_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
-from ktmoe.machine.numa import Placement
+from ktmoe.machine.numa import Placement, placement_of
 from ktmoe.messages import show
 
 
 @dataclass
-class Packed:
+class PackReport:
     """What pack() did: layers that it wrote, kept and verified; nbytes: of all files of those layers."""
 
     written: list[int | str] = field(default_factory=list)
@@ -42,7 +41,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerToPack:
     """One that is to be in the cache."""
 
     name: int | str
@@ -56,11 +55,9 @@ class _Layer:
     def each(self) -> Iterator[core.PackedLayer]:
         """Each expert in turn, alone in a layer of these shards."""
         choice = choose_backend("auto", self.experts)
-        backend = backends.get(choice.name)
-        if not hasattr(backend, "pack_each"):
-            raise UnavailableError(f"{self.experts.name}: backend {choice.name!r} has no packed layout that a cache can hold")
         plan = Plan(self.experts.router_weight, choice.activations, placement=self.placement)
-        return backend.pack_each(self.experts, plan)
+        with asking(choice.name, self.experts.name):
+            return backends.get(choice.name).pack_each(self.experts, plan)
 
 
 def pack(
@@ -72,7 +69,7 @@ def pack(
     numa_nodes: Sequence[int] | None = None,
     verify: bool = False,
     progress: Progress | None = None,
-) -> Packed:
+) -> PackReport:
     """Write a packed cache of a checkpoint: its experts as they lie in memory, so that loading is mapping.
 
     path: a checkpoint. out: a folder that is made if need be, and is empty or has a cache of this checkpoint; layers that are
@@ -98,7 +95,7 @@ def pack(
                 there.write(folder)  # the folder is a cache's from now on
             total = sum(layer.experts.nbytes for layer in missing + (wanted if verify else []))
             count = _Count(progress, total)
-            done = Packed(kept=[layer.name for layer in wanted if layer not in missing])
+            done = PackReport(kept=[layer.name for layer in wanted if layer not in missing])
             for layer in missing:
                 entry = _write(folder, layer, there, checkpoint, count)
                 there = replace(there, layers={**there.layers, str(layer.name): entry})
@@ -125,12 +122,12 @@ class _Count:
 
 def _wanted(
     checkpoint: Checkpoint, layers: Iterable[int | str] | None, loader: str, numa_nodes: Sequence[int] | None
-) -> list[_Layer]:
+) -> list[_LayerToPack]:
     names = None if layers is None else [naming.layer_key(layer) for layer in layers]
     read = load_layers(checkpoint, loader, names)
     if not read or (names is not None and len(read) < len(names)):
         raise InputError(f"{checkpoint.path}: layers: expected at least one, each once, found {show(names or [])}")
-    return [_Layer(name, experts, placement_of(experts, numa_nodes)) for name, (_, experts) in read.items()]
+    return [_LayerToPack(name, experts, placement_of(experts, numa_nodes)) for name, (_, experts) in read.items()]
 
 
 def _make(folder: Path) -> None:
@@ -160,7 +157,7 @@ def _there(folder: Path, files: tuple[source.SourceFile, ...], checkpoint: Check
     return there
 
 
-def _is_packed(folder: Path, there: Manifest, layer: _Layer) -> bool:
+def _is_packed(folder: Path, there: Manifest, layer: _LayerToPack) -> bool:
     """Raises OutputError if it is packed for other NUMA nodes, or by another version."""
     entry = there.layers.get(str(layer.name))
     if entry is None:
@@ -177,20 +174,20 @@ def _is_packed(folder: Path, there: Manifest, layer: _Layer) -> bool:
     return True
 
 
-def _open(folder: Path, there: Manifest, layer: _Layer) -> Arenas:
+def _open(folder: Path, there: Manifest, layer: _LayerToPack) -> Arenas:
     """A layer's file. Raises CacheError if it is not what the manifest says."""
     entry = there.layers[str(layer.name)]
     return open_layer(folder, entry, layer.experts, manifest.stated(layer.name, entry, there.of_checkpoint))
 
 
-def _check_space(folder: Path, missing: list[_Layer]) -> None:
+def _check_space(folder: Path, missing: list[_LayerToPack]) -> None:
     needed = sum(layer.experts.num_experts * core.expert_nbytes(layer.experts, layer.shards) for layer in missing)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OutOfSpaceError(f"{folder}: {len(missing)} packed layers need {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB is free")
 
 
-def _write(folder: Path, layer: _Layer, there: Manifest, checkpoint: Checkpoint, count: _Count) -> PackedLayerFile:
+def _write(folder: Path, layer: _LayerToPack, there: Manifest, checkpoint: Checkpoint, count: _Count) -> PackedLayerFile:
     entry = manifest.expected(layer.name, layer.experts, layer.shards)
     stated = manifest.stated(layer.name, entry, there.of_checkpoint)
     writer = None
@@ -212,13 +209,14 @@ def _write(folder: Path, layer: _Layer, there: Manifest, checkpoint: Checkpoint,
     return replace(entry, nbytes=writer.nbytes)
 
 
-def _verify(folder: Path, there: Manifest, layer: _Layer, count: _Count) -> None:
+def _verify(folder: Path, there: Manifest, layer: _LayerToPack, count: _Count) -> None:
     """Raise CacheError, which names the matrix, where a layer's file has not the bytes that packing gives."""
     path = folder / there.layers[str(layer.name)].file
     choice = choose_backend("auto", layer.experts)
     plan = Plan(layer.experts.router_weight, choice.activations, placement=layer.placement)
     arenas = _open(folder, there, layer)
-    mapped = backends.get(choice.name).map(layer.experts, plan, arenas)
+    with asking(choice.name, layer.experts.name):
+        mapped = backends.get(choice.name).map(layer.experts, plan, arenas)
     with closing(mapped), closing(layer.each()) as experts:
         for expert, one in enumerate(experts):
             biases, factors = core.numbers(one)

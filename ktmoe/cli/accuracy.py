@@ -23,7 +23,7 @@ adds in each layer. The modes run one after the other. It needs torch and transf
 
 @click.command("accuracy", help=HELP)
 @options.MODEL
-@click.option("--text", "file", metavar="FILE", required=True, type=options.Place(), help="The text, UTF-8.")
+@click.option("--text", "file", metavar="FILE", required=True, type=options.PathType(), help="The text, UTF-8.")
 @options.BACKEND
 @click.option(
     "--activations",

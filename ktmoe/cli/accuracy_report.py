@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ktmoe.cli import measuring, units
+from ktmoe.cli import measurements, units
 from ktmoe.loaders.naming import listed
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _LAYER_DEFINITIONS = (
 
 def show(found: Accuracy) -> None:
     """Print tables of 80 columns, each with bf16 and up to two other modes, and what they mean."""
-    console = measuring.console()
+    console = measurements.console()
     scored = int(found.runs[0].scores.tokens.sum())
     cut = f"{units.count(len(found.windows), 'window')} of {found.context}, a new one every {found.context // 2}"
     for runs in _beside(found):
@@ -60,7 +60,7 @@ def show(found: Accuracy) -> None:
             for layer in found.layers
             if layer.of_bound > 1
         ]
-    measuring.print_text(console, lines)
+    measurements.print_text(console, lines)
 
 
 def _beside(found: Accuracy) -> list[list[Run]]:

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import click
 
-from ktmoe import backends, measure, progress_bar, synthetic
+from ktmoe import backends, measuring, progress_bar, synthetic
 from ktmoe._native import core
 from ktmoe.backends.base import Arenas
 from ktmoe.backends.choice import choose_backend
 from ktmoe.cache.opened import Cache
-from ktmoe.cli import measuring, options, output, results, units
-from ktmoe.cli.measuring import Row, Subject
+from ktmoe.cli import measurements, options, output, results, units
+from ktmoe.cli.measurements import Row, Subject
 from ktmoe.errors import OutOfMemoryError, UnavailableError
 from ktmoe.experts import ExpertWeights
-from ktmoe.layer import placement_of
 from ktmoe.loaders import naming
 from ktmoe.machine import memory
+from ktmoe.machine.numa import placement_of
 
 #: Tokens of a call.
 DECODE, PREFILL = (1, 4, 16), (64, 256, 1024, 4096)
@@ -37,7 +37,7 @@ reference. `ktmoe demo` compares all backends instead.
 
 
 @click.command("bench", help=HELP)
-@click.argument("model", metavar="[DIR]", required=False, type=options.Place())
+@click.argument("model", metavar="[DIR]", required=False, type=options.PathType())
 @options.LAYER
 @click.option(
     "--experts", metavar="N", type=click.IntRange(1), help="The layer's first N; by default all, or 1 GB if synthetic."
@@ -71,9 +71,9 @@ def command(
         raise click.UsageError("--cache needs DIR, and excludes --experts")
     with progress_bar.steps() as step, _layer(model, layer, experts, top_k, cache) as (loaded, top_k, arenas):
         table = _table(loaded, backend, activations)
-        with measuring.packed(loaded, backend, step, activations, tuned_for, arenas) as packed:
+        with measurements.packed(loaded, backend, step, activations, tuned_for, arenas) as packed:
             with step("measure the machine's limits"):
-                limits = measure.settled(packed, table)
+                limits = measuring.settled(packed, table)
             rows, left_out = _rows(Subject(loaded, packed, table.name, limits, top_k, step), seconds)
             choices = {"rounding": packed.rounding, "tuned_for": packed.tuned_for}
     name = SYNTHETIC if model is None else Path(model).expanduser().resolve().name
@@ -84,10 +84,11 @@ def command(
     if as_json:
         output.print_json(_data(rows, layer_data, left_out, loaded, top_k))
     else:
-        console = measuring.console()
-        console.print(measuring.table(rows))
-        lines = ["", measuring.describe(loaded, top_k), *measuring.notes(rows), *(f"not measured: {what}" for what in left_out)]
-        measuring.print_text(console, lines + [row.wrong_words for row in rows if not row.right])
+        console = measurements.console()
+        console.print(measurements.table(rows))
+        lines = ["", measurements.describe(loaded, top_k), *measurements.notes(rows)]
+        lines += [f"not measured: {what}" for what in left_out]
+        measurements.print_text(console, lines + [row.wrong_words for row in rows if not row.right])
     return 0 if right else 1
 
 
@@ -98,15 +99,15 @@ def _layer(
     """The experts to measure, how many of them a token has, and where they lie packed, if in a cache."""
     if model is None:
         made = synthetic.deepseek_v4_experts(num_experts=_synthetic_experts(experts))
-        yield made, min(top_k or measuring.TOP_K, made.num_experts), None
+        yield made, min(top_k or measurements.TOP_K, made.num_experts), None
         return
     path, arenas = Path(model).expanduser(), None
-    checkpoint, loaded, top_k = measuring.open_layer(path, layer, top_k)
+    checkpoint, loaded, top_k = measurements.open_layer(path, layer, top_k)
     with checkpoint:
         if experts and experts < loaded.num_experts:
             loaded = loaded.take(range(experts))
         if cache:
-            name = measuring.first_layer(checkpoint) if layer is None else naming.layer_key(layer)
+            name = measurements.first_layer(checkpoint) if layer is None else naming.layer_key(layer)
             arenas = Cache(cache, checkpoint).layer(name, loaded, placement_of(loaded))
         yield loaded, min(top_k, loaded.num_experts), arenas
 
@@ -116,7 +117,7 @@ def _synthetic_experts(asked: int | None) -> int:
     available, of_one = memory.available_bytes(), synthetic.deepseek_v4_experts(num_experts=1).nbytes
     if asked is None:
         nbytes = SYNTHETIC_BYTES if available is None else min(SYNTHETIC_BYTES, SHARE_OF_MEMORY * available)
-        return max(measuring.TOP_K, int(nbytes // of_one))
+        return max(measurements.TOP_K, int(nbytes // of_one))
     if available is not None and asked * of_one > available:
         needed = f"{asked} synthetic experts need {units.gb(asked * of_one)} of memory"
         raise OutOfMemoryError(f"{needed}, found {units.gb(max(0, available))}; ask for fewer with --experts")
@@ -148,7 +149,7 @@ def _data(rows: list[Row], layer: dict, left_out: list[str], experts: ExpertWeig
     calls = [
         {
             "work": row.work,
-            **measuring.call(row),
+            **measurements.call(row),
             "tokens_s": row.result.tokens / row.result.seconds,
             "error_of_bound": row.check.error,
             "right": row.right,
@@ -158,5 +159,5 @@ def _data(rows: list[Row], layer: dict, left_out: list[str], experts: ExpertWeig
     ]
     about = {key: value for key, value in layer.items() if key not in ("decode", "prefill")}
     sizes = {"hidden": experts.hidden, "intermediate": experts.intermediate, "top_k": top_k, "layer_bytes": experts.nbytes}
-    machine = {"cpu": results.cpu(), "limits": units.limits_data(measuring.limits(rows))}
+    machine = {"cpu": results.cpu(), "limits": units.limits_data(measurements.limits(rows))}
     return {**machine, "layer": {**about, **sizes}, "calls": calls, "not_measured": left_out}

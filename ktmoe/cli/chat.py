@@ -154,7 +154,7 @@ def _converse(model: str, system: str | None, generation: dict, chosen: dict, tr
             raise InputError(f"{model} has no chat template, so it cannot converse; with a PROMPT it continues that")
         further = ["--log-level", "error", *(["--trust-remote-code"] if trusted else [])]
         context = serving.parse(serving.arguments(made, "127.0.0.1", 0, further), "ktmoe chat")
-        with serving.serving(made, context, serving.Limits()) as found:
+        with serving.serving(made, context, serving.ServerLimits()) as found:
             flags = [f"{name}={value}" for name, value in generation.items()]
             serving.converse(made.name, found.url, flags=flags, system=system, save_folder=save_folder)
 

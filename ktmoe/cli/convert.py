@@ -22,7 +22,7 @@ squares). docs/converting.md says which engines read the result.
 """
 
 
-class Group(click.ParamType):
+class GroupType(click.ParamType):
     """32 for "32", (128, 128) for "128x128"; "row" and "matrix" are themselves."""
 
     name = "group"
@@ -41,7 +41,9 @@ class Group(click.ParamType):
 @options.OUT
 @click.option("--to", type=click.Choice(list(TARGETS)), required=True, help="The format of the experts.")
 @click.option("--rule", metavar="NAME", help="How to round (docs/quantizing.md); each format has a default.")
-@click.option("--group", metavar="G", type=Group(), help="Which weights share a scale: 32 (columns), 128x128, row or matrix.")
+@click.option(
+    "--group", metavar="G", type=GroupType(), help="Which weights share a scale: 32 (columns), 128x128, row or matrix."
+)
 @click.option("--scales", type=click.Choice(["fp32", "bf16", "fp16"]), help="The kind of scales, where there is a choice.")
 @click.option("--symmetric/--asymmetric", default=None, help="Without or with zero points; only int4 can have them.")
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")

@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from ktmoe import backends, measure, progress_bar, synthetic
+from ktmoe import backends, measuring, progress_bar, synthetic
 from ktmoe.backends.base import Missing
-from ktmoe.cli import measuring, options, units
-from ktmoe.cli.measuring import TOP_K, Row
+from ktmoe.cli import measurements, options, units
+from ktmoe.cli.measurements import TOP_K, Row
 from ktmoe.cli.signals import signals_as_exit
 from ktmoe.errors import OutOfSpaceError, UnavailableError
 from ktmoe.experts import ExpertWeights
@@ -32,7 +32,10 @@ It is loaded, measured for decode and prefill, and checked against a float64 ref
 
 @click.command("demo", help=HELP)
 @click.option(
-    "--model", metavar="DIR", type=options.Place(), help="A checkpoint; by default a synthetic one, written and removed again."
+    "--model",
+    metavar="DIR",
+    type=options.PathType(),
+    help="A checkpoint; by default a synthetic one, written and removed again.",
 )
 @options.LAYER
 @click.option(
@@ -63,32 +66,32 @@ def run(
     config.json says. seconds: to measure each row for.
     console: where the table goes; progress goes to stderr. Raises OutOfSpaceError, and what loading raises.
     """
-    console = console or measuring.console()
+    console = console or measurements.console()
     with progress_bar.steps() as step, tempfile.TemporaryDirectory(prefix="ktmoe-demo-") as folder:
         if model is None:
             _write(Path(folder), experts, hidden, intermediate, step)
         path = Path(model).expanduser() if model is not None else Path(folder)
-        _, loaded, top_k = measuring.open_layer(path, layer, top_k)
-        tables = measure.backends_for(loaded)
+        _, loaded, top_k = measurements.open_layer(path, layer, top_k)
+        tables = measuring.backends_for(loaded)
         if not tables:
-            raise UnavailableError(f"{loaded.name}: no backend of this CPU can run {measuring.describe(loaded, top_k)}")
+            raise UnavailableError(f"{loaded.name}: no backend of this CPU can run {measurements.describe(loaded, top_k)}")
         rows = []
         for name, table in tables.items():
-            with measuring.packed(loaded, name, step) as packed:
+            with measurements.packed(loaded, name, step) as packed:
                 with step(f"measure limits for {name}"):
-                    limits = measure.settled(packed, table)
-                subject = measuring.Subject(loaded, packed, table.name, limits, top_k, step)
+                    limits = measuring.settled(packed, table)
+                subject = measurements.Subject(loaded, packed, table.name, limits, top_k, step)
                 rows += [subject.row(work, tokens, seconds, checked) for work, tokens, checked in PHASES]
-    console.print(measuring.table(rows))
-    measuring.print_text(console, _notes(loaded, top_k, rows, set(tables)))
+    console.print(measurements.table(rows))
+    measurements.print_text(console, _notes(loaded, top_k, rows, set(tables)))
     return 0 if all(row.right for row in rows) else 1
 
 
 def _notes(experts: ExpertWeights, top_k: int, rows: list[Row], measured: set[str]) -> list[str]:
     notes = [
         "",
-        measuring.describe(experts, top_k),
-        *measuring.notes(rows),
+        measurements.describe(experts, top_k),
+        *measurements.notes(rows),
     ]
     for name in backends.ranked():
         if name not in measured:

@@ -9,8 +9,8 @@ import click
 from ktmoe import progress_bar
 from ktmoe.cli import options, output, units
 from ktmoe.experts import PROJECTIONS
-from ktmoe.inspection import Group, Inspection, Speed, inspect, speed
 from ktmoe.loaders.naming import listed
+from ktmoe.measuring.inspection import Inspection, LayerGroup, Speed, inspect, speed
 from ktmoe.weights.activation import GatedActivation
 
 HELP = """What a checkpoint holds and takes here.
@@ -79,7 +79,7 @@ def _loaders(found: Inspection) -> list[str]:
     return lines + [f"  not {', '.join(names)}: {reason}" for reason, names in others.items()]
 
 
-def _group(group: Group) -> list[str]:
+def _group(group: LayerGroup) -> list[str]:
     e = group.experts
     shape = f"{units.count(e.num_experts, 'expert')}, hidden {e.hidden}, intermediate {e.intermediate}"
     lines = [f"{listed(group.layers)} ({e.name}), loader {group.loader}: {shape}"]
@@ -100,7 +100,7 @@ def _activation(a: GatedActivation) -> str:
     return f"{gate} * {up}" + (f", gate at most {a.limit:g}, up within {a.limit:g}" if math.isfinite(a.limit) else "")
 
 
-def _sizes(nbytes: int, group: Group) -> str:
+def _sizes(nbytes: int, group: LayerGroup) -> str:
     each, layers = nbytes / group.experts.num_experts, len(group.layers)
     return f"{units.gb(each)} an expert, {units.gb(nbytes)} a layer, {units.gb(layers * nbytes)} in all"
 
@@ -159,7 +159,7 @@ def _data(found: Inspection, measured: Speed | None) -> dict:
     return data
 
 
-def _group_data(group: Group) -> dict:
+def _group_data(group: LayerGroup) -> dict:
     e, chosen = group.experts, group.choice
     return {
         "layers": group.layers,

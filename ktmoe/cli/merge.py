@@ -24,7 +24,7 @@ again: it goes on. For each layer the report says how much of the adapter roundi
 
 @click.command("merge", help=HELP)
 @options.MODEL
-@click.argument("adapter", metavar="ADAPTER", type=options.Place())
+@click.argument("adapter", metavar="ADAPTER", type=options.PathType())
 @options.OUT
 @click.option("--experts-only", is_flag=True, help="Leave out what the adapter has of other modules, such as attention.")
 @click.option("--dequantize", is_flag=True, help="Let quantized experts become bfloat16, in all layers.")

@@ -13,7 +13,7 @@ from ktmoe.loaders import naming
 from ktmoe.modes import MODES
 
 
-class Place(click.ParamType):
+class PathType(click.ParamType):
     """A path; an empty one, such as an unset variable of a shell, would mean the current folder."""
 
     name = "path"
@@ -22,8 +22,8 @@ class Place(click.ParamType):
         return value if value != "" else self.fail("expected a path, found an empty text", param, ctx)
 
 
-MODEL = click.argument("model", metavar="DIR", type=Place())
-OUT = click.argument("out", metavar="OUT", type=Place())
+MODEL = click.argument("model", metavar="DIR", type=PathType())
+OUT = click.argument("out", metavar="OUT", type=PathType())
 BACKEND = click.option("--backend", metavar="NAME", default="auto", help="By default the best that runs here.")
 ACTIVATIONS = click.option(
     "--activations",
@@ -50,7 +50,7 @@ SECONDS = click.option(
 
 
 CACHE = click.option(
-    "--cache", metavar="OUT", type=Place(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
+    "--cache", metavar="OUT", type=PathType(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
 )
 
 
@@ -81,7 +81,7 @@ def shard_bytes(default: int) -> Callable:
 _LAYER_NAME = re.compile(r"[A-Za-z_][\w.]*\.[0-9]{1,9}", re.ASCII)
 
 
-class Layer(click.ParamType):
+class LayerType(click.ParamType):
     """3 for "3", "mtp.0" for "mtp.0"."""
 
     name = "layer"
@@ -131,4 +131,6 @@ class Numbers(click.ParamType):
 
 
 NUMA_NODES = click.option("--numa-nodes", metavar="0,1", type=Numbers(), help="By default all that can be used.")
-LAYER = click.option("--layer", metavar="L", type=Layer(), help="Its number, or a name such as mtp.0; by default the first.")
+LAYER = click.option(
+    "--layer", metavar="L", type=LayerType(), help="Its number, or a name such as mtp.0; by default the first."
+)

@@ -7,7 +7,7 @@ import time
 import click
 
 from ktmoe import progress_bar
-from ktmoe.cache.packing import Packed, pack
+from ktmoe.cache.packing import PackReport, pack
 from ktmoe.cli import options, output, units
 from ktmoe.cli.signals import signals_as_exit
 from ktmoe.loaders import naming
@@ -41,12 +41,12 @@ def command(
         output.print_lines(_lines(model, out, done, seconds))
 
 
-def _data(model: str, out: str, done: Packed, seconds: float) -> dict:
+def _data(model: str, out: str, done: PackReport, seconds: float) -> dict:
     layers = {"layers_written": done.written, "layers_kept": done.kept, "layers_verified": done.verified}
     return {"path": printable(model), "cache": printable(out), **layers, "cache_bytes": done.nbytes, "seconds": seconds}
 
 
-def _lines(model: str, out: str, done: Packed, seconds: float) -> list[str]:
+def _lines(model: str, out: str, done: PackReport, seconds: float) -> list[str]:
     lines = [f"{printable(out)}: {units.gb(done.nbytes)} of {printable(model)}, in {seconds:.2f} s"]
     for what, layers in (("written", done.written), ("kept", done.kept), ("the same bytes again", done.verified)):
         if layers:

@@ -10,8 +10,8 @@ from pathlib import Path
 import tomli_w
 
 from ktmoe._native import core
-from ktmoe.cli import measuring
-from ktmoe.cli.measuring import Row
+from ktmoe.cli import measurements
+from ktmoe.cli.measurements import Row
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.machine import cpu as machine
@@ -59,7 +59,7 @@ def cpu() -> dict:
 
 
 def _limits(rows: list[Row]) -> dict:
-    (found,) = measuring.limits(rows)
+    (found,) = measurements.limits(rows)
     return {
         "read_gb_s": _digits(found.read / 1e9),
         "read_streams": rows[0].result.streams,  # one layer's, the same in all
@@ -87,7 +87,7 @@ def layer(rows: list[Row], experts: ExpertWeights, model: str, choices: dict[str
 
 
 def _call(row: Row) -> dict:
-    return {name: _digits(value) if isinstance(value, float) else value for name, value in measuring.call(row).items()}
+    return {name: _digits(value) if isinstance(value, float) else value for name, value in measurements.call(row).items()}
 
 
 def _name(weight_format: WeightFormat) -> str:

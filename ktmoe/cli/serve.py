@@ -80,7 +80,7 @@ def command(
             given = parsed.params
             serving.check_address(given["host"], given["port"])
             tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=given["trust_remote_code"])
-            with serving.serving(made, parsed, serving.Limits(context, request_timeout)) as found:
+            with serving.serving(made, parsed, serving.ServerLimits(context, request_timeout)) as found:
                 _warn(given["host"], found, context)
                 url = found.url
                 click.echo(f"{made.name} is served at {url}/v1: {_example(url, made.name, bool(tokenizer.chat_template))}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ktmoe.limits import Limits
 from ktmoe.machine import threads
+from ktmoe.measuring.limits import Limits
 
 
 def number(value: float, digits: int = 4) -> str:

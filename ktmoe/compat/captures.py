@@ -18,16 +18,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ktmoe._native import core
-from ktmoe.batch import mask_of
+from ktmoe.batch import checked_mask
 from ktmoe.compat.calls import Loaded
 from ktmoe.compat.cuda_runtime import Capturing, HostMemory, Runtime
-from ktmoe.compat.order import Order
+from ktmoe.compat.lock import FinalizerLock
 from ktmoe.errors import InputError, UnavailableError
 
 _ALIGNMENT = 256
 
 
-class Place(NamedTuple):
+class CapturingStream(NamedTuple):
     """Where a call is captured. stream: the handle of the stream. current: a context in which torch works on it."""
 
     runtime: Runtime
@@ -79,7 +79,7 @@ class Lane:
 class Capture:
     """One graph's calls. Made while it is captured."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: CapturingStream):
         self.number = place.graph.number
         self.calls: list[CapturedCall] = []
         self.lanes: dict[int, Lane] = {}
@@ -93,7 +93,7 @@ class Capture:
         """Whether nothing of it runs or will. Without user objects, nobody knows: it is kept."""
         return self.known and self.mark.dropped and all(call.record.idle for call in self.calls)
 
-    def buffers(self, place: Place, shape: Shape, adopt) -> PinnedBuffers:
+    def buffers(self, place: CapturingStream, shape: Shape, adopt) -> PinnedBuffers:
         free = self.lanes.setdefault(place.stream, Lane()).free.setdefault(shape, [])
         return free.pop() if free else PinnedBuffers(place.runtime, shape, adopt)
 
@@ -117,7 +117,7 @@ class Request:
     successor: the layer that adds what is deferred, None if nothing is; urgent_slots: how many slots are not.
     """
 
-    place: Place
+    place: CapturingStream
     side: object
     layer: int
     loaded: Loaded
@@ -165,10 +165,10 @@ class CapturedCall:
 
 
 class Captures:
-    """Those of the process. order: held while a call is captured."""
+    """Those of the process. lock: held while a call is captured."""
 
-    def __init__(self, order: Order):
-        self._order = order
+    def __init__(self, lock: FinalizerLock):
+        self._lock = lock
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -181,7 +181,7 @@ class Captures:
         """Raise what a replay failed with, once, and give back what was kept for graphs that are gone."""
         if not self.live:
             return
-        with self._order:
+        with self._lock:
             if core.captured_failures() and (failure := self._failure()) is not None:
                 try:
                     raise failure
@@ -215,7 +215,7 @@ class Captures:
         shape = Shape(*ids.shape, loaded.layer.hidden)
         if 0 in shape:
             raise InputError(f"{request.name}: a call in a CUDA graph needs a token and an id, found {list(ids.shape)} ids")
-        with self._order, place.current():
+        with self._lock, place.current():
             _start()
             capture = self.live.get(place.graph.number)
             if capture is None:
@@ -227,7 +227,7 @@ class Captures:
                 buffers.ids,
                 buffers.weights,
                 buffers.y,
-                np.ascontiguousarray(mask_of(loaded.layer)).view(np.uint8),
+                np.ascontiguousarray(checked_mask(loaded.layer.spec, loaded.layer.expert_mask)).view(np.uint8),
                 request.on_gpu,
                 max(request.urgent_slots, 0) if request.defers else None,
                 buffers.late if request.defers else None,
@@ -256,7 +256,7 @@ class Captures:
 
     def forget(self, model=None) -> None:
         """No later call adds what was deferred; None: of any model."""
-        with self._order:
+        with self._lock:
             self.pending = {} if model is None else {other: due for other, due in self.pending.items() if other != model}
 
 

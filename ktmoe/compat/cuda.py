@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from ktmoe.compat import cuda_runtime
-from ktmoe.compat.captures import Place
+from ktmoe.compat.captures import CapturingStream
 from ktmoe.compat.host import TorchHost
 from ktmoe.errors import InputError, UnavailableError
 
@@ -67,7 +67,7 @@ class Cuda(TorchHost):
             return cuda.ExternalStream(stream, device=self.device) if stream else cuda.default_stream(self.device)
         return stream
 
-    def capturing(self, stream) -> Place | None:
+    def capturing(self, stream) -> CapturingStream | None:
         """Where a call on this stream is captured; None if it is not. Raises UnavailableError if it cannot be."""
         stream, cuda = self._stream(stream), self.torch.cuda
         with cuda.stream(stream):
@@ -77,7 +77,7 @@ class Cuda(TorchHost):
             graph = runtime.capturing(handle)
         if graph is None:
             raise UnavailableError("CUDA graphs: the capture on this stream has failed before, and cannot go on")
-        return Place(runtime, handle, graph, functools.partial(cuda.stream, stream))
+        return CapturingStream(runtime, handle, graph, functools.partial(cuda.stream, stream))
 
     def adopted(self, array: np.ndarray):
         """A tensor on a captured call's memory."""

@@ -10,23 +10,23 @@ from ktmoe.background.worker import Worker
 from ktmoe.compat.buffers import Pool
 from ktmoe.compat.captures import Captures
 from ktmoe.compat.deferral import Passes
-from ktmoe.compat.order import Order
+from ktmoe.compat.lock import FinalizerLock
 
 
 class Engine:
-    """order: held from taking what a layer is due until its tasks are queued, so that tasks run in the order of the passes."""
+    """lock: held from taking what a layer is due until its tasks are queued, so that tasks run in the order of the passes."""
 
     def __init__(self):
-        self.order = Order()
+        self.lock = FinalizerLock()
         self.passes = Passes()
-        self.captures = Captures(self.order)
+        self.captures = Captures(self.lock)
         self.pool = Pool()
         self._worker = Worker("ktmoe-kt-kernel")
         forks.watch(self)
 
     def submit(self, task: Callable, *arguments) -> Future:
         """Queue a task. Nothing starts before the first one."""
-        with self.order:
+        with self.lock:
             return self._worker.submit(task, *arguments)
 
     def sync(self) -> None:
@@ -34,7 +34,7 @@ class Engine:
         self.submit(lambda: None).result()
 
     def leave(self, model, layer: int) -> None:
-        """A layer's weights are gone. Under order."""
+        """A layer's weights are gone. Under lock."""
         self.passes.leave(model, layer)
         if model not in self.passes.layers:
             self.captures.forget(model)

@@ -19,7 +19,7 @@ from ktmoe.experts import ExpertSpec
 from ktmoe.weights.formats import WeightFormat
 
 
-class Target:
+class RankBuffers:
     """The host buffers of all GPU ranks, as the arrays that MoELayer.export_expert writes.
 
     Rank i has gate's rows [i*I/ranks, (i+1)*I/ranks), then up's, in w13, and those columns of down in w2; scales likewise.

@@ -28,7 +28,7 @@ class Side(Protocol):
         """buffers.y as x's kind, of x's dtype, [tokens, hidden]."""
 
     def capturing(self, stream):
-        """The captures.Place where this stream's work is captured in a CUDA graph, or None."""
+        """The captures.CapturingStream where this stream's work is captured in a CUDA graph, or None."""
 
 
 class Numpy:

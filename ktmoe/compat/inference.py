@@ -22,7 +22,7 @@ from ktmoe.compat.calls import Call, Loaded
 from ktmoe.compat.captures import CapturedCall, Request
 from ktmoe.compat.deferral import Pending
 from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
-from ktmoe.compat.export import Target
+from ktmoe.compat.export import RankBuffers
 from ktmoe.compat.sides import side_of
 from ktmoe.errors import ClosedError, InputError
 from ktmoe.experts import ExpertWeights
@@ -132,10 +132,10 @@ class InferenceWrapper:
         if isinstance(call, CapturedCall):
             return call.result(cuda_stream)
         try:
-            with ENGINE.order:
+            with ENGINE.lock:
                 self._take(call)
             call.now()
-            with ENGINE.order:
+            with ENGINE.lock:
                 self._defer(call)
         except BaseException:
             call.buffers.release()
@@ -164,7 +164,7 @@ class InferenceWrapper:
 
     def _queue(self, call: Call) -> None:
         try:
-            with ENGINE.order:
+            with ENGINE.lock:
                 self._take(call)
                 call.output = ENGINE.submit(call.now)
                 self._defer(call)
@@ -199,7 +199,7 @@ class InferenceWrapper:
         if expert >= self.num_experts:
             raise InputError(f"expert_id must be in [0, {self.num_experts}), found {expert}")
         pointers = w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs
-        target = Target(self.method, loaded.layer.spec, gpu_tp_count, *pointers)
+        target = RankBuffers(self.method, loaded.layer.spec, gpu_tp_count, *pointers)
         with self._lock:
             self._writes.append(ENGINE.submit(_write, loaded.layer, expert, target))
 
@@ -223,7 +223,7 @@ class InferenceWrapper:
     @staticmethod
     def clear_buffer_cache() -> None:
         """Give up all buffers that no call uses, and what is still to be added to a next layer's result."""
-        with ENGINE.order:
+        with ENGINE.lock:
             ENGINE.passes.reset()
             ENGINE.captures.forget()
             ENGINE.pool.clear()
@@ -254,7 +254,7 @@ class InferenceWrapper:
         experts = weights.prepared(experts, self.method, methods.SERVED[self.method], sizes, physical, self._activation)
         layer = MoELayer(experts, numa_nodes=self._nodes)
         model = os.fspath(self.weight_path or ""), self.hidden_size
-        with ENGINE.order:
+        with ENGINE.lock:
             ENGINE.passes.join(model, self.layer_idx)
         leave = weakref.finalize(self, _leave, model, self.layer_idx, lease)
         leave.atexit = False
@@ -280,7 +280,7 @@ class InferenceWrapper:
         side = side_of(x)
         tokens, top_k = batch(self.hidden_size, x, ids, weights_)
         if (place := side.capturing(stream)) is not None:
-            with ENGINE.order:
+            with ENGINE.lock:
                 on_gpu, deferral = masks.live(self.gpu_experts_mask, self.num_experts), self._deferral(loaded.model)
                 return ENGINE.captures.submit(Request(place, side, self.layer_idx, loaded, on_gpu, *deferral), x, ids, weights_)
         on_gpu = masks.read(self.gpu_experts_mask, self.num_experts)
@@ -292,7 +292,7 @@ class InferenceWrapper:
             raise
 
     def _take(self, call: Call) -> None:
-        """What is due to this layer, and whether it may defer. Under ENGINE.order, as is _defer()."""
+        """What is due to this layer, and whether it may defer. Under ENGINE.lock, as is _defer()."""
         model = call.loaded.model
         call.successor, protected = self._deferral(model)
         if call.successor is not None:
@@ -313,11 +313,11 @@ class InferenceWrapper:
 
 
 def _leave(model: tuple[str, int], layer: int, lease: weights.Lease | None) -> None:
-    ENGINE.order.soon(functools.partial(ENGINE.leave, model, layer))
+    ENGINE.lock.soon(functools.partial(ENGINE.leave, model, layer))
     if lease is not None:
         lease.close()
 
 
-def _write(layer: MoELayer, expert: int, target: Target) -> None:
+def _write(layer: MoELayer, expert: int, target: RankBuffers) -> None:
     layer.export_expert(expert, len(target.parts), out=target.parts)
     target.finish()

@@ -18,8 +18,8 @@ from ktmoe.compat.arguments import Sizes, count, nodes
 from ktmoe.compat.checkpoint_output import CheckpointOutput
 from ktmoe.compat.engine import CPU_INFER, ENGINE, CpuInfer
 from ktmoe.compat.optimizer_gradients import OptimizerGradients
-from ktmoe.compat.sft_lora import NAMES, Adapter
-from ktmoe.compat.sft_passes import Passes
+from ktmoe.compat.sft_lora import NAMES, AdapterTensors
+from ktmoe.compat.sft_passes import SFTPasses
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
@@ -27,7 +27,7 @@ from ktmoe.messages import show
 from ktmoe.training import RANK_MAX, Lora, Training
 
 
-class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
+class SFTWrapper(SFTPasses, CheckpointOutput, OptimizerGradients):
     """The routed experts of one layer, on the CPU, whose adapter is trained. KTMoEWrapper says what its arguments are.
 
     The order of the arguments is that of kt-kernel's AMXSFTMoEWrapper. gate_lora_a, grad_gate_lora_a and so on: the tensors of
@@ -94,10 +94,10 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         CheckpointOutput.__init__(self)
         OptimizerGradients.__init__(self, self._tuning.shared)
         self._training: Training | None = None
-        self._adapter: Adapter | None = None
+        self._adapter: AdapterTensors | None = None
         self._leave: weakref.finalize | None = None
         self._closed = False
-        Passes.__init__(self)
+        SFTPasses.__init__(self)
 
     @property
     def cpu_infer(self) -> CpuInfer:
@@ -201,7 +201,7 @@ class SFTWrapper(Passes, CheckpointOutput, OptimizerGradients):
         parameters = [host_arrays.is_parameter(matrix) for matrix in matrices]
         if self._uses_authoritative_optimizer_grads and any(parameters) and not all(parameters):
             raise InputError("either all matrices of an adapter or none must be torch Parameters, found some")
-        adapter = Adapter(tensors, buffers, self._shapes(), self.lora_alpha)
+        adapter = AdapterTensors(tensors, buffers, self._shapes(), self.lora_alpha)
         self._register_adapter({name: (tensors[name], buffers[name]) for name in NAMES} if all(parameters) else {})
         for name in NAMES:
             setattr(self, name, tensors[name])

@@ -16,7 +16,7 @@ from ktmoe.training import Lora
 NAMES = tuple(f"{projection}_lora_{letter}" for projection in PROJECTIONS for letter in "ab")
 
 
-class Staging:
+class GradientMemory:
     """float32 memory for an adapter's gradients, which all layers of a process share, since they are computed one at a time."""
 
     def __init__(self):
@@ -42,7 +42,7 @@ class Staging:
         self._memory = np.empty(0, np.float32)
 
 
-class Adapter:
+class AdapterTensors:
     """tensors and gradients by NAMES: bfloat16 or float32, numpy arrays or torch CPU tensors, C-contiguous and aligned; held,
     not copied.
 

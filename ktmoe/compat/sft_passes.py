@@ -14,12 +14,12 @@ from ktmoe.compat.buffers import Key
 from ktmoe.compat.calls import Call, Loaded
 from ktmoe.compat.engine import ENGINE
 from ktmoe.compat.optimizer_gradients import checked_scale
-from ktmoe.compat.sft_lora import Adapter, Staging
+from ktmoe.compat.sft_lora import AdapterTensors, GradientMemory
 from ktmoe.compat.sides import side_of
 from ktmoe.errors import InputError, UnavailableError
 from ktmoe.training import Lora, Saved, SavedStack, Training
 
-_STAGING = Staging()
+_GRADIENT_MEMORY = GradientMemory()
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Pending:
     device: object
 
 
-class Passes:
+class SFTPasses:
     """Part of SFTWrapper, which has all other attributes."""
 
     def __init__(self):
@@ -159,8 +159,8 @@ class Passes:
     @staticmethod
     def clear_sft_buffer_cache() -> None:
         """Give up the memory in which all layers' gradients are summed, after the backward that runs."""
-        with _STAGING.lock:
-            _STAGING.clear()
+        with _GRADIENT_MEMORY.lock:
+            _GRADIENT_MEMORY.clear()
 
 
 @dataclass(frozen=True)
@@ -180,14 +180,14 @@ def _forward(training: Training, arguments: tuple, lora: Lora | None, save: bool
 
 
 def _backward(
-    training: Training, saved: Saved, grad: np.ndarray, adapter: Adapter | None, scale: float, add: bool
+    training: Training, saved: Saved, grad: np.ndarray, adapter: AdapterTensors | None, scale: float, add: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """The gradients of x and of the router weights; the adapter's are in their buffers if nothing was raised."""
     if adapter is None:
         gradients = training.backward(saved, grad)
         return gradients.x, gradients.weights
-    with _STAGING.lock:
-        staged = _STAGING.pairs(adapter.lora)
+    with _GRADIENT_MEMORY.lock:
+        staged = _GRADIENT_MEMORY.pairs(adapter.lora)
         gradients = training.backward(saved, grad, adapter.lora, into=staged, scale=scale)
         adapter.write(staged, add)
     return gradients.x, gradients.weights

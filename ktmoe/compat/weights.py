@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe.compat.lock import FinalizerLock
 from ktmoe.compat.methods import Method, check_formats
-from ktmoe.compat.order import Order
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.base import find_loader
@@ -33,11 +33,11 @@ class Lease:
     """A lease of the one open Checkpoint of a folder, whose index and headers are read once; the last close() closes it."""
 
     leased: ClassVar[dict[str, _Shared]] = {}  # the process's
-    order = Order()  # a finalizer may close a lease while one is taken
+    lock = FinalizerLock()  # a finalizer may close a lease while one is taken
 
     def __init__(self, path: str | os.PathLike):
         self._key = os.path.realpath(path)
-        with self.order:
+        with self.lock:
             shared = self.leased.get(self._key)
             if shared is None:
                 shared = self.leased[self._key] = _Shared(Checkpoint(path))
@@ -51,7 +51,7 @@ class Lease:
 
     def close(self) -> None:
         """A second call does nothing."""
-        self.order.soon(self._close)
+        self.lock.soon(self._close)
 
     def _close(self) -> None:
         shared, self._shared = self._shared, None

@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ResultTensor:
     """Of the result: name, dtype and shape as its header has them."""
 
     name: str
@@ -56,7 +56,7 @@ class Part:
 class Unit:
     """Tensors that stay in one file, and the parts that give their bytes, in order."""
 
-    tensors: list[Tensor]
+    tensors: list[ResultTensor]
     parts: list[Part]
 
     @property
@@ -72,7 +72,7 @@ def copied(checkpoint: Checkpoint, info: TensorInfo) -> Unit:
 
     starts = range(0, info.nbytes, CHUNK_BYTES)
     parts = [part(start, min(start + CHUNK_BYTES, info.nbytes)) for start in starts]
-    return Unit([Tensor(info.name, info.dtype, info.shape)], parts)
+    return Unit([ResultTensor(info.name, info.dtype, info.shape)], parts)
 
 
 def expert(
@@ -80,7 +80,7 @@ def expert(
 ) -> Unit:
     """One expert, with tensors of its own. names: of its matrices in the result, by projection."""
     tensors = [
-        Tensor(names[projection] + array.ending, array.dtype, array.shape(*experts.shape(projection)))
+        ResultTensor(names[projection] + array.ending, array.dtype, array.shape(*experts.shape(projection)))
         for projection in PROJECTIONS
         for array in stored.arrays
     ]
@@ -105,8 +105,8 @@ def gpt_oss(layer: int | str, experts: ExpertWeights, quantizer: Quantizer) -> U
     for stem, (n, k) in (("gate_up_proj", (2 * experts.intermediate, experts.hidden)), ("down_proj", experts.shape("down"))):
         rows = experts.num_experts, n, k // 32
         tensors += [
-            Tensor(f"{experts.name}.{stem}_blocks", "U8", (*rows, 16)),
-            Tensor(f"{experts.name}.{stem}_scales", "U8", rows),
+            ResultTensor(f"{experts.name}.{stem}_blocks", "U8", (*rows, 16)),
+            ResultTensor(f"{experts.name}.{stem}_scales", "U8", rows),
         ]
 
     def part(number: int, stem: str, projections: tuple[str, ...]) -> Part:

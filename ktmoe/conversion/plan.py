@@ -1,4 +1,4 @@
-"""Plan: which tensors the result has, in which files, and what makes each; by the source's headers alone."""
+"""ConversionPlan: which tensors the result has, in which files, and what makes each; by the source's headers alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from ktmoe import loaders
 from ktmoe.conversion import parts, stated
 from ktmoe.conversion.computed import check_computed
-from ktmoe.conversion.parts import Tensor, Unit
+from ktmoe.conversion.parts import ResultTensor, Unit
 from ktmoe.conversion.source import Source
 from ktmoe.conversion.storage import DEEPSEEK_V4, Storage, storage
 from ktmoe.errors import FormatError, InputError, MissingTensorError
@@ -35,7 +35,7 @@ class Shard:
     units: list[Unit]
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[ResultTensor]:
         """In the order of the file: the larger a tensor's numbers, the earlier, so that each begins at a multiple of them."""
         return sorted((each for unit in self.units for each in unit.tensors), key=lambda each: -each.item_bytes)
 
@@ -45,7 +45,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """layers: experts of those that are converted. shards: the files. config: of the result. note: what is to be known."""
 
     layers: dict[int | str, ExpertWeights]
@@ -56,7 +56,7 @@ class Plan:
 
 def plan(
     source: Source, quantizer: Quantizer, layers: Collection[int | str] | None, requantize: bool, shard_bytes: int
-) -> Plan:
+) -> ConversionPlan:
     """layers: to convert; None: all that have routed experts. requantize: also those of 4 bits.
 
     Raises FormatError for experts that are not to be converted, MissingTensorError for a layer that there is not, InputError
@@ -86,7 +86,7 @@ def plan(
             units += _units(source, layer, experts[layer], stored, quantizer)
             del readers[layer]
     config, note = stated.config(checkpoint.config, stored, list(experts), partly, rest)
-    made = Plan(experts, shards(units, shard_bytes), config, note)
+    made = ConversionPlan(experts, shards(units, shard_bytes), config, note)
     wanted = quantizer.format
     if wanted.element == INT8:  # which is packed so
         wanted = replace(wanted, element=INT8_PLUS_128)
@@ -181,7 +181,7 @@ def shards(units: list[Unit], shard_bytes: int) -> list[Shard]:
 class _Result:
     """What loaders look at of a checkpoint, of the result: it is not written yet."""
 
-    def __init__(self, path: Path, made: Plan):
+    def __init__(self, path: Path, made: ConversionPlan):
         self.path, self.config = path, made.config
         tensors = [(shard.name, each) for shard in made.shards for each in shard.tensors]
         names = Counter(each.name for _, each in tensors)
@@ -206,7 +206,7 @@ class _Result:
         return self._infos[name]
 
 
-def check_result(source: Source, made: Plan, wanted: WeightFormat) -> None:
+def check_result(source: Source, made: ConversionPlan, wanted: WeightFormat) -> None:
     """Raise FormatError if ktmoe would not read the result as what it is to be: before a byte of it is written."""
     result = _Result(source.checkpoint.path, made)
     for layer, experts in made.layers.items():

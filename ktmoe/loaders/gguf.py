@@ -48,7 +48,7 @@ class Gguf(Loader):
         for layer in naming.blocks(checkpoint):
             try:
                 architectures.activation(checkpoint, layer)
-                _Layer.find(checkpoint, layer)
+                _LayerHeaders.find(checkpoint, layer)
             except (CheckpointError, FormatError) as error:
                 refused = refused or error
             else:
@@ -73,7 +73,7 @@ class Gguf(Loader):
             raise MissingTensorError(
                 f"{checkpoint.path}: layer {show(layer)}: expected a layer that has routed experts, found {listed}"
             )
-        of_layer = _Layer.find(checkpoint, key)
+        of_layer = _LayerHeaders.find(checkpoint, key)
         return ExpertWeights(
             of_layer.num_experts,
             of_layer.hidden,
@@ -103,7 +103,7 @@ class _Matrices:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerHeaders:
     """What the headers say, which are all checked."""
 
     checkpoint: Checkpoint
@@ -113,7 +113,7 @@ class _Layer:
     intermediate: int
 
     @classmethod
-    def find(cls, checkpoint: Checkpoint, layer: int) -> _Layer:
+    def find(cls, checkpoint: Checkpoint, layer: int) -> _LayerHeaders:
         """A layer that has tensors of these names. Raises MissingTensorError, FormatError, CheckpointError."""
         base, suffixes = f"blk.{layer}.", naming.block(checkpoint, layer)
         biases = architectures.of(checkpoint).biases

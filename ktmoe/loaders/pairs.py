@@ -10,7 +10,7 @@ from ktmoe import forks
 from ktmoe.experts import Matrix
 
 
-class Pairs:
+class GateUpReader:
     """Gate and up, read together: who asks for one of an expert's leaves the other for whoever asks for that.
 
     read: expert -> both by projection. At most `kept` experts wait for their second half; the oldest is dropped, and would be

@@ -17,7 +17,7 @@ from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
 from ktmoe.loaders import model_config, naming, quantization
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.pairs import Pairs
+from ktmoe.loaders.pairs import GateUpReader
 from ktmoe.loaders.per_expert import FACTORS, Headers, PerExpert, why
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.weights.activation import GatedActivation
@@ -177,7 +177,7 @@ class _Tensors:
     def reader(self) -> Callable[[int, str], Matrix]:
         """(expert, projection) -> Matrix. It reads an expert's bytes alone; once, if gate and up are asked for in turn."""
         together = self.parts == 2 and (self.interleaved or self.format.order.transposed or self._common_factor)
-        pairs = Pairs(self._both) if together else None
+        pairs = GateUpReader(self._both) if together else None
 
         def read(expert: int, projection: str) -> Matrix:
             if projection == "down" or self.parts == 1:

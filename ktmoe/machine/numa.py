@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ktmoe._native import core
 from ktmoe.errors import InputError
+from ktmoe.experts import ExpertSpec
 from ktmoe.machine import topology
 from ktmoe.machine.number_lists import listed, numbers, ranges
 from ktmoe.messages import show
@@ -107,6 +108,14 @@ def place(numa_nodes: Sequence[int] | None = None) -> Placement:
         if chosen.count(node) > 1:
             raise InputError(f"numa_nodes must be different nodes, found {node} more than once in {list(chosen)}")
     return Placement(chosen, tuple(usable[node] for node in chosen))
+
+
+def placement_of(experts: ExpertSpec, numa_nodes: Sequence[int] | None = None) -> Placement:
+    """place(), for a layer of these experts."""
+    placement = place(numa_nodes)
+    if numa_nodes is None:  # not on more nodes than there is something for
+        placement = placement.first(-(-experts.intermediate // experts.shard_unit))
+    return placement
 
 
 def explain_default() -> str:

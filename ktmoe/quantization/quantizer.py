@@ -163,7 +163,7 @@ def _bands(groups: tuple[int, int]) -> Iterator[slice]:
         yield slice(first, min(first + some, groups[0]))
 
 
-def _extremes(weights: source.Weights, matrix: Matrix, extent: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _extremes(weights: source.SourceMatrix, matrix: Matrix, extent: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     found = core.weights_extremes(weights, *extent)
     if found is None:
         source.refuse(matrix)

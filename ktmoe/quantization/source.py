@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktmoe import reference_weights
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
 from ktmoe.experts import Matrix
 from ktmoe.weights.formats import Minimum, WeightFormat
@@ -20,7 +20,7 @@ _NUMBERS = {"b16": "bf16", "f16": "fp16", "f32": "fp32"}
 
 
 @dataclass(frozen=True)
-class Weights:
+class SourceMatrix:
     """A matrix [n, k] as the native code reads it: (values[code] - point) * scale, times its factor or divided by it.
 
     stored: "bf16", "fp16" or "fp32", codes that are numbers; "bytes"; "nibbles", low nibble = even k. codes: C-contiguous.
@@ -41,11 +41,11 @@ class Weights:
     divides: bool = False
 
 
-def read(matrix: Matrix) -> Weights:
+def read(matrix: Matrix) -> SourceMatrix:
     """A matrix of any format. Raises FormatError for a zero point that is none."""
     matrix_format = matrix.format
     if matrix_format.family in _NUMBERS and not matrix_format.factor and matrix_format.order.rows:
-        return Weights(matrix.name, matrix.shape, _NUMBERS[matrix_format.family], matrix.codes)
+        return SourceMatrix(matrix.name, matrix.shape, _NUMBERS[matrix_format.family], matrix.codes)
     return _coded(matrix) if _rounded_once(matrix_format) else _in_float64(matrix)
 
 
@@ -53,7 +53,7 @@ def refuse(matrix: Matrix) -> None:
     """Raise FormatError for a weight that is not finite; it names the place."""
     matrix.refuse()
     with np.errstate(over="ignore"):
-        wrong = ~np.isfinite(reference_weights.dequantize(matrix).astype(np.float32))
+        wrong = ~np.isfinite(dequantize(matrix).astype(np.float32))
     place = np.argwhere(wrong)[0].tolist()
     raise FormatError(f"{matrix.name}: weight {place} is too large for float32")
 
@@ -66,7 +66,7 @@ def _rounded_once(matrix_format: WeightFormat) -> bool:
     return not (scale and matrix_format.factor) or scale.kind in _BITS
 
 
-def _coded(matrix: Matrix) -> Weights:
+def _coded(matrix: Matrix) -> SourceMatrix:
     matrix_format, (n, k) = matrix.format, matrix.shape
     arrays = matrix_format.rows(matrix.stored, n, k)
     given = {}
@@ -86,11 +86,11 @@ def _coded(matrix: Matrix) -> Weights:
         given |= {"points": points, "point_columns": matrix_format.offset.extent[1]}
     if matrix_format.factor:
         given |= {"factors": arrays["factor"], "divides": matrix_format.factor.divides}
-    return Weights(matrix.name, matrix.shape, stored, arrays["codes"], **given)
+    return SourceMatrix(matrix.name, matrix.shape, stored, arrays["codes"], **given)
 
 
-def _in_float64(matrix: Matrix) -> Weights:
+def _in_float64(matrix: Matrix) -> SourceMatrix:
     """By way of float64 numbers, which are exact or nearly so."""
     with np.errstate(over="ignore"):
-        weights = reference_weights.dequantize(matrix).astype(np.float32)
-    return Weights(matrix.name, matrix.shape, "fp32", weights)
+        weights = dequantize(matrix).astype(np.float32)
+    return SourceMatrix(matrix.name, matrix.shape, "fp32", weights)

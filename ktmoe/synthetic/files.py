@@ -75,10 +75,10 @@ def write(
 
 def load(model: Model, seed: int) -> ExpertWeights:
     """What its loader makes of layer 0, without a file."""
-    return loaders.get(model.loader).load(_Memory(model, seed), 0)
+    return loaders.get(model.loader).load(_SyntheticCheckpoint(model, seed), 0)
 
 
-class _Memory:
+class _SyntheticCheckpoint:
     """What a loader uses of a Checkpoint; tensors are made when they are read."""
 
     def __init__(self, model: Model, seed: int):

@@ -227,7 +227,7 @@ def _bytes(mask: int, first: int) -> Shaper:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedGguf:
     """As synthetic.quantized has others: write() and experts() of one type."""
 
     types: str
@@ -241,4 +241,4 @@ class Published:
 
 
 #: By the name that tables give the weights.
-GGUF = {f"GGUF {name}": Published(name) for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "IQ4_XS")}
+GGUF = {f"GGUF {name}": PublishedGguf(name) for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "IQ4_XS")}

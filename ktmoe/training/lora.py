@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ktmoe import arrays
+from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertSpec
 from ktmoe.messages import show
 
 #: The largest rank.
-RANK_MAX = 256
+RANK_MAX = core.RANK_MAX
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -27,7 +28,7 @@ class Lora:
 
     pairs: {projection: (a, b)} for one or more of "gate", "up" and "down": a [experts, rank, inputs] and
     b [experts, outputs, rank], C-contiguous and aligned, each float32, bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, or
-    a torch CPU tensor of float32 or bfloat16. float64 is for ktmoe.reference_training alone. They are held, not copied: whoever
+    a torch CPU tensor of float32 or bfloat16. float64 is for ktmoe.reference.training alone. They are held, not copied: whoever
     changes them in place changes the adapter.
     alpha: finite. finite: whether NaN and infinities are refused, once, here.
 
@@ -101,7 +102,7 @@ class Lora:
                 arrays.expect_shape(f"{spec.name}: {projection}'s {name}", array, shape)
 
     def check_dtypes(self, name: str) -> None:
-        """Raise InputError for float64, which only ktmoe.reference_training takes. name: whose adapter it is."""
+        """Raise InputError for float64, which only ktmoe.reference.training takes. name: whose adapter it is."""
         if any(array.dtype == np.float64 for pair in self.pairs.values() for array in pair):
             raise InputError(f"{name}: lora must be of float32 or bfloat16, found float64")
 

@@ -10,7 +10,7 @@ import numpy as np
 from ktmoe import arrays
 from ktmoe._native import core
 from ktmoe.batch import checked_batch, checked_out
-from ktmoe.errors import ClosedError, InputError, UnavailableError, memory_for
+from ktmoe.errors import ClosedError, InputError, asking, memory_for
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
 from ktmoe.training.lora import Lora, checked_number
@@ -50,10 +50,7 @@ class Training:
                 f"{layer.name}: training needs activations={MODE!r}, found {layer.activations!r}, which rounds more; "
                 f"make the layer with activations={MODE!r}"
             )
-        packed = _packed(layer, "training")
-        reason = getattr(packed, "trainable", f"backend {layer.backend!r} has no training")
-        if reason is not None:
-            raise UnavailableError(f"{layer.name}: it cannot be trained: {reason}")
+        _packed(layer, "training")
         self.layer = layer
         self.recompute = bool(recompute)
 
@@ -76,7 +73,7 @@ class Training:
         Raises what MoELayer.forward() raises, InputError for an adapter of other shapes, OutOfMemoryError.
         """
         packed = _packed(self.layer, "forward")
-        batch = checked_batch(self.layer, x, expert_ids, expert_weights)
+        batch = checked_batch(self.spec, self.layer.expert_mask, x, expert_ids, expert_weights)
         adapter = self._adapter(lora)
         target = checked_out(out, batch)
         taken = None
@@ -170,11 +167,12 @@ class Training:
         return g, u, None if lora is None else np.empty((slots, 3, lora.rank), np.float32)
 
 
-def _packed(layer: MoELayer, what: str):
+def _packed(layer: MoELayer, what: str) -> core.PackedLayer:
     packed = layer.packed  # once: close() may come from another thread
     if packed is None:
         raise ClosedError(f"{layer.name}: {what} after close()")
-    return packed
+    with asking(layer.backend, layer.name):
+        return packed.training()
 
 
 def _zeros(lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -35,7 +35,7 @@ EXACT = "bf16"
 
 
 @dataclass(frozen=True)
-class Mode:
+class RunMode:
     """How experts compute: the shortest name of an activation mode, and whether weights are rounded ("folded") or "exact"."""
 
     activations: str
@@ -54,7 +54,7 @@ class Run:
     exact run itself. load_seconds: of loading. seconds: of the text.
     """
 
-    mode: Mode
+    mode: RunMode
     backends: list[str]
     scores: Scores
     layers: list[Difference]
@@ -124,14 +124,14 @@ class _Work:
 
     def exact(
         self, logits: Logits, vocabulary: int, activations: Sequence[str] | None, rounding: str, layers: bool
-    ) -> tuple[Run, list[Mode], list[LayerErrors]]:
+    ) -> tuple[Run, list[RunMode], list[LayerErrors]]:
         """The exact run, the modes to compare with it, and its layers."""
-        mode = Mode(EXACT)
+        mode = RunMode(EXACT)
         with self._loaded(mode) as (model, packed, load_seconds):
             modes = _modes(list(packed.values()), self.backend, activations)
             if rounding != "exact":
                 _require_rounding(self.folder, list(packed.values()), rounding)
-                modes.append(Mode(EXACT, rounding))
+                modes.append(RunMode(EXACT, rounding))
             if modes:
                 require_space(sum(window.scored for window in self.windows) * vocabulary * model.dtype.itemsize)
             sampler = Sampler({name: model.get_submodule(name) for name in packed} if layers else {}, len(self.windows))
@@ -147,7 +147,7 @@ class _Work:
                     draw(len(found), len(packed))
         return run, modes, found
 
-    def run(self, mode: Mode, exact: Logits, layers: list[LayerErrors]) -> Run:
+    def run(self, mode: RunMode, exact: Logits, layers: list[LayerErrors]) -> Run:
         """exact: the exact run's logits. layers: its."""
         with self._loaded(mode) as (model, packed, load_seconds):
             start = time.perf_counter()
@@ -158,7 +158,7 @@ class _Work:
             return Run(mode, _backends(packed), scores, differences, load_seconds, seconds)
 
     @contextmanager
-    def _loaded(self, mode: Mode) -> Iterator[tuple[torch.nn.Module, dict[str, MoELayer], float]]:
+    def _loaded(self, mode: RunMode) -> Iterator[tuple[torch.nn.Module, dict[str, MoELayer], float]]:
         """(the model, its packed layers by their modules' names, seconds). The layers are closed at the end."""
         start = time.perf_counter()
         with self.step(f"{mode.label}: load") as draw:
@@ -183,7 +183,7 @@ def _tokens(folder: Path, text: str, config: PreTrainedConfig) -> torch.Tensor:
     return found
 
 
-def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | None) -> list[Mode]:
+def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | None) -> list[RunMode]:
     """The modes to compare with the exact run of these layers, whose backends were chosen for it."""
     if activations is None:
         known = dict.fromkeys(mode for layer in packed for mode in backends.get(layer.backend).modes)
@@ -198,7 +198,7 @@ def _modes(packed: list[MoELayer], backend: str, activations: Sequence[str] | No
         for mode in names:
             for layer in packed:
                 choose_backend(backend, layer.spec, mode)  # raises, before the text is read
-    return [Mode(name) for name in names]
+    return [RunMode(name) for name in names]
 
 
 def _require_rounding(folder: Path, packed: list[MoELayer], rounding: str) -> None:

@@ -14,7 +14,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ktmoe import forks
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import UnavailableError
-from ktmoe.layer import MoELayer, placement_of
+from ktmoe.layer import MoELayer
+from ktmoe.machine.numa import placement_of
 from ktmoe.torch.counting import count
 from ktmoe.torch.function import differentiable
 from ktmoe.training import Training

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from ktmoe.errors import ClosedError, UnavailableError
+from ktmoe.dequantization import dequantize, in_rows
+from ktmoe.errors import ClosedError, LackingError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer
-from ktmoe.reference_weights import dequantize, in_rows
 from ktmoe.torch.experts import MoEExperts
 from ktmoe.transformers.gpu_experts import GpuExperts, choose
 from ktmoe.transformers.modules import is_experts, rows_of
@@ -61,10 +61,12 @@ def _device(model: torch.nn.Module, name: str, layer: MoELayer) -> torch.device:
     """Of the other parameters of the experts' block, such as the router's. Raises what place() does."""
     if layer.packed is None:
         raise ClosedError(f"{name}: its layer was closed")
-    if not hasattr(layer.packed, "export"):
+    try:
+        layer.packed.export(0, [{}])  # of nothing: it refuses now, or not at all
+    except LackingError:
         raise UnavailableError(
             f"{name}: backend {layer.backend!r} cannot give weights back, so its experts are on the CPU alone"
-        )
+        ) from None
     block = model.get_submodule(name.rpartition(".")[0])
     device = next((parameter.device for parameter in block.parameters()), model.device)
     if device.type == "meta":

@@ -29,7 +29,7 @@ _MOST_IN_A_BYTE = 4
 
 
 @register_quantizer(NAME)
-class Quantizer(HfQuantizer):
+class KtmoeHfQuantizer(HfQuantizer):
     """Takes the experts out of a model that transformers loads, and gives them to ktmoe.
 
     Whatever concerns the rest of the model is asked of the quantizer of the checkpoint's own quantization_config.

@@ -19,7 +19,7 @@ from transformers.cli.chat import Chat
 from ktmoe.errors import UnavailableError
 from ktmoe.messages import install
 from ktmoe.transformers.refusals import in_one_line
-from ktmoe.transformers.server.server import Limits, Listening, Server
+from ktmoe.transformers.server.server import Listening, Server, ServerLimits
 from ktmoe.transformers.view import View
 
 #: What the server needs besides transformers: the extra `serve` has it.
@@ -57,7 +57,7 @@ def check_address(host: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def serving(view: View, context: typer.Context, limits: Limits) -> Iterator[Listening]:
+def serving(view: View, context: typer.Context, limits: ServerLimits) -> Iterator[Listening]:
     """Load the model, and run the server in a thread until the context ends.
 
     context: what parse() made; the model in it is view.name, which clients name, too. The working directory is the view's

@@ -6,8 +6,8 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe.arrays import expect_shape
-from ktmoe.batch import mask_of
-from ktmoe.errors import ClosedError, InputError, UnavailableError
+from ktmoe.batch import checked_mask
+from ktmoe.errors import ClosedError, InputError, asking
 from ktmoe.layer import MoELayer
 from ktmoe.messages import show
 from ktmoe.modes import mode_of
@@ -103,9 +103,9 @@ def _of(layer: MoELayer):
     packed = layer.packed  # once: close() may come from another thread
     if packed is None:
         raise ClosedError(f"{layer.name}: a stage after close()")
-    if not hasattr(packed, "gate_up"):
-        raise UnavailableError(f"{layer.name}: backend {layer.backend!r} has no stages of its own")
-    return packed, mode_of(layer.activations), mask_of(layer).copy()
+    with asking(layer.backend, layer.name):
+        stages = packed.stages()
+    return stages, mode_of(layer.activations), checked_mask(layer.spec, layer.expert_mask).copy()
 
 
 def _checked_rows(rows, name: str, columns: int, rule: Rule | None, layer: MoELayer) -> tuple[np.ndarray, np.ndarray]:

@@ -41,7 +41,7 @@ _logger = init_logger("vllm.ktmoe")
 _said: set[str] = set()
 
 
-class Chosen:
+class RoutedExpertsConfig:
     """A config whose get_quant_method() asks ours() for routed experts first."""
 
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
@@ -65,22 +65,22 @@ def _say(text: str, reason: str) -> None:
         _logger.warning("%s", text)
 
 
-class Mxfp4Config(Chosen, mxfp4.Mxfp4Config):
+class Mxfp4Config(RoutedExpertsConfig, mxfp4.Mxfp4Config):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         return SERVED[mxfp4.Mxfp4MoEMethod](layer.moe_config)
 
 
-class GptOssMxfp4Config(Chosen, mxfp4.GptOssMxfp4Config):
+class GptOssMxfp4Config(RoutedExpertsConfig, mxfp4.GptOssMxfp4Config):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         return SERVED[mxfp4.GptOssMxfp4MoEMethod](layer.moe_config)
 
 
-class Fp8Config(Chosen, fp8.Fp8Config):
+class Fp8Config(RoutedExpertsConfig, fp8.Fp8Config):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         return _fp8(self, layer, prefix)
 
 
-class DeepseekV4FP8Config(Chosen, deepseek_v4.DeepseekV4FP8Config):
+class DeepseekV4FP8Config(RoutedExpertsConfig, deepseek_v4.DeepseekV4FP8Config):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         if self.expert_dtype != "fp4" or _skipped(self, prefix):
             return _fp8(self, layer, prefix)
@@ -102,7 +102,7 @@ def _fp8(config: fp8.Fp8Config, layer: RoutedExperts, prefix: str) -> FusedMoEMe
     return SERVED[fp8.Fp8MoEMethod](config, layer)
 
 
-class CompressedTensorsConfig(Chosen, compressed_tensors.CompressedTensorsConfig):
+class CompressedTensorsConfig(RoutedExpertsConfig, compressed_tensors.CompressedTensorsConfig):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
@@ -131,7 +131,7 @@ class CompressedTensorsConfig(Chosen, compressed_tensors.CompressedTensorsConfig
         )
 
 
-class AutoGPTQConfig(Chosen, auto_gptq.AutoGPTQConfig):
+class AutoGPTQConfig(RoutedExpertsConfig, auto_gptq.AutoGPTQConfig):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         kind = SERVED[auto_gptq.AutoGPTQMoEMethod]
         method = auto_gptq.get_moe_quant_method(self, layer, prefix, kind)
@@ -142,24 +142,24 @@ class AutoGPTQConfig(Chosen, auto_gptq.AutoGPTQConfig):
         return method
 
 
-class AutoAWQConfig(Chosen, auto_awq.AutoAWQConfig):
+class AutoAWQConfig(RoutedExpertsConfig, auto_awq.AutoAWQConfig):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         if is_layer_skipped(prefix, self.modules_to_not_convert, match_mode="substring"):
             return None
         return SERVED[auto_awq.AutoAWQMoEMethod](self, layer.moe_config)
 
 
-class ModelOptFp8Config(Chosen, modelopt.ModelOptFp8Config):
+class ModelOptFp8Config(RoutedExpertsConfig, modelopt.ModelOptFp8Config):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         return _modelopt(self, layer, prefix)
 
 
-class ModelOptNvFp4Config(Chosen, modelopt.ModelOptNvFp4Config):
+class ModelOptNvFp4Config(RoutedExpertsConfig, modelopt.ModelOptNvFp4Config):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         return _modelopt(self, layer, prefix)
 
 
-class ModelOptMxFp8Config(Chosen, modelopt.ModelOptMxFp8Config):
+class ModelOptMxFp8Config(RoutedExpertsConfig, modelopt.ModelOptMxFp8Config):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         return _modelopt(self, layer, prefix)
 
@@ -170,7 +170,7 @@ def _modelopt(config: modelopt.ModelOptQuantConfigBase, layer: RoutedExperts, pr
     return SERVED[config.FusedMoEMethodCls](quant_config=config, moe_config=layer.moe_config)
 
 
-class QuarkConfig(Chosen, quark.QuarkConfig):
+class QuarkConfig(RoutedExpertsConfig, quark.QuarkConfig):
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
         weights, inputs, kind = self.get_quant_method_target(prefix, type(layer))
         if weights is None:

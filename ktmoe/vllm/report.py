@@ -13,7 +13,7 @@ from ktmoe.messages import show
 _logger = init_logger("vllm.ktmoe")
 
 
-class Report:
+class LoadingReport:
     """Collects the layers of a model until its last one is loaded."""
 
     def __init__(self):
@@ -57,4 +57,4 @@ def _layers(count: int) -> str:
     return f"{count} layer{'s' * (count != 1)}"
 
 
-REPORT = Report()
+REPORT = LoadingReport()

@@ -21,7 +21,7 @@ from ktmoe import cli, reference
 from ktmoe.errors import CheckpointError, InputError, KtmoeError, OutOfSpaceError, UnavailableError
 from ktmoe.transformers import accuracy as module
 from ktmoe.transformers import load, perplexity
-from ktmoe.transformers.accuracy import Mode, accuracy
+from ktmoe.transformers.accuracy import RunMode, accuracy
 from ktmoe.transformers.perplexity import Logits, Scores, score, windows
 
 CONTEXT, TEXT = 64, characters.text(500)
@@ -105,7 +105,7 @@ def test_perplexity_beside_transformers(folder):
     """
     path = folder(PLAIN)
     found = accuracy(path, TEXT, activations=["bf16"], context=CONTEXT, layers=False, step=step)
-    assert [run.mode for run in found.runs] == [Mode("bf16")]
+    assert [run.mode for run in found.runs] == [RunMode("bf16")]
     tokens = tokens_of(path)
     expected, eager = (
         losses(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval(), tokens)
@@ -205,7 +205,7 @@ def test_folded(folder, emulator_folder):
     path = folder("Kimi INT4")
     with ways.prepared("amx", emulator_folder):
         found = accuracy(path, TEXT[:80], backend="amx", activations=[], rounding="folded", context=CONTEXT, step=step)
-    assert [run.mode for run in found.runs] == [Mode("bf16"), Mode("bf16", "folded")]
+    assert [run.mode for run in found.runs] == [RunMode("bf16"), RunMode("bf16", "folded")]
     assert found.runs[1].scores.kl.sum() > 0
     check_layers(path, found, rounding="folded")
 

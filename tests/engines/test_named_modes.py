@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import ktmoe.transformers as served
 from ktmoe import cli
 from ktmoe.errors import UnavailableError
-from ktmoe.transformers.accuracy import Mode, accuracy
+from ktmoe.transformers.accuracy import RunMode, accuracy
 from ktmoe.transformers.view import view
 
 MXFP4, PLAIN = "gpt-oss MXFP4", "qwen3_moe"
@@ -75,7 +75,7 @@ def test_accuracy_beside_the_reference(folder, mode):
 def test_names_of_the_same_mode_run_once(folder):
     names = ["bf16/bf16", "mxfp4", "mxfp4/mxfp4", NAME, "mxfp4:ceil", SHORT]
     found = accuracy(folder, TEXT, activations=names, context=CONTEXT, layers=False, step=step)
-    assert [run.mode for run in found.runs] == [Mode("bf16"), Mode("mxfp4"), Mode(SHORT)]
+    assert [run.mode for run in found.runs] == [RunMode("bf16"), RunMode("mxfp4"), RunMode(SHORT)]
 
 
 def test_by_default_all_modes_that_lists_name(checkpoint, folder, tmp_path, capsys):

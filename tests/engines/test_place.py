@@ -9,6 +9,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from bare import Bare
 from engine_models import EXPERTS, LAYERS, experts, logits, prompts
 from environments import ROOT
 from serving import CHOOSING, assert_served, eager, switched
@@ -164,7 +165,7 @@ def test_what_cannot_be_placed(checkpoint, monkeypatch):
             served.place(model, wrong)
     *_, (_, last) = experts(model)
     with monkeypatch.context() as patch:
-        patch.setattr(last.ktmoe_layer, "packed", object())
+        patch.setattr(last.ktmoe_layer, "packed", Bare())
         with pytest.raises(UnavailableError, match=r"layers\.2\..*: backend '\w+' cannot give weights back"):
             served.place(model, 3)
     router = model.model.layers[2].mlp.gate

@@ -201,7 +201,7 @@ def test_warnings(run, model, monkeypatch, arguments, tokens, warnings):
 
     @contextmanager
     def serve(made, context, limits):
-        assert limits == serving.Limits(100 if "--context" in arguments else None, 3600)
+        assert limits == serving.ServerLimits(100 if "--context" in arguments else None, 3600)
         yield serving.Listening("http://address", tokens, 4096)
 
     def interrupt(_seconds):

@@ -66,7 +66,7 @@ def hooked(before):
 
 
 @contextmanager
-def running(folder, limits: serving.Limits):
+def running(folder, limits: serving.ServerLimits):
     with view(folder) as made:
         arguments = serving.arguments(made, "127.0.0.1", 0, ["--log-level", "error"])
         with serving.serving(made, serving.parse(arguments, "test"), limits) as found:
@@ -84,7 +84,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model):
-    with running(model, serving.Limits(context=CONTEXT)) as found:
+    with running(model, serving.ServerLimits(context=CONTEXT)) as found:
         yield found
 
 
@@ -253,7 +253,7 @@ def test_a_conversation_that_the_server_ends(server, monkeypatch, tmp_path):
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_end_while_it_answers(model, stream):
     """The client is told; the model is left at once. Half a request holds nothing up."""
-    with running(model, serving.Limits()) as server:
+    with running(model, serving.ServerLimits()) as server:
         half = socket.create_connection((server.address.hostname, server.address.port), timeout=commands.PATIENCE)
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         connection = server.send("/v1/completions", prompt="x", max_tokens=MANY, stream=stream)

@@ -19,7 +19,7 @@ from ktmoe import GatedActivation
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
 from ktmoe.compat.methods import SERVED
 from ktmoe.experts import PROJECTIONS
-from ktmoe.reference_training import training_forward
+from ktmoe.reference.training import training_forward
 from ktmoe.training import Lora
 
 RANK, ALPHA, NUMBER = 8, 16.0, 1

@@ -12,9 +12,9 @@ import pytest
 from conftest import ENVIRONMENTS
 from served import check_layer, claimed
 
+from ktmoe.dequantization import dequantize
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.reference_weights import dequantize
 from ktmoe.synthetic.gguf import MIXED, write_gguf
 from ktmoe.weights.ggml import GGML
 

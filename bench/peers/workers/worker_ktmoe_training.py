@@ -12,7 +12,7 @@ from training import Steps, TrainingWorker, serve
 from weights import float32
 
 import ktmoe
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.layer import MoELayer
 from ktmoe.training import Lora, Training
 
@@ -32,7 +32,7 @@ class KtmoeTraining(TrainingWorker):
         self.lora = Lora(pairs, ALPHA)
         self.gradients = {name: tuple(np.zeros_like(part) for part in pair) for name, pair in pairs.items()}
         table = ktmoe.backends.get(backend).lookup(experts, "bf16").table
-        self._limits = measure.Limits(layer, table)
+        self._limits = measuring.LimitMeter(layer, table)
         self.about = {"version": f"ktmoe {version('ktmoe')}", "kernels": table.name, "packed bytes": layer.nbytes}
 
     def settings(self, tokens: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol import Model, Worker, serve
 
 import ktmoe
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.layer import MoELayer
 
 PART_SECONDS = 0.01
@@ -15,11 +15,11 @@ class LimitsWorker(Worker):
     def __init__(self, way: str, model: Model, threads: int):
         ktmoe.set_num_threads(threads)
         experts = ktmoe.load_experts(model.folder, 0)
-        tables = measure.backends_for(experts)
+        tables = measuring.backends_for(experts)
         self.layer = MoELayer(experts, next(iter(tables)))
         first, *others = tables.values()
-        self._read = measure.settled(self.layer, first)
-        self._limits = {first.name: self._read, **{table.name: measure.Limits(self.layer, table) for table in others}}
+        self._read = measuring.settled(self.layer, first)
+        self._limits = {first.name: self._read, **{table.name: measuring.LimitMeter(self.layer, table) for table in others}}
         self.about = {"bytes an expert": self.layer.nbytes // model.experts}
 
     def limits(self, seconds: float) -> dict:

@@ -1,6 +1,7 @@
 /* Scratch memory of the backward pass: where each array of a job is. */
 #include "backward/job.h"
 #include "forward/arenas.h"
+#include "forward/tuning.h"
 
 static kt_arenas arenas;
 

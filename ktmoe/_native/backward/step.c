@@ -1,6 +1,7 @@
 /* One step by the pool's workers: each takes the next item until there are none. */
 #include "backward/job.h"
 #include "base/pool.h"
+#include "forward/tuning.h"
 
 static void take(const kt_back_worker *w, kt_back_shard *from) {
     const kt_step *step = w->job->step;

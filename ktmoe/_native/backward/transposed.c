@@ -6,7 +6,7 @@
  * LAYOUT       panel p, column k of W is at data + p * panel_bytes + k * panel_bytes / K, roughly: what is decoded at once is some KiB,
  *              panel_bytes apart.
  * REGULARITIES a kernel that adds goes on with its sum. Where a weight is two terms, the second ones come after the first ones of
- *              KT_PRODUCT_PANELS panels, as ktmoe/reference_transposed.py (TWO_TERMS_BLOCK) has it.
+ *              KT_PRODUCT_PANELS panels, as ktmoe/reference/transposed.py (TWO_TERMS_BLOCK) has it.
  */
 #include "backward/transposed.h"
 

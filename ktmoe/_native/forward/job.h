@@ -1,5 +1,5 @@
-/* A chunk of a batch while it is computed: scratch.c has the memory, phase_a.c and phase_b.c compute, phases.c is what a worker does,
- * moe.c goes from chunk to chunk. */
+/* A chunk of a batch while it is computed: scratch.c has the memory, runs.c goes from item to item, phase_a.c and phase_b.c compute,
+ * phases.c is what a worker does, moe.c goes from chunk to chunk. */
 #ifndef KT_JOB_H
 #define KT_JOB_H
 
@@ -110,7 +110,6 @@ kt_ahead kt_ahead_b(kt_worker_job *w); /* the first panels of phase B */
  * them. */
 size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items);
 
-kt_finish kt_finish_of(const kt_matrix *w, size_t panel);
 void kt_phases(void *job, const kt_worker *me); /* a kt_task */
 
 #endif

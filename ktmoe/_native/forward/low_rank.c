@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "forward/low_rank.h"
+#include "forward/tuning.h"
 
 /* Rows [rank][k] of an adapter's A, from number `at` on. */
 typedef struct lowering {

@@ -7,8 +7,6 @@
 #include "base/pool.h"
 #include "forward/job.h"
 
-kt_tuning kt_moe_tuning = {.scratch_bytes = (size_t)256 << 20, .reduce_slots = 256};
-
 /* Up to so many bytes of x, the caller stages it alone, sooner than another worker would have woken up. */
 enum { STAGE_ALONE_BYTES = 16 << 10 };
 

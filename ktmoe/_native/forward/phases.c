@@ -9,34 +9,7 @@
  */
 #include "base/pool.h"
 #include "forward/low_rank.h"
-
-void kt_multiply(const kt_dot *dot, const kt_kernel *kernel) {
-    (!kt_moe_tuning.only_many && dot->m <= kernel->few_max ? kernel->few : kernel->many)(dot);
-}
-
-/* Equal calls of at most KT_ROWS_MAX, all of whole tiles but for the last. */
-size_t kt_call_rows(size_t left) {
-    const size_t calls = (left + KT_ROWS_MAX - 1) / KT_ROWS_MAX;
-    return calls == 1 ? left : kt_round_up((left + calls - 1) / calls, KT_TILE_ROWS);
-}
-
-kt_finish kt_finish_of(const kt_matrix *w, size_t panel) {
-    return (kt_finish){
-        .factor = w->factor ? w->factor + panel * w->factor_step : NULL,
-        .divides = w->divides,
-        .bias = w->bias ? w->bias + panel * KT_PANEL : NULL,
-    };
-}
-
-size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items) {
-    kt_run *run = &w->runs[phase];
-    const size_t next = run->first += items;
-    if (run->first < run->end) return next;
-    if (items && kt_list_rounds_left(&w->shard->lists->of[phase], &w->lists[phase]) == 1) return next;
-    if (kt_moe_tuning.by_turns) kt_os_yield();
-    *run = kt_list_take(&w->shard->lists->of[phase], &w->lists[phase]);
-    return next;
-}
+#include "forward/tuning.h"
 
 /* Whoever is there takes rows, so that nobody waits for a worker that is late. */
 static void stage(kt_job *j, const kt_worker *me) {

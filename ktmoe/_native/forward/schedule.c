@@ -1,8 +1,8 @@
 /* Makes the lists: strips in order of their rows, their costs, and rounds of runs for every shard's team. */
 #include <string.h>
 
-#include "forward/forward.h"
 #include "forward/schedule.h"
+#include "forward/tuning.h"
 
 enum {
     PANEL_ROWS = 8,  /* what reading and decoding a panel costs, in rows that are multiplied with it */

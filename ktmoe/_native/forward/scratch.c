@@ -1,6 +1,7 @@
 /* Scratch memory of the forward pass: where each array of a job is. */
 #include "forward/arenas.h"
 #include "forward/job.h"
+#include "forward/tuning.h"
 
 enum { D_PART = 4 }; /* d takes at most one in so many bytes */
 

@@ -1,5 +1,6 @@
 /* b16 by TDPBF16PS: packed weights are tiles of B as they stand; see tiles.h.
  *
+ * DEFINITION  w = the bf16 as packed: nothing is decoded; one chain over all k
  * LAYOUT      pack/layout.h. A k-pair of 16 columns is 64 bytes, the next k-pair a panel's row further.
  */
 #include "kernels/common/b16_words.h"

@@ -1,5 +1,6 @@
 /* b16 with VDPBF16PS: packed weights are its operands as they stand; see bf16.h and panel.h.
  *
+ * DEFINITION  w = the bf16 as packed; for pairs of k ascending: out = dot(out, w, x), which is VDPBF16PS (bf16.h)
  * LAYOUT      pack/layout.h. A vector is a k-pair of 16 columns.
  */
 #include "kernels/common/b16_words.h"

@@ -1,5 +1,6 @@
 /* b16 in fp32: a bfloat16 is the upper half of a float; see f32.h and panel.h.
  *
+ * DEFINITION  w = the float of bits << 16; for k ascending: out = x * w + out, whose product is exact but for fp32's range
  * LAYOUT      pack/layout.h. A dword holds two k of one column, the even one below.
  */
 #include "kernels/common/b16_layout.h"

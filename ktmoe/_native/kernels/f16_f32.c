@@ -1,5 +1,7 @@
 /* f16 in fp32: an fp16 number is an fp32 one; see f32.h and panel.h.
  *
+ * DEFINITION  w = the fp16 number; for k ascending: out = x * w + out, whose product of 8 + 11 bits is exact but for fp32's
+ *             range
  * LAYOUT      pack/layout.h. A dword holds two k of one column, the even one below.
  */
 #include "kernels/common/b16_layout.h"

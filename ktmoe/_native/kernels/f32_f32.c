@@ -1,6 +1,7 @@
-/* f32 in fp32: weights as they stand; see f32.h and panel.h. Where multiply_add() rounds twice, products are rounded, too.
+/* f32 in fp32: weights as they stand; see f32.h and panel.h.
  *
- * LAYOUT      pack/f32.c. A vector is one k of its columns.
+ * DEFINITION  w = the float as packed; for k ascending: out = multiply_add(x, w, out), which portably rounds the product, too
+ * LAYOUT      pack/layout.h. A vector is one k of its columns.
  */
 #define PACKED_FLOATS 1
 #include "kernels/common/f32.h"

@@ -1,6 +1,8 @@
 /* f8 in fp32: shifts and a mask move E4M3's bits to where fp32 has them, and one exact multiplication makes up for the difference
  * of exponents, denormals included; see f32.h, scales.h and panel.h.
  *
+ * DEFINITION  w = E4M3(code), exact; for k ascending: sum = x * w + sum, whose product is exact but for fp32's range; for each
+ *             scale group: out = fma(sum, scale, out); or one chain where there are no scales
  * LAYOUT      pack/layout.h. A code dword holds 4 k of one column, in its bytes k0 k2 k1 k3.
  */
 #include "kernels/common/f32.h"

@@ -1,5 +1,7 @@
 /* i8 in fp32: a code in the mantissa of a float, less a constant, is the integer; see i8_values.h, f32.h and panel.h.
  *
+ * DEFINITION  w = q; for k ascending: sum = x * w + sum, whose product is exact but for fp32's range; for each scale group:
+ *             out = fma(sum, scale, out); or one chain where there are no scales
  * LAYOUT      pack/layout.h. A code dword holds 4 k of one column.
  */
 #include "kernels/common/f32.h"

@@ -1,6 +1,8 @@
 /* q4 in fp32: a vector lookup gives fp32 weights; see f32.h and panel.h.
  *
- * DEFINITION  w = values[code], less the zero point if there is one, exact in fp32: both are small integers then
+ * DEFINITION  w = values[code], less the zero point if there is one, exact in fp32: both are small integers then;
+ *             for k ascending: sum = x * w + sum, whose product is exact but for fp32's range; for each scale group:
+ *             out = fma(sum, scale, out); or one chain where there are no scales
  * LAYOUT      pack/layout.h. A code dword holds 8 k of one column; the nibble of k is at bit nibble_bit(k).
  */
 #include "kernels/common/f32.h"

@@ -20,17 +20,6 @@ cdef class BlockRule:
         for i in range(KT_E2M1_TIES):
             self.rule.up_at[i] = ties == "away" or (ties == "even" and i % 2 == 1)
 
-    def round(self, bits):
-        """What bfloat16 numbers become, uint16 [..., k], k a multiple of 32: new bits. A block with a NaN or an infinity is NaN."""
-        cdef uint16_t[::1] x = _flat("bits", bits, np.uint16, KT_BLOCK).copy()
-        cdef unsigned state
-        if x.shape[0]:
-            with nogil:
-                state = kt_fp_enter()
-                kt_blocks_round(&self.rule, &x[0], x.shape[0])
-                kt_fp_leave(state)
-        return np.asarray(x).reshape(bits.shape)
-
     def quantize(self, bits):
         """(codes, scales) of bfloat16 numbers, uint16 [..., k], k a multiple of 32.
 

@@ -126,17 +126,5 @@ def captured_failures():
     return kt_queue_failures()
 
 
-def submit_captured(size_t address):
-    """What submit_function does; for those who replay by hand."""
-    with nogil:
-        kt_queue_submit(<void *>address)
-
-
-def await_captured(size_t address):
-    """What await_function does."""
-    with nogil:
-        kt_queue_await(<void *>address)
-
-
 #: Addresses of C functions that take an address: host functions of a stream, and the destructor of what a graph holds.
 submit_function, await_function, drop_function = <size_t>&kt_queue_submit, <size_t>&kt_queue_await, <size_t>&kt_mark_drop

@@ -4,8 +4,9 @@
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi:
 formats as the driver has them. records.pxi: codes and scales that stand together. batches.pxi: what one call computes.
 training.pxi: what calls have besides in training. packed.pxi: packed experts. passes.pxi: what is computed with them.
-captured.pxi: the same in CUDA graphs. arenas.pxi: their arenas in files. schedule.pxi: the driver's lists without a layer.
-quantize.pxi: rounding weights. blocks.pxi: rounding to MX formats.
+captured.pxi: the same in CUDA graphs. arenas.pxi: their arenas in files. quantize.pxi: rounding weights. blocks.pxi: rounding
+to MX formats. probe/: what tests and benches look at, and the package never calls. driver/: the C interfaces, by folder.
+core.pyi has the types of all this.
 The pool's lock is never held together with the GIL: fork takes both.
 """
 
@@ -24,7 +25,12 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from ktmoe._native.ktmoe cimport *
-from ktmoe._native.python.driver cimport *
+from ktmoe._native.python.driver.base cimport *
+from ktmoe._native.python.driver.layer cimport *
+from ktmoe._native.python.driver.pack cimport *
+from ktmoe._native.python.driver.passes cimport *
+from ktmoe._native.python.driver.quantize cimport *
+from ktmoe._native.python.probe.driver cimport *
 
 from ktmoe.weights import folding
 from ktmoe.weights.elements import ELEMENTS, UINT4
@@ -32,8 +38,6 @@ from ktmoe.weights.formats import Minimum, ZeroPoint
 from ktmoe.weights.scales import SCALE_KINDS
 from ktmoe.errors import CacheError, ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
-
-ROWS_MAX = KT_ROWS_MAX
 
 
 def _layout_versions():
@@ -67,10 +71,13 @@ def permit_tiles():
 
 
 cdef object _raise(int error, str doing):
+    cdef size_t threads
     if error == errno.ENOMEM:
         raise OutOfMemoryError(f"{doing}: the operating system refused memory")
     if error == errno.EAGAIN:
-        raise UnavailableError(f"{doing}: could not start {pool_threads()} threads; see ktmoe.set_num_threads")
+        with nogil:
+            threads = kt_pool_threads()
+        raise UnavailableError(f"{doing}: could not start {threads} threads; see ktmoe.set_num_threads")
     raise OSError(error, f"{doing}: {os.strerror(error)}")
 
 
@@ -93,5 +100,8 @@ include "packed.pxi"
 include "passes.pxi"
 include "captured.pxi"
 include "arenas.pxi"
-include "schedule.pxi"
 include "quantize.pxi"
+include "probe/kernels.pxi"
+include "probe/layers.pxi"
+include "probe/schedule.pxi"
+include "probe/pool.pxi"

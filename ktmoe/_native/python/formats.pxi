@@ -1,6 +1,6 @@
 # What a format is to the driver: values in the forms that kernels look up, and how codes, scales and zero points are packed.
 
-def packed_scale(weight_format):
+cdef tuple packed_scale(weight_format):
     """(kind, k that share one) of the scales in a packed panel; ("none", 0) without.
 
     Scales that are shared by the columns of whole panels are packed as float32, which all kinds are exactly: "panel".
@@ -103,7 +103,7 @@ cdef str _added(weight_format):
     return "super_offsets" if weight_format.offset.super_scale else "offsets"
 
 
-def staged(matrix):
+cdef dict staged(matrix):
     """A Matrix's arrays of groups as packing takes them: by row, along k; float32 where whole panels share a scale. Of records,
     arrays that packing fills."""
     weight_format = matrix.format
@@ -119,7 +119,7 @@ def staged(matrix):
     return arrays
 
 
-def unstaged(weight_format, arrays):
+cdef dict unstaged(weight_format, arrays):
     """The inverse: those arrays, by name, as the checkpoint has them. None of records, which unpacking has filled."""
     if weight_format.order.of_records:
         return {}

@@ -230,12 +230,6 @@ cdef class _PackedExperts:
                 views["factor"][:] = factors[p][rows][: views["factor"].size // 4].view(np.uint8)
         return {PROJECTIONS[p]: array for p, array in biases.items() if numbers[p].has_bias}
 
-    def unpack(self, size_t expert, str projection):
-        """One matrix's arrays of export(), by name."""
-        stored = self._spec.formats[projection].empty(*self._shape(PROJECTIONS.index(projection)))
-        self.export(expert, [{projection: stored}])
-        return stored
-
     def packed_bytes(self, size_t expert, str projection, size_t shard=0):
         """A copy of what a shard has of one matrix, packed, uint8 [panels, panel bytes]."""
         cdef size_t p = PROJECTIONS.index(projection), n, k = self.experts.layer.hidden
@@ -260,21 +254,6 @@ cdef class _PackedExperts:
         if not data:
             raise InputError(f"expert {expert}'s {projection} was not packed")
         return np.asarray(to)
-
-    def kernels(self):
-        """{(expert, projection): whether its scales are folded: 0, or of how many bfloat16 numbers a weight is the sum}."""
-        cdef size_t e, p, missing, num_experts = self.experts.layer.num_experts
-        cdef uint8_t[:, ::1] folded = np.zeros((num_experts, 3), np.uint8)
-        cdef bint closed
-        with nogil:
-            kt_pool_lock()
-            closed, missing = self.experts.layer.shards == NULL, self.experts.missing
-            for e in range(0 if closed or missing else num_experts):
-                for p in range(3):
-                    folded[e, p] = kt_matrix_of(&self.experts, 0, e, p).kernel.folded
-            kt_pool_unlock()
-        self._check_whole(closed, missing)
-        return {(e, name): int(folded[e, p]) for e in range(num_experts) for p, name in enumerate(PROJECTIONS)}
 
     cdef kt_outcome _state(self) noexcept nogil:
         """KT_DONE: what was packed can be touched. With the pool's lock held, and until it is let go."""

@@ -26,9 +26,19 @@ cdef class PackedLayer(_PackedExperts):
         batch.take_y(out, self.experts.layer.hidden)
         self._compute(batch)
 
-    @property
-    def trainable(self):
-        """None, or the reason why this layer has no backward()."""
+    def stages(self):
+        """Itself: gate_up() and down()."""
+        return self
+
+    def training(self):
+        """Itself: forward_training() and backward(). Raises UnavailableError, which says why, for layers that cannot be trained."""
+        reason = self._untrainable()
+        if reason:
+            raise UnavailableError(f"{self._spec.name}: it cannot be trained: {reason}")
+        return self
+
+    cdef str _untrainable(self):
+        """Why this layer has no backward(), or None."""
         cdef const kt_kernel *kernel
         cdef const kt_isa *isa = self._table.isa
         cdef size_t p, i
@@ -44,12 +54,6 @@ cdef class PackedLayer(_PackedExperts):
                     return f"{self._table.name}'s kernels for {description} have no transposed product"
         return None
 
-    cdef int _check_trainable(self) except -1:
-        reason = self.trainable
-        if reason:
-            raise UnavailableError(reason)
-        return 0
-
     def forward_training(self, x, ids, weights, mask, out, Adapter adapter=None, saved=None):
         """forward() with an adapter; its bits where that is None.
 
@@ -57,7 +61,7 @@ cdef class PackedLayer(_PackedExperts):
         pairs of token and slot, of which those of skipped pairs are not touched. t is None without an adapter. None: nothing is kept.
         Raises UnavailableError, which says why, for layers that cannot be trained.
         """
-        self._check_trainable()
+        self.training()
         held = []
         batch = _Batch(ids, weights, mask, self.experts.layer.num_experts)
         batch.take_x(x, self.experts.layer.hidden)
@@ -79,7 +83,7 @@ cdef class PackedLayer(_PackedExperts):
         cdef int error = 0
         cdef kt_outcome outcome
         cdef size_t missing, hidden = self.experts.layer.hidden
-        self._check_trainable()
+        self.training()
         held = []
         batch = _Batch(ids, weights, mask, self.experts.layer.num_experts)
         batch.take_x(x, hidden)

@@ -22,14 +22,6 @@ def release():
         kt_pool_unlock()
 
 
-def pool_threads():
-    """What configure_pool last said."""
-    cdef size_t threads
-    with nogil:
-        threads = kt_pool_threads()
-    return threads
-
-
 def usable_cpus():
     """Logical CPUs that this process may run on: those of its first thread. Waits for the running task, which may keep it elsewhere."""
     cdef kt_cpus cpus
@@ -49,7 +41,7 @@ def usable_cpus():
 
 
 def tune(**settings):
-    """Set fields of kt_tuning (forward/forward.h); returns all fields as they were. None of them changes a bit of any result."""
+    """Set fields of kt_tuning (forward/tuning.h); returns all fields as they were. None of them changes a bit of any result."""
     cdef kt_tuning tuning
     with nogil:
         kt_pool_lock()
@@ -65,55 +57,3 @@ def tune(**settings):
         memcpy(&kt_moe_tuning, &tuning, sizeof(tuning))
         kt_pool_unlock()
     return old
-
-
-def scratch_bytes():
-    """Bytes of scratch memory that the runtime holds, for all layers together."""
-    cdef size_t held
-    with nogil:
-        kt_pool_lock()
-        held = kt_moe_scratch_bytes() + kt_backward_scratch_bytes()
-        kt_pool_unlock()
-    return held
-
-
-def pool_wake(uint64_t idle_us):
-    """Seconds from handing the pool a task to its last thread's beginning, the threads having been idle for idle_us."""
-    cdef double seconds
-    with nogil:
-        seconds = kt_latency_wake(idle_us * 1000)
-    return _latency(seconds)
-
-
-def pool_gate(size_t count):
-    """Seconds of a gate that all threads pass and wait at, the mean of count."""
-    cdef double seconds
-    _at_least_one(count)
-    with nogil:
-        seconds = kt_latency_gate(count)
-    return _latency(seconds)
-
-
-def pool_handoff(size_t count):
-    """Seconds in which one thread sees what another one wrote, the mean of 2 * count: no wake-up and no gate can be faster.
-
-    Raises InputError where the pool has one thread.
-    """
-    cdef double seconds
-    _at_least_one(count)
-    with nogil:
-        seconds = kt_latency_handoff(count)
-    if seconds == -errno.EINVAL:
-        raise InputError("a handoff needs 2 threads or more, the pool has 1; see ktmoe.set_num_threads")
-    return _latency(seconds)
-
-
-cdef _at_least_one(size_t count):
-    if count < 1:
-        raise InputError("count must be at least 1, found 0")
-
-
-cdef double _latency(double seconds) except *:
-    if seconds < 0:
-        _raise(<int>-seconds, "measuring the pool's latency")
-    return seconds

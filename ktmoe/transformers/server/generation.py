@@ -18,7 +18,7 @@ from ktmoe.transformers.server.refusal import Refusal, in_words
 DEFAULT_TOKENS = 1024
 
 
-class Answer:
+class PendingAnswer:
     """One that a client waits for. begun: whether it is its turn. stopped: why it must end.
 
     made: set, in the server's loop, when the model has made it.
@@ -32,7 +32,7 @@ class Answer:
 
 
 #: What a handler of transformers' server works for.
-current: ContextVar[Answer] = ContextVar("current")
+current: ContextVar[PendingAnswer] = ContextVar("current")
 
 
 class Generations(GenerateManager):
@@ -44,7 +44,7 @@ class Generations(GenerateManager):
         self._changing = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
-        self._answer: Answer | None = None
+        self._answer: PendingAnswer | None = None
         self._hook = None
         self._closed: Refusal | None = None
 
@@ -77,7 +77,7 @@ class Generations(GenerateManager):
     def async_submit(self, fn: Callable, *args, **kwargs) -> asyncio.Future:
         return super().async_submit(self._make, current.get(), fn, *args, **kwargs)
 
-    def _make(self, answer: Answer, fn: Callable, *args, **kwargs) -> object:
+    def _make(self, answer: PendingAnswer, fn: Callable, *args, **kwargs) -> object:
         with self._changing:
             self._answer = answer
             self._idle.clear()
@@ -93,7 +93,7 @@ class Generations(GenerateManager):
             self._idle.set()
             answer.loop.call_soon_threadsafe(answer.made.set)
 
-    def cancel(self, answer: Answer, why: Refusal) -> None:
+    def cancel(self, answer: PendingAnswer, why: Refusal) -> None:
         """End it, if it is being made, before the model's next module is called; else as soon as it begins."""
         with self._changing:
             answer.stopped = answer.stopped or why

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from ktmoe.transformers.server.access import Access
 from ktmoe.transformers.server.fields import Fields
-from ktmoe.transformers.server.generation import Answer, Generations, current
+from ktmoe.transformers.server.generation import Generations, PendingAnswer, current
 from ktmoe.transformers.server.refusal import Refusal, in_words
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Guard:
 
     async def _answer(self, scope: dict, body: bytes, receive: Receive, send: Send) -> None:
         """Until it was sent, or its client has gone."""
-        answer, gone = Answer(), asyncio.create_task(_gone(receive))
+        answer, gone = PendingAnswer(), asyncio.create_task(_gone(receive))
         sent = asyncio.create_task(self._in_turn(answer, scope, _once(body, gone), send))
         try:
             await asyncio.wait({sent, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -78,7 +78,7 @@ class Guard:
             gone.cancel()
             sent.cancel()
 
-    async def _in_turn(self, answer: Answer, scope: dict, receive: Receive, send: Send) -> None:
+    async def _in_turn(self, answer: PendingAnswer, scope: dict, receive: Receive, send: Send) -> None:
         """The turn ends when the answer is made, so that nobody waits for a client that reads it slowly."""
         async with self._turn:
             if self._generations.closed:

@@ -30,7 +30,7 @@ _MEDIA = {Modality.VLM: _IMAGES, Modality.MULTIMODAL: {*_IMAGES, "audio_url", "i
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """context: tokens of a prompt and its answer together; None is what the model and memory allow. seconds: for an answer."""
 
     context: int | None = None
@@ -53,7 +53,7 @@ class Server(Serve):
         """What transformers calls once the model is loaded: too early, since nothing guards the server yet."""
 
     @contextlib.contextmanager
-    def listening(self, name: str, limits: Limits, *, cors: bool) -> Iterator[Listening]:
+    def listening(self, name: str, limits: ServerLimits, *, cors: bool) -> Iterator[Listening]:
         """Run in a thread until the context ends. name: the model's, for clients. cors: whether pages of other sites may ask.
 
         Raises InputError for limits that the model cannot keep, UnavailableError if the server does not start.

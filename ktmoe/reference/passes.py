@@ -1,4 +1,4 @@
-"""The two passes of training for one expert's rows, in float64 with bounds: what ktmoe/reference_training.py adds up."""
+"""The two passes of training for one expert's rows, in float64 with bounds: what ktmoe/reference/training.py adds up."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights, checked_router_weight
-from ktmoe.reference import (
-    BLOCK,
-    ROUNDING,
-    TUNED_FOR,
-    Reference,
-    activate,
-    checked_batch,
-    checked_cuts,
-    linear,
-)
-from ktmoe.reference_derivative import derive
-from ktmoe.reference_errors import MAX_FLOAT32, after_rounding, gamma
-from ktmoe.reference_gradients import pair_of
-from ktmoe.reference_operands import flush_to_zero, operand
-from ktmoe.reference_transposed import Sum, gradient_rows, product, rows_product, together, transposed
-from ktmoe.reference_weights import TINY, folds, part, round_bfloat16, splits
+from ktmoe.reference.activation import activate
+from ktmoe.reference.derivative import derive
+from ktmoe.reference.errors import MAX_FLOAT32, after_rounding, gamma
+from ktmoe.reference.gradients import pair_of
+from ktmoe.reference.linear_map import linear
+from ktmoe.reference.moe import ROUNDING, TUNED_FOR, Reference, checked_batch, checked_cuts
+from ktmoe.reference.operands import flush_to_zero, operand
+from ktmoe.reference.transposed import Sum, gradient_rows, product, rows_product, together, transposed
+from ktmoe.reference.weights import BLOCK, TINY, folds, part, round_bfloat16, splits
 
 
-class Call:
+class TrainingCall:
     """A batch, checked, and what is asked for."""
 
     def __init__(
@@ -88,7 +81,7 @@ class Call:
 class Rows:
     """The forward pass of one expert's rows, up to h. pair: their numbers among all slots. r: [rows, 1]."""
 
-    def __init__(self, call: Call, expert: int, token: np.ndarray, slot: np.ndarray):
+    def __init__(self, call: TrainingCall, expert: int, token: np.ndarray, slot: np.ndarray):
         self.call, self.expert, self.token, self.slot = call, expert, token, slot
         self.pair = token * call.ids.shape[1] + slot
         self.r = call.weights[token, slot][:, None]

@@ -1,21 +1,18 @@
-"""The weights that the reference computes with: the real numbers of every format, their bfloat16 roundings, parts of a matrix.
+"""The weights that the reference computes with: their bfloat16 roundings, the matrices that fold or split, parts of a matrix.
 
-Nothing here is shared with a kernel or with packing, but for the formats themselves.
+Their real numbers are `ktmoe.dequantization`'s.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from ktmoe.dequantization import in_rows, read
 from ktmoe.experts import Matrix
-from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
-from ktmoe.weights.order import ROWS
-from ktmoe.weights.scales import Scale
 
 #: Smallest normal number of float32 and bfloat16: what a flush to zero can change a number by.
 TINY = 2.0**-126
@@ -24,101 +21,6 @@ BLOCK = 32
 #: Scale kinds that sums of integers can be multiplied by; those with which rounding="folded" rounds weights.
 INTEGER_KINDS = ("ue8m0", "e4m3", "bf16", "fp16", "int8")
 ROUNDED_KINDS = ("bf16", "fp16")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Some rows of a matrix, float64, without its factor.
-
-    scaled: (value - zero point) * scale * super-scale, exactly, [n, k].
-    group, scales: scale * super-scale, [n, groups], for so many k each; None without scales.
-    minima: what is to be subtracted from scaled, [n, k]; None without minima.
-    largest: no |value - zero point| is above it.
-    """
-
-    scaled: np.ndarray
-    group: int | None
-    scales: np.ndarray | None
-    minima: np.ndarray | None
-    largest: float
-
-
-def in_rows(matrix: Matrix) -> Matrix:
-    """The same matrix in the order of rows."""
-    if matrix.format.order.rows:
-        return matrix
-    arrays = matrix.format.rows(matrix.stored, *matrix.shape)
-    return replace(matrix, format=replace(matrix.format, order=ROWS), **arrays)
-
-
-def read(matrix: Matrix, rows=slice(None)) -> Weights:
-    """rows: an index along n. Raises FormatError, which names the tensor, if the matrix holds a NaN."""
-    matrix.refuse()
-    matrix = in_rows(matrix)
-    format, (n, k) = matrix.format, matrix.shape
-    rows = np.arange(n)[rows]
-    weights = _values(format.element, matrix.codes[rows], k)
-    largest = max((abs(value) for value in format.element.values if value is not None), default=math.inf)
-    group = scales = minima = None
-    if isinstance(format.offset, ZeroPoint):
-        points = format.offset.numbers(matrix.offsets[rows]).astype(np.float64)
-        weights -= spread(points, format.offset.extent[1], k)
-        largest += 15
-    if format.scale:
-        group = math.gcd(format.scale.extent[1], format.super_scale.extent[1] if format.super_scale else 0)
-        columns = np.arange(0, k, group)
-        scales = _shared(format.scale, matrix.scales, rows, columns)
-        if format.super_scale:
-            scales = scales * _shared(format.super_scale, matrix.super_scales, rows, columns)
-        weights *= spread(scales, group, k)
-    if isinstance(format.offset, Minimum):
-        minima = _shared(format.offset.scale, matrix.offsets, rows, np.arange(k))
-        if format.offset.super_scale:
-            minima = minima * _shared(format.offset.super_scale, matrix.super_offsets, rows, np.arange(k))
-        if format.offset.added:
-            minima = -minima
-    return Weights(weights, group, scales, minima, largest)
-
-
-def spread(numbers: np.ndarray, group: int, k: int) -> np.ndarray:
-    """Numbers of so many columns each, [n, groups], for each of k columns: [n, k]."""
-    return np.repeat(numbers, min(group, k), axis=1)[:, :k]  # a file may name any group
-
-
-def _values(element: Element, codes: np.ndarray, k: int) -> np.ndarray:
-    """The real numbers of codes in the order of rows, as a new array [n, k]."""
-    if element.bits != 4:
-        return element.numbers(codes)
-    byte = np.arange(256)
-    pairs = np.stack([element.numbers(byte & 15), element.numbers(byte >> 4)], axis=1)  # low nibble = even k
-    return pairs.take(codes, axis=0).reshape(len(codes), k)
-
-
-def _shared(scale: Scale, stored: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """What these rows and columns of a matrix share of stored numbers, float64 [rows, columns]."""
-    return scale.numbers(stored[rows // scale.extent[0]])[:, columns // scale.extent[1]]
-
-
-def factors(matrix: Matrix, rows=slice(None)) -> np.ndarray | None:
-    """The factor, or divisor, of each of the rows, float64 [n]; None if there is none."""
-    if matrix.format.factor is None:
-        return None
-    return np.broadcast_to(matrix.factor.astype(np.float64), matrix.shape[:1])[rows]
-
-
-def dequantize(matrix: Matrix, rows=slice(None), factor: bool = True) -> np.ndarray:
-    """The real numbers that a matrix stands for, float64 [n, k]: exact, but for float64's own roundings where a format has a
-    minimum, a divisor, or both a super-scale and a factor.
-
-    rows: an index along n, to read only some rows. Not factor: without the matrix's factor, as sums are of these.
-    Raises FormatError, which names the tensor, if the matrix holds a NaN.
-    """
-    weights = read(matrix, rows)
-    scaled = weights.scaled if weights.minima is None else weights.scaled - weights.minima
-    if factor and matrix.format.factor:
-        of_row = factors(matrix, rows)[:, None]
-        return scaled / of_row if matrix.format.factor.divides else scaled * of_row
-    return scaled
 
 
 def round_bfloat16(a: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Training in float64 with a rigorous bound on a backend's error: the forward pass with an adapter, and the backward pass.
 
-docs/numerics.md ("Training") has the steps and every rounding, as ktmoe/reference.py has those of MoELayer.forward().
+docs/numerics.md ("Training") has the steps and every rounding, as ktmoe/reference has those of MoELayer.forward().
 ReferenceTraining is the same without roundings. Names: g, u, h and d are as there; T is what an adapter's A gives, times the
 scale; dV is the gradient of the loss with respect to V. Every `eps_v` bounds |what a backend has for v - v|, elementwise.
 """
@@ -13,10 +13,10 @@ import numpy as np
 
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.reference import Reference, bfloat16_rows
-from ktmoe.reference_errors import MAX_FLOAT32
-from ktmoe.reference_gradients import ReferenceTraining
-from ktmoe.reference_passes import BackwardRows, Call, bound
+from ktmoe.reference.errors import MAX_FLOAT32
+from ktmoe.reference.gradients import ReferenceTraining
+from ktmoe.reference.moe import Reference, bfloat16_rows
+from ktmoe.reference.passes import BackwardRows, TrainingCall, bound
 
 __all__ = ["Backward", "Forward", "ReferenceTraining", "training_backward", "training_forward"]
 
@@ -49,7 +49,7 @@ def training_forward(experts: ExpertWeights, x, expert_ids, expert_weights, lora
     reference.forward() has them. lora: a ktmoe.training.Lora, or what has its pairs and its scale; None: none. Without an
     adapter, y and its bound are reference.forward()'s. Raises InputError.
     """
-    call = Call(experts, x, expert_ids, expert_weights, lora, **options)
+    call = TrainingCall(experts, x, expert_ids, expert_weights, lora, **options)
     pairs, tokens = call.ids.size, len(call.x)
     kept = {name: np.zeros((2, pairs, experts.intermediate)) for name in "gu"}
     t = np.zeros((2, pairs, len(PROJECTIONS), call.rank))
@@ -82,7 +82,7 @@ def training_backward(
     grad_y: like x, the gradient of the loss with respect to y. scale: multiplies the adapter's gradients. All else is as for
     training_forward(), whose g, u and t a backend has kept or computes again.
     """
-    call = Call(experts, x, expert_ids, expert_weights, lora, **options)
+    call = TrainingCall(experts, x, expert_ids, expert_weights, lora, **options)
     dy = bfloat16_rows(grad_y)
     if dy.shape != call.x.shape:
         raise InputError(f"grad_y must be {list(call.x.shape)}, found {list(dy.shape)}")

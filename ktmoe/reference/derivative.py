@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktmoe.reference import EXP_RELATIVE_ERROR, SILU_MINIMUM
-from ktmoe.reference_errors import MAX_FLOAT32, UNIT, gamma
-from ktmoe.reference_weights import TINY
+from ktmoe.reference.activation import EXP_RELATIVE_ERROR, SILU_MINIMUM
+from ktmoe.reference.errors import MAX_FLOAT32, UNIT, gamma
+from ktmoe.reference.weights import TINY
 from ktmoe.weights.activation import GatedActivation
 
 #: Roundings, at most, of a product of the gradient, u' + up_offset and D(g'), apart from D's own; and of alpha g', its products

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ktmoe import forks
 
 
-class Order:
+class FinalizerLock:
     """A reentrant lock, by with. soon(): what finalizers do under it."""
 
     def __init__(self):

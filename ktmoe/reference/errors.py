@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ktmoe.reference_weights import TINY
+from ktmoe.reference.weights import TINY
 
 #: Unit roundoff of float32, round to nearest.
 UNIT = 2.0**-24

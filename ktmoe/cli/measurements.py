@@ -12,16 +12,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ktmoe import measure
+from ktmoe import measuring
 from ktmoe.backends.base import Arenas
 from ktmoe.cli import units
 from ktmoe.errors import MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.inspection import top_k_of
 from ktmoe.layer import MoELayer
-from ktmoe.limits import Limits
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.measuring import LimitMeter
+from ktmoe.measuring.inspection import top_k_of
+from ktmoe.measuring.limits import Limits
 
 #: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
@@ -47,8 +48,8 @@ class Row:
     activations: str
     isa: str
     work: str
-    result: measure.Result
-    check: measure.Check
+    result: measuring.Result
+    check: measuring.Check
 
     @property
     def right(self) -> bool:
@@ -114,19 +115,19 @@ def packed(
 class Subject:
     """A packed layer that is measured. step: of ktmoe.progress_bar.steps. top_k: experts of a token."""
 
-    def __init__(self, experts: ExpertWeights, layer: MoELayer, isa: str, limits: measure.Limits, top_k: int, step: Callable):
+    def __init__(self, experts: ExpertWeights, layer: MoELayer, isa: str, limits: LimitMeter, top_k: int, step: Callable):
         self.layer, self.limits = layer, limits
         self._experts, self._isa, self._top_k, self._step = experts, isa, top_k, step
 
     def row(self, work: str, tokens: int, seconds: float, checked: int) -> Row:
         """Measure calls of so many tokens for about so long, and check that many tokens of one."""
         layer, experts = self.layer, self._experts
-        batches = measure.random_batches(tokens, self._top_k, experts.num_experts, experts.hidden)
+        batches = measuring.random_batches(tokens, self._top_k, experts.num_experts, experts.hidden)
         what = f"{layer.backend} {work}, {units.count(tokens, 'token')}"
         with self._step(f"measure {what}") as draw:
-            result = measure.run(layer, self.limits, batches, seconds=seconds, progress=lambda share: draw(share, 1.0))
+            result = measuring.run(layer, self.limits, batches, seconds=seconds, progress=lambda share: draw(share, 1.0))
         with self._step(f"check {what}"):
-            check = measure.check(experts, layer, next(batches), tokens=checked)
+            check = measuring.check(experts, layer, next(batches), tokens=checked)
         return Row(layer.backend, layer.activations, self._isa, work, result, check)
 
 
@@ -138,7 +139,7 @@ def describe(experts: ExpertWeights, top_k: int) -> str:
 
 def limits(rows: list[Row]) -> list[Limits]:
     """Of each instruction set, medians over its rows."""
-    found: dict[str, list[measure.Result]] = {}
+    found: dict[str, list[measuring.Result]] = {}
     for row in rows:
         found.setdefault(row.isa, []).append(row.result)
     return [

@@ -1,5 +1,49 @@
 # The driver's lists and how it deals them, without a layer and without threads: for bench/simulation.
 
+cdef class Teams:
+    """Which threads serve which shard, as the pool deals them.
+
+    domains: for each shard the physical cores of each of its L3 caches, such as [[8, 8], [8]]; no CPU need have them.
+    threads: the caller's included.
+    """
+
+    cdef kt_teams teams
+    cdef _Placement _placement  # teams points into it
+
+    def __cinit__(self, domains, size_t threads):
+        made_up = tuple(tuple((frozenset(range(cores)),) * 2 for cores in own) for own in domains)
+        if not made_up or not all(own and all(cpus for cpus, _ in own) for own in made_up) or not 1 <= threads <= 4096:
+            raise InputError(f"needs L3 caches with cores for each shard and 1 to 4096 threads, found {domains} and {threads}")
+        self._placement = _Placement(made_up, threads)
+        if kt_teams_make(&self.teams, &self._placement.placement, threads):
+            raise OutOfMemoryError("the system refused memory for teams")
+
+    def __dealloc__(self):
+        kt_teams_free(&self.teams)
+
+    @property
+    def workers(self):
+        """Threads."""
+        return self.teams.workers
+
+    @property
+    def shards(self):
+        """How many."""
+        return self.teams.shards
+
+    @property
+    def of(self):
+        """[(first worker, workers, first group, groups)], for each shard."""
+        teams = [self.teams.of[shard] for shard in range(self.teams.shards)]
+        return [(team["first"], team["size"], team["first_group"], team["num_groups"]) for team in teams]
+
+    @property
+    def groups(self):
+        """[(shard, first worker, workers)]: those of a shard that share an L3 cache."""
+        return [(self.teams.groups[i].shard, self.teams.groups[i].first, self.teams.groups[i].size)
+                for i in range(self.teams.num_groups)]
+
+
 cdef class Schedule:
     """A forward call's items, as the driver cuts a routed batch for machines that need not exist.
 

@@ -9,13 +9,13 @@ from ktmoe.backends.base import Found
 from ktmoe.backends.choice import Choice, choose_backend
 from ktmoe.errors import CheckpointError, FormatError, KtmoeError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.layer import placement_of
-from ktmoe.limits import Limits, measured
 from ktmoe.loaders import model_config, naming
 from ktmoe.loaders.base import Finding, Loader, explain, find_layers, find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.one_layer import OneLayer
 from ktmoe.machine import memory
+from ktmoe.machine.numa import placement_of
+from ktmoe.measuring.limits import Limits, measured
 from ktmoe.messages import printable, show
 from ktmoe.model import memory_needed
 
@@ -30,7 +30,7 @@ Served = dict[Name, tuple[str, ExpertWeights]]
 
 
 @dataclass
-class Group:
+class LayerGroup:
     """Layers that are alike, and how they would be computed here.
 
     loader: the name of the one that reads them. experts: the first layer's. choice: None where no backend can compute them;
@@ -84,7 +84,7 @@ class Inspection:
     findings: list[Finding]
     loader: str | None = None
     why_no_loader: str = ""
-    groups: list[Group] = field(default_factory=list)
+    groups: list[LayerGroup] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     top_k: int | None = None
     why_no_top_k: str = ""
@@ -170,8 +170,8 @@ def _alike(refused: dict[Name, str]) -> list[Refused]:
     return list(found.values())
 
 
-def _grouped(served: Served) -> list[Group]:
-    groups: list[tuple[tuple, Group]] = []
+def _grouped(served: Served) -> list[LayerGroup]:
+    groups: list[tuple[tuple, LayerGroup]] = []
     for layer, (loader, experts) in served.items():
         kind = _kind(loader, experts)
         for of_group, group in groups:
@@ -179,7 +179,7 @@ def _grouped(served: Served) -> list[Group]:
                 group.layers.append(layer)
                 break
         else:
-            groups.append((kind, Group([layer], loader, experts)))
+            groups.append((kind, LayerGroup([layer], loader, experts)))
     return [group for _, group in groups]
 
 
@@ -190,7 +190,7 @@ def _kind(loader: str, experts: ExpertWeights) -> tuple:
     return loader, *sizes, experts.activation, experts.router_weight, formats
 
 
-def _choose(group: Group, backend: str) -> None:
+def _choose(group: LayerGroup, backend: str) -> None:
     try:
         group.choice = choose_backend(backend, group.experts)
     except UnavailableError as error:

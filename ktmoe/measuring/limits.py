@@ -11,11 +11,11 @@ from functools import cache
 
 import numpy as np
 
-from ktmoe import measure
 from ktmoe._native import core
 from ktmoe.experts import ExpertSpec, ExpertWeights, Matrix
 from ktmoe.layer import MoELayer
 from ktmoe.machine import memory
+from ktmoe.measuring import settled, slot_flops
 
 #: So many packed bytes are more than most caches hold, and packing them takes about a second.
 STAND_IN_BYTES = 512 << 20
@@ -46,7 +46,7 @@ class Limits:
         """
         used = spec.num_experts * (1 - (1 - top_k / spec.num_experts) ** tokens)
         read = used / spec.num_experts * packed_bytes / self.read
-        multiply = tokens * top_k * measure.slot_flops(spec) / self.peak
+        multiply = tokens * top_k * slot_flops(spec) / self.peak
         return max((read, "read"), (multiply, "multiply"))
 
 
@@ -56,7 +56,7 @@ def measured(experts: ExpertWeights, backend: str, table: core.KernelTable) -> L
     backend: a native one. table: the kernel table that serves them.
     """
     with MoELayer(stand_in(experts), backend) as layer:
-        found = measure.settled(layer, table)
+        found = settled(layer, table)
         rounds = [(found.read(READ_SECONDS), found.peak(PEAK_SECONDS)) for _ in range(ROUNDS)]
     return Limits(table.name, *map(statistics.median, zip(*rounds, strict=True)))
 

@@ -1,6 +1,6 @@
 """Sums that backward passes are made of, in float64 with a bound: by a matrix's weights transposed, and by an adapter's.
 
-Every `eps_v` bounds |what a backend has for v - v|, elementwise, as in ktmoe/reference.py.
+Every `eps_v` bounds |what a backend has for v - v|, elementwise, as in ktmoe/reference.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ktmoe.dequantization import Weights, factors, read, spread
 from ktmoe.experts import Matrix
-from ktmoe.reference_errors import MAX_FLOAT32, gamma
-from ktmoe.reference_operands import operand
-from ktmoe.reference_weights import BLOCK, TINY, Weights, factors, folds, read, round_bfloat16, spread
+from ktmoe.reference.errors import MAX_FLOAT32, gamma
+from ktmoe.reference.operands import operand
+from ktmoe.reference.weights import BLOCK, TINY, folds, round_bfloat16
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
 

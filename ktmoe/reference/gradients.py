@@ -1,6 +1,6 @@
 """Training in plain float64: outputs and gradients of the experts without a rounding, for whoever checks a use of them.
 
-docs/numerics.md has the formulas. ktmoe/reference_training.py has the same with every rounding and a bound.
+docs/numerics.md has the formulas. ktmoe/reference/training.py has the same with every rounding and a bound.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import InputError
 from ktmoe.experts import PROJECTIONS, ExpertSpec, ExpertWeights, checked_experts, checked_router_weight
-from ktmoe.reference_weights import dequantize
 from ktmoe.weights.activation import GatedActivation
 
 #: What ReferenceTraining.backward() can give.
@@ -20,7 +20,7 @@ WANTED = ("x", "weights", "lora")
 
 
 @dataclass(frozen=True, eq=False)
-class Saved:
+class ReferenceSaved:
     """The arguments of a forward pass, float64 but for the ids; active: bool, which slots count."""
 
     x: np.ndarray
@@ -30,7 +30,7 @@ class Saved:
 
 
 @dataclass(frozen=True, eq=False)
-class Gradients:
+class ReferenceGradients:
     """float64. x: [tokens, hidden]. weights: [tokens, top_k], 0 where a slot is skipped. lora: {projection: (da, db)}, of a's
     and b's shapes. None: not wanted, or no adapter."""
 
@@ -61,7 +61,7 @@ class ReferenceTraining:
 
     def forward(
         self, x, expert_ids, expert_weights, lora=None, *, save: bool = True, out=None
-    ) -> tuple[np.ndarray, Saved | None]:
+    ) -> tuple[np.ndarray, ReferenceSaved | None]:
         """(y, what backward() needs), y float64 [tokens, hidden], written to out if that is given.
 
         x: [tokens, hidden]; expert_ids, expert_weights: [tokens, top_k]; anything that numpy makes float64, or integers, of.
@@ -76,7 +76,7 @@ class ReferenceTraining:
             )
         active = (ids >= 0) & (ids < self.experts.num_experts)
         active &= self.expert_mask[np.where(active, ids, 0)]
-        saved = Saved(x, ids, weights, active)
+        saved = ReferenceSaved(x, ids, weights, active)
         y = np.zeros_like(x)
         for one in self._used(saved, lora):
             np.add.at(y, one.token, one.r * one.d if self.router_weight == "down_output" else one.d)
@@ -86,7 +86,7 @@ class ReferenceTraining:
 
     def backward(
         self,
-        saved: Saved,
+        saved: ReferenceSaved,
         grad_y,
         lora=None,
         *,
@@ -94,7 +94,7 @@ class ReferenceTraining:
         add: bool = False,
         scale: float = 1.0,
         wanted: Iterable[str] = WANTED,
-    ) -> Gradients:
+    ) -> ReferenceGradients:
         """The gradients of sum(grad_y * y). The arguments are those of ktmoe.training.Training.backward(), in float64."""
         dy = np.asarray(grad_y, np.float64)
         dx, dr = np.zeros_like(saved.x), np.zeros_like(saved.weights)
@@ -122,13 +122,13 @@ class ReferenceTraining:
             for target, found in zip(pair, sums[projection], strict=True):
                 target[...] = target + found if add else found
         wanted = set(wanted)
-        return Gradients(
+        return ReferenceGradients(
             dx if "x" in wanted else None,
             dr if "weights" in wanted else None,
             (dict(into) if into else sums) if "lora" in wanted else None,
         )
 
-    def _used(self, saved: Saved, lora):
+    def _used(self, saved: ReferenceSaved, lora):
         """Each expert that has rows, with its forward pass."""
         for expert in np.unique(saved.ids[saved.active]).tolist():
             token, slot = np.nonzero(saved.active & (saved.ids == expert))
@@ -147,7 +147,7 @@ class ReferenceTraining:
 class _Expert:
     """The forward pass of one expert's rows. r: [rows, 1]."""
 
-    def __init__(self, training: ReferenceTraining, expert: int, token, slot, saved: Saved, lora):
+    def __init__(self, training: ReferenceTraining, expert: int, token, slot, saved: ReferenceSaved, lora):
         self.token, self.slot, self.r = token, slot, saved.weights[token, slot][:, None]
         where = training.router_weight
         self.gate, self.up, self.down = (_Map(training, expert, projection, lora) for projection in PROJECTIONS)

@@ -7,8 +7,8 @@ import functools
 import numpy as np
 
 from ktmoe.quantization.rules import Rule
-from ktmoe.reference_mx import mx_blocks
-from ktmoe.reference_weights import BLOCK, TINY, round_bfloat16
+from ktmoe.reference.mx import mx_blocks
+from ktmoe.reference.weights import BLOCK, TINY, round_bfloat16
 
 #: "int8": the largest integer, and the least maximum of a block, whose scale is 2**-118.
 LARGEST_INT8 = 127

@@ -1,0 +1,3 @@
+#include "forward/tuning.h"
+
+kt_tuning kt_moe_tuning = {.scratch_bytes = (size_t)256 << 20, .reduce_slots = 256};

@@ -1,0 +1,41 @@
+"""The native module has what the package uses, and under python/probe/ what only tests and benches do."""
+
+import ast
+import re
+
+from environments import ROOT
+from native_module import members, names, sources
+
+FILES = sorted((ROOT / "ktmoe").rglob("*.py"))
+
+
+def taken_of_core(text: str) -> set[str]:
+    """The names of core that a file of the package uses."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "core":
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == "ktmoe._native.core":
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+USED = {name for file in FILES for name in taken_of_core(file.read_text())}
+
+
+def test_uses_are_seen():
+    assert taken_of_core("from ktmoe._native import core\nf = lambda: core.tune(a=core.X.b)") == {"tune", "X"}
+    assert taken_of_core("from ktmoe._native.core import tune as t") == {"tune"}
+
+
+def test_the_package_never_names_a_probe():
+    assert names(sources(probe=True)) & USED == set()
+
+
+def test_what_only_tests_use_is_a_probe():
+    assert names(sources(probe=False)) - USED == set()
+
+
+def test_methods_that_only_tests_use_are_probes():
+    words = {word for file in FILES for word in re.findall(r"\w+", file.read_text())}
+    assert {name: own - words for name, own in members(sources(probe=False)).items() if own - words} == {}
