@@ -174,7 +174,9 @@ def test_everything(collected):
 
 
 def test_smoke(collected):
-    few, (first,), last = (names(collected("--exhaustive", "--smoke"), f"test_{test}") for test in ("few", "first", "of_an_engine"))
+    few, (first,), last = (
+        names(collected("--exhaustive", "--smoke"), f"test_{test}") for test in ("few", "first", "of_an_engine")
+    )
     assert len(few) == 4
     assert all(any(part in name for name in few) for part in ("[0-", "[1-", "-0]", "-1]", "-2]", "-3]"))
     assert ways.WAYS[ways.SUBJECTS[first.partition("[")[2].rpartition("-")[0]].isa] == "native"
