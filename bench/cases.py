@@ -38,7 +38,7 @@ class Way:
 
     @property
     def choices(self) -> dict[str, str]:
-        """Of MoELayer and of the reference."""
+        """The options that MoELayer and the reference take alike."""
         return {"rounding": self.rounding, "tuned_for": self.tuned_for}
 
     @contextmanager
@@ -64,7 +64,7 @@ class Case:
 
 
 def native_backends() -> Iterator[tuple[str, NativeBackend]]:
-    """Those that can run here; others have no limits that could be measured."""
+    """The native backends that can run here; others have no limits that could be measured."""
     for name in ktmoe.backends.available():
         backend = ktmoe.backends.get(name)
         if isinstance(backend, NativeBackend):
@@ -99,7 +99,7 @@ def auto_ways(experts: ExpertWeights) -> Iterator[Way]:
 
 
 def _ways(way: Way, experts: ExpertWeights) -> Iterator[Way]:
-    """It, if it can run here, and the same with folded scales and for prefill if that makes a difference."""
+    """The way, if it can run here, and the same with folded scales and for prefill if that makes a difference."""
     with way.table(experts) as table:
         if table is None:
             return

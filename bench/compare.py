@@ -48,7 +48,7 @@ FLOOR, SMALLEST = 0.07, 0.005
 LATENCY, SHORTEST_US = 2.0, 0.5
 MOST_LIMITS, MOST_SPREAD = 1.25, 0.1
 LIMITS = {"limit_read_gb_s": "GB/s", "limit_gflop_s": "GFLOP/s"}
-#: Of the rounds, that Yuen's test leaves out at either end.
+#: The share of the rounds that Yuen's test leaves out at either end.
 TRIM = 0.2
 #: What has to be alike in both runs.
 CONDITIONS = ("cpu", "threads")
@@ -60,7 +60,7 @@ class CannotCompareError(ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """Of a point. factor: new speed / old speed. verdict: "slower", "faster", "" or "not judged"."""
+    """The change of a point. factor: new speed / old speed. verdict: "slower", "faster", "" or "not judged"."""
 
     point: str
     old: str
@@ -89,7 +89,7 @@ def read(path: Path) -> dict[str, dict]:
 
 
 def compare(old: dict[str, dict], new: dict[str, dict]) -> list[Change]:
-    """Of all points that both runs have. Raises CannotCompareError where there is none or the conditions differ."""
+    """The changes of all points that both runs have. Raises CannotCompareError for none, or for other conditions."""
     common = [point for point in new if point in old]
     if not common:
         raise CannotCompareError("no point can be judged: the runs have none in common")
@@ -138,7 +138,7 @@ def _latency(point: str, before: list[float], after: list[float]) -> Change:
 
 
 def _other_state(point: str, old: dict, new: dict) -> Change | None:
-    """By what reading was measured with, by the limit that differs most, or by the rounds' spread, if that is too much."""
+    """Why a point cannot be judged: another way of reading, a limit that differs, or the rounds' spread; None if it can."""
     streams = [run.get("read_streams", "1 alone") for run in (old, new)]
     if "limit_read_gb_s" in new and streams.count("1 alone") == 1:
         return Change(point, *(f"{number} streams" for number in streams), 1.0, "not judged")

@@ -267,7 +267,7 @@ def cost_checks(found: list[Results]) -> tuple[Row, list[Row]]:
 
 
 def _three_digits(value: float) -> str:
-    """Without an exponent."""
+    """A number of three digits as text, without an exponent."""
     return f"{float(f'{value:.3g}'):g}"
 
 

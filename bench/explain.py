@@ -12,7 +12,7 @@ from bench.cost_model import Kernel, Machine
 from bench.models import Model, models
 from bench.results_file import Results
 
-#: By instruction set and activations: what kernels are by construction.
+#: What kernels are by construction, by instruction set and activations.
 KERNELS = {
     ("amx", "bf16"): Kernel(tile_rows=16, pass_rows=48, x_bytes=2, x_by_slot=True),
     ("avx512f", "bf16"): Kernel(tile_rows=1, pass_rows=192, x_bytes=4, x_by_slot=False),
@@ -41,12 +41,12 @@ class Call:
         return self.shape.name == EVERYWHERE and self.what in FITTED
 
     def predicted(self, kernel: Kernel) -> float:
-        """As a multiple of what was measured."""
+        """The predicted time as a multiple of the measured one."""
         return cost_model.seconds(self.shape, self.tokens, kernel, self.machine) / self.seconds
 
 
 def calls(results: Results) -> Iterator[Call]:
-    """Those of the kernels in KERNELS."""
+    """The calls of the kernels in KERNELS."""
     for layer in results.entries("layer"):
         kernel = layer["isa"], layer["activations"]
         if kernel not in KERNELS or layer["model"] not in models():
@@ -61,7 +61,7 @@ def calls(results: Results) -> Iterator[Call]:
 
 
 def _call(results: Results, kernel: tuple[str, str], what: str, shape: Model, point: dict) -> Call | None:
-    """None where the file lacks a limit."""
+    """A call of a results file; None where the file lacks a limit."""
     number = point.get("tokens") or point["rows"]
     if what == "per_expert":
         shape = replace(shape, experts=point["experts"])
@@ -110,7 +110,7 @@ def fits(results: Results) -> list[dict]:
 
 
 def kernels(results: Results) -> dict[tuple[str, str], Kernel]:
-    """With the numbers that a results file has."""
+    """KERNELS, with the numbers that a results file has."""
     found = {}
     for cost in results.entries("cost"):
         name = cost["isa"], cost["activations"]

@@ -10,9 +10,9 @@ from bench.models import Model
 
 #: A footprint so many times the last-level cache is no longer found there when its turn comes again.
 CACHE_TIMES = 4
-#: At most so much of the available memory is packed at a time.
+#: The most of the available memory that is packed at a time.
 MEMORY_SHARE = 0.5
-#: By default experts are left out of the models whose layer takes more than this (or CACHE_TIMES caches, if that is more).
+#: The bytes of a layer beyond which a model has fewer experts by default (or CACHE_TIMES caches, if that is more).
 DEFAULT_BYTES = 4 << 30
 
 
@@ -30,7 +30,7 @@ def wanted_bytes() -> int:
 
 
 def of_cache(nbytes: int) -> float:
-    """As a multiple of the last-level cache."""
+    """Bytes as a multiple of the last-level cache."""
     return nbytes / machine.last_cache_bytes()
 
 

@@ -124,7 +124,7 @@ def packed(kernel: Kernel) -> Iterator[Subject]:
 
 
 def copies(model: Model, count: int, folds: bool = True) -> ExpertWeights:
-    """So many experts of the same weights. Not folds: one scale byte is 0 in each matrix, which no kernel may fold."""
+    """Experts that all have the same weights. Not folds: one scale byte is 0 in each matrix, which no kernel may fold."""
     one = model.make(1)
     matrices = {projection: one.matrix(0, projection) for projection in PROJECTIONS}
     for projection, matrix in matrices.items():

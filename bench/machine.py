@@ -32,7 +32,7 @@ def last_cache_bytes() -> int:
 
 
 def usable_bytes(share: float) -> int:
-    """That share of the memory that can be had; all that can be addressed where the system does not say."""
+    """A share of the memory that can be had; all that can be addressed where the system does not say."""
     available = memory.available_bytes()
     return sys.maxsize if available is None else max(0, int(share * available))
 

@@ -44,17 +44,17 @@ class Model:
             raise ValueError(f"{self.name}: top_k: expected at most the {self.experts} experts, found {self.top_k}")
 
     def make(self, experts: int) -> ExpertWeights:
-        """So many experts of one layer, with random weights, which are drawn when they are read."""
+        """Experts of one layer, with random weights, which are drawn when they are read."""
         return _MAKERS[self.weights](num_experts=experts, hidden=self.hidden, intermediate=self.intermediate)
 
     @cached_property
     def expert_bytes(self) -> int:
-        """Of an expert's codes and scales."""
+        """Bytes of an expert's codes and scales."""
         return self.make(1).nbytes
 
     @cached_property
     def slot_flops(self) -> int:
-        """Of one token in one expert."""
+        """FLOPs of one token in one expert."""
         return measuring.slot_flops(self)
 
     @property
@@ -65,7 +65,7 @@ class Model:
 
 @cache
 def models(path: Path = FILE) -> dict[str, Model]:
-    """By name, in the file's order. Raises ValueError, which names the model, for fields that are wrong."""
+    """The models by name, in the file's order. Raises ValueError, which names the model, for fields that are wrong."""
     found = {}
     for name, fields in tomllib.loads(path.read_text()).items():
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.results_file import Results, digits
 
 NONE = "-"
-#: As `beside`: the same layer's forward(), of what two stages compute.
+#: The `beside` of what two stages compute: the same layer's forward().
 FORWARD = "forward()"
 #: What tells lines of the table apart. beside: what the same calls took turns with.
 NAMES = ("backend", "isa", "form", "activations", "beside")

@@ -19,7 +19,7 @@ import numpy as np
 from ktmoe import MoELayer
 from ktmoe.machine import cgroup
 
-#: For the interpreter, its libraries and scratch memory, beside the pages of a cache.
+#: Bytes for the interpreter, its libraries and scratch memory, beside the pages of a cache.
 PROCESS_BYTES = 150 << 20
 #: Enters a group, and becomes another command there.
 _ENTER = 'echo $$ >"$0/cgroup.procs" && exec "$@"'
@@ -58,7 +58,7 @@ def _own() -> tuple[Path, str]:
 
 
 def seconds_of_calls(checkpoint: Path, cache: Path, experts: int, calls: int, group: Path | None) -> list[float]:
-    """Of each call, in a new process. Raises CalledProcessError if it fails, or is killed."""
+    """The seconds of each call, in a new process. Raises CalledProcessError if it fails, or is killed."""
     command = [sys.executable, "-m", "bench.overcommit", checkpoint, cache, experts, calls]
     if group:
         command = ["sh", "-c", _ENTER, group, *command]

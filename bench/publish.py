@@ -42,7 +42,7 @@ KERNELS = {("memory", 1): "memory", ("L2", 192): "l2"}
 
 
 def results(saved: list[dict]) -> Results:
-    """Of runs that pytest-benchmark saved. Raises ResultsError where they do not belong together or lack something."""
+    """The results of runs that pytest-benchmark saved. Raises ResultsError if they do not belong together or lack something."""
     made, by_suite = _made(saved), _by_suite(saved)
     about = saved[-1]["machine_info"]["ktmoe"]
     data = {
@@ -154,9 +154,9 @@ def _way(name: str, about: dict, found: dict) -> dict:
 
 
 def with_others(results: Results, folder: Path = FOLDER) -> Results:
-    """With what make bench-peers saved last of each format, and make bench-engines, each if it was on this CPU.
+    """The results, with what make bench-peers saved last of each format, and make bench-engines, each if it was on this CPU.
 
-    Otherwise with what the file that is there has of them; so, too, with activation modes.
+    Otherwise they get what the file that is there has of these, as of activation modes.
     """
     cpu, file = results.data["cpu"], folder / results.file_name
     data = dict(results.data)
@@ -221,7 +221,7 @@ def _commit(run: dict) -> str:
 
 
 def _cpu(machine: dict) -> dict:
-    """As py-cpuinfo read it for pytest-benchmark, and as bench.machine did."""
+    """The CPU as py-cpuinfo read it for pytest-benchmark, and the machine as bench.machine did."""
     cpu = machine["cpu"]
     known = {"name": "brand_raw", "family": "family", "model": "model", "stepping": "stepping"}
     return {name: cpu[key] for name, key in known.items() if key in cpu} | machine["ktmoe"]["machine"]

@@ -25,7 +25,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def total_bytes(folder: Path) -> int:
-    """Of these files."""
+    """Bytes of a checkpoint's files."""
     return sum(file.stat().st_size for file in files(folder))
 
 

@@ -51,7 +51,7 @@ class Weights:
 
     @property
     def backends(self) -> str:
-        """Those of this package that have kernels, whatever this CPU is; and their modes besides bf16."""
+        """This package's backends that have kernels, whatever this CPU is; and their modes besides bf16."""
         built_in = [name for name in backends.names() if isinstance(backends.get(name), NativeBackend)]
         exact = [name for name in built_in if self._served(name, "bf16")]
         others = [mode for mode in ("int16", "int8") if any(self._served(name, mode) for name in built_in)]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("results")
 
-#: Of one call or kernel. Shares are of the limits that the same rounds measured.
+#: The fields of one call or kernel. Shares are of the limits that the same rounds measured.
 CALL = {"ms?": float, "gb_s?": float, "of_read?": float, "gflop_s?": float, "of_peak?": float}
-#: Of generate(). experts: their share of the time.
+#: The fields of generate(). experts: their share of the time.
 RATE = {"tokens_s": float, "lead?": float, "experts": float}
 LOADING = (
     "seconds",
@@ -200,7 +200,7 @@ class Results:
 
 
 def short_name(name: str) -> str:
-    """Without trade marks, clock and words that say nothing."""
+    """A CPU's name without trade marks, clock and words that say nothing."""
     name = re.sub(r"\((R|TM)\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", name, flags=re.IGNORECASE)
     return " ".join(name.split())
 
@@ -284,5 +284,5 @@ def _expect(right: bool, where: str, expected: str, found: object) -> None:
 
 
 def digits(value: float) -> float:
-    """With as many as files have."""
+    """The value with as many digits as files have."""
     return float(f"{value:.4g}")

@@ -16,7 +16,7 @@ from ktmoe import measuring
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 
-#: By a batch of so many tokens for each of so many experts it is found out how fast a layer multiplies.
+#: The tokens of each expert, and the experts, of the batch by which it is found out how fast a layer multiplies.
 _TRIAL = (48, 12)
 
 

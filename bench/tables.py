@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 def console(width: int) -> Console:
-    """As wide as the terminal, or of that width where there is none."""
+    """A console as wide as the terminal, or of that width where there is none."""
     found = Console()
     return found if found.is_terminal else Console(width=width)
 

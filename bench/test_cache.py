@@ -48,7 +48,7 @@ def batch(tokens: int, seed: int):
 
 
 def seconds_of(layers: tuple[MoELayer, ...], tokens: int, calls: int, seed: int) -> list[float]:
-    """Of a call of each layer, by turns: the medians of some with other experts each."""
+    """The seconds of a call of each layer, by turns: the medians of some calls with other experts each."""
     took = [[] for _ in layers]
     for call in range(calls):
         arguments = batch(tokens, 1000 * seed + call)
@@ -62,7 +62,7 @@ def seconds_of(layers: tuple[MoELayer, ...], tokens: int, calls: int, seed: int)
 @pytest.mark.parametrize("source", ["disk", "page cache"])
 @pytest.mark.parametrize("way", ["mapping", "packing anew"])
 def test_start(benchmark, model, way, source):
-    """Until the layer is there, and then until it has computed its first token; against reading the same files."""
+    """Time until the layer is there, and then until it has computed its first token; against reading the same files."""
     path, cache = model
     files = cache if way == "mapping" else path
     options = {"cache": cache} if way == "mapping" else {}
@@ -115,7 +115,7 @@ def in_small_pages(cache, folder):
 @pytest.mark.parametrize("tokens", CALLS)
 @pytest.mark.parametrize("pages", ["huge pages", "pages of 4 KiB"])
 def test_calls(benchmark, model, tmp_path, pages, tokens):
-    """Of a mapped layer whose file is in the page cache, against the same layer packed, in the same rounds."""
+    """Calls of a mapped layer whose file is in the page cache, against the same layer packed, in the same rounds."""
     path, cache = model
     reading.forget(cache)
     cache = cache if pages == "huge pages" else in_small_pages(cache, tmp_path / "small")

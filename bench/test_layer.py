@@ -20,11 +20,11 @@ PREFILL_TOKENS = (64, 256, 1024, 4096)
 TOKENS_PER_EXPERT = (6, 24, 96)
 ROUTING = {"random": 0.0, "skewed": measuring.SKEW}
 DECODE_ROUNDS = 20
-#: By default a call that would take longer is left out, and rounds are so many that their calls take about so long.
+#: The longest call that is not left out by default; the seconds that all rounds' calls take about; the fewest and most rounds.
 LONGEST_CALL = 2.5
 PREFILL_SECONDS = 4.0
 PREFILL_ROUNDS = (3, 10)
-#: For one call of test_tokens_per_expert: a slower backend gets fewer experts, each with as many tokens.
+#: The longest call of test_tokens_per_expert: a slower backend gets fewer experts, each with as many tokens.
 LONGEST_SHARE = 1.0
 MOST_EXPERTS, FEWEST_EXPERTS = 64, 12
 
@@ -57,7 +57,7 @@ def test_tokens_per_expert(benchmark, subject, mean):
 
 
 def rounds_of(seconds: float) -> int:
-    """For calls that take so long."""
+    """The rounds for calls that take so long."""
     least, most = PREFILL_ROUNDS
     return max(least, min(most, round(PREFILL_SECONDS / seconds)))
 

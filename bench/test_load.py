@@ -33,7 +33,7 @@ PEAK_RSS_LIMIT = 1.15  # of the packed bytes
 OVERHEAD_LIMIT = 1.01  # packed over checkpoint bytes
 STAGED = 8  # experts in memory to pack from
 
-#: In a process of its own, since VmHWM only ever rises.
+#: The script that loads; it runs in a process of its own, since VmHWM only ever rises.
 LOAD = """
 import json, sys, time
 import ktmoe

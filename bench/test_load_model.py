@@ -25,7 +25,7 @@ PEAK_RSS_LIMIT = 1.05  # of the packed bytes, beside what is read ahead
 TIME_TARGET = 1.3  # of reading the files
 ROUNDS = 3
 
-#: In a process of its own, since VmHWM only ever rises.
+#: The script that loads; it runs in a process of its own, since VmHWM only ever rises.
 LOAD = """
 import json, sys, time
 import ktmoe
@@ -97,7 +97,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def readers(checkpoint):
-    """As many threads as read it fastest."""
+    """The number of threads that reads the checkpoint fastest."""
     return reading.fastest(checkpoint)
 
 

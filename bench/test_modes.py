@@ -30,9 +30,9 @@ from ktmoe.experts import ExpertWeights
 MODEL = models()[EVERYWHERE]
 EXACT = "bf16"
 MODES = ("int16", "int8", "mxfp8", "mxfp8/mxfp4", "mxfp4")
-#: So many that a call's weights come from memory, and that packing takes no longer than measuring.
+#: The experts of a layer: so many that a call's weights come from memory, and that packing takes no longer than measuring.
 EXPERTS = 24
-#: By the work: tokens of a call, calls of a round by each side, rounds.
+#: Tokens of a call, calls of a round by each side, and rounds, by the work.
 WORK = {"1 token": (1, 5, 40), "24 tokens an expert": (24 * EXPERTS // MODEL.top_k, 1, 9)}
 
 

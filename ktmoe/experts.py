@@ -163,7 +163,7 @@ class ExpertSpec:
 
     @property
     def _unit(self) -> int:
-        """Of the intermediate dimension, which is rows of gate and up and columns of down."""
+        """The items of the intermediate dimension that no cut may part: rows of gate and up, columns of down."""
         gate, up, down = (self.formats[projection].unit for projection in PROJECTIONS)
         return math.lcm(gate[0], up[0], down[1])
 
@@ -247,7 +247,7 @@ class ExpertWeights(ExpertSpec):
         name: str = "experts",
         router_weight: str = "down_output",
     ) -> ExpertWeights:
-        """From arrays in memory that hold all experts, E along the first axis; dtypes and shapes as Matrix has them.
+        """Make experts of arrays that hold all of them, E along the first axis; dtypes and shapes as Matrix has them.
 
         gate, up, down: a tuple of the format's arrays, in the order of format.arrays(). For MXFP4 these are (codes, scales):
         (uint8 [E, I, H/2], uint8 [E, I, ceil(H/32)]) for gate and up, (uint8 [E, H, I/2], uint8 [E, H, ceil(I/32)]) for down.
@@ -326,7 +326,7 @@ class ExpertWeights(ExpertSpec):
 
 
 def checked_experts(experts: ExpertWeights) -> ExpertWeights:
-    """Itself. Raises InputError, which says how to get them, if it is no ExpertWeights."""
+    """The experts as they are. Raises InputError, which says how to get ExpertWeights, for anything else."""
     if not isinstance(experts, ExpertWeights):
         raise InputError(
             f"experts must be ExpertWeights, found {show(experts)}; ktmoe.load_experts(path, layer) gives those of a checkpoint"
@@ -335,7 +335,7 @@ def checked_experts(experts: ExpertWeights) -> ExpertWeights:
 
 
 def checked_router_weight(router_weight: str) -> str:
-    """Itself. Raises InputError if it is none of ROUTER_WEIGHTS."""
+    """The router_weight as it is. Raises InputError if it is none of ROUTER_WEIGHTS."""
     if router_weight not in ROUTER_WEIGHTS:
         raise InputError(f"router_weight must be one of {ROUTER_WEIGHTS}, found {show(router_weight)}")
     return router_weight

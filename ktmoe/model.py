@@ -28,7 +28,7 @@ from ktmoe.messages import show
 
 #: Layers that are loaded at a time, so that some are read while another is packed.
 AT_ONCE = 3
-#: Experts that each of them has read and not yet packed, at most.
+#: The most experts that each of these layers has read and not yet packed.
 STAGED_EXPERTS = 4
 
 
@@ -144,7 +144,7 @@ class MoEModel:
         return len(self.layers)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all layers are loaded; False if `timeout` seconds were not enough.
+        """Wait until all layers are loaded; False if `timeout` seconds were not enough.
 
         Raises the error of a layer as soon as one fails; the others go on, and model[name] gives them.
         """
@@ -157,7 +157,7 @@ class MoEModel:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights of the layers that are loaded."""
+        """Bytes of the packed weights of the layers that are loaded."""
         return sum(layer.nbytes for layer in self._loading.made())
 
     def cancel(self) -> None:

@@ -57,7 +57,7 @@ def mode_of(name: str) -> Mode:
 
 
 def _rule(name: str, side: str) -> Rule | None:
-    """That a side of a mode's name says; None for bf16."""
+    """The rule that one side of a mode's name means; None for bf16."""
     if side == "bf16":
         return None
     target, colon, rule = side.partition(":")

@@ -80,6 +80,6 @@ def generate(model: PreTrainedModel, batch: int, prompt: int, new: int, seed: in
 
 
 def logits(model: PreTrainedModel, count: int) -> torch.Tensor:
-    """Of a random text of so many tokens, float32 [count, vocabulary]."""
+    """The logits of a random text of so many tokens, float32 [count, vocabulary]."""
     with torch.no_grad():
         return model(tokens(model, 1, count, 0)).logits[0].float()

@@ -19,7 +19,7 @@ from bench.peers.processes import WorkerError
 from ktmoe import measuring
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Of the memory that can be had; the rest is for this process and the system.
+#: The share of the memory that can be had for the processes that are measured; the rest is for this one and the system.
 SHARE_OF_MEMORY = 0.93
 #: Seconds for writing a checkpoint or loading a model: of 20 GB, by a slow disk.
 PATIENCE = 1800
@@ -27,8 +27,8 @@ PATIENCE = 1800
 LIMIT_SECONDS = 0.2
 #: Tokens of the text whose logits are compared.
 CHECKED_TOKENS = 64
-#: Of logits, as the median token's error over their norm. Two ways in bfloat16 differ by 0.3 % with one layer and 1.7 % with
-#: eight, by their roundings; one wrong expert for each token of one layer makes 19 % or more.
+#: The largest error of logits, the median token's, over their norm. Two ways in bfloat16 differ by 0.3 % with one layer and
+#: 1.7 % with eight, by their roundings; one wrong expert for each token of one layer makes 19 % or more.
 MOST_ERROR = 0.06
 
 
@@ -57,7 +57,7 @@ class Participant:
 
     @property
     def ways(self) -> dict[str, str]:
-        """Those that can be measured."""
+        """The ways that can be measured."""
         return {} if "" in self.failures else {n: i for n, i in self.process.ways.items() if n not in self.failures}
 
     def ask(self, way: str, **message) -> dict | None:

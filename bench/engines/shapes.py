@@ -31,12 +31,12 @@ class Engine:
         return max(64, self.vocabulary * layers // self.experts.layers // 64 * 64)
 
     def expert_bytes(self, weights: str) -> int:
-        """Of one expert. weights: "MXFP4" or "BF16"."""
+        """Bytes of one expert. weights: "MXFP4" or "BF16"."""
         experts = self.experts
         return experts.expert_bytes if weights == "MXFP4" else 2 * 3 * experts.hidden * experts.intermediate
 
     def layer_bytes(self, weights: str) -> int:
-        """Of a layer's experts."""
+        """Bytes of a layer's experts."""
         return self.experts.experts * self.expert_bytes(weights)
 
     def process_bytes(self, weights: str, layers: int) -> int:
@@ -45,7 +45,7 @@ class Engine:
         return PROCESS_BYTES + vocabulary + layers * (self.layer_bytes(weights) + self.other_bytes)
 
     def config(self, layers: int) -> dict:
-        """Of transformers' configuration class, whose defaults are the rest. No token ends a text."""
+        """The arguments of transformers' configuration class, whose defaults are the rest. No token ends a text."""
         experts = self.experts
         common = {
             "model_type": self.kind,
@@ -68,7 +68,7 @@ class Engine:
 
 
 def engines() -> dict[str, Engine]:
-    """By name."""
+    """The models whose text is measured, by name."""
     known = models()
     found = (
         Engine(known["gpt-oss-20b"], "gpt_oss", 201_088, 53_000_000),

@@ -59,7 +59,7 @@ def layers_that_fit(engine: Engine, processes: tuple[Process, ...], nbytes: int)
 
 
 def who_fits(engine: Engine, comparison: str, nbytes: int, layers: int | None = None) -> tuple[tuple[Process, ...], int]:
-    """Who takes part, and with how many layers. layers: so many, if they fit.
+    """The processes that take part, and with how many layers. layers: so many, if they fit.
 
     Raises ValueError if those who must take part do not fit.
     """

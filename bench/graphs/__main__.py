@@ -89,7 +89,7 @@ def _calls(wrappers, inputs, stream) -> list:
 
 
 def _on_gpu(wrappers, cases) -> dict | None:
-    """By name, what runs a step, and then returns what reads its results as bfloat16 bits; None without a GPU.
+    """What runs a step, by name, and then returns what reads its results as bfloat16 bits; None without a GPU.
 
     The first is what others are compared with.
     """
@@ -154,7 +154,7 @@ def _on_stand_in(wrappers, cases, folder: Path) -> dict:
 
 
 def _measure(ways: dict, expected: list[np.ndarray], options) -> int:
-    """By turns; a ratio is the median of the rounds' own."""
+    """Measure the ways by turns, and print them; a ratio is the median of the rounds' own."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for name, run in ways.items():
         if not all(np.array_equal(*pair) for pair in zip(run()(), expected, strict=True)):

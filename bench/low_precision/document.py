@@ -30,7 +30,7 @@ def modes(data: dict) -> tuple[Row, list[Row]]:
 
 
 def rules(data: dict) -> tuple[Row, list[Row]]:
-    """Both sides by the same rule; the default, "ceil", first."""
+    """The rows of modes whose two sides have the same rule; the default, "ceil", first."""
     return _errors(data, [mode for target in ("mxfp8", "mxfp4") for mode in _modes(data) if mode.split(":")[0] == target])
 
 
@@ -64,7 +64,7 @@ def _percent(share: float) -> str:
 
 
 def _mean(mean: dict) -> str:
-    """With as many decimals as its standard error has for two digits."""
+    """The mean with as many decimals as its standard error has for two digits."""
     digits = max(0, 1 - math.floor(math.log10(mean["standard_error"])))
     return f"{mean['mean']:.{digits}f} ± {mean['standard_error']:.{digits}f}"
 

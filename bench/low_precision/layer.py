@@ -24,7 +24,7 @@ MODES = (
 
 
 def _outliers(random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """As in large language models: a few channels, the same of every token, are much larger than the others."""
+    """x as in large language models: a few channels, the same of every token, are much larger than the others."""
     x = random.standard_normal(shape)
     x[:, random.choice(shape[1], shape[1] // 128, replace=False)] *= 20
     return x
@@ -40,7 +40,7 @@ DATA: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] = 
 
 @dataclass(frozen=True)
 class Error:
-    """Of a mode's y beside y of bf16, over all tokens. relative: ||y - y_bf16|| / ||y_bf16||. cosine: of the two."""
+    """The error of a mode's y beside y of bf16, over all tokens. relative: ||y - y_bf16|| / ||y_bf16||. cosine: of the two."""
 
     activations: str
     data: str
@@ -62,7 +62,7 @@ def inputs(data: str, hidden: int) -> np.ndarray:
 
 
 def errors(modes: tuple[str, ...] = MODES, experts: ExpertWeights | None = None) -> Iterator[Error]:
-    """Of each mode, by the backend that "auto" chooses for it, and of each kind of data."""
+    """The errors of each mode, by the backend that "auto" chooses for it, and of each kind of data."""
     experts = models()[MODEL].make(EXPERTS) if experts is None else experts
     random, top_k = np.random.default_rng(1), min(models()[MODEL].top_k, experts.num_experts)
     ids = np.argsort(random.random((TOKENS, experts.num_experts)), axis=1)[:, :top_k]

@@ -13,7 +13,7 @@ from bench.low_precision.layer import DATA
 from bench.peers.plots import INK, OURS, PALE, STYLE
 from ktmoe.weights.elements import E2M1, E4M3, Element
 
-#: Of the block whose numbers are shown: what E2M1 has exactly, with the scale 1.
+#: The largest number of the block that is shown: E2M1 has it exactly, with the scale 1.
 LARGEST = 6.0
 #: The modes of the second part, from small errors to large ones.
 SHOWN = ("int16", "int8", "mxfp8", "mxfp8/mxfp4", "mxfp4")
@@ -33,7 +33,7 @@ def draw(data: dict, file: Path) -> Path:
 
 
 def numbers() -> dict[str, np.ndarray]:
-    """By mode, the numbers from 0 to LARGEST that a block with this largest one may have."""
+    """The numbers from 0 to LARGEST that a block with this largest one may have, by mode."""
     e4m3 = np.exp2(np.ceil(np.log2(LARGEST / 448))) * _sizes(E4M3)
     return {"int8": LARGEST / 127 * np.arange(128), "mxfp8": e4m3[e4m3 <= LARGEST], "mxfp4": _sizes(E2M1)}
 

@@ -17,7 +17,7 @@ class Format:
     experts: int
 
 
-#: By the name that bench/models.py gives the weights. All have SwiGLU without a limit, since not every peer has one.
+#: The formats, by the name that bench/models.py gives the weights. All have SwiGLU without a limit, as not every peer has one.
 #: BF16 has half as many experts, so that every participant's own copy of them fits into 24 GB.
 FORMATS = {
     "MXFP4": Format(functools.partial(synthetic.write_deepseek_v4, swiglu_limit=None), 64),

@@ -19,7 +19,7 @@ PEERS = {"kt-kernel": ("#d1495b", "s"), "ggml": ("#edae49", "D"), "torch": ("#7d
 OTHER = ("#888888", "v")
 TINT = "#bfe3d0"
 INK, PALE = "#222222", "#8a8a8a"
-#: By the table of kernels, as readers know the instruction.
+#: The instruction of each table of kernels, as readers know it.
 INSTRUCTIONS = {
     "amx": "AMX TDPBF16PS",
     "avx512f": "AVX-512 FMA",

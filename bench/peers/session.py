@@ -103,7 +103,7 @@ def list_tensors(folder: Path, **sizes: int) -> None:
 
 
 def points(model: Model, patterns: list[str] | None) -> list[Point]:
-    """Those of these names. Raises WorkerError if there are none."""
+    """The points whose names match. Raises WorkerError if there are none."""
     every = [Point(f"decode-{tokens}", tokens) for tokens in DECODE_TOKENS]
     every += [Point(f"prefill-{mean}", max(1, mean * model.experts // model.top_k)) for mean in TOKENS_PER_EXPERT]
     different = {point.tokens: point for point in reversed(every)}  # with 16 experts, prefill-6 is decode-16
@@ -123,7 +123,7 @@ def _notes(weights: str, participants: list[Participant]) -> list[str]:
 def _participants(
     experts: ExpertWeights, weights: str, options: Namespace, progress: Callable[[str], object]
 ) -> Iterator[tuple[Participant, str, Path]]:
-    """Those that are wanted, with their workers and interpreters. A peer that cannot be installed has failed."""
+    """The participants that are wanted, with their workers and interpreters. A peer that cannot be installed has failed."""
 
     def wanted(participant: Participant) -> bool:
         return _matches(participant.key, options.only) and not (options.without and _matches(participant.key, options.without))

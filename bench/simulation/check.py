@@ -49,7 +49,7 @@ class Agreement:
 
     @property
     def fields(self) -> dict:
-        """As a file has them."""
+        """The fields as a file has them."""
         ms = {"measured_ms": 1e3 * self.measured, "simulated_ms": 1e3 * self.simulated}
         return {"model": MODEL, "threads": self.threads, "tokens": self.tokens, "experts": self.experts, **ms}
 

@@ -52,9 +52,9 @@ class Kernel:
     memory_ns: list[float] = field(default_factory=list)
 
     def seconds(self, rows: int, nbytes: int) -> float:
-        """Of one thread alone, for a strip of so many rows and panels of so many bytes from memory.
+        """The seconds of one thread alone, for a strip of so many rows and panels of so many bytes from memory.
 
-        Between the measured numbers of rows in proportion.
+        They are in proportion between the measured numbers of rows.
         """
         return 1e-9 * nbytes * float(np.interp(core.call_rows(rows), self.rows, self.memory_ns).sum())
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.simulation import memory
 
-#: Of a piece of work that is left: less than that is an error of rounding.
+#: The least of a piece of work that is still to be done: less is an error of rounding.
 _DONE = 1e-9
 
 
@@ -76,7 +76,7 @@ class Clock:
         self.run = Run(0.0, *np.zeros((3, workers)), np.zeros(nodes))
 
     def go(self, workers: list[Worker]) -> Run:
-        """Until all have ended. Raises RuntimeError where some wait for ever."""
+        """Run the workers until all have ended. Raises RuntimeError where some wait for ever."""
         self._workers = workers
         for worker in range(len(workers)):
             self._advance(worker)
@@ -111,7 +111,7 @@ class Clock:
             gate.waiting.clear()
 
     def _advance(self, worker: int) -> None:
-        """To its next piece of work, or to a gate that is shut, or to its end."""
+        """Move a worker to its next piece of work, or to a gate that is shut, or to its end."""
         for found in self._workers[worker]:
             if isinstance(found, Gate):
                 if found.left:

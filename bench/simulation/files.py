@@ -44,7 +44,7 @@ def simulated(costs: Path) -> Path:
 
 
 def read_all(ending: str, schema: dict, folder: Path = FOLDER) -> list[dict]:
-    """Those whose names end so, by name."""
+    """The files whose names end so, in the order of their names."""
     return [results_file.read_as(path, schema) for path in sorted(folder.glob(f"*{ending}.toml"))]
 
 

@@ -71,7 +71,7 @@ class Session:
             yield ("before", experts), self._seconds(self.tiny, 1, self.model.top_k)
 
     def _seconds(self, layer: MoELayer, rows: int, experts: int) -> float:
-        """Of a call with so many rows of each of so many experts, which are others each time but for one of a small layer."""
+        """The seconds of a call with so many rows of so many experts each, others each time but for one of a small layer."""
         tokens = max(rows, _EXPERTS) if experts == _EXPERTS else rows  # from a few tokens on, the driver copies rows of x
         if (tokens, layer.hidden) not in self._inputs:
             self._inputs[tokens, layer.hidden] = next(kernels.one_expert_each(layer, tokens))
@@ -95,12 +95,12 @@ class Session:
 
 
 def _experts_of(rows: int) -> int:
-    """Of a call from memory."""
+    """The experts of a call from memory."""
     return max(1, min(_EXPERTS, _CALL_ROWS // rows))
 
 
 def take_threads(number: int) -> None:
-    """From now on, whatever uses the pool."""
+    """Use so many threads from now on, whatever uses the pool."""
     ktmoe.set_num_threads(number)
     pool.configure()
 
@@ -150,7 +150,7 @@ def costs_of(sessions: list[Session], found: Found) -> Costs:
 
 
 def measured(rounds: int = ROUNDS) -> Costs:
-    """Of this machine."""
+    """The costs of this machine, measured now."""
     found: Found = {}
     with all_threads() as most, ExitStack() as stack:
         sessions = [Session(models()[name], stack) for name in MODELS]

@@ -16,7 +16,7 @@ import numpy as np
 
 
 def seconds(alone: np.ndarray, nbytes: np.ndarray, bandwidth: float, sharpness: float) -> np.ndarray:
-    """Of each piece of work, if all of them are done at the same time. All of them read."""
+    """The seconds of each piece of work, if all of them are done at the same time. All of them read."""
     if len(alone) == 1:
         return alone
     share = level(nbytes / alone, bandwidth)

@@ -16,7 +16,7 @@ _FP32, _BF16 = 256, 128
 _WRITTEN = 2
 #: Arrays that take at most this part of their team's L3 caches stay there.
 _PART_OF_L3 = 0.5
-#: So many experts a worker walks over at once in phase B by panel, if it does not have to wait.
+#: The experts that a worker walks over at once in phase B by panel, if it does not have to wait.
 _WALK = 16
 
 Steps = Iterator[Work | Gate]
@@ -124,7 +124,7 @@ class Shard:
         return self._work(rows, panels * self._a_bytes, h + (rows * self._x_row if self.x_leaves else 0))
 
     def _passed(self, strip: int, items: range) -> int:
-        """Of these items, those that are done: a half that comes first is not."""
+        """How many of these items are done: a half that comes first is not."""
         if not self._halves:
             return len(items)
         done, item = 0, items.start
@@ -164,7 +164,7 @@ class Shard:
             first += panels
 
     def _walk(self, pieces: range, panels: int) -> Steps:
-        """Of all experts, some panels of down. The workers of an L3 walk together, so that one of them reads h for all."""
+        """The work of some panels of down, of all experts. The workers of an L3 walk together: one of them reads h for all."""
         works: list[Work] = []
         for piece in pieces:
             if self._gates[piece].left or len(works) == _WALK:

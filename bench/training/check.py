@@ -39,7 +39,7 @@ class Sample:
         return [f"{name} is off by {error:.2%}" for name, error in errors.items() if not error <= MOST_ERROR.get(name, OTHERS)]
 
     def errors(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """By output."""
+        """The error of each output, by its name."""
         return {name: self._error(found[name], name) for name in self.expected}
 
     def _error(self, found: np.ndarray, name: str) -> float:

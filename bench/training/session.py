@@ -25,7 +25,7 @@ from bench.training import check
 from ktmoe import measuring
 from ktmoe.backends.choice import choose_backend
 
-#: By the owner's name: the script, and the ways to start it.
+#: The script of each owner, and the ways to start it, by the owner's name.
 PEER_WAYS = {"kt-kernel": ("worker_kt_training.py", ("MXFP4_SFT",)), "torch": ("worker_torch_training.py", ("BF16",))}
 #: Steps with different experts, by turns.
 BATCHES = 3

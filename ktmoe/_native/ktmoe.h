@@ -45,10 +45,10 @@ typedef struct kt_rows {
     const char *form; /* "bf16", "int16", "int8": what encoding rounds, and so which activation modes it serves */
     size_t block_bytes;
     int tiled; /* only with encode NULL */
-    /* Inputs [first, first + count) of a row of k, all multiples of KT_BLOCK, from x bf16 [count]. NULL: bf16, as it is. */
+    /* Encodes inputs [first, first + count) of a row of k, all multiples of KT_BLOCK, from x bf16 [count]. NULL: x as it is. */
     void (*encode)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
-    /* Likewise, where the numbers of each block are E2M1's times one power of two, of which it may round none. NULL: encode() rounds
-     * none of these. */
+    /* Encodes rows in which the numbers of each block are E2M1's times one power of two, and may round none of them. NULL:
+     * encode() rounds none of these. */
     void (*encode_e2m1)(const uint16_t *x, size_t first, size_t count, size_t k, void *row);
 } kt_rows;
 
@@ -138,7 +138,8 @@ typedef struct kt_activate {
     size_t kept_stride;
 } kt_activate;
 
-/* With v = act(g[i][c], u[i][c]), h = bf16(v), or bf16(v * r[i]) where by_input, t = dh[i][c] * r[i], for c < columns:
+/* The gradients of the activation. With v = act(g[i][c], u[i][c]), h = bf16(v), or bf16(v * r[i]) where by_input, and
+ * t = dh[i][c] * r[i], for c < columns:
  *     dg = bf16(t * dv/dg), du = bf16(t * dv/du), dr[i] = sum over c of dh * (by_input ? v : h)
  * dv/dg is 0 where g > limit, dv/du where |u| > limit. dg, du and h are 0 for the panel's other columns. The sum has one order. */
 typedef struct kt_derive {
@@ -180,10 +181,10 @@ typedef struct kt_isa {
     uint32_t abi_version;            /* KT_ABI_VERSION */
     const char *name;                /* in ktmoe, a row of isa.py */
     const kt_kernel *const *kernels; /* arrays that end with an empty row; NULL ends the list */
-    void (*enter)(void); /* each thread, before and after it computes with these: state that kernels need. NULL: none */
+    void (*enter)(void); /* each thread calls both, before and after it computes: state that kernels need. NULL: none */
     void (*leave)(void);
     void (*activate)(const kt_activate *);
-    /* For training; NULL: layers cannot be trained. */
+    /* The functions that training needs; NULL: layers cannot be trained. */
     void (*derive)(const kt_derive *);
     void (*dense)(const kt_dense *);
     void (*dense_rows)(const kt_dense_rows *);

@@ -144,5 +144,5 @@ class AdapterConfig:
 
 
 def _number(value: float) -> float:
-    """An integer where it is one, as PEFT writes it."""
+    """The value, as an int where it is a whole number: so PEFT writes it."""
     return int(value) if float(value).is_integer() else value

@@ -36,7 +36,7 @@ def joined(gate: Pair | None, up: Pair | None, interleaved: bool) -> Pair:
 
 
 def common_dtype(arrays: list[np.ndarray]) -> np.dtype:
-    """That of all, or float32, which has all numbers of bfloat16."""
+    """The dtype that all arrays have, else float32, which has all numbers of bfloat16."""
     dtypes = {array.dtype for array in arrays}
     return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
@@ -65,7 +65,7 @@ def separated(pair: Pair, interleaved: bool) -> dict[str, Pair]:
 
 
 def stored(pair: Pair) -> Pair:
-    """As PEFT has a pair of a parameter: ([experts * rank, inputs], [outputs, rank * experts])."""
+    """A pair in the shapes that PEFT gives a parameter's: ([experts * rank, inputs], [outputs, rank * experts])."""
     a, b = pair
     experts, outputs, rank = b.shape
     return a.reshape(experts * rank, -1), np.ascontiguousarray(b.transpose(1, 2, 0)).reshape(outputs, rank * experts)
@@ -93,7 +93,7 @@ def scaled(b: np.ndarray, factor: float) -> np.ndarray | None:
 
 
 def _rows(outputs: int, second: bool, interleaved: bool) -> slice:
-    """Of a projection, among those of gate and up."""
+    """The rows of gate (second: up) among those of gate and up together."""
     return slice(int(second), None, 2) if interleaved else slice(second * outputs, (second + 1) * outputs)
 
 

@@ -96,7 +96,10 @@ def merge_adapter(
 
 
 def _plan(source: Source, loras: Mapping[int | str, Lora], dequantize: bool, shard_bytes: int) -> ConversionPlan:
-    """Whose layers are those that are dequantized. Raises FormatError, InputError, UnavailableError, MissingTensorError."""
+    """What to write; the plan's layers are those that are dequantized.
+
+    Raises FormatError, InputError, UnavailableError, MissingTensorError.
+    """
     checkpoint = source.checkpoint
     units: dict[str, list[Unit]] = {}  # by the first of the tensors in whose place they come
     gone: set[str] = set()
@@ -147,7 +150,7 @@ def _is_bf16(experts: ExpertSpec) -> bool:
 
 
 def _digest(loras: Mapping[int | str, Lora]) -> str:
-    """Of all numbers of an adapter: what a merge that goes on must find again."""
+    """A digest of all numbers of an adapter, which a merge that goes on must find again."""
     found = hashlib.sha256()
     for layer, lora in loras.items():
         found.update(repr((layer, lora.alpha, lora.rank)).encode())

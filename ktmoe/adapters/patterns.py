@@ -14,19 +14,19 @@ from collections.abc import Iterator, Mapping
 from ktmoe.errors import CheckpointError
 from ktmoe.messages import show
 
-#: Most patterns, the longest one, and most characters of all, their alternatives written out.
+#: The most patterns, the most characters of one, and the most of all together with their alternatives written out.
 PATTERNS, LENGTH, CHARACTERS = 20_000, 1_000, 2_000_000
-#: Most characters of names that are compared with one pattern after another: some seconds.
+#: The most characters of names that are compared with one pattern after another; they take some seconds.
 COMPARED = 100_000_000
-#: With ( | ) once at most: (1) what is before it, (2) in it and (3) behind it.
+#: A pattern with ( | ) once at most: (1) what is before the bracket, (2) in it and (3) behind it.
 _ONE_BRACKET = re.compile(r"([^()]*)(?:\(([^()]*)\))?([^()]*)")
-#: What is more than a name.
+#: What a pattern has more than a name.
 _WILD = re.compile(r"(\.\*|\\d\+|\[0-9\]\+)")
 #: A pattern that is only a name, its dots escaped or not.
 _NAME = re.compile(r"(?:[A-Za-z0-9_]|\\?[.-])*")
 #: A dot that is not escaped stands for any character.
 _ANY = re.compile(r"(?<!\\)\.")
-#: In a table, in the place of a part that is a number. No name has it.
+#: What stands in the tables of names for a part that is a number. No name has it.
 _NUMBER = "#"
 
 
@@ -43,7 +43,7 @@ class Patterns:
         self._values = list(values.values())
         #: The orders of names by their length, by where they have any character, by the name with a dot in these places.
         self._names: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
-        #: Of each of the others, its order, how long its end is, the end, and all of it.
+        #: The patterns that are in no table: the order of each, how long its end is, the end, and the whole pattern.
         self._wild: list[tuple[int, int, re.Pattern[str], re.Pattern[str]]] = []
         characters = 0
         for order, pattern in enumerate(values):
@@ -94,7 +94,7 @@ class Patterns:
         self._names.setdefault(len(name), {}).setdefault(loose, {}).setdefault(name, order)
 
     def _orders(self, name: str) -> Iterator[int]:
-        """Of the names in the tables that are this one."""
+        """The orders of the names in the tables that match this one."""
         for loose, orders in self._names.get(len(name), {}).items():
             self._compare(name)
             if (found := orders.get(_with_dots(name, loose))) is not None:

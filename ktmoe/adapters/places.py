@@ -20,12 +20,12 @@ _OTHERS = dict.fromkeys(
     ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
     "model.layers.{layer}.block_sparse_moe.experts",
 ) | dict.fromkeys(("jamba", "lfm2_moe"), "model.layers.{layer}.feed_forward.experts")
-#: Those whose gate and up rows alternate in one parameter.
+#: The model_types whose gate and up rows alternate in one parameter.
 _INTERLEAVED = ("gpt_oss",)
-#: Those of which PEFT takes the inputs of experts for their outputs, since their parameters are [experts, inputs, outputs] and
-#: do not say so.
+#: The model_types of whose experts PEFT takes the inputs for the outputs, since their parameters are [experts, inputs, outputs]
+#: and do not say so.
 _UNKNOWN_TO_PEFT = ("llama4", "llama4_text")
-#: Those whose experts' own modules are called by number.
+#: The model_types in which each expert has modules of its own, called by its number.
 _NUMBERED = ("mixtral", "minimax_m2", "phimoe")
 
 #: A model's folder, or what its config.json says.

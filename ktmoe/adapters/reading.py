@@ -50,7 +50,7 @@ def import_adapter(folder: str | os.PathLike[str], model: Model, *, experts_only
 
 
 class _LayerAdapter:
-    """Of one layer: what the two files say of it."""
+    """What an adapter's two files say of one layer."""
 
     def __init__(self, file: AdapterFile, config: AdapterConfig, places: Places, found: LayerTensors):
         self._file, self._config, self._places, self._found = file, config, places, found
@@ -72,7 +72,7 @@ class _LayerAdapter:
             raise CheckpointError(f"{self._name}: {error}") from None
 
     def _of_parameters(self) -> Iterator[tuple[str, Pair, float]]:
-        """(projection, pair, scale) of each."""
+        """(projection, pair, scale) of the adapters of the layer's two parameters."""
         self._config.check_version()
         module, names = self._found.module, self._found.parameters
         targets = [each for each in ("gate_up_proj", "down_proj") if self._config.targets(module, each)]

@@ -41,7 +41,7 @@ class _Slice:
 
 
 def in_place(checkpoint: Checkpoint, reader: Loader, layer: int | str, experts: ExpertWeights, lora: Lora) -> dict[str, Unit]:
-    """Of a layer with bfloat16 experts: the tensors that the adapter changes, as they are stored, by name.
+    """The tensors of a layer with bfloat16 experts that the adapter changes, as they are stored, by name.
 
     Raises UnavailableError for a loader that does not say which tensors these are.
     """
@@ -55,8 +55,10 @@ def in_place(checkpoint: Checkpoint, reader: Loader, layer: int | str, experts: 
 
 
 def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, str]], lora: Lora | None) -> list[Unit]:
-    """Of a layer with experts of any format: bfloat16 tensors of each expert's own. names: of each expert's matrices, by
-    projection. lora: None: its weights are rounded alone."""
+    """bfloat16 tensors for each expert of a layer, whose experts may have any format.
+
+    names: of each expert's matrices, by projection. lora: what is added; None: the weights are only rounded.
+    """
 
     def part(expert: int, projection: str, name: str) -> Part:
         def make() -> Made:
@@ -78,7 +80,7 @@ def dequantized(layer: int | str, experts: ExpertWeights, names: list[dict[str, 
 
 
 def _slices(place: naming.Place, experts: ExpertWeights, lora: Lora) -> Iterator[_Slice]:
-    """Those that the adapter changes, expert by expert."""
+    """The slices of tensors that the adapter changes, expert by expert."""
     ending = place.spelling.arrays["codes"]
     for expert in range(experts.num_experts):
         of_tensors: dict[str, list[str]] = {}
@@ -96,7 +98,7 @@ def _slices(place: naming.Place, experts: ExpertWeights, lora: Lora) -> Iterator
 
 
 def _rows(experts: ExpertWeights, projections: list[str], interleaved: bool) -> dict[str, slice]:
-    """Which outputs of a tensor each projection has."""
+    """The outputs of a tensor that each of its projections has."""
     if len(projections) == 1:
         return {projections[0]: slice(None)}
     half = experts.intermediate

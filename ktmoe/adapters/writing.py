@@ -75,7 +75,7 @@ def export_adapter(
 
 
 def _checked(loras: Mapping[int, Lora]) -> dict[int, Lora]:
-    """In ascending order of layers. Raises InputError."""
+    """The loras, checked, in ascending order of layers. Raises InputError."""
     if not isinstance(loras, Mapping) or not loras:
         raise InputError(f"loras: expected {{layer: Lora}}, found {show(loras)}")
     found = {}
@@ -94,7 +94,7 @@ def _checked(loras: Mapping[int, Lora]) -> dict[int, Lora]:
 
 
 def _pairs(lora: Lora) -> dict[str, Pair]:
-    """With bfloat16 as such."""
+    """The pairs of an adapter, with the dtype bfloat16 where they are its bits in uint16."""
     return {
         projection: tuple(array.view(BF16) if array.dtype == np.uint16 else array for array in pair)
         for projection, pair in lora.pairs.items()
@@ -102,7 +102,7 @@ def _pairs(lora: Lora) -> dict[str, Pair]:
 
 
 def _parameters(module: str, pairs: Mapping[str, Pair], lora: Lora, places: Places) -> Iterator[_Item]:
-    """Of each parameter that has an adapter. PEFT nests them: the first parameter of the module is the innermost."""
+    """The items of each parameter that has an adapter. PEFT nests them: the module's first parameter is the innermost."""
     parts = {
         "gate_up_proj": [projection for projection in ("gate", "up") if projection in pairs],
         "down_proj": ["down"] if "down" in pairs else [],
@@ -128,7 +128,7 @@ def _parameters(module: str, pairs: Mapping[str, Pair], lora: Lora, places: Plac
 
 
 def _modules(module: str, pairs: Mapping[str, Pair], lora: Lora, places: Places) -> Iterator[_Item]:
-    """Of the modules of each projection, one an expert."""
+    """The items of each projection, whose experts have a module each."""
     for projection, pair in pairs.items():
         stem = places.stems[projection]
         tensors = [

@@ -97,7 +97,7 @@ class NativeBackend(Backend):
 
     @property
     def rank(self) -> int:
-        """That of the best ISA that it can use here; of the best at all if there is none."""
+        """The rank of the best ISA that the backend can use here; if it can use none, of its best one."""
         if self._rank is not None:
             return self._rank
         names = [table.name for table in self._tables(_EXACT)[0]] or [*self.isas[_EXACT]]
@@ -168,7 +168,7 @@ class NativeBackend(Backend):
         return packed
 
     def pack_each(self, experts: ExpertWeights, plan: Plan) -> Iterator[core.PackedLayer]:
-        """For each expert in turn, a layer of it alone, packed as pack() packs it; the next one takes its place.
+        """Yield a layer of one expert for each expert in turn, packed as pack() packs it; the next one takes its place.
 
         Memory is needed for two packed experts and for what is read ahead.
         """
@@ -191,7 +191,7 @@ class NativeBackend(Backend):
         return packed
 
     def _found_for(self, experts: ExpertWeights, plan: Plan) -> Found:
-        """With what the pool needs to run it. Raises UnavailableError."""
+        """How to compute these experts, after the pool was made ready for it. Raises UnavailableError."""
         found = self.claim(experts, plan.activations)  # whoever calls this may not have chosen
         if isinstance(found, Missing):
             raise UnavailableError(found.reason)
@@ -204,7 +204,7 @@ class NativeBackend(Backend):
 
 
 def _layer(found: Found, experts: ExpertWeights, plan: Plan, file: core.ArenaFile | None = None) -> core.PackedLayer:
-    """Of which nothing is packed, or all is in the file."""
+    """The layer before packing: nothing is packed, or all is in the file."""
     shards, workers = _shards(experts, plan.placement), threads.threads_of(plan.placement)
     x, h = mode_by(found.activations)[0].block_rules()
     return core.PackedLayer(found.table, experts, plan, shards, workers, file, found.form, x, h)

@@ -79,7 +79,7 @@ class BackgroundTasks:
             raise self._closed(f" {key}") from self._cause
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all are made; False if that took longer. Raises the first error as soon as there is one."""
+        """Wait until all are made; False if that takes longer. Raises the first error as soon as there is one."""
         with self._changed:
             everything = self._changed.wait_for(lambda: self._complete() or self._failed or self._ended(), timeout)
             if self._cause is not None:

@@ -74,11 +74,11 @@ class LayerWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return self._file.nbytes
 
     def add(self, one: core.PackedLayer) -> None:
-        """The next expert, alone in a layer of these shards. Raises FormatError where only some experts have a bias."""
+        """Add the next expert, alone in a layer of these shards. Raises FormatError where only some experts have a bias."""
         for shard in range(len(self._shards)):
             for projection in PROJECTIONS:
                 self._file.write(one.packed_bytes(0, projection, shard), f"shard.{shard}")

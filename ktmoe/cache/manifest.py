@@ -19,10 +19,10 @@ from ktmoe.loaders.safetensors_file import read_json_object
 from ktmoe.messages import show
 
 NAME = "ktmoe-cache.json"
-#: Of the manifest and of the layers' files; of what is in them, families have versions.
+#: The version of the manifest and of the layers' files. Families have versions of their own, for the bytes in the files.
 VERSION = 2
 _KIND = "ktmoe packed cache"
-#: Of a layer's file.
+#: The kind that a layer's file states.
 _LAYER_KIND = "ktmoe packed layer"
 
 
@@ -62,7 +62,7 @@ class Manifest:
         return _sha256([[asdict(file) for file in self.source], self.all_layers])
 
     def write(self, folder: Path) -> None:
-        """In the place of the one that is there. Raises OutputError."""
+        """Write the manifest in the place of the one that is there. Raises OutputError."""
         data = {
             "kind": _KIND,
             "version": VERSION,

@@ -37,7 +37,7 @@ class Cache:
 
     @property
     def all_layers(self) -> list[int | str]:
-        """Those of the checkpoint, packed or not."""
+        """All layers of the checkpoint that have routed experts, packed or not."""
         return [naming.layer_key(name) for name in self._manifest.all_layers]
 
     def experts(self, checkpoint: Checkpoint, layers: Iterable[int | str], loader: str) -> dict[int | str, ExpertWeights]:

@@ -42,7 +42,7 @@ class PackReport:
 
 @dataclass(frozen=True)
 class _LayerToPack:
-    """One that is to be in the cache."""
+    """A layer that is to be in the cache."""
 
     name: int | str
     experts: ExpertWeights
@@ -53,7 +53,7 @@ class _LayerToPack:
         return numa.split(self.experts.intermediate, self.experts.shard_unit, self.placement.shards)
 
     def each(self) -> Iterator[core.PackedLayer]:
-        """Each expert in turn, alone in a layer of these shards."""
+        """Pack each expert in turn, alone in a layer of these shards."""
         choice = choose_backend("auto", self.experts)
         plan = Plan(self.experts.router_weight, choice.activations, placement=self.placement)
         with asking(choice.name, self.experts.name):
@@ -158,7 +158,7 @@ def _there(folder: Path, files: tuple[source.SourceFile, ...], checkpoint: Check
 
 
 def _is_packed(folder: Path, there: Manifest, layer: _LayerToPack) -> bool:
-    """Raises OutputError if it is packed for other NUMA nodes, or by another version."""
+    """Whether a layer is packed. Raises OutputError if it is packed for other NUMA nodes, or by another version."""
     entry = there.layers.get(str(layer.name))
     if entry is None:
         return False

@@ -17,7 +17,8 @@ from ktmoe.messages import show
 #: Files that say what tensors mean, or which file has them. All of their bytes are compared, and not the time.
 _MEANING = ("config.json", "params.json", "quantize_config.json", INDEX_NAME, MISTRAL_INDEX_NAME)
 _AT_ONCE = 1 << 20  # bytes that are read at a time: a manifest may ask for the digest of a whole file
-#: Of what follows a header, samples of so many bytes are in the digest: one in so many bytes, and so many a file.
+#: The bytes of a sample of what follows a header; samples are in the digest, one in so many bytes, and at least and at most so
+#: many a file.
 _SAMPLE, _SAMPLE_APART, _SAMPLES_LEAST, _SAMPLES_MOST = 4096, 1 << 26, 16, 1024
 
 
@@ -85,8 +86,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _look(checkpoint: Checkpoint, headers: dict[str, int]) -> tuple[SourceFile, ...]:
-    """Those of a checkpoint's files that are there. headers: how long each one's is, by name; a file without one is digested
-    whole."""
+    """The checkpoint's files that are there. headers: how long each one's is, by name; a file without one is digested whole."""
     weights = [file for file in checkpoint.files if file.exists()]
     meaning = [file for name in _MEANING if (file := checkpoint.folder / name).exists()]
     found = [_look_at(file, headers.get(file.name), True) for file in weights]

@@ -65,7 +65,7 @@ def _run(arguments: list[str]) -> int:
 
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Those of ktmoe look as its errors do. Others stay as they are."""
+    """Show ktmoe's warnings as its errors are shown. Others stay as they are."""
     with warnings.catch_warnings():
         others, ours = warnings.showwarning, Path(ktmoe.__file__).parent
 

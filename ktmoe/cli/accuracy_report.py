@@ -118,7 +118,7 @@ def _weights(found: Accuracy) -> list[str]:
 
 
 def _mean(mean: Mean) -> str:
-    """With as many decimals as its standard error has for two digits."""
+    """The mean with as many decimals as its standard error has for two digits."""
     if not math.isfinite(mean.value) or not mean.error > 0:
         return f"{mean.value:.4g}"
     digits = max(0, 1 - math.floor(math.log10(mean.error)))
@@ -126,7 +126,7 @@ def _mean(mean: Mean) -> str:
 
 
 def data(found: Accuracy) -> dict:
-    """For JSON."""
+    """What was found, for JSON."""
     return {
         "tokens": found.tokens,
         "scored_tokens": int(found.runs[0].scores.tokens.sum()),

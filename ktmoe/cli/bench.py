@@ -25,7 +25,7 @@ from ktmoe.machine.numa import placement_of
 DECODE, PREFILL = (1, 4, 16), (64, 256, 1024, 4096)
 #: Seconds that a call may take, so that all are measured within a minute; longer ones are left out.
 LONGEST = 3.0
-#: Of the synthetic layer, which has V4-Flash's shape: bytes, and of the memory that can be had at most.
+#: The synthetic layer: the model whose shape it has, its bytes, and its largest share of the memory that can be had.
 SYNTHETIC, SYNTHETIC_BYTES, SHARE_OF_MEMORY = "V4-Flash", 1e9, 0.4
 
 HELP = """The machine's limits, and one layer beside them.
@@ -113,7 +113,7 @@ def _layer(
 
 
 def _synthetic_experts(asked: int | None) -> int:
-    """As many as asked, or as SYNTHETIC_BYTES take. Raises OutOfMemoryError if they do not fit."""
+    """How many experts to make: as many as asked, or as SYNTHETIC_BYTES hold. Raises OutOfMemoryError if they do not fit."""
     available, of_one = memory.available_bytes(), synthetic.deepseek_v4_experts(num_experts=1).nbytes
     if asked is None:
         nbytes = SYNTHETIC_BYTES if available is None else min(SYNTHETIC_BYTES, SHARE_OF_MEMORY * available)
@@ -133,7 +133,7 @@ def _table(experts: ExpertWeights, backend: str, activations: str) -> core.Kerne
 
 
 def _rows(subject: Subject, seconds: float) -> tuple[list[Row], list[str]]:
-    """And which calls were left out, since they take too long."""
+    """The rows, and which calls were left out, since they take too long."""
     rows = [subject.row("decode", tokens, seconds, checked=1) for tokens in DECODE]
     for i, tokens in enumerate(PREFILL):
         last = rows[-1].result

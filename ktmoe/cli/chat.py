@@ -130,7 +130,7 @@ def _print(text: str) -> None:
 
 
 def _no_text(text: str) -> None:
-    """The whole text is in the JSON."""
+    """Print nothing of the text while it is made: all of it is in the JSON."""
 
 
 def _words(found) -> str:
@@ -161,7 +161,7 @@ def _converse(model: str, system: str | None, generation: dict, chosen: dict, tr
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The server's log of requests would be drawn into the conversation."""
+    """Log nothing of requests: the server's log would be drawn into the conversation."""
     logging.disable(logging.INFO)
     try:
         yield

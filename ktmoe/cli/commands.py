@@ -9,7 +9,7 @@ import click
 import ktmoe
 from ktmoe.version import installed_version
 
-#: Each is `command` in a module of this folder.
+#: The commands; each is `command` in the module of that name in this folder.
 COMMANDS = ("config", "inspect", "convert", "merge", "pack", "load", "bench", "demo", "chat", "serve", "accuracy")
 
 EXIT_CODES = """\b

@@ -23,7 +23,7 @@ squares). docs/converting.md says which engines read the result.
 
 
 class GroupType(click.ParamType):
-    """32 for "32", (128, 128) for "128x128"; "row" and "matrix" are themselves."""
+    """What shares a scale: 32 for "32", (128, 128) for "128x128"; "row" and "matrix" as they are."""
 
     name = "group"
 

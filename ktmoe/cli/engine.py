@@ -8,7 +8,7 @@ from logging import ERROR, getLogger
 
 
 def start(*, server: bool = False) -> None:
-    """Import them, without the progress bars of transformers: the experts' bytes are nearly all, and have a bar of ours.
+    """Import torch and transformers, without the latter's progress bars: the experts' bytes are nearly all, and have our bar.
 
     The Hub's bars of downloads, and those of other packages, stay where stderr is a terminal.
     server: they must be able to serve, too. Raises UnavailableError, which says how to install what is missing.

@@ -66,7 +66,7 @@ def _lines(found: Inspection, measured: Speed | None) -> list[str]:
 
 
 def _loaders(found: Inspection) -> list[str]:
-    """The one that reads it, and what the others say; those that say the same in one line."""
+    """Lines of text: the loader that reads the checkpoint, and what the others say; those that say the same in one line."""
     scores = {finding.loader: finding.score for finding in found.findings}
     if found.loader:
         lines = [f"loader: {found.loader}, score {scores[found.loader]:g} of 1 by names, dtypes, shapes and configuration"]

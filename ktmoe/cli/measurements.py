@@ -24,10 +24,10 @@ from ktmoe.measuring import LimitMeter
 from ktmoe.measuring.inspection import top_k_of
 from ktmoe.measuring.limits import Limits
 
-#: Of the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
+#: Experts of a token in the synthetic layer, which has the shape of DeepSeek-V4-Flash's.
 TOP_K = 6
 
-#: A larger share of a limit has one of _REASONS, and says nothing of the call.
+#: The largest share of a limit that says something of a call. A larger one has one of _REASONS.
 MOST_SHARE = 1.05
 _BUSY = "others used the machine while this limit was measured"
 _REASONS = {"read": f"{_BUSY}, or weights came from a cache", "peak": _BUSY}
@@ -90,7 +90,7 @@ def open_layer(path: Path, layer: int | str | None, top_k: int | None) -> tuple[
 
 
 def first_layer(checkpoint: Checkpoint) -> int | str:
-    """The first that has routed experts. Raises MissingTensorError if there is none."""
+    """The first layer that has routed experts. Raises MissingTensorError if there is none."""
     layer = next(iter(find_layers(checkpoint)), None)
     if layer is None:
         raise MissingTensorError(f"{checkpoint.path}: expected a layer with routed experts, found none")
@@ -138,7 +138,7 @@ def describe(experts: ExpertWeights, top_k: int) -> str:
 
 
 def limits(rows: list[Row]) -> list[Limits]:
-    """Of each instruction set, medians over its rows."""
+    """The limits of each instruction set, medians over its rows."""
     found: dict[str, list[measuring.Result]] = {}
     for row in rows:
         found.setdefault(row.isa, []).append(row.result)
@@ -168,7 +168,7 @@ def call(row: Row) -> dict:
 
 
 def table(rows: list[Row]) -> Table:
-    """At most 80 columns wide."""
+    """The rows as a table, at most 80 columns wide."""
     drawn = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
     drawn.add_column("\nbackend")  # with its mode it may take two lines
     heads = ("\ntokens", "\nms", "\ntokens/s", "\nGB/s", "of\nread", "\nGFLOP/s", "of\npeak", "error\nof bound")

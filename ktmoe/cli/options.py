@@ -77,12 +77,12 @@ def shard_bytes(default: int) -> Callable:
     )
 
 
-#: Of layers that have no number alone.
+#: The name of a layer that is not a number alone.
 _LAYER_NAME = re.compile(r"[A-Za-z_][\w.]*\.[0-9]{1,9}", re.ASCII)
 
 
 class LayerType(click.ParamType):
-    """3 for "3", "mtp.0" for "mtp.0"."""
+    """A layer: 3 for "3", "mtp.0" for "mtp.0"."""
 
     name = "layer"
 
@@ -97,7 +97,7 @@ def _layer(text: str) -> int | str | None:
 
 
 class Layers(click.ParamType):
-    """[0, 1, 2, 3, 7, "mtp.0"] for "0-3,7,mtp.0"."""
+    """Layers: [0, 1, 2, 3, 7, "mtp.0"] for "0-3,7,mtp.0"."""
 
     name = "layers"
 
@@ -117,7 +117,7 @@ class Layers(click.ParamType):
 
 
 class Numbers(click.ParamType):
-    """[0, 1] for "0,1"."""
+    """Numbers: [0, 1] for "0,1"."""
 
     name = "numbers"
 

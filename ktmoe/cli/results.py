@@ -95,5 +95,5 @@ def _name(weight_format: WeightFormat) -> str:
 
 
 def _digits(value: float) -> float:
-    """Four of them."""
+    """The value rounded to four digits."""
     return float(f"{value:.4g}")

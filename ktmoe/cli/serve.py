@@ -93,7 +93,7 @@ def command(
 
 
 def _warn(host: str, found: serving.Listening, context: int | None) -> None:
-    """On stderr, of what someone may not expect."""
+    """Warn on stderr of what someone may not expect."""
     from ktmoe.transformers.server.access import is_local
 
     if not is_local(host):

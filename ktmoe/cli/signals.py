@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """Left alone, these signals would end the process without removing what is temporary. One that is ignored stays so."""
+    """Let signals exit by an exception: else they end the process before what is temporary is removed. Ignored ones stay so."""
 
     def leave(number, frame):
         for each in left_alone:  # a second one must not break off what this one begins

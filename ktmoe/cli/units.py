@@ -10,7 +10,7 @@ from ktmoe.measuring.limits import Limits
 
 
 def number(value: float, digits: int = 4) -> str:
-    """At least so many digits, and no exponent: 0.01234, 1.234, 12345."""
+    """A number with at least so many digits, and no exponent: 0.01234, 1.234, 12345."""
     if not math.isfinite(value):
         return "-"
     if not value:
@@ -23,18 +23,18 @@ def gb(nbytes: float) -> str:
 
 
 def some(names: list[str]) -> str:
-    """The first three, and how many others there are."""
+    """The first three names, and how many others there are."""
     others = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{others}"
 
 
 def gb_s(rate: float) -> str:
-    """rate: bytes per second."""
+    """A rate of bytes per second as text."""
     return f"{number(rate / 1e9, 3)} GB/s"
 
 
 def gflop_s(rate: float) -> str:
-    """rate: FLOPs per second."""
+    """A rate of FLOPs per second as text."""
     return f"{number(rate / 1e9, 3)} GFLOP/s"
 
 
@@ -47,21 +47,21 @@ def ms(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Of a limit: 12%, 1.2%."""
+    """A share of a limit as text: 12%, 1.2%."""
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 def count(things: int, what: str) -> str:
-    """1 layer, 2 layers."""
+    """A number of things as text: 1 layer, 2 layers."""
     return f"{things} {what}{'' if things == 1 else 's'}"
 
 
 def machine(limits: Iterable[Limits]) -> list[str]:
-    """This machine, and a line for each instruction set's limits."""
+    """Lines of text: this machine, and each instruction set's limits."""
     lines = [f"  reads {gb_s(x.read)}, multiplies {gflop_s(x.peak)} by kernels of {x.isa}" for x in limits]
     return [f"this machine: {threads.cpu_name()}, {count(threads.get_num_threads(), 'thread')}", *lines]
 
 
 def limits_data(limits: Iterable[Limits]) -> list[dict]:
-    """The same for JSON."""
+    """Each instruction set's limits, for JSON."""
     return [{"isa": x.isa, "read_gb_s": x.read / 1e9, "multiply_gflop_s": x.peak / 1e9} for x in limits]

@@ -36,7 +36,7 @@ def whole(name: str, value) -> int:
 
 
 class Sizes(NamedTuple):
-    """Of a layer, and which it is."""
+    """The number of a layer, and its sizes."""
 
     layer_idx: int
     num_experts: int

@@ -20,7 +20,7 @@ class Key(NamedTuple):
 
 
 class Buffers:
-    """Of one call. x, y, late: uint16, bfloat16 bits, [tokens, hidden]; ids: int64, weights: float32, [tokens, top_k].
+    """Memory of one call. x, y, late: uint16, bfloat16 bits, [tokens, hidden]; ids: int64, weights: float32, [tokens, top_k].
 
     Two may hold them: who waits for y, and the layer that takes what was deferred. The last release() gives them back.
     """

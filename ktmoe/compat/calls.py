@@ -48,7 +48,7 @@ class Call:
         self._later: np.ndarray | None = None
 
     def now(self) -> None:
-        """The experts that run now, and what was deferred to this layer, into buffers.y.
+        """Write into buffers.y what the experts give that run now, and what was deferred to this layer.
 
         As in kt-kernel, what was deferred was rounded to bfloat16; the sum is in fp32 and is rounded once more.
         """
@@ -68,7 +68,7 @@ class Call:
                 self.earlier.release()
 
     def late(self) -> np.ndarray | None:
-        """The deferred experts, or None if there are none. After now()."""
+        """Compute the deferred experts, after now(): their output, or None if there are none."""
         if self._later is None:
             return None
         buffers = self.buffers
@@ -86,7 +86,7 @@ class Call:
             self.buffers.release()
 
     def abandon(self) -> None:
-        """Nobody wants the result of what was queued."""
+        """Give the buffers back once what was queued is done: nobody wants its result."""
         self.output.add_done_callback(lambda _: self.buffers.release())
 
 

@@ -37,7 +37,7 @@ class CapturingStream(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a call."""
+    """The sizes of a call."""
 
     tokens: int
     top_k: int
@@ -61,7 +61,7 @@ class PinnedBuffers:
 
     @functools.cached_property
     def late(self) -> np.ndarray:
-        """numpy alone: it never leaves the host."""
+        """Memory for what deferred experts give, of numpy alone: it never leaves the host."""
         return np.empty(self._wide, np.uint16)
 
 
@@ -90,7 +90,7 @@ class Capture:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it runs or will. Without user objects, nobody knows: it is kept."""
+        """Whether nothing of the graph runs or will. Without user objects, nobody knows: the capture is kept."""
         return self.known and self.mark.dropped and all(call.record.idle for call in self.calls)
 
     def buffers(self, place: CapturingStream, shape: Shape, adopt) -> PinnedBuffers:
@@ -98,9 +98,9 @@ class Capture:
         return free.pop() if free else PinnedBuffers(place.runtime, shape, adopt)
 
     def awaited(self, call: CapturedCall) -> None:
-        """The copy of its result was captured: what comes after it in this stream finds its memory free.
+        """Note that the copy of a call's result was captured: what comes after it in this stream finds the call's memory free.
 
-        That of a call that defers is kept until what it deferred was added; if another graph adds that, as long as this one.
+        A call that defers keeps its memory until what it deferred was added; if another graph adds that, as long as this one.
         """
         lane = self.lanes[call.request.place.stream]
         done = [other for other in lane.late if other.record is call.record.earlier]
@@ -161,11 +161,11 @@ class CapturedCall:
         return y
 
     def abandon(self) -> None:
-        """Its memory is not used again: nobody waits for it in the graph."""
+        """Do nothing: the call's memory is not used again, since nobody waits for the call in the graph."""
 
 
 class Captures:
-    """Those of the process. lock: held while a call is captured."""
+    """The captures of the process. lock: held while a call is captured."""
 
     def __init__(self, lock: FinalizerLock):
         self._lock = lock
@@ -243,7 +243,7 @@ class Captures:
             return call
 
     def _scratch_for(self, *sizes: int) -> np.ndarray:
-        """One thread runs the calls of all graphs, so that they share it."""
+        """Scratch memory for a call. One thread runs the calls of all graphs, so that they share it."""
         needed = core.CallRecord.scratch_bytes(*sizes)
         if needed > self._scratch.size:
             self._scratch = np.empty(needed, np.uint8)
@@ -255,7 +255,7 @@ class Captures:
         return call.record if call is not None and (call.request.successor, call.shape) == (layer, shape) else None
 
     def forget(self, model=None) -> None:
-        """No later call adds what was deferred; None: of any model."""
+        """Let no later call add what a model's calls deferred; None: any model's."""
         with self._lock:
             self.pending = {} if model is None else {other: due for other, due in self.pending.items() if other != model}
 

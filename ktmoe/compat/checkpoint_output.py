@@ -48,7 +48,7 @@ class CheckpointOutput:
         self.checkpoint_cache_state = State.READY
 
     def get_checkpoint_output(self, qlen: int, output_device=None):
-        """What is kept, on a device."""
+        """The kept output, on a device."""
         self.validate_checkpoint_output(qlen)
         kept = self._kept_output
         try:
@@ -58,7 +58,7 @@ class CheckpointOutput:
             raise
 
     def validate_checkpoint_output(self, qlen: int) -> None:
-        """Whether an output of so many rows is kept; another number poisons it."""
+        """Check that an output of so many rows is kept; another number poisons it. Raises UnavailableError."""
         self._refuse_poisoned()
         if self.checkpoint_cache_state is not State.READY:
             raise UnavailableError("no output of a checkpointed forward is kept")
@@ -68,7 +68,7 @@ class CheckpointOutput:
             raise error
 
     def validate_checkpoint_cache_empty(self) -> None:
-        """That nothing is kept; else it is poisoned."""
+        """Check that nothing is kept; else it is poisoned. Raises UnavailableError."""
         self._refuse_poisoned()
         if self.checkpoint_cache_state is not State.EMPTY:
             error = UnavailableError("expected no output of a checkpointed forward before a new one, found one that is kept")
@@ -76,13 +76,13 @@ class CheckpointOutput:
             raise error
 
     def clear_checkpoint_output(self) -> None:
-        """Forget it. Poison stays."""
+        """Forget the kept output. Poison stays."""
         self._kept_output = None
         if self.checkpoint_cache_state is not State.POISONED:
             self.checkpoint_cache_state = State.EMPTY
 
     def poison_checkpoint_output(self, error: BaseException | str) -> None:
-        """Nothing can be kept any more: what later calls raise names the error."""
+        """Forget the kept output, and let all later calls raise an error that names this one."""
         self._kept_output = None
         self._poison = str(error)
         self.checkpoint_cache_state = State.POISONED

@@ -91,7 +91,7 @@ class Runtime:
         return "cudaStreamGetCaptureInfo", 4 if version.value >= 13000 else 0
 
     def call(self, name: str, *arguments) -> None:
-        """Raises UnavailableError, with the runtime's own words; OutOfMemoryError."""
+        """Call a function of the runtime. Raises UnavailableError, with the runtime's own words; OutOfMemoryError."""
         error = getattr(self._library, name)(*arguments)
         if error:
             self._library.cudaGetLastError()  # torch would take it for one of its own
@@ -100,7 +100,7 @@ class Runtime:
             raise kind(f"CUDA graphs: {name} failed: {words} (error {error})")
 
     def capturing(self, stream: int) -> Capturing | None:
-        """What the stream with this handle is part of."""
+        """The capture that the stream with this handle is part of, or None."""
         status, number, graph = c_int(), c_ulonglong(), c_void_p()
         places = (
             graph,
@@ -116,7 +116,7 @@ class Runtime:
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """What would break a capture, of any thread, is allowed to this thread: it has nothing to do with the graph."""
+        """Let this thread do what would break a capture of any thread: it has nothing to do with the graph."""
         mode = c_int(_RELAXED)
         self.call("cudaThreadExchangeStreamCaptureMode", byref(mode))
         try:
@@ -150,7 +150,7 @@ def loaded() -> list[str]:
 
 
 def find() -> Runtime:
-    """torch's. Raises UnavailableError where none is loaded."""
+    """The CUDA runtime that torch uses. Raises UnavailableError where none is loaded."""
     paths = loaded()
     if len(paths) > 1:  # another package brought one of its own
         version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""

@@ -38,7 +38,7 @@ class Pending:
     release: Callable[[], None]
 
     def drop(self) -> None:
-        """Nobody takes it."""
+        """Give the memory back once the output is there: nobody takes it."""
         self.output.add_done_callback(lambda _: self.release())
 
 
@@ -71,7 +71,7 @@ class Passes:
         return min((other for other in tuple(self.layers.get(model, ())) if other > layer), default=None)
 
     def take(self, model, layer: int, shape: tuple[int, int]) -> Pending | None:
-        """What was deferred for this layer and batch."""
+        """Take what was deferred for this layer and batch; None if nothing was. What else the model deferred is dropped."""
         pending = self.pending.get(model)
         if pending is None or (pending.successor, pending.shape) != (layer, shape):
             self._drop(model)

@@ -34,7 +34,7 @@ class Engine:
         self.submit(lambda: None).result()
 
     def leave(self, model, layer: int) -> None:
-        """A layer's weights are gone. Under lock."""
+        """Forget a layer whose weights are gone. The caller holds the lock."""
         self.passes.leave(model, layer)
         if model not in self.passes.layers:
             self.captures.forget(model)
@@ -52,7 +52,7 @@ class CpuInfer:
     """What callers find as cpu_infer on every wrapper: the queue of all layers, for those who wait until it is empty."""
 
     def sync(self, allow_n_pending: int = 0) -> None:
-        """allow_n_pending: of so many tasks the end need not be waited for; here it is."""
+        """Wait until the queue is empty. allow_n_pending: so many tasks need not be waited for; here all are."""
         ENGINE.sync()
 
 

@@ -44,7 +44,7 @@ class RankBuffers:
                     part[projection] = self._place(projection, *memory)
 
     def finish(self) -> None:
-        """Once the parts are written: turn the scales into what the buffers take."""
+        """Turn the scales into what the buffers take, once the parts are written."""
         for weight_format, stored, out in self._convert:
             _convert(weight_format, stored, out)
 
@@ -106,7 +106,7 @@ def _check(method: str, experts: ExpertSpec) -> None:
 
 
 def _addresses(name: str, given: Sequence[int], ranks: int) -> list[int]:
-    """One a rank."""
+    """The addresses, checked: one a rank. Raises InputError."""
     addresses = [whole(name, address) for address in given] if np.iterable(given) else []
     if len(addresses) != ranks or not all(address > 0 for address in addresses):
         raise InputError(f"{name} must have {ranks} host addresses, one for each of gpu_tp_count, found {addresses or given}")

@@ -91,7 +91,7 @@ class TorchHost:
         return lambda: None
 
     def copy(self, buffers, x, ids, weights):
-        """Into the buffers; not waited for where that is not needed."""
+        """Copy the arguments into the buffers, and wait for that only where it is needed."""
         for name, value, floating in (("hidden_states", x, True), ("topk_ids", ids, False), ("topk_weights", weights, True)):
             if not arrays.is_torch(value) or value.is_floating_point() != floating:
                 found = value.dtype if arrays.is_torch(value) else type(value).__name__

@@ -30,7 +30,7 @@ def _fp8(found: WeightFormat) -> bool:
 
 
 def _gguf(found: WeightFormat) -> bool:
-    """Whatever factor it has: of most types, a file has one or none."""
+    """Whether a format is that of a GGUF type, whatever factor it has: files of most types may have one or none."""
     return replace(found, factor=None) in [replace(of_type, factor=None) for of_type in GGML.values()]
 
 
@@ -51,14 +51,14 @@ class Method:
 
 
 def _rounds(to: str, rule: str) -> Method:
-    """kt-kernel rounds bfloat16 weights, ktmoe any that it reads; kt-kernel has no buffers for the result."""
+    """A method that rounds: kt-kernel bfloat16 weights, ktmoe any that it reads. kt-kernel has no buffers for the result."""
     rounds = Quantizer(to, rule=rule)
     return Method(f"any, to be rounded to {rounds.format.description}", lambda _: True, exports=False, rounds=rounds)
 
 
 _FP32 = np.dtype(np.float32)
 _NVFP4 = (nvfp4(), nvfp4(divides=True))
-#: By name.
+#: The methods of mode "inference" that ktmoe serves, by name.
 SERVED = {
     "BF16": Method("bfloat16", BF16.__eq__),
     "MXFP4": Method("E2M1 with a UE8M0 scale per 32", MXFP4.__eq__, arrays.BF16),
@@ -92,7 +92,7 @@ class Tuning:
     shared: bool = True
 
 
-#: By name.
+#: The methods of mode "sft" that ktmoe serves, by name.
 TUNED = {
     "AMXBF16_SFT": Tuning("BF16"),
     "AMXBF16_SFT_SkipLoRA": Tuning("BF16", adapts=False, shared=False),
@@ -107,7 +107,7 @@ TUNED = {
     "AMXINT4_SFT": Tuning("AMXINT4", shared=False),
     "AMXINT4_SFT_SkipLoRA": Tuning("AMXINT4", adapts=False, shared=False),
 }
-#: Those that kt-kernel 0.7.2 lists and refuses itself, since it has no class for them.
+#: The methods of mode "sft" that kt-kernel 0.7.2 lists and refuses itself, since it has no class for them.
 UNTUNED = tuple(f"AMXINT4_{kind}_SFT{suffix}" for kind in ("1", "1KGroup") for suffix in ("", "_SkipLoRA"))
 #: mode -> its methods.
 MODES = {"inference": (*SERVED, *MISSING), "sft": (*TUNED, *UNTUNED)}

@@ -78,7 +78,7 @@ class OptimizerGradients:
         return "closed" if found.pop() else "open"
 
     def release_authoritative_optimizer_grads(self) -> None:
-        """After an optimizer's step: the next backward writes anew. The buffers keep what is in them."""
+        """Let the next backward write anew, after an optimizer's step. The buffers keep what is in them."""
         if not self._uses_authoritative_optimizer_grads:
             return
         if self._writing is not None:
@@ -87,7 +87,7 @@ class OptimizerGradients:
         self._close_window()
 
     def _register_adapter(self, pairs: dict[str, tuple[object, object]]) -> None:
-        """{matrix: (parameter, grad_view)}: all or none of them, in the place of those of an adapter before."""
+        """Register an adapter's {matrix: (parameter, grad_view)}, all or none, in the place of those of an adapter before."""
         if self._writing is not None:
             raise UnavailableError("an adapter cannot be replaced while a backward is pending")
         before = self._shared
@@ -120,7 +120,7 @@ class OptimizerGradients:
                 entry.parameter.grad = entry.grad_view
 
     def _abort_gradients(self) -> None:
-        """The buffers may hold anything: the next backward writes them anew."""
+        """Let the next backward write the buffers anew: they may hold anything."""
         self._writing = None
         self._close_window()
 

@@ -141,21 +141,24 @@ class SFTWrapper(SFTPasses, CheckpointOutput, OptimizerGradients):
         self._load(given, physical_to_logical_map_cpu)
 
     def load_rawint4_weights(self, weights, physical_to_logical_map_cpu=None) -> None:
-        """weights: kt-kernel's RAWINT4ExpertWeights, or what has its attributes, of any group size; or sft_weights.OfFiles."""
+        """Pack INT4 weights.
+
+        weights: kt-kernel's RAWINT4ExpertWeights, or what has its attributes, of any group size; or sft_weights.OfFiles.
+        """
         if isinstance(weights, sft_weights.OfFiles):
             self._load_files(weights, physical_to_logical_map_cpu)
         else:
             self._load(sft_weights.rawint4(weights, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
 
     def load_block_fp8_weights(self, weights, physical_to_logical_map_cpu=None) -> None:
-        """weights: kt-kernel's BlockFP8ExpertWeights, or what has its attributes; or sft_weights.OfFiles."""
+        """Pack FP8 weights: kt-kernel's BlockFP8ExpertWeights, or what has its attributes; or sft_weights.OfFiles."""
         if isinstance(weights, sft_weights.OfFiles):
             self._load_files(weights, physical_to_logical_map_cpu)
         else:
             self._load(sft_weights.block_fp8(weights, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
 
     def load_mxfp4_weights(self, experts_data, physical_to_logical_map_cpu=None) -> None:
-        """experts_data: what kt-kernel's MXFP4SafeTensorLoader.load_experts() returns."""
+        """Pack MXFP4 weights. experts_data: what kt-kernel's MXFP4SafeTensorLoader.load_experts() returns."""
         self._load(sft_weights.mxfp4(experts_data, f"layer {self.layer_idx}"), physical_to_logical_map_cpu)
 
     def update_base_weights(self) -> None:
@@ -167,10 +170,10 @@ class SFTWrapper(SFTPasses, CheckpointOutput, OptimizerGradients):
         raise UnavailableError(f"layer {self.layer_idx}: init_full_weight_grad_buffers: packed weights are frozen")
 
     def submit_backward_repack(self) -> None:
-        """Nothing: backward reads the weights as they are packed, and there is no second copy to make ready."""
+        """Do nothing: backward reads the weights as they are packed, and there is no second copy to make ready."""
 
     def wait_backward_repack(self) -> None:
-        """Nothing, as there is nothing to wait for."""
+        """Do nothing, as there is nothing to wait for."""
 
     # Adapter
 

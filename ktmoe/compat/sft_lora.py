@@ -12,7 +12,7 @@ from ktmoe.errors import memory_for
 from ktmoe.experts import PROJECTIONS
 from ktmoe.training import Lora
 
-#: Of the six matrices, in the order of init_lora_weights().
+#: The names of an adapter's six matrices, in the order of init_lora_weights().
 NAMES = tuple(f"{projection}_lora_{letter}" for projection in PROJECTIONS for letter in "ab")
 
 
@@ -55,7 +55,7 @@ class AdapterTensors:
         self.find()
 
     def find(self) -> None:
-        """Where the tensors' memory is now: an optimizer may have put other memory into a parameter."""
+        """Find the tensors' memory again: an optimizer may have put other memory into a parameter."""
         for name in NAMES:
             self._checked(name, self.tensors[name], self._shapes[name], False)
         a, b = ([self.tensors[name] for name in NAMES[first::2]] for first in (0, 1))
@@ -70,7 +70,7 @@ class AdapterTensors:
 
     @staticmethod
     def _checked(name: str, value, shape: tuple[int, ...], written: bool) -> np.ndarray:
-        """As bfloat16 or float32."""
+        """The array of a tensor, as bfloat16 or float32. Raises InputError."""
         array = arrays.view(value, name).array
         arrays.expect_shape(name, array, shape)
         arrays.expect_native(name, array, written=written)

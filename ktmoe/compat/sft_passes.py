@@ -51,7 +51,7 @@ class SFTPasses:
         return len(self._saved)
 
     def give_up(self) -> None:
-        """Whatever was submitted or kept."""
+        """Give up whatever was submitted or kept."""
         call, self._inference = self._inference, None
         if call is not None:
             call.abandon()
@@ -165,7 +165,7 @@ class SFTPasses:
 
 @dataclass(frozen=True)
 class _Serving:
-    """In the place of a layer: with an adapter, and nothing is kept."""
+    """What stands in the place of a layer: it computes with an adapter, and keeps nothing."""
 
     training: Training
     lora: Lora | None

@@ -36,18 +36,18 @@ Given = Mapping[str, tuple[Sequence, Sequence]]
 
 
 def rawint4(weights, name: str) -> ExpertWeights:
-    """Of {projection}_proj, uint8 [E, n, k / 2], {projection}_scale, bfloat16 [E, n, k / group], and group_size."""
+    """Experts of {projection}_proj, uint8 [E, n, k / 2], {projection}_scale, bfloat16 [E, n, k / group], and group_size."""
     return _experts(_attributes(weights), int4(count("group_size", weights.group_size)), name, _as_bfloat16)
 
 
 def block_fp8(weights, name: str) -> ExpertWeights:
-    """Of {projection}_proj, E4M3 [n, k] of each expert, {projection}_scale, float32 [n / 128, k / 128], and block_size."""
+    """Experts of {projection}_proj, E4M3 [n, k] each, {projection}_scale, float32 [n / 128, k / 128] each, and block_size."""
     rows, columns = (count("block_size", size) for size in weights.block_size)
     return _experts(_attributes(weights), fp8(block=(rows, columns)), name, _as_float32)
 
 
 def mxfp4(experts_data: Mapping[str, Sequence], name: str) -> ExpertWeights:
-    """Of "gate", "up", "down", uint8 [n, k / 2] of each expert, and "gate_scale" and so on, bfloat16 [n, k / 32]."""
+    """Experts of "gate", "up", "down", uint8 [n, k / 2] each, and "gate_scale" and so on, bfloat16 [n, k / 32] each."""
     wanted = [key for projection in PROJECTIONS for key in (projection, f"{projection}_scale")]
     if not isinstance(experts_data, Mapping) or not set(wanted) <= set(experts_data):
         raise InputError(f"experts_data must have {', '.join(wanted)}, found {show(experts_data)}")

@@ -23,7 +23,7 @@ from ktmoe.weights.formats import BF16
 
 @dataclass
 class _Shared:
-    """A checkpoint, and how many leases it is held by."""
+    """A checkpoint, and the number of leases that hold it."""
 
     checkpoint: Checkpoint
     leases: int = 0
@@ -50,7 +50,7 @@ class Lease:
         return find_loader(checkpoint, layer=layer).load(checkpoint, layer)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Give the lease back. A second call does nothing."""
         self.lock.soon(self._close)
 
     def _close(self) -> None:
@@ -93,7 +93,7 @@ def prepared(
 
 
 def physical_map(value, slots: int, experts: int) -> np.ndarray:
-    """Which expert of the checkpoint fills each slot, int64 [slots]; None: each its own. Raises InputError."""
+    """The expert of the checkpoint that fills each slot, int64 [slots]; value None: each its own. Raises InputError."""
     if value is None:
         value = np.arange(slots)
     found = arrays.as_numpy(value, "physical_to_logical_map")

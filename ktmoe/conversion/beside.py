@@ -57,7 +57,7 @@ class Beside:
         return folders
 
     def _add(self, name: str) -> None:
-        """A file, or what stands in the place of one."""
+        """Add a file, or what stands in the place of one, to the files or to what is left out."""
         place = None if name.endswith(_WEIGHTS) else located(self._folder / name, self._places)
         if place:
             self.files[name] = place

@@ -1,4 +1,4 @@
-"""Only formats that a backend computes are written."""
+"""The check that a backend computes a format, before a checkpoint is written in it."""
 
 from __future__ import annotations
 

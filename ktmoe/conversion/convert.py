@@ -14,9 +14,9 @@ from ktmoe.errors import InputError, memory_for
 from ktmoe.files.output import output_folder
 from ktmoe.quantization import Error, Quantizer
 
-#: Most bytes of tensors in a file, unless one that must stay whole has more.
+#: The most bytes of tensors in a file, unless one that must stay whole has more.
 SHARD_BYTES = 4_000_000_000
-#: Where it is not the quantizer's own default: compressed-tensors has names for what this rule gives.
+#: The default rules that are not the quantizer's own, by target: compressed-tensors has names for what this rule gives.
 DEFAULT_RULES = {"nvfp4": "compressed-tensors"}
 
 

@@ -15,7 +15,7 @@ from ktmoe.quantization import Error
 
 
 class Journal:
-    """Of a folder that a command writes, which this process has locked.
+    """The journal of a folder that a command writes, and that this process has locked.
 
     command: its name. noun: what messages call what it does. identity: what the source, the options and ktmoe are, as JSON has
     it. finished: by file, the errors of layers in it. resumed: whether another process began it.
@@ -38,12 +38,12 @@ class Journal:
             raise OutputError(f"{folder}: expected a new or an empty folder, found {min(others)}")
 
     def begin(self) -> None:
-        """From now on the folder is this command's."""
+        """Write the journal: from now on the folder is this command's."""
         if not self.resumed:
             self._write()
 
     def add(self, file: str, errors: dict[int | str, Error]) -> None:
-        """A file has its name now."""
+        """Note that a file is finished: it has its name now."""
         self.finished[file] = errors
         self._write()
 
@@ -60,7 +60,7 @@ class Journal:
         return with_tensors == tensors
 
     def close(self, weight_map: dict[str, str], total: int) -> None:
-        """The result is whole: the index takes the journal's place."""
+        """Put the index in the journal's place: the result is whole."""
         write_json(self._path, {"metadata": {"total_size": total}, "weight_map": weight_map}, overwrite=True)
 
     def _read(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class ResultTensor:
-    """Of the result: name, dtype and shape as its header has them."""
+    """A tensor of the result: name, dtype and shape as its header has them."""
 
     name: str
     dtype: str

@@ -23,7 +23,7 @@ from ktmoe.quantization import Quantizer
 from ktmoe.weights.elements import INT8, INT8_PLUS_128
 from ktmoe.weights.formats import MXFP4, WeightFormat
 
-#: Of gpt-oss's tensors: these are kept as they are.
+#: The ending of those of gpt-oss's tensors of experts that are kept as they are.
 _BIAS = "_bias"
 
 
@@ -36,7 +36,7 @@ class Shard:
 
     @property
     def tensors(self) -> list[ResultTensor]:
-        """In the order of the file: the larger a tensor's numbers, the earlier, so that each begins at a multiple of them."""
+        """Tensors in the file's order: the larger a tensor's numbers, the earlier; so each begins at a multiple of them."""
         return sorted((each for unit in self.units for each in unit.tensors), key=lambda each: -each.item_bytes)
 
     @property

@@ -99,7 +99,7 @@ class Source:
 
 
 def _configs(folder: Path) -> dict[str, Inside]:
-    """Where the configs are that count for a file of that folder."""
+    """The places of the configs that count for a file of that folder, by name."""
     found = {name: located(folder / name, places(folder)) for name in CONFIG_NAMES}
     return {name: place for name, place in found.items() if place}
 

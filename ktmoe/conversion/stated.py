@@ -17,7 +17,7 @@ MIXED = (
     "config.json still says how the other weights are quantized, since one quantization_config cannot say both: "
     "ktmoe reads these experts, other engines do not"
 )
-#: As in gpt-oss's own config.json.
+#: The quantization_config of gpt-oss's own config.json.
 _GPT_OSS = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [

@@ -35,7 +35,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Storage:
-    """Of a format.
+    """How checkpoints store a format.
 
     arrays: of each matrix. method: quant_method. weights: what compressed-tensors' config says of weights, and format, its name
     of the storage; activations: of an expert's input. stated: what other methods say. ignored: their key for the modules that

@@ -59,7 +59,7 @@ class Written:
 
 
 def write(source: Source, task: Task, folder: Path, progress: Progress | None) -> Written:
-    """Into a new or empty folder, or one in which the same was interrupted. The index is written last.
+    """Write a checkpoint into a new or empty folder, or one in which the same was interrupted. The index is written last.
 
     Raises OutputError: the folder has other files, another process writes it, the disk is full; OutOfSpaceError before anything
     is written; CheckpointError also for a file that changes meanwhile; what parts raise.
@@ -89,7 +89,7 @@ def write(source: Source, task: Task, folder: Path, progress: Progress | None) -
 
 
 def version() -> str | None:
-    """None in a tree that is not installed."""
+    """The version of ktmoe; None in a tree that is not installed."""
     try:
         return installed_version()
     except PackageNotFoundError:
@@ -170,7 +170,7 @@ class Workers:
 
 
 def _write_shard(source: Source, shard: Shard, folder: Path, workers: Workers, count: Counter) -> dict[int | str, Error]:
-    """A file; what rounding changed of each layer in it."""
+    """Write a file; returns what rounding changed of each layer in it."""
     errors: dict[int | str, Error] = {}
     tensors = [(each.name, each.dtype, each.shape) for each in shard.tensors]
     source.check()
@@ -186,7 +186,7 @@ def _write_shard(source: Source, shard: Shard, folder: Path, workers: Workers, c
 
 
 def _copy(source: Source, name: str, folder: Path) -> None:
-    """The bytes of a file beside the weights, in a new file."""
+    """Copy a file that lies beside the weights."""
     copy = folder / name
     for parent in reversed(Path(name).parents[:-1]):
         _make(folder / parent)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-#: Of what need not be a file any more: opening it neither waits nor makes it this process's terminal.
+#: The flags that open the last name. It need not be a file any more: opening neither waits nor gives this process a terminal.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ktmoe.errors import OutputError
 
-#: In the folder that is locked; removed when the lock is given back.
+#: The name of the file in a folder that is locked; it is removed when the lock is given back.
 LOCK_NAME = ".ktmoe.lock"
 
 

@@ -103,7 +103,7 @@ class SafetensorsWriter:
 
 
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
-    """Of a tensor. Raises InputError for a dtype that does not exist, and for a part of a byte."""
+    """The bytes of a tensor. Raises InputError for a dtype that does not exist, and for a part of a byte."""
     if dtype not in DTYPE_BITS:
         raise InputError(f"dtype: expected one of {', '.join(DTYPE_BITS)}, found {dtype!r}")
     nbytes, rest = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)

@@ -60,12 +60,12 @@ ARCHITECTURES = dict.fromkeys(_PLAIN, Architecture()) | {
     "nomic-bert-moe": Architecture("GELU without a gate"),
     "smallthinker": Architecture("ReLU"),
 }
-#: A smaller limit is none, in llama.cpp, too.
+#: The least limit that is one; smaller ones are none in llama.cpp, too.
 _LEAST_LIMIT = 1e-6
 
 
 def of(checkpoint: Checkpoint) -> Architecture:
-    """The checkpoint's. Raises FormatError, which names it, for one with another function and for one without a row."""
+    """The row of a checkpoint's architecture. Raises FormatError, which names it, for one with another function or no row."""
     name = checkpoint.config.get(ARCHITECTURE)
     where = f"{checkpoint.path}: {ARCHITECTURE}"
     if not isinstance(name, str):
@@ -79,8 +79,10 @@ def of(checkpoint: Checkpoint) -> Architecture:
 
 
 def activation(checkpoint: Checkpoint, layer: int) -> GatedActivation:
-    """Of a layer's experts. Raises what of() raises, FormatError for a clamp of silu(gate), CheckpointError for a limit that is
-    none."""
+    """The activation of a layer's experts.
+
+    Raises what of() raises, FormatError for a clamp of silu(gate), CheckpointError for a limit that is none.
+    """
     row, name = of(checkpoint), checkpoint.config[ARCHITECTURE]
     if row.function != SILU:
         return row.function

@@ -24,12 +24,12 @@ from ktmoe.loaders.tensor_file import TensorFile, TensorInfo, new_bytes
 from ktmoe.messages import show
 
 INDEX_NAME = "model.safetensors.index.json"
-#: Of Mistral's own files, which count where there is no other index.
+#: The index of Mistral's own files, which count where there is no other index.
 MISTRAL_INDEX_NAME = "consolidated.safetensors.index.json"
 _PICKLED = "torch's pickled files are not read, convert them to safetensors"
 #: Files that other engines read, by their ending, and what to say of them.
 _OTHER_FILES = {".bin": _PICKLED, ".pt": _PICKLED, ".pth": _PICKLED}
-#: The same of files that stand beside a model's.
+#: Files that stand beside a model's, by their ending, and what to say of them.
 _BESIDE = dict.fromkeys((".json", ".txt", ".md"), "it has no weights, name the folder")
 _EXPECTED = "a folder, a .safetensors file or a .gguf file"
 
@@ -162,7 +162,7 @@ class Checkpoint:
         self.config = gguf_model.config(files) if of_gguf else _read_config(self.folder)
 
     def _open_folder(self, folder: Path) -> None:
-        """Read its index, or else open its files."""
+        """Read the folder's index, or else open its files."""
         index = next((name for name in (INDEX_NAME, MISTRAL_INDEX_NAME) if os.path.lexists(folder / name)), None)
         if index:
             self._index_name, self._file_of = index, parse_index(folder / index)
@@ -266,7 +266,7 @@ def _list_files(folder: Path, ending: str) -> list[str]:
 
 
 def _instead(folder: Path) -> str:
-    """What a folder has in their place."""
+    """What a folder has in the place of files that are read, for messages."""
     for ending, about in _OTHER_FILES.items():
         if name := next((name for name in sorted(os.listdir(folder)) if name.endswith(ending)), None):
             return f"{show(name)}: {about}"

@@ -52,7 +52,7 @@ _SUPPORTED = {
     "actorder": (None, False, "weight", "static"),
 }
 
-#: By checkpoint.
+#: The group_size that a checkpoint's config_groups say, by checkpoint.
 _groups: weakref.WeakKeyDictionary[Checkpoint, int | None] = weakref.WeakKeyDictionary()
 
 
@@ -109,7 +109,7 @@ class CompressedTensors(PerExpert):
 
 
 def _bits(headers: Headers) -> int:
-    """Of a code: gate has as many rows as down has columns, which down's items hold eight or four of."""
+    """The bits of a code: gate has as many rows as down has columns, of which an item of down holds eight or four."""
     down = headers.checkpoint.info(headers.down + headers.arrays["codes"])
     naming.check_dimensions(down, 2)
     return 8 if headers.info("codes").shape[0] == 4 * down.shape[1] else 4

@@ -17,7 +17,7 @@ from ktmoe.loaders.staging import Staging
 
 #: Offsets, lengths and addresses are multiples of it; no disk or file system in use asks for more.
 BLOCK_BYTES = 4096
-#: Less is not worth the blocks around it.
+#: The fewest bytes that are worth the blocks around them.
 LEAST_BYTES = 1 << 16
 
 

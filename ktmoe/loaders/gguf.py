@@ -34,7 +34,7 @@ from ktmoe.weights.ggml import GGML
 #: Stems of tensors that hold all experts, by projection: gate and up apart, and in one.
 _APART = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 _FUSED = {"gate": "ffn_gate_up_exps", "up": "ffn_gate_up_exps", "down": "ffn_down_exps"}
-#: Of tensors of one expert.
+#: Stems of tensors that hold one expert, in old files.
 _OLD = {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
 _OLD_NAME = re.compile(r"ffn_(?:gate|up|down)\.([0-9]+)\.weight")
 
@@ -88,7 +88,7 @@ class Gguf(Loader):
 
 @dataclass(frozen=True)
 class _Matrices:
-    """A projection's, of all experts.
+    """The matrices of a projection, of all experts.
 
     name: of the weights' tensor, with {} for the expert's number where it has one of its own. bias, scale: of their tensors.
     part, parts: which of how many equal runs of each expert's rows are the projection's.
@@ -104,7 +104,7 @@ class _Matrices:
 
 @dataclass(frozen=True)
 class _LayerHeaders:
-    """What the headers say, which are all checked."""
+    """What the headers say of a layer; all of them are checked."""
 
     checkpoint: Checkpoint
     matrices: dict[str, _Matrices]
@@ -166,7 +166,7 @@ class _LayerHeaders:
         return stored.view(FACTORS[self.checkpoint.info(name).dtype]).astype(np.float32)
 
     def _check_others(self, layer: int) -> None:
-        """Biases, scales, and the number of experts that the metadata say."""
+        """Check biases, scales, and the number of experts that the metadata say. Raises CheckpointError, FormatError."""
         for projection, of in self.matrices.items():
             for name, shape, why in (
                 (of.bias, (self.num_experts, self.shape(projection)[0] * of.parts), "one bias per expert and row"),
@@ -183,7 +183,7 @@ class _LayerHeaders:
 
 
 def _matrices(checkpoint: Checkpoint, base: str, stem: str, suffixes: set[str], old: list[int]) -> _Matrices:
-    """By the header of the weights; of the first expert's if each has its own."""
+    """What the matrices of a stem are, by the header of the weights; of the first expert's if each has its own."""
     name = f"{base}{stem}.{{}}.weight" if old else f"{base}{stem}.weight"
     bias, scale = (f"{stem}.{ending}" if f"{stem}.{ending}" in suffixes else None for ending in ("bias", "scale"))
     info = checkpoint.info(name.format(0))
@@ -222,7 +222,7 @@ def _sizes(checkpoint: Checkpoint, matrices: dict[str, _Matrices], old: list[int
 
 
 def _padded(info: TensorInfo, dimensions: int) -> TensorInfo:
-    """The same with as many dimensions at least: ggml leaves out those of 1 that come first in numpy's order."""
+    """A tensor with so many dimensions at least: ggml leaves out those of 1 that come first in numpy's order."""
     return replace(info, shape=(1,) * (dimensions - len(info.shape)) + info.shape)
 
 

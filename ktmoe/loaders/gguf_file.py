@@ -22,7 +22,7 @@ from ktmoe.weights.ggml import TYPES, GgmlType
 VERSIONS = (2, 3)
 #: Longest header in bytes. The longest parts known are vocabularies, of about 20 MB.
 HEADER_LIMIT_BYTES = 1 << 27
-#: Most keys of metadata, most tensors, and most items of arrays that are walked through or kept. Models have some thousand
+#: The most keys of metadata, tensors, and items of arrays that are walked through or kept. Models have some thousand
 #: tensors. Vocabularies and their merges have 0.8 million items. Together the limits bound the work, see docs/notes.md.
 KEYS_LIMIT, TENSORS_LIMIT, ITEMS_LIMIT = 1 << 12, 1 << 16, 1 << 22
 _SLOW_ITEMS = 16  # what an array in an array counts as, and a number that is kept: they take as long
@@ -30,13 +30,13 @@ _SLOW_ITEMS = 16  # what an array in an array counts as, and a number that is ke
 KEY_LIMIT_BYTES, NAME_LIMIT_BYTES = 65535, 255
 #: Metadata of more items or bytes is passed over: vocabularies, templates. So are arrays of strings.
 KEPT_ITEMS, KEPT_BYTES = 1024, 4096
-#: Arrays may be in arrays as deep as that.
+#: How deep arrays may be in arrays.
 DEPTH_LIMIT = 4
-#: Most dimensions of a tensor.
+#: The most dimensions of a tensor.
 DIMENSIONS_LIMIT = 4
 
 _MAGIC = b"GGUF"
-#: Of numbers, by the type's number in metadata: struct's code, which is numpy's, too.
+#: The types of numbers in metadata, by their number there: struct's code, which is numpy's, too.
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _COUNT_LIMIT = 2**63 - 1  # ggml counts in int64
@@ -44,7 +44,7 @@ _WINDOW_BYTES = 1 << 18
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 #: Extents, type and offset of a tensor's entry, by the number of its dimensions.
 _ENTRIES = [struct.Struct(f"<{count}QIQ") for count in range(DIMENSIONS_LIMIT + 1)]
-#: Of a tensor: its name, the number of its type, its shape, and its offset in the data.
+#: What a tensor's entry says: its name, the number of its type, its shape, and its offset in the data.
 _Entry = tuple[str, int, tuple[int, ...], int]
 
 
@@ -79,11 +79,11 @@ class _Header:
 
     @property
     def offset(self) -> int:
-        """From the beginning of the file, of what comes next."""
+        """The offset of what comes next, from the beginning of the file."""
         return self._first + self._at
 
     def counts(self) -> tuple[int, int]:
-        """Of tensors and of keys."""
+        """The numbers of tensors and of keys."""
         magic = self._take(4, "magic")
         if magic != _MAGIC:
             raise CheckpointError(f"{self._path}: magic: expected {_MAGIC!r}, found {magic!r}")
@@ -96,7 +96,7 @@ class _Header:
         return tensors, self._count("key count", KEYS_LIMIT)
 
     def metadata(self, count: int) -> dict[str, object]:
-        """All keys, and the values that are kept."""
+        """The keys whose values are kept, and these. All keys are read."""
         seen: set[str] = set()
         kept = {}
         for _ in range(count):
@@ -110,7 +110,7 @@ class _Header:
         return kept
 
     def tensor(self) -> _Entry:
-        """The next one."""
+        """The next tensor's entry."""
         name = self._string("tensor name", NAME_LIMIT_BYTES)
         what = f"tensor {name!r}"  # not show(name), which takes as long as all else
         (count,) = _U32.unpack(self._take(4, what))
@@ -174,7 +174,7 @@ class _Header:
         return self._take(length, what).decode("utf-8", "replace")
 
     def _string(self, what: str, most: int) -> str:
-        """A name."""
+        """A name of at most so many bytes, which must be UTF-8."""
         (length,) = _U64.unpack(self._take(8, what))
         if length > most:
             raise CheckpointError(f"{self._path}: {what} at {self.offset}: expected at most {most} bytes, found {length}")
@@ -207,7 +207,7 @@ class _Header:
             raise self._truncated(count, self.offset - count, what)
 
     def _skip_strings(self, count: int, what: str) -> None:
-        """The same as a _skip() of each one's length; a vocabulary has so many that this must be quick."""
+        """Skip so many strings as _skip() would each; a vocabulary has so many that this must be quick."""
         while count:
             self._fill(8, what)
             window, at, last = self._window, self._at, len(self._window) - 8

@@ -13,7 +13,8 @@ SWIGLU_OAI = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 
 #: Values of model_type whose swiglu_limit is clamped_silu()'s, under plain SiLU: DeepSeek-V4, GLM-5's and Hunyuan's next ones.
 _CLAMPED = ("deepseek_v4", "glm5_next", "glm5_next_text", "hy_v4")
-#: Those whose function is gpt-oss's, whatever their hidden_act says: transformers writes "silu" for MiniMax-M3's "swigluoai".
+#: Values of model_type whose function is gpt-oss's, whatever hidden_act says: transformers writes "silu" for MiniMax-M3's
+#: "swigluoai".
 _SWIGLU_OAI_MODELS = ("minimax_m3_vl", "minimax_m3_vl_text")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 

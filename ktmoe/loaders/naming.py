@@ -27,7 +27,7 @@ NUMBERED_STEMS = {"gate": "w1", "up": "w3", "down": "w2"}
 #: Where one tensor holds gate and up of all experts, and one holds down.
 FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
-#: Most layers with routed experts in a checkpoint; llama.cpp takes 512. Each loader looks at each one, so this bounds the work.
+#: The most layers with routed experts in a checkpoint; llama.cpp takes 512. Each loader looks at each, so this bounds the work.
 LAYERS_LIMIT = 1024
 
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -38,7 +38,7 @@ _NAME = re.compile(
     r"(?:(?:[a-z_]+\.)?experts|block_sparse_moe(?=\.(?:in|out)put_linear\.)|moe(?=\.(?:gate|up|down)_proj\.)))"
     rf"\.(?:{_NUMBER}\.)?([a-z].*)"
 )
-#: Of GGUF's tensors, of all experts or, in old files, of one.
+#: The names of GGUF's tensors that hold all experts or, in old files, one.
 _BLOCK_NAME = re.compile(
     rf"(blk\.{_NUMBER})\.(ffn_(?:(?:gate|up|down|gate_up)_exps|(?:gate|up|down)\.{_NUMBER})\.(?:weight|bias|scale|input_scale))"
 )
@@ -90,7 +90,7 @@ class Place:
     num_experts: int | None
 
     def name(self, projection: str, expert: int) -> str:
-        """{base}.{E}.{stem} or {base}.{stem}."""
+        """The name of a matrix: {base}.{E}.{stem} or {base}.{stem}."""
         return _prefix(self.base, None if self.spelling.stacked else expert) + self.spelling.stems[projection]
 
     def shapes(self, shape: Callable[[str], tuple[int, int]]) -> dict[str, tuple[int, int]]:
@@ -206,7 +206,7 @@ class Names:
 
 
 def layers(checkpoint: Checkpoint) -> list[int | str]:
-    """Those that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on.
+    """The layers that have tensors of routed experts, whoever reads them: ints in ascending order, then "mtp.0" and so on.
 
     Raises CheckpointError for more than LAYERS_LIMIT.
     """
@@ -263,7 +263,7 @@ def read_slice(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.
 
 
 def describe(info: TensorInfo) -> str:
-    """'BF16 [64, 96]'."""
+    """A tensor's dtype and shape as text: 'BF16 [64, 96]'."""
     return f"{info.dtype} {show(list(info.shape))}"
 
 
@@ -326,7 +326,7 @@ def layer_key(layer: int | str) -> int | str:
 
 
 def listed(layers: list[int | str]) -> str:
-    """'layers 0-42, mtp.0'; empty if there are none."""
+    """Layers as text: 'layers 0-42, mtp.0'; empty if there are none."""
     runs: list[list[int]] = []
     for layer in layers:
         if isinstance(layer, int):

@@ -64,7 +64,10 @@ def spellings(
 
 @dataclass(frozen=True)
 class Headers:
-    """Of one matrix. name: what its tensors' names begin with. arrays: the spelling's. down: the name of its expert's down."""
+    """The headers of one matrix's tensors.
+
+    name: what the tensors' names begin with. arrays: the spelling's. down: the name of the same expert's down.
+    """
 
     checkpoint: Checkpoint
     name: str
@@ -100,7 +103,7 @@ class PerExpert(Loader):
         """What a layer's matrices are, by the headers of its first one and by config.json. Raises FormatError."""
 
     def activation(self, checkpoint: Checkpoint) -> GatedActivation:
-        """By config.json. Raises FormatError, CheckpointError."""
+        """The activation, by config.json. Raises FormatError, CheckpointError."""
         return model_config.activation(checkpoint)
 
     def check_config(self, checkpoint: Checkpoint) -> None:

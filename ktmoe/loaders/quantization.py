@@ -11,7 +11,7 @@ from ktmoe.messages import show
 
 
 def read(checkpoint: Checkpoint) -> dict:
-    """It, at the top or in text_config; empty where there is none. Raises CheckpointError if it is no object."""
+    """quantization_config, at the top or in text_config; empty if there is none. Raises CheckpointError if it is no object."""
     stated = model_config.value(checkpoint, "quantization_config")
     if not isinstance(stated, dict | None):
         raise CheckpointError(f"{checkpoint.path}: quantization_config: expected an object, found {show(stated)}")
@@ -19,13 +19,13 @@ def read(checkpoint: Checkpoint) -> dict:
 
 
 def group_size(checkpoint: Checkpoint) -> int | None:
-    """Its group_size; None if there is none, or if it is no count, which check() refuses."""
+    """The group_size of quantization_config; None if there is none, or if it is no count, which check() refuses."""
     size = read(checkpoint).get("group_size")
     return size if type(size) is int and 1 <= size < 2**31 else None
 
 
 def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Its weight_block_size, (rows, columns) that share a scale; 128x128 if there is none. Raises FormatError."""
+    """The weight_block_size of quantization_config, (rows, columns) that share a scale; 128x128 if none. Raises FormatError."""
     stated = read(checkpoint).get("weight_block_size")
     if stated is None:
         return 128, 128

@@ -26,8 +26,9 @@ DTYPE_BITS = {
 
 #: Longest header, index or config that is parsed, in bytes. The longest index known is Kimi-K2.5's, 23.5 MB.
 JSON_LIMIT_BYTES = 40_000_000
-#: Most commas and opening brackets in it, which is about the number of values. That index has 0.2 million; so many are in the
-#: header of a file with 125,000 tensors. Together the limits bound the work: the worst file found takes 0.6 GB and 2 seconds.
+#: The most commas and opening brackets in such a file, about its number of values. Kimi-K2.5's index has 0.2 million; a million
+#: are in the header of a file with 125,000 tensors. Together the limits bound the work: the worst file found takes 0.6 GB and
+#: 2 seconds.
 JSON_LIMIT_VALUES = 1_000_000
 _COUNT_LIMIT = 2**64 - 1  # sizes are unsigned 64-bit in the reference parser
 

@@ -26,7 +26,7 @@ from ktmoe.weights.order import TRANSPOSED
 
 #: The ending of biases, float [E, rows].
 BIAS = "_bias"
-#: Of a Spelling of quantized tensors that hold all experts. Scales of their input are not used, as in per_expert.
+#: Arguments of a Spelling of quantized tensors that hold all experts. Scales of their input are not used, as in per_expert.
 STACKED = {"stacked": True, "foreign": {"bias": "biases are not supported"}, "unused": ("_input_scale", "_activation_scale")}
 
 
@@ -34,7 +34,7 @@ class Stacked(PerExpert):
     """PerExpert for spellings of both kinds. Where all experts are in one tensor, their number is what its shape says."""
 
     def stacked_activation(self, checkpoint: Checkpoint) -> GatedActivation:
-        """By config.json, for tensors that hold all experts. Raises FormatError, CheckpointError."""
+        """The activation, by config.json, for tensors that hold all experts. Raises FormatError, CheckpointError."""
         return model_config.silu(checkpoint)
 
     def codes_shape(self, info: TensorInfo) -> tuple[int, int, int]:
@@ -100,7 +100,7 @@ def _fits(weight_format: WeightFormat, shapes: Mapping[str, tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Tensors:
-    """A layer's. parts: matrices that gate's tensor has of an expert: 2 where it is up's, too."""
+    """The tensors of a layer. parts: matrices that gate's tensor has of an expert: 2 where it is up's, too."""
 
     headers: Mapping[str, Headers]
     format: WeightFormat
@@ -115,7 +115,7 @@ class _Tensors:
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
 
     def check(self, shapes: Mapping[str, tuple[int, int, int]]) -> None:
-        """shapes: of codes, with the experts. Raises CheckpointError if they do not fit, FormatError for other headers."""
+        """Check all headers. shapes: of codes, with the experts. Raises CheckpointError if they do not fit, and FormatError."""
         name, sizes = self.headers["gate"].tensor("codes"), {}
         for projection, (num_experts, *codes) in shapes.items():
             sizes[projection] = num_experts, *self.format.shape(tuple(codes))
@@ -142,7 +142,7 @@ class _Tensors:
             self._check_others(projection)
 
     def _check_others(self, projection: str) -> None:
-        """Headers of what is not codes."""
+        """Check the headers of what is not codes. Raises FormatError."""
         headers, (n, k) = self.headers[projection], self._stored_shape(projection)
         for label, (_, shape) in self._arrays(n, k, headers).items():
             info = headers.info(label)
@@ -165,7 +165,7 @@ class _Tensors:
         return (n, k) if projection == "down" else (n * self.parts, k)
 
     def _arrays(self, n: int, k: int, headers: Headers) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """WeightFormat.arrays(), and the bias."""
+        """The arrays of a matrix: WeightFormat.arrays(), and the bias."""
         bias = {"bias": (np.dtype(np.float32), (n,))} if "bias" in headers.arrays else {}
         return self.format.arrays(n, k) | bias
 
@@ -199,7 +199,7 @@ class _Tensors:
         return Matrix(name, self.format, self.shape(projection), **arrays)
 
     def _read(self, index: int, projection: str, slices: int = 1) -> dict[str, np.ndarray]:
-        """The arrays of one of so many slices of each expert's rows, of all experts' slices the index-th."""
+        """The arrays of the index-th slice of rows, if each expert's rows are so many slices."""
         headers, (n, k) = self.headers[projection], self._stored_shape(projection)
         arrays = {}
         for label, (dtype, shape) in self._arrays(n // slices, k, headers).items():

@@ -9,7 +9,8 @@ from ktmoe.errors import OutOfMemoryError
 from ktmoe.machine import cgroup, numa
 
 MEMINFO = Path("/proc/meminfo")
-#: By version of the cgroup interface: the limit, what is used of it, and what memory.stat calls pages of files, which can go.
+#: The files of a cgroup, by the interface's version: the limit, what is used of it, and memory.stat's names of pages of files,
+#: which can go.
 _CGROUP_FILES = {
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),

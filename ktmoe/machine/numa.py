@@ -33,16 +33,16 @@ class Placement:
 
     @property
     def domains(self) -> tuple[tuple[topology.Domain, ...], ...]:
-        """Of each shard, or of all CPUs that this process may use if it is not bound: the L3 caches."""
+        """The L3 caches of each shard's CPUs; if it is not bound, of all CPUs that this process may use."""
         return tuple(map(topology.domains, self.cpus or [usable_cpus()]))
 
     @property
     def shards(self) -> int:
-        """Into how many shards the intermediate dimension is cut."""
+        """The number of shards into which the intermediate dimension is cut."""
         return max(1, len(self.nodes))
 
     def first(self, count: int) -> Placement:
-        """On at most so many of the nodes, the first; where one is left of several, layers are not bound."""
+        """The placement on at most so many of the nodes, the first; where one is left of several, layers are not bound."""
         if count >= self.shards:
             return self
         return Placement(self.nodes[:count], self.cpus[:count]) if count > 1 else UNBOUND

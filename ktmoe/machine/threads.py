@@ -116,7 +116,7 @@ class ThreadpoolController(threadpoolctl.LibController):
 
 
 def register_with_threadpoolctl() -> None:
-    """Once, when the first layer is made: importing ktmoe changes nothing."""
+    """Tell threadpoolctl of the pool, once, when the first layer is made: importing ktmoe changes nothing."""
     global _registered
     if not _registered:
         _registered = True

@@ -17,7 +17,7 @@ class Domain(NamedTuple):
     """CPUs that share an L3 cache, as far as they were asked for. The driver keeps threads together within one."""
 
     cpus: frozenset[int]
-    #: Of each physical core one.
+    #: One CPU of each physical core.
     one_a_core: frozenset[int]
 
 

@@ -57,5 +57,5 @@ def random_batches(
 
 
 def slot_flops(shape) -> int:
-    """Of one token in one expert. shape: whatever has `hidden` and `intermediate`."""
+    """FLOPs of one token in one expert. shape: whatever has `hidden` and `intermediate`."""
     return 2 * 3 * shape.hidden * shape.intermediate

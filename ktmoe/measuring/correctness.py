@@ -40,7 +40,7 @@ class Check:
 
     @classmethod
     def of(cls, y: np.ndarray, expected: reference.Reference) -> Check:
-        """Of float32 outputs, alike in shape."""
+        """Check float32 outputs y against what is expected, which has the same shape."""
         scale = float(np.sqrt(np.mean(np.square(expected.y))))
         return cls(expected.worst(y), float(np.median(expected.bound)) / scale if scale else math.nan)
 

@@ -25,7 +25,7 @@ TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k")
 CALLS = {"decode": 1, "prefill": 4096}
 
 Name = int | str
-#: By layer: the name of its loader, and what that gives.
+#: The layers that a loader reads, by name: the name of the loader, and the experts that it gives.
 Served = dict[Name, tuple[str, ExpertWeights]]
 
 
@@ -99,7 +99,7 @@ class Inspection:
 
     @property
     def fits(self) -> bool | None:
-        """None where nothing says how much memory is available, or where a layer has no backend."""
+        """Whether the layers fit into memory; None where nothing says how much there is, or where a layer has no backend."""
         if self.available is None or not all(group.choice for group in self.groups):
             return None
         return self.needed <= self.available

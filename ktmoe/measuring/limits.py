@@ -17,13 +17,13 @@ from ktmoe.layer import MoELayer
 from ktmoe.machine import memory
 from ktmoe.measuring import settled, slot_flops
 
-#: So many packed bytes are more than most caches hold, and packing them takes about a second.
+#: The bytes of the experts that are packed to measure: more than most caches hold, and packed in about a second.
 STAND_IN_BYTES = 512 << 20
-#: Of the memory that can be had, at most.
+#: The most of the memory that can be had that they take.
 SHARE_OF_MEMORY = 0.25
-#: At most so many experts, where they are tiny.
+#: The most experts that are packed, where they are tiny.
 MOST_EXPERTS = 4096
-#: Each limit is the median of so many measurements.
+#: The measurements of each limit, which is their median.
 ROUNDS = 5
 READ_SECONDS, PEAK_SECONDS = 0.1, 0.02
 

@@ -7,7 +7,7 @@ import statistics
 from ktmoe._native import core
 from ktmoe.layer import MoELayer
 
-#: For how long a limit is measured at least: long against waking the pool.
+#: The least seconds for which a limit is measured: long against waking the pool.
 LEAST_SECONDS = 0.01
 READ_BYTES = 128 << 20
 _PAGE = 4096

@@ -6,7 +6,7 @@ from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.quantization.rules import Rule
 
-#: By target.
+#: The element of each target, by its name.
 _ELEMENTS = {"mxfp4": "E2M1", "mxfp8": "E4M3"}
 
 

@@ -36,7 +36,7 @@ class Rounding:
 
 
 def rounding(rule: Rule, steps: Steps, element: Element, extent: tuple[int, int]) -> Rounding:
-    """Of a rule and the steps of a matrix's groups."""
+    """How native code rounds by a rule, with the steps of a matrix's groups."""
     multipliers, divisors = _quotients(steps, rule.quotient)
     least, most = rule.codes or (0, 0)
     return Rounding(

@@ -150,7 +150,7 @@ def _checked(matrix: Matrix) -> Matrix:
 
 
 def _magnitude(largest: float | None) -> float | None:
-    """Itself. Raises InputError for what would make factors that are no numbers."""
+    """The magnitude as it is. Raises InputError for what would make factors that are no numbers."""
     if largest is not None and not (isinstance(largest, Real) and 0 <= float(largest) <= float(np.finfo(np.float32).max)):
         raise InputError(f"largest must be None or a finite float32 magnitude, found {show(largest)}")
     return largest

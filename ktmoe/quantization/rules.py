@@ -18,7 +18,7 @@ QUOTIENTS = {
     "sixteenths": "w * (16 / s), each rounded to float32, to the nearest integer, ties to even; a sixteenth of that",
     "float64": "w / s, rounded to float64",
 }
-#: Which of two values is taken that are equally near to t.
+#: The ways to choose between two values that are equally near to t: which one is taken.
 TIES = {"even": "the even code", "away": "the larger size", "zero": "the smaller size"}
 
 
@@ -52,7 +52,7 @@ class Rule:
 
 
 def _mx(target: str, largest: float, power: int) -> tuple[Rule, ...]:
-    """Those that MXFP4 and MXFP8 have alike. largest: the element's; 2^power is the largest power of two in it."""
+    """The rules that MXFP4 and MXFP8 have alike. largest: the element's; 2^power is the largest power of two in it."""
     share = f"M / {largest:.0f}"
     ceil, floor = f"2^ceil(log2({share}))", f"2^(floor(log2 M) - {power})"
     return (

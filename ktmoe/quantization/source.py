@@ -90,7 +90,7 @@ def _coded(matrix: Matrix) -> SourceMatrix:
 
 
 def _in_float64(matrix: Matrix) -> SourceMatrix:
-    """By way of float64 numbers, which are exact or nearly so."""
+    """The weights by way of float64 numbers, which are exact or nearly so."""
     with np.errstate(over="ignore"):
         weights = dequantize(matrix).astype(np.float32)
     return SourceMatrix(matrix.name, matrix.shape, "fp32", weights)

@@ -113,8 +113,10 @@ class PowerOfTwo:
         return Steps.of((stored << 23 | (stored == 0) << 22).astype(np.int32).view(np.float32), stored.astype(np.uint8))
 
     def fractions(self, bits: int) -> tuple[int, int]:
-        """Of M with so many bits behind the first, as integers: the least fraction from which e is one more, and the least for
-        which it is not one less."""
+        """Two bounds of M's fraction, as integers of so many bits.
+
+        They are the least fraction for which e is one more, and the least for which it is not one less.
+        """
         up, down = ((2 * m - 1) * 2**bits for m in (self.up, self.down))
         return math.floor(up) + 1 if self.exclusive else math.ceil(up), math.ceil(down)
 

@@ -11,7 +11,7 @@ from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP4, MXFP8, Wei
 
 #: Columns that share a scale, or (rows, columns), or "row", or "matrix".
 Group = int | tuple[int, int] | str
-#: Of scales, where there is a choice.
+#: The kinds of scales, where there is a choice.
 KINDS = ("fp32", "bf16", "fp16")
 
 

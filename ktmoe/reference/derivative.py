@@ -11,13 +11,13 @@ from ktmoe.reference.errors import MAX_FLOAT32, UNIT, gamma
 from ktmoe.reference.weights import TINY
 from ktmoe.weights.activation import GatedActivation
 
-#: Roundings, at most, of a product of the gradient, u' + up_offset and D(g'), apart from D's own; and of alpha g', its products
+#: The most roundings of a product of the gradient, u' + up_offset and D(g'), apart from D's own; and of alpha g', its products
 #: with sigmoid and 1 - sigmoid and their sum with 1, or with sigmoid, apart from those of 1 - sigmoid and of sigmoid.
 DERIVATIVE_ROUNDINGS = 4
 SLOPE_ROUNDINGS = 5
 #: Where the derivative of v * sigmoid(v) is largest; at the negative of it, smallest.
 STEEPEST = 2.3993572805154675
-#: From here on, 1 + exp(-v) is 1 in float32.
+#: The least v for which 1 + exp(-v) is taken as 1 in float32.
 SATURATED = 18.0
 
 
@@ -77,7 +77,7 @@ def _of_gate(alpha: float, low, middle, high) -> tuple[_Within, _Within]:
         return sigmoid(alpha * v) * (1 + alpha * v * sigmoid(-alpha * v))
 
     def over(function, *inner):
-        """Its value, and how far another one may be; inner: where it turns."""
+        """The function's value, and how far another one may be; inner: where the function turns."""
         value = function(middle)
         others = [low, high, *(np.clip(point / alpha, low, high) for point in inner)]
         return value, np.maximum.reduce([np.abs(function(v) - value) for v in others])

@@ -56,7 +56,7 @@ class ReferenceTraining:
 
     @property
     def spec(self) -> ExpertSpec:
-        """Of the experts."""
+        """The spec of the experts."""
         return self.experts.spec
 
     def forward(
@@ -213,7 +213,7 @@ def activate(activation: GatedActivation, g: np.ndarray, u: np.ndarray) -> np.nd
 
 
 def derivative(activation: GatedActivation, g: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of activate(), with respect to g and to u; at a limit it is that of the inner side, as torch.clamp's."""
+    """The derivatives of activate() with respect to g and to u; at a limit, those of the inner side, as torch.clamp's."""
     gate = np.minimum(g, activation.limit)
     s = sigmoid(activation.alpha * gate)
     by_gate = s * (1 + activation.alpha * gate * (1 - s))

@@ -138,7 +138,7 @@ class _Minima:
         self.products = self.sizes = self.pending = self._zeros  # m X; |m| times the sizes of x; what changed operands add
 
     def add(self, a: np.ndarray, size: np.ndarray, eps_a: np.ndarray, minima: np.ndarray) -> None:
-        """Of a block."""
+        """Add what the minima of a block will subtract."""
         self.k += len(minima)
         self.x_sizes = self.x_sizes + size.sum(axis=1, keepdims=True)
         self.largest = np.maximum(self.largest, np.abs(minima).max(axis=0))

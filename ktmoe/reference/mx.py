@@ -94,7 +94,7 @@ def mx_blocks(
         return np.clip(exponent(np.maximum(m, LEAST), of), *EXPONENTS)
 
     def nearest(v, e):
-        """Of a quotient below the least normal number the quantum is that of this number; none is beyond the largest."""
+        """v / 2^e rounded to the element, times 2^e. Below the least normal number the quantum is that number's."""
         t = np.ldexp(v, -e)
         quantum = np.maximum(_binade(t), of.least) - of.bits
         return np.ldexp(np.clip(np.ldexp(to_integer(np.ldexp(t, -quantum)), quantum), -of.largest, of.largest), e)

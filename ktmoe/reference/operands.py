@@ -49,13 +49,13 @@ def _maxima(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarra
 
 
 def _mx(rule: Rule, a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each block: by a rule of an MX format."""
+    """Each block, rounded by a rule of an MX format."""
     _, least, most = _maxima(a, low, high)
     return mx_blocks(least, most, a, low, high, rule.target, rule.name)
 
 
 def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each block, whose maximum is M: RNE(a / s) * s, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
+    """RNE(a / s) * s for each block, whose maximum is M, where s = 2**(E - 14), E = floor(log2(M)), at least -126."""
 
     def nearest(v, e):
         return np.ldexp(np.rint(np.ldexp(v, 14 - e)), e - 14)
@@ -70,7 +70,7 @@ def _int16(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray
 
 
 def _int8(a: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each block, whose maximum is M, at least LEAST_INT8_MAXIMUM: RNE(a / s) * s, where s = M / 127, to bfloat16."""
+    """RNE(a / s) * s for each block, whose maximum is M, at least LEAST_INT8_MAXIMUM, where s = M / 127, to bfloat16."""
 
     def nearest(v, s):
         # float64 rounds the quotient of two numbers of 8 bits neither to half an integer nor away from it

@@ -55,7 +55,7 @@ class TrainingCall:
         return self.lora is not None and projection in self.lora.pairs
 
     def rows(self) -> Iterator[Rows]:
-        """Of each expert that has some."""
+        """The rows of each expert that has some."""
         for expert in np.unique(self.ids[self.active]).tolist():
             yield Rows(self, expert, *np.nonzero(self.active & (self.ids == expert)))
 
@@ -103,7 +103,7 @@ class Rows:
             self._of_a("down", self.h, self.eps_h)
 
     def _of_a(self, projection: str, rows, eps) -> None:
-        """T; that of down goes from shard to shard."""
+        """Compute T; that of down goes from shard to shard."""
         found = product(rows, eps, self.pairs[projection][0].T, factor=self.call.scale, any_order=self.call.sharded)
         self.inner[projection] = together([found])
 
@@ -168,7 +168,7 @@ class BackwardRows:
         }
 
     def _through(self, projection: str, dv, eps_dv, sums: list[Sum]) -> None:
-        """dT, and what it adds to the sums."""
+        """Compute dT, and add to the sums what it gives."""
         a, b = self.rows.pairs[projection]
         inner = product(dv, eps_dv, b, factor=self.call.scale, any_order=self.call.sharded)
         self.inner[projection] = together([inner])
@@ -198,7 +198,7 @@ class BackwardRows:
 
     @property
     def dr(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the router weights, [rows]."""
+        """The gradient of the router weights, and its error, [rows] each."""
         rows, where = self.rows, self.call.router_weight
         if where == "expert_input":
             x = self.call.x[rows.token]  # not times r

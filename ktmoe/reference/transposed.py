@@ -24,7 +24,7 @@ SCALE_BITS = {"ue8m0": 0, "e4m3": 4, "int8": 7, "bf16": 8, "fp16": 11, "fp32": 2
 NUMBER_BITS = {"b16": 8, "f16": 11, "f32": 24}
 #: Rows n of a matrix that a backend may add in any order where a weight is two numbers: first the larger ones of all of them.
 TWO_TERMS_BLOCK = 512
-#: Of sums that adapters and router weights need: see added_up().
+#: The lengths in the sums that adapters and router weights need: see added_up().
 STRIP, LANES, BATCH = 64, 4, 512
 #: A weight below this may be a sum of two numbers of which one is denormal, and a denormal number may count as 0.
 LEAST_SAFE = 2.0**-116
@@ -63,7 +63,7 @@ def product(a, eps_a, b, eps_b=0.0, factor: float = 1.0, more: int = 0, any_orde
 
 
 def rows_product(a, eps_a, b, eps_b, any_order: bool = False) -> Sum:
-    """For each row of a and b, both [m, k], the sum of a * b, as product() has it."""
+    """The sum of a * b for each row of a and b, both [m, k], as product() has it."""
     size_a, size_b = np.abs(a) + eps_a, np.abs(b) + eps_b
     spread = (eps_a * size_b + np.abs(a) * eps_b).sum(axis=1)
     value, size = (lambda k, v=v: v[:, k].sum(axis=1) for v in (a * b, size_a * size_b))

@@ -115,7 +115,7 @@ def splits(matrix: Matrix) -> bool:
 
 
 def term_sizes(matrix: Matrix, rows=slice(None)) -> np.ndarray:
-    """The sum of the sizes of those two numbers, for each weight."""
+    """The sum of the sizes of the two numbers that each weight is a sum of."""
     matrix = in_rows(matrix)
     values = tuple(sum(_powers(value)) for value in matrix.format.element.values)
     element = replace(matrix.format.element, values=values)

@@ -169,7 +169,7 @@ def _weights(weight_format: WeightFormat, k: int) -> Shaper:
 
 
 def _fields(weight_format: WeightFormat, k: int) -> list[tuple[slice, Shaper]]:
-    """Of the scales that are not random bits: their bytes of a record, and what they become."""
+    """The scales that are not random bits: their bytes of a record, and what they become."""
     spread, ratio = _sizes(weight_format)
     unit = 1 / math.sqrt(k) / spread / math.sqrt(1.75)  # the mean square from 0.5 to 2 is 1.75
     fields = []
@@ -213,7 +213,7 @@ def _sizes(weight_format: WeightFormat) -> tuple[float, float]:
 
 
 def _factors(k: int) -> Shaper:
-    """Of NVFP4, whose scales are uniform from 0.5 to 1.875."""
+    """The factors of NVFP4, whose scales are uniform from 0.5 to 1.875."""
     unit = 1 / math.sqrt(k) / (_sizes(GGML["NVFP4"])[0] * 1.2)
     return numbers(np.float32, 0.8 * unit, 1.25 * unit)
 
@@ -228,7 +228,7 @@ def _bytes(mask: int, first: int) -> Shaper:
 
 @dataclass(frozen=True)
 class PublishedGguf:
-    """As synthetic.quantized has others: write() and experts() of one type."""
+    """Weights of one GGUF type, with write() and experts() as synthetic.quantized's have."""
 
     types: str
     loader: str = "gguf"
@@ -240,5 +240,5 @@ class PublishedGguf:
         return gguf_experts(types=self.types, **sizes)
 
 
-#: By the name that tables give the weights.
+#: The kinds of GGUF weights, by the name that tables give them.
 GGUF = {f"GGUF {name}": PublishedGguf(name) for name in ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "IQ4_XS")}

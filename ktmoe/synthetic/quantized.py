@@ -90,7 +90,7 @@ class Published:
         return scales(self.format, k) if label == "scales" else factors(self.format, k, dtype)
 
 
-#: The groups in order: no activation order.
+#: The tensor g_idx of groups in order: no activation order.
 _G_IDX = {(".g_idx", "I32"): (lambda n, k: (k,), lambda n, k: constant(np.arange(k, dtype=np.int32) // 128))}
 
 
@@ -107,7 +107,7 @@ def _gptq_config(sym: bool) -> dict[str, object]:
 
 
 def sevens(out: np.ndarray) -> None:
-    """Zero points of 8, less 1."""
+    """Make zero points of 8, which are stored less 1."""
     out[:] = 0x77
 
 
@@ -123,7 +123,7 @@ def _int8_config(strategy: str) -> dict[str, object]:
     return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "quantization_config": quantization}
 
 
-#: By the name that tables give the weights.
+#: The kinds of quantized weights, by the name that tables give them.
 PUBLISHED = {
     "FP8": Published(
         "fp8",

@@ -14,7 +14,7 @@ import numpy as np
 from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import WeightFormat, ZeroPoint
 
-#: By the dtype names of a safetensors header: those of its writer, and bytes per element.
+#: The dtypes by their names in a safetensors header: the writer's names, and bytes per element.
 DTYPES = {
     "I8": ("int8", 1),
     "U8": ("uint8", 1),
@@ -72,11 +72,11 @@ class Tensor:
 
 
 def uniform(_out: np.ndarray) -> None:
-    """All byte values alike: codes."""
+    """Leave the random bytes as they are: codes of which each value is as likely."""
 
 
 def constant(array: np.ndarray) -> Shaper:
-    """Not random at all."""
+    """A shaper that makes a tensor this array, whatever the random bytes are."""
 
     def shape(out: np.ndarray) -> None:
         out[:] = array.view(np.uint8)
@@ -85,7 +85,7 @@ def constant(array: np.ndarray) -> Shaper:
 
 
 def codes(element: Element) -> Shaper:
-    """Codes as drawn() has them."""
+    """A shaper that makes codes as drawn() has them."""
     table = drawn(element)
     if len(table) <= 256:
         return uniform  # bytes or pairs of nibbles
@@ -115,13 +115,13 @@ def drawn(element: Element) -> np.ndarray:
 
 
 def zero_points(out: np.ndarray) -> None:
-    """Two a byte, 4 to 11 each."""
+    """Make zero points: two a byte, 4 to 11 each."""
     out &= 0x77
     out += 0x44
 
 
 def scales(weight_format: WeightFormat, k: int) -> Shaper:
-    """Such that codes of codes(), less zero_points(), have a standard deviation of about 1/sqrt(k) with them.
+    """Scales with which the codes of codes(), less zero_points(), have a standard deviation of about 1/sqrt(k).
 
     ue8m0: four powers of two. e4m3: 16 numbers from 0.5 to 1.875; the factor does the rest. Others: uniform.
     """
@@ -135,7 +135,7 @@ def scales(weight_format: WeightFormat, k: int) -> Shaper:
 
 
 def factors(weight_format: WeightFormat, k: int, dtype: str) -> Shaper:
-    """As scales(). dtype: a safetensors header's."""
+    """Factors with which weights have the standard deviation that scales() says. dtype: a safetensors header's."""
     wanted = 1 / math.sqrt(k) / _rms(weight_format)
     if weight_format.scale:  # e4m3
         wanted /= math.sqrt(
@@ -147,12 +147,12 @@ def factors(weight_format: WeightFormat, k: int, dtype: str) -> Shaper:
 
 
 def bf16_numbers(deviation: float) -> Shaper:
-    """Uniform, with mean 0 and that standard deviation."""
+    """A shaper that makes uniform numbers with mean 0 and that standard deviation."""
     return numbers(_BF16, -_GAUSS * deviation, _GAUSS * deviation)
 
 
 def numbers(dtype: np.dtype | type, low: float, high: float) -> Shaper:
-    """Uniform floats in [low, high]."""
+    """A shaper that makes uniform floats in [low, high]."""
     bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
 
     def shape(out: np.ndarray) -> None:
@@ -173,7 +173,7 @@ def _bits(mask: int, first: int) -> Shaper:
 
 
 def _rms(weight_format: WeightFormat) -> float:
-    """Of what codes() and zero_points() stand for, before any scale."""
+    """The root mean square of what codes() and zero_points() stand for, before any scale."""
     values = weight_format.element.numbers(drawn(weight_format.element))
     if isinstance(weight_format.offset, ZeroPoint):
         values = np.subtract.outer(values, np.arange(4, 12) + weight_format.offset.plus)

@@ -46,7 +46,7 @@ class MoEExperts(torch.nn.Module):
 
     @property
     def spec(self) -> ExpertSpec:
-        """Of the experts."""
+        """The spec of the experts."""
         return self.passes.spec
 
     @property

@@ -143,7 +143,7 @@ def checked_number(name: str, value: float) -> float:
 
 
 def _checked(value, name: str, finite: bool) -> np.ndarray:
-    """As float32, uint16 or float64, sharing memory."""
+    """The array of a value, as float32, uint16 or float64, sharing memory. Raises InputError."""
     if isinstance(value, np.ndarray) and value.dtype == np.float64:
         array = value
     elif isinstance(value, np.ndarray) or arrays.is_torch(value):

@@ -24,8 +24,11 @@ WANTED = ("x", "weights", "lora")
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Of a loss. x: like x, of its kind and dtype. weights: of the router weights, float32 [tokens, top_k], 0 where a slot is
-    skipped. lora: of the adapter, {projection: (da, db)}, float32 of a's and b's shapes. None: not wanted, or no adapter."""
+    """The gradients of a loss.
+
+    x: like x, of its kind and dtype. weights: of the router weights, float32 [tokens, top_k], 0 where a slot is skipped.
+    lora: of the adapter, {projection: (da, db)}, float32 of a's and b's shapes. None: not wanted, or no adapter.
+    """
 
     x: object
     weights: np.ndarray | None
@@ -60,7 +63,7 @@ class Training:
         return self.layer.spec
 
     def __deepcopy__(self, memo: dict) -> Training:
-        """Itself: it has nothing of its own, and copies of a module share its layer."""
+        """The same object: it has nothing of its own, and copies of a module share its layer."""
         return self
 
     def forward(
@@ -152,7 +155,7 @@ class Training:
         )
 
     def _adapter(self, lora: Lora | None):
-        """As the driver takes it. Raises InputError."""
+        """The adapter as the driver takes it. Raises InputError."""
         if lora is None:
             return None
         if not isinstance(lora, Lora):
@@ -176,12 +179,12 @@ def _packed(layer: MoELayer, what: str) -> core.PackedLayer:
 
 
 def _zeros(lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """To be added to: memory of experts without tokens is not even touched."""
+    """Zeros for gradients to be added to: memory of experts without tokens is not even touched."""
     return {projection: tuple(np.zeros(array.shape, np.float32) for array in pair) for projection, pair in lora.pairs.items()}
 
 
 def _checked_targets(lora: Lora, into: Mapping[str, tuple], others: list[np.ndarray]) -> dict[str, tuple]:
-    """Where an adapter's gradients go, as float32 arrays. others: what is read meanwhile. Raises InputError."""
+    """The arrays that an adapter's gradients go to, float32. others: what is read meanwhile. Raises InputError."""
     if not isinstance(into, Mapping) or set(into) != set(lora.projections):
         raise InputError(f"into must have (da, db) for {', '.join(lora.projections)}, found {show(into)}")
     sums = {}

@@ -39,12 +39,12 @@ class Saved:
 
     @property
     def nbytes(self) -> int:
-        """saved_nbytes() of its sizes."""
+        """Bytes that are kept: saved_nbytes() of these sizes."""
         return sum(array.nbytes for array in self.held)
 
     @property
     def held(self) -> list[np.ndarray]:
-        """All of its arrays."""
+        """All arrays that are kept."""
         kept = (self.x, self.ids, self.weights, self.mask, *(self.arrays or ()))
         return [array for array in kept if array is not None]
 
@@ -103,7 +103,7 @@ class SavedStack:
         return self._kept[-1]
 
     def pop(self) -> Saved:
-        """The last one. Raises UnavailableError if there is none."""
+        """Take what was kept last. Raises UnavailableError if there is nothing."""
         last = self.last
         self._kept.pop()
         return last

@@ -173,7 +173,7 @@ class _Work:
 
 
 def _tokens(folder: Path, text: str, config: PreTrainedConfig) -> torch.Tensor:
-    """All of the text's, int64, with the special tokens that the tokenizer itself adds."""
+    """All tokens of the text, int64, with the special ones that the tokenizer itself adds."""
     tokenizer = load_tokenizer(folder)
     found = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(found) and found.max() >= config.vocab_size:

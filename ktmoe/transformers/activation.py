@@ -1,4 +1,4 @@
-"""Which function a module of experts has between gate/up and down, found out by evaluating it."""
+"""The function that a module of experts has between gate/up and down, found out by evaluating it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recognise(module: torch.nn.Module, name: str) -> GatedActivation:
 
 
 def _numbers(module: torch.nn.Module, names: tuple[str, ...]) -> list[float]:
-    """Those attributes that are numbers above 0."""
+    """The module's attributes of these names that are numbers above 0."""
     found = [getattr(module, name, None) for name in names]
     return [float(value) for value in found if isinstance(value, int | float) and 0 < value < math.inf]
 

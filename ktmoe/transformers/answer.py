@@ -35,11 +35,11 @@ class Answer:
 
     @property
     def decode_tokens_s(self) -> float | None:
-        """None for an answer of one token."""
+        """Tokens per second after the first one; None for an answer of one token."""
         return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 else None
 
     def data(self) -> dict:
-        """For JSON: the fields and the rates."""
+        """The fields and the rates, for JSON."""
         return vars(self) | {"prefill_tokens_s": self.prefill_tokens_s, "decode_tokens_s": self.decode_tokens_s}
 
 
@@ -60,7 +60,7 @@ class _Streamer(TextStreamer):
 
 
 def load_tokenizer(folder: Path, **options) -> PreTrainedTokenizerBase:
-    """Of a checkpoint's folder. options: from_pretrained()'s.
+    """The tokenizer of a checkpoint's folder. options: from_pretrained()'s.
 
     Raises CheckpointError if there is none, and UnavailableError if transformers cannot read it.
     """

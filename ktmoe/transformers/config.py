@@ -74,5 +74,5 @@ class Config(QuantizationConfigMixin):
         return copy.deepcopy(options | own)
 
     def __deepcopy__(self, memo: dict) -> Config:
-        """Itself, since nothing changes it: transformers copies configs, and a progress bar cannot be copied."""
+        """The same object, since nothing changes it: transformers copies configs, and a progress bar cannot be copied."""
         return self

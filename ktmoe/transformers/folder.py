@@ -34,7 +34,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "encoder_la
 _MORE_LAYERS = ("num_encoder_layers", "num_decoder_layers", "num_nextn_predict_layers", "num_mtp_layers")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _MOST = dict.fromkeys((*_LAYERS, *_MORE_LAYERS), _MOST_LAYERS) | dict.fromkeys((*_EXPERTS, "num_labels"), 100_000)
-#: Of what transformers makes buffers, before a weight is read: endings of the keys, and the most.
+#: The sizes by which transformers makes buffers, before a weight is read: endings of their keys, and the most of them.
 _SIZES, _MOST_OF_SIZE = ("_dim", "hidden_size", "d_model", "n_embd"), 2**24
 
 logger = logging.getLogger(__name__)

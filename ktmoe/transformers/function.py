@@ -23,7 +23,7 @@ from ktmoe.transformers.gpu_experts import added
 from ktmoe.transformers.modules import Experts, examine
 from ktmoe.transformers.options import Options, Reporting
 
-#: Its name in transformers.
+#: The name of ktmoe's function in transformers.
 NAME = "ktmoe"
 
 

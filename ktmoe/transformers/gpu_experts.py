@@ -31,7 +31,7 @@ def read(gpu_experts: object) -> int | np.ndarray:
 
 
 def choose(gpu_experts: object, model: torch.nn.Module, counts: Mapping[str, int]) -> list[np.ndarray]:
-    """For each of a model's modules of experts, the ids of those that are on its GPU, ascending.
+    """The ids of the experts on the GPU, ascending, for each of a model's modules of experts.
 
     gpu_experts: as ktmoe.transformers.load() has it. counts: {a module's name: its experts}. Raises InputError.
     """
@@ -121,7 +121,7 @@ class GpuExperts(torch.nn.Module):
     def compute(self, hidden_states: torch.Tensor, top_k_weights: torch.Tensor, chosen: Chosen) -> torch.Tensor:
         """Each pair's output times its router weight, float32 [pairs, hidden], on the device of these experts.
 
-        By a plain product for each expert, which every device and dtype has; grouped_mm() needs compute capability 8.0.
+        Each expert is a plain product, which every device and dtype has; grouped_mm() needs compute capability 8.0.
         """
         (part,) = self._part
         x = hidden_states.to(self.device)[chosen.tokens].to(part.down_proj.dtype)

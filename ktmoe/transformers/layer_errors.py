@@ -32,7 +32,7 @@ class Sample:
     weights: torch.Tensor
 
     def outputs(self, layer: MoELayer) -> np.ndarray:
-        """The layer's, not rounded to bfloat16: float32 [tokens, hidden]."""
+        """The layer's outputs, not rounded to bfloat16: float32 [tokens, hidden]."""
         return layer.forward(self.x.float(), self.ids, self.weights).numpy()
 
 
@@ -85,7 +85,7 @@ class LayerErrors:
         self.relative, self.of_bound = Difference.of(y, expected.y).relative, expected.worst(y)
 
     def difference(self, layer: MoELayer) -> Difference:
-        """The same layer's in another mode."""
+        """The difference that another mode makes to the same layer."""
         return Difference.of(self.sample.outputs(layer), self._exact)
 
 
@@ -110,7 +110,7 @@ class Sampler:
         self._left = dict.fromkeys(self._taken, wanted)
 
     def samples(self) -> dict[str, Sample]:
-        """Of each module that was called; nothing is taken any more."""
+        """The samples of each module that was called; nothing is taken any more."""
         for hook in self._hooks:
             hook.remove()
         return {name: Sample(*map(torch.cat, zip(*taken, strict=True))) for name, taken in self._taken.items() if taken}

@@ -44,7 +44,7 @@ class Experts:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights in bfloat16."""
+        """Bytes of the weights in bfloat16."""
         return 2 * 3 * self.num_experts * self.hidden * self.intermediate
 
     @property

@@ -59,7 +59,7 @@ class Options:
             set_num_threads(self.threads)
 
     def on_gpu(self, found: Sequence[Experts], model: torch.nn.Module) -> list[np.ndarray]:
-        """For each of a model's modules of experts, the ids of those that are on its GPU. Raises InputError."""
+        """The ids of the experts on the GPU, for each of a model's modules of experts. Raises InputError."""
         return choose(self.gpu_experts, model, {experts.name: experts.num_experts for experts in found})
 
     @contextmanager

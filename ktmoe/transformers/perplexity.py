@@ -64,7 +64,10 @@ class Scores:
         return Mean(value, value * mean.error)
 
     def mean(self, sums: np.ndarray) -> Mean:
-        """Of what these are sums of. The error is that of a ratio of sums (Cochran 1977, "Sampling Techniques", chapter 6)."""
+        """The mean over tokens of what was summed up for each window.
+
+        The error is that of a ratio of sums (Cochran 1977, "Sampling Techniques", chapter 6).
+        """
         value = sums.sum() / self.tokens.sum()
         apart = sums - value * self.tokens
         n = len(sums)
@@ -72,7 +75,7 @@ class Scores:
 
 
 def windows(tokens: int, context: int) -> list[Window]:
-    """Of a text of so many tokens. Raises InputError if there are not at least two, since one has no standard error."""
+    """The windows of a text of so many tokens. Raises InputError if there are not at least two: one has no standard error."""
     if context < 2:
         raise InputError(f"context must be at least 2 tokens, found {context}")
     if tokens <= context:
@@ -99,11 +102,11 @@ class Logits:
         self._file.write(memoryview(logits.contiguous().view(torch.uint8).numpy()))
 
     def rewind(self) -> None:
-        """The next read() gives what was written first."""
+        """Let the next read() give what was written first."""
         self._file.seek(0)
 
     def read(self, like: torch.Tensor) -> torch.Tensor:
-        """The next ones, of that shape and dtype."""
+        """The next logits, of that shape and dtype."""
         data = bytearray(like.numel() * like.element_size())
         self._file.readinto(data)
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
@@ -168,7 +171,7 @@ def score(
 
 
 def _sums(found: torch.Tensor, targets: torch.Tensor, exact: torch.Tensor | None) -> tuple[float, float, float]:
-    """Over rows of logits: of -log p of the targets, of the divergence from exact's, of equal likeliest tokens."""
+    """Sums over rows of logits: of -log p of the targets, of the divergence from exact's, of equal likeliest tokens."""
     ours = torch.log_softmax(found.double(), -1)
     nll = -ours.gather(1, targets[:, None]).sum().item()
     if exact is None:

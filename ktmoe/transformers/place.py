@@ -58,7 +58,7 @@ def put(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], chosen: 
 
 
 def _device(model: torch.nn.Module, name: str, layer: MoELayer) -> torch.device:
-    """Of the other parameters of the experts' block, such as the router's. Raises what place() does."""
+    """The device of the other parameters of the experts' block, such as the router's. Raises what place() does."""
     if layer.packed is None:
         raise ClosedError(f"{name}: its layer was closed")
     try:
@@ -106,7 +106,7 @@ def _dequantized(module: torch.nn.Module, expert: int, dtype: torch.dtype) -> di
 
 
 def _shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of one expert's part of what were the module's parameters."""
+    """The shapes of one expert's part of what were the module's parameters."""
     layer = module.ktmoe_layer
     gate_up, down = (2 * layer.intermediate, layer.hidden), (layer.hidden, layer.intermediate)
     order = slice(None, None, -1 if module.is_transposed else 1)

@@ -24,7 +24,7 @@ from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.modules import Experts, check_same, find
 from ktmoe.transformers.place import put
 
-#: Parameters, where they have 2 bits.
+#: The most parameters in a byte: where each has 2 bits.
 _MOST_IN_A_BYTE = 4
 
 
@@ -86,7 +86,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         return isinstance(self._source, FromParameters) and self._source.wants(parameter)
 
     def preprocess_model(self, model: PreTrainedModel, dtype=None, *, checkpoint_files=None, **kwargs) -> None:
-        """Everything that can be refused is refused here, before any weight is read."""
+        """Refuse everything that can be refused, before any weight is read."""
         options = self.quantization_config.options
         self._found = find(model)
         _check_size(model, self._found, checkpoint_files)
@@ -155,7 +155,7 @@ class KtmoeHfQuantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        """So that transformers' Trainer trains what ktmoe.torch.add_lora() adds, without peft."""
+        """True, so that transformers' Trainer trains what ktmoe.torch.add_lora() adds, without peft."""
         return True
 
 

@@ -72,7 +72,7 @@ def serving(view: View, context: typer.Context, limits: ServerLimits) -> Iterato
 
 
 def arguments(view: View, host: str, port: int, further: Sequence[str] = ()) -> list[str]:
-    """For parse(): a server of one model."""
+    """Arguments for parse(): a server of one model."""
     return [view.name, "--non-blocking", "--device", "cpu", "--host", host, "--port", str(port), *further]
 
 

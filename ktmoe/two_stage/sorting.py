@@ -18,7 +18,7 @@ UNITS = (16, 32, 64, 128)
 #: Bits of the token in an item of sorted_token_ids. The slot is above them.
 TOKEN_BITS = 24
 TOKEN_MASK = (1 << TOKEN_BITS) - 1
-#: Most slots of a token: (top_k << TOKEN_BITS) has to be an int32 number.
+#: The most slots of a token: (top_k << TOKEN_BITS) has to be an int32 number.
 MOST_SLOTS = 127
 
 

@@ -80,6 +80,6 @@ def experts(
 
 
 def _half(rows: np.ndarray, interleave: int, second: bool) -> np.ndarray:
-    """gate's rows of w1's, or up's."""
+    """The rows of gate, or of up, among those of w1."""
     turns = rows.reshape(-1, 2, interleave or len(rows) // 2, *rows.shape[1:])
     return turns[:, int(second)].reshape(-1, *rows.shape[1:])

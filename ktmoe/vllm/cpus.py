@@ -1,4 +1,4 @@
-"""Which CPUs vLLM has given to a process: those of its OpenMP threads, of which it binds each to one, the first one, too."""
+"""The CPUs that vLLM has given to a process: it binds each of its OpenMP threads to one, the first one, too."""
 
 from __future__ import annotations
 

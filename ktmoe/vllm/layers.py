@@ -70,7 +70,7 @@ class Layer:
 
     @classmethod
     def of(cls, module: RoutedExperts) -> Layer:
-        """Of a module whose configuration refusal() lets pass."""
+        """The layer of a module whose configuration refusal() lets pass."""
         moe = module.moe_config
         return cls(
             module,
@@ -107,12 +107,12 @@ class Layer:
         return whole[half:] if second else whole[:half]
 
     def bias(self, expert: int, projection: str) -> np.ndarray | None:
-        """float32 [n], or None."""
+        """The bias of an expert's matrix, float32 [n], or None."""
         bias = self.rows("bias", expert, projection)
         return None if bias is None else bias.float().contiguous().numpy()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those of the experts. The module may have others, which it shares with the router."""
+        """The parameters of the experts. The module may have others, which it shares with the router."""
         named = self.module.named_parameters(recurse=False)
         return [parameter for name, parameter in named if name.startswith(("w13_", "w2_"))]

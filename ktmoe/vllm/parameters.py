@@ -36,7 +36,7 @@ class Parameters:
     interleaved: bool = False
 
     def names(self) -> Iterable[str]:
-        """Of all parameters that are read."""
+        """The names of all parameters that are read."""
         return (f"{stem}_{ending}" for ending in self.endings.values() for stem in ("w13", "w2"))
 
     def experts(
@@ -83,7 +83,7 @@ class Parameters:
         return both[:, rows] if columns else both[rows]
 
     def _array(self, label: str, part: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """As Matrix takes it. One of another size keeps its shape, which Matrix refuses."""
+        """An array as Matrix takes it. One of another size keeps its shape, which Matrix refuses."""
         part = np.ascontiguousarray(part)
         if label == "offsets" and part.dtype != dtype:  # eight an int32, along n
             part = (part.view("<u4")[:, None, :] >> 4 * np.arange(8, dtype=np.uint32)[:, None] & 15).astype(np.uint8)

@@ -95,7 +95,10 @@ class _Made:
     """What differs before Served packs a layer."""
 
     def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **attributes):
-        """vLLM's, with scales in float32, which has every number of a checkpoint's. A format that no backend has is refused."""
+        """Make vLLM's parameters, with scales in float32, which has every number of a checkpoint's.
+
+        A format that no backend has is refused.
+        """
         sizes = num_experts, hidden_size, intermediate_size_per_partition
         if self.refused is None:
             try:
@@ -107,7 +110,7 @@ class _Made:
         super().create_weights(layer, *sizes, torch.float32 if exact else params_dtype, **attributes)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig | None:
-        """None for a layer that no kernel of vLLM computes."""
+        """vLLM's config for its own kernels; None for a layer that none of them computes."""
         return super().get_fused_moe_quant_config(layer) if self.refused is not None else None
 
 
@@ -116,7 +119,7 @@ def _unread(expert: int, projection: str) -> Matrix:
 
 
 def _weights(read: _Read, layer: Layer) -> ExpertWeights:
-    """Raises FormatError for parameters that are not what read() says."""
+    """The layer's experts. Raises FormatError for parameters that are not what read() says."""
     named = layer.module.named_parameters(recurse=False)
     arrays = {name: _array(parameter) for name, parameter in named if name.startswith(("w13_", "w2_"))}
     try:
@@ -131,7 +134,7 @@ def _weights(read: _Read, layer: Layer) -> ExpertWeights:
 
 
 def _array(parameter: torch.Tensor) -> np.ndarray:
-    """A view; of dtypes that numpy has not, bfloat16 as ml_dtypes', and those of 8 bits as bytes."""
+    """A parameter as an array that shares its memory; bfloat16 as ml_dtypes', dtypes of 8 bits that numpy has not as bytes."""
     tensor = parameter.detach()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -139,7 +142,7 @@ def _array(parameter: torch.Tensor) -> np.ndarray:
 
 
 def _kind(arrays: Mapping[str, np.ndarray], ending: str) -> str:
-    """Of scales, which may be any of _KINDS as long as there are none."""
+    """The kind of scales; without scales, it may be any of _KINDS."""
     if not arrays:
         return _KINDS[0]
     return scale_kind(ending, (arrays[f"w13_{ending}"], arrays[f"w2_{ending}"]), _KINDS)

@@ -45,7 +45,7 @@ class RoutedExpertsConfig:
     """A config whose get_quant_method() asks ours() for routed experts first."""
 
     def ours(self, layer: RoutedExperts, prefix: str) -> FusedMoEMethodBase | None:
-        """None for a layer that is not quantized. Raises UnavailableError for what ktmoe does not read."""
+        """ktmoe's method for a layer; None if it is not quantized. Raises UnavailableError for what ktmoe does not read."""
         raise NotImplementedError
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -59,7 +59,7 @@ class RoutedExpertsConfig:
 
 
 def _say(text: str, reason: str) -> None:
-    """Log it, if it is the first with that reason."""
+    """Log a text, if it is the first with that reason."""
     if reason not in _said:
         _said.add(reason)
         _logger.warning("%s", text)
@@ -180,7 +180,7 @@ class QuarkConfig(RoutedExpertsConfig, quark.QuarkConfig):
         return SERVED[kind](layer.moe_config, weights, inputs)
 
 
-#: By the names under which vLLM has the configs that they replace.
+#: ktmoe's configs, by the names under which vLLM has those that they replace.
 CONFIGS = {
     "mxfp4": Mxfp4Config,
     "gpt_oss_mxfp4": GptOssMxfp4Config,

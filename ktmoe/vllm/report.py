@@ -22,23 +22,23 @@ class LoadingReport:
         self._left: dict[tuple[str, str], list[str]] = {}
 
     def wait_for(self, method: object) -> None:
-        """A layer's method that is not loaded yet."""
+        """Note a layer's method that is not loaded yet."""
         self._waiting.add(method)
 
     def done(self, method: object) -> None:
-        """The layer is loaded. After the last one, say()."""
+        """Note that a layer is loaded. After the last one, say()."""
         self._waiting.discard(method)
         if not self._waiting:
             self.say()
 
     def served(self, method: str, layer: MoELayer) -> None:
-        """method: the name of vLLM's class."""
+        """Note a layer that ktmoe computes. method: the name of vLLM's class."""
         what = f"{method}: {layer.spec.formats['gate'].description}, backend {layer.backend}, activations {layer.activations}"
         count, nbytes = self._served.get(what, (0, 0))
         self._served[what] = count + 1, nbytes + layer.nbytes
 
     def left(self, method: str, reason: str, layer: str) -> None:
-        """A layer that is vLLM's own. layer: its name."""
+        """Note a layer that is vLLM's own. layer: its name."""
         self._left.setdefault((method, reason), []).append(layer)
 
     def say(self) -> None:

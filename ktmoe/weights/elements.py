@@ -19,7 +19,7 @@ NUMBERS = {"b16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16), "f3
 
 @dataclass(frozen=True)
 class Element:
-    """The real number of each code.
+    """What codes stand for: the real number of each.
 
     name: for messages. family: a key of FAMILIES.
     values: by code, 2**bits of them; None for a code that is no real number. Empty for NUMBERS.
@@ -47,17 +47,17 @@ class Element:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return FAMILIES[self.family]
 
     @property
     def codes_dtype(self) -> np.dtype:
-        """Of an array of codes, one an item."""
+        """The dtype of an array of codes, one an item."""
         return NUMBERS.get(self.family, np.dtype(np.uint8))
 
     @property
     def padding(self) -> int:
-        """The code that pads: of 0, else of the value nearest to it. x is 0 there."""
+        """The code that pads: that of 0, else of the value nearest to 0. x is 0 there."""
         sizes = [np.inf if value is None else abs(value) for value in self.values] or [0]
         return sizes.index(min(sizes))
 
@@ -87,16 +87,16 @@ INT4 = Element("INT4", "q4", tuple(float(q) for q in range(-8, 8)))
 UINT4 = Element("UINT4", "q4", tuple(float(q) for q in range(16)))
 #: OCP 8-bit Floating Point Specification v1.0, E4M3: no infinities, 0x7F and 0xFF are NaN.
 E4M3 = Element("E4M3", "f8", _of_dtype(ml_dtypes.float8_e4m3fn))
-#: The same, E5M2: 0x7C to 0x7F and their negatives are infinities and NaN.
+#: OCP 8-bit Floating Point Specification v1.0, E5M2: 0x7C to 0x7F and their negatives are infinities and NaN.
 E5M2 = Element("E5M2", "f8", _of_dtype(ml_dtypes.float8_e5m2))
 #: Signed 8-bit integers, in two's complement.
 INT8 = Element("INT8", "i8", _INTEGERS[0])
-#: The same, stored as q + 128.
+#: Signed 8-bit integers, stored as q + 128.
 INT8_PLUS_128 = Element("INT8 + 128", "i8", _INTEGERS[1])
 BFLOAT16 = Element("BF16", "b16")
 #: IEEE 754 binary16 and binary32.
 FP16 = Element("FP16", "f16")
 FP32 = Element("FP32", "f32")
 
-#: By name: those that kernels know by their names.
+#: The elements that kernels know by their names, by name.
 ELEMENTS = {element.name: element for element in (E2M1, INT4, UINT4, E4M3, E5M2, INT8, INT8_PLUS_128, BFLOAT16, FP16, FP32)}

@@ -103,6 +103,6 @@ def _exponents(values: Sequence[float | None]) -> list[int]:
 
 
 def _significant_bits(values: Sequence[float | None]) -> int:
-    """The most that any value needs."""
+    """The most significant bits that any value needs."""
     integers = [abs(int(math.ldexp(math.frexp(value)[0], 53))) for value in values if value]
     return max((integer // (integer & -integer)).bit_length() for integer in integers)

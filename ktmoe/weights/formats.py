@@ -137,7 +137,7 @@ class WeightFormat:
 
     @property
     def description(self) -> str:
-        """For messages and tables: 'E2M1 with ue8m0 scales per 1x32'."""
+        """The format in words, for messages and tables: 'E2M1 with ue8m0 scales per 1x32'."""
         parts = [part.description for part in (self.scale, self.super_scale, self.offset, self.factor) if part]
         text = f"{self.element.name} with {', '.join(parts)}" if parts else self.element.name
         return text if self.order.rows else f"{text}, {self.order.description}"
@@ -217,7 +217,7 @@ class WeightFormat:
         return stored | self.stored_groups(arrays)
 
     def group_rows(self, stored: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Those of rows() that are not codes and not the factor."""
+        """The arrays of rows() that are not codes and not the factor."""
         if self.order.of_records:
             return self.order.groups(stored["codes"], {label: scale.dtype for label, scale in self.scales.items()})
         arrays = {label: self.order.groups(stored[label]) for label in self.scales}

@@ -22,7 +22,7 @@ class GgmlType:
     nbytes: int
 
 
-#: By the number that files have. Types that were given up (4, 5, 31 to 33, 36 to 38) are in no file that can be read.
+#: The types by their number in files. Types that were given up (4, 5, 31 to 33, 36 to 38) are in no file that can be read.
 TYPES = {
     0: GgmlType("F32", 1, 4),
     1: GgmlType("F16", 1, 2),
@@ -104,7 +104,7 @@ _HALF = Scale("fp16", (1, 32))
 _SUPER = Scale("fp16", (1, 256))
 _INT32, _INT16 = Scale("int8", (1, 32)), Scale("int8", (1, 16))
 
-#: Those that can be computed, by the type's name.
+#: The formats of the types that can be computed, by the type's name.
 GGML = {
     "Q4_0": WeightFormat(INT4, _HALF, order=_records("Q4_0", 4, Plane(2, 4, 16), scales=_half(0))),
     "Q4_1": WeightFormat(

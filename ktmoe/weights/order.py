@@ -52,7 +52,7 @@ class Order:
         return (1, 2) if self.rows else (8, 8) if self.along == "n" else (1, 8)
 
     def codes_shape(self, n: int, k: int) -> tuple[int, int]:
-        """Of the stored codes."""
+        """The shape of the stored codes."""
         if not self.transposed:
             return n, k // 2
         return (k // 8, n) if self.along == "k" else (k, n // 8)
@@ -94,7 +94,7 @@ class Order:
         return lines if self.along == "k" else np.ascontiguousarray(lines.T)
 
     def groups_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Of stored scales, where there are so many along n and along k."""
+        """The shape of stored scales, where there are so many along n and along k."""
         return (columns, rows) if self.transposed else (rows, columns)
 
     def groups(self, stored: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ class Order:
         return np.ascontiguousarray(stored.T) if self.transposed else stored
 
     def zero_points_shape(self, n: int, groups: int) -> tuple[int, int]:
-        """Of stored zero points: uint8, or eight in each int32, along n."""
+        """The shape of stored zero points: uint8, or eight in each int32, along n."""
         return (groups, n // 8) if self.transposed else (n, groups)
 
     def zero_points(self, stored: np.ndarray) -> np.ndarray:

@@ -31,11 +31,11 @@ class Plane:
 
     @property
     def pieces(self) -> int:
-        """Of a byte."""
+        """The pieces of a byte: codes that have bits in it."""
         return 8 // self.bits
 
     def read(self, records: np.ndarray, weights: int) -> np.ndarray:
-        """Its bits of all codes at their place, uint8 [records, weights], of uint8 [records, bytes]."""
+        """The plane's bits of all codes at their place, uint8 [records, weights], of uint8 [records, bytes]."""
         stored = records[:, self.offset : self.offset + weights * self.bits // 8].reshape(len(records), -1, 1, self.run)
         shifts = np.arange(0, 8, self.bits, dtype=np.uint8).reshape(-1, 1)
         pieces = stored >> shifts & np.uint8((1 << self.bits) - 1)
@@ -52,7 +52,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Piece:
-    """So many bits of a byte of a record, from bit `first` up; bit `shift` of an item is the lowest of them."""
+    """Some bits of a byte of a record, from bit `first` up; bit `shift` of an item is the lowest of them."""
 
     byte: int
     first: int
@@ -96,8 +96,11 @@ class Field:
                 records[:, p.byte] |= bits << np.uint8(p.first)
 
     def moves(self, itemsize: int) -> list[tuple[int, int, int, int, int, int]]:
-        """Of items of so many bytes: (byte of the record, byte of its items, how many such bytes side by side, bit of the
-        record's byte, bits, bit of the item's byte). So many are 1, 2, 4 or 8."""
+        """The moves of bits to items of so many bytes.
+
+        A move is (byte of the record, byte of its items, how many such bytes side by side, bit of the record's byte, bits, bit
+        of the item's byte). 1, 2, 4 or 8 bytes are side by side.
+        """
         single = []
         for i, pieces in enumerate(self.items):
             for p in pieces:
@@ -197,7 +200,7 @@ class Records:
 
     @cached_property
     def spare_field(self) -> Field | None:
-        """The same as a field of bytes; None if every bit means something."""
+        """The bits that mean nothing as a field of bytes; None if every bit means something."""
         items = []
         for byte in np.flatnonzero(self.spare).tolist():
             bits = [int(bit) for bit in np.flatnonzero(np.unpackbits(self.spare[byte], bitorder="little"))]
@@ -208,7 +211,7 @@ class Records:
 
     @property
     def fields(self) -> dict[str, Field]:
-        """The fields there are, by the names of a Matrix's arrays."""
+        """The fields that the records have, by the names of a Matrix's arrays."""
         return {label: field for label in FIELDS if (field := getattr(self, label))}
 
     @property
@@ -221,7 +224,7 @@ class Records:
         return 1, self.weights
 
     def codes_shape(self, n: int, k: int) -> tuple[int, int]:
-        """Of the records of a matrix [n, k], as bytes."""
+        """The shape of the records of a matrix [n, k], as bytes."""
         return n, k // self.weights * self.nbytes
 
     def shape(self, codes_shape: tuple[int, int]) -> tuple[int, int]:

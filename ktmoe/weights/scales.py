@@ -96,12 +96,12 @@ class Scale:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the array that holds the stored scales."""
+        """The dtype of the array that holds the stored scales."""
         return SCALE_KINDS[self.kind].dtype
 
     @property
     def description(self) -> str:
-        """'ue8m0 scales per 1x32'."""
+        """The scales as text: 'ue8m0 scales per 1x32'."""
         return f"{self.kind} scales per {self.extent[0]}x{self.extent[1]}"
 
     def shape(self, n: int, k: int) -> tuple[int, int]:

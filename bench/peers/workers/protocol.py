@@ -30,9 +30,9 @@ import numpy as np
 TRIES, LONG_SECONDS = 4, 0.5
 FEW_TOKENS = 16
 PR_SET_PDEATHSIG = 1
-#: In the folder: the layer's sizes, and of each tensor its file, where it begins, its bytes and its shape.
+#: The file in the folder that has the layer's sizes, and of each tensor its file, where it begins, its bytes and its shape.
 LISTING = "peers.json"
-#: By format: what the names of a matrix's tensors begin with, by its projection, and their endings. Without an expert's number,
+#: What the names of a matrix's tensors begin with, by its projection, and their endings, by format. Without an expert's number,
 #: a tensor holds all experts.
 PROJECTIONS = ("gate", "up", "down")
 NAMES = {name: f"model.layers.0.mlp.experts.{{expert}}.{name}_proj." for name in PROJECTIONS}

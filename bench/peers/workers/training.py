@@ -40,7 +40,7 @@ class Steps:
         raise NotImplementedError
 
     def outputs(self, expert: int) -> dict[str, np.ndarray]:
-        """Of the last step, float32: y and grad_x [tokens, hidden], grad_weights [tokens, top_k], and of one expert
+        """What the last step gave, float32: y and grad_x [tokens, hidden], grad_weights [tokens, top_k], and of one expert
         {projection}_a and {projection}_b, its adapters' gradients."""
         raise NotImplementedError
 

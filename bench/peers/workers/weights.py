@@ -49,7 +49,7 @@ def _from_mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _mxfp4_pairs() -> np.ndarray:
-    """By scale and byte of codes: two bfloat16 weights, the low nibble's first."""
+    """Two bfloat16 weights, the low nibble's first, by scale and byte of codes."""
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     with np.errstate(over="ignore"):
         values = np.ldexp(np.concatenate([e2m1, -e2m1]), np.arange(256)[:, None] - 127)
@@ -65,8 +65,11 @@ def _from_int4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _from_q4_k(records: np.ndarray) -> np.ndarray:
-    """Of 256 weights each: fp16 d and m, 12 bytes of six-bit scales and minima, and the codes of 32 weights in the low nibbles
-    of 32 bytes, those of the next 32 in the high ones. A weight is d * scale * code - m * minimum."""
+    """The weights of Q4_K's records.
+
+    A record of 256 has fp16 d and m, 12 bytes of six-bit scales and minima, and the codes of 32 weights in the low nibbles of
+    32 bytes, those of the next 32 in the high ones. A weight is d * scale * code - m * minimum.
+    """
     each = records.reshape(-1, 144)
     halves = np.ascontiguousarray(each[:, :4]).view(np.float16).astype(np.float64)
     low, high, rest = (each[:, first : first + 4] for first in (4, 8, 12))

@@ -20,7 +20,7 @@ from protocol import Batches, Calls, Model, Worker, count, serve, thread_counts
 from weights import bfloat16_weights, float32, mxfp4_blocks, q4_0_blocks
 
 F32, I32 = 0, 26  # enum ggml_type
-#: By a checkpoint's weights: its own type of them, with its number, and what makes a matrix's blocks.
+#: ggml's own type for a checkpoint's weights, with its number, and what makes a matrix's blocks, by the weights.
 OWN = {
     "MXFP4": ("MXFP4", 39, mxfp4_blocks),
     "INT4": ("Q4_0", 2, q4_0_blocks),
@@ -88,7 +88,7 @@ class Ggml:
         return self.init(InitParams((tensors + 8) * 1024 + (1 << 18), None, True))
 
     def extra_buffer_types(self) -> dict[str, int]:
-        """Those that the CPU backend has beside its plain one, by name."""
+        """The types of buffers that the CPU backend has beside its plain one, by name."""
         registry = self.backend_cpu_reg()
         address = self.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
         types = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)(self.backend_reg_dev_get(registry, 0))

@@ -73,7 +73,7 @@ class KtWorker(Worker):
         return cpu, layer
 
     def _own(self) -> tuple[dict, dict]:
-        """As its own loader reads them."""
+        """The tensors as kt-kernel's own loader reads them, and their scales."""
         loaded = getattr(loader, LOADERS[self.way])(str(self.model.folder)).load_experts("model.layers.0")
         return loaded, {name: loaded[f"{name}_scale"] for name in ("gate", "up", "down")}
 

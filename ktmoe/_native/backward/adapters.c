@@ -140,7 +140,7 @@ static size_t experts(const kt_back_job *j, const kt_back_shard *p) {
     return j->to.add ? 0 : j->layer->num_experts;
 }
 
-/* Of an expert that had no rows. */
+/* Sets the gradients of an expert that had no rows to 0. */
 static void clear(const kt_back_worker *w, size_t expert) {
     const kt_back_job *j = w->job;
     if (j->written[expert]) return;

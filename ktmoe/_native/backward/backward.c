@@ -124,7 +124,7 @@ static void begin(kt_back_job *j, const kt_layer *l, const kt_backward *to, cons
     }
 }
 
-/* To tokens from `first` on. */
+/* Points the job at the tokens from `first` on. */
 static void go_to(kt_back_job *j, const kt_backward *all, size_t first, size_t tokens) {
     const kt_batch *b = &all->batch;
     const size_t pair = first * b->top_k, at = first * j->layer->hidden, x_bytes = b->dtype == KT_F32 ? 4 : 2;

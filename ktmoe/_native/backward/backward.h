@@ -4,7 +4,7 @@
 
 #include "forward/forward.h"
 
-/* Of an adapter's two matrices, fp32 in their shapes; both NULL: not wanted. */
+/* The gradients of an adapter's two matrices, fp32 in their shapes; both NULL: they are not wanted. */
 typedef struct kt_lora_gradient {
     float *a, *b;
 } kt_lora_gradient;
@@ -23,7 +23,8 @@ typedef struct kt_backward {
 /* The kernel that multiplies an operand of this family; NULL: the table has none. */
 const kt_kernel *kt_product_for(const kt_isa *isa, const char *family);
 
-/* With the lock held; 0 or an errno. Every matrix's kernel has an operand. */
+/* Computes all gradients that are wanted; the caller holds the pool's lock. Returns 0 or an errno. Every matrix's kernel has an
+ * operand. */
 int kt_moe_backward(const kt_layer *layer, const kt_backward *backward);
 size_t kt_backward_scratch_bytes(void); /* as kt_moe_scratch_bytes() */
 void kt_backward_release(void);

@@ -1,4 +1,4 @@
-/* From the gradient of y to those of gate and up: dT = scale * dY B, dH = dY' W + dT A of down, then the activation's derivative.
+/* The gradients of gate and up from that of y: dT = scale * dY B, dH = dY' W + dT A of down, then the activation's derivative.
  *
  * REGULARITIES a slot's gradients depend on its own row alone: dT is one chain over the columns of dY, dH one over those of dY' and then
  *              the rank; its router weight's is a sum for each panel of h, which are added up in their order.
@@ -97,7 +97,7 @@ static void put(const kt_back_worker *w, const kt_back_strip *strip, size_t firs
     }
 }
 
-/* Of a panel whose dH is in out. */
+/* Computes what follows from a panel's dH: h, the gradients of gate and up, and the panel's sum for the router weight. */
 static void derive(const kt_back_worker *w, const kt_back_strip *strip, size_t panel, float *dh) {
     const kt_back_job *j = w->job;
     const kt_layer *l = j->layer;

@@ -1,5 +1,5 @@
-/* From gradients of gate and up to that of x: dT = scale * dG B, then dX of each slot is dG' Wg + dU' Wu + dTg Ag + dTu Au, and dX of a
- * token is the sum of its slots' in ascending expert; with shards, of each slot's in their order.
+/* The gradient of x from those of gate and up: dT = scale * dG B, then dX of each slot is dG' Wg + dU' Wu + dTg Ag + dTu Au,
+ * and dX of a token is the sum of its slots' in ascending expert; with shards, of each slot's in their order.
  */
 #include <string.h>
 

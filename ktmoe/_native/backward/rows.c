@@ -18,7 +18,7 @@ float kt_output_weight_of(const kt_back_job *j, size_t slot) {
     return j->layer->router_weight == KT_DOWN_OUTPUT ? kt_weight_of(j, slot) : 1.0f;
 }
 
-/* bf16 or fp32, which is rounded to it. */
+/* Widens count numbers from number `at` on: bf16, or fp32 numbers that are rounded to bf16. */
 static void widen(const kt_back_job *j, const void *from, enum kt_dtype dtype, size_t at, size_t count, float *restrict to) {
     if (dtype == KT_BF16) {
         j->layer->isa->widen((const uint16_t *)from + at, to, count);

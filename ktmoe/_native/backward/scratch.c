@@ -28,7 +28,7 @@ static kt_product_rows carve_rows(const kt_back_job *j, kt_carver *c, size_t slo
     return r;
 }
 
-/* Of a chunk of tokens: what does not depend on the window. */
+/* Lays out the arrays of a chunk of tokens, which do not depend on the window. */
 static void lay_out_tokens(kt_back_job *j, kt_carver *c, size_t tokens, bool sums) {
     const size_t pairs = tokens * j->to.batch.top_k;
     kt_route_carve(&j->route, c, j->layer->num_experts, tokens, j->to.batch.top_k, 1);
@@ -38,7 +38,7 @@ static void lay_out_tokens(kt_back_job *j, kt_carver *c, size_t tokens, bool sum
     j->sums = sums ? kt_carve(c, tokens * j->layer->hidden, sizeof *j->sums) : NULL;
 }
 
-/* Of a window. */
+/* Lays out the arrays of a window of slots. */
 static void lay_out_slots(kt_back_job *j, kt_carver *c, size_t slots) {
     const size_t pieces = slots < j->layer->num_experts ? slots : j->layer->num_experts;
     const size_t again = j->again ? slots : 0, rank = j->to.batch.adapter ? j->to.batch.adapter->rank : 0;

@@ -13,7 +13,7 @@ typedef struct kt_transposed {
     bool add;             /* to what is there */
 } kt_transposed;
 
-/* Into the worker's out. */
+/* Writes the product into the worker's out. */
 void kt_transposed_product(const kt_back_worker *w, const kt_transposed *t);
 
 #endif

@@ -8,13 +8,13 @@ typedef struct kt_gate {
     _Alignas(64) kt_event left;
 } kt_gate;
 
-/* Before any thread passes it or waits for it. It needs no other initialisation; a count of 0 leaves it open. */
+/* Closes a gate before any thread passes it or waits for it. No other initialisation is needed; a count of 0 leaves it open. */
 static inline void kt_gate_close(kt_gate *g, uint32_t count) {
     atomic_store_explicit(&g->left.value, count, memory_order_relaxed);
     atomic_store_explicit(&g->left.sleepers, 0, memory_order_relaxed);
 }
 
-/* What the caller has written until now is seen by whoever waited. */
+/* Counts down. What the caller has written until now is seen by whoever waited. */
 static inline void kt_gate_pass(kt_gate *g, uint32_t count) {
     if (atomic_fetch_sub(&g->left.value, count) == count) kt_event_wake(&g->left);
 }

@@ -107,7 +107,8 @@ static void play(void *context, const kt_worker *me) {
     if (me->index == 0) j->took = kt_os_nanoseconds() - start;
 }
 
-/* With the lock held: gates for all workers. 0 or an errno, as kt_pool_run(). */
+/* Runs a task with so many gates that all workers pass; the caller holds the pool's lock. Returns 0 or an errno, as
+ * kt_pool_run(). */
 static int run(kt_task task, latency_job *j, size_t gates) {
     const kt_teams *teams = kt_pool_teams(NULL);
     j->gates = teams ? aligned_alloc(_Alignof(kt_gate), gates * sizeof *j->gates) : NULL;

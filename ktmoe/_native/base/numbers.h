@@ -15,7 +15,7 @@ static inline float kt_bf16_to_f32(uint16_t b) {
     return value;
 }
 
-/* To nearest, ties to even. A NaN stays one. */
+/* Rounds to nearest, ties to even. A NaN stays one. */
 static inline uint16_t kt_bf16_from_f32(float v) {
     uint32_t bits;
     memcpy(&bits, &v, sizeof bits);

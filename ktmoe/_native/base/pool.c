@@ -63,7 +63,8 @@ static void run_task(kt_task task, void *context, const kt_worker *me) {
     kt_fp_leave(state);
 }
 
-/* Of the process's CPUs, those of the worker's own L3 cache if there are several; of its node, if the layer is on nodes. */
+/* Keeps a worker to the CPUs of its own L3 cache if there are several caches or the layer is on nodes, else to the process's
+ * CPUs. If the layer is not on nodes, the process must be allowed to use them now. */
 static void bind_worker(const kt_worker *me) {
     kt_cpus cpus = *me->teams->groups[me->group].cpus;
     if (!pool.bound) {
@@ -106,7 +107,7 @@ static bool was_in(const kt_team *team) {
     return false;
 }
 
-/* Until somebody of each team has come in: the others may come too late. */
+/* Waits until somebody of each team has come in; the others may come too late. */
 static void wait_for_teams(void) {
     for (const kt_team *team = pool.teams.of; team < pool.teams.of + pool.teams.shards; team++)
         for (uint32_t entered; entered = atomic_load(&pool.entered.value), !was_in(team);)
@@ -172,7 +173,7 @@ static void after_fork_child(void) {
     lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
-/* Before there is anything to lock, since another thread may fork at any time. */
+/* The handlers are there before there is anything to lock, since another thread may fork at any time. */
 __attribute__((constructor)) static void handle_forks(void) {
     pthread_atfork(before_fork, after_fork_parent, after_fork_child);
 }

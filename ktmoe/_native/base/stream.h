@@ -23,7 +23,7 @@ static inline __attribute__((always_inline)) void kt_stream(uint8_t *to, size_t 
 #endif
 }
 
-/* Before other threads are told that the lines are there. */
+/* Orders the lines before what the caller writes next: it comes before other threads are told that the lines are there. */
 static inline void kt_streamed(void) {
 #ifdef __SSE2__
     _mm_sfence();

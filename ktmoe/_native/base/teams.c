@@ -8,7 +8,8 @@ typedef struct share {
     size_t cores, threads;
 } share;
 
-/* In proportion to the cores, by the largest remainders; `least` for each at least. Each thread goes where most is missing. */
+/* Deals threads in proportion to the cores, by the largest remainders; `least` for each at least. Each thread goes where most
+ * is missing. */
 static void deal(size_t threads, size_t least, share *shares, size_t count) {
     int64_t cores = 0;
     for (size_t i = 0; i < count; i++) {
@@ -26,7 +27,7 @@ static void deal(size_t threads, size_t least, share *shares, size_t count) {
     }
 }
 
-/* Equal ones, of the next workers. */
+/* Cuts a domain's threads, the next workers, into groups of equal size. */
 static void add_groups(kt_teams *t, const kt_domain *domain, size_t threads, size_t *worker) {
     const size_t count = (threads + KT_GROUP_MAX - 1) / KT_GROUP_MAX;
     for (size_t i = 0; i < count; i++) {

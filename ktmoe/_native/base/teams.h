@@ -1,5 +1,5 @@
-/* Which threads serve which shard: a team. Those of a team that share an L3 cache are cut into groups. A group has one door into the
- * pool's tasks, and one queue of work. */
+/* Which threads serve which shard. The threads of a shard are its team. The threads of a team that share an L3 cache are cut
+ * into groups. A group has one door into the pool's tasks, and one queue of work. */
 #ifndef KT_TEAMS_H
 #define KT_TEAMS_H
 
@@ -31,8 +31,8 @@ typedef struct kt_worker {
     const kt_teams *teams;
 } kt_worker;
 
-/* Threads are dealt to shards, and those of a shard to its domains, in proportion to the physical cores. 0 or ENOMEM. Points into
- * the placement. */
+/* Deals threads to shards, and those of a shard to its domains, in proportion to the physical cores. Returns 0 or ENOMEM. The
+ * teams point into the placement. */
 int kt_teams_make(kt_teams *teams, const kt_placement *placement, size_t threads);
 void kt_teams_free(kt_teams *teams);
 

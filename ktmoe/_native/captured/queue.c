@@ -104,7 +104,7 @@ static void run(kt_record *r, uint32_t submitted) {
     rest();
 }
 
-/* By itself the thread is kept to where its starter was. */
+/* Lets the thread run wherever the process may: a new thread is kept to its starter's CPUs. */
 static void unpin(void) {
     kt_cpus cpus;
     kt_pool_lock();
@@ -149,7 +149,7 @@ void kt_queue_await(void *record) {
         pthread_mutex_lock(&lock);
         const uint32_t wanted = r->submitted;
         pthread_mutex_unlock(&lock);
-        /* It sleeps at once: the CPUs are the experts'. */
+        /* The waiter sleeps at once: the CPUs are the experts'. */
         for (uint32_t found; (int32_t)((found = atomic_load(&r->finished.value)) - wanted) < 0;)
             kt_event_wait(&r->finished, found, KT_NEVER);
     }

@@ -13,8 +13,8 @@ int kt_queue_start(void);
 void kt_queue_submit(void *record);
 void kt_queue_await(void *record);
 
-/* Before the process ends: waits for the call that runs and ends the thread. Other calls are dropped, nobody waits any more, and
- * host functions return without touching their record. */
+/* Is called before the process ends: waits for the call that runs and ends the thread. Other calls are dropped, nobody waits
+ * any more, and host functions return without touching their record. */
 void kt_queue_close(void);
 
 bool kt_queue_idle(const kt_record *r); /* it is neither queued nor run */

@@ -22,7 +22,7 @@ typedef struct kt_record {
     bool pending;              /* late is still to be added by the record whose `earlier` this is */
     struct kt_record *earlier; /* NULL: none */
     kt_record_scratch scratch;
-    /* The queue's (queue.c). */
+    /* The fields of the queue (queue.c). */
     struct kt_record *next;
     uint32_t submitted;      /* how many times */
     kt_event finished;       /* what `submitted` was when the last call began whose y is there */
@@ -30,7 +30,8 @@ typedef struct kt_record {
     int error;               /* an errno, of KT_FAILED */
 } kt_record;
 
-/* Both parts of a call. They return KT_DONE, or how they failed: y, or late, is NaN then. */
+/* The two parts of a call: what runs now, and what is deferred. They return KT_DONE, or how they failed: y, or late, is NaN
+ * then. */
 enum kt_outcome kt_record_now(kt_record *r, bool *defers, int *error);
 enum kt_outcome kt_record_late(kt_record *r, int *error);
 

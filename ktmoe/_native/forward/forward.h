@@ -7,11 +7,11 @@
 
 enum kt_dtype { KT_BF16, KT_F32 };
 
-/* Both phases; or gate, up and the activation alone, which give h; or down and the sums alone, which take it; or what is kept for
- * backward alone. */
+/* What a call computes: both phases; or gate, up and the activation alone, which give h; or down and the sums alone, which take
+ * it; or what is kept for backward alone. */
 enum kt_stages { KT_ALL_STAGES, KT_GATE_UP, KT_DOWN, KT_KEPT };
 
-/* What backward needs, of a pair in the row that kt_batch.rows says. g NULL: nothing is kept. */
+/* What backward needs; a pair's is in the row that kt_batch.rows says. g NULL: nothing is kept. */
 typedef struct kt_kept {
     float *g, *u; /* fp32 [][all of the intermediate columns], as the activation takes them */
     float *t;     /* fp32 [][KT_MATRICES][rank]: what the adapter's A gives, 0 for a matrix without; NULL without adapter */

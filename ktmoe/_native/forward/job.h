@@ -28,7 +28,7 @@ typedef struct kt_worker_scratch {
     kt_panel_h *h;       /* [KT_ROWS_MAX], before rows are encoded */
     uint16_t *row;       /* [k_hidden], likewise */
     void *kernel;
-    /* With an adapter: */
+    /* What an adapter needs: */
     kt_panel_row *added[2]; /* [KT_ROWS_MAX] each: to g and u, or to d of two panels */
     float *wide;            /* [KT_TILE_ROWS] rows of x or h */
     float *low;             /* numbers of A or B */
@@ -47,7 +47,7 @@ typedef struct kt_shard_job {
     _Atomic uint8_t *met;       /* [strips][inter_panels]: whether one of the two halves is there */
     kt_count *arrived;          /* [hidden_panels]: strips whose d is there */
     kt_worker_scratch *workers; /* [team's] */
-    /* In memory that its own threads touch first, as what the workers have is: */
+    /* These are in memory that the shard's own threads touch first, as what the workers have is: */
     uint8_t *h;           /* [slots] rows */
     kt_panel_row *halves; /* [2][inter_panels][slots]: g and u that wait for each other */
     kt_panel_row *d;      /* [slots][hidden_panels]; none where phase B is by panel */
@@ -96,7 +96,8 @@ typedef struct kt_ahead {
 } kt_ahead;
 
 void kt_job_begin(kt_job *j, const kt_layer *layer, const kt_batch *batch, const kt_teams *teams);
-/* With a route, and by whether an expert that has rows takes a form: which forms are copied, and their rows. */
+/* Says which forms of x are copied; returns how many rows. There is a route by now. used: whether an expert that has rows takes
+ * a form. */
 size_t kt_job_stages(kt_job *j, const bool *used);
 
 size_t kt_scratch_chunk(kt_job *j); /* the most tokens that fit into the scratch memory, for which it is planned now */

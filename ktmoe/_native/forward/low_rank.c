@@ -41,7 +41,7 @@ static void scale(float *t, size_t count, float by) {
     for (size_t i = 0; i < count; i++) t[i] = by * t[i];
 }
 
-/* T of gate and up for rows of one expert. */
+/* Computes T of gate and up for rows of one expert. */
 static void lower_x(kt_job *j, const kt_worker_scratch *s, const kt_strip *strip) {
     const kt_layer *l = j->layer;
     const kt_adapter *adapter = j->batch.adapter;
@@ -63,7 +63,7 @@ static void lower_x(kt_job *j, const kt_worker_scratch *s, const kt_strip *strip
     }
 }
 
-/* T of down for rows of one expert, whose h is awaited. */
+/* Computes T of down for rows of one expert, whose h is awaited. */
 static void lower_h(kt_job *j, const kt_worker_scratch *s, const kt_strip *strip) {
     const kt_isa *isa = j->layer->isa;
     const kt_adapter *adapter = j->batch.adapter;

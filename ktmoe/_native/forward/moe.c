@@ -7,7 +7,7 @@
 #include "base/pool.h"
 #include "forward/job.h"
 
-/* Up to so many bytes of x, the caller stages it alone, sooner than another worker would have woken up. */
+/* The most bytes of x that the caller stages alone, sooner than another worker would have woken up. */
 enum { STAGE_ALONE_BYTES = 16 << 10 };
 
 _Static_assert(sizeof(kt_job) <= 16 << 10, "on the caller's stack, which may be small, and cleared for each call");
@@ -114,7 +114,7 @@ void kt_job_begin(kt_job *j, const kt_layer *l, const kt_batch *batch, const kt_
     }
 }
 
-/* From a pair on. */
+/* Where the kept arrays begin for a pair. */
 static kt_kept kept_from(const kt_job *j, const kt_kept *all, size_t pair) {
     kt_kept k = *all;
     if (k.g) k.g += pair * j->intermediate, k.u += pair * j->intermediate;

@@ -26,8 +26,8 @@ typedef struct kt_x_form {
 size_t kt_row_bytes(size_t block_bytes, size_t k); /* from row to row */
 /* Where row i of a piece is, or its first block, in an array of rows by slot. */
 uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, const kt_piece *e, size_t i);
-/* Inputs [first, first + count) of a row, bf16, to where a kernel looks for them. e2m1: blocks are E2M1 numbers times a power of two.
- * together: the rows of its tile. */
+/* Writes inputs [first, first + count) of a row, bf16, to where a kernel looks for them. e2m1: blocks are E2M1 numbers times a
+ * power of two. together: the rows of its tile. */
 void kt_row_put(const kt_rows *rows, bool e2m1, const uint16_t *x, size_t first, size_t count, size_t k, size_t together,
                 void *row);
 /* A token's row of x, bf16 [x->k], as it enters gate and up: rounded, multiplied by r where router weights multiply it, padded. The
@@ -36,7 +36,7 @@ const uint16_t *kt_x_row(const kt_x *x, size_t token, float r, uint16_t *own);
 bool kt_x_stages(const kt_x *x, const kt_x_form *form); /* whether rows are copied */
 size_t kt_x_rows(const kt_x *x, const kt_x_form *form); /* that are, by form->stage */
 void kt_x_point(const kt_x *x, kt_x_form *form);        /* fills form->x, likewise */
-/* Copies rows [first, end) of those. row: [k], the worker's own. */
+/* Copies rows [first, end) of those that are copied. row: [k], the worker's own. */
 void kt_x_stage(const kt_x *x, const kt_x_form *form, size_t first, size_t end, uint16_t *row);
 
 #endif

@@ -28,7 +28,7 @@ static size_t cost_by_panel(size_t panels, size_t workers, size_t used, size_t s
     return divide_up(panels * ranges, workers) * item + item / 16; /* workers are not equally fast */
 }
 
-/* Likewise, if strips and panels are. */
+/* The same cost, if strips and panels are its items. */
 static size_t cost_by_strip(size_t panels, size_t workers, size_t used, size_t slots) {
     return panels * (used * PANEL_ROWS + slots + slots / D_SHARE) / workers + PANEL_ROWS + slots / used;
 }

@@ -16,7 +16,7 @@
 #include "base/teams.h"
 #include "forward/route.h"
 
-/* Of what is left of a list, a run is one in so many of a worker's share. */
+/* A run is one in KT_RUNS_LEFT of a worker's share of what is left of a list. */
 enum { KT_RUNS_LEFT = 4, KT_ROUNDS_MAX = 64 };
 
 typedef enum kt_phase { KT_PHASE_A, KT_PHASE_B, KT_PHASES } kt_phase;

@@ -50,7 +50,7 @@ static size_t longest_row(const kt_job *j) {
     return most;
 }
 
-/* Likewise, what only one shard's threads touch; lay_out() comes before. */
+/* Gives every array that only one shard's threads touch its place; returns the bytes. lay_out() comes before. */
 static size_t lay_out_shard(const kt_job *j, kt_shard_job *p, uint8_t *base, size_t tokens) {
     const kt_layer *l = j->layer;
     const kt_schedule *s = &j->schedule;

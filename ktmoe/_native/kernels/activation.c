@@ -21,7 +21,7 @@ INLINE f32v exp_f32(f32v t) {
     p = multiply_add(p, r, splat(KT_EXP_C2));
     p = multiply_add(p, r, splat(KT_EXP_C1));
     p = multiply_add(p, r, splat(1.0f));
-    /* In two steps, since 2^128 and 2^-150 are no floats; the first is exact. */
+    /* The power comes in two steps, since 2^128 and 2^-150 are no floats; the first is exact. */
     return p * power_of_two(half) * power_of_two(whole - half);
 }
 
@@ -108,7 +108,7 @@ INLINE float across(const f32v v) {
     return lanes[0];
 }
 
-/* With z = alpha g', s = 1 / (1 + exp(-z)), eps = 2^-24 and normal numbers, before the rounding to bf16:
+/* The errors before the rounding to bf16, with z = alpha g', s = 1 / (1 + exp(-z)), eps = 2^-24 and normal numbers:
  *     dg = t (u' + offset) s (1 + z (1 - s))   within |t (u' + offset) s| (|1 + z (1 - s)| + |z (1 - s)|) (14 + |z|) eps
  *     du = t g' s                              within |t g' s| (9 + |z|) eps
  * 4 eps and |z| eps are exp's and its argument's; s below 2^-127 is 0. A gradient that a clamp stops is 0, be t what it may. */

@@ -10,7 +10,7 @@
 #include "kernels/common/isa.h"
 #include "kernels/common/no_fold.h"
 
-/* To move the byte of k up to a dword's top. */
+/* The bits by which the byte of k moves up to a dword's top. */
 INLINE int up(const int k) { return k % 4 == 0 ? 24 : k % 4 == 1 ? 8 : k % 4 == 2 ? 16 : 0; }
 
 INLINE u32v decode(const place *p, const int v, const int k, const scaling how, const table *t, const fold *f) {

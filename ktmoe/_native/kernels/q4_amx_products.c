@@ -60,13 +60,13 @@ INLINE __m512i spread_e4m3(const uint8_t *scales) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)scales)), spread);
 }
 
-/* Of positive and normal ones: the bf16 of a scale s has the bits 16 byte + (120 << 7), */
+/* `lower` of E4M3 scales that are positive and normal: the bf16 of a scale s has the bits 16 byte + (120 << 7). */
 INLINE __m512i lower_e4m3(const __m512i scales) {
     return _mm512_sub_epi16(_mm512_set1_epi16(RAISED + ((127 - 120) << 7)),
                             _mm512_maddubs_epi16(scales, _mm512_set1_epi16(16)));
 }
 
-/* and 1.5 s has so many more as the three bits of s's mantissa say. */
+/* The bits that 1.5 s has more than a scale s: the three bits of s's mantissa say how many. */
 INLINE __m512i mantissas_e4m3(const __m512i scales) {
 #define MORE(m) (char)(0x80 | ((m) < 3 ? 64 + 8 * (m) : 96 - 4 * (m)))
 #define EIGHT MORE(0), MORE(1), MORE(2), MORE(3), MORE(4), MORE(5), MORE(6), MORE(7)
@@ -86,7 +86,7 @@ INLINE tile_fold load_tile_fold(const weights *w, const size_t step, const int n
     };
 }
 
-/* The general way: products in fp32. */
+/* Weights in the general way: products in fp32. */
 INLINE void products_of(const u32v codes, const __m512 table, const f32v scale, uint8_t *to) {
     /* VCVTNE2PS2BF16 leaves 16 even k, then 16 odd ones. */
     const __m512i pairs = (__m512i)(u32v){0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
@@ -100,7 +100,7 @@ INLINE void products_of(const u32v codes, const __m512 table, const f32v scale, 
     }
 }
 
-/* Apart, so that what is seldom needed takes no registers. */
+/* This function is apart, so that what is seldom needed takes no registers. */
 static __attribute__((noinline, cold)) void products_e4m3(const uint8_t *from, const kt_codebook *codebook,
                                                           const uint8_t *scales, uint8_t *to) {
     products_of(load_u32(from), _mm512_loadu_ps(codebook->value), e4m3_at_top(widen_u8(scales) << 24), to);

@@ -15,8 +15,9 @@ enum { IN_PLACE = 0, STEP_K = 2, B_STRIDE = 0, TERMS = 2, STEP_BYTES = BLOCK_BYT
 
 #include "kernels/common/steps.h"
 
-/* Of a word without its sign: what a table's powers of two are raised by, and what 1 becomes by that, the most that a scale's bits
- * may be. Less (ONE - scale's bits), saturating, a power of two is its product with the scale, and zero is zero. */
+/* RAISED is what raises the bits of a table's powers of two, signs apart. ONE is what 1 becomes by that, and the most that a
+ * scale's bits may be. Less (ONE - scale's bits), saturating, a power of two is its product with the scale, and zero is
+ * zero. */
 enum { RAISED = 125 << 7, ONE = (127 << 7) + RAISED };
 
 typedef struct weights {

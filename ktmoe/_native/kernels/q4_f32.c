@@ -55,8 +55,9 @@ INLINE f32v lookup(const u32v codes, const int bit, const table *t) {
 }
 #endif
 
-/* With zero points a value is its code. A nibble at bit b of the float 2^(23 - b) adds the code itself to it; a fold has
- * 2^(23 - b) + z for each of four such bits, so that their difference is exact, and a dword of codes is shifted but once. */
+/* What zero points subtract. With them a value is its code. A nibble at bit b of the float 2^(23 - b) adds the code itself to
+ * it; a fold has 2^(23 - b) + z for each of four such bits, so that their difference is exact, and a dword of codes is shifted
+ * but once. */
 typedef struct fold {
     f32v offset[4]; /* of nibbles at bits 0, 4, 8, 12 */
 } fold;

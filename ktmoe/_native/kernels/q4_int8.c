@@ -34,7 +34,7 @@ INLINE table load_table(const kt_codebook *book, const scaling how) {
     return (table){(u32v)(whole + 16), book->unit};
 }
 
-/* With zero points a value is its code: what a fold adds to each makes code - z + 16 of it. */
+/* What is added to codes with zero points: a value is its code, and becomes code - z + 16. */
 typedef u32v fold;
 
 INLINE u32v fold_columns(const uint8_t *header, const int v, const scaling how) {

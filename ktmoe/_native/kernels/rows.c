@@ -7,14 +7,14 @@
 #include "kernels/common/int8_rows.h"
 #endif
 
-/* bf16 widened to fp32 once a row, so that kernels broadcast it as it is. */
+/* Widens bf16 to fp32 once a row, so that kernels broadcast it as it is. */
 static void encode_f32(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
     (void)k;
     uint32_t *to = (uint32_t *)row + first;
     for (size_t i = 0; i < count; i++) to[i] = (uint32_t)x[i] << 16;
 }
 
-/* Those, and the sums that minima multiply behind them. */
+/* Encodes rows as encode_f32() does, with the sums that minima multiply behind them. */
 static void encode_f32_sums(const uint16_t *restrict x, size_t first, size_t count, size_t k, void *restrict row) {
     encode_f32(x, first, count, k, row);
     sum_blocks(x, count, (x_sums *)((float *)row + k) + first / KT_BLOCK);

@@ -7,7 +7,7 @@
 #include "ktmoe.h"
 #include "pack/pack.h"
 
-/* Dense, fp32 or bf16. */
+/* A dense array of numbers, fp32 or bf16. */
 typedef struct kt_low_rank {
     const void *data; /* NULL: none */
     bool bf16;

@@ -28,11 +28,11 @@ size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory 
     return bytes;
 }
 
-/* Of a whole matrix. */
+/* The outputs n and inputs k of a whole matrix, all shards together. */
 static size_t n_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->layer.hidden : e->intermediate; }
 static size_t k_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ? e->intermediate : e->layer.hidden; }
 
-/* All but the arenas. */
+/* Sets up all but the arenas. False: there is no memory. */
 static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
     const size_t shards = kt_shards_of(e->layer.placement), num_experts = e->layer.num_experts;
     e->missing = KT_MATRICES * num_experts;
@@ -182,7 +182,7 @@ static enum kt_outcome make(kt_experts *e, const kt_given *given, const kt_shard
     return KT_DONE;
 }
 
-/* fresh gets what was there. */
+/* Exchanges an expert's matrices with the fresh ones, which become what was there. */
 static void swap(kt_experts *e, size_t expert, const kt_shard_matrix *matrices, const kt_scan *scans, kt_matrix *fresh) {
     for (size_t i = 0; i < kt_shards_of(e->layer.placement) * KT_MATRICES; i++) {
         const size_t shard = i / KT_MATRICES, matrix = i % KT_MATRICES;

@@ -5,7 +5,7 @@
 
 #include "layer/layer.h"
 
-/* One shard's. Experts lie at arena + expert * expert_bytes until they are replaced. */
+/* The memory of one shard. Experts lie at arena + expert * expert_bytes until they are replaced. */
 typedef struct kt_shard_memory {
     size_t first, count; /* its columns of h */
     size_t expert_bytes, offsets[KT_MATRICES];
@@ -41,8 +41,8 @@ size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory 
  * columns: [shards][2], the first of each shard's columns of h and their number. False: memory was refused; kt_experts_free() gives
  * back what there is. */
 bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]);
-/* The same, with arenas that are parts of a file, of whose descriptor it makes one of its own. No byte is read. Returns 0, an errno,
- * or KT_FILE_DIFFERS: file->state is not the file's, or it is too short. */
+/* The same, with arenas that are parts of a file, whose descriptor is duplicated. No byte is read. Returns 0, an errno,
+ * or KT_FILE_DIFFERS: file->state is not the file's, or the file is too short. */
 enum { KT_FILE_DIFFERS = -1 };
 int kt_experts_map_file(kt_experts *e, const size_t (*columns)[2], const kt_arena_file *file);
 /* Whether what is mapped can be touched: the file is as it was. */
@@ -63,16 +63,17 @@ typedef struct kt_given {
 
 enum kt_outcome { KT_DONE, KT_CLOSED, KT_INCOMPLETE, KT_REFUSED, KT_TOO_MANY_FORMS, KT_FAILED, KT_FILE_CHANGED };
 
-/* All that follow: with the pool's lock held, which every forward call holds from its beginning to its end.
+/* The caller of all functions below holds the pool's lock, which every forward call holds from its beginning to its end.
  *
  * Packs an expert's matrices, [KT_MATRICES]. One that was packed is replaced whole: three matrices, packed aside and then swapped.
  * KT_REFUSED: scans say whose numbers are not finite. KT_FAILED: *error is an errno. What was there stays unless KT_DONE. */
 enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error);
-/* An expert that lies packed in its arena already, a file's. given: all but codes, scales and zero points. scans: what was seen when
- * it was packed. The bytes in the arena are not touched. */
+/* Takes an expert that lies packed in its arena already, which is a file's. given: all but codes, scales and zero points.
+ * scans: what was seen when it was packed. The bytes in the arena are not touched. */
 enum kt_outcome kt_experts_install(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error);
 
-/* Of one matrix: fp32 [n] for its bias and for its factor, of which only the first number is written where all rows share it. */
+/* Where one matrix's bias and factor are written: fp32 [n] each. Where all rows share the factor, only its first number is
+ * written. */
 typedef struct kt_numbers {
     float *bias, *factor; /* NULL: the matrix is not asked for */
     bool has_bias;

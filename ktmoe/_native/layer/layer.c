@@ -1,4 +1,4 @@
-/* Which kernels a layer uses, and so what it has to make of x and h. */
+/* The choice of a layer's kernels, and so the forms that x and h need. */
 #include "layer/layer.h"
 
 static size_t most(size_t a, size_t b) { return a > b ? a : b; }

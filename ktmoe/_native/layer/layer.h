@@ -50,8 +50,8 @@ typedef struct kt_layer {
     size_t kernel_scratch_bytes;            /* the most that any of its kernels asks for */
 } kt_layer;
 
-/* A matrix of the layer, down or not, is computed by this kernel; with the pool's lock held. False: that would be too many forms
- * of x. */
+/* Lets a kernel compute a matrix of the layer, down or not; the caller holds the pool's lock. False: that would be too many
+ * forms of x. */
 bool kt_layer_use(kt_layer *layer, kt_matrix *matrix, bool down, const kt_kernel *kernel);
 
 #endif

@@ -11,7 +11,7 @@
 
 enum { LINE_COPIES = KT_LINE / sizeof(float) };
 
-/* Of a panel's row of numbers. */
+/* The bytes of one of a panel's rows of numbers. */
 static size_t row_bytes(const kt_group_array *a) { return a->rows > 1 ? KT_LINE : KT_PANEL * a->bytes; }
 
 kt_groups kt_groups_of(const kt_format *f, size_t k) {
@@ -34,13 +34,13 @@ size_t kt_group_bytes(const kt_group_array *a, size_t columns) {
     return a->group ? (columns + a->group - 1) / a->group * a->bytes : 0;
 }
 
-/* Of a row's scales: all bits that any has, and the least and the greatest magnitude; the least is less by `zero`, so that with 1 a
- * scale of zero is the greatest. */
+/* What a row's scales have: all bits that any has, and the least and the greatest magnitude; the least is less by `zero`, so
+ * that with 1 a scale of zero is the greatest. */
 typedef struct extremes {
     uint32_t any, least, greatest;
 } extremes;
 
-/* Apart from the copy and with numbers as wide as the scales, so that it vectorises. */
+/* This loop is apart from the copy, and its numbers are as wide as the scales, so that it vectorises. */
 #define EXTREMES(type)                                                                              \
     static extremes extremes_##type(const uint8_t *from, size_t count, type magnitude, type zero) { \
         type any = 0, low = (type) - 1, high = 0;                                                   \

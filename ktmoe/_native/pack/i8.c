@@ -13,7 +13,7 @@ enum { BLOCK_BYTES = KT_I8_BLOCK_BYTES, ROW_BYTES = KT_BLOCK, LINE_STEP = 64, HA
 
 typedef uint64_t u64x2 __attribute__((vector_size(16)));
 
-/* To turn codes into q + 128 and back: padding is the code of 0, which is 0 or 128. */
+/* The bits that turn codes into q + 128 and back: padding is the code of 0, which is 0 or 128. */
 static inline uint32_t flipped_bits(const kt_format *f) { return (f->padding ^ 0x80u) * 0x01010101u; }
 
 /* Words 0 1 2 3 <-> 0 2 1 3, in two qwords. */

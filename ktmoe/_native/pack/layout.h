@@ -39,7 +39,7 @@ enum {
     KT_F32_BLOCK_BYTES = KT_PANEL * KT_BLOCK * 4
 };
 
-/* In a block, where the dword is that has column c and k, which are below 64 and 32; and the lowest of its bits in the dword. */
+/* Where in a block the dword of column c and k is, c below 64 and k below 32; and the lowest of its bits in the dword. */
 static inline size_t kt_q4_at(size_t c, size_t k) { return c / 16 * 256 + k / 8 * 64 + c % 16 * 4; }
 static inline int kt_q4_bit(size_t k) { return (int)(k % 8 / 2 * 4 + k % 2 * 16); }
 static inline size_t kt_f8_at(size_t c, size_t k) { return c / 16 * 512 + k / 4 * 64 + c % 16 * 4; }
@@ -63,7 +63,7 @@ static inline int kt_header_shift(size_t scale_group) {
     return scale_group < KT_BLOCK ? 0 : __builtin_ctzl(scale_group / KT_BLOCK);
 }
 
-/* In a panel, where the super-scales of the number-th 256 k are, a header, a block. */
+/* Where in a panel these are: the super-scales of the number-th 256 k, a header, a block. */
 static inline size_t kt_super_header_at(const kt_layout *l, size_t number) {
     const size_t block = number << KT_SUPER_SHIFT;
     return number * l->super_bytes + (block >> l->header_shift) * l->header_bytes + block * l->block_bytes;

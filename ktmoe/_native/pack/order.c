@@ -80,7 +80,7 @@ static inline void transpose_nibbles(const u32x4 in[EIGHT], const uint8_t at[EIG
 #define FIRST_BYTES(a, b) SHUFFLE(u8x16, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define SECOND_BYTES(a, b) SHUFFLE(u8x16, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 
-/* A square of 16 x 16 bytes: four rows become dwords, and those are transposed. */
+/* Transposes a square of 16 x 16 bytes: four rows become dwords, which are transposed. */
 static inline void transpose_bytes(const uint8_t *from, size_t from_row, uint8_t *to, size_t to_row) {
     u32x4 v[4][4]; /* of four columns, of four rows */
     for (size_t four = 0; four < 4; four++) {
@@ -94,7 +94,7 @@ static inline void transpose_bytes(const uint8_t *from, size_t from_row, uint8_t
     for (size_t four = 0; four < 4; four++) store_transposed(v[four], to + 4 * four * to_row, to_row);
 }
 
-/* A square of 8 x 8 words, likewise. */
+/* Transposes a square of 8 x 8 words: two rows become dwords, which are transposed. */
 static inline void transpose_words(const uint8_t *from, size_t from_row, uint8_t *to, size_t to_row) {
     u32x4 first[4], second[4];
     for (size_t two = 0; two < 4; two++) {
@@ -106,7 +106,7 @@ static inline void transpose_words(const uint8_t *from, size_t from_row, uint8_t
     store_transposed(second, to + 4 * to_row, to_row);
 }
 
-/* A square of 4 x 4 dwords, likewise. */
+/* Transposes a square of 4 x 4 dwords. */
 static inline void transpose_dwords(const uint8_t *from, size_t from_row, uint8_t *to, size_t to_row) {
     u32x4 v[4];
     for (size_t i = 0; i < 4; i++) memcpy(&v[i], from + i * from_row, sizeof v[i]);
@@ -145,7 +145,7 @@ void kt_transpose(const uint8_t *from, size_t from_row, size_t rows, size_t colu
         }
 }
 
-/* Of a rectangle's row, where its first record is. */
+/* Where the first record of a rectangle's row is, in bytes. */
 static size_t record_at(const kt_records *o, kt_rectangle r, size_t row) {
     return ((r.row + row) * r.k + r.column) / o->weights * o->bytes;
 }

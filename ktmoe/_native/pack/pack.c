@@ -28,8 +28,8 @@ static size_t panels_of(const kt_shard_matrix *s) { return s->format ? kt_round_
 
 size_t kt_packed_bytes(const kt_shard_matrix *m) { return panels_of(m) * kt_panel_bytes(m->format, m->k); }
 
-/* Of panels that one worker takes: how many such runs each may still expect. Neighbours are neighbours in the checkpoint, too, so
- * that what is fetched beyond a panel is the same worker's next one. */
+/* A worker takes a run of panels; so many such runs each worker may still expect. Neighbours are neighbours in the checkpoint,
+ * too, so that what is fetched beyond a panel is the same worker's next one. */
 enum { RUNS_LEFT = 2 };
 
 /* The next run of a shard's panels, of all matrices one after another: [*first, end). */
@@ -49,11 +49,12 @@ static size_t matrix_of(const pack_job *j, size_t shard, size_t *panel) {
     return matrix;
 }
 
-/* From a dense row of codes to the next: not a power of two, since the lines of 16 rows would have the same places in L1. */
+/* The bytes from one dense row of codes to the next. They are no power of two, since the lines of 16 rows would have the same
+ * places in L1. */
 static size_t dense_stride(const kt_format *f, size_t k) { return kt_round_up(kt_codes_bytes(f, k), KT_LINE) + KT_LINE; }
 
-/* Of what a worker does: bytes for a panel's dense codes and arrays of groups, once for all, since pages cost more than what is done
- * in them. To pack, only codes in another order need it. False: there is no memory. */
+/* Allocates the bytes for a panel's dense codes and arrays of groups, once for all panels of a worker, since pages cost more
+ * than what is done in them. To pack, only codes in another order need it. False: there is no memory. */
 static bool dense_panel(pack_job *j, bool unpacks, uint8_t **dense) {
     size_t most = 0;
     for (const kt_shard_matrix *s = j->matrices; s < j->matrices + j->shards * KT_MATRICES; s++) {
@@ -126,12 +127,12 @@ int kt_pack(const kt_placement *placement, const kt_shard_matrix *matrices, kt_s
 
 size_t kt_codes_bytes(const kt_format *f, size_t columns) { return columns * f->packing->code_bits / 8; }
 
-/* Of codes where there is no array. */
+/* The bytes of so many columns in a row of an array of groups; a NULL: in a row of codes. */
 static size_t row_bytes(const kt_format *f, const kt_group_array *a, size_t columns) {
     return a ? kt_group_bytes(a, columns) : kt_codes_bytes(f, columns);
 }
 
-/* What a shard's matrix and a slice have in common. */
+/* The rectangle that a panel of a shard's matrix and a slice have in common. */
 static kt_rectangle common(const kt_shard_matrix *s, size_t panel, const kt_slice *to) {
     const size_t row = s->row + panel * KT_PANEL, end = row + rows_of(s, panel);
     const size_t first = row > to->row ? row : to->row, last = end < to->row + to->rows ? end : to->row + to->rows;
@@ -141,7 +142,7 @@ static kt_rectangle common(const kt_shard_matrix *s, size_t panel, const kt_slic
         to->rows, to->columns, first, last > first ? last - first : 0, begin, stop > begin ? stop - begin : 0};
 }
 
-/* Rows of one of a panel's dense arrays to a slice's. a: NULL for codes. */
+/* Copies rows of one of a panel's dense arrays to a slice's. a: NULL for codes. */
 static void copy_rows(const kt_shard_matrix *s, size_t panel, const kt_slice *to, const kt_group_array *a, const uint8_t *from,
                       uint8_t *bytes_to) {
     const kt_rectangle r = common(s, panel, to);
@@ -167,7 +168,7 @@ static void copy_codes(const kt_shard_matrix *s, size_t panel, const kt_slice *t
     kt_order_from_rows(&s->format->order, rows, stride, r, to->codes);
 }
 
-/* After all that the fields have. */
+/* Writes a panel's fields into a slice's records; the arrays that they are made from are complete by now. */
 static void write_fields(const kt_shard_matrix *s, size_t panel, const kt_slice *to) {
     kt_rectangle r = common(s, panel, to);
     if (!to->fields || !r.rows || !r.columns) return;

@@ -1,4 +1,4 @@
-/* Between a checkpoint's bytes and the packed layout. */
+/* Packing: from a checkpoint's bytes to the packed layout, and back. */
 #ifndef KT_PACK_H
 #define KT_PACK_H
 
@@ -10,7 +10,7 @@ typedef struct kt_packing kt_packing;
 /* The arrays of numbers that groups of weights have. An offset is a zero point or a minimum. */
 enum { KT_SCALES, KT_SUPER_SCALES, KT_OFFSETS, KT_SUPER_OFFSETS, KT_GROUP_ARRAYS };
 
-/* One of them as it is packed: numbers of so many bytes. */
+/* One array of numbers of groups as it is packed. */
 typedef struct kt_group_array {
     size_t group;     /* k that share one; 0: there is no such array */
     size_t rows;      /* rows that do: 1, or whole panels, whose one is fp32 and stands in a line of copies */
@@ -65,7 +65,7 @@ struct kt_packing {
 extern const kt_packing kt_pack_q4, kt_pack_f8, kt_pack_i8, kt_pack_b16, kt_pack_f16, kt_pack_f32;
 extern const kt_packing *const kt_packings[]; /* all of them; NULL ends the list */
 
-/* Of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */
+/* The bytes of a row of so many columns, which are whole bytes of codes and whole scale groups, or end with the matrix. */
 size_t kt_codes_bytes(const kt_format *format, size_t columns);
 size_t kt_group_bytes(const kt_group_array *array, size_t columns); /* 0 without such an array */
 
@@ -78,8 +78,8 @@ typedef struct kt_slice {
 } kt_slice;
 
 enum { KT_MATRICES = 3 }; /* of an expert: gate, up, down */
-/* With the pool's lock held, by its threads, each shard's by its own; 0 or an errno. matrices: [shards][KT_MATRICES].
- * scans: [KT_MATRICES]. */
+/* The pool's threads pack and unpack, each shard's matrices by its own; the caller holds the pool's lock. They return 0 or an
+ * errno. matrices: [shards][KT_MATRICES]. scans: [KT_MATRICES]. */
 int kt_pack(const kt_placement *placement, const kt_shard_matrix *matrices, kt_scan *scans);
 int kt_unpack(const kt_placement *placement, const kt_shard_matrix *matrices, const kt_slice *slices, size_t count);
 

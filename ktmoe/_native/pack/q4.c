@@ -10,8 +10,8 @@
 
 enum { BLOCK_BYTES = KT_Q4_BLOCK_BYTES, ROW_BYTES = KT_BLOCK / 2, LINE_STEP = 64 };
 
-/* Of two rows, k0 k1 .. k7 of each dword from the lowest nibble up -> k0 k2 k4 k6 k1 k3 k5 k7. The rows' even bytes have k0 k1 k4 k5,
- * their odd bytes the others; these change nibbles, and then words alternate. */
+/* Reorders each dword of two rows, from the lowest nibble up: k0 k1 .. k7 -> k0 k2 k4 k6 k1 k3 k5 k7. The rows' even bytes have
+ * k0 k1 k4 k5, their odd bytes the others; these change nibbles, and then words alternate. */
 static inline void split_pairs(u32x4 two[2]) {
     const u8x16 a = (u8x16)two[0], b = (u8x16)two[1];
     u32x4 even = (u32x4)SHUFFLE(u8x16, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);

@@ -32,12 +32,13 @@ static inline void store(uint8_t *p, u8x16 v) { memcpy(p, &v, sizeof v); }
 
 static inline u8x16 splat(unsigned byte) { return (u8x16){0} + (uint8_t)byte; }
 
-/* So many bits of each byte, from bit `from` on, to bit `to`. */
+/* Moves so many bits of each byte, from bit `from` on, to bit `to`. */
 ALWAYS_INLINE u8x16 piece_of(u8x16 v, unsigned from, const size_t bits, unsigned to) {
     return (u8x16)((u16x8)((u8x16)((u16x8)v >> (uint16_t)from) & splat((1u << bits) - 1)) << (uint16_t)to);
 }
 
-/* Of a plane whose runs are whole vectors, so many records: its bits are added to codes, or come to the numbers in `before`. */
+/* Adds a plane's bits to the codes of so many records; the first plane's bits are added to o->plus. The plane's runs are whole
+ * vectors. */
 ALWAYS_INLINE void vectors_to_codes(const kt_plane p, const kt_records *o, const uint8_t *from, size_t records, uint8_t *codes,
                                     const size_t bits, const bool first) {
     const size_t pieces = 8 / bits, bytes = o->weights / pieces, step = o->bytes, run = p.run;
@@ -66,7 +67,7 @@ ALWAYS_INLINE void vectors_from_codes(const kt_plane p, const kt_records *o, con
             }
 }
 
-/* The same of any runs, code by code. */
+/* Adds the bits of a plane with any runs to codes, code by code. */
 static void bytes_to_codes(const kt_plane p, const kt_records *o, const uint8_t *from, size_t records, uint8_t *codes,
                            bool first) {
     const size_t pieces = 8u / p.bits, bytes = o->weights / pieces, mask = (1u << p.bits) - 1;
@@ -89,8 +90,8 @@ static void bytes_from_codes(const kt_plane p, const kt_records *o, const uint8_
     }
 }
 
-/* Of planes whose bytes have the bits of eight codes side by side, four bytes at a time: each is copied to eight, of which each shows
- * one of its bits. */
+/* Adds the bits of planes whose bytes have the bits of eight codes side by side, four bytes at a time: each is copied to eight,
+ * of which each shows one of its bits. */
 static void bits_to_codes(const kt_plane p, const kt_records *o, const uint8_t *from, size_t records, uint8_t *codes,
                           bool first) {
     const u8x16 own = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128}, bit = splat(1u << p.shift);
@@ -106,7 +107,7 @@ static void bits_to_codes(const kt_plane p, const kt_records *o, const uint8_t *
         }
 }
 
-/* Of runs of words of eight, by integers. */
+/* Writes the bits of planes whose runs are words of eight bytes, by integers. */
 static void words_from_codes(const kt_plane p, const kt_records *o, const uint8_t *codes, size_t records, uint8_t *to) {
     const size_t pieces = 8u / p.bits, bytes = o->weights / pieces, run = p.run;
     const uint64_t mask = EACH * ((1u << p.bits) - 1);
@@ -122,7 +123,8 @@ static void words_from_codes(const kt_plane p, const kt_records *o, const uint8_
             }
 }
 
-/* Of single bits in runs of one, eight at a time: a product brings their bits together in its highest byte. */
+/* Writes the bits of planes of single bits in runs of one, eight at a time: a product brings them together in its highest
+ * byte. */
 static void bits_from_codes(const kt_plane p, const kt_records *o, const uint8_t *codes, size_t records, uint8_t *to) {
     for (size_t r = 0; r < records; r++, to += o->bytes)
         for (size_t at = 0; at < o->weights / 8u; at++, codes += 8) {
@@ -132,7 +134,7 @@ static void bits_from_codes(const kt_plane p, const kt_records *o, const uint8_t
         }
 }
 
-/* With a plane's bits, and whether it is the first, as constants. */
+/* Calls with a plane's bits, and whether it is the first, as constants. */
 #define TO_CODES(bits)                                                 \
     case bits:                                                         \
         if (first)                                                     \
@@ -175,7 +177,7 @@ static inline u8x16 to_nibbles(u8x16 a, u8x16 b) {
     return SHUFFLE(u8x16, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 }
 
-/* Of a plane of all four bits in runs of 8 or of whole vectors: no codes between. */
+/* Turns a plane of all four bits, in runs of 8 or of whole vectors, into rows of nibbles, without codes between. */
 static void plane_to_nibbles(const kt_plane p, const kt_records *o, const uint8_t *from, size_t records, uint8_t *rows) {
     const size_t bytes = o->weights / 2u, step = o->bytes, run = p.run, half = run / 2;
     for (const uint8_t *end = from + records * step; from < end; from += step)
@@ -193,10 +195,10 @@ static void plane_to_nibbles(const kt_plane p, const kt_records *o, const uint8_
             }
 }
 
-/* Codes of so many planes at a time, so that they stay in L1. */
+/* Most codes that are made at a time, plane after plane, so that they stay in L1. */
 enum { TOGETHER = 4096 };
 
-/* So many records together that their codes are at most TOGETHER. */
+/* The records whose codes are at most TOGETHER. */
 static size_t records_at_a_time(const kt_records *o) { return TOGETHER / o->weights; }
 
 static void codes_to_nibbles(const uint8_t *codes, size_t bytes, uint8_t *rows) {
@@ -306,7 +308,7 @@ static void clear_fields(const kt_records *o, uint8_t *records, size_t count) {
     }
 }
 
-/* With their array, of the records from `first` on. */
+/* Reads a field of the records from `first` on into its array of items. */
 static void read_field(const kt_records *o, const kt_field *f, uint8_t *records, size_t first, size_t count) {
     uint8_t *items = f->items + first * f->item_bytes;
     const bool whole = f->moves == 1 && f->move[0].bits == 8 && f->move[0].count == f->item_bytes; /* no bit is left over */

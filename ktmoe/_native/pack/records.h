@@ -35,7 +35,7 @@ typedef struct kt_records {
     kt_move spare[KT_SPARES_MAX]; /* bits that mean nothing, and must be 0 */
 } kt_records;
 
-/* So many records to a row of codes, as packing takes it; and back, into the planes' bytes alone. */
+/* Turn so many records into a row of codes, as packing takes it; and back, into the planes' bytes alone. */
 void kt_records_to_rows(const kt_records *o, const uint8_t *from, size_t records, uint8_t *rows);
 void kt_records_from_rows(const kt_records *o, const uint8_t *rows, size_t records, uint8_t *to);
 
@@ -53,7 +53,7 @@ typedef struct kt_fields {
     kt_field field[KT_FIELDS_MAX];
 } kt_fields;
 
-/* Of a rectangle's records: their fields to items. Returns whether a spare bit is set. */
+/* Reads the fields of a rectangle's records into items. Returns whether a spare bit is set. */
 bool kt_fields_read(const kt_records *o, const kt_fields *fields, const uint8_t *stored, kt_rectangle r);
 /* The inverse: all bytes of records that no plane has. It changes the items. */
 void kt_fields_write(const kt_records *o, const kt_fields *fields, uint8_t *stored, kt_rectangle r);

@@ -24,7 +24,7 @@ typedef uint32_t u32x4 __attribute__((vector_size(16)));
 #define FIRST_WORDS(a, b) SHUFFLE(u16x8, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
 #define SECOND_WORDS(a, b) SHUFFLE(u16x8, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 
-/* In four dwords, the bits of `mask` change places with those `shift` above them. */
+/* Exchanges, in each of four dwords, the bits of `mask` with those `shift` above them. */
 static inline u32x4 swap_bits(u32x4 v, uint32_t mask, int shift) {
     const u32x4 changed = (v ^ v >> shift) & mask;
     return v ^ changed ^ changed << shift;

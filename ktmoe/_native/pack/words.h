@@ -11,7 +11,7 @@
 
 enum { PAIR_BYTES = KT_PANEL * 4, BLOCK_BYTES = KT_B16_BLOCK_BYTES, ROW_BYTES = KT_BLOCK * 2, LINE_STEP = PAIR_BYTES };
 
-/* In both words of a dword: the exponent, and its lowest bit. */
+/* The exponent of both words of a dword, and the lowest bit of each. */
 static const uint32_t ALL = EXPONENT * 0x10001u, LEAST = (EXPONENT & -EXPONENT) * 0x10001u;
 
 static inline size_t column_at(size_t column) { return kt_b16_at(column, 0); }

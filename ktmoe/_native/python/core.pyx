@@ -82,7 +82,7 @@ cdef object _raise(int error, str doing):
 
 
 cdef int _expect_aligned(str name, const void *address, size_t item_bytes) except -1:
-    """C promises nothing for numbers elsewhere. Who calls this module copies such arrays, or refuses them."""
+    """Check that numbers stand at multiples of their size: C promises nothing for others. Callers copy or refuse them."""
     if <size_t>address % item_bytes:
         raise InputError(f"{name} must be at a multiple of {item_bytes} bytes in memory, found at {<size_t>address}")
     return 0

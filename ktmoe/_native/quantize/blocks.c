@@ -73,7 +73,7 @@ INLINE void e2m1(const kt_block_rule *rule, unsigned byte, const uint16_t *x, ui
     }
 }
 
-/* Those of any scale. */
+/* Rounds a block to E2M1 with any scale; a small one is lifted first. */
 INLINE void e2m1_block(const kt_block_rule *rule, unsigned byte, const uint16_t *x, uint16_t *number, uint16_t *code) {
     if (byte >= LEAST_E2M1) {
         e2m1(rule, byte, x, number, code);
@@ -103,7 +103,7 @@ INLINE bool has_small(const uint16_t *x, i16x8 least) {
     return both[0] | both[1];
 }
 
-/* Without those: the last 4 bits are rounded away. */
+/* Rounds to E4M3 where no number is that small: the last 4 bits are rounded away. */
 INLINE void e4m3(const kt_block_rule *rule, i16x8 one, const uint16_t *x, uint16_t *number, uint16_t *code) {
     const i16x8 largest = one + (8 * 128 + 96), any_sign = splat_i16(rule->negative_zero ? -1 : 0);
     for (size_t i = 0; i < KT_BLOCK; i += 8) {

@@ -3,7 +3,7 @@
 
 enum { LANES = 8 };
 
-/* Of count numbers; NaN is never less and never more. */
+/* Widens [*low, *high] to hold count numbers; NaN is never less and never more. */
 static void range(const float *restrict w, size_t count, float *restrict low, float *restrict high) {
     float least[LANES], most[LANES];
     for (size_t l = 0; l < LANES; l++) least[l] = *low, most[l] = *high;

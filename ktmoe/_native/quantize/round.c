@@ -42,7 +42,8 @@ static void quotients(const kt_rounding *how, size_t group, size_t first, size_t
     }
 }
 
-/* To the nearest integer of w / divisor in float64, ties away from zero; it stands in t, where float32 is exact. */
+/* Rounds w / divisor in float64 to the nearest integer, ties away from zero; the integer stands in t, where float32 is
+ * exact. */
 static void quotients_float64(const kt_rounding *how, size_t group, size_t first, size_t count, chunk *restrict c) {
     kt_spread(how->divisors + group, how->columns, first, count, 1, c->more);
     for (size_t i = 0; i < KT_CHUNK; i += 2) {

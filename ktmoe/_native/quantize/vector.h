@@ -32,7 +32,7 @@ INLINE f64x2 load_f64(const double *p) {
     return v;
 }
 
-/* Two of them, as doubles. */
+/* Two floats, as doubles. */
 INLINE f64x2 load_wide(const float *p) {
     f32x2 v;
     memcpy(&v, p, sizeof v);

@@ -29,7 +29,8 @@ typedef struct kt_weights {
  * 2; count is at most KT_CHUNK. */
 void kt_weights_read(const kt_weights *m, size_t row, size_t first, size_t count, float w[KT_CHUNK]);
 
-/* Of count weights from first on, what their group of so many columns has, the rest of the chunk `rest`. */
+/* Gives each of count weights from first on its group's number, a group being so many columns; the rest of the chunk gets
+ * `rest`. */
 void kt_spread(const float *of_groups, size_t columns, size_t first, size_t count, float rest, float out[KT_CHUNK]);
 void kt_spread_f64(const double *of_groups, size_t columns, size_t first, size_t count, double out[KT_CHUNK]); /* the rest: 0 */
 

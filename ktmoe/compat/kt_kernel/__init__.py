@@ -114,5 +114,5 @@ class KTMoEWrapper:
 
 @functools.cache
 def _say() -> None:
-    """Once a process, so that an engine's log has who computes the experts on the CPU."""
+    """Log once a process who computes the experts on the CPU."""
     logging.getLogger(__name__).info("experts on the CPU are computed by ktmoe")

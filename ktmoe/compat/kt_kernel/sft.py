@@ -38,12 +38,12 @@ def get_rawint4_runtime() -> str:
 
 
 def get_mxfp4_runtime() -> str:
-    """As get_rawint4_runtime()."""
+    """The method for weights in MXFP4, which can be trained and served on this CPU."""
     return "MXFP4_SFT"
 
 
 def get_fp8_runtime() -> str:
-    """As get_rawint4_runtime()."""
+    """The method for weights in FP8, which can be trained and served on this CPU."""
     return "AMXFP8_SFT"
 
 

@@ -31,7 +31,10 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _look(self, seen: object) -> None:
-        """seen: the request that was answered when this looked before, None for none yet; self if one was being answered."""
+        """Close the connection if it has waited too long for a request, or for a client that does not read.
+
+        seen: the request that was answered when this looked before, None for none yet; self if one was being answered.
+        """
         if self.transport.is_closing():
             self.transport.abort()  # the client has not read the last bytes since
             return

@@ -11,7 +11,7 @@ from ktmoe.transformers.server.refusal import Refusal
 
 #: Characters of a request for each token of the context. Text has 2 to 5; this bounds what is tokenized.
 CHARACTERS = 8
-#: At most that many texts that end an answer, and characters of each: transformers compares them with all its vocabulary.
+#: The most texts that end an answer, and characters of each: transformers compares them with all its vocabulary.
 STOPS, STOP_LENGTH = 4, 64
 #: What `generation_config`, a field of transformers' own chat client, may choose: how tokens are chosen, and how many.
 GENERATION = {
@@ -48,7 +48,7 @@ class Fields:
     media: Collection[str]
 
     def parse(self, body: bytes) -> dict:
-        """The request. Raises Refusal."""
+        """The request that a body holds, checked. Raises Refusal."""
         try:
             request = json.loads(body)
             text = json.dumps(request, ensure_ascii=False)

@@ -94,7 +94,7 @@ class Generations(GenerateManager):
             answer.loop.call_soon_threadsafe(answer.made.set)
 
     def cancel(self, answer: PendingAnswer, why: Refusal) -> None:
-        """End it, if it is being made, before the model's next module is called; else as soon as it begins."""
+        """End an answer, if it is being made, before the model's next module is called; else as soon as it begins."""
         with self._changing:
             answer.stopped = answer.stopped or why
             self._interrupt()

@@ -64,7 +64,7 @@ class Guard:
             self._requests -= 1
 
     async def _answer(self, scope: dict, body: bytes, receive: Receive, send: Send) -> None:
-        """Until it was sent, or its client has gone."""
+        """Answer a request, until the answer was sent or its client has gone."""
         answer, gone = PendingAnswer(), asyncio.create_task(_gone(receive))
         sent = asyncio.create_task(self._in_turn(answer, scope, _once(body, gone), send))
         try:
@@ -115,13 +115,13 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the client has gone."""
+    """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def _once(body: bytes, gone: asyncio.Task) -> Receive:
-    """For an application: the body, which was read already; then that the client has gone, once it has."""
+    """What an application receives: the body, which was read already; then that the client has gone, once it has."""
     given = False
 
     async def receive() -> dict:

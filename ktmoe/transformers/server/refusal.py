@@ -38,12 +38,12 @@ class Refusal(Exception):
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """For an error of transformers or the model."""
+    """The refusal for an error of transformers or the model."""
     if isinstance(error, OF_REQUESTS) and not isinstance(error, KtmoeError):
         return Refusal(400, f"transformers does not understand the request: {in_words(error)}")
     return Refusal(500, f"the model cannot answer: {in_words(error)}")
 
 
 def in_words(error: Exception) -> str:
-    """Its type and its message, in one line."""
+    """An error's type and message, in one line."""
     return printable(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "))

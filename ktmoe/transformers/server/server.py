@@ -109,7 +109,10 @@ def _variables(processor) -> frozenset[str]:
 
 
 def _add_routes(app, name: str) -> None:
-    """Before transformers' own: its list of models is the Hub's cache, and its client asks for the model to be loaded."""
+    """Add routes that come before transformers' own.
+
+    Its own list of models is the Hub's cache, and its client asks for the model to be loaded.
+    """
     from starlette.responses import JSONResponse, PlainTextResponse
     from starlette.routing import Route
 

@@ -16,7 +16,8 @@ enum {
     FEW_MAX = FEW_ROWS,
 };
 
-/* So that 4 to 24 chains hide the latency and fit into registers; a broadcast of x serves all vectors, and 6 rows decode once. */
+/* The passes have 4 to 24 chains, which hide the latency and fit into registers. A broadcast of x serves all vectors, and 6
+ * rows decode once. */
 #define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
 
 INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int part) {

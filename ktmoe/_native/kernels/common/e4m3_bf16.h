@@ -10,8 +10,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-/* What is added to the bits of a word: for normal numbers, and by VPERMW for those of exponent 0, less `lower`, saturating, so that
- * zero stays zero. Only the first eight words of a table are looked at. */
+/* What is added to the bits of a word: `normal` for normal numbers, and by VPERMW `denormal` for those of exponent 0, less
+ * `lower`, saturating, so that zero stays zero. Only the first eight words of that table are looked at. */
 typedef struct e4m3_to_bf16 {
     __m512i normal, denormal, lower;
 } e4m3_to_bf16;
@@ -23,7 +23,7 @@ typedef struct e4m3_to_bf16 {
         0, DENORMAL(0x3B00, 1, raised), DENORMAL(0x3B80, 2, raised), DENORMAL(0x3BC0, 3, raised), DENORMAL(0x3C00, 4, raised), \
         DENORMAL(0x3C20, 5, raised), DENORMAL(0x3C40, 6, raised), DENORMAL(0x3C60, 7, raised)))
 
-/* Without a scale: nothing is lower. */
+/* What is added where there is no scale: nothing is lower. */
 static inline __attribute__((always_inline)) e4m3_to_bf16 e4m3_plain(void) {
     return (e4m3_to_bf16){_mm512_set1_epi16(120 << 7), DENORMALS(0), _mm512_setzero_si512()};
 }
@@ -35,7 +35,7 @@ static inline __attribute__((always_inline)) e4m3_to_bf16 e4m3_folded(const __m5
 #undef DENORMALS
 #undef DENORMAL
 
-/* Of the upper bytes of words, or of their lower ones; folded: whether there is a scale. */
+/* The bf16 of the upper bytes of words, or of their lower ones; folded: whether there is a scale. */
 static inline __attribute__((always_inline)) __m512i e4m3_to_words(const __m512i words, const int upper, const e4m3_to_bf16 *to,
                                                                    const int folded) {
     const __m512i top = upper ? words : _mm512_slli_epi16(words, 8), index = upper ? _mm512_srli_epi16(words, 8) : words;

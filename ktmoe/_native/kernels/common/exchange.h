@@ -48,7 +48,7 @@ INLINE void exchange_lanes(u32v *a, u32v *b, const int bit) {
 #endif
 }
 
-/* The same for one bit, then for another. */
+/* Exchanges lanes by one bit, then by another. */
 INLINE void exchange_lanes_twice(u32v *a, u32v *b, const int first, const int second) {
 #if VECTOR_BYTES == 64
     const u32v x = *a, y = *b, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -84,7 +84,7 @@ INLINE u32v select_bits(const uint32_t mask, const u32v where_set, const u32v el
 #endif
 }
 
-/* In each dword, the upper ones of two neighbouring pieces of `bits` bits of a change places with the lower ones of b. */
+/* Exchanges, in each dword, the upper ones of two neighbouring pieces of `bits` bits of a with the lower ones of b. */
 INLINE void exchange_pieces(u32v *a, u32v *b, const int bits) {
     const uint32_t lower = bits == 4 ? 0x0F0F0F0F : 0x00FF00FF;
     const u32v x = *a, y = *b;

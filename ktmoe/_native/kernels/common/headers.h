@@ -10,7 +10,7 @@ INLINE size_t blocks_per_header(const size_t scale_group, const scaling how) {
     return kind_of(how) == UE8M0 || how & (HALVES | MINIMA | SUPER) ? 1 : scale_group / KT_BLOCK;
 }
 
-/* Of a panel's first blocks, all that stands before the next one's header, or before its super-scales. */
+/* The bytes of a panel's first blocks: all that stands before the next block's header, or before its super-scales. */
 INLINE size_t packed_bytes(const size_t blocks, const size_t per, const scaling how) {
     return (blocks * KT_BLOCK + KT_SUPER_GROUP - 1) / KT_SUPER_GROUP * super_bytes(how) +
            (blocks + per - 1) / per * header_bytes(how) + blocks * BLOCK_BYTES;
@@ -18,7 +18,7 @@ INLINE size_t packed_bytes(const size_t blocks, const size_t per, const scaling 
 
 INLINE f32v times_super(const f32v scale, const f32v super, const scaling how) { return how & SUPER ? scale * super : scale; }
 
-/* Scales and minima of a group, of one or both halves of its blocks. */
+/* Decodes scales and minima of a group, of one or both halves of its blocks. */
 INLINE void decode_header(const uint8_t *header, const uint8_t *super, float scale[][KT_PANEL], float minimum[][KT_PANEL],
                           const scaling how) {
     for (int v = 0; v < VECTORS; v++) {

@@ -16,7 +16,7 @@ typedef struct int16_block {
     int32_t minus_16_sums; /* -16 times the sum of the 32 integers */
 } int16_block;
 
-/* The same of the first and of the last 16 k, apart: the common case has shorter addresses then. */
+/* What a row has of the first and of the last 16 k of each 32. It stands apart: the common case has shorter addresses then. */
 typedef struct int16_halves {
     int32_t minus_16_sums[2];
 } int16_halves;

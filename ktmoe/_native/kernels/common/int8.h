@@ -51,7 +51,7 @@ INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, con
     return (sums)splat(bits);
 }
 
-/* Exact. */
+/* The sum of x, which is exact; part: panel.h's. */
 INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int part) {
     const int32_t start = part ? tail_of_halves(x, k, block)->start[part - 1] : tail(x, k, block)->start;
     const int32_t sum = SUMS_OF_WORDS ? (int16_t)(start & 0xFFFF) + (start >> 16) : start;

@@ -19,7 +19,7 @@
 #include "kernels/common/magnitude.h"
 #include "ktmoe.h"
 
-/* Without VPDPBUSD, sums are kept in words. Rows and kernels have to agree on that. */
+/* Sums are kept in words where there is no VPDPBUSD. Rows and kernels have to agree on that. */
 #if defined __AVX512VNNI__ || defined __AVXVNNI__
 #define SUMS_OF_WORDS 0
 #else
@@ -33,7 +33,7 @@ typedef struct int8_block {
     int32_t start;
 } int8_block;
 
-/* The same start of the first and of the last 16 k, apart: the common case has shorter addresses then. */
+/* The starts of the first and of the last 16 k of each 32. They stand apart: the common case has shorter addresses then. */
 typedef struct int8_halves {
     int32_t start[2];
 } int8_halves;
@@ -82,13 +82,13 @@ static inline __m256i e2m1_integers(const uint16_t *x, const int up, float *scal
     return in_order(v);
 }
 
-/* Of two words, of even and of odd k. */
+/* A start from its two words, of even and of odd k. */
 static inline int32_t int8_start(const __m128i words) {
     const uint32_t both = (uint32_t)_mm_cvtsi128_si32(words);
     return SUMS_OF_WORDS ? (int32_t)both : (int16_t)(both & 0xFFFF) + (int16_t)(both >> 16);
 }
 
-/* Of integers in the row's order. */
+/* Writes the starts of 32 integers, which are in the row's order. */
 static inline void int8_starts(const __m256i integers, int8_block *block, int8_halves *halves) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(16), integers);
     __m256i sums = _mm256_sub_epi16(_mm256_setzero_si256(), pairs);

@@ -5,7 +5,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-/* Of 32 bf16, the largest one's bits without its sign. */
+/* The bits of the largest of 32 bf16, without its sign. */
 static inline uint32_t largest_magnitude(const uint16_t *x) {
     const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
     const __m256i a = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)x), magnitude);

@@ -33,7 +33,7 @@ INLINE int halves(const scaling how) { return how & HALVES ? 2 : 1; }
 
 INLINE int minima(const scaling how) { return how & MINIMA ? 1 : 0; }
 
-/* Of a header's row of scales, and of all of it; of the super-scales before each KT_SUPER_GROUP k. */
+/* The bytes of a header's row of scales; of all of a header; of the super-scales before each KT_SUPER_GROUP k. */
 INLINE size_t scales_bytes(const scaling how) {
     const int kind = kind_of(how);
     return kind == NONE ? 0 : kind == PANEL ? LINE : kind == BF16 || kind == FP16 ? KT_PANEL * 2 : KT_PANEL;

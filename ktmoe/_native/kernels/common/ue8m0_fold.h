@@ -5,7 +5,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-/* (from - b) << 7 for both weights of each of 16 columns. */
+/* What is taken from both weights of each of 16 columns: (from - b) << 7. */
 static inline __m512i ue8m0_fold(const uint8_t *scales, const short from) {
 /* Byte i to both words of lane i, zero above it. */
 #define LANE(i) (int)(0x80008000u | (i) * 0x00010001u)

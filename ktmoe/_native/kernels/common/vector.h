@@ -79,7 +79,7 @@ INLINE f32v scale_and_add(f32v sum, f32v scale, f32v total) {
 #endif
 }
 
-/* total - x * scale, rounded likewise. */
+/* total - x * scale, rounded as scale_and_add() rounds. */
 INLINE f32v scale_and_subtract(f32v x, f32v scale, f32v total) { return scale_and_add(x, -scale, total); }
 
 INLINE f32v select_f32(i32v where, f32v a, f32v b) { return (f32v)((where & (i32v)a) | (~where & (i32v)b)); }
@@ -108,7 +108,7 @@ INLINE u32v widen_u8(const uint8_t *p) {
 #endif
 }
 
-/* Signed ones. */
+/* Signed integers of a vector of columns as 32 bits. */
 INLINE i32v widen_i8(const uint8_t *p) {
 #if VECTOR_BYTES == 64
     return (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));

@@ -7,7 +7,7 @@
 
 #include "ktmoe.h"
 
-/* Of a block, of its first and of its last 16 k. */
+/* The sums of x in a block, in its first 16 k and in its last. */
 typedef struct x_sums {
     float of[3];
 } x_sums;
@@ -24,7 +24,7 @@ static inline float sum_of_16(const uint16_t *x) {
     return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-/* Of count bf16 numbers. */
+/* Sums up count bf16 numbers, block by block. */
 static inline void sum_blocks(const uint16_t *x, const size_t count, x_sums *to) {
     for (size_t i = 0; i < count; i += KT_BLOCK, to++) {
         const float first = sum_of_16(x + i), last = sum_of_16(x + i + 16);
