@@ -37,7 +37,7 @@ demo-chat: $(STAMPS)/native ## a model answers: first installs transformers; MOD
 
 test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by design; ARGS="-k pack" goes to pytest
 verify: CASES := --exhaustive
-verify: ## all cases of all tests, about 15 minutes on 2 cores
+verify: ## all cases of all tests, about 15 minutes on 2 cores; ARGS=--rest leaves out those of make test
 test verify: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test
 	@$(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS)
 	@if grep -qw amx_tile /proc/cpuinfo; then \
@@ -45,7 +45,7 @@ test verify: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test
 	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS); \
 	fi
 
-test-kt-kernel: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## kt-kernel itself beside ktmoe: installs it where that is possible
+test-kt-kernel: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, here and below
 	@$(PY) tools/test_kt_kernel.py $(ARGS)
 
 test-writers: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## loaders on what other projects' writers write: first installs those, about 5 minutes

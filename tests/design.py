@@ -13,8 +13,15 @@ they are counted. Tests without a backend run all of their cases. A marker says 
 - ``@pytest.mark.cover("all")``: all.
 - ``@pytest.mark.exhaustive``: none.
 
-``--exhaustive`` runs everything. The choice depends on nothing but the cases, so that two runs choose alike; of a test whose
-cases were picked by -k or by name, it is made among these.
+``--exhaustive`` runs everything, and ``--rest`` all cases that do not run by default: what `make test` has left.
+
+``--smoke`` is for tests that need another project's engine or writer. It runs those with a marker:
+
+- ``@pytest.mark.smoke``: enough cases that every value of each parameter occurs.
+- ``@pytest.mark.smoke("one")``: one case, which this CPU runs if it can.
+
+The choice depends on nothing but the cases, so that two runs choose alike; of a test whose cases were picked by -k or by name,
+it is made among these.
 """
 
 from __future__ import annotations
@@ -97,22 +104,49 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return kept
 
 
+def smoke(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of one test function's items that --smoke runs."""
+    marked = [item for item in items if item.get_closest_marker("smoke")]
+    if not marked or not hasattr(marked[0], "callspec"):
+        return marked
+    if marked[0].get_closest_marker("smoke").args == ("one",):
+        return [min(marked, key=lambda item: way_of(item) != "native")]
+    return [marked[number] for number in cover([case_of(item, "values") for item in marked], 1)]
+
+
+def left(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those of one test function's items that do not run by default."""
+    by_default = {id(item) for item in chosen(items)}
+    return [item for item in items if id(item) not in by_default]
+
+
+#: By the option that asks for it: which of a test function's items run.
+CHOICES = {"exhaustive": list, "rest": left, "smoke": smoke}
+
+
 def pytest_addoption(parser):
-    parser.addoption("--exhaustive", action="store_true", help="run all cases of all tests, as make verify does")
+    for option, what in (
+        ("exhaustive", "all cases of all tests, as make verify does"),
+        ("rest", "all cases that do not run by default"),
+        ("smoke", "of the tests marked as smoke, a few cases each"),
+    ):
+        parser.addoption(f"--{option}", action="store_const", dest="choice", const=option, help=f"run {what}")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cover(how): how a test's cases are chosen by default; see tests/design.py")
-    config.addinivalue_line("markers", "exhaustive: run by --exhaustive only; see tests/design.py")
+    config.addinivalue_line("markers", "exhaustive: not run by default; see tests/design.py")
+    config.addinivalue_line("markers", "smoke(how): run by --smoke, too; see tests/design.py")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("exhaustive"):
-        return
+    choice = config.getoption("choice")
     tests = {}
     for item in items:
         tests.setdefault((item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), []).append(item)
-    kept = {id(item) for of_test in tests.values() for item in chosen(of_test)}
+    kept = {id(item) for of_test in tests.values() for item in CHOICES.get(choice, chosen)(of_test)}
+    if choice == "smoke" and not kept:
+        raise pytest.UsageError("none of these tests is marked as smoke")
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]

@@ -14,6 +14,8 @@ from sft_wrappers import checkpoint, dirty, matrices, wrapper
 from ktmoe.errors import InputError, NotCopyableError, UnavailableError
 from ktmoe.training import Training
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture
 def torch():

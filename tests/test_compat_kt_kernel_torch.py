@@ -9,7 +9,7 @@ from ktmoe import load_experts
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
 from ktmoe.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = [pytest.mark.usefixtures("nothing_is_left"), pytest.mark.smoke]
 
 
 @pytest.fixture(scope="module")

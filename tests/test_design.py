@@ -86,6 +86,18 @@ def test_some(case): pass
 def test_long(): pass
 
 def test_plain(): pass
+
+@pytest.mark.smoke
+@each("one", range(4))
+@each("other", range(2))
+def test_few(one, other): pass
+
+@pytest.mark.smoke("one")
+@each("one", range(4))
+def test_first(backend, one): pass
+
+@pytest.mark.smoke
+def test_of_an_engine(): pass
 """
 
 
@@ -156,6 +168,22 @@ def test_everything(collected):
     for test, count in counts.items():
         assert len(names(everything, f"test_{test}")) == count
     assert set(collected()) < set(everything)
+    rest = collected("--rest")
+    assert sorted(collected() + rest) == sorted(everything)  # each once
+    assert "test_long" in rest
+
+
+def test_smoke(collected):
+    few, (first,), last = (
+        names(collected("--exhaustive", "--smoke"), f"test_{test}") for test in ("few", "first", "of_an_engine")
+    )
+    assert len(few) == 4
+    assert all(any(part in name for name in few) for part in ("[0-", "[1-", "-0]", "-1]", "-2]", "-3]"))
+    assert ways.WAYS[ways.SUBJECTS[first.partition("[")[2].rpartition("-")[0]].isa] == "native"
+    assert last == ["test_of_an_engine"]
+    assert len(collected("--smoke")) == 6
+    with pytest.raises(AssertionError, match="USAGE_ERROR"):  # so that a folder without any is noticed
+        collected("--smoke", "-k", "plain")
 
 
 def test_a_case_that_is_asked_for_runs(collected):

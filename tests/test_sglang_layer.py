@@ -13,6 +13,8 @@ from helpers import BF16, DEEPSEEK
 from ktmoe import MXFP4, ExpertWeights, Matrix, load_experts, reference, synthetic
 from ktmoe.compat.kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
 
+pytestmark = pytest.mark.smoke
+
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 4, 128, 128
 #: The first layer of the model is dense, as DeepSeek's; the others have experts.
 DENSE, LAYERS = 1, 4

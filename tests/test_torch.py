@@ -13,6 +13,8 @@ import ktmoe
 from ktmoe import MoELayer
 from ktmoe.errors import InputError
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(scope="module")
 def torch():

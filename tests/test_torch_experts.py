@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from ktmoe.torch import MoEExperts  # noqa: E402
 
+pytestmark = pytest.mark.smoke
+
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K, RANK = 6, 96, 64, 11, 3, 4
 #: The largest difference of gradients and outputs from float64 that rounds where ktmoe does: fp32 sums of less than 2^8 terms
 #: of like size, and here and there another bfloat16 neighbour of an h, which is one of 64 inputs of a sum.

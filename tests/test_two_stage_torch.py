@@ -9,6 +9,8 @@ from ktmoe import MoELayer, two_stage
 from ktmoe.errors import InputError
 from ktmoe.two_stage import dequantize, gemm1, gemm2, moe_sorting, quantize
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(scope="module")
 def torch():

@@ -22,6 +22,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *PACKED])
 def test_error(checkpoint, name):
     """Of all logits of 192 tokens, as a part of their norm; float32's routing is replayed."""
@@ -38,6 +39,7 @@ def test_error(checkpoint, name):
     assert of_eager < 0.1  # so that this means something
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *PACKED])
 def test_greedy_tokens(checkpoint, name):
     """What ktmoe generates is what eager would say next, wherever eager's margin between its first and second token is too

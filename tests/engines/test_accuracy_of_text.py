@@ -97,6 +97,7 @@ def test_a_text_of_one_window(count):
         windows(count, 64)
 
 
+@pytest.mark.smoke
 def test_perplexity_beside_transformers(folder):
     """Where experts are bfloat16, so that transformers has the same weights, and windows in batches.
 
@@ -297,6 +298,7 @@ def file(tmp_path):
     return str(path)
 
 
+@pytest.mark.smoke
 def test_json(folder, file, capsys, found):
     path = str(folder(MXFP4))
     assert cli.main(["accuracy", path, "--text", file, "--context", str(CONTEXT), "--activations", "int8", "--json"]) == 0

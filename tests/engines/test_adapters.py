@@ -65,6 +65,7 @@ def written(model, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("name", engine_models.ARCHITECTURES)
 def test_peft_loads_what_ktmoe_writes(name, tmp_path):
     """In float32, PEFT's model gives the logits of one with the sums as its weights; saved by PEFT again, all numbers stay."""
@@ -87,6 +88,7 @@ def test_peft_loads_what_ktmoe_writes(name, tmp_path):
                     np.testing.assert_array_equal(array, wanted)
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("name", engine_models.ARCHITECTURES)
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=["", "rslora"])
 def test_ktmoe_reads_what_peft_trains(name, options, tmp_path):
@@ -114,6 +116,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.float() - exact).norm() / exact.norm())
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v4"])
 def test_ktmoe_and_peft_compute_the_same(name, checkpoint, tmp_path):
     """With one adapter, ktmoe's packed experts are as near to PEFT in float32 as PEFT in bfloat16 is."""

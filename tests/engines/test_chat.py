@@ -67,6 +67,7 @@ def run(capsys):
     return call
 
 
+@pytest.mark.smoke
 def test_a_prompt(run, model, oracle):
     expected = oracle.answer(("user", PROMPT))
     assert len(set(expected)) > 5  # nothing that a wrong model would say as well
@@ -322,6 +323,7 @@ def conversation(model, tmp_path):
         found.close()
 
 
+@pytest.mark.smoke
 def test_a_conversation(conversation, oracle, tmp_path):
     """Of two turns, with greedy answers; then !exit."""
     talk = conversation(*GREEDY, "--system", "Be brief.")

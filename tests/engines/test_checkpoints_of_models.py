@@ -44,6 +44,7 @@ def changed(plain: Path, folder: Path, change) -> Path:
     return folder
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("source", ["checkpoint", "parameters"])
 def test_several_files(plain, text, tmp_path, source):
     eager(plain).save_pretrained(tmp_path, max_shard_size="300KB")
@@ -287,6 +288,7 @@ WRONG = {
 }
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_tensor(plain, tmp_path, wrong):
     change, message = WRONG[wrong]

@@ -49,6 +49,7 @@ STORED = {
 }
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("case", CASES)
 def test_transformers(case, tmp_path):
     model_type, sizes, options, config = CASES[case]
@@ -72,6 +73,7 @@ def test_transformers(case, tmp_path):
         assert torch.equal(loaded.get_parameter(name), before[name]), name
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("case", STORED)
 def test_compressed_tensors(case, tmp_path):
     """Its config is one that it takes, its targets are the experts, and its own way back gives ktmoe's numbers."""
@@ -98,6 +100,7 @@ def test_compressed_tensors(case, tmp_path):
         assert torch.equal(found.sign(), wanted.sign().to(found.dtype))
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_ktmoe_in_transformers(model_type, tmp_path):
     """Close to what the source says, as far as MXFP4 allows."""

@@ -25,6 +25,7 @@ def seen(calls) -> np.ndarray:
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", [*CHOOSING, "switched", "gpu_experts"])
 def test_each_way(checkpoint, way):
     """Also in generate(), whose steps are calls of one token."""

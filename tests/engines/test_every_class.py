@@ -33,6 +33,7 @@ IN_FLOAT32 = {"BeamExperts", "OpenAIPrivacyFilterExperts"}
 TOKENS = 6
 
 
+@pytest.mark.smoke
 def test_the_lists_are_complete():
     assert {*CLASSES} - {*DECORATED} == CLOSED | SHARED
     assert len(DECORATED) >= 65
@@ -46,6 +47,7 @@ def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, ids, torch.rand(ids.shape, generator=generator)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [name for name in DECORATED if name not in REFUSED])
 def test_served(name):
     model, arguments = alone(name), routed()
@@ -65,6 +67,7 @@ def test_served(name):
     assert worst <= 1, f"{worst:.3g} of the bound"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     model = alone(name)
@@ -74,6 +77,7 @@ def test_refused(name):
     assert dict(model.named_parameters()) == before
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", sorted(CLOSED))
 def test_closed(name):
     with pytest.raises(UnavailableError, match=f"Alone: ktmoe cannot serve it: transformers opens its {name} to no other"):

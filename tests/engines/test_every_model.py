@@ -13,6 +13,7 @@ import ktmoe.transformers as served
 CLOSED = {"llama4_text", "longcat_flash"}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in CLOSED])
 def test_a_model(name, tmp_path):
     """Each module's output has the same bits whether its parameters were packed, or read from the checkpoint by either way."""

@@ -27,6 +27,7 @@ def generate(model, ids, **options):
         return model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=PADDING, **options)
 
 
+@pytest.mark.smoke
 def test_a_batch_is_one_by_one(model):
     ids = prompts(batch=3)
     together = generate(model, ids)
@@ -35,6 +36,7 @@ def test_a_batch_is_one_by_one(model):
         assert torch.equal(generate(model, alone[None])[0], together[row])
 
 
+@pytest.mark.smoke
 def test_padding(plain):
     """What a shorter prompt says does not depend on the longer one beside it; padding has experts, too."""
     long, short = prompts(batch=2)
@@ -57,6 +59,7 @@ def test_without_a_cache(model):
     assert torch.equal(generate(model, ids, use_cache=False), generate(model, ids))
 
 
+@pytest.mark.smoke
 def test_beams(plain):
     """Several rows for each prompt; the sequence found is at least as likely as the greedy one."""
     ids = prompts()

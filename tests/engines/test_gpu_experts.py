@@ -48,6 +48,7 @@ def test_each_way(checkpoint, way, choice):
     check(lambda **options: CHOOSING[way](checkpoint("qwen3_moe"), **options), choice)
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *PACKED])
 def test_each_checkpoint(checkpoint, name):
     """Packed ones are dequantized."""
@@ -74,6 +75,7 @@ def test_logits_are_as_near_to_float32s(checkpoint, name):
     assert distances[0] <= 1.2 * distances[1]
 
 
+@pytest.mark.smoke
 def test_text(checkpoint):
     """Greedy: each token has the largest logit of what is before it."""
     model = served.load(checkpoint("qwen3_moe"), gpu_experts=CHOICES["others in each layer"](LAYERS), dtype=torch.float32)

@@ -29,6 +29,7 @@ def layers(model) -> list[ktmoe.MoELayer]:
     return [module.ktmoe_layer for _, module in experts(model)]
 
 
+@pytest.mark.smoke
 def test_backend(make):
     model = make(backend="fp32_lut")
     assert_served(model)
@@ -36,6 +37,7 @@ def test_backend(make):
     assert torch.isfinite(logits(model, prompts())).all()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("activations", ["bf16", "int8"])
 def test_activations(checkpoint, activations):
     """An option of formats that have integer codes; here the smallest: INT4."""

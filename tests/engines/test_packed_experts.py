@@ -34,6 +34,7 @@ def layers(folder):
     }
 
 
+@pytest.mark.smoke
 def test_weights(layers):
     """What transformers makes of the codes is what ktmoe's loaders read, but for bfloat16's rounding."""
     for weights, module in layers.values():
@@ -46,6 +47,7 @@ def test_weights(layers):
                 np.testing.assert_allclose(found, numbers(weights.matrix(expert, projection)), rtol=ROUNDINGS)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_module(folder, layers, dtype):
     """The same inputs and routing in each layer."""

@@ -69,6 +69,7 @@ def test_hot_experts(checkpoint):
     assert_near(logits(model, ids), logits(served.load(checkpoint("glm4_moe")), ids))
 
 
+@pytest.mark.smoke
 def test_the_page(checkpoint):
     """docs/transformers.md's own code, on a tiny model and the CPU."""
     section = (ROOT / "docs" / "transformers.md").read_text().partition("## Experts on a GPU")[2]

@@ -45,6 +45,7 @@ def test_a_loaded_model(refused):
     assert model.config._experts_implementation == "eager"
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("source", ["auto", "checkpoint", "parameters"])
 def test_before_a_weight_is_read(refused, source, tmp_path):
     """There are none."""
@@ -115,6 +116,7 @@ def text(checkpoint):
     return logits(packed(checkpoint("qwen3_moe")), prompts())
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("way", WAYS)
 def test_saving_and_copying(checkpoint, text, tmp_path, way):
     """Packed weights are not a checkpoint's, and a layer's memory belongs to one object. The model is as good as before."""

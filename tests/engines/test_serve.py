@@ -68,12 +68,14 @@ def test_models(client):
     assert [found.id for found in client.models.list()] == ["Tiny-1.5"]
 
 
+@pytest.mark.smoke
 def test_a_completion(client, expected):
     found = client.chat.completions.create(model="Tiny-1.5", messages=MESSAGES, **GREEDY)
     assert found.choices[0].message.content == expected[0]
     assert found.usage.completion_tokens == TOKENS
 
 
+@pytest.mark.smoke
 def test_a_streamed_completion(client, expected):
     text, pieces = streamed(client.chat.completions.create(model="Tiny-1.5", messages=MESSAGES, stream=True, **GREEDY))
     assert text == expected[0]

@@ -88,6 +88,7 @@ def server(model):
         yield found
 
 
+@pytest.mark.smoke
 def test_only_the_model_is_served(server):
     for path, method in (
         ("/reset", "POST"),

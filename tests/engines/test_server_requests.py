@@ -21,6 +21,7 @@ def chat(*parts: dict) -> dict:
     return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "request_",
     [
@@ -40,6 +41,7 @@ def test_fields_that_are_served(request_):
     assert FIELDS.parse(json.dumps(request_).encode()) == request_
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("request_", "status", "words"),
     [

@@ -34,6 +34,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_plain_loop(checkpoint, name):
     """20 steps. Beside PyTorch on dequantised weights that rounds where ktmoe does; and not farther from PyTorch in float32
@@ -51,6 +52,7 @@ def test_a_plain_loop(checkpoint, name):
         assert own < 1.5 * other
 
 
+@pytest.mark.smoke
 def test_trainer(checkpoint, tmp_path):
     """transformers' Trainer, with AdamW, its own loop, clipping and gradient accumulation."""
 

@@ -74,6 +74,7 @@ def test_it_is_removed_after_an_error(model, temporary):
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [None, "gpt-oss MXFP4", "DeepSeek-V4 FP4", "DeepSeek-V3 FP8", "Kimi INT4"])
 def test_transformers_loads_it(model, checkpoint, name):
     """The model's logits are those of ktmoe.transformers.load(), and its experts are no parameters."""

@@ -12,6 +12,7 @@ from serving import WAYS, assert_served, eager, packed, switched
 import ktmoe.transformers as served
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_same_bits(checkpoint, name):
     folder, ids = checkpoint(name), prompts()
@@ -26,6 +27,7 @@ def test_the_same_bits(checkpoint, name):
     assert [way for way, values in found.items() if not torch.equal(values, first)] == []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [name for name, each in PACKED.items() if each.exact])
 def test_the_same_bits_as_of_dequantized_weights(checkpoint, name):
     """transformers' own bfloat16 numbers are the packed ones. Where kernels fold scales into weights, sums are the same, too;
@@ -40,6 +42,7 @@ def test_the_same_bits_as_of_dequantized_weights(checkpoint, name):
     assert torch.equal(logits(model, ids), logits(dequantized, ids)) or not folds(module.ktmoe_layer)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_codes_stay_packed(checkpoint, name):
     """A weight takes 4 or 8 bits and its part of a scale, not bfloat16's 16; load() alone does that, too."""

@@ -44,6 +44,7 @@ def adapter(tmp_path):
     return tmp_path, matrices
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("method", sorted(ADAPTED))
 def test_an_adapter_of_experts(wheel, checkpoint, adapter, method):
     """--kt-expert-lora-path: all experts are on the CPU, and slots are the checkpoint's."""
@@ -102,6 +103,7 @@ def test_an_adapter_of_another_method(wheel, checkpoint, adapter):
         )
 
 
+@pytest.mark.smoke
 def test_experts_that_move(wheel, checkpoint):
     """--kt-enable-dynamic-expert-update: the fork's own functions choose the experts and change the mask in place."""
     found, before = experts(checkpoint("MXFP4"), "MXFP4", 0), np.arange(EXPERTS) < 3

@@ -44,6 +44,7 @@ def distribution(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.smoke
 def test_a_scheduler(distribution):
     path = [str(ROOT), str(ROOT / "tests" / "in_sglang"), str(distribution)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}

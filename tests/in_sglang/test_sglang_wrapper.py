@@ -48,6 +48,7 @@ def run(layers, tokens: int, seed=2) -> None:
         before = layer.check(x, ids, weights, y.astype(np.float64), before)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("method", SERVED)
 def test_a_method(layers, method):
     """Prefill and decode, from a checkpoint whose experts are in other slots."""

@@ -50,6 +50,7 @@ def theirs(exists, tmp_path_factory):
     return run
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize(("name", "kind", "clamps"), CLASSES)
 def test_the_model_is_kt_kernel(theirs, name, kind, clamps):
     """All of its classes: token counts, a mask, ids of nobody and repeated ones, clamps."""
@@ -58,6 +59,7 @@ def test_the_model_is_kt_kernel(theirs, name, kind, clamps):
     assert model.worst(theirs(name, kind, clamps)) <= 1
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize(("name", "kind", "clamps"), CLASSES)
 def test_ktmoe_agrees(backend, theirs, name, kind, clamps):
     """Within the sum of both bounds, on every backend."""

@@ -21,6 +21,7 @@ TYPES = {"Q4_0": 32, "Q5_0": 32, "Q8_0": 32, "Q2_K": 256, "Q4_K_M": 256, "Q6_K":
 ROUNDED_SCALE = 9 / 8
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("types", TYPES)
 def test_both_read_the_same_weights(tmp_path, types):
     """Each stays within the bound of its own roundings of the same real numbers: prefill and decode, two layers of one file."""

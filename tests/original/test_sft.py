@@ -158,6 +158,7 @@ def errors(what: str, found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 CASES = [*((method, "silu") for method in METHODS), ("MXFP4_SFT", "limit")]
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize(("method", "clamps"), CASES)
 def test_training(exists, tmp_path, call, method, clamps):
     kind, name, given, explained = METHODS[method]

@@ -14,6 +14,7 @@ from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("label", CASES)
 def test_every_format(layers, tmp_path, label):
     """Every number is the checkpoint's. Outputs have the bits of ktmoe's own loader, within their bound. No copy is left."""

@@ -35,6 +35,7 @@ def difference(path, result: runs.Result, quantized: bool) -> float:
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", quantized_models.MODELS)
 def test_answers(answers, name):
     """They are those of the packed numbers, and not of those that were packed; every layer was ktmoe's, and is kept once."""

@@ -20,6 +20,7 @@ def python(code: str, **variables: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.smoke
 def test_importing_it_loads_nothing():
     loaded = python("import sys, ktmoe.vllm; print(*sys.modules)").split()
     assert "ktmoe.vllm" in loaded

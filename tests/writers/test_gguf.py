@@ -21,6 +21,7 @@ from ktmoe.weights.ggml import GGML
 EXPERTS, HIDDEN = 3, 512
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [*GGML, "Q4_K_M", "split"])
 def test_what_gguf_writes(case, name):
     """Names, types, shapes, places and bytes are those of its reader, weights those of its dequantize(), in float32.

@@ -62,6 +62,7 @@ REFUSED = [(script, name) for script, of in CASES.items() for name in of if (scr
 ROUNDINGS = 4 * 2.0**-53
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("script", "name"), READ)
 def test_numbers(case, script, name):
     folder = case(script.replace("_", "-"), script, name)
@@ -76,6 +77,7 @@ def test_numbers(case, script, name):
     check_layer(folder, 0, EXPERTS, HIDDEN)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("script", "name"), REFUSED)
 def test_refused(case, script, name):
     checkpoint = Checkpoint(case(script.replace("_", "-"), script, name))

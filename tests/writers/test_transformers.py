@@ -15,6 +15,7 @@ from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model(case, model):
     folder = case("torch", "transformers", model)
