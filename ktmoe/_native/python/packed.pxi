@@ -227,7 +227,7 @@ cdef class _PackedExperts:
         if outcome == KT_FAILED:
             _raise(error, f"exporting expert {expert}")
         for (i, p, arrays), (weight_format, views, groups, shape, _) in zip(wanted, filled):
-            for label, array in unstaged(weight_format, groups, *shape).items():
+            for label, array in unstaged(weight_format, groups, shape[0], shape[1]).items():
                 views[label][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             if weight_format.factor:
                 rows = slice(i * count, (i + 1) * count) if weight_format.factor.per_row and p < 2 else slice(None)
