@@ -1,4 +1,4 @@
-"""The compressed_tensors loader beyond what tests/test_loader_schemes.py asks of all: groups, config, configs that it refuses."""
+"""The compressed_tensors loader beyond what tests/test_loader_schemes.py asks of all: groups, configs."""
 
 import numpy as np
 import pytest

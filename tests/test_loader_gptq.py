@@ -1,4 +1,4 @@
-"""The gptq loader beyond what tests/test_loader_schemes.py asks of all: a writer, zero points, config, configs that it refuses."""
+"""The gptq loader beyond what tests/test_loader_schemes.py asks of all: a writer, zero points, configs."""
 
 import json
 
