@@ -3,10 +3,12 @@
 A case is one choice of a value for each of its test's parameters. A test on backends has two parameters in place of one:
 its backend's instruction set, and its activation mode. Of such a test's cases, enough run that every pair of values that
 occurs together in some case does so in one that runs. Cases that this CPU runs are chosen among themselves. Of those that are
-emulated, which takes a hundred times as long, enough run that every value occurs. Those that it skips are chosen apart, so that
-they are counted. Tests without a backend run all of their cases. A marker says otherwise:
+emulated, which takes a hundred times as long, one runs for each backend; a test that has every kind of weights on all of them
+says so. Those that this CPU skips are chosen apart, so that they are counted. Tests without a backend run all of their cases.
+A marker says otherwise:
 
-- ``@pytest.mark.cover("values")``: enough cases that every backend, and every value of each other parameter, occurs.
+- ``@pytest.mark.cover("values")``: enough cases that every backend, and every value of each other parameter, occurs; of
+  emulated ones, every backend.
 - ``@pytest.mark.cover("any backend")``: enough that every value of each other parameter occurs, on one backend that this CPU
   runs and on one that is emulated. It is for tests of what all backends share, such as locks.
 - ``@pytest.mark.cover("pairs")``: enough that every pair of values does, for a test without a backend.
@@ -34,7 +36,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import pytest
 import ways
 
-STRENGTHS = {"any backend": 1, "values": 1, "pairs": 2}
+STRENGTHS = {"any backend": 1, "backends": 1, "values": 1, "pairs": 2}
 
 
 def cover(cases: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
@@ -64,6 +66,8 @@ def case_of(item: pytest.Item, how: str) -> dict[str, Hashable]:
     different objects count as different: more cases run then, never fewer. how: one of STRENGTHS."""
     case = {name: id(value) for name, value in item.callspec.params.items()}
     subject = ways.SUBJECTS.get(item.callspec.params.get("backend"))
+    if how == "backends":
+        return {"backend": case["backend"]}
     if how == "any backend":
         del case["backend"]
     elif subject and how == "pairs":
@@ -98,7 +102,7 @@ def chosen(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     kept = []
     for way in ("native", "emulated", "skipped"):
         some = [item for item in items if way_of(item) == way]
-        by = "values" if way == "emulated" and how == "pairs" else how
+        by = "backends" if way == "emulated" and how != "any backend" and "backend" in first.callspec.params else how
         cases = [case_of(item, by) for item in some]
         kept += [some[number] for number in cover(cases, min(STRENGTHS[by], len(cases[0])))] if cases else []
     return kept

@@ -35,9 +35,9 @@ class Environment:
         lines = [f"import site; site.addsitedir({path!r})\n" for path in behind]
         (self.site / "behind.pth").write_text("".join(lines))
 
-    def wheel(self, project: Path, to: Path, **variables: str) -> str:
-        """Build a project's wheel into a folder; returns what the build printed."""
-        command = [*_PIP, "--python", self.python, "wheel", "-v", *_OFFLINE, "-w", to, project]
+    def wheel(self, project: Path, to: Path, *more: Path, **variables: str) -> str:
+        """Build the wheels of a project, and of more, into a folder; returns what the builds printed."""
+        command = [*_PIP, "--python", self.python, "wheel", "-v", *_OFFLINE, "-w", to, project, *more]
         done = run(command, cwd=self.folder, **variables)
         return done.stdout + done.stderr
 

@@ -141,6 +141,7 @@ def test_from_arrays(changed, message):
         MoELayer(ExpertWeights.from_arrays(**ARRAYS | changed), "fp32_lut")
 
 
+@pytest.mark.cover("any backend")
 def test_from_arrays_of_other_formats(backend):
     """The same layer as from matrices; b16 has codes alone, as they are or in a tuple."""
     rng = np.random.default_rng(7)

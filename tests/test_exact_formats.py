@@ -102,6 +102,7 @@ def rounded(h):
     return h.astype(np.float32).astype(BF16).astype(float)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", SERVED)
 def test_dense(backend, name, shape):

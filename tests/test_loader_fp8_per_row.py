@@ -1,4 +1,4 @@
-"""The fp8_per_row loader beyond what tests/test_loader_schemes.py asks of all: its scales' dtypes and shapes, its refusals."""
+"""The fp8_per_row loader beyond what tests/test_loader_schemes.py asks of all: its scales' dtypes and shapes."""
 
 import ml_dtypes
 import numpy as np
@@ -65,28 +65,6 @@ def test_scales_are_aligned_wherever_they_are(tmp_path, before):
     weights = loaders.get("fp8_per_row").load(Checkpoint(tmp_path), 0)
     scheme.check(weights, tensors, "model.layers.0")
     assert all(weights.matrix(expert, "up").factor.flags.aligned for expert in range(3))
-
-
-# label: (tensor of expert 0, what it is instead, what the message must hold)
-REFUSED = {
-    "BF16 weight": ("gate_proj.weight", zeros("BF16", 64, 96), ["dtype: expected F8_E4M3", "found BF16 [64, 96]"]),
-    "U8 scale": ("gate_proj.weight_scale", zeros("U8", 64, 1), ["expected F32 or BF16 or F16", "U8 [64, 1]"]),
-    "per matrix": ("up_proj.weight_scale", zeros("F32", 1), ["shape: expected [64] or [64, 1]", "found [1]"]),
-    "two of a matrix": ("up_proj.weight_scale", zeros("F32", 2), ["shape: expected [64] or [64, 1]", "found [2]"]),
-    "per column": ("up_proj.weight_scale", zeros("BF16", 1, 96), ["shape: expected [64] or [64, 1]", "found [1, 96]"]),
-    "flat": ("gate_proj.weight", zeros("F8_E4M3", 64), ["two dimensions above 0", "[64]"]),
-    "bias": ("gate_proj.bias", zeros("BF16", 64), ["found one: biases"]),
-    "rotated": ("gate_proj.input_rotation", zeros("I8", 96, 96), ["found one: inputs that are rotated"]),
-}
-
-
-@pytest.mark.parametrize("label", REFUSED)
-def test_refused(tmp_path, label):
-    suffix, tensor, words = REFUSED[label]
-    checkpoint = write(tmp_path, SCHEMES["fp8 per row"].layer("model.layers.0") | {f"{EXPERT}.{suffix}": tensor})
-    with pytest.raises(FormatError) as caught:
-        loaders.get("fp8_per_row").load(checkpoint, 0)
-    assert all(word in str(caught.value) for word in [f"{EXPERT}.{suffix}: ", "expected", *words]), str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["fp8 per matrix", "fp8 per matrix, inverse", "fp8 mistral"])

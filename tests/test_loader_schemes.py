@@ -105,7 +105,7 @@ def test_shards_and_threads(tmp_path, scheme):
     write_index(tmp_path, weight_map)
     checkpoint = Checkpoint(tmp_path)
     weights = find_loader(checkpoint).load(checkpoint, 0)
-    jobs = [(expert, projection) for expert in range(EXPERTS) for projection in PROJECTIONS] * 20
+    jobs = [(expert, projection) for expert in range(EXPERTS) for projection in PROJECTIONS] * 5
     random.Random(0).shuffle(jobs)
     with ThreadPoolExecutor(4) as pool:
         for job, matrix in zip(jobs, pool.map(lambda job: weights.matrix(*job), jobs), strict=True):

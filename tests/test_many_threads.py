@@ -84,7 +84,7 @@ def test_layers_of_every_kind(backend, is_emulated, name):
             check(case, rng, 3, (2, 5, 33), (1, 3, 17))
     else:
         with Case(backend, KINDS_OF_LAYERS[name], *form, (328, 264), num_experts=9) as case:
-            check(case, rng, 20, THREADS)
+            check(case, rng, len(THREADS), THREADS)
 
 
 @pytest.mark.cover("values")

@@ -64,7 +64,7 @@ def test_the_values_do_not_depend_on_shards(format, router_weight):
     for activations in ("bf16", *(kind for kind in kinds_of(format) if kind in INTEGERS)):
         given = {"router_weight": router_weight, "activations": activations, "out_dtype": "float32"}
         whole = forward(*arguments, **given)
-        for shards in (2, 3, 5):
+        for shards in (2, 5):
             of_shards = forward(*arguments, **given, shards=cuts(format, intermediate, shards))
             assert np.allclose(of_shards.y, whole.y, rtol=0, atol=1e-12 * np.abs(whole.y).max())
             assert np.isfinite(of_shards.bound).all()

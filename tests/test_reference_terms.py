@@ -98,6 +98,7 @@ def test_two_numbers_are_for_bfloat16_scales_of_4_bits(format):
     assert splits(experts.matrix(0, "up")) == SPLITTING[format]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("format", [INT4_32, int4(128), E2M1_64], ids=label)
 @pytest.mark.parametrize("kind", ["amx terms", "fma", "portable", "vdpbf16ps"])
 def test_simulated_backends_stay_within_the_bound(format, kind):
