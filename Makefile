@@ -11,7 +11,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PIP_ENV) $(PY) -m pip install -q
 STAMPS := $(VENV)/stamps
-EXTRAS := build package cli test bench lint
+EXTRAS := base test bench lint# base: what building, the package and its command need, at once
 NATIVE := $(shell find ktmoe/_native -name '*.[ch]' -o -name '*.p[yx][xdi]') ktmoe/_native/isa.py
 PROCESSES := -n 2 --dist loadfile# two; ARGS="-n 0" is one, as --pdb wants it
 ARGS ?=# more arguments for pytest or the tool that a target runs
@@ -29,7 +29,7 @@ endif
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(STAMPS)/native $(STAMPS)/cli ## write a layer, load, check and measure it; MODEL=dir LAYER=3 takes a real one
+demo: $(STAMPS)/native ## write a layer, load, check and measure it; MODEL=dir LAYER=3 takes a real one
 	@$(PY) -m ktmoe demo $(if $(MODEL),--model "$(MODEL)") $(if $(LAYER),--layer "$(LAYER)")
 
 demo-chat: $(STAMPS)/native ## a model answers: first installs transformers; MODEL=dir PROMPT="..." takes a real one
@@ -38,17 +38,17 @@ demo-chat: $(STAMPS)/native ## a model answers: first installs transformers; MOD
 test: ## every kind of check in at most 5 minutes on 2 cores, cases chosen by design; ARGS="-k pack" goes to pytest
 verify: CASES := --exhaustive
 verify: ## all cases of all tests, about 15 minutes on 2 cores; ARGS=--rest leaves out those of make test
-test verify: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test
+test verify: $(STAMPS)/native $(STAMPS)/test
 	@$(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS)
 	@if grep -qw amx_tile /proc/cpuinfo; then \
 	  echo 'ktmoe: amx again, emulated as on CPUs without it'; \
 	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS); \
 	fi
 
-test-kt-kernel: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, here and below
+test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, here and below
 	@$(PY) tools/test_kt_kernel.py $(ARGS)
 
-test-writers: $(STAMPS)/native $(STAMPS)/cli $(STAMPS)/test ## loaders on what other projects' writers write: first installs those, about 5 minutes
+test-writers: $(STAMPS)/native $(STAMPS)/test ## loaders on what other projects' writers write: first installs those, about 5 minutes
 	@$(PY) tools/test_writers.py $(ARGS)
 
 test-engines: $(STAMPS)/native $(STAMPS)/test ## generating text in transformers and in vLLM: first installs them, about 8 minutes
@@ -94,7 +94,7 @@ format: $(STAMPS)/lint ## rewrite the sources as lint wants them
 	@$(PY) -m ruff format -q .
 	@$(PY) tools/lint_c.py --fix
 
-config: $(STAMPS)/native $(STAMPS)/cli ## what was compiled, what this CPU supports, what was chosen and why
+config: $(STAMPS)/native ## what was compiled, what this CPU supports, what was chosen and why
 	@$(PY) -m ktmoe config
 
 clean: ## remove .venv, the peers' environments and everything that was built
@@ -106,7 +106,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE
 endif
-CHECK = $(if $(filter environment command,$(firstword $(origin CC))),CC='$(CC)') sh tools/check_machine.sh '$(PYTHON)'
+CHECK = $(if $(filter environment command,$(firstword $(origin CC))),CC='$(CC)') sh tools/check_machine.sh '$(PYTHON)' venv
 $(STAMPS)/venv:
 	$(eval LACKS := $(shell $(CHECK)))$(if $(LACKS),$(error $(LACKS)))
 	@echo 'ktmoe: making $(VENV) with $(PYTHON)'
@@ -114,11 +114,11 @@ $(STAMPS)/venv:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(EXTRAS:%=$(STAMPS)/%): $(STAMPS)/%: pyproject.toml $(STAMPS)/venv
-	@$(PIP) $$($(PY) tools/requirements.py $*)
+	@$(PIP) $$($(PY) tools/requirements.py $(if $(filter base,$*),build package cli,$*))
 	@touch $@
 
 # Editable: an edit of Python needs no build, an edit of C or Cython does.
-$(STAMPS)/native: $(STAMPS)/build $(STAMPS)/package setup.py $(NATIVE)
+$(STAMPS)/native: $(STAMPS)/base setup.py $(NATIVE)
 	@echo 'ktmoe: building the native modules'
 	@$(PIP:-q=-v) --no-build-isolation --no-deps -e . >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	@sed -n 's/^ *\(ktmoe: .*\)/\1/p' $(VENV)/build.log

@@ -65,7 +65,7 @@ class Kernels:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(isa.ISAS, "amx", replace(isa.ISAS["amx"], kernels=KERNELS))
+        patch.setitem(isa.ISAS, "amx", replace(isa.ISAS["amx"], kernels=KERNELS, shared=(), operands=()))
         yield Kernels(tmp_path_factory.mktemp("kernels"))
 
 

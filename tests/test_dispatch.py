@@ -130,6 +130,21 @@ def test_a_row_asks_for_what_it_implies():
 
 
 @pytest.mark.parametrize("row", isa.ISAS)
+def test_what_a_row_does_not_compile_it_has_of_one_that_it_implies(row):
+    """It runs wherever the row does. Kernels of one form name one object of rows, so that x is encoded once."""
+    described = isa.ISAS[row]
+    assert set(described.shared) <= {*described.kernels, *isa.COMMON}
+    assert set(described.operands) <= set(described.kernels) - set(described.shared)
+    for source in described.kernels + isa.COMMON:
+        for owner in {isa.compiled_for(row, source), isa.loops_of(row, source)} - {row}:
+            assert source in isa.sources(owner)
+            assert source not in isa.ISAS[owner].operands
+            assert set(isa.required_features(owner)) <= set(isa.required_features(row))
+    rows = [flag for source in described.kernels if source.endswith("_f32") for flag in isa.definitions(row, source)]
+    assert len({flag for flag in rows if flag.startswith("-DKT_ROWS=")}) <= 1
+
+
+@pytest.mark.parametrize("row", isa.ISAS)
 def test_compile_flags_are_within_the_requirement(row):
     """What the compiler may use, the CPU was asked for."""
     for flag in isa.compile_flags(row):

@@ -1,6 +1,6 @@
 #!/bin/sh
-# check_machine.sh PYTHON: prints one line that says what this machine lacks to build ktmoe and what to install; nothing if
-# nothing is lacking. CC chooses the compiler.
+# check_machine.sh PYTHON [venv]: prints one line that says what this machine lacks to build ktmoe and what to install; nothing if
+# nothing is lacking. venv: to make a virtual environment, too. CC chooses the compiler.
 python=$1
 version_of='import sys; print("%d.%d" % sys.version_info[:2])'
 
@@ -18,7 +18,7 @@ need() { # what, Debian's package, Fedora's
     missing="$missing${missing:+, }$1" debian="$debian $2" fedora="$fedora $3"
 }
 
-if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+if [ "$2" = venv ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     need "Python's venv and ensurepip" "python$version-venv" "python3-libs"
 fi
 if [ ! -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]; then

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 #: For every C file. Numerics: no contraction of a * b + c, whose rounding the contract fixes; GCC contracts intrinsics, too.
-#: -g0: Python's own flags have -g, and debug information was more than half of the build's time and 12 of 13 of its bytes.
-C_FLAGS = ("-std=c11", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")
+C_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread")
 
 
 @dataclass(frozen=True)
@@ -20,6 +19,8 @@ class Isa:
     rank: how fast its kernels are beside the others' on the CPUs that have it; a backend ranks as the best that it can use.
     rank_with: (CPU feature, the rank on CPUs that have that, too), the first that applies.
     kernels: files of kernels/, one for each idea; each is compiled for this row, with KT_ISA defined as its name.
+    operands: kernels that are compiled for the operand alone that training takes; few() and many() are an implied row's.
+    shared: those of kernels and COMMON that are not: an implied row's object serves, as this row's flags make no other loops.
     flags: the compiler's, for these objects and nothing else. requires: CPU features, as core.cpu_features() names them.
     implies: rows of ISAS whose features and flags come with it.
     """
@@ -29,6 +30,8 @@ class Isa:
     flags: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     implies: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    operands: tuple[str, ...] = ()
     rank_with: tuple[tuple[str, int], ...] = ()
 
 
@@ -47,6 +50,7 @@ ISAS = {
         flags=("-mavxvnni",),
         requires=("avx_vnni",),
         implies=("avx2",),
+        shared=("activation", "dense"),
     ),
     "avx512f": Isa(
         250,
@@ -69,6 +73,7 @@ ISAS = {
         flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
         requires=("avx512bw", "avx512vl", "avx512_bf16"),
         implies=("avx512f",),
+        shared=("f16_f32", "f32_f32"),
         # Intel's cores with AMX start a VDPBF16PS every second cycle and two FMAs every cycle: half the FLOPs (measured).
         # Where a hypervisor hides AMX, AVX512_FP16 tells them.
         rank_with=(("amx_tile", 225), ("avx512_fp16", 225)),
@@ -92,6 +97,8 @@ ISAS = {
         flags=("-mavx512vbmi", "-mgfni", "-mamx-tile", "-mamx-bf16"),
         requires=("avx512vbmi", "gfni", "amx_tile", "amx_bf16"),
         implies=("avx512_bf16",),
+        shared=("f32_f32", "activation", "dense", "rows"),
+        operands=("q4_f32", "i8_f32", "f16_f32"),
     ),
 }
 
@@ -120,10 +127,36 @@ def required_features(name: str) -> tuple[str, ...]:
 
 def sources(name: str) -> tuple[str, ...]:
     """All files of kernels/ that are compiled for a row."""
-    return ISAS[name].kernels + COMMON
+    return tuple(source for source in ISAS[name].kernels + COMMON if source not in ISAS[name].shared)
+
+
+def compiled_for(name: str, source: str) -> str:
+    """The row whose object of a file of kernels/ serves a row: itself, or one that it implies."""
+    return implied(name, source) if source in ISAS[name].shared else name
+
+
+def loops_of(name: str, source: str) -> str:
+    """The row whose few() and many() of a kernel file serve a row."""
+    return implied(name, source) if source in ISAS[name].shared + ISAS[name].operands else name
+
+
+def implied(name: str, source: str) -> str | None:
+    """The nearest row that a row implies, and that has a file's functions."""
+    for other in ISAS[name].implies:
+        has = source in ISAS[other].kernels + COMMON
+        if found := loops_of(other, source) if has else implied(other, source):
+            return found
+    return None
 
 
 def definitions(name: str, source: str) -> tuple[str, ...]:
-    """What the compiler is told of a row besides its flags; only the table has to know the kernels."""
-    kernels = " ".join(f"X({kernel})" for kernel in ISAS[name].kernels)
-    return (f"-DKT_ISA={name}", *([f"-DKT_KERNELS={kernels}"] if source == "table" else []))
+    """What the compiler is told of a row besides its flags; only the table has to know whose the objects are."""
+    loops = loops_of(name, source)
+    flags = (f"-DKT_ISA={name}", f"-DKT_SOURCE={source}", f"-DKT_ROWS={compiled_for(loops, 'rows')}")
+    if source in ISAS[name].operands:
+        return (*flags, f"-DKT_LOOPS={loops}")
+    if source != "table":
+        return flags
+    kernels = " ".join(f"X({kernel}, {compiled_for(name, kernel)})" for kernel in ISAS[name].kernels)
+    owners = (f"-DKT_{common.upper()}={compiled_for(name, common)}" for common in ("activation", "dense"))
+    return (*flags, f"-DKT_KERNELS={kernels}", *owners)

@@ -14,6 +14,6 @@ enum { IN_PLACE = 1, AS_PACKED = 1 };
 FUNCTIONS(none, NONE)
 
 const kt_kernel KT_NAME(b16_bf16)[] = {
-    {.family = "b16", .scale = "none", .rows = &KT_NAME(rows_bf16), SERVED_BY(none)},
+    {.family = "b16", .scale = "none", .rows = &KT_FORM(rows_bf16), SERVED_BY(none)},
     {0},
 };

@@ -27,6 +27,6 @@ INLINE u32v decode(const place *p, const int v, const int k, const scaling how, 
 FUNCTIONS(none, NONE)
 
 const kt_kernel KT_NAME(f16_f32)[] = {
-    {.family = "f16", .scale = "none", .rows = &KT_NAME(rows_f32), SERVED_BY(none)},
+    {.family = "f16", .scale = "none", .rows = &KT_FORM(rows_f32), SERVED_BY(none)},
     {0},
 };

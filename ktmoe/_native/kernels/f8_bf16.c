@@ -17,7 +17,7 @@ FUNCTIONS(folded, UE8M0 | FOLDED)
 FUNCTIONS(ue8m0, UE8M0)
 FUNCTIONS(panel, PANEL)
 
-#define F8 .family = "f8", .element = "E4M3", .rows = &KT_NAME(rows_bf16)
+#define F8 .family = "f8", .element = "E4M3", .rows = &KT_FORM(rows_bf16)
 const kt_kernel KT_NAME(f8_bf16)[] = {
     {F8, .scale = "none", SERVED_BY(none)},
     {F8, .scale = "ue8m0", PER_BLOCK, .folded = 1, SERVED_BY(folded)},

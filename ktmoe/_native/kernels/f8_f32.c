@@ -24,7 +24,7 @@ FUNCTIONS(none, NONE)
 FUNCTIONS(ue8m0, UE8M0)
 FUNCTIONS(panel, PANEL)
 
-#define F8 .family = "f8", .element = "E4M3", .rows = &KT_NAME(rows_f32)
+#define F8 .family = "f8", .element = "E4M3", .rows = &KT_FORM(rows_f32)
 const kt_kernel KT_NAME(f8_f32)[] = {
     {F8, .scale = "none", SERVED_BY(none)},
     {F8, .scale = "ue8m0", PER_BLOCK, SERVED_BY(ue8m0)},

@@ -1,5 +1,8 @@
-/* The kernel table of an instruction set. KT_KERNELS lists the kernel files of its row in isa.py: X(q4_f32) X(b16_f32) ... */
-#include "kernels/common/training.h"
+/* The kernel table of an instruction set. KT_KERNELS lists the kernel files of its row in isa.py, and the rows whose objects they
+ * are: X(q4_f32, avx512f) X(b16_f32, avx512f) ... KT_ACTIVATION and KT_DENSE are the rows whose objects of activation.c and dense.c
+ * it uses.
+ */
+#include "kernels/common/isa.h"
 
 #ifdef __AMX_TILE__
 #include "kernels/common/tile.h"
@@ -12,11 +15,18 @@
 #define LEAVE NULL
 #endif
 
-#define X(source) extern const kt_kernel KT_NAME(source)[];
+#define X(source, isa) extern const kt_kernel KT_JOIN(source, isa)[];
 KT_KERNELS
 #undef X
 
-#define X(source) KT_NAME(source),
+void KT_JOIN(activate, KT_ACTIVATION)(const kt_activate *a);
+void KT_JOIN(derive, KT_ACTIVATION)(const kt_derive *d);
+void KT_JOIN(exp, KT_ACTIVATION)(const float *x, float *y, size_t count);
+void KT_JOIN(dense, KT_DENSE)(const kt_dense *d);
+void KT_JOIN(dense_rows, KT_DENSE)(const kt_dense_rows *d);
+void KT_JOIN(widen, KT_DENSE)(const uint16_t *x, float *y, size_t count);
+
+#define X(source, isa) KT_JOIN(source, isa),
 static const kt_kernel *const kernels[] = {KT_KERNELS NULL};
 #undef X
 
@@ -29,12 +39,12 @@ const kt_isa KT_NAME(isa) = {
     .kernels = kernels,
     .enter = ENTER,
     .leave = LEAVE,
-    .activate = KT_NAME(activate),
-    .derive = KT_NAME(derive),
-    .dense = KT_NAME(dense),
-    .dense_rows = KT_NAME(dense_rows),
-    .widen = KT_NAME(widen),
-    .exp = KT_NAME(exp),
+    .activate = KT_JOIN(activate, KT_ACTIVATION),
+    .derive = KT_JOIN(derive, KT_ACTIVATION),
+    .dense = KT_JOIN(dense, KT_DENSE),
+    .dense_rows = KT_JOIN(dense_rows, KT_DENSE),
+    .widen = KT_JOIN(widen, KT_DENSE),
+    .exp = KT_JOIN(exp, KT_ACTIVATION),
     .read = KT_NAME(read),
     .peak = KT_NAME(peak),
 };

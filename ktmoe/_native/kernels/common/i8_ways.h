@@ -8,8 +8,8 @@ FUNCTIONS(fp16_minima, FP16 | MINIMA)
 FUNCTIONS(super_minima, INT8 | SUPER | MINIMA)
 FUNCTIONS(super_halves, INT8 | SUPER | HALVES)
 
-#define I8 .family = "i8", .rows = &KT_NAME(I8_ROWS)
-#define I8_MINIMA .family = "i8", .rows = &KT_NAME(I8_ROWS_SUMS), .offset = "minimum"
+#define I8 .family = "i8", .rows = &KT_FORM(I8_ROWS)
+#define I8_MINIMA .family = "i8", .rows = &KT_FORM(I8_ROWS_SUMS), .offset = "minimum"
 #define SUPER_SCALED .scale = "int8", .super_scale = "fp16"
 #define I8_WAYS                                                                                                              \
     {I8, .scale = "none", SERVED_BY(none)}, {I8, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)},                              \

@@ -1,4 +1,5 @@
-/* KT_ISA is the row of isa.py that a file here is compiled for; every external name ends with it. */
+/* KT_ISA is the row of isa.py that a file here is compiled for; every external name ends with it. KT_ROWS is the one whose object of
+ * rows.c it uses; KT_SOURCE is the file's name. */
 #ifndef KT_ISA_H
 #define KT_ISA_H
 
@@ -7,10 +8,11 @@
 #define KT_JOIN_(what, isa) kt_##what##_##isa
 #define KT_JOIN(what, isa) KT_JOIN_(what, isa)
 #define KT_NAME(what) KT_JOIN(what, KT_ISA)
+#define KT_FORM(what) KT_JOIN(what, KT_ROWS)
 
 /* rows.c: what kernels take as rows. Kernels of one ISA that take the same form name the same object, and so share encoded rows. */
-extern const kt_rows KT_NAME(rows_f32), KT_NAME(rows_f32_sums), KT_NAME(rows_bf16), KT_NAME(rows_bf16_sums),
-    KT_NAME(rows_bf16_tiles), KT_NAME(rows_int16), KT_NAME(rows_int8);
+extern const kt_rows KT_FORM(rows_f32), KT_FORM(rows_f32_sums), KT_FORM(rows_bf16), KT_FORM(rows_bf16_sums),
+    KT_FORM(rows_bf16_tiles), KT_FORM(rows_int16), KT_FORM(rows_int8);
 
 void KT_NAME(activate)(const kt_activate *a);
 void KT_NAME(exp)(const float *x, float *y, size_t count);

@@ -15,8 +15,8 @@ FUNCTIONS(super_minima, INT8 | SUPER | MINIMA)
 FUNCTIONS(super_halves, INT8 | SUPER | HALVES)
 FUNCTIONS(super_halves_minima, INT8 | SUPER | HALVES | MINIMA)
 
-#define Q4 .family = "q4", .rows = &KT_NAME(Q4_ROWS), .whole = BLOCK_SUMS
-#define Q4_MINIMA .family = "q4", .rows = &KT_NAME(Q4_ROWS_SUMS), .whole = BLOCK_SUMS, .offset = "minimum"
+#define Q4 .family = "q4", .rows = &KT_FORM(Q4_ROWS), .whole = BLOCK_SUMS
+#define Q4_MINIMA .family = "q4", .rows = &KT_FORM(Q4_ROWS_SUMS), .whole = BLOCK_SUMS, .offset = "minimum"
 #define ZEROS .offset = "zero_point"
 #define SUPER_SCALED .scale = "int8", .super_scale = "fp16"
 #define Q4_WAYS                                                                                                                \

@@ -19,6 +19,12 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+/* A function that is not compiled again for each of its callers. */
+#if __has_attribute(noclone)
+#define ONCE static __attribute__((noinline, noclone, unused))
+#else
+#define ONCE static __attribute__((noinline, unused))
+#endif
 
 enum {
     LANES = VECTOR_BYTES / 4,

@@ -204,43 +204,87 @@ typedef struct decoded_panel {
     float minimum[2 * BLOCKS][KT_PANEL];
 } decoded_panel;
 
-/* panel: all of it; number: of the first block. */
-INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict panel, const size_t number, const size_t blocks,
-                         decoded_panel *restrict to, const scaling how) {
-    const table t = load_table(a->codebook, how);
-    const size_t per = blocks_per_header(a->scale_group, how);
-    const uint8_t *w = panel + packed_bytes(number, per, how), *header = w, *super = w;
-    if (how & SUPER) super = panel + packed_bytes(number * KT_BLOCK / KT_SUPER_GROUP * (KT_SUPER_GROUP / KT_BLOCK), per, how);
-    for (size_t b = 0; b < blocks; b++, w += BLOCK_BYTES) {
-        if (how & SUPER && (number + b) * KT_BLOCK % KT_SUPER_GROUP == 0) {
-            super = w;
-            w += super_bytes(how);
-        }
-        if (b % per == 0) {
-            header = w;
-            w += header_bytes(how);
-            const size_t row = b / per * halves(how);
-            if (has_sums(how)) decode_header(header, super, to->scale + row, to->minimum + row, how);
-        }
+/* Blocks of a panel from block `number` on, `per` behind each header, `left` of them before the next one. */
+typedef struct blocks {
+    const uint8_t *w, *header;
+    size_t number, count, left, per, header_bytes, super_bytes;
+} blocks;
+
+/* Moves b->w over what stands before block i of them. Whether it is a header. */
+INLINE int next_header(blocks *b, const size_t i, const uint8_t **super) {
+    if (b->super_bytes && (b->number + i) * KT_BLOCK % KT_SUPER_GROUP == 0) {
+        *super = b->w;
+        b->w += b->super_bytes;
+    }
+    if (b->left--) return 0;
+    b->left = b->per - 1;
+    b->header = b->w;
+    b->w += b->header_bytes;
+    return 1;
+}
+
+/* how: flags that decode() looks at, and a kind with scales as long as these. */
+INLINE void decode_codes(const kt_codebook *book, blocks b, decoded_panel *restrict to, const scaling how) {
+    const table t = load_table(book, how);
+    const uint8_t *super;
+    for (size_t i = 0; i < b.count; i++, b.w += BLOCK_BYTES) {
+        next_header(&b, i, &super);
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
             fold f;
-            if (folds(how)) f = fold_of(fold_columns(header, v, how), how);
+            if (folds(how)) f = fold_of(fold_columns(b.header, v, how), how);
 #pragma GCC unroll 32
             for (int j = 0; j < STEPS; j++) {
-                const place at = {w, number + b, j / OCTET};
+                const place at = {b.w, b.number + i, j / OCTET};
                 const u32v wj = decode(&at, v, j % OCTET, how, &t, &f);
-                memcpy(to->w[v / TILE_VECTORS][b * STEPS + j] + v % TILE_VECTORS * LANES, &wj, sizeof wj);
+                memcpy(to->w[v / TILE_VECTORS][i * STEPS + j] + v % TILE_VECTORS * LANES, &wj, sizeof wj);
             }
         }
     }
 }
 
-/* A strip of those: w [steps][STRIP]; scale and minimum [groups][KT_PANEL], from the strip's first column. */
+/* Compiled once for all ways of scaling that decode alike. */
+#define DECODE(name, how) \
+    ONCE void decode_##name(const kt_codebook *book, const blocks b, decoded_panel *to) { decode_codes(book, b, to, how); }
+DECODE(plain, NONE)
+DECODE(zero_points, BF16 | ZERO_POINTS)
+DECODE(folded, UE8M0 | FOLDED)
+
+/* panel: all of it; number: of the first block. */
+INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict panel, const size_t number, const size_t count,
+                         decoded_panel *restrict to, const scaling how) {
+    const size_t per = blocks_per_header(a->scale_group, how);
+    const blocks first = {
+        .w = panel + packed_bytes(number, per, how),
+        .number = number,
+        .count = count,
+        .per = per,
+        .header_bytes = header_bytes(how),
+        .super_bytes = super_bytes(how),
+    };
+    const uint8_t *super = first.w;
+    if (how & SUPER) super = panel + packed_bytes(number * KT_BLOCK / KT_SUPER_GROUP * (KT_SUPER_GROUP / KT_BLOCK), per, how);
+    blocks b = first;
+    for (size_t i = 0, row = 0; has_sums(how) && i < count; i++, b.w += BLOCK_BYTES)
+        if (next_header(&b, i, &super)) {
+            decode_header(b.header, super, to->scale + row, to->minimum + row, how);
+            row += halves(how);
+        }
+    if (!folds(how))
+        decode_plain(a->codebook, first, to);
+    else if (how & ZERO_POINTS)
+        decode_zero_points(a->codebook, first, to);
+    else
+        decode_folded(a->codebook, first, to);
+}
+
+/* A strip of those: w [steps][STRIP]; scale and minimum [groups][KT_PANEL], from the strip's first column. per: blocks of a scale
+ * group. begun: whether out holds sums or totals already. */
 typedef struct strip {
     const uint32_t *w;
     const float *scale, *minimum;
-    size_t k0, blocks;
+    size_t k0, blocks, per;
+    int begun;
 } strip;
 
 INLINE int hold_totals(const scaling how) { return HOLD_TOTALS || (HOLD_HALVES && how & (HALVES | MINIMA)); }
@@ -257,7 +301,7 @@ typedef struct stream {
 INLINE int fetches(const size_t rows) { return rows <= (VECTOR_BYTES == 64 ? 8 : 5); }
 
 /* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of `per` pieces:
- * halves of blocks where those have scales of their own, else blocks. */
+ * halves of blocks where those have scales of their own, else blocks. how: of shape_of(). */
 INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int v0,
                  const int rows, const scaling how, stream codes) {
     const int vectors = tile_vectors(how), hold = hold_totals(how);
@@ -265,27 +309,28 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
     const size_t k0 = s->k0, pieces = s->blocks * halves(how), piece = STEPS / halves(how); /* steps */
     out += first * KT_PANEL + v0 * LANES;
     const table t = load_table(a->codebook, how);
-    const size_t per = BLOCK_SUMS ? 1 : blocks_per_header(a->scale_group, how);
+    const size_t per = BLOCK_SUMS || how & (HALVES | MINIMA) ? 1 : s->per;
     const uint32_t *x[TILE_ROWS];
     sums sum[TILE_ROWS][TILE_VECTORS];
     f32v total[TILE_ROWS][TILE_VECTORS];
     for (int i = 0; i < rows; i++) {
         for (int v = 0; has_sums(how) && hold && v < vectors; v++)
-            total[i][v] = k0 ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
+            total[i][v] = s->begun ? load_f32(out + i * KT_PANEL + v * LANES) : splat(0);
         x[i] = (const uint32_t *)rows_x[i] + k0 / STEP_K;
         for (int v = 0; !has_sums(how) && v < vectors; v++)
-            sum[i][v] = k0 || adds(a, how) ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0, 0);
+            sum[i][v] = s->begun ? (sums)load_f32(out + i * KT_PANEL + v * LANES) : start(rows_x[i], a->k, 0, 0);
     }
-    for (size_t p = 0; p < pieces;) {
+    const uint32_t *w = s->w + v0 * LANES;
+    for (size_t p = 0, group = 0, in_group = 0; p < pieces;) {
         const size_t last = least(p + per, pieces), block = k0 / KT_BLOCK + p / halves(how);
         const int part = part_of((int)(p % halves(how)), how);
         for (int i = 0; has_sums(how) && i < rows; i++)
             for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block, part);
 #pragma GCC unroll 2
-        for (size_t step = p * piece; step < last * piece; step++) {
+        for (size_t step = p * piece; step < last * piece; step++, w += STRIP) {
             if (fetches((size_t)rows)) prefetch_l2(codes.at), codes.at += codes.bytes;
             u32v ws[TILE_VECTORS];
-            for (int v = 0; v < vectors; v++) ws[v] = load_u32(s->w + step * STRIP + (v0 + v) * LANES);
+            for (int v = 0; v < vectors; v++) ws[v] = load_u32(w + v * LANES);
             /* GCC 12 would load them anew for each row, by way of the stack, with registers to spare. */
             for (int v = 0; hold && v < vectors; v++) __asm__("" : "+v"(ws[v]));
 #pragma GCC unroll 12
@@ -295,7 +340,6 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
             }
         }
         if (has_sums(how)) {
-            const size_t group = BLOCK_SUMS ? p / blocks_per_header(a->scale_group, how) : p / per;
             for (int v = 0; v < vectors; v++) {
                 const f32v scale = load_f32(s->scale + group * KT_PANEL + (v0 + v) * LANES);
                 f32v minimum;
@@ -304,7 +348,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
                 for (int i = 0; i < rows; i++) {
                     const f32v of_x = factor(rows_x[i], a->k, block, &t);
                     float *to = out + i * KT_PANEL + v * LANES;
-                    f32v all = finish(sum[i][v], scale, of_x, hold ? total[i][v] : k0 || p ? load_f32(to) : splat(0));
+                    f32v all = finish(sum[i][v], scale, of_x, hold ? total[i][v] : s->begun || p ? load_f32(to) : splat(0));
                     if (how & MINIMA) all = scale_and_subtract(x_sum(rows_x[i], a->k, block, part), minimum, all);
                     if (hold)
                         total[i][v] = all;
@@ -312,6 +356,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
                         store_f32(to, all);
                 }
             }
+            if (!BLOCK_SUMS || how & (HALVES | MINIMA) || ++in_group == s->per) group++, in_group = 0;
         }
         p = last;
     }
@@ -319,12 +364,6 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
         for (int v = 0; v < vectors; v++)
             store_f32(out + i * KT_PANEL + v * LANES, has_sums(how) ? total[i][v] : (f32v)sum[i][v]);
 }
-
-#define TILE(rows)                                                                          \
-    case rows:                                                                              \
-        for (int v0 = 0; (rows) <= TILE_ROWS && v0 < TILE_VECTORS; v0 += tile_vectors(how)) \
-            tile(a, &s, first, out, v0, rows, how, rest);                                   \
-        break
 
 /* A tile's share of the next codes: up to a line at each of its steps, since as many at once would wait for one another (bfloat16
  * weights and 16 rows took 1.4 times as long). What is more is fetched at once. */
@@ -334,11 +373,73 @@ INLINE stream fetch_share(const uint8_t *from, const size_t share, const size_t 
     return (stream){from + at_once, spread ? (spread + steps - 1) / steps : 0};
 }
 
+/* What comes to L2 while a panel's DECODE_K k are multiplied: packed codes, `each` bytes of them with a tile; and of x. */
+typedef struct ahead {
+    const uint8_t *codes;
+    size_t each, left;
+    size_t x_bytes; /* of a row, DECODE_K k further */
+} ahead;
+
+#define TILE(rows)                                                                          \
+    case rows:                                                                              \
+        for (int v0 = 0; (rows) <= TILE_ROWS && v0 < TILE_VECTORS; v0 += tile_vectors(how)) \
+            tile(a, s, first, out, v0, rows, how, codes);                                   \
+        break
+
+/* All rows x a strip. */
+INLINE void multiply(const kt_dot *a, const strip *restrict s, ahead *restrict next, float *restrict out, const scaling how) {
+    for (size_t first = 0, rows; first < a->m; first += rows) {
+        rows = next_rows(a->m - first, TILE_ROWS);
+        const size_t share = least(next->each, next->left);
+        const stream codes = fetch_share(next->codes, share, rows, s->blocks * STEPS);
+        next->codes += share, next->left -= share;
+        for (size_t i = first; next->x_bytes && i < first + rows; i++)
+            for (size_t at = 0; at < next->x_bytes; at += LINE)
+                prefetch_l2((const uint8_t *)a->x[i] + (s->k0 + DECODE_K) * 4 / STEP_K + at);
+        switch (rows) {
+            TILE(1);
+            TILE(2);
+            TILE(3);
+            TILE(4);
+            TILE(5);
+            TILE(6);
+            TILE(7);
+            TILE(8);
+            TILE(9);
+            TILE(10);
+            TILE(11);
+            TILE(12);
+        }
+    }
+}
+
+/* Decoded, all ways of scaling are one of five: whether there are sums of scale groups, of halves of blocks, with minima. */
+INLINE scaling shape_of(const scaling how) { return has_sums(how) ? BF16 | (how & (HALVES | MINIMA)) : NONE; }
+
+/* Compiled once for all ways of one shape. */
+#define MULTIPLY(name, how) \
+    ONCE void multiply_##name(const kt_dot *a, const strip *s, ahead *next, float *out) { multiply(a, s, next, out, how); }
+MULTIPLY(chains, NONE)
+MULTIPLY(groups, BF16)
+MULTIPLY(halves, BF16 | HALVES)
+MULTIPLY(minima, BF16 | MINIMA)
+MULTIPLY(halves_minima, BF16 | HALVES | MINIMA)
+
+INLINE void multiply_strip(const kt_dot *a, const strip *s, ahead *next, float *out, const scaling how) {
+    switch (shape_of(how)) {
+        case NONE: multiply_chains(a, s, next, out); break;
+        case BF16: multiply_groups(a, s, next, out); break;
+        case BF16 | HALVES: multiply_halves(a, s, next, out); break;
+        case BF16 | MINIMA: multiply_minima(a, s, next, out); break;
+        default: multiply_halves_minima(a, s, next, out);
+    }
+}
+
 /* Panels are innermost, so that the second finds the rows' x in L2. While DECODE_K k are multiplied, the codes and x of the next ones
  * come to L2, some with each tile: the rows are too short there for the hardware to foresee. */
 INLINE void many(const kt_dot *a, const scaling how) {
     decoded_panel *decoded = a->scratch;
-    const size_t per = blocks_per_header(a->scale_group, how), m = a->m, tiles = (m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
+    const size_t per = blocks_per_header(a->scale_group, how), tiles = (a->m + TILE_ROWS - 1) / TILE_ROWS * STRIPS;
     for (size_t k0 = 0; k0 < a->k; k0 += DECODE_K) {
         const size_t blocks = least(DECODE_K, a->k - k0) / KT_BLOCK, left = a->k - k0 - blocks * KT_BLOCK;
         for (size_t p = 0; p < a->panels; p++) {
@@ -351,8 +452,7 @@ INLINE void many(const kt_dot *a, const scaling how) {
             const uint8_t *next = next_panel ? next_panel + next_at : a->w[p];
             const size_t next_end = least(next_block + BLOCKS, a->k / KT_BLOCK);
             const size_t next_bytes = next_panel ? packed_bytes(next_end, per, how) - next_at : 0;
-            const size_t each = (next_bytes / tiles + LINE) / LINE * LINE;
-            size_t fetched = 0;
+            ahead coming = {.codes = next, .each = (next_bytes / tiles + LINE) / LINE * LINE, .left = next_bytes};
             for (int n = 0; n < STRIPS; n++) {
                 const strip s = {
                     .w = IN_PLACE ? (const uint32_t *)(a->w[p] + packed_bytes(k0 / KT_BLOCK, per, how)) : decoded->w[n][0],
@@ -360,32 +460,11 @@ INLINE void many(const kt_dot *a, const scaling how) {
                     .minimum = decoded->minimum[0] + n * STRIP,
                     .k0 = k0,
                     .blocks = blocks,
+                    .per = per,
+                    .begun = k0 || adds(a, how),
                 };
-                float *out = a->out[p] + n * STRIP;
-                for (size_t first = 0, rows; first < m; first += rows) {
-                    rows = next_rows(m - first, TILE_ROWS);
-                    const size_t share = least(each, next_bytes - fetched);
-                    const stream rest = fetch_share(next + fetched, share, rows, blocks * STEPS);
-                    fetched += share;
-                    if (n == 0)
-                        for (size_t i = first; i < first + rows; i++)
-                            for (size_t at = 0; at < next_k * 4 / STEP_K; at += LINE)
-                                prefetch_l2((const uint8_t *)a->x[i] + (k0 + DECODE_K) * 4 / STEP_K + at);
-                    switch (rows) {
-                        TILE(1);
-                        TILE(2);
-                        TILE(3);
-                        TILE(4);
-                        TILE(5);
-                        TILE(6);
-                        TILE(7);
-                        TILE(8);
-                        TILE(9);
-                        TILE(10);
-                        TILE(11);
-                        TILE(12);
-                    }
-                }
+                coming.x_bytes = n ? 0 : next_k * 4 / STEP_K;
+                multiply_strip(a, &s, &coming, a->out[p] + n * STRIP, how);
             }
         }
     }
@@ -398,15 +477,25 @@ INLINE void many(const kt_dot *a, const scaling how) {
 #define TRANSPOSED_BY(name)
 #endif
 
-/* few_<name>(), many_<name>() and transpose_<name>() for one way of scaling. With FEW_MAX 0, few() is never used. */
-#define FUNCTIONS(name, how)                                                          \
-    static void few_##name(const kt_dot *a) { FEW_MAX ? few(a, how) : many(a, how); } \
-    static void many_##name(const kt_dot *a) { many(a, how); }                        \
-    TRANSPOSED(name, how, OPERAND_OF(how))
+/* few(), many() and transpose() for one way of scaling. With FEW_MAX 0, few() is never used. Where KT_LOOPS is another row than KT_ISA,
+ * its object has few() and many(). */
+#define FUNCTIONS(name, how) LOOPS(name, how) TRANSPOSED(name, how, OPERAND_OF(how))
+#define LOOP_(what, source, name, isa) kt_##source##_##name##_##what##_##isa
+#define LOOP__(what, source, name, isa) LOOP_(what, source, name, isa)
+#define LOOP(what, name) LOOP__(what, KT_SOURCE, name, KT_LOOPS)
+#ifdef KT_LOOPS
+#define LOOPS(name, how) void LOOP(few, name)(const kt_dot *a), LOOP(many, name)(const kt_dot *a);
+#else
+#define KT_LOOPS KT_ISA
+#define LOOPS(name, how)                                     \
+    void LOOP(many, name)(const kt_dot *a) { many(a, how); } \
+    void LOOP(few, name)(const kt_dot *a) { FEW_MAX ? few(a, how) : LOOP(many, name)(a); }
+#endif
 
 /* What a kernel's row says of these, and of the scale groups that it takes. */
-#define SERVED_BY(name) \
-    .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel), .few = few_##name, .many = many_##name TRANSPOSED_BY(name)
+#define SERVED_BY(name)                                                                 \
+    .few_max = FEW_MAX, .scratch_bytes = sizeof(decoded_panel), .few = LOOP(few, name), \
+    .many = LOOP(many, name) TRANSPOSED_BY(name)
 #define PER_16 .scale_group_min = KT_SCALE_GROUP_MIN, .scale_group_max = KT_SCALE_GROUP_MIN
 #define PER_BLOCK .scale_group_min = KT_BLOCK, .scale_group_max = KT_BLOCK
 #define PER_BLOCKS .scale_group_min = KT_BLOCK, .scale_group_max = KT_SCALE_GROUP_MAX

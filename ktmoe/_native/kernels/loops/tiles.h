@@ -386,5 +386,5 @@ INLINE void many(const kt_dot *a, const scaling how) {
     static void many_##name(const kt_dot *a) { many(a, how); } \
     TRANSPOSED(name, how, OPERAND_OF(how))
 #define SERVED_BY(name)                                                                                                      \
-    .rows = &KT_NAME(rows_bf16_tiles), .few_max = KT_TILE_ROWS, .scratch_bytes = RING_BYTES + SUMS_BYTES, .few = few_##name, \
+    .rows = &KT_FORM(rows_bf16_tiles), .few_max = KT_TILE_ROWS, .scratch_bytes = RING_BYTES + SUMS_BYTES, .few = few_##name, \
     .many = many_##name TRANSPOSED_BY(name)

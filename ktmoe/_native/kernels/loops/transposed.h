@@ -109,7 +109,7 @@ INLINE size_t unit_at(const size_t column, const size_t k) {
 }
 
 /* Of SIDE blocks, or the first of them; to: SIDE blocks, side by side. */
-INLINE void transpose_codes(const uint8_t *const from[SIDE], const size_t blocks, uint8_t *restrict to) {
+ONCE void transpose_codes(const uint8_t *const from[SIDE], const size_t blocks, uint8_t *restrict to) {
     for (size_t k = 0; k < blocks * KT_BLOCK; k += UNIT)
         for (size_t column = 0; column < KT_PANEL; column += UNIT) {
             const uint8_t *source = from[k / KT_BLOCK] + unit_at(column, k);
@@ -215,7 +215,7 @@ INLINE int in_pairs(const enum operand as) { return AS_PACKED ? CODE_BITS == 16 
 INLINE void transpose(const kt_transposing *a, const scaling how, const enum operand as) {
     const size_t per = blocks_per_header(a->scale_group, how), number = a->first / KT_BLOCK;
     const size_t blocks = least(SIDE, (a->k - a->first) / KT_BLOCK);
-    const uint8_t *codes[SIDE], *header[SIDE], *super[SIDE];
+    const uint8_t *codes[SIDE] = {0}, *header[SIDE], *super[SIDE];
     for (size_t b = 0; b < blocks; b++) {
         const size_t of_super = (number + b) / SUPER_BLOCKS * SUPER_BLOCKS, of_header = (number + b) / per * per;
         super[b] = a->w + packed_bytes(of_super, per, how);
