@@ -26,6 +26,7 @@ from setuptools.errors import CompileError
 
 NATIVE = Path("ktmoe/_native")
 OBJECTS = Path("build/native")
+OWN_CFLAGS = shlex.split(os.environ.get("CFLAGS", ""))
 ISA = runpy.run_path(str(NATIVE / "isa.py"))  # by its path, since the package is not built yet
 
 
@@ -52,7 +53,9 @@ class BuildNative(build_ext):
             objects = list(pool.map(lambda job: self.compiled(*job), jobs))
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread"])
+        # Without symbols, unless somebody debugs: they are 1 % of a wheel, and only debuggers and profilers read them.
+        symbols = () if any(flag.startswith("-g") for flag in OWN_CFLAGS) else ("-Wl,-s",)
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread", *symbols])
 
     def compiled(self, source, folder, flags):
         """The object of a source, compiled now if need be. folder: below OBJECTS."""
@@ -60,8 +63,7 @@ class BuildNative(build_ext):
         digest, needs = target.with_suffix(".sha256"), target.with_suffix(".d")
         # Debug information was more than half of the build's time and 12 of 13 of its bytes. Python's own flags have -g; the
         # environment's come once more, so that they may have it, too.
-        own = shlex.split(os.environ.get("CFLAGS", ""))
-        command = [*self.compiler.compiler_so, "-g0", *own, f"-I{NATIVE}", *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
+        command = [*self.compiler.compiler_so, "-g0", *OWN_CFLAGS, f"-I{NATIVE}", *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
         command += ["-MMD", "-MF", str(needs), "-c", str(source), "-o", str(target)]
         if self.force or not target.exists() or not digest.exists() or digest.read_text() != made_of(command, needs):
             digest.unlink(missing_ok=True)
