@@ -197,13 +197,13 @@ INLINE f32x4 across(const f32v sum[DOT_COLUMNS]) {
     f32x4 v[DOT_COLUMNS];
 #pragma GCC unroll 4
     for (int j = 0; j < DOT_COLUMNS; j++) {
-        f32x4 part[LANES / 4];
-        memcpy(part, &sum[j], sizeof part);
+        f32x4 quads[LANES / 4];
+        memcpy(quads, &sum[j], sizeof quads);
 #pragma GCC unroll 2
         for (int half = LANES / 8; half; half /= 2)
 #pragma GCC unroll 2
-            for (int p = 0; p < half; p++) part[p] += part[p + half];
-        v[j] = part[0];
+            for (int p = 0; p < half; p++) quads[p] += quads[p + half];
+        v[j] = quads[0];
     }
     turn_four(v);
     return (v[0] + v[2]) + (v[1] + v[3]);

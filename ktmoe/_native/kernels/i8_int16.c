@@ -15,8 +15,8 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
     return bytes_of_words(load_u32(quad_at(p, v, pair % 2)), pair / 2);
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
-    return minus_16_sums(x, k, block, part) << 3;
+INLINE sums start(const void *x, const size_t k, const size_t block, const int span) {
+    return minus_16_sums(x, k, block, span) << 3;
 }
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const table *t) {

@@ -19,8 +19,8 @@ INLINE u32v decode(const place *p, const int v, const int quad, const scaling ho
     return SUMS_OF_WORDS ? codes ^ 0x80808080 : codes;
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
-    return SUMS_OF_WORDS ? (sums)splat(0) : minus_16_sums(x, k, block, part) << 3;
+INLINE sums start(const void *x, const size_t k, const size_t block, const int span) {
+    return SUMS_OF_WORDS ? (sums)splat(0) : minus_16_sums(x, k, block, span) << 3;
 }
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) {

@@ -7,7 +7,7 @@
 /* A line at a time in 16-byte loads, the same for all instruction sets, so that percentages of it compare. One stream is prefetched as
  * kernels do it, the fastest of those tried. Of several, each is as far from the others as pages are: the hardware fetches ahead
  * in each by itself. */
-enum { AHEAD_BYTES = 3072, PART_BYTES = 4096 };
+enum { AHEAD_BYTES = 3072, STREAM_UNIT = 4096 };
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
 INLINE void read_line(const uint8_t *from, u32x4 sum[4]) {
@@ -19,11 +19,11 @@ INLINE void read_line(const uint8_t *from, u32x4 sum[4]) {
 }
 
 INLINE void read_streams(const uint8_t *from, const size_t bytes, const size_t streams, u32x4 sum[4]) {
-    const size_t part = bytes / streams / PART_BYTES * PART_BYTES;
-    for (size_t i = 0; i < part; i += LINE)
+    const size_t each = bytes / streams / STREAM_UNIT * STREAM_UNIT;
+    for (size_t i = 0; i < each; i += LINE)
 #pragma GCC unroll 8
-        for (size_t s = 0; s < streams; s++) read_line(from + s * part + i, sum);
-    for (size_t i = streams * part; i + LINE <= bytes; i += LINE) read_line(from + i, sum);
+        for (size_t s = 0; s < streams; s++) read_line(from + s * each + i, sum);
+    for (size_t i = streams * each; i + LINE <= bytes; i += LINE) read_line(from + i, sum);
 }
 
 void KT_NAME(read)(const void *p, size_t bytes, size_t streams) {

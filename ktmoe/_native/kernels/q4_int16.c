@@ -36,8 +36,8 @@ INLINE u32v decode(const place *p, const int v, const int pair, const scaling ho
     return bytes_of_words(how & ZERO_POINTS ? nibbles + *f : (u32v)_mm256_shuffle_epi8(t->whole, (__m256i)nibbles), pair >= 2);
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
-    return minus_16_sums(x, k, block, part);
+INLINE sums start(const void *x, const size_t k, const size_t block, const int span) {
+    return minus_16_sums(x, k, block, span);
 }
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const table *t) {

@@ -47,8 +47,8 @@ INLINE u32v decode(const place *p, const int v, const int step, const scaling ho
     return how & ZERO_POINTS ? nibbles + *f : lookup(t->whole, nibbles);
 }
 
-INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
-    return minus_16_sums(x, k, block, part);
+INLINE sums start(const void *x, const size_t k, const size_t block, const int span) {
+    return minus_16_sums(x, k, block, span);
 }
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) {

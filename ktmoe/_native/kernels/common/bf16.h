@@ -20,8 +20,8 @@ enum {
  * rows decode once. */
 #define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
 
-INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int part) {
-    return sum_of_x((const uint16_t *)x + k, block, part);
+INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int span) {
+    return sum_of_x((const uint16_t *)x + k, block, span);
 }
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) {

@@ -52,8 +52,8 @@ enum {
 #define PASSES(P) P(1, 2)
 #endif
 
-INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int part) {
-    return sum_of_x((const float *)x + k, block, part);
+INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int span) {
+    return sum_of_x((const float *)x + k, block, span);
 }
 
 INLINE sums dot(const sums sum, const u32v w, const u32v x) { return multiply_add((f32v)x, (f32v)w, sum); }

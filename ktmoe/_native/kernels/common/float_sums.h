@@ -7,8 +7,8 @@
 
 typedef f32v sums;
 
-INLINE sums start(const void *x, const size_t k, const size_t block, const int part) {
-    return (void)x, (void)k, (void)block, (void)part, splat(0);
+INLINE sums start(const void *x, const size_t k, const size_t block, const int span) {
+    return (void)x, (void)k, (void)block, (void)span, splat(0);
 }
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const void *t) {
@@ -16,8 +16,8 @@ INLINE f32v factor(const void *x, const size_t k, const size_t block, const void
 }
 
 /* What stands behind a row's numbers. */
-INLINE f32v sum_of_x(const void *behind, const size_t block, const int part) {
-    return splat(((const x_sums *)behind)[block].of[part]);
+INLINE f32v sum_of_x(const void *behind, const size_t block, const int span) {
+    return splat(((const x_sums *)behind)[block].of[span]);
 }
 
 INLINE f32v finish(const sums sum, const f32v scale, const f32v of_x, const f32v out) {

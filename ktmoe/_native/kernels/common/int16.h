@@ -30,15 +30,15 @@ INLINE const int16_halves *tail_of_halves(const void *x, const size_t k, const s
     return (const int16_halves *)tail(x, k, k / KT_BLOCK) + block;
 }
 
-/* -16 times the sum of x, as sums begin with it; part: panel.h's. */
-INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, const int part) {
-    const int32_t *sum = part ? &tail_of_halves(x, k, block)->minus_16_sums[part - 1] : &tail(x, k, block)->minus_16_sums;
+/* -16 times the sum of x, as sums begin with it; span: panel.h's. */
+INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, const int span) {
+    const int32_t *sum = span ? &tail_of_halves(x, k, block)->minus_16_sums[span - 1] : &tail(x, k, block)->minus_16_sums;
     return (sums)_mm256_set1_epi32(*sum);
 }
 
-/* The sum of x, which is exact; part: panel.h's. */
-INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int part) {
-    const int32_t sum = part ? tail_of_halves(x, k, block)->minus_16_sums[part - 1] : tail(x, k, block)->minus_16_sums;
+/* The sum of x, which is exact; span: panel.h's. */
+INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int span) {
+    const int32_t sum = span ? tail_of_halves(x, k, block)->minus_16_sums[span - 1] : tail(x, k, block)->minus_16_sums;
     return splat(tail(x, k, block)->scale * (float)(sum / -16));
 }
 

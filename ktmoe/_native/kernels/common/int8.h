@@ -44,16 +44,16 @@ INLINE const int8_halves *tail_of_halves(const void *x, const size_t k, const si
     return (const int8_halves *)tail(x, k, k / KT_BLOCK) + block;
 }
 
-/* -16 times the sum of x, as int8_block.start has it; part: panel.h's. */
-INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, const int part) {
+/* -16 times the sum of x, as int8_block.start has it; span: panel.h's. */
+INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, const int span) {
     float bits;
-    memcpy(&bits, part ? &tail_of_halves(x, k, block)->start[part - 1] : &tail(x, k, block)->start, sizeof bits);
+    memcpy(&bits, span ? &tail_of_halves(x, k, block)->start[span - 1] : &tail(x, k, block)->start, sizeof bits);
     return (sums)splat(bits);
 }
 
-/* The sum of x, which is exact; part: panel.h's. */
-INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int part) {
-    const int32_t start = part ? tail_of_halves(x, k, block)->start[part - 1] : tail(x, k, block)->start;
+/* The sum of x, which is exact; span: panel.h's. */
+INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int span) {
+    const int32_t start = span ? tail_of_halves(x, k, block)->start[span - 1] : tail(x, k, block)->start;
     const int32_t sum = SUMS_OF_WORDS ? (int16_t)(start & 0xFFFF) + (start >> 16) : start;
     return splat(tail(x, k, block)->scale * (float)(sum / -16));
 }

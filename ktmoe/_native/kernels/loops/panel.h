@@ -32,11 +32,11 @@
  *     fold, fold_of(u32v, how)         such dwords, as it takes them
  *     decode(p, v, j, how, t, f)       u32v of the weights of step j of the 8 k at p, in the columns of vector v
  *     sums                      the type of a vector of sums; dot(sums, u32v w, u32v x)
- *     start(x, k, block, part)  a sum before its first step: x is a row of k, its block the first one; part 0: a sum of whole
+ *     start(x, k, block, span)  a sum before its first step: x is a row of k, its block the first one; span 0: a sum of whole
  *                               blocks, 1 or 2: of the block's first or last 16 k
  *     factor(x, k, block, t)    f32v of what finish() takes of a block of x
  *     finish(sums, f32v scale, f32v factor, f32v out)
- *     x_sum(x, k, block, part)  f32v of the sum of x that a minimum multiplies; part: start()'s
+ *     x_sum(x, k, block, span)  f32v of the sum of x that a minimum multiplies; span: start()'s
  * and how scales are loaded, in scales.h or in a way of its own.
  */
 #include "kernels/common/headers.h"
@@ -64,7 +64,7 @@ INLINE int has_sums(const scaling how) { return BLOCK_SUMS || in_groups(how); }
 INLINE int adds(const kt_dot *a, const scaling how) { return kind_of(how) == NONE && !BLOCK_SUMS && a->add; }
 
 /* What start() is told of a half of a block, the only one where scales are of more than 16 k. */
-INLINE int part_of(const int half, const scaling how) { return halves(how) - 1 + half; }
+INLINE int span_of(const int half, const scaling how) { return halves(how) - 1 + half; }
 
 /* rows x (vectors * LANES columns) straight from the codes: from vector v0 of one panel, or BOTH panels. All but a and first are
  * constants at every call. */
@@ -117,7 +117,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
             for (int half = 0; half < halves(how); half++) {
                 if (has_sums(how) && (BLOCK_SUMS || how & HALVES || !b))
                     for (int i = 0; i < rows; i++)
-                        for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_BLOCK, part_of(half, how));
+                        for (int v = 0; v < vectors; v++) sum[i][v] = start(x[i], a->k, k / KT_BLOCK, span_of(half, how));
                 const int octets = KT_BLOCK / 8 / halves(how);
 #pragma GCC unroll 1
                 for (int octet = half * octets; octet < (half + 1) * octets; octet++) {
@@ -158,7 +158,7 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                     for (int i = 0; i < rows; i++) {
                         f32v total = finish(sum[i][v], scale, of_x[i], load_f32(OUT(i, v)));
                         if (how & MINIMA)
-                            total = scale_and_subtract(x_sum(x[i], a->k, k / KT_BLOCK, part_of(half, how)), minimum, total);
+                            total = scale_and_subtract(x_sum(x[i], a->k, k / KT_BLOCK, span_of(half, how)), minimum, total);
                         store_f32(OUT(i, v), total);
                     }
                 }
@@ -278,8 +278,8 @@ INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict panel, const s
         decode_folded(a->codebook, first, to);
 }
 
-/* A strip of those: w [steps][STRIP]; scale and minimum [groups][KT_PANEL], from the strip's first column. per: blocks of a scale
- * group. begun: whether out holds sums or totals already. */
+/* A strip of a decoded panel: w [steps][STRIP]; scale and minimum [groups][KT_PANEL], from the strip's first column. per: blocks of a
+ * scale group. begun: whether out holds sums or totals already. */
 typedef struct strip {
     const uint32_t *w;
     const float *scale, *minimum;
@@ -288,7 +288,7 @@ typedef struct strip {
 } strip;
 
 INLINE int hold_totals(const scaling how) { return HOLD_TOTALS || (HOLD_HALVES && how & (HALVES | MINIMA)); }
-/* Of a strip, at a time. */
+/* The vectors of a strip that a tile has. */
 INLINE int tile_vectors(const scaling how) { return !HOLD_TOTALS && hold_totals(how) ? TILE_VECTORS / 2 : TILE_VECTORS; }
 
 /* What a tile fetches while it multiplies: at each step the line so many bytes further. */
@@ -297,7 +297,7 @@ typedef struct stream {
     size_t bytes;
 } stream;
 
-/* Whether it does. That takes two instructions a step and two registers, which the pointers of more rows need. */
+/* Whether a tile fetches. That takes two instructions a step and two registers, which the pointers of more rows need. */
 INLINE int fetches(const size_t rows) { return rows <= (VECTOR_BYTES == 64 ? 8 : 5); }
 
 /* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of `per` pieces:
@@ -323,9 +323,9 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
     const uint32_t *w = s->w + v0 * LANES;
     for (size_t p = 0, group = 0, in_group = 0; p < pieces;) {
         const size_t last = least(p + per, pieces), block = k0 / KT_BLOCK + p / halves(how);
-        const int part = part_of((int)(p % halves(how)), how);
+        const int span = span_of((int)(p % halves(how)), how);
         for (int i = 0; has_sums(how) && i < rows; i++)
-            for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block, part);
+            for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block, span);
 #pragma GCC unroll 2
         for (size_t step = p * piece; step < last * piece; step++, w += STRIP) {
             if (fetches((size_t)rows)) prefetch_l2(codes.at), codes.at += codes.bytes;
@@ -349,7 +349,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
                     const f32v of_x = factor(rows_x[i], a->k, block, &t);
                     float *to = out + i * KT_PANEL + v * LANES;
                     f32v all = finish(sum[i][v], scale, of_x, hold ? total[i][v] : s->begun || p ? load_f32(to) : splat(0));
-                    if (how & MINIMA) all = scale_and_subtract(x_sum(rows_x[i], a->k, block, part), minimum, all);
+                    if (how & MINIMA) all = scale_and_subtract(x_sum(rows_x[i], a->k, block, span), minimum, all);
                     if (hold)
                         total[i][v] = all;
                     else

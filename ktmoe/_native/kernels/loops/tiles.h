@@ -76,7 +76,7 @@ INLINE const uint8_t *a_tile(const row_tile *x, const size_t step) { return x->x
  * streams side by side: memory is read 1.2 times as fast as by one. */
 typedef struct stream {
     const uint8_t *at;
-    size_t part_bytes; /* of a stream */
+    size_t stream_bytes;
     size_t lines, places, due;
 } stream;
 
@@ -93,9 +93,9 @@ INLINE stream stream_after(const kt_dot *a, const weights *w, const size_t p, co
 INLINE void fetch(stream *s) {
     for (s->due += s->lines; s->due >= s->places; s->due -= s->places, s->at += LINE) {
         prefetch_l2(s->at);
-        prefetch_l2(s->at + s->part_bytes);
-        prefetch_l2(s->at + 2 * s->part_bytes);
-        prefetch_l2(s->at + 3 * s->part_bytes);
+        prefetch_l2(s->at + s->stream_bytes);
+        prefetch_l2(s->at + 2 * s->stream_bytes);
+        prefetch_l2(s->at + 3 * s->stream_bytes);
     }
 }
 

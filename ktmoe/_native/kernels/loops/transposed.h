@@ -39,7 +39,7 @@ enum {
     SUPER_BLOCKS = KT_SUPER_GROUP / KT_BLOCK,
 };
 
-/* Which bit of the row's number bit b of k is. */
+/* The bit of a row's number that bit b of k is. */
 INLINE int row_bit(const int b) {
     int row = b;
     for (int lower = 0; lower < b; lower++) row -= code_bit(lower) >= 0;
@@ -48,21 +48,21 @@ INLINE int row_bit(const int b) {
 
 typedef u32v unit[UNIT_VECTORS * UNIT_ROWS]; /* [column / LANES][row] */
 
-/* Bit b of a lane's number and a bit of the vector's. */
+/* Exchanges bit b of a lane's number with a bit of the vector's. */
 INLINE void exchange_with_lanes(unit x, const int bit, const int b) {
 #pragma GCC unroll 16
     for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++)
         if (!(i & bit)) exchange_lanes(&x[i], &x[i + bit], b);
 }
 
-/* The vector's bit 0; before, the same with another bit of the lane's, if that is not negative: both in one step. */
+/* Exchanges the vector's bit 0 with bit b of the lane's; before that with bit `before`, if it is not negative: both in one step. */
 INLINE void exchange_rows(unit x, const int before, const int b) {
 #pragma GCC unroll 16
     for (int i = 0; before >= 0 && i < UNIT_VECTORS * UNIT_ROWS; i += 2) exchange_lanes_twice(&x[i], &x[i + 1], before, b);
     if (before < 0) exchange_with_lanes(x, 1, b);
 }
 
-/* A bit of a code's number in its half of a dword, which is `bits` bits wide, and one of the vector's. */
+/* Exchanges a bit of a code's number in its half of a dword, which is `bits` bits wide, with one of the vector's. */
 INLINE void exchange_with_codes(unit x, const int bit, const int bits) {
 #pragma GCC unroll 16
     for (int i = 0; i < UNIT_VECTORS * UNIT_ROWS; i++)
@@ -108,7 +108,7 @@ INLINE size_t unit_at(const size_t column, const size_t k) {
     return (k % KT_BLOCK >> DWORD_BITS) * ROW_BYTES + column / 16 * SIXTEEN_BYTES + column % 16 * 4;
 }
 
-/* Of SIDE blocks, or the first of them; to: SIDE blocks, side by side. */
+/* Transposes the codes of SIDE blocks, or of the first of them; to: SIDE blocks, side by side. */
 ONCE void transpose_codes(const uint8_t *const from[SIDE], const size_t blocks, uint8_t *restrict to) {
     for (size_t k = 0; k < blocks * KT_BLOCK; k += UNIT)
         for (size_t column = 0; column < KT_PANEL; column += UNIT) {
