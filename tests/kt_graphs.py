@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from helpers import BF16
-from kt_wrappers import wrapper
+from helpers import BF16, same_bits
+from kt_wrappers import batch, wrapper
 
 
 def on_device(torch, case) -> list:
@@ -26,29 +26,43 @@ def stack(folder, deferred) -> list:
     return [wrapper(folder, index, max_deferred_experts_per_token=d) for index, d in enumerate(deferred)]
 
 
-def call(w, tensors, stream):
-    w.submit_forward(*tensors, stream)
-    return w.sync_forward(tensors[0], stream)
+def close(wrappers) -> None:
+    for w in wrappers:
+        w.close()
+
+
+def cases_of(turn, tokens, layers=3) -> list:
+    return [batch(100 * turn + layer, tokens) for layer in range(layers)]
+
+
+def eager(wrappers, cases) -> list[np.ndarray]:
+    """The same calls on numpy arrays."""
+    return [w.forward(*case).copy() for w, case in zip(wrappers, cases, strict=True)]
+
+
+def assert_same(found, expected) -> None:
+    assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
 class Captured:
-    """A call of each wrapper, in this order, in one graph. inputs: the calls' tensors, outputs: their results."""
+    """A call of each wrapper, in this order, in one graph. inputs: the calls' tensors, outputs: their results.
+
+    make(torch, case): new tensors; read(y): a result's numbers, once it is there.
+    """
+
+    make, read = staticmethod(on_device), staticmethod(value)
 
     def __init__(self, torch, wrappers, cases, **how):
         self.torch, self.wrappers = torch, list(wrappers)
-        self.inputs = [on_device(torch, case) for case in cases]
+        self.inputs = [self.make(torch, case) for case in cases]
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, **how):
-            stream = torch.cuda.current_stream()
-            self.outputs = [call(w, tensors, stream) for w, tensors in zip(self.wrappers, self.inputs, strict=True)]
-
-    def replay(self, cases) -> None:
-        """Replay the graph with new numbers, which come before it in the current stream."""
-        for tensors, case in zip(self.inputs, cases, strict=True):
-            for tensor, array in zip(tensors, case, strict=True):
-                tensor.set_(array)
-        self.graph.replay()
+            self.outputs = [w.forward(*tensors) for w, tensors in zip(self.wrappers, self.inputs, strict=True)]
 
     def run(self, cases) -> list[np.ndarray]:
-        self.replay(cases)
-        return [value(y) for y in self.outputs]
+        """Replay the graph with new numbers, which come before it in the current stream."""
+        for tensors, case in zip(self.inputs, cases, strict=True):
+            for tensor, new in zip(tensors, self.make(self.torch, case), strict=True):
+                tensor.copy_(new)
+        self.graph.replay()
+        return [self.read(y) for y in self.outputs]

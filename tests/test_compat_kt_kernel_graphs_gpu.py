@@ -8,20 +8,18 @@ import os
 import subprocess
 import sys
 
+import kt_graphs
 import numpy as np
 import pytest
 from environments import ROOT
 from helpers import BF16, same_bits
-from kt_graphs import stack
+from kt_graphs import assert_same, cases_of, close, eager, stack
 from kt_wrappers import EXPERTS, HIDDEN, TOP_K, batch, eventually, wrapper
 
 from ktmoe.compat import cuda_runtime
 from ktmoe.compat.engine import ENGINE
-from ktmoe.errors import ClosedError, InputError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-LAYERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -38,59 +36,14 @@ def tensors(torch, case) -> list:
     return [x.view(torch.bfloat16), ids, weights]
 
 
-def array(torch, tensor) -> np.ndarray:
+def array(tensor) -> np.ndarray:
     """A tensor's numbers on the host, once the current stream is done."""
     tensor = tensor.cpu()
-    return tensor.view(torch.int16).numpy().view(BF16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return tensor.numpy() if "bfloat16" not in str(tensor.dtype) else tensor.float().numpy().astype(BF16)
 
 
-def warmed_up(torch, function):
-    """Call a function as torch asks for before a capture: what is made at the first call is made then."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-
-
-class Captured:
-    """A call of each wrapper in one graph, whose inputs replay() fills."""
-
-    def __init__(self, torch, wrappers, cases, **how):
-        self.torch, self.graph = torch, torch.cuda.CUDAGraph()
-        self.inputs = [tensors(torch, case) for case in cases]
-        with torch.cuda.graph(self.graph, **how):
-            stream = torch.cuda.current_stream().cuda_stream
-            self.outputs = []
-            for w, given in zip(wrappers, self.inputs, strict=True):
-                w.submit_forward(*given, stream)
-                self.outputs.append(w.sync_forward(given[0], stream))
-
-    def run(self, cases) -> list[np.ndarray]:
-        for kept, case in zip(self.inputs, cases, strict=True):
-            for tensor, new in zip(kept, tensors(self.torch, case), strict=True):
-                tensor.copy_(new)
-        self.graph.replay()
-        return [array(self.torch, y) for y in self.outputs]
-
-
-def cases_of(turn, tokens, layers=LAYERS):
-    return [batch(100 * turn + layer, tokens) for layer in range(layers)]
-
-
-def eager(wrappers, cases):
-    return [w.forward(*case).copy() for w, case in zip(wrappers, cases, strict=True)]
-
-
-def assert_same(found, expected):
-    assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
-def close(wrappers):
-    for w in wrappers:
-        w.close()
+class Captured(kt_graphs.Captured):
+    make, read = staticmethod(tensors), staticmethod(array)
 
 
 @pytest.mark.parametrize("deferred", [(0, 0, 0), (2, 2, 2), (1, 3, 0)], ids=str)
@@ -131,54 +84,40 @@ def test_dtypes(torch, folder, dtype, ids_dtype):
             assert torch.equal(y.cpu(), torch.from_numpy(w.forward(*case).astype(np.float32)).to(dtype))
 
 
-class Model:
-    """A decoder: in each layer a mixture of x's columns, a norm, a router and experts, which are added. All but the experts is
-    torch's, and without products of matrices, so that it has the same bits with and without a graph.
+@pytest.mark.parametrize("deferred", [(0, 0, 0), (2, 2, 0)], ids=str)
+def test_a_decode_step(torch, folder, deferred):
+    """What torch computes from a layer's result, such as the next layer's ids, is in the same graph."""
+    wrappers, seen = stack(folder, deferred), []
 
-    seen: what each layer's experts got and gave, copies.
-    """
-
-    def __init__(self, torch, wrappers):
-        self.torch, self.wrappers, self.seen = torch, wrappers, []
-        made = torch.Generator(device="cuda").manual_seed(0)
-        self.scales = [torch.randn(HIDDEN, generator=made, device="cuda").to(torch.bfloat16) for _ in wrappers]
-
-    def step(self, x):
-        torch = self.torch
-        self.seen = []
+    def step(x):  # without products of matrices, so that it has the same bits with and without a graph
+        seen.clear()
         stream = torch.cuda.current_stream().cuda_stream
-        for w, scale in zip(self.wrappers, self.scales, strict=True):
-            x = x + torch.roll(x, 1, dims=-1) * scale
-            wide = x.float()
-            normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(torch.bfloat16)
-            scores = (normed * scale).float().reshape(len(x), EXPERTS, -1).sum(-1)
+        for w in wrappers:
+            scores = x.float().reshape(len(x), EXPERTS, -1).sum(-1)
             weights, ids = torch.topk(torch.softmax(scores, dim=-1), TOP_K, dim=-1)
-            w.submit_forward(normed, ids, weights, stream)
-            shared = torch.nn.functional.silu(normed)  # the GPU's work meanwhile
-            y = w.sync_forward(normed, stream)
-            self.seen.append([tensor.clone() for tensor in (normed, ids, weights, y)])
+            w.submit_forward(x, ids, weights, stream)
+            shared = torch.nn.functional.silu(x)  # the GPU's work meanwhile
+            y = w.sync_forward(x, stream)
+            seen.append([tensor.clone() for tensor in (x, ids, weights, y)])
             x = x + shared + y
         return x
 
-
-@pytest.mark.parametrize("deferred", [(0, 0, 0), (2, 2, 0)], ids=str)
-def test_a_decode_step(torch, folder, deferred):
-    """Replayed, each layer's experts give what they give on the host, and the model what it gives without a graph."""
-    wrappers = stack(folder, deferred)
-    model, tokens = Model(torch, wrappers), 2
-    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    warmed_up(torch, lambda: model.step(x))
-    graph = torch.cuda.CUDAGraph()
+    x, side, graph = torch.randn(2, HIDDEN, device="cuda").to(torch.bfloat16), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):  # what torch makes at the first call is made before the capture
+        step(x)
+    torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        result = model.step(x)
-    seen = model.seen
+        result = step(x)
+    captured = list(seen)
     for turn in range(20):
-        x.copy_(torch.randn(tokens, HIDDEN, device="cuda") * (1 + turn % 3))
+        x.copy_(torch.randn(2, HIDDEN, device="cuda") * (1 + turn % 3))
         graph.replay()
-        cases = [[array(torch, tensor) for tensor in layer] for layer in seen]
+        cases = [[array(tensor) for tensor in layer] for layer in captured]
         assert_same([y for *_, y in cases], eager(wrappers, [case for *case, _ in cases]))
-        assert torch.equal(model.step(x), result)
-    model.seen = seen = None
+        assert torch.equal(step(x), result)
+    del captured
+    seen.clear()
     close(wrappers)
 
 
@@ -197,7 +136,7 @@ def test_many_launches_that_nobody_waits_for(torch, folder):
             results.append([y.clone() for y in captured.outputs])
     for turn, found in enumerate(results):
         cases = [batch(turn, 1)] * 2
-        assert_same([array(torch, y) for y in found], eager(wrappers, cases))
+        assert_same([array(y) for y in found], eager(wrappers, cases))
     del captured
     close(wrappers)
 
@@ -233,7 +172,7 @@ def test_two_streams_of_a_capture(torch, folder):
         for _ in range(5):
             graph.replay()
             both = -case[0].astype(np.float32) + w.forward(*case).astype(np.float32)
-            assert same_bits(array(torch, total), both.astype(BF16))
+            assert same_bits(array(total), both.astype(BF16))
 
 
 def test_two_streams_launch_at_once(torch, folder):
@@ -247,7 +186,7 @@ def test_two_streams_launch_at_once(torch, folder):
                 captured.graph.replay()
     torch.cuda.synchronize()
     for seed, captured in enumerate(graphs):
-        assert_same([array(torch, y) for y in captured.outputs], eager(wrappers, [batch(seed, 2)] * 2))
+        assert_same([array(y) for y in captured.outputs], eager(wrappers, [batch(seed, 2)] * 2))
     del captured
     graphs.clear()
     close(wrappers)
@@ -259,37 +198,6 @@ def test_the_mask_counts_when_the_call_runs(torch, folder):
         for count in (0, 3, EXPERTS, 5):
             w.gpu_experts_mask.copy_(torch.arange(EXPERTS) < count)
             assert_same(captured.run([batch(count)]), eager([w], [batch(count)]))
-
-
-def test_calls_outside_of_graphs_go_on(torch, folder):
-    """In turns with replays, and a sync_forward() of a call that a graph holds is refused."""
-    with wrapper(folder) as w:
-        captured = Captured(torch, [w], [batch()])
-        for turn in range(4):
-            made = tensors(torch, batch(turn))
-            w.submit_forward(*made, torch.cuda.current_stream())
-            found = w.sync_forward(made[0], torch.cuda.current_stream())
-            assert_same([array(torch, found)], eager([w], [batch(turn)]))
-            assert_same(captured.run([batch(turn + 1)]), eager([w], [batch(turn + 1)]))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            w.submit_forward(*captured.inputs[0], torch.cuda.current_stream())
-        with pytest.raises(InputError, match="captured in a CUDA graph"):
-            w.sync_forward(None, torch.cuda.current_stream())
-        del captured, graph
-
-
-def test_a_layer_that_was_closed(torch, folder):
-    first, second = stack(folder, (0, 0))
-    captured = Captured(torch, [first, second], cases_of(0, 2, 2))
-    first.close()
-    nothing, other = captured.run(cases_of(1, 2, 2))
-    assert np.isnan(nothing.astype(np.float32)).all()
-    with pytest.raises(ClosedError, match="layer 0: "):
-        second.forward(*batch())
-    assert same_bits(other, second.forward(*cases_of(1, 2, 2)[1]))
-    del captured
-    second.close()
 
 
 def test_a_graph_that_is_gone(torch, folder):
@@ -332,8 +240,8 @@ def test_the_runtime_is_torchs(torch):
 PROCESS = """
 import sys
 import torch
-from test_compat_kt_kernel_graphs_gpu import Captured, cases_of
-from kt_graphs import stack
+from test_compat_kt_kernel_graphs_gpu import Captured
+from kt_graphs import cases_of, stack
 
 wrappers = stack(sys.argv[1], (2, 0))
 captured = Captured(torch, wrappers, cases_of(0, 2, 2))

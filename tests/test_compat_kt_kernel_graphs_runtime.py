@@ -40,27 +40,23 @@ def test_a_version(torch_on, folder, version):
     """CUDA 11.2 cannot say that a graph is gone: what it had is kept. Others give it back."""
     torch = torch_on(version)
     with wrapper(folder) as w:
-        for seed in (1, 2):
-            captured = Captured(torch, [w], [batch()])
-            assert same_bits(captured.run([batch(seed)])[0], w.forward(*batch(seed)))
+        captured = Captured(torch, [w], [batch()])
+        assert same_bits(captured.run([batch(1)])[0], w.forward(*batch(1)))
         pinned = torch.runtime.pinned()
-        first = dict(ENGINE.captures.live)
-        assert len(first) == (2 if version == 1102 else 1)
         del captured
         if version == 1102:
             w.forward(*batch())
-            assert ENGINE.captures.live == first
+            assert len(ENGINE.captures.live) == 1
             ENGINE.captures.live.clear()  # so that nothing is left of this test
         else:
             assert eventually(lambda: (w.forward(*batch()), torch.runtime.pinned() < pinned)[1])
     assert torch.runtime.violations() == ""
 
 
-@pytest.mark.parametrize("name", ["cudaLaunchHostFunc"])
-def test_a_function_that_is_missing(torch_on, folder, name):
-    torch = torch_on(12, name)
+def test_a_function_that_is_missing(torch_on, folder):
+    torch = torch_on(12, "cudaLaunchHostFunc")
     with wrapper(folder) as w:
-        with pytest.raises(UnavailableError, match=rf"{torch.runtime.path} has no {name}"):
+        with pytest.raises(UnavailableError, match=rf"{torch.runtime.path} has no cudaLaunchHostFunc"):
             Captured(torch, [w], [batch()])
         tensors = on_device(torch, batch())
         assert same_bits(value(w.forward(*tensors, 0)), w.forward(*batch()))  # which needs no such function
@@ -75,7 +71,7 @@ from pathlib import Path
 from fake_cuda.runtime import Runtime
 from fake_cuda.torch import Torch
 torch = sys.modules["torch"] = Torch(Runtime(Path(library)))
-from kt_graphs import Captured, stack
+from kt_graphs import Captured, stack, value
 from kt_wrappers import batch
 from helpers import same_bits
 
@@ -90,17 +86,12 @@ wrappers = stack(folder, (2, 0))
 expected = [w.forward(*batch(index)) for index, w in enumerate(wrappers)]
 captured = Captured(torch, wrappers, [batch(0), batch(1)])
 captured.graph.replay()
-torch.cuda.synchronize()
-assert all(same_bits(y.value().view("bfloat16"), e) for y, e in zip(captured.outputs, expected))
+assert all(same_bits(value(y), e) for y, e in zip(captured.outputs, expected))
 stream = torch.cuda.Stream()
 with torch.cuda.stream(stream):
     for _ in range(300):
         captured.graph.replay()
 print("ready", flush=True)
-if ending == "exit":
-    sys.exit(3)
-if ending == "raises":
-    raise ValueError("at the end")
 if ending == "a thread launches":
     def launch():
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -112,26 +103,14 @@ if ending == "a thread launches":
 """
 
 
-def end(fake_runtime, folder, tmp_path, ending) -> tuple[int, str]:
-    """How the process ends, and what it says on stderr. Its runtime has the name of CUDA's, by which ktmoe finds it."""
+@pytest.mark.parametrize("ending", ["waits", "a thread launches"])
+def test_a_process_that_ends_while_replays_run(fake_runtime, folder, tmp_path, ending):
+    """Its runtime has the name of CUDA's, by which ktmoe finds it."""
     library = Path(shutil.copy(fake_runtime.path, tmp_path / "libcudart.so.12"))
     command = [sys.executable, "-c", PROCESS, library, folder, ending]
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PATH": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "ready\n", done.stderr
-    return done.returncode, done.stderr
-
-
-@pytest.mark.parametrize("ending", ["waits", "a thread launches"])
-def test_a_process_that_ends_while_replays_run(fake_runtime, folder, tmp_path, ending):
-    assert end(fake_runtime, folder, tmp_path, ending) == (0, "")
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_fails_while_replays_run(fake_runtime, folder, tmp_path):
-    assert end(fake_runtime, folder, tmp_path, "exit") == (3, "")
-    code, errors = end(fake_runtime, folder, tmp_path, "raises")
-    assert (code, errors.splitlines()[-1]) == (1, "ValueError: at the end")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ready\n", "")
 
 
 def test_the_runtime_that_torch_has(torch_on, monkeypatch):

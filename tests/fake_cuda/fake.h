@@ -2,7 +2,8 @@
 
    What each call does, and what it forbids while a stream is captured, follows the comments of cuda_runtime_api.h 11.8, 12.9
    and 13.5. Where CUDA leaves something open, the stand-in takes what is worst for a caller: all host functions and destructors
-   of user objects share one thread, and nodes of a graph that do not depend on each other run in any order.
+   of user objects share one thread, and nodes of a graph that do not depend on each other run in any order. It has what the tests
+   need: one capture at a time, of at most 256 nodes, and graphs with at most one user object.
 
    FAKE_CUDA: the version whose names it has, 1102, 11, 12 or 13. Functions in fakeX are not CUDA's: tests give orders by them. */
 #ifndef FAKE_H
@@ -22,41 +23,25 @@ enum {
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
     INITIALIZATION = 3,
-    INVALID_HANDLE = 400,
-    NOT_READY = 600,
     NOT_PERMITTED = 800,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURE_INVALIDATED = 901,
-    CAPTURE_MERGE = 902,
-    CAPTURE_UNMATCHED = 903,
-    CAPTURE_UNJOINED = 904,
-    CAPTURE_ISOLATION = 905,
     CAPTURED_EVENT = 907,
-    CAPTURE_WRONG_THREAD = 908,
 };
 enum { MODE_GLOBAL, MODE_THREAD_LOCAL, MODE_RELAXED };
-enum { STATUS_NONE, STATUS_ACTIVE, STATUS_INVALIDATED };
 
 typedef void (*host_function)(void *data);
 
-/* Nodes of a graph that something comes after. */
-struct places {
-    size_t *at, count;
+/* A set of nodes of a graph. */
+enum { NODES = 256 };
+struct nodes {
+    uint64_t bits[NODES / 64];
 };
-
-void fake_add_place(struct places *places, size_t place);
-void fake_add_places(struct places *places, const struct places *others);
-void fake_no_places(struct places *places);
-
-struct block;
-struct stream;
-struct executable;
 
 /* One thing to do, in a stream or as a node of a graph. */
 struct work {
     enum { COPY, HOST, KERNEL, WAIT, LAUNCH } kind;
-    struct places after; /* in a graph */
-    void *target;        /* COPY, KERNEL */
+    void *target; /* COPY, KERNEL */
     const void *source, *other;
     size_t bytes;
     int kernel;
@@ -64,8 +49,10 @@ struct work {
     void *data;
     struct stream *stream; /* WAIT: for so much of it */
     uint64_t until;
-    struct executable *executable; /* LAUNCH */
+    struct graph *graph; /* LAUNCH */
     uint64_t turn;
+    struct nodes after; /* in a graph */
+    struct work *next;  /* in a stream */
 };
 
 struct object {
@@ -74,35 +61,21 @@ struct object {
     uint64_t references;
 };
 
+/* A graph and what was instantiated of it. references: a handle's each, and one for each launch; launches: that were asked for,
+   done: that are over. */
 struct graph {
     struct work *nodes;
-    size_t count, room;
-    struct object **objects; /* one entry a reference */
-    size_t owned;
-};
-
-/* turns: launches that were asked for, done: those that are over. references: the handle's and one for each launch. */
-struct executable {
-    struct graph graph;
-    uint64_t turns, done, references;
-};
-
-struct capture {
-    uint64_t id;
-    int mode, status;
-    pthread_t thread;
-    struct stream *origin;
-    struct graph *graph;
-    struct capture *next;
+    size_t count;
+    struct object *object;
+    uint64_t references, launches, done;
 };
 
 /* queued: how many works were ever put into it, done: how many are over. */
 struct stream {
-    struct item *first, *last;
+    struct work *first, *last;
     uint64_t queued, done;
-    bool runs;
-    struct capture *capture;
-    struct places tails; /* what the next node comes after */
+    bool runs, captured;
+    struct nodes tails; /* what the next node comes after */
     struct stream *next;
 };
 
@@ -110,7 +83,7 @@ struct event {
     struct stream *stream; /* NULL: not recorded yet */
     uint64_t until;
     uint64_t capture; /* id of the capture that recorded it, or 0 */
-    struct places tails;
+    struct nodes tails;
 };
 
 /* All below are for whoever holds fake_lock. fake_changed: something got further. */
@@ -126,19 +99,16 @@ void fake_violation(const char *what, const char *name);
     if (error) return fake_leave(error)
 #define LEAVE(value) return fake_leave(value)
 
-/* captures.c. fake_unsafe: for calls that no thread may make while somebody captures; fake_conflict: for those that a stream
-   that is captured cannot take in any mode. Both invalidate the capture. */
+/* captures.c. fake_unsafe: for calls that no thread may make while somebody captures; they invalidate the capture. */
 int fake_unsafe(void);
-int fake_conflict(struct stream *stream);
-int fake_captured(struct stream *stream, struct work work);
+int fake_captured(struct stream *stream, const struct work *work);
+uint64_t fake_capture_of(const struct stream *stream);
 
 /* graphs.c */
 struct graph *fake_graph(void);
-size_t fake_add_node(struct graph *graph, struct work work, const struct places *after);
-void fake_dispose(struct graph *graph);
-void fake_unreference(struct executable *executable);
+void fake_unreference(struct graph *graph);
 
-/* streams.c. fake_streams: all but the default one, which is fake_stream(NULL). */
+/* streams.c; the default stream is fake_stream(NULL). */
 extern struct stream *fake_streams;
 extern _Thread_local bool fake_is_host_thread;
 struct stream *fake_stream(void *handle);
@@ -146,11 +116,7 @@ int fake_put(void *handle, struct work work);
 void fake_on_host_thread(host_function function, void *data, bool *over);
 void fake_everything_done(void);
 
-/* memory.c: fake_use() takes what a copy works on, and says whether it is there; fake_unuse() gives it back. */
-bool fake_use(const struct work *work);
-void fake_unuse(const struct work *work);
-
-/* kernels.c */
-void fake_kernel(const struct work *work);
+bool fake_usable(const struct work *work); /* memory.c: what a copy works on is there */
+void fake_kernel(const struct work *work); /* kernels.c */
 
 #endif

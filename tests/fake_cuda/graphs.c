@@ -1,19 +1,9 @@
-/* Graphs, executable graphs, and user objects, to which both have references of their own. */
+/* Graphs, and user objects, which they own. An executable graph is the graph itself, with one more reference. */
 #include <stdlib.h>
 
 #include "fake.h"
 
 enum { MOVE = 1, NO_DESTRUCTOR_SYNC = 1 };
-
-struct graph *fake_graph(void) { return calloc(1, sizeof(struct graph)); }
-
-size_t fake_add_node(struct graph *graph, struct work work, const struct places *after) {
-    work.after = (struct places){NULL, 0};
-    fake_add_places(&work.after, after);
-    graph->nodes = realloc(graph->nodes, (graph->count + 1) * sizeof *graph->nodes);
-    graph->nodes[graph->count] = work;
-    return graph->count++;
-}
 
 /* A destructor runs on the thread of the host functions, some time. */
 static void release(struct object *object, unsigned count) {
@@ -23,68 +13,45 @@ static void release(struct object *object, unsigned count) {
     free(object);
 }
 
-static void empty(struct graph *graph) {
-    for (size_t node = 0; node < graph->count; node++) fake_no_places(&graph->nodes[node].after);
-    for (size_t i = 0; i < graph->owned; i++) release(graph->objects[i], 1);
-    free(graph->nodes);
-    free(graph->objects);
+struct graph *fake_graph(void) {
+    struct graph *graph = calloc(1, sizeof *graph);
+    graph->nodes = calloc(NODES, sizeof *graph->nodes);
+    graph->references = 1;
+    return graph;
 }
 
-void fake_dispose(struct graph *graph) {
-    empty(graph);
+void fake_unreference(struct graph *graph) {
+    if (--graph->references) return;
+    if (graph->object) release(graph->object, 1);
+    free(graph->nodes);
     free(graph);
 }
 
-void fake_unreference(struct executable *executable) {
-    if (--executable->references) return;
-    empty(&executable->graph);
-    free(executable);
-}
-
-static void own(struct graph *graph, struct object *object) {
-    graph->objects = realloc(graph->objects, (graph->owned + 1) * sizeof(struct object *));
-    graph->objects[graph->owned++] = object;
-}
-
-int cudaGraphInstantiateWithFlags(struct executable **out, const struct graph *graph, unsigned long long flags) {
+int cudaGraphInstantiateWithFlags(struct graph **out, struct graph *graph, unsigned long long flags) {
     (void)flags;
     ENTER;
-    struct executable *executable = calloc(1, sizeof *executable);
-    executable->references = 1;
-    for (size_t i = 0; i < graph->count; i++) {
-        fake_add_node(&executable->graph, graph->nodes[i], &graph->nodes[i].after);
-    }
-    for (size_t i = 0; i < graph->owned; i++) {
-        graph->objects[i]->references++;
-        own(&executable->graph, graph->objects[i]);
-    }
-    *out = executable;
+    graph->references++;
+    *out = graph;
     LEAVE(SUCCESS);
 }
 
 int cudaGraphDestroy(struct graph *graph) {
     ENTER;
-    fake_dispose(graph);
+    fake_unreference(graph);
     LEAVE(SUCCESS);
 }
 
 /* What a launch that is under way needs stays until it is over. */
-int cudaGraphExecDestroy(struct executable *executable) {
+int cudaGraphExecDestroy(struct graph *graph) {
     ENTER;
-    fake_unreference(executable);
+    fake_unreference(graph);
     LEAVE(SUCCESS);
 }
 
-int cudaGraphLaunch(struct executable *executable, void *handle) {
+int cudaGraphLaunch(struct graph *graph, void *handle) {
     ENTER;
-    struct stream *stream = fake_stream(handle);
-    if (stream && stream->capture) LEAVE(fake_conflict(stream)); /* CUDA would add a child graph */
-    error = fake_put(handle, (struct work){.kind = LAUNCH, .executable = executable, .turn = executable->turns});
-    if (!error) {
-        executable->turns++;
-        executable->references++;
-    }
-    LEAVE(error);
+    graph->references++;
+    LEAVE(fake_put(handle, (struct work){.kind = LAUNCH, .graph = graph, .turn = graph->launches++}));
 }
 
 #if FAKE_CUDA != 1102
@@ -97,12 +64,6 @@ int cudaUserObjectCreate(struct object **out, void *data, host_function destroy,
     LEAVE(SUCCESS);
 }
 
-int cudaUserObjectRetain(struct object *object, unsigned count) {
-    ENTER;
-    object->references += count;
-    LEAVE(SUCCESS);
-}
-
 int cudaUserObjectRelease(struct object *object, unsigned count) {
     ENTER;
     if (!count || count > object->references) LEAVE(INVALID_VALUE);
@@ -112,9 +73,9 @@ int cudaUserObjectRelease(struct object *object, unsigned count) {
 
 int cudaGraphRetainUserObject(struct graph *graph, struct object *object, unsigned count, unsigned flags) {
     ENTER;
-    if (!count || flags > MOVE) LEAVE(INVALID_VALUE);
-    if (!(flags & MOVE)) object->references += count;
-    while (count--) own(graph, object);
+    if (count != 1 || flags > MOVE || graph->object) LEAVE(INVALID_VALUE);
+    if (!(flags & MOVE)) object->references++;
+    graph->object = object;
     LEAVE(SUCCESS);
 }
 #endif

@@ -5,7 +5,7 @@
 
 #include "fake.h"
 
-enum { ADD_BF16, NEGATE_BF16, WIDEN_INT32, WIDEN_BF16, NARROW_FLOAT32, FILL, DELAY, GATE };
+enum { ADD_BF16, NEGATE_BF16, WIDEN_INT32, WIDEN_BF16, NARROW_FLOAT32, DELAY, GATE };
 
 static float widened(uint16_t bits) {
     const uint32_t wide = (uint32_t)bits << 16;
@@ -50,7 +50,6 @@ void fake_kernel(const struct work *work) {
         case NARROW_FLOAT32:
             for (size_t i = 0; i < work->bytes / 2; i++) y[i] = rounded(from[i]);
             break;
-        case FILL: memset(y, 0xFF, work->bytes); break;
         case DELAY: pause_for(work->bytes); break;
         case GATE: /* until somebody writes another byte than 0 */
             while (!*(const volatile char *)work->source) pause_for(100);

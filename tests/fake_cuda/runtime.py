@@ -11,9 +11,7 @@ from environments import COMPILER
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
-GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-ADD_BF16, NEGATE_BF16, WIDEN_INT32, WIDEN_BF16, NARROW_FLOAT32, FILL, DELAY, GATE = range(8)
-NOT_READY = 600
+ADD_BF16, NEGATE_BF16, WIDEN_INT32, WIDEN_BF16, NARROW_FLOAT32, DELAY, GATE = range(7)
 
 
 def build(folder: Path, version: int = 12, without: str = "") -> Path:
@@ -25,11 +23,7 @@ def build(folder: Path, version: int = 12, without: str = "") -> Path:
 
 
 class CudaError(RuntimeError):
-    """What torch raises where a call of CUDA fails. number: CUDA's."""
-
-    def __init__(self, number: int, words: str):
-        super().__init__(f"CUDA error: {words}")
-        self.number = number
+    """What torch raises where a call of CUDA fails."""
 
 
 class Runtime:
@@ -37,18 +31,17 @@ class Runtime:
         self.path = path
         self._library = ctypes.CDLL(str(path))  # which lets other threads run while it is called
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
-        for name in ("fakeCalls", "fakeQueued", "fakePinned"):
-            getattr(self._library, name).restype = ctypes.c_uint64
+        self._library.fakeAllocate.restype = ctypes.c_void_p
+        self._library.fakePinned.restype = ctypes.c_uint64
 
     def call(self, name: str, *arguments) -> None:
         """A function of CUDA, or one that works in a stream. Integers are handles and addresses."""
-        error = self.error_of(name, *arguments)
-        if error:
-            raise CudaError(error, self._library.cudaGetErrorString(error).decode())
+        if error := self.error_of(name, *arguments):
+            raise CudaError(f"CUDA error: {self._library.cudaGetErrorString(error).decode()}")
 
     def error_of(self, name: str, *arguments) -> int:
         """The same, but for the exception."""
-        return getattr(self._library, name)(*(_word(argument) for argument in arguments))
+        return getattr(self._library, name)(*(ctypes.c_void_p(a) if isinstance(a, int) else a for a in arguments))
 
     def made(self, name: str, *arguments) -> int:
         """The handle that a function of CUDA makes; it comes first."""
@@ -56,29 +49,11 @@ class Runtime:
         self.call(name, ctypes.byref(out), *arguments)
         return out.value
 
-    def done_while_the_gil_is_held(self, stream: int, seconds: int) -> bool:
-        """Whether a stream gets to its end while no other thread can run Python."""
-        holding = ctypes.PyDLL(str(self.path))
-        return bool(holding.fakeWait(_word(stream), ctypes.c_int(1000 * seconds)))
-
-    def over(self, name: str, handle: int) -> bool:
-        """What a query says."""
-        try:
-            self.call(name, handle)
-        except CudaError as error:
-            if error.number != NOT_READY:
-                raise
-            return False
-        return True
-
-    def capturing(self, stream: int) -> bool:
-        status = ctypes.c_int()
-        self.call("cudaStreamIsCapturing", stream, ctypes.byref(status))
-        return status.value != 0
-
     def memory(self, size: int, pinned: bool) -> ctypes.Array:
         """Poisoned; it is freed with the last array that is made of it."""
-        address = self.made("cudaHostAlloc", max(size, 1), 0) if pinned else self.made("fakeAllocate", max(size, 1))
+        address = (
+            self.made("cudaHostAlloc", max(size, 1), 0) if pinned else self._library.fakeAllocate(ctypes.c_size_t(max(size, 1)))
+        )
         memory = (ctypes.c_char * size).from_address(address)
         weakref.finalize(memory, self._library.fakeRelease, ctypes.c_void_p(address)).atexit = False
         return memory
@@ -89,32 +64,16 @@ class Runtime:
         """The call after the next `skip` ones of this name returns an error."""
         self._library.fakeFail(name.encode(), error, skip)
 
-    def calls(self, name: str) -> int:
-        return self._library.fakeCalls(name.encode())
-
-    def queued(self, stream: int) -> int:
-        """Works that were put into a stream, but for those that were captured."""
-        return self._library.fakeQueued(_word(stream))
-
     def pinned(self) -> int:
         """How many pieces of pinned memory there are."""
         return self._library.fakePinned()
 
-    def seed(self, number: int) -> None:
-        """Graphs' nodes that may run in any order run in another one."""
-        self._library.fakeSeed(ctypes.c_uint64(number))
-
     def violations(self) -> str:
         """What was done since the last time that CUDA forbids."""
         text = ctypes.create_string_buffer(4096)
-        self._library.fakeViolations(text, ctypes.c_size_t(len(text)))
+        self._library.fakeViolations(text)
         return text.value.decode()
 
     def last_error(self) -> int:
         """The last error of this thread, which is forgotten then."""
         return self._library.cudaGetLastError()
-
-
-def _word(argument):
-    """An argument as a pointer or a size, if it is a Python integer."""
-    return ctypes.c_void_p(argument) if isinstance(argument, int) else argument

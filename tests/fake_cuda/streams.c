@@ -1,16 +1,8 @@
 /* Streams and events, and the threads that work. */
-#define _POSIX_C_SOURCE 200809L
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "fake.h"
-
-struct item {
-    struct work work;
-    struct item *next;
-};
 
 struct call {
     host_function function;
@@ -19,21 +11,17 @@ struct call {
     struct call *next;
 };
 
-struct stream *fake_streams;
 _Thread_local bool fake_is_host_thread;
 static struct stream default_stream;
+struct stream *fake_streams = &default_stream;
 static struct call *first_call, *last_call;
 static bool host_thread_runs;
 static uint64_t order = 1; /* chooses among nodes of a graph that may run next */
 
 static void start(void *(*function)(void *), void *data) {
     pthread_t thread;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     if (pthread_create(&thread, NULL, function, data)) abort();
     pthread_detach(thread);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 static void *serve_host_functions(void *unused) {
@@ -66,48 +54,40 @@ void fake_on_host_thread(host_function function, void *data, bool *over) {
     pthread_cond_broadcast(&fake_changed);
 }
 
-static bool ready(const struct work *work, const bool *over) {
-    for (size_t i = 0; i < work->after.count; i++) {
-        if (!over[work->after.at[i]]) return false;
-    }
-    return true;
+static bool ready(const struct nodes *after, const struct nodes *over) {
+    uint64_t left = 0;
+    for (size_t i = 0; i < NODES / 64; i++) left |= after->bits[i] & ~over->bits[i];
+    return !left;
 }
 
 static void perform(const struct work *work);
 
 /* One after the other, in any order that their dependencies allow. */
 static void perform_nodes(const struct graph *graph) {
-    bool *over = calloc(graph->count + 1, sizeof *over);
+    struct nodes over = {0};
     for (size_t left = graph->count; left; left--) {
         size_t found = 0, chosen = 0;
         for (size_t node = 0; node < graph->count; node++) {
-            if (over[node] || !ready(&graph->nodes[node], over)) continue;
+            if (over.bits[node / 64] >> node % 64 & 1 || !ready(&graph->nodes[node].after, &over)) continue;
             order = order * 6364136223846793005u + 1442695040888963407u;
             if ((order >> 33) % ++found == 0) chosen = node;
         }
         const struct work *work = &graph->nodes[chosen];
-        if (work->kind != COPY)
-            perform(work);
-        else if (fake_use(work))
-            perform(work);
-        over[chosen] = true;
+        if (work->kind != COPY || fake_usable(work)) perform(work);
+        over.bits[chosen / 64] |= (uint64_t)1 << chosen % 64;
     }
-    free(over);
 }
 
 static void perform(const struct work *work) {
-    struct executable *executable = work->executable;
     bool over = false;
     switch (work->kind) {
         case COPY:
-            pthread_mutex_unlock(&fake_lock);
-            memmove(work->target, work->source, work->bytes);
-            pthread_mutex_lock(&fake_lock);
-            fake_unuse(work);
-            break;
         case KERNEL:
             pthread_mutex_unlock(&fake_lock);
-            fake_kernel(work);
+            if (work->kind == COPY)
+                memmove(work->target, work->source, work->bytes);
+            else
+                fake_kernel(work);
             pthread_mutex_lock(&fake_lock);
             break;
         case HOST:
@@ -117,11 +97,11 @@ static void perform(const struct work *work) {
         case WAIT:
             while (work->stream->done < work->until) pthread_cond_wait(&fake_changed, &fake_lock);
             break;
-        case LAUNCH:
-            while (executable->done < work->turn) pthread_cond_wait(&fake_changed, &fake_lock);
-            perform_nodes(&executable->graph);
-            executable->done++;
-            fake_unreference(executable);
+        case LAUNCH: /* of one graph, they come one after the other, in whatever streams */
+            while (work->graph->done < work->turn) pthread_cond_wait(&fake_changed, &fake_lock);
+            perform_nodes(work->graph);
+            work->graph->done++;
+            fake_unreference(work->graph);
             break;
     }
 }
@@ -131,35 +111,29 @@ static void *serve_stream(void *given) {
     pthread_mutex_lock(&fake_lock);
     for (;;) {
         while (!stream->first) pthread_cond_wait(&fake_changed, &fake_lock);
-        struct item *item = stream->first;
-        perform(&item->work);
-        stream->first = item->next;
-        free(item);
+        struct work *work = stream->first;
+        perform(work);
+        stream->first = work->next;
+        free(work);
         stream->done++;
         pthread_cond_broadcast(&fake_changed);
     }
     return NULL;
 }
 
-struct stream *fake_stream(void *handle) {
-    if (!handle) return &default_stream;
-    struct stream *stream = fake_streams;
-    while (stream && stream != handle) stream = stream->next;
-    return stream;
-}
+struct stream *fake_stream(void *handle) { return handle ? handle : &default_stream; }
 
-int fake_put(void *handle, struct work work) {
+int fake_put(void *handle, struct work given) {
     struct stream *stream = fake_stream(handle);
-    if (!stream) return INVALID_HANDLE;
-    if (stream->capture) return fake_captured(stream, work);
-    if (work.kind == COPY && !fake_use(&work)) return INVALID_VALUE;
-    struct item *item = malloc(sizeof *item);
-    *item = (struct item){work, NULL};
+    if (stream->captured) return fake_captured(stream, &given);
+    if (given.kind == COPY && !fake_usable(&given)) return INVALID_VALUE;
+    struct work *work = malloc(sizeof *work);
+    *work = given;
     if (stream->first)
-        stream->last->next = item;
+        stream->last->next = work;
     else
-        stream->first = item;
-    stream->last = item;
+        stream->first = work;
+    stream->last = work;
     stream->queued++;
     if (!stream->runs) start(serve_stream, stream);
     stream->runs = true;
@@ -172,7 +146,6 @@ static void until(const struct stream *stream, uint64_t place) {
 }
 
 void fake_everything_done(void) {
-    until(&default_stream, default_stream.queued);
     for (const struct stream *stream = fake_streams; stream; stream = stream->next) until(stream, stream->queued);
 }
 
@@ -189,29 +162,15 @@ int cudaStreamCreateWithFlags(void **out, unsigned flags) {
 
 int cudaStreamSynchronize(void *handle) {
     ENTER;
-    struct stream *stream = fake_stream(handle);
-    if (!stream) LEAVE(INVALID_HANDLE);
-    error = fake_conflict(stream);
-    if (!error) error = fake_unsafe();
+    const struct stream *stream = fake_stream(handle);
+    error = fake_unsafe();
     if (!error) until(stream, stream->queued);
-    LEAVE(error);
-}
-
-int cudaStreamQuery(void *handle) {
-    ENTER;
-    struct stream *stream = fake_stream(handle);
-    if (!stream) LEAVE(INVALID_HANDLE);
-    error = fake_conflict(stream);
-    if (!error) error = fake_unsafe();
-    if (!error && stream->done < stream->queued) error = NOT_READY;
     LEAVE(error);
 }
 
 int cudaDeviceSynchronize(void) {
     ENTER;
-    error = fake_conflict(&default_stream);
-    for (struct stream *stream = fake_streams; stream && !error; stream = stream->next) error = fake_conflict(stream);
-    if (!error) error = fake_unsafe();
+    error = fake_unsafe();
     if (!error) fake_everything_done();
     LEAVE(error);
 }
@@ -240,72 +199,27 @@ int cudaEventCreateWithFlags(void **out, unsigned flags) {
 
 int cudaEventDestroy(void *event) {
     ENTER;
-    fake_no_places(&((struct event *)event)->tails);
     free(event);
     LEAVE(SUCCESS);
 }
 
-int cudaEventRecord(void *given, void *handle) {
+int cudaEventRecord(struct event *event, void *handle) {
     ENTER;
-    struct event *event = given;
     struct stream *stream = fake_stream(handle);
-    if (!stream) LEAVE(INVALID_HANDLE);
-    fake_no_places(&event->tails);
-    event->stream = stream;
-    event->until = stream->queued;
-    event->capture = stream->capture ? stream->capture->id : 0;
-    if (stream->capture) fake_add_places(&event->tails, &stream->tails);
+    *event = (struct event){stream, stream->queued, fake_capture_of(stream), stream->tails};
     LEAVE(SUCCESS);
 }
 
-static int ask(const struct event *event) {
-    if (event->capture) return CAPTURED_EVENT;
-    return fake_unsafe();
-}
-
-int cudaEventQuery(void *given) {
+int cudaEventSynchronize(const struct event *event) {
     ENTER;
-    const struct event *event = given;
-    error = ask(event);
-    if (!error && event->stream && event->stream->done < event->until) error = NOT_READY;
-    LEAVE(error);
-}
-
-int cudaEventSynchronize(void *given) {
-    ENTER;
-    const struct event *event = given;
-    error = ask(event);
+    error = event->capture ? CAPTURED_EVENT : fake_unsafe();
     if (!error && event->stream) until(event->stream, event->until);
     LEAVE(error);
 }
 
-/* The tests'. */
-
-void fakeSeed(uint64_t seed) { order = seed; }
-
-/* How many works were put into a stream, which is not captured, so far. */
-uint64_t fakeQueued(void *handle) {
-    pthread_mutex_lock(&fake_lock);
-    const uint64_t queued = fake_stream(handle)->queued;
-    pthread_mutex_unlock(&fake_lock);
-    return queued;
-}
-
-/* Whether a stream gets to its end within so many milliseconds. */
-int fakeWait(void *handle, int milliseconds) {
-    struct timespec end;
-    clock_gettime(CLOCK_REALTIME, &end);
-    end.tv_sec += milliseconds / 1000;
-    pthread_mutex_lock(&fake_lock);
-    const struct stream *stream = fake_stream(handle);
-    while (stream->done < stream->queued && !pthread_cond_timedwait(&fake_changed, &fake_lock, &end)) continue;
-    const bool done = stream->done == stream->queued;
-    pthread_mutex_unlock(&fake_lock);
-    return done;
-}
-
 int fakeKernel(void *handle, int kernel, void *target, const void *source, const void *other, size_t bytes) {
-    struct work work = {.kind = KERNEL, .kernel = kernel, .target = target, .source = source, .other = other, .bytes = bytes};
     ENTER;
-    LEAVE(fake_put(handle, work));
+    LEAVE(fake_put(
+        handle,
+        (struct work){.kind = KERNEL, .kernel = kernel, .target = target, .source = source, .other = other, .bytes = bytes}));
 }

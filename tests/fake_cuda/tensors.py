@@ -15,17 +15,8 @@ class Dtype:
     numpy: type
 
 
-bfloat16, int16, int32, int64, float32, bool_ = (
-    Dtype(name, kind)
-    for name, kind in (
-        ("bfloat16", np.uint16),
-        ("int16", np.int16),
-        ("int32", np.int32),
-        ("int64", np.int64),
-        ("float32", np.float32),
-        ("bool", np.bool_),
-    )
-)
+bfloat16, int16, int32 = Dtype("bfloat16", np.uint16), Dtype("int16", np.int16), Dtype("int32", np.int32)
+int64, float32, bool_ = Dtype("int64", np.int64), Dtype("float32", np.float32), Dtype("bool", np.bool_)
 
 
 @dataclass(frozen=True)
@@ -52,32 +43,14 @@ class Tensor:
     ndim = property(lambda self: self.array.ndim)
     is_cuda = property(lambda self: self.device.type == "cuda")
 
-    def _as(self, array: np.ndarray) -> Tensor:
-        return Tensor(self.torch, array, self.dtype, self.device, self.pinned)
-
     def detach(self) -> Tensor:
         return self
 
     def reshape(self, *shape) -> Tensor:
-        return self._as(self.array.reshape(*shape))
+        return Tensor(self.torch, self.array.reshape(*shape), self.dtype, self.device, self.pinned)
 
     def is_floating_point(self) -> bool:
         return self.dtype in (bfloat16, float32)
-
-    def is_pinned(self) -> bool:
-        return self.pinned
-
-    def is_contiguous(self) -> bool:
-        return self.array.flags.c_contiguous
-
-    def element_size(self) -> int:
-        return self.array.itemsize
-
-    def numel(self) -> int:
-        return self.array.size
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
 
     def view(self, dtype: Dtype) -> Tensor:
         return Tensor(self.torch, self.array.view(dtype.numpy), dtype, self.device, self.pinned)
@@ -86,25 +59,20 @@ class Tensor:
         assert self.device.type == "cpu", "torch cannot make an array of CUDA memory"
         return self.array
 
-    def sum(self):
-        return self.array.sum()
-
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy as torch does: it waits unless the host's memory is pinned."""
-        torch = self.torch
-        if self.device.type == source.device.type == "cpu":
-            np.copyto(self.array, source.array)
-            return self
         if source.dtype != self.dtype:
             assert source.is_cuda, "some versions of torch convert on the host, before the copy and not in a graph"
             source = source.to(self.dtype)
         for tensor in (self, source):
-            if tensor.device.type == "cpu":
+            if not tensor.is_cuda:
                 assert non_blocking, "this waits for the copy"
                 assert tensor.pinned, "torch would wait for a copy from memory that is not pinned"
-            assert tensor.is_contiguous()
-        stream = torch.cuda.current_stream().cuda_stream
-        torch.runtime.call("cudaMemcpyAsync", self.data_ptr(), source.data_ptr(), self.array.nbytes, 4, stream)
+            assert tensor.array.flags.c_contiguous
+        addresses = self.array.ctypes.data, source.array.ctypes.data
+        self.torch.runtime.call(
+            "cudaMemcpyAsync", *addresses, self.array.nbytes, 4, self.torch.cuda.current_stream().cuda_stream
+        )
         return self
 
     # On the device
@@ -123,11 +91,6 @@ class Tensor:
 
     def set_(self, array: np.ndarray) -> None:
         """Put an array's numbers there in the current stream, as the copy of a pinned tensor."""
-        pinned = self.torch.empty(self.shape, dtype=self.dtype, pin_memory=True, device="cpu")
+        pinned = self.torch.empty(self.shape, dtype=self.dtype, pin_memory=True)
         pinned.array[...] = array.view(self.array.dtype)
         self.copy_(pinned, non_blocking=True)
-
-    def value(self) -> np.ndarray:
-        """A copy, once all that is in the current stream by now is done."""
-        self.torch.cuda.current_stream().synchronize()
-        return self.array.copy()

@@ -12,18 +12,17 @@ import numpy as np
 
 from . import runtime as kernels
 from . import tensors
-from .runtime import CudaError, Runtime
+from .runtime import Runtime
 from .tensors import Device, Dtype, Tensor
 
-MODES = {"global": kernels.GLOBAL, "thread_local": kernels.THREAD_LOCAL, "relaxed": kernels.RELAXED}
+MODES = ("global", "thread_local", "relaxed")
 
 
 class Torch(types.ModuleType):
     """A module `torch`; runtime: what it runs on."""
 
     bfloat16, int16, int32, int64 = tensors.bfloat16, tensors.int16, tensors.int32, tensors.int64
-    float32, bool = tensors.float32, tensors.bool_
-    Tensor, AcceleratorError = Tensor, CudaError
+    float32, bool, Tensor = tensors.float32, tensors.bool_, Tensor
     is_inference_mode_enabled = staticmethod(lambda: False)
 
     def __init__(self, runtime: Runtime):
@@ -32,13 +31,13 @@ class Torch(types.ModuleType):
         self.version = types.SimpleNamespace(cuda="12.9")
         self.cuda = Cuda(self)
 
-    def empty(self, shape, *, dtype: Dtype, device=None, pin_memory: bool = False) -> Tensor:
+    def empty(self, shape, *, dtype: Dtype, device="cpu", pin_memory: bool = False) -> Tensor:
         """Poisoned. What is made on the device while a graph is captured belongs to the graph's pool."""
-        device = Device(device) if isinstance(device, str) else device or Device("cpu")
+        device = Device(device) if isinstance(device, str) else device
         size = int(np.prod(shape)) * np.dtype(dtype.numpy).itemsize
         memory = self.runtime.memory(size, pin_memory)
-        if device.type == "cuda" and (graph := self.cuda.capturing.get(self.cuda.current_stream().cuda_stream)):
-            graph.pool.append(memory)
+        if device.type == "cuda" and self.cuda.capturing is not None:
+            self.cuda.capturing.pool.append(memory)
         array = np.frombuffer(memory, np.uint8, size).view(dtype.numpy).reshape(shape)
         return Tensor(self, array, dtype, device, pin_memory)
 
@@ -61,64 +60,51 @@ class Torch(types.ModuleType):
 
     def launch(self, kernel: int, target: Tensor, *sources: Tensor) -> Tensor:
         """Put a kernel into the current stream."""
-        addresses = [source.data_ptr() for source in sources] + [0, 0]
-        stream = self.cuda.current_stream().cuda_stream
-        number, size = ctypes.c_int(kernel), target.array.nbytes
-        self.runtime.call("fakeKernel", stream, number, target.data_ptr(), *addresses[:2], size)
+        addresses = [source.array.ctypes.data for source in sources] + [0]
+        self._kernel(self.cuda.current_stream(), kernel, target.array.ctypes.data, *addresses[:2], target.array.nbytes)
         return target
 
-    def delay(self, stream, milliseconds: int) -> None:
+    def _kernel(self, stream: Stream, kernel: int, *arguments: int) -> None:
+        self.runtime.call("fakeKernel", stream.cuda_stream, ctypes.c_int(kernel), *arguments)
+
+    def delay(self, stream: Stream, milliseconds: int) -> None:
         """What is put into a stream from now on comes so much later."""
-        number = ctypes.c_int(kernels.DELAY)
-        self.runtime.call("fakeKernel", stream.cuda_stream, number, 0, 0, 0, 1000 * milliseconds)
+        self._kernel(stream, kernels.DELAY, 0, 0, 0, 1000 * milliseconds)
 
     @contextmanager
-    def held(self, stream):
+    def held(self, stream: Stream):
         """Nothing that is put into a stream meanwhile runs before the end of this."""
         flag = np.zeros(1, np.uint8)
-        number = ctypes.c_int(kernels.GATE)
-        self.runtime.call("fakeKernel", stream.cuda_stream, number, 0, flag.ctypes.data, 0, 0)
+        self._kernel(stream, kernels.GATE, 0, flag.ctypes.data, 0, 0)
         try:
             yield
         finally:
             flag[0] = 1
-            self.runtime.call("cudaStreamSynchronize", stream.cuda_stream)
+            stream.synchronize()
 
 
 class Cuda:
-    """torch.cuda. capturing: graphs by the stream in which their capture began."""
+    """torch.cuda. capturing: the graph that is being captured."""
 
     def __init__(self, torch: Torch):
-        self.torch, self.capturing = torch, {}
+        self.torch, self.capturing = torch, None
         self._default = Stream(torch, 0)
         self._local = threading.local()
-        self.Stream = lambda device=None: Stream(torch, torch.runtime.made("cudaStreamCreateWithFlags", 1))
+        self.Stream = lambda: Stream(torch, torch.runtime.made("cudaStreamCreateWithFlags", 1))
         self.Event = lambda: Event(torch)
         self.CUDAGraph = lambda: Graph(torch)
 
-    is_available = staticmethod(lambda: True)
-    current_device = staticmethod(lambda: 0)
-
-    def _streams(self) -> list[Stream]:
-        if not hasattr(self._local, "streams"):
-            self._local.streams = [self._default]
-        return self._local.streams
-
     @contextmanager
     def stream(self, given: Stream):
-        streams = self._streams()
-        streams.append(given)
+        before = self.current_stream()
+        self._local.stream = given
         try:
             yield
         finally:
-            streams.pop()
-
-    @contextmanager
-    def device(self, given):
-        yield
+            self._local.stream = before
 
     def current_stream(self, device=None) -> Stream:
-        return self._streams()[-1]
+        return getattr(self._local, "stream", self._default)
 
     def default_stream(self, device=None) -> Stream:
         return self._default
@@ -128,9 +114,11 @@ class Cuda:
         return Stream(self.torch, handle)
 
     def is_current_stream_capturing(self) -> bool:
-        return self.torch.runtime.capturing(self.current_stream().cuda_stream)
+        status = ctypes.c_int()
+        self.torch.runtime.call("cudaStreamIsCapturing", self.current_stream().cuda_stream, ctypes.byref(status))
+        return status.value != 0
 
-    def synchronize(self, device=None) -> None:
+    def synchronize(self) -> None:
         self.torch.runtime.call("cudaDeviceSynchronize")
 
     @contextmanager
@@ -150,40 +138,25 @@ class Stream:
     def __init__(self, torch: Torch, handle: int):
         self.torch, self.cuda_stream = torch, handle
 
-    device = Device("cuda", 0)
-
     def synchronize(self) -> None:
         self.torch.runtime.call("cudaStreamSynchronize", self.cuda_stream)
 
-    def query(self) -> bool:
-        return self.torch.runtime.over("cudaStreamQuery", self.cuda_stream)
-
-    def wait_event(self, event: Event) -> None:
-        event.wait(self)
-
     def wait_stream(self, other: Stream) -> None:
-        event = Event(self.torch)
-        event.record(other)
-        event.wait(self)
+        with self.torch.cuda.stream(other):
+            event = Event(self.torch)
+            event.record()
+        self.torch.runtime.call("cudaStreamWaitEvent", self.cuda_stream, event.handle, 0)
 
 
 class Event:
     def __init__(self, torch: Torch):
         self.torch, self.handle = torch, torch.runtime.made("cudaEventCreateWithFlags", 2)
 
-    def record(self, stream: Stream | None = None) -> None:
-        stream = stream or self.torch.cuda.current_stream()
-        self.torch.runtime.call("cudaEventRecord", self.handle, stream.cuda_stream)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        stream = stream or self.torch.cuda.current_stream()
-        self.torch.runtime.call("cudaStreamWaitEvent", stream.cuda_stream, self.handle, 0)
+    def record(self) -> None:
+        self.torch.runtime.call("cudaEventRecord", self.handle, self.torch.cuda.current_stream().cuda_stream)
 
     def synchronize(self) -> None:
         self.torch.runtime.call("cudaEventSynchronize", self.handle)
-
-    def query(self) -> bool:
-        return self.torch.runtime.over("cudaEventQuery", self.handle)
 
     def __del__(self):
         self.torch.runtime.error_of("cudaEventDestroy", self.handle)
@@ -196,16 +169,15 @@ class Graph:
         self.torch, self.pool, self._stream, self._executable = torch, [], None, None
 
     def capture_begin(self, capture_error_mode: str = "global") -> None:
-        assert self._executable is None, "torch captures into a graph once"
         self._stream = self.torch.cuda.current_stream().cuda_stream
-        mode = ctypes.c_int(MODES[capture_error_mode])
+        mode = ctypes.c_int(MODES.index(capture_error_mode))
         self.torch.runtime.call("cudaStreamBeginCapture", self._stream, mode)
-        self.torch.cuda.capturing[self._stream] = self
+        self.torch.cuda.capturing = self
 
     def capture_end(self) -> None:
         """The graph itself goes at once, and what can be launched stays."""
         runtime, graph = self.torch.runtime, ctypes.c_void_p()
-        del self.torch.cuda.capturing[self._stream]
+        self.torch.cuda.capturing = None
         runtime.call("cudaStreamEndCapture", self._stream, ctypes.byref(graph))
         self._executable = runtime.made("cudaGraphInstantiateWithFlags", graph, 1)
         runtime.call("cudaGraphDestroy", graph)
