@@ -45,7 +45,7 @@ test verify: $(STAMPS)/native $(STAMPS)/test
 	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS); \
 	fi
 
-test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, here and below
+test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, for this and the next three
 	@$(PY) tools/test_kt_kernel.py $(ARGS)
 
 test-writers: $(STAMPS)/native $(STAMPS)/test ## loaders on what other projects' writers write: first installs those, about 5 minutes

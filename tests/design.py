@@ -20,7 +20,8 @@ A marker says otherwise:
 ``--smoke`` is for tests that need another project's engine or writer. It runs those with a marker:
 
 - ``@pytest.mark.smoke``: enough cases that every value of each parameter occurs.
-- ``@pytest.mark.smoke("one")``: one case, which this CPU runs if it can.
+- ``@pytest.mark.smoke("one")``: one case, on a backend that this CPU runs. It may still be skipped for another reason.
+- ``@pytest.mark.smoke("all")``: all.
 
 The choice depends on nothing but the cases, so that two runs choose alike; of a test whose cases were picked by -k or by name,
 it is made among these.
@@ -113,7 +114,10 @@ def smoke(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     marked = [item for item in items if item.get_closest_marker("smoke")]
     if not marked or not hasattr(marked[0], "callspec"):
         return marked
-    if marked[0].get_closest_marker("smoke").args == ("one",):
+    how = marked[0].get_closest_marker("smoke").args
+    if how == ("all",):
+        return marked
+    if how == ("one",):
         return [min(marked, key=lambda item: way_of(item) != "native")]
     return [marked[number] for number in cover([case_of(item, "values") for item in marked], 1)]
 
@@ -150,7 +154,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         tests.setdefault((item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), []).append(item)
     kept = {id(item) for of_test in tests.values() for item in CHOICES.get(choice, chosen)(of_test)}
-    if choice == "smoke" and not kept:
+    if choice == "smoke" and not kept and not config.option.keyword:
         raise pytest.UsageError("none of these tests is marked as smoke")
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]

@@ -96,6 +96,11 @@ def test_few(one, other): pass
 @each("one", range(4))
 def test_first(backend, one): pass
 
+@pytest.mark.smoke("all")
+@each("one", range(2))
+@each("other", range(2))
+def test_whole(one, other): pass
+
 @pytest.mark.smoke
 def test_of_an_engine(): pass
 """
@@ -179,8 +184,11 @@ def test_smoke(collected):
     assert all(any(part in name for name in few) for part in ("[0-", "[1-", "-0]", "-1]", "-2]", "-3]"))
     assert ways.WAYS[ways.SUBJECTS[first.partition("[")[2].rpartition("-")[0]].isa] == "native"
     assert last == ["test_of_an_engine"]
-    assert len(collected("--smoke")) == 6
+    assert len(names(collected("--smoke"), "test_whole")) == 4
+    assert len(collected("--smoke")) == 10
     with pytest.raises(AssertionError, match="USAGE_ERROR"):  # so that a folder without any is noticed
+        collected("--smoke", place="test_some.py::test_plain")
+    with pytest.raises(AssertionError, match="NO_TESTS_COLLECTED"):
         collected("--smoke", "-k", "plain")
 
 

@@ -87,6 +87,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_answer_or_a_line(run, model, tmp_path, monkeypatch, command):
     def stop(seconds):  # a server that listens

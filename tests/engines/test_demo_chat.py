@@ -24,6 +24,7 @@ def tool(monkeypatch, tmp_path):
     return module
 
 
+@pytest.mark.smoke
 def test_a_tiny_model(tool, capfd, tmp_path):
     assert tool.main([]) == 0
     captured = capfd.readouterr()

@@ -43,6 +43,7 @@ def warned(load, *arguments) -> list[str]:
     return [str(each.message) for each in found if "idle threads" in str(each.message)]
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("way", WAYS)
 def test_once_a_process(process, checkpoint, way):
     process(2)

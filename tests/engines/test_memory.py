@@ -85,6 +85,7 @@ def test_packing_while_transformers_loads(checkpoint, large):
     assert found["anonymous"] <= EXPERTS + REST
 
 
+@pytest.mark.smoke
 def test_experts_are_never_torch_tensors(checkpoint, large):
     """Way (b): even the peak is the experts once."""
     found = measured("checkpoint", checkpoint("qwen3_moe"), large["qwen3_moe"])

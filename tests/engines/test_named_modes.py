@@ -42,6 +42,7 @@ def modes_of(model) -> set[str]:
     return {module.ktmoe_layer.activations for _, module in experts(model)}
 
 
+@pytest.mark.smoke
 def test_every_entrance(checkpoint):
     """All give the same logits, which are not those of bf16."""
     folder, ids = checkpoint(PLAIN), prompts()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 
 import commands
+import pytest
 import torch
 
 from ktmoe.transformers.server import guard
@@ -16,6 +17,9 @@ from ktmoe.transformers.server.access import Access
 from ktmoe.transformers.server.fields import Fields
 from ktmoe.transformers.server.generation import Generations
 from ktmoe.transformers.server.refusal import Refusal
+
+#: It needs no model.
+pytestmark = pytest.mark.smoke
 
 
 class Work:

@@ -61,6 +61,7 @@ def test_every_method_has_a_checkpoint():
     assert WRITERS.keys() == SERVED.keys()
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("method", ["MXFP4", "RAWINT4"])
 @pytest.mark.parametrize("deferred", [1, 2])
 def test_experts_that_are_deferred(layers, method, deferred):

@@ -65,7 +65,7 @@ def split(ids, weights, deferred: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(now, ids, -1), np.where(now, -1, ids)
 
 
-@pytest.mark.smoke("one")
+@pytest.mark.smoke
 @pytest.mark.parametrize("method", WRITERS)
 def test_wrappers_agree(exists, tmp_path, method):
     """Theirs is what the model says of deferred experts, and ours is within both bounds of theirs: prefill and decode, layers

@@ -28,7 +28,7 @@ def unpacked(raw: np.ndarray, n: int, k: int, bits: int) -> np.ndarray:
     return nibbles - 16 * (nibbles > 7)
 
 
-@pytest.mark.smoke("one")
+@pytest.mark.smoke
 @pytest.mark.parametrize("method", SAVED)
 def test_the_same_codes_and_scales(exists, tmp_path, method):
     kind, begin, bits, unit = SAVED[method]

@@ -26,6 +26,7 @@ def two_checkpoints(case: Case) -> list[checkpoints.Tensors]:
     return [first, second]
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("label", ["gpt-oss", "MXFP4", "MXFP8", "FP8 per row", "AWQ", "NVFP4"])
 def test_weights_that_are_loaded_again(layers, tmp_path, label):
     """By vLLM's reload_weights(), as often as it is called; a compiled graph holds the tensor that finds the layer."""

@@ -84,6 +84,7 @@ def test_server(model, tmp_path):
     assert COMPUTED in log.read_text()
 
 
+@pytest.mark.smoke
 def test_script(model, tmp_path):
     """vLLM's processes import it again, which the page's first line in it is for."""
     code, asked = block("from vllm import LLM"), 'LLM("Qwen/Qwen3-30B-A3B", dtype="bfloat16")'

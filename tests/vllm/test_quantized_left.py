@@ -33,6 +33,7 @@ def said(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith("ktmoe leaves")]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("label", LEFT)
 def test_what_is_left_to_vllm(layers, caplog, label):
     """One line, however many layers there are; then vLLM's own error, where it has no kernel for this CPU."""

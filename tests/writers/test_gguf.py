@@ -48,6 +48,7 @@ def test_what_gguf_writes(case, name):
     check_layer(folder, 1, EXPERTS, HIDDEN)
 
 
+@pytest.mark.smoke("one")
 @pytest.mark.parametrize("types", [*MIXED, *GGML])
 def test_gguf_reads_what_is_made(tmp_path, types):
     """ktmoe.synthetic's files, split."""

@@ -62,7 +62,7 @@ REFUSED = [(script, name) for script, of in CASES.items() for name in of if (scr
 ROUNDINGS = 4 * 2.0**-53
 
 
-@pytest.mark.smoke
+@pytest.mark.smoke("all")
 @pytest.mark.parametrize(("script", "name"), READ)
 def test_numbers(case, script, name):
     folder = case(script.replace("_", "-"), script, name)

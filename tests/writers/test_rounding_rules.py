@@ -69,6 +69,7 @@ def stored(quantizer: Quantizer, weights: np.ndarray) -> dict[str, np.ndarray]:
     return dict(quantizer.matrix(Matrix("m", format_, weights.shape, given))[0].stored)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("script", "name"), [(script, name) for script, (_, cases) in CASES.items() for name in cases])
 def test_the_same_bytes(case, script, name):
     environment, cases = CASES[script]

@@ -33,6 +33,7 @@ def test_a_model(case, model):
     check_layer(folder, layer, EXPERTS, HIDDEN)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("model", REFUSED)
 def test_a_refused_model(case, model):
     checkpoint = Checkpoint(case("torch", "transformers", model))
