@@ -166,7 +166,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc):
-    """The choice, before items are made. Of a test of which nothing runs it is made among its items, as where some were picked."""
+    """The choice, before items are made. Of a test that has none to run it is made among items, as where some were picked."""
     yield
     config, definition = metafunc.config, metafunc.definition
     picked = config.option.keyword or config.option.markexpr or any("::" in argument for argument in config.args)
