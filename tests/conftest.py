@@ -34,7 +34,7 @@ TUNING = core.tune()
 
 @pytest.fixture(scope="session")
 def emulator_folder(tmp_path_factory):
-    """Where the emulator is, compiled once for all modules; for all processes of pytest-xdist, too, which share nothing else."""
+    """Where the emulator is, compiled once for all modules; for all processes of pytest-xdist, which share nothing else."""
     folder = tmp_path_factory.mktemp("emulator")
     if "PYTEST_XDIST_WORKER" in os.environ and emulator.unavailable() is None:
         built = emulator.build(tmp_path_factory.getbasetemp().parent / "emulator")
