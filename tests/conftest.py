@@ -11,6 +11,7 @@ import pytest
 import threadpoolctl
 import ways
 
+from ktmoe import measuring
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.machine import environment, numa, threads
@@ -86,6 +87,13 @@ def defaults(monkeypatch):
     core.tune(**TUNING)
     yield
     core.tune(**TUNING)
+
+
+@pytest.fixture
+def limits_at_once(monkeypatch):
+    """The machine's limits are not waited for: a second for each layer, where a test is not about them."""
+    monkeypatch.setattr("ktmoe.measuring.meter.LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(measuring, "settled", measuring.LimitMeter)
 
 
 def _emulated(item) -> bool:
