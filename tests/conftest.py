@@ -11,6 +11,7 @@ import pytest
 import threadpoolctl
 import ways
 
+from ktmoe import measuring
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.machine import environment, numa, threads
@@ -34,8 +35,12 @@ TUNING = core.tune()
 
 @pytest.fixture(scope="session")
 def emulator_folder(tmp_path_factory):
-    """Where the emulator is compiled to, once for all modules."""
-    return tmp_path_factory.mktemp("emulator")
+    """Where the emulator is, compiled once for all modules; for all processes of pytest-xdist, which share nothing else."""
+    folder = tmp_path_factory.mktemp("emulator")
+    if "PYTEST_XDIST_WORKER" in os.environ and emulator.unavailable() is None:
+        built = emulator.build(tmp_path_factory.getbasetemp().parent / "emulator")
+        os.link(built, folder / built.name)
+    return folder
 
 
 @pytest.fixture(scope="module", params=ways.SUBJECTS)
@@ -82,6 +87,13 @@ def defaults(monkeypatch):
     core.tune(**TUNING)
     yield
     core.tune(**TUNING)
+
+
+@pytest.fixture
+def limits_at_once(monkeypatch):
+    """The machine's limits are not waited for: a second for each layer, where a test is not about them."""
+    monkeypatch.setattr("ktmoe.measuring.meter.LEAST_SECONDS", 1e-4)
+    monkeypatch.setattr(measuring, "settled", measuring.LimitMeter)
 
 
 def _emulated(item) -> bool:

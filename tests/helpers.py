@@ -364,23 +364,28 @@ def shards_of(layer: MoELayer, experts: ExpertWeights) -> list[tuple[int, int]]:
     return numa.split(experts.intermediate, experts.shard_unit, layer.placement.shards)
 
 
-def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=None) -> np.ndarray:
-    """forward() against the reference; returns y. All of the reference's bounds must be finite, or nothing was compared."""
+def settings_of(layer: MoELayer, experts: ExpertWeights, dtype) -> dict:
+    """What the reference has to be told of a layer, for x of this dtype; all of it but the mask."""
+    return {
+        "router_weight": layer.router_weight,
+        "out_dtype": "float32" if dtype == np.float32 else "bfloat16",
+        "activations": layer.activations,
+        "rounding": layer.rounding,
+        "tuned_for": layer.tuned_for,
+        "shards": shards_of(layer, experts),
+    }
+
+
+def assert_right(layer: MoELayer, experts: ExpertWeights, x, ids, weights, y=None, computed=None) -> np.ndarray:
+    """forward() against the reference; returns y. All of the reference's bounds must be finite, or nothing was compared.
+
+    computed: a dictionary of what the reference has computed for these experts and this batch; no expert is masked then."""
     if y is None:
         y = layer.forward(x, ids, weights)
-    expected = reference.forward(
-        experts,
-        x,
-        ids,
-        weights,
-        expert_mask=layer.expert_mask,
-        router_weight=layer.router_weight,
-        out_dtype="float32" if x.dtype == np.float32 else "bfloat16",
-        activations=layer.activations,
-        rounding=layer.rounding,
-        tuned_for=layer.tuned_for,
-        shards=shards_of(layer, experts),
-    )
+    settings, computed = settings_of(layer, experts, x.dtype), {} if computed is None else computed
+    if repr(settings) not in computed:
+        computed[repr(settings)] = reference.forward(experts, x, ids, weights, expert_mask=layer.expert_mask, **settings)
+    expected = computed[repr(settings)]
     assert np.isfinite(expected.bound).all()
     actual = y.view(BF16) if y.dtype == np.uint16 else y
     worst = expected.worst(actual)

@@ -53,6 +53,7 @@ def test_load(run, model, tmp_path):
     assert json.loads(run("load", model, "--json")[1])["mapped"] is False
 
 
+@pytest.mark.usefixtures("limits_at_once")
 def test_bench(run, model, tmp_path):
     run("pack", model, tmp_path / "out", "--layers", "1")
     options = "--top-k", "2", "--seconds", "0.01", "--json"

@@ -27,12 +27,10 @@ PREFILL_TOKENS = 12
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, limits_at_once):
     """Where temporary folders go; a test may look whether something was left behind."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(demo, "PHASES", (("decode", 1, 1), ("prefill", PREFILL_TOKENS, 2)))
-    monkeypatch.setattr("ktmoe.measuring.meter.LEAST_SECONDS", 1e-4)
-    monkeypatch.setattr(measuring, "settled", measuring.LimitMeter)
     return tmp_path
 
 

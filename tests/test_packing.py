@@ -93,14 +93,17 @@ def by_formula(weight_format, stored, n, k):
     padding = 128 if weight_format.family == "i8" else weight_format.element.padding
     codes = np.full((panels * PANEL, blocks * BLOCK), padding, np.uint32)
     codes[:n, :k] = codes_of(weight_format, stored, n, k)
+    all_panels, all_c = np.divmod(np.arange(panels * PANEL)[:, None], PANEL)
     kk = np.arange(blocks * BLOCK)
+    byte, bit = place(weight_format.family, all_c, kk)
+    byte = byte + kk // BLOCK * block_bytes + (kk // BLOCK // per + 1 if per else 0) * header + (kk // 256 + 1) * above
+    for first in np.unique(bit):  # each byte once
+        column, k_of = np.nonzero(np.broadcast_to(bit == first, codes.shape))
+        packed[all_panels[column, 0], byte[column, k_of]] |= (codes[column, k_of] << first & 255).astype(np.uint8)
+    for more in range(1, weight_format.element.bits // 8):
+        packed[all_panels, byte + more] = codes >> 8 * more & 255
     for column in range(panels * PANEL):
         panel, c = divmod(column, PANEL)
-        byte, bit = place(weight_format.family, c, kk)
-        byte = byte + kk // BLOCK * block_bytes + (kk // BLOCK // per + 1 if per else 0) * header + (kk // 256 + 1) * above
-        np.bitwise_or.at(packed[panel], byte, (codes[column] << bit & 255).astype(np.uint8))
-        for more in range(1, weight_format.element.bits // 8):
-            packed[panel, byte + more] = codes[column] >> 8 * more & 255
         for b in range(0, blocks, per) if per else ():
             at = b * block_bytes + b // per * header + (b // 8 + 1) * above
             for half in range(halves):

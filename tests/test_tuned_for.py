@@ -148,6 +148,7 @@ def test_layers_and_models_of_checkpoints(tmp_path):
         MoEModel.from_checkpoint(tmp_path, tuned_for="chat")
 
 
+@pytest.mark.usefixtures("limits_at_once")
 def test_commands(tmp_path, capsys, monkeypatch):
     synthetic.write_deepseek_v4(tmp_path, num_experts=8, hidden=64, intermediate=32, layers=1)
     monkeypatch.setattr("ktmoe.cli.bench.DECODE", (1,))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import itertools
 import os
@@ -123,15 +124,19 @@ def build(build_dir: str | os.PathLike[str]) -> Path:
     if target.exists():
         return target
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f"{target.name}.{os.getpid()}"  # renamed when complete: test processes may build side by side
+    partial = directory / f"{target.name}.{os.getpid()}"  # renamed when complete: a process may be killed
     sources = [str(source) for source in sorted(here.glob("*.c"))]
-    try:
-        subprocess.run([*command, "-o", str(partial), *sources], check=True, capture_output=True, text=True)
-        partial.replace(target)
-    except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"the emulator does not compile:\n{error.stderr}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test processes want it side by side, and one build is enough
+        if target.exists():
+            return target
+        try:
+            subprocess.run([*command, "-o", str(partial), *sources], check=True, capture_output=True, text=True)
+            partial.replace(target)
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(f"the emulator does not compile:\n{error.stderr}") from error
+        finally:
+            partial.unlink(missing_ok=True)
     return target
 
 
