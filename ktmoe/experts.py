@@ -101,9 +101,10 @@ class Matrix:
             _refuse(f"{self.name}: factor", self.factor)
             if self.format.factor.divides and not self.factor.all():
                 raise FormatError(f"{self.name}: factor {np.argwhere(self.factor == 0)[0].tolist()} is 0, which cannot divide")
-        if isinstance(offset, ZeroPoint) and not self.format.order.transposed and (at := np.argwhere(self.offsets > 15)).size:
-            found = self.offsets[tuple(at[0])]
-            raise FormatError(f"{self.name}: zero point {at[0].tolist()} is {found}; expected 0 to 15")
+        if isinstance(offset, ZeroPoint):
+            points = self.format.group_rows(self.stored)["offsets"]
+            if (at := np.argwhere(points > 15)).size:
+                raise FormatError(f"{self.name}: zero point {at[0].tolist()} is {points[tuple(at[0])]}; expected 0 to 15")
         if self.bias is not None:
             _refuse(f"{self.name}: bias", self.bias)
 

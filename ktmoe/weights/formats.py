@@ -145,7 +145,8 @@ class WeightFormat:
     @property
     def code_unit(self) -> tuple[int, int]:
         """(rows, columns) of which n and k must be multiples."""
-        return self.order.unit(self._components)
+        own, of_rows = self.order.unit(self._components), ROWS.unit(self._components)  # packing turns every order into rows
+        return math.lcm(own[0], of_rows[0]), math.lcm(own[1], of_rows[1])
 
     def arrays(self, n: int, k: int) -> Shapes:
         """dtype and shape of each array of a matrix [n, k], by its name in Matrix."""
@@ -171,7 +172,7 @@ class WeightFormat:
         return dict(stored) | self.order.to_rows(self._components, stored, n, k)
 
     def from_rows(self, arrays: Mapping[str, np.ndarray], n: int, k: int) -> dict[str, np.ndarray]:
-        """The inverse of rows(). Raises FormatError for a number that has no bits in a record."""
+        """The inverse of rows(). Raises FormatError for a number that has no bits in this order."""
         factor = {"factor": arrays["factor"]} if self.factor else {}
         return self.order.from_rows(self._components, arrays, n, k) | factor
 

@@ -56,7 +56,8 @@ class SourceOrder(ABC):
 
     @abstractmethod
     def arrays(self, components: Components, n: int, k: int) -> Shapes:
-        """All arrays."""
+        """dtype and shape of each array of a matrix [n, k], by its name in Matrix: codes, scales, super_scales, offsets,
+        super_offsets."""
 
     @abstractmethod
     def shape(self, components: Components, codes_shape: tuple[int, int]) -> tuple[int, int]:
@@ -64,7 +65,8 @@ class SourceOrder(ABC):
 
     @abstractmethod
     def to_rows(self, components: Components, stored: Mapping[str, np.ndarray], n: int, k: int) -> Arrays:
-        """All arrays in the order of rows."""
+        """All arrays in the order of rows: codes uint8 [n, k/2] (4 bits) or [n, k], scales [n/rows, k/columns], zero points
+        uint8 [n, groups]."""
 
     @abstractmethod
     def from_rows(self, components: Components, arrays: Mapping[str, np.ndarray], n: int, k: int) -> Arrays:
@@ -72,15 +74,16 @@ class SourceOrder(ABC):
 
     @abstractmethod
     def group_rows(self, components: Components, stored: Mapping[str, np.ndarray]) -> Arrays:
-        """to_rows() without the codes."""
+        """What to_rows() gives, without the codes."""
 
     @abstractmethod
     def stored_groups(self, components: Components, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """The arrays that hold numbers of groups alone, from those of group_rows()."""
 
     def shown_groups(self, components: Components, stored: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Numbers of groups, at least, at the places that messages name: by default those of the arrays that hold them."""
-        return stored
+        """Numbers of groups, at least, at the places that messages name: by default those of the arrays that hold them, else of
+        group_rows()."""
+        return stored if components.scales.keys() <= stored.keys() else self.group_rows(components, stored)
 
     def first_spare(self, stored: np.ndarray) -> tuple[list[int], int, int] | None:
         """Where stored codes have the first bit that means nothing: [row, record], its byte, and what that is. By default all
@@ -125,9 +128,8 @@ class Order(SourceOrder):
         rows, columns = 1, 1
         if components.element.bits == 4:
             rows, columns = (1, 2) if self.rows else (8, 8) if self.along == "n" else (1, 8)
-        return (
-            (math.lcm(rows, 8), columns) if components.points and self.transposed else (rows, columns)
-        )  # eight points an int32
+        # zero points are eight an int32, along n
+        return (math.lcm(rows, 8), columns) if components.points and self.transposed else (rows, columns)
 
     def arrays(self, components: Components, n: int, k: int) -> Shapes:
         arrays = {"codes": (self._codes_dtype(components.element), self._codes_shape(components.element, n, k))}

@@ -257,8 +257,6 @@ class Records(SourceOrder):
         fields = {label: field.read(records, components.scales[label].dtype) for label, field in self.fields.items()}
         return {label: numbers.reshape(len(codes), -1) for label, numbers in fields.items()}
 
-    shown_groups = group_rows  # which stand in no array of their own
-
     def stored_groups(self, components: Components, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """None: they stand with the codes."""
         return {}

@@ -60,10 +60,10 @@ cdef _fill_format(kt_format *packed, weight_format):
         raise FormatError(f"weights of family {weight_format.family!r} cannot be packed")
     packed.padding = weight_format.element.padding
     order = weight_format.order
-    if isinstance(order, Records):
+    if type(order) is Records:
         packed.order.moved = True
         _fill_records(&packed.order.records, weight_format)
-    elif isinstance(order, Order) and not order.rows:
+    elif type(order) is Order and not order.rows:
         packed.order.moved, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
         packed.order.code_bytes = weight_format.element.bits // 8
         for i, code in enumerate(order.nibbles):
@@ -104,8 +104,8 @@ cdef str _added(weight_format):
 
 
 cdef bint _by_python(weight_format):
-    """Whether Python turns matrices of this order into rows, since C has it not."""
-    return not isinstance(weight_format.order, (Order, Records))
+    """Whether Python turns matrices of this order into rows, since C has it not. C has no subclass: it may override anything."""
+    return type(weight_format.order) not in (Order, Records)
 
 
 cdef dict staged(matrix, bint filled):

@@ -93,7 +93,11 @@ cdef class _PackedExperts:
             given_bytes[label] = _bytes(f"{matrix.name} {label}", getattr(matrix, label), dtype.itemsize * math.prod(shape))
         in_records = self.experts.formats[projection].order.records.bytes > 0
         groups = staged(matrix, in_records)
-        codes = np.ascontiguousarray(groups["codes"]).reshape(-1).view(np.uint8) if "codes" in groups else given_bytes["codes"]
+        codes = given_bytes["codes"]
+        if "codes" in groups:
+            dtype, shape = dataclasses.replace(weight_format, order=ROWS).arrays(*matrix.shape)["codes"]
+            rows = np.ascontiguousarray(groups["codes"])
+            codes = _bytes(f"{matrix.name} codes in rows", rows, dtype.itemsize * math.prod(shape))
         given.codes = &codes[0]
         held = [codes]
         if in_records:
@@ -157,7 +161,7 @@ cdef class _PackedExperts:
         self.pack(expert, matrices)
 
     cdef object _fill_slice(self, kt_slice *s, size_t projection, arrays, size_t first, size_t count):
-        """Columns [first, first + count) of h into arrays by name: the codes, and what has to be unstaged then, which is returned."""
+        """Point a slice at arrays by name, for columns [first, first + count) of h. Returns what has to be unstaged then."""
         cdef uint8_t[::1] codes, numbers
         cdef _Fields fields = None
         weight_format = self._spec.formats[PROJECTIONS[projection]]
