@@ -93,13 +93,13 @@ class MoELayer:
         else:
             with asking(self.backend, self.name):
                 self.packed = chosen.map(experts, plan, arenas)
-            if progress:
-                progress(experts.nbytes, experts.nbytes)
-        if not isinstance(self.packed, Packed):
+        if not isinstance(self.packed, Packed) or not hasattr(self.packed, "nbytes"):
             raise InputError(
-                f"{self.name}: what backend {self.backend!r} packs into must inherit ktmoe.backends.base.Packed, "
-                f"found {show(self.packed)}"
+                f"{self.name}: what backend {self.backend!r} packs into must inherit ktmoe.backends.base.Packed and have "
+                f"nbytes, found {show(self.packed)}"
             )
+        if self.mapped and progress:
+            progress(experts.nbytes, experts.nbytes)
         self.rounding = self.packed.rounding
         self.nbytes = self.packed.nbytes
         self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory

@@ -39,7 +39,8 @@ class Registry(Generic[T]):
         self._lock = threading.RLock()
 
     def register(self, name: str, plugin: T, *, overwrite: bool = False) -> None:
-        """Add a plugin. Raises ValueError if the name is taken, unless overwrite, and for what is no instance of the base."""
+        """Add a plugin. Raises ValueError if the name is taken, unless overwrite; InputError for what is no instance of the
+        base."""
         self._load()  # the built-ins take their names first; while they do, this does nothing
         plugin = self._checked(name, plugin)
         with self._lock:

@@ -258,21 +258,31 @@ def test_a_python_backend_computes_through_a_layer(monkeypatch):
 
 
 def test_what_is_no_backend():
-    """A class in the place of its instance, and what packs into anything."""
+    """A class in the place of its instance, what packs into anything, and what packs into experts of no size."""
+
+    class Sizeless(Float64Packed):
+        def __init__(self):
+            pass
 
     class Loose(Float64):
+        packed = object
+
         def pack(self, experts, plan, progress=None):
-            return object()
+            return self.packed()
 
     with pytest.raises(
         InputError, match=r"'loose' must be an instance of a class that inherits ktmoe\.backends\.base\.Backend, found <class"
     ):
         backends.register("loose", Loose)
     backends.register("loose", Loose())
+    experts = random_experts(np.random.default_rng(1), 1, 64, 64)
+    words = r"what backend 'loose' packs into must inherit ktmoe\.backends\.base\.Packed and have nbytes, found "
     try:
-        words = r"what backend 'loose' packs into must inherit ktmoe\.backends\.base\.Packed, found <object object"
-        with pytest.raises(InputError, match=words):
-            MoELayer(random_experts(np.random.default_rng(1), 1, 64, 64), "loose")
+        with pytest.raises(InputError, match=f"{words}<object object"):
+            MoELayer(experts, "loose")
+        Loose.packed = Sizeless
+        with pytest.raises(InputError, match=f"{words}<.*Sizeless object"):
+            MoELayer(experts, "loose")
     finally:
         backends.unregister("loose")
 

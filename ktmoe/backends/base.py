@@ -99,8 +99,7 @@ class Packed(ABC):
 
     def export(self, expert: int, parts: Sequence[Stored]) -> Mapping[str, np.ndarray]:
         """Fill the arrays, C-contiguous and of Matrix's dtypes, with the checkpoint's own bytes: part i has the i-th rows of
-        gate and up and the i-th columns of down, as many as their shapes say. A factor per matrix is in every part. A part
-        may lack projections, or all of them.
+        gate and up and the i-th columns of down, as many as their shapes say. A factor per matrix is in every part.
         Returns whole biases by projection, if any."""
         raise LackingError("cannot export an expert")
 
