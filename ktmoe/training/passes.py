@@ -9,6 +9,7 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe._native import core
+from ktmoe.backends.base import Packed
 from ktmoe.batch import checked_batch, checked_out
 from ktmoe.errors import ClosedError, InputError, asking, memory_for
 from ktmoe.layer import MoELayer
@@ -53,7 +54,8 @@ class Training:
                 f"{layer.name}: training needs activations={MODE!r}, found {layer.activations!r}, which rounds more; "
                 f"make the layer with activations={MODE!r}"
             )
-        _packed(layer, "training")
+        with asking(layer.backend, layer.name):
+            self._passes = _open(layer, "training").training()
         self.layer = layer
         self.recompute = bool(recompute)
 
@@ -75,7 +77,7 @@ class Training:
         lora: the adapter; None: none. save: whether to keep anything; None is returned where not.
         Raises what MoELayer.forward() raises, InputError for an adapter of other shapes, OutOfMemoryError.
         """
-        packed = _packed(self.layer, "forward")
+        _open(self.layer, "forward")
         batch = checked_batch(self.spec, self.layer.expert_mask, x, expert_ids, expert_weights)
         adapter = self._adapter(lora)
         target = checked_out(out, batch)
@@ -87,7 +89,7 @@ class Training:
         if batch.ids.size == 0:
             target[...] = 0
         else:
-            packed.forward_training(*arguments, target, adapter, taken)
+            self._passes.forward_training(*arguments, target, adapter, taken)
         saved = None
         if save:
             adapted = lora and (lora.projections, lora.rank)
@@ -114,7 +116,7 @@ class Training:
         into holds. scale: multiplies the adapter's gradients alone. wanted: which of "x", "weights" and "lora" to compute.
         Raises InputError, ClosedError, OutOfMemoryError.
         """
-        packed = _packed(self.layer, "backward")
+        _open(self.layer, "backward")
         if not isinstance(saved, Saved) or saved.owner is not self.layer:
             found = "one of another" if isinstance(saved, Saved) else show(saved)
             raise InputError(f"{self.layer.name}: saved must be of a forward pass of this layer, found {found}")
@@ -149,7 +151,7 @@ class Training:
                 array[...] = 0
         else:
             arguments = (saved.x, saved.ids, saved.weights, saved.mask, arrays.contiguous(given), adapter, saved.arrays)
-            packed.backward(*arguments, grad_x, grad_weights, sums, bool(add), scale)
+            self._passes.backward(*arguments, grad_x, grad_weights, sums, bool(add), scale)
         return Gradients(
             None if grad_x is None else saved.restore(grad_x), grad_weights if "weights" in wanted else None, gradients
         )
@@ -170,12 +172,11 @@ class Training:
         return g, u, None if lora is None else np.empty((slots, 3, lora.rank), np.float32)
 
 
-def _packed(layer: MoELayer, what: str) -> core.PackedLayer:
+def _open(layer: MoELayer, what: str) -> Packed:
     packed = layer.packed  # once: close() may come from another thread
     if packed is None:
         raise ClosedError(f"{layer.name}: {what} after close()")
-    with asking(layer.backend, layer.name):
-        return packed.training()
+    return packed
 
 
 def _zeros(lora: Lora) -> dict[str, tuple[np.ndarray, np.ndarray]]:
