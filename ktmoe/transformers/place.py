@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from ktmoe.backends.base import Packed
 from ktmoe.dequantization import dequantize, in_rows
-from ktmoe.errors import ClosedError, LackingError, UnavailableError
+from ktmoe.errors import ClosedError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.layer import MoELayer
 from ktmoe.torch.experts import MoEExperts
@@ -59,14 +60,13 @@ def put(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], chosen: 
 
 def _device(model: torch.nn.Module, name: str, layer: MoELayer) -> torch.device:
     """The device of the other parameters of the experts' block, such as the router's. Raises what place() does."""
-    if layer.packed is None:
+    packed = layer.packed  # once: close() may come from another thread
+    if packed is None:
         raise ClosedError(f"{name}: its layer was closed")
-    try:
-        layer.packed.export(0, [{}])  # of nothing: it refuses now, or not at all
-    except LackingError:
+    if type(packed).export is Packed.export:  # the default, which refuses
         raise UnavailableError(
             f"{name}: backend {layer.backend!r} cannot give weights back, so its experts are on the CPU alone"
-        ) from None
+        )
     block = model.get_submodule(name.rpartition(".")[0])
     device = next((parameter.device for parameter in block.parameters()), model.device)
     if device.type == "meta":
