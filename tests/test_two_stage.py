@@ -13,6 +13,7 @@ import ktmoe
 from ktmoe import SILU, MoELayer, backends, two_stage
 from ktmoe.experts import ROUTER_WEIGHTS
 from ktmoe.quantization import RULES
+from ktmoe.quantization.blocks import ELEMENTS
 from ktmoe.two_stage import SCALE_ORDERS, UNITS, BlockScaled, dequantize, gemm1, gemm2, moe_sorting, quantize
 
 MODES = ("bf16", "int16", "int8", "mxfp4", "mxfp8", "mxfp8/mxfp4", "mxfp4/bf16", "bf16/mxfp8", "mxfp4:even/mxfp8:floor")
@@ -192,7 +193,7 @@ def test_experts_from_raw_arrays(interleave):
         assert np.shares_memory(gate.codes, w1) == (interleave == 0)
 
 
-@pytest.mark.parametrize("to", two_stage.FORMATS)
+@pytest.mark.parametrize("to", ELEMENTS)
 @pytest.mark.parametrize("columns", [32, 64, 90])
 def test_rows_are_quantized_byte_for_byte(to, columns):
     """Against the definition, in float64: numbers of many sizes, ties, zeros of both signs, and a row of zeros."""
@@ -219,7 +220,7 @@ def test_rows_are_quantized_byte_for_byte(to, columns):
 def test_every_rule_of_rows_is_that_of_weights():
     """The same numbers as weights, rounded by ktmoe.quantize."""
     x = np.random.default_rng(8).standard_normal((40, 96)).astype(BF16)
-    for to, rule in [key for key in RULES if key[0] in two_stage.FORMATS]:
+    for to, rule in [key for key in RULES if key[0] in ELEMENTS]:
         matrix = ktmoe.quantization.Quantizer(to, rule=rule).matrix(ktmoe.Matrix("x", ktmoe.BF16, x.shape, x))[0]
         found = quantize(x, to, rule)
         np.testing.assert_array_equal(found.codes, matrix.codes)

@@ -3,14 +3,13 @@
 docs/two-stage.md says how to check a kernel with it.
 """
 
-from ktmoe.two_stage.rows import FORMATS, BlockScaled, dequantize, quantize, sort_scales
+from ktmoe.two_stage.rows import BlockScaled, dequantize, quantize, sort_scales
 from ktmoe.two_stage.scales import SCALE_ORDERS, tile_scales, untile_scales
 from ktmoe.two_stage.sorting import UNITS, Sorting, capacity, moe_sorting
 from ktmoe.two_stage.stages import gemm1, gemm2
 from ktmoe.two_stage.weights import INTERLEAVES, experts
 
 __all__ = [
-    "FORMATS",
     "INTERLEAVES",
     "SCALE_ORDERS",
     "UNITS",

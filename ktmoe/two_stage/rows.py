@@ -20,8 +20,6 @@ from ktmoe.two_stage.sorting import TOKEN_MASK, Sorting
 
 #: k that share a scale.
 BLOCK = 32
-#: What rows may be quantised to, with their element.
-FORMATS = ELEMENTS
 
 
 class BlockScaled(NamedTuple):
@@ -44,8 +42,8 @@ def quantize(x, to: str = "mxfp4", rule: str = "ceil", scale_order: str = "plain
     k even for mxfp4. The codes and scales are torch tensors if x is one. Raises InputError.
     """
     order = checked_order(scale_order)
-    if not isinstance(to, str) or to not in FORMATS:
-        raise InputError(f"to must be one of {', '.join(FORMATS)}, found {show(to)}")
+    if not isinstance(to, str) or to not in ELEMENTS:
+        raise InputError(f"to must be one of {', '.join(ELEMENTS)}, found {show(to)}")
     names = [name for target, name in RULES if target == to]
     if not isinstance(rule, str) or rule not in names:
         raise InputError(f"rule must be one of {', '.join(names)} to make {to}, found {show(rule)}")
@@ -87,11 +85,11 @@ def checked(rows: BlockScaled, name: str, columns: int | None = None) -> tuple[n
     """Codes and plain scales of rows, uint8. columns: what k has to be. Raises InputError."""
     if not isinstance(rows, BlockScaled):
         raise InputError(f"{name} must be BlockScaled, found {type(rows).__name__}")
-    if not isinstance(rows.format, str) or rows.format not in FORMATS:
-        raise InputError(f"{name}.format must be one of {', '.join(FORMATS)}, found {show(rows.format)}")
+    if not isinstance(rows.format, str) or rows.format not in ELEMENTS:
+        raise InputError(f"{name}.format must be one of {', '.join(ELEMENTS)}, found {show(rows.format)}")
     order = checked_order(rows.scale_order)
     codes = as_bytes(rows.codes, f"{name}.codes")
-    per_byte = 8 // FORMATS[rows.format].bits
+    per_byte = 8 // ELEMENTS[rows.format].bits
     expect_shape(f"{name}.codes", codes, (None, None if columns is None else columns // per_byte))
     count, blocks = len(codes), -(-codes.shape[1] * per_byte // BLOCK)
     return codes, untiled(as_bytes(rows.scales, f"{name}.scales"), order, count, blocks, f"{name}.scales")
@@ -99,7 +97,7 @@ def checked(rows: BlockScaled, name: str, columns: int | None = None) -> tuple[n
 
 def quantized(bits: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     """Codes and plain scales of bfloat16 bits [rows, k]."""
-    columns, per_byte = bits.shape[1], 8 // FORMATS[rule.target].bits
+    columns, per_byte = bits.shape[1], 8 // ELEMENTS[rule.target].bits
     if columns % per_byte:
         raise InputError(f"{rule.target} rows must have an even number of columns, found {columns}")
     codes, scales = block_rule(rule).quantize(_whole_blocks(bits, BLOCK))
@@ -108,10 +106,10 @@ def quantized(bits: np.ndarray, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
 
 def values(codes: np.ndarray, scales: np.ndarray, format: str) -> np.ndarray:
     """bfloat16 bits [rows, k] of codes and plain scales."""
-    per_byte = 8 // FORMATS[format].bits
+    per_byte = 8 // ELEMENTS[format].bits
     columns = codes.shape[1] * per_byte
     whole = _whole_blocks(codes, BLOCK // per_byte)
-    return np.ascontiguousarray(core.block_values(FORMATS[format].name, whole, np.ascontiguousarray(scales))[:, :columns])
+    return np.ascontiguousarray(core.block_values(ELEMENTS[format].name, whole, np.ascontiguousarray(scales))[:, :columns])
 
 
 def _whole_blocks(rows: np.ndarray, block: int) -> np.ndarray:
