@@ -19,7 +19,7 @@ LEAST_EXPONENT = -126
 
 @pytest.fixture(scope="module", params=INT16)
 def int16(request, emulator_folder):
-    """KernelTable.encode for int16: a function from bfloat16 bits [k] to (q int16 [k], scales float32, minus_16_sums(q))."""
+    """core.encode for int16: a function from bfloat16 bits [k] to (q int16 [k], scales float32, minus_16_sums(q))."""
     with ways.prepared(request.param, emulator_folder):
         table = native.load_table(request.param)
 

@@ -99,8 +99,8 @@ class Checkpoint:
         byte_range: (start, stop), to read only the tensor's bytes [start, stop).
         release: let the kernel drop the pages of what was read from its file cache afterwards. Without `out`, what is not there
         yet is then read past it.
-        Raises CheckpointError if the file ends early or cannot be read, InputError for an `out` or a
-        `byte_range` that does not fit.
+        Raises CheckpointError if the file ends early or cannot be read, InputError for an `out` or a `byte_range` that does not
+        fit.
         """
         file, info = self._find(name)
         start, stop = _range(info, byte_range)
