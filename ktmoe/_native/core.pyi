@@ -1,6 +1,6 @@
 """Types of the built module, core.pyx: of what the package uses, then of what only tests and benches do (python/probe/).
 
-Arrays are C-contiguous, and of the dtypes that the docstrings in core.pyx name.
+Arrays are C-contiguous, and of the dtypes that the docstrings in core.pyx and the .pxi files name.
 """
 
 from collections.abc import Mapping, Sequence

@@ -18,9 +18,11 @@ class Isa:
 
     rank: how fast its kernels are beside the others' on the CPUs that have it; a backend ranks as the best that it can use.
     rank_with: (CPU feature, the rank on CPUs that have that, too), the first that applies.
-    kernels: files of kernels/, one for each idea; each is compiled for this row, with KT_ISA defined as its name.
-    operands: kernels that are compiled for the operand alone that training takes; few() and many() are an implied row's.
-    shared: those of kernels and COMMON that are not: an implied row's object serves, as this row's flags make no other loops.
+    kernels: files of kernels/, one for each idea. Each is compiled for this row, with KT_ISA defined as its name, unless it is
+        in shared.
+    shared: files of kernels and COMMON whose object an implied row has: this row's flags would change nothing in them.
+    operands: kernels of which only transpose() is compiled for this row, since training's operand differs; few() and many() are
+        an implied row's.
     flags: the compiler's, for these objects and nothing else. requires: CPU features, as core.cpu_features() names them.
     implies: rows of ISAS whose features and flags come with it.
     """
@@ -73,7 +75,8 @@ ISAS = {
         flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
         requires=("avx512bw", "avx512vl", "avx512_bf16"),
         implies=("avx512f",),
-        shared=("f16_f32", "f32_f32"),
+        shared=("f32_f32",),
+        operands=("f16_f32",),
         # Intel's cores with AMX start a VDPBF16PS every second cycle and two FMAs every cycle: half the FLOPs (measured).
         # Where a hypervisor hides AMX, AVX512_FP16 tells them.
         rank_with=(("amx_tile", 225), ("avx512_fp16", 225)),
@@ -132,31 +135,31 @@ def sources(name: str) -> tuple[str, ...]:
 
 def compiled_for(name: str, source: str) -> str:
     """The row whose object of a file of kernels/ serves a row: itself, or one that it implies."""
-    return implied(name, source) if source in ISAS[name].shared else name
+    return compiled_for(nearest(name, source), source) if source in ISAS[name].shared else name
 
 
 def loops_of(name: str, source: str) -> str:
     """The row whose few() and many() of a kernel file serve a row."""
-    return implied(name, source) if source in ISAS[name].shared + ISAS[name].operands else name
+    owner = compiled_for(name, source)
+    return loops_of(nearest(owner, source), source) if source in ISAS[owner].operands else owner
 
 
-def implied(name: str, source: str) -> str | None:
-    """The nearest row that a row implies, and that has a file's functions."""
+def nearest(name: str, source: str) -> str | None:
+    """The nearest row that a row implies, and that has a file of kernels/."""
     for other in ISAS[name].implies:
-        has = source in ISAS[other].kernels + COMMON
-        if found := loops_of(other, source) if has else implied(other, source):
+        if found := other if source in ISAS[other].kernels + COMMON else nearest(other, source):
             return found
     return None
 
 
 def definitions(name: str, source: str) -> tuple[str, ...]:
-    """What the compiler is told of a row besides its flags; only the table has to know whose the objects are."""
+    """What the compiler is told of a row besides its flags: whose objects it uses. Only the table has to know the kernels'."""
     loops = loops_of(name, source)
-    flags = (f"-DKT_ISA={name}", f"-DKT_SOURCE={source}", f"-DKT_ROWS={compiled_for(loops, 'rows')}")
+    owners = (f"-DKT_{common.upper()}={compiled_for(name, common)}" for common in ("activation", "dense"))
+    flags = (f"-DKT_ISA={name}", f"-DKT_SOURCE={source}", f"-DKT_ROWS={compiled_for(loops, 'rows')}", *owners)
     if source in ISAS[name].operands:
         return (*flags, f"-DKT_LOOPS={loops}")
     if source != "table":
         return flags
     kernels = " ".join(f"X({kernel}, {compiled_for(name, kernel)})" for kernel in ISAS[name].kernels)
-    owners = (f"-DKT_{common.upper()}={compiled_for(name, common)}" for common in ("activation", "dense"))
-    return (*flags, f"-DKT_KERNELS={kernels}", *owners)
+    return (*flags, f"-DKT_KERNELS={kernels}")

@@ -1,8 +1,7 @@
 /* The kernel table of an instruction set. KT_KERNELS lists the kernel files of its row in isa.py, and the rows whose objects they
- * are: X(q4_f32, avx512f) X(b16_f32, avx512f) ... KT_ACTIVATION and KT_DENSE are the rows whose objects of activation.c and dense.c
- * it uses.
+ * are: X(q4_f32, avx512f) X(b16_f32, avx512f) ...
  */
-#include "kernels/common/isa.h"
+#include "kernels/common/training.h"
 
 #ifdef __AMX_TILE__
 #include "kernels/common/tile.h"
@@ -18,13 +17,6 @@
 #define X(source, isa) extern const kt_kernel KT_JOIN(source, isa)[];
 KT_KERNELS
 #undef X
-
-void KT_JOIN(activate, KT_ACTIVATION)(const kt_activate *a);
-void KT_JOIN(derive, KT_ACTIVATION)(const kt_derive *d);
-void KT_JOIN(exp, KT_ACTIVATION)(const float *x, float *y, size_t count);
-void KT_JOIN(dense, KT_DENSE)(const kt_dense *d);
-void KT_JOIN(dense_rows, KT_DENSE)(const kt_dense_rows *d);
-void KT_JOIN(widen, KT_DENSE)(const uint16_t *x, float *y, size_t count);
 
 #define X(source, isa) KT_JOIN(source, isa),
 static const kt_kernel *const kernels[] = {KT_KERNELS NULL};

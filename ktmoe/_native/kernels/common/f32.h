@@ -8,6 +8,7 @@
 #define PACKED_FLOATS 0
 #endif
 
+/* These may depend on VECTOR_BYTES and the file alone: a row of isa.py may have few() and many() of another row's object. */
 enum {
     STEP_K = 1,
     DECODE_K = 128, /* a strip is 16 KiB with AVX-512; 256 was slower for up to 24 rows */

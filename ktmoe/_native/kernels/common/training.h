@@ -4,9 +4,9 @@
 
 #include "kernels/common/isa.h"
 
-void KT_NAME(derive)(const kt_derive *d);
-void KT_NAME(dense)(const kt_dense *d);
-void KT_NAME(dense_rows)(const kt_dense_rows *d);
-void KT_NAME(widen)(const uint16_t *x, float *y, size_t count);
+void KT_JOIN(derive, KT_ACTIVATION)(const kt_derive *d);
+void KT_JOIN(dense, KT_DENSE)(const kt_dense *d);
+void KT_JOIN(dense_rows, KT_DENSE)(const kt_dense_rows *d);
+void KT_JOIN(widen, KT_DENSE)(const uint16_t *x, float *y, size_t count);
 
 #endif

@@ -63,7 +63,7 @@ INLINE int has_sums(const scaling how) { return BLOCK_SUMS || in_groups(how); }
 /* Whether sums begin with what out holds. */
 INLINE int adds(const kt_dot *a, const scaling how) { return kind_of(how) == NONE && !BLOCK_SUMS && a->add; }
 
-/* What start() is told of a half of a block, the only one where scales are of more than 16 k. */
+/* The span of a half of a block: 0, the whole block, where scales are of more than 16 k; else 1 or 2. */
 INLINE int span_of(const int half, const scaling how) { return halves(how) - 1 + half; }
 
 /* rows x (vectors * LANES columns) straight from the codes: from vector v0 of one panel, or BOTH panels. All but a and first are
@@ -204,14 +204,14 @@ typedef struct decoded_panel {
     float minimum[2 * BLOCKS][KT_PANEL];
 } decoded_panel;
 
-/* Blocks of a panel from block `number` on, `per` behind each header, `left` of them before the next one. */
-typedef struct blocks {
+/* Reads a panel's blocks from block `number` on. per: blocks behind each header; left: those before the next one. */
+typedef struct block_reader {
     const uint8_t *w, *header;
     size_t number, count, left, per, header_bytes, super_bytes;
-} blocks;
+} block_reader;
 
-/* Moves b->w over what stands before block i of them. Whether it is a header. */
-INLINE int next_header(blocks *b, const size_t i, const uint8_t **super) {
+/* Moves b->w past the super-scales and the header that stand before block i. Returns whether there was a header. */
+INLINE int next_header(block_reader *b, const size_t i, const uint8_t **super) {
     if (b->super_bytes && (b->number + i) * KT_BLOCK % KT_SUPER_GROUP == 0) {
         *super = b->w;
         b->w += b->super_bytes;
@@ -223,8 +223,8 @@ INLINE int next_header(blocks *b, const size_t i, const uint8_t **super) {
     return 1;
 }
 
-/* how: flags that decode() looks at, and a kind with scales as long as these. */
-INLINE void decode_codes(const kt_codebook *book, blocks b, decoded_panel *restrict to, const scaling how) {
+/* how: has the flags that decode() looks at, and a kind whose scales take as many bytes as the panel's. */
+INLINE void decode_codes(const kt_codebook *book, block_reader b, decoded_panel *restrict to, const scaling how) {
     const table t = load_table(book, how);
     const uint8_t *super;
     for (size_t i = 0; i < b.count; i++, b.w += BLOCK_BYTES) {
@@ -244,8 +244,10 @@ INLINE void decode_codes(const kt_codebook *book, blocks b, decoded_panel *restr
 }
 
 /* Compiled once for all ways of scaling that decode alike. */
-#define DECODE(name, how) \
-    ONCE void decode_##name(const kt_codebook *book, const blocks b, decoded_panel *to) { decode_codes(book, b, to, how); }
+#define DECODE(name, how)                                                                       \
+    ONCE void decode_##name(const kt_codebook *book, const block_reader b, decoded_panel *to) { \
+        decode_codes(book, b, to, how);                                                         \
+    }
 DECODE(plain, NONE)
 DECODE(zero_points, BF16 | ZERO_POINTS)
 DECODE(folded, UE8M0 | FOLDED)
@@ -254,7 +256,7 @@ DECODE(folded, UE8M0 | FOLDED)
 INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict panel, const size_t number, const size_t count,
                          decoded_panel *restrict to, const scaling how) {
     const size_t per = blocks_per_header(a->scale_group, how);
-    const blocks first = {
+    const block_reader first = {
         .w = panel + packed_bytes(number, per, how),
         .number = number,
         .count = count,
@@ -264,7 +266,7 @@ INLINE void decode_panel(const kt_dot *a, const uint8_t *restrict panel, const s
     };
     const uint8_t *super = first.w;
     if (how & SUPER) super = panel + packed_bytes(number * KT_BLOCK / KT_SUPER_GROUP * (KT_SUPER_GROUP / KT_BLOCK), per, how);
-    blocks b = first;
+    block_reader b = first;
     for (size_t i = 0, row = 0; has_sums(how) && i < count; i++, b.w += BLOCK_BYTES)
         if (next_header(&b, i, &super)) {
             decode_header(b.header, super, to->scale + row, to->minimum + row, how);
@@ -300,7 +302,7 @@ typedef struct stream {
 /* Whether a tile fetches. That takes two instructions a step and two registers, which the pointers of more rows need. */
 INLINE int fetches(const size_t rows) { return rows <= (VECTOR_BYTES == 64 ? 8 : 5); }
 
-/* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of `per` pieces:
+/* rows x a strip's columns from vector v0 on, from row `first`; out from the strip's first column. Its sums are of per_sum pieces:
  * halves of blocks where those have scales of their own, else blocks. how: of shape_of(). */
 INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, float *restrict out, const int v0,
                  const int rows, const scaling how, stream codes) {
@@ -309,7 +311,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
     const size_t k0 = s->k0, pieces = s->blocks * halves(how), piece = STEPS / halves(how); /* steps */
     out += first * KT_PANEL + v0 * LANES;
     const table t = load_table(a->codebook, how);
-    const size_t per = BLOCK_SUMS || how & (HALVES | MINIMA) ? 1 : s->per;
+    const size_t per_sum = BLOCK_SUMS || how & (HALVES | MINIMA) ? 1 : s->per;
     const uint32_t *x[TILE_ROWS];
     sums sum[TILE_ROWS][TILE_VECTORS];
     f32v total[TILE_ROWS][TILE_VECTORS];
@@ -322,7 +324,7 @@ INLINE void tile(const kt_dot *a, const strip *restrict s, const size_t first, f
     }
     const uint32_t *w = s->w + v0 * LANES;
     for (size_t p = 0, group = 0, in_group = 0; p < pieces;) {
-        const size_t last = least(p + per, pieces), block = k0 / KT_BLOCK + p / halves(how);
+        const size_t last = least(p + per_sum, pieces), block = k0 / KT_BLOCK + p / halves(how);
         const int span = span_of((int)(p % halves(how)), how);
         for (int i = 0; has_sums(how) && i < rows; i++)
             for (int v = 0; v < vectors; v++) sum[i][v] = start(rows_x[i], a->k, block, span);
@@ -413,7 +415,8 @@ INLINE void multiply(const kt_dot *a, const strip *restrict s, ahead *restrict n
     }
 }
 
-/* Decoded, all ways of scaling are one of five: whether there are sums of scale groups, of halves of blocks, with minima. */
+/* The shape of a way of scaling once weights are decoded, one of five: no scale groups; or groups, of blocks or of halves of blocks,
+ * with or without minima. */
 INLINE scaling shape_of(const scaling how) { return has_sums(how) ? BF16 | (how & (HALVES | MINIMA)) : NONE; }
 
 /* Compiled once for all ways of one shape. */
@@ -479,7 +482,11 @@ INLINE void many(const kt_dot *a, const scaling how) {
 
 /* few(), many() and transpose() for one way of scaling. With FEW_MAX 0, few() is never used. Where KT_LOOPS is another row than KT_ISA,
  * its object has few() and many(). */
-#define FUNCTIONS(name, how) LOOPS(name, how) TRANSPOSED(name, how, OPERAND_OF(how))
+#define FUNCTIONS(name, how)                                                                                 \
+    _Static_assert(!((how) & FOLDED) || (how) == (UE8M0 | FOLDED), "decode_folded() is of these");           \
+    _Static_assert(!((how) & ZERO_POINTS) || (how) == (BF16 | ZERO_POINTS) || (how) == (FP16 | ZERO_POINTS), \
+                   "decode_zero_points() is of these");                                                      \
+    LOOPS(name, how) TRANSPOSED(name, how, OPERAND_OF(how))
 #define LOOP_(what, source, name, isa) kt_##source##_##name##_##what##_##isa
 #define LOOP__(what, source, name, isa) LOOP_(what, source, name, isa)
 #define LOOP(what, name) LOOP__(what, KT_SOURCE, name, KT_LOOPS)
