@@ -46,6 +46,16 @@ def test_no_circle():
     graphlib.TopologicalSorter(uses()).prepare()  # CycleError names one
 
 
+def runs_with(row: str) -> set[str]:
+    """The rows whose objects run wherever a row's do."""
+    return {row}.union(*map(runs_with, isa.ISAS[row].implies))
+
+
+def test_kernels_use_objects_of_rows_that_theirs_implies():
+    rows = {(name.split("/")[0], other.split("/")[0]) for name, others in uses().items() for other in others}
+    assert [(row, other) for row, other in rows if row in isa.ISAS and other not in runs_with(row)] == []
+
+
 def test_rooms_use_only_what_is_below_them():
     """And kernels use nothing but kernels."""
     wrong = []
