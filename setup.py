@@ -1,5 +1,5 @@
-"""Builds ktmoe._native.core: the Cython module, the driver for baseline x86-64, and every kernel file once for each instruction
-set whose row in isa.py lists it, with that row's flags.
+"""Builds ktmoe._native.core: the Cython module, the driver for baseline x86-64, and every kernel file for each instruction set
+whose row in isa.py lists it, with that row's flags, unless the row shares an implied row's object.
 
 Objects are compiled side by side and kept under build/native. One is compiled again if its source, a header that it includes,
 its command or the compiler changed. Beside it stands what the compiler said, for tools/lint_c.py.
@@ -35,8 +35,8 @@ class BuildNative(build_ext):
 
     def build_extension(self, extension):
         check = subprocess.run(["sh", "tools/check_machine.sh", sys.executable], capture_output=True, text=True)
-        if check.stdout:
-            raise CompileError(check.stdout.strip())
+        if check.returncode or check.stdout:
+            raise CompileError((check.stdout or check.stderr).strip())
         known = [name for name in ISA["ISAS"] if self.compiler_accepts(name)]
         python = tuple(f"-I{folder}" for folder in self.include_dirs)
         # The Cython module checks arguments and waits for locks: -O3 gains nothing.
@@ -53,7 +53,7 @@ class BuildNative(build_ext):
             objects = list(pool.map(lambda job: self.compiled(*job), jobs))
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Without symbols, unless somebody debugs: they are 1 % of a wheel, and only debuggers and profilers read them.
+        # The module has no symbols unless CFLAGS ask for debug information: only debuggers and profilers read them.
         symbols = () if any(flag.startswith("-g") for flag in OWN_CFLAGS) else ("-Wl,-s",)
         self.compiler.link_shared_object(objects, str(target), extra_postargs=["-pthread", *symbols])
 
@@ -61,8 +61,8 @@ class BuildNative(build_ext):
         """The object of a source, compiled now if need be. folder: below OBJECTS."""
         target = OBJECTS / folder / source.parent.name / f"{source.stem}.o"
         digest, needs = target.with_suffix(".sha256"), target.with_suffix(".d")
-        # Debug information was more than half of the build's time and 12 of 13 of its bytes. Python's own flags have -g; the
-        # environment's come once more, so that they may have it, too.
+        # Python's own flags have -g. Debug information took more than half of the build's time, so -g0 takes it back. CFLAGS
+        # come again behind it, so that they can ask for it.
         command = [*self.compiler.compiler_so, "-g0", *OWN_CFLAGS, f"-I{NATIVE}", *ISA["C_FLAGS"], "-Wall", "-Wextra", *flags]
         command += ["-MMD", "-MF", str(needs), "-c", str(source), "-o", str(target)]
         if self.force or not target.exists() or not digest.exists() or digest.read_text() != made_of(command, needs):
@@ -92,7 +92,7 @@ class BuildNative(build_ext):
 
 
 def work(source):
-    """How long a source takes to compile, beside others: bytes of it; of a kernel file, also so many functions of loops."""
+    """An estimate of a source's compile time, to sort by: its bytes, and 100 000 for each function pair of a loop nest."""
     text = source.read_text()
     for name in re.findall(r'#include "(kernels/common/\w+_ways\.h)"', text):
         text += (NATIVE / name).read_text()

@@ -5,12 +5,14 @@ import io
 import re
 import shlex
 import shutil
+import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from environments import COMPILER, NEEDS_COMPILER, ROOT, Environment
+from environments import COMPILER, NEEDS_COMPILER, ROOT, Environment, run
 from helpers import assert_right, random_batch, random_experts
 
 import ktmoe
@@ -36,8 +38,9 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(ROOT / "ktmoe", source / "ktmoe", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    (source / "tools").mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "tools/check_machine.sh"):
+        shutil.copy(ROOT / name, source / name)
     compiler = folder / "compiler"
     compiler.write_text(
         "#!/bin/sh\n"
@@ -106,6 +109,17 @@ def test_what_the_wheel_holds(wheel):
     (points,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/entry_points.txt")]
     assert "[sglang.srt.plugins]\nktmoe = ktmoe.sglang:register\n" in points
     assert {re.match(r"ktmoe(-[^/]*\.dist-info)?/", name)[0].partition("-")[0].rstrip("/") for name in names} == {"ktmoe"}
+
+
+def test_a_source_distribution_has_all_that_a_build_needs(wheel, tmp_path):
+    source = wheel[0].parent / "source"
+    run([sys.executable, "setup.py", "sdist", "-d", tmp_path], cwd=source)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    kinds = (".c", ".h", ".pyx", ".pxi", ".pxd", ".pyi", ".py", ".typed")
+    needed = {file for file in (source / "ktmoe").rglob("*") if file.suffix in kinds} | {source / "tools/check_machine.sh"}
+    assert {str(file.relative_to(source)) for file in needed} - names == set()
 
 
 def without(why):

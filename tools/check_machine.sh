@@ -21,14 +21,15 @@ need() { # what, Debian's package, Fedora's
 if [ "$2" = venv ] && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     need "Python's venv and ensurepip" "python$version-venv" "python3-libs"
 fi
-if [ ! -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]; then
-    need Python.h "python$version-dev" python3-devel
-fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 printf '#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' >"$folder/probe.c"
 compiler=${CC:-$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("CC") or "cc")')}
-# unquoted: CC may have arguments
+# unquoted: CC may have arguments. A build may find Python.h by CPATH or the flags, too.
+if [ ! -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] &&
+    ! printf '#include <Python.h>\n' | $compiler $CPPFLAGS $CFLAGS -E -x c - >/dev/null 2>&1; then
+    need Python.h "python$version-dev" python3-devel
+fi
 if ! $compiler "$folder/probe.c" -o "$folder/probe" 2>/dev/null; then
     need "a working C compiler (tried: $compiler)" "gcc libc6-dev" "gcc glibc-devel"
 fi
