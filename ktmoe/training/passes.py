@@ -54,10 +54,10 @@ class Training:
                 f"{layer.name}: training needs activations={MODE!r}, found {layer.activations!r}, which rounds more; "
                 f"make the layer with activations={MODE!r}"
             )
+        self.layer = layer  # first: pickle then says why a layer cannot be copied
+        self.recompute = bool(recompute)
         with asking(layer.backend, layer.name):
             self._passes = _open(layer, "training").training()
-        self.layer = layer
-        self.recompute = bool(recompute)
 
     @property
     def spec(self):
