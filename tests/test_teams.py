@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from ktmoe._native.core import Teams
 
+from ktmoe._native.core import Teams
 from ktmoe.errors import InputError
 
 GROUP_MAX = 8
