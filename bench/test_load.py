@@ -21,8 +21,9 @@ from bench.copying import Copying
 from bench.models import models
 from ktmoe import synthetic
 from ktmoe._native import core
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.layer import MoELayer
+from ktmoe.matrix import Matrix
 from ktmoe.weights.formats import BF16
 from ktmoe.weights.order import TRANSPOSED
 

@@ -13,10 +13,11 @@ Importing starts no thread and changes no state of the process, but for handlers
 from ktmoe import backends, loaders, quantization
 from ktmoe.config import get_include, show_config
 from ktmoe.conversion import convert
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.loaders.base import load_experts
 from ktmoe.machine.threads import get_num_threads, set_num_threads
+from ktmoe.matrix import Matrix
 from ktmoe.model import MoEModel
 from ktmoe.quantization import quantize
 from ktmoe.version import installed_version

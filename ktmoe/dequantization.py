@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import Minimum, ZeroPoint
 from ktmoe.weights.order import ROWS

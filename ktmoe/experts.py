@@ -1,4 +1,4 @@
-"""Matrix, ExpertSpec and ExpertWeights: what stands between loaders, which make them, and backends, which pack them."""
+"""ExpertSpec and ExpertWeights: what stands between loaders, which make them, and backends, which pack them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktmoe.arrays import contiguous
 from ktmoe.errors import FormatError, InputError
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
-from ktmoe.weights.elements import NUMBERS
-from ktmoe.weights.formats import MXFP4, WeightFormat, ZeroPoint
+from ktmoe.weights.formats import MXFP4, WeightFormat
 
 #: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28
@@ -24,102 +23,6 @@ PROJECTIONS = ("gate", "up", "down")
 
 #: Where a router weight is multiplied in: onto the down projection's output, onto its input, or onto the expert's input.
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
-
-#: The arrays that a Matrix may have besides its bias.
-ARRAYS = ("codes", "scales", "super_scales", "offsets", "super_offsets", "factor")
-
-#: Numbers of an array that Matrix.refuse() makes float64 at a time: all of them are much more than the matrix.
-LOOKED_AT_ONCE = 2**16
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One weight matrix [n outputs, k inputs] in its checkpoint's own bytes.
-
-    name: the tensor's name, for messages. bias: float32 [n], or None.
-    codes, scales, offsets, factor, super_scales, super_offsets: C-contiguous, of the dtypes and shapes of format.arrays(n, k);
-    None for those that the format has not. Bytes are viewed as these dtypes and never cast. An array is copied only if it is
-    not aligned to its items.
-    Raises FormatError, which names the tensor, on a wrong dtype, shape or layout. The bytes are checked when packed.
-    """
-
-    name: str
-    format: WeightFormat
-    shape: tuple[int, int]
-    codes: np.ndarray
-    scales: np.ndarray | None = None
-    bias: np.ndarray | None = None
-    offsets: np.ndarray | None = None
-    factor: np.ndarray | None = None
-    super_scales: np.ndarray | None = None
-    super_offsets: np.ndarray | None = None
-
-    def __post_init__(self):
-        n, k = self.shape
-        rows, columns = self.format.code_unit
-        if n < 1 or k < 1 or n % rows or k % columns:
-            wanted = " and ".join(f"{name} a multiple of {unit}" for name, unit in (("n", rows), ("k", columns)) if unit > 1)
-            raise FormatError(
-                f"{self.name}: {self.format.description} needs n and k of at least 1{f', {wanted}' if wanted else ''}, "
-                f"found {self.shape}"
-            )
-        expected = self.format.arrays(n, k)
-        for label in ARRAYS:
-            array = getattr(self, label)
-            if label in expected:
-                self._take(label, *expected[label])
-            elif array is not None:
-                raise FormatError(f"{self.name} {label}: expected none for {self.format.description}, found {show(array)}")
-        if self.bias is not None:
-            self._take("bias", np.float32, (n,))
-
-    def _take(self, label: str, dtype: np.dtype | type, shape: tuple[int, ...]) -> None:
-        array = getattr(self, label)
-        _expect(f"{self.name} {label}", array, dtype, shape)
-        object.__setattr__(self, label, contiguous(array))
-
-    def __repr__(self) -> str:
-        bias = ", with a bias" if self.bias is not None else ""
-        return f"Matrix({self.name!r}, {self.format.description} {list(self.shape)}{bias})"
-
-    @property
-    def stored(self) -> dict[str, np.ndarray]:
-        """The format's arrays, by name."""
-        return {label: getattr(self, label) for label in self.format.arrays(*self.shape)}
-
-    def refuse(self) -> None:
-        """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place."""
-        element, offset = self.format.element, self.format.offset
-        groups = self.format.shown_groups(self.stored)
-        for label, scale in self.format.scales.items():
-            _refuse(f"{self.name}: {label.removesuffix('s')}", groups[label], scale.numbers)
-        if at := self.format.order.first_spare(self.codes):
-            raise FormatError(f"{self.name}: record {at[0]} has bits that mean nothing in byte {at[1]}, which is {at[2]}")
-        if element.family in NUMBERS or None in element.values:
-            _refuse(f"{self.name}: weight", self.codes, element.numbers)
-        if self.format.factor:
-            _refuse(f"{self.name}: factor", self.factor)
-            if self.format.factor.divides and not self.factor.all():
-                raise FormatError(f"{self.name}: factor {np.argwhere(self.factor == 0)[0].tolist()} is 0, which cannot divide")
-        if isinstance(offset, ZeroPoint):
-            points = self.format.group_rows(self.stored)["offsets"]
-            if (at := np.argwhere(points > 15)).size:
-                raise FormatError(f"{self.name}: zero point {at[0].tolist()} is {points[tuple(at[0])]}; expected 0 to 15")
-        if self.bias is not None:
-            _refuse(f"{self.name}: bias", self.bias)
-
-
-def _refuse(name: str, stored: np.ndarray, numbers: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
-    """numbers: what stored items stand for; by default themselves."""
-    rows = max(1, LOOKED_AT_ONCE // math.prod(stored.shape[1:]))
-    for first in range(0, len(stored), rows):
-        finite = np.isfinite(numbers(stored[first : first + rows]))
-        if not finite.all():
-            row, *others = np.argwhere(~finite)[0].tolist()
-            place = [first + row, *others]
-            found = stored[tuple(place)]
-            meaning = f"byte {found}, which is NaN or infinite" if stored.dtype == np.uint8 else f"{found}"
-            raise FormatError(f"{name} {place} is {meaning}; expected a finite number")
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,14 +252,3 @@ def _size(name: str, value: int) -> int:
     if not 1 <= size <= SIZE_LIMIT:
         raise InputError(f"{name} must be a whole number from 1 to {SIZE_LIMIT}, found {show(value)}")
     return size
-
-
-def _expect(name: str, array: np.ndarray | None, dtype: np.dtype | type, shape: tuple[int, ...]) -> None:
-    if not isinstance(array, np.ndarray):
-        raise FormatError(f"{name}: expected a numpy array, found {type(array).__name__}")
-    if array.dtype != dtype:
-        raise FormatError(f"{name}: expected dtype {np.dtype(dtype).name}, found {array.dtype}")
-    if array.shape != shape:
-        raise FormatError(f"{name}: expected shape {list(shape)}, found {list(array.shape)}")
-    if not array.flags.c_contiguous:
-        raise FormatError(f"{name}: expected a C-contiguous array, found strides {array.strides}")

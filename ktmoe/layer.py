@@ -18,11 +18,12 @@ from ktmoe.background.worker import Worker
 from ktmoe.batch import checked_batch, checked_out
 from ktmoe.cache.opened import open_cache
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, asking
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix, checked_experts, checked_router_weight
+from ktmoe.experts import PROJECTIONS, ExpertWeights, checked_experts, checked_router_weight
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine.numa import placement_of
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.folding import ROUNDING
 

@@ -13,9 +13,10 @@ import stacked_checkpoints as stacked
 from integer_checkpoints import AWQ_PLACES, along_k, along_n, factors
 from safetensors import TensorSpec, serialize_file
 
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders.base import explain
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
+from ktmoe.matrix import Matrix
 
 HIDDEN, INTERMEDIATE, EXPERTS = 96, 64, 3
 BF16 = np.dtype(ml_dtypes.bfloat16)

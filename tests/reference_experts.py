@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 from helpers import GPT_OSS, pack_nibbles, random_arrays, whole
 
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.formats import BF16, MXFP4
 

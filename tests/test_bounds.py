@@ -21,7 +21,8 @@ from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
 from ktmoe.errors import ClosedError, InputError
-from ktmoe.experts import ARRAYS, PROJECTIONS
+from ktmoe.experts import PROJECTIONS
+from ktmoe.matrix import ARRAYS
 
 PAGE = 4096
 PROT_NONE, READ_WRITE, PRIVATE_ANONYMOUS = 0, 3, 0x22

@@ -8,7 +8,7 @@ from helpers import DEEPSEEK, GPT_OSS, pack_nibbles
 from reference_experts import BFLOAT16, from_codes, odd_experts, random_batch, random_experts
 from simulated import EDGES, KINDS, PAIRS, edges_of, label, linear, linear_ratio, simulated_forward, simulated_linear, worst
 
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.reference import EXP_RELATIVE_ERROR, ROUTER_WEIGHTS, TINY, UNIT, activate, forward, round_bfloat16
 from ktmoe.weights.activation import SILU
 from ktmoe.weights.elements import Element

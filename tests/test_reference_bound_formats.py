@@ -8,7 +8,7 @@ import pytest
 from reference_experts import ones
 from simulated import label, linear, linear_ratio, simulated_linear
 
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.reference import TINY, UNIT
 from ktmoe.weights.elements import E4M3, INT4, UINT4
 from ktmoe.weights.formats import FP8_PER_ROW, Minimum, Scale, WeightFormat, fp8, int4, nvfp4

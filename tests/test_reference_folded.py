@@ -11,7 +11,8 @@ from reference_experts import BFLOAT16, random_batch, random_experts
 from simulated import allow_folding, label, linear, simulated_forward, simulated_linear, tdpbf16ps
 
 from ktmoe.errors import FormatError
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.reference import ROUTER_WEIGHTS, TINY, dequantize, folds, forward, round_bfloat16
 from ktmoe.weights.elements import E2M1, INT4, Element
 from ktmoe.weights.formats import BF16, MXFP4, MXFP8, Factor, Minimum, Scale, WeightFormat, fp8, int4, nvfp4, uint4

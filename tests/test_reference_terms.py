@@ -10,7 +10,7 @@ from helpers import pack_nibbles, unsigned
 from reference_experts import BFLOAT16, random_batch, random_experts
 from simulated import allow_two_terms, flushed, label, linear, simulated_linear, tdpbf16ps, two_terms, worst
 
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.reference import ROUTER_WEIGHTS, TINY, forward, splits
 from ktmoe.reference.weights import term_sizes
 from ktmoe.weights import folding

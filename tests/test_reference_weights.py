@@ -12,7 +12,7 @@ from reference_experts import BFLOAT16
 from simulated import label
 
 from ktmoe.errors import FormatError
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.reference import TINY, dequantize, round_bfloat16
 from ktmoe.weights.elements import E2M1, UINT4
 from ktmoe.weights.formats import BF16, MXFP4, MXFP8, Minimum, Scale, WeightFormat, fp8, int4, nvfp4, uint4

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktmoe.backends.base import Plan, Stored
-from ktmoe.experts import ExpertSpec, ExpertWeights, Matrix
+from ktmoe.experts import ExpertSpec, ExpertWeights
 from ktmoe.machine.topology import Domain
+from ktmoe.matrix import Matrix
 from ktmoe.quantization.codes import Rounding
 from ktmoe.quantization.source import Weights
 from ktmoe.weights.activation import GatedActivation

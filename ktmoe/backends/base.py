@@ -10,8 +10,9 @@ import numpy as np
 
 from ktmoe._native import core
 from ktmoe.errors import InputError, LackingError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
 from ktmoe.machine.numa import UNBOUND, Placement
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.modes import MX, Mode, mode_of
 

@@ -11,12 +11,13 @@ from ktmoe.backends.base import Arenas
 from ktmoe.cache import layer_file, manifest, source
 from ktmoe.cache.manifest import PackedLayerFile
 from ktmoe.errors import CacheError, InputError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import numa
 from ktmoe.machine.numa import Placement
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 
 

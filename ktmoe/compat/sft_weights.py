@@ -11,7 +11,8 @@ import numpy as np
 from ktmoe import arrays
 from ktmoe.compat.arguments import count
 from ktmoe.errors import InputError
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.formats import MXFP4, WeightFormat, fp8, int4
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ktmoe.errors import InputError
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.weights.formats import MXFP4, WeightFormat, ZeroPoint
 
 _OF_MODELOPT = (

@@ -23,10 +23,10 @@ from typing import ClassVar
 import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
-from ktmoe.experts import Matrix
 from ktmoe.loaders import naming, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.elements import INT4, INT8_PLUS_128
 from ktmoe.weights.formats import Factor, WeightFormat, int4, int8, uint4

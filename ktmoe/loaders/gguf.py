@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import architectures, model_config, naming, registry
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_model import ARCHITECTURE
 from ktmoe.loaders.per_expert import FACTORS
 from ktmoe.loaders.tensor_file import TensorInfo
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.formats import Factor, WeightFormat
 from ktmoe.weights.ggml import GGML

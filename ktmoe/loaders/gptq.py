@@ -23,10 +23,10 @@ from typing import ClassVar
 import numpy as np
 
 from ktmoe.errors import FormatError
-from ktmoe.experts import Matrix
 from ktmoe.loaders import naming, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.matrix import Matrix
 from ktmoe.weights.elements import INT4
 from ktmoe.weights.formats import Factor, WeightFormat, int4, uint4
 from ktmoe.weights.order import GPTQ

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from ktmoe import forks
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 
 
 class GateUpReader:

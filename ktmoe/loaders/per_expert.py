@@ -14,12 +14,13 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import FormatError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
 from ktmoe.loaders import model_config, naming, quantization
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.safetensors_file import DTYPE_BITS
 from ktmoe.loaders.tensor_file import TensorInfo
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint

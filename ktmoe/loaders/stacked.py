@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import model_config, naming, quantization
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.pairs import GateUpReader
 from ktmoe.loaders.per_expert import FACTORS, Headers, PerExpert, why
 from ktmoe.loaders.tensor_file import TensorInfo
+from ktmoe.matrix import Matrix
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.order import TRANSPOSED

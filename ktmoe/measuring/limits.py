@@ -12,9 +12,10 @@ from functools import cache
 import numpy as np
 
 from ktmoe._native import core
-from ktmoe.experts import ExpertSpec, ExpertWeights, Matrix
+from ktmoe.experts import ExpertSpec, ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.machine import memory
+from ktmoe.matrix import Matrix
 from ktmoe.measuring import settled, slot_flops
 
 #: The bytes of the experts that are packed to measure: more than most caches hold, and packed in about a second.

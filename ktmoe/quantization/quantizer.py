@@ -10,7 +10,8 @@ import numpy as np
 
 from ktmoe._native import core
 from ktmoe.errors import FormatError, InputError
-from ktmoe.experts import ExpertWeights, Matrix, checked_experts
+from ktmoe.experts import ExpertWeights, checked_experts
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.quantization import codes, source, steps
 from ktmoe.quantization.rules import RULES, Rule

@@ -9,7 +9,7 @@ import numpy as np
 
 from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.weights.formats import Minimum, WeightFormat
 from ktmoe.weights.scales import SCALE_KINDS
 

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from ktmoe.dequantization import factors, read
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.modes import mode_of
 from ktmoe.reference.errors import MAX_FLOAT32, after_rounding, gamma
 from ktmoe.reference.operands import flush_to_zero

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe.dequantization import Weights, factors, read, spread
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.reference.errors import MAX_FLOAT32, gamma
 from ktmoe.reference.operands import operand
 from ktmoe.reference.weights import BLOCK, TINY, folds, round_bfloat16

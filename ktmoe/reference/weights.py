@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ktmoe.dequantization import in_rows, read
-from ktmoe.experts import Matrix
+from ktmoe.matrix import Matrix
 from ktmoe.weights.formats import Minimum, WeightFormat, ZeroPoint
 
 #: Smallest normal number of float32 and bfloat16: what a flush to zero can change a number by.

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from ktmoe import reference
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
+from ktmoe.matrix import Matrix
 from ktmoe.weights.activation import GatedActivation
 
 #: Tokens of each layer whose outputs are compared. Tokens that are also compared with the float64 reference, which takes about

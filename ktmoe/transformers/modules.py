@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ktmoe.errors import CheckpointError, UnavailableError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.transformers.activation import recognise
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import BF16

@@ -6,7 +6,8 @@ import numpy as np
 
 from ktmoe import arrays
 from ktmoe.errors import FormatError, InputError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.two_stage.kinds import as_bytes
 from ktmoe.weights.activation import SILU, GatedActivation

@@ -8,7 +8,8 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from ktmoe.errors import UnavailableError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.vllm.layers import Layer
 from ktmoe.vllm.served import Format
 from ktmoe.weights.formats import BF16

@@ -13,7 +13,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ktmoe.errors import InputError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import WeightFormat
 

@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import FormatError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.scales import SCALE_KINDS

@@ -52,7 +52,8 @@ from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkOCP_MX_
 
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import FormatError, UnavailableError
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.vllm.layers import Layer
 from ktmoe.vllm.parameters import Parameters, scale_kind
 from ktmoe.vllm.served import Format, Served

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from helpers import BF16
 
-from ktmoe.experts import PROJECTIONS, ExpertWeights, Matrix
+from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.matrix import Matrix
 
 #: An interpreter that has kt-kernel, by tools/test_kt_kernel.py; read at import, since the suite clears such variables.
 INTERPRETER = os.environ.get("KTMOE_TEST_KT_KERNEL")

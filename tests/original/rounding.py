@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktmoe.experts import ExpertWeights, Matrix
+from ktmoe.experts import ExpertWeights
+from ktmoe.matrix import Matrix
 from ktmoe.reference import Reference, dequantize, round_bfloat16
 from ktmoe.weights.activation import GatedActivation
 

@@ -17,8 +17,9 @@ from quantized_checkpoints import PACKED, Packed, Tensors
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import ktmoe
-from ktmoe.experts import PROJECTIONS, Matrix
+from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.matrix import Matrix
 from ktmoe.weights.formats import int4, uint4
 from ktmoe.weights.order import AWQ, GPTQ
 
