@@ -27,7 +27,7 @@ PROJECTIONS = ("gate", "up", "down")
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ExpertSpec(WeightSpec):
     """What one layer's experts have to be: their number, sizes and formats. It holds no weight.
 
