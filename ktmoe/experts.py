@@ -206,6 +206,35 @@ class ExpertWeights(ExpertSpec):
 
         return self._with(len(chosen), read, self.activation)
 
+    def with_shared(self, shared: ExpertWeights) -> ExpertWeights:
+        """These experts and shared ones behind them: number num_experts + i is shared expert i.
+
+        shared: of the same sizes, formats and activation; their router_weight is not asked for. Raises InputError, or
+        FormatError for another format, which say what differs.
+        """
+        if not isinstance(shared, ExpertWeights):
+            raise InputError(f"{self.name}: shared must be ExpertWeights, found {show(shared)}")
+        beside = "a MoELayer of the shared experts alone computes them beside this one"
+        for name in ("hidden", "intermediate", "activation"):
+            expected, found = getattr(self, name), getattr(shared, name)
+            if expected != found:
+                raise InputError(
+                    f"{shared.name}: shared experts need the routed ones' {name}, {expected}, found {found}; {beside}"
+                )
+        for projection in PROJECTIONS:
+            expected, found = self.formats[projection], shared.formats[projection]
+            if expected != found:
+                raise FormatError(
+                    f"{shared.name}: shared experts need the routed ones' format of {projection}, {expected.description}, "
+                    f"found {found.description}{' of another kind' * (expected.description == found.description)}; {beside}"
+                )
+
+        def read(expert: int, projection: str) -> Matrix:
+            own = expert < self.num_experts
+            return self.matrix(expert, projection) if own else shared.matrix(expert - self.num_experts, projection)
+
+        return self._with(self.num_experts + shared.num_experts, read, self.activation)
+
     def with_activation(self, activation: GatedActivation) -> ExpertWeights:
         """The same matrices under another activation."""
         return self._with(self.num_experts, self._read, activation)
