@@ -62,13 +62,15 @@ class Batch:
         (tokens, top_k), num_experts = self.ids.shape, len(self.mask)
         ids = np.empty((tokens, top_k + self.num_shared), np.int64)
         weights = np.empty(ids.shape, np.float32)
-        mask = np.ones(num_experts + self.num_shared, np.uint8)
-        routed = ids[:, :top_k]
-        routed[...] = self.ids
-        np.putmask(routed, routed >= num_experts, -1)
-        ids[:, top_k:] = np.arange(num_experts, num_experts + self.num_shared)
+        mask = np.empty(num_experts + self.num_shared, np.uint8)
+        ids.fill(-1)
+        np.copyto(ids[:, :top_k], self.ids, "same_kind", self.ids < num_experts)
+        ids[:, top_k:] = np.arange(num_experts, len(mask))
+        weights.fill(1)
         weights[:, :top_k] = self.weights
-        weights[:, top_k:] = 1 if self.shared_weights is None else self.shared_weights
+        if self.shared_weights is not None:
+            weights[:, top_k:] = self.shared_weights
+        mask.fill(1)
         mask[:num_experts] = self.mask
         return ids, weights, mask
 

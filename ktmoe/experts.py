@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.formats import MXFP4, WeightFormat
+from ktmoe.weights.order import ROWS
 
 #: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28
@@ -209,8 +210,9 @@ class ExpertWeights(ExpertSpec):
     def with_shared(self, shared: ExpertWeights) -> ExpertWeights:
         """These experts and shared ones behind them: number num_experts + i is shared expert i.
 
-        shared: of the same sizes, formats and activation; their router_weight is not asked for. Raises InputError, or
-        FormatError for another format, which say what differs.
+        shared: of the same sizes, formats and activation. Where formats differ in their source order alone, shared matrices are
+        put into that of these. Their router_weight is not asked for. Raises InputError, or FormatError for another format,
+        which say what differs.
         """
         if not isinstance(shared, ExpertWeights):
             raise InputError(f"{self.name}: shared must be ExpertWeights, found {show(shared)}")
@@ -223,15 +225,16 @@ class ExpertWeights(ExpertSpec):
                 )
         for projection in PROJECTIONS:
             expected, found = self.formats[projection], shared.formats[projection]
-            if expected != found:
+            if replace(expected, order=ROWS) != replace(found, order=ROWS):
                 raise FormatError(
                     f"{shared.name}: shared experts need the routed ones' format of {projection}, {expected.description}, "
-                    f"found {found.description}{' of another kind' * (expected.description == found.description)}; {beside}"
+                    f"found {found.description}; {beside}"
                 )
 
         def read(expert: int, projection: str) -> Matrix:
-            own = expert < self.num_experts
-            return self.matrix(expert, projection) if own else shared.matrix(expert - self.num_experts, projection)
+            if expert < self.num_experts:
+                return self.matrix(expert, projection)
+            return shared.matrix(expert - self.num_experts, projection).in_order(self.formats[projection].order)
 
         return self._with(self.num_experts + shared.num_experts, read, self.activation)
 

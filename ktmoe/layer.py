@@ -33,9 +33,9 @@ class MoELayer:
 
     experts: ExpertWeights, from a loader or from arrays; read once, here.
     shared: experts that every token has besides those that it chooses, computed in the same call and added last: ExpertWeights
-    of one or more, of the sizes, formats and activation of `experts`. Where these differ, a MoELayer of one expert computes it
-    beside. A dense MLP of a checkpoint is ExpertWeights of one expert. Shared expert i is number num_experts + i, for
-    replace_expert() and export_expert() alone: expert_ids do not reach it, and expert_mask does not cover it.
+    of one or more, of the sizes, activation and formats of `experts`, in any source order. Where these differ, a MoELayer of
+    one expert computes it beside. A dense MLP of a checkpoint is ExpertWeights of one expert. Shared expert i is number
+    num_experts + i, for replace_expert() and export_expert() alone: expert_ids do not reach it, nor does expert_mask cover it.
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
     activations: the mode (ktmoe.modes). "bf16": they stay bfloat16. "int16", "int8": they are rounded to integers of 16 or
     8 bits, per token and 32 along k; "mxfp8", "mxfp4": to that format; "mxfp8/mxfp4": x and h apart (docs/numerics.md).

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers import BF16, GPT_OSS, MIXED, bits, random_batch, random_experts, reading, same_bits
+from helpers import BF16, FORMATS, GPT_OSS, MIXED, TURNED, bits, random_batch, random_experts, reading, same_bits
 
 from ktmoe import BF16 as BF16_FORMAT
 from ktmoe import MXFP4, MXFP8, ExpertWeights, MoELayer, load_experts, reference
 from ktmoe._native import core
 from ktmoe.errors import FormatError, InputError
 from ktmoe.experts import PROJECTIONS, ROUTER_WEIGHTS
+from ktmoe.matrix import Matrix
 from ktmoe.synthetic import write_qwen3
 from ktmoe.training import Lora, Training
 from ktmoe.two_stage import gemm1, moe_sorting
@@ -42,6 +43,18 @@ def joined(routed, shared):
 
     sizes = EXPERTS + SHARED, routed.hidden, routed.intermediate
     return ExpertWeights(*sizes, read, routed.formats, routed.activation)
+
+
+def in_rows(experts, weight_format):
+    """The same experts of a format in rows, whose transposed arrays are turned here."""
+
+    def read(expert, projection):
+        matrix = experts.matrix(expert, projection)
+        turned = matrix.format.order.transposed
+        arrays = {label: np.ascontiguousarray(array.T if turned else array) for label, array in matrix.stored.items()}
+        return Matrix(matrix.name, weight_format, matrix.shape, bias=matrix.bias, **arrays)
+
+    return ExpertWeights(experts.num_experts, experts.hidden, experts.intermediate, read, weight_format)
 
 
 def batch_of(layer, tokens, top_k=TOP_K, dtype=BF16, seed=1):
@@ -103,6 +116,21 @@ def test_last_experts_of_every_token(layers, tokens, top_k, dtype):
         one = slice(token, token + 1)
         alone = layers[0].forward(x[one], ids[one], weights[one], shared_weights=gates[one])
         assert same_bits(alone, y[one]), "bits depend on the batch"
+
+
+@pytest.mark.parametrize("name", ["b16", "mxfp8"])
+def test_another_source_order(name):
+    """Shared matrices in rows beside transposed routed ones, and the other way round."""
+    for formats in ((FORMATS[name], TURNED[f"{name} transposed"]), (TURNED[f"{name} transposed"], FORMATS[name])):
+        rng = np.random.default_rng(9)
+        routed, shared = (
+            random_experts(rng, n, HIDDEN, 64, formats=f) for n, f in zip((EXPERTS, SHARED), formats, strict=True)
+        )
+        expected = joined(*(in_rows(experts, FORMATS[name]) for experts in (routed, shared)))
+        with MoELayer(routed, shared=shared) as layer, MoELayer(expected) as plain:
+            assert_shared(layer, plain, *batch_of(layer, 4)[:3])
+            (exported,) = layer.export_expert(EXPERTS)
+        assert exported["up"].format == formats[0]
 
 
 @pytest.mark.parametrize("router_weight", ROUTER_WEIGHTS)
