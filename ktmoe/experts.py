@@ -6,12 +6,14 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
 from ktmoe.errors import FormatError, InputError
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
+from ktmoe.weight_spec import WeightSpec
 from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.formats import MXFP4, WeightFormat
 from ktmoe.weights.order import ROWS
@@ -26,26 +28,19 @@ PROJECTIONS = ("gate", "up", "down")
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertSpec:
+@dataclass(frozen=True, eq=False, repr=False)
+class ExpertSpec(WeightSpec):
     """What one layer's experts have to be: their number, sizes and formats. It holds no weight.
 
     num_experts, hidden, intermediate: gate and up are [intermediate, hidden], down is [hidden, intermediate].
     formats: the WeightFormat of each projection (the same for all experts). name: what messages call this layer.
     """
 
-    num_experts: int
-    hidden: int
-    intermediate: int
-    formats: Mapping[str, WeightFormat]
-    name: str = "experts"
+    projections: ClassVar = PROJECTIONS
 
     def shape(self, projection: str) -> tuple[int, int]:
         """(n, k) of a projection's matrices."""
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {self.description})"
 
     @property
     def description(self) -> str:
@@ -53,11 +48,6 @@ class ExpertSpec:
         of = {projection: self.formats[projection].description for projection in PROJECTIONS}
         formats = of["gate"] if len(set(of.values())) == 1 else ", ".join(f"{p} {text}" for p, text in of.items())
         return f"{self.num_experts} experts, hidden={self.hidden}, intermediate={self.intermediate}, {formats}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the checkpoint spends on these experts' arrays, without biases."""
-        return self.num_experts * sum(self.formats[p].nbytes(*self.shape(p)) for p in PROJECTIONS)
 
     @property
     def shard_unit(self) -> int:
@@ -83,25 +73,6 @@ class ExpertSpec:
                 f"{argument} must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {count}"
             )
         return ExpertSpec(self.num_experts, self.hidden, self.intermediate // count, self.formats, self.name)
-
-    def check_expert(self, expert: int) -> None:
-        """Raise InputError if there is no expert of that number."""
-        if not 0 <= operator.index(expert) < self.num_experts:
-            raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
-
-    def check(self, expert: int, projection: str, matrix: Matrix) -> None:
-        """Raise InputError if this is no Matrix, FormatError if it has not the projection's shape and format.
-
-        Its bytes are not looked at: Matrix.refuse() does that.
-        """
-        if not isinstance(matrix, Matrix):
-            raise InputError(f"{self.name}: {projection} of expert {expert} must be a Matrix, found {type(matrix).__name__}")
-        shape, weight_format = self.shape(projection), self.formats[projection]
-        if matrix.shape != shape or matrix.format != weight_format:
-            raise FormatError(
-                f"{matrix.name}: {projection} must be {weight_format.description} {list(shape)}, "
-                f"found {matrix.format.description} {list(matrix.shape)}"
-            )
 
 
 class ExpertWeights(ExpertSpec):
