@@ -66,6 +66,11 @@ def _torch_to_numpy(tensor, name: str, dtype=None) -> np.ndarray:
         raise InputError(f"{name}: numpy cannot view a torch tensor of {tensor.dtype}, {tensor.layout}: {error}") from None
 
 
+def float32_like(x) -> Callable[[np.ndarray], object]:
+    """Turns a float32 array into one of x's library, sharing memory."""
+    return sys.modules["torch"].from_numpy if is_torch(x) else lambda array: array
+
+
 def as_numpy(value, name: str, dtype=None) -> np.ndarray:
     """An array or a torch CPU tensor as an array; InputError for anything else.
 

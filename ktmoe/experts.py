@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
 from ktmoe.errors import FormatError, InputError
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
+from ktmoe.weight_spec import WeightSpec
 from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.formats import MXFP4, WeightFormat
+from ktmoe.weights.order import ROWS
 
 #: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28
@@ -25,26 +28,19 @@ PROJECTIONS = ("gate", "up", "down")
 ROUTER_WEIGHTS = ("down_output", "down_input", "expert_input")
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertSpec:
+@dataclass(frozen=True, eq=False, repr=False)
+class ExpertSpec(WeightSpec):
     """What one layer's experts have to be: their number, sizes and formats. It holds no weight.
 
     num_experts, hidden, intermediate: gate and up are [intermediate, hidden], down is [hidden, intermediate].
     formats: the WeightFormat of each projection (the same for all experts). name: what messages call this layer.
     """
 
-    num_experts: int
-    hidden: int
-    intermediate: int
-    formats: Mapping[str, WeightFormat]
-    name: str = "experts"
+    projections: ClassVar = PROJECTIONS
 
     def shape(self, projection: str) -> tuple[int, int]:
         """(n, k) of a projection's matrices."""
         return (self.hidden, self.intermediate) if projection == "down" else (self.intermediate, self.hidden)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {self.description})"
 
     @property
     def description(self) -> str:
@@ -52,11 +48,6 @@ class ExpertSpec:
         of = {projection: self.formats[projection].description for projection in PROJECTIONS}
         formats = of["gate"] if len(set(of.values())) == 1 else ", ".join(f"{p} {text}" for p, text in of.items())
         return f"{self.num_experts} experts, hidden={self.hidden}, intermediate={self.intermediate}, {formats}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the checkpoint spends on these experts' arrays, without biases."""
-        return self.num_experts * sum(self.formats[p].nbytes(*self.shape(p)) for p in PROJECTIONS)
 
     @property
     def shard_unit(self) -> int:
@@ -82,25 +73,6 @@ class ExpertSpec:
                 f"{argument} must divide the intermediate size, {self.intermediate}, into multiples of {unit}, found {count}"
             )
         return ExpertSpec(self.num_experts, self.hidden, self.intermediate // count, self.formats, self.name)
-
-    def check_expert(self, expert: int) -> None:
-        """Raise InputError if there is no expert of that number."""
-        if not 0 <= operator.index(expert) < self.num_experts:
-            raise InputError(f"{self.name}: expert must be in [0, {self.num_experts}), found {expert}")
-
-    def check(self, expert: int, projection: str, matrix: Matrix) -> None:
-        """Raise InputError if this is no Matrix, FormatError if it has not the projection's shape and format.
-
-        Its bytes are not looked at: Matrix.refuse() does that.
-        """
-        if not isinstance(matrix, Matrix):
-            raise InputError(f"{self.name}: {projection} of expert {expert} must be a Matrix, found {type(matrix).__name__}")
-        shape, weight_format = self.shape(projection), self.formats[projection]
-        if matrix.shape != shape or matrix.format != weight_format:
-            raise FormatError(
-                f"{matrix.name}: {projection} must be {weight_format.description} {list(shape)}, "
-                f"found {matrix.format.description} {list(matrix.shape)}"
-            )
 
 
 class ExpertWeights(ExpertSpec):
@@ -205,6 +177,37 @@ class ExpertWeights(ExpertSpec):
             return self.matrix(chosen[slot], projection)
 
         return self._with(len(chosen), read, self.activation)
+
+    def with_shared(self, shared: ExpertWeights) -> ExpertWeights:
+        """These experts and shared ones behind them: number num_experts + i is shared expert i.
+
+        shared: of the same sizes, formats and activation. Where formats differ in their source order alone, shared matrices are
+        put into that of these. Their router_weight is not asked for. Raises InputError, or FormatError for another format,
+        which say what differs.
+        """
+        if not isinstance(shared, ExpertWeights):
+            raise InputError(f"{self.name}: shared must be ExpertWeights, found {show(shared)}")
+        beside = "a MoELayer of the shared experts alone computes them beside this one"
+        for name in ("hidden", "intermediate", "activation"):
+            expected, found = getattr(self, name), getattr(shared, name)
+            if expected != found:
+                raise InputError(
+                    f"{shared.name}: shared experts need the routed ones' {name}, {expected}, found {found}; {beside}"
+                )
+        for projection in PROJECTIONS:
+            expected, found = self.formats[projection], shared.formats[projection]
+            if replace(expected, order=ROWS) != replace(found, order=ROWS):
+                raise FormatError(
+                    f"{shared.name}: shared experts need the routed ones' format of {projection}, {expected.description}, "
+                    f"found {found.description}; {beside}"
+                )
+
+        def read(expert: int, projection: str) -> Matrix:
+            if expert < self.num_experts:
+                return self.matrix(expert, projection)
+            return shared.matrix(expert - self.num_experts, projection).in_order(self.formats[projection].order)
+
+        return self._with(self.num_experts + shared.num_experts, read, self.activation)
 
     def with_activation(self, activation: GatedActivation) -> ExpertWeights:
         """The same matrices under another activation."""

@@ -26,8 +26,18 @@ def defined(statements) -> dict[str, ast.stmt]:
     return found
 
 
-DEFINED = defined(BODY)
+WRITTEN = defined(BODY)
+#: Private classes are what public ones derive from.
+DEFINED = {name: node for name, node in WRITTEN.items() if not name.startswith("_")}
 CLASSES = {name: node for name, node in DEFINED.items() if isinstance(node, ast.ClassDef)}
+
+
+def with_bases(node: ast.ClassDef) -> dict[str, ast.stmt]:
+    """The members of a class, those of its bases included."""
+    found = {}
+    for base in node.bases:
+        found |= with_bases(WRITTEN[ast.unparse(base)])
+    return found | defined(node.body)
 
 
 def parameters(function: ast.FunctionDef) -> dict[str, object]:
@@ -84,7 +94,7 @@ def test_constants():
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class(name):
-    of, said = getattr(core, name), defined(CLASSES[name].body)
+    of, said = getattr(core, name), with_bases(CLASSES[name])
     made = constructors(sources(probe=False) + sources(probe=True))
     assert parameters(said.pop("__init__")) == next(made[base.__name__] for base in of.__mro__ if base.__name__ in made)
     assert {member for member in said if not member.startswith("__")} == built_members(of)

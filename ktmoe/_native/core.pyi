@@ -15,12 +15,14 @@ from ktmoe.machine.topology import Domain
 from ktmoe.matrix import Matrix
 from ktmoe.quantization.codes import Rounding
 from ktmoe.quantization.source import Weights
+from ktmoe.weight_spec import WeightSpec
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import WeightFormat
 
 ARENA_VERSION: int
 HUGE_PAGE_BYTES: int
 PAGE_BYTES: int
+LINEARS_MAX: int
 LAYOUT_VERSIONS: dict[str, int]
 RANK_MAX: int
 submit_function: int
@@ -34,15 +36,18 @@ def configure_pool(threads: int, chosen: bool, spin_us: int, domains: Sequence[S
 def release() -> None: ...
 def usable_cpus() -> set[int]: ...
 def tune(**settings: int) -> dict[str, int]: ...
-def expert_nbytes(experts: ExpertWeights, ranges: Sequence[tuple[int, int]]) -> int: ...
+def expert_nbytes(experts: WeightSpec, ranges: Sequence[tuple[int, int]]) -> int: ...
 def adopt(
-    layer: PackedLayer,
+    layer: _PackedExperts,
     seen: NDArray[np.uint8],
     biases: Mapping[str, NDArray[np.float32]],
     factors: Mapping[str, NDArray[np.float32]],
 ) -> None: ...
-def seen(layer: PackedLayer) -> NDArray[np.uint8]: ...
-def numbers(layer: PackedLayer) -> tuple[dict[str, NDArray[np.float32]], dict[str, NDArray[np.float32]]]: ...
+def seen(layer: _PackedExperts) -> NDArray[np.uint8]: ...
+def numbers(layer: _PackedExperts) -> tuple[dict[str, NDArray[np.float32]], dict[str, NDArray[np.float32]]]: ...
+def linear_forward(
+    linears: Sequence[PackedLinear], x: np.ndarray, columns: Sequence[int], outs: Sequence[np.ndarray]
+) -> None: ...
 def block_values(element: str, codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint16]: ...
 def weights_extremes(weights: Weights, rows: int, columns: int) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None: ...
 def weights_rounded(
@@ -78,11 +83,11 @@ class Adapter:
     def rank(self) -> int: ...
     def shapes(self, projection: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]: ...
 
-class PackedLayer:
+class _PackedExperts:
     def __init__(
         self,
         table: KernelTable,
-        experts: ExpertWeights,
+        experts: WeightSpec,
         plan: Plan,
         ranges: Sequence[tuple[int, int]],
         threads: int,
@@ -101,6 +106,8 @@ class PackedLayer:
     def export(self, expert: int, parts: Sequence[Stored]) -> dict[str, NDArray[np.float32]]: ...
     def packed_bytes(self, expert: int, projection: str, shard: int = 0) -> NDArray[np.uint8]: ...
     def read_seconds(self, table: KernelTable, offset: int, nbytes: int, streams: int = 1) -> float: ...
+
+class PackedLayer(_PackedExperts):
     def forward(
         self,
         x: np.ndarray,
@@ -155,6 +162,9 @@ class PackedLayer:
         rows: np.ndarray,
         out: np.ndarray,
     ) -> None: ...
+
+class PackedLinear(_PackedExperts):
+    def forward(self, x: np.ndarray, out: np.ndarray) -> None: ...
 
 class GraphMark:
     def __init__(self) -> None: ...

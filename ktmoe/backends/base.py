@@ -11,6 +11,7 @@ import numpy as np
 from ktmoe._native import core
 from ktmoe.errors import InputError, LackingError
 from ktmoe.experts import ExpertWeights
+from ktmoe.linear_weights import LinearWeights
 from ktmoe.machine.numa import UNBOUND, Placement
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
@@ -116,10 +117,44 @@ class Packed(ABC):
         raise LackingError("has no training")
 
 
+class PackedMatrix(ABC):
+    """A dense matrix, ready to compute: what Backend.pack_linear returns.
+
+    By default it computes, and refuses all else with a LackingError. nbytes, rounding: as Packed has them.
+    """
+
+    nbytes: int
+    rounding: str = "exact"
+
+    @abstractmethod
+    def forward(self, x: np.ndarray, out: np.ndarray) -> None:
+        """Write y into out. x: uint16 (bfloat16 bits) or float32 [tokens, k], C-contiguous; out: of x's dtype or float32
+        [tokens, n], whose rows may be apart."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back once running forward calls are done."""
+
+    def backward(self, grad_y: np.ndarray, grad_x: np.ndarray) -> None:
+        """Write grad_y W into grad_x; both of one dtype, C-contiguous."""
+        raise LackingError("has no backward pass of a dense matrix")
+
+    def replace(self, expert: int, matrices: Mapping[str, Matrix]) -> None:
+        """Put another matrix, {"weight": Matrix}, in the place of this one; expert is 0."""
+        raise LackingError("cannot replace a matrix")
+
+    def export(self, expert: int, parts: Sequence[Stored]) -> Mapping[str, np.ndarray]:
+        """Fill the arrays of [{"weight": arrays by name}] with the checkpoint's own bytes; expert is 0. Returns
+        {"weight": bias}, if there is one."""
+        raise LackingError("cannot export a matrix")
+
+
 class Backend(ABC):
     """One way to compute. rank: "auto" takes the highest that can run. modes: its activation modes, its preference first."""
 
     rank: int = 0
+    #: Whether it has pack_linear().
+    linear: bool = False
     modes: tuple[str, ...] = ("bf16",)
 
     def lookup(self, experts: ExpertWeights | None = None, activations: str = "auto") -> Found | Missing:
@@ -155,6 +190,14 @@ class Backend(ABC):
         By default a LackingError.
         """
         raise LackingError("has no packed layout that a cache can hold")
+
+    def pack_linear(self, weights: LinearWeights, plan: Plan, progress: Progress | None = None) -> PackedMatrix:
+        """Pack a dense matrix, as pack() packs experts. By default a LackingError."""
+        raise LackingError("computes no dense matrices")
+
+    def map_linear(self, weights: LinearWeights, plan: Plan, arenas: Arenas) -> PackedMatrix:
+        """What pack_linear() returns, of a matrix that lies packed in a file. By default a LackingError."""
+        raise LackingError("cannot start a dense matrix from a packed cache")
 
     def packed_nbytes(self, experts: ExpertWeights, placement: Placement = UNBOUND) -> int:
         """Bytes of memory that these experts take once they are packed; nothing is read."""

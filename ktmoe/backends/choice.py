@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ktmoe import backends
-from ktmoe.backends.base import Found, Missing, mode_by
+from ktmoe.backends.base import Backend, Found, Missing, mode_by
 from ktmoe.errors import UnavailableError, UnknownNameError
 from ktmoe.experts import ExpertWeights
+from ktmoe.linear_weights import LinearWeights
 from ktmoe.machine import environment
+
+#: What is to be computed; None for anything.
+Weights = ExpertWeights | LinearWeights | None
 
 
 class Choice(NamedTuple):
@@ -19,7 +23,7 @@ class Choice(NamedTuple):
     activations: str
 
 
-def choose_backend(name: str = "auto", experts: ExpertWeights | None = None, activations: str = "auto") -> Choice:
+def choose_backend(name: str = "auto", experts: Weights = None, activations: str = "auto") -> Choice:
     """The backend to use. "auto": KTMOE_BACKEND if that is set, else the best that this CPU and these weights allow.
 
     activations: the mode that it has to have for these weights, or "auto" for its own choice.
@@ -34,17 +38,23 @@ def choose_backend(name: str = "auto", experts: ExpertWeights | None = None, act
         backend = backends.get(name)
     except UnknownNameError as error:
         raise UnknownNameError(f"{error} ({why})") from None
-    found = backend.claim(experts, activations)
+    found = _claim(backend, experts, activations)
     if isinstance(found, Missing):
         others = ", ".join(backends.available()) or "none"
         raise UnavailableError(f"backend {name!r} ({why}) cannot be used: {found.reason}. Available: {others}")
     return Choice(name, why, found.activations)
 
 
-def _best(experts: ExpertWeights | None, activations: str) -> Choice:
+def _claim(backend: Backend, weights: Weights, activations: str) -> Found | Missing:
+    if isinstance(weights, LinearWeights) and not backend.linear:
+        return Missing("it computes no dense matrices")
+    return backend.claim(weights, activations)
+
+
+def _best(experts: Weights, activations: str) -> Choice:
     passed_over, ranked = [], backends.ranked()
     for name in ranked:
-        found = backends.get(name).claim(experts, activations)
+        found = _claim(backends.get(name), experts, activations)
         if isinstance(found, Found):
             return Choice(name, "; ".join(["the best available", *passed_over]), found.activations)
         passed_over.append(f"{name}: {found.reason}")

@@ -12,9 +12,10 @@ from contextlib import closing, suppress
 from ktmoe._native import core
 from ktmoe._native import isa as instruction_sets
 from ktmoe._native.isa import required_features
-from ktmoe.backends.base import Arenas, Backend, Found, Missing, Packed, Plan, Progress, mode_by, select
+from ktmoe.backends.base import Arenas, Backend, Found, Missing, Packed, PackedMatrix, Plan, Progress, mode_by, select
 from ktmoe.errors import InputError, UnavailableError, memory_for, thread_for
-from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.experts import ExpertWeights
+from ktmoe.linear_weights import LinearWeights
 from ktmoe.machine import memory, numa, threads
 from ktmoe.machine.numa import UNBOUND, Placement
 from ktmoe.messages import show
@@ -28,6 +29,7 @@ _refused: dict[str, str] = {}
 _EXACT = "bf16"
 
 Packed.register(core.PackedLayer)  # it has all of the methods, and cannot inherit, since Cython made it
+PackedMatrix.register(core.PackedLinear)
 
 #: Experts that are read ahead while one is packed: what bounds the staging memory.
 READ_AHEAD = 3
@@ -151,6 +153,14 @@ class NativeBackend(Backend):
                 tables.append(table)
         return tables, reasons
 
+    linear = True
+
+    def pack_linear(self, weights: LinearWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLinear:
+        return self.pack(weights, plan, progress)
+
+    def map_linear(self, weights: LinearWeights, plan: Plan, arenas: Arenas) -> core.PackedLinear:
+        return self.map(weights, plan, arenas)
+
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:
         found = self._found_for(experts, plan)
         memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.num_experts} experts")
@@ -207,7 +217,8 @@ def _layer(found: Found, experts: ExpertWeights, plan: Plan, file: core.ArenaFil
     """The layer before packing: nothing is packed, or all is in the file."""
     shards, workers = _shards(experts, plan.placement), threads.threads_of(plan.placement)
     x, h = mode_by(found.activations)[0].block_rules()
-    return core.PackedLayer(found.table, experts, plan, shards, workers, file, found.form, x, h)
+    packed = core.PackedLinear if isinstance(experts, LinearWeights) else core.PackedLayer
+    return packed(found.table, experts, plan, shards, workers, file, found.form, x, h)
 
 
 def _refusal_of(formats: Iterable[WeightFormat], tables: list[core.KernelTable]) -> str:
@@ -237,7 +248,7 @@ def _read_ahead(experts: ExpertWeights):
 
     def read(expert):
         with memory_for(f"{experts.name}: reading expert {expert}"):
-            return {projection: experts.matrix(expert, projection) for projection in PROJECTIONS}
+            return {projection: experts.matrix(expert, projection) for projection in experts.projections}
 
     with ThreadPoolExecutor(READ_AHEAD, "ktmoe-read", numa.unpin) as pool:
         pending = deque()

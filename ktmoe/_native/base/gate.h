@@ -4,6 +4,11 @@
 
 #include "base/event.h"
 
+/* A count on a cache line of its own. */
+typedef struct kt_count {
+    _Alignas(64) _Atomic uint32_t value;
+} kt_count;
+
 typedef struct kt_gate {
     _Alignas(64) kt_event left;
 } kt_gate;

@@ -25,4 +25,6 @@ size_t kt_arenas_bytes(const kt_arenas *a);
 bool kt_arenas_have(kt_arenas *a, const kt_arena_sizes *sizes); /* false where memory is refused */
 void kt_arenas_release(kt_arenas *a);
 
+kt_arenas *kt_forward_arenas(void); /* those of all forward passes, of which one runs at a time */
+
 #endif

@@ -21,3 +21,22 @@ kt_finish kt_finish_of(const kt_matrix *w, size_t panel) {
         .bias = w->bias ? w->bias + panel * KT_PANEL : NULL,
     };
 }
+
+/* Finishes a panel's columns. It is compiled for any CPU, and no compiler option lets it contract a product and a sum. */
+void kt_finish_rows(kt_panel_row *d, size_t m, const kt_finish *f) {
+    for (size_t i = 0; i < m; i++) {
+        float *restrict row = d[i];
+        for (size_t c = 0; f->factor && c < KT_PANEL; c++) row[c] = f->divides ? row[c] / f->factor[c] : row[c] * f->factor[c];
+        for (size_t c = 0; f->bias && c < KT_PANEL; c++) row[c] += f->bias[c];
+        for (size_t c = 0; f->added && c < KT_PANEL; c++) row[c] += f->added[i * KT_PANEL + c];
+    }
+}
+
+void kt_store(const float *restrict from, size_t columns, void *y, enum kt_dtype dtype, size_t at) {
+    if (dtype == KT_F32) {
+        memcpy((float *)y + at, from, columns * sizeof *from);
+        return;
+    }
+    uint16_t *restrict to = (uint16_t *)y + at;
+    for (size_t c = 0; c < columns; c++) to[c] = kt_bf16_from_f32(from[c]);
+}

@@ -1,17 +1,12 @@
-/* A chunk of a batch while it is computed: scratch.c has the memory, runs.c goes from item to item, phase_a.c and phase_b.c compute,
+/* A chunk of a batch while it is computed: scratch.c has the memory, runs.c goes from run to run, phase_a.c and phase_b.c compute,
  * phases.c is what a worker does, moe.c goes from chunk to chunk. */
 #ifndef KT_JOB_H
 #define KT_JOB_H
 
-#include "base/gate.h"
 #include "forward/calls.h"
 #include "forward/rows.h"
-#include "forward/schedule.h"
-
-/* A count on a cache line of its own. */
-typedef struct kt_count {
-    _Alignas(64) _Atomic uint32_t value;
-} kt_count;
+#include "forward/runs.h"
+#include "forward/staging.h"
 
 /* Inputs of A that are widened at once. */
 enum { KT_LOWERED_INPUTS = 512 };
@@ -65,12 +60,10 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
-    kt_gate begun;        /* workers that are not there yet: tuning.by_turns waits for all */
-    size_t rows_to_stage; /* of x, in all forms, by the workers; 0: none are left for them */
-    kt_count next_row;    /* of those */
-    kt_gate staged;       /* rows that are still missing */
-    uint8_t *together;    /* [slots]: see kt_x */
-    kt_count *summed;     /* [ranges][hidden_panels]: shards whose sums are there */
+    kt_gate begun;      /* workers that are not there yet: tuning.by_turns waits for all */
+    kt_staging staging; /* of x, in all forms, by the workers */
+    uint8_t *together;  /* [slots]: see kt_x */
+    kt_count *summed;   /* [ranges][hidden_panels]: shards whose sums are there */
     kt_lowered lowered[KT_PHASES];
     float *t[KT_MATRICES]; /* [slots][rank]; none without an adapter */
     size_t num_shards;
@@ -106,10 +99,10 @@ bool kt_scratch_have(kt_job *j, size_t tokens); /* gives all arrays of a job the
 void kt_phase_a(kt_worker_job *w);
 void kt_phase_b(kt_worker_job *w);
 kt_ahead kt_ahead_b(kt_worker_job *w); /* the first panels of phase B */
-/* Takes so many items of the worker's run, and the next run with the last of them: what a kernel fetches ahead is the worker's own, and
- * no other one reads it. In a list's last round it takes the next run only when it has none, with no items. Returns the item after
- * them. */
-size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items);
+/* kt_run_advance() in a phase's list. */
+static inline size_t kt_advance(kt_worker_job *w, kt_phase phase, size_t items) {
+    return kt_run_advance(&w->shard->lists->of[phase], &w->lists[phase], &w->runs[phase], items);
+}
 
 void kt_phases(void *job, const kt_worker *me); /* a kt_task */
 

@@ -7,9 +7,6 @@
 #include "base/pool.h"
 #include "forward/job.h"
 
-/* The most bytes of x that the caller stages alone, sooner than another worker would have woken up. */
-enum { STAGE_ALONE_BYTES = 16 << 10 };
-
 _Static_assert(sizeof(kt_job) <= 16 << 10, "on the caller's stack, which may be small, and cleared for each call");
 
 static void ready(kt_job *j, kt_shard_job *p) {
@@ -34,7 +31,7 @@ size_t kt_job_stages(kt_job *j, const bool *used) {
         j->forms[i].stage = used[i] && kt_x_stages(&j->x, &j->forms[i]);
         rows += kt_x_rows(&j->x, &j->forms[i]);
     }
-    j->rows_to_stage = rows * j->k_hidden * sizeof(uint16_t) > STAGE_ALONE_BYTES ? rows : 0;
+    kt_staging_begin(&j->staging, rows * j->k_hidden * sizeof(uint16_t) > KT_STAGE_ALONE_BYTES ? rows : 0);
     return rows;
 }
 
@@ -53,9 +50,7 @@ static void point_x(kt_job *j) {
     const size_t rows = kt_job_stages(j, used);
     for (size_t i = 0; i < j->num_forms; i++)
         if (used[i]) kt_x_point(&j->x, &j->forms[i]);
-    j->next_row.value = 0;
-    kt_gate_close(&j->staged, (uint32_t)j->rows_to_stage);
-    if (j->rows_to_stage || !rows) return;
+    if (j->staging.rows || !rows) return;
     const unsigned state = kt_fp_enter();
     for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++)
         kt_x_stage(&j->x, form, 0, kt_x_rows(&j->x, form), j->shards[0].workers[0].row);

@@ -33,16 +33,6 @@ kt_ahead kt_ahead_b(kt_worker_job *w) {
     return ahead(w, 2);
 }
 
-/* Finishes a panel's columns. It is compiled for any CPU, and no compiler option lets it contract a product and a sum. */
-static void finish(kt_panel_row *d, size_t m, const kt_finish *f) {
-    for (size_t i = 0; i < m; i++) {
-        float *restrict row = d[i];
-        for (size_t c = 0; f->factor && c < KT_PANEL; c++) row[c] = f->divides ? row[c] / f->factor[c] : row[c] * f->factor[c];
-        for (size_t c = 0; f->bias && c < KT_PANEL; c++) row[c] += f->bias[c];
-        for (size_t c = 0; f->added && c < KT_PANEL; c++) row[c] += f->added[i * KT_PANEL + c];
-    }
-}
-
 /* Computes d of one panel, or of two neighbours, into the worker's g and u: two streams of weights are read faster than one. */
 static void down(const kt_worker_job *w, size_t piece, size_t panel, size_t panels, size_t row, size_t m, kt_ahead next) {
     const kt_matrix *of = &expert_of(w, piece)->down;
@@ -68,7 +58,7 @@ static void down(const kt_worker_job *w, size_t piece, size_t panel, size_t pane
             const size_t expert = w->job->route.pieces[piece].expert, columns = left < KT_PANEL ? left : KT_PANEL;
             f.added = kt_added(w->job, w->scratch, &(kt_adding){KT_OF_DOWN, expert, row, m, first, columns}, n);
         }
-        finish(d[n], m, &f);
+        kt_finish_rows(d[n], m, &f);
     }
 }
 
@@ -81,15 +71,9 @@ static float output_weight(const kt_job *j, size_t slot) {
     return j->layer->router_weight == KT_DOWN_OUTPUT ? j->route.slot_weight[slot] : 1.0f;
 }
 
-static void store(const kt_job *j, size_t token, size_t panel, const float *restrict y) {
+static void store(const kt_job *j, size_t token, size_t panel, const float *y) {
     const size_t hidden = j->layer->hidden, first = panel * KT_PANEL, left = hidden - first;
-    const size_t columns = left < KT_PANEL ? left : KT_PANEL, at = token * hidden + first;
-    if (j->batch.dtype == KT_F32) {
-        memcpy((float *)j->batch.y + at, y, columns * sizeof *y);
-        return;
-    }
-    uint16_t *restrict to = (uint16_t *)j->batch.y + at;
-    for (size_t c = 0; c < columns; c++) to[c] = kt_bf16_from_f32(y[c]);
+    kt_store(y, left < KT_PANEL ? left : KT_PANEL, j->batch.y, j->batch.dtype, token * hidden + first);
 }
 
 static kt_panel_row *sums_of(const kt_job *j, const kt_shard_job *p, size_t panel) { return p->sums + panel * j->batch.tokens; }

@@ -11,24 +11,18 @@
 #include "forward/low_rank.h"
 #include "forward/tuning.h"
 
-/* Whoever is there takes rows, so that nobody waits for a worker that is late. */
 static void stage(kt_job *j, const kt_worker *me) {
     const kt_shard_job *p = &j->shards[me->teams->groups[me->group].shard];
     uint16_t *row = p->workers[me->index - p->team->first].row;
-    const size_t share = j->rows_to_stage / (KT_RUNS_LEFT * me->teams->workers), run = share ? share : 1;
-    size_t first;
-    while ((first = atomic_fetch_add_explicit(&j->next_row.value, (uint32_t)run, memory_order_relaxed)) < j->rows_to_stage) {
-        const size_t end = first + run < j->rows_to_stage ? first + run : j->rows_to_stage;
+    for (kt_run run; kt_staging_take(&j->staging, me->teams->workers, &run); kt_staging_done(&j->staging, run)) {
         size_t before = 0; /* rows of the forms before */
         for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++) {
-            const size_t rows = kt_x_rows(&j->x, form), from = first > before ? first - before : 0;
-            if (end > before) kt_x_stage(&j->x, form, from, end - before < rows ? end - before : rows, row);
+            const size_t rows = kt_x_rows(&j->x, form), from = run.first > before ? run.first - before : 0;
+            if (run.end > before) kt_x_stage(&j->x, form, from, run.end - before < rows ? run.end - before : rows, row);
             before += rows;
         }
-        kt_gate_pass(&j->staged, (uint32_t)(end - first));
-        if (kt_moe_tuning.by_turns) kt_os_yield();
     }
-    kt_gate_wait(&j->staged);
+    kt_staging_wait(&j->staging);
 }
 
 void kt_phases(void *context, const kt_worker *me) {
@@ -38,7 +32,7 @@ void kt_phases(void *context, const kt_worker *me) {
         kt_gate_pass(&j->begun, 1);
         kt_gate_wait(&j->begun);
     }
-    if (j->rows_to_stage) stage(j, me);
+    if (j->staging.rows) stage(j, me);
     const bool adapted = j->batch.adapter, sums = kt_sums(j);
     if (adapted) kt_lower_rows(j, me, KT_PHASE_A);
     kt_worker_job work[KT_SHARDS_MAX];

@@ -1,9 +1,8 @@
 /* Rows of x and h, where they are and as the kernels that take them want them. */
 #include "forward/rows.h"
 
-/* Rows are a cache line apart from a power of two: 12 rows of 8 KiB would fall on one set of an L1 that has 8 ways. Copying x for
- * that pays from a few tokens on. */
-enum { ROW_PAD_BYTES = 64, STAGE_TOKENS = 6 };
+/* Rows are a cache line apart from a power of two: 12 rows of 8 KiB would fall on one set of an L1 that has 8 ways. */
+enum { ROW_PAD_BYTES = 64 };
 
 size_t kt_row_bytes(size_t block_bytes, size_t k) { return kt_round_up(k / KT_BLOCK * block_bytes, 64) + ROW_PAD_BYTES; }
 
@@ -23,15 +22,35 @@ void kt_row_put(const kt_rows *rows, bool e2m1, const uint16_t *x, size_t first,
         memcpy((uint8_t *)row + (first + at) / KT_BLOCK * stride, x + at, KT_BLOCK * sizeof *x);
 }
 
-static const kt_block_rule *rule_of(const kt_x *x) { return x->batch->x_rounded ? NULL : x->layer->round_x; }
+bool kt_given_as_it_is(const kt_given_rows *from) { return from->dtype == KT_BF16 && from->columns == from->k && !from->rule; }
+
+const uint16_t *kt_given_row(const kt_given_rows *from, size_t row, const float *r, uint16_t *restrict own) {
+    const size_t columns = from->columns;
+    const uint16_t *bf16 = (const uint16_t *)from->x + row * from->stride;
+    if (!r && kt_given_as_it_is(from)) return bf16;
+    const float *restrict f32 = (const float *)from->x + row * from->stride;
+    if (from->dtype == KT_BF16)
+        memcpy(own, bf16, columns * sizeof *own);
+    else
+        for (size_t c = 0; c < columns; c++) own[c] = kt_bf16_from_f32(f32[c]);
+    for (size_t c = 0; r && c < columns; c++) own[c] = kt_bf16_from_f32(kt_bf16_to_f32(own[c]) * *r);
+    memset(own + columns, 0, (from->k - columns) * sizeof *own);
+    if (from->rule) kt_blocks_round(from->rule, own, from->k);
+    return own;
+}
+
+static kt_given_rows given_rows(const kt_x *x) {
+    const size_t hidden = x->layer->hidden;
+    return (kt_given_rows){x->batch->x, x->batch->dtype, hidden, hidden, x->k, x->batch->x_rounded ? NULL : x->layer->round_x};
+}
 
 bool kt_x_stages(const kt_x *x, const kt_x_form *form) {
     const kt_route *r = x->route;
     const kt_layer *l = x->layer;
-    const bool as_it_is = !form->rows->encode && !rule_of(x) && x->batch->dtype == KT_BF16 && x->k == l->hidden &&
-                          l->router_weight != KT_EXPERT_INPUT;
+    const kt_given_rows from = given_rows(x);
+    const bool as_it_is = !form->rows->encode && kt_given_as_it_is(&from) && l->router_weight != KT_EXPERT_INPUT;
     /* A row alone is a tile, too. */
-    return !as_it_is || (form->rows->tiled ? r->num_slots > r->num_pieces : x->batch->tokens >= STAGE_TOKENS);
+    return !as_it_is || (form->rows->tiled ? r->num_slots > r->num_pieces : x->batch->tokens >= KT_STAGE_TOKENS);
 }
 
 void kt_x_point(const kt_x *x, kt_x_form *form) {
@@ -47,21 +66,9 @@ void kt_x_point(const kt_x *x, kt_x_form *form) {
         }
 }
 
-const uint16_t *kt_x_row(const kt_x *x, size_t token, float r, uint16_t *restrict own) {
-    const size_t hidden = x->layer->hidden;
-    const bool scaled = x->layer->router_weight == KT_EXPERT_INPUT;
-    const kt_block_rule *rule = rule_of(x);
-    const uint16_t *bf16 = (const uint16_t *)x->batch->x + token * hidden;
-    if (x->batch->dtype == KT_BF16 && !scaled && hidden == x->k && !rule) return bf16;
-    const float *restrict f32 = (const float *)x->batch->x + token * hidden;
-    if (x->batch->dtype == KT_BF16)
-        memcpy(own, bf16, hidden * sizeof *own);
-    else
-        for (size_t c = 0; c < hidden; c++) own[c] = kt_bf16_from_f32(f32[c]);
-    for (size_t c = 0; scaled && c < hidden; c++) own[c] = kt_bf16_from_f32(kt_bf16_to_f32(own[c]) * r);
-    memset(own + hidden, 0, (x->k - hidden) * sizeof *own);
-    if (rule) kt_blocks_round(rule, own, x->k);
-    return own;
+const uint16_t *kt_x_row(const kt_x *x, size_t token, float r, uint16_t *own) {
+    const kt_given_rows from = given_rows(x);
+    return kt_given_row(&from, token, x->layer->router_weight == KT_EXPERT_INPUT ? &r : NULL, own);
 }
 
 /* A row of x as kernels take it. */

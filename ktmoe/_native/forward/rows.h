@@ -4,6 +4,22 @@
 
 #include "forward/route.h"
 
+enum { KT_STAGE_TOKENS = 6 }; /* from so many on, copying rows pays that stand a power of two apart */
+
+/* A caller's rows of numbers. */
+typedef struct kt_given_rows {
+    const void *x; /* [][stride], of which `columns` are a row */
+    enum kt_dtype dtype;
+    size_t columns, stride, k; /* k: columns, padded */
+    const kt_block_rule *rule; /* that rounds them, or NULL */
+} kt_given_rows;
+
+/* A row as it enters a product, bf16 [k]: rounded, multiplied by *r unless that is NULL, padded. The caller's own or, where that is
+ * another, in `own`. */
+const uint16_t *kt_given_row(const kt_given_rows *from, size_t row, const float *r, uint16_t *own);
+/* Whether all rows are what kt_given_row() gives, where they are. */
+bool kt_given_as_it_is(const kt_given_rows *from);
+
 /* What rows of x are made from. */
 typedef struct kt_x {
     const kt_layer *layer;
@@ -30,8 +46,7 @@ uint8_t *kt_row_of(const kt_rows *rows, uint8_t *base, size_t stride_bytes, cons
  * power of two. together: the rows of its tile. */
 void kt_row_put(const kt_rows *rows, bool e2m1, const uint16_t *x, size_t first, size_t count, size_t k, size_t together,
                 void *row);
-/* A token's row of x, bf16 [x->k], as it enters gate and up: rounded, multiplied by r where router weights multiply it, padded. The
- * caller's own or, where that is another, in `own`. */
+/* kt_given_row() of a token, as it enters gate and up: multiplied by r where router weights multiply it. */
 const uint16_t *kt_x_row(const kt_x *x, size_t token, float r, uint16_t *own);
 bool kt_x_stages(const kt_x *x, const kt_x_form *form); /* whether rows are copied */
 size_t kt_x_rows(const kt_x *x, const kt_x_form *form); /* that are, by form->stage */

@@ -65,21 +65,30 @@ void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t range
     s->strip_cost = kt_carve(c, most + 1, sizeof *s->strip_cost);
     s->range_cost = kt_carve(c, ranges + 1, sizeof *s->range_cost);
     for (size_t i = 0; i < s->teams->shards; i++)
-        for (kt_list *l = s->shards[i].of; l < s->shards[i].of + KT_PHASES; l++) {
-            l->rounds = kt_carve(c, KT_ROUNDS_MAX + 1, sizeof *l->rounds);
-            l->queues = kt_carve(c, s->teams->of[i].num_groups, sizeof *l->queues);
-        }
+        for (kt_list *l = s->shards[i].of; l < s->shards[i].of + KT_PHASES; l++)
+            kt_list_carve(l, c, s->teams->of[i].num_groups);
 }
 
-/* The most rows of a strip: its items shall be few of a worker's share in every list that has strips. */
+void kt_list_carve(kt_list *l, kt_carver *c, size_t groups) {
+    l->rounds = kt_carve(c, KT_ROUNDS_MAX + 1, sizeof *l->rounds);
+    l->queues = kt_carve(c, groups, sizeof *l->queues);
+}
+
+uint64_t kt_strip_cost(size_t rows) { return PANEL_ROWS + rows; }
+
+size_t kt_strip_rows(const kt_teams *teams, size_t pieces, size_t rows, size_t panels) {
+    const size_t workers = largest_team(teams);
+    if (workers == 1) return rows;
+    const size_t most = (pieces * PANEL_ROWS + rows) * panels / (KT_RUNS_LEFT * workers);
+    return most < SPLIT_ROWS ? SPLIT_ROWS : most;
+}
+
+/* In every list that has strips. */
 static size_t longest_strip(const kt_schedule *s, const kt_route *r) {
-    const size_t workers = largest_team(s->teams);
-    size_t panels = s->by_panel ? SIZE_MAX : s->hidden_panels, rows = 0;
-    if (workers == 1) return r->num_slots;
+    size_t panels = s->by_panel ? SIZE_MAX : s->hidden_panels;
     for (size_t i = 0; i < s->teams->shards; i++)
         panels = s->shards[i].inter_panels < panels ? s->shards[i].inter_panels : panels;
-    rows = (r->num_pieces * PANEL_ROWS + r->num_slots) * panels / (KT_RUNS_LEFT * workers);
-    return rows < SPLIT_ROWS ? SPLIT_ROWS : rows;
+    return kt_strip_rows(s->teams, r->num_pieces, r->num_slots, panels);
 }
 
 static void cut_strips(kt_schedule *s, const kt_route *r) {
@@ -92,7 +101,7 @@ static void cut_strips(kt_schedule *s, const kt_route *r) {
         for (size_t row = 0; row < piece->count; row += each) {
             const size_t rows = piece->count - row < each ? piece->count - row : each;
             s->strips[s->num_strips] = (kt_strip){r->by_cost[i], (uint32_t)(piece->first + row), (uint32_t)rows};
-            s->strip_cost[s->num_strips + 1] = s->strip_cost[s->num_strips] + PANEL_ROWS + rows;
+            s->strip_cost[s->num_strips + 1] = s->strip_cost[s->num_strips] + kt_strip_cost(rows);
             s->num_strips++;
         }
     }
@@ -124,6 +133,15 @@ static void cut_rounds(kt_list *l) {
     for (size_t g = 0; g < l->teams->of[l->shard].num_groups; g++) l->queues[g].next = 0;
 }
 
+void kt_list_fill(kt_list *l, const kt_teams *teams, size_t shard, const uint64_t *cost, size_t num_strips, size_t per_strip) {
+    l->teams = teams;
+    l->shard = shard;
+    l->cost = cost;
+    l->num_strips = num_strips;
+    l->per_strip = per_strip;
+    cut_rounds(l);
+}
+
 /* Whether most of a team would only watch the last pairs. */
 static bool halves_pay(const kt_schedule *s, size_t shard) {
     const size_t workers = s->teams->of[shard].size, pairs = s->num_strips * s->shards[shard].inter_panels;
@@ -143,13 +161,9 @@ void kt_schedule_fill(kt_schedule *s, const kt_route *r) {
         p->halves = s->may_halve && halves_pay(s, i);
         for (size_t phase = 0; phase < KT_PHASES; phase++) {
             const bool ranges = phase == KT_PHASE_B && s->by_panel;
-            kt_list *l = &p->of[phase];
-            l->teams = s->teams;
-            l->shard = i;
-            l->cost = ranges ? s->range_cost : s->strip_cost;
-            l->num_strips = ranges ? r->num_ranges : s->num_strips;
-            l->per_strip = phase == KT_PHASE_B ? s->hidden_panels : p->inter_panels << p->halves;
-            cut_rounds(l);
+            kt_list_fill(&p->of[phase], s->teams, i, ranges ? s->range_cost : s->strip_cost,
+                         ranges ? r->num_ranges : s->num_strips,
+                         phase == KT_PHASE_B ? s->hidden_panels : p->inter_panels << p->halves);
         }
     }
 }

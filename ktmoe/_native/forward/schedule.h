@@ -80,6 +80,14 @@ void kt_schedule_plan(kt_schedule *s, size_t tokens, size_t top_k, size_t num_ex
 void kt_schedule_carve(kt_schedule *s, kt_carver *c, size_t pieces, size_t ranges, size_t slots); /* at most so many */
 void kt_schedule_fill(kt_schedule *s, const kt_route *r);
 
+void kt_list_carve(kt_list *list, kt_carver *c, size_t groups); /* groups: of its team */
+/* Makes a list, whose rounds and queues have their places. */
+void kt_list_fill(kt_list *list, const kt_teams *teams, size_t shard, const uint64_t *cost, size_t num_strips,
+                  size_t per_strip);
+/* The most rows of a strip, if `pieces` have so many rows and as many panels to compute: items shall be few of a worker's share. */
+size_t kt_strip_rows(const kt_teams *teams, size_t pieces, size_t rows, size_t panels);
+uint64_t kt_strip_cost(size_t rows); /* of one item */
+
 kt_hand kt_hand_of(const kt_list *list, const kt_worker *me); /* me: of the list's team */
 kt_run kt_list_take(const kt_list *list, kt_hand *hand);      /* the next run of a worker; without items: there is none */
 /* Rounds of which the worker's group has runs left, or the group that it would take from. In the last one nobody takes two runs,

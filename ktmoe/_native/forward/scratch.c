@@ -7,6 +7,8 @@ enum { D_PART = 4 }; /* d takes at most one in so many bytes */
 
 static kt_arenas arenas;
 
+kt_arenas *kt_forward_arenas(void) { return &arenas; }
+
 size_t kt_moe_scratch_bytes(void) { return kt_arenas_bytes(&arenas); }
 
 void kt_moe_release(void) { kt_arenas_release(&arenas); }

@@ -18,9 +18,9 @@ static kt_shard_matrix shard_matrix(const kt_format *formats, const kt_shard_mem
     return (kt_shard_matrix){.format = &formats[matrix], .row = m->first, .n = m->count, .k = hidden};
 }
 
-size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m) {
+size_t kt_expert_bytes(const kt_format *formats, size_t matrices, size_t hidden, kt_shard_memory *m) {
     size_t bytes = 0;
-    for (size_t i = 0; i < KT_MATRICES; i++) {
+    for (size_t i = 0; i < matrices; i++) {
         const kt_shard_matrix s = shard_matrix(formats, m, hidden, i);
         m->offsets[i] = bytes;
         bytes += kt_packed_bytes(&s);
@@ -35,7 +35,7 @@ static size_t k_of(const kt_experts *e, size_t matrix) { return matrix == DOWN ?
 /* Sets up all but the arenas. False: there is no memory. */
 static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
     const size_t shards = kt_shards_of(e->layer.placement), num_experts = e->layer.num_experts;
-    e->missing = KT_MATRICES * num_experts;
+    e->missing = e->matrices * num_experts;
     e->layer.shards = calloc(shards, sizeof *e->layer.shards);
     e->memory = calloc(shards, sizeof *e->memory);
     e->scans = calloc(num_experts, KT_MATRICES * sizeof *e->scans);
@@ -44,7 +44,7 @@ static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
         kt_shard_memory *m = &e->memory[s];
         m->first = e->layer.shards[s].first = columns[s][0];
         m->count = e->layer.shards[s].intermediate = columns[s][1];
-        m->expert_bytes = kt_expert_bytes(e->formats, e->layer.hidden, m);
+        m->expert_bytes = kt_expert_bytes(e->formats, e->matrices, e->layer.hidden, m);
         m->arena_bytes = num_experts * m->expert_bytes;
         e->layer.shards[s].experts = calloc(num_experts, sizeof(kt_expert));
         if (!e->layer.shards[s].experts) return false;
@@ -154,7 +154,7 @@ static bool place(kt_experts *e, size_t expert, bool replaces, size_t shard, kt_
         if (!m->spare_map) return false;
     }
     uint8_t *to = replaces ? m->spare : m->arena + expert * m->expert_bytes;
-    for (size_t i = 0; i < KT_MATRICES; i++) matrices[i].packed = to + m->offsets[i];
+    for (size_t i = 0; i < e->matrices; i++) matrices[i].packed = to + m->offsets[i];
     return true;
 }
 
@@ -217,7 +217,7 @@ enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *gi
         count += given[i].codes != NULL;
         packed += given[i].codes && kt_matrix_of(e, 0, expert, i)->data;
     }
-    if (packed && count < KT_MATRICES) return KT_INCOMPLETE;
+    if (packed && count < e->matrices) return KT_INCOMPLETE;
     const size_t shards = kt_shards_of(e->layer.placement);
     for (size_t s = 0; s < shards; s++) {
         kt_shard_matrix *own = &matrices[s * KT_MATRICES];
@@ -239,12 +239,12 @@ enum kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *gi
 }
 
 enum kt_outcome kt_experts_install(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error) {
-    kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES];
+    kt_shard_matrix matrices[KT_SHARDS_MAX * KT_MATRICES] = {0};
     *error = 0;
     if (!e->layer.shards) return KT_CLOSED;
     for (size_t s = 0; s < kt_shards_of(e->layer.placement); s++) {
         kt_shard_matrix *own = &matrices[s * KT_MATRICES];
-        for (size_t i = 0; i < KT_MATRICES; i++) own[i] = shard_matrix(e->formats, &e->memory[s], e->layer.hidden, i);
+        for (size_t i = 0; i < e->matrices; i++) own[i] = shard_matrix(e->formats, &e->memory[s], e->layer.hidden, i);
         place(e, expert, false, s, own); /* in the arena, which needs no memory */
     }
     return install(e, expert, given, matrices, scans, error);

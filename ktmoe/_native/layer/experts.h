@@ -25,6 +25,7 @@ typedef struct kt_arena_file {
 typedef struct kt_experts {
     kt_layer layer; /* its shards are NULL once the memory was given back */
     size_t intermediate;
+    size_t matrices; /* of an expert: KT_MATRICES, or 1: a dense matrix, which is the gate of one expert */
     kt_format formats[KT_MATRICES];
     kt_codebook codebooks[KT_MATRICES];
     kt_shard_memory *memory; /* [shards] */
@@ -34,10 +35,11 @@ typedef struct kt_experts {
     size_t missing; /* matrices that are not packed yet */
 } kt_experts;
 
-/* Bytes of an expert in the shard that has columns [m->first, m->first + m->count) of h; fills the offsets, too. */
-size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m);
+/* Bytes of an expert of so many matrices in the shard that has columns [m->first, m->first + m->count) of h; fills the offsets,
+ * too. */
+size_t kt_expert_bytes(const kt_format *formats, size_t matrices, size_t hidden, kt_shard_memory *m);
 
-/* Fills all but the layer's sizes, placement, isa and activation, intermediate, formats and codebooks, which the caller has set.
+/* Fills all but the layer's sizes, placement, isa and activation, intermediate, matrices, formats and codebooks, which the caller has set.
  * columns: [shards][2], the first of each shard's columns of h and their number. False: memory was refused; kt_experts_free() gives
  * back what there is. */
 bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]);

@@ -45,7 +45,7 @@ cdef class ArenaFile:
             raise CacheError(f"{self.name}: expected a file that can be mapped: {os.strerror(error)}")
 
 
-def adopt(PackedLayer layer, seen, biases, factors):
+def adopt(_PackedExperts layer, seen, biases, factors):
     """Take all experts as they lie in the arenas of an ArenaFile. No byte of them is read.
 
     seen: what seen() gave when they were packed. biases, factors: what numbers() gave.
@@ -63,7 +63,7 @@ def adopt(PackedLayer layer, seen, biases, factors):
     cdef size_t num_experts = layer.experts.layer.num_experts
     memset(at, 0, sizeof(at))
     memset(scans, 0, sizeof(scans))
-    for p, projection in enumerate(PROJECTIONS):
+    for p, projection in enumerate(layer._names):
         given[p] = layer._kernels[p]
         if projection in biases:
             bias = biases[projection]
@@ -75,7 +75,7 @@ def adopt(PackedLayer layer, seen, biases, factors):
     with nogil:
         kt_pool_lock()
         for e in range(num_experts):
-            for p in range(3):
+            for p in range(layer.experts.matrices):
                 scans[p].low, scans[p].high, scans[p].negative = of[e, p, 0], of[e, p, 1], of[e, p, 2] != 0
                 given[p].bias = at[p][0] + e * steps[p][0] if at[p][0] else NULL
                 given[p].factor = at[p][1] + e * steps[p][1] if at[p][1] else NULL
@@ -92,18 +92,18 @@ def adopt(PackedLayer layer, seen, biases, factors):
         raise UnavailableError(f"{layer._table.name}'s kernels take x in more forms than one layer can have: {KT_X_FORMS}")
 
 
-def seen(PackedLayer layer):
-    """uint8 [num_experts, 3, 3]: of each matrix the least and the greatest exponent of its scales, and whether any is negative.
+def seen(_PackedExperts layer):
+    """uint8 [num_experts, matrices, 3]: of each matrix the least and the greatest exponent of its scales, and whether any is negative.
     It decides which kernels are chosen."""
     cdef size_t e, p, num_experts = layer.experts.layer.num_experts
-    cdef uint8_t[:, :, ::1] to = np.zeros((num_experts, 3, 3), np.uint8)
+    cdef uint8_t[:, :, ::1] to = np.zeros((num_experts, len(layer._names), 3), np.uint8)
     cdef kt_outcome outcome
     cdef size_t missing
     with nogil:
         kt_pool_lock()
         outcome, missing = layer._state(), layer.experts.missing
         for e in range(num_experts if outcome == KT_DONE and not missing else 0):
-            for p in range(3):
+            for p in range(layer.experts.matrices):
                 to[e, p, 0], to[e, p, 1] = layer.experts.scans[3 * e + p].low, layer.experts.scans[3 * e + p].high
                 to[e, p, 2] = layer.experts.scans[3 * e + p].negative
         kt_pool_unlock()
@@ -112,7 +112,7 @@ def seen(PackedLayer layer):
     return np.asarray(to)
 
 
-def numbers(PackedLayer layer):
+def numbers(_PackedExperts layer):
     """({projection: biases, float32 [num_experts, n]}, {projection: factors, float32 [num_experts, n] or [num_experts, 1]}).
 
     Without those that no expert has; a bias that one has not is 0.
@@ -124,9 +124,9 @@ def numbers(PackedLayer layer):
     cdef size_t steps[3]
     cdef kt_outcome outcome
     cdef size_t missing
-    biases = {p: np.zeros((num_experts, layer._shape(p)[0]), np.float32) for p in range(3)}
-    factors = {p: np.zeros((num_experts, layer._shape(p)[0]), np.float32) for p in range(3)}
-    for p in range(3):
+    biases = {p: np.zeros((num_experts, layer._shape(p)[0]), np.float32) for p in range(layer.experts.matrices)}
+    factors = {p: np.zeros((num_experts, layer._shape(p)[0]), np.float32) for p in range(layer.experts.matrices)}
+    for p in range(layer.experts.matrices):
         bias, factor = biases[p], factors[p]
         at[p][0], at[p][1], steps[p] = &bias[0, 0], &factor[0, 0], bias.shape[1]
     memset(of, 0, sizeof(of))
@@ -134,15 +134,15 @@ def numbers(PackedLayer layer):
         kt_pool_lock()
         outcome, missing = layer._state(), layer.experts.missing
         for e in range(num_experts if outcome == KT_DONE and not missing else 0):
-            for p in range(3):
+            for p in range(layer.experts.matrices):
                 of[p].bias, of[p].factor = at[p][0] + e * steps[p], at[p][1] + e * steps[p]
             kt_experts_numbers(&layer.experts, e, of)
         kt_pool_unlock()
     layer._check_outcome(outcome)
     layer._check_whole(False, missing)
-    formats = [layer._spec.formats[projection] for projection in PROJECTIONS]
+    formats = [layer._spec.formats[projection] for projection in layer._names]
     widths = {p: f.factor.shape(factors[p].shape[1])[0] for p, f in enumerate(formats) if f.factor}
     return (
-        {PROJECTIONS[p]: array for p, array in biases.items() if of[p].has_bias},
-        {PROJECTIONS[p]: np.ascontiguousarray(factors[p][:, :width]) for p, width in widths.items()},
+        {layer._names[p]: array for p, array in biases.items() if of[p].has_bias},
+        {layer._names[p]: np.ascontiguousarray(factors[p][:, :width]) for p, width in widths.items()},
     )

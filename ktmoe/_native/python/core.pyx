@@ -3,7 +3,8 @@
 
 placement.pxi: where shards are and which threads serve them. pool.pxi: the pool. tables.pxi: kernel tables. formats.pxi:
 formats as the driver has them. records.pxi: codes and scales that stand together. batches.pxi: what one call computes.
-training.pxi: what calls have besides in training. packed.pxi: packed experts. passes.pxi: what is computed with them.
+training.pxi: what calls have besides in training. packed.pxi: packed experts. passes.pxi: what is computed with them. linear.pxi:
+packed dense matrices, and what is computed with these.
 captured.pxi: the same in CUDA graphs. arenas.pxi: their arenas in files. quantize.pxi: rounding weights. blocks.pxi: rounding
 to MX formats. probe/: what tests and benches look at, and the package never calls. driver/: the C interfaces, by folder.
 core.pyi has the types of all this.
@@ -101,6 +102,7 @@ include "batches.pxi"
 include "training.pxi"
 include "packed.pxi"
 include "passes.pxi"
+include "linear.pxi"
 include "captured.pxi"
 include "arenas.pxi"
 include "quantize.pxi"

@@ -150,13 +150,14 @@ cdef object _bytes(str name, array, size_t nbytes):
 
 
 def expert_nbytes(experts, ranges):
-    """Bytes of one of these ExpertWeights' experts, packed, in all shards. ranges: each shard's columns of h, [(first, last)]."""
+    """Bytes of one of these experts, or of a dense matrix, packed, in all shards. ranges: each shard's columns of h, or rows,
+    [(first, last)]."""
     cdef kt_format formats[3]
     cdef kt_shard_memory shard
-    for p, projection in enumerate(PROJECTIONS):
+    for p, projection in enumerate(experts.projections):
         _fill_format(&formats[p], experts.formats[projection])
     total = 0  # Python's integers do not wrap
     for first, last in ranges:
         shard.first, shard.count = first, last - first
-        total += <object>kt_expert_bytes(formats, experts.hidden, &shard)
+        total += <object>kt_expert_bytes(formats, len(experts.projections), experts.hidden, &shard)
     return total

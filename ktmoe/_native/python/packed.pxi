@@ -1,9 +1,9 @@
 # A layer's packed experts. layer/experts.c has their memory and says which shard has what; here is what Python objects say.
 
 cdef class _PackedExperts:
-    """All experts of one layer in the packed layout, one arena a shard.
+    """All experts of one layer, or a dense matrix, in the packed layout, one arena a shard.
 
-    experts: ExpertWeights, whose matrices are not read here. plan: ktmoe.backends.base.Plan. ranges: each shard's columns of h,
+    experts: ExpertWeights or LinearWeights, whose matrices are not read here. plan: ktmoe.backends.base.Plan. ranges: each shard's columns of h,
     [(first, last)], as many as the plan's placement has shards. threads: for this placement, unless the user chose a number.
     file: an ArenaFile, whose bytes are the arenas; adopt() then takes the place of pack(). form: of the rows that kernels take;
     None: the plan's mode. x, h: the BlockRule that they are rounded by before, or None.
@@ -15,7 +15,8 @@ cdef class _PackedExperts:
     cdef kt_given _kernels[3]  # that each projection's format has, and nothing else
     cdef size_t num_shards
     cdef readonly size_t nbytes
-    cdef object _spec  # ktmoe.experts.ExpertSpec
+    cdef object _spec  # ktmoe.experts.WeightSpec
+    cdef tuple _names  # of an expert's matrices, in their order
     cdef str _form
     cdef BlockRule _x, _h
     cdef KernelTable _table
@@ -28,24 +29,20 @@ cdef class _PackedExperts:
         cdef kt_layer *layer = &self.experts.layer
         self._table = table
         self._spec = experts.spec
+        self._names = experts.projections
         self._form = form or plan.activations
         self._x, self._h = x, h
         if x is not None:
             layer.round_x = &x.rule
         if h is not None:
             layer.round_h = &h.rule
-        for p, projection in enumerate(PROJECTIONS):
+        for p, projection in enumerate(self._names):
             _fill_codebook(&self.experts.codebooks[p], self._spec.formats[projection])
             _fill_format(&self.experts.formats[p], self._spec.formats[projection])
             table.find_both(self._spec.formats[projection], self._form, plan, &self._kernels[p])
         layer.num_experts, layer.hidden = experts.num_experts, experts.hidden
-        self.experts.intermediate = experts.intermediate
-        activation = experts.activation
-        layer.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
+        self.experts.intermediate, self.experts.matrices = experts.intermediate, len(self._names)
         layer.isa = table.isa
-        layer.router_weight = {
-            "down_output": KT_DOWN_OUTPUT, "down_input": KT_DOWN_INPUT, "expert_input": KT_EXPERT_INPUT
-        }[plan.router_weight]
         layer.placement = _placed(plan.placement.domains, threads) if plan.placement.nodes else NULL
         self.num_shards = len(ranges)
         assert self.num_shards == plan.placement.shards
@@ -139,7 +136,7 @@ cdef class _PackedExperts:
         for projection, matrix in matrices.items():
             self._spec.check(expert, projection, matrix)
         for projection, matrix in matrices.items():
-            held.append(self._give(&given[PROJECTIONS.index(projection)], PROJECTIONS.index(projection), matrix))
+            held.append(self._give(&given[self._names.index(projection)], self._names.index(projection), matrix))
         with nogil:
             kt_pool_lock()
             outcome = kt_experts_pack(&self.experts, expert, given, scans, &error)
@@ -148,9 +145,9 @@ cdef class _PackedExperts:
             _raise(error, f"packing {', '.join(matrix.name for matrix in matrices.values())}")
         self._check_outcome(outcome)
         if outcome == KT_INCOMPLETE:
-            raise InputError(f"expert {expert} is replaced by three matrices, {PROJECTIONS}, found {tuple(matrices)}")
+            raise InputError(f"expert {expert} is replaced by all of {self._names}, found {tuple(matrices)}")
         if outcome == KT_REFUSED:
-            matrix = matrices[next(name for p, name in enumerate(PROJECTIONS) if scans[p].refused)]
+            matrix = matrices[next(name for p, name in enumerate(self._names) if scans[p].refused)]
             matrix.refuse()
             raise FormatError(f"{matrix.name}: a scale, a weight or a bias was not finite while it was packed")
         if outcome == KT_TOO_MANY_FORMS:
@@ -164,7 +161,7 @@ cdef class _PackedExperts:
         """Point a slice at arrays by name, for columns [first, first + count) of h. Returns what has to be unstaged then."""
         cdef uint8_t[::1] codes, numbers
         cdef _Fields fields = None
-        weight_format = self._spec.formats[PROJECTIONS[projection]]
+        weight_format = self._spec.formats[self._names[projection]]
         s.matrix = projection
         if projection == 2:
             s.rows, s.column, s.columns = self.experts.layer.hidden, first, count
@@ -173,7 +170,7 @@ cdef class _PackedExperts:
         expected = weight_format.arrays(s.rows, s.columns)
         views = {}
         for label, (dtype, shape) in expected.items():
-            views[label] = _bytes(f"{PROJECTIONS[projection]} {label}", arrays[label], dtype.itemsize * math.prod(shape))
+            views[label] = _bytes(f"{self._names[projection]} {label}", arrays[label], dtype.itemsize * math.prod(shape))
         groups = {}
         codes = views["codes"]
         if _by_python(weight_format):
@@ -205,7 +202,7 @@ cdef class _PackedExperts:
         cdef size_t i, p, num_slices = 0, count = self.experts.intermediate // len(parts)
         self._spec.check_expert(expert)
         memset(numbers, 0, sizeof(numbers))
-        wanted = [(i, PROJECTIONS.index(projection), arrays) for i, part in enumerate(parts) for projection, arrays in part.items()]
+        wanted = [(i, self._names.index(projection), arrays) for i, part in enumerate(parts) for projection, arrays in part.items()]
         biases, factors = {}, {}
         for p in {p for _, p, _ in wanted}:
             biases[p] = bias = np.empty(self._shape(p)[0], np.float32)
@@ -236,11 +233,11 @@ cdef class _PackedExperts:
             if weight_format.factor:
                 rows = slice(i * count, (i + 1) * count) if weight_format.factor.per_row and p < 2 else slice(None)
                 views["factor"][:] = factors[p][rows][: views["factor"].size // 4].view(np.uint8)
-        return {PROJECTIONS[p]: array for p, array in biases.items() if numbers[p].has_bias}
+        return {self._names[p]: array for p, array in biases.items() if numbers[p].has_bias}
 
     def packed_bytes(self, size_t expert, str projection, size_t shard=0):
         """A copy of what a shard has of one matrix, packed, uint8 [panels, panel bytes]."""
-        cdef size_t p = PROJECTIONS.index(projection), n, k = self.experts.layer.hidden
+        cdef size_t p = self._names.index(projection), n, k = self.experts.layer.hidden
         cdef const kt_format *f = &self.experts.formats[p]
         cdef const uint8_t *data = NULL
         cdef kt_outcome outcome
@@ -289,14 +286,14 @@ cdef class _PackedExperts:
         cdef bint rounded = False, closed
         cdef kt_matrix *matrix
         cdef size_t e, p
-        for p, projection in enumerate(PROJECTIONS):
+        for p, projection in enumerate(self._names):
             scale = self._spec.formats[projection].scale
             rounds[p] = scale is not None and scale.kind in ("bf16", "fp16")
         with nogil:
             kt_pool_lock()
             closed = self.experts.layer.shards == NULL
             for e in range(0 if closed else self.experts.layer.num_experts):
-                for p in range(3):
+                for p in range(self.experts.matrices):
                     matrix = kt_matrix_of(&self.experts, 0, e, p)
                     rounded = rounded or (rounds[p] and matrix.data and matrix.kernel.folded == 1)
             kt_pool_unlock()

@@ -1,7 +1,15 @@
 # What is computed with a layer's packed experts: forward, its two stages, and training.
 
 cdef class PackedLayer(_PackedExperts):
-    """Packed experts, and how to compute them. Made as _PackedExperts is."""
+    """Packed experts, and how to compute them. Made as _PackedExperts is, of ExpertWeights."""
+
+    def __init__(self, table, experts, plan, *others, **more):
+        cdef kt_layer *layer = &self.experts.layer
+        activation = experts.activation
+        layer.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
+        layer.router_weight = {
+            "down_output": KT_DOWN_OUTPUT, "down_input": KT_DOWN_INPUT, "expert_input": KT_EXPERT_INPUT
+        }[plan.router_weight]
 
     cdef int _compute(self, _Batch batch) except -1:
         cdef int error = 0

@@ -54,7 +54,7 @@ cdef extern from "layer/experts.h" nogil:
         size_t arena_bytes
     ctypedef struct kt_experts:
         kt_layer layer
-        size_t intermediate
+        size_t intermediate, matrices
         kt_format formats[3]
         kt_codebook codebooks[3]
         kt_shard_memory *memory
@@ -89,7 +89,7 @@ cdef extern from "layer/experts.h" nogil:
         KT_FILE_CHANGED
     enum:
         KT_FILE_DIFFERS
-    size_t kt_expert_bytes(const kt_format *formats, size_t hidden, kt_shard_memory *m)
+    size_t kt_expert_bytes(const kt_format *formats, size_t matrices, size_t hidden, kt_shard_memory *m)
     bint kt_experts_map(kt_experts *e, const size_t (*columns)[2])
     int kt_experts_map_file(kt_experts *e, const size_t (*columns)[2], const kt_arena_file *file)
     bint kt_experts_intact(const kt_experts *e)

@@ -47,6 +47,24 @@ cdef extern from "forward/forward.h" nogil:
     void kt_moe_release()
 
 
+cdef extern from "forward/linear.h" nogil:
+    enum:
+        KT_LINEARS_MAX
+    ctypedef struct kt_linear:
+        const kt_layer *layer
+        size_t column
+        void *y
+        size_t stride
+    ctypedef struct kt_linears:
+        size_t tokens
+        const void *x
+        size_t stride
+        kt_dtype dtype, y_dtype
+        size_t count
+        kt_linear of[64]
+    int kt_linear_forward(const kt_linears *call)
+
+
 cdef extern from "backward/backward.h" nogil:
     ctypedef struct kt_lora_gradient:
         float *a

@@ -102,6 +102,11 @@ cdef extern from "forward/schedule.h" nogil:
     size_t kt_list_rounds_left(const kt_list *list, const kt_hand *hand)
 
 
+cdef extern from "forward/staging.h" nogil:
+    ctypedef struct kt_staging:
+        size_t rows
+
+
 cdef extern from "forward/job.h" nogil:
     ctypedef struct kt_shard_job:
         size_t k_inter
@@ -110,7 +115,7 @@ cdef extern from "forward/job.h" nogil:
         kt_route route
         kt_schedule schedule
         size_t k_hidden
-        size_t rows_to_stage
+        kt_staging staging
         kt_shard_job shards[32]
     void kt_job_begin(kt_job *j, const kt_layer *layer, const kt_batch *batch, const kt_teams *teams)
     size_t kt_job_stages(kt_job *j, const kt_bool *used)

@@ -135,7 +135,7 @@ cdef class Schedule:
             kt_pool_unlock()
         if not self.job.route.num_slots:
             raise InputError("ids: expected an expert of the layer, found none")
-        self.staged_bytes = self.job.rows_to_stage * self.job.k_hidden * sizeof(uint16_t)
+        self.staged_bytes = self.job.staging.rows * self.job.k_hidden * sizeof(uint16_t)
         for worker in range(self._teams.teams.workers):
             me = self._worker(worker)
             for shard in range(self._teams.teams.shards):

@@ -1,0 +1,303 @@
+"""Linear and LinearGroup: dense matrices, y = x W^T + b, packed and computed as experts are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import numpy as np
+
+from ktmoe import arrays, backends
+from ktmoe._native import core
+from ktmoe.arrays import FloatArray, expect_native, expect_shape
+from ktmoe.backends.base import TUNED_FOR, Arenas, PackedMatrix, Plan, Progress
+from ktmoe.backends.choice import choose_backend
+from ktmoe.background.worker import Worker
+from ktmoe.errors import ClosedError, InputError, NotCopyableError, asking
+from ktmoe.linear_weights import LinearWeights
+from ktmoe.loaders.dense import load_matrix
+from ktmoe.machine.numa import placement_of
+from ktmoe.matrix import Matrix
+from ktmoe.messages import show
+from ktmoe.weights.folding import ROUNDING
+
+#: What the matrices of a LinearGroup take: all of them the same x, or each an x of its own.
+INPUTS = ("same", "own")
+
+
+class Linear:
+    """A dense matrix, packed for one backend: y = x W^T + b.
+
+    matrix: Matrix [n, k] in any WeightFormat; ktmoe.load_matrix() reads one of a checkpoint. Its bias is b.
+    backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and this format allow.
+    activations: the mode (ktmoe.modes), of which x's side counts. "bf16": x stays bfloat16 and takes part exactly. Others
+    round it and have to be named; "auto" is the backend's first mode for this format, as for MoELayer.
+    rounding, tuned_for, numa_nodes, progress: as MoELayer has them. The nodes divide the outputs, so no bit depends on them.
+    arenas: the matrix as it lies packed in a file, for the same NUMA nodes.
+
+    Attributes: name. shape: (n, k). format: WeightFormat. backend, activations, tuned_for: as they were chosen. nbytes: of the
+    packed weights. rounding: "folded" if scaled weights are rounded, else "exact". placement. spec. mapped. packed: what
+    Backend.pack_linear returned; None after close().
+
+    Raises UnknownNameError, UnavailableError, FormatError (the matrix is not what it should be), OutOfMemoryError, InputError.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        backend: str = "auto",
+        activations: str = "bf16",
+        *,
+        rounding: str = "exact",
+        tuned_for: str = "decode",
+        numa_nodes: Sequence[int] | None = None,
+        progress: Progress | None = None,
+        arenas: Arenas | None = None,
+    ):
+        weights = LinearWeights(matrix)
+        if rounding not in ROUNDING:
+            raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
+        if tuned_for not in TUNED_FOR:
+            raise InputError(f"tuned_for must be one of {TUNED_FOR}, found {show(tuned_for)}")
+        choice = choose_backend(backend, weights, activations)
+        self.name, self.shape, self.format = matrix.name, matrix.shape, matrix.format
+        self.backend, self.activations, self.tuned_for = choice.name, choice.activations, tuned_for
+        self.spec = weights.spec
+        self.placement = placement_of(weights, numa_nodes)
+        plan = Plan("down_output", self.activations, rounding, self.placement, tuned_for)
+        chosen = backends.get(self.backend)
+        self.mapped = arenas is not None
+        with asking(self.backend, self.name):
+            packed = chosen.pack_linear(weights, plan, progress) if arenas is None else chosen.map_linear(weights, plan, arenas)
+        if not isinstance(packed, PackedMatrix):
+            raise InputError(
+                f"{self.name}: what backend {self.backend!r} packs a matrix into must inherit "
+                f"ktmoe.backends.base.PackedMatrix, found {show(packed)}"
+            )
+        self.packed = packed
+        self.rounding, self.nbytes = packed.rounding, packed.nbytes
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike,
+        name: str,
+        backend: str = "auto",
+        activations: str = "bf16",
+        *,
+        scheme: str = "auto",
+        **options,
+    ) -> Linear:
+        """A matrix of a checkpoint folder (or one .safetensors or .gguf file).
+
+        name: what its tensors' names begin with, such as "model.layers.0.self_attn.q_proj"; scheme: a loader's name, or "auto"
+        to go by the tensors (ktmoe.load_matrix). options: Linear's.
+        Raises CheckpointError and MissingTensorError besides what Linear raises.
+        """
+        return cls(load_matrix(path, name, scheme=scheme), backend, activations, **options)
+
+    def forward(self, x, out=None, dtype=None):
+        """y [tokens, n], in x's kind and dtype.
+
+        x: [tokens, k]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
+        even), or a torch CPU tensor of bfloat16 or float32. dtype: None for x's, or float32: y as it is before it would be
+        rounded to bfloat16, for an output layer. out: written and returned if given; of x's kind, or float32; C-contiguous and
+        aligned, and no overlap with x.
+        Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
+        """
+        given = _checked(x, (None, self.shape[1]))
+        tokens = given.array.shape[0]
+        target, restore = _output(x, given, (tokens, self.shape[0]), dtype) if out is None else (_checked_out(out, given), None)
+        if out is not None:
+            expect_shape("out", target, (tokens, self.shape[0]))
+        _compute((self,), given.array, (0,), (target,))
+        return restore(target) if out is None else out
+
+    def submit(self, x, out=None, dtype=None) -> Future:
+        """forward() on a thread of its own: job.result() gives y, or raises. Leave the arguments unchanged until then.
+
+        Jobs run in the order of submission. The GIL is free while they compute. A forked child starts with none.
+        Raises UnavailableError if the thread cannot be started.
+        """
+        return _jobs.submit(self.forward, x, out, dtype)
+
+    def backward(self, grad_y, out=None):
+        """The gradient of a loss with respect to x, [tokens, k], in grad_y's kind and dtype: grad_y W.
+
+        grad_y: [tokens, n], as forward() takes x; float32 is rounded to bfloat16 once. out: as forward() takes it.
+        Raises UnavailableError, which says why, where the mode or a kernel has no transposed product; InputError; ClosedError.
+        """
+        packed = self._open_for("backward")
+        given = _checked(grad_y, (None, self.shape[0]), "grad_y")
+        shape = given.array.shape[0], self.shape[1]
+        target, restore = _output(grad_y, given, shape, None) if out is None else (_checked_out(out, given, "grad_y"), None)
+        if out is not None:
+            expect_shape("out", target, shape)
+        with asking(self.backend, self.name):
+            packed.backward(arrays.contiguous(given.array), target)
+        return restore(target) if out is None else out
+
+    def replace(self, matrix: Matrix) -> None:
+        """Put another matrix in the place of this one, while forward calls go on: each sees all of the old or all of the new.
+
+        matrix: of the same shape and format. Memory for one matrix is kept beside it for this.
+        Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
+        """
+        self.spec.check(0, "weight", matrix)
+        packed = self._open_for("replace")
+        with asking(self.backend, self.name):
+            packed.replace(0, {"weight": matrix})
+        self.rounding = packed.rounding
+
+    def export(self) -> Matrix:
+        """The matrix in the checkpoint's own bytes. Raises ClosedError, UnavailableError if the backend cannot."""
+        matrix = Matrix(self.name, self.format, self.shape, **self.format.empty(*self.shape))
+        packed = self._open_for("export")
+        with asking(self.backend, self.name):
+            biases = packed.export(0, [{"weight": matrix.stored}])
+        return replace(matrix, bias=biases.get("weight"))
+
+    def close(self) -> None:
+        """Give the memory back, after forward calls that are running. A second call does nothing."""
+        packed, self.packed = self.packed, None
+        if packed is not None:
+            packed.close()
+
+    def __enter__(self) -> Linear:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol):
+        raise NotCopyableError(
+            f"{self.name}: a Linear cannot be copied or pickled, since its packed weights are memory of this process. "
+            "Share it between threads as it is, fork after it was made, or make another one with Linear.from_checkpoint"
+        )
+
+    def __repr__(self) -> str:
+        if "packed" not in vars(self):  # its constructor has raised, or is not done
+            return "Linear(not packed)"
+        nodes = f"NUMA nodes {self.placement.nodes}" if self.placement.nodes else "no NUMA binding"
+        closed = ", closed" if self.packed is None else ""
+        return (
+            f"Linear({self.name!r}, {self.spec.description}, {self.backend}, {self.activations} activations, {nodes}{closed})"
+        )
+
+    def _open_for(self, doing: str) -> PackedMatrix:
+        packed = self.packed  # once: close() may come from another thread
+        if packed is None:
+            raise ClosedError(f"{self.name}: {doing} after close()")
+        return packed
+
+
+class LinearGroup:
+    """Several Linears that are computed together: one dispatch of the threads, however many matrices there are.
+
+    linears: of one backend, mode and placement. inputs: "same": all take the same x, as q, k and v do; "own": each takes an
+    x of its own, and all have one shape, as DeepSeek-V4's o_a_proj has. The Linears stay their owner's, who closes them.
+    Raises InputError, which names the Linear that does not fit.
+    """
+
+    def __init__(self, linears: Sequence[Linear], inputs: str = "same"):
+        self.linears = tuple(linears)
+        if inputs not in INPUTS:
+            raise InputError(f"inputs must be one of {INPUTS}, found {show(inputs)}")
+        if not 1 <= len(self.linears) <= core.LINEARS_MAX or not all(isinstance(linear, Linear) for linear in self.linears):
+            raise InputError(f"linears must be 1 to {core.LINEARS_MAX} Linears, found {show(self.linears)}")
+        first = self.linears[0]
+        for linear in self.linears[1:]:
+            for what in ("backend", "activations", "placement"):
+                if getattr(linear, what) != getattr(first, what):
+                    raise InputError(
+                        f"{linear.name}: {what} must be that of {first.name}, {show(getattr(first, what))}, "
+                        f"found {show(getattr(linear, what))}"
+                    )
+            fits = linear.shape == first.shape if inputs == "own" else linear.shape[1] == first.shape[1]
+            if not fits:
+                wanted = f"the shape of {first.name}, {list(first.shape)}"
+                wanted = wanted if inputs == "own" else f"as many inputs as {first.name}, {first.shape[1]}"
+                raise InputError(f"{linear.name}: expected {wanted}, found [n, k] = {list(linear.shape)}")
+        self.inputs = inputs
+
+    def forward(self, x, out=None, dtype=None):
+        """Of "same" inputs: a list of y [tokens, n], one for each Linear, of x [tokens, k].
+        Of "own" ones: y [tokens, linears, n] of x [tokens, linears, k].
+
+        x, dtype: as Linear.forward() takes them. out: what is returned, if given: a sequence of arrays, or one array.
+        Raises InputError, ClosedError.
+        """
+        count, (n, k) = len(self.linears), self.linears[0].shape
+        if self.inputs == "same":
+            given = _checked(x, (None, k))
+            tokens = given.array.shape[0]
+            shapes = [(tokens, linear.shape[0]) for linear in self.linears]
+            if out is None:
+                made = [_output(x, given, shape, dtype) for shape in shapes]
+            else:
+                if len(out) != count:
+                    raise InputError(f"out must be a sequence of {count} arrays, found {len(out)}")
+                made = [(_checked_out(each, given), None) for each in out]
+                for i, ((target, _), shape) in enumerate(zip(made, shapes, strict=True)):
+                    expect_shape(f"out[{i}]", target, shape)
+            targets = [target for target, _ in made]
+            _compute(self.linears, given.array, (0,) * count, targets)
+            return [restore(target) for target, restore in made] if out is None else out
+        given = _checked(x, (None, count, k))
+        tokens = given.array.shape[0]
+        target, restore = _output(x, given, (tokens, count, n), dtype) if out is None else (_checked_out(out, given), None)
+        expect_shape("out", target, (tokens, count, n))
+        flat = given.array.reshape(tokens, count * k)
+        _compute(self.linears, flat, [i * k for i in range(count)], [target[:, i] for i in range(count)])
+        return restore(target) if out is None else out
+
+    def __repr__(self) -> str:
+        return f"LinearGroup({[linear.name for linear in self.linears]}, inputs={self.inputs!r})"
+
+
+def _checked(x, shape: tuple[int | None, ...], name: str = "x") -> FloatArray:
+    given = arrays.view(x, name)
+    expect_shape(name, given.array, shape)
+    return given
+
+
+def _output(x, given: FloatArray, shape: tuple[int, ...], dtype):
+    """New memory for y, and what makes of it an array of x's kind, or of float32."""
+    if dtype is None or given.array.dtype == np.float32:
+        _float32(dtype)
+        return np.empty(shape, given.array.dtype), given.restore
+    _float32(dtype)
+    return np.empty(shape, np.float32), arrays.float32_like(x)
+
+
+def _float32(dtype) -> None:
+    if dtype is not None and str(dtype).removeprefix("torch.") not in ("float32", "<class 'numpy.float32'>"):
+        raise InputError(f"dtype must be None or float32, found {show(dtype)}")
+
+
+def _checked_out(out, given: FloatArray, name: str = "x") -> np.ndarray:
+    like = arrays.view(out, "out")
+    if like.kind != given.kind and like.array.dtype != np.float32:
+        raise InputError(f"out must be of {name}'s kind, a {given.kind}, or float32; found a {like.kind}")
+    expect_native("out", like.array)
+    if np.may_share_memory(like.array, given.array):
+        raise InputError(f"out must not overlap {name}")
+    return like.array
+
+
+def _compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], outs: Sequence[np.ndarray]) -> None:
+    packed = [linear._open_for("forward") for linear in linears]
+    if not x.shape[0]:
+        return
+    x = arrays.contiguous(x)
+    if all(isinstance(each, core.PackedLinear) for each in packed):
+        core.linear_forward(packed, x, columns, outs)
+        return
+    for each, linear, column, out in zip(packed, linears, columns, outs, strict=True):
+        with asking(linear.backend, linear.name):
+            each.forward(arrays.contiguous(x[:, column : column + linear.shape[1]]), out)
+
+
+_jobs = Worker("ktmoe-submit-linear")
