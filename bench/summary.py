@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import tables
+from bench.linear import page as linear
 
 WIDTH = 180
 Row = dict
@@ -124,7 +125,7 @@ def _linear(rows: list[Row]) -> Table:
 
     return tables.table(
         (*heads, "error/bound"),
-        ((*cells(row), f"{100 * row['worst_error_of_bound']:.2g}%") for row in rows),
+        ((*cells(row), f"{100 * row['worst_error_of_bound']:.2g}%") for row in linear.ordered(rows)),
         names=4,
         title="Dense matrices",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bench.linear.calls import calls
 from bench.results_file import Results, digits
 
 NONE = "-"
@@ -22,13 +23,19 @@ FEW_ROWS = 16
 def section(made: dict, rows: list[dict]) -> dict:
     """A results file's `linear`, empty without rows. made: date, commit and source. rows: what was recorded."""
     found: dict[tuple, dict] = {}
-    for row in rows:
+    for row in ordered(rows):
         names = {name: row[name] for name in (*NAMES, *KEPT)}
         call = found.setdefault(
             tuple(row[name] for name in NAMES), names | {"bound": digits(row["bound_of_output"]), "point": []}
         )
         call["point"].append({"rows": row["rows"], **{name: digits(row[key]) for name, key in CALL.items()}})
     return {**made, "call": list(found.values())} if found else {}
+
+
+def ordered(rows: list[dict]) -> list[dict]:
+    """As matrices.toml has the calls, and by the number of rows; a run may have another order."""
+    known = {(call.model, call.call): number for number, call in enumerate(calls())}
+    return sorted(rows, key=lambda row: (known.get((row["model"], row["call"]), len(known)), row["rows"]))
 
 
 def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

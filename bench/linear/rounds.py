@@ -16,6 +16,8 @@ from ktmoe import measuring
 #: A round calls as often as fits into so long, at least once, and measures each limit for so long or for a share of a call.
 ROUND_SECONDS = 0.003
 MOST_CALLS = 64
+#: How long a call is tried but once.
+LONG_SECONDS = 0.5
 
 
 class LinearRounds:
@@ -25,7 +27,9 @@ class LinearRounds:
         self._call, self._copies, self._meters, self._kernels, self._xs = call, copies, meters, kernels, xs
         self._rows, self._limits = len(xs[0]), []
         self.last = 0
-        self.seconds = min(self._timed() for _ in range(3))
+        self.seconds = self._timed()
+        if self.seconds < LONG_SECONDS:
+            self.seconds = min(self.seconds, self._timed(), self._timed())
         self.calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / self.seconds)))
 
     def _timed(self) -> float:

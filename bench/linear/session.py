@@ -38,7 +38,7 @@ LEAST_PAGES = 256 << 20
 KTMOE = ("worker_linear_ktmoe.py", (Way("auto", BF16, 16),), ())
 SCRIPTS = {
     "torch": ("worker_linear_torch.py", (Way("BF16", BF16, 16),), ()),
-    "ggml": ("worker_linear_ggml.py", (Way("BF16", BF16, 16),), (Way("Q8_0", INT8, 8.5), Way("Q8_0 repack", INT8, 8.5))),
+    "ggml": ("worker_linear_ggml.py", (Way("BF16", BF16, 16),), (Way("Q8_0", INT8, 8.5),)),
 }
 
 

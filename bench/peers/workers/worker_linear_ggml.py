@@ -1,9 +1,9 @@
 """ggml's mul_mat, as llama-cpp-python ships it. A call is one graph, with an addition for each bias.
 
 Ways: "BF16"; "Q8_0", for matrices of FP8, which has about their bytes: 8 bits a weight and a float16 scale for 32, rounded
-from the numbers in bfloat16; "Q8_0 repack", the same in the buffer type that llama.cpp takes where it can. mul_mat rounds x to
-bfloat16 for BF16, and to 8 bits with a scale per 32 for Q8_0. Matrices with an x of their own are one mul_mat of three
-dimensions.
+from the numbers in bfloat16. Its buffer type CPU_REPACK, which llama.cpp takes where it can, has neither on x86-64. mul_mat
+rounds x to bfloat16 for BF16, and to 8 bits with a scale per 32 for Q8_0. Matrices with an x of their own are one mul_mat of
+three dimensions.
 """
 
 from __future__ import annotations
@@ -31,14 +31,10 @@ def q8_0_blocks(numbers: np.ndarray) -> np.ndarray:
 
 class GgmlLinear(LinearWorker):
     def __init__(self, way: str, threads: int):
-        self.type, *repack = way.split()
-        self.threads = threads
+        self.type, self.threads = way, threads
         self.ggml = ggml = Ggml()
         self.backend = ggml.backend_cpu_init()
-        self.plain, extra = ggml.backend_cpu_buffer_type(), ggml.extra_buffer_types()
-        if repack and "CPU_REPACK" not in extra:
-            raise RuntimeError(f"this build of ggml has no buffer type CPU_REPACK, only {', '.join(extra) or 'the plain one'}")
-        self.buffer_type = extra["CPU_REPACK"] if repack else self.plain
+        self.plain = ggml.backend_cpu_buffer_type()
         self.weights, self.held, self.graphs, self.allocator, self.inputs = [], [], [], None, None
 
     def load(self, call: Dense, copies: int) -> None:
@@ -79,8 +75,8 @@ class GgmlLinear(LinearWorker):
                         of_bias[i] = ggml.new_tensor_2d(biases, F32, stored.shape[0], 1)
                         added.append((of_bias[i], np.array(stored.bias)))
             made.append(list(zip(tensors, of_bias, strict=True)))
-        for context, buffer_type, wanted in ((matrices, self.buffer_type, parts), (biases, self.plain, added)):
-            buffer = ggml.backend_alloc_ctx_tensors_from_buft(context, buffer_type) if wanted else None
+        for context, wanted in ((matrices, parts), (biases, added)):
+            buffer = ggml.backend_alloc_ctx_tensors_from_buft(context, self.plain) if wanted else None
             self.held.append((context, buffer))
             if wanted and not buffer:
                 raise MemoryError("ggml could not allocate the weights")
@@ -139,7 +135,7 @@ class GgmlLinear(LinearWorker):
             for matrix, bias in matrices:
                 y = ggml.mul_mat(context, matrix, x)
                 if not ggml.backend_supports_op(self.backend, y):
-                    raise RuntimeError("ggml's CPU backend does not support mul_mat on these weights in this buffer type")
+                    raise RuntimeError("ggml's CPU backend does not support mul_mat on these weights")
                 y = ggml.add(context, y, bias) if bias else y
                 ggml.set_output(y)
                 ggml.build_forward_expand(graph, y)
