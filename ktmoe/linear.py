@@ -126,15 +126,13 @@ class Linear:
     def backward(self, grad_y, out=None):
         """The gradient of a loss with respect to x, [tokens, k], in grad_y's kind and dtype: grad_y W.
 
-        grad_y: [tokens, n], as forward() takes x; float32 is rounded to bfloat16 once. out: as forward() takes it.
+        grad_y: [tokens, n], as forward() takes x; float32 is rounded to bfloat16 once. out: as forward() takes it. The matrix
+        has no gradient: it is frozen.
         Raises UnavailableError, which says why, where the mode or a kernel has no transposed product; InputError; ClosedError.
         """
-        packed = self._open_for("backward")
         given = _checked(grad_y, (None, self.shape[0]), "grad_y")
-        shape = given.array.shape[0], self.shape[1]
-        target, restore = _output(grad_y, given, shape, None) if out is None else (_checked_out(out, given, "grad_y"), None)
-        if out is not None:
-            expect_shape("out", target, shape)
+        packed = self._open_for("backward")
+        target, restore = _gradient(grad_y, {"grad_y": given}, (given.array.shape[0], self.shape[1]), out)
         with asking(self.backend, self.name):
             packed.backward(arrays.contiguous(given.array), target)
         return restore(target) if out is None else out
@@ -253,6 +251,33 @@ class LinearGroup:
         _compute(self.linears, flat, [i * k for i in range(count)], [target[:, i] for i in range(count)])
         return restore(target) if out is None else out
 
+    def backward(self, grads, out=None):
+        """The gradient of a loss with respect to what forward() takes, in grads' kind and dtype.
+
+        Of "same" inputs: [tokens, k], the sum of every Linear's, rounded once, of a sequence of gradients [tokens, n].
+        Of "own" ones: [tokens, linears, k] of [tokens, linears, n].
+        grads, out: as Linear.backward() takes them; gradients of one dtype.
+        Raises UnavailableError, InputError, ClosedError, as Linear.backward() does.
+        """
+        count, (n, k) = len(self.linears), self.linears[0].shape
+        if self.inputs == "own":
+            given = _checked(grads, (None, count, n), "grads")
+            target, restore = _gradient(grads, {"grads": given}, (given.array.shape[0], count, k), out)
+            array = arrays.contiguous(given.array)
+            _differentiate(self.linears, [array[:, i] for i in range(count)], [target[:, i] for i in range(count)])
+            return restore(target) if out is None else out
+        if len(grads) != count:
+            raise InputError(f"grads must be a sequence of {count} arrays, found {len(grads)}")
+        tokens, each = None, {}
+        for i, linear in enumerate(self.linears):
+            each[f"grads[{i}]"] = given = _checked(grads[i], (tokens, linear.shape[0]), f"grads[{i}]")
+            tokens, first = given.array.shape[0], each["grads[0]"]
+            if given.array.dtype != first.array.dtype:
+                raise InputError(f"grads[{i}] must be of grads[0]'s dtype, a {first.kind}; found a {given.kind}")
+        target, restore = _gradient(grads[0], each, (tokens, k), out)
+        _differentiate(self.linears, [arrays.contiguous(given.array) for given in each.values()], [target])
+        return restore(target) if out is None else out
+
     def __repr__(self) -> str:
         return f"LinearGroup({[linear.name for linear in self.linears]}, inputs={self.inputs!r})"
 
@@ -287,6 +312,15 @@ def _checked_out(out, given: FloatArray, name: str = "x") -> np.ndarray:
     return like.array
 
 
+def _gradient(like, grads: dict[str, FloatArray], shape: tuple[int, ...], out):
+    """Memory for a gradient, in the kind of the first of grads, like, or out's own; and what _output() gives besides."""
+    if out is None:
+        return _output(like, next(iter(grads.values())), shape, None)
+    targets = [_checked_out(out, given, name) for name, given in grads.items()]
+    expect_shape("out", targets[0], shape)
+    return targets[0], None
+
+
 def _compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], outs: Sequence[np.ndarray]) -> None:
     packed = [linear._open_for("forward") for linear in linears]
     if not x.shape[0]:
@@ -298,6 +332,24 @@ def _compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], o
     for each, linear, column, out in zip(packed, linears, columns, outs, strict=True):
         with asking(linear.backend, linear.name):
             each.forward(arrays.contiguous(x[:, column : column + linear.shape[1]]), out)
+
+
+def _differentiate(linears: Sequence[Linear], grads: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+    """The gradients of what linears take, or their sum, where outs has one array."""
+    packed = [linear._open_for("backward") for linear in linears]
+    if not grads[0].shape[0]:
+        return
+    if all(isinstance(each, core.PackedLinear) for each in packed):
+        core.linear_backward(packed, grads, outs)
+        return
+    added = np.zeros((len(outs), *outs[0].shape), np.float32)
+    for i, (each, linear, grad) in enumerate(zip(packed, linears, grads, strict=True)):
+        one = np.empty_like(added[0])
+        with asking(linear.backend, linear.name):
+            each.backward(arrays.contiguous(grad), one)
+        added[i % len(outs)] += one
+    for out, total in zip(outs, added, strict=True):
+        out[...] = total if out.dtype == np.float32 else total.astype(arrays.BF16).view(np.uint16)
 
 
 _jobs = Worker("ktmoe-submit-linear")
