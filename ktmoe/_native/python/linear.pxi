@@ -40,6 +40,7 @@ def linear_forward(linears, x, columns, outs):
     cdef size_t i, missing = 0
     cdef int error = 0
     cdef size_t count = len(linears)
+    cdef const kt_isa *stateful = NULL
     cdef kt_experts *experts[KT_LINEARS_MAX]
     memset(&call, 0, sizeof(call))
     if not 1 <= count <= KT_LINEARS_MAX or len(columns) != count or len(outs) != count:
@@ -63,10 +64,12 @@ def linear_forward(linears, x, columns, outs):
                 f"{own._spec.name}: x and out must be [tokens, {own.experts.layer.hidden} from column {column} on] and [tokens, "
                 f"{own.experts.intermediate}], found {list(x.shape)} and {list(out.shape)}"
             )
-        if own.experts.layer.isa != (<_PackedExperts>linears[0]).experts.layer.isa or (
-            own.experts.layer.placement != (<_PackedExperts>linears[0]).experts.layer.placement
-        ):
-            raise InputError(f"{own._spec.name}: matrices of a call must have one instruction set and one placement")
+        if own.experts.layer.placement != (<_PackedExperts>linears[0]).experts.layer.placement:
+            raise InputError(f"{own._spec.name}: matrices of a call must have one placement")
+        if own.experts.layer.isa.enter != NULL:
+            if stateful != NULL and own.experts.layer.isa != stateful:
+                raise InputError(f"{own._spec.name}: of the instruction sets of a call's matrices only one may have state")
+            stateful = own.experts.layer.isa
         call.of[i].layer, call.of[i].column = &own.experts.layer, column
         call.of[i].y = <void *><size_t>out.ctypes.data
         _expect_aligned("out", call.of[i].y, out.itemsize)
