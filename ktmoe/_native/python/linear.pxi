@@ -17,7 +17,8 @@ cdef class PackedLinear(_PackedExperts):
 
 
 cdef class _Linears:
-    """The matrices of a call: PackedLinears of one instruction set and one placement. Raises InputError for others."""
+    """The matrices of a call: PackedLinears of one placement, of whose instruction sets one at most has state. Raises InputError
+    for others."""
 
     cdef list of
     cdef size_t count, last, missing
@@ -26,7 +27,7 @@ cdef class _Linears:
 
     def __cinit__(self, linears):
         cdef _PackedExperts own
-        cdef kt_layer *first
+        cdef const kt_isa *stateful = NULL
         self.of, self.count = list(linears), len(linears)
         if not 1 <= self.count <= KT_LINEARS_MAX:
             raise InputError(f"a call has 1 to {KT_LINEARS_MAX} matrices, found {self.count}")
@@ -35,9 +36,12 @@ cdef class _Linears:
                 raise InputError(f"expected PackedLinears, found {type(linear).__name__}")
             own = linear
             self.experts[i] = &own.experts
-            first = &self.experts[0].layer
-            if own.experts.layer.isa != first.isa or own.experts.layer.placement != first.placement:
-                raise InputError(f"{own._spec.name}: matrices of a call must have one instruction set and one placement")
+            if own.experts.layer.placement != self.experts[0].layer.placement:
+                raise InputError(f"{own._spec.name}: matrices of a call must have one placement")
+            if own.experts.layer.isa.enter != NULL:
+                if stateful != NULL and own.experts.layer.isa != stateful:
+                    raise InputError(f"{own._spec.name}: of the instruction sets of a call's matrices only one may have state")
+                stateful = own.experts.layer.isa
 
     cdef str name(self, size_t i):
         cdef _PackedExperts own = self.of[i]
