@@ -21,6 +21,7 @@ import sys
 import numpy as np
 
 cimport cython
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from libc.errno cimport errno as last_errno
 from libc.stdlib cimport calloc, free

@@ -70,28 +70,53 @@ cdef class _Linears:
         return 0
 
 
-cdef (kt_dtype, size_t) _rows_of(str name, array) except *:
-    """What the numbers of an array's rows are, and how many are from row to row. Raises InputError for another dtype, and for rows
-    with gaps within."""
-    cdef kt_dtype dtype = KT_F32 if array.dtype == np.float32 else KT_BF16
-    if dtype == KT_BF16 and array.dtype != np.uint16:
-        raise InputError(f"{name} must be uint16 (bf16 bits) or float32, found {array.dtype}")
-    if array.ndim != 2:
-        raise InputError(f"{name} must be [tokens, any], found {list(array.shape)}")
-    tokens, columns = array.shape
-    row, number = array.strides  # of a single row or number they say nothing
-    if (tokens and columns > 1 and number != array.itemsize) or (tokens > 1 and (row < columns * array.itemsize or row % array.itemsize)):
-        raise InputError(f"{name} must be rows of neighbours, found {list(array.shape)}, strides {array.strides}")
-    return dtype, row // array.itemsize if tokens > 1 else columns
+cdef class _Rows:
+    """An array of numbers, [tokens, columns], whose rows may be apart. It is held, so that nobody resizes it meanwhile.
 
+    Raises InputError for another dtype, for rows with gaps within, and for one that is to be written and must not be.
+    """
 
-cdef size_t _rows_to_write(str name, array, kt_dtype dtype) except *:
-    """How many numbers are from row to row of an array that may be written. Raises InputError for another dtype, and others."""
-    found, stride = _rows_of(name, array)
-    if found != dtype or not array.flags.writeable:
-        raise InputError(f"{name} must be of one dtype and writeable")
-    _expect_aligned(name, <const void *><size_t>array.ctypes.data, array.itemsize)
-    return stride
+    cdef Py_buffer view
+    cdef bint held
+    cdef kt_dtype dtype
+    cdef size_t tokens, columns, stride  # stride: numbers from row to row
+
+    def __cinit__(self, str name, array, bint written=False):
+        cdef Py_buffer *v = &self.view
+        try:
+            PyObject_GetBuffer(array, v, PyBUF_FORMAT | PyBUF_STRIDES | (PyBUF_WRITABLE if written else 0))
+        except (TypeError, ValueError, BufferError) as error:
+            raise InputError(f"{name} must be an array{' that may be written' if written else ''}: {error}") from None
+        self.held = True
+        kind = v.format.decode().lstrip("=@<^")
+        if kind not in ("H", "f"):
+            raise InputError(f"{name} must be uint16 (bf16 bits) or float32, found {array.dtype}")
+        self.dtype = KT_F32 if kind == "f" else KT_BF16
+        if v.ndim != 2:
+            raise InputError(f"{name} must be [tokens, any], found {list(array.shape)}")
+        self.tokens, self.columns = v.shape[0], v.shape[1]
+        self.stride = self.columns
+        # strides of a single row or number say nothing, nor do those of no tokens
+        gaps = self.tokens and self.columns > 1 and v.strides[1] != v.itemsize
+        if self.tokens > 1:
+            gaps = gaps or v.strides[0] < <Py_ssize_t>self.columns * v.itemsize or v.strides[0] % v.itemsize
+            self.stride = v.strides[0] // v.itemsize
+        if gaps:
+            raise InputError(f"{name} must be rows of neighbours, found {list(array.shape)}, strides {array.strides}")
+        _expect_aligned(name, v.buf, v.itemsize)
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.view)
+
+    cdef int expect(self, str name, size_t tokens, size_t columns, kt_dtype dtype) except -1:
+        """Raise InputError unless it has these sizes and numbers."""
+        if self.tokens != tokens or self.columns != columns or self.dtype != dtype:
+            raise InputError(
+                f"{name} must be {'float32' if dtype == KT_F32 else 'uint16'} {[tokens, columns]}, found "
+                f"{'float32' if self.dtype == KT_F32 else 'uint16'} {[self.tokens, self.columns]}"
+            )
+        return 0
 
 
 def linear_forward(linears, x, columns, outs):
@@ -103,29 +128,30 @@ def linear_forward(linears, x, columns, outs):
     """
     cdef kt_linears call
     cdef kt_experts *experts
-    cdef size_t i
+    cdef _Rows of_x = _Rows("x", x), out
+    cdef size_t i, column
     cdef int error = 0
     cdef _Linears matrices = _Linears(linears)
     memset(&call, 0, sizeof(call))
     if len(columns) != matrices.count or len(outs) != matrices.count:
         raise InputError(f"a call has a column and an out for each of its {matrices.count} matrices")
-    call.dtype, call.stride = _rows_of("x", x)
-    call.y_dtype = _rows_of("out", outs[0])[0]
+    call.tokens, call.count, call.dtype = of_x.tokens, matrices.count, of_x.dtype
+    call.x, call.stride = of_x.view.buf, of_x.stride
+    held = []
+    for i in range(matrices.count):
+        column, experts = columns[i], matrices.experts[i]
+        if column > of_x.columns or of_x.columns - column < experts.layer.hidden:
+            raise InputError(
+                f"{matrices.name(i)}: x must have {experts.layer.hidden} columns from {column} on, found {of_x.columns} in all"
+            )
+        out = _Rows("out", outs[i], written=True)
+        held.append(out)
+        if not i:
+            call.y_dtype = out.dtype
+        out.expect(f"{matrices.name(i)}: out", of_x.tokens, experts.intermediate, call.y_dtype)
+        call.of[i] = kt_linear(&experts.layer, column, out.view.buf, out.stride)
     if call.y_dtype == KT_BF16 and call.dtype == KT_F32:
         raise InputError("out must be of x's dtype or float32, found uint16 for an x of float32")
-    call.tokens, call.count = x.shape[0], matrices.count
-    call.x = <const void *><size_t>x.ctypes.data
-    _expect_aligned("x", call.x, x.itemsize)
-    for i in range(matrices.count):
-        out, column, experts = outs[i], operator.index(columns[i]), matrices.experts[i]
-        call.of[i].stride = _rows_to_write("outs", out, call.y_dtype)
-        if out.shape != (x.shape[0], experts.intermediate) or not 0 <= column <= x.shape[1] - <object>experts.layer.hidden:
-            raise InputError(
-                f"{matrices.name(i)}: x and out must be [tokens, {experts.layer.hidden} from column {column} on] and [tokens, "
-                f"{experts.intermediate}], found {list(x.shape)} and {list(out.shape)}"
-            )
-        call.of[i].layer, call.of[i].column = &experts.layer, column
-        call.of[i].y = <void *><size_t>out.ctypes.data
     if not call.tokens:
         return
     with nogil:
@@ -146,7 +172,7 @@ def linear_backward(linears, grads, outs):
     """
     cdef kt_linear_gradients call
     cdef kt_experts *experts
-    cdef kt_dtype dtype
+    cdef _Rows grad, out
     cdef size_t i, results = len(outs)
     cdef int error = 0
     cdef _Linears matrices = _Linears(linears)
@@ -157,30 +183,27 @@ def linear_backward(linears, grads, outs):
         reason = _untrainable(matrices.of[i])
         if reason:
             raise UnavailableError(f"{matrices.name(i)}: it cannot be trained: {reason}")
-    call.dtype = _rows_of("grads", grads[0])[0]
-    call.x_dtype = _rows_of("out", outs[0])[0]
+    call.inputs = matrices.experts[0].layer.hidden
+    call.count, call.summed = matrices.count, results == 1
+    held = []
+    for i in range(matrices.count):
+        grad, experts = _Rows("grads", grads[i]), matrices.experts[i]
+        held.append(grad)
+        if not i:
+            call.tokens, call.dtype = grad.tokens, grad.dtype
+        grad.expect(f"{matrices.name(i)}: grads", call.tokens, experts.intermediate, call.dtype)
+        if experts.layer.hidden != call.inputs:
+            raise InputError(f"{matrices.name(i)}: expected {call.inputs} inputs, found {experts.layer.hidden}")
+        call.of[i].layer, call.of[i].grad_y, call.of[i].stride = &experts.layer, grad.view.buf, grad.stride
+    for i in range(results):
+        out = _Rows("out", outs[i], written=True)
+        held.append(out)
+        if not i:
+            call.x_dtype = out.dtype
+        out.expect("out", call.tokens, call.inputs, call.x_dtype)
+        call.of[i].grad_x, call.of[i].x_stride = out.view.buf, out.stride
     if call.x_dtype == KT_BF16 and call.dtype == KT_F32:
         raise InputError("out must be of the gradients' dtype or float32, found uint16 for gradients of float32")
-    call.tokens, call.inputs = grads[0].shape[0], matrices.experts[0].layer.hidden
-    call.count, call.summed = matrices.count, results == 1
-    for i in range(matrices.count):
-        grad, experts = grads[i], matrices.experts[i]
-        dtype, call.of[i].stride = _rows_of("grads", grad)
-        if dtype != call.dtype:
-            raise InputError("grads must be of one dtype")
-        if grad.shape != (call.tokens, experts.intermediate) or experts.layer.hidden != call.inputs:
-            raise InputError(
-                f"{matrices.name(i)}: expected a gradient [{call.tokens}, {experts.intermediate}] and {call.inputs} inputs, "
-                f"found {list(grad.shape)} and {experts.layer.hidden}"
-            )
-        call.of[i].layer, call.of[i].grad_y = &experts.layer, <const void *><size_t>grad.ctypes.data
-        _expect_aligned("grads", call.of[i].grad_y, grad.itemsize)
-    for i in range(results):
-        out = outs[i]
-        call.of[i].x_stride = _rows_to_write("outs", out, call.x_dtype)
-        if out.shape != (call.tokens, call.inputs):
-            raise InputError(f"out must be {[call.tokens, call.inputs]}, found {list(out.shape)}")
-        call.of[i].grad_x = <void *><size_t>out.ctypes.data
     if not call.tokens:
         return
     with nogil:
