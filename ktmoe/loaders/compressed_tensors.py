@@ -11,23 +11,22 @@ layers.{L}.mlp.experts, or another module's experts, behind model. and language_
 
 A weight is (code - 8) * scale, (code - 128) * scale or (code - zero point) * scale. The little-endian bytes of an I32 are its
 codes in order, low nibble = even k, so only zero points are unpacked. Whether codes have 4 or 8 bits is said by the shapes of
-gate and down. Of config.json's quantization_config, what is not supported is refused, and group_size counts where it is given.
+an expert's gate and down; of another matrix, by its weight_shape or by config.json. Of config.json's quantization_config, what
+is not supported is refused, and group_size counts where it is given.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
-from ktmoe.loaders import naming, quantization, registry
-from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.loaders import checks, config_groups, registry
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.matrix import Matrix
-from ktmoe.messages import show
 from ktmoe.weights.elements import INT4, INT8_PLUS_128
 from ktmoe.weights.formats import Factor, WeightFormat, int4, int8, uint4
 
@@ -43,37 +42,24 @@ _REST = {
 }
 _SHAPE_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _ELEMENTS = {4: INT4, 8: INT8_PLUS_128}
-#: What config_groups.*.weights may say, besides nothing and group_size. actorder "weight" reorders nothing that is stored.
-_SUPPORTED = {
-    "num_bits": (4, 8),
-    "type": ("int",),
-    "symmetric": (True, False),
-    "strategy": ("group", "channel", None),
-    "actorder": (None, False, "weight", "static"),
-}
-
-#: The group_size that a checkpoint's config_groups say, by checkpoint.
-_groups: weakref.WeakKeyDictionary[Checkpoint, int | None] = weakref.WeakKeyDictionary()
 
 
-class CompressedTensors(PerExpert):
-    """Reads integers of 4 and 8 bits with a scale per group along k, of any group size, or per row.
+class CompressedTensors(Scheme):
+    """Integers of 4 and 8 bits with a scale per group along k, of any group size, or per row.
 
     A weight_shape is compared when its matrix is read. Refused are other quantizations, by tensors or config.
     """
 
-    names = naming.Names(
-        "compressed-tensors' pack-quantized", *spellings(_SYMMETRIC, **_REST), *spellings(_ASYMMETRIC, **_REST)
-    )
+    stored = (Endings(_SYMMETRIC, **_REST), Endings(_ASYMMETRIC, **_REST))
     dtypes: ClassVar = {"codes": ("I32",), "offsets": ("I32",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         packed, scales = headers.info("codes"), headers.info("scales")
-        naming.check_dtype(packed, "I32")
-        naming.check_dimensions(packed, 2)
-        naming.check_dimensions(scales, 2)
+        checks.dtype(packed, "I32")
+        checks.dimensions(packed, 2)
+        checks.dimensions(scales, 2)
         bits, asymmetric = _bits(headers), headers.arrays is _ASYMMETRIC
-        size = _stated_group(headers.checkpoint)
+        size = config_groups.stated(headers.checkpoint).group_size
         per_row = size is None and scales.shape[1] == 1
         if asymmetric and (bits == 8 or per_row):
             found = "8 bits" if bits == 8 else "one per row (channel)"
@@ -96,68 +82,59 @@ class CompressedTensors(PerExpert):
 
     def check_more(self, headers: Headers, endings: Iterable[str], shape: tuple[int, int]) -> None:
         if _STATED in endings:
-            info = headers.checkpoint.info(headers.name + _STATED)
-            naming.check_dtype(info, *_SHAPE_DTYPES)
-            naming.check_shape(info, (2,), "n and k")
+            _check_stated(headers)
 
     def check_read(self, matrix: Matrix, headers: Headers, endings: Iterable[str]) -> None:
         if _STATED in endings:
-            name, checkpoint = headers.name + _STATED, headers.checkpoint
-            found = checkpoint.read(name).view(_SHAPE_DTYPES[checkpoint.info(name).dtype]).tolist()
+            found = _read_stated(headers)
             if found != list(matrix.shape):
-                raise CheckpointError(f"{name}: expected {list(matrix.shape)} by weight_packed, found {found}")
+                expected = f"expected {list(matrix.shape)} by weight_packed"
+                raise CheckpointError(f"{headers.name}{_STATED}: {expected}, found {found}")
+
+
+def _check_stated(headers: Headers) -> None:
+    """Raise FormatError for the header of a weight_shape."""
+    info = headers.checkpoint.info(headers.name + _STATED)
+    checks.dtype(info, *_SHAPE_DTYPES)
+    checks.shape(info, (2,), "n and k")
+
+
+def _read_stated(headers: Headers) -> list[int]:
+    """What a weight_shape holds."""
+    name, checkpoint = headers.name + _STATED, headers.checkpoint
+    return checkpoint.read(name).view(_SHAPE_DTYPES[checkpoint.info(name).dtype]).tolist()
 
 
 def _bits(headers: Headers) -> int:
-    """The bits of a code: gate has as many rows as down has columns, of which an item of down holds eight or four."""
+    """The bits of a code. Of experts, gate has as many rows as down has columns, of which an item of down holds eight or four.
+    Any other matrix has its k in weight_shape, or config.json says the bits, or how many columns share one of its scales.
+    Raises FormatError.
+    """
+    if not headers.down:
+        return _bits_alone(headers)
     down = headers.checkpoint.info(headers.down + headers.arrays["codes"])
-    naming.check_dimensions(down, 2)
+    checks.dimensions(down, 2)
     return 8 if headers.info("codes").shape[0] == 4 * down.shape[1] else 4
 
 
-def _stated_group(checkpoint: Checkpoint) -> int | None:
-    """read_group(), once for all layers of a checkpoint: a hostile config has many groups."""
-    if checkpoint not in _groups:
-        _groups[checkpoint] = read_group(checkpoint)
-    return _groups[checkpoint]
+def _bits_alone(headers: Headers) -> int:
+    stated, items = config_groups.stated(headers.checkpoint), headers.info("codes").shape[1]
+    found = []
+    if headers.name + _STATED in headers.checkpoint:
+        _check_stated(headers)
+        _, k = _read_stated(headers)
+        found = [bits for bits in _ELEMENTS if items == -(-k * bits // 32)]
+    elif len(stated.bits) == 1:
+        found = list(stated.bits)
+    elif stated.group_size is not None:
+        groups = headers.info("scales").shape[1]
+        found = [bits for bits in _ELEMENTS if groups == -(-items * 32 // bits // stated.group_size)]
+    if len(found) != 1:
+        raise FormatError(
+            f"{headers.tensor('codes')}: expected {_STATED.lstrip('.')}, or num_bits in quantization_config of config.json, to "
+            f"say whether its codes have 4 or 8 bits, found {items} items a row"
+        )
+    return found[0]
 
 
-def read_group(checkpoint: Checkpoint) -> int | None:
-    """config.json's group_size, None if it gives none. Raises FormatError, which names the key, for what is not supported.
-
-    Where there are several config groups, one of them must be supported: which layers they are for is not looked at.
-    """
-    where, stated = f"{checkpoint.path}: quantization_config", quantization.read(checkpoint)
-    groups = stated.get("config_groups")
-    if not isinstance(groups, dict | None):
-        raise CheckpointError(f"{where}.config_groups: expected an object, found {show(groups)}")
-    refused, sizes = None, []
-    for name, one in (groups or {}).items():
-        weights = one.get("weights") if isinstance(one, dict) else None
-        if not isinstance(weights, dict):  # a group that leaves weights as they are
-            continue
-        try:
-            sizes.append(_group_size(f"{where}.config_groups.{name}.weights", weights))
-        except FormatError as error:
-            refused = refused or error
-    if refused is not None and not sizes:
-        raise refused
-    sizes = set(sizes)
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _group_size(where: str, weights: dict) -> int | None:
-    for key, supported in _SUPPORTED.items():
-        found = weights.get(key, supported[0])
-        if not any(type(found) is type(value) and found == value for value in supported):
-            expected = " or ".join(repr(value) for value in supported)
-            raise FormatError(f"{where}.{key}: expected {expected}, found {show(found)}")
-    size = weights.get("group_size")
-    if type(size) is int and size == -1:  # all of a row
-        return None
-    if size is not None and (type(size) is not int or not 1 <= size < 2**31):
-        raise FormatError(f"{where}.group_size: expected a count of columns, found {show(size)}")
-    return size
-
-
-registry.register("compressed_tensors", CompressedTensors())
+registry.register("compressed_tensors", PerExpert(CompressedTensors(), "compressed-tensors' pack-quantized"))
