@@ -6,7 +6,7 @@ import ggml_records
 import numpy as np
 from helpers import BF16, FORMATS, SCALES, random_arrays, same_bits
 
-from ktmoe import Linear, Matrix, WeightFormat, reference, set_num_threads
+from ktmoe import Linear, Matrix, reference, set_num_threads
 from ktmoe.modes import mode_of
 from ktmoe.reference import Reference, round_bfloat16
 from ktmoe.reference.operands import flush_to_zero
@@ -26,7 +26,7 @@ DENSE_KINDS = {
 
 
 def random_matrix(rng, n, k, weight_format=FORMATS["mxfp4"], *, scales=SCALES, fold=True, bias=False, name="w") -> Matrix:
-    """Of n outputs and k inputs, rounded up to whole items of the format's arrays. scales, fold: as random_experts() has them."""
+    """Of n outputs and k inputs, rounded up to whole items of the arrays. scales, fold: as random_experts() has them."""
     n, k = (-(-size // unit) * unit for size, unit in zip((n, k), weight_format.code_unit, strict=True))
     if isinstance(weight_format.order, Records):
         stored = {"codes": ggml_records.random_codes(rng, weight_format, 1, n, k)[0]}
