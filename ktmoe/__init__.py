@@ -17,6 +17,7 @@ from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.linear import Linear, LinearGroup
 from ktmoe.loaders.base import load_experts
+from ktmoe.loaders.dense import load_matrix, load_mlp
 from ktmoe.machine.threads import get_num_threads, set_num_threads
 from ktmoe.matrix import Matrix
 from ktmoe.model import MoEModel
@@ -73,6 +74,8 @@ __all__ = [
     "int4",
     "int8",
     "load_experts",
+    "load_matrix",
+    "load_mlp",
     "loaders",
     "nvfp4",
     "quantization",

@@ -8,8 +8,8 @@ An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} 
 
 from __future__ import annotations
 
-from ktmoe.loaders import naming
-from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import Endings, Headers, Scheme
 from ktmoe.weights.elements import Element
 from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.order import Order
@@ -23,11 +23,11 @@ IQ4_NL = WeightFormat(
 )
 
 
-class Iq4Nl(PerExpert):
-    names = naming.Names("IQ4_NL", *spellings({"codes": ".codes", "scales": ".scales"}))
+class Iq4Nl(Scheme):
+    stored = (Endings({"codes": ".codes", "scales": ".scales"}),)
 
     def format(self, headers: Headers) -> WeightFormat:
         return IQ4_NL
 
 
-loader = Iq4Nl()
+loader = PerExpert(Iq4Nl(), "IQ4_NL")

@@ -20,7 +20,7 @@ from ktmoe.conversion.writing import Progress, Task, version, write
 from ktmoe.errors import FormatError, InputError, memory_for
 from ktmoe.experts import ExpertSpec
 from ktmoe.files.output import output_folder
-from ktmoe.loaders import naming
+from ktmoe.loaders import checks, naming
 from ktmoe.loaders.base import find_layers, find_loader
 from ktmoe.quantization import Error
 from ktmoe.training.lora import Lora
@@ -131,7 +131,7 @@ def _plan(source: Source, loras: Mapping[int | str, Lora], dequantize: bool, sha
     if plain and (rest := next((each for each in source.infos if each.name not in gone and stated.quantized(each)), None)):
         raise FormatError(
             f"{checkpoint.path}: expected all but the experts unquantized, as config.json will say, "
-            f"found {naming.describe(rest)} in {rest.name}"
+            f"found {checks.describe(rest)} in {rest.name}"
         )
     made = []
     for info in source.infos:

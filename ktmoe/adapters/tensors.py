@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError, memory_for
-from ktmoe.loaders import naming
+from ktmoe.loaders import checks
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
@@ -61,8 +61,8 @@ class AdapterFile:
     def matrix(self, name: str) -> np.ndarray:
         """[rows, columns], float32 or bfloat16, exactly as the file has it. Raises FormatError for other dtypes and shapes."""
         info = self._checkpoint.info(name)
-        naming.check_dtype(info, *_DTYPES)
-        naming.check_dimensions(info, 2)
+        checks.dtype(info, *_DTYPES)
+        checks.dimensions(info, 2)
         array = self._checkpoint.read(name).view(_DTYPES[info.dtype]).reshape(info.shape)
         with memory_for(f"{self.path}: tensor {show(name)}"):
             return array.astype(np.float32) if info.dtype == "F16" else array

@@ -95,6 +95,20 @@ def activation(checkpoint: Checkpoint, layer: int) -> GatedActivation:
     return GatedActivation(limit=limit)
 
 
+def dense_activation(checkpoint: Checkpoint) -> GatedActivation:
+    """The activation of dense MLPs and shared experts: SILU.
+
+    Raises what of() raises; FormatError for an architecture that clamps, or whose experts have another function: what its dense
+    ones have is not known.
+    """
+    row, name = of(checkpoint), checkpoint.config[ARCHITECTURE]
+    clamps = row.clamped or any(checkpoint.config.get(f"{name}.swiglu_clamp_{what}") for what in ("exp", "shexp"))
+    if row.function != SILU or clamps:
+        where = f"{checkpoint.path}: {ARCHITECTURE}"
+        raise FormatError(f"{where}: expected one whose MLPs have plain SiLU, found {show(name)}: pass activation=...")
+    return SILU
+
+
 def _limit(checkpoint: Checkpoint, key: str, layer: int, needed: bool) -> float:
     """A layer's number of a key that has one for all layers, or a list; 0 if there is no such key."""
     found = checkpoint.config.get(key, None if needed else 0.0)

@@ -1,6 +1,6 @@
 """AWQ (AutoAWQ and AutoRound, version "gemm"): 4-bit integers with zero points, in groups along k.
 
-An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
+A matrix, an expert's {E}.{gate,up,down}_proj or {E}.{w1,w3,w2} or any other, has the tensors
 
     qweight  I32 [K, N/8], eight codes along n: from the lowest bits up, those of n = 0, 2, 4, 6, 1, 3, 5, 7
     qzeros   I32 [K/group, N/8], zero points in the same order
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ktmoe.loaders import naming, quantization, registry
+from ktmoe.loaders import checks, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.weights.formats import WeightFormat, uint4
 from ktmoe.weights.order import AWQ
 
@@ -30,10 +31,10 @@ _SUPPORTED = {
 }
 
 
-class Awq(PerExpert):
-    """Reads 4-bit AWQ experts."""
+class Awq(Scheme):
+    """4-bit AWQ."""
 
-    names = naming.Names("AWQ", *spellings(_ARRAYS, foreign={"g_idx": "that is GPTQ's"}))
+    stored = (Endings(_ARRAYS, foreign={"g_idx": "that is GPTQ's"}),)
     dtypes: ClassVar = {"codes": ("I32",)}
 
     def check_config(self, checkpoint: Checkpoint) -> None:
@@ -41,9 +42,9 @@ class Awq(PerExpert):
 
     def format(self, headers: Headers) -> WeightFormat:
         codes, kind = headers.info("codes"), headers.kind("F16", "BF16")
-        naming.check_dtype(codes, "I32")
-        naming.check_dimensions(codes, 2)
+        checks.dtype(codes, "I32")
+        checks.dimensions(codes, 2)
         return uint4(quantization.group_size(headers.checkpoint) or group(headers, codes.shape[0], axis=0), kind, AWQ)
 
 
-registry.register("awq", Awq())
+registry.register("awq", PerExpert(Awq(), "AWQ"))

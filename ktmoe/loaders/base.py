@@ -12,13 +12,19 @@ from ktmoe.experts import ExpertWeights
 from ktmoe.loaders import naming, registry, unknown
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.one_layer import OneLayer
+from ktmoe.loaders.scheme import Scheme
 
 #: What Loader.detect gives for a checkpoint that has its names, and weights that it refuses.
 NAMED = 0.1
 
 
 class Loader(ABC):
-    """One checkpoint naming scheme."""
+    """One checkpoint naming scheme.
+
+    scheme: how each matrix is stored, for matrices that are no expert's; None where a loader does not say it.
+    """
+
+    scheme: Scheme | None = None
 
     @abstractmethod
     def detect(self, checkpoint: Checkpoint) -> float:

@@ -18,16 +18,16 @@ have MiniMax-M3's, "swigluoai".
 
 from __future__ import annotations
 
-from ktmoe.loaders import naming, registry
+from ktmoe.loaders import checks, naming, registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.deepseek_v4 import MODULE as DEEPSEEK_V4
-from ktmoe.loaders.per_expert import Headers, spellings
+from ktmoe.loaders.per_expert import spellings
+from ktmoe.loaders.scheme import Endings, Headers, Scheme
 from ktmoe.loaders.stacked import BIAS, Stacked
 from ktmoe.weights.formats import BF16, F16, F32, WeightFormat
 
 _FORMATS = {"BF16": BF16, "F16": F16, "F32": F32}
-_QUANTIZED = "scales mean quantized weights"
-_FOREIGN = {"bias": "biases are not supported", "scale": _QUANTIZED, "scale_inv": _QUANTIZED}
+_QUANTIZED = dict.fromkeys(("scale", "scale_inv"), "scales mean quantized weights")
 #: Names of tensors that hold all experts: (stems, ending) of Llama-4, Qwen3-VL and Qwen3.5, of Aria, of Granite, and of Step-3.
 _STACKED = (
     (naming.FUSED_STEMS, ""),
@@ -37,17 +37,19 @@ _STACKED = (
 )
 
 
+class Unquantized(Scheme):
+    """Numbers of 16 or 32 bits."""
+
+    stored = (Endings({"codes": ".weight"}, foreign=_QUANTIZED),)
+
+    def format(self, headers: Headers) -> WeightFormat:
+        info = headers.info("codes")
+        checks.dtype(info, *_FORMATS)
+        return _FORMATS[info.dtype]
+
+
 class Bf16(Stacked):
     """Reads experts of 16 or 32 bits, each with tensors of its own or all in one."""
-
-    names = naming.Names(
-        "experts that are not quantized",
-        *spellings({"codes": ".weight"}, foreign=_FOREIGN),
-        *(
-            naming.Spelling(stems, (ending,), foreign=_FOREIGN, stacked=True, arrays={"codes": ending})
-            for stems, ending in _STACKED
-        ),
-    )
 
     def detect(self, checkpoint: Checkpoint) -> float:
         """0.8 if the first layer that can be read has BF16, F16 or F32 tensors of these names, else 0.
@@ -61,15 +63,17 @@ class Bf16(Stacked):
                 return 0.0  # gpt-oss
             if f"{DEEPSEEK_V4}." in prefix and spelling.stems == naming.NUMBERED_STEMS:
                 return 0.0  # DeepSeek-V4, whose loader knows its clamp
-            naming.check_dtype(checkpoint.info(name + spelling.endings[0]), *_FORMATS)
+            checks.dtype(checkpoint.info(name + spelling.endings[0]), *_FORMATS)
             return 0.8
 
         return self.names.detect(checkpoint, score)
 
-    def format(self, headers: Headers) -> WeightFormat:
-        info = headers.info("codes")
-        naming.check_dtype(info, *_FORMATS)
-        return _FORMATS[info.dtype]
 
+_ALL_IN_ONE = (
+    naming.Spelling(
+        stems, (ending,), foreign={"bias": "biases are not supported", **_QUANTIZED}, stacked=True, arrays={"codes": ending}
+    )
+    for stems, ending in _STACKED
+)
 
-registry.register("bf16", Bf16())
+registry.register("bf16", Bf16(Unquantized(), "experts that are not quantized", (*spellings(Unquantized.stored), *_ALL_IN_ONE)))

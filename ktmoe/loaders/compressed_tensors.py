@@ -11,7 +11,8 @@ layers.{L}.mlp.experts, or another module's experts, behind model. and language_
 
 A weight is (code - 8) * scale, (code - 128) * scale or (code - zero point) * scale. The little-endian bytes of an I32 are its
 codes in order, low nibble = even k, so only zero points are unpacked. Whether codes have 4 or 8 bits is said by the shapes of
-gate and down. Of config.json's quantization_config, what is not supported is refused, and group_size counts where it is given.
+an expert's gate and down; of another matrix, by its weight_shape or by config.json. Of config.json's quantization_config, what
+is not supported is refused, and group_size counts where it is given.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import ClassVar
 import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
-from ktmoe.loaders import naming, quantization, registry
+from ktmoe.loaders import checks, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.elements import INT4, INT8_PLUS_128
@@ -56,22 +58,20 @@ _SUPPORTED = {
 _groups: weakref.WeakKeyDictionary[Checkpoint, int | None] = weakref.WeakKeyDictionary()
 
 
-class CompressedTensors(PerExpert):
-    """Reads integers of 4 and 8 bits with a scale per group along k, of any group size, or per row.
+class CompressedTensors(Scheme):
+    """Integers of 4 and 8 bits with a scale per group along k, of any group size, or per row.
 
     A weight_shape is compared when its matrix is read. Refused are other quantizations, by tensors or config.
     """
 
-    names = naming.Names(
-        "compressed-tensors' pack-quantized", *spellings(_SYMMETRIC, **_REST), *spellings(_ASYMMETRIC, **_REST)
-    )
+    stored = (Endings(_SYMMETRIC, **_REST), Endings(_ASYMMETRIC, **_REST))
     dtypes: ClassVar = {"codes": ("I32",), "offsets": ("I32",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         packed, scales = headers.info("codes"), headers.info("scales")
-        naming.check_dtype(packed, "I32")
-        naming.check_dimensions(packed, 2)
-        naming.check_dimensions(scales, 2)
+        checks.dtype(packed, "I32")
+        checks.dimensions(packed, 2)
+        checks.dimensions(scales, 2)
         bits, asymmetric = _bits(headers), headers.arrays is _ASYMMETRIC
         size = _stated_group(headers.checkpoint)
         per_row = size is None and scales.shape[1] == 1
@@ -96,23 +96,69 @@ class CompressedTensors(PerExpert):
 
     def check_more(self, headers: Headers, endings: Iterable[str], shape: tuple[int, int]) -> None:
         if _STATED in endings:
-            info = headers.checkpoint.info(headers.name + _STATED)
-            naming.check_dtype(info, *_SHAPE_DTYPES)
-            naming.check_shape(info, (2,), "n and k")
+            _check_stated(headers)
 
     def check_read(self, matrix: Matrix, headers: Headers, endings: Iterable[str]) -> None:
         if _STATED in endings:
-            name, checkpoint = headers.name + _STATED, headers.checkpoint
-            found = checkpoint.read(name).view(_SHAPE_DTYPES[checkpoint.info(name).dtype]).tolist()
+            found = _read_stated(headers)
             if found != list(matrix.shape):
-                raise CheckpointError(f"{name}: expected {list(matrix.shape)} by weight_packed, found {found}")
+                expected = f"expected {list(matrix.shape)} by weight_packed"
+                raise CheckpointError(f"{headers.name}{_STATED}: {expected}, found {found}")
+
+
+def _check_stated(headers: Headers) -> None:
+    """Raise FormatError for the header of a weight_shape."""
+    info = headers.checkpoint.info(headers.name + _STATED)
+    checks.dtype(info, *_SHAPE_DTYPES)
+    checks.shape(info, (2,), "n and k")
+
+
+def _read_stated(headers: Headers) -> list[int]:
+    """What a weight_shape holds."""
+    name, checkpoint = headers.name + _STATED, headers.checkpoint
+    return checkpoint.read(name).view(_SHAPE_DTYPES[checkpoint.info(name).dtype]).tolist()
 
 
 def _bits(headers: Headers) -> int:
-    """The bits of a code: gate has as many rows as down has columns, of which an item of down holds eight or four."""
+    """The bits of a code. Of experts, gate has as many rows as down has columns, of which an item of down holds eight or four.
+    Any other matrix has its k in weight_shape, or config.json says the bits, or how many columns share one of its scales.
+    Raises FormatError.
+    """
+    if not headers.down:
+        return _bits_alone(headers)
     down = headers.checkpoint.info(headers.down + headers.arrays["codes"])
-    naming.check_dimensions(down, 2)
+    checks.dimensions(down, 2)
     return 8 if headers.info("codes").shape[0] == 4 * down.shape[1] else 4
+
+
+def _bits_alone(headers: Headers) -> int:
+    checkpoint, items = headers.checkpoint, headers.info("codes").shape[1]
+    name = headers.name + _STATED
+    size, stated = _stated_group(checkpoint), _stated_bits(checkpoint)
+    if name in checkpoint:
+        _check_stated(headers)
+        _, k = _read_stated(headers)
+        found = [bits for bits in _ELEMENTS if items == -(-k * bits // 32)]
+    elif len(stated) == 1:
+        found = list(stated)
+    elif size is not None:
+        found = [bits for bits in _ELEMENTS if headers.info("scales").shape[1] == -(-items * 32 // bits // size)]
+    else:
+        found = []
+    if len(found) != 1:
+        raise FormatError(
+            f"{headers.tensor('codes')}: expected {_STATED.lstrip('.')}, or num_bits in quantization_config of config.json, to "
+            f"say whether its codes have 4 or 8 bits, found {items} items a row"
+        )
+    return found[0]
+
+
+def _stated_bits(checkpoint: Checkpoint) -> set[int]:
+    """The bits that config.json's config_groups give, of those that are read here."""
+    groups = quantization.read(checkpoint).get("config_groups")
+    weights = [one.get("weights") for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
+    found = [of.get("num_bits") for of in weights if isinstance(of, dict)]
+    return {bits for bits in found if type(bits) is int and bits in _ELEMENTS}
 
 
 def _stated_group(checkpoint: Checkpoint) -> int | None:
@@ -160,4 +206,4 @@ def _group_size(where: str, weights: dict) -> int | None:
     return size
 
 
-registry.register("compressed_tensors", CompressedTensors())
+registry.register("compressed_tensors", PerExpert(CompressedTensors(), "compressed-tensors' pack-quantized"))

@@ -16,14 +16,25 @@ from __future__ import annotations
 
 from ktmoe.loaders import model_config, naming, registry
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.per_expert import Headers, PerExpert
+from ktmoe.loaders.per_expert import PerExpert, spellings
+from ktmoe.loaders.scheme import Endings, Headers, Scheme
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import BF16, MXFP4, WeightFormat, fp8
 
 #: What a layer's base ends in. Other models' own names have no ffn.
 MODULE = ".ffn.experts"
-_ARRAYS = {"codes": ".weight", "scales": ".scale"}
 _FP8 = fp8("ue8m0")
+
+
+class WithScale(Scheme):
+    """MXFP4 or FP8 with UE8M0 scales in `.scale`, or BF16 without."""
+
+    stored = (Endings({"codes": ".weight"}), Endings({"codes": ".weight", "scales": ".scale"}))
+
+    def format(self, headers: Headers) -> WeightFormat:
+        if "scales" not in headers.arrays:
+            return BF16
+        return _FP8 if headers.info("codes").dtype == "F8_E4M3" else MXFP4
 
 
 class DeepSeekV4(PerExpert):
@@ -32,21 +43,10 @@ class DeepSeekV4(PerExpert):
     swiglu_limit of config.json, at the top or in text_config: absent, null and 0 mean no clamp, as in the model's own code.
     """
 
-    names = naming.Names(
-        "DeepSeek-V4",
-        *(
-            naming.Spelling(naming.NUMBERED_STEMS, tuple(arrays.values()), module=MODULE, arrays=arrays)
-            for arrays in ({"codes": ".weight"}, _ARRAYS)  # of those that fit as well, the first counts
-        ),
-    )
-
-    def format(self, headers: Headers) -> WeightFormat:
-        if "scales" not in headers.arrays:
-            return BF16
-        return _FP8 if headers.info("codes").dtype == "F8_E4M3" else MXFP4
-
     def activation(self, checkpoint: Checkpoint) -> GatedActivation:
         return model_config.clamped_silu(checkpoint)
 
 
-registry.register("deepseek_v4", DeepSeekV4())
+_SPELLED = spellings(WithScale.stored, (naming.NUMBERED_STEMS,), MODULE)
+
+registry.register("deepseek_v4", DeepSeekV4(WithScale(), "DeepSeek-V4", _SPELLED))

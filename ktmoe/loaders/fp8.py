@@ -1,6 +1,6 @@
 """FP8 with a scale per block of 128x128: DeepSeek-V3, R1 and V3.2, Kimi-K2, Qwen3-FP8, MiniMax-M2, compressed-tensors' "block".
 
-An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
+A matrix, an expert's {E}.{gate,up,down}_proj or {E}.{w1,w3,w2} or any other, has the tensors
 
     weight            F8_E4M3 [N, K]
     weight_scale_inv  F32, BF16 or F8_E8M0 [ceil(N/128), ceil(K/128)], or weight_scale; ModelOpt's is [N/128, 1, K/128, 1]
@@ -21,24 +21,22 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ktmoe.loaders import naming, quantization, registry
-from ktmoe.loaders.per_expert import Headers, spellings
+from ktmoe.loaders.per_expert import spellings
+from ktmoe.loaders.scheme import Endings, Headers, Scheme
 from ktmoe.loaders.stacked import STACKED, Stacked
 from ktmoe.weights.formats import WeightFormat, fp8
 
 
-class Fp8(Stacked):
-    """Reads E4M3 experts with one scale per block."""
+class Fp8(Scheme):
+    """E4M3 with one scale per block."""
 
-    names = naming.Names(
-        "FP8 experts",
-        *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}),
-        *spellings({"codes": ".weight", "scales": ".weight_scale"}),
-        naming.Spelling(naming.FUSED_STEMS, ("", "_scale_inv"), arrays={"codes": "", "scales": "_scale_inv"}, **STACKED),
-    )
+    stored = tuple(Endings({"codes": ".weight", "scales": ending}) for ending in (".weight_scale_inv", ".weight_scale"))
     dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return fp8(headers.kind("F32", "BF16", "F8_E8M0"), quantization.block_size(headers.checkpoint))
 
 
-registry.register("fp8", Fp8())
+_FUSED = naming.Spelling(naming.FUSED_STEMS, ("", "_scale_inv"), arrays={"codes": "", "scales": "_scale_inv"}, **STACKED)
+
+registry.register("fp8", Stacked(Fp8(), "FP8 experts", (*spellings(Fp8.stored), _FUSED)))

@@ -1,6 +1,6 @@
 """FP8 with a scale per output row ("channel") or per matrix ("tensor"): GLM-4.7-FP8, ModelOpt's FP8, Mistral's own files.
 
-An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
+A matrix, an expert's {E}.{gate,up,down}_proj or {E}.{w1,w3,w2} or any other, has the tensors
 
     weight        F8_E4M3 [N, K]
     weight_scale  F32, BF16 or F16 [N, 1] or [N], or [] or [1]; or weight_scale_inv, or qscale_weight (Mistral)
@@ -31,23 +31,17 @@ import math
 from typing import ClassVar
 
 from ktmoe.loaders import naming, registry
-from ktmoe.loaders.per_expert import Headers, spellings
+from ktmoe.loaders.per_expert import spellings
+from ktmoe.loaders.scheme import Endings, Headers, Scheme
 from ktmoe.loaders.stacked import STACKED, Stacked
 from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, WeightFormat
 
-_ENDINGS = (".weight_scale", ".weight_scale_inv", ".qscale_weight")
 
+class Fp8PerRow(Scheme):
+    """E4M3 with one scale per row, or one per matrix."""
 
-class Fp8PerRow(Stacked):
-    """Reads E4M3 experts with one scale per row, or one per matrix."""
-
-    names = naming.Names(
-        "FP8 experts",
-        *(each for ending in _ENDINGS for each in spellings({"codes": ".weight", "factor": ending})),
-        *(
-            naming.Spelling(naming.FUSED_STEMS, ("", ending), arrays={"codes": "", "factor": ending}, **STACKED)
-            for ending in ("_scale", "_scale_inv", "_weight_scale")
-        ),
+    stored = tuple(
+        Endings({"codes": ".weight", "factor": ending}) for ending in (".weight_scale", ".weight_scale_inv", ".qscale_weight")
     )
     dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
@@ -56,4 +50,9 @@ class Fp8PerRow(Stacked):
         return FP8_PER_MATRIX if math.prod(shape[1:] if len(shape) == 3 else shape) == 1 else FP8_PER_ROW
 
 
-registry.register("fp8_per_row", Fp8PerRow())
+_FUSED = (
+    naming.Spelling(naming.FUSED_STEMS, ("", ending), arrays={"codes": "", "factor": ending}, **STACKED)
+    for ending in ("_scale", "_scale_inv", "_weight_scale")
+)
+
+registry.register("fp8_per_row", Stacked(Fp8PerRow(), "FP8 experts", (*spellings(Fp8PerRow.stored), *_FUSED)))

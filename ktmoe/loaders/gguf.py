@@ -21,11 +21,11 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.loaders import architectures, model_config, naming, registry
+from ktmoe.loaders import architectures, checks, model_config, naming, registry
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_model import ARCHITECTURE
-from ktmoe.loaders.per_expert import FACTORS
+from ktmoe.loaders.scheme import FACTORS, Endings, Headers, Scheme, float32
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
@@ -40,8 +40,37 @@ _OLD = {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
 _OLD_NAME = re.compile(r"ffn_(?:gate|up|down)\.([0-9]+)\.weight")
 
 
+class GgufTensors(Scheme):
+    """Any type of GGML, with a factor where the matrix has a `.scale`."""
+
+    stored = (Endings({"codes": ".weight", "factor": ".scale"}), Endings({"codes": ".weight"}))
+
+    def reads(self, headers: Headers) -> bool:
+        return ARCHITECTURE in headers.checkpoint.config
+
+    def format(self, headers: Headers) -> WeightFormat:
+        return _format(headers.info("codes"), "factor" in headers.arrays)
+
+    def check_dtypes(self, headers: Headers, weight_format: WeightFormat) -> None:
+        if "factor" in headers.arrays:
+            checks.dtype(headers.info("factor"), *FACTORS)
+
+    def shape(self, headers: Headers, weight_format: WeightFormat) -> tuple[int, int]:
+        info = _padded(headers.info("codes"), 2)
+        checks.dimensions(info, 2)
+        if "factor" in headers.arrays:
+            checks.shape(_padded(headers.info("factor"), 1), (1,), "one factor per matrix")
+        return info.shape
+
+    def tensors(self, headers: Headers, weight_format: WeightFormat, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+        factor = {"factor": np.ones(1, np.float32)} if weight_format.factor and "factor" not in headers.arrays else {}
+        return super().tensors(headers, weight_format, shape) | factor
+
+
 class Gguf(Loader):
     """Reads the routed experts of a GGUF file."""
+
+    scheme = GgufTensors()
 
     def detect(self, checkpoint: Checkpoint) -> float:
         """0.9 if some layer with such names can be read, 0 without such names. Else raises what load() raises of the first."""
@@ -164,7 +193,7 @@ class _LayerHeaders:
 
     def _floats(self, name: str, index: int, count: int) -> np.ndarray:
         stored = naming.read_slice(self.checkpoint, name, index, count)
-        return stored.view(FACTORS[self.checkpoint.info(name).dtype]).astype(np.float32)
+        return float32(stored, self.checkpoint.info(name))
 
     def _check_others(self, layer: int) -> None:
         """Check biases, scales, and the number of experts that the metadata say. Raises CheckpointError, FormatError."""
@@ -175,8 +204,8 @@ class _LayerHeaders:
             ):
                 if name is not None:
                     info = self.checkpoint.info(name)
-                    naming.check_dtype(info, *FACTORS)
-                    naming.check_shape(_padded(info, len(shape)), shape, why)
+                    checks.dtype(info, *FACTORS)
+                    checks.shape(_padded(info, len(shape)), shape, why)
         stated = self.checkpoint.config.get("num_experts", self.num_experts)
         if stated != self.num_experts:
             place, found = model_config.place(self.checkpoint, "num_experts"), f"found {self.num_experts} experts"
@@ -188,12 +217,15 @@ def _matrices(checkpoint: Checkpoint, base: str, stem: str, suffixes: set[str], 
     name = f"{base}{stem}.{{}}.weight" if old else f"{base}{stem}.weight"
     bias, scale = (f"{stem}.{ending}" if f"{stem}.{ending}" in suffixes else None for ending in ("bias", "scale"))
     info = checkpoint.info(name.format(0))
+    return _Matrices(name, _format(info, scale is not None), bias and base + bias, scale and base + scale)
+
+
+def _format(info: TensorInfo, has_scale: bool) -> WeightFormat:
+    """Of a matrix whose weights have that header. has_scale: whether a factor stands beside them. Raises FormatError."""
     if info.dtype not in GGML:
-        raise FormatError(f"{info.name}: type: expected one of {', '.join(GGML)}, found {naming.describe(info)}")
-    weight_format = GGML[info.dtype]
-    if scale and not weight_format.factor:
-        weight_format = replace(weight_format, factor=Factor(per_row=False))
-    return _Matrices(name, weight_format, bias and base + bias, scale and base + scale)
+        raise FormatError(f"{info.name}: type: expected one of {', '.join(GGML)}, found {checks.describe(info)}")
+    found = GGML[info.dtype]
+    return replace(found, factor=Factor(per_row=False)) if has_scale and not found.factor else found
 
 
 def _sizes(checkpoint: Checkpoint, matrices: dict[str, _Matrices], old: list[int]) -> tuple[int, int, int]:
@@ -201,11 +233,11 @@ def _sizes(checkpoint: Checkpoint, matrices: dict[str, _Matrices], old: list[int
     shapes, dimensions = {}, 2 if old else 3
     for projection, of in matrices.items():
         infos = [_padded(checkpoint.info(of.name.format(expert)), dimensions) for expert in old or (0,)]
-        naming.check_dimensions(infos[0], dimensions)
+        checks.dimensions(infos[0], dimensions)
         for info in infos[1:]:
             if (info.dtype, info.shape) != (infos[0].dtype, infos[0].shape):
-                expected = naming.describe(infos[0])
-                raise CheckpointError(f"{info.name}: expected {expected} as in expert 0, found {naming.describe(info)}")
+                expected = checks.describe(infos[0])
+                raise CheckpointError(f"{info.name}: expected {expected} as in expert 0, found {checks.describe(info)}")
         shapes[projection] = (len(old), *infos[0].shape) if old else infos[0].shape
     gate = matrices["gate"]
     num_experts, rows, hidden = shapes["gate"]

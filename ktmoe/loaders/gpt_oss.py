@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from ktmoe.errors import FormatError, MissingTensorError
 from ktmoe.experts import ExpertWeights
-from ktmoe.loaders import model_config, naming, registry
+from ktmoe.loaders import checks, model_config, naming, registry
 from ktmoe.loaders.base import NAMED
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.per_expert import Headers
+from ktmoe.loaders.scheme import Headers, Scheme
 from ktmoe.loaders.stacked import BIAS, Stacked
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
@@ -37,14 +37,15 @@ def _spelling(endings: tuple[str, ...], arrays: dict[str, str], **other) -> nami
     return naming.Spelling(naming.FUSED_STEMS, endings, stacked=True, interleaved=True, arrays=arrays, **other)
 
 
+class Blocks(Scheme):
+    """MXFP4 in blocks and scales, or BF16. Only experts are stored so."""
+
+    def format(self, headers: Headers) -> WeightFormat:
+        return MXFP4 if "scales" in headers.arrays else BF16
+
+
 class GptOss(Stacked):
     """Reads gpt-oss's routed experts. swiglu_limit absent or null means 7, and swiglu_alpha 1.702."""
-
-    names = naming.Names(
-        "gpt-oss",
-        _spelling(tuple(_MXFP4.values()), _MXFP4, optional=(BIAS,), module=".mlp.experts"),
-        _spelling(("", BIAS), {"codes": ""}),
-    )
 
     def detect(self, checkpoint: Checkpoint) -> float:
         """0.9 if the first layer that can be read has such experts of these names; NAMED if it has others of these names."""
@@ -69,19 +70,21 @@ class GptOss(Stacked):
             raise MissingTensorError(f"{place.checkpoint.path}: expected {' and '.join(names)}, found neither")
         return experts
 
-    def format(self, headers: Headers) -> WeightFormat:
-        return MXFP4 if "scales" in headers.arrays else BF16
-
     def codes_shape(self, info: TensorInfo) -> tuple[int, int, int]:
         if info.dtype == "BF16":
             return super().codes_shape(info)
-        naming.check_dimensions(info, 4)
+        checks.dimensions(info, 4)
         *outer, groups, _ = info.shape
-        naming.check_shape(info, (*outer, groups, _GROUP // 2), "16 bytes of codes a group of 32")
+        checks.shape(info, (*outer, groups, _GROUP // 2), "16 bytes of codes a group of 32")
         return *outer, groups * _GROUP // 2
 
     def stacked_activation(self, checkpoint: Checkpoint) -> GatedActivation:
         return model_config.swiglu_oai(checkpoint)
 
 
-registry.register("gpt_oss", GptOss())
+_SPELLED = (
+    _spelling(tuple(_MXFP4.values()), _MXFP4, optional=(BIAS,), module=".mlp.experts"),
+    _spelling(("", BIAS), {"codes": ""}),
+)
+
+registry.register("gpt_oss", GptOss(Blocks(), "gpt-oss", _SPELLED))

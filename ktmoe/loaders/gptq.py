@@ -1,6 +1,6 @@
 """GPTQ (AutoGPTQ, GPTQModel, AutoRound): 4-bit integers, symmetric or with zero points, in groups along k.
 
-An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
+A matrix, an expert's {E}.{gate,up,down}_proj or {E}.{w1,w3,w2} or any other, has the tensors
 
     qweight  I32 [K/8, N], eight codes along k, lowest bits first
     scales   F16 or BF16 [K/group, N]; [1, N] if group_size is -1, all of a row
@@ -23,9 +23,10 @@ from typing import ClassVar
 import numpy as np
 
 from ktmoe.errors import FormatError
-from ktmoe.loaders import naming, quantization, registry
+from ktmoe.loaders import checks, quantization, registry
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.matrix import Matrix
 from ktmoe.weights.elements import INT4
 from ktmoe.weights.formats import Factor, WeightFormat, int4, uint4
@@ -42,10 +43,10 @@ _SUPPORTED = {
 }
 
 
-class Gptq(PerExpert):
-    """Reads 4-bit GPTQ experts without activation order."""
+class Gptq(Scheme):
+    """4-bit GPTQ without activation order."""
 
-    names = naming.Names("GPTQ", *spellings(_ARRAYS, optional=(".g_idx",)))
+    stored = (Endings(_ARRAYS, optional=(".g_idx",)),)
     dtypes: ClassVar = {"codes": ("I32",)}
 
     def check_config(self, checkpoint: Checkpoint) -> None:
@@ -53,8 +54,8 @@ class Gptq(PerExpert):
 
     def format(self, headers: Headers) -> WeightFormat:
         codes, kind, checkpoint = headers.info("codes"), headers.kind("F16", "BF16"), headers.checkpoint
-        naming.check_dtype(codes, "I32")
-        naming.check_dimensions(codes, 2)
+        checks.dtype(codes, "I32")
+        checks.dimensions(codes, 2)
         symmetric = quantization.read(checkpoint).get("sym") is not False
         if quantization.read(checkpoint).get("group_size") == -1:
             if not symmetric:
@@ -67,12 +68,12 @@ class Gptq(PerExpert):
 
     def check_more(self, headers: Headers, endings: Iterable[str], shape: tuple[int, int]) -> None:
         (n, k), zeros = shape, headers.info("offsets")
-        naming.check_dtype(zeros, "I32")
-        naming.check_shape(zeros, (headers.info("scales").shape[0], -(-n // 8)), "eight zero points an item")
+        checks.dtype(zeros, "I32")
+        checks.shape(zeros, (headers.info("scales").shape[0], -(-n // 8)), "eight zero points an item")
         if ".g_idx" in endings:
             index = headers.checkpoint.info(f"{headers.name}.g_idx")
-            naming.check_dtype(index, "I32")
-            naming.check_shape(index, (k,), "one group per k")
+            checks.dtype(index, "I32")
+            checks.shape(index, (k,), "one group per k")
 
     def check_read(self, matrix: Matrix, headers: Headers, endings: Iterable[str]) -> None:
         checkpoint, scale = headers.checkpoint, matrix.format.scale
@@ -98,4 +99,4 @@ def _plus(checkpoint: Checkpoint) -> int:
     return 0 if stated.get("checkpoint_format") == "gptq_v2" or stated.get("packing_format") == "auto_round" else 1
 
 
-registry.register("gptq", Gptq())
+registry.register("gptq", PerExpert(Gptq(), "GPTQ"))

@@ -1,6 +1,6 @@
 """INT8, symmetric: compressed-tensors' "int-quantized" (W8A8), DeepSeek-R1-Channel-INT8 and -Block-INT8, Quark.
 
-An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
+A matrix, an expert's {E}.{gate,up,down}_proj or {E}.{w1,w3,w2} or any other, has the tensors
 
     weight        I8 [N, K]
     weight_scale  F32, BF16 or F16, or weight_scale_inv: [N, 1] or [N], one per row; [] or [1], one per matrix;
@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from ktmoe.loaders import naming, quantization, registry
-from ktmoe.loaders.per_expert import Headers, PerExpert, group, spellings
+from ktmoe.loaders import checks, quantization, registry
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.weights.elements import INT8
 from ktmoe.weights.formats import Factor, WeightFormat, int8
 from ktmoe.weights.scales import Scale
@@ -25,23 +26,19 @@ from ktmoe.weights.scales import Scale
 _FOREIGN = {"weight_zero_point": "asymmetric quantization to 8 bits is not supported"}
 
 
-class Int8(PerExpert):
-    """Reads INT8 experts."""
+class Int8(Scheme):
+    """INT8 with a scale per row, matrix, group or block."""
 
-    names = naming.Names(
-        "INT8 experts",
-        *(
-            each
-            for ending in (".weight_scale", ".weight_scale_inv")
-            for each in spellings({"codes": ".weight", "scales": ending, "factor": ending}, foreign=_FOREIGN)
-        ),
+    stored = tuple(
+        Endings({"codes": ".weight", "scales": ending, "factor": ending}, foreign=_FOREIGN)
+        for ending in (".weight_scale", ".weight_scale_inv")
     )
     dtypes: ClassVar = {"codes": ("I8",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         codes, scales = headers.info("codes"), headers.info("scales")
-        naming.check_dtype(codes, "I8")
-        naming.check_dimensions(codes, 2)
+        checks.dtype(codes, "I8")
+        checks.dimensions(codes, 2)
         n, k = codes.shape
         if len(scales.shape) < 2 or scales.shape == (n, 1):
             return WeightFormat(INT8, factor=Factor(per_row=math.prod(scales.shape) != 1))
@@ -51,4 +48,4 @@ class Int8(PerExpert):
         return WeightFormat(INT8, Scale(kind, quantization.block_size(headers.checkpoint)))
 
 
-registry.register("int8", Int8())
+registry.register("int8", PerExpert(Int8(), "INT8 experts"))

@@ -1,6 +1,6 @@
 """MXFP8: MiniMax-M3, and others that have E4M3 with a UE8M0 scale per 32 along k.
 
-An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and
+A matrix, an expert's {E}.{gate,up,down}_proj or {E}.{w1,w3,w2} or any other, has the tensors
 
     weight            F8_E4M3 [N, K]
     weight_scale_inv  U8 or F8_E8M0 [N, K/32], bytes that mean 2**(b - 127), or weight_scale
@@ -13,23 +13,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ktmoe.loaders import naming, registry
-from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
+from ktmoe.loaders import registry
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import Endings, Headers, Scheme
 from ktmoe.weights.formats import MXFP8, WeightFormat
 
 
-class Mxfp8(PerExpert):
-    """Reads MXFP8 experts."""
+class Mxfp8(Scheme):
+    """MXFP8."""
 
-    names = naming.Names(
-        "MXFP8 experts",
-        *spellings({"codes": ".weight", "scales": ".weight_scale_inv"}),
-        *spellings({"codes": ".weight", "scales": ".weight_scale"}),
-    )
+    stored = tuple(Endings({"codes": ".weight", "scales": ending}) for ending in (".weight_scale_inv", ".weight_scale"))
     dtypes: ClassVar = {"codes": ("F8_E4M3",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return MXFP8
 
 
-registry.register("mxfp8", Mxfp8())
+registry.register("mxfp8", PerExpert(Mxfp8(), "MXFP8 experts"))

@@ -16,9 +16,8 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders import model_config
+from ktmoe.loaders import checks, model_config
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.messages import show
 
 #: Stems of an expert's matrices, by projection: as transformers calls them; by number, as Mixtral and DeepSeek do.
@@ -58,7 +57,7 @@ class Spelling:
     foreign: endings of tensors that change what the others mean, and what to say about them; any other is refused unexplained.
     module: what the base ends in; anything if empty. stacked: one tensor holds all experts.
     interleaved: of stacked gate and up in one, rows alternate; else gate's come first.
-    arrays: which ending each array of a Matrix has, by the array's name; what PerExpert and Stacked read.
+    arrays: which ending each array of a Matrix has, by the array's name; what a Scheme reads.
     """
 
     stems: Mapping[str, str]
@@ -113,7 +112,9 @@ class Place:
             for expert in range(1, self.num_experts):
                 found = self.checkpoint.info(f"{self.base}.{expert}.{suffix}")
                 if (found.dtype, found.shape) != (like.dtype, like.shape):
-                    raise CheckpointError(f"{found.name}: expected {describe(like)} as in expert 0, found {describe(found)}")
+                    raise CheckpointError(
+                        f"{found.name}: expected {checks.describe(like)} as in expert 0, found {checks.describe(found)}"
+                    )
         return shapes
 
     def check_count(self, num_experts: int) -> None:
@@ -237,34 +238,10 @@ def share(checkpoint: Checkpoint, layer: int | str, own: object) -> None:
     _found[own] = {key: found[key]} if key in found else {}
 
 
-def check_dtype(info: TensorInfo, *dtypes: str) -> None:
-    """Raise FormatError, which names the tensor, if its dtype is none of these."""
-    if info.dtype not in dtypes:
-        raise FormatError(f"{info.name}: dtype: expected {' or '.join(dtypes)}, found {describe(info)}")
-
-
-def check_dimensions(info: TensorInfo, count: int) -> None:
-    """Raise FormatError, which names the tensor, if it has not as many dimensions, or no elements."""
-    if len(info.shape) != count or 0 in info.shape:
-        number = {2: "two", 3: "three", 4: "four"}[count]
-        raise FormatError(f"{info.name}: shape: expected {number} dimensions above 0, found {show(list(info.shape))}")
-
-
-def check_shape(info: TensorInfo, expected: tuple[int, ...], why: str) -> None:
-    """Raise FormatError, which names the tensor and says why, if its shape is another."""
-    if info.shape != expected:
-        raise FormatError(f"{info.name}: shape: expected {list(expected)} ({why}), found {show(list(info.shape))}")
-
-
 def read_slice(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.ndarray:
     """The index-th of `count` equal slices of a tensor's bytes, uint8; its pages are released."""
     size = checkpoint.info(name).nbytes // count
     return checkpoint.read(name, byte_range=(index * size, (index + 1) * size), release=True)
-
-
-def describe(info: TensorInfo) -> str:
-    """A tensor's dtype and shape as text: 'BF16 [64, 96]'."""
-    return f"{info.dtype} {show(list(info.shape))}"
 
 
 def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:

@@ -1,6 +1,6 @@
 """NVFP4, as NVIDIA ModelOpt and compressed-tensors call it: E2M1 with an E4M3 scale per 16 along k, and one number per matrix.
 
-An expert's tensors are {base}.{E}.{gate,up,down}_proj or {base}.{E}.{w1,w3,w2} and, by ModelOpt:
+A matrix, an expert's {E}.{gate,up,down}_proj or {E}.{w1,w3,w2} or any other, has the tensors, by ModelOpt:
 
     weight               U8 [N, K/2], two E2M1 codes a byte, low nibble = even k
     weight_scale         F8_E4M3 [N, K/16]
@@ -21,26 +21,23 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ktmoe.loaders import naming, registry
-from ktmoe.loaders.per_expert import Headers, PerExpert, spellings
+from ktmoe.loaders import registry
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import Endings, Headers, Scheme
 from ktmoe.weights.formats import WeightFormat, nvfp4
 
 _MODELOPT = {"codes": ".weight", "scales": ".weight_scale", "factor": ".weight_scale_2"}
 _COMPRESSED = {"codes": ".weight_packed", "scales": ".weight_scale", "factor": ".weight_global_scale"}
 
 
-class Nvfp4(PerExpert):
-    """Reads NVFP4 experts."""
+class Nvfp4(Scheme):
+    """NVFP4."""
 
-    names = naming.Names(
-        "NVFP4 experts",
-        *spellings(_MODELOPT),
-        *spellings(_COMPRESSED),
-    )
+    stored = (Endings(_MODELOPT), Endings(_COMPRESSED))
     dtypes: ClassVar = {"codes": ("U8",), "scales": ("F8_E4M3",), "factor": ("F32",)}
 
     def format(self, headers: Headers) -> WeightFormat:
         return nvfp4(divides=headers.arrays is _COMPRESSED)
 
 
-registry.register("nvfp4", Nvfp4())
+registry.register("nvfp4", PerExpert(Nvfp4(), "NVFP4 experts"))

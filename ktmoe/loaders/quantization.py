@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.loaders import model_config
@@ -35,9 +36,9 @@ def block_size(checkpoint: Checkpoint) -> tuple[int, int]:
     return stated[0], stated[1]
 
 
-def check_transforms(checkpoint: Checkpoint) -> None:
+def check_transforms(checkpoint: Checkpoint, name: str = "") -> None:
     """Raise FormatError if weights are only right for inputs that have been rotated: compressed-tensors' transform_config, or
-    the layers of a rotation that Quark leaves to the inference.
+    the layers of a rotation that Quark leaves to the inference. name: of a matrix; by default, the weights are all experts.
     """
     stated, where = read(checkpoint), f"{checkpoint.path}: quantization_config"
     transforms = stated.get("transform_config")
@@ -48,9 +49,15 @@ def check_transforms(checkpoint: Checkpoint) -> None:
     for algorithm in algorithms if isinstance(algorithms, list) else []:
         online = algorithm.get("online_config") if isinstance(algorithm, dict) else None
         layers = online.get("online_rotation_layers") if isinstance(online, dict) else None
-        if isinstance(layers, list) and (wrong := next((name for name in layers if "experts" in str(name)), None)):
+        if isinstance(layers, list) and (wrong := next((each for each in layers if _is_of(str(each), name)), None)):
             where += ".algo_config: online_rotation_layers"
-            raise FormatError(f"{where}: expected none of experts, found {show(wrong)}: inputs would have to be rotated")
+            whose = name or "experts"
+            raise FormatError(f"{where}: expected none of {whose}, found {show(wrong)}: inputs would have to be rotated")
+
+
+def _is_of(pattern: str, name: str) -> bool:
+    """Whether a layer's name, or the end of one, perhaps with asterisks, may mean a matrix; without a name, experts."""
+    return fnmatchcase(f".{name}", f"*.{pattern.lstrip('*.')}") if name else "experts" in pattern
 
 
 def check(checkpoint: Checkpoint, supported: Mapping[str, tuple], also: tuple[int, ...] = ()) -> None:

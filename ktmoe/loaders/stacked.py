@@ -15,10 +15,11 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
-from ktmoe.loaders import model_config, naming, quantization
+from ktmoe.loaders import checks, model_config, naming, quantization
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.pairs import GateUpReader
-from ktmoe.loaders.per_expert import FACTORS, Headers, PerExpert, why
+from ktmoe.loaders.per_expert import PerExpert
+from ktmoe.loaders.scheme import FACTORS, Headers, float32, why
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.matrix import Matrix
 from ktmoe.weights.activation import GatedActivation
@@ -27,7 +28,7 @@ from ktmoe.weights.order import TRANSPOSED
 
 #: The ending of biases, float [E, rows].
 BIAS = "_bias"
-#: Arguments of a Spelling of quantized tensors that hold all experts. Scales of their input are not used, as in per_expert.
+#: Arguments of a Spelling of quantized tensors that hold all experts. Scales of their input are not used, as in scheme.
 STACKED = {"stacked": True, "foreign": {"bias": "biases are not supported"}, "unused": ("_input_scale", "_activation_scale")}
 
 
@@ -40,7 +41,7 @@ class Stacked(PerExpert):
 
     def codes_shape(self, info: TensorInfo) -> tuple[int, int, int]:
         """(experts, *shape of the codes that a Matrix takes), by the header of all experts' codes. Raises FormatError."""
-        naming.check_dimensions(info, 3)
+        checks.dimensions(info, 3)
         return info.shape
 
     def check_headers(self, checkpoint: Checkpoint, spelling: naming.Spelling, prefix: str) -> None:
@@ -72,9 +73,9 @@ class Stacked(PerExpert):
         """What the headers say, which are all checked here."""
         arrays = dict(spelling.arrays) | ({"bias": BIAS} if BIAS in endings else {})
         headers = {projection: Headers(checkpoint, prefix + stem, arrays) for projection, stem in spelling.stems.items()}
-        rows = self.format(headers["gate"])
+        rows = self.scheme.format(headers["gate"])
         for of_projection in headers.values():
-            self.check_dtypes(of_projection, rows)
+            self.scheme.check_dtypes(of_projection, rows)
         shapes = {projection: self.codes_shape(each.info("codes")) for projection, each in headers.items()}
         formats = [rows]
         if rows.order.rows and rows.element.bits > 4:
@@ -148,17 +149,17 @@ class _Tensors:
         for label, (_, shape) in self._arrays(n, k, headers).items():
             info = headers.info(label)
             if label == "bias":
-                naming.check_dtype(info, *FACTORS)
+                checks.dtype(info, *FACTORS)
             if label == "factor":  # which may have an axis of 1 more
                 flat = tuple(size for size in info.shape if size > 1)
                 of_all = self._common_factor and not flat
                 if len(info.shape) > 3 or (
                     flat != tuple(size for size in (self.num_experts, *shape) if size > 1) and not of_all
                 ):
-                    naming.check_shape(info, (self.num_experts, *shape), "one factor per expert and row")
+                    checks.shape(info, (self.num_experts, *shape), "one factor per expert and row")
             elif label != "codes":
                 reason = "one bias per expert and row" if label == "bias" else why(self.format, label, k)
-                naming.check_shape(info, (self.num_experts, *shape), reason)
+                checks.shape(info, (self.num_experts, *shape), reason)
 
     def _stored_shape(self, projection: str) -> tuple[int, int]:
         """(n, k) of what a tensor has of an expert."""
@@ -207,8 +208,8 @@ class _Tensors:
             of_all = label == "factor" and math.prod(headers.info(label).shape) == 1
             place = (0, 1) if of_all else (index, self.num_experts * slices)
             data = naming.read_slice(headers.checkpoint, headers.tensor(label), *place)
-            if label in ("bias", "factor"):  # exact: float32 has every number of the others
-                data = data.view(FACTORS[headers.info(label).dtype]).astype(np.float32)
+            if label in ("bias", "factor"):
+                data = float32(data, headers.info(label))
             arrays[label] = data.view(dtype).reshape(shape)
         return arrays
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ktmoe.errors import CheckpointError
-from ktmoe.loaders import model_config, naming
+from ktmoe.loaders import checks, model_config
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 
@@ -59,7 +59,7 @@ def found(checkpoint: Checkpoint) -> str:
     if name is None:
         return f"no tensor of routed experts among {len(checkpoint)}: a dense model{method(checkpoint)}"
     try:
-        tensor = f"{show(name)} {naming.describe(checkpoint.info(name))}"
+        tensor = f"{show(name)} {checks.describe(checkpoint.info(name))}"
     except CheckpointError as error:  # a file that has not been downloaded, or that is no good
         tensor = f"{show(name)} ({error})"
     return f"experts with tensors such as {tensor}{method(checkpoint)}"
