@@ -53,7 +53,7 @@ cdef class _PackedExperts:
         if file is not None:
             file.map(&self.experts, columns)
         elif total > sys.maxsize or not kt_experts_map(&self.experts, columns):
-            raise OutOfMemoryError(f"packed weights of {experts.num_experts} experts need {total} bytes; the system refused them")
+            raise OutOfMemoryError(f"packed weights of {self._spec.amount} need {total} bytes; the system refused them")
         self._file = None if file is None else file.name
         self.nbytes = total
         self._shard_bytes = [self.experts.memory[i].arena_bytes for i in range(self.num_shards)]
@@ -210,7 +210,7 @@ cdef class _PackedExperts:
             numbers[p].bias, numbers[p].factor = &bias[0], &factor[0]
         slices = <kt_slice *>calloc(max(1, len(wanted)), sizeof(kt_slice))
         if not slices:
-            raise OutOfMemoryError(f"exporting expert {expert}: the system refused memory for {len(wanted)} slices")
+            raise OutOfMemoryError(f"exporting {self._spec.one(expert)}: the system refused memory for {len(wanted)} slices")
         filled = []
         try:
             for i, p, arrays in wanted:
@@ -226,7 +226,7 @@ cdef class _PackedExperts:
         if outcome == KT_INCOMPLETE:
             raise InputError(f"expert {expert} was not packed")
         if outcome == KT_FAILED:
-            _raise(error, f"exporting expert {expert}")
+            _raise(error, f"exporting {self._spec.one(expert)}")
         for (i, p, arrays), (weight_format, views, groups, shape, _) in zip(wanted, filled):
             for label, array in unstaged(weight_format, groups, shape[0], shape[1]).items():
                 views[label][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
