@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,20 +45,20 @@ def take_rows(matrix: Matrix, first: int, last: int, name: str | None = None) ->
     return Matrix(f"{matrix.name}[{first}:{last}]" if name is None else name, weight_format, (last - first, k), **arrays)
 
 
-def joined_format(matrices: Mapping[str, tuple[WeightFormat, tuple[int, int]]]) -> WeightFormat:
+def joined_format(matrices: Sequence[tuple[str, WeightFormat, tuple[int, int]]]) -> WeightFormat:
     """The format of matrices joined row after row: theirs; but factors of a matrix become factors of its rows.
 
-    matrices: format and shape by name, in order, at least one. Raises FormatError, which names two of them, where their formats
-    or their k differ, or where one of them ends within what shares a scale, or within an item of an array.
+    matrices: name, format and shape of each, at least one. Raises FormatError, which names them, where their formats or their k
+    differ, or where one of them ends within what shares a scale, or within an item of an array.
     """
-    (first, (given, (_, k))), *others = matrices.items()
+    (first, given, (_, k)), *others = matrices
     common = _per_row(given) if others else given
-    for name, (weight_format, shape) in others:
+    for name, weight_format, shape in others:
         if _per_row(weight_format) != common or shape[1] != k:
             expected, found = f"{given.description} with k = {k}", f"{weight_format.description} with k = {shape[1]}"
             raise FormatError(f"{name}: expected {expected} as {first} is, to be joined with it, found {found}")
     unit = common.unit[0]
-    for name, (_, (n, _)) in list(matrices.items())[:-1]:
+    for name, _, (n, _) in matrices[:-1]:
         if n % unit:
             raise FormatError(f"{name}: {common.description}: expected a multiple of {unit} rows to join others to, found {n}")
     return common
@@ -69,7 +69,7 @@ def join_rows(matrices: Sequence[Matrix], name: str) -> Matrix:
 
     Where some have no bias, theirs is 0. Raises what joined_format() raises.
     """
-    weight_format = joined_format({matrix.name: (matrix.format, matrix.shape) for matrix in matrices})
+    weight_format = joined_format([(matrix.name, matrix.format, matrix.shape) for matrix in matrices])
     n, k = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
     arrays = {}
     for label in weight_format.arrays(n, k):
@@ -90,6 +90,6 @@ def _per_row(weight_format: WeightFormat) -> WeightFormat:
 
 def _array(matrix: Matrix, label: str, weight_format: WeightFormat) -> np.ndarray:
     array = getattr(matrix, label)
-    if label == "factor" and not matrix.format.factor.per_row:
+    if label == "factor" and weight_format.factor.per_row and not matrix.format.factor.per_row:
         return np.repeat(array, matrix.shape[0])
     return array

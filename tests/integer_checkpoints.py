@@ -38,7 +38,7 @@ def int8(ending, dtype, scales):
 
     def meaning(arrays):
         codes, stored = arrays[".weight"].astype(np.float64), arrays[ending].astype(np.float64)
-        if stored.ndim < 2 or stored.shape[1] == 1:
+        if stored.ndim < 2 or stored.shape == (len(codes), 1):
             return codes * stored.reshape(-1, 1)
         size = 32 if len(stored) == len(codes) else 128
         return codes * stored.repeat(1 if size == 32 else size, 0)[: len(codes)].repeat(size, 1)[:, : codes.shape[1]]

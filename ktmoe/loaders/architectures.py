@@ -102,8 +102,8 @@ def dense_activation(checkpoint: Checkpoint) -> GatedActivation:
     ones have is not known.
     """
     row, name = of(checkpoint), checkpoint.config[ARCHITECTURE]
-    clamps = row.clamped or any(checkpoint.config.get(f"{name}.swiglu_clamp_{what}") for what in ("exp", "shexp"))
-    if row.function != SILU or clamps:
+    limits = [checkpoint.config.get(f"{name}.swiglu_clamp_{what}") for what in ("exp", "shexp")]
+    if row.function != SILU or row.clamped or any(any(limit) if isinstance(limit, list) else limit for limit in limits):
         where = f"{checkpoint.path}: {ARCHITECTURE}"
         raise FormatError(f"{where}: expected one whose MLPs have plain SiLU, found {show(name)}: pass activation=...")
     return SILU

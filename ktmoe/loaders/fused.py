@@ -57,7 +57,7 @@ def _part(checkpoint: Checkpoint, name: str, whole: StoredMatrix, index: int) ->
 
 
 def _joined(name: str, parts: list[StoredMatrix]) -> StoredMatrix:
-    weight_format = joined_format({part.name: (part.format, part.shape) for part in parts})
+    weight_format = joined_format([(part.name, part.format, part.shape) for part in parts])
     shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
     has_bias = any(part.has_bias for part in parts)
     return StoredMatrix(name, weight_format, shape, has_bias, lambda: join_rows([part.read() for part in parts], name))

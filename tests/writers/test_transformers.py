@@ -6,10 +6,12 @@ interleaved, the activation, and what the router weight multiplies.
 
 import numpy as np
 import pytest
-from served import check_layer, claimed, plain
+from checkpoints import numbers
+from served import UNIT, check_layer, claimed, plain
 from tiny_models import EXPERTS, HIDDEN, INTERMEDIATE, MODELS, REFUSED
 from writing import routed
 
+from ktmoe import load_matrix, load_mlp
 from ktmoe.errors import KtmoeError
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -39,3 +41,24 @@ def test_a_refused_model(case, model):
     checkpoint = Checkpoint(case("torch", "transformers", model))
     with pytest.raises(KtmoeError, match=REFUSED[model][1]):
         find_loader(checkpoint).load(checkpoint, 0)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("model", ["phi3", "glm4", "qwen2"])
+def test_a_dense_model(case, model):
+    """By names that it has, and by others: Phi-3 fuses q, k and v, and gate and up; GLM-4 gate and up; Qwen2 nothing."""
+    folder = case("torch", "transformers_dense", model)
+    with np.load(folder / "expected.npz") as arrays:
+        expected = dict(arrays)
+    x, base = expected["x"], "model.layers.0"
+    expected["qkv"] = np.concatenate([expected[stem] for stem in "qkv"], 1)
+    for stem in ("q", "k", "v", "qkv"):
+        matrix = load_matrix(folder, f"{base}.self_attn.{stem}_proj")
+        weights, bias = numbers(matrix), 0 if matrix.bias is None else matrix.bias.astype(np.float64)
+        bound = 2 * (x.shape[1] + 1) * UNIT * (np.abs(x) @ np.abs(weights.T) + np.abs(bias))
+        assert (np.abs(x @ weights.T + bias - expected[stem]) <= bound).all()
+        assert (matrix.bias is None) == (model == "phi3")
+    y, bound = plain(load_mlp(folder, f"{base}.mlp"), x, np.zeros((len(x), 1), int), np.ones((len(x), 1)))
+    assert (np.abs(y - expected["mlp"]) <= bound).all()
+    halves = [numbers(load_matrix(folder, f"{base}.mlp.{stem}_proj")) for stem in ("gate", "up")]
+    np.testing.assert_array_equal(numbers(load_matrix(folder, f"{base}.mlp.gate_up_proj")), np.concatenate(halves))
