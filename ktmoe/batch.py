@@ -10,11 +10,13 @@ from ktmoe import arrays
 from ktmoe.arrays import expect_shape
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertSpec
+from ktmoe.messages import show
 
 
 @dataclass(frozen=True)
 class Batch:
     """x: [tokens, hidden]. ids: integers [tokens, top_k]. weights: float32 like ids. mask: bool [num_experts], the layer's own.
+    num_shared: experts that every token has besides. shared_weights: theirs, float32 [tokens, num_shared]; None: all 1.
 
     All are views of what was given, of any layout.
     """
@@ -23,10 +25,19 @@ class Batch:
     ids: np.ndarray
     weights: np.ndarray
     mask: np.ndarray
+    num_shared: int = 0
+    shared_weights: np.ndarray | None = None
+
+    @property
+    def slots(self) -> int:
+        """Pairs of a token and an id, or a shared expert."""
+        return self.ids.size + len(self.ids) * self.num_shared
 
     def contiguous(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """x as uint16 or float32, ids as int64, weights, and the mask as uint8: as native code reads them, copied only if need
-        be."""
+        be. Shared experts follow the others in all three."""
+        if self.num_shared:
+            return arrays.contiguous(self.x.array), *self._with_shared()
         return (
             arrays.contiguous(self.x.array),
             arrays.contiguous(self.ids, np.int64),
@@ -36,18 +47,40 @@ class Batch:
 
     def copied(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """contiguous(), in memory of its own."""
+        x = np.array(self.x.array, order="C")
+        if self.num_shared:
+            return x, *self._with_shared()
         return (
-            np.array(self.x.array, order="C"),
+            x,
             np.array(self.ids, np.int64, order="C"),
             np.array(self.weights, order="C"),
             np.array(self.mask).view(np.uint8),
         )
 
+    def _with_shared(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """New ids, weights and mask. Shared expert i is number num_experts + i, which an id that was given does not reach."""
+        (tokens, top_k), num_experts = self.ids.shape, len(self.mask)
+        ids = np.empty((tokens, top_k + self.num_shared), np.int64)
+        weights = np.empty(ids.shape, np.float32)
+        mask = np.empty(num_experts + self.num_shared, np.uint8)
+        ids.fill(-1)
+        np.copyto(ids[:, :top_k], self.ids, "same_kind", self.ids < num_experts)
+        ids[:, top_k:] = np.arange(num_experts, len(mask))
+        weights.fill(1)
+        weights[:, :top_k] = self.weights
+        if self.shared_weights is not None:
+            weights[:, top_k:] = self.shared_weights
+        mask.fill(1)
+        mask[:num_experts] = self.mask
+        return ids, weights, mask
 
-def checked_batch(spec: ExpertSpec, mask: np.ndarray, x, expert_ids, expert_weights) -> Batch:
+
+def checked_batch(
+    spec: ExpertSpec, mask: np.ndarray, x, expert_ids, expert_weights, num_shared: int = 0, shared_weights=None
+) -> Batch:
     """The arguments of a call as MoELayer.forward() takes them. Raises InputError, which names the argument.
 
-    spec: the layer's. mask: its expert_mask.
+    spec: the layer's. mask: its expert_mask. num_shared: of shared experts.
     """
     given = arrays.view(x, "x")
     expect_shape("x", given.array, (None, spec.hidden))
@@ -59,7 +92,9 @@ def checked_batch(spec: ExpertSpec, mask: np.ndarray, x, expert_ids, expert_weig
     if weights.dtype != np.float32:
         raise InputError(f"expert_weights must be float32, found {weights.dtype}")
     expect_shape("expert_weights", weights, ids.shape)
-    return Batch(given, ids, weights, checked_mask(spec, mask))
+    if shared_weights is not None:
+        shared_weights = _checked_shared(shared_weights, (len(ids), num_shared))
+    return Batch(given, ids, weights, checked_mask(spec, mask), num_shared, shared_weights)
 
 
 def checked_out(out, batch: Batch) -> np.ndarray:
@@ -70,6 +105,8 @@ def checked_out(out, batch: Batch) -> np.ndarray:
     for name, array in (("expert_ids", batch.ids), ("expert_weights", batch.weights), ("expert_mask", batch.mask)):
         if np.may_share_memory(target, array):
             raise InputError(f"out must not overlap {name}: it is written before all of them have been read")
+    if batch.shared_weights is not None and np.may_share_memory(target, batch.shared_weights):
+        raise InputError("out must not overlap shared_weights: it is written in the same call")
     return target
 
 
@@ -79,6 +116,16 @@ def checked_mask(spec: ExpertSpec, mask: np.ndarray) -> np.ndarray:
         found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
         raise InputError(f"expert_mask must be a bool array [{spec.num_experts}], found {found}")
     return mask
+
+
+def _checked_shared(shared_weights, shape: tuple[int, int]) -> np.ndarray:
+    if not shape[1]:
+        raise InputError(f"shared_weights must be None for a layer without shared experts, found {show(shared_weights)}")
+    weights = arrays.as_numpy(shared_weights, "shared_weights")
+    if weights.dtype != np.float32:
+        raise InputError(f"shared_weights must be float32, found {weights.dtype}")
+    expect_shape("shared_weights", weights, shape)
+    return weights
 
 
 def _checked_out(out, given: arrays.FloatArray) -> np.ndarray:

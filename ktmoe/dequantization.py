@@ -6,7 +6,7 @@ Nothing here is shared with a kernel or with packing, but for the formats themse
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,10 +36,7 @@ class Weights:
 
 def in_rows(matrix: Matrix) -> Matrix:
     """The same matrix in the order of rows."""
-    if matrix.format.order.rows:
-        return matrix
-    arrays = matrix.format.rows(matrix.stored, *matrix.shape)
-    return replace(matrix, format=replace(matrix.format, order=ROWS), **arrays)
+    return matrix if matrix.format.order.rows else matrix.in_order(ROWS)
 
 
 def read(matrix: Matrix, rows=slice(None)) -> Weights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from ktmoe.messages import show
 from ktmoe.weight_spec import WeightSpec
 from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.formats import MXFP4, WeightFormat
+from ktmoe.weights.order import ROWS
 
 #: Longest dimension that experts may have. The packed bytes of one expert then fit into 64 bits, whatever the format is.
 SIZE_LIMIT = 2**28
@@ -185,6 +186,37 @@ class ExpertWeights(ExpertSpec):
             return self.matrix(chosen[slot], projection)
 
         return self._with(len(chosen), read, self.activation)
+
+    def with_shared(self, shared: ExpertWeights) -> ExpertWeights:
+        """These experts and shared ones behind them: number num_experts + i is shared expert i.
+
+        shared: of the same sizes, formats and activation. Where formats differ in their source order alone, shared matrices are
+        put into that of these. Their router_weight is not asked for. Raises InputError, or FormatError for another format,
+        which say what differs.
+        """
+        if not isinstance(shared, ExpertWeights):
+            raise InputError(f"{self.name}: shared must be ExpertWeights, found {show(shared)}")
+        beside = "a MoELayer of the shared experts alone computes them beside this one"
+        for name in ("hidden", "intermediate", "activation"):
+            expected, found = getattr(self, name), getattr(shared, name)
+            if expected != found:
+                raise InputError(
+                    f"{shared.name}: shared experts need the routed ones' {name}, {expected}, found {found}; {beside}"
+                )
+        for projection in PROJECTIONS:
+            expected, found = self.formats[projection], shared.formats[projection]
+            if replace(expected, order=ROWS) != replace(found, order=ROWS):
+                raise FormatError(
+                    f"{shared.name}: shared experts need the routed ones' format of {projection}, {expected.description}, "
+                    f"found {found.description}; {beside}"
+                )
+
+        def read(expert: int, projection: str) -> Matrix:
+            if expert < self.num_experts:
+                return self.matrix(expert, projection)
+            return shared.matrix(expert - self.num_experts, projection).in_order(self.formats[projection].order)
+
+        return self._with(self.num_experts + shared.num_experts, read, self.activation)
 
     def with_activation(self, activation: GatedActivation) -> ExpertWeights:
         """The same matrices under another activation."""

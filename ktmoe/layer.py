@@ -29,9 +29,13 @@ from ktmoe.weights.folding import ROUNDING
 
 
 class MoELayer:
-    """The routed experts of one layer, packed for one backend.
+    """The routed experts of one layer, and shared ones if given, packed for one backend.
 
     experts: ExpertWeights, from a loader or from arrays; read once, here.
+    shared: experts that every token has besides those that it chooses, computed in the same call and added last: ExpertWeights
+    of one or more, of the sizes, activation and formats of `experts`, in any source order. Where these differ, a MoELayer of
+    one expert computes it beside. A dense MLP of a checkpoint is ExpertWeights of one expert. Shared expert i is number
+    num_experts + i, for replace_expert() and export_expert() alone: expert_ids do not reach it, nor does expert_mask cover it.
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and these weights allow.
     activations: the mode (ktmoe.modes). "bf16": they stay bfloat16. "int16", "int8": they are rounded to integers of 16 or
     8 bits, per token and 32 along k; "mxfp8", "mxfp4": to that format; "mxfp8/mxfp4": x and h apart (docs/numerics.md).
@@ -48,10 +52,11 @@ class MoELayer:
     arenas: the same experts as they lie packed in a file, which is mapped in place of packing them: what ktmoe.cache's
     Cache.layer() gives, for the same NUMA nodes. No matrix of `experts` is read then.
 
-    Attributes: expert_mask, bool [num_experts], False = skip that expert (it lives on a GPU or another machine); may be changed
-    in place at any time, by any thread, and is read when a forward call begins. backend: the name. tuned_for: as it was given.
-    nbytes: of the packed weights. spec: ktmoe.experts.ExpertSpec. placement: ktmoe.machine.numa.Placement. packed: what
-    Backend.pack returned, for whoever looks into it; None after close(). mapped: whether they are parts of a file.
+    Attributes: num_experts: of the routed ones; num_shared: of the shared ones. expert_mask, bool [num_experts], False = skip
+    that expert (it lives on a GPU or another machine); may be changed in place at any time, by any thread, and is read when a
+    forward call begins. backend: the name. tuned_for: as it was given. nbytes: of the packed weights. spec:
+    ktmoe.experts.ExpertSpec of the routed ones. placement: ktmoe.machine.numa.Placement. packed: what Backend.pack returned,
+    for whoever looks into it; None after close(). mapped: whether they are parts of a file.
 
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
@@ -62,6 +67,7 @@ class MoELayer:
         backend: str = "auto",
         activations: str = "auto",
         *,
+        shared: ExpertWeights | None = None,
         rounding: str = "exact",
         tuned_for: str = "decode",
         router_weight: str | None = None,
@@ -70,6 +76,14 @@ class MoELayer:
         arenas: Arenas | None = None,
     ):
         checked_experts(experts)
+        self.spec = experts.spec
+        self.num_experts = experts.num_experts
+        self.num_shared = 0
+        if shared is not None:
+            _refuse_with_shared("arenas", arenas)
+            experts = experts.with_shared(shared)
+            self.num_shared = shared.num_experts
+        self._packed_spec = experts.spec
         if rounding not in ROUNDING:
             raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
         if tuned_for not in TUNED_FOR:
@@ -80,12 +94,10 @@ class MoELayer:
         self.activations = choice.activations
         self.tuned_for = tuned_for
         self.router_weight = router_weight
-        self.num_experts = experts.num_experts
         self.hidden = experts.hidden
         self.intermediate = experts.intermediate
         self.name = experts.name
         self.placement = placement_of(experts, numa_nodes)
-        self.spec = experts.spec
         plan = Plan(router_weight, self.activations, rounding, self.placement, tuned_for)
         chosen = backends.get(self.backend)
         self.mapped = arenas is not None
@@ -103,7 +115,7 @@ class MoELayer:
             progress(experts.nbytes, experts.nbytes)
         self.rounding = self.packed.rounding
         self.nbytes = self.packed.nbytes
-        self.expert_mask = np.ones(experts.num_experts, bool)  # now that so many are known to fit into memory
+        self.expert_mask = np.ones(self.num_experts, bool)  # now that so many are known to fit into memory
 
     @classmethod
     def from_checkpoint(
@@ -114,6 +126,7 @@ class MoELayer:
         activations: str = "auto",
         *,
         loader: str = "auto",
+        shared: ExpertWeights | None = None,
         rounding: str = "exact",
         tuned_for: str = "decode",
         router_weight: str | None = None,
@@ -128,7 +141,7 @@ class MoELayer:
         loader: a name, or "auto" to go by the tensors. physical_to_logical: which of the checkpoint's experts each of the
         layer's is, once or more often (redundant experts); expert_ids, expert_mask and so on count the layer's.
         cache: a folder that `ktmoe pack` has made of this checkpoint. The experts are mapped from there, and not read or packed
-        (docs/packed-caches.md); it excludes physical_to_logical.
+        (docs/packed-caches.md); it excludes physical_to_logical and shared, since a cache has the routed experts alone.
         Raises CheckpointError and MissingTensorError besides what MoELayer raises; CacheError, which names the file, for a
         cache that is damaged, or of another checkpoint, version or number of NUMA nodes.
         """
@@ -137,14 +150,16 @@ class MoELayer:
             if physical_to_logical is not None:
                 experts = experts.take(physical_to_logical)
             options = {"rounding": rounding, "tuned_for": tuned_for, "router_weight": router_weight, "numa_nodes": numa_nodes}
+            if shared is not None:
+                _refuse_with_shared("cache", cache)
             if cache is not None:
                 name = naming.layer_key(layer)
                 options["arenas"] = open_cache(cache, checkpoint, physical_to_logical).layer(
                     name, experts, placement_of(experts, numa_nodes)
                 )
-            return cls(experts, backend, activations, **options, progress=progress)
+            return cls(experts, backend, activations, shared=shared, **options, progress=progress)
 
-    def forward(self, x, expert_ids, expert_weights, out=None):
+    def forward(self, x, expert_ids, expert_weights, out=None, shared_weights=None):
         """y [tokens, hidden], in x's kind and dtype.
 
         x: [tokens, hidden]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
@@ -152,27 +167,29 @@ class MoELayer:
         [0, num_experts) or masked adds zero; a repeated one counts twice. expert_weights: float32 [tokens, top_k].
         out: written and returned if given; x's kind, dtype and shape, C-contiguous and aligned; x itself, or no overlap with
         any argument. The other arrays are copied if they are not aligned to their items.
+        shared_weights: float32 [tokens, num_shared], for models that gate their shared experts; they multiply what router
+        weights do (router_weight). None: 1.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close();
         CacheError if the file that the layer maps was changed.
         """
         packed = self.packed  # once: close() may come from another thread
         if packed is None:
             raise ClosedError(f"{self.name}: forward after close()")
-        batch = checked_batch(self.spec, self.expert_mask, x, expert_ids, expert_weights)
+        batch = checked_batch(self.spec, self.expert_mask, x, expert_ids, expert_weights, self.num_shared, shared_weights)
         target = checked_out(out, batch)
-        if batch.ids.size == 0:
+        if batch.slots == 0:
             target[...] = 0
         else:
             packed.forward(*batch.contiguous(), target)
         return batch.x.restore(target) if out is None else out
 
-    def submit(self, x, expert_ids, expert_weights, out=None) -> Future:
+    def submit(self, x, expert_ids, expert_weights, out=None, shared_weights=None) -> Future:
         """forward() on a thread of its own: job.result() gives y, or raises. Leave the arguments unchanged until then.
 
         Jobs run in the order of submission. The GIL is free while they compute. A forked child starts with none: those that its
         parent submitted end in the parent alone. Raises UnavailableError if the thread cannot be started.
         """
-        return _jobs.submit(self.forward, x, expert_ids, expert_weights, out)
+        return _jobs.submit(self.forward, x, expert_ids, expert_weights, out, shared_weights)
 
     def replace_expert(self, expert: int, matrices: Mapping[str, Matrix]) -> None:
         """Put other weights in the place of an expert's, while forward calls go on: each sees all of the old or all of the new.
@@ -180,12 +197,12 @@ class MoELayer:
         matrices: {"gate", "up", "down": Matrix} of the layer's shapes and formats. The memory of one expert is kept beside the
         layer's for this. Raises InputError, FormatError (what was there stays), UnavailableError if the backend cannot.
         """
-        self.spec.check_expert(expert)
+        self._packed_spec.check_expert(expert)
         if not isinstance(matrices, Mapping) or set(matrices) != set(PROJECTIONS):
             raise InputError(f"matrices must be by projection, {PROJECTIONS}, found {show(matrices)}")
         matrices = dict(matrices)
         for projection, matrix in matrices.items():  # here, so that no backend has to
-            self.spec.check(expert, projection, matrix)
+            self._packed_spec.check(expert, projection, matrix)
         packed = self._open_for("replace")
         with asking(self.backend, self.name):
             packed.replace(expert, matrices)
@@ -198,7 +215,7 @@ class MoELayer:
         out: for each part {"gate", "up", "down": the arrays of format.arrays() by name}, C-contiguous and aligned, of Matrix's
         shapes and dtypes, to write into. Raises InputError, which says what parts must divide, ClosedError.
         """
-        self.spec.check_expert(expert)
+        self._packed_spec.check_expert(expert)
         parts = operator.index(parts)
         one = self.spec.part(parts, "parts")
         if out is None:
@@ -247,13 +264,22 @@ class MoELayer:
         nodes = f"NUMA nodes {self.placement.nodes}" if self.placement.nodes else "no NUMA binding"
         closed = ", closed" if self.packed is None else ""
         how = f"{self.backend}, {self.activations} activations, {nodes}{closed}"
-        return f"MoELayer({self.name!r}, {self.spec.description}, {how})"
+        shared = f", {self.num_shared} shared expert{'s' * (self.num_shared > 1)}" if self.num_shared else ""
+        return f"MoELayer({self.name!r}, {self.spec.description}{shared}, {how})"
 
     def _open_for(self, doing: str) -> Packed:
         packed = self.packed  # once: close() may come from another thread
         if packed is None:
             raise ClosedError(f"{self.name}: {doing} after close()")
         return packed
+
+
+def _refuse_with_shared(name: str, given: object) -> None:
+    if given is not None:
+        raise InputError(
+            f"{name} must be None where shared experts are given: a packed cache has the routed experts alone; found "
+            f"{show(given)}; a MoELayer of the shared experts alone computes them beside"
+        )
 
 
 _jobs = Worker("ktmoe-submit")

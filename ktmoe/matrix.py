@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ktmoe.errors import FormatError
 from ktmoe.messages import show
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.formats import WeightFormat, ZeroPoint
+from ktmoe.weights.order import SourceOrder
 
 #: The arrays that a Matrix may have besides its bias.
 ARRAYS = ("codes", "scales", "super_scales", "offsets", "super_offsets", "factor")
@@ -75,6 +76,13 @@ class Matrix:
     def stored(self) -> dict[str, np.ndarray]:
         """The format's arrays, by name."""
         return {label: getattr(self, label) for label in self.format.arrays(*self.shape)}
+
+    def in_order(self, order: SourceOrder) -> Matrix:
+        """The same weights in another source order. Raises FormatError for a number that it has no bits for."""
+        if order == self.format.order:
+            return self
+        other = replace(self.format, order=order)
+        return replace(self, format=other, **other.from_rows(self.format.rows(self.stored, *self.shape), *self.shape))
 
     def refuse(self) -> None:
         """Raise FormatError for the first number that stands for no real one; it names the tensor, the array and the place."""

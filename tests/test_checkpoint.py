@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from checkpoint_files import CODES, SCALES, descriptors, write_file, write_index
 
-from ktmoe.errors import ClosedError, InputError
+from ktmoe.errors import ClosedError, InputError, MissingTensorError
 from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 
 
@@ -37,6 +37,16 @@ def test_reads_raw_bytes(two_files):
                 assert array.shape == (len(data),)
                 assert array.tobytes() == data
             checkpoint.release(name)
+
+
+def test_the_file_of_a_tensor(two_shards):
+    """By the index, also where that file is not there."""
+    (two_shards / "model-2.safetensors").unlink()
+    with Checkpoint(two_shards) as checkpoint:
+        assert checkpoint.file_of("a") == two_shards / "model-1.safetensors"
+        assert checkpoint.file_of("c") == two_shards / "model-2.safetensors"
+        with pytest.raises(MissingTensorError, match="tensor 'd'"):
+            checkpoint.file_of("d")
 
 
 def test_one_file(two_shards):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 
+import gguf_files
 import numpy as np
 import pytest
-from checkpoint_files import write_file
+from checkpoint_files import write_file, write_index
 
-from ktmoe import MoELayer, MoEModel, backends, cli, synthetic
+from ktmoe import MoELayer, MoEModel, backends, cli, loaders, synthetic
 from ktmoe.backends.base import Backend
 from ktmoe.errors import OutOfMemoryError
 from ktmoe.experts import PROJECTIONS
+from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine import memory
 from ktmoe.measuring import LimitMeter, inspection, limits
@@ -214,6 +216,166 @@ def test_no_speed_without_a_kernel_table(model, inspect, monkeypatch):
         backends.unregister("elsewhere")
     assert data["groups"][0]["packed_layer_bytes"] == data["groups"][0]["layer_bytes"]
     assert data["why_not_at_most"] == "backend elsewhere has no kernel table to measure limits with"
+
+
+# What a token reads
+
+
+def dense(vocab=100, layers=3) -> dict:
+    """The dense part of MODELS["deepseek_v4"] in bfloat16, small, and an input embedding."""
+    shapes = {"embed": [vocab, HIDDEN], "head": [vocab, HIDDEN], "norm": [HIDDEN], "mtp.0.e_proj": [HIDDEN, HIDDEN]}
+    shapes |= {f"layers.{layer}.attn.wq_a": [HIDDEN, HIDDEN] for layer in range(layers)}
+    return {f"{name}.weight": ("BF16", shape, bytes(2 * math.prod(shape))) for name, shape in shapes.items()}
+
+
+DENSE_BYTES = 2 * (100 * HIDDEN + HIDDEN + 3 * HIDDEN**2)
+
+
+@pytest.fixture
+def whole_model(model):
+    write_file(model / "more.safetensors", dense())
+    return model
+
+
+def test_bytes_of_a_token(whole_model, inspect, monkeypatch):
+    monkeypatch.setattr(inspection, "measured", lambda experts, backend, table: Limits(table.name, 2e9, 1e15))
+    _, data = inspect(whole_model)
+    token, (group,) = data["token"], data["groups"]
+    routed = 3 * 2 * group["expert_bytes"]  # three layers, two experts each: mtp.0 does not count
+    assert token["routed_bytes"] == routed
+    assert token["routed_layers"] == [{"layer": n, "experts": 4, "expert_bytes": group["expert_bytes"]} for n in range(3)]
+    assert (token["dense_bytes"], token["output_layer_bytes"]) == (DENSE_BYTES, 2 * 100 * HIDDEN)
+    assert token["total_bytes"] == routed + DENSE_BYTES
+    assert token["at_most_tokens_s"] == pytest.approx(2e9 / (routed + DENSE_BYTES))
+    assert token["complete"]
+    assert {left["what"]: left["bytes"] for left in token["not_read"]} == {
+        "tables of which a token reads some rows": 2 * 100 * HIDDEN,
+        "multi-token prediction": group["layer_bytes"] + 2 * HIDDEN**2,
+    }
+
+
+def test_the_fastest_kernels_set_the_limit():
+    """Layers may have kernels of different instruction sets."""
+    found = inspection.Speed({isa: Limits(isa, read, 1.0) for isa, read in (("a", 1e9), ("b", 3e9), ("c", 2e9))}, {})
+    assert found.read == 3e9
+    assert inspection.Speed({}, {}).read is None
+
+
+def test_text_of_a_token(whole_model, capsys, monkeypatch):
+    monkeypatch.setattr(inspection, "measured", lambda experts, backend, table: Limits(table.name, 2e9, 1e15))
+    assert cli.main(["inspect", str(whole_model)]) == 0
+    out = capsys.readouterr().out
+    assert "\nbytes that a token reads (decode, one text): 0.000438 GB\n" in out
+    assert "\n  routed experts of layers 0-2: 0.000313 GB, 2 of 4 a layer\n" in out
+    assert "\n  dense part, all else that is read once a token: 0.000124 GB, 0.0000256 GB of it the output layer\n" in out
+    assert "\n  not read: 0.0000256 GB of tables of which a token reads some rows, 0.000242 GB of multi-token" in out
+    assert (
+        "\nmemory allows at most 4571 tokens/s of the whole model (decode, one text): 0.000438 GB a token at 2.00 GB/s\n" in out
+    )
+    assert "not counted" not in out
+
+
+def test_without_a_measurement_there_are_bytes_alone(whole_model, capsys):
+    assert cli.main(["inspect", str(whole_model), "--no-measure"]) == 0
+    out = capsys.readouterr().out
+    assert "bytes that a token reads (decode, one text): 0.000438 GB" in out
+    assert "at most" not in out.partition("bytes that a token reads")[2]
+
+
+def test_experts_of_a_token_that_are_not_known(whole_model, inspect, capsys):
+    (whole_model / "config.json").write_text("{}")
+    _, data = inspect(whole_model, "--no-measure")
+    assert (data["token"]["total_bytes"], data["token"]["routed_bytes"]) == (None, None)
+    assert "which says how many experts a token has" in data["token"]["why_no_total"]
+    assert data["token"]["dense_bytes"] == DENSE_BYTES
+    assert cli.main(["inspect", str(whole_model)]) == 0
+    out = capsys.readouterr().out
+    assert f"(decode, one text): not known: {whole_model}: expected num_experts_per_tok of config.json" in out
+    assert "\n  routed experts of layers 0-2: 0.0000522 GB an expert\n" in out
+    assert "memory allows" not in out
+    total = inspect(whole_model, "--no-measure", "--top-k", "3")[1]["token"]["total_bytes"]
+    assert total == DENSE_BYTES + 3 * 3 * data["groups"][0]["expert_bytes"]
+
+
+@pytest.mark.parametrize("found", ["nothing", "half of a file"])
+def test_a_partial_download(whole_model, inspect, capsys, found):
+    """The index also names a fourth layer, in a file that is not there; the file of the dense part is not there or cut."""
+    weight_map = {}
+    for file in whole_model.glob("*.safetensors"):
+        with Checkpoint(file) as checkpoint:
+            weight_map |= dict.fromkeys(checkpoint.names(), file.name)
+    last = [name.replace("layers.2.ffn", "layers.3.ffn") for name in weight_map if name.startswith("layers.2.ffn")]
+    write_index(whole_model, weight_map | dict.fromkeys(last, "last.safetensors"))
+    config = json.loads((whole_model / "config.json").read_text())
+    (whole_model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    more = whole_model / "more.safetensors"
+    if found == "nothing":
+        more.unlink()
+    else:
+        more.write_bytes(more.read_bytes()[: more.stat().st_size // 2])
+    _, data = inspect(whole_model, "--no-measure")
+    token = data["token"]
+    assert (token["dense_bytes"], token["output_layer_bytes"], token["complete"]) == (0, None, False)
+    assert [layer["layer"] for layer in token["routed_layers"]] == [0, 1, 2]
+    missed = {"tensors": 24 + 5, "files": ["last.safetensors", "more.safetensors"], "layers_of_experts": [3], "layers": []}
+    assert token["not_counted"] == missed
+    assert cli.main(["inspect", str(whole_model), "--no-measure"]) == 0
+    out = capsys.readouterr().out
+    assert "(decode, one text): at least 0.000313 GB\n" in out
+    assert "read once a token: 0 GB, no output layer is here\n" in out
+    files = "last.safetensors, more.safetensors"
+    assert f"\n  not counted: 29 tensors of files that are absent or broken ({files}), experts of layers 3 among them\n" in out
+
+
+def test_layers_that_are_not_here(whole_model, inspect, capsys):
+    """Without an index, config.json alone says that there are more."""
+    config = json.loads((whole_model / "config.json").read_text())
+    (whole_model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    assert inspect(whole_model, "--no-measure")[1]["token"]["not_counted"]["layers"] == [3, 4]
+    assert cli.main(["inspect", str(whole_model), "--no-measure"]) == 0
+    assert "\n  not counted: layers 3-4, of which there is no tensor\n" in capsys.readouterr().out
+
+
+def test_a_token_of_gguf(tmp_path, inspect):
+    """The output layer is the embedding; the experts, of a type that ktmoe does not compute, count all the same."""
+    kinds = dict.fromkeys(PROJECTIONS, gguf_files.IQ2_XXS)
+    tensors = gguf_files.layer(0, kinds, experts=8)
+    for name, kind, shape in (
+        ("token_embd", gguf_files.Q4_K, (100, 256)),
+        ("blk.0.attn_q", gguf_files.Q8_0, (256, 256)),
+        ("blk.0.ffn_gate_inp", gguf_files.F32, (8, 256)),
+    ):
+        tensors[f"{name}.weight"] = kind, shape, gguf_files.records(0, kind, shape)
+    keys = gguf_files.metadata(block_count=1, expert_count=8, expert_used_count=2)
+    status, data = inspect(gguf_files.write(tmp_path / "model.gguf", keys, tensors), "--no-measure")
+    assert (status, data["groups"], data["top_k"]) == (1, [], 2)
+    assert data["token"]["routed_bytes"] == 2 * 3 * 256 * 512 * 66 / 256
+    assert data["token"]["output_layer_bytes"] == 100 * 144
+    assert data["token"]["dense_bytes"] == 100 * 144 + 256 * 8 * 34 + 8 * 256 * 4
+    assert data["token"]["not_read"] == []
+
+
+class OwnNames(Loader):
+    """Has experts under names of its own."""
+
+    def detect(self, checkpoint):
+        return 1.0
+
+    def layers(self, checkpoint):
+        return [7]
+
+    def load(self, checkpoint, layer):
+        return synthetic.deepseek_v4_experts(**SIZES)
+
+
+def test_names_that_only_a_plugin_knows(whole_model, inspect):
+    """Its experts would pass for the dense part, so nothing is said."""
+    loaders.register("own", OwnNames())
+    try:
+        status, data = inspect(whole_model, "--no-measure", "--loader", "own")
+    finally:
+        loaders.unregister("own")
+    assert (status, data["groups"][0]["layers"], data["top_k"], data["token"]) == (0, [7], 2, None)
 
 
 # What is not served

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import click
 
@@ -11,13 +12,16 @@ from ktmoe.cli import options, output, units
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.naming import listed
 from ktmoe.measuring.inspection import Inspection, LayerGroup, Speed, inspect, speed
+from ktmoe.measuring.token_bytes import TokenBytes
+from ktmoe.messages import printable
 from ktmoe.weights.activation import GatedActivation
 
 HELP = """What a checkpoint holds and takes here.
 
 No weight is read. The report says which loader reads DIR and why; the layers' experts, formats and bytes; the memory
-that they take on this machine; the tokens/s that it allows for the routed experts alone; and what is not served, and
-why. Exit code 1: nothing is served.
+that they take on this machine; the bytes that a token reads of the model, and the tokens/s that this machine's memory
+allows for them; what it allows for the routed experts alone; and what is not served, and why. Exit code 1: nothing is
+served.
 """
 
 #: What router weights multiply, in words.
@@ -58,6 +62,8 @@ def _lines(found: Inspection, measured: Speed | None) -> list[str]:
         lines.append("not served:")
         for refused in found.refused:
             lines.append(f"  {listed(refused.layers)}: {refused.reason}")
+    if found.token:
+        lines += _token(found, found.token)
     if found.groups:
         lines.append(_memory(found))
     if measured:
@@ -105,6 +111,36 @@ def _sizes(nbytes: int, group: LayerGroup) -> str:
     return f"{units.gb(each)} an expert, {units.gb(nbytes)} a layer, {units.gb(layers * nbytes)} in all"
 
 
+def _token(found: Inspection, token: TokenBytes) -> list[str]:
+    """Lines of text: the bytes of a token."""
+    counts = sorted({layer.num_experts for layer in token.routed.values()})
+    each = sorted({layer.expert_nbytes for layer in token.routed.values()})
+    experts = f"{found.top_k} of {_range(counts, str)} a layer" if found.top_k else f"{_range(each, units.gb)} an expert"
+    of_experts = f"{units.gb(token.of_experts(found.top_k))}, {experts}" if found.top_k else experts
+    total, least = found.token_nbytes, "" if token.complete else "at least "
+    known = f"not known: {found.why_no_top_k}" if total is None else f"{least}{units.gb(total)}"
+    output = f"{units.gb(token.output)} of it the output layer" if token.output else "no output layer is here"
+    lines = [f"bytes that a token reads (decode, one text): {known}"]
+    if token.routed:
+        lines.append(f"  routed experts of {listed(list(token.routed))}: {of_experts}")
+    lines.append(f"  dense part, all else that is read once a token: {units.gb(token.dense)}, {output}")
+    if token.left_out:
+        lines.append(f"  not read: {', '.join(f'{units.gb(nbytes)} of {what}' for what, nbytes in token.left_out.items())}")
+    if token.unread:
+        files = printable(units.some(token.files))
+        lines.append(f"  not counted: {units.count(token.unread, 'tensor')} of files that are absent or broken ({files})")
+        if token.incomplete:
+            lines[-1] += f", experts of {listed(token.incomplete)} among them"
+    if token.absent:
+        lines.append(f"  not counted: {listed(token.absent)}, of which there is no tensor")
+    return lines
+
+
+def _range(values: list, text: Callable[..., str]) -> str:
+    """The least and the most of sorted values."""
+    return " to ".join(text(value) for value in dict.fromkeys((values[0], values[-1]))) if values else text(0)
+
+
 def _memory(found: Inspection) -> str:
     needs = f"memory: loading needs {units.gb(found.needed)}, {units.gb(found.staged)} of it to read into"
     if found.available is None:
@@ -115,6 +151,10 @@ def _memory(found: Inspection) -> str:
 
 def _speed(found: Inspection, measured: Speed) -> list[str]:
     lines = units.machine(measured.limits.values())
+    if found.token_nbytes and measured.read:
+        rate = units.tokens_s(measured.read / found.token_nbytes)
+        of = f"{units.gb(found.token_nbytes)} a token at {units.gb_s(measured.read)}"
+        lines.append(f"memory allows at most {rate} of the whole model (decode, one text): {of}")
     if not measured.calls:
         return [*lines, f"tokens/s: not known: {measured.why_not}"]
     counted = listed([layer for group in found.groups for layer in group.layers if found.counts(layer)])
@@ -137,6 +177,7 @@ def _data(found: Inspection, measured: Speed | None) -> dict:
         "groups": [_group_data(group) for group in found.groups],
         "not_served": [{"layers": r.layers, "reason": r.reason} for r in found.refused],
         "top_k": found.top_k,
+        "token": found.token and _token_data(found, found.token),
         "memory": {
             "needed_bytes": found.needed,
             "staged_bytes": found.staged,
@@ -145,6 +186,8 @@ def _data(found: Inspection, measured: Speed | None) -> dict:
         },
     }
     if measured:
+        if found.token_nbytes and measured.read:
+            data["token"]["at_most_tokens_s"] = measured.read / found.token_nbytes
         data["limits"] = units.limits_data(measured.limits.values())
         data["at_most"] = {
             name: {
@@ -157,6 +200,29 @@ def _data(found: Inspection, measured: Speed | None) -> dict:
         }
         data["why_not_at_most"] = measured.why_not or None
     return data
+
+
+def _token_data(found: Inspection, token: TokenBytes) -> dict:
+    return {
+        "total_bytes": found.token_nbytes,
+        "why_no_total": found.why_no_top_k or None,
+        "routed_bytes": token.of_experts(found.top_k) if found.top_k else None,
+        "dense_bytes": token.dense,
+        "output_layer_bytes": token.output or None,
+        "routed_layers": [
+            {"layer": layer, "experts": experts.num_experts, "expert_bytes": experts.expert_nbytes}
+            for layer, experts in token.routed.items()
+        ],
+        "not_read": [{"what": what, "bytes": nbytes} for what, nbytes in token.left_out.items()],
+        "not_counted": {
+            "tensors": token.unread,
+            "files": token.files,
+            "layers_of_experts": token.incomplete,
+            "layers": token.absent,
+        },
+        "complete": token.complete,
+        "at_most_tokens_s": None,
+    }
 
 
 def _group_data(group: LayerGroup) -> dict:

@@ -90,6 +90,10 @@ class Checkpoint:
         """What the header says about a tensor. Raises MissingTensorError if there is none of that name."""
         return self._find(name)[1]
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor; an index may name one that is not there. Raises MissingTensorError like info()."""
+        return self.folder / self._file_name(name)
+
     def read(
         self, name: str, out: np.ndarray | None = None, *, byte_range: tuple[int, int] | None = None, release: bool = False
     ) -> np.ndarray:
@@ -176,10 +180,14 @@ class Checkpoint:
             expected = f"{INDEX_NAME}, *.safetensors or *.gguf files in this folder"
             raise CheckpointError(f"{folder}: expected {expected}, found {_instead(folder)}")
 
-    def _find(self, name: str) -> tuple[TensorFile, TensorInfo]:
-        file_name = self._file_of.get(name)
-        if file_name is None:
+    def _file_name(self, name: str) -> str:
+        found = self._file_of.get(name)
+        if found is None:
             raise MissingTensorError(f"{self.path}: tensor {show(name)}: expected in this checkpoint, found {len(self)} others")
+        return found
+
+    def _find(self, name: str) -> tuple[TensorFile, TensorInfo]:
+        file_name = self._file_name(name)
         file = self._opened(file_name, name)
         if file is None:
             fresh = self._open_indexed(file_name, name)  # not under the lock: a large header takes seconds

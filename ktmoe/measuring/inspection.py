@@ -16,6 +16,7 @@ from ktmoe.loaders.one_layer import OneLayer
 from ktmoe.machine import memory
 from ktmoe.machine.numa import placement_of
 from ktmoe.measuring.limits import Limits, measured
+from ktmoe.measuring.token_bytes import Name, TokenBytes, passes, token_bytes
 from ktmoe.messages import printable, show
 from ktmoe.model import memory_needed
 
@@ -24,7 +25,6 @@ TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k")
 #: Tokens of the calls whose speed is estimated.
 CALLS = {"decode": 1, "prefill": 4096}
 
-Name = int | str
 #: The layers that a loader reads, by name: the name of the loader, and the experts that it gives.
 Served = dict[Name, tuple[str, ExpertWeights]]
 
@@ -75,8 +75,9 @@ class Inspection:
 
     findings: what each loader says, the surest one first. loader: the name of the surest; None if none reads the checkpoint,
     and why_no_loader says why. top_k: experts of a token; None where the checkpoint does not say, and why_no_top_k says why.
-    num_layers: by its configuration; None where that does not say. needed, staged: bytes that loading all groups takes, and
-    those of it to read into. available: bytes; None where the system does not say.
+    num_layers: by its configuration; None where that does not say. token: what a token reads; None if there are no routed
+    experts, or where their names are not known. needed, staged: bytes that loading all groups takes, and those of it to read
+    into. available: bytes; None where the system does not say.
     """
 
     path: str
@@ -89,13 +90,21 @@ class Inspection:
     top_k: int | None = None
     why_no_top_k: str = ""
     num_layers: int | None = None
+    token: TokenBytes | None = None
     needed: int = 0
     staged: int = 0
     available: int | None = None
 
     def counts(self, layer: Name) -> bool:
-        """Whether a token passes through a layer: not those of multi-token prediction, mtp.0 or past the model's own layers."""
-        return isinstance(layer, int) and (self.num_layers is None or layer < self.num_layers)
+        """Whether a token passes through a layer."""
+        return passes(layer, self.num_layers)
+
+    @property
+    def token_nbytes(self) -> float | None:
+        """What a token reads of the whole model, in bytes; None where nothing says how many experts it has."""
+        if self.token is None or self.top_k is None:
+            return None
+        return self.token.dense + self.token.of_experts(self.top_k)
 
     @property
     def fits(self) -> bool | None:
@@ -119,13 +128,14 @@ def inspect(path: str, loader: str = "auto", backend: str = "auto", top_k: int |
         except (CheckpointError, FormatError, UnavailableError) as error:
             found.why_no_loader, layers = str(error), []
         served, refused = _read(checkpoint, loader, layers)
+        num_layers = model_config.value(checkpoint, "num_hidden_layers")
+        found.num_layers = num_layers if type(num_layers) is int else None
+        if served.keys() <= set(naming.layers(checkpoint)):  # else a plugin's loader has experts under names of its own
+            found.token = token_bytes(checkpoint, found.num_layers)
     found.groups, found.refused = _grouped(served), _alike(refused)
     for group in found.groups:
         _choose(group, backend)
-    if found.groups:
-        _set_top_k(found, checkpoint, top_k)
-        num_layers = model_config.value(checkpoint, "num_hidden_layers")
-        found.num_layers = num_layers if type(num_layers) is int else None
+    _set_top_k(found, checkpoint, top_k)
     if served:
         packed = [group.packed_nbytes for group in found.groups for _ in group.layers]
         found.needed, found.staged = memory_needed(packed, [experts for _, experts in served.values()])
@@ -201,7 +211,11 @@ def _choose(group: LayerGroup, backend: str) -> None:
 
 
 def _set_top_k(found: Inspection, checkpoint: Checkpoint, top_k: int | None) -> None:
-    most = min(group.experts.num_experts for group in found.groups)
+    layers = [group.experts for group in found.groups] or list(found.token.routed.values() if found.token else ())
+    if not layers:
+        found.why_no_top_k = "no header of routed experts can be read"
+        return
+    most = min(layer.num_experts for layer in layers)
     try:
         found.top_k = top_k_of(checkpoint, most, top_k)
     except CheckpointError as error:
@@ -246,6 +260,11 @@ class Speed:
     limits: dict[str, Limits]
     calls: dict[str, Estimate]
     why_not: str = ""
+
+    @property
+    def read(self) -> float | None:
+        """Bytes per second that the memory gives, by the kernels that read fastest; None if none was measured."""
+        return max((limits.read for limits in self.limits.values()), default=None)
 
 
 def speed(found: Inspection) -> Speed:

@@ -61,15 +61,21 @@ class MoEExperts(torch.nn.Module):
         return Lora(pairs, self.alpha) if pairs else None
 
     @torch.compiler.disable
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        shared_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[tokens, hidden] of hidden_states' dtype and device.
 
         hidden_states: [tokens, hidden], bfloat16 or float32, or float16, which goes by way of float32. What is on a GPU is
-        copied to the CPU and back. top_k_index, top_k_weights: [tokens, top_k]; an id outside the experts adds zero. Raises
-        InputError.
+        copied to the CPU and back. top_k_index, top_k_weights: [tokens, top_k]; an id outside the experts adds zero.
+        shared_weights: [tokens, num_shared], for a layer with shared experts; None: 1. Raises InputError.
         """
         count(self, top_k_index)
-        return differentiable(self.passes, hidden_states, top_k_index, top_k_weights, self.pairs, self.alpha)
+        return differentiable(self.passes, hidden_states, top_k_index, top_k_weights, self.pairs, self.alpha, shared_weights)
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from ktmoe.arrays import as_numpy
 from ktmoe.training import Lora, Saved
 
-#: Arguments of _Experts.forward() before the adapter's tensors: passes, alpha, projections, save, x, ids, weights.
-_OTHERS = 7
+#: Arguments of _Experts.forward() before the adapter's tensors: passes, alpha, projections, save, x, ids, weights, shared.
+_OTHERS = 8
 
 
 def differentiable(
@@ -22,29 +22,33 @@ def differentiable(
     top_k_weights: torch.Tensor,
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
     alpha: float = 1.0,
+    shared_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y [tokens, hidden] of hidden_states' dtype and device, with gradients of hidden_states, top_k_weights and the adapter.
+    """y [tokens, hidden] of hidden_states' dtype and device, with gradients of hidden_states, both weights and the adapter.
 
     passes: a ktmoe.training.Training, or another object with its forward() and backward(). hidden_states: [tokens, hidden],
     bfloat16 or float32, or float16, which goes by way of float32; float64 is for references. What is on a GPU is copied to the
-    CPU and back. top_k_index, top_k_weights: [tokens, top_k]. pairs, alpha: of Lora; None: no adapter. Nothing is kept where
-    nothing requires grad.
+    CPU and back. top_k_index, top_k_weights: [tokens, top_k]. pairs, alpha: of Lora; None: no adapter. shared_weights:
+    [tokens, num_shared], for passes with shared experts; None: 1. Nothing is kept where nothing requires grad.
     """
     pairs = pairs or {}
     x = hidden_states.cpu()
     x = x.float() if x.dtype == torch.float16 else x
     ids, weights = top_k_index.cpu(), top_k_weights.cpu()
     weights = weights if x.dtype == torch.float64 else weights.float()
+    shared = None if shared_weights is None else shared_weights.cpu().to(weights.dtype)
     tensors = [tensor for pair in pairs.values() for tensor in pair]
-    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weights, *tensors))
-    return _Experts.apply(passes, alpha, tuple(pairs), save, x, ids, weights, *tensors).to(hidden_states)
+    inputs = [tensor for tensor in (x, weights, shared, *tensors) if tensor is not None]
+    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    return _Experts.apply(passes, alpha, tuple(pairs), save, x, ids, weights, shared, *tensors).to(hidden_states)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, passes, alpha, projections, save, x, ids, weights, *tensors):
+    def forward(ctx, passes, alpha, projections, save, x, ids, weights, shared, *tensors):
         lora = _lora(projections, tensors, alpha)
-        y, saved = passes.forward(_given(x), as_numpy(ids, "expert_ids"), _given(weights), lora, save=save)
+        besides = {} if shared is None else {"shared_weights": _given(shared)}  # which other passes need not know
+        y, saved = passes.forward(_given(x), as_numpy(ids, "expert_ids"), _given(weights), lora, save=save, **besides)
         if save:
             ctx.passes, ctx.alpha, ctx.projections = passes, alpha, projections
             ctx.saved, kept = _taken_apart(saved)
@@ -59,7 +63,8 @@ class _Experts(torch.autograd.Function):
         count = len(everything) - 2 * len(ctx.projections)
         tensors = everything[count:]
         needs = ctx.needs_input_grad
-        wanted = [name for name, need in (("x", needs[4]), ("weights", needs[6]), ("lora", any(needs[_OTHERS:]))) if need]
+        of_weights = needs[6] or needs[7]
+        wanted = [name for name, need in (("x", needs[4]), ("weights", of_weights), ("lora", any(needs[_OTHERS:]))) if need]
         gradients = ctx.passes.backward(
             _put_together(ctx.saved, everything[:count]),
             _given(grad_y),
@@ -71,7 +76,9 @@ class _Experts(torch.autograd.Function):
             made = [array for projection in ctx.projections for array in gradients.lora[projection]]
             pairs = zip(made, tensors, needs[_OTHERS:], strict=True)
             of_lora = [torch.from_numpy(array).to(tensor.dtype) if need else None for array, tensor, need in pairs]
-        return (None, None, None, None, _tensor(gradients.x), None, _tensor(gradients.weights), *of_lora)
+        of_x, of_weights = _tensor(gradients.x), _tensor(gradients.weights)
+        of_shared = _tensor(gradients.shared_weights) if needs[7] else None
+        return (None, None, None, None, of_x, None, of_weights, of_shared, *of_lora)
 
 
 def _lora(projections: tuple[str, ...], tensors: tuple[torch.Tensor, ...], alpha: float) -> Lora | None:

@@ -29,19 +29,22 @@ class Gradients:
 
     x: like x, of its kind and dtype. weights: of the router weights, float32 [tokens, top_k], 0 where a slot is skipped.
     lora: of the adapter, {projection: (da, db)}, float32 of a's and b's shapes. None: not wanted, or no adapter.
+    shared_weights: of the shared experts' weights, given or 1, float32 [tokens, num_shared], wanted with "weights"; None for a
+    layer without them.
     """
 
     x: object
     weights: np.ndarray | None
     lora: dict[str, tuple] | None
+    shared_weights: np.ndarray | None = None
 
 
 class Training:
     """The forward and the backward pass of a layer whose weights are frozen and stay packed. docs/numerics.md has all formulas.
 
-    layer: with activations="bf16". It can still be used by itself. A forward pass copies its expert_mask, which its backward
-    pass uses. Do not replace an expert between the two. recompute: whether a forward pass keeps its arguments alone, and the
-    backward pass computes g and u again, with the same bits.
+    layer: with activations="bf16"; shared experts exclude an adapter. It can still be used by itself. A forward pass copies its
+    expert_mask, which its backward pass uses. Do not replace an expert between the two. recompute: whether a forward pass keeps
+    its arguments alone, and the backward pass computes g and u again, with the same bits.
 
     Raises InputError for another activation mode, UnavailableError for a layer that cannot be trained, ClosedError.
     """
@@ -69,24 +72,34 @@ class Training:
         return self
 
     def forward(
-        self, x, expert_ids, expert_weights, lora: Lora | None = None, *, save: bool = True, out=None
+        self,
+        x,
+        expert_ids,
+        expert_weights,
+        lora: Lora | None = None,
+        *,
+        save: bool = True,
+        out=None,
+        shared_weights=None,
     ) -> tuple[object, Saved | None]:
-        """(y, what backward() needs). y, x, expert_ids, expert_weights and out are those of MoELayer.forward(); without an
-        adapter y has its bits.
+        """(y, what backward() needs). y, x, expert_ids, expert_weights, out and shared_weights are those of MoELayer.forward();
+        without an adapter y has its bits.
 
         lora: the adapter; None: none. save: whether to keep anything; None is returned where not.
-        Raises what MoELayer.forward() raises, InputError for an adapter of other shapes, OutOfMemoryError.
+        Raises what MoELayer.forward() raises, InputError for an adapter of other shapes or of a layer with shared experts,
+        OutOfMemoryError.
         """
         _open(self.layer, "forward")
-        batch = checked_batch(self.spec, self.layer.expert_mask, x, expert_ids, expert_weights)
+        given, num_shared = (x, expert_ids, expert_weights), self.layer.num_shared
+        batch = checked_batch(self.spec, self.layer.expert_mask, *given, num_shared, shared_weights)
         adapter = self._adapter(lora)
         target = checked_out(out, batch)
         taken = None
         with memory_for(f"{self.layer.name}: what a forward pass of {len(batch.ids)} tokens keeps"):
             arguments = batch.copied() if save else batch.contiguous()
             if save and not self.recompute:
-                taken = self._room(batch.ids.size, lora)
-        if batch.ids.size == 0:
+                taken = self._room(batch.slots, lora)
+        if batch.slots == 0:
             target[...] = 0
         else:
             self._passes.forward_training(*arguments, target, adapter, taken)
@@ -152,9 +165,15 @@ class Training:
         else:
             arguments = (saved.x, saved.ids, saved.weights, saved.mask, arrays.contiguous(given), adapter, saved.arrays)
             self._passes.backward(*arguments, grad_x, grad_weights, sums, bool(add), scale)
-        return Gradients(
-            None if grad_x is None else saved.restore(grad_x), grad_weights if "weights" in wanted else None, gradients
-        )
+        of_weights = self._of_weights(grad_weights) if "weights" in wanted else (None, None)
+        return Gradients(None if grad_x is None else saved.restore(grad_x), of_weights[0], gradients, of_weights[1])
+
+    def _of_weights(self, all_weights: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The gradients of the routed experts' weights and of the shared ones', which follow these."""
+        if not self.layer.num_shared:
+            return all_weights, None
+        routed, shared = np.hsplit(all_weights, [all_weights.shape[1] - self.layer.num_shared])
+        return routed.copy(), shared.copy()
 
     def _adapter(self, lora: Lora | None):
         """The adapter as the driver takes it. Raises InputError."""
@@ -162,6 +181,11 @@ class Training:
             return None
         if not isinstance(lora, Lora):
             raise InputError(f"{self.layer.name}: lora must be a Lora or None, found {type(lora).__name__}")
+        if self.layer.num_shared:
+            raise InputError(
+                f"{self.layer.name}: lora must be None for a layer with shared experts, found {lora!r}; adapters are of routed "
+                "experts: make the layer without its shared experts, which a MoELayer of their own computes beside"
+            )
         lora.check_dtypes(self.layer.name)
         lora.check(self.layer.spec)
         return core.Adapter(self.layer.spec, lora.scale, lora.pairs)

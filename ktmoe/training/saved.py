@@ -20,9 +20,10 @@ class Saved:
     """One forward pass, for Training.backward(), once or more often. All arrays are its own.
 
     x: uint16 (bfloat16 bits) or float32 [tokens, hidden]. ids: int64 [tokens, top_k]; weights: float32 like it; mask: uint8
-    [num_experts]. arrays: (g, u, t), float32 [tokens * top_k, intermediate] twice and [tokens * top_k, 3, rank], t None without
-    an adapter; None with recompute=True. adapted: (projections, rank) of the adapter, None without one. owner: the layer.
-    restore: turns an array like x into the kind that x had.
+    [num_experts]; of a layer's shared experts too, which follow the others in all three. arrays: (g, u, t), float32
+    [tokens * top_k, intermediate] twice and [tokens * top_k, 3, rank], t None without an adapter; None with recompute=True.
+    adapted: (projections, rank) of the adapter, None without one. owner: the layer. restore: turns an array like x into the
+    kind that x had.
     """
 
     x: np.ndarray
@@ -63,7 +64,8 @@ def saved_nbytes(
     """Bytes that a forward pass keeps: tokens * top_k * (8 * intermediate + 12 * rank) for g, u and what A gives, and the
     arguments: tokens * (hidden * x_bytes + 12 * top_k) + num_experts. With recompute=True the arguments alone.
 
-    rank: 0 without an adapter. x_bytes: of an item of x, 2 for bfloat16 and 4 for float32.
+    top_k, num_experts: with shared experts, if any. rank: 0 without an adapter. x_bytes: of an item of x, 2 for bfloat16 and 4
+    for float32.
     """
     arguments = tokens * (hidden * x_bytes + _OF_A_SLOT * top_k) + num_experts
     return arguments + (0 if recompute else tokens * top_k * (8 * intermediate + 12 * rank))

@@ -103,6 +103,11 @@ def _of(layer: MoELayer):
     packed = layer.packed  # once: close() may come from another thread
     if packed is None:
         raise ClosedError(f"{layer.name}: a stage after close()")
+    if layer.num_shared:
+        raise InputError(
+            f"{layer.name}: layer must have no shared experts, since a Sorting does not have them; found {layer.num_shared}; "
+            "make it without them, and a MoELayer of their own beside"
+        )
     with asking(layer.backend, layer.name):
         stages = packed.stages()
     return stages, mode_of(layer.activations), checked_mask(layer.spec, layer.expert_mask).copy()
