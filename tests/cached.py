@@ -24,14 +24,15 @@ SIZES = {"num_experts": 5, "hidden": 128, "intermediate": 256}
 
 
 def arenas_of(folder, experts, numa_nodes=None):
-    """The Arenas of these experts, in a file that is written here."""
+    """The Arenas of these experts, or of these LinearWeights, in a file that is written here."""
+    item = Item("layer", 0)
     placement = placement_of(experts, numa_nodes)
     shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
-    entry = manifest.expected(Item("layer", 0), experts, shards)
-    stated = manifest.stated(Item("layer", 0), entry, "")
+    entry = manifest.expected(item, experts, shards)
+    stated = manifest.stated(item, entry, "")
     writer = None
     choice = choose_backend("auto", experts)
-    plan = Plan(experts.router_weight, choice.activations, placement=placement)
+    plan = Plan(activations=choice.activations, placement=placement)
     try:
         for one in backends.get(choice.name).pack_each(experts, plan):
             writer = writer or PackedFileWriter(folder / entry.file, experts, shards, one, stated)

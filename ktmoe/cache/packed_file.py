@@ -16,7 +16,7 @@ A dense matrix is one expert whose only projection is "weight". The __metadata__
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from ktmoe.weight_spec import WeightSpec
 
 #: Tensors by name: (dtype, shape).
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
+#: Panels of a matrix that are copied at a time: at 8,192 inputs of bfloat16, 64 MiB.
+PANELS_AT_ONCE = 64
 
 
 def tensors_of(weights: WeightSpec, shards: Sequence[tuple[int, int]], biases: Iterable[str]) -> Tensors:
@@ -86,7 +88,8 @@ class PackedFileWriter:
         """
         for shard in range(len(self._shards)):
             for projection in self._weights.projections:
-                self._file.write(one.packed_bytes(0, projection, shard), f"shard.{shard}")
+                for piece in pieces(one, 0, projection, shard):
+                    self._file.write(piece, f"shard.{shard}")
         biases, factors = core.numbers(one)
         if list(biases) != self._biases:
             raise FormatError(
@@ -122,6 +125,14 @@ class PackedFileWriter:
     def abort(self) -> None:
         """Remove what was written; nothing after commit()."""
         self._file.abort()
+
+
+def pieces(packed: core.PackedLayer | core.PackedLinear, expert: int, projection: str, shard: int) -> Iterator[np.ndarray]:
+    """What a shard has of one matrix, packed, a few panels at a time: a dense one may have gigabytes."""
+    first = 0
+    while (piece := packed.packed_bytes(expert, projection, shard, first, PANELS_AT_ONCE)).size:
+        yield piece
+        first += len(piece)
 
 
 def open_packed(folder: Path, entry: PackedFile, weights: WeightSpec, stated: Mapping[str, str]) -> Arenas:

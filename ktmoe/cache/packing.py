@@ -15,7 +15,7 @@ from ktmoe._native import core
 from ktmoe.backends.base import Arenas, Progress
 from ktmoe.cache import manifest, source
 from ktmoe.cache.manifest import Item, Manifest, PackedFile
-from ktmoe.cache.packed_file import PackedFileWriter, open_packed
+from ktmoe.cache.packed_file import PackedFileWriter, open_packed, pieces
 from ktmoe.cache.wanted import ToPack, wanted
 from ktmoe.errors import CacheError, CheckpointError, OutOfSpaceError, OutputError
 from ktmoe.files.lock import LOCK_NAME, exclusive
@@ -216,8 +216,9 @@ def _same(
     shards: int,
 ) -> bool:
     return all(
-        np.array_equal(mapped.packed_bytes(expert, projection, shard), packed.packed_bytes(0, projection, shard))
+        np.array_equal(found, expected)
         for shard in range(shards)
+        for found, expected in zip(pieces(mapped, expert, projection, shard), pieces(packed, 0, projection, shard), strict=True)
     )
 
 

@@ -235,9 +235,10 @@ cdef class _PackedExperts:
                 views["factor"][:] = factors[p][rows][: views["factor"].size // 4].view(np.uint8)
         return {self._names[p]: array for p, array in biases.items() if numbers[p].has_bias}
 
-    def packed_bytes(self, size_t expert, str projection, size_t shard=0):
-        """A copy of what a shard has of one matrix, packed, uint8 [panels, panel bytes]."""
-        cdef size_t p = self._names.index(projection), n, k = self.experts.layer.hidden
+    def packed_bytes(self, size_t expert, str projection, size_t shard=0, size_t first=0, size_t most=SIZE_MAX):
+        """A copy of what a shard has of one matrix, packed, uint8 [panels, panel bytes]: of at most so many panels from the
+        first one on."""
+        cdef size_t p = self._names.index(projection), n, k = self.experts.layer.hidden, panels
         cdef const kt_format *f = &self.experts.formats[p]
         cdef const uint8_t *data = NULL
         cdef kt_outcome outcome
@@ -246,14 +247,15 @@ cdef class _PackedExperts:
         n = self._columns[shard]
         if p == 2:
             n, k = k, n
-        to = np.empty(((n + KT_PANEL - 1) // KT_PANEL, kt_panel_bytes(f, k)), np.uint8)
+        panels = (n + KT_PANEL - 1) // KT_PANEL
+        to = np.empty((min(most, panels - min(first, panels)), kt_panel_bytes(f, k)), np.uint8)
         with nogil:
             kt_pool_lock()
             outcome = self._state()
             if outcome == KT_DONE:
                 data = kt_matrix_of(&self.experts, shard, expert, p).data
-            if data:
-                memcpy(&to[0, 0], data, to.shape[0] * to.shape[1])
+            if data and to.shape[0]:
+                memcpy(&to[0, 0], data + first * to.shape[1], to.shape[0] * to.shape[1])
             kt_pool_unlock()
         self._check_outcome(outcome)
         if not data:
