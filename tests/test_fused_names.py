@@ -183,6 +183,16 @@ def test_an_mlp_is_computed(tmp_path):
         assert_right(layer, experts, x, ids, np.ones((3, 1), np.float32))
 
 
+def test_gate_and_up_of_one_tensor_are_read_once(tmp_path, monkeypatch):
+    """If they are asked for in turn; then again, as whoever packs twice does."""
+    stored = {"a.gate_up_proj.weight": zeros("BF16", 16, 4), "a.down_proj.weight": zeros("BF16", 4, 8)}
+    experts, read, names = load_mlp(write(tmp_path, stored), "a"), Checkpoint.read, []
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name, **other: names.append(name) or read(self, name, **other))
+    for _ in range(2):
+        assert [experts.matrix(0, projection).name for projection in PROJECTIONS] == ["a.gate_proj", "a.up_proj", "a.down_proj"]
+    assert names == ["a.gate_up_proj.weight", "a.down_proj.weight"] * 2
+
+
 def test_projections_may_have_formats_of_their_own(tmp_path):
     """As where config.json leaves some layers as they are."""
     tensors, _ = mlp("fp8 per row")

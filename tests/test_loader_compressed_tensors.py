@@ -7,7 +7,7 @@ from checkpoints import EXPERTS, PROJ, SCHEMES, Scheme, int4, int4_meaning, writ
 from ktmoe import loaders
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders import compressed_tensors
+from ktmoe.loaders import config_groups
 from ktmoe.loaders.base import find_loader
 from ktmoe.weights import formats
 from ktmoe.weights.activation import SILU
@@ -288,8 +288,8 @@ def test_other_formats_of_compressed_tensors(tmp_path):
 def test_the_config_is_looked_through_once(tmp_path, monkeypatch):
     """However many layers there are; a hostile one has groups without end."""
     tensors = SCHEME.layer("model.layers.0") | SCHEME.layer("model.layers.1", 1)
-    looked, read = [], compressed_tensors.read_group
-    monkeypatch.setattr(compressed_tensors, "read_group", lambda checkpoint: looked.append(checkpoint) or read(checkpoint))
+    looked, read = [], config_groups.read
+    monkeypatch.setattr(config_groups, "read", lambda checkpoint: looked.append(checkpoint) or read(checkpoint))
     with write(tmp_path, tensors) as checkpoint:
         loader = find_loader(checkpoint)
         for layer in (0, 1, 0):

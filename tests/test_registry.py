@@ -47,6 +47,7 @@ def test_built_in_names():
         "base",
         "checkpoint",
         "checks",
+        "config_groups",
         "dense",
         "direct_io",
         "fused",

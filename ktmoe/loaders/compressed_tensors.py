@@ -17,19 +17,16 @@ is not supported is refused, and group_size counts where it is given.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
 
 from ktmoe.errors import CheckpointError, FormatError
-from ktmoe.loaders import checks, quantization, registry
-from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders import checks, config_groups, registry
 from ktmoe.loaders.per_expert import PerExpert
 from ktmoe.loaders.scheme import Endings, Headers, Scheme, group
 from ktmoe.matrix import Matrix
-from ktmoe.messages import show
 from ktmoe.weights.elements import INT4, INT8_PLUS_128
 from ktmoe.weights.formats import Factor, WeightFormat, int4, int8, uint4
 
@@ -45,17 +42,6 @@ _REST = {
 }
 _SHAPE_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _ELEMENTS = {4: INT4, 8: INT8_PLUS_128}
-#: What config_groups.*.weights may say, besides nothing and group_size. actorder "weight" reorders nothing that is stored.
-_SUPPORTED = {
-    "num_bits": (4, 8),
-    "type": ("int",),
-    "symmetric": (True, False),
-    "strategy": ("group", "channel", None),
-    "actorder": (None, False, "weight", "static"),
-}
-
-#: The group_size that a checkpoint's config_groups say, by checkpoint.
-_groups: weakref.WeakKeyDictionary[Checkpoint, int | None] = weakref.WeakKeyDictionary()
 
 
 class CompressedTensors(Scheme):
@@ -73,7 +59,7 @@ class CompressedTensors(Scheme):
         checks.dimensions(packed, 2)
         checks.dimensions(scales, 2)
         bits, asymmetric = _bits(headers), headers.arrays is _ASYMMETRIC
-        size = _stated_group(headers.checkpoint)
+        size = config_groups.stated(headers.checkpoint).group_size
         per_row = size is None and scales.shape[1] == 1
         if asymmetric and (bits == 8 or per_row):
             found = "8 bits" if bits == 8 else "one per row (channel)"
@@ -132,78 +118,23 @@ def _bits(headers: Headers) -> int:
 
 
 def _bits_alone(headers: Headers) -> int:
-    checkpoint, items = headers.checkpoint, headers.info("codes").shape[1]
-    name = headers.name + _STATED
-    size, stated = _stated_group(checkpoint), _stated_bits(checkpoint)
-    if name in checkpoint:
+    stated, items = config_groups.stated(headers.checkpoint), headers.info("codes").shape[1]
+    found = []
+    if headers.name + _STATED in headers.checkpoint:
         _check_stated(headers)
         _, k = _read_stated(headers)
         found = [bits for bits in _ELEMENTS if items == -(-k * bits // 32)]
-    elif len(stated) == 1:
-        found = list(stated)
-    elif size is not None:
-        found = [bits for bits in _ELEMENTS if headers.info("scales").shape[1] == -(-items * 32 // bits // size)]
-    else:
-        found = []
+    elif len(stated.bits) == 1:
+        found = list(stated.bits)
+    elif stated.group_size is not None:
+        groups = headers.info("scales").shape[1]
+        found = [bits for bits in _ELEMENTS if groups == -(-items * 32 // bits // stated.group_size)]
     if len(found) != 1:
         raise FormatError(
             f"{headers.tensor('codes')}: expected {_STATED.lstrip('.')}, or num_bits in quantization_config of config.json, to "
             f"say whether its codes have 4 or 8 bits, found {items} items a row"
         )
     return found[0]
-
-
-def _stated_bits(checkpoint: Checkpoint) -> set[int]:
-    """The bits that config.json's config_groups give, of those that are read here."""
-    groups = quantization.read(checkpoint).get("config_groups")
-    weights = [one.get("weights") for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
-    found = [of.get("num_bits") for of in weights if isinstance(of, dict)]
-    return {bits for bits in found if type(bits) is int and bits in _ELEMENTS}
-
-
-def _stated_group(checkpoint: Checkpoint) -> int | None:
-    """read_group(), once for all layers of a checkpoint: a hostile config has many groups."""
-    if checkpoint not in _groups:
-        _groups[checkpoint] = read_group(checkpoint)
-    return _groups[checkpoint]
-
-
-def read_group(checkpoint: Checkpoint) -> int | None:
-    """config.json's group_size, None if it gives none. Raises FormatError, which names the key, for what is not supported.
-
-    Where there are several config groups, one of them must be supported: which layers they are for is not looked at.
-    """
-    where, stated = f"{checkpoint.path}: quantization_config", quantization.read(checkpoint)
-    groups = stated.get("config_groups")
-    if not isinstance(groups, dict | None):
-        raise CheckpointError(f"{where}.config_groups: expected an object, found {show(groups)}")
-    refused, sizes = None, []
-    for name, one in (groups or {}).items():
-        weights = one.get("weights") if isinstance(one, dict) else None
-        if not isinstance(weights, dict):  # a group that leaves weights as they are
-            continue
-        try:
-            sizes.append(_group_size(f"{where}.config_groups.{name}.weights", weights))
-        except FormatError as error:
-            refused = refused or error
-    if refused is not None and not sizes:
-        raise refused
-    sizes = set(sizes)
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _group_size(where: str, weights: dict) -> int | None:
-    for key, supported in _SUPPORTED.items():
-        found = weights.get(key, supported[0])
-        if not any(type(found) is type(value) and found == value for value in supported):
-            expected = " or ".join(repr(value) for value in supported)
-            raise FormatError(f"{where}.{key}: expected {expected}, found {show(found)}")
-    size = weights.get("group_size")
-    if type(size) is int and size == -1:  # all of a row
-        return None
-    if size is not None and (type(size) is not int or not 1 <= size < 2**31):
-        raise FormatError(f"{where}.group_size: expected a count of columns, found {show(size)}")
-    return size
 
 
 registry.register("compressed_tensors", PerExpert(CompressedTensors(), "compressed-tensors' pack-quantized"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
@@ -16,7 +16,9 @@ from ktmoe.loaders import architectures, fused, model_config, naming, one_matrix
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_model import ARCHITECTURE
 from ktmoe.loaders.one_matrix import StoredMatrix
+from ktmoe.loaders.pairs import GateUpReader
 from ktmoe.matrix import Matrix
+from ktmoe.matrix_rows import take_rows
 from ktmoe.messages import show
 from ktmoe.weights.activation import GatedActivation
 
@@ -73,10 +75,22 @@ def load_mlp(
     if activation is None:
         activation = _activation(checkpoint)
 
-    def read(expert: int, projection: str) -> Matrix:
-        return found[projection].read()
+    return ExpertWeights(1, hidden, intermediate, _reader(found), formats, activation, base)
 
-    return ExpertWeights(1, hidden, intermediate, read, formats, activation, base)
+
+def _reader(found: Mapping[str, StoredMatrix]) -> Callable[[int, str], Matrix]:
+    """(0, projection) -> Matrix. Gate and up of one stored matrix are read once, if they are asked for in turn."""
+
+    def both(_expert: int) -> dict[str, Matrix]:
+        whole = found["gate"].whole.read()
+        return {p: take_rows(whole, *found[p].rows, found[p].name) for p in ("gate", "up")}
+
+    pairs = GateUpReader(both) if found["gate"].whole else None
+
+    def read(expert: int, projection: str) -> Matrix:
+        return pairs.take(expert, projection) if pairs and projection != "down" else found[projection].read()
+
+    return read
 
 
 def _names(checkpoint: Checkpoint, base: str) -> Mapping[str, str]:

@@ -6,8 +6,6 @@ before all of v, and gate before up. A stored matrix is never changed: rows are 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.loaders import model_config, one_matrix
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -53,7 +51,15 @@ def _part(checkpoint: Checkpoint, name: str, whole: StoredMatrix, index: int) ->
     first = sum(counts[:index])
     last = first + counts[index]
     check_rows(whole.name, whole.format, n, first, last)
-    return replace(whole, name=name, shape=(last - first, k), read=lambda: take_rows(whole.read(), first, last, name))
+    return StoredMatrix(
+        name,
+        whole.format,
+        (last - first, k),
+        whole.has_bias,
+        lambda: take_rows(whole.read(), first, last, name),
+        whole,
+        (first, last),
+    )
 
 
 def _joined(name: str, parts: list[StoredMatrix]) -> StoredMatrix:

@@ -31,6 +31,7 @@ class StoredMatrix:
 
     name: what its tensors' names begin with. format, shape: the Matrix's. has_bias: whether it has one.
     read: reads it, from any thread. It raises FormatError for bytes that are not what their headers promise, CheckpointError.
+    whole, rows: where it is some rows [first, last) of a stored matrix, that one and these.
     """
 
     name: str
@@ -38,6 +39,8 @@ class StoredMatrix:
     shape: tuple[int, int]
     has_bias: bool
     read: Callable[[], Matrix] = field(repr=False)
+    whole: StoredMatrix | None = None
+    rows: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 from served import check_layer, claimed, numbers
-from writing import EXPERTS, HIDDEN
+from writing import EXPERTS, HIDDEN, STEMS
 
+from ktmoe import load_matrix
 from ktmoe.errors import KtmoeError
 from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders.base import find_loader
@@ -74,6 +75,8 @@ def test_numbers(case, script, name):
     for key, wanted in expected.items():
         expert, _, projection = key.partition(".")
         np.testing.assert_allclose(numbers(experts.matrix(int(expert), projection)), wanted, rtol=ROUNDINGS)
+        dense = load_matrix(checkpoint, f"model.layers.0.mlp.experts.{expert}.{STEMS[projection]}")
+        np.testing.assert_allclose(numbers(dense), wanted, rtol=ROUNDINGS)
     check_layer(folder, 0, EXPERTS, HIDDEN)
 
 

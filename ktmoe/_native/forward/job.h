@@ -60,10 +60,10 @@ typedef struct kt_job {
     kt_x x;
     kt_x_form forms[KT_X_FORMS];
     size_t num_forms;
-    kt_gate begun;        /* workers that are not there yet: tuning.by_turns waits for all */
-    kt_staging staging;   /* of x, in all forms, by the workers */
-    uint8_t *together;    /* [slots]: see kt_x */
-    kt_count *summed;     /* [ranges][hidden_panels]: shards whose sums are there */
+    kt_gate begun;      /* workers that are not there yet: tuning.by_turns waits for all */
+    kt_staging staging; /* of x, in all forms, by the workers */
+    uint8_t *together;  /* [slots]: see kt_x */
+    kt_count *summed;   /* [ranges][hidden_panels]: shards whose sums are there */
     kt_lowered lowered[KT_PHASES];
     float *t[KT_MATRICES]; /* [slots][rank]; none without an adapter */
     size_t num_shards;

@@ -50,7 +50,7 @@ typedef struct job {
     const kt_teams *teams;
     size_t first, tokens; /* of the call: a chunk */
     size_t strip_rows, num_strips;
-    uint64_t *cost;  /* [num_strips + 1]: of one item of each strip before */
+    uint64_t *cost; /* [num_strips + 1]: of one item of each strip before */
     size_t longest_row, kernel_scratch_bytes;
     kt_staging staging;
     source sources[KT_LINEARS_MAX];
@@ -67,9 +67,7 @@ static size_t panels_of(const kt_layer *l, size_t shard) {
 
 static size_t num_shards(const job *j) { return kt_shards_of(j->call->of[0].layer->placement); }
 
-static bool same_rule(const kt_block_rule *a, const kt_block_rule *b) {
-    return a == b || (a && b && !memcmp(a, b, sizeof *a));
-}
+static bool same_rule(const kt_block_rule *a, const kt_block_rule *b) { return a == b || (a && b && !memcmp(a, b, sizeof *a)); }
 
 static bool same_source(const source *a, const source *b) {
     return a->rows == b->rows && a->from.x == b->from.x && a->from.columns == b->from.columns &&
@@ -83,12 +81,8 @@ static void begin(job *j, const kt_linears *call, const kt_teams *teams) {
         const kt_layer *l = call->of[i].layer;
         source *s = &j->sources[i];
         const size_t k = kt_round_up(l->hidden, KT_BLOCK);
-        s->from = (kt_given_rows){(const uint8_t *)call->x + call->of[i].column * number_bytes,
-                                  call->dtype,
-                                  l->hidden,
-                                  call->stride,
-                                  k,
-                                  l->round_x};
+        s->from = (kt_given_rows){
+            (const uint8_t *)call->x + call->of[i].column * number_bytes, call->dtype, l->hidden, call->stride, k, l->round_x};
         s->rows = matrix_of(l, 0)->kernel->rows; /* all shards of a matrix have one kernel */
         s->stride_bytes = kt_row_bytes(s->rows->block_bytes, k);
         while (!same_source(&j->sources[s->same], s)) s->same++;
@@ -208,8 +202,8 @@ typedef struct place {
     const kt_linear *of;
     const source *source;
     const kt_matrix *matrix;
-    size_t panel, panels;  /* of the matrix in the shard: the item's, and how many there are */
-    size_t row, rows;      /* of the chunk */
+    size_t panel, panels;   /* of the matrix in the shard: the item's, and how many there are */
+    size_t row, rows;       /* of the chunk */
     size_t column, columns; /* of y: the panel's first one, and how many are left in the shard */
 } place;
 

@@ -22,9 +22,7 @@ void kt_row_put(const kt_rows *rows, bool e2m1, const uint16_t *x, size_t first,
         memcpy((uint8_t *)row + (first + at) / KT_BLOCK * stride, x + at, KT_BLOCK * sizeof *x);
 }
 
-bool kt_given_as_it_is(const kt_given_rows *from) {
-    return from->dtype == KT_BF16 && from->columns == from->k && !from->rule;
-}
+bool kt_given_as_it_is(const kt_given_rows *from) { return from->dtype == KT_BF16 && from->columns == from->k && !from->rule; }
 
 const uint16_t *kt_given_row(const kt_given_rows *from, size_t row, const float *r, uint16_t *restrict own) {
     const size_t columns = from->columns;

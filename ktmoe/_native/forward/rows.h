@@ -10,7 +10,7 @@ enum { KT_STAGE_TOKENS = 6 }; /* from so many on, copying rows pays that stand a
 typedef struct kt_given_rows {
     const void *x; /* [][stride], of which `columns` are a row */
     enum kt_dtype dtype;
-    size_t columns, stride, k;  /* k: columns, padded */
+    size_t columns, stride, k; /* k: columns, padded */
     const kt_block_rule *rule; /* that rounds them, or NULL */
 } kt_given_rows;
 

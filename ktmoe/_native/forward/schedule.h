@@ -82,7 +82,8 @@ void kt_schedule_fill(kt_schedule *s, const kt_route *r);
 
 void kt_list_carve(kt_list *list, kt_carver *c, size_t groups); /* groups: of its team */
 /* Makes a list, whose rounds and queues have their places. */
-void kt_list_fill(kt_list *list, const kt_teams *teams, size_t shard, const uint64_t *cost, size_t num_strips, size_t per_strip);
+void kt_list_fill(kt_list *list, const kt_teams *teams, size_t shard, const uint64_t *cost, size_t num_strips,
+                  size_t per_strip);
 /* The most rows of a strip, if `pieces` have so many rows and as many panels to compute: items shall be few of a worker's share. */
 size_t kt_strip_rows(const kt_teams *teams, size_t pieces, size_t rows, size_t panels);
 uint64_t kt_strip_cost(size_t rows); /* of one item */

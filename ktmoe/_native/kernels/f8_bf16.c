@@ -8,7 +8,7 @@
 #include "kernels/common/f8_words.h"
 #include "kernels/common/isa.h"
 
-enum { IN_PLACE = 0 };
+enum { IN_PLACE = 0, FEW_ROWS = 12 };
 
 #include "kernels/loops/panel.h"
 

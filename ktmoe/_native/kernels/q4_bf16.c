@@ -8,7 +8,7 @@
 #include "kernels/common/isa.h"
 #include "kernels/common/q4_words.h"
 
-enum { IN_PLACE = 0 };
+enum { IN_PLACE = 0, FEW_ROWS = 12 };
 
 #include "kernels/loops/panel.h"
 

@@ -12,12 +12,11 @@ enum {
     BLOCK_SUMS = 0,
     TILE_VECTORS = 4,
     TILE_ROWS = 6, /* 24 accumulators of 32 registers */
-    FEW_ROWS = 12,
-    FEW_MAX = FEW_ROWS,
+    FEW_MAX = 12,
 };
 
 /* The passes have 4 to 24 chains, which hide the latency and fit into registers. A broadcast of x serves all vectors, and 6
- * rows decode once. */
+ * rows decode once. A kernel file says whether FEW_ROWS are 6 or 12: more than 6 read twice what is in place, and else decode twice. */
 #define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
 
 INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int span) {

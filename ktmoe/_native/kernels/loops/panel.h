@@ -75,17 +75,13 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
     const uint32_t *x[FEW_ROWS];
     float *out[2] = {a->out[panel] + first * KT_PANEL, a->out[vectors == BOTH ? 1 : panel] + first * KT_PANEL};
     sums sum[FEW_ROWS][BOTH];
-    const uint8_t *next = panel + 1 < (int)a->panels ? a->w[panel + 1] : a->next[0] ? a->next[0] : a->w[panel];
-    if (v0 > 0) next += (size_t)(v0 - vectors) * (a->k / 8 * OCTET_LINES * LINE / VECTORS);
-/* The hardware does not fetch ahead far enough, if at all: without this, reading and computing add up. In ascending order, since
- * that is what the hardware helps with, and one line at a time, since a prefetch that finds all fill buffers taken holds up what
- * is behind it. A panel's first pass does it for all. Where nothing is decoded, memory would have nothing to do in the others: each
- * of them fetches its share of the next panel. */
-#define FETCH(slot, slots)                                                                                    \
-    for (int line = (slot); v0 == 0 && line < (vectors == BOTH ? 2 : 1) * OCTET_LINES; line += (slots))       \
-        prefetch_l1(w[line / OCTET_LINES] + AHEAD_BYTES + (octet * OCTET_LINES + line % OCTET_LINES) * LINE); \
-    for (int line = (slot); IN_PLACE && v0 > 0 && line < OCTET_LINES * vectors / VECTORS; line += (slots))    \
-    prefetch_l2(next + line * LINE)
+/* The hardware does not fetch ahead far enough where decoding takes long: without this, reading and computing add up. In ascending
+ * order, since that is what the hardware helps with, and one line at a time, since a prefetch that finds all fill buffers taken holds
+ * up what is behind it. A panel's first pass does it for all. Weights in place are read so fast that the fill buffers of L1 would
+ * bound it: the hardware fetches more of them, to L2. */
+#define FETCH(slot, slots)                                                                                           \
+    for (int line = (slot); !IN_PLACE && v0 == 0 && line < (vectors == BOTH ? 2 : 1) * OCTET_LINES; line += (slots)) \
+    prefetch_l1(w[line / OCTET_LINES] + AHEAD_BYTES + (octet * OCTET_LINES + line % OCTET_LINES) * LINE)
 #define OUT(i, v) (out[(v) / VECTORS] + (i) * KT_PANEL + (v0 + (v) % VECTORS) * LANES)
     for (int i = 0; i < rows; i++) {
         x[i] = a->x[first + i];
@@ -143,7 +139,6 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
                         }
                         __asm__ volatile("" : : : "memory"); /* x is broadcast again, so that sums keep their registers */
                     }
-                    if (IN_PLACE && v0 > 0) next += OCTET_LINES * vectors / VECTORS * LINE;
                 }
                 if (!has_sums(how) || (!BLOCK_SUMS && !(how & HALVES) && b + 1 < blocks)) continue;
                 f32v of_x[FEW_ROWS];
@@ -179,22 +174,21 @@ INLINE size_t next_rows(size_t left, size_t most) {
     return (left + steps - 1) / steps;
 }
 
-#define PASS(rows, vectors)                                                                            \
-    case rows:                                                                                         \
-        for (int v0 = 0; v0 < VECTORS; v0 += (vectors)) pass(a, first, rows, panel, v0, vectors, how); \
+#define PASS(rows, vectors)                                                                                                  \
+    case rows:                                                                                                               \
+        for (int v0 = 0; (rows) <= FEW_ROWS && v0 < VECTORS; v0 += (vectors)) pass(a, first, rows, panel, v0, vectors, how); \
         break;
 
+/* Rows are innermost, so that their later passes find a panel in L2. */
 INLINE void few(const kt_dot *a, const scaling how) {
-    for (size_t first = 0, rows; first < a->m; first += rows) {
-        rows = next_rows(a->m - first, FEW_ROWS);
-        if (VECTORS < 8 && rows == 1 && a->panels == 2) { /* a panel's vectors alone are too few chains */
-            pass(a, first, 1, 0, 0, BOTH, how);
-            continue;
-        }
-        for (int panel = 0; panel < (int)a->panels; panel++) switch (rows) {
+    if (VECTORS < 8 && a->m == 1 && a->panels == 2) { /* a panel's vectors alone are too few chains */
+        pass(a, 0, 1, 0, 0, BOTH, how);
+        return;
+    }
+    for (int panel = 0; panel < (int)a->panels; panel++)
+        for (size_t first = 0, rows; first < a->m; first += rows) switch (rows = next_rows(a->m - first, FEW_ROWS)) {
                 PASSES(PASS)
             }
-    }
 }
 
 /* DECODE_K k of a panel, decoded. */
