@@ -235,9 +235,9 @@ cdef class _PackedExperts:
                 views["factor"][:] = factors[p][rows][: views["factor"].size // 4].view(np.uint8)
         return {self._names[p]: array for p, array in biases.items() if numbers[p].has_bias}
 
-    def packed_bytes(self, size_t expert, str projection, size_t shard=0, size_t first=0, size_t most=SIZE_MAX):
+    def packed_bytes(self, size_t expert, str projection, size_t shard=0, size_t first=0, most=None):
         """A copy of what a shard has of one matrix, packed, uint8 [panels, panel bytes]: of at most so many panels from the
-        first one on."""
+        first one on, by default of all."""
         cdef size_t p = self._names.index(projection), n, k = self.experts.layer.hidden, panels
         cdef const kt_format *f = &self.experts.formats[p]
         cdef const uint8_t *data = NULL
@@ -248,7 +248,8 @@ cdef class _PackedExperts:
         if p == 2:
             n, k = k, n
         panels = (n + KT_PANEL - 1) // KT_PANEL
-        to = np.empty((min(most, panels - min(first, panels)), kt_panel_bytes(f, k)), np.uint8)
+        panels -= min(first, panels)
+        to = np.empty((panels if most is None else min(<size_t>most, panels), kt_panel_bytes(f, k)), np.uint8)
         with nogil:
             kt_pool_lock()
             outcome = self._state()
