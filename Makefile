@@ -66,6 +66,9 @@ bench-compare: $(STAMPS)/bench ## the last saved benchmarks against those before
 bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe in 5 formats: first installs them, then about 30 minutes
 	@$(PY) -m bench.peers run $(ARGS)
 
+bench-linear: $(STAMPS)/native $(STAMPS)/bench ## dense matrices by ktmoe, torch and ggml: first installs them, then about 30 minutes
+	@$(PY) -m bench.linear $(ARGS)
+
 bench-engines: $(STAMPS)/native $(STAMPS)/bench ## generate() by ktmoe and by transformers: first installs transformers, then about 20 minutes
 	@$(PY) -m bench.engines run $(ARGS)
 
@@ -101,7 +104,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang bench bench-compare bench-peers bench-engines bench-vllm bench-training bench-graphs simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -16,6 +16,7 @@ from bench import cost_model, explain, modes, readme
 from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
 from bench.explain import Call
+from bench.linear import page as linear
 from bench.models import models
 from bench.peers.formats import FORMATS
 from bench.results_file import LOADING, Results, read_all
@@ -296,6 +297,8 @@ TABLES: Tables = {
     "models": other_models,
     "kernels": kernels,
     "modes": modes.table,
+    "linear": linear.table,
+    "linear peers": linear.peers_table,
     "pool": pool,
     "loading": loading,
     **{f"peers {weights}": functools.partial(peers, weights) for weights in FORMATS},

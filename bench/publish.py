@@ -4,6 +4,7 @@ python -m bench.publish [RUN ...]     # by default the last saved run; several a
 python -m bench.publish --engines     # what make bench-engines saved, and nothing else, into that CPU's file
 python -m bench.publish --vllm        # what make bench-vllm saved, likewise
 python -m bench.publish --modes [RUN] # what a saved run has of activation modes, and nothing else, into that CPU's file
+python -m bench.publish --linear [RUN] # what a saved run has of dense matrices, and what make bench-linear saved, likewise
 python -m bench.publish --tables      # the tables alone
 """
 
@@ -18,15 +19,17 @@ from pathlib import Path
 
 from bench import document, explain, modes, runs
 from bench.engines import report as engines_report
+from bench.linear import page as linear_page
+from bench.linear import report as linear_report
 from bench.models import models
 from bench.peers.formats import FORMATS, file_stem
 from bench.peers.rounds import figures
 from bench.results_file import FOLDER, LOADING, Results, ResultsError, check, digits, read
 from bench.vllm import report as vllm_report
 
-#: Where make bench-peers, by format, and make bench-engines save what they measured.
+#: Where make bench-peers, by format, and the others save what they measured.
 PEERS = {weights: runs.STORAGE / f"{file_stem('peers', weights)}.json" for weights in FORMATS}
-ENGINES, VLLM = runs.STORAGE / "engines.json", runs.STORAGE / "vllm.json"
+ENGINES, VLLM, LINEAR = (runs.STORAGE / f"{name}.json" for name in ("engines", "vllm", "linear"))
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
 CALL = {
@@ -36,7 +39,7 @@ CALL = {
     "gflop_s": "gflop_s",
     "of_peak": "share_of_multiply_peak",
 }
-SUITES = ("layer", "kernels", "modes", "pool", "load")
+SUITES = ("layer", "kernels", "modes", "linear", "pool", "load")
 #: What is kept of a kernel: few rows from memory, and many from a core's cache.
 KERNELS = {("memory", 1): "memory", ("L2", 192): "l2"}
 
@@ -55,6 +58,7 @@ def results(saved: list[dict]) -> Results:
         "kernel": _kernels(by_suite["kernels"]),
         "pool": [_pool(row) for row in by_suite["pool"]],
         "modes": modes.section(made, by_suite["modes"]),
+        "linear": linear_page.section(made, by_suite["linear"]),
         "load": [{"work": row["work"], **{k: digits(row[k]) for k in LOADING if k in row}} for row in by_suite["load"]],
     }
     data = {name: value for name, value in data.items() if value not in ([], {})}
@@ -154,9 +158,10 @@ def _way(name: str, about: dict, found: dict) -> dict:
 
 
 def with_others(results: Results, folder: Path = FOLDER) -> Results:
-    """The results, with what make bench-peers saved last of each format, and make bench-engines, each if it was on this CPU.
+    """The results, with what make bench-peers saved last of each format, make bench-engines and make bench-linear, each if it
+    was on this CPU.
 
-    Otherwise they get what the file that is there has of these, as of activation modes.
+    Otherwise they get what the file that is there has of these, as of activation modes and dense matrices.
     """
     cpu, file = results.data["cpu"], folder / results.file_name
     data = dict(results.data)
@@ -173,11 +178,20 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
         data["engines"] = engines(saved)
     elif "engines" in old:
         data["engines"] = old["engines"]
-    for section in ("modes", "vllm"):
+    data |= _linear_peers(cpu)
+    for section in ("modes", "vllm", "linear", "linear_peers"):
         if section in old:
             data.setdefault(section, old[section])
     check(data, "the run")
     return Results(data)
+
+
+def _linear_peers(cpu: dict) -> dict:
+    """What make bench-linear saved, if it was on this CPU."""
+    saved = json.loads(LINEAR.read_text()) if LINEAR.exists() else None
+    if not saved or (saved["cpu"]["name"], saved["cpu"]["threads"]) != (cpu["name"], cpu["threads"]):
+        return {}
+    return {"linear_peers": linear_report.published(saved)}
 
 
 def engines_alone(saved: dict, folder: Path = FOLDER) -> Results:
@@ -204,6 +218,18 @@ def modes_alone(saved: list[dict], folder: Path = FOLDER) -> Results:
     if not found:
         raise ResultsError("the run has no activation modes: expected what make bench ARGS='-k test_modes' saves")
     return _alone("modes", found, {"commit": made["commit"], "ktmoe": last["ktmoe"]["version"], "cpu": _cpu(last)}, folder)
+
+
+def linear_alone(saved: list[dict], folder: Path = FOLDER) -> Results:
+    """The same of dense matrices, with what make bench-linear saved if it was on this CPU."""
+    made, last = _made(saved), saved[-1]["machine_info"]
+    found = linear_page.section(made, _by_suite(saved)["linear"])
+    if not found:
+        raise ResultsError("the run has no dense matrices: expected what make bench ARGS='-k test_linear' saves")
+    about = {"commit": made["commit"], "ktmoe": last["ktmoe"]["version"], "cpu": _cpu(last)}
+    data = _alone("linear", found, about, folder).data | _linear_peers(about["cpu"])
+    check(data, "the run")
+    return Results(data)
 
 
 def _alone(section: str, found: dict, about: dict, folder: Path) -> Results:
@@ -312,6 +338,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engines", action="store_true", help="only what make bench-engines saved")
     parser.add_argument("--vllm", action="store_true", help="only what make bench-vllm saved")
     parser.add_argument("--modes", action="store_true", help="only what the runs have of activation modes")
+    parser.add_argument(
+        "--linear", action="store_true", help="only dense matrices: of the runs, and what make bench-linear saved"
+    )
     parser.add_argument("--tables", action="store_true", help="only write the tables of the files that are there")
     options = parser.parse_args(arguments)
     try:
@@ -322,7 +351,11 @@ def main(arguments: list[str] | None = None) -> int:
         elif not options.tables:
             paths = [runs.named(name) for name in options.runs] or [runs.last()]
             saved = [json.loads(path.read_text()) for path in paths]
-            print(f"written: {write(modes_alone(saved) if options.modes else with_others(results(saved)))}")
+            if options.modes:
+                found = modes_alone(saved)
+            else:
+                found = linear_alone(saved) if options.linear else with_others(results(saved))
+            print(f"written: {write(found)}")
         document.write()
     except (OSError, ValueError) as error:
         print(f"results: {error}", file=sys.stderr)

@@ -93,6 +93,54 @@ SCHEMA = {
             }
         ],
     },
+    "linear?": {
+        "date": datetime.date,
+        "commit": str,
+        "source": str,
+        "call": [
+            {
+                "model": str,
+                "call": str,
+                "weights": str,
+                "backend": str,
+                "isa": str,
+                "activations": str,
+                "shapes": [[int]],
+                "dispatches": int,
+                "copies": int,
+                "cached": bool,
+                "nbytes": int,
+                "bound": float,
+                "point": [{"rows": int, **CALL}],
+            }
+        ],
+    },
+    "linear_peers?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "call": [
+            {
+                "model": str,
+                "call": str,
+                "weights": str,
+                "shapes": [[int]],
+                "dispatches": int,
+                "copies": int,
+                "library": [
+                    {
+                        "name": str,
+                        "version": str,
+                        "weights": str,
+                        "activations": str,
+                        "bytes": int,
+                        "most_error": float,
+                        "point": [{"rows": int, "ms": float, "lead?": float, "of_read": float, "of_peak": float}],
+                    }
+                ],
+            }
+        ],
+    },
     "peers?": [
         {
             "weights": str,

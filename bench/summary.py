@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import tables
+from bench.linear import page as linear
 
 WIDTH = 180
 Row = dict
@@ -103,10 +104,38 @@ def _modes(rows: list[Row]) -> Table:
     return tables.table(heads, map(cells, rows), names=6, title="Activation modes")
 
 
+def _linear(rows: list[Row]) -> Table:
+    heads = ("call", "weights", "backend", "ISA", "rows", "ms", "GB/s", "of read", "GFLOP/s", "of peak", "limits", "footprint")
+
+    def cells(row: Row) -> tuple[str, ...]:
+        return (
+            f"{row['model']}, {row['call']}",
+            row["weights"],
+            row["backend"],
+            row["isa"],
+            f"{row['rows']}",
+            f"{row['ms']:.4g}",
+            f"{row['read_gb_s']:.2f}",
+            f"{row['share_of_read_bandwidth']:.1%}",
+            f"{row['gflop_s']:.1f}",
+            f"{row['share_of_multiply_peak']:.1%}",
+            f"{row['limit_read_gb_s']:.1f}, {row['limit_gflop_s']:.0f}",
+            f"{row['footprint_of_llc']:.1f} LLC",
+        )
+
+    return tables.table(
+        (*heads, "error/bound"),
+        ((*cells(row), f"{100 * row['worst_error_of_bound']:.2g}%") for row in linear.ordered(rows)),
+        names=4,
+        title="Dense matrices",
+    )
+
+
 SUITES: dict[str, Callable[[list[Row]], Table]] = {
     "layer": _layer,
     "kernels": _kernels,
     "modes": _modes,
+    "linear": _linear,
     "pool": _latencies,
     "load": _load,
 }

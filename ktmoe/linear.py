@@ -125,11 +125,9 @@ class Linear:
         """
         given = _checked(x, (None, self.shape[1]))
         tokens = given.array.shape[0]
-        target, restore = _output(x, given, (tokens, self.shape[0]), dtype) if out is None else (_checked_out(out, given), None)
-        if out is not None:
-            expect_shape("out", target, (tokens, self.shape[0]))
+        target, restore = _target(x, given, (tokens, self.shape[0]), dtype, out)
         _compute((self,), given.array, (0,), (target,))
-        return restore(target) if out is None else out
+        return restore(target)
 
     def submit(self, x, out=None, dtype=None) -> Future:
         """forward() on a thread of its own: job.result() gives y, or raises. Leave the arguments unchanged until then.
@@ -142,18 +140,16 @@ class Linear:
     def backward(self, grad_y, out=None):
         """The gradient of a loss with respect to x, [tokens, k], in grad_y's kind and dtype: grad_y W.
 
-        grad_y: [tokens, n], as forward() takes x; float32 is rounded to bfloat16 once. out: as forward() takes it.
+        grad_y: [tokens, n], as forward() takes x; float32 is rounded to bfloat16 once. out: as forward() takes it. The matrix
+        has no gradient: it is frozen.
         Raises UnavailableError, which says why, where the mode or a kernel has no transposed product; InputError; ClosedError.
         """
-        packed = self._open_for("backward")
         given = _checked(grad_y, (None, self.shape[0]), "grad_y")
-        shape = given.array.shape[0], self.shape[1]
-        target, restore = _output(grad_y, given, shape, None) if out is None else (_checked_out(out, given, "grad_y"), None)
-        if out is not None:
-            expect_shape("out", target, shape)
+        packed = self._open_for("backward")
+        target, restore = _gradient(grad_y, {"grad_y": given}, (given.array.shape[0], self.shape[1]), out)
         with asking(self.backend, self.name):
             packed.backward(arrays.contiguous(given.array), target)
-        return restore(target) if out is None else out
+        return restore(target)
 
     def replace(self, matrix: Matrix) -> None:
         """Put another matrix in the place of this one, while forward calls go on: each sees all of the old or all of the new.
@@ -218,11 +214,12 @@ class LinearGroup:
     """
 
     def __init__(self, linears: Sequence[Linear], inputs: str = "same"):
-        self.linears = tuple(linears)
+        self.linears = _sequence(linears)
         if inputs not in INPUTS:
             raise InputError(f"inputs must be one of {INPUTS}, found {show(inputs)}")
-        if not 1 <= len(self.linears) <= core.LINEARS_MAX or not all(isinstance(linear, Linear) for linear in self.linears):
-            raise InputError(f"linears must be 1 to {core.LINEARS_MAX} Linears, found {show(self.linears)}")
+        given = self.linears or ()
+        if not 1 <= len(given) <= core.LINEARS_MAX or not all(isinstance(linear, Linear) for linear in given):
+            raise InputError(f"linears must be a sequence of 1 to {core.LINEARS_MAX} Linears, found {show(linears)}")
         first = self.linears[0]
         for linear in self.linears[1:]:
             for what in ("backend", "activations", "placement"):
@@ -252,22 +249,45 @@ class LinearGroup:
             shapes = [(tokens, linear.shape[0]) for linear in self.linears]
             if out is None:
                 made = [_output(x, given, shape, dtype) for shape in shapes]
+                targets = [target for target, _ in made]
             else:
-                if len(out) != count:
-                    raise InputError(f"out must be a sequence of {count} arrays, found {len(out)}")
-                made = [(_checked_out(each, given), None) for each in out]
-                for i, ((target, _), shape) in enumerate(zip(made, shapes, strict=True)):
-                    expect_shape(f"out[{i}]", target, shape)
-            targets = [target for target, _ in made]
+                targets = _fitting_each(out, given, shapes, dtype)
             _compute(self.linears, given.array, (0,) * count, targets)
             return [restore(target) for target, restore in made] if out is None else out
         given = _checked(x, (None, count, k))
         tokens = given.array.shape[0]
-        target, restore = _output(x, given, (tokens, count, n), dtype) if out is None else (_checked_out(out, given), None)
-        expect_shape("out", target, (tokens, count, n))
+        target, restore = _target(x, given, (tokens, count, n), dtype, out)
         flat = given.array.reshape(tokens, count * k)
         _compute(self.linears, flat, [i * k for i in range(count)], [target[:, i] for i in range(count)])
-        return restore(target) if out is None else out
+        return restore(target)
+
+    def backward(self, grads, out=None):
+        """The gradient of a loss with respect to what forward() takes, in grads' kind and dtype.
+
+        Of "same" inputs: [tokens, k], the sum of every Linear's, rounded once, of a sequence of gradients [tokens, n].
+        Of "own" ones: [tokens, linears, k] of [tokens, linears, n].
+        grads, out: as Linear.backward() takes them; gradients of one dtype.
+        Raises UnavailableError, InputError, ClosedError, as Linear.backward() does.
+        """
+        count, (n, k) = len(self.linears), self.linears[0].shape
+        if self.inputs == "own":
+            given = _checked(grads, (None, count, n), "grads")
+            target, restore = _gradient(grads, {"grads": given}, (given.array.shape[0], count, k), out)
+            array = arrays.contiguous(given.array)
+            _differentiate(self.linears, [array[:, i] for i in range(count)], [target[:, i] for i in range(count)])
+            return restore(target)
+        of_each = _sequence(grads)
+        if of_each is None or len(of_each) != count:
+            raise InputError(f"grads must be a sequence of {count} arrays, found {show(grads)}")
+        tokens, each = None, {}
+        for i, (grad, linear) in enumerate(zip(of_each, self.linears, strict=True)):
+            each[f"grads[{i}]"] = given = _checked(grad, (tokens, linear.shape[0]), f"grads[{i}]")
+            tokens, first = given.array.shape[0], each["grads[0]"]
+            if given.array.dtype != first.array.dtype:
+                raise InputError(f"grads[{i}] must be of grads[0]'s dtype, a {first.kind}; found a {given.kind}")
+        target, restore = _gradient(of_each[0], each, (tokens, k), out)
+        _differentiate(self.linears, [arrays.contiguous(given.array) for given in each.values()], [target])
+        return restore(target)
 
     def __repr__(self) -> str:
         return f"LinearGroup({[linear.name for linear in self.linears]}, inputs={self.inputs!r})"
@@ -277,6 +297,42 @@ def _checked(x, shape: tuple[int | None, ...], name: str = "x") -> FloatArray:
     given = arrays.view(x, name)
     expect_shape(name, given.array, shape)
     return given
+
+
+def _sequence(value) -> tuple | None:
+    """The items of what has some; None for anything else."""
+    try:
+        return tuple(value)
+    except TypeError:
+        return None
+
+
+def _target(x, given: FloatArray, shape: tuple[int, ...], dtype, out):
+    """Where y goes, and what makes of it what is returned: out, checked, or else new memory and an array of x's kind."""
+    return _output(x, given, shape, dtype) if out is None else (_fitting(out, given, shape, dtype), lambda _: out)
+
+
+def _fitting(out, given: FloatArray, shape: tuple[int, ...], dtype, name: str = "out") -> np.ndarray:
+    """The array of an out that y goes into."""
+    array = _checked_out(out, given)
+    expect_shape(name, array, shape)
+    _float32(dtype)
+    if dtype is not None and array.dtype != np.float32:
+        raise InputError(f"{name} must be of float32, as dtype is; found {arrays.view(out, name).kind}")
+    return array
+
+
+def _fitting_each(out, given: FloatArray, shapes: Sequence[tuple[int, ...]], dtype) -> list[np.ndarray]:
+    """The same of a sequence, none of which overlaps another one."""
+    outs = _sequence(out)
+    if outs is None or len(outs) != len(shapes):
+        raise InputError(f"out must be a sequence of {len(shapes)} arrays, found {show(out)}")
+    found = []
+    for i, (each, shape) in enumerate(zip(outs, shapes, strict=True)):
+        found.append(_fitting(each, given, shape, dtype, f"out[{i}]"))
+        if any(np.may_share_memory(found[i], other) for other in found[:i]):
+            raise InputError(f"out[{i}] must not overlap those before it")
+    return found
 
 
 def _output(x, given: FloatArray, shape: tuple[int, ...], dtype):
@@ -303,6 +359,15 @@ def _checked_out(out, given: FloatArray, name: str = "x") -> np.ndarray:
     return like.array
 
 
+def _gradient(like, grads: dict[str, FloatArray], shape: tuple[int, ...], out):
+    """_target() of a gradient. like: the first of grads, as it was given; grads: by the names of the arguments."""
+    if out is None:
+        return _output(like, next(iter(grads.values())), shape, None)
+    targets = [_checked_out(out, given, name) for name, given in grads.items()]
+    expect_shape("out", targets[0], shape)
+    return targets[0], lambda _: out
+
+
 def _compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], outs: Sequence[np.ndarray]) -> None:
     packed = [linear._open_for("forward") for linear in linears]
     if not x.shape[0]:
@@ -314,6 +379,24 @@ def _compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], o
     for each, linear, column, out in zip(packed, linears, columns, outs, strict=True):
         with asking(linear.backend, linear.name):
             each.forward(arrays.contiguous(x[:, column : column + linear.shape[1]]), out)
+
+
+def _differentiate(linears: Sequence[Linear], grads: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+    """The gradients of what linears take, or their sum, where outs has one array."""
+    packed = [linear._open_for("backward") for linear in linears]
+    if all(isinstance(each, core.PackedLinear) for each in packed):
+        core.linear_backward(packed, grads, outs)
+        return
+    if not grads[0].shape[0]:
+        return
+    added = np.zeros((len(outs), *outs[0].shape), np.float32)
+    for i, (each, linear, grad) in enumerate(zip(packed, linears, grads, strict=True)):
+        one = np.empty_like(added[0])
+        with asking(linear.backend, linear.name):
+            each.backward(arrays.contiguous(grad), one)
+        added[i % len(outs)] += one
+    for out, total in zip(outs, added, strict=True):
+        out[...] = total if out.dtype == np.float32 else total.astype(arrays.BF16).view(np.uint16)
 
 
 _jobs = Worker("ktmoe-submit-linear")

@@ -136,7 +136,8 @@ class PackedMatrix(ABC):
         """Give the memory back once running forward calls are done."""
 
     def backward(self, grad_y: np.ndarray, grad_x: np.ndarray) -> None:
-        """Write grad_y W into grad_x; both of one dtype, C-contiguous."""
+        """Write grad_y W into grad_x. grad_y: uint16 (bfloat16 bits) or float32 [tokens, n], C-contiguous; grad_x: of grad_y's
+        dtype or float32 [tokens, k], whose rows may be apart."""
         raise LackingError("has no backward pass of a dense matrix")
 
     def replace(self, expert: int, matrices: Mapping[str, Matrix]) -> None:

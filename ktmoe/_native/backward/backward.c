@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "backward/job.h"
+#include "backward/step.h"
 #include "base/pool.h"
 
 static int more_rows_first(const void *a, const void *b) {
@@ -61,6 +62,19 @@ static int keep_again(kt_back_job *j) {
     return kt_moe_forward(j->layer, &b);
 }
 
+static void item(void *job, size_t shard, size_t place, size_t number) {
+    kt_back_job *j = job;
+    kt_back_shard *p = &j->shards[shard];
+    j->step->item(&(kt_back_worker){j, p, &p->workers[place]}, number);
+}
+
+static int run(kt_back_job *j, const kt_step *step) {
+    kt_items items = {.isa = j->layer->isa, .placement = j->layer->placement, .job = j, .item = item, .shared = step->shared};
+    for (size_t i = 0; i < j->num_shards; i++) items.of[i].count = step->items(j, &j->shards[i]);
+    j->step = step;
+    return kt_items_run(&items);
+}
+
 static int window(kt_back_job *j) {
     const bool of_x = j->to.grad_x || j->layer->router_weight == KT_EXPERT_INPUT;
     const kt_step *const steps[] = {
@@ -73,7 +87,7 @@ static int window(kt_back_job *j) {
     };
     int error = j->again ? keep_again(j) : 0;
     for (size_t i = 0; !error && i < sizeof steps / sizeof *steps; i++)
-        if (steps[i]) error = kt_back_run(j, steps[i]);
+        if (steps[i]) error = run(j, steps[i]);
     for (const kt_piece *p = j->pieces; p < j->pieces + j->num_pieces; p++) j->written[p->expert] = 1;
     return error;
 }
@@ -93,28 +107,17 @@ static int chunk(kt_back_job *j, size_t most) {
     return error;
 }
 
-/* The table's kernel for operands of a family. */
-const kt_kernel *kt_product_for(const kt_isa *isa, const char *family) {
-    for (const kt_kernel *const *file = isa->kernels; *file; file++)
-        for (const kt_kernel *k = *file; k->family; k++)
-            if (!strcmp(k->family, family) && !strcmp(k->scale, "none") && !strcmp(k->rows->form, "bf16")) return k;
-    return NULL;
-}
-
 static void begin(kt_back_job *j, const kt_layer *l, const kt_backward *to, const kt_teams *teams) {
     *j = (kt_back_job){
         .layer = l,
         .to = *to,
         .k_hidden = kt_round_up(l->hidden, KT_BLOCK),
         .hidden_panels = kt_round_up(l->hidden, KT_PANEL) / KT_PANEL,
-        .products = {kt_product_for(l->isa, "b16"), kt_product_for(l->isa, "f32")},
+        .products = kt_products_of(l->isa),
         .kept = to->batch.kept,
         .again = !to->batch.kept.g,
         .num_shards = kt_shards_of(l->placement),
     };
-    for (size_t i = 0; i < 2; i++)
-        if (j->products[i] && j->products[i]->scratch_bytes > j->product_scratch_bytes)
-            j->product_scratch_bytes = j->products[i]->scratch_bytes;
     for (size_t i = 0; i < j->num_shards; i++) {
         kt_back_shard *p = &j->shards[i];
         p->shard = &l->shards[i];
@@ -156,5 +159,5 @@ int kt_moe_backward(const kt_layer *l, const kt_backward *to) {
         go_to(&j, to, t, kt_columns(to->batch.tokens, t, tokens));
         error = chunk(&j, slots);
     }
-    return error ? error : kt_back_run(&j, &kt_step_clear);
+    return error ? error : run(&j, &kt_step_clear);
 }

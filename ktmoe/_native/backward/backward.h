@@ -2,6 +2,7 @@
 #ifndef KT_BACKWARD_H
 #define KT_BACKWARD_H
 
+#include "forward/arenas.h"
 #include "forward/forward.h"
 
 /* The gradients of an adapter's two matrices, fp32 in their shapes; both NULL: they are not wanted. */
@@ -20,12 +21,10 @@ typedef struct kt_backward {
     float scale; /* multiplies what goes into them */
 } kt_backward;
 
-/* The kernel that multiplies an operand of this family; NULL: the table has none. */
-const kt_kernel *kt_product_for(const kt_isa *isa, const char *family);
-
 /* Computes all gradients that are wanted; the caller holds the pool's lock. Returns 0 or an errno. Every matrix's kernel has an
  * operand. */
 int kt_moe_backward(const kt_layer *layer, const kt_backward *backward);
+kt_arenas *kt_backward_arenas(void);    /* those of all backward passes, of which one runs at a time */
 size_t kt_backward_scratch_bytes(void); /* as kt_moe_scratch_bytes() */
 void kt_backward_release(void);
 

@@ -7,7 +7,6 @@
 
 #include "backward/added.h"
 #include "backward/rows.h"
-#include "backward/transposed.h"
 
 static size_t strips(const kt_back_job *j, const kt_back_shard *p) {
     (void)p;
@@ -64,7 +63,7 @@ static void enter(const kt_back_worker *w, size_t item) {
     const kt_expert *e = &j->layer->shards[0].experts[piece->expert];
     for (size_t slot = strip->first; slot < strip->first + strip->rows; slot++) {
         kt_dy_row(j, slot, w->scratch->row);
-        kt_product_put(j, &e->down, &j->dy, piece, slot - piece->first, 0, j->dy.k, w->scratch->row);
+        kt_product_put(&j->products, &e->down, &j->dy, piece, slot - piece->first, 0, j->dy.k, w->scratch->row);
     }
     if (!e->down.bias && !kt_adapter_of(j, KT_OF_DOWN)) return;
     for (size_t i = 0, m; i < strip->rows; i += m) {
@@ -92,8 +91,8 @@ static void put(const kt_back_worker *w, const kt_back_strip *strip, size_t firs
         if (p->plain[KT_OF_GATE]) memcpy(p->plain[KT_OF_GATE] + at, s->dg[r], bytes);
         if (p->plain[KT_OF_UP]) memcpy(p->plain[KT_OF_UP] + at, s->du[r], bytes);
         if (p->h) memcpy(p->h + at, s->h[r], bytes);
-        kt_product_put(j, &e->gate, &p->dg, piece, i, first, KT_PANEL, s->dg[r]);
-        kt_product_put(j, &e->up, &p->du, piece, i, first, KT_PANEL, s->du[r]);
+        kt_product_put(&j->products, &e->gate, &p->dg, piece, i, first, KT_PANEL, s->dg[r]);
+        kt_product_put(&j->products, &e->up, &p->du, piece, i, first, KT_PANEL, s->du[r]);
     }
 }
 
@@ -135,16 +134,20 @@ static void inner(const kt_back_worker *w, size_t item) {
     const kt_back_shard *p = w->shard;
     const size_t each = pairs(p->inter_panels), panel = item % each * 2;
     const kt_back_strip *strip = &j->strips[item / each];
+    const kt_piece *piece = &j->pieces[strip->piece];
     const kt_transposed t = {
-        .matrix = &p->shard->experts[j->pieces[strip->piece].expert].down,
+        .products = &j->products,
+        .matrix = &p->shard->experts[piece->expert].down,
         .k = kt_round_up(p->shard->intermediate, KT_BLOCK),
         .rows = &j->dy,
-        .strip = strip,
+        .piece = piece,
+        .first = strip->first - piece->first,
+        .m = strip->rows,
         .panel = panel,
         .panels = kt_columns(p->inter_panels, panel, 2),
     };
-    kt_transposed_product(w, &t);
-    for (size_t i = 0; i < t.panels; i++) derive(w, strip, panel + i, *w->scratch->out[i]);
+    kt_transposed_product(&w->scratch->product, &t);
+    for (size_t i = 0; i < t.panels; i++) derive(w, strip, panel + i, *w->scratch->product.out[i]);
 }
 
 const kt_step kt_step_inner = {inner_items, inner, false};

@@ -1,45 +1,30 @@
 /* A window of a batch while its gradients are computed: some of the slots, in their order, one after another. Sums go on from window to
  * window, so that no bit depends on where one ends.
  *
- * scratch.c has the memory, rows.c what enters products, transposed.c the products with frozen weights, added.c what adapters add.
- * inner.c is from y to gate and up, outer.c from there to x, adapters.c gradients of adapters: each in steps, which step.c has run.
- * backward.c says which follow one another, and goes from window to window.
+ * scratch.c has the memory, rows.c rows of x and of dY, transposed.c the products with frozen weights, added.c what adapters add.
+ * inner.c is from y to gate and up, outer.c from there to x, adapters.c gradients of adapters: each in steps, which backward.c has run by
+ * step.c, one after another, from window to window.
  */
 #ifndef KT_BACKWARD_JOB_H
 #define KT_BACKWARD_JOB_H
 
-#include <stdatomic.h>
-
 #include "backward/backward.h"
+#include "backward/transposed.h"
 #include "base/teams.h"
-#include "forward/calls.h"
-#include "forward/rows.h"
 #include "layer/adapter.h"
 
-enum {
-    KT_PRODUCT_PANELS = 8, /* panels of a packed matrix that are decoded at once, each for two panels of columns */
-    KT_TILE_COLUMNS = 512  /* of rows that are widened at once */
-};
+enum { KT_TILE_COLUMNS = 512 }; /* of rows that are widened at once */
 
 typedef struct kt_back_scratch {
-    kt_panel_row *out[2]; /* [KT_ROWS_MAX] each: products of two panels of columns */
-    kt_panel_row *g, *u;  /* [KT_ROWS_MAX] */
+    kt_product_scratch product;
+    kt_panel_row *g, *u; /* [KT_ROWS_MAX] */
     kt_panel_h *dg, *du, *h;
-    const void **rows;   /* [KT_ROWS_MAX] */
-    void *operand[2][2]; /* [panels of columns][terms]: KT_PRODUCT_PANELS decoded ones */
-    float *wide;         /* [KT_TILE_ROWS][KT_TILE_COLUMNS]: rows in fp32 */
-    float *wide_t;       /* [KT_TILE_ROWS][rank] */
-    float *low;          /* [KT_TILE_COLUMNS][rank]: numbers of A or B */
-    uint16_t *row;       /* a row of dY, padded */
-    float *sum;          /* [hidden] */
-    void *kernel;
+    float *wide;   /* [KT_TILE_ROWS][KT_TILE_COLUMNS]: rows in fp32 */
+    float *wide_t; /* [KT_TILE_ROWS][rank] */
+    float *low;    /* [KT_TILE_COLUMNS][rank]: numbers of A or B */
+    uint16_t *row; /* a row of dY, padded */
+    float *sum;    /* [hidden] */
 } kt_back_scratch;
-
-/* Rows of the window's slots as the kernel of a product takes them; k is padded to whole panels. */
-typedef struct kt_product_rows {
-    uint8_t *base;
-    size_t k, stride_bytes; /* the latter for any kernel */
-} kt_product_rows;
 
 /* What one shard's team does of a job. */
 typedef struct kt_back_shard {
@@ -52,7 +37,6 @@ typedef struct kt_back_shard {
     float *dr;              /* [inter_panels][slots] */
     float *dx;              /* [slots][hidden_panels * KT_PANEL] */
     kt_back_scratch *workers;
-    _Alignas(64) _Atomic size_t next; /* item of the step */
 } kt_back_shard;
 
 /* Rows of one expert, window's slots [first, first + rows), for one call of a kernel. */
@@ -81,10 +65,9 @@ struct kt_back_job {
     kt_backward to; /* a chunk of tokens */
     kt_route route;
     size_t intermediate, k_hidden, hidden_panels;
-    size_t product_scratch_bytes;
-    const kt_kernel *products[2]; /* of transposed operands: b16, f32 */
-    float *sums;                  /* [tokens][hidden], where dX is bf16 and not all of it is of one window; or NULL */
-    uint8_t *written;             /* [num_experts]: gradients of its adapters are there */
+    kt_products products;
+    float *sums;      /* [tokens][hidden], where dX is bf16 and not all of it is of one window; or NULL */
+    uint8_t *written; /* [num_experts]: gradients of its adapters are there */
 
     size_t first, slots; /* the window */
     bool last;           /* of the chunk */
@@ -107,9 +90,8 @@ struct kt_back_job {
 
 /* The most tokens of a chunk, and slots of a window, that fit into the scratch memory. */
 void kt_back_chunk(kt_back_job *j, size_t *tokens, size_t *slots);
-bool kt_back_have(kt_back_job *j, size_t tokens,
-                  size_t slots);                      /* gives all arrays their places; false where memory is refused */
-int kt_back_run(kt_back_job *j, const kt_step *step); /* 0 or an errno */
+/* Gives all arrays their places; false where memory is refused. */
+bool kt_back_have(kt_back_job *j, size_t tokens, size_t slots);
 
 extern const kt_step kt_step_enter, kt_step_inner, kt_step_lower, kt_step_outer, kt_step_sum, kt_step_adapters, kt_step_clear;
 
@@ -121,6 +103,5 @@ static inline const kt_adapter *kt_adapter_of(const kt_back_job *j, size_t matri
     const kt_adapter *a = j->to.batch.adapter;
     return a && a->of[matrix].a.data ? a : NULL;
 }
-static inline size_t kt_columns(size_t all, size_t first, size_t most) { return all - first < most ? all - first : most; }
 
 #endif

@@ -5,7 +5,6 @@
 
 #include "backward/added.h"
 #include "backward/rows.h"
-#include "backward/transposed.h"
 
 static size_t strips(const kt_back_job *j, const kt_back_shard *p) {
     (void)p;
@@ -91,22 +90,26 @@ static void outer(const kt_back_worker *w, size_t item) {
     const kt_back_shard *p = w->shard;
     const size_t each = pairs(j->hidden_panels), panel = item % each * 2;
     const kt_back_strip *strip = &j->strips[item / each];
-    const kt_expert *e = &p->shard->experts[j->pieces[strip->piece].expert];
+    const kt_piece *piece = &j->pieces[strip->piece];
+    const kt_expert *e = &p->shard->experts[piece->expert];
     kt_transposed t = {
+        .products = &j->products,
         .matrix = &e->gate,
         .k = j->k_hidden,
         .rows = &p->dg,
-        .strip = strip,
+        .piece = piece,
+        .first = strip->first - piece->first,
+        .m = strip->rows,
         .panel = panel,
         .panels = kt_columns(j->hidden_panels, panel, 2),
     };
-    kt_transposed_product(w, &t);
+    kt_transposed_product(&w->scratch->product, &t);
     t.matrix = &e->up;
     t.rows = &p->du;
     t.add = true;
-    kt_transposed_product(w, &t);
+    kt_transposed_product(&w->scratch->product, &t);
     for (size_t i = 0; i < t.panels; i++) {
-        kt_panel_row *dx = w->scratch->out[i];
+        kt_panel_row *dx = w->scratch->product.out[i];
         if (p == j->shards) add_adapters(w, strip, panel + i, *dx);
         for (size_t r = 0; r < strip->rows; r++)
             memcpy(dx_of(j, p, strip->first + r) + (panel + i) * KT_PANEL, dx[r], sizeof *dx);

@@ -1,16 +1,7 @@
-/* Rows of x and of the gradient of y as they enter gate, up and down, forward or backward. */
+/* Rows of x and of the gradient of y, as numbers. */
 #include "backward/rows.h"
 
 #include <string.h>
-
-const kt_kernel *kt_product_of(const kt_back_job *j, const kt_matrix *matrix) {
-    return j->products[strcmp(matrix->kernel->operand, "f32") == 0];
-}
-
-size_t kt_together(const kt_piece *piece, size_t i) {
-    const size_t left = piece->count - i / KT_TILE_ROWS * KT_TILE_ROWS;
-    return left < KT_TILE_ROWS ? left : KT_TILE_ROWS;
-}
 
 float kt_weight_of(const kt_back_job *j, size_t slot) { return j->route.slot_weight[j->first + slot]; }
 
@@ -53,18 +44,4 @@ void kt_dy_row(const kt_back_job *j, size_t slot, uint16_t *restrict row) {
     }
     const float *restrict f32 = (const float *)j->to.grad_y + at;
     for (size_t c = 0; c < hidden; c++) row[c] = kt_bf16_from_f32(f32[c]);
-}
-
-void kt_product_put(const kt_back_job *j, const kt_matrix *matrix, const kt_product_rows *rows, const kt_piece *piece, size_t i,
-                    size_t first, size_t count, uint16_t *row) {
-    const kt_rows *as = kt_product_of(j, matrix)->rows;
-    for (size_t c = 0; matrix->factor && c < count; c += KT_PANEL) {
-        const float *factor = matrix->factor + (first + c) / KT_PANEL * matrix->factor_step;
-        for (size_t n = 0; n < KT_PANEL; n++) {
-            const float v = kt_bf16_to_f32(row[c + n]);
-            row[c + n] = kt_bf16_from_f32(matrix->divides ? v / factor[n] : v * factor[n]);
-        }
-    }
-    kt_row_put(as, false, row, first, count, rows->k, kt_together(piece, i),
-               kt_row_of(as, rows->base, rows->stride_bytes, piece, i));
 }

@@ -5,6 +5,8 @@
 
 static kt_arenas arenas;
 
+kt_arenas *kt_backward_arenas(void) { return &arenas; }
+
 size_t kt_backward_scratch_bytes(void) { return kt_arenas_bytes(&arenas); }
 
 void kt_backward_release(void) { kt_arenas_release(&arenas); }
@@ -12,20 +14,6 @@ void kt_backward_release(void) { kt_arenas_release(&arenas); }
 static size_t rank_of(const kt_back_job *j, size_t matrix) {
     const kt_adapter *a = kt_adapter_of(j, matrix);
     return a ? a->rank : 0;
-}
-
-static size_t product_bytes(const kt_back_job *j) {
-    size_t most = 0;
-    for (size_t i = 0; i < 2; i++)
-        if (j->products[i] && j->products[i]->rows->block_bytes > most) most = j->products[i]->rows->block_bytes;
-    return most;
-}
-
-static kt_product_rows carve_rows(const kt_back_job *j, kt_carver *c, size_t slots, size_t panels) {
-    kt_product_rows r = {.k = panels * KT_PANEL, .stride_bytes = kt_row_bytes(product_bytes(j), panels * KT_PANEL)};
-    r.base = kt_carve(c, slots, r.stride_bytes);
-    kt_carve(c, KT_TILE_ROWS, product_bytes(j)); /* may be read */
-    return r;
 }
 
 /* Lays out the arrays of a chunk of tokens, which do not depend on the window. */
@@ -44,7 +32,7 @@ static void lay_out_slots(kt_back_job *j, kt_carver *c, size_t slots) {
     const size_t again = j->again ? slots : 0, rank = j->to.batch.adapter ? j->to.batch.adapter->rank : 0;
     j->pieces = kt_carve(c, pieces, sizeof *j->pieces);
     j->strips = kt_carve(c, pieces + slots / KT_TILE_ROWS, sizeof *j->strips);
-    j->dy = carve_rows(j, c, slots, j->hidden_panels);
+    j->dy = kt_product_rows_carve(&j->products, c, slots, j->hidden_panels);
     for (size_t p = 0; p < KT_MATRICES; p++) j->dt[p] = kt_carve(c, slots * rank_of(j, p), sizeof *j->dt[p]);
     j->dr_bias = kt_carve(c, slots, sizeof *j->dr_bias);
     if (!j->again) return;
@@ -65,32 +53,27 @@ static size_t lay_out(kt_back_job *j, uint8_t *base, size_t tokens, size_t slots
 
 static kt_back_scratch worker(const kt_back_job *j, kt_carver *c) {
     const size_t rank = j->to.batch.adapter ? j->to.batch.adapter->rank : 0;
-    const size_t operand = KT_PRODUCT_PANELS * KT_PANEL * KT_PANEL * sizeof(float);
-    kt_back_scratch s = {
-        .out = {kt_carve(c, KT_ROWS_MAX, sizeof(kt_panel_row)), kt_carve(c, KT_ROWS_MAX, sizeof(kt_panel_row))},
+    return (kt_back_scratch){
+        .product = kt_product_scratch_carve(j->products.scratch_bytes, c),
         .g = kt_carve(c, KT_ROWS_MAX, sizeof(kt_panel_row)),
         .u = kt_carve(c, KT_ROWS_MAX, sizeof(kt_panel_row)),
         .dg = kt_carve(c, KT_ROWS_MAX, sizeof(kt_panel_h)),
         .du = kt_carve(c, KT_ROWS_MAX, sizeof(kt_panel_h)),
         .h = kt_carve(c, KT_ROWS_MAX, sizeof(kt_panel_h)),
-        .rows = kt_carve(c, KT_ROWS_MAX, sizeof *s.rows),
-        .wide = kt_carve(c, KT_TILE_ROWS * KT_TILE_COLUMNS, sizeof *s.wide),
-        .wide_t = kt_carve(c, KT_TILE_ROWS * rank, sizeof *s.wide_t),
-        .low = kt_carve(c, KT_TILE_COLUMNS * rank, sizeof *s.low),
-        .row = kt_carve(c, j->hidden_panels * KT_PANEL, sizeof *s.row),
-        .sum = kt_carve(c, j->layer->hidden, sizeof *s.sum),
-        .kernel = kt_carve(c, j->product_scratch_bytes, 1),
+        .wide = kt_carve(c, KT_TILE_ROWS * KT_TILE_COLUMNS, sizeof(float)),
+        .wide_t = kt_carve(c, KT_TILE_ROWS * rank, sizeof(float)),
+        .low = kt_carve(c, KT_TILE_COLUMNS * rank, sizeof(float)),
+        .row = kt_carve(c, j->hidden_panels * KT_PANEL, sizeof(uint16_t)),
+        .sum = kt_carve(c, j->layer->hidden, sizeof(float)),
     };
-    for (size_t i = 0; i < 4; i++) s.operand[i / 2][i % 2] = kt_carve(c, operand, 1);
-    return s;
 }
 
 static size_t lay_out_shard(const kt_back_job *j, kt_back_shard *p, uint8_t *base, size_t slots) {
     kt_carver c = {base, 0};
     const size_t numbers = slots * p->shard->intermediate;
     const bool input = j->layer->router_weight == KT_EXPERT_INPUT;
-    p->dg = carve_rows(j, &c, slots, p->inter_panels);
-    p->du = carve_rows(j, &c, slots, p->inter_panels);
+    p->dg = kt_product_rows_carve(&j->products, &c, slots, p->inter_panels);
+    p->du = kt_product_rows_carve(&j->products, &c, slots, p->inter_panels);
     for (size_t m = KT_OF_GATE; m <= KT_OF_UP; m++)
         p->plain[m] = kt_adapter_of(j, m) ? kt_carve(&c, numbers, sizeof **p->plain) : NULL;
     p->h = kt_adapter_of(j, KT_OF_DOWN) ? kt_carve(&c, numbers, sizeof *p->h) : NULL;

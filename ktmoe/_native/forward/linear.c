@@ -52,6 +52,7 @@ typedef struct job {
     size_t strip_rows, num_strips;
     uint64_t *cost; /* [num_strips + 1]: of one item of each strip before */
     size_t longest_row, kernel_scratch_bytes;
+    const kt_isa *isa; /* the one of the call's instruction sets that has state, or any */
     kt_staging staging;
     source sources[KT_LINEARS_MAX];
     shard_job shards[KT_SHARDS_MAX];
@@ -75,12 +76,13 @@ static bool same_source(const source *a, const source *b) {
 }
 
 static void begin(job *j, const kt_linears *call, const kt_teams *teams) {
-    *j = (job){.call = call, .teams = teams};
+    *j = (job){.call = call, .teams = teams, .isa = call->of[0].layer->isa};
     const size_t number_bytes = call->dtype == KT_F32 ? sizeof(float) : sizeof(uint16_t);
     for (size_t i = 0; i < call->count; i++) {
         const kt_layer *l = call->of[i].layer;
         source *s = &j->sources[i];
         const size_t k = kt_round_up(l->hidden, KT_BLOCK);
+        if (l->isa->enter) j->isa = l->isa;
         s->from = (kt_given_rows){
             (const uint8_t *)call->x + call->of[i].column * number_bytes, call->dtype, l->hidden, call->stride, k, l->round_x};
         s->rows = matrix_of(l, 0)->kernel->rows; /* all shards of a matrix have one kernel */
@@ -290,7 +292,7 @@ static void compute(job *j, size_t shard, const kt_worker *me) {
 
 static void work(void *context, const kt_worker *me) {
     job *j = context;
-    const kt_isa *isa = j->call->of[0].layer->isa;
+    const kt_isa *isa = j->isa;
     const shard_job *own = &j->shards[me->teams->groups[me->group].shard];
     if (isa->enter) isa->enter();
     if (j->staging.rows) {

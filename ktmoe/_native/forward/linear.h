@@ -20,7 +20,7 @@ typedef struct kt_linears {
     size_t stride;
     enum kt_dtype dtype, y_dtype;
     size_t count;
-    kt_linear of[KT_LINEARS_MAX]; /* of one instruction set and one placement */
+    kt_linear of[KT_LINEARS_MAX]; /* of one placement; of their instruction sets one at most has state (kt_isa.enter) */
 } kt_linears;
 
 int kt_linear_forward(const kt_linears *call); /* with the lock held; 0 or an errno */

@@ -1,5 +1,22 @@
 # What is computed with a layer's packed experts: forward, its two stages, and training.
 
+
+cdef str _untrainable(_PackedExperts packed):
+    """Why there is no transposed product of what was packed, or None."""
+    cdef const kt_kernel *kernel
+    cdef const kt_isa *isa = packed._table.isa
+    cdef size_t p, i
+    if packed._form != "bf16" or packed._x is not None or packed._h is not None:
+        return "only activations=\"bf16\" can be trained"
+    for p, projection in enumerate(packed._names):
+        for i in range(2):
+            kernel = packed._kernels[p].kernels[i]
+            if not kernel or not kernel.operand or not kt_product_for(isa, kernel.operand):
+                description = packed._spec.formats[projection].description
+                return f"{packed._table.name}'s kernels for {description} have no transposed product"
+    return None
+
+
 cdef class PackedLayer(_PackedExperts):
     """Packed experts, and how to compute them. Made as _PackedExperts is, of ExpertWeights."""
 
@@ -40,27 +57,13 @@ cdef class PackedLayer(_PackedExperts):
 
     def training(self):
         """This layer, which has forward_training() and backward(). Raises UnavailableError, which says why it has not."""
-        reason = self._untrainable()
+        cdef const kt_isa *isa = self._table.isa
+        reason = _untrainable(self)
+        if not (isa.derive and isa.dense and isa.dense_rows and isa.widen):
+            reason = f"{self._table.name} has no functions for training"
         if reason:
             raise UnavailableError(f"{self._spec.name}: it cannot be trained: {reason}")
         return self
-
-    cdef str _untrainable(self):
-        """Why this layer has no backward(), or None."""
-        cdef const kt_kernel *kernel
-        cdef const kt_isa *isa = self._table.isa
-        cdef size_t p, i
-        if self._form != "bf16" or self._x is not None or self._h is not None:
-            return "only layers with activations=\"bf16\" can be trained"
-        if not (isa.derive and isa.dense and isa.dense_rows and isa.widen):
-            return f"{self._table.name} has no functions for training"
-        for p, projection in enumerate(PROJECTIONS):
-            for i in range(2):
-                kernel = self._kernels[p].kernels[i]
-                if not kernel or not kernel.operand or not kt_product_for(isa, kernel.operand):
-                    description = self._spec.formats[projection].description
-                    return f"{self._table.name}'s kernels for {description} have no transposed product"
-        return None
 
     def forward_training(self, x, ids, weights, mask, out, Adapter adapter=None, saved=None):
         """forward() with an adapter; its bits where that is None.

@@ -80,7 +80,25 @@ cdef extern from "backward/backward.h" nogil:
         float scale
     int kt_moe_backward(const kt_layer *layer, const kt_backward *backward)
     void kt_backward_release()
+
+
+cdef extern from "backward/transposed.h" nogil:
     const kt_kernel *kt_product_for(const kt_isa *isa, const char *family)
+
+
+cdef extern from "backward/linear.h" nogil:
+    ctypedef struct kt_linear_gradient:
+        const kt_layer *layer
+        const void *grad_y
+        void *grad_x
+        size_t stride, x_stride
+    ctypedef struct kt_linear_gradients:
+        size_t tokens, inputs
+        kt_dtype dtype, x_dtype
+        kt_bool summed
+        size_t count
+        kt_linear_gradient of[64]
+    int kt_linear_backward(const kt_linear_gradients *call)
 
 
 cdef extern from "captured/record.h" nogil:
