@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from cached import arenas_of, edit
 from checkpoints import BF16, SCHEMES, write, zeros
-from helpers import FORMATS, random_arrays, same_bits
+from helpers import same_bits
+from linears import DENSE_FORMATS, random_matrix
 from topology import THREE
 
 from ktmoe import Linear, Matrix, MoELayer, MoEModel, backends, cli
@@ -24,7 +25,6 @@ from ktmoe.cache.packing import pack
 from ktmoe.errors import CacheError, FormatError, InputError, MissingTensorError, OutOfMemoryError, UnavailableError
 from ktmoe.linear_weights import LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.one_matrix import StoredMatrix
 from ktmoe.machine import memory
 
 ATTENTION = "model.layers.0.self_attn"
@@ -32,10 +32,8 @@ Q, K, HEAD = f"{ATTENTION}.q_proj", f"{ATTENTION}.k_proj", "lm_head"
 ODD = "../a b/ü"
 
 
-def random_matrix(weight_format, n=128, k=256, bias=True, name="matrix", **options) -> Matrix:
-    rng = np.random.default_rng(len(name))
-    arrays = {label: array[0] for label, array in random_arrays(rng, weight_format, 1, n, k, **options).items()}
-    return Matrix(name, weight_format, (n, k), **arrays, bias=rng.standard_normal(n).astype(np.float32) if bias else None)
+def one(weight_format=DENSE_FORMATS["mxfp4"], n=128, k=256, **options) -> Matrix:
+    return random_matrix(np.random.default_rng(1), n, k, weight_format, **options)
 
 
 def unread(matrix: Matrix) -> LinearWeights:
@@ -96,19 +94,19 @@ def copied(made, tmp_path):
 
 
 #: With a factor and without, scales of two levels, minima, records' order, and numbers.
-KINDS = ("mxfp4", "gptq-128", "nvfp4 divided", "super-32 minima", "fp8", "int8-row", "b16")
+KINDS = ("mxfp4", "gptq-128", "nvfp4 divided", "super-32 minima", "fp8", "int8-row", "b16", "gguf Q6_K")
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_formats(tmp_path, name):
-    matrix = random_matrix(FORMATS[name], bias=len(name) % 2 == 0)
+    matrix = one(DENSE_FORMATS[name], bias=len(name) % 2 == 0)
     with Linear(matrix) as packed, Linear(unread(matrix), arenas=arenas_of(tmp_path, LinearWeights(matrix))) as mapped:
         assert_alike(mapped, packed)
 
 
 def test_shards(tmp_path, fake_nodes):
     fake_nodes(THREE)
-    matrix = random_matrix(FORMATS["fp8"], 384, 128)
+    matrix = one(DENSE_FORMATS["fp8"], 384, 128, bias=True)
     nodes = {"numa_nodes": [2, 0]}
     arenas = arenas_of(tmp_path, LinearWeights(matrix), **nodes)
     with Linear(matrix, **nodes) as packed, Linear(unread(matrix), **nodes, arenas=arenas) as mapped:
@@ -120,7 +118,7 @@ def test_scales_choose_kernels(tmp_path):
     """Which are folded depends on what packing saw: here whether a scale is too small for that. Nothing is computed."""
     found = {}
     for fold in (True, False):
-        weights = LinearWeights(random_matrix(FORMATS["mxfp4"], fold=fold))
+        weights = LinearWeights(one(fold=fold))
         arenas = arenas_of(tmp_path, weights)
         for isa in ISAS:
             table = native.load_table(isa)
@@ -140,8 +138,9 @@ def test_from_a_checkpoint(made, monkeypatch, name):
     path, cache = made
     done = []
     with Linear.from_checkpoint(path, name) as packed:
-        monkeypatch.setattr(StoredMatrix, "read", None, raising=False)
         monkeypatch.setattr(Checkpoint, "read", None)
+        with pytest.raises(TypeError):
+            Linear.from_checkpoint(path, name)
         with Linear.from_checkpoint(path, name, cache=cache, progress=lambda *counts: done.append(counts)) as mapped:
             assert_alike(mapped, packed)
             assert (mapped.name, mapped.shape, mapped.format) == (packed.name, packed.shape, packed.format)
@@ -344,7 +343,7 @@ def test_messages_of_memory(made, monkeypatch):
     def read():
         raise MemoryError("refused")
 
-    weights = LinearWeights.of_headers("head", FORMATS["b16"], (64, 64), read)
+    weights = LinearWeights.of_headers("head", DENSE_FORMATS["b16"], (64, 64), read)
     with pytest.raises(OutOfMemoryError, match=r"^head: reading the matrix: the system refused memory: refused"):
         Linear(weights)
 
