@@ -50,6 +50,15 @@ class ExpertSpec(WeightSpec):
         return f"{self.num_experts} experts, hidden={self.hidden}, intermediate={self.intermediate}, {formats}"
 
     @property
+    def amount(self) -> str:
+        """'4 experts'."""
+        return f"{self.num_experts} expert{'s' * (self.num_experts != 1)}"
+
+    def one(self, expert: int) -> str:
+        """'expert 3'."""
+        return f"expert {expert}"
+
+    @property
     def shard_unit(self) -> int:
         """Columns of the intermediate dimension that stay together when it is cut into shards: whole blocks of 32, and no cut
         through what shares a scale, or an item of an array, in any projection."""

@@ -15,9 +15,11 @@ from ktmoe.arrays import FloatArray, expect_native, expect_shape
 from ktmoe.backends.base import TUNED_FOR, Arenas, PackedMatrix, Plan, Progress
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
+from ktmoe.cache.opened import Cache
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, asking
 from ktmoe.linear_weights import LinearWeights
-from ktmoe.loaders.dense import load_matrix
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.dense import find_matrix
 from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
@@ -30,12 +32,14 @@ INPUTS = ("same", "own")
 class Linear:
     """A dense matrix, packed for one backend: y = x W^T + b.
 
-    matrix: Matrix [n, k] in any WeightFormat; ktmoe.load_matrix() reads one of a checkpoint. Its bias is b.
+    matrix: Matrix [n, k] in any WeightFormat; ktmoe.load_matrix() reads one of a checkpoint. Its bias is b. Or LinearWeights,
+    which read it when it is packed.
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and this format allow.
     activations: the mode (ktmoe.modes), of which x's side counts. "bf16": x stays bfloat16 and takes part exactly. Others
     round it and have to be named; "auto" is the backend's first mode for this format, as for MoELayer.
     rounding, tuned_for, numa_nodes, progress: as MoELayer has them. The nodes divide the outputs, so no bit depends on them.
-    arenas: the matrix as it lies packed in a file, for the same NUMA nodes.
+    arenas: the matrix as it lies packed in a file, which is mapped in place of packing it: what ktmoe.cache's Cache.matrix()
+    gives, for the same NUMA nodes. LinearWeights are not read then.
 
     Attributes: name. shape: (n, k). format: WeightFormat. backend, activations, tuned_for: as they were chosen. nbytes: of the
     packed weights. rounding: "folded" if scaled weights are rounded, else "exact". placement. spec. mapped. packed: what
@@ -46,7 +50,7 @@ class Linear:
 
     def __init__(
         self,
-        matrix: Matrix,
+        matrix: Matrix | LinearWeights,
         backend: str = "auto",
         activations: str = "bf16",
         *,
@@ -56,13 +60,13 @@ class Linear:
         progress: Progress | None = None,
         arenas: Arenas | None = None,
     ):
-        weights = LinearWeights(matrix)
+        weights = matrix if isinstance(matrix, LinearWeights) else LinearWeights(matrix)
         if rounding not in ROUNDING:
             raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
         if tuned_for not in TUNED_FOR:
             raise InputError(f"tuned_for must be one of {TUNED_FOR}, found {show(tuned_for)}")
         choice = choose_backend(backend, weights, activations)
-        self.name, self.shape, self.format = matrix.name, matrix.shape, matrix.format
+        self.name, self.shape, self.format = weights.name, weights.shape(), weights.formats["weight"]
         self.backend, self.activations, self.tuned_for = choice.name, choice.activations, tuned_for
         self.spec = weights.spec
         self.placement = placement_of(weights, numa_nodes)
@@ -76,6 +80,8 @@ class Linear:
                 f"{self.name}: what backend {self.backend!r} packs a matrix into must inherit "
                 f"ktmoe.backends.base.PackedMatrix, found {show(packed)}"
             )
+        if self.mapped and progress:
+            progress(weights.nbytes, weights.nbytes)
         self.packed = packed
         self.rounding, self.nbytes = packed.rounding, packed.nbytes
 
@@ -88,15 +94,25 @@ class Linear:
         activations: str = "bf16",
         *,
         scheme: str = "auto",
+        numa_nodes: Sequence[int] | None = None,
+        cache: str | os.PathLike | None = None,
         **options,
     ) -> Linear:
         """A matrix of a checkpoint folder (or one .safetensors or .gguf file).
 
         name: what its tensors' names begin with, such as "model.layers.0.self_attn.q_proj"; scheme: a loader's name, or "auto"
-        to go by the tensors (ktmoe.load_matrix). options: Linear's.
-        Raises CheckpointError and MissingTensorError besides what Linear raises.
+        to go by the tensors (ktmoe.load_matrix). numa_nodes, options: Linear's.
+        cache: a folder that `ktmoe pack --matrix` has made of this checkpoint. The matrix is mapped from there, and not read or
+        packed (docs/packed-caches.md).
+        Raises CheckpointError and MissingTensorError besides what Linear raises; CacheError, which names the file, for a cache
+        that is damaged, or of another checkpoint, version or number of NUMA nodes.
         """
-        return cls(load_matrix(path, name, scheme=scheme), backend, activations, **options)
+        with Checkpoint(path) as checkpoint:
+            found = find_matrix(checkpoint, name, scheme=scheme)
+            weights = LinearWeights.of_headers(found.name, found.format, found.shape, found.read)
+            if cache is not None:
+                options["arenas"] = Cache(cache, checkpoint).matrix(name, weights, placement_of(weights, numa_nodes))
+            return cls(weights, backend, activations, numa_nodes=numa_nodes, **options)
 
     def forward(self, x, out=None, dtype=None):
         """y [tokens, n], in x's kind and dtype.

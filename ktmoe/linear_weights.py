@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from ktmoe.errors import InputError
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weight_spec import WeightSpec
+from ktmoe.weights.formats import WeightFormat
 
 #: Outputs that a packed panel has; shards have whole ones.
 _PANEL = 64
@@ -30,6 +31,15 @@ class LinearSpec(WeightSpec):
         return f"{self.formats['weight'].description} {list(self.shape())}"
 
     @property
+    def amount(self) -> str:
+        """The description."""
+        return self.description
+
+    def one(self, expert: int) -> str:
+        """'the matrix'."""
+        return "the matrix"
+
+    @property
     def shard_unit(self) -> int:
         """Rows that stay together when they are cut into shards: whole panels, and no cut through what shares a scale, or an
         item of an array."""
@@ -44,9 +54,21 @@ class LinearWeights(LinearSpec):
             raise InputError(
                 f"matrix must be a ktmoe.Matrix, found {show(matrix)}; ktmoe.load_matrix(path, name) gives one of a checkpoint"
             )
-        n, k = matrix.shape
-        super().__init__(1, k, n, {"weight": matrix.format}, matrix.name)
-        object.__setattr__(self, "_matrix", matrix)
+        self._set(matrix.name, matrix.format, matrix.shape, lambda: matrix)
+
+    @classmethod
+    def of_headers(
+        cls, name: str, weight_format: WeightFormat, shape: tuple[int, int], read: Callable[[], Matrix]
+    ) -> LinearWeights:
+        """A matrix that is read when it is asked for, possibly from another thread: what find_matrix() says of it."""
+        weights = cls.__new__(cls)
+        weights._set(name, weight_format, shape, read)
+        return weights
+
+    def _set(self, name: str, weight_format: WeightFormat, shape: tuple[int, int], read: Callable[[], Matrix]) -> None:
+        n, k = shape
+        super().__init__(1, k, n, {"weight": weight_format}, name)
+        object.__setattr__(self, "_read", read)
 
     @property
     def spec(self) -> LinearSpec:
@@ -54,8 +76,10 @@ class LinearWeights(LinearSpec):
         return LinearSpec(1, self.hidden, self.intermediate, self.formats, self.name)
 
     def matrix(self, expert: int, projection: str) -> Matrix:
-        """The Matrix."""
-        return self._matrix
+        """Read the Matrix. Raises what check() raises."""
+        matrix = self._read()
+        self.check(expert, projection, matrix)
+        return matrix
 
     def take(self, ids: Sequence[int]) -> LinearWeights:
         """These weights: there is one matrix."""

@@ -42,6 +42,15 @@ class WeightSpec(ABC):
 
     @property
     @abstractmethod
+    def amount(self) -> str:
+        """How much these weights are, in a few words, for messages."""
+
+    @abstractmethod
+    def one(self, expert: int) -> str:
+        """What messages call one of the experts, or the matrix."""
+
+    @property
+    @abstractmethod
     def shard_unit(self) -> int:
         """Items of the intermediate dimension that stay together when it is cut into shards."""
 
@@ -64,7 +73,7 @@ class WeightSpec(ABC):
         Its bytes are not looked at: Matrix.refuse() does that.
         """
         if not isinstance(matrix, Matrix):
-            raise InputError(f"{self.name}: {projection} of expert {expert} must be a Matrix, found {type(matrix).__name__}")
+            raise InputError(f"{self.name}: {projection} of {self.one(expert)} must be a Matrix, found {type(matrix).__name__}")
         shape, weight_format = self.shape(projection), self.formats[projection]
         if matrix.shape != shape or matrix.format != weight_format:
             raise FormatError(

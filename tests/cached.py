@@ -13,7 +13,8 @@ from ktmoe import MoELayer, MoEModel, backends, synthetic
 from ktmoe.backends.base import Plan
 from ktmoe.backends.choice import choose_backend
 from ktmoe.cache import manifest
-from ktmoe.cache.layer_file import LayerWriter, open_layer
+from ktmoe.cache.manifest import Item
+from ktmoe.cache.packed_file import PackedFileWriter, open_packed
 from ktmoe.cache.packing import pack
 from ktmoe.errors import CacheError
 from ktmoe.machine import numa
@@ -23,24 +24,25 @@ SIZES = {"num_experts": 5, "hidden": 128, "intermediate": 256}
 
 
 def arenas_of(folder, experts, numa_nodes=None):
-    """The Arenas of these experts, in a file that is written here."""
+    """The Arenas of these experts, or of these LinearWeights, in a file that is written here."""
+    item = Item("layer", 0)
     placement = placement_of(experts, numa_nodes)
     shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
-    entry = manifest.expected(0, experts, shards)
-    stated = manifest.stated(0, entry, "")
+    entry = manifest.expected(item, experts, shards)
+    stated = manifest.stated(item, entry, "")
     writer = None
     choice = choose_backend("auto", experts)
-    plan = Plan(experts.router_weight, choice.activations, placement=placement)
+    plan = Plan(activations=choice.activations, placement=placement)
     try:
         for one in backends.get(choice.name).pack_each(experts, plan):
-            writer = writer or LayerWriter(folder / entry.file, experts, shards, one, stated)
+            writer = writer or PackedFileWriter(folder / entry.file, experts, shards, one, stated)
             writer.add(one)
         writer.finish()
         writer.commit()
     finally:
         if writer:
             writer.abort()
-    return open_layer(folder, replace(entry, nbytes=writer.nbytes), experts, stated)
+    return open_packed(folder, replace(entry, nbytes=writer.nbytes), experts, stated)
 
 
 def write_model(folder, layers=2, write=synthetic.write_deepseek_v4):

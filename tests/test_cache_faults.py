@@ -91,7 +91,7 @@ def _layer(key, value):
     [
         (
             lambda data: data.__setitem__("version", manifest.VERSION + 1),
-            r"version: expected 2, found 3; `ktmoe pack` makes one",
+            r"version: expected 3, found 4; `ktmoe pack` makes one",
         ),
         (lambda data: data.__setitem__("kind", "recipe"), "kind: expected 'ktmoe packed cache', found 'recipe'"),
         (
@@ -109,7 +109,7 @@ def _layer(key, value):
         (_layer("formats", {"gate": 1}), "layer '0': formats: found"),
         (_layer("formats", {}), "layer 0: formats: expected"),
         (_layer("more", 1), "layer '0': expected an object of file, nbytes"),
-        (lambda data: data.__setitem__("layers", [1]), "expected a list of source files and an object of layers"),
+        (lambda data: data.__setitem__("layers", [1]), "expected a list of source files and objects of layers and of matrices"),
         (lambda data: data.__setitem__("all_layers", [0]), "all_layers: expected a list of names, found"),
         (_layer("kind", 1), "layer '0': kind: found 1"),
         (_layer("kind", "other"), "layer-0.safetensors: is packed from something else: packed_from"),

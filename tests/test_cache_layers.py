@@ -14,6 +14,7 @@ from ktmoe._native.isa import ISAS
 from ktmoe.backends import native
 from ktmoe.backends.base import Backend, Missing, Plan
 from ktmoe.cache import manifest, opened
+from ktmoe.cache.manifest import Item
 from ktmoe.cache.opened import Cache
 from ktmoe.cache.packing import pack
 from ktmoe.errors import CacheError, ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
@@ -271,9 +272,9 @@ def test_headers_of_one_layer_of_a_kind_are_parsed(tmp_path, monkeypatch):
         asked.append(layer)
         return find_loader(checkpoint, name, layer)
 
-    def expect(layer, *arguments):
-        made = expected(layer, *arguments)
-        return replace(made, kind="other") if layer == 1 else made
+    def expect(item, *arguments):
+        made = expected(item, *arguments)
+        return replace(made, kind="other") if item.name == 1 else made
 
     monkeypatch.setattr(opened, "find_loader", find)
     path, cache = write_model(tmp_path / "one kind", layers=3)
@@ -297,4 +298,4 @@ def test_kinds():
     experts = random_experts(np.random.default_rng(1), 2, 64, 64)
     others = [experts.with_activation(DEEPSEEK), random_experts(np.random.default_rng(1), 2, 64, 64, formats=BF16)]
     assert experts.activation == SILU
-    assert len({manifest.expected(0, each, [(0, 64)]).kind for each in (experts, *others)}) == 3
+    assert len({manifest.expected(Item("layer", 0), each, [(0, 64)]).kind for each in (experts, *others)}) == 3

@@ -138,7 +138,7 @@ def test_the_target_is_a_cache_of_another_layout(model):
     with pytest.raises(OutputError, match=r"layer 0 is packed for 1 NUMA nodes, versions .*'q4': 99"):
         pack(path, cache)
     edit(cache, lambda data: data.__setitem__("version", 99))
-    with pytest.raises(OutputError, match=r"version: expected 2, found 99.*; remove .*cache, or choose another folder"):
+    with pytest.raises(OutputError, match=r"version: expected 3, found 99.*; remove .*cache, or choose another folder"):
         pack(path, cache)
 
 

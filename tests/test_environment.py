@@ -385,7 +385,7 @@ def test_a_refusal_by_the_system_leaves_nothing_behind(monkeypatch, backend):
     huge = ExpertWeights(1, 1 << 24, 1 << 24, lambda *_: pytest.fail("was read"))
     attempts = []
     for _ in range(5):
-        with pytest.raises(OutOfMemoryError, match=r"packed weights of 1 experts need \d+ bytes; the system refused"):
+        with pytest.raises(OutOfMemoryError, match=r"packed weights of 1 expert need \d+ bytes; the system refused"):
             MoELayer(huge, backend)
         gc.collect()
         attempts.append(mapped())

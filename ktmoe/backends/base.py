@@ -64,9 +64,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Arenas:
-    """A layer's experts as they lie in a file, packed.
+    """A layer's experts, or a dense matrix, as they lie in a file, packed.
 
-    file: the arenas. seen: of the scales of each matrix, what kernels are chosen by, uint8 [num_experts, 3, 3], as
+    file: the arenas. seen: of the scales of each matrix, what kernels are chosen by, uint8 [num_experts, projections, 3], as
     core.seen() gives it. biases: by projection, float32 [num_experts, n]. factors: likewise, or [num_experts, 1].
     """
 
@@ -185,8 +185,9 @@ class Backend(ABC):
         """
         raise LackingError("cannot start from a packed cache")
 
-    def pack_each(self, experts: ExpertWeights, plan: Plan) -> Iterator[core.PackedLayer]:
+    def pack_each(self, experts: ExpertWeights | LinearWeights, plan: Plan) -> Iterator[core.PackedLayer | core.PackedLinear]:
         """Yield a layer of one expert for each expert in turn, packed as pack() packs it: what a packed cache holds.
+        Of a dense matrix, yield it, as pack_linear() packs it.
 
         By default a LackingError.
         """

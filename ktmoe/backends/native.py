@@ -163,7 +163,7 @@ class NativeBackend(Backend):
 
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:
         found = self._found_for(experts, plan)
-        memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.num_experts} experts")
+        memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.amount}")
         packed = _layer(found, experts, plan)
         expert_bytes = experts.nbytes // experts.num_experts
         try:
@@ -177,8 +177,9 @@ class NativeBackend(Backend):
             raise
         return packed
 
-    def pack_each(self, experts: ExpertWeights, plan: Plan) -> Iterator[core.PackedLayer]:
+    def pack_each(self, experts: ExpertWeights | LinearWeights, plan: Plan) -> Iterator[core.PackedLayer | core.PackedLinear]:
         """Yield a layer of one expert for each expert in turn, packed as pack() packs it; the next one takes its place.
+        Of a dense matrix, yield it.
 
         Memory is needed for two packed experts and for what is read ahead.
         """
@@ -187,6 +188,7 @@ class NativeBackend(Backend):
             with closing(_read_ahead(experts)) as read:
                 for matrices in read:
                     one.pack(0, matrices)
+                    del matrices  # a dense matrix may be large
                     yield one
         finally:
             one.close()
@@ -247,14 +249,14 @@ def _read_ahead(experts: ExpertWeights):
     """Yields {projection: Matrix} by expert, reading the next ones while the caller packs."""
 
     def read(expert):
-        with memory_for(f"{experts.name}: reading expert {expert}"):
+        with memory_for(f"{experts.name}: reading {experts.one(expert)}"):
             return {projection: experts.matrix(expert, projection) for projection in experts.projections}
 
     with ThreadPoolExecutor(READ_AHEAD, "ktmoe-read", numa.unpin) as pool:
         pending = deque()
         try:
             for expert in range(experts.num_experts):
-                with thread_for(f"{experts.name}: starting a thread to read expert {expert}"):
+                with thread_for(f"{experts.name}: starting a thread to read {experts.one(expert)}"):
                     pending.append(pool.submit(read, expert))
                 if len(pending) > READ_AHEAD:
                     yield pending.popleft().result()

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ktmoe.backends.base import Arenas
-from ktmoe.cache import layer_file, manifest, source
-from ktmoe.cache.manifest import PackedLayerFile
+from ktmoe.cache import manifest, source
+from ktmoe.cache.manifest import Item, PackedFile
+from ktmoe.cache.packed_file import open_packed
 from ktmoe.errors import CacheError, InputError
 from ktmoe.experts import ExpertWeights
+from ktmoe.linear_weights import LinearSpec
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -19,12 +21,13 @@ from ktmoe.machine import numa
 from ktmoe.machine.numa import Placement
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
+from ktmoe.weight_spec import WeightSpec
 
 
 class Cache:
     """A folder that `ktmoe pack` has made of a checkpoint.
 
-    path: the folder. checkpoint: that it is used with. layers: those that are packed, as text.
+    path: the folder. checkpoint: that it is used with. layers, matrices: those that are packed, as text.
     Its manifest is read here, and of the checkpoint's files headers and samples.
     Raises CacheError, which names the file, if the cache is damaged, of another version, or of another checkpoint.
     """
@@ -33,12 +36,14 @@ class Cache:
         self.path = Path(path)
         self._manifest = manifest.read(path)
         source.check(checkpoint, self._manifest.source, str(path))
-        self._of_checkpoint = self._manifest.of_checkpoint
-        self.layers = list(self._manifest.layers)
+        self._of_checkpoint = {what: self._manifest.of_checkpoint(what) for what in ("layer", "matrix")}
+        self.layers, self.matrices = list(self._manifest.layers), list(self._manifest.matrices)
 
     @property
     def all_layers(self) -> list[int | str]:
-        """All layers of the checkpoint that have routed experts, packed or not."""
+        """All layers of the checkpoint that have routed experts, packed or not. Raises CacheError if none is packed."""
+        if not self.layers:
+            raise CacheError(f"{self.path}: layers: expected to be packed, found none; `ktmoe pack` adds them")
         return [naming.layer_key(name) for name in self._manifest.all_layers]
 
     def experts(self, checkpoint: Checkpoint, layers: Iterable[int | str], loader: str) -> dict[int | str, ExpertWeights]:
@@ -51,11 +56,11 @@ class Cache:
         known: dict[str, ExpertWeights] = {}
         found = {}
         for layer in layers:
-            entry = self._entry(layer)
-            kind = repr(replace(entry, file="", nbytes=0, name=""))
+            entry = self._entry(Item("layer", layer))
+            kind = repr(replace(entry, file="", nbytes=0, label=""))
             if kind not in known:
                 known[kind] = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
-            found[layer] = _of_layer(known[kind], entry.name, checkpoint, loader, layer)
+            found[layer] = _of_layer(known[kind], entry.label, checkpoint, loader, layer)
         return found
 
     def layer(self, layer: int | str, experts: ExpertWeights, placement: Placement) -> Arenas:
@@ -63,27 +68,38 @@ class Cache:
 
         Raises CacheError if it was not packed, or for other experts or another number of shards.
         """
-        what, entry = f"{self.path}: layer {show(layer)}", self._entry(layer)
+        return self._arenas(Item("layer", layer), experts, placement)
+
+    def matrix(self, name: str, weights: LinearSpec, placement: Placement) -> Arenas:
+        """What a dense matrix of that name maps. weights: what the checkpoint's headers say of it; the matrix is not read.
+
+        Raises CacheError if it was not packed, or as another matrix or for another number of shards.
+        """
+        return self._arenas(Item("matrix", name), weights, placement)
+
+    def _arenas(self, item: Item, weights: WeightSpec, placement: Placement) -> Arenas:
+        what, entry = f"{self.path}: {item}", self._entry(item)
         if len(entry.shards) != placement.shards:
             raise CacheError(
                 f"{what}: expected arenas for {_nodes(placement.shards)}, found them for {_nodes(len(entry.shards))}; choose "
                 "numa_nodes, or pack for other ones with `ktmoe pack --numa-nodes`"
             )
-        shards = numa.split(experts.intermediate, experts.shard_unit, placement.shards)
-        expected = manifest.expected(layer, experts, shards, entry.nbytes)
+        shards = numa.split(weights.intermediate, weights.shard_unit, placement.shards)
+        expected = manifest.expected(item, weights, shards, entry.nbytes)
         for key in ("file", "experts", "hidden", "intermediate", "formats", "shards", "layout"):
             want, found = getattr(expected, key), getattr(entry, key)
             if want != found:
                 raise CacheError(f"{what}: {key}: expected {want}, found {show(found)}; `ktmoe pack` makes another one")
-        return layer_file.open_layer(self.path, entry, experts, manifest.stated(layer, entry, self._of_checkpoint))
+        return open_packed(self.path, entry, weights, manifest.stated(item, entry, self._of_checkpoint[item.what]))
 
-    def _entry(self, layer: int | str) -> PackedLayerFile:
-        entry = self._manifest.layers.get(str(layer))
+    def _entry(self, item: Item) -> PackedFile:
+        entry = self._manifest.entry(item)
         if entry is None:
-            packed = naming.listed([naming.layer_key(name) for name in self.layers])
-            raise CacheError(
-                f"{self.path}: layer {show(layer)}: expected to be packed, found {packed or 'no layers'}; `ktmoe pack` adds it"
-            )
+            if item.what == "layer":
+                packed = naming.listed([naming.layer_key(name) for name in self.layers]) or "no layers"
+            else:
+                packed = ", ".join(map(show, self.matrices[:4])) + ", ..." * (len(self.matrices) > 4) or "no matrices"
+            raise CacheError(f"{self.path}: {item}: expected to be packed, found {packed}; `ktmoe pack` adds it")
         return entry
 
 

@@ -1,63 +1,45 @@
-"""pack(): a packed cache of a checkpoint, layer by layer; what is there already is kept, and can be verified."""
+"""pack(): a packed cache of a checkpoint, file by file; what is there already is kept, and can be verified."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from ktmoe import backends
 from ktmoe._native import core
-from ktmoe.backends.base import Arenas, Plan, Progress
-from ktmoe.backends.choice import choose_backend
+from ktmoe.backends.base import Arenas, Progress
 from ktmoe.cache import manifest, source
-from ktmoe.cache.layer_file import LayerWriter, open_layer
-from ktmoe.cache.manifest import Manifest, PackedLayerFile
-from ktmoe.errors import CacheError, CheckpointError, InputError, OutOfSpaceError, OutputError, asking
-from ktmoe.experts import PROJECTIONS, ExpertWeights
+from ktmoe.cache.manifest import Item, Manifest, PackedFile
+from ktmoe.cache.packed_file import PackedFileWriter, open_packed, pieces
+from ktmoe.cache.wanted import ToPack, wanted
+from ktmoe.errors import CacheError, CheckpointError, OutOfSpaceError, OutputError
 from ktmoe.files.lock import LOCK_NAME, exclusive
 from ktmoe.files.output import output_folder
-from ktmoe.loaders import naming
-from ktmoe.loaders.base import find_layers, load_layers
+from ktmoe.loaders.base import find_layers
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.machine import numa
-from ktmoe.machine.numa import Placement, placement_of
 from ktmoe.messages import show
 
 
 @dataclass
 class PackReport:
-    """What pack() did: layers that it wrote, kept and verified; nbytes: of all files of those layers."""
+    """What pack() did: layers and dense matrices that it wrote, kept and verified; nbytes: of all their files."""
 
     written: list[int | str] = field(default_factory=list)
     kept: list[int | str] = field(default_factory=list)
     verified: list[int | str] = field(default_factory=list)
+    matrices_written: list[str] = field(default_factory=list)
+    matrices_kept: list[str] = field(default_factory=list)
+    matrices_verified: list[str] = field(default_factory=list)
     nbytes: int = 0
 
-
-@dataclass(frozen=True)
-class _LayerToPack:
-    """A layer that is to be in the cache."""
-
-    name: int | str
-    experts: ExpertWeights
-    placement: Placement
-
-    @property
-    def shards(self) -> list[tuple[int, int]]:
-        return numa.split(self.experts.intermediate, self.experts.shard_unit, self.placement.shards)
-
-    def each(self) -> Iterator[core.PackedLayer]:
-        """Pack each expert in turn, alone in a layer of these shards."""
-        choice = choose_backend("auto", self.experts)
-        plan = Plan(self.experts.router_weight, choice.activations, placement=self.placement)
-        with asking(choice.name, self.experts.name):
-            return backends.get(choice.name).pack_each(self.experts, plan)
+    def add(self, what: str, item: Item) -> None:
+        """Say that an item was "written", "kept" or "verified"."""
+        getattr(self, what if item.what == "layer" else f"matrices_{what}").append(item.name)
 
 
 def pack(
@@ -65,19 +47,21 @@ def pack(
     out: str | os.PathLike,
     layers: Iterable[int | str] | None = None,
     *,
+    matrices: Iterable[str] = (),
     loader: str = "auto",
     numa_nodes: Sequence[int] | None = None,
     verify: bool = False,
     progress: Progress | None = None,
 ) -> PackReport:
-    """Write a packed cache of a checkpoint: its experts as they lie in memory, so that loading is mapping.
+    """Write a packed cache of a checkpoint: its weights as they lie in memory, so that loading is mapping.
 
-    path: a checkpoint. out: a folder that is made if need be, and is empty or has a cache of this checkpoint; layers that are
-    packed there are kept. layers: by default all that have routed experts. numa_nodes: as MoELayer has them: how many there are
-    decides how experts are cut into arenas.
-    verify: then pack each expert anew, and compare all bytes.
-    progress: called with (done_bytes, total_bytes) of the checkpoint; an exception from it ends packing. Finished layers stay.
-    Memory is needed for a few experts. A layer's file is there whole or not at all.
+    path: a checkpoint. out: a folder that is made if need be, and is empty or has a cache of this checkpoint; what is packed
+    there is kept. layers: by default all that have routed experts. matrices: names of dense matrices, as load_matrix() has
+    them; one with a * stands for all names of the checkpoint's that fit it, tensors of two dimensions, without experts'.
+    numa_nodes: as MoELayer has them: how many there are decides how weights are cut into arenas.
+    verify: then pack each expert and matrix anew, and compare all bytes.
+    progress: called with (done_bytes, total_bytes) of the checkpoint; an exception from it ends packing. Finished files stay.
+    Memory is needed for a few experts, or for one matrix, read and packed. A file is there whole or not at all.
     Raises OutputError (the target has something else, or another process writes it, or the disk is full), OutOfSpaceError,
     CheckpointError if the checkpoint's files change meanwhile, CacheError if bytes differ, and what loaders raise.
     """
@@ -85,26 +69,29 @@ def pack(
     with Checkpoint(path) as seen:  # before those that are read are opened, so that a file that is replaced in between differs
         files = source.files_of(seen)
     with Checkpoint(path) as checkpoint:
-        wanted = _wanted(checkpoint, layers, loader, numa_nodes)
+        items = wanted(checkpoint, layers, matrices, loader, numa_nodes)
         _make(folder)
         with exclusive(folder):
-            there = replace(_there(folder, files, checkpoint), all_layers=tuple(map(str, find_layers(checkpoint, loader))))
-            missing = [layer for layer in wanted if not _is_packed(folder, there, layer)]
+            there = _there(folder, files, checkpoint)
+            if any(each.item.what == "layer" for each in items):
+                there = replace(there, all_layers=tuple(map(str, find_layers(checkpoint, loader))))
+            missing = [each for each in items if not _is_packed(folder, there, each)]
             _check_space(folder, missing)
             if missing:
                 there.write(folder)  # the folder is a cache's from now on
-            total = sum(layer.experts.nbytes for layer in missing + (wanted if verify else []))
-            count = _Count(progress, total)
-            done = PackReport(kept=[layer.name for layer in wanted if layer not in missing])
-            for layer in missing:
-                entry = _write(folder, layer, there, checkpoint, count)
-                there = replace(there, layers={**there.layers, str(layer.name): entry})
+            total = sum(each.weights.nbytes for each in missing + (items if verify else []))
+            count, done = _Count(progress, total), PackReport()
+            for each in items:
+                if each not in missing:
+                    done.add("kept", each.item)
+            for each in missing:
+                there = there.with_entry(each.item, _write(folder, each, there, checkpoint, count))
                 there.write(folder)
-                done.written.append(layer.name)
-            for layer in wanted if verify else ():
-                _verify(folder, there, layer, count)
-                done.verified.append(layer.name)
-            done.nbytes = sum(there.layers[str(layer.name)].nbytes for layer in wanted)
+                done.add("written", each.item)
+            for each in items if verify else ():
+                _verify(folder, there, each, count)
+                done.add("verified", each.item)
+            done.nbytes = sum(there.entry(each.item).nbytes for each in items)
             return done
 
 
@@ -118,16 +105,6 @@ class _Count:
         self._done += nbytes
         if self._progress:
             self._progress(self._done, self._total)
-
-
-def _wanted(
-    checkpoint: Checkpoint, layers: Iterable[int | str] | None, loader: str, numa_nodes: Sequence[int] | None
-) -> list[_LayerToPack]:
-    names = None if layers is None else [naming.layer_key(layer) for layer in layers]
-    read = load_layers(checkpoint, loader, names)
-    if not read or (names is not None and len(read) < len(names)):
-        raise InputError(f"{checkpoint.path}: layers: expected at least one, each once, found {show(names or [])}")
-    return [_LayerToPack(name, experts, placement_of(experts, numa_nodes)) for name, (_, experts) in read.items()]
 
 
 def _make(folder: Path) -> None:
@@ -144,7 +121,7 @@ def _there(folder: Path, files: tuple[source.SourceFile, ...], checkpoint: Check
         others = sorted(name for name in os.listdir(folder) if name != LOCK_NAME and not name.startswith(f".{manifest.NAME}"))
         if others:
             raise OutputError(f"{folder}: expected an empty folder or a packed cache, found {show(others[0])} in it")
-        return Manifest(files, (), {})
+        return Manifest(files, (), {}, {})
     try:
         there = manifest.read(folder)
     except CacheError as error:
@@ -157,47 +134,50 @@ def _there(folder: Path, files: tuple[source.SourceFile, ...], checkpoint: Check
     return there
 
 
-def _is_packed(folder: Path, there: Manifest, layer: _LayerToPack) -> bool:
-    """Whether a layer is packed. Raises OutputError if it is packed for other NUMA nodes, or by another version."""
-    entry = there.layers.get(str(layer.name))
+def _is_packed(folder: Path, there: Manifest, one: ToPack) -> bool:
+    """Whether an item is packed. Raises OutputError if it is packed for other NUMA nodes, or by another version."""
+    entry = there.entry(one.item)
     if entry is None:
         return False
-    if replace(entry, shards=tuple(entry.shards)) != manifest.expected(layer.name, layer.experts, layer.shards, entry.nbytes):
+    if entry != manifest.expected(one.item, one.weights, one.shards, entry.nbytes):
         raise OutputError(
-            f"{folder}: layer {show(layer.name)} is packed for {len(entry.shards)} NUMA nodes, versions "
+            f"{folder}: {one.item} is packed for {len(entry.shards)} NUMA nodes, versions "
             f"{dict(entry.layout)}, which is not what is wanted; remove {folder}, or choose another folder"
         )
     try:
-        _open(folder, there, layer)
-    except CacheError:  # it was removed, or is another layer's
+        _open(folder, there, one)
+    except CacheError:  # it was removed, or is another one's
         return False
     return True
 
 
-def _open(folder: Path, there: Manifest, layer: _LayerToPack) -> Arenas:
-    """A layer's file. Raises CacheError if it is not what the manifest says."""
-    entry = there.layers[str(layer.name)]
-    return open_layer(folder, entry, layer.experts, manifest.stated(layer.name, entry, there.of_checkpoint))
+def _open(folder: Path, there: Manifest, one: ToPack) -> Arenas:
+    """An item's file. Raises CacheError if it is not what the manifest says."""
+    entry = there.entry(one.item)
+    return open_packed(folder, entry, one.weights, manifest.stated(one.item, entry, there.of_checkpoint(one.item.what)))
 
 
-def _check_space(folder: Path, missing: list[_LayerToPack]) -> None:
-    needed = sum(layer.experts.num_experts * core.expert_nbytes(layer.experts, layer.shards) for layer in missing)
+def _check_space(folder: Path, missing: list[ToPack]) -> None:
+    needed = sum(each.weights.num_experts * core.expert_nbytes(each.weights, each.shards) for each in missing)
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise OutOfSpaceError(f"{folder}: {len(missing)} packed layers need {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB is free")
+        layers = sum(each.item.what == "layer" for each in missing)
+        counts = (layers, "packed layers"), (len(missing) - layers, "packed matrices")
+        what = " and ".join(f"{count} {kind}" for count, kind in counts if count)
+        raise OutOfSpaceError(f"{folder}: {what} need {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB is free")
 
 
-def _write(folder: Path, layer: _LayerToPack, there: Manifest, checkpoint: Checkpoint, count: _Count) -> PackedLayerFile:
-    entry = manifest.expected(layer.name, layer.experts, layer.shards)
-    stated = manifest.stated(layer.name, entry, there.of_checkpoint)
+def _write(folder: Path, one: ToPack, there: Manifest, checkpoint: Checkpoint, count: _Count) -> PackedFile:
+    entry = manifest.expected(one.item, one.weights, one.shards)
+    stated = manifest.stated(one.item, entry, there.of_checkpoint(one.item.what))
     writer = None
     try:
-        with closing(layer.each()) as experts:
-            for one in experts:
+        with closing(one.each()) as each:
+            for packed in each:
                 if writer is None:
-                    writer = LayerWriter(folder / entry.file, layer.experts, layer.shards, one, stated)
-                writer.add(one)
-                count.add(layer.experts.nbytes // layer.experts.num_experts)
+                    writer = PackedFileWriter(folder / entry.file, one.weights, one.shards, packed, stated)
+                writer.add(packed)
+                count.add(one.weights.nbytes // one.weights.num_experts)
         writer.finish()
         if wrong := source.difference(there.source, source.files_of(checkpoint), checkpoint.folder):
             raise CheckpointError(f"{checkpoint.path}: expected files that do not change meanwhile: {wrong}")
@@ -209,34 +189,36 @@ def _write(folder: Path, layer: _LayerToPack, there: Manifest, checkpoint: Check
     return replace(entry, nbytes=writer.nbytes)
 
 
-def _verify(folder: Path, there: Manifest, layer: _LayerToPack, count: _Count) -> None:
-    """Raise CacheError, which names the matrix, where a layer's file has not the bytes that packing gives."""
-    path = folder / there.layers[str(layer.name)].file
-    choice = choose_backend("auto", layer.experts)
-    plan = Plan(layer.experts.router_weight, choice.activations, placement=layer.placement)
-    arenas = _open(folder, there, layer)
-    with asking(choice.name, layer.experts.name):
-        mapped = backends.get(choice.name).map(layer.experts, plan, arenas)
-    with closing(mapped), closing(layer.each()) as experts:
-        for expert, one in enumerate(experts):
-            biases, factors = core.numbers(one)
-            same = np.array_equal(core.seen(one)[0], arenas.seen[expert])
-            wrong = next((p for p in PROJECTIONS if not _same(mapped, one, expert, p, len(layer.shards))), None)
+def _verify(folder: Path, there: Manifest, one: ToPack, count: _Count) -> None:
+    """Raise CacheError, which names the expert's matrix or the dense one, where a file has not the bytes that packing gives."""
+    path, arenas = folder / one.item.file, _open(folder, there, one)
+    with closing(one.map(arenas)) as mapped, closing(one.each()) as each:
+        for expert, packed in enumerate(each):
+            biases, factors = core.numbers(packed)
+            same = np.array_equal(core.seen(packed)[0], arenas.seen[expert])
+            wrong = next((p for p in one.weights.projections if not _same(mapped, packed, expert, p, len(one.shards))), None)
             for found, ours in ((arenas.biases, biases), (arenas.factors, factors)):
                 same = same and found.keys() == ours.keys()
                 same = same and all(np.array_equal(_bits(found[p][expert]), _bits(ours[p][0])) for p in ours)
             if wrong or not same:
                 raise CacheError(
-                    f"{path}: expert {expert}: {wrong or 'scales, biases or factors'}: expected the bytes that packing gives, "
-                    "found others; remove the file, and pack again"
+                    f"{path}: {one.weights.one(expert)}: {wrong or 'scales, biases or factors'}: expected the bytes that "
+                    "packing gives, found others; remove the file, and pack again"
                 )
-            count.add(layer.experts.nbytes // layer.experts.num_experts)
+            count.add(one.weights.nbytes // one.weights.num_experts)
 
 
-def _same(mapped: core.PackedLayer, one: core.PackedLayer, expert: int, projection: str, shards: int) -> bool:
+def _same(
+    mapped: core.PackedLayer | core.PackedLinear,
+    packed: core.PackedLayer | core.PackedLinear,
+    expert: int,
+    projection: str,
+    shards: int,
+) -> bool:
     return all(
-        np.array_equal(mapped.packed_bytes(expert, projection, shard), one.packed_bytes(0, projection, shard))
+        np.array_equal(found, expected)
         for shard in range(shards)
+        for found, expected in zip(pieces(mapped, expert, projection, shard), pieces(packed, 0, projection, shard), strict=True)
     )
 
 

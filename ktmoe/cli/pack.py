@@ -17,7 +17,9 @@ HELP = """Write a packed cache, for faster starts.
 
 OUT becomes a folder with the experts of DIR as they lie in memory, one file a layer. Other commands map it with --cache OUT:
 they read and pack no weight at the start, and several processes share it. It serves this checkpoint only, while its files do
-not change. After an interruption, run the command again: it keeps the layers that OUT has.
+not change. After an interruption, run the command again: it keeps what OUT has.
+
+--matrix packs dense matrices beside the layers, for ktmoe.Linear. Other commands do not use these yet.
 """
 
 
@@ -25,15 +27,33 @@ not change. After an interruption, run the command again: it keeps the layers th
 @options.MODEL
 @options.OUT
 @click.option("--layers", metavar="0-3,7", type=options.Layers(), help="By default all that have routed experts.")
+@click.option("--no-layers", is_flag=True, help="Pack no layer, only the matrices.")
+@click.option(
+    "--matrix",
+    "matrices",
+    metavar="NAME",
+    multiple=True,
+    help="A dense matrix, such as lm_head; a * stands for any text. May be given more than once.",
+)
 @options.NUMA_NODES
-@click.option("--verify", is_flag=True, help="In the end, pack each expert anew and compare all bytes.")
+@click.option("--verify", is_flag=True, help="In the end, pack each expert and matrix anew and compare all bytes.")
 @options.JSON
 def command(
-    model: str, out: str, layers: list[int | str] | None, numa_nodes: list[int] | None, verify: bool, as_json: bool
+    model: str,
+    out: str,
+    layers: list[int | str] | None,
+    no_layers: bool,
+    matrices: tuple[str, ...],
+    numa_nodes: list[int] | None,
+    verify: bool,
+    as_json: bool,
 ) -> None:
+    if no_layers and (layers is not None or not matrices):
+        raise click.UsageError("--no-layers needs --matrix, and excludes --layers")
+    layers = [] if no_layers else layers
     start = time.perf_counter()
     with signals_as_exit(), progress_bar.bytes_done("packing") as draw:
-        done = pack(model, out, layers, numa_nodes=numa_nodes, verify=verify, progress=draw)
+        done = pack(model, out, layers, matrices=matrices, numa_nodes=numa_nodes, verify=verify, progress=draw)
     seconds = time.perf_counter() - start
     if as_json:
         output.print_json(_data(model, out, done, seconds))
@@ -43,12 +63,25 @@ def command(
 
 def _data(model: str, out: str, done: PackReport, seconds: float) -> dict:
     layers = {"layers_written": done.written, "layers_kept": done.kept, "layers_verified": done.verified}
-    return {"path": printable(model), "cache": printable(out), **layers, "cache_bytes": done.nbytes, "seconds": seconds}
+    of_each = (("written", done.matrices_written), ("kept", done.matrices_kept), ("verified", done.matrices_verified))
+    matrices = {f"matrices_{what}": [printable(name) for name in names] for what, names in of_each}
+    sizes = {"cache_bytes": done.nbytes, "seconds": seconds}
+    return {"path": printable(model), "cache": printable(out), **layers, **matrices, **sizes}
 
 
 def _lines(model: str, out: str, done: PackReport, seconds: float) -> list[str]:
     lines = [f"{printable(out)}: {units.gb(done.nbytes)} of {printable(model)}, in {seconds:.2f} s"]
-    for what, layers in (("written", done.written), ("kept", done.kept), ("the same bytes again", done.verified)):
-        if layers:
-            lines.append(f"{what}: {naming.listed(layers)}")
+    for what, layers, matrices in (
+        ("written", done.written, done.matrices_written),
+        ("kept", done.kept, done.matrices_kept),
+        ("the same bytes again", done.verified, done.matrices_verified),
+    ):
+        if layers or matrices:
+            lines.append(f"{what}: {', '.join(filter(None, (naming.listed(layers), _listed(matrices))))}")
     return lines
+
+
+def _listed(matrices: list[str]) -> str:
+    if len(matrices) < 4:
+        return ", ".join(map(printable, matrices))
+    return f"{printable(matrices[0])} ... {printable(matrices[-1])} ({len(matrices)} matrices)"

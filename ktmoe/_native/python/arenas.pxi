@@ -84,10 +84,10 @@ def adopt(_PackedExperts layer, seen, biases, factors):
                 break
         kt_pool_unlock()
     if outcome == KT_FAILED:
-        _raise(error, f"{layer._file}: biases and factors of expert {e}")
+        _raise(error, f"{layer._file}: biases and factors of {layer._spec.one(e)}")
     layer._check_outcome(outcome)
     if outcome == KT_REFUSED:
-        raise FormatError(f"{layer._file}: expert {e}: a bias or a factor is not finite, or a divisor is 0")
+        raise FormatError(f"{layer._file}: {layer._spec.one(e)}: a bias or a factor is not finite, or a divisor is 0")
     if outcome == KT_TOO_MANY_FORMS:
         raise UnavailableError(f"{layer._table.name}'s kernels take x in more forms than one layer can have: {KT_X_FORMS}")
 

@@ -53,7 +53,7 @@ cdef class _PackedExperts:
         if file is not None:
             file.map(&self.experts, columns)
         elif total > sys.maxsize or not kt_experts_map(&self.experts, columns):
-            raise OutOfMemoryError(f"packed weights of {experts.num_experts} experts need {total} bytes; the system refused them")
+            raise OutOfMemoryError(f"packed weights of {self._spec.amount} need {total} bytes; the system refused them")
         self._file = None if file is None else file.name
         self.nbytes = total
         self._shard_bytes = [self.experts.memory[i].arena_bytes for i in range(self.num_shards)]
@@ -210,7 +210,7 @@ cdef class _PackedExperts:
             numbers[p].bias, numbers[p].factor = &bias[0], &factor[0]
         slices = <kt_slice *>calloc(max(1, len(wanted)), sizeof(kt_slice))
         if not slices:
-            raise OutOfMemoryError(f"exporting expert {expert}: the system refused memory for {len(wanted)} slices")
+            raise OutOfMemoryError(f"exporting {self._spec.one(expert)}: the system refused memory for {len(wanted)} slices")
         filled = []
         try:
             for i, p, arrays in wanted:
@@ -226,7 +226,7 @@ cdef class _PackedExperts:
         if outcome == KT_INCOMPLETE:
             raise InputError(f"expert {expert} was not packed")
         if outcome == KT_FAILED:
-            _raise(error, f"exporting expert {expert}")
+            _raise(error, f"exporting {self._spec.one(expert)}")
         for (i, p, arrays), (weight_format, views, groups, shape, _) in zip(wanted, filled):
             for label, array in unstaged(weight_format, groups, shape[0], shape[1]).items():
                 views[label][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -235,9 +235,10 @@ cdef class _PackedExperts:
                 views["factor"][:] = factors[p][rows][: views["factor"].size // 4].view(np.uint8)
         return {self._names[p]: array for p, array in biases.items() if numbers[p].has_bias}
 
-    def packed_bytes(self, size_t expert, str projection, size_t shard=0):
-        """A copy of what a shard has of one matrix, packed, uint8 [panels, panel bytes]."""
-        cdef size_t p = self._names.index(projection), n, k = self.experts.layer.hidden
+    def packed_bytes(self, size_t expert, str projection, size_t shard=0, size_t first=0, most=None):
+        """A copy of what a shard has of one matrix, packed, uint8 [panels, panel bytes]: of at most so many panels from the
+        first one on, by default of all."""
+        cdef size_t p = self._names.index(projection), n, k = self.experts.layer.hidden, panels
         cdef const kt_format *f = &self.experts.formats[p]
         cdef const uint8_t *data = NULL
         cdef kt_outcome outcome
@@ -246,14 +247,16 @@ cdef class _PackedExperts:
         n = self._columns[shard]
         if p == 2:
             n, k = k, n
-        to = np.empty(((n + KT_PANEL - 1) // KT_PANEL, kt_panel_bytes(f, k)), np.uint8)
+        panels = (n + KT_PANEL - 1) // KT_PANEL
+        panels -= min(first, panels)
+        to = np.empty((panels if most is None else min(<size_t>most, panels), kt_panel_bytes(f, k)), np.uint8)
         with nogil:
             kt_pool_lock()
             outcome = self._state()
             if outcome == KT_DONE:
                 data = kt_matrix_of(&self.experts, shard, expert, p).data
-            if data:
-                memcpy(&to[0, 0], data, to.shape[0] * to.shape[1])
+            if data and to.shape[0]:
+                memcpy(&to[0, 0], data + first * to.shape[1], to.shape[0] * to.shape[1])
             kt_pool_unlock()
         self._check_outcome(outcome)
         if not data:

@@ -1,4 +1,4 @@
-"""One layer's file of a packed cache: its arenas, and what else a layer has to know of its experts.
+"""One file of a packed cache: a layer's arenas or a dense matrix's, and what else is to be known of these weights.
 
 A safetensors file whose tensors are, in this order:
 
@@ -6,16 +6,17 @@ A safetensors file whose tensors are, in this order:
     shard.0, shard.1 ...      U8 [bytes]: each shard's arena as it lies in memory, in whole huge pages
     gate.bias, up.bias ...    F32 [experts, n], of those projections that have one
     gate.factor ...           F32 [experts, n] or [experts, 1], likewise
-    seen                      U8 [experts, 3, 3]: of the scales of each matrix the least and the greatest exponent, and whether
-                              any is negative; kernels are chosen by it
+    seen                      U8 [experts, projections, 3]: of the scales of each matrix the least and the greatest exponent,
+                              and whether any is negative; kernels are chosen by it
 
-Its __metadata__ states what it is packed from (manifest.stated()).
+A dense matrix is one expert whose only projection is "weight". The __metadata__ states what a file is packed from
+(manifest.stated()).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,52 +24,55 @@ import numpy as np
 
 from ktmoe._native import core
 from ktmoe.backends.base import Arenas
-from ktmoe.cache.manifest import PackedLayerFile
+from ktmoe.cache.manifest import PackedFile
 from ktmoe.errors import CacheError, CheckpointError, FormatError
-from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.files.safetensors_writer import SafetensorsWriter
 from ktmoe.loaders.safetensors_file import SafetensorsFile
 from ktmoe.messages import show
+from ktmoe.weight_spec import WeightSpec
 
 #: Tensors by name: (dtype, shape).
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
+#: Panels of a matrix that are copied at a time: at 8,192 inputs of bfloat16, 64 MiB.
+PANELS_AT_ONCE = 64
 
 
-def tensors_of(experts: ExpertWeights, shards: Sequence[tuple[int, int]], biases: Iterable[str]) -> Tensors:
-    """What a layer's file has. shards: columns of h of each. biases: projections that have one."""
+def tensors_of(weights: WeightSpec, shards: Sequence[tuple[int, int]], biases: Iterable[str]) -> Tensors:
+    """What the file of these weights has. shards: columns of h, or rows, of each. biases: projections that have one."""
     tensors: Tensors = {"padding": ("U8", (core.HUGE_PAGE_BYTES - core.PAGE_BYTES,))}  # the header is a page
     for i, columns in enumerate(shards):
-        arena = experts.num_experts * core.expert_nbytes(experts, [columns])
+        arena = weights.num_experts * core.expert_nbytes(weights, [columns])
         tensors[f"shard.{i}"] = "U8", (-(-arena // core.HUGE_PAGE_BYTES) * core.HUGE_PAGE_BYTES,)
     for projection in biases:
-        tensors[f"{projection}.bias"] = "F32", (experts.num_experts, experts.shape(projection)[0])
-    for projection in PROJECTIONS:
-        if factor := experts.formats[projection].factor:
-            tensors[f"{projection}.factor"] = "F32", (experts.num_experts, *factor.shape(experts.shape(projection)[0]))
-    tensors["seen"] = "U8", (experts.num_experts, 3, 3)
+        tensors[f"{projection}.bias"] = "F32", (weights.num_experts, weights.shape(projection)[0])
+    for projection in weights.projections:
+        if factor := weights.formats[projection].factor:
+            tensors[f"{projection}.factor"] = "F32", (weights.num_experts, *factor.shape(weights.shape(projection)[0]))
+    tensors["seen"] = "U8", (weights.num_experts, len(weights.projections), 3)
     return tensors
 
 
-class LayerWriter:
-    """Writes a layer's file expert by expert.
+class PackedFileWriter:
+    """Writes a file expert by expert; a dense matrix is one.
 
-    first: a PackedLayer of one expert, the layer's first, which says whether there are biases. stated: what the file states.
+    first: a PackedLayer of one expert, the first, or a PackedLinear, which says whether there are biases.
+    stated: what the file states.
     Raises OutputError, as SafetensorsWriter does.
     """
 
     def __init__(
         self,
         path: Path,
-        experts: ExpertWeights,
+        weights: WeightSpec,
         shards: Sequence[tuple[int, int]],
-        first: core.PackedLayer,
+        first: core.PackedLayer | core.PackedLinear,
         stated: Mapping[str, str],
     ):
-        self._experts, self._shards = experts, shards
+        self._weights, self._shards = weights, shards
         self._biases = list(core.numbers(first)[0])
         self._numbers: dict[str, list[np.ndarray]] = {}
-        tensors = [(name, *what) for name, what in tensors_of(experts, shards, self._biases).items()]
-        # overwrite: what no manifest names is left over, and what is not this layer's is replaced
+        tensors = [(name, *what) for name, what in tensors_of(weights, shards, self._biases).items()]
+        # overwrite: what no manifest names is left over, and what is not of these weights is replaced
         self._file = SafetensorsWriter(path, tensors, stated, align=core.PAGE_BYTES, overwrite=True)
         self._file.write(np.zeros(tensors[0][2], np.uint8))
 
@@ -77,15 +81,19 @@ class LayerWriter:
         """Bytes of the whole file."""
         return self._file.nbytes
 
-    def add(self, one: core.PackedLayer) -> None:
-        """Add the next expert, alone in a layer of these shards. Raises FormatError where only some experts have a bias."""
+    def add(self, one: core.PackedLayer | core.PackedLinear) -> None:
+        """Add the next expert, alone in a layer of these shards, or the matrix.
+
+        Raises FormatError where only some experts have a bias.
+        """
         for shard in range(len(self._shards)):
-            for projection in PROJECTIONS:
-                self._file.write(one.packed_bytes(0, projection, shard), f"shard.{shard}")
+            for projection in self._weights.projections:
+                for piece in pieces(one, 0, projection, shard):
+                    self._file.write(piece, f"shard.{shard}")
         biases, factors = core.numbers(one)
         if list(biases) != self._biases:
             raise FormatError(
-                f"{self._experts.name}: a packed cache has biases of all experts or of none, found "
+                f"{self._weights.name}: a packed cache has biases of all experts or of none, found "
                 f"{', '.join(biases) or 'none'} after {', '.join(self._biases) or 'none'}"
             )
         arrays = {f"{projection}.bias": array for projection, array in biases.items()}
@@ -96,7 +104,7 @@ class LayerWriter:
     def finish(self) -> None:
         """Write what follows the arenas; commit() is still to come."""
         for i, columns in enumerate(self._shards):
-            arena = self._experts.num_experts * core.expert_nbytes(self._experts, [columns])
+            arena = self._weights.num_experts * core.expert_nbytes(self._weights, [columns])
             self._file.write(np.zeros(-arena % core.HUGE_PAGE_BYTES, np.uint8), f"shard.{i}")
         for name, arrays in self._numbers.items():
             self._file.write(np.ascontiguousarray(np.concatenate(arrays)), name)
@@ -119,8 +127,16 @@ class LayerWriter:
         self._file.abort()
 
 
-def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights, stated: Mapping[str, str]) -> Arenas:
-    """The arenas of a layer's file, and what belongs to them; the arenas are not read.
+def pieces(packed: core.PackedLayer | core.PackedLinear, expert: int, projection: str, shard: int) -> Iterator[np.ndarray]:
+    """What a shard has of one matrix, packed, a few panels at a time: a dense one may have gigabytes."""
+    first = 0
+    while (piece := packed.packed_bytes(expert, projection, shard, first, PANELS_AT_ONCE)).size:
+        yield piece
+        first += len(piece)
+
+
+def open_packed(folder: Path, entry: PackedFile, weights: WeightSpec, stated: Mapping[str, str]) -> Arenas:
+    """The arenas of a file, and what belongs to them; the arenas are not read.
 
     entry: what the manifest says of it. stated: what the file has to state.
     Raises CacheError, which names the file, if it is not what it should be.
@@ -141,8 +157,8 @@ def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights, sta
             raise CacheError(str(error)) from None
         try:
             _check_stated(path, file.metadata, stated)
-            biases = [projection for projection in PROJECTIONS if f"{projection}.bias" in file.tensors]
-            _check_tensors(path, file, tensors_of(experts, entry.shards, biases))
+            biases = [projection for projection in weights.projections if f"{projection}.bias" in file.tensors]
+            _check_tensors(path, file, tensors_of(weights, entry.shards, biases))
             offsets = [file.tensors[f"shard.{i}"].offset for i in range(len(entry.shards))]
             numbers = {name: _read(file, name) for name in file.tensors if name != "padding" and not name.startswith("shard.")}
             arenas = core.ArenaFile(str(path), descriptor, offsets)
@@ -152,7 +168,8 @@ def open_layer(folder: Path, entry: PackedLayerFile, experts: ExpertWeights, sta
             file.close()
     finally:
         os.close(descriptor)
-    of = {end: {p: numbers[f"{p}.{end}"] for p in PROJECTIONS if f"{p}.{end}" in numbers} for end in ("bias", "factor")}
+    names = weights.projections
+    of = {end: {p: numbers[f"{p}.{end}"] for p in names if f"{p}.{end}" in numbers} for end in ("bias", "factor")}
     return Arenas(arenas, numbers["seen"], of["bias"], of["factor"])
 
 

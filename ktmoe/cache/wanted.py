@@ -1,0 +1,104 @@
+"""What is to be packed: layers of a checkpoint that have routed experts, and dense matrices by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ktmoe import backends
+from ktmoe._native import core
+from ktmoe.backends.base import Arenas, Plan
+from ktmoe.backends.choice import choose_backend
+from ktmoe.cache.manifest import Item
+from ktmoe.errors import InputError, MissingTensorError, asking
+from ktmoe.experts import ExpertWeights
+from ktmoe.linear_weights import LinearWeights
+from ktmoe.loaders import naming
+from ktmoe.loaders.base import load_layers
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.dense import find_matrix
+from ktmoe.machine import numa
+from ktmoe.machine.numa import Placement, placement_of
+from ktmoe.messages import show
+
+
+@dataclass(frozen=True)
+class ToPack:
+    """A layer or a dense matrix that is to be in the cache."""
+
+    item: Item
+    weights: ExpertWeights | LinearWeights
+    placement: Placement
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        return numa.split(self.weights.intermediate, self.weights.shard_unit, self.placement.shards)
+
+    def each(self) -> Iterator[core.PackedLayer | core.PackedLinear]:
+        """Pack each expert in turn, alone in a layer of these shards; or the matrix."""
+        backend, plan = self._chosen()
+        with asking(backend, self.weights.name):
+            return backends.get(backend).pack_each(self.weights, plan)
+
+    def map(self, arenas: Arenas) -> core.PackedLayer | core.PackedLinear:
+        """What lies packed in a file."""
+        backend, plan = self._chosen()
+        chosen = backends.get(backend)
+        with asking(backend, self.weights.name):
+            if isinstance(self.weights, LinearWeights):
+                return chosen.map_linear(self.weights, plan, arenas)
+            return chosen.map(self.weights, plan, arenas)
+
+    def _chosen(self) -> tuple[str, Plan]:
+        """The backend, and a plan: packed bytes are the same in all modes."""
+        choice = choose_backend("auto", self.weights)
+        return choice.name, Plan(activations=choice.activations, placement=self.placement)
+
+
+def wanted(
+    checkpoint: Checkpoint,
+    layers: Iterable[int | str] | None,
+    matrices: Iterable[str],
+    loader: str,
+    numa_nodes: Sequence[int] | None,
+) -> list[ToPack]:
+    """What pack() packs; its arguments. Only headers are read. Raises InputError, and what loaders raise."""
+    if isinstance(matrices, str):
+        raise InputError(f"matrices must be a sequence of names, found {show(matrices)}")
+    chosen = list(dict.fromkeys(name for given in matrices for name in _named(checkpoint, given)))
+    names = None if layers is None else [naming.layer_key(layer) for layer in layers]
+    if names is None and chosen and not naming.layers(checkpoint):  # a dense model
+        names = []
+    read = {} if names == [] else load_layers(checkpoint, loader, names)
+    if len(read) < len(names or []) or not (read or chosen):
+        raise InputError(f"{checkpoint.path}: layers: expected at least one, each once, found {show(names or [])}")
+    found = [(Item("layer", name), experts) for name, (_, experts) in read.items()]
+    found += [(Item("matrix", name), _weights(checkpoint, name)) for name in chosen]
+    return [ToPack(item, weights, placement_of(weights, numa_nodes)) for item, weights in found]
+
+
+def _weights(checkpoint: Checkpoint, name: str) -> LinearWeights:
+    found = find_matrix(checkpoint, name)
+    return LinearWeights.of_headers(found.name, found.format, found.shape, found.read)
+
+
+def _named(checkpoint: Checkpoint, given: str) -> list[str]:
+    """The matrices that a name means: itself or, if it has a *, all that fit it and are not routed experts'."""
+    if "*" not in given:
+        return [given]
+    experts = {name for layer in naming.layers(checkpoint) for name in naming.tensors(checkpoint, layer)}
+    found = set()
+    for name in checkpoint.names():
+        base = name.rpartition(".")[0]
+        if base not in found and name not in experts and fnmatchcase(base, given) and len(checkpoint.info(name).shape) == 2:
+            found.add(base)  # so norms, which have one dimension, and convolutions are left out
+    if found:
+        return sorted(found, key=_counted)
+    raise MissingTensorError(f"{checkpoint.path}: matrices: expected names that fit {show(given)}, found none")
+
+
+def _counted(name: str) -> list[tuple[int, str]]:
+    """What sorts names as people count: layer 2 before layer 10."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split("([0-9]+)", name)]
