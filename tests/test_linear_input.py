@@ -209,7 +209,7 @@ def test_arguments_of_groups(linear, x):
         (7, r"out must be a sequence of 2 arrays, found 7"),
         ([None, None], rf"out must be {KINDS_OF_X}.*found NoneType"),
         ([zeros(TOKENS, N), zeros(N)], r"out\[1\] must have shape \[3, 70\], found \[70\]"),
-        ([zeros(TOKENS, N), zeros(TOKENS, N, dtype=np.float32)], "out must be uint16 \[3, 70\], found float32"),
+        ([zeros(TOKENS, N), zeros(TOKENS, N, dtype=np.float32)], r"out must be uint16 \[3, 70\], found float32"),
         (
             [memory[: TOKENS * N].reshape(TOKENS, N), memory[TOKENS * N - 1 :].reshape(TOKENS, N)],
             r"out\[1\] must not overlap those before it",
