@@ -15,8 +15,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import SUPER_SCALED, WEIGHTS, random_batch, random_experts
+from linears import DENSE_KINDS, random_matrix
 
-from ktmoe import ExpertWeights, MoELayer, measuring, set_num_threads
+from ktmoe import ExpertWeights, Linear, LinearGroup, MoELayer, measuring, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
@@ -189,14 +190,15 @@ def test_looking_at_packed_weights_waits_for_whoever_may_free_them(use):
         assert any(waited() for _ in range(5))
 
 
+def fence(matrix, side):
+    """Its arrays and its bias, each by itself."""
+    arrays = {name: getattr(matrix, name) for name in (*ARRAYS, "bias")}
+    return replace(matrix, **{name: fenced(array, side) for name, array in arrays.items() if array is not None})
+
+
 def fence_experts(experts, side):
     """Each matrix's codes, scales and bias by themselves."""
-
-    def fence(matrix):
-        arrays = {name: getattr(matrix, name) for name in (*ARRAYS, "bias")}
-        return replace(matrix, **{name: fenced(array, side) for name, array in arrays.items() if array is not None})
-
-    matrices = {(e, p): fence(experts.matrix(e, p)) for e in range(experts.num_experts) for p in PROJECTIONS}
+    matrices = {(e, p): fence(experts.matrix(e, p), side) for e in range(experts.num_experts) for p in PROJECTIONS}
     sizes = experts.num_experts, experts.hidden, experts.intermediate
     return ExpertWeights(*sizes, lambda *key: matrices[key], experts.formats)
 
@@ -237,5 +239,35 @@ def test_every_array(backend, shape, weights, side):
                 y = layer.forward(x, fenced(ids, side), fenced(router_weights, side), out=out)
                 assert y is out
                 assert y.any()
+
+    assert exit_code(run) == 0
+
+
+@pytest.mark.cover("values")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("side", ["end", "start"])
+@pytest.mark.parametrize(
+    ("shape", "kind"), [((70, 100), kind) for kind in DENSE_KINDS] + [((1, 1), "b16"), ((65, 33), "fp8")], ids=str
+)
+def test_every_array_of_a_dense_matrix(backend, shape, kind, side):
+    """Those of the checkpoint, x, y; and of a group whose matrices take columns of x that are not whole blocks."""
+    rng = np.random.default_rng(shape)
+    matrix = fence(random_matrix(rng, *shape, bias=True, **DENSE_KINDS[kind]), side)
+
+    def run():
+        set_num_threads(2)
+        n, k = matrix.shape
+        with Linear(matrix, backend, "auto") as linear:
+            group = LinearGroup([linear, linear], "own")
+            for tokens, dtype in ((1, np.uint16), (3, np.uint16), (15, np.uint16), (2, np.float32)):
+                x = rng.standard_normal((tokens, 2, k)).astype(np.float32)
+                x = (x.view(np.uint32) >> 16).astype(np.uint16) if dtype == np.uint16 else x
+                one = fenced(np.ascontiguousarray(x[:, 0]), side)
+                for y_dtype in {dtype, np.float32}:
+                    out, both = fenced(np.zeros((tokens, n), y_dtype), side), fenced(np.zeros((tokens, 2, n), y_dtype), side)
+                    assert linear.forward(one, out=out) is out
+                    group.forward(fenced(x, side), out=both)
+                    assert out.any()
+                    assert np.array_equal(both[:, 0], out)
 
     assert exit_code(run) == 0

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import BF16, random_batch, random_experts, same_bits
+from linears import random_matrix, random_x
 
 import ktmoe
-from ktmoe import MoELayer
+from ktmoe import Linear, LinearGroup, MoELayer
 from ktmoe.errors import InputError
 
 pytestmark = pytest.mark.smoke
@@ -108,6 +109,33 @@ def test_bad_tensors(torch, case):
     ):
         with pytest.raises(InputError, match=message):
             layer.forward(**good | {argument: value})
+
+
+def test_dense_matrices(torch, backend):
+    """y is of x's library and dtype, or float32; out may be a float32 tensor, or an array for a tensor's x."""
+    rng = np.random.default_rng(2)
+    matrix, array = random_matrix(rng, 70, 64), random_x(rng, 3, 64)
+    x = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    with Linear(matrix, backend) as linear:
+        expected, full = linear.forward(array), linear.forward(array, dtype=np.float32)
+        assert same_bits(as_array(torch, linear.forward(x)), expected)
+        for dtype in (torch.float32, np.float32):
+            y = linear.forward(x, dtype=dtype)
+            assert y.dtype == torch.float32
+            assert same_bits(y.numpy(), full)
+        assert linear.forward(x.float()).dtype == torch.float32
+        out = torch.empty(3, 70)
+        assert linear.forward(x, out=out) is out
+        assert same_bits(out.numpy(), full)
+        first, _ = LinearGroup([linear, linear]).forward(x.requires_grad_())
+        assert not first.requires_grad
+        assert same_bits(as_array(torch, first), expected)
+        own = LinearGroup([linear, linear], "own").forward(torch.stack([x, x], dim=1))
+        assert same_bits(as_array(torch, own[:, 1].contiguous()), expected)
+        with pytest.raises(InputError, match=r"dtype must be None or float32, found torch\.bfloat16"):
+            linear.forward(x, dtype=torch.bfloat16)
+        with pytest.raises(InputError, match="out must be of x's kind, a torch bfloat16 tensor, or float32; found a bfloat16"):
+            linear.forward(x, out=np.empty_like(expected))
 
 
 # Without torch
