@@ -15,7 +15,8 @@ from ktmoe.config import get_include, show_config
 from ktmoe.conversion import convert
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
-from ktmoe.linear import Linear, LinearGroup
+from ktmoe.linear import Linear
+from ktmoe.linear_group import LinearGroup
 from ktmoe.loaders.base import load_experts
 from ktmoe.loaders.dense import load_matrix, load_mlp
 from ktmoe.machine.threads import get_num_threads, set_num_threads

@@ -1,4 +1,4 @@
-"""Linear and LinearGroup: dense matrices, y = x W^T + b, packed and computed as experts are."""
+"""Linear: a dense matrix, y = x W^T + b, packed and computed as experts are."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from ktmoe import arrays, backends
 from ktmoe._native import core
-from ktmoe.arrays import FloatArray, expect_native, expect_shape
 from ktmoe.backends.base import TUNED_FOR, Arenas, PackedMatrix, Plan, Progress
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.worker import Worker
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import ClosedError, InputError, NotCopyableError, asking
+from ktmoe.linear_arrays import checked, gradient_target, target_of
 from ktmoe.linear_weights import LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
@@ -24,9 +24,6 @@ from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weights.folding import ROUNDING
-
-#: What the matrices of a LinearGroup take: all of them the same x, or each an x of its own.
-INPUTS = ("same", "own")
 
 
 class Linear:
@@ -123,10 +120,10 @@ class Linear:
         aligned, and no overlap with x.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close().
         """
-        given = _checked(x, (None, self.shape[1]))
+        given = checked(x, (None, self.shape[1]))
         tokens = given.array.shape[0]
-        target, restore = _target(x, given, (tokens, self.shape[0]), dtype, out)
-        _compute((self,), given.array, (0,), (target,))
+        target, restore = target_of(x, given, (tokens, self.shape[0]), dtype, out)
+        compute((self,), given.array, (0,), (target,))
         return restore(target)
 
     def submit(self, x, out=None, dtype=None) -> Future:
@@ -144,9 +141,9 @@ class Linear:
         has no gradient: it is frozen.
         Raises UnavailableError, which says why, where the mode or a kernel has no transposed product; InputError; ClosedError.
         """
-        given = _checked(grad_y, (None, self.shape[0]), "grad_y")
+        given = checked(grad_y, (None, self.shape[0]), "grad_y")
         packed = self._open_for("backward")
-        target, restore = _gradient(grad_y, {"grad_y": given}, (given.array.shape[0], self.shape[1]), out)
+        target, restore = gradient_target(grad_y, {"grad_y": given}, (given.array.shape[0], self.shape[1]), out)
         with asking(self.backend, self.name):
             packed.backward(arrays.contiguous(given.array), target)
         return restore(target)
@@ -205,170 +202,8 @@ class Linear:
         return packed
 
 
-class LinearGroup:
-    """Several Linears that are computed together: one dispatch of the threads, however many matrices there are.
-
-    linears: of one backend, mode and placement. inputs: "same": all take the same x, as q, k and v do; "own": each takes an
-    x of its own, and all have one shape, as DeepSeek-V4's o_a_proj has. The Linears stay their owner's, who closes them.
-    Raises InputError, which names the Linear that does not fit.
-    """
-
-    def __init__(self, linears: Sequence[Linear], inputs: str = "same"):
-        self.linears = _sequence(linears)
-        if inputs not in INPUTS:
-            raise InputError(f"inputs must be one of {INPUTS}, found {show(inputs)}")
-        given = self.linears or ()
-        if not 1 <= len(given) <= core.LINEARS_MAX or not all(isinstance(linear, Linear) for linear in given):
-            raise InputError(f"linears must be a sequence of 1 to {core.LINEARS_MAX} Linears, found {show(linears)}")
-        first = self.linears[0]
-        for linear in self.linears[1:]:
-            for what in ("backend", "activations", "placement"):
-                if getattr(linear, what) != getattr(first, what):
-                    raise InputError(
-                        f"{linear.name}: {what} must be that of {first.name}, {show(getattr(first, what))}, "
-                        f"found {show(getattr(linear, what))}"
-                    )
-            fits = linear.shape == first.shape if inputs == "own" else linear.shape[1] == first.shape[1]
-            if not fits:
-                wanted = f"the shape of {first.name}, {list(first.shape)}"
-                wanted = wanted if inputs == "own" else f"as many inputs as {first.name}, {first.shape[1]}"
-                raise InputError(f"{linear.name}: expected {wanted}, found [n, k] = {list(linear.shape)}")
-        self.inputs = inputs
-
-    def forward(self, x, out=None, dtype=None):
-        """Of "same" inputs: a list of y [tokens, n], one for each Linear, of x [tokens, k].
-        Of "own" ones: y [tokens, linears, n] of x [tokens, linears, k].
-
-        x, dtype: as Linear.forward() takes them. out: what is returned, if given: a sequence of arrays, or one array.
-        Raises InputError, ClosedError.
-        """
-        count, (n, k) = len(self.linears), self.linears[0].shape
-        if self.inputs == "same":
-            given = _checked(x, (None, k))
-            tokens = given.array.shape[0]
-            shapes = [(tokens, linear.shape[0]) for linear in self.linears]
-            if out is None:
-                made = [_output(x, given, shape, dtype) for shape in shapes]
-                targets = [target for target, _ in made]
-            else:
-                targets = _fitting_each(out, given, shapes, dtype)
-            _compute(self.linears, given.array, (0,) * count, targets)
-            return [restore(target) for target, restore in made] if out is None else out
-        given = _checked(x, (None, count, k))
-        tokens = given.array.shape[0]
-        target, restore = _target(x, given, (tokens, count, n), dtype, out)
-        flat = given.array.reshape(tokens, count * k)
-        _compute(self.linears, flat, [i * k for i in range(count)], [target[:, i] for i in range(count)])
-        return restore(target)
-
-    def backward(self, grads, out=None):
-        """The gradient of a loss with respect to what forward() takes, in grads' kind and dtype.
-
-        Of "same" inputs: [tokens, k], the sum of every Linear's, rounded once, of a sequence of gradients [tokens, n].
-        Of "own" ones: [tokens, linears, k] of [tokens, linears, n].
-        grads, out: as Linear.backward() takes them; gradients of one dtype.
-        Raises UnavailableError, InputError, ClosedError, as Linear.backward() does.
-        """
-        count, (n, k) = len(self.linears), self.linears[0].shape
-        if self.inputs == "own":
-            given = _checked(grads, (None, count, n), "grads")
-            target, restore = _gradient(grads, {"grads": given}, (given.array.shape[0], count, k), out)
-            array = arrays.contiguous(given.array)
-            _differentiate(self.linears, [array[:, i] for i in range(count)], [target[:, i] for i in range(count)])
-            return restore(target)
-        of_each = _sequence(grads)
-        if of_each is None or len(of_each) != count:
-            raise InputError(f"grads must be a sequence of {count} arrays, found {show(grads)}")
-        tokens, each = None, {}
-        for i, (grad, linear) in enumerate(zip(of_each, self.linears, strict=True)):
-            each[f"grads[{i}]"] = given = _checked(grad, (tokens, linear.shape[0]), f"grads[{i}]")
-            tokens, first = given.array.shape[0], each["grads[0]"]
-            if given.array.dtype != first.array.dtype:
-                raise InputError(f"grads[{i}] must be of grads[0]'s dtype, a {first.kind}; found a {given.kind}")
-        target, restore = _gradient(of_each[0], each, (tokens, k), out)
-        _differentiate(self.linears, [arrays.contiguous(given.array) for given in each.values()], [target])
-        return restore(target)
-
-    def __repr__(self) -> str:
-        return f"LinearGroup({[linear.name for linear in self.linears]}, inputs={self.inputs!r})"
-
-
-def _checked(x, shape: tuple[int | None, ...], name: str = "x") -> FloatArray:
-    given = arrays.view(x, name)
-    expect_shape(name, given.array, shape)
-    return given
-
-
-def _sequence(value) -> tuple | None:
-    """The items of what has some; None for anything else."""
-    try:
-        return tuple(value)
-    except TypeError:
-        return None
-
-
-def _target(x, given: FloatArray, shape: tuple[int, ...], dtype, out):
-    """Where y goes, and what makes of it what is returned: out, checked, or else new memory and an array of x's kind."""
-    return _output(x, given, shape, dtype) if out is None else (_fitting(out, given, shape, dtype), lambda _: out)
-
-
-def _fitting(out, given: FloatArray, shape: tuple[int, ...], dtype, name: str = "out") -> np.ndarray:
-    """The array of an out that y goes into."""
-    array = _checked_out(out, given)
-    expect_shape(name, array, shape)
-    _float32(dtype)
-    if dtype is not None and array.dtype != np.float32:
-        raise InputError(f"{name} must be of float32, as dtype is; found {arrays.view(out, name).kind}")
-    return array
-
-
-def _fitting_each(out, given: FloatArray, shapes: Sequence[tuple[int, ...]], dtype) -> list[np.ndarray]:
-    """The same of a sequence, none of which overlaps another one."""
-    outs = _sequence(out)
-    if outs is None or len(outs) != len(shapes):
-        raise InputError(f"out must be a sequence of {len(shapes)} arrays, found {show(out)}")
-    found = []
-    for i, (each, shape) in enumerate(zip(outs, shapes, strict=True)):
-        found.append(_fitting(each, given, shape, dtype, f"out[{i}]"))
-        if any(np.may_share_memory(found[i], other) for other in found[:i]):
-            raise InputError(f"out[{i}] must not overlap those before it")
-    return found
-
-
-def _output(x, given: FloatArray, shape: tuple[int, ...], dtype):
-    """New memory for y, and what makes of it an array of x's kind, or of float32."""
-    if dtype is None or given.array.dtype == np.float32:
-        _float32(dtype)
-        return np.empty(shape, given.array.dtype), given.restore
-    _float32(dtype)
-    return np.empty(shape, np.float32), arrays.float32_like(x)
-
-
-def _float32(dtype) -> None:
-    if dtype is not None and str(dtype).removeprefix("torch.") not in ("float32", "<class 'numpy.float32'>"):
-        raise InputError(f"dtype must be None or float32, found {show(dtype)}")
-
-
-def _checked_out(out, given: FloatArray, name: str = "x") -> np.ndarray:
-    like = arrays.view(out, "out")
-    if like.kind != given.kind and like.array.dtype != np.float32:
-        raise InputError(f"out must be of {name}'s kind, a {given.kind}, or float32; found a {like.kind}")
-    expect_native("out", like.array)
-    if np.may_share_memory(like.array, given.array):
-        raise InputError(f"out must not overlap {name}")
-    return like.array
-
-
-def _gradient(like, grads: dict[str, FloatArray], shape: tuple[int, ...], out):
-    """_target() of a gradient. like: the first of grads, as it was given; grads: by the names of the arguments."""
-    if out is None:
-        return _output(like, next(iter(grads.values())), shape, None)
-    targets = [_checked_out(out, given, name) for name, given in grads.items()]
-    expect_shape("out", targets[0], shape)
-    return targets[0], lambda _: out
-
-
-def _compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], outs: Sequence[np.ndarray]) -> None:
+def compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], outs: Sequence[np.ndarray]) -> None:
+    """Write y of each Linear into its out. columns: of x, the first one that each takes."""
     packed = [linear._open_for("forward") for linear in linears]
     if not x.shape[0]:
         return
@@ -381,7 +216,7 @@ def _compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], o
             each.forward(arrays.contiguous(x[:, column : column + linear.shape[1]]), out)
 
 
-def _differentiate(linears: Sequence[Linear], grads: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+def differentiate(linears: Sequence[Linear], grads: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
     """The gradients of what linears take, or their sum, where outs has one array."""
     packed = [linear._open_for("backward") for linear in linears]
     if all(isinstance(each, core.PackedLinear) for each in packed):

@@ -318,7 +318,10 @@ def test_what_is_refused():
         (lambda: group.backward([shared[:2], grads[1]], shared[1:3]), r"out must not overlap grads\[0\]"),
         (lambda: own.backward(grad), r"grads must have shape \[any, 2, 64\]"),
         (lambda: core.linear_backward([linear.packed], [grad], []), "one out or as many"),
-        (lambda: core.linear_backward([linear.packed], [grad], [grads[1]]), r"out must be float32 \[2, 64\], found float32 \[2, 96\]"),
+        (
+            lambda: core.linear_backward([linear.packed], [grad], [grads[1]]),
+            r"out must be float32 \[2, 64\], found .* \[2, 96\]",
+        ),
         (lambda: core.linear_backward([linear.packed], [grads[1]], [grad]), r"w64: grads must be float32 \[2, 64\]"),
     ):
         with pytest.raises(InputError, match=message):

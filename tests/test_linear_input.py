@@ -9,7 +9,7 @@ import pytest
 from helpers import B16, BF16, same_bits, unaligned
 from linears import random_matrix, random_x
 
-from ktmoe import MXFP4, Linear, LinearGroup, MoELayer, backends, fp8
+from ktmoe import MXFP4, Linear, LinearGroup, Matrix, MoELayer, backends, fp8
 from ktmoe.backends.base import PackedMatrix
 from ktmoe.errors import ClosedError, FormatError, InputError, NotCopyableError, UnavailableError, UnknownNameError
 from ktmoe.machine import numa
@@ -198,6 +198,20 @@ def test_as_many_linears_as_a_call_takes(linear, x):
     ys = LinearGroup([linear] * 64).forward(x)
     assert len(ys) == 64
     assert all(same_bits(y, linear.forward(x)) for y in ys)
+
+
+def test_a_group_of_a_matrix_rows():
+    """Rows that cannot be dealt out are refused by what they are, and close() closes every Linear."""
+    scales = np.ones((3, 2), np.float32)
+    matrix = Matrix("wo_a", fp8(block=(64, 32)), (192, 64), np.zeros((192, 64), np.uint8), scales)
+    refused = (0, InputError, "192 rows, found 0"), (5, InputError, "found 5"), (6, FormatError, "of 64, found 0 to 32")
+    for count, error, message in refused:
+        with pytest.raises(error, match=message):
+            LinearGroup.of_rows(matrix, count)
+    with LinearGroup.of_rows(matrix, 3) as group:
+        assert [linear.shape for linear in group.linears] == [(64, 64)] * 3
+    with pytest.raises(ClosedError, match=r"wo_a\[0:64\]: forward after close"):
+        group.forward(np.zeros((1, 3, 64), np.float32))
 
 
 def test_arguments_of_groups(linear, x):

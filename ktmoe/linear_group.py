@@ -1,0 +1,136 @@
+"""LinearGroup: dense matrices that one dispatch of the threads computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ktmoe import arrays
+from ktmoe._native import core
+from ktmoe.errors import InputError
+from ktmoe.linear import Linear, compute, differentiate
+from ktmoe.linear_arrays import checked, fitting_each, gradient_target, items_of, new_output, target_of
+from ktmoe.matrix import Matrix
+from ktmoe.matrix_rows import take_rows
+from ktmoe.messages import show
+
+#: What the matrices of a LinearGroup take: all of them the same x, or each an x of its own.
+INPUTS = ("same", "own")
+
+
+class LinearGroup:
+    """Several Linears that are computed together: one dispatch of the threads, however many matrices there are.
+
+    linears: of one backend, mode and placement. inputs: "same": all take the same x, as q, k and v do; "own": each takes an
+    x of its own, and all have one shape, as DeepSeek-V4's o_a_proj has. close() closes all of them.
+    Raises InputError, which names the Linear that does not fit.
+    """
+
+    def __init__(self, linears: Sequence[Linear], inputs: str = "same"):
+        self.linears = items_of(linears)
+        if inputs not in INPUTS:
+            raise InputError(f"inputs must be one of {INPUTS}, found {show(inputs)}")
+        given = self.linears or ()
+        if not 1 <= len(given) <= core.LINEARS_MAX or not all(isinstance(linear, Linear) for linear in given):
+            raise InputError(f"linears must be a sequence of 1 to {core.LINEARS_MAX} Linears, found {show(linears)}")
+        first = self.linears[0]
+        for linear in self.linears[1:]:
+            for what in ("backend", "activations", "placement"):
+                if getattr(linear, what) != getattr(first, what):
+                    raise InputError(
+                        f"{linear.name}: {what} must be that of {first.name}, {show(getattr(first, what))}, "
+                        f"found {show(getattr(linear, what))}"
+                    )
+            fits = linear.shape == first.shape if inputs == "own" else linear.shape[1] == first.shape[1]
+            if not fits:
+                wanted = f"the shape of {first.name}, {list(first.shape)}"
+                wanted = wanted if inputs == "own" else f"as many inputs as {first.name}, {first.shape[1]}"
+                raise InputError(f"{linear.name}: expected {wanted}, found [n, k] = {list(linear.shape)}")
+        self.inputs = inputs
+
+    @classmethod
+    def of_rows(cls, matrix: Matrix, count: int, backend: str = "auto", activations: str = "bf16", **options) -> LinearGroup:
+        """A group of "own" inputs, of one stored matrix whose rows are those of `count` matrices, one after another.
+
+        options: Linear's. Raises InputError unless count divides the rows; FormatError where that cuts through what shares a
+        scale; and what Linear raises.
+        """
+        n = matrix.shape[0]
+        if count < 1 or n % count:
+            raise InputError(f"{matrix.name}: count must divide its {n} rows, found {count}")
+        linears: list[Linear] = []
+        try:
+            for first in range(0, n, n // count):
+                linears.append(Linear(take_rows(matrix, first, first + n // count), backend, activations, **options))
+            return cls(linears, inputs="own")
+        except BaseException:
+            for linear in linears:
+                linear.close()
+            raise
+
+    def close(self) -> None:
+        """Give the memory of all Linears back, after calls that are running. A second call does nothing."""
+        for linear in self.linears:
+            linear.close()
+
+    def __enter__(self) -> LinearGroup:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def forward(self, x, out=None, dtype=None):
+        """Of "same" inputs: a list of y [tokens, n], one for each Linear, of x [tokens, k].
+        Of "own" ones: y [tokens, linears, n] of x [tokens, linears, k].
+
+        x, dtype: as Linear.forward() takes them. out: what is returned, if given: a sequence of arrays, or one array.
+        Raises InputError, ClosedError.
+        """
+        count, (n, k) = len(self.linears), self.linears[0].shape
+        if self.inputs == "same":
+            given = checked(x, (None, k))
+            tokens = given.array.shape[0]
+            shapes = [(tokens, linear.shape[0]) for linear in self.linears]
+            if out is None:
+                made = [new_output(x, given, shape, dtype) for shape in shapes]
+                targets = [target for target, _ in made]
+            else:
+                targets = fitting_each(out, given, shapes, dtype)
+            compute(self.linears, given.array, (0,) * count, targets)
+            return [restore(target) for target, restore in made] if out is None else out
+        given = checked(x, (None, count, k))
+        tokens = given.array.shape[0]
+        target, restore = target_of(x, given, (tokens, count, n), dtype, out)
+        flat = given.array.reshape(tokens, count * k)
+        compute(self.linears, flat, [i * k for i in range(count)], [target[:, i] for i in range(count)])
+        return restore(target)
+
+    def backward(self, grads, out=None):
+        """The gradient of a loss with respect to what forward() takes, in grads' kind and dtype.
+
+        Of "same" inputs: [tokens, k], the sum of every Linear's, rounded once, of a sequence of gradients [tokens, n].
+        Of "own" ones: [tokens, linears, k] of [tokens, linears, n].
+        grads, out: as Linear.backward() takes them; gradients of one dtype.
+        Raises UnavailableError, InputError, ClosedError, as Linear.backward() does.
+        """
+        count, (n, k) = len(self.linears), self.linears[0].shape
+        if self.inputs == "own":
+            given = checked(grads, (None, count, n), "grads")
+            target, restore = gradient_target(grads, {"grads": given}, (given.array.shape[0], count, k), out)
+            array = arrays.contiguous(given.array)
+            differentiate(self.linears, [array[:, i] for i in range(count)], [target[:, i] for i in range(count)])
+            return restore(target)
+        of_each = items_of(grads)
+        if of_each is None or len(of_each) != count:
+            raise InputError(f"grads must be a sequence of {count} arrays, found {show(grads)}")
+        tokens, each = None, {}
+        for i, (grad, linear) in enumerate(zip(of_each, self.linears, strict=True)):
+            each[f"grads[{i}]"] = given = checked(grad, (tokens, linear.shape[0]), f"grads[{i}]")
+            tokens, first = given.array.shape[0], each["grads[0]"]
+            if given.array.dtype != first.array.dtype:
+                raise InputError(f"grads[{i}] must be of grads[0]'s dtype, a {first.kind}; found a {given.kind}")
+        target, restore = gradient_target(of_each[0], each, (tokens, k), out)
+        differentiate(self.linears, [arrays.contiguous(given.array) for given in each.values()], [target])
+        return restore(target)
+
+    def __repr__(self) -> str:
+        return f"LinearGroup({[linear.name for linear in self.linears]}, inputs={self.inputs!r})"
