@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from ktmoe.linear import INPUTS, Linear, LinearGroup
+from ktmoe.linear import Linear
+from ktmoe.linear_group import INPUTS, LinearGroup
 from ktmoe.matrix import Matrix
 from ktmoe.weights.formats import BF16, fp8
 

@@ -181,7 +181,8 @@ INLINE size_t next_rows(size_t left, size_t most) {
 
 /* Rows are innermost, so that their later passes find a panel in L2. */
 INLINE void few(const kt_dot *a, const scaling how) {
-    if (VECTORS < 8 && a->m == 1 && a->panels == 2) { /* a panel's vectors alone are too few chains */
+    /* A panel's vectors alone are too few chains where decoding takes long; what is in place is read faster as one stream. */
+    if (!IN_PLACE && VECTORS < 8 && a->m == 1 && a->panels == 2) {
         pass(a, 0, 1, 0, 0, BOTH, how);
         return;
     }
