@@ -22,6 +22,7 @@ TESTS = (
     "test_sglang_layer.py",
     "test_torch.py",
     "test_torch_experts.py",
+    "test_torch_linear.py",
     "test_compat_kt_kernel_torch.py",
     "test_compat_kt_kernel_sft_torch.py",
     "test_two_stage_torch.py",
