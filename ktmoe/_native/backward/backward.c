@@ -96,8 +96,7 @@ static int chunk(kt_back_job *j, size_t most) {
     const kt_batch *b = &j->to.batch;
     kt_route_fill(&j->route, b, j->layer->num_experts, 1);
     memset(j->to.grad_weights, 0, b->tokens * b->top_k * sizeof(float));
-    if (!j->route.num_slots && j->to.grad_x)
-        memset(j->to.grad_x, 0, b->tokens * j->layer->hidden * (b->dtype == KT_F32 ? 4 : 2));
+    if (!j->route.num_slots && j->to.grad_x) memset(j->to.grad_x, 0, b->tokens * j->layer->hidden * kt_number_bytes(b->dtype));
     int error = 0;
     for (size_t first = 0, end; !error && first < j->route.num_slots; first = end) {
         end = window_end(j, first, most);
@@ -130,12 +129,12 @@ static void begin(kt_back_job *j, const kt_layer *l, const kt_backward *to, cons
 /* Points the job at the tokens from `first` on. */
 static void go_to(kt_back_job *j, const kt_backward *all, size_t first, size_t tokens) {
     const kt_batch *b = &all->batch;
-    const size_t pair = first * b->top_k, at = first * j->layer->hidden, x_bytes = b->dtype == KT_F32 ? 4 : 2;
+    const size_t pair = first * b->top_k, at = first * j->layer->hidden, x_bytes = kt_number_bytes(b->dtype);
     j->to.batch.tokens = tokens;
     j->to.batch.x = (const uint8_t *)b->x + at * x_bytes;
     j->to.batch.ids = b->ids + pair;
     j->to.batch.weights = b->weights + pair;
-    j->to.grad_y = (const uint8_t *)all->grad_y + at * (all->grad_dtype == KT_F32 ? 4 : 2);
+    j->to.grad_y = (const uint8_t *)all->grad_y + at * kt_number_bytes(all->grad_dtype);
     if (all->grad_x) j->to.grad_x = (uint8_t *)all->grad_x + at * x_bytes;
     j->to.grad_weights = all->grad_weights + pair;
     if (j->again) return;

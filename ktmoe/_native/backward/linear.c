@@ -7,7 +7,8 @@
  *             step 3, with shards: grad_x = round(the shards' sums, added in their order)
  * ITEM        of step 2: a pair of panels and a strip. Strips of one pair follow one another, since they decode the same weights.
  * SHARDS      each has some rows n of every matrix, and sums these.
- * REGULARITIES a row's sums are in ascending n, matrix by matrix: no bit depends on the batch, the threads or the chunks.
+ * REGULARITIES a row's sums are in ascending n, matrix by matrix, within a shard, and shards are added in their order: bits depend on how
+ *             many shards there are, and on no batch, thread or chunk.
  */
 #include "backward/linear.h"
 
@@ -49,8 +50,6 @@ typedef struct job {
 _Static_assert(sizeof(job) <= 16 << 10, "on the caller's stack, which may be small");
 
 static const kt_shard *shard_of(const job *j, size_t i, size_t shard) { return &j->call->of[i].layer->shards[shard]; }
-
-static size_t number_bytes(enum kt_dtype dtype) { return dtype == KT_F32 ? sizeof(float) : sizeof(uint16_t); }
 
 static void begin(job *j, const kt_linear_gradients *call, const kt_teams *teams) {
     const kt_layer *l = call->of[0].layer;
@@ -104,8 +103,9 @@ static size_t lay_out_shard(job *j, size_t shard, uint8_t *base) {
     return c.used;
 }
 
-/* Gives all arrays of a chunk of so many tokens their places. TOO_LARGE: more than the bound, and there is more than one token. */
-enum { TOO_LARGE = -1 };
+enum { TOO_LARGE = -1 }; /* more memory than the bound, for more than one token */
+
+/* Gives all arrays of a chunk of so many tokens their places. 0, TOO_LARGE or an errno. */
 static int have(job *j, size_t tokens) {
     j->all.count = tokens;
     kt_arena_sizes sizes = {
@@ -128,7 +128,7 @@ static void enter(void *context, size_t shard, size_t place, size_t number) {
     const kt_shard *own = shard_of(j, i, shard);
     const kt_product_rows *rows = &j->shards[shard].rows[i];
     const kt_given_rows from = {
-        .x = (const uint8_t *)of->grad_y + own->first * number_bytes(j->call->dtype),
+        .x = (const uint8_t *)of->grad_y + own->first * kt_number_bytes(j->call->dtype),
         .dtype = j->call->dtype,
         .columns = own->intermediate,
         .stride = of->stride,

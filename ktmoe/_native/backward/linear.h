@@ -17,8 +17,9 @@ typedef struct kt_linear_gradients {
     enum kt_dtype dtype, x_dtype;
     bool summed; /* all products are added up in the first matrix's grad_x; else each has its own */
     size_t count;
-    kt_linear_gradient
-        of[KT_LINEARS_MAX]; /* of one placement; of their instruction sets one at most has state (kt_isa.enter) */
+    /* Of one placement, of which each shard has a row of each; of their instruction sets one at most has state (kt_isa.enter). No grad_x
+     * overlaps a grad_y or another grad_x. */
+    kt_linear_gradient of[KT_LINEARS_MAX];
 } kt_linear_gradients;
 
 int kt_linear_backward(const kt_linear_gradients *call); /* with the lock held; 0 or an errno */

@@ -7,6 +7,8 @@
 
 enum kt_dtype { KT_BF16, KT_F32 };
 
+static inline size_t kt_number_bytes(enum kt_dtype dtype) { return dtype == KT_F32 ? sizeof(float) : sizeof(uint16_t); }
+
 /* What a call computes: both phases; or gate, up and the activation alone, which give h; or down and the sums alone, which take
  * it; or what is kept for backward alone. */
 enum kt_stages { KT_ALL_STAGES, KT_GATE_UP, KT_DOWN, KT_KEPT };

@@ -77,14 +77,17 @@ static bool same_source(const source *a, const source *b) {
 
 static void begin(job *j, const kt_linears *call, const kt_teams *teams) {
     *j = (job){.call = call, .teams = teams, .isa = call->of[0].layer->isa};
-    const size_t number_bytes = call->dtype == KT_F32 ? sizeof(float) : sizeof(uint16_t);
     for (size_t i = 0; i < call->count; i++) {
         const kt_layer *l = call->of[i].layer;
         source *s = &j->sources[i];
         const size_t k = kt_round_up(l->hidden, KT_BLOCK);
         if (l->isa->enter) j->isa = l->isa;
-        s->from = (kt_given_rows){
-            (const uint8_t *)call->x + call->of[i].column * number_bytes, call->dtype, l->hidden, call->stride, k, l->round_x};
+        s->from = (kt_given_rows){(const uint8_t *)call->x + call->of[i].column * kt_number_bytes(call->dtype),
+                                  call->dtype,
+                                  l->hidden,
+                                  call->stride,
+                                  k,
+                                  l->round_x};
         s->rows = matrix_of(l, 0)->kernel->rows; /* all shards of a matrix have one kernel */
         s->stride_bytes = kt_row_bytes(s->rows->block_bytes, k);
         while (!same_source(&j->sources[s->same], s)) s->same++;
@@ -144,8 +147,9 @@ static size_t lay_out_shard(const job *j, const shard_job *p, uint8_t *base) {
     return c.used;
 }
 
-/* Gives all arrays their places. TOO_LARGE: more than the bound, and there is more than one token. */
-enum { TOO_LARGE = -1 };
+enum { TOO_LARGE = -1 }; /* more memory than the bound, for more than one token */
+
+/* Gives all arrays their places. 0, TOO_LARGE or an errno. */
 static int have(job *j) {
     kt_arena_sizes sizes = {
         .placement = j->call->of[0].layer->placement, .bound = kt_moe_tuning.scratch_bytes, .common = lay_out(j, NULL)};
@@ -183,11 +187,11 @@ static void point_x(job *j) {
     size_t rows = 0, bytes = 0;
     for (size_t i = 0; i < j->call->count; i++) {
         source *s = &j->sources[i];
-        const size_t number_bytes = s->from.dtype == KT_F32 ? sizeof(float) : sizeof(uint16_t);
         if (!is_first(j, i)) continue;
         for (size_t row = 0; row < j->tokens; row++)
-            s->x[row] = s->stage ? (const void *)kt_row_of(s->rows, s->staged, s->stride_bytes, &all, row)
-                                 : (const uint8_t *)s->from.x + (j->first + row) * s->from.stride * number_bytes;
+            s->x[row] = s->stage
+                            ? (const void *)kt_row_of(s->rows, s->staged, s->stride_bytes, &all, row)
+                            : (const uint8_t *)s->from.x + (j->first + row) * s->from.stride * kt_number_bytes(s->from.dtype);
         if (!s->stage) continue;
         rows += j->tokens;
         bytes += j->tokens * s->from.k * sizeof(uint16_t);
@@ -234,7 +238,7 @@ static const uint8_t *packed(const place *at, size_t panel) {
 }
 
 /* Two streams of weights are read faster than one. */
-static size_t together(const place *at, size_t items) { return items > 1 && at->panel + 1 < at->panels ? 2 : 1; }
+static size_t panels_together(const place *at, size_t items) { return items > 1 && at->panel + 1 < at->panels ? 2 : 1; }
 
 static void put(const job *j, const place *at, size_t panel, size_t row, size_t m, kt_panel_row *out) {
     const kt_finish f = kt_finish_of(at->matrix, at->panel + panel);
@@ -270,7 +274,7 @@ static void multiply(const job *j, const worker_scratch *s, const place *at, siz
 static kt_dot ahead(const job *j, size_t shard, const kt_run *run) {
     if (run->first == run->end) return (kt_dot){0};
     const place at = place_of(j, shard, run->first);
-    const size_t panels = together(&at, run->end - run->first);
+    const size_t panels = panels_together(&at, run->end - run->first);
     return (kt_dot){.next = {packed(&at, 0), packed(&at, panels - 1)}, .next_bytes = at.matrix->panel_bytes};
 }
 
@@ -282,7 +286,7 @@ static void compute(job *j, size_t shard, const kt_worker *me) {
     kt_run_advance(&p->list, &hand, &run, 0);
     while (run.first < run.end) {
         const place at = place_of(j, shard, run.first);
-        const size_t panels = together(&at, run.end - run.first);
+        const size_t panels = panels_together(&at, run.end - run.first);
         kt_run_advance(&p->list, &hand, &run, panels);
         const kt_dot next = ahead(j, shard, &run);
         multiply(j, s, &at, panels, &next);

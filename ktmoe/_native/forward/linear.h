@@ -20,6 +20,7 @@ typedef struct kt_linears {
     size_t stride;
     enum kt_dtype dtype, y_dtype;
     size_t count;
+    /* Each of their shards has a row at least. No y overlaps x or another y. */
     kt_linear of[KT_LINEARS_MAX]; /* of one placement; of their instruction sets one at most has state (kt_isa.enter) */
 } kt_linears;
 

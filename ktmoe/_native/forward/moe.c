@@ -62,7 +62,7 @@ static int chunk(kt_job *j) {
     kt_route_fill(r, &j->batch, j->layer->num_experts, r->num_ranges);
     j->x.together = j->together;
     if (!r->num_slots) {
-        if (kt_sums(j)) memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * (j->batch.dtype == KT_F32 ? 4 : 2));
+        if (kt_sums(j)) memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * kt_number_bytes(j->batch.dtype));
         return 0;
     }
     kt_schedule_fill(&j->schedule, r);
@@ -126,7 +126,7 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
     if (!kt_scratch_have(&j, most)) return ENOMEM;
     memcpy(j.route.active, batch->mask, l->num_experts); /* once: its owner may change it while we run */
 
-    const size_t row_bytes = l->hidden * (batch->dtype == KT_F32 ? 4 : 2);
+    const size_t row_bytes = l->hidden * kt_number_bytes(batch->dtype);
     for (size_t t = 0; t < batch->tokens; t += most) {
         j.batch.tokens = batch->tokens - t < most ? batch->tokens - t : most;
         if (batch->x) j.batch.x = (const uint8_t *)batch->x + t * row_bytes;

@@ -4,7 +4,7 @@
 
 #include "forward/route.h"
 
-enum { KT_STAGE_TOKENS = 6 }; /* from so many on, copying rows pays that stand a power of two apart */
+enum { KT_STAGE_TOKENS = 6 }; /* from so many on, copying rows pays: they may stand a power of two apart */
 
 /* A caller's rows of numbers. */
 typedef struct kt_given_rows {

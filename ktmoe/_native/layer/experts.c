@@ -1,4 +1,4 @@
-/* SHARDS      A shard has some columns of h: so many rows of gate and up, and so many columns of down. Its arena holds its part of
+/* SHARDS      A shard has some columns of h: so many rows of gate and up, and so many columns of down; or rows of a dense matrix. Its arena holds its part of
  *             every expert, gate, up and down one after another, and is first touched by its own threads when they pack; or a file
  *             holds it, and the page cache has what is touched.
  */

@@ -29,7 +29,7 @@ typedef union kt_expert {
 
 /* Some of the intermediate dimension of every expert. */
 typedef struct kt_shard {
-    size_t first, intermediate; /* columns [first, first + intermediate) of h */
+    size_t first, intermediate; /* columns [first, first + intermediate) of h; of a dense matrix, rows */
     kt_expert *experts;         /* [num_experts] */
 } kt_shard;
 

@@ -1,6 +1,6 @@
 # Arenas in files: a layer that was packed goes into one, and another layer maps it.
 
-#: The version of what an arena is: the experts in order, gate, up and down of each. Families have versions of their own.
+#: The version of what an arena is: the experts in order, all matrices of each. Families have versions of their own.
 ARENA_VERSION = 1
 #: What an arena in a file should begin at a multiple of; it must at one of PAGE_BYTES.
 HUGE_PAGE_BYTES = KT_HUGE_BYTES

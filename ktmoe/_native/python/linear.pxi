@@ -8,7 +8,7 @@ cdef class PackedLinear(_PackedExperts):
     """A packed dense matrix. Made as _PackedExperts is, of LinearWeights."""
 
     def forward(self, x, out):
-        """y into out. x: uint16 (bf16 bits) or float32 [tokens, k], C-contiguous. out: of x's dtype or float32, [tokens, n]."""
+        """y into out. x: uint16 (bf16 bits) or float32 [tokens, k]. out: of x's dtype or float32, [tokens, n]."""
         linear_forward((self,), x, (0,), (out,))
 
     def backward(self, grad_y, grad_x):
@@ -36,8 +36,11 @@ cdef class _Linears:
                 raise InputError(f"expected PackedLinears, found {type(linear).__name__}")
             own = linear
             self.experts[i] = &own.experts
-            if own.experts.layer.placement != self.experts[0].layer.placement:
-                raise InputError(f"{own._spec.name}: matrices of a call must have one placement")
+            if own._domains != (<_PackedExperts>self.of[0])._domains:
+                raise InputError(
+                    f"{own._spec.name}: matrices of a call must lie on the same NUMA nodes, found it on {len(own._domains)} and "
+                    f"{self.name(0)} on {len((<_PackedExperts>self.of[0])._domains)}"
+                )
             if own.experts.layer.isa.enter != NULL:
                 if stateful != NULL and own.experts.layer.isa != stateful:
                     raise InputError(f"{own._spec.name}: of the instruction sets of a call's matrices only one may have state")
@@ -90,10 +93,10 @@ cdef class _Rows:
         self.held = True
         kind = v.format.decode().lstrip("=@<^")
         if kind not in ("H", "f"):
-            raise InputError(f"{name} must be uint16 (bf16 bits) or float32, found {array.dtype}")
+            raise InputError(f"{name} must be uint16 (bf16 bits) or float32, found items of format {kind!r}")
         self.dtype = KT_F32 if kind == "f" else KT_BF16
         if v.ndim != 2:
-            raise InputError(f"{name} must be [tokens, any], found {list(array.shape)}")
+            raise InputError(f"{name} must be [tokens, any], found {v.ndim} dimensions")
         self.tokens, self.columns = v.shape[0], v.shape[1]
         self.stride = self.columns
         # strides of a single row or number say nothing, nor do those of no tokens
@@ -102,7 +105,9 @@ cdef class _Rows:
             gaps = gaps or v.strides[0] < <Py_ssize_t>self.columns * v.itemsize or v.strides[0] % v.itemsize
             self.stride = v.strides[0] // v.itemsize
         if gaps:
-            raise InputError(f"{name} must be rows of neighbours, found {list(array.shape)}, strides {array.strides}")
+            raise InputError(
+                f"{name} must be rows of neighbours, found {[self.tokens, self.columns]}, strides {[v.strides[0], v.strides[1]]}"
+            )
         _expect_aligned(name, v.buf, v.itemsize)
 
     def __dealloc__(self):
@@ -123,7 +128,7 @@ def linear_forward(linears, x, columns, outs):
     """The products of several PackedLinears, by one dispatch of the pool.
 
     x: uint16 (bf16 bits) or float32 [tokens, any]. columns: of each matrix, the first column of x that it takes. outs: of
-    each one, where y goes, [tokens, n]; all of x's dtype or all float32. Of rows only the columns must be neighbours.
+    each one, where y goes, [tokens, n]; all of x's dtype or all float32. Of rows only the columns must be neighbours. No out overlaps x or another one.
     Raises InputError, ClosedError, CacheError.
     """
     cdef kt_linears call
@@ -152,11 +157,9 @@ def linear_forward(linears, x, columns, outs):
         call.of[i] = kt_linear(&experts.layer, column, out.view.buf, out.stride)
     if call.y_dtype == KT_BF16 and call.dtype == KT_F32:
         raise InputError("out must be of x's dtype or float32, found uint16 for an x of float32")
-    if not call.tokens:
-        return
     with nogil:
         kt_pool_lock()
-        if matrices.whole():
+        if matrices.whole() and call.tokens:
             error = kt_linear_forward(&call)
         kt_pool_unlock()
     matrices.end(error, f"forward of {call.tokens} tokens")
@@ -204,11 +207,9 @@ def linear_backward(linears, grads, outs):
         call.of[i].grad_x, call.of[i].x_stride = out.view.buf, out.stride
     if call.x_dtype == KT_BF16 and call.dtype == KT_F32:
         raise InputError("out must be of the gradients' dtype or float32, found uint16 for gradients of float32")
-    if not call.tokens:
-        return
     with nogil:
         kt_pool_lock()
-        if matrices.whole():
+        if matrices.whole() and call.tokens:
             error = kt_linear_backward(&call)
         kt_pool_unlock()
     matrices.end(error, f"backward of {call.tokens} tokens")

@@ -16,6 +16,7 @@ cdef class _PackedExperts:
     cdef size_t num_shards
     cdef readonly size_t nbytes
     cdef object _spec  # ktmoe.experts.WeightSpec
+    cdef object _domains  # of each shard: what tells placements apart
     cdef tuple _names  # of an expert's matrices, in their order
     cdef str _form
     cdef BlockRule _x, _h
@@ -28,7 +29,7 @@ cdef class _PackedExperts:
         cdef size_t columns[KT_SHARDS_MAX][2]
         cdef kt_layer *layer = &self.experts.layer
         self._table = table
-        self._spec = experts.spec
+        self._spec, self._domains = experts.spec, plan.placement.domains
         self._names = experts.projections
         self._form = form or plan.activations
         self._x, self._h = x, h
@@ -145,7 +146,7 @@ cdef class _PackedExperts:
             _raise(error, f"packing {', '.join(matrix.name for matrix in matrices.values())}")
         self._check_outcome(outcome)
         if outcome == KT_INCOMPLETE:
-            raise InputError(f"expert {expert} is replaced by all of {self._names}, found {tuple(matrices)}")
+            raise InputError(f"{self._spec.name}: {self._spec.one(expert)} is replaced by all of {self._names}, found {tuple(matrices)}")
         if outcome == KT_REFUSED:
             matrix = matrices[next(name for p, name in enumerate(self._names) if scans[p].refused)]
             matrix.refuse()
@@ -224,7 +225,7 @@ cdef class _PackedExperts:
             free(slices)
         self._check_outcome(outcome)
         if outcome == KT_INCOMPLETE:
-            raise InputError(f"expert {expert} was not packed")
+            raise InputError(f"{self._spec.name}: {self._spec.one(expert)} was not packed")
         if outcome == KT_FAILED:
             _raise(error, f"exporting {self._spec.one(expert)}")
         for (i, p, arrays), (weight_format, views, groups, shape, _) in zip(wanted, filled):
@@ -260,7 +261,7 @@ cdef class _PackedExperts:
             kt_pool_unlock()
         self._check_outcome(outcome)
         if not data:
-            raise InputError(f"expert {expert}'s {projection} was not packed")
+            raise InputError(f"{self._spec.name}: {projection} of {self._spec.one(expert)} was not packed")
         return np.asarray(to)
 
     cdef kt_outcome _state(self) noexcept nogil:
@@ -271,16 +272,16 @@ cdef class _PackedExperts:
 
     cdef int _check_outcome(self, kt_outcome outcome) except -1:
         if outcome == KT_CLOSED:
-            raise ClosedError("this layer was closed")
+            raise ClosedError(f"{self._spec.name} was closed")
         if outcome == KT_FILE_CHANGED:
             raise CacheError(f"{self._file}: expected the file as it was when it was mapped, found that it was changed since")
         return 0
 
     cdef int _check_whole(self, bint closed, size_t missing) except -1:
         if closed:
-            raise ClosedError("this layer was closed")
+            raise ClosedError(f"{self._spec.name} was closed")
         if missing:
-            raise InputError(f"{missing} matrices of this layer were not packed")
+            raise InputError(f"{self._spec.name}: {missing} of its matrices were not packed")
 
     @property
     def rounding(self):

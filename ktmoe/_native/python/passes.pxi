@@ -20,7 +20,8 @@ cdef str _untrainable(_PackedExperts packed):
 cdef class PackedLayer(_PackedExperts):
     """Packed experts, and how to compute them. Made as _PackedExperts is, of ExpertWeights."""
 
-    def __init__(self, table, experts, plan, *others, **more):
+    def __cinit__(self, KernelTable table, experts, plan, ranges, size_t threads, ArenaFile file=None, str form=None,
+                  BlockRule x=None, BlockRule h=None):
         cdef kt_layer *layer = &self.experts.layer
         activation = experts.activation
         layer.act = kt_activation(activation.alpha, activation.limit, activation.up_offset)
@@ -59,7 +60,7 @@ cdef class PackedLayer(_PackedExperts):
         """This layer, which has forward_training() and backward(). Raises UnavailableError, which says why it has not."""
         cdef const kt_isa *isa = self._table.isa
         reason = _untrainable(self)
-        if not (isa.derive and isa.dense and isa.dense_rows and isa.widen):
+        if not reason and not (isa.derive and isa.dense and isa.dense_rows and isa.widen):
             reason = f"{self._table.name} has no functions for training"
         if reason:
             raise UnavailableError(f"{self._spec.name}: it cannot be trained: {reason}")

@@ -16,7 +16,8 @@ enum {
 };
 
 /* The passes have 4 to 24 chains, which hide the latency and fit into registers. A broadcast of x serves all vectors, and 6
- * rows decode once. A kernel file says whether FEW_ROWS are 6 or 12: more than 6 read twice what is in place, and else decode twice. */
+ * rows decode once. A kernel file says what FEW_ROWS is. 12: a pass of more than 6 rows goes over the codes twice, half of the
+ * columns at a time. 6: more rows are passes of their own, which decode the same codes again. */
 #define PASSES(P) P(1, 4) P(2, 4) P(3, 4) P(4, 4) P(5, 4) P(6, 4) P(7, 2) P(8, 2) P(9, 2) P(10, 2) P(11, 2) P(12, 2)
 
 INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int span) {

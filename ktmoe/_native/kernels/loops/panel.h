@@ -77,8 +77,8 @@ INLINE void pass(const kt_dot *restrict a, const size_t first, const int rows, c
     sums sum[FEW_ROWS][BOTH];
 /* The hardware does not fetch ahead far enough where decoding takes long: without this, reading and computing add up. In ascending
  * order, since that is what the hardware helps with, and one line at a time, since a prefetch that finds all fill buffers taken holds
- * up what is behind it. A panel's first pass does it for all. Weights in place are read so fast that the fill buffers of L1 would
- * bound it: the hardware fetches more of them, to L2. */
+ * up what is behind it. A pass over a panel's first columns does it for all of them. Weights in place are read so fast that the fill
+ * buffers of L1 would bound it: the hardware fetches more of them, to L2. */
 #define FETCH(slot, slots)                                                                                           \
     for (int line = (slot); !IN_PLACE && v0 == 0 && line < (vectors == BOTH ? 2 : 1) * OCTET_LINES; line += (slots)) \
     prefetch_l1(w[line / OCTET_LINES] + AHEAD_BYTES + (octet * OCTET_LINES + line % OCTET_LINES) * LINE)
