@@ -11,6 +11,7 @@ from ktmoe.arrays import expect_shape
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertSpec
 from ktmoe.messages import show
+from ktmoe.output_arrays import checked_output
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def checked_out(out, batch: Batch) -> np.ndarray:
     """Where the output is written: out's memory, or new memory where it is None. Raises InputError."""
     if out is None:
         return np.empty(batch.x.array.shape, batch.x.array.dtype)
-    target = _checked_out(out, batch.x)
+    target = checked_output(out, batch.x, batch.x.array.shape, in_place=True)
     for name, array in (("expert_ids", batch.ids), ("expert_weights", batch.weights), ("expert_mask", batch.mask)):
         if np.may_share_memory(target, array):
             raise InputError(f"out must not overlap {name}: it is written before all of them have been read")
@@ -126,16 +127,3 @@ def _checked_shared(shared_weights, shape: tuple[int, int]) -> np.ndarray:
         raise InputError(f"shared_weights must be float32, found {weights.dtype}")
     expect_shape("shared_weights", weights, shape)
     return weights
-
-
-def _checked_out(out, given: arrays.FloatArray) -> np.ndarray:
-    like = arrays.view(out, "out")
-    if like.kind != given.kind:
-        raise InputError(f"out must be of x's kind, a {given.kind}; found a {like.kind}")
-    expect_shape("out", like.array, given.array.shape)
-    arrays.expect_native("out", like.array)
-    starts = {array.__array_interface__["data"][0] for array in (like.array, given.array)}
-    same = len(starts) == 1 and given.array.flags.c_contiguous
-    if not same and np.may_share_memory(like.array, given.array):
-        raise InputError("out must be x itself or not overlap it; found a partial overlap")
-    return like.array

@@ -49,7 +49,7 @@ class LackingError(UnavailableError):
 
 
 class ClosedError(KtmoeError, RuntimeError):
-    """A layer was used after close()."""
+    """A layer or a dense matrix was used after close()."""
 
 
 class OutOfMemoryError(KtmoeError, MemoryError):
@@ -57,7 +57,7 @@ class OutOfMemoryError(KtmoeError, MemoryError):
 
 
 class NotCopyableError(KtmoeError, TypeError):
-    """A layer or a model was to be copied or pickled."""
+    """A layer, a dense matrix or a model was to be copied or pickled."""
 
 
 class OutOfSpaceError(KtmoeError, OSError):
@@ -70,7 +70,7 @@ class OutputError(KtmoeError, OSError):
 
 @contextmanager
 def asking(backend: str, whose: str) -> Iterator[None]:
-    """Within it, a LackingError becomes an UnavailableError that names the backend and whose experts they are."""
+    """Within it, a LackingError becomes an UnavailableError that names the backend and whose weights they are."""
     try:
         yield
     except LackingError as error:

@@ -10,14 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktmoe import backends
 from ktmoe.arrays import expect_native
-from ktmoe.backends.base import TUNED_FOR, Arenas, Packed, Plan, Progress, Stored
-from ktmoe.backends.choice import choose_backend
+from ktmoe.backends.base import Arenas, Backend, Packed, Plan, Progress, Stored
 from ktmoe.background.worker import Worker
 from ktmoe.batch import checked_batch, checked_out
 from ktmoe.cache.opened import open_cache
-from ktmoe.errors import ClosedError, InputError, NotCopyableError, asking
+from ktmoe.errors import InputError, asking
 from ktmoe.experts import PROJECTIONS, ExpertWeights, checked_experts, checked_router_weight
 from ktmoe.loaders import naming
 from ktmoe.loaders.base import find_loader
@@ -25,10 +23,10 @@ from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
-from ktmoe.weights.folding import ROUNDING
+from ktmoe.packed_weights import PackedWeights
 
 
-class MoELayer:
+class MoELayer(PackedWeights):
     """The routed experts of one layer, and shared ones if given, packed for one backend.
 
     experts: ExpertWeights, from a loader or from arrays; read once, here.
@@ -61,6 +59,8 @@ class MoELayer:
     Raises UnknownNameError, UnavailableError, FormatError (a tensor is not what it should be), OutOfMemoryError, InputError.
     """
 
+    _kind = Packed
+
     def __init__(
         self,
         experts: ExpertWeights,
@@ -84,37 +84,20 @@ class MoELayer:
             experts = experts.with_shared(shared)
             self.num_shared = shared.num_experts
         self._packed_spec = experts.spec
-        if rounding not in ROUNDING:
-            raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
-        if tuned_for not in TUNED_FOR:
-            raise InputError(f"tuned_for must be one of {TUNED_FOR}, found {show(tuned_for)}")
-        router_weight = experts.router_weight if router_weight is None else checked_router_weight(router_weight)
-        choice = choose_backend(backend, experts, activations)
-        self.backend = choice.name
-        self.activations = choice.activations
-        self.tuned_for = tuned_for
-        self.router_weight = router_weight
+        self.router_weight = experts.router_weight if router_weight is None else checked_router_weight(router_weight)
         self.hidden = experts.hidden
         self.intermediate = experts.intermediate
-        self.name = experts.name
-        self.placement = placement_of(experts, numa_nodes)
-        plan = Plan(router_weight, self.activations, rounding, self.placement, tuned_for)
-        chosen = backends.get(self.backend)
-        self.mapped = arenas is not None
-        if arenas is None:
-            self.packed = chosen.pack(experts, plan, progress)
-        else:
-            with asking(self.backend, self.name):
-                self.packed = chosen.map(experts, plan, arenas)
-        if not isinstance(self.packed, Packed) or not hasattr(self.packed, "nbytes"):
-            raise InputError(
-                f"{self.name}: what backend {self.backend!r} packs into must inherit ktmoe.backends.base.Packed and have "
-                f"nbytes, found {show(self.packed)}"
-            )
-        if self.mapped and progress:
-            progress(experts.nbytes, experts.nbytes)
-        self.rounding = self.packed.rounding
-        self.nbytes = self.packed.nbytes
+        self._pack(
+            experts,
+            backend,
+            activations,
+            rounding=rounding,
+            tuned_for=tuned_for,
+            numa_nodes=numa_nodes,
+            progress=progress,
+            arenas=arenas,
+            router_weight=self.router_weight,
+        )
         self.expert_mask = np.ones(self.num_experts, bool)  # now that so many are known to fit into memory
 
     @classmethod
@@ -172,9 +155,7 @@ class MoELayer:
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close();
         CacheError if the file that the layer maps was changed.
         """
-        packed = self.packed  # once: close() may come from another thread
-        if packed is None:
-            raise ClosedError(f"{self.name}: forward after close()")
+        packed = self._open_for("forward")
         batch = checked_batch(self.spec, self.expert_mask, x, expert_ids, expert_weights, self.num_shared, shared_weights)
         target = checked_out(out, batch)
         if batch.slots == 0:
@@ -240,38 +221,15 @@ class MoELayer:
                 part[projection] = replace(part[projection], bias=own)
         return matrices
 
-    def close(self) -> None:
-        """Give the memory back, after forward calls that are running. A second call does nothing."""
-        packed, self.packed = self.packed, None
-        if packed is not None:
-            packed.close()
+    @staticmethod
+    def _packed_by(
+        chosen: Backend, weights: ExpertWeights, plan: Plan, progress: Progress | None, arenas: Arenas | None
+    ) -> Packed:
+        return chosen.pack(weights, plan, progress) if arenas is None else chosen.map(weights, plan, arenas)
 
-    def __enter__(self) -> MoELayer:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol):
-        raise NotCopyableError(
-            f"{self.name}: a MoELayer cannot be copied or pickled, since its packed weights are memory of this process. "
-            "Share it between threads as it is, fork after it was made, or make another one with MoELayer.from_checkpoint"
-        )
-
-    def __repr__(self) -> str:
-        if "packed" not in vars(self):  # its constructor has raised, or is not done
-            return "MoELayer(not packed)"
-        nodes = f"NUMA nodes {self.placement.nodes}" if self.placement.nodes else "no NUMA binding"
-        closed = ", closed" if self.packed is None else ""
-        how = f"{self.backend}, {self.activations} activations, {nodes}{closed}"
+    def _description(self) -> str:
         shared = f", {self.num_shared} shared expert{'s' * (self.num_shared > 1)}" if self.num_shared else ""
-        return f"MoELayer({self.name!r}, {self.spec.description}{shared}, {how})"
-
-    def _open_for(self, doing: str) -> Packed:
-        packed = self.packed  # once: close() may come from another thread
-        if packed is None:
-            raise ClosedError(f"{self.name}: {doing} after close()")
-        return packed
+        return f"{self.spec.description}{shared}"
 
 
 def _refuse_with_shared(name: str, given: object) -> None:

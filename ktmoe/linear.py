@@ -9,24 +9,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktmoe import arrays, backends
+from ktmoe import arrays
 from ktmoe._native import core
-from ktmoe.backends.base import TUNED_FOR, Arenas, PackedMatrix, Plan, Progress
-from ktmoe.backends.choice import choose_backend
+from ktmoe.backends.base import Arenas, Backend, PackedMatrix, Plan, Progress
 from ktmoe.background.worker import Worker
 from ktmoe.cache.opened import Cache
-from ktmoe.errors import ClosedError, InputError, NotCopyableError, asking
+from ktmoe.errors import asking
 from ktmoe.linear_arrays import checked, gradient_target, target_of
 from ktmoe.linear_weights import LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
 from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
-from ktmoe.messages import show
-from ktmoe.weights.folding import ROUNDING
+from ktmoe.packed_weights import PackedWeights
 
 
-class Linear:
+class Linear(PackedWeights):
     """A dense matrix, packed for one backend: y = x W^T + b.
 
     matrix: Matrix [n, k] in any WeightFormat; ktmoe.load_matrix() reads one of a checkpoint. Its bias is b. Or LinearWeights,
@@ -34,16 +32,20 @@ class Linear:
     backend: a name, or "auto": KTMOE_BACKEND if set, else the best that this CPU and this format allow.
     activations: the mode (ktmoe.modes), of which x's side counts. "bf16": x stays bfloat16 and takes part exactly. Others
     round it and have to be named; "auto" is the backend's first mode for this format, as for MoELayer.
-    rounding, tuned_for, numa_nodes, progress: as MoELayer has them. The nodes divide the outputs, so no bit depends on them.
+    rounding, tuned_for, numa_nodes, progress: as MoELayer has them. The nodes divide the outputs, so no bit of y depends on
+    them. A gradient is added up over the outputs, node by node, so its bits depend on how many nodes there are.
     arenas: the matrix as it lies packed in a file, which is mapped in place of packing it: what ktmoe.cache's Cache.matrix()
     gives, for the same NUMA nodes. LinearWeights are not read then.
 
     Attributes: name. shape: (n, k). format: WeightFormat. backend, activations, tuned_for: as they were chosen. nbytes: of the
-    packed weights. rounding: "folded" if scaled weights are rounded, else "exact". placement. spec. mapped. packed: what
-    Backend.pack_linear returned; None after close().
+    packed weights. rounding: "folded" if scaled weights are rounded, else "exact". placement: ktmoe.machine.numa.Placement, the
+    NUMA nodes. spec: ktmoe.linear_weights.LinearSpec. mapped: whether it lies in a file. packed: what Backend.pack_linear
+    returned; None after close().
 
     Raises UnknownNameError, UnavailableError, FormatError (the matrix is not what it should be), OutOfMemoryError, InputError.
     """
+
+    _kind = PackedMatrix
 
     def __init__(
         self,
@@ -58,29 +60,17 @@ class Linear:
         arenas: Arenas | None = None,
     ):
         weights = matrix if isinstance(matrix, LinearWeights) else LinearWeights(matrix)
-        if rounding not in ROUNDING:
-            raise InputError(f"rounding must be one of {ROUNDING}, found {show(rounding)}")
-        if tuned_for not in TUNED_FOR:
-            raise InputError(f"tuned_for must be one of {TUNED_FOR}, found {show(tuned_for)}")
-        choice = choose_backend(backend, weights, activations)
-        self.name, self.shape, self.format = weights.name, weights.shape(), weights.formats["weight"]
-        self.backend, self.activations, self.tuned_for = choice.name, choice.activations, tuned_for
-        self.spec = weights.spec
-        self.placement = placement_of(weights, numa_nodes)
-        plan = Plan("down_output", self.activations, rounding, self.placement, tuned_for)
-        chosen = backends.get(self.backend)
-        self.mapped = arenas is not None
-        with asking(self.backend, self.name):
-            packed = chosen.pack_linear(weights, plan, progress) if arenas is None else chosen.map_linear(weights, plan, arenas)
-        if not isinstance(packed, PackedMatrix):
-            raise InputError(
-                f"{self.name}: what backend {self.backend!r} packs a matrix into must inherit "
-                f"ktmoe.backends.base.PackedMatrix, found {show(packed)}"
-            )
-        if self.mapped and progress:
-            progress(weights.nbytes, weights.nbytes)
-        self.packed = packed
-        self.rounding, self.nbytes = packed.rounding, packed.nbytes
+        self.spec, self.shape, self.format = weights.spec, weights.shape(), weights.formats["weight"]
+        self._pack(
+            weights,
+            backend,
+            activations,
+            rounding=rounding,
+            tuned_for=tuned_for,
+            numa_nodes=numa_nodes,
+            progress=progress,
+            arenas=arenas,
+        )
 
     @classmethod
     def from_checkpoint(
@@ -91,14 +81,16 @@ class Linear:
         activations: str = "bf16",
         *,
         scheme: str = "auto",
+        rounding: str = "exact",
+        tuned_for: str = "decode",
         numa_nodes: Sequence[int] | None = None,
+        progress: Progress | None = None,
         cache: str | os.PathLike | None = None,
-        **options,
     ) -> Linear:
         """A matrix of a checkpoint folder (or one .safetensors or .gguf file).
 
-        name: what its tensors' names begin with, such as "model.layers.0.self_attn.q_proj"; scheme: a loader's name, or "auto"
-        to go by the tensors (ktmoe.load_matrix). numa_nodes, options: Linear's.
+        name: what its tensors' names begin with, such as "model.layers.0.self_attn.q_proj". scheme: the name of a loader, whose
+        scheme it is, or "auto" to go by the tensors (ktmoe.load_matrix).
         cache: a folder that `ktmoe pack --matrix` has made of this checkpoint. The matrix is mapped from there, and not read or
         packed (docs/packed-caches.md).
         Raises CheckpointError and MissingTensorError besides what Linear raises; CacheError, which names the file, for a cache
@@ -107,9 +99,19 @@ class Linear:
         with Checkpoint(path) as checkpoint:
             found = find_matrix(checkpoint, name, scheme=scheme)
             weights = LinearWeights.of_headers(found.name, found.format, found.shape, found.read)
+            arenas = None
             if cache is not None:
-                options["arenas"] = Cache(cache, checkpoint).matrix(name, weights, placement_of(weights, numa_nodes))
-            return cls(weights, backend, activations, numa_nodes=numa_nodes, **options)
+                arenas = Cache(cache, checkpoint).matrix(name, weights, placement_of(weights, numa_nodes))
+            return cls(
+                weights,
+                backend,
+                activations,
+                rounding=rounding,
+                tuned_for=tuned_for,
+                numa_nodes=numa_nodes,
+                progress=progress,
+                arenas=arenas,
+            )
 
     def forward(self, x, out=None, dtype=None):
         """y [tokens, n], in x's kind and dtype.
@@ -132,7 +134,7 @@ class Linear:
         Jobs run in the order of submission. The GIL is free while they compute. A forked child starts with none.
         Raises UnavailableError if the thread cannot be started.
         """
-        return _jobs.submit(self.forward, x, out, dtype)
+        return jobs.submit(self.forward, x, out, dtype)
 
     def backward(self, grad_y, out=None):
         """The gradient of a loss with respect to x, [tokens, k], in grad_y's kind and dtype: grad_y W.
@@ -168,70 +170,70 @@ class Linear:
             biases = packed.export(0, [{"weight": matrix.stored}])
         return replace(matrix, bias=biases.get("weight"))
 
-    def close(self) -> None:
-        """Give the memory back, after forward calls that are running. A second call does nothing."""
-        packed, self.packed = self.packed, None
-        if packed is not None:
-            packed.close()
-
-    def __enter__(self) -> Linear:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol):
-        raise NotCopyableError(
-            f"{self.name}: a Linear cannot be copied or pickled, since its packed weights are memory of this process. "
-            "Share it between threads as it is, fork after it was made, or make another one with Linear.from_checkpoint"
-        )
-
-    def __repr__(self) -> str:
-        if "packed" not in vars(self):  # its constructor has raised, or is not done
-            return "Linear(not packed)"
-        nodes = f"NUMA nodes {self.placement.nodes}" if self.placement.nodes else "no NUMA binding"
-        closed = ", closed" if self.packed is None else ""
-        return (
-            f"Linear({self.name!r}, {self.spec.description}, {self.backend}, {self.activations} activations, {nodes}{closed})"
-        )
-
-    def _open_for(self, doing: str) -> PackedMatrix:
-        packed = self.packed  # once: close() may come from another thread
-        if packed is None:
-            raise ClosedError(f"{self.name}: {doing} after close()")
-        return packed
+    @staticmethod
+    def _packed_by(
+        chosen: Backend, weights: LinearWeights, plan: Plan, progress: Progress | None, arenas: Arenas | None
+    ) -> PackedMatrix:
+        return chosen.pack_linear(weights, plan, progress) if arenas is None else chosen.map_linear(weights, plan, arenas)
 
 
-def compute(linears: Sequence[Linear], x: np.ndarray, columns: Sequence[int], outs: Sequence[np.ndarray]) -> None:
-    """Write y of each Linear into its out. columns: of x, the first one that each takes."""
-    packed = [linear._open_for("forward") for linear in linears]
+def compute(
+    linears: Sequence[Linear],
+    x: np.ndarray,
+    columns: Sequence[int],
+    outs: Sequence[np.ndarray],
+    dispatches: Sequence[Sequence[int]] = ((0,),),
+) -> None:
+    """Write y of each Linear into its out. columns: of x, the first one that each takes. dispatches: which of the Linears are
+    computed at once, which lie on the same NUMA nodes."""
+    packed = [linear._open_for("forward") for linear in linears]  # all, before anything is written
     if not x.shape[0]:
         return
     x = arrays.contiguous(x)
-    if all(isinstance(each, core.PackedLinear) for each in packed):
-        core.linear_forward(packed, x, columns, outs)
-        return
-    for each, linear, column, out in zip(packed, linears, columns, outs, strict=True):
-        with asking(linear.backend, linear.name):
-            each.forward(arrays.contiguous(x[:, column : column + linear.shape[1]]), out)
+    for those in dispatches:
+        if all(isinstance(packed[i], core.PackedLinear) for i in those):
+            core.linear_forward(_those(packed, those), x, _those(columns, those), _those(outs, those))
+            continue
+        for i in those:
+            linear, column = linears[i], columns[i]
+            with asking(linear.backend, linear.name):
+                packed[i].forward(arrays.contiguous(x[:, column : column + linear.shape[1]]), outs[i])
 
 
-def differentiate(linears: Sequence[Linear], grads: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
-    """The gradients of what linears take, or their sum, where outs has one array."""
+def differentiate(
+    linears: Sequence[Linear],
+    grads: Sequence[np.ndarray],
+    outs: Sequence[np.ndarray],
+    dispatches: Sequence[Sequence[int]],
+) -> None:
+    """The gradients of what linears take, or their sum where outs has one array, rounded once. dispatches: see compute()."""
     packed = [linear._open_for("backward") for linear in linears]
-    if all(isinstance(each, core.PackedLinear) for each in packed):
+    native = all(isinstance(each, core.PackedLinear) for each in packed)
+    if native and len(dispatches) == 1:
         core.linear_backward(packed, grads, outs)
         return
-    if not grads[0].shape[0]:
+    if native and len(outs) == len(linears):
+        for those in dispatches:
+            core.linear_backward(_those(packed, those), _those(grads, those), _those(outs, those))
         return
-    added = np.zeros((len(outs), *outs[0].shape), np.float32)
-    for i, (each, linear, grad) in enumerate(zip(packed, linears, grads, strict=True)):
-        one = np.empty_like(added[0])
-        with asking(linear.backend, linear.name):
-            each.backward(arrays.contiguous(grad), one)
-        added[i % len(outs)] += one
-    for out, total in zip(outs, added, strict=True):
+    sums = np.zeros((len(outs), *outs[0].shape), np.float32)
+    one = np.empty_like(sums[0])
+    for those in dispatches if native else [(i,) for i in range(len(linears))]:
+        first = those[0]
+        if native:
+            core.linear_backward(_those(packed, those), _those(grads, those), [one])
+        elif len(one):
+            with asking(linears[first].backend, linears[first].name):
+                packed[first].backward(arrays.contiguous(grads[first]), one)
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are results like others
+            sums[first % len(outs)] += one
+    for out, total in zip(outs, sums, strict=True):
         out[...] = total if out.dtype == np.float32 else total.astype(arrays.BF16).view(np.uint16)
 
 
-_jobs = Worker("ktmoe-submit-linear")
+def _those(items: Sequence, which: Sequence[int]) -> list:
+    return [items[i] for i in which]
+
+
+#: The thread of submit().
+jobs = Worker("ktmoe-submit-linear")

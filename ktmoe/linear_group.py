@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from ktmoe import arrays
 from ktmoe._native import core
+from ktmoe.backends.base import Progress
 from ktmoe.errors import InputError
-from ktmoe.linear import Linear, compute, differentiate
+from ktmoe.linear import Linear, compute, differentiate, jobs
 from ktmoe.linear_arrays import checked, fitting_each, gradient_target, items_of, new_output, target_of
+from ktmoe.machine.numa import Placement
 from ktmoe.matrix import Matrix
 from ktmoe.matrix_rows import take_rows
 from ktmoe.messages import show
@@ -20,8 +24,10 @@ INPUTS = ("same", "own")
 class LinearGroup:
     """Several Linears that are computed together: one dispatch of the threads, however many matrices there are.
 
-    linears: of one backend, mode and placement. inputs: "same": all take the same x, as q, k and v do; "own": each takes an
-    x of its own, and all have one shape, as DeepSeek-V4's o_a_proj has. close() closes all of them.
+    linears: of one backend and mode. Those on the same NUMA nodes are one dispatch. By default, a matrix of few outputs may lie
+    on fewer nodes than a large one, and a group of both has one dispatch more.
+    inputs: "same": all take the same x, as q, k and v do; "own": each takes an x of its own, and all have one shape, as
+    DeepSeek-V4's o_a_proj has. close() closes all of them.
     Raises InputError, which names the Linear that does not fit.
     """
 
@@ -34,7 +40,7 @@ class LinearGroup:
             raise InputError(f"linears must be a sequence of 1 to {core.LINEARS_MAX} Linears, found {show(linears)}")
         first = self.linears[0]
         for linear in self.linears[1:]:
-            for what in ("backend", "activations", "placement"):
+            for what in ("backend", "activations"):
                 if getattr(linear, what) != getattr(first, what):
                     raise InputError(
                         f"{linear.name}: {what} must be that of {first.name}, {show(getattr(first, what))}, "
@@ -46,21 +52,60 @@ class LinearGroup:
                 wanted = wanted if inputs == "own" else f"as many inputs as {first.name}, {first.shape[1]}"
                 raise InputError(f"{linear.name}: expected {wanted}, found [n, k] = {list(linear.shape)}")
         self.inputs = inputs
+        by_placement: dict[Placement, list[int]] = {}
+        for i, linear in enumerate(self.linears):
+            by_placement.setdefault(linear.placement, []).append(i)
+        self._dispatches = tuple(map(tuple, by_placement.values()))
 
     @classmethod
-    def of_rows(cls, matrix: Matrix, count: int, backend: str = "auto", activations: str = "bf16", **options) -> LinearGroup:
+    def of_rows(
+        cls,
+        matrix: Matrix,
+        count: int,
+        backend: str = "auto",
+        activations: str = "bf16",
+        *,
+        rounding: str = "exact",
+        tuned_for: str = "decode",
+        numa_nodes: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> LinearGroup:
         """A group of "own" inputs, of one stored matrix whose rows are those of `count` matrices, one after another.
 
-        options: Linear's. Raises InputError unless count divides the rows; FormatError where that cuts through what shares a
-        scale; and what Linear raises.
+        backend and what follows it: as Linear has them; progress is that of all matrices.
+        Raises InputError unless count divides the rows, and is not more than a group may have; FormatError where that cuts
+        through what shares a scale; and what Linear raises.
         """
+        if not isinstance(matrix, Matrix):
+            raise InputError(f"matrix must be a ktmoe.Matrix, found {show(matrix)}; ktmoe.load_matrix(path, name) gives one")
         n = matrix.shape[0]
-        if count < 1 or n % count:
-            raise InputError(f"{matrix.name}: count must divide its {n} rows, found {count}")
+        try:
+            found = operator.index(count)
+        except TypeError:
+            found = 0
+        if found < 1 or n % found:
+            raise InputError(f"{matrix.name}: count must be an integer that divides its {n} rows, found {show(count)}")
+        if found > core.LINEARS_MAX:
+            raise InputError(f"{matrix.name}: count must be at most {core.LINEARS_MAX}, found {found}")
+        rows = n // found
+
+        def progress_of(i: int) -> Progress | None:
+            return progress and (lambda done, total: progress(i * total + done, found * total))
+
         linears: list[Linear] = []
         try:
-            for first in range(0, n, n // count):
-                linears.append(Linear(take_rows(matrix, first, first + n // count), backend, activations, **options))
+            for i in range(found):
+                linears.append(
+                    Linear(
+                        take_rows(matrix, i * rows, (i + 1) * rows),
+                        backend,
+                        activations,
+                        rounding=rounding,
+                        tuned_for=tuned_for,
+                        numa_nodes=numa_nodes,
+                        progress=progress_of(i),
+                    )
+                )
             return cls(linears, inputs="own")
         except BaseException:
             for linear in linears:
@@ -82,7 +127,8 @@ class LinearGroup:
         """Of "same" inputs: a list of y [tokens, n], one for each Linear, of x [tokens, k].
         Of "own" ones: y [tokens, linears, n] of x [tokens, linears, k].
 
-        x, dtype: as Linear.forward() takes them. out: what is returned, if given: a sequence of arrays, or one array.
+        x, dtype: as Linear.forward() takes them. out: what is returned, if given: a sequence of arrays of one dtype, or one
+        array.
         Raises InputError, ClosedError.
         """
         count, (n, k) = len(self.linears), self.linears[0].shape
@@ -95,14 +141,19 @@ class LinearGroup:
                 targets = [target for target, _ in made]
             else:
                 targets = fitting_each(out, given, shapes, dtype)
-            compute(self.linears, given.array, (0,) * count, targets)
+            compute(self.linears, given.array, (0,) * count, targets, self._dispatches)
             return [restore(target) for target, restore in made] if out is None else out
         given = checked(x, (None, count, k))
         tokens = given.array.shape[0]
         target, restore = target_of(x, given, (tokens, count, n), dtype, out)
         flat = given.array.reshape(tokens, count * k)
-        compute(self.linears, flat, [i * k for i in range(count)], [target[:, i] for i in range(count)])
+        ys = [target[:, i] for i in range(count)]
+        compute(self.linears, flat, [i * k for i in range(count)], ys, self._dispatches)
         return restore(target)
+
+    def submit(self, x, out=None, dtype=None) -> Future:
+        """forward() on the thread of Linear.submit(), and as that does it: jobs of both run in the order of submission."""
+        return jobs.submit(self.forward, x, out, dtype)
 
     def backward(self, grads, out=None):
         """The gradient of a loss with respect to what forward() takes, in grads' kind and dtype.
@@ -117,7 +168,8 @@ class LinearGroup:
             given = checked(grads, (None, count, n), "grads")
             target, restore = gradient_target(grads, {"grads": given}, (given.array.shape[0], count, k), out)
             array = arrays.contiguous(given.array)
-            differentiate(self.linears, [array[:, i] for i in range(count)], [target[:, i] for i in range(count)])
+            of_y, of_x = ([each[:, i] for i in range(count)] for each in (array, target))
+            differentiate(self.linears, of_y, of_x, self._dispatches)
             return restore(target)
         of_each = items_of(grads)
         if of_each is None or len(of_each) != count:
@@ -129,7 +181,8 @@ class LinearGroup:
             if given.array.dtype != first.array.dtype:
                 raise InputError(f"grads[{i}] must be of grads[0]'s dtype, a {first.kind}; found a {given.kind}")
         target, restore = gradient_target(of_each[0], each, (tokens, k), out)
-        differentiate(self.linears, [arrays.contiguous(given.array) for given in each.values()], [target])
+        of_y = [arrays.contiguous(given.array) for given in each.values()]
+        differentiate(self.linears, of_y, [target], self._dispatches)
         return restore(target)
 
     def __repr__(self) -> str:

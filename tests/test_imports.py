@@ -33,6 +33,8 @@ FORBIDDEN = {
     "cache": {"layer", "linear", "model", "compat", "quantization"},
     "layer": {"model", "compat", "two_stage"},
     "batch": {"layer", "model", "backends", "compat"},
+    "packed_weights": {"layer", "linear", "linear_group", "model", "loaders", "cache", "compat", "background"},
+    "output_arrays": {"layer", "linear", "backends", "machine", "experts", "compat"},
     "training": {"compat", "background", "cli", "torch"},
     "two_stage": {"model", "loaders", "backends", "compat", "background", "cli"},
     "model": {"compat"},

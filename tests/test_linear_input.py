@@ -1,7 +1,10 @@
 """Linear and LinearGroup on what they cannot take: every message names the thing, what was expected and what was found."""
 
 import copy
+import inspect
 import pickle
+import sys
+import types
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +15,6 @@ from linears import random_matrix, random_x
 from ktmoe import MXFP4, Linear, LinearGroup, Matrix, MoELayer, backends, fp8
 from ktmoe.backends.base import PackedMatrix
 from ktmoe.errors import ClosedError, FormatError, InputError, NotCopyableError, UnavailableError, UnknownNameError
-from ktmoe.machine import numa
 
 TOKENS, N, K = 3, 70, 64
 
@@ -59,6 +61,10 @@ FORWARD = [
     ("dtype", np.float64, r"dtype must be None or float32, found <class 'numpy.float64'>"),
     ("dtype", BF16, r"dtype must be None or float32, found dtype\(bfloat16\)"),
     ("dtype", 7, r"dtype must be None or float32, found 7"),
+    ("dtype", float, r"dtype must be None or float32, found <class 'float'>"),
+    ("dtype", ">f4", r"dtype must be None or float32, found '>f4'"),
+    ("dtype", "torch.float32", r"dtype must be None or float32, found 'torch.float32'"),
+    ("dtype", zeros(1, dtype=np.float32), r"dtype must be None or float32, found .*array"),
 ]
 
 
@@ -78,6 +84,25 @@ def test_dtype_and_out_together(linear, x):
     for dtype in (np.float32, np.dtype(np.float32), "float32"):
         assert linear.forward(x, zeros(TOKENS, N, dtype=np.float32), dtype).dtype == np.float32
         assert linear.forward(x, dtype=dtype).dtype == np.float32
+
+
+def test_dtypes_of_torch(linear, x, monkeypatch):
+    """Its float32 is float32, for arrays of numpy's, too; what only says so is not."""
+
+    class Named:
+        def __str__(self):
+            return "torch.float32"
+
+    torch = types.SimpleNamespace(float32=Named(), Tensor=type("Tensor", (), {}))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert same_bits(linear.forward(x, dtype=torch.float32), linear.forward(x, dtype=np.float32))
+    with pytest.raises(InputError, match="dtype must be None or float32, found"):
+        linear.forward(x, dtype=Named())
+
+
+def test_dtypes_without_torch(linear, x, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert linear.forward(x, dtype="float32").dtype == np.float32
 
 
 def test_out_that_overlaps_x():
@@ -134,8 +159,18 @@ def test_options(options, error, message):
 
 @pytest.mark.parametrize("thing", [None, zeros(N, K), "q_proj"], ids=["None", "array", "str"])
 def test_what_is_no_matrix(thing):
-    with pytest.raises(InputError, match=r"matrix must be a ktmoe.Matrix, found .*ktmoe.load_matrix"):
-        Linear(thing)
+    for make in (Linear, lambda thing: LinearGroup.of_rows(thing, 2)):
+        with pytest.raises(InputError, match=r"matrix must be a ktmoe.Matrix, found .*ktmoe.load_matrix"):
+            make(thing)
+
+
+@pytest.mark.parametrize("make", [Linear.from_checkpoint, LinearGroup.of_rows], ids=["from_checkpoint", "of_rows"])
+def test_other_ways_to_make_one_take_what_linear_takes(make):
+    """With the same defaults; but for arenas, which a user's cache= gives."""
+    own, of_linear = (dict(inspect.signature(each).parameters) for each in (make, Linear))
+    options = {name: given for name, given in of_linear.items() if name not in ("matrix", "arenas")}
+    assert {name: own[name] for name in options} == options
+    assert not {"arenas", "options"} & own.keys()
 
 
 def test_a_number_that_is_none():
@@ -155,22 +190,18 @@ def test_memory_that_is_not_there(monkeypatch):
 # Groups
 
 
-def test_linears_that_do_not_fit_together(linear, fake_nodes):
+def test_linears_that_do_not_fit_together(linear):
     rng = np.random.default_rng(7)
     wide, twin = random_matrix(rng, N, 96, name="wide"), random_matrix(rng, N, K, name="twin")
-    fake_nodes({0: {0}})
     with (
         Linear(wide, "fp32_lut") as wider,
         Linear(twin, "fp32_lut", "mxfp8") as rounding,
-        Linear(twin, "fp32_lut", numa_nodes=[0]) as bound,
         Linear(random_matrix(rng, 64, K, name="short"), "fp32_lut") as short,
     ):
-        assert bound.placement != numa.UNBOUND
         for others, inputs, message in (
             ([wider], "same", "wide: expected as many inputs as q_proj, 64, found .* 96"),
             ([short], "own", r"short: expected the shape of q_proj, \[70, 64\], found \[n, k\] = \[64, 64\]"),
             ([rounding], "same", "twin: activations must be that of q_proj, 'bf16', found 'mxfp8'"),
-            ([bound], "same", "twin: placement must be that of q_proj"),
             ([linear] * 64, "same", "linears must be a sequence of 1 to 64 Linears, found"),
             ([None], "same", "linears must be a sequence of 1 to 64 Linears, found .*None"),
             ([], "mine", r"inputs must be one of \('same', 'own'\), found 'mine'"),
@@ -201,29 +232,51 @@ def test_as_many_linears_as_a_call_takes(linear, x):
 
 
 def test_a_group_of_a_matrix_rows():
-    """Rows that cannot be dealt out are refused by what they are, and close() closes every Linear."""
+    """Rows that cannot be dealt out are refused by what they are, before any is packed; progress is that of all matrices; and
+    close() closes every Linear."""
+    calls = []
     scales = np.ones((3, 2), np.float32)
     matrix = Matrix("wo_a", fp8(block=(64, 32)), (192, 64), np.zeros((192, 64), np.uint8), scales)
-    refused = (0, InputError, "192 rows, found 0"), (5, InputError, "found 5"), (6, FormatError, "of 64, found 0 to 32")
-    for count, error, message in refused:
+    for count, error, message in (
+        (0, InputError, "wo_a: count must be an integer that divides its 192 rows, found 0"),
+        (5, InputError, "found 5"),
+        (2.0, InputError, r"an integer .* found 2\.0"),
+        ("2", InputError, "an integer .* found '2'"),
+        (None, InputError, "an integer .* found None"),
+        (96, InputError, "wo_a: count must be at most 64, found 96"),
+        (6, FormatError, "of 64, found 0 to 32"),
+    ):
         with pytest.raises(error, match=message):
-            LinearGroup.of_rows(matrix, count)
-    with LinearGroup.of_rows(matrix, 3) as group:
+            LinearGroup.of_rows(matrix, count, progress=lambda *given: calls.append(given))
+        assert not calls
+    with LinearGroup.of_rows(matrix, np.int64(3), progress=lambda *given: calls.append(given)) as group:
         assert [linear.shape for linear in group.linears] == [(64, 64)] * 3
+        assert calls == sorted(calls)
+        assert (calls[-1][0], {total for _, total in calls}) == (calls[-1][1], {3 * group.linears[0].spec.nbytes})
     with pytest.raises(ClosedError, match=r"wo_a\[0:64\]: forward after close"):
         group.forward(np.zeros((1, 3, 64), np.float32))
 
 
-def test_arguments_of_groups(linear, x):
+def test_arguments_of_groups(linear):
+    """What an out is called says which one it is."""
+    shared = random_x(np.random.default_rng(2), 1, TOKENS * (K + N))[0]
+    x, overlapping = shared[: TOKENS * K].reshape(TOKENS, K), shared[TOKENS * K - 1 : -1].reshape(TOKENS, N)
     y = linear.forward(x)
     group, own = LinearGroup([linear, linear]), LinearGroup([linear, linear], "own")
     memory = zeros(2 * TOKENS * N - 1)
     for out, message in (
         ([zeros(TOKENS, N)], r"out must be a sequence of 2 arrays, found"),
         (7, r"out must be a sequence of 2 arrays, found 7"),
-        ([None, None], rf"out must be {KINDS_OF_X}.*found NoneType"),
+        ([None, None], rf"out\[0\] must be {KINDS_OF_X}.*found NoneType"),
         ([zeros(TOKENS, N), zeros(N)], r"out\[1\] must have shape \[3, 70\], found \[70\]"),
-        ([zeros(TOKENS, N), zeros(TOKENS, N, dtype=np.float32)], r"out must be uint16 \[3, 70\], found float32"),
+        (
+            [zeros(TOKENS, N), zeros(TOKENS, N, dtype=np.float32)],
+            r"out\[1\] must be of out\[0\]'s dtype, a bfloat16 array; found a float32 array",
+        ),
+        ([zeros(TOKENS, N), "y"], rf"out\[1\] must be {KINDS_OF_X}.*found str"),
+        ([zeros(TOKENS, N), zeros(TOKENS, N, dtype=np.uint16)], r"out\[1\] must be of x's kind, a bfloat16 array"),
+        ([zeros(TOKENS, N), zeros(N, TOKENS).T], r"out\[1\] must be C-contiguous, aligned and writeable"),
+        ([zeros(TOKENS, N), overlapping], r"out\[1\] must not overlap x"),
         (
             [memory[: TOKENS * N].reshape(TOKENS, N), memory[TOKENS * N - 1 :].reshape(TOKENS, N)],
             r"out\[1\] must not overlap those before it",
@@ -318,11 +371,29 @@ class Least(PackedMatrix):
 
 
 def test_a_backend_that_packs_into_something_else(plugin):
+    """Whatever it is, it is closed, if it can be: its memory would be nobody's."""
+
+    class NoMatrix:
+        nbytes, closed = 0, 0
+
+        def close(self):
+            self.closed += 1
+
+    class Sizeless(NoMatrix, PackedMatrix):
+        nbytes = property()  # hasattr() does not find it
+
+        def forward(self, x, out):
+            raise AssertionError
+
     matrix = random_matrix(np.random.default_rng(11), N, K, name="q_proj")
-    for wrong in (None, 7, MoELayer):
+    closing = [NoMatrix(), Sizeless()]
+    for wrong in (None, 7, MoELayer, *closing):
         plugin.pack_linear = lambda *_, wrong=wrong: wrong
-        with pytest.raises(InputError, match=r"q_proj: what backend 'plugin' packs .* must inherit .*PackedMatrix, found"):
+        with pytest.raises(
+            InputError, match=r"q_proj: what backend 'plugin' packs .* inherit .*PackedMatrix and have nbytes, found"
+        ):
             Linear(matrix, "plugin")
+    assert [each.closed for each in closing] == [1, 1]
 
 
 def test_a_backend_with_the_least(plugin, x):

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import TURNED, bits, in_child, same_bits
+from helpers import BF16, TURNED, bits, in_child, same_bits
 from linears import DENSE_FORMATS, assert_within, random_matrix, random_x
 
 from ktmoe import Linear, LinearGroup, set_num_threads
-from ktmoe.errors import FormatError, InputError
+from ktmoe._native import core
+from ktmoe.dequantization import dequantize
+from ktmoe.errors import ClosedError, FormatError, InputError
+from ktmoe.machine import numa
 
 pytestmark = pytest.mark.usefixtures("three_nodes")
 
@@ -124,6 +127,117 @@ def test_jobs_run_in_the_order_of_submission():
         assert second.submit(x, dtype=np.float32).result().dtype == np.float32
         with pytest.raises(InputError, match="x must have shape"):
             first.submit(x[:, 1:]).result()
+
+
+def test_jobs_of_groups_and_of_linears_run_in_one_order():
+    """Each takes what the one before has written, whichever it is."""
+    rng = np.random.default_rng(9)
+    with Linear(random_matrix(rng, 64, 64, scales=(121, 123)), "fp32_lut") as linear:
+        group, x = LinearGroup([linear, linear]), random_x(rng, 40, 64)
+        wanted, ys, z = x, [np.empty_like(x) for _ in range(2)], np.empty_like(x)
+        for _ in range(10):
+            wanted = linear.forward(wanted)
+        jobs, source = [], x
+        for _ in range(5):
+            jobs += [group.submit(source, ys), linear.submit(ys[1], z)]
+            source = z
+        assert all(job.result() is out for job, out in zip(jobs, [ys, z] * 5, strict=True))
+        assert same_bits(z, wanted)
+        assert [y.dtype for y in group.submit(x, dtype=np.float32).result()] == [np.float32] * 2
+
+
+# On nodes
+
+
+@pytest.fixture
+def dispatches(monkeypatch):
+    """The numbers of matrices of what was dispatched."""
+    found = []
+
+    def counting(real):
+        def counted(packed, *arguments):
+            found.append(len(packed))
+            real(packed, *arguments)
+
+        return counted
+
+    for name in ("linear_forward", "linear_backward"):
+        monkeypatch.setattr(core, name, counting(getattr(core, name)))
+    return found
+
+
+@pytest.fixture
+def uneven(three_nodes):
+    """Linears of one x which by default lie on three nodes, on none, on two, on none and on three; and their matrices."""
+    rng = np.random.default_rng(10)
+    matrices = [random_matrix(rng, n, 96, bias=True, name=f"w{i}") for i, n in enumerate((200, 64, 128, 8, 192))]
+    linears = [Linear(matrix, "fp32_lut") for matrix in matrices]
+    assert [len(linear.placement.nodes) for linear in linears] == [3, 0, 2, 0, 3]
+    yield linears, matrices
+    for linear in linears:
+        linear.close()
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
+def test_a_group_of_matrices_that_lie_on_different_nodes(uneven, dispatches, dtype):
+    """One dispatch for all that lie on the same, and the bits of each alone."""
+    linears, _ = uneven
+    group = LinearGroup(linears)
+    for tokens in (0, 1, 7):
+        x = random_x(np.random.default_rng(tokens), tokens, 96, dtype)
+        for wanted in (None, np.float32):
+            alone = [linear.forward(x, dtype=wanted) for linear in linears]
+            dispatches.clear()
+            assert all(map(same_bits, group.forward(x, dtype=wanted), alone))
+            assert dispatches == ([2, 2, 1] if tokens else [])
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
+def test_the_gradient_of_such_a_group_is_rounded_once(uneven, dispatches, dtype):
+    linears, matrices = uneven
+    rng = np.random.default_rng(11)
+    grads = [random_x(rng, 7, linear.shape[0], dtype) for linear in linears]
+    found = LinearGroup(linears).backward(grads)
+    assert dispatches == [2, 2, 1]
+    wide = np.zeros((7, 96), np.float32)
+    for part in ((0, 4), (1, 3), (2,)):
+        one = np.empty_like(wide)
+        LinearGroup([linears[i] for i in part]).backward([grads[i] for i in part], one)
+        wide += one
+    assert same_bits(found, wide.astype(dtype))
+    terms = [(grad.astype(BF16).astype(np.float64), dequantize(m)) for grad, m in zip(grads, matrices, strict=True)]
+    exact, size = sum(g @ w for g, w in terms), sum(np.abs(g) @ np.abs(w) for g, w in terms)
+    assert (np.abs(wide - exact) <= 2.0**-14 * size).all()
+    out = np.empty_like(wide)
+    assert LinearGroup(linears).backward(grads, out) is out
+    assert same_bits(out, wide)
+    assert not LinearGroup(linears).backward([grad[:0] for grad in grads]).size
+
+
+@pytest.mark.usefixtures("three_nodes")
+def test_such_a_group_with_an_x_each(dispatches):
+    rng = np.random.default_rng(12)
+    nodes = ([0, 1], None, [1, 0], [0, 1])
+    linears = [Linear(random_matrix(rng, 200, 40), "fp32_lut", numa_nodes=given) for given in nodes]
+    assert len({linear.placement for linear in linears}) == 3
+    group = LinearGroup(linears, "own")
+    x, grads = (rng.standard_normal((5, 4, size)).astype(BF16) for size in (40, 200))
+    y, grad_x = group.forward(x), group.backward(grads)
+    assert dispatches == [2, 1, 1] * 2
+    for i, linear in enumerate(linears):
+        assert same_bits(y[:, i].copy(), linear.forward(x[:, i]))
+        assert same_bits(grad_x[:, i].copy(), linear.backward(grads[:, i]))
+        linear.close()
+
+
+def test_nothing_of_such_a_group_is_written_if_one_is_closed(uneven):
+    linears, _ = uneven
+    group, out = LinearGroup(linears), [np.full((3, linear.shape[0]), 7, BF16) for linear in linears]
+    assert linears[2].placement != numa.UNBOUND  # of the last dispatch
+    linears[2].close()
+    with pytest.raises(ClosedError, match=r"w2: forward after close\(\)"):
+        group.forward(random_x(np.random.default_rng(13), 3, 96), out)
+    assert all((each == 7).all() for each in out)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
