@@ -1,4 +1,4 @@
-"""The routed experts of Mixture-of-Experts models on x86-64 CPUs, straight from the checkpoint's own weights.
+"""The routed experts and the dense matrices of Mixture-of-Experts models on x86-64 CPUs, from the checkpoint's own weights.
 
     import numpy as np, ktmoe
 

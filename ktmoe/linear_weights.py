@@ -12,7 +12,7 @@ from ktmoe.messages import show
 from ktmoe.weight_spec import WeightSpec
 from ktmoe.weights.formats import WeightFormat
 
-#: Outputs that a packed panel has; shards have whole ones.
+#: Outputs that a packed panel has, KT_PANEL of ktmoe.h, which the built module does not give; shards have whole ones.
 _PANEL = 64
 
 
@@ -54,7 +54,7 @@ class LinearWeights(LinearSpec):
             raise InputError(
                 f"matrix must be a ktmoe.Matrix, found {show(matrix)}; ktmoe.load_matrix(path, name) gives one of a checkpoint"
             )
-        self._set(matrix.name, matrix.format, matrix.shape, lambda: matrix)
+        self._set(matrix.name, matrix.format, matrix.shape, lambda: matrix, staged=0)
 
     @classmethod
     def of_headers(
@@ -62,13 +62,21 @@ class LinearWeights(LinearSpec):
     ) -> LinearWeights:
         """A matrix that is read when it is asked for, possibly from another thread: what find_matrix() says of it."""
         weights = cls.__new__(cls)
-        weights._set(name, weight_format, shape, read)
+        weights._set(name, weight_format, shape, read, staged=weight_format.nbytes(*shape))
         return weights
 
-    def _set(self, name: str, weight_format: WeightFormat, shape: tuple[int, int], read: Callable[[], Matrix]) -> None:
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes that packing takes beside the packed ones: those of the matrix, unless its caller has it in memory."""
+        return self._staged
+
+    def _set(
+        self, name: str, weight_format: WeightFormat, shape: tuple[int, int], read: Callable[[], Matrix], staged: int
+    ) -> None:
         n, k = shape
         super().__init__(1, k, n, {"weight": weight_format}, name)
         object.__setattr__(self, "_read", read)
+        object.__setattr__(self, "_staged", staged)
 
     @property
     def spec(self) -> LinearSpec:

@@ -185,6 +185,31 @@ def test_patterns(made, tmp_path):
         pack(made[0], tmp_path / "cache", (), matrices=["model.q"])
 
 
+def test_patterns_of_deepseeks_names(tmp_path):
+    """Parameters that are no matrix's are none; routers whose other tensors only choose experts are left out, and said."""
+    tensors = {
+        f"{name}.weight": zeros("BF16", 64, 64)
+        for name in ("embed", "head", "layers.0.attn.wq_a", "layers.0.attn.compressor.wkv")
+    }
+    tensors |= {f"layers.{layer}.ffn.gate.weight": zeros("BF16", 4, 64) for layer in (0, 1)}
+    tensors |= {"layers.0.hc_attn_fn": zeros("F32", 24, 256), "layers.0.attn.compressor.ape": zeros("F32", 4, 64)}
+    tensors |= {"layers.0.ffn.gate.tid2eid": zeros("I64", 64, 6), "layers.1.ffn.gate.bias": zeros("F32", 4)}
+    tensors |= {"model.layers.2.mlp.gate.weight": zeros("BF16", 4, 64)}
+    tensors |= {"model.layers.2.mlp.gate.e_score_correction_bias": zeros("F32", 4), "layers.0.norm.weight": zeros("BF16", 64)}
+    write(tmp_path, tensors)
+    done = pack(tmp_path, tmp_path / "cache", (), matrices=["*"])
+    assert done.matrices_written == ["head", "layers.0.attn.compressor.wkv", "layers.0.attn.wq_a"]
+    assert {name: why.split(":")[0] for name, why in done.skipped.items()} == {
+        "embed": "a token reads some rows of an embedding; if it is the output layer, too, ask for it by its name",
+        "layers.0.ffn.gate": "layers.0.ffn.gate.tid2eid",
+        "layers.1.ffn.gate": "layers.1.ffn.gate.bias",
+        "model.layers.2.mlp.gate": "model.layers.2.mlp.gate.e_score_correction_bias",
+    }
+    assert pack(tmp_path, tmp_path / "cache", (), matrices=["*", "embed"]).matrices_written == ["embed"]
+    with pytest.raises(MissingTensorError, match=r"fit '\*\.mlp\.gate', found none that is read: model.layers.2.mlp.gate: "):
+        pack(tmp_path, tmp_path / "other", (), matrices=["*.mlp.gate"])
+
+
 def test_a_name_leads_nowhere(made, tmp_path):
     path, cache = made[0], tmp_path / "deep" / "cache"
     cache.parent.mkdir()
@@ -338,6 +363,12 @@ def test_messages_of_memory(made, monkeypatch):
         Linear.from_checkpoint(made[0], HEAD)
     with Linear.from_checkpoint(made[0], HEAD, cache=made[1]) as linear:
         assert np.isfinite(outputs(linear)).all()
+    matrix = one(DENSE_FORMATS["b16"])  # what is read is in memory beside what is packed, unless its caller has it
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * matrix.codes.nbytes // 2)
+    with Linear(matrix) as linear:
+        assert np.isfinite(outputs(linear)).all()
+    with pytest.raises(OutOfMemoryError, match="needs"):
+        Linear(unread(matrix))
     monkeypatch.undo()
 
     def read():

@@ -9,8 +9,9 @@ from gguf_files import BF16 as GGUF_BF16
 from gguf_files import F32, IQ2_XXS, NVFP4, Q8_0, metadata, records
 from gguf_files import write as write_gguf
 
-from ktmoe import load_matrix
-from ktmoe.errors import CheckpointError, FormatError, MissingTensorError, UnavailableError, UnknownNameError
+from ktmoe import load_matrix, load_mlp
+from ktmoe.errors import CheckpointError, FormatError, InputError, MissingTensorError, UnavailableError, UnknownNameError
+from ktmoe.loaders import registry
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
 from ktmoe.weights.formats import BF16 as BF16_FORMAT
@@ -278,6 +279,54 @@ def test_two_meanings(tmp_path):
         load_matrix(checkpoint, "a")
     assert load_matrix(checkpoint, "a", scheme="mxfp8").format == MXFP8
     assert load_matrix(checkpoint, "a", scheme="fp8").format == fp8("ue8m0")
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_one_scale_is_a_blocks(tmp_path, dtype):
+    """[1, 1]: a factor of the matrix, which would be the same number, has [] or [1]."""
+    scale = np.full((1, 1), 0.375, np.float32 if dtype == "F32" else BF16)
+    codes = e4m3(np.random.default_rng(0), 96, 128)
+    checkpoint = write(tmp_path, {"a.weight": ["F8_E4M3", codes], "a.weight_scale": [dtype, scale]})
+    weights = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * 0.375
+    matrix = load_matrix(checkpoint, "a")
+    assert matrix.format == fp8({"F32": "fp32", "BF16": "bf16"}[dtype])
+    check_matrix(matrix, weights, None)
+
+
+@pytest.mark.parametrize("name", ["layers.3.ffn.gate", "model.layers.3.ffn.gate", "mtp.0.ffn.gate"])
+def test_a_routers_bias_of_deepseeks_names(tmp_path, name):
+    router = {f"{name}.weight": zeros("BF16", 4, 8), f"{name}.bias": zeros("F32", 4)}
+    with pytest.raises(FormatError, match=rf"{name}.bias: expected none .* corrects the choice of experts alone"):
+        load_matrix(write(tmp_path, router), name)
+
+
+def test_an_output_layer_that_is_the_embedding(tmp_path):
+    tensors = {"model.embed_tokens.weight": zeros("BF16", 8, 4)}
+    with pytest.raises(MissingTensorError, match=r"1 others: .* the output layer, too: ask for 'model.embed_tokens'"):
+        load_matrix(write(tmp_path, tensors, {"tie_word_embeddings": True}), "lm_head")
+    with pytest.raises(MissingTensorError, match=r"found 1 others$"):
+        load_matrix(write(tmp_path, tensors, {"tie_word_embeddings": False}), "lm_head")
+
+
+@pytest.mark.parametrize("name", [None, 3, b"a"])
+def test_a_name_that_is_no_str(tmp_path, name):
+    checkpoint = write(tmp_path, {"a.weight": zeros("BF16", 2, 2)})
+    with pytest.raises(InputError, match="name must be a str, found"):
+        load_matrix(checkpoint, name)
+    with pytest.raises(InputError, match="base must be a str, found"):
+        load_mlp(checkpoint, name)
+
+
+def test_a_plugins_scheme_that_is_none(tmp_path):
+    """Its attribute may be called so for reasons of its own."""
+    registry.register("strange", type("Strange", (), {"scheme": "https"})())
+    try:
+        checkpoint = write(tmp_path, {"a.weight": zeros("BF16", 2, 2)})
+        assert load_matrix(checkpoint, "a").format == BF16_FORMAT
+        with pytest.raises(UnavailableError, match="no scheme of loader 'strange'"):
+            load_matrix(checkpoint, "a", scheme="strange")
+    finally:
+        registry.unregister("strange")
 
 
 def test_a_scheme_that_does_not_read_it(tmp_path):

@@ -123,7 +123,7 @@ def test_both_names(tmp_path):
     names = ("a.gate_proj", "a.up_proj", "a.gate_up_proj")
     checkpoint = write(tmp_path, {f"{name}.weight": zeros("BF16", 4, 4) for name in names})
     for name, other in (("a.up_proj", "a.gate_up_proj"), ("a.gate_up_proj", "a.gate_proj")):
-        with pytest.raises(FormatError, match=rf"expected {name} or {other}, found both$"):
+        with pytest.raises(CheckpointError, match=rf"expected {name} or {other}, found both$"):
             find_matrix(checkpoint, name)
 
 
@@ -148,6 +148,9 @@ def test_matrices_of_different_formats(tmp_path):
 # MLPs
 
 
+SILU_CONFIG = {"hidden_act": "silu"}
+
+
 def mlp(name, base="model.layers.0.mlp") -> tuple[dict, list[np.ndarray]]:
     """The tensors of one MLP of a scheme, and what gate, up and down mean."""
     scheme = SCHEMES[name]
@@ -161,7 +164,7 @@ def mlp(name, base="model.layers.0.mlp") -> tuple[dict, list[np.ndarray]]:
 def test_an_mlp(tmp_path, name):
     """As experts of a layer that has one, by either model's names of the matrices."""
     tensors, meanings = mlp(name)
-    write(tmp_path, tensors, config_of(name))
+    write(tmp_path, tensors, config_of(name) | SILU_CONFIG)
     experts = load_mlp(tmp_path, "model.layers.0.mlp")
     assert (experts.num_experts, experts.hidden, experts.intermediate, experts.activation) == (1, HIDDEN, 64, SILU)
     for projection, meaning in zip(PROJECTIONS, meanings, strict=True):
@@ -186,7 +189,7 @@ def test_an_mlp_is_computed(tmp_path):
 def test_gate_and_up_of_one_tensor_are_read_once(tmp_path, monkeypatch):
     """If they are asked for in turn; then again, as whoever packs twice does."""
     stored = {"a.gate_up_proj.weight": zeros("BF16", 16, 4), "a.down_proj.weight": zeros("BF16", 4, 8)}
-    experts, read, names = load_mlp(write(tmp_path, stored), "a"), Checkpoint.read, []
+    experts, read, names = load_mlp(write(tmp_path, stored, SILU_CONFIG), "a"), Checkpoint.read, []
     monkeypatch.setattr(Checkpoint, "read", lambda self, name, **other: names.append(name) or read(self, name, **other))
     for _ in range(2):
         assert [experts.matrix(0, projection).name for projection in PROJECTIONS] == ["a.gate_proj", "a.up_proj", "a.down_proj"]
@@ -199,16 +202,24 @@ def test_projections_may_have_formats_of_their_own(tmp_path):
     for each in [each for each in tensors if ".down_proj." in each]:
         del tensors[each]
     tensors["model.layers.0.mlp.down_proj.weight"] = zeros("BF16", HIDDEN, 64)
-    experts = load_mlp(write(tmp_path, tensors), "model.layers.0.mlp")
+    experts = load_mlp(write(tmp_path, tensors, SILU_CONFIG), "model.layers.0.mlp")
     assert experts.formats == {"gate": FP8_PER_ROW, "up": FP8_PER_ROW, "down": BF16_FORMAT}
     assert experts.matrix(0, "down").format == BF16_FORMAT
 
 
 def test_an_mlps_activation(tmp_path):
-    """As config.json has it for experts, or as it is given."""
+    """As the model has it for such MLPs, or as it is given: Hunyuan's next model clamps its experts alone."""
     tensors = {f"a.{stem}.weight": zeros("BF16", 4, 4) for stem in PROJ.values()}
     clamped = write(tmp_path, tensors, {"model_type": "deepseek_v4", "swiglu_limit": 10})
     assert load_mlp(clamped, "a").activation == GatedActivation(limit=10.0)
+    alone = write(tmp_path, tensors, {"model_type": "hy_v4", "hidden_act": "silu", "swiglu_limit": 10})
+    assert load_mlp(alone, "a").activation == SILU
+    for config, words in (
+        ({}, "expected hidden_act or hidden_activation, to know what MLPs compute, found neither: pass activation="),
+        ({"hidden_act": "silu", "swiglu_limits": [0, 7]}, "swiglu_limits of config.json: .*: pass activation="),
+    ):
+        with pytest.raises(FormatError, match=words):
+            load_mlp(write(tmp_path, tensors, config), "a")
     gelu = write(tmp_path, tensors, {"hidden_act": "gelu"})
     with pytest.raises(FormatError, match=r"hidden_act of config.json: expected 'silu', found 'gelu'"):
         load_mlp(gelu, "a")
@@ -219,7 +230,7 @@ def test_an_mlps_activation(tmp_path):
     ("tensors", "kind", "message"),
     [
         ({}, MissingTensorError, r"MLP 'a': expected tensors of a.down_proj or a.w2, found none"),
-        ({"a.down_proj": (4, 8), "a.w2": (4, 8)}, FormatError, r"expected a.down_proj or a.w2, found both"),
+        ({"a.down_proj": (4, 8), "a.w2": (4, 8)}, CheckpointError, r"expected a.down_proj or a.w2, found both"),
         ({"a.down_proj": (4, 8), "a.gate_proj": (8, 4)}, MissingTensorError, r"matrix 'a.up_proj': expected"),
         (
             {"a.down_proj": (4, 8), "a.gate_proj": (8, 4), "a.up_proj": (7, 4)},
@@ -255,9 +266,12 @@ def gguf(folder, end="", architecture="qwen2moe", **keys) -> Checkpoint:
     return Checkpoint(write_gguf(folder / "m.gguf", metadata(architecture) | keys, tensors))
 
 
-@pytest.mark.parametrize(("end", "base"), [("", "blk.1.ffn"), ("_shexp", "blk.1.ffn_shexp")])
-def test_mlps_of_gguf(tmp_path, end, base):
-    checkpoint = gguf(tmp_path, end)
+@pytest.mark.parametrize(
+    ("end", "base", "architecture"),
+    [("", "blk.1.ffn", "qwen2moe"), ("_shexp", "blk.1.ffn_shexp", "qwen2moe"), ("", "blk.1.ffn", "qwen3")],
+)
+def test_mlps_of_gguf(tmp_path, end, base, architecture):
+    checkpoint = gguf(tmp_path, end, architecture)
     experts = load_mlp(checkpoint, base)
     assert experts.activation == SILU
     for projection in PROJECTIONS:
@@ -272,8 +286,9 @@ def test_mlps_of_gguf(tmp_path, end, base):
         ("gpt-oss", {}, "'gpt-oss': pass activation="),
         ("step35", {"swiglu_clamp_shexp": f32(7)}, "'step35': pass activation="),
         ("deepseek4", {}, "'deepseek4': pass activation="),
-        ("gemma4", {}, "'gemma4', whose function is GELU"),
-        ("qwen9", {}, "'qwen9'"),
+        ("gemma4", {}, "'gemma4': pass activation="),
+        ("gemma3", {}, "'gemma3': pass activation="),
+        ("qwen3", {"swiglu_clamp_shexp": f32(7)}, "'qwen3': pass activation="),
     ],
 )
 def test_an_activation_of_gguf_that_is_not_known(tmp_path, architecture, keys, found):

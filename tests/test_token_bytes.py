@@ -342,8 +342,16 @@ def test_a_token_has_at_most_all_experts():
     assert found.of_experts(100) == found.of_experts(4) == 2 * 4 * 3 * 64 * 32 * 2
 
 
-def test_without_routed_experts_nothing_is_said():
-    assert token_bytes(Headers(matrices({"model.embed_tokens": (10, 10)}), {}), 1) is None
+def test_a_dense_model():
+    tensors = matrices({"model.embed_tokens": (10, 10), "lm_head": (10, 10), "model.layers.0.mlp.up_proj": (20, 10)})
+    found = token_bytes(Headers(tensors, {}), 1)
+    assert (found.dense, found.output, found.left_out) == (600, 200, {TABLES: 200})
+    assert found.dense_alone
+    assert not token_bytes(Headers(qwen3(**SMALL), {}), 2).dense_alone
+
+
+def test_of_experts_without_a_known_name_nothing_is_said():
+    assert token_bytes(Headers(matrices({"model.layers.0.strange": (10, 10)}), {"num_experts": 4}), 1) is None
 
 
 def test_layers_that_a_token_passes():

@@ -163,7 +163,8 @@ class NativeBackend(Backend):
 
     def pack(self, experts: ExpertWeights, plan: Plan, progress: Progress | None = None) -> core.PackedLayer:
         found = self._found_for(experts, plan)
-        memory.require(self.packed_nbytes(experts, plan.placement), f"{experts.name}: packing {experts.amount}")
+        staged = experts.staged_nbytes if isinstance(experts, LinearWeights) else 0  # a matrix may be large; an expert is not
+        memory.require(self.packed_nbytes(experts, plan.placement) + staged, f"{experts.name}: packing {experts.amount}")
         packed = _layer(found, experts, plan)
         expert_bytes = experts.nbytes // experts.num_experts
         try:

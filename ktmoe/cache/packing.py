@@ -27,7 +27,10 @@ from ktmoe.messages import show
 
 @dataclass
 class PackReport:
-    """What pack() did: layers and dense matrices that it wrote, kept and verified; nbytes: of all their files."""
+    """What pack() did: layers and dense matrices that it wrote, kept and verified; nbytes: of all their files.
+
+    skipped: matrices that fit a name with a * and were left out, and why.
+    """
 
     written: list[int | str] = field(default_factory=list)
     kept: list[int | str] = field(default_factory=list)
@@ -36,6 +39,7 @@ class PackReport:
     matrices_kept: list[str] = field(default_factory=list)
     matrices_verified: list[str] = field(default_factory=list)
     nbytes: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def add(self, what: str, item: Item) -> None:
         """Say that an item was "written", "kept" or "verified"."""
@@ -57,7 +61,7 @@ def pack(
 
     path: a checkpoint. out: a folder that is made if need be, and is empty or has a cache of this checkpoint; what is packed
     there is kept. layers: by default all that have routed experts. matrices: names of dense matrices, as load_matrix() has
-    them; one with a * stands for all names of the checkpoint's that fit it, tensors of two dimensions, without experts'.
+    them; one with a * stands for all that fit it and load_matrix() reads, without routed experts and embeddings.
     numa_nodes: as MoELayer has them: how many there are decides how weights are cut into arenas.
     verify: then pack each expert and matrix anew, and compare all bytes.
     progress: called with (done_bytes, total_bytes) of the checkpoint; an exception from it ends packing. Finished files stay.
@@ -69,7 +73,7 @@ def pack(
     with Checkpoint(path) as seen:  # before those that are read are opened, so that a file that is replaced in between differs
         files = source.files_of(seen)
     with Checkpoint(path) as checkpoint:
-        items = wanted(checkpoint, layers, matrices, loader, numa_nodes)
+        items, skipped = wanted(checkpoint, layers, matrices, loader, numa_nodes)
         _make(folder)
         with exclusive(folder):
             there = _there(folder, files, checkpoint)
@@ -80,7 +84,7 @@ def pack(
             if missing:
                 there.write(folder)  # the folder is a cache's from now on
             total = sum(each.weights.nbytes for each in missing + (items if verify else []))
-            count, done = _Count(progress, total), PackReport()
+            count, done = _Count(progress, total), PackReport(skipped=skipped)
             for each in items:
                 if each not in missing:
                     done.add("kept", each.item)

@@ -12,10 +12,10 @@ from ktmoe._native import core
 from ktmoe.backends.base import Arenas, Plan
 from ktmoe.backends.choice import choose_backend
 from ktmoe.cache.manifest import Item
-from ktmoe.errors import InputError, MissingTensorError, asking
+from ktmoe.errors import CheckpointError, FormatError, InputError, MissingTensorError, UnavailableError, asking
 from ktmoe.experts import ExpertWeights
 from ktmoe.linear_weights import LinearWeights
-from ktmoe.loaders import naming
+from ktmoe.loaders import naming, one_matrix
 from ktmoe.loaders.base import load_layers
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
@@ -63,11 +63,15 @@ def wanted(
     matrices: Iterable[str],
     loader: str,
     numa_nodes: Sequence[int] | None,
-) -> list[ToPack]:
-    """What pack() packs; its arguments. Only headers are read. Raises InputError, and what loaders raise."""
+) -> tuple[list[ToPack], dict[str, str]]:
+    """What pack() packs; its arguments. And matrices that fit a * and are left out: why, by name. Only headers are read.
+
+    Raises InputError, and what loaders raise.
+    """
     if isinstance(matrices, str):
         raise InputError(f"matrices must be a sequence of names, found {show(matrices)}")
-    chosen = list(dict.fromkeys(name for given in matrices for name in _named(checkpoint, given)))
+    skipped: dict[str, str] = {}
+    chosen = list(dict.fromkeys(name for given in matrices for name in _named(checkpoint, given, skipped)))
     names = None if layers is None else [naming.layer_key(layer) for layer in layers]
     if names is None and chosen and not naming.layers(checkpoint):  # a dense model
         names = []
@@ -76,7 +80,8 @@ def wanted(
         raise InputError(f"{checkpoint.path}: layers: expected at least one, each once, found {show(names or [])}")
     found = [(Item("layer", name), experts) for name, (_, experts) in read.items()]
     found += [(Item("matrix", name), _weights(checkpoint, name)) for name in chosen]
-    return [ToPack(item, weights, placement_of(weights, numa_nodes)) for item, weights in found]
+    items = [ToPack(item, weights, placement_of(weights, numa_nodes)) for item, weights in found]
+    return items, {name: why for name, why in skipped.items() if name not in chosen}
 
 
 def _weights(checkpoint: Checkpoint, name: str) -> LinearWeights:
@@ -84,19 +89,32 @@ def _weights(checkpoint: Checkpoint, name: str) -> LinearWeights:
     return LinearWeights.of_headers(found.name, found.format, found.shape, found.read)
 
 
-def _named(checkpoint: Checkpoint, given: str) -> list[str]:
-    """The matrices that a name means: itself or, if it has a *, all that fit it and are not routed experts'."""
+def _named(checkpoint: Checkpoint, given: str, skipped: dict[str, str]) -> list[str]:
+    """The matrices that a name means: itself or, if it has a *, all that fit it, can be read, and are no routed expert's and no
+    embedding. skipped: takes the others, and why."""
+    if not isinstance(given, str):
+        raise InputError(f"matrices must be a sequence of names, found {show(given)} in it")
     if "*" not in given:
         return [given]
-    experts = {name for layer in naming.layers(checkpoint) for name in naming.tensors(checkpoint, layer)}
-    found = set()
-    for name in checkpoint.names():
-        base = name.rpartition(".")[0]
-        if base not in found and name not in experts and fnmatchcase(base, given) and len(checkpoint.info(name).shape) == 2:
-            found.add(base)  # so norms, which have one dimension, and convolutions are left out
+    experts = {name.rpartition(".")[0] for layer in naming.layers(checkpoint) for name in naming.tensors(checkpoint, layer)}
+    found, left_out = [], {}
+    for base in one_matrix.bases(checkpoint):  # so norms, which have one dimension, and convolutions are no matrices
+        if base in experts or not fnmatchcase(base, given):
+            continue
+        if one_matrix.is_table(base):
+            left_out[base] = "a token reads some rows of an embedding; if it is the output layer, too, ask for it by its name"
+            continue
+        try:
+            find_matrix(checkpoint, base)
+        except (CheckpointError, FormatError, UnavailableError) as error:
+            left_out[base] = str(error)
+        else:
+            found.append(base)
+    skipped |= left_out
     if found:
         return sorted(found, key=_counted)
-    raise MissingTensorError(f"{checkpoint.path}: matrices: expected names that fit {show(given)}, found none")
+    why = next((f" that is read: {name}: {why}" for name, why in left_out.items()), "")
+    raise MissingTensorError(f"{checkpoint.path}: matrices: expected names that fit {show(given)}, found none{why}")
 
 
 def _counted(name: str) -> list[tuple[int, str]]:

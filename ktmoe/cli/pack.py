@@ -65,6 +65,7 @@ def _data(model: str, out: str, done: PackReport, seconds: float) -> dict:
     layers = {"layers_written": done.written, "layers_kept": done.kept, "layers_verified": done.verified}
     of_each = (("written", done.matrices_written), ("kept", done.matrices_kept), ("verified", done.matrices_verified))
     matrices = {f"matrices_{what}": [printable(name) for name in names] for what, names in of_each}
+    matrices["matrices_skipped"] = [{"name": printable(name), "reason": why} for name, why in done.skipped.items()]
     sizes = {"cache_bytes": done.nbytes, "seconds": seconds}
     return {"path": printable(model), "cache": printable(out), **layers, **matrices, **sizes}
 
@@ -78,6 +79,7 @@ def _lines(model: str, out: str, done: PackReport, seconds: float) -> list[str]:
     ):
         if layers or matrices:
             lines.append(f"{what}: {', '.join(filter(None, (naming.listed(layers), _listed(matrices))))}")
+    lines += [f"skipped: {printable(name)}: {why}" for name, why in done.skipped.items()]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Loaders: one file per checkpoint naming scheme. `ktmoe.loaders.register(name, loader)` adds one at run time."""
+"""Loaders: one file per naming of a checkpoint's tensors. `ktmoe.loaders.register(name, loader)` adds one at run time."""
 
 from ktmoe.registry import Registry
 

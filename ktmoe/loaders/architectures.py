@@ -40,6 +40,14 @@ _PLAIN = (
     "lfm2moe", "llada-moe", "llama", "llama-embed", "mellum", "mimo2", "minicpm", "minimax-01", "minimax-m2", "mistral3",
     "mistral4", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp", "rnd1", "step35",
 )
+#: Architectures without routed experts whose graph gives gate, up and down to build_ffn() with SiLU.
+_DENSE = frozenset((
+    "arwkv7", "baichuan", "chameleon", "cogvlm", "cohere2", "command-r", "deci", "dream", "eagle3", "ernie4_5",
+    "eurobert", "exaone", "exaone4", "falcon-h1", "hrm_text", "hunyuan_vl", "internlm2", "jais", "llada", "maincoder",
+    "minicpm3", "muse-glimmer", "nanbeige", "olmo", "olmo2", "openelm", "orion", "pangu-embedded", "plamo", "qwen",
+    "qwen2", "qwen2vl", "qwen3", "qwen35", "qwen3vl", "refact", "rwkv6qwen2", "seed_oss", "smollm3", "stablelm", "talkie",
+    "xverse",
+))
 # fmt: on
 #: By name. llama.cpp has the numbers of gpt-oss's function in its source. Unsloth's files say "glm5next" for "glm5-next".
 ARCHITECTURES = dict.fromkeys(_PLAIN, Architecture()) | {
@@ -64,13 +72,18 @@ ARCHITECTURES = dict.fromkeys(_PLAIN, Architecture()) | {
 _LEAST_LIMIT = 1e-6
 
 
+def _row(checkpoint: Checkpoint) -> Architecture | None:
+    """The row of a checkpoint's architecture, if there is one. Raises CheckpointError for no name."""
+    name = checkpoint.config.get(ARCHITECTURE)
+    if not isinstance(name, str):
+        raise CheckpointError(f"{checkpoint.path}: {ARCHITECTURE}: expected a name, found {show(name)}")
+    return ARCHITECTURES.get(name)
+
+
 def of(checkpoint: Checkpoint) -> Architecture:
     """The row of a checkpoint's architecture. Raises FormatError, which names it, for one with another function or no row."""
-    name = checkpoint.config.get(ARCHITECTURE)
-    where = f"{checkpoint.path}: {ARCHITECTURE}"
-    if not isinstance(name, str):
-        raise CheckpointError(f"{where}: expected a name, found {show(name)}")
-    found = ARCHITECTURES.get(name)
+    found = _row(checkpoint)
+    name, where = checkpoint.config[ARCHITECTURE], f"{checkpoint.path}: {ARCHITECTURE}"
     if found is None:
         raise FormatError(f"{where}: expected one whose experts' function is known, found {show(name)}")
     if isinstance(found.function, str):
@@ -98,12 +111,18 @@ def activation(checkpoint: Checkpoint, layer: int) -> GatedActivation:
 def dense_activation(checkpoint: Checkpoint) -> GatedActivation:
     """The activation of dense MLPs and shared experts: SILU.
 
-    Raises what of() raises; FormatError for an architecture that clamps, or whose experts have another function: what its dense
-    ones have is not known.
+    Raises CheckpointError for no architecture; FormatError for one that clamps, or whose experts have another function, or
+    without a row: what its dense MLPs have is not known.
     """
-    row, name = of(checkpoint), checkpoint.config[ARCHITECTURE]
+    name = checkpoint.config.get(ARCHITECTURE)
+    row = Architecture() if isinstance(name, str) and name in _DENSE else _row(checkpoint)
     limits = [checkpoint.config.get(f"{name}.swiglu_clamp_{what}") for what in ("exp", "shexp")]
-    if row.function != SILU or row.clamped or any(any(limit) if isinstance(limit, list) else limit for limit in limits):
+    if (
+        row is None
+        or row.function != SILU
+        or row.clamped
+        or any(any(limit) if isinstance(limit, list) else limit for limit in limits)
+    ):
         where = f"{checkpoint.path}: {ARCHITECTURE}"
         raise FormatError(f"{where}: expected one whose MLPs have plain SiLU, found {show(name)}: pass activation=...")
     return SILU

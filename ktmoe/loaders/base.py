@@ -1,4 +1,4 @@
-"""Loader: turns one naming scheme's tensors into ExpertWeights. It knows no backend and no instruction set."""
+"""Loader: turns the tensors of one naming into ExpertWeights. It knows no backend and no instruction set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED = 0.1
 
 
 class Loader(ABC):
-    """One checkpoint naming scheme.
+    """One naming of a checkpoint's tensors.
 
     scheme: how each matrix is stored, for matrices that are no expert's; None where a loader does not say it.
     """
@@ -153,7 +153,7 @@ def _refusal(checkpoint: Checkpoint, findings: list[Finding]) -> KtmoeError:
     tried = ", ".join(finding.loader for finding in sorted(findings, key=lambda finding: finding.loader))
     return absent or UnavailableError(
         f"{checkpoint.path}: no loader recognises this checkpoint; tried {tried}. Found {unknown.found(checkpoint)}. "
-        "Pass loader=... to choose one, or register one for its naming scheme."
+        "Pass loader=... to choose one, or register one for its naming."
     )
 
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 
-from ktmoe.errors import CheckpointError, FormatError, MissingTensorError
+from ktmoe.errors import CheckpointError, MissingTensorError
 from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import architectures, fused, model_config, naming, one_matrix
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -27,9 +27,10 @@ _BLOCK = re.compile(r"(blk\.[0-9]{1,6}\.ffn)(|_shexp)")
 
 
 def find_matrix(checkpoint: Checkpoint, name: str, *, scheme: str = "auto") -> StoredMatrix:
-    """What load_matrix() would read, by the headers alone: name, format, shape, nbytes, has_bias, and read().
+    """What load_matrix() would read: name, format, shape, nbytes, has_bias, and read(). By the headers; of compressed-tensors,
+    weight_shape is read, too.
 
-    name, scheme: load_matrix()'s. Raises what load_matrix() raises for headers.
+    name, scheme: load_matrix()'s. Raises what load_matrix() raises for headers, InputError for a name that is no str.
     """
     return fused.find(checkpoint, name, scheme)
 
@@ -40,7 +41,9 @@ def load_matrix(path: str | os.PathLike | Checkpoint, name: str, *, scheme: str 
     path: a folder, a .safetensors or .gguf file, or an open Checkpoint. name: what the names of its tensors begin with, such as
     "model.layers.0.self_attn.q_proj" or "blk.0.attn_q". Rows of a fused qkv_proj or gate_up_proj can be asked for by their own
     names, and the other way round. scheme: the name of a loader whose scheme it is, or "auto" to go by the tensors.
-    Raises MissingTensorError, FormatError, CheckpointError; UnavailableError for tensors that no scheme knows.
+    If the output layer is the input embedding, too, "lm_head" has no tensors: ask for "model.embed_tokens", or "token_embd".
+    Raises MissingTensorError, FormatError, CheckpointError; UnavailableError for tensors that no scheme knows; InputError for a
+    name that is no str.
     """
     if isinstance(path, Checkpoint):
         return find_matrix(path, name, scheme=scheme).read()
@@ -56,11 +59,12 @@ def load_mlp(
     path, scheme: load_matrix()'s. base: what the names of its matrices begin with, such as "model.layers.0.mlp" or
     "model.layers.3.mlp.shared_experts": {base}.{gate,up,down}_proj, or {base}.{w1,w3,w2}, or {base}.{gate_up,down}_proj, with
     gate's rows before up's. In GGUF files, "blk.0.ffn", or "blk.3.ffn_shexp" for a shared expert.
-    activation: by default what config.json says of the model's experts; SILU for GGUF files whose architecture is known to have
-    nothing else.
+    activation: by default what config.json says of such MLPs by hidden_act, with the clamp of models that are known to have one
+    there; SILU for GGUF files whose architecture is known to have nothing else. It must be given where these do not say it.
     Raises what load_matrix() raises for headers, CheckpointError for matrices that do not fit, FormatError for an activation
-    that is not supported.
+    that is not supported or not known.
     """
+    one_matrix.check_name("base", base)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     names = _names(checkpoint, base)
     found = {projection: find_matrix(checkpoint, name, scheme=scheme) for projection, name in names.items()}
@@ -94,7 +98,7 @@ def _reader(found: Mapping[str, StoredMatrix]) -> Callable[[int, str], Matrix]:
 
 
 def _names(checkpoint: Checkpoint, base: str) -> Mapping[str, str]:
-    """The names of an MLP's matrices, by projection. Raises MissingTensorError, FormatError."""
+    """The names of an MLP's matrices, by projection. Raises MissingTensorError, CheckpointError."""
     if match := _BLOCK.fullmatch(base):
         return {projection: f"{match[1]}_{projection}{match[2]}" for projection in PROJECTIONS}
     spelled = [
@@ -103,7 +107,7 @@ def _names(checkpoint: Checkpoint, base: str) -> Mapping[str, str]:
     ]
     there = [names for names in spelled if one_matrix.endings(checkpoint, names["down"])]
     if len(there) > 1:
-        raise FormatError(f"{checkpoint.path}: expected {spelled[0]['down']} or {spelled[1]['down']}, found both")
+        raise CheckpointError(f"{checkpoint.path}: expected {spelled[0]['down']} or {spelled[1]['down']}, found both")
     if not there:
         names = " or ".join(names["down"] for names in spelled)
         raise MissingTensorError(f"{checkpoint.path}: MLP {show(base)}: expected tensors of {names}, found none")
@@ -111,7 +115,7 @@ def _names(checkpoint: Checkpoint, base: str) -> Mapping[str, str]:
 
 
 def _activation(checkpoint: Checkpoint) -> GatedActivation:
-    """What the model says of its experts. Raises FormatError, CheckpointError."""
+    """What the model says of its dense MLPs. Raises FormatError, CheckpointError."""
     if ARCHITECTURE not in checkpoint.config:
-        return model_config.activation(checkpoint)
+        return model_config.dense_activation(checkpoint)
     return architectures.dense_activation(checkpoint)

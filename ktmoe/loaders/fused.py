@@ -6,7 +6,7 @@ before all of v, and gate before up. A stored matrix is never changed: rows are 
 
 from __future__ import annotations
 
-from ktmoe.errors import CheckpointError, FormatError
+from ktmoe.errors import CheckpointError
 from ktmoe.loaders import model_config, one_matrix
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.one_matrix import StoredMatrix
@@ -21,9 +21,11 @@ _WHOLE_OF = {part: whole for whole, parts in WHOLES.items() for part in parts}
 def find(checkpoint: Checkpoint, name: str, scheme: str = "auto") -> StoredMatrix:
     """The matrix of that name, which may be some rows of a stored one, or several stored ones joined.
 
-    Raises what one_matrix.find() raises; FormatError also for a checkpoint that has both names, for rows that cut what shares a
-    scale, and for matrices of different formats; CheckpointError where config.json does not say how many rows are whose.
+    Raises what one_matrix.find() raises; FormatError also for rows that cut what shares a scale, and for matrices of different
+    formats; CheckpointError also for a checkpoint that has both names, and where config.json does not say how many rows are
+    whose.
     """
+    one_matrix.check_name("name", name)
     base, dot, last = name.rpartition(".")
     whole, parts = _WHOLE_OF.get(last), WHOLES.get(last, ())
     others = [
@@ -31,7 +33,7 @@ def find(checkpoint: Checkpoint, name: str, scheme: str = "auto") -> StoredMatri
     ]
     if one_matrix.endings(checkpoint, name):
         if others:
-            raise FormatError(f"{checkpoint.path}: expected {name} or {others[0]}, found both")
+            raise CheckpointError(f"{checkpoint.path}: expected {name} or {others[0]}, found both")
         return one_matrix.find(checkpoint, name, scheme)
     if not others:
         return one_matrix.find(checkpoint, name, scheme)  # which says what is there

@@ -1,4 +1,4 @@
-"""What config.json says of a model's experts: the activation, and what the router weights multiply."""
+"""What config.json says of a model's experts and dense MLPs: the activation, and what the router weights multiply."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ SWIGLU_OAI = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 
 #: Values of model_type whose swiglu_limit is clamped_silu()'s, under plain SiLU: DeepSeek-V4, GLM-5's and Hunyuan's next ones.
 _CLAMPED = ("deepseek_v4", "glm5_next", "glm5_next_text", "hy_v4")
+#: Those of them whose dense MLPs and shared experts have no clamp.
+_CLAMPED_EXPERTS_ALONE = ("hy_v4",)
 #: Values of model_type whose function is gpt-oss's, whatever hidden_act says: transformers writes "silu" for MiniMax-M3's
 #: "swigluoai".
 _SWIGLU_OAI_MODELS = ("minimax_m3_vl", "minimax_m3_vl_text")
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 _FLOAT32_MAX = (2 - 2**-23) * 2**127
 
 
@@ -49,7 +52,7 @@ def silu(checkpoint: Checkpoint) -> GatedActivation:
     """SILU, with a clamp for the models of which that is known. Raises FormatError, which names the key, for what config.json
     says otherwise.
     """
-    for key in ("hidden_act", "hidden_activation"):
+    for key in _ACTIVATION_KEYS:
         if (found := value(checkpoint, key)) not in (None, "silu", "swish"):
             raise FormatError(f"{checkpoint.path}: {key} of config.json: expected 'silu', found {show(found)}")
     if value(checkpoint, "model_type") in _CLAMPED:
@@ -66,6 +69,25 @@ def activation(checkpoint: Checkpoint) -> GatedActivation:
     """
     oai = value(checkpoint, "hidden_act") == "swigluoai" or value(checkpoint, "model_type") in _SWIGLU_OAI_MODELS
     return swiglu_oai(checkpoint) if oai else silu(checkpoint)
+
+
+def dense_activation(checkpoint: Checkpoint) -> GatedActivation:
+    """What config.json says of dense MLPs and shared experts. The models of transformers make these by hidden_act, as their
+    experts; those that clamp them are known.
+
+    Raises FormatError where it says nothing, or something that is not known of such an MLP; CheckpointError.
+    """
+    model = value(checkpoint, "model_type")
+    if model not in (*_CLAMPED, *_SWIGLU_OAI_MODELS) and all(value(checkpoint, key) is None for key in _ACTIVATION_KEYS):
+        keys = " or ".join(_ACTIVATION_KEYS)
+        raise FormatError(
+            f"{checkpoint.path}: config.json: expected {keys}, to know what MLPs compute, found neither: pass activation=..."
+        )
+    try:
+        found = activation(checkpoint)
+    except FormatError as error:
+        raise FormatError(f"{error}: pass activation=... for a dense MLP") from None
+    return SILU if model in _CLAMPED_EXPERTS_ALONE else found
 
 
 def swiglu_oai(checkpoint: Checkpoint) -> GatedActivation:

@@ -1,4 +1,4 @@
-"""What naming schemes share: finding a layer's experts among the tensor names, and what must hold of names and headers.
+"""What namings share: finding a layer's experts among the tensor names, and what must hold of names and headers.
 
 A base is what the names of a layer's expert tensors have in common, such as "model.layers.3.mlp.experts".
 """
@@ -29,7 +29,8 @@ FUSED_STEMS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"
 #: The most layers with routed experts in a checkpoint; llama.cpp takes 512. Each loader looks at each, so this bounds the work.
 LAYERS_LIMIT = 1024
 
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+#: Keys of config.json that say how many routed experts a layer has.
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _NUMBER = "(0|[1-9][0-9]{0,5})"  # no leading zero: one layer or expert has one name
 # the modules without a word "experts" are Granite's and Step-3's
 _NAME = re.compile(
@@ -123,7 +124,7 @@ class Place:
 
 
 class Names:
-    """The experts of one naming scheme. owner: whose names these are, for messages ("DeepSeek-V4")."""
+    """The experts of one naming. owner: whose names these are, for messages ("DeepSeek-V4")."""
 
     def __init__(self, owner: str, *spellings: Spelling):
         self._owner = owner
@@ -245,7 +246,7 @@ def read_slice(checkpoint: Checkpoint, name: str, index: int, count: int) -> np.
 
 
 def _find(checkpoint: Checkpoint) -> dict[int | str, dict[str, _Tensors]]:
-    """All expert tensors by layer, ints first; found once per checkpoint, for all schemes and all layers."""
+    """All expert tensors by layer, ints first; found once per checkpoint, for all namings and all layers."""
     found = _found.get(checkpoint)
     if found is None:
         layers: dict[int | str, dict[str, _Tensors]] = {}
@@ -284,7 +285,7 @@ def _check_complete(checkpoint: Checkpoint, base: str, spelling: Spelling, endin
 
 
 def _check_count(checkpoint: Checkpoint, base: str, count: int) -> None:
-    for key in _EXPERT_COUNTS:
+    for key in EXPERT_COUNTS:
         stated = model_config.value(checkpoint, key)
         if stated is not None and (type(stated) is not int or stated != count):
             found = f"found {count} experts"

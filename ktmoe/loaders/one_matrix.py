@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ktmoe.errors import CheckpointError, FormatError, KtmoeError, MissingTensorError, UnavailableError
-from ktmoe.loaders import checks, quantization, registry, unknown
+from ktmoe.errors import CheckpointError, FormatError, InputError, KtmoeError, MissingTensorError, UnavailableError
+from ktmoe.loaders import checks, model_config, quantization, registry, unknown
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.scheme import FACTORS, Endings, Headers, Scheme, float32
 from ktmoe.matrix import Matrix
@@ -18,6 +19,12 @@ from ktmoe.weights.formats import WeightFormat
 _BIAS = ".bias"
 #: Endings of scales for the keys and values that a projection gives to a cache. They say nothing of its weights.
 _CACHE = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
+#: DeepSeek's own name of a router. Its bias takes part in the choice of experts alone, and is not added to the product.
+_ROUTER = re.compile(r"(?:.*\.)?(?:layers|mtp)\.[0-9]+\.ffn\.gate")
+#: The last parts of names of output layers, of input embeddings, and of other tables of which a token reads rows.
+_OUTPUTS = {"lm_head", "head", "output", "output_layer", "embed_out"}
+_INPUTS = {"embed_tokens", "embed", "tok_embeddings", "token_embd", "wte", "word_embeddings", "embeddings", "embed_in"}
+_TABLES = {"wpe", "position_embd", "per_layer_token_embd", "embed_tokens_per_layer", "embed_positions"}
 #: How many tensors a message lists.
 _LISTED = 4
 
@@ -48,6 +55,28 @@ class StoredMatrix:
         return self.format.nbytes(*self.shape)
 
 
+def check_name(what: str, name: object) -> None:
+    """Raise InputError for a name that is no str. what: the argument's name."""
+    if not isinstance(name, str):
+        raise InputError(f"{what} must be a str, found {show(name)}")
+
+
+def is_table(name: str) -> bool:
+    """Whether a matrix is an embedding, of which a token reads some rows, by the last part of its name."""
+    return _last(name) in _INPUTS | _TABLES
+
+
+def bases(checkpoint: Checkpoint) -> Iterator[str]:
+    """The names that have two-dimensional codes of some scheme's, in the order of the tensors' names; each once."""
+    codes = {stored.arrays["codes"] for of in _schemes("auto").values() for stored in of.stored}
+    found = set()
+    for name in checkpoint.names():
+        base, dot, last = name.rpartition(".")
+        if dot + last in codes and base not in found and len(checkpoint.info(name).shape) == 2:
+            found.add(base)
+            yield base
+
+
 def endings(checkpoint: Checkpoint, name: str) -> list[str]:
     """What the names of tensors have behind that name, sorted; each begins with a dot."""
     if checkpoint not in _names:
@@ -62,7 +91,9 @@ def endings(checkpoint: Checkpoint, name: str) -> list[str]:
 
 
 def find(checkpoint: Checkpoint, name: str, scheme: str = "auto") -> StoredMatrix:
-    """The matrix of that name, by the headers alone. scheme: a loader's name, or "auto" to go by the tensors.
+    """The matrix of that name, by the headers. scheme: a loader's name, or "auto" to go by the tensors.
+
+    Of tensors, only compressed-tensors' weight_shape is read, which says how many bits a code has.
 
     Raises MissingTensorError if it has no tensors, or not all of them; FormatError for tensors that are not what a scheme says,
     for one beside them that would change what they mean, and where several schemes read them, but not alike; CheckpointError;
@@ -95,17 +126,21 @@ def find(checkpoint: Checkpoint, name: str, scheme: str = "auto") -> StoredMatri
     return first
 
 
+def _schemes(scheme: str) -> dict[str, Scheme]:
+    """By loaders' names: of all that have one, or of that loader. A plugin's may be anything."""
+    loaders = {name: registry.get(name) for name in (registry.names() if scheme == "auto" else [scheme])}
+    found = {name: getattr(loader, "scheme", None) for name, loader in loaders.items()}
+    return {name: of for name, of in found.items() if isinstance(of, Scheme)}
+
+
 def _candidates(checkpoint: Checkpoint, name: str, there: list[str], scheme: str) -> list[tuple[str, Scheme, Endings]]:
     """(loader's name, its scheme, endings) of those that may be meant: their codes are here, and no others name more tensors.
 
     Endings that lack a tensor count only where all of their scheme's do.
     """
-    names = registry.names() if scheme == "auto" else [scheme]
-    schemes = {loader: getattr(registry.get(loader), "scheme", None) for loader in names}
     found = [
         (loader, of, stored)
-        for loader, of in schemes.items()
-        if of is not None
+        for loader, of in _schemes(scheme).items()
         for stored in of.stored
         if stored.arrays["codes"] in there
     ]
@@ -134,6 +169,11 @@ def _checked(checkpoint: Checkpoint, name: str, there: list[str], scheme: Scheme
         known = ", ".join(ending.lstrip(".") for ending in stored.required)
         raise FormatError(f"{name}{strange}: expected none beside {known}, found one: {why}")
     has_bias = _BIAS in there
+    if has_bias and _ROUTER.fullmatch(name):
+        raise FormatError(
+            f"{name}{_BIAS}: expected none that is added to the product, found a router's by DeepSeek's names, which corrects "
+            "the choice of experts alone"
+        )
     if has_bias:
         info = checkpoint.info(name + _BIAS)
         checks.dtype(info, *FACTORS)
@@ -178,4 +218,13 @@ def _near(checkpoint: Checkpoint, name: str) -> str:
     beside = list(dict.fromkeys(other.split(".")[1] for other in endings(checkpoint, base))) if base else []
     if beside:
         return f"{', '.join(map(show, beside[:8]))} in {show(base)}"
-    return f"{len(checkpoint)} others"
+    others = f"{len(checkpoint)} others"
+    if _last(name) in _OUTPUTS and model_config.value(checkpoint, "tie_word_embeddings") is not False:
+        of_weights = (other.removesuffix(".weight") for other in checkpoint.names() if other.endswith(".weight"))
+        if table := next((other for other in of_weights if _last(other) in _INPUTS), None):
+            return f"{others}: the input embedding is the output layer, too: ask for {show(table)}"
+    return others
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -75,8 +75,8 @@ class Inspection:
 
     findings: what each loader says, the surest one first. loader: the name of the surest; None if none reads the checkpoint,
     and why_no_loader says why. top_k: experts of a token; None where the checkpoint does not say, and why_no_top_k says why.
-    num_layers: by its configuration; None where that does not say. token: what a token reads; None if there are no routed
-    experts, or where their names are not known. needed, staged: bytes that loading all groups takes, and those of it to read
+    num_layers: by its configuration; None where that does not say. token: what a token reads; None where the names of routed
+    experts are not known. needed, staged: bytes that loading all groups takes, and those of it to read
     into. available: bytes; None where the system does not say.
     """
 
@@ -102,7 +102,11 @@ class Inspection:
     @property
     def token_nbytes(self) -> float | None:
         """What a token reads of the whole model, in bytes; None where nothing says how many experts it has."""
-        if self.token is None or self.top_k is None:
+        if self.token is None:
+            return None
+        if self.token.dense_alone:
+            return self.token.dense
+        if self.top_k is None:
             return None
         return self.token.dense + self.token.of_experts(self.top_k)
 
@@ -212,6 +216,8 @@ def _choose(group: LayerGroup, backend: str) -> None:
 
 def _set_top_k(found: Inspection, checkpoint: Checkpoint, top_k: int | None) -> None:
     layers = [group.experts for group in found.groups] or list(found.token.routed.values() if found.token else ())
+    if found.token and found.token.dense_alone:
+        return
     if not layers:
         found.why_no_top_k = "no header of routed experts can be read"
         return

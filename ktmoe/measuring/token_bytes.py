@@ -77,6 +77,11 @@ class TokenBytes:
     absent: list[int] = field(default_factory=list)
 
     @property
+    def dense_alone(self) -> bool:
+        """Whether a token reads no routed expert."""
+        return not self.routed and not self.incomplete
+
+    @property
     def complete(self) -> bool:
         return bool(self.output) and not self.unread and not self.absent
 
@@ -93,10 +98,11 @@ def passes(layer: Name, num_layers: int | None) -> bool:
 def token_bytes(checkpoint: Checkpoint, num_layers: int | None) -> TokenBytes | None:
     """What a token reads of a checkpoint that is open. num_layers: as its configuration says; None where that does not.
 
-    None for a checkpoint without routed experts. Tensors without a header here, as in a partial download, are no error.
+    None where the configuration has routed experts and no tensor has a known name of theirs. Of a dense model, all is the dense
+    part. Tensors without a header here, as in a partial download, are no error.
     """
     layers = naming.layers(checkpoint)
-    if not layers:
+    if not layers and any(model_config.value(checkpoint, key) for key in naming.EXPERT_COUNTS):
         return None
     headers, found = _Headers(checkpoint), TokenBytes()
     kinds = _kinds(checkpoint, num_layers)
