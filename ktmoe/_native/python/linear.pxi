@@ -183,7 +183,7 @@ def linear_backward(linears, grads, outs):
     if len(grads) != matrices.count or results not in (1, matrices.count):
         raise InputError(f"a call has a gradient for each of its {matrices.count} matrices, and one out or as many")
     for i in range(matrices.count):
-        reason = _untrainable(matrices.of[i])
+        reason = _untrainable(matrices.of[i], False)
         if reason:
             raise UnavailableError(f"{matrices.name(i)}: it cannot be trained: {reason}")
     call.inputs = matrices.experts[0].layer.hidden

@@ -1,13 +1,15 @@
 # What is computed with a layer's packed experts: forward, its two stages, and training.
 
 
-cdef str _untrainable(_PackedExperts packed):
-    """Why there is no transposed product of what was packed, or None."""
+cdef str _untrainable(_PackedExperts packed, bint experts):
+    """Why what was packed cannot be trained, or None. experts: whether it takes more than transposed products."""
     cdef const kt_kernel *kernel
     cdef const kt_isa *isa = packed._table.isa
     cdef size_t p, i
     if packed._form != "bf16" or packed._x is not None or packed._h is not None:
         return "only activations=\"bf16\" can be trained"
+    if experts and not (isa.derive and isa.dense and isa.dense_rows and isa.widen):
+        return f"{packed._table.name} has no functions for training"
     for p, projection in enumerate(packed._names):
         for i in range(2):
             kernel = packed._kernels[p].kernels[i]
@@ -58,10 +60,7 @@ cdef class PackedLayer(_PackedExperts):
 
     def training(self):
         """This layer, which has forward_training() and backward(). Raises UnavailableError, which says why it has not."""
-        cdef const kt_isa *isa = self._table.isa
-        reason = _untrainable(self)
-        if not reason and not (isa.derive and isa.dense and isa.dense_rows and isa.widen):
-            reason = f"{self._table.name} has no functions for training"
+        reason = _untrainable(self, True)
         if reason:
             raise UnavailableError(f"{self._spec.name}: it cannot be trained: {reason}")
         return self
