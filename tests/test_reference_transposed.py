@@ -29,7 +29,7 @@ from ktmoe.weights.formats import BF16, FP8_PER_ROW, MXFP4, MXFP8, Minimum, fp8,
 
 def test_blocks_of_two_numbers_are_the_driver_s():
     """The driver adds the second ones after the first ones of so many panels of 64; only amx, which is emulated, has any."""
-    header = (ROOT / "ktmoe" / "_native" / "backward" / "job.h").read_text()
+    header = (ROOT / "ktmoe" / "_native" / "backward" / "transposed.h").read_text()
     assert int(re.search(r"KT_PRODUCT_PANELS = (\d+)", header)[1]) * 64 == TWO_TERMS_BLOCK
 
 
