@@ -78,7 +78,10 @@ def test_an_edit_compiles_what_it_concerns(wheel, tmp_path, edited):
         "forward/schedule.h": [
             *(
                 f"forward/{name}"
-                for name in ("deal", "low_rank", "moe", "phase_a", "phase_b", "phases", "runs", "schedule", "scratch")
+                for name in (
+                    *("deal", "linear", "low_rank", "moe", "phase_a", "phase_b", "phases", "runs", "schedule", "scratch"),
+                    "staging",
+                )
             ),
             "python/core",
         ],
