@@ -12,7 +12,7 @@ import numpy as np
 
 from ktmoe.arrays import expect_native
 from ktmoe.backends.base import Arenas, Backend, Packed, Plan, Progress, Stored
-from ktmoe.background.worker import Worker
+from ktmoe.background.worker import jobs
 from ktmoe.batch import checked_batch, checked_out
 from ktmoe.cache.opened import open_cache
 from ktmoe.errors import InputError, asking
@@ -170,7 +170,7 @@ class MoELayer(PackedWeights):
         Jobs run in the order of submission. The GIL is free while they compute. A forked child starts with none: those that its
         parent submitted end in the parent alone. Raises UnavailableError if the thread cannot be started.
         """
-        return _jobs.submit(self.forward, x, expert_ids, expert_weights, out, shared_weights)
+        return jobs.submit(self.forward, x, expert_ids, expert_weights, out, shared_weights)
 
     def replace_expert(self, expert: int, matrices: Mapping[str, Matrix]) -> None:
         """Put other weights in the place of an expert's, while forward calls go on: each sees all of the old or all of the new.
@@ -238,6 +238,3 @@ def _refuse_with_shared(name: str, given: object) -> None:
             f"{name} must be None where shared experts are given: a packed cache has the routed experts alone; found "
             f"{show(given)}; a MoELayer of the shared experts alone computes them beside"
         )
-
-
-_jobs = Worker("ktmoe-submit")

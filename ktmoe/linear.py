@@ -12,7 +12,7 @@ import numpy as np
 from ktmoe import arrays
 from ktmoe._native import core
 from ktmoe.backends.base import Arenas, Backend, PackedMatrix, Plan, Progress
-from ktmoe.background.worker import Worker
+from ktmoe.background.worker import jobs
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import asking
 from ktmoe.linear_arrays import checked, gradient_target, target_of
@@ -233,7 +233,3 @@ def differentiate(
 
 def _those(items: Sequence, which: Sequence[int]) -> list:
     return [items[i] for i in which]
-
-
-#: The thread of submit().
-jobs = Worker("ktmoe-submit-linear")

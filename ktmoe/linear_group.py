@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from ktmoe import arrays
 from ktmoe._native import core
 from ktmoe.backends.base import Progress
+from ktmoe.background.worker import jobs
 from ktmoe.errors import InputError
-from ktmoe.linear import Linear, compute, differentiate, jobs
+from ktmoe.linear import Linear, compute, differentiate
 from ktmoe.linear_arrays import checked, fitting_each, gradient_target, items_of, new_output, target_of
 from ktmoe.machine.numa import Placement
 from ktmoe.matrix import Matrix
@@ -152,7 +153,7 @@ class LinearGroup:
         return restore(target)
 
     def submit(self, x, out=None, dtype=None) -> Future:
-        """forward() on the thread of Linear.submit(), and as that does it: jobs of both run in the order of submission."""
+        """forward() as Linear.submit() does it."""
         return jobs.submit(self.forward, x, out, dtype)
 
     def backward(self, grads, out=None):

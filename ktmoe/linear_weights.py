@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from ktmoe._native import core
 from ktmoe.errors import InputError
 from ktmoe.matrix import Matrix
 from ktmoe.messages import show
 from ktmoe.weight_spec import WeightSpec
 from ktmoe.weights.formats import WeightFormat
-
-#: Outputs that a packed panel has, KT_PANEL of ktmoe.h, which the built module does not give; shards have whole ones.
-_PANEL = 64
 
 
 class LinearSpec(WeightSpec):
@@ -43,7 +41,7 @@ class LinearSpec(WeightSpec):
     def shard_unit(self) -> int:
         """Rows that stay together when they are cut into shards: whole panels, and no cut through what shares a scale, or an
         item of an array."""
-        return math.lcm(_PANEL, self.formats["weight"].unit[0])
+        return math.lcm(core.PANEL, self.formats["weight"].unit[0])
 
 
 class LinearWeights(LinearSpec):

@@ -282,7 +282,7 @@ def test_a_thread_that_reads_cannot_be_started(tmp_path, monkeypatch, prefix, af
 
 def test_a_job_whose_thread_cannot_be_started_is_never_run(monkeypatch, experts):
     """It is not left in a queue, to write into `out` when the next one is submitted."""
-    monkeypatch.setattr(layer_module, "_jobs", Worker("ktmoe-submit"))
+    monkeypatch.setattr(layer_module, "jobs", Worker("ktmoe-submit"))
     arguments = random_batch(np.random.default_rng(5), experts, 3, 2)
     with MoELayer(experts, "fp32_lut") as layer:
         out = np.zeros_like(arguments[0])

@@ -13,7 +13,8 @@ import pytest
 from checkpoints import SCHEMES, write, write_index
 from helpers import in_child, random_batch, same_bits
 
-from ktmoe import MoELayer, backends, forks, layer, loaders
+from ktmoe import MoELayer, backends, forks, loaders
+from ktmoe.background.worker import jobs
 from ktmoe.compat import engine
 from ktmoe.errors import ClosedError
 from ktmoe.loaders import checkpoint as checkpoint_module
@@ -250,7 +251,7 @@ def test_a_fork_waits_for_imports():
 
 def test_workers():
     """Those of submit() and of the kt-kernel wrappers; what they were about to do is not done twice."""
-    for worker in (layer._jobs, engine.ENGINE._worker):
+    for worker in (jobs, engine.ENGINE._worker):
         assert worker.submit(int, "3").result() == 3
         gate = threading.Event()
         queued = [worker.submit(gate.wait), worker.submit(gate.set)]

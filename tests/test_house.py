@@ -10,7 +10,7 @@ OUTSIDE = [path for folder in ("tests", "bench", "examples") for path in sorted(
 #: Files that may reach for anything private: they hold a lock as another thread would that a fork takes by surprise.
 HOLDS_LOCKS = {"tests/test_forks.py"}
 #: What the process found out or was told once, which tests set back.
-SET_BACK = {"_chosen", "_jobs", "_refused"}
+SET_BACK = {"_chosen", "_refused"}
 #: What kt-kernel's own torch layers ask a wrapper for, so that it is part of what ktmoe.compat promises.
 OF_KT_KERNEL = {
     "_cache_depth",

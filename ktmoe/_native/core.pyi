@@ -22,6 +22,7 @@ from ktmoe.weights.formats import WeightFormat
 ARENA_VERSION: int
 HUGE_PAGE_BYTES: int
 PAGE_BYTES: int
+PANEL: int
 LINEARS_MAX: int
 LAYOUT_VERSIONS: dict[str, int]
 RANK_MAX: int

@@ -37,3 +37,7 @@ class Worker:
         """The thread and what it was about to do are the parent's."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
+
+
+#: The thread of submit(), whatever it is of: jobs run in the order of submission.
+jobs = Worker("ktmoe-submit")

@@ -2,6 +2,8 @@
 
 #: Matrices of a call.
 LINEARS_MAX = KT_LINEARS_MAX
+#: Outputs of a packed panel.
+PANEL = KT_PANEL
 
 
 cdef class PackedLinear(_PackedExperts):
