@@ -40,7 +40,7 @@ class Linear(PackedWeights):
     Attributes: name. shape: (n, k). format: WeightFormat. backend, activations, tuned_for: as they were chosen. nbytes: of the
     packed weights. rounding: "folded" if scaled weights are rounded, else "exact". placement: ktmoe.machine.numa.Placement, the
     NUMA nodes. spec: ktmoe.linear_weights.LinearSpec. mapped: whether it lies in a file. packed: what Backend.pack_linear
-    returned; None after close().
+    returned; None after close(). replaced: how often replace() has changed it.
 
     Raises UnknownNameError, UnavailableError, FormatError (the matrix is not what it should be), OutOfMemoryError, InputError.
     """
@@ -61,6 +61,7 @@ class Linear(PackedWeights):
     ):
         weights = matrix if isinstance(matrix, LinearWeights) else LinearWeights(matrix)
         self.spec, self.shape, self.format = weights.spec, weights.shape(), weights.formats["weight"]
+        self.replaced = 0
         self._pack(
             weights,
             backend,
@@ -161,6 +162,7 @@ class Linear(PackedWeights):
         with asking(self.backend, self.name):
             packed.replace(0, {"weight": matrix})
         self.rounding = packed.rounding
+        self.replaced += 1
 
     def export(self) -> Matrix:
         """The matrix in the checkpoint's own bytes. Raises ClosedError, UnavailableError if the backend cannot."""
@@ -190,8 +192,12 @@ def compute(
     if not x.shape[0]:
         return
     x = arrays.contiguous(x)
+    native = all(isinstance(each, core.PackedLinear) for each in packed)
+    if native and len(dispatches) == 1:
+        core.linear_forward(packed, x, columns, outs)
+        return
     for those in dispatches:
-        if all(isinstance(packed[i], core.PackedLinear) for i in those):
+        if native or all(isinstance(packed[i], core.PackedLinear) for i in those):
             core.linear_forward(_those(packed, those), x, _those(columns, those), _those(outs, those))
             continue
         for i in those:
