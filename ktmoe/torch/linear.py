@@ -73,7 +73,7 @@ def share_input(modules: list[DenseLinear]) -> None:
 
     modules: DenseLinears that a LinearGroup can have. The first one that is called with a tensor computes all of them. The
     others give what was computed, if the same thread calls them with the same tensor, and nobody changed it. No bit of
-    y changes, and hooks see each module's own call. A module that is called without the others wastes their work.
+    y changes, and hooks see each module's own call. Modules that are called without the others go back to one call each.
     Each is computed by itself for tensors that require grad, those of torch.inference_mode(), those that are not bfloat16 or
     float32 on the CPU, and within torch.compile.
 
