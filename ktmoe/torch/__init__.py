@@ -1,4 +1,5 @@
-"""PyTorch modules of weights that stay packed: MoEExperts, with LoRA by add_lora() and loras(), and DenseLinear. Needs torch.
+"""PyTorch modules of weights that stay packed: MoEExperts, with LoRA by add_lora() and loras(), DenseLinear and DenseEmbedding.
+Needs torch.
 
 docs/fine-tuning.md says how to use them.
 """
@@ -6,6 +7,7 @@ docs/fine-tuning.md says how to use them.
 from ktmoe.errors import UnavailableError
 
 try:
+    from ktmoe.torch.embedding import DenseEmbedding
     from ktmoe.torch.experts import MoEExperts
     from ktmoe.torch.linear import DenseLinear
     from ktmoe.torch.models import add_lora, loras
@@ -15,4 +17,4 @@ except ModuleNotFoundError as error:
     install = "uv pip install --torch-backend=cpu torch (pip would install its build for CUDA)"
     raise UnavailableError(f"ktmoe.torch needs torch, which is not installed: {install}") from None
 
-__all__ = ["DenseLinear", "MoEExperts", "add_lora", "loras"]
+__all__ = ["DenseEmbedding", "DenseLinear", "MoEExperts", "add_lora", "loras"]
