@@ -15,7 +15,8 @@ from ktmoe.backends.base import Arenas, Backend, PackedMatrix, Plan, Progress
 from ktmoe.background.worker import jobs
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import asking
-from ktmoe.linear_arrays import checked, gradient_target, target_of
+from ktmoe.linear_arrays import checked, checked_ids, gradient_target, rows_target, target_of
+from ktmoe.linear_rows import read_rows, read_rows_of_export
 from ktmoe.linear_weights import LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
@@ -171,6 +172,27 @@ class Linear(PackedWeights):
         with asking(self.backend, self.name):
             biases = packed.export(0, [{"weight": matrix.stored}])
         return replace(matrix, bias=biases.get("weight"))
+
+    def rows(self, ids, out=None, dtype=None):
+        """Rows of W by their numbers, [count, k]: what an embedding looks up that shares the output layer's matrix.
+
+        ids: integers in [0, n), [count], in any order: a numpy array or a torch CPU tensor. dtype: None for bfloat16, or
+        float32. out: written and returned if given: of ids' library; bfloat16, uint16 (bfloat16 bits) or float32; C-contiguous
+        and aligned.
+        A weight is the checkpoint's number, whatever `rounding` is, rounded once, to nearest even; bfloat16 weights are exact.
+        Only what the packed panels have of these rows is read. A backend with a layout of its own exports the whole matrix.
+        Raises InputError, which names the argument; ClosedError; UnavailableError if such a backend cannot export.
+        """
+        numbers = checked_ids(ids, self.shape[0])
+        packed = self._open_for("rows")
+        target, restore = rows_target(ids, (len(numbers), self.shape[1]), dtype, out)
+        if not len(numbers):
+            return restore(target)
+        if isinstance(packed, core.PackedLinear):
+            read_rows(packed, self.format, numbers, target)
+        else:
+            read_rows_of_export(self.export(), numbers, target)
+        return restore(target)
 
     @staticmethod
     def _packed_by(

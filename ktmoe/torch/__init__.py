@@ -1,5 +1,10 @@
+<<<<<<< HEAD
 """PyTorch modules of weights that stay packed: MoEExperts, with add_lora() and loras(); DenseLinear, with share_input();
 DenseGroupedLinear. Needs torch.
+=======
+"""PyTorch modules of weights that stay packed: MoEExperts, with LoRA by add_lora() and loras(), DenseLinear and DenseEmbedding.
+Needs torch.
+>>>>>>> tied
 
 docs/fine-tuning.md says how to use them.
 """
@@ -7,6 +12,7 @@ docs/fine-tuning.md says how to use them.
 from ktmoe.errors import UnavailableError
 
 try:
+    from ktmoe.torch.embedding import DenseEmbedding
     from ktmoe.torch.experts import MoEExperts
     from ktmoe.torch.grouped_linear import DenseGroupedLinear
     from ktmoe.torch.linear import DenseLinear, share_input
@@ -17,4 +23,8 @@ except ModuleNotFoundError as error:
     install = "uv pip install --torch-backend=cpu torch (pip would install its build for CUDA)"
     raise UnavailableError(f"ktmoe.torch needs torch, which is not installed: {install}") from None
 
+<<<<<<< HEAD
 __all__ = ["DenseGroupedLinear", "DenseLinear", "MoEExperts", "add_lora", "loras", "share_input"]
+=======
+__all__ = ["DenseEmbedding", "DenseLinear", "MoEExperts", "add_lora", "loras"]
+>>>>>>> tied
