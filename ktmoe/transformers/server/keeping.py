@@ -20,7 +20,7 @@ _ARGUMENTS = {"input_ids", "attention_mask", "generation_config", "tokenizer", "
 class Keeping:
     """A model, and the cache of its last answer, if that was made in a way that is understood here.
 
-    Its text and its cache are dropped when a prompt begins otherwise, before the next cache is made, and after errors.
+    It is dropped when a prompt shares nothing with it, before the next cache is made, and after errors.
     """
 
     def __init__(self, model: PreTrainedModel):
