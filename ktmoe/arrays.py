@@ -29,7 +29,7 @@ def view(value, name: str) -> FloatArray:
     """Raises InputError for any other type or dtype."""
     if isinstance(value, np.ndarray):
         if value.dtype == BF16:
-            return FloatArray(value.view(np.uint16), "bfloat16 array", lambda a: a.view(BF16))
+            return FloatArray(value.view(np.uint16), "bfloat16 array", bfloat16_like(value))
         if value.dtype in (np.uint16, np.float32):
             return FloatArray(value, f"{value.dtype} array", lambda a: a)
         raise InputError(f"{name} must be {_KINDS}; found an array of {value.dtype}")
@@ -52,7 +52,7 @@ def _view_torch(tensor, name: str) -> FloatArray:
     if tensor.dtype == torch.bfloat16:
         # numpy has no bfloat16 of torch's, so the bits pass as int16.
         bits = _torch_to_numpy(tensor, name, torch.int16).view(np.uint16)
-        return FloatArray(bits, "torch bfloat16 tensor", lambda a: torch.from_numpy(a.view(np.int16)).view(torch.bfloat16))
+        return FloatArray(bits, "torch bfloat16 tensor", bfloat16_like(tensor))
     if tensor.dtype == torch.float32:
         return FloatArray(_torch_to_numpy(tensor, name), "torch float32 tensor", torch.from_numpy)
     raise InputError(f"{name} must be {_KINDS}; found a torch tensor of {tensor.dtype}")
@@ -69,6 +69,14 @@ def _torch_to_numpy(tensor, name: str, dtype=None) -> np.ndarray:
 def float32_like(x) -> Callable[[np.ndarray], object]:
     """Turns a float32 array into one of x's library, sharing memory."""
     return sys.modules["torch"].from_numpy if is_torch(x) else lambda array: array
+
+
+def bfloat16_like(x) -> Callable[[np.ndarray], object]:
+    """Turns bits of bfloat16, uint16, into bfloat16 numbers of x's library, sharing memory."""
+    if not is_torch(x):
+        return lambda bits: bits.view(BF16)
+    torch = sys.modules["torch"]
+    return lambda bits: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def as_numpy(value, name: str, dtype=None) -> np.ndarray:

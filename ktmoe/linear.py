@@ -15,7 +15,8 @@ from ktmoe.backends.base import Arenas, Backend, PackedMatrix, Plan, Progress
 from ktmoe.background.worker import jobs
 from ktmoe.cache.opened import Cache
 from ktmoe.errors import asking
-from ktmoe.linear_arrays import checked, gradient_target, target_of
+from ktmoe.linear_arrays import checked, checked_ids, gradient_target, rows_target, target_of
+from ktmoe.linear_rows import read_rows, read_rows_of_export
 from ktmoe.linear_weights import LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
@@ -40,7 +41,7 @@ class Linear(PackedWeights):
     Attributes: name. shape: (n, k). format: WeightFormat. backend, activations, tuned_for: as they were chosen. nbytes: of the
     packed weights. rounding: "folded" if scaled weights are rounded, else "exact". placement: ktmoe.machine.numa.Placement, the
     NUMA nodes. spec: ktmoe.linear_weights.LinearSpec. mapped: whether it lies in a file. packed: what Backend.pack_linear
-    returned; None after close().
+    returned; None after close(). replaced: how often replace() has changed it.
 
     Raises UnknownNameError, UnavailableError, FormatError (the matrix is not what it should be), OutOfMemoryError, InputError.
     """
@@ -61,6 +62,7 @@ class Linear(PackedWeights):
     ):
         weights = matrix if isinstance(matrix, LinearWeights) else LinearWeights(matrix)
         self.spec, self.shape, self.format = weights.spec, weights.shape(), weights.formats["weight"]
+        self.replaced = 0
         self._pack(
             weights,
             backend,
@@ -161,6 +163,7 @@ class Linear(PackedWeights):
         with asking(self.backend, self.name):
             packed.replace(0, {"weight": matrix})
         self.rounding = packed.rounding
+        self.replaced += 1
 
     def export(self) -> Matrix:
         """The matrix in the checkpoint's own bytes. Raises ClosedError, UnavailableError if the backend cannot."""
@@ -169,6 +172,27 @@ class Linear(PackedWeights):
         with asking(self.backend, self.name):
             biases = packed.export(0, [{"weight": matrix.stored}])
         return replace(matrix, bias=biases.get("weight"))
+
+    def rows(self, ids, out=None, dtype=None):
+        """Rows of W by their numbers, [count, k]: what an embedding looks up that shares the output layer's matrix.
+
+        ids: integers in [0, n), [count], in any order: a numpy array or a torch CPU tensor. dtype: None for bfloat16, or
+        float32. out: written and returned if given: of ids' library; bfloat16, uint16 (bfloat16 bits) or float32; C-contiguous
+        and aligned.
+        A weight is the checkpoint's number, whatever `rounding` is, rounded once, to nearest even; bfloat16 weights are exact.
+        Only what the packed panels have of these rows is read. A backend with a layout of its own exports the whole matrix.
+        Raises InputError, which names the argument; ClosedError; UnavailableError if such a backend cannot export.
+        """
+        numbers = checked_ids(ids, self.shape[0])
+        packed = self._open_for("rows")
+        target, restore = rows_target(ids, (len(numbers), self.shape[1]), dtype, out)
+        if not len(numbers):
+            return restore(target)
+        if isinstance(packed, core.PackedLinear):
+            read_rows(packed, self.format, numbers, target)
+        else:
+            read_rows_of_export(self.export(), numbers, target)
+        return restore(target)
 
     @staticmethod
     def _packed_by(
@@ -190,8 +214,12 @@ def compute(
     if not x.shape[0]:
         return
     x = arrays.contiguous(x)
+    native = all(isinstance(each, core.PackedLinear) for each in packed)
+    if native and len(dispatches) == 1:
+        core.linear_forward(packed, x, columns, outs)
+        return
     for those in dispatches:
-        if all(isinstance(packed[i], core.PackedLinear) for i in those):
+        if native or all(isinstance(packed[i], core.PackedLinear) for i in those):
             core.linear_forward(_those(packed, those), x, _those(columns, those), _those(outs, those))
             continue
         for i in those:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ktmoe import arrays
-from ktmoe.arrays import FloatArray, expect_shape
+from ktmoe.arrays import FloatArray, expect_native, expect_shape
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 from ktmoe.output_arrays import checked_output
@@ -64,6 +64,38 @@ def new_output(x, given: FloatArray, shape: tuple[int, ...], dtype):
     if _is_float32(dtype) and given.array.dtype != np.float32:
         return np.empty(shape, np.float32), arrays.float32_like(x)
     return np.empty(shape, given.array.dtype), given.restore
+
+
+def checked_ids(ids, n: int) -> np.ndarray:
+    """Numbers of rows of a matrix that has n, as int64, C-contiguous, in memory of their own: nobody changes them after this.
+
+    Raises InputError.
+    """
+    given = arrays.as_numpy(ids, "ids")
+    if given.dtype.kind not in "iu":
+        raise InputError(f"ids must be integers, found {given.dtype}")
+    expect_shape("ids", given, (None,))
+    copy = np.array(given, np.int64, order="C")
+    if wrong := np.flatnonzero((copy < 0) | (copy >= n))[:1].tolist():
+        raise InputError(f"ids must be in [0, {n}), found {given[wrong[0]]} at {wrong}")
+    return copy
+
+
+def rows_target(ids, shape: tuple[int, int], dtype, out):
+    """Where rows go, uint16 or float32, and what makes of it what is returned: out, or an array of ids' library."""
+    wide = _is_float32(dtype)
+    if out is None:
+        like = arrays.float32_like if wide else arrays.bfloat16_like
+        return np.empty(shape, np.float32 if wide else np.uint16), like(ids)
+    given = arrays.view(out, "out")
+    if arrays.is_torch(ids) != arrays.is_torch(out):
+        wanted = "a torch tensor" if arrays.is_torch(ids) else "a numpy array"
+        raise InputError(f"out must be {wanted}, as ids are; found a {given.kind}")
+    if wide and given.array.dtype != np.float32:
+        raise InputError(f"out must be of float32, as dtype is; found a {given.kind}")
+    expect_shape("out", given.array, shape)
+    expect_native("out", given.array)
+    return given.array, lambda _: out
 
 
 def _is_float32(dtype) -> bool:

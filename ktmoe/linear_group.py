@@ -29,6 +29,8 @@ class LinearGroup:
     on fewer nodes than a large one, and a group of both has one dispatch more.
     inputs: "same": all take the same x, as q, k and v do; "own": each takes an x of its own, and all have one shape, as
     DeepSeek-V4's o_a_proj has. close() closes all of them.
+    Attributes: linears, inputs. dispatches: which of the linears are computed at once.
+
     Raises InputError, which names the Linear that does not fit.
     """
 
@@ -56,7 +58,7 @@ class LinearGroup:
         by_placement: dict[Placement, list[int]] = {}
         for i, linear in enumerate(self.linears):
             by_placement.setdefault(linear.placement, []).append(i)
-        self._dispatches = tuple(map(tuple, by_placement.values()))
+        self.dispatches = tuple(map(tuple, by_placement.values()))
 
     @classmethod
     def of_rows(
@@ -142,14 +144,14 @@ class LinearGroup:
                 targets = [target for target, _ in made]
             else:
                 targets = fitting_each(out, given, shapes, dtype)
-            compute(self.linears, given.array, (0,) * count, targets, self._dispatches)
+            compute(self.linears, given.array, (0,) * count, targets, self.dispatches)
             return [restore(target) for target, restore in made] if out is None else out
         given = checked(x, (None, count, k))
         tokens = given.array.shape[0]
         target, restore = target_of(x, given, (tokens, count, n), dtype, out)
         flat = given.array.reshape(tokens, count * k)
         ys = [target[:, i] for i in range(count)]
-        compute(self.linears, flat, [i * k for i in range(count)], ys, self._dispatches)
+        compute(self.linears, flat, [i * k for i in range(count)], ys, self.dispatches)
         return restore(target)
 
     def submit(self, x, out=None, dtype=None) -> Future:
@@ -170,7 +172,7 @@ class LinearGroup:
             target, restore = gradient_target(grads, {"grads": given}, (given.array.shape[0], count, k), out)
             array = arrays.contiguous(given.array)
             of_y, of_x = ([each[:, i] for i in range(count)] for each in (array, target))
-            differentiate(self.linears, of_y, of_x, self._dispatches)
+            differentiate(self.linears, of_y, of_x, self.dispatches)
             return restore(target)
         of_each = items_of(grads)
         if of_each is None or len(of_each) != count:
@@ -183,7 +185,7 @@ class LinearGroup:
                 raise InputError(f"grads[{i}] must be of grads[0]'s dtype, a {first.kind}; found a {given.kind}")
         target, restore = gradient_target(of_each[0], each, (tokens, k), out)
         of_y = [arrays.contiguous(given.array) for given in each.values()]
-        differentiate(self.linears, of_y, [target], self._dispatches)
+        differentiate(self.linears, of_y, [target], self.dispatches)
         return restore(target)
 
     def __repr__(self) -> str:

@@ -386,17 +386,19 @@ def test_the_command(made, tmp_path, capsys):
     path, out = str(made[0]), str(tmp_path / "out")
     assert cli.main(["pack", path, out, "--no-layers", "--matrix", "lm_head"]) == 0
     assert capsys.readouterr().out.endswith("\nwritten: lm_head\n")
-    assert cli.main(["pack", path, out, "--matrix", "*", "--matrix", "lm_head"]) == 0
+    assert cli.main(["pack", path, out, "--no-matrices"]) == 0
+    assert capsys.readouterr().out.endswith("\nwritten: layers 0\n")
+    assert cli.main(["pack", path, out]) == 0
     assert capsys.readouterr().out.endswith(
-        f"\nwritten: layers 0, {ODD} ... model.layers.10.self_attn.k_proj (4 matrices)\nkept: lm_head\n"
+        f"\nwritten: {ODD} ... model.layers.10.self_attn.k_proj (4 matrices)\nkept: layers 0, lm_head\n"
     )
     assert cli.main(["pack", path, out, "--no-layers", "--matrix", "lm_head", "--json", "--verify"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["layers_kept"], found["matrices_written"]) == ([], [])
     assert found["matrices_kept"] == found["matrices_verified"] == ["lm_head"]
     assert found["cache_bytes"] == (tmp_path / "out" / "matrix-lm_head.safetensors").stat().st_size
-    for wrong in (["--no-layers"], ["--no-layers", "--layers", "0", "--matrix", "lm_head"]):
+    for wrong in (["--no-layers", "--layers", "0"], ["--no-matrices", "--no-layers"], ["--no-matrices", "--matrix", "lm_head"]):
         assert cli.main(["pack", path, out, *wrong]) == 2
-        assert "--no-layers needs --matrix, and excludes --layers" in capsys.readouterr().err
+        assert f"{wrong[0]} excludes" in capsys.readouterr().err
     with Checkpoint(path) as checkpoint:
         assert sorted(Cache(out, checkpoint).matrices)[:2] == [ODD, "lm_head"]

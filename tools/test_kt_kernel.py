@@ -23,6 +23,7 @@ TESTS = (
     "test_torch.py",
     "test_torch_experts.py",
     "test_torch_linear.py",
+    "test_torch_embedding.py",
     "test_compat_kt_kernel_torch.py",
     "test_compat_kt_kernel_sft_torch.py",
     "test_two_stage_torch.py",

@@ -51,7 +51,7 @@ def pack(
     out: str | os.PathLike,
     layers: Iterable[int | str] | None = None,
     *,
-    matrices: Iterable[str] = (),
+    matrices: Iterable[str] | None = (),
     loader: str = "auto",
     numa_nodes: Sequence[int] | None = None,
     verify: bool = False,
@@ -61,7 +61,8 @@ def pack(
 
     path: a checkpoint. out: a folder that is made if need be, and is empty or has a cache of this checkpoint; what is packed
     there is kept. layers: by default all that have routed experts. matrices: names of dense matrices, as load_matrix() has
-    them; one with a * stands for all that fit it and load_matrix() reads, without routed experts and embeddings.
+    them; one with a * stands for all that fit it and load_matrix() reads, without routed experts and embeddings. None: all of
+    these that there are.
     numa_nodes: as MoELayer has them: how many there are decides how weights are cut into arenas.
     verify: then pack each expert and matrix anew, and compare all bytes.
     progress: called with (done_bytes, total_bytes) of the checkpoint; an exception from it ends packing. Finished files stay.

@@ -60,7 +60,7 @@ class ToPack:
 def wanted(
     checkpoint: Checkpoint,
     layers: Iterable[int | str] | None,
-    matrices: Iterable[str],
+    matrices: Iterable[str] | None,
     loader: str,
     numa_nodes: Sequence[int] | None,
 ) -> tuple[list[ToPack], dict[str, str]]:
@@ -71,7 +71,10 @@ def wanted(
     if isinstance(matrices, str):
         raise InputError(f"matrices must be a sequence of names, found {show(matrices)}")
     skipped: dict[str, str] = {}
-    chosen = list(dict.fromkeys(name for given in matrices for name in _named(checkpoint, given, skipped)))
+    if matrices is None:
+        chosen = _fitting(checkpoint, "*", skipped)
+    else:
+        chosen = list(dict.fromkeys(name for given in matrices for name in _named(checkpoint, given, skipped)))
     names = None if layers is None else [naming.layer_key(layer) for layer in layers]
     if names is None and chosen and not naming.layers(checkpoint):  # a dense model
         names = []
@@ -96,10 +99,19 @@ def _named(checkpoint: Checkpoint, given: str, skipped: dict[str, str]) -> list[
         raise InputError(f"matrices must be a sequence of names, found {show(given)} in it")
     if "*" not in given:
         return [given]
+    found = _fitting(checkpoint, given, skipped)
+    if not found:
+        why = next((f" that is read: {name}: {why}" for name, why in skipped.items() if fnmatchcase(name, given)), "")
+        raise MissingTensorError(f"{checkpoint.path}: matrices: expected names that fit {show(given)}, found none{why}")
+    return found
+
+
+def _fitting(checkpoint: Checkpoint, pattern: str, skipped: dict[str, str]) -> list[str]:
+    """The matrices whose names fit a pattern; see _named()."""
     experts = {name.rpartition(".")[0] for layer in naming.layers(checkpoint) for name in naming.tensors(checkpoint, layer)}
     found, left_out = [], {}
     for base in one_matrix.bases(checkpoint):  # so norms, which have one dimension, and convolutions are no matrices
-        if base in experts or not fnmatchcase(base, given):
+        if base in experts or not fnmatchcase(base, pattern):
             continue
         if one_matrix.is_table(base):
             left_out[base] = "a token reads some rows of an embedding; if it is the output layer, too, ask for it by its name"
@@ -111,10 +123,7 @@ def _named(checkpoint: Checkpoint, given: str, skipped: dict[str, str]) -> list[
         else:
             found.append(base)
     skipped |= left_out
-    if found:
-        return sorted(found, key=_counted)
-    why = next((f" that is read: {name}: {why}" for name, why in left_out.items()), "")
-    raise MissingTensorError(f"{checkpoint.path}: matrices: expected names that fit {show(given)}, found none{why}")
+    return sorted(found, key=_counted)
 
 
 def _counted(name: str) -> list[tuple[int, str]]:

@@ -36,6 +36,7 @@ adds in each layer. The modes run one after the other. It needs torch and transf
     default="exact",
     help="folded: also bf16 with weights that may be rounded to bfloat16.",
 )
+@click.option("--dense", metavar="NAME", default="packed", help="Such as int8 or torch: also bf16 with other dense matrices.")
 @click.option("--tokens", metavar="N", type=click.IntRange(2), help="Take the text's first N tokens; by default all.")
 @click.option(
     "--context",
@@ -53,6 +54,7 @@ def command(
     backend: str,
     activations: str | None,
     rounding: str,
+    dense: str,
     tokens: int | None,
     context: int,
     layers: bool,
@@ -75,6 +77,7 @@ def command(
             backend=backend,
             activations=modes,
             rounding=rounding,
+            dense=dense,
             tokens=tokens,
             context=context,
             layers=layers,

@@ -144,6 +144,7 @@ def _run_data(found: Accuracy, run: Run) -> dict:
     return {
         "activations": run.mode.activations,
         "rounding": run.mode.rounding,
+        "dense": run.mode.dense,
         "backends": run.backends,
         "perplexity": _mean_data(scores.perplexity),
         "ln_ratio": _mean_data(found.lost(run)) if compared else None,
@@ -170,6 +171,7 @@ def _layer_data(found: Accuracy, number: int) -> dict:
             {
                 "activations": run.mode.activations,
                 "rounding": run.mode.rounding,
+                "dense": run.mode.dense,
                 "relative_error": run.layers[number].relative,
                 "largest_relative_error": run.layers[number].largest,
             }

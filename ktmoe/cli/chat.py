@@ -39,6 +39,7 @@ that ends with it. A model without a chat template continues the bare PROMPT.
 @options.TUNED_FOR
 @options.THREADS
 @options.CACHE
+@options.DENSE
 @click.option("--trust-remote-code", "trusted", is_flag=True, help="Run Python code of the checkpoint, if it has some.")
 @options.JSON
 def command(
@@ -53,12 +54,13 @@ def command(
     tuned_for: str,
     threads: int | None,
     cache: str | None,
+    dense: str,
     trusted: bool,
     as_json: bool,
 ) -> None:
     if greedy and temperature is not None:
         raise click.UsageError("--greedy and --temperature exclude each other")
-    chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads}
+    chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads, "dense": dense}
     chosen["cache"] = cache and os.path.abspath(cache)
     generation = {"max_new_tokens": max_new_tokens, **_sampling(temperature, greedy)}
     if prompt is None and not sys.stdin.isatty():

@@ -50,7 +50,14 @@ SECONDS = click.option(
 
 
 CACHE = click.option(
-    "--cache", metavar="OUT", type=PathType(), help="A folder that `ktmoe pack` has made of DIR: its experts are mapped."
+    "--cache", metavar="OUT", type=PathType(), help="A folder that `ktmoe pack` has made of DIR: its weights are mapped."
+)
+DENSE = click.option(
+    "--dense",
+    metavar="NAME",
+    default="packed",
+    help="Who computes matrices that are no expert's: packed (ktmoe, exactly), torch, or a format that ktmoe rounds them to, "
+    "such as int8. By default packed.",
 )
 
 

@@ -15,11 +15,10 @@ from ktmoe.messages import printable
 
 HELP = """Write a packed cache, for faster starts.
 
-OUT becomes a folder with the experts of DIR as they lie in memory, one file a layer. Other commands map it with --cache OUT:
-they read and pack no weight at the start, and several processes share it. It serves this checkpoint only, while its files do
-not change. After an interruption, run the command again: it keeps what OUT has.
-
---matrix packs dense matrices beside the layers, for ktmoe.Linear. Other commands do not use these yet.
+OUT becomes a folder with the weights of DIR as they lie in memory: one file for the experts of a layer, and one for each dense
+matrix. Other commands map it with --cache OUT: they read and pack nothing of these at the start, and several processes share
+it. It serves this checkpoint only, while its files do not change. After an interruption, run the command again: it keeps what
+OUT has.
 """
 
 
@@ -33,8 +32,10 @@ not change. After an interruption, run the command again: it keeps what OUT has.
     "matrices",
     metavar="NAME",
     multiple=True,
-    help="A dense matrix, such as lm_head; a * stands for any text. May be given more than once.",
+    help="A dense matrix, such as lm_head; a * stands for any text. May be given more than once. By default all, but none with "
+    "--layers.",
 )
+@click.option("--no-matrices", is_flag=True, help="Pack no dense matrix, only layers.")
 @options.NUMA_NODES
 @click.option("--verify", is_flag=True, help="In the end, pack each expert and matrix anew and compare all bytes.")
 @options.JSON
@@ -44,12 +45,17 @@ def command(
     layers: list[int | str] | None,
     no_layers: bool,
     matrices: tuple[str, ...],
+    no_matrices: bool,
     numa_nodes: list[int] | None,
     verify: bool,
     as_json: bool,
 ) -> None:
-    if no_layers and (layers is not None or not matrices):
-        raise click.UsageError("--no-layers needs --matrix, and excludes --layers")
+    if no_layers and layers is not None:
+        raise click.UsageError("--no-layers excludes --layers")
+    if no_matrices and (matrices or no_layers):
+        raise click.UsageError("--no-matrices excludes --matrix and --no-layers")
+    if not matrices and not no_matrices and (layers is None or no_layers):
+        matrices = None  # all that there are
     layers = [] if no_layers else layers
     start = time.perf_counter()
     with signals_as_exit(), progress_bar.bytes_done("packing") as draw:

@@ -53,6 +53,7 @@ ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists
 @options.TUNED_FOR
 @options.THREADS
 @options.CACHE
+@options.DENSE
 def command(
     model: str,
     arguments: tuple[str, ...],
@@ -65,6 +66,7 @@ def command(
     tuned_for: str,
     threads: int | None,
     cache: str | None,
+    dense: str,
 ) -> None:
     engine.start(server=True)
     import typer
@@ -72,7 +74,7 @@ def command(
     from ktmoe.transformers import answer, serving
     from ktmoe.transformers.view import view
 
-    chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads}
+    chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads, "dense": dense}
     chosen["cache"] = cache and os.path.abspath(cache)
     with signals_as_exit(), view(model, progress=True, **chosen) as made:
         try:

@@ -1,4 +1,10 @@
-"""PyTorch modules of weights that stay packed: MoEExperts, with LoRA by add_lora() and loras(), and DenseLinear. Needs torch.
+<<<<<<< HEAD
+"""PyTorch modules of weights that stay packed: MoEExperts, with add_lora() and loras(); DenseLinear, with share_input();
+DenseGroupedLinear. Needs torch.
+=======
+"""PyTorch modules of weights that stay packed: MoEExperts, with LoRA by add_lora() and loras(), DenseLinear and DenseEmbedding.
+Needs torch.
+>>>>>>> tied
 
 docs/fine-tuning.md says how to use them.
 """
@@ -6,8 +12,10 @@ docs/fine-tuning.md says how to use them.
 from ktmoe.errors import UnavailableError
 
 try:
+    from ktmoe.torch.embedding import DenseEmbedding
     from ktmoe.torch.experts import MoEExperts
-    from ktmoe.torch.linear import DenseLinear
+    from ktmoe.torch.grouped_linear import DenseGroupedLinear
+    from ktmoe.torch.linear import DenseLinear, share_input
     from ktmoe.torch.models import add_lora, loras
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "torch":
@@ -15,4 +23,8 @@ except ModuleNotFoundError as error:
     install = "uv pip install --torch-backend=cpu torch (pip would install its build for CUDA)"
     raise UnavailableError(f"ktmoe.torch needs torch, which is not installed: {install}") from None
 
-__all__ = ["DenseLinear", "MoEExperts", "add_lora", "loras"]
+<<<<<<< HEAD
+__all__ = ["DenseGroupedLinear", "DenseLinear", "MoEExperts", "add_lora", "loras", "share_input"]
+=======
+__all__ = ["DenseEmbedding", "DenseLinear", "MoEExperts", "add_lora", "loras"]
+>>>>>>> tied

@@ -22,11 +22,13 @@ from ktmoe.backends.base import Found, mode_by
 from ktmoe.backends.choice import choose_backend
 from ktmoe.errors import CheckpointError, InputError, UnavailableError
 from ktmoe.layer import MoELayer
+from ktmoe.torch import DenseLinear
 from ktmoe.transformers import load
 from ktmoe.transformers.activation import recognise
 from ktmoe.transformers.answer import load_tokenizer
 from ktmoe.transformers.folder import folder_of
 from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler, weights_of
+from ktmoe.transformers.options import Options
 from ktmoe.transformers.perplexity import Logits, Mean, Scores, Window, require_space, score, windows
 from ktmoe.weights.activation import SILU
 
@@ -36,14 +38,21 @@ EXACT = "bf16"
 
 @dataclass(frozen=True)
 class RunMode:
-    """How experts compute: the shortest name of an activation mode, and whether weights are rounded ("folded") or "exact"."""
+    """How a model computes.
+
+    activations: the experts' mode, by its shortest name. rounding: whether their weights are rounded ("folded") or "exact".
+    dense: who computes the dense matrices, as ktmoe.transformers.load() has it.
+    """
 
     activations: str
     rounding: str = "exact"
+    dense: str = "packed"
 
     @property
     def label(self) -> str:
-        return self.activations if self.rounding == "exact" else f"{self.activations}, {self.rounding}"
+        further = [] if self.rounding == "exact" else [self.rounding]
+        further += [] if self.dense == "packed" else [f"dense {self.dense}"]
+        return ", ".join([self.activations, *further])
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ def accuracy(
     backend: str = "auto",
     activations: Sequence[str] | None = None,
     rounding: str = "exact",
+    dense: str = "packed",
     tokens: int | None = None,
     context: int = 512,
     layers: bool = True,
@@ -92,7 +102,8 @@ def accuracy(
     """Run a text through a checkpoint's model, exactly and with each activation mode. path: a folder, or a Hub id.
 
     activations: the modes to compare with "bf16"; None: those of ktmoe.modes.MODES that the chosen backend has for all layers.
-    rounding: "folded" adds a run with "bf16" whose weights may be rounded. tokens: the text's first so many; None: all.
+    rounding: "folded" adds a run with "bf16" whose weights may be rounded. dense: another name than "packed" adds a run with
+    "bf16" whose dense matrices are computed so. tokens: the text's first so many; None: all.
     context: of the windows, see ktmoe.transformers.perplexity. layers: the errors of each layer, too.
     step: of ktmoe.progress_bar.steps.
     Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short or a context that is too long
@@ -105,9 +116,10 @@ def accuracy(
     longest = getattr(config, "max_position_embeddings", None)
     if longest and context > longest:
         raise InputError(f"context must be at most {longest} tokens, which this model has positions for, found {context}")
+    Options(dense=dense)  # raises, before anything is loaded
     work = _Work(folder, backend, read, windows(len(read), context), step)
     with tempfile.TemporaryFile() as file:
-        exact, modes, found = work.exact(Logits(file), config.vocab_size, activations, rounding, layers)
+        exact, modes, found = work.exact(Logits(file), config.vocab_size, activations, rounding, dense, layers)
         runs = [exact, *(work.run(mode, Logits(file), found) for mode in modes)]
     return Accuracy(len(read), context, work.windows, runs, found)
 
@@ -123,7 +135,7 @@ class _Work:
     step: Callable
 
     def exact(
-        self, logits: Logits, vocabulary: int, activations: Sequence[str] | None, rounding: str, layers: bool
+        self, logits: Logits, vocabulary: int, activations: Sequence[str] | None, rounding: str, dense: str, layers: bool
     ) -> tuple[Run, list[RunMode], list[LayerErrors]]:
         """The exact run, the modes to compare with it, and its layers."""
         mode = RunMode(EXACT)
@@ -132,6 +144,8 @@ class _Work:
             if rounding != "exact":
                 _require_rounding(self.folder, list(packed.values()), rounding)
                 modes.append(RunMode(EXACT, rounding))
+            if dense != "packed":
+                modes.append(RunMode(EXACT, dense=dense))
             if modes:
                 require_space(sum(window.scored for window in self.windows) * vocabulary * model.dtype.itemsize)
             sampler = Sampler({name: model.get_submodule(name) for name in packed} if layers else {}, len(self.windows))
@@ -159,10 +173,10 @@ class _Work:
 
     @contextmanager
     def _loaded(self, mode: RunMode) -> Iterator[tuple[torch.nn.Module, dict[str, MoELayer], float]]:
-        """(the model, its packed layers by their modules' names, seconds). The layers are closed at the end."""
+        """(the model, its packed layers by their modules' names, seconds). Layers and matrices are closed at the end."""
         start = time.perf_counter()
         with self.step(f"{mode.label}: load") as draw:
-            options = {"activations": mode.activations, "rounding": mode.rounding}
+            options = {"activations": mode.activations, "rounding": mode.rounding, "dense": mode.dense}
             model = load(self.folder, backend=self.backend, **options, progress=draw).eval()
         layers = {name: module.ktmoe_layer for name, module in model.named_modules() if hasattr(module, "ktmoe_layer")}
         try:
@@ -170,6 +184,9 @@ class _Work:
         finally:
             for layer in layers.values():
                 layer.close()
+            for module in model.modules():
+                if isinstance(module, DenseLinear):
+                    module.linear.close()
 
 
 def _tokens(folder: Path, text: str, config: PreTrainedConfig) -> torch.Tensor:

@@ -23,9 +23,9 @@ SOURCES = ("auto", "checkpoint", "parameters")
 
 @register_quantization_config(NAME)
 class Config(QuantizationConfigMixin):
-    """A quantization_config for from_pretrained(): ktmoe computes the routed experts.
+    """A quantization_config for from_pretrained(): ktmoe computes the routed experts and the dense matrices.
 
-    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache: as
+    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache, dense: as
     ktmoe.transformers.load() has them.
     source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
@@ -49,6 +49,7 @@ class Config(QuantizationConfigMixin):
         progress=None,
         source: str = "auto",
         cache: str | os.PathLike | None = None,
+        dense: str = "packed",
         path: str | os.PathLike | None = None,
         inner: dict | None = None,
         quant_method: str = NAME,
@@ -56,7 +57,9 @@ class Config(QuantizationConfigMixin):
         if source not in SOURCES:
             raise InputError(f"source must be one of {SOURCES}, found {show(source)}")
         self.quant_method = quant_method
-        self.options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache)
+        self.options = Options(
+            backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache, dense
+        )
         self.source = source
         self.path = path
         self.inner = inner

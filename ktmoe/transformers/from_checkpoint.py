@@ -7,6 +7,7 @@ import re
 
 from transformers import PreTrainedModel
 
+from ktmoe.backends.base import Progress
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.base import find_loader
@@ -30,11 +31,11 @@ def readable(path: str | os.PathLike, found: list[Experts]) -> list[ExpertWeight
 class FromCheckpoint:
     """found: a model's modules of experts, which readable() reads. Raises what MoEModel.from_checkpoint does."""
 
-    def __init__(self, path: str | os.PathLike, found: list[Experts], options: Options):
+    def __init__(self, path: str | os.PathLike, found: list[Experts], options: Options, progress: Progress | None):
         self._found = found
         layers = [experts.layer for experts in found]
         self._loading = MoEModel.from_checkpoint(
-            path, layers, **options.packing, progress=options.progress, wait=False, cache=options.cache
+            path, layers, **options.packing, progress=progress, wait=False, cache=options.cache
         )
 
     def start(self, model: PreTrainedModel) -> None:

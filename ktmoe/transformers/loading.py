@@ -1,4 +1,4 @@
-"""load() and pack(): a model whose routed experts ktmoe computes."""
+"""load() and pack(): a model whose routed experts and dense matrices ktmoe computes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ktmoe.errors import UnavailableError
 from ktmoe.progress_bar import bytes_done
 from ktmoe.transformers import quantizer  # noqa: F401  registers itself
 from ktmoe.transformers.config import Config
+from ktmoe.transformers.dense_packing import pack_parameters, packable_nbytes
 from ktmoe.transformers.folder import check_numbers, is_folder, read_config
 from ktmoe.transformers.function import NAME, check_packable, pack_module
 from ktmoe.transformers.idle_threads import warn_of_spinning
@@ -50,9 +51,10 @@ def load(
     progress=None,
     source: str = "auto",
     cache: str | os.PathLike | None = None,
+    dense: str = "packed",
     **from_pretrained,
 ) -> PreTrainedModel:
-    """A checkpoint as a transformers model whose routed experts ktmoe computes, straight from the checkpoint's own weights.
+    """A checkpoint as a transformers model that ktmoe computes, straight from the checkpoint's own weights.
 
     path: a folder, or an id of the Hugging Face Hub. The class is the one that config.json names in "architectures".
     backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them. threads: of ktmoe in this process; None leaves
@@ -60,12 +62,18 @@ def load(
     gpu_experts: which experts torch computes on the device of their layer, dequantized, while ktmoe computes the others. A
     number: the first so many of each layer. bool [experts], or [layers, experts] with a row for each layer that has experts, or
     for all layers of the model: True is on the GPU. Arrays, torch tensors or nested lists. place() changes it at run time.
-    progress: called with (done_bytes, total_bytes) of the experts, from threads, one at a time. True: a bar on stderr, which
-    needs rich.
+    progress: called with (done_bytes, total_bytes) of the weights that ktmoe packs, from threads, one at a time. True: a bar on
+    stderr, which needs rich.
     source: "checkpoint": ktmoe's loaders read the experts while transformers loads the rest; experts are never torch tensors.
     "parameters": transformers reads them, and ktmoe packs them layer by layer; only for unquantized checkpoints. "auto": the
     first, and the second where no loader reads an unquantized checkpoint.
-    cache: a folder that `ktmoe pack` has made of this checkpoint: the experts are mapped from there (docs/packed-caches.md).
+    cache: a folder that `ktmoe pack` has made of this checkpoint. Experts are mapped from there, and dense matrices if it has
+    them (docs/packed-caches.md).
+    dense: who computes the other matrices: of attention, dense MLPs, shared experts, and the output layer. "packed": ktmoe, and
+    no weight is rounded. It reads the checkpoint's own bytes where a loader has their scheme, else bfloat16 parameters.
+    "torch": torch, as transformers reads them. A target of ktmoe.quantize, such as "int8" (a scale for 32 weights) or "mxfp8": ktmoe,
+    and matrices of 16 bits and more are rounded to that format. Torch always computes routers, norms and tiny matrices, and
+    unquantized matrices in another dtype than bfloat16.
     from_pretrained: more arguments for transformers' from_pretrained(), such as dtype, which is "auto" by default.
 
     The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,
@@ -93,6 +101,7 @@ def load(
         gpu_experts=gpu_experts,
         source=source,
         cache=cache,
+        dense=dense,
         **inner,
     )
     model_class = _model_class(config)
@@ -152,14 +161,15 @@ def pack(
     numa_nodes: Sequence[int] | None = None,
     gpu_experts: np.ndarray | Sequence | int | None = None,
     progress=None,
+    dense: str = "packed",
 ) -> PreTrainedModel:
-    """The same model, whose bfloat16 experts are packed in place, layer by layer; their parameters are freed.
+    """The same model, whose bfloat16 weights are packed in place, layer by layer; their parameters are freed.
 
-    The arguments are those of load(). model.set_experts_implementation("ktmoe") does the same without options, when a layer is
-    first called. The model is frozen afterwards, and cannot be saved.
+    The arguments are those of load(). Dense matrices on a GPU stay there. model.set_experts_implementation("ktmoe") packs
+    experts alone, without options, when a layer is first called. The model is frozen afterwards, and cannot be saved.
     Raises UnavailableError, before anything is packed, for a model that ktmoe cannot serve.
     """
-    options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress)
+    options = Options(backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, None, dense)
     found = find(model)
     for experts in found:
         if elsewhere := [name for name in experts.parameters if experts.module.get_parameter(name).is_meta]:
@@ -171,9 +181,11 @@ def pack(
     on_gpu = options.on_gpu(found, model)
     options.set_threads()
     warn_of_spinning()
-    with options.reporting(sum(experts.nbytes for experts in found)) as report:
+    experts_nbytes = sum(experts.nbytes for experts in found)
+    with options.reporting(experts_nbytes + packable_nbytes(model, options)) as report:
         for experts in found:
             pack_module(experts, options, report)
+        pack_parameters(model, options, report)
     model.set_experts_implementation(NAME)
     model.requires_grad_(False)
     put(model, {experts.name: experts.module for experts in found}, on_gpu)  # last: if it fails, the model works on the CPU

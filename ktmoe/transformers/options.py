@@ -11,13 +11,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ktmoe import backends
 from ktmoe.backends.base import Progress
+from ktmoe.errors import InputError
+from ktmoe.linear_weights import LinearWeights
 from ktmoe.machine.threads import set_num_threads
+from ktmoe.matrix import Matrix
+from ktmoe.messages import show
 from ktmoe.progress_bar import bytes_done
+from ktmoe.quantization import TARGETS, Quantizer
 from ktmoe.transformers.gpu_experts import choose
 
 if TYPE_CHECKING:
     from ktmoe.transformers.modules import Experts
+
+#: Who computes dense matrices without rounding them: ktmoe, or torch.
+EXACT = ("packed", "torch")
+#: What `dense` may be: one of these, or the format that packed matrices are rounded to.
+DENSE = (*EXACT, *TARGETS)
+#: Of formats to round dense matrices to, what shares a scale where it is not the format's own. INT8 as in ggml's Q8_0.
+_GROUPS = {"int8": {"group": 32, "scales": "fp16"}}
+#: Matrices whose weights have fewer bits are not rounded.
+_FROM_BITS = 16
 
 #: bytes of a layer -> what MoELayer reports its progress to.
 Reporting = Callable[[int], Progress | None]
@@ -30,7 +45,8 @@ class Options:
     threads: of ktmoe in this process; None leaves them as they are.
     gpu_experts: which experts are on the GPU, as ktmoe.transformers.load() has it. None: none is.
     progress: called with (done_bytes, total_bytes), from threads, one at a time. True: a bar on stderr, which needs rich.
-    cache: a folder that `ktmoe pack` has made of the checkpoint, to map experts from; only where loaders read the checkpoint.
+    cache: a folder that `ktmoe pack` has made of the checkpoint, to map weights from; only where loaders read the checkpoint.
+    dense: what computes the dense matrices, as ktmoe.transformers.load() has it. Raises InputError for another name.
     """
 
     backend: str = "auto"
@@ -42,6 +58,30 @@ class Options:
     gpu_experts: np.ndarray | Sequence | int | None = None
     progress: Progress | bool | None = None
     cache: str | os.PathLike | None = None
+    dense: str = "packed"
+
+    def __post_init__(self):
+        if self.dense not in DENSE:
+            raise InputError(f"dense must be one of {', '.join(DENSE)}, found {show(self.dense)}")
+
+    @property
+    def dense_backend(self) -> str:
+        """The backend of dense matrices: the experts', if it has them."""
+        return self.backend if self.backend == "auto" or backends.get(self.backend).linear else "auto"
+
+    def rounded(self, weights: LinearWeights) -> LinearWeights:
+        """A dense matrix as it is to be packed: in the format that `dense` names, if it has more bits and fits in there."""
+        if self.dense in EXACT or weights.formats["weight"].element.bits < _FROM_BITS:
+            return weights
+        quantizer, (n, k) = Quantizer(self.dense, **_GROUPS.get(self.dense, {})), weights.shape()
+        rows, columns = quantizer.format.code_unit
+        if n % rows or k % columns:
+            return weights
+
+        def read() -> Matrix:
+            return quantizer.matrix(weights.matrix(0, "weight"))[0]
+
+        return LinearWeights.of_headers(weights.name, quantizer.format, (n, k), read)
 
     @property
     def packing(self) -> dict:

@@ -1,11 +1,12 @@
-"""ktmoe as a quantization method of transformers: the routed experts of a model that is loaded go to ktmoe, nothing else."""
+"""ktmoe as a quantization method of transformers: the experts and dense matrices of a model that is loaded go to ktmoe."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,10 +18,13 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.messages import show
 from ktmoe.transformers.config import Config
+from ktmoe.transformers.dense_modules import find_dense, without
+from ktmoe.transformers.dense_packing import DenseFromCheckpoint, pack_parameters
 from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
 from ktmoe.transformers.from_parameters import FromParameters
 from ktmoe.transformers.function import NAME
 from ktmoe.transformers.idle_threads import warn_of_spinning
+from ktmoe.transformers.joined_progress import JoinedProgress
 from ktmoe.transformers.modules import Experts, check_same, find
 from ktmoe.transformers.place import put
 
@@ -30,17 +34,20 @@ _MOST_IN_A_BYTE = 4
 
 @register_quantizer(NAME)
 class KtmoeHfQuantizer(HfQuantizer):
-    """Takes the experts out of a model that transformers loads, and gives them to ktmoe.
+    """Takes the experts and the dense matrices out of a model that transformers loads, and gives them to ktmoe.
 
-    Whatever concerns the rest of the model is asked of the quantizer of the checkpoint's own quantization_config.
+    Whatever concerns the rest of the model is asked of the quantizer of the checkpoint's own quantization_config. If ktmoe
+    reads all that is quantized, there is none, and no package of its is needed.
     """
 
     quantization_config: Config
 
     def __init__(self, quantization_config: Config, **kwargs):
         super().__init__(quantization_config, **kwargs)
-        self._rest = _quantizer_of_the_rest(quantization_config.inner)
+        dense = quantization_config.options.dense
+        self._rest = _quantizer_of_the_rest(quantization_config.inner) if dense == "torch" else None
         self._found: list[Experts] = []
+        self._dense: DenseFromCheckpoint | None = None
         self._on_gpu: list[np.ndarray] = []
         self._source: FromCheckpoint | FromParameters | None = None
         self._dtype: torch.dtype | None = None
@@ -85,7 +92,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         """Whether transformers reads this parameter of an expert, for ktmoe to pack it."""
         return isinstance(self._source, FromParameters) and self._source.wants(parameter)
 
-    def preprocess_model(self, model: PreTrainedModel, dtype=None, *, checkpoint_files=None, **kwargs) -> None:
+    def preprocess_model(self, model: PreTrainedModel, dtype=None, *, device_map=None, checkpoint_files=None, **kwargs) -> None:
         """Refuse everything that can be refused, before any weight is read."""
         options = self.quantization_config.options
         self._found = find(model)
@@ -93,23 +100,63 @@ class KtmoeHfQuantizer(HfQuantizer):
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
         warn_of_spinning()
-        if self._rest:
-            with _without_experts(model, self._found):
-                self._rest.preprocess_model(model, dtype=dtype, checkpoint_files=checkpoint_files, **kwargs)
-        model.is_quantized, model.quantization_method = True, NAME
-        model.set_experts_implementation(NAME)
-        self._source = self._take_from(checkpoint_files)
+        self._progress = JoinedProgress(options.progress)
+        with ExitStack() as resources:
+            if options.dense != "torch":
+                self._find_dense(model, dtype, device_map, checkpoint_files)
+                if self._dense:
+                    resources.callback(self._dense.close)
+            if self._rest:
+                apart = {experts.name: experts.module for experts in self._found}
+                apart |= {name: model.get_submodule(name) for name in (self._dense.names if self._dense else ())}
+                with without(model, apart):
+                    self._rest.preprocess_model(
+                        model, dtype=dtype, device_map=device_map, checkpoint_files=checkpoint_files, **kwargs
+                    )
+            model.is_quantized, model.quantization_method = True, NAME
+            model.set_experts_implementation(NAME)
+            dense_progress = self._progress.part(self._dense.nbytes) if self._dense else None
+            self._source = self._take_from(checkpoint_files)
+            resources.pop_all()
         if isinstance(self._source, FromCheckpoint):
             self._source.start(model)
+        if self._dense:
+            self._dense.start(model, dense_progress)
         # if not, transformers asks what to do with each parameter, and reads them one after the other
         self.pre_quantized = not isinstance(self._source, FromParameters)
+
+    def _find_dense(self, model: PreTrainedModel, dtype, device_map, checkpoint_files: Sequence[str] | None) -> None:
+        """Find out which dense matrices ktmoe reads. Others may need the checkpoint's own quantization method."""
+        config = self.quantization_config
+        read, elsewhere = self._where(checkpoint_files)
+        path = _folder(checkpoint_files) if elsewhere else read
+        found = find_dense(model) if _on_cpu(device_map) else []
+        refused, needed, cached = None, True, config.options.cache is not None and not elsewhere
+        try:
+            self._dense = DenseFromCheckpoint(path, model, found, config.options, dtype, cached)
+            refused, needed = self._dense.refused, self._dense.needs_quantizer
+        except CheckpointError as error:  # transformers reads it all, or says what is wrong
+            refused = error
+        if config.inner is not None and needed:
+            try:
+                self._rest = _quantizer_of_the_rest(config.inner)
+                with _rest_needs(config.inner):
+                    self._rest.validate_environment(device_map=device_map)
+            except UnavailableError as error:
+                raise error from refused
+
+    def _where(self, checkpoint_files: Sequence[str] | None) -> tuple[str | os.PathLike, bool]:
+        """Where experts are read, and whether transformers reads other files."""
+        path = self.quantization_config.path
+        if path is None:
+            return _folder(checkpoint_files), False
+        return path, not _has_files(path, checkpoint_files)
 
     def _take_from(self, checkpoint_files: Sequence[str] | None) -> FromCheckpoint | FromParameters:
         """Where the experts come from. Raises why they cannot."""
         config, refused = self.quantization_config, None
-        read = _folder(checkpoint_files) if config.path is None else config.path
         # transformers reads its own files: experts of others come from ktmoe's loaders, or not at all
-        elsewhere = config.path is not None and not _has_files(config.path, checkpoint_files)
+        read, elsewhere = self._where(checkpoint_files)
         if config.source == "parameters":
             if config.options.cache is not None:
                 raise UnavailableError(f'{read}: a packed cache is for source="checkpoint", found source="parameters"')
@@ -132,14 +179,22 @@ class KtmoeHfQuantizer(HfQuantizer):
             else:
                 for experts, of_layer in zip(self._found, weights, strict=True):
                     check_same(experts, of_layer)
-                return FromCheckpoint(read, self._found, config.options)
-        return FromParameters(self._found, config.options, refused)
+                progress = self._progress.part(sum(of_layer.nbytes for of_layer in weights))
+                return FromCheckpoint(read, self._found, config.options, progress)
+        progress = self._progress.part(sum(experts.nbytes for experts in self._found))
+        return FromParameters(self._found, replace(config.options, progress=progress), refused)
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs) -> None:
-        """Wait until all experts are packed, attach them, and put some on the GPU."""
+        """Wait until all is packed, put it into the model, and put some experts on the GPU."""
+        options = self.quantization_config.options
         if self._rest:
             self._rest._process_model_after_weight_loading(model, **kwargs)
         self._source.finish()
+        if self._dense:
+            self._dense.finish(model)
+        with replace(options, progress=None).reporting(0) as report:
+            pack_parameters(model, options, report)
+        self._progress.close()
         _warn_of_other_dtypes(model, self._dtype)
         put(model, {experts.name: experts.module for experts in self._found}, self._on_gpu)
         model.config.quantization_config = Config(**self.quantization_config.to_dict())  # without progress, which is over
@@ -186,16 +241,10 @@ def _rest_needs(inner: dict) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _without_experts(model: torch.nn.Module, found: list[Experts]) -> Iterator[None]:
-    """The model with nothing in the places of its experts."""
-    for experts in found:
-        model.set_submodule(experts.name, torch.nn.Identity())
-    try:
-        yield
-    finally:
-        for experts in found:
-            model.set_submodule(experts.name, experts.module)
+def _on_cpu(device_map: object) -> bool:
+    """Whether transformers puts a whole model on the CPU."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    return all(str(place or "cpu") == "cpu" for place in places)
 
 
 def _folder(checkpoint_files: Sequence[str] | None) -> str:

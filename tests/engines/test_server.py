@@ -2,77 +2,22 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import socket
-import time
-from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import commands
 import pytest
-from torch.nn.modules.module import register_module_forward_pre_hook
+from servers import hooked, running
 from transformers.cli.chat import RichInterface
 
 from ktmoe import synthetic
 from ktmoe.errors import UnavailableError
 from ktmoe.transformers import serving
 from ktmoe.transformers.server import connections
-from ktmoe.transformers.view import view
 
 CONTEXT, MANY = 1500, 1200
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-
-
-class Served:
-    """A server in this process. steps: how often the model was called."""
-
-    def __init__(self, name: str, found: serving.Listening):
-        self.name, self.found, self.steps = name, found, 0
-        self.address = urlsplit(found.url)
-
-    def count(self, module, _arguments) -> None:
-        self.steps += type(module).__name__ == "Qwen3MoeForCausalLM"
-
-    def send(self, path: str, method: str = "POST", headers: dict | None = None, **body: object) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self.address.hostname, self.address.port, timeout=commands.PATIENCE)
-        text = json.dumps(body) if method == "POST" else None
-        connection.request(method, path, text, {"Content-Type": "application/json"} | (headers or {}))
-        return connection
-
-    def ask(self, path: str, method: str = "POST", headers: dict | None = None, **body: object) -> tuple[int, dict]:
-        connection = self.send(path, method, headers, **body)
-        with connection.getresponse() as response:
-            text = response.read()
-        connection.close()
-        return response.status, json.loads(text)
-
-    def wait_for_steps(self, steps: int) -> None:
-        end = time.monotonic() + commands.PATIENCE
-        while self.steps < steps:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-
-
-@contextmanager
-def hooked(before):
-    """Call it before each module."""
-    handle = register_module_forward_pre_hook(before)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def running(folder, limits: serving.ServerLimits):
-    with view(folder) as made:
-        arguments = serving.arguments(made, "127.0.0.1", 0, ["--log-level", "error"])
-        with serving.serving(made, serving.parse(arguments, "test"), limits) as found:
-            served = Served(made.name, found)
-            with hooked(served.count):
-                yield served
 
 
 @pytest.fixture(scope="module")

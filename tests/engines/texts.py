@@ -14,11 +14,11 @@ GREEDY = {"do_sample": False}
 
 
 class Oracle:
-    """A checkpoint's model and tokenizer, in this process."""
+    """A checkpoint's model and tokenizer, in this process. options: of load()."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **options):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = ktmoe.transformers.load(folder)
+        self.model = ktmoe.transformers.load(folder, **options)
 
     def answer(self, *messages: tuple[str, str], **options) -> str:
         """The answer to a conversation of (role, content). options: of generate()."""

@@ -14,8 +14,15 @@
 #include "base/numbers.h"
 #include "base/os.h"
 
+/* What is mapped for so many bytes: whole huge pages, unless that would be a sixteenth more, as for a model's many small
+ * matrices. Then the last part is of small pages. */
+static size_t mapped_bytes(size_t bytes) {
+    const size_t huge = kt_round_up(bytes, KT_HUGE_BYTES);
+    return huge - bytes <= bytes / 16 ? huge : kt_round_up(bytes, KT_PAGE_BYTES);
+}
+
 void *kt_os_map(size_t bytes) {
-    bytes = kt_round_up(bytes, KT_HUGE_BYTES);
+    bytes = mapped_bytes(bytes);
     if (bytes == 0 || bytes > SIZE_MAX / 2) return NULL;
     const size_t span = bytes + KT_HUGE_BYTES;
     uint8_t *p = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -30,7 +37,7 @@ void *kt_os_map(size_t bytes) {
 }
 
 void kt_os_unmap(void *p, size_t bytes) {
-    if (p) munmap(p, kt_round_up(bytes, KT_HUGE_BYTES));
+    if (p) munmap(p, mapped_bytes(bytes));
 }
 
 bool kt_os_file_state(int fd, kt_file_state *state) {

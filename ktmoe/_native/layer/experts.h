@@ -88,6 +88,16 @@ void kt_experts_numbers(const kt_experts *e, size_t expert, kt_numbers *numbers)
 enum kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, kt_numbers *numbers,
                                   int *error);
 
+/* Rows of a dense matrix that are asked for by their numbers, [count], each below n; a number may come twice. Where they go, dense:
+ * codes and arrays of groups in the order of rows, and factors. Each row has numbers of its own, whatever rows share them. */
+typedef struct kt_read_rows {
+    const int64_t *numbers;
+    size_t count;
+    uint8_t *codes, *groups[KT_GROUP_ARRAYS]; /* NULL: the format has no such array */
+    float *factors;                           /* NULL: it has no factor */
+} kt_read_rows;
+enum kt_outcome kt_experts_read_rows(const kt_experts *e, const kt_read_rows *to, int *error);
+
 static inline kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix) {
     return &e->layer.shards[shard].experts[expert].matrices[matrix];
 }

@@ -41,4 +41,4 @@ ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t 
 
 #include "pack/panels.h"
 
-const kt_packing kt_pack_f8 = {"f8", 1, 8, BLOCK_BYTES, pack_codes, unpack_codes};
+const kt_packing kt_pack_f8 = {"f8", 1, 8, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};

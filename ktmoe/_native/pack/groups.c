@@ -156,7 +156,7 @@ ALWAYS_INLINE void unpack_array(const kt_format *f, const kt_groups *g, size_t a
     }
 }
 
-void kt_unpack_headers(const kt_format *f, const uint8_t *packed, size_t rows, size_t k, uint8_t *const *groups) {
+void kt_unpack_headers(const kt_format *f, const uint8_t *packed, size_t first, size_t rows, size_t k, uint8_t *const *groups) {
     const kt_groups g = kt_groups_of(f, k);
     for (size_t i = 0; i < KT_GROUP_ARRAYS; i++) {
         const kt_group_array *a = &f->groups[i];
@@ -165,9 +165,9 @@ void kt_unpack_headers(const kt_format *f, const uint8_t *packed, size_t rows, s
         if (a->rows > 1)
             unpack_array(f, &g, i, packed, 1, count, groups[i], sizeof(float));
         else if (a->bytes == 1)
-            unpack_array(f, &g, i, packed, rows, count, groups[i], 1);
+            unpack_array(f, &g, i, packed + first, rows, count, groups[i], 1);
         else
-            unpack_array(f, &g, i, packed, rows, count, groups[i], 2);
+            unpack_array(f, &g, i, packed + first * 2, rows, count, groups[i], 2);
         if (a->negated) negate(groups[i], rows * count);
     }
 }

@@ -25,7 +25,9 @@ static inline size_t kt_panel_bytes(const kt_format *format, size_t k) {
 }
 
 void kt_pack_headers(const kt_shard_matrix *m, size_t panel, uint8_t *packed, kt_scan *scan);
-/* The first `rows` of a panel's arrays of groups, dense; groups: [KT_GROUP_ARRAYS]. */
-void kt_unpack_headers(const kt_format *format, const uint8_t *packed, size_t rows, size_t k, uint8_t *const *groups);
+/* So many rows of a panel's arrays of groups, from its column `first` on, dense; groups: [KT_GROUP_ARRAYS]. Where all columns share
+ * numbers, their one row. */
+void kt_unpack_headers(const kt_format *format, const uint8_t *packed, size_t first, size_t rows, size_t k,
+                       uint8_t *const *groups);
 
 #endif

@@ -54,4 +54,4 @@ ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t 
 
 #include "pack/panels.h"
 
-const kt_packing kt_pack_i8 = {"i8", 1, 8, BLOCK_BYTES, pack_codes, unpack_codes};
+const kt_packing kt_pack_i8 = {"i8", 1, 8, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};

@@ -184,7 +184,7 @@ static void unpack_panel(const kt_shard_matrix *s, size_t panel, const kt_slice 
     uint8_t *groups[KT_GROUP_ARRAYS], *end = codes + rows * kt_codes_bytes(f, s->k);
     for (size_t i = 0; i < KT_GROUP_ARRAYS; end += rows * kt_group_bytes(&f->groups[i], s->k), i++) groups[i] = end;
     f->packing->unpack_codes(f, packed, rows, s->k, codes);
-    kt_unpack_headers(f, packed, rows, s->k, groups);
+    kt_unpack_headers(f, packed, 0, rows, s->k, groups);
     for (const kt_slice *to = slices; to < slices + count; to++) {
         if (to->matrix != matrix) continue;
         copy_codes(s, panel, to, codes);

@@ -61,6 +61,8 @@ struct kt_packing {
     /* rows: the panel's codes, row i at rows + i * stride_bytes; from `count` on there are none. */
     bool (*pack_codes)(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed);
     void (*unpack_codes)(const kt_format *format, const uint8_t *packed, size_t count, size_t k, uint8_t *rows);
+    /* One column of a panel, which is a row of codes. */
+    void (*unpack_row)(const kt_format *format, const uint8_t *packed, size_t column, size_t k, uint8_t *row);
 };
 #define KT_FAMILIES(X) X(q4) X(f8) X(i8) X(b16) X(f16) X(f32)
 #define DECLARE(family) extern const kt_packing kt_pack_##family;

@@ -75,3 +75,15 @@ static void unpack_codes(const kt_format *f, const uint8_t *packed, size_t count
             for (size_t i = 0; i < 4 && column + i < count; i++) memcpy(to + i * row_bytes, four[i], left);
         }
 }
+
+/* One column of a panel: its row of codes. */
+static void unpack_row(const kt_format *f, const uint8_t *packed, size_t column, size_t k, uint8_t *row) {
+    const kt_groups g = kt_groups_of(f, k);
+    const size_t row_bytes = k * f->packing->code_bits / 8;
+    for (size_t b = 0; b < g.blocks; b++) {
+        const size_t at = b * ROW_BYTES, left = row_bytes - at < ROW_BYTES ? row_bytes - at : ROW_BYTES;
+        uint8_t four[4][ROW_BYTES];
+        unpack_four(f, packed + kt_block_at(&g.at, b) + column_at(column / 4 * 4), four[0], ROW_BYTES);
+        memcpy(row + at, four[column % 4], left);
+    }
+}

@@ -46,4 +46,4 @@ ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t 
 
 #include "pack/panels.h"
 
-const kt_packing kt_pack_q4 = {"q4", 1, 4, BLOCK_BYTES, pack_codes, unpack_codes};
+const kt_packing kt_pack_q4 = {"q4", 1, 4, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};

@@ -17,6 +17,42 @@ cdef class PackedLinear(_PackedExperts):
         """grad_y W into grad_x. grad_y: uint16 (bf16 bits) or float32 [tokens, n]. grad_x: of its dtype or float32, [tokens, k]."""
         linear_backward((self,), (grad_y,), (grad_x,))
 
+    def read_rows(self, numbers, arrays):
+        """Rows of the matrix into arrays, by name: codes and numbers of groups as the order of rows has them, with numbers of its
+        own for each row: float32 scales where rows share them, zero points as they are subtracted, a factor for each row.
+
+        numbers: int64 [count], of rows, each within the matrix. It is not changed meanwhile. arrays: C-contiguous.
+        Raises FormatError for an array of another size; ClosedError, CacheError.
+        """
+        cdef kt_read_rows to
+        cdef const int64_t[::1] rows = numbers
+        cdef uint8_t[::1] bytes_of
+        cdef float[::1] factors
+        cdef int error = 0
+        cdef kt_outcome outcome
+        cdef size_t k = self.experts.layer.hidden
+        cdef const kt_format *f = &self.experts.formats[0]
+        memset(&to, 0, sizeof(to))
+        to.numbers, to.count = &rows[0], rows.shape[0]
+        bytes_of = _bytes("codes", arrays["codes"], to.count * kt_codes_bytes(f, k))
+        to.codes = &bytes_of[0]
+        weight_format = self._spec.formats["weight"]
+        for i, (label, how) in enumerate(_group_arrays(weight_format)):
+            if how:
+                bytes_of = _bytes(label, arrays[label], to.count * kt_group_bytes(&f.groups[i], k))
+                to.groups[i] = &bytes_of[0]
+        if weight_format.factor:
+            factors = _bytes("factor", arrays["factor"], to.count * sizeof(float)).view(np.float32)
+            to.factors = &factors[0]
+        with nogil:
+            kt_pool_lock()
+            outcome = kt_experts_read_rows(&self.experts, &to, &error)
+            kt_pool_unlock()
+        self._check_outcome(outcome)
+        self._check_whole(False, self.experts.missing if outcome == KT_INCOMPLETE else 0)
+        if outcome == KT_FAILED:
+            _raise(error, f"reading {to.count} rows of {self._spec.name}")
+
 
 cdef class _Linears:
     """The matrices of a call: PackedLinears of one placement, of whose instruction sets one at most has state. Raises InputError

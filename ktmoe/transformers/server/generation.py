@@ -9,9 +9,10 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 
+from ktmoe.transformers.server.keeping import Keeping
 from ktmoe.transformers.server.refusal import Refusal, in_words
 
 #: Tokens of an answer where neither the client nor the checkpoint says how many.
@@ -47,6 +48,7 @@ class Generations(GenerateManager):
         self._answer: PendingAnswer | None = None
         self._hook = None
         self._closed: Refusal | None = None
+        self._keeping: Keeping | None = None
 
     @property
     def closed(self) -> Refusal | None:
@@ -55,11 +57,18 @@ class Generations(GenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         self._bound(inputs, gen_config)
-        return super().generate_streaming(_Streamed(model), processor, inputs, gen_config, request_id, response_parser)
+        model = _Streamed(self._kept(model))
+        return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         self._bound(inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        return await super().generate_non_streaming(self._kept(model), processor, inputs, gen_config, request_id)
+
+    def _kept(self, model: PreTrainedModel) -> Keeping:
+        """The model, which keeps its cache from answer to answer."""
+        if self._keeping is None or self._keeping.model is not model:
+            self._keeping = Keeping(model)
+        return self._keeping
 
     def _bound(self, inputs: dict, config: GenerationConfig) -> None:
         """Leave the answer what the prompt leaves of the context. Raises Refusal if that is nothing, and for no prompt."""

@@ -1,5 +1,5 @@
 # layer/: packed experts; and the kernel tables of this build.
-from libc.stdint cimport uint8_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t
 
 from ktmoe._native.ktmoe cimport kt_activation, kt_codebook, kt_isa, kt_kernel
 from ktmoe._native.python.driver.base cimport kt_bool, kt_file_state, kt_placement
@@ -79,6 +79,12 @@ cdef extern from "layer/experts.h" nogil:
         float *bias
         float *factor
         kt_bool has_bias
+    ctypedef struct kt_read_rows:
+        const int64_t *numbers
+        size_t count
+        uint8_t *codes
+        uint8_t *groups[4]
+        float *factors
     enum kt_outcome:
         KT_DONE
         KT_CLOSED
@@ -99,4 +105,5 @@ cdef extern from "layer/experts.h" nogil:
     kt_outcome kt_experts_pack(kt_experts *e, size_t expert, const kt_given *given, kt_scan *scans, int *error)
     kt_outcome kt_experts_unpack(const kt_experts *e, size_t expert, const kt_slice *slices, size_t count, kt_numbers *numbers,
                                  int *error)
+    kt_outcome kt_experts_read_rows(const kt_experts *e, const kt_read_rows *to, int *error)
     kt_matrix *kt_matrix_of(const kt_experts *e, size_t shard, size_t expert, size_t matrix)

@@ -62,6 +62,8 @@ cdef extern from "pack/pack.h" nogil:
         uint8_t *groups[4]
         const kt_fields *fields
     const kt_packing *kt_packings[]
+    size_t kt_codes_bytes(const kt_format *format, size_t columns)
+    size_t kt_group_bytes(const kt_group_array *array, size_t columns)
 
 
 cdef extern from "pack/groups.h" nogil:

@@ -1,0 +1,119 @@
+"""Dense matrices of a transformers model: the modules that have them, and what takes their places once they are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ktmoe.linear import Linear
+from ktmoe.linear_group import LinearGroup
+from ktmoe.torch.embedding import DenseEmbedding
+from ktmoe.torch.grouped_linear import DenseGroupedLinear
+from ktmoe.torch.linear import DenseLinear, share_input
+
+#: A module of fewer outputs is tiny, or a gate of the whole layer: it stays torch's.
+_FEWEST_OUTPUTS = 16
+#: The last parts of routers' names. A router's picks decide more than its bytes.
+_ROUTERS = {"gate", "router", "wg"}
+#: Modules of one parent that most models call with the same input, by the last parts of their names.
+_SAME_INPUT = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_proj"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
+
+
+@dataclass(frozen=True)
+class DenseModule:
+    """A module that multiplies its input by one matrix.
+
+    name: in its model. module: a torch.nn.Linear. groups: of inputs, each with rows of its own; 0 for a usual matrix.
+    """
+
+    name: str
+    module: torch.nn.Linear
+    groups: int
+
+    @property
+    def parameter(self) -> str:
+        """The name of its matrix."""
+        return f"{self.name}.weight"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)."""
+        return tuple(self.module.weight.shape)
+
+
+def find_dense(model: torch.nn.Module) -> list[DenseModule]:
+    """The modules of a model that can be packed; it may be on the device "meta". Subclasses that compute more are left out."""
+    found = (dense_module(name, module) for name, module in model.named_modules())
+    return [each for each in found if each is not None]
+
+
+def dense_module(name: str, module: torch.nn.Module) -> DenseModule | None:
+    """A module of that name; None if it is to stay as it is."""
+    if not isinstance(module, torch.nn.Linear) or name.rpartition(".")[2] in _ROUTERS:
+        return None
+    if module.out_features < _FEWEST_OUTPUTS:
+        return None
+    if type(module) is torch.nn.Linear:
+        return DenseModule(name, module, 0)
+    return DenseModule(name, module, module.n_groups) if type(module).__name__ == "DeepseekV4GroupedLinear" else None
+
+
+@contextmanager
+def without(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
+    """The model with nothing in the places of these modules, by their names."""
+    take_away(model, modules)
+    try:
+        yield
+    finally:
+        for name, module in modules.items():
+            model.set_submodule(name, module)
+
+
+def take_away(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Put modules without parameters in the places of these."""
+    for name in names:
+        empty = torch.nn.Identity()
+        empty._is_hf_initialized = True
+        model.set_submodule(name, empty)
+
+
+def put_packed(model: torch.nn.Module, name: str, packed: Linear | LinearGroup) -> None:
+    """Put a packed matrix in the place of the module of that name."""
+    made = DenseLinear(packed) if isinstance(packed, Linear) else DenseGroupedLinear(packed)
+    model.set_submodule(name, made.eval())
+
+
+def share_inputs(model: torch.nn.Module) -> None:
+    """Compute packed matrices that take the same input together: one dispatch of the threads for q, k and v."""
+    for parent in model.modules():
+        children = {name: child for name, child in parent.named_children() if type(child) is DenseLinear}
+        for names in _SAME_INPUT:
+            together = [children[last] for last in names if last in children]
+            if len(together) == len(names) and len({each.in_features for each in together}) == 1:
+                share_input(together)
+
+
+def output_of_embedding(model: torch.nn.Module) -> tuple[str, str] | None:
+    """The names of the output layer and of the input embedding, if both are plain and have one matrix."""
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(output) is not torch.nn.Linear or type(embedding) is not torch.nn.Embedding:
+        return None
+    if output.weight is not embedding.weight:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    return names[id(output)], names[id(embedding)]
+
+
+def put_embedding(model: torch.nn.Module, name: str, linear: Linear) -> None:
+    """Put rows of the packed output layer in the place of the embedding of that name."""
+    model.set_submodule(name, DenseEmbedding(linear, model.get_submodule(name).weight.dtype))

@@ -1,0 +1,43 @@
+"""What a model's dense matrices are called in its checkpoint, by the renamings that transformers itself reads it with."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from ktmoe.loaders import one_matrix
+from ktmoe.loaders.checkpoint import Checkpoint
+
+
+def stored_names(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+    """{a parameter's name: the matrix's in the checkpoint}, for matrices that a parameter takes as they are.
+
+    Those that transformers splits, joins or transposes are left out. A matrix of any scheme counts as its weight.
+    """
+    bases = set(one_matrix.bases(checkpoint))
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    parameters, prefix = model.state_dict(), model.base_model_prefix
+    found = {}
+    # all names in this order, since a renaming may wait for one that comes before
+    for weight in sorted({_weight(name, bases) for name in checkpoint.names()}, key=dot_natural_key):
+        renamed, converter = rename_source_key(weight, renamings, converters, prefix, parameters)
+        if renamed not in parameters and weight in parameters:
+            renamed, converter = rename_source_key(weight, [], [], prefix, parameters)
+        base = weight.removesuffix(".weight")
+        if converter is None and renamed in parameters and base in bases:
+            found[renamed] = base
+    return found
+
+
+def is_plain(checkpoint: Checkpoint, base: str) -> bool:
+    """Whether a matrix is stored as one tensor of numbers, which transformers reads by itself."""
+    there = set(one_matrix.endings(checkpoint, base)) - {".bias"}
+    return there == {".weight"} and checkpoint.info(f"{base}.weight").dtype in ("BF16", "F16", "F32")
+
+
+def _weight(name: str, bases: set[str]) -> str:
+    base = name.rpartition(".")[0]
+    return f"{base}.weight" if base in bases and not name.endswith(".bias") else name
