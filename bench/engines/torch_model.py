@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 import ktmoe
+import ktmoe.torch
 from bench.peers.workers.weights import bfloat16_weights
 from ktmoe import synthetic
 from ktmoe.experts import ExpertWeights
@@ -73,14 +74,23 @@ def made(folder: Path, config: dict) -> PreTrainedModel:
 
 def held_bytes(model: PreTrainedModel) -> dict[str, int]:
     """{"experts": bytes, "dense": bytes of all else but the embeddings, "embedding": bytes}, packed where ktmoe holds them."""
-    found = {"experts": 0, "dense": 0, "embedding": 0}
+    found, counted = {"experts": 0, "dense": 0, "embedding": 0}, set()
     for name, module in model.named_modules():
-        part = "embedding" if isinstance(module, torch.nn.Embedding) else "experts" if _EXPERTS.search(f".{name}") else "dense"
-        found[part] += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
-        packed = getattr(module, "ktmoe_layer", None) or getattr(module, "linear", None)
-        if isinstance(packed, ktmoe.MoELayer | ktmoe.Linear):
-            found[part] += packed.nbytes
+        of_experts = _EXPERTS.search(f".{name}")
+        part = "embedding" if isinstance(module, torch.nn.Embedding) else "experts" if of_experts else "dense"
+        held = [*module.parameters(recurse=False), *_packed(module)]
+        found[part] += sum(one.nbytes for one in held if id(one) not in counted)
+        counted |= {id(one) for one in held}
     return found
+
+
+def _packed(module: torch.nn.Module) -> list[ktmoe.MoELayer | ktmoe.Linear]:
+    """What ktmoe holds for a module."""
+    if layer := getattr(module, "ktmoe_layer", None):
+        return [layer]
+    if isinstance(module, ktmoe.torch.DenseGroupedLinear):
+        return list(module.group.linears)
+    return [module.linear] if isinstance(module, ktmoe.torch.DenseLinear | ktmoe.torch.DenseEmbedding) else []
 
 
 def _empty(config: dict) -> PreTrainedModel:
