@@ -15,6 +15,7 @@ from pathlib import Path
 from bench import cost_model, explain, modes, readme
 from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
+from bench.engines import page as whole
 from bench.explain import Call
 from bench.linear import page as linear
 from bench.models import models
@@ -299,6 +300,7 @@ TABLES: Tables = {
     "modes": modes.table,
     "linear": linear.table,
     "linear peers": linear.peers_table,
+    "whole": whole.table,
     "pool": pool,
     "loading": loading,
     **{f"peers {weights}": functools.partial(peers, weights) for weights in FORMATS},
@@ -310,5 +312,5 @@ PAGES: dict[Path, Tables] = {
     PAGE: TABLES,
     ENGINES: {"engines": engines},
     VLLM: {"vllm": vllm},
-    readme.PAGE: {"weights": readme.table},
+    readme.PAGE: {"text": whole.first_table, "weights": readme.table},
 }

@@ -18,7 +18,9 @@ import sys
 from pathlib import Path
 
 from bench import document, explain, modes, runs
+from bench.engines import page as whole_page
 from bench.engines import report as engines_report
+from bench.engines.ways import OF_WHOLE
 from bench.linear import page as linear_page
 from bench.linear import report as linear_report
 from bench.models import models
@@ -112,9 +114,15 @@ def peers(saved: dict) -> dict:
     return {**shape, "date": date, **commit, "source": "make bench-peers", "auto": saved["base"], "library": libraries}
 
 
-def engines(saved: dict) -> dict:
-    """A results file's `engines`, of what make bench-engines saved. Ways that failed are left out."""
-    streams = _streams([row for comparison in saved["comparisons"] for row in comparison["rounds"]])
+def engines(saved: dict) -> dict | None:
+    """A results file's `engines`, of what make bench-engines saved besides whole models; None if that is nothing.
+
+    Ways that failed are left out.
+    """
+    kept = [comparison for comparison in saved["comparisons"] if comparison["comparison"] not in OF_WHOLE]
+    if not kept:
+        return None
+    streams = _streams([row for comparison in kept for row in comparison["rounds"]])
     commit = {"commit": saved["commit"]} if saved["commit"] else {}
     comparisons = [
         {
@@ -125,7 +133,7 @@ def engines(saved: dict) -> dict:
                 if not about["failure"] and (found := engines_report.figures(comparison, name))
             ],
         }
-        for comparison in saved["comparisons"]
+        for comparison in kept
     ]
     date = datetime.date.fromisoformat(saved["date"])
     return {
@@ -175,11 +183,9 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
         data["peers"] = [found[weights] for weights in FORMATS if weights in found]
     saved = json.loads(ENGINES.read_text()) if ENGINES.exists() else None
     if saved and (saved["cpu"]["name"], saved["cpu"]["threads"]) == (cpu["name"], cpu["threads"]):
-        data["engines"] = engines(saved)
-    elif "engines" in old:
-        data["engines"] = old["engines"]
+        data |= _of_engines(saved)
     data |= _linear_peers(cpu)
-    for section in ("modes", "vllm", "linear", "linear_peers"):
+    for section in ("engines", "whole", "modes", "vllm", "linear", "linear_peers"):
         if section in old:
             data.setdefault(section, old[section])
     check(data, "the run")
@@ -196,12 +202,17 @@ def _linear_peers(cpu: dict) -> dict:
 
 def engines_alone(saved: dict, folder: Path = FOLDER) -> Results:
     """The file of the CPU that make bench-engines ran on, with what it saved; a new one has nothing else."""
-    return _alone("engines", engines(saved), _about(saved), folder)
+    return _alone(_of_engines(saved), _about(saved), folder)
+
+
+def _of_engines(saved: dict) -> dict[str, dict]:
+    found = {"engines": engines(saved), "whole": whole_page.section(saved)}
+    return {name: section for name, section in found.items() if section}
 
 
 def vllm_alone(saved: dict, folder: Path = FOLDER) -> Results:
     """The same of make bench-vllm."""
-    return _alone("vllm", vllm_report.published(saved), _about(saved), folder)
+    return _alone({"vllm": vllm_report.published(saved)}, _about(saved), folder)
 
 
 def _about(saved: dict) -> dict:
@@ -217,7 +228,7 @@ def modes_alone(saved: list[dict], folder: Path = FOLDER) -> Results:
     found = modes.section(made, _by_suite(saved)["modes"])
     if not found:
         raise ResultsError("the run has no activation modes: expected what make bench ARGS='-k test_modes' saves")
-    return _alone("modes", found, {"commit": made["commit"], "ktmoe": last["ktmoe"]["version"], "cpu": _cpu(last)}, folder)
+    return _alone({"modes": found}, {"commit": made["commit"], "ktmoe": last["ktmoe"]["version"], "cpu": _cpu(last)}, folder)
 
 
 def linear_alone(saved: list[dict], folder: Path = FOLDER) -> Results:
@@ -227,16 +238,17 @@ def linear_alone(saved: list[dict], folder: Path = FOLDER) -> Results:
     if not found:
         raise ResultsError("the run has no dense matrices: expected what make bench ARGS='-k test_linear' saves")
     about = {"commit": made["commit"], "ktmoe": last["ktmoe"]["version"], "cpu": _cpu(last)}
-    data = _alone("linear", found, about, folder).data | _linear_peers(about["cpu"])
+    data = _alone({"linear": found}, about, folder).data | _linear_peers(about["cpu"])
     check(data, "the run")
     return Results(data)
 
 
-def _alone(section: str, found: dict, about: dict, folder: Path) -> Results:
-    """The file of a CPU, with that section in the place of its own."""
-    new = {name: found[name] for name in ("date", "source")} | about
+def _alone(sections: dict[str, dict], about: dict, folder: Path) -> Results:
+    """The file of a CPU, with these sections in the place of its own."""
+    first = next(iter(sections.values()))
+    new = {name: first[name] for name in ("date", "source")} | about
     file = folder / Results(new).file_name
-    data = (read(file).data if file.exists() else new) | {section: found}
+    data = (read(file).data if file.exists() else new) | sections
     check(data, "the run")
     return Results(data)
 

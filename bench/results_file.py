@@ -187,6 +187,32 @@ SCHEMA = {
             }
         ],
     },
+    "whole?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "comparison": [
+            {
+                "model": str,
+                "layers": int,
+                "of_layers": int,
+                "vocabulary": int,
+                "by_turns": bool,
+                "way": [
+                    {
+                        "name": str,
+                        "error?": float,
+                        "resident_gb": float,
+                        "mapped_gb": float,
+                        "packed_gb": float,
+                        "load_s": float,
+                        "prefill": [{"tokens": int, "tokens_s": float, "ratio?": float}],
+                        "decode": [{"texts": int, "after": int, "tokens_s": float, "ratio?": float, "of_limit?": float}],
+                    }
+                ],
+            }
+        ],
+    },
     "vllm?": {
         "date": datetime.date,
         "commit?": str,

@@ -47,9 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         "--comparisons",
         nargs="+",
         choices=list(COMPARISONS),
-        default=list(COMPARISONS),
-        help="whole: the whole model beside llama.cpp; contexts: the same after long texts; beside: transformers' own experts "
-        "take part; alone: ktmoe alone, with more layers; threads: ktmoe with and without OMP_WAIT_POLICY=passive",
+        default=[name for name in COMPARISONS if name != "contexts"],
+        help="all but contexts by default. whole: the whole model beside llama.cpp; contexts: the same after long texts; "
+        "beside: transformers' own experts take part; alone: ktmoe alone, with more layers; threads: ktmoe with and without "
+        "OMP_WAIT_POLICY=passive",
     )
     run.add_argument(
         "--layers",
@@ -69,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the tables of a saved result")
     show.add_argument("result", type=Path)
     show.set_defaults(run=_show)
+    plot = commands.add_parser("plot", help="draw whole models of a saved result")
+    plot.add_argument("result", type=Path)
+    plot.add_argument("--into", metavar="FOLDER", type=Path, default=runs.STORAGE, help="(%(default)s)")
+    plot.set_defaults(run=_plot)
     return parser
 
 
@@ -130,6 +135,16 @@ def _print(result: dict) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     _print(json.loads(options.result.read_text()))
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from bench.engines import plots  # matplotlib is there for this alone
+
+    result = json.loads(options.result.read_text())
+    for comparison in result["comparisons"]:
+        if comparison["comparison"] in OF_WHOLE:
+            print(f"drawn: {plots.draw(result, comparison, options.into)}")
     return 0
 
 

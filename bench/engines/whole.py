@@ -118,6 +118,8 @@ class _Run:
         for participant in participants:
             if participant.ways:
                 self.load(participant)
+        if not any(participant.ways for participant in participants):
+            return
         with session.reading(self._engine) as limits:
             for number in range(count + 1):
                 read = limits.read(session.LIMIT_SECONDS)

@@ -1,0 +1,100 @@
+"""Whole models in a results file, on docs/performance.md and in README: of make bench-engines."""
+
+from __future__ import annotations
+
+import datetime
+
+from bench.engines import whole_report
+from bench.engines.ways import OF_WHOLE
+from bench.results_file import Results, digits
+
+NONE = "-"
+
+
+def section(saved: dict) -> dict | None:
+    """A results file's `whole`, of what make bench-engines saved; None if it has nothing of whole models.
+
+    Ways that failed are left out.
+    """
+    comparisons = [
+        {
+            **{name: comparison[name] for name in ("model", "layers", "of_layers", "vocabulary", "by_turns")},
+            "way": [
+                _way(name, about, found)
+                for name, about in comparison["ways"].items()
+                if not about["failure"] and (found := whole_report.figures(comparison, name))
+            ],
+        }
+        for comparison in saved["comparisons"]
+        if comparison["comparison"] in OF_WHOLE
+    ]
+    if not comparisons:
+        return None
+    commit = {"commit": saved["commit"]} if saved["commit"] else {}
+    date = datetime.date.fromisoformat(saved["date"])
+    return {"date": date, **commit, "source": "make bench-engines", "comparison": comparisons}
+
+
+def _way(name: str, about: dict, found: dict) -> dict:
+    def line(fields: dict) -> dict:
+        known = {"ratio": fields["ratio"], "of_limit": fields.get("of_limit")}
+        return {"tokens_s": digits(fields["rate"]), **{key: digits(value) for key, value in known.items() if value}}
+
+    return {
+        "name": name,
+        **({"error": digits(about["error"])} if about["error"] is not None else {}),
+        **{f"{what}_gb": digits(found[what] / 1e9) for what in ("resident", "mapped", "packed")},
+        "load_s": digits(found["load"]),
+        "prefill": [{"tokens": tokens, **line(fields)} for tokens, fields in found["prefill"].items()],
+        "decode": [{"texts": texts, "after": after, **line(fields)} for (texts, after), fields in found["decode"].items()],
+    }
+
+
+def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A line for each way; columns for the numbers of texts and of tokens."""
+    entries = [
+        (results.label, comparison, way)
+        for results in found
+        for comparison in results.data.get("whole", {}).get("comparison", ())
+        for way in comparison["way"]
+    ]
+    texts = sorted({(row["texts"], row["after"]) for *_, way in entries for row in way["decode"]}, key=lambda at: at[::-1])
+    texts.sort(key=lambda at: at[0])
+    tokens = sorted({row["tokens"] for *_, way in entries for row in way["prefill"]})
+    rows = []
+    for label, comparison, way in entries:
+        decode = {(row["texts"], row["after"]): row for row in way["decode"]}
+        prefill = {row["tokens"]: row for row in way["prefill"]}
+        cells = [_cell(decode.get(at)) for at in texts] + [_cell(prefill.get(count)) for count in tokens]
+        mapped = f", {way['mapped_gb']:.2g} of it mapped" if way["mapped_gb"] > way["packed_gb"] / 100 else ""
+        memory = f"{way['resident_gb']:.3g} GB, {way['resident_gb'] / way['packed_gb']:.2f} x{mapped}"
+        name = comparison["model"], f"{comparison['layers']} of {comparison['of_layers']}", way["name"]
+        rows.append((label, *name, *cells, memory, f"{way['load_s']:.2g} s"))
+    heads = (*(_texts(*at) for at in texts), *(f"prefill, {count:,} tokens" for count in tokens))
+    return ("CPU", "model", "layers", "way", *heads, "memory", "loading"), rows
+
+
+def first_table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """README's: of the CPU that was measured last, each model with its most layers, and short texts alone."""
+    of_one = next((results for results in found if "whole" in results.data), None)
+    if of_one is None:
+        return (), []
+    short: dict[str, dict] = {}
+    for comparison in of_one.data["whole"]["comparison"]:
+        known = short.get(comparison["model"], {"layers": 0})
+        if any(way["prefill"] for way in comparison["way"]) and comparison["layers"] > known["layers"]:
+            short[comparison["model"]] = comparison
+    heads, rows = table([Results(of_one.data | {"whole": {"comparison": list(short.values())}})])
+    return (f"model, on {of_one.label}", *heads[2:-2]), [row[1:-2] for row in rows]
+
+
+def _texts(texts: int, after: int) -> str:
+    return f"decode, {texts} text{'s' * (texts > 1)} after {after:,} tokens"
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return NONE
+    limit = f", {100 * row['of_limit']:.0f} % of the limit" if "of_limit" in row else ""
+    ratio = f", {row['ratio']:.2f} x llama.cpp" if "ratio" in row else ""
+    return f"{row['tokens_s']:.3g} tokens/s{limit}{ratio}"
