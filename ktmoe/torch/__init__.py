@@ -1,10 +1,5 @@
-<<<<<<< HEAD
 """PyTorch modules of weights that stay packed: MoEExperts, with add_lora() and loras(); DenseLinear, with share_input();
-DenseGroupedLinear. Needs torch.
-=======
-"""PyTorch modules of weights that stay packed: MoEExperts, with LoRA by add_lora() and loras(), DenseLinear and DenseEmbedding.
-Needs torch.
->>>>>>> tied
+DenseGroupedLinear; DenseEmbedding. Needs torch.
 
 docs/fine-tuning.md says how to use them.
 """
@@ -23,8 +18,4 @@ except ModuleNotFoundError as error:
     install = "uv pip install --torch-backend=cpu torch (pip would install its build for CUDA)"
     raise UnavailableError(f"ktmoe.torch needs torch, which is not installed: {install}") from None
 
-<<<<<<< HEAD
-__all__ = ["DenseGroupedLinear", "DenseLinear", "MoEExperts", "add_lora", "loras", "share_input"]
-=======
-__all__ = ["DenseEmbedding", "DenseLinear", "MoEExperts", "add_lora", "loras"]
->>>>>>> tied
+__all__ = ["DenseEmbedding", "DenseGroupedLinear", "DenseLinear", "MoEExperts", "add_lora", "loras", "share_input"]
