@@ -7,16 +7,19 @@ logits, which the kernel returns, softmax with a sink is softmax without one, ti
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "ktmoe"
 
 #: Models whose eager attention is softmax with a sink for each head, and nothing else.
-_WITH_SINKS = ("gpt_oss",)
+WITH_SINKS = ("gpt_oss",)
+
+_ROWS = 256  # queries of one block
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -59,33 +62,63 @@ def _attend(
     if queries == 1:
         # the heads that share keys are rows of one head: each key is read once
         query = query.reshape(batch, heads // shared, shared, dim)
-        output, lse = _flash(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.reshape(mask.shape[0], heads // shared, shared, -1)
+        output, lse = _flash(query, key, value, 0.0, False, attn_mask=_added(mask, query.dtype), scale=scaling)
         return output.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
     if shared > 1:
         key, value = (states.repeat_interleave(shared, 1) for states in (key, value))
-    return _flash(query, key, value, 0.0, causal and mask is None, attn_mask=mask, scale=scaling)
+    if mask is None:
+        return _flash(query, key, value, 0.0, causal, scale=scaling)
+    parts = [
+        _flash(query[:, :, rows], key[:, :, seen], value[:, :, seen], 0.0, False, attn_mask=added, scale=scaling)
+        for rows, seen, added in _blocks(mask, query.dtype)
+    ]
+    return torch.cat([output for output, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
-def _by_transformers(module, query, key, value, mask, dropout, scaling, sinks, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _blocks(mask: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Some queries at a time, the keys from the first to the last that any of them sees, and what is added to their logits.
+
+    A window of 128 keys in a prompt of 16,384 tokens is 1 % of the products then, and the mask in numbers is small.
+    """
+    for start in range(0, mask.shape[2], _ROWS):
+        rows = slice(start, start + _ROWS)
+        added = _added(mask[:, :, rows], dtype)
+        columns = (added > torch.finfo(dtype).min).flatten(0, 2).any(0).nonzero()
+        seen = slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 1)
+        yield rows, seen, added[..., seen]
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask as numbers that are added to logits: of a boolean one 0, or the least number of dtype where nothing is seen."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def _by_transformers(
+    module, query, key, value, mask, dropout, scaling, sinks, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' own attention of this module: sdpa, or eager if it has sinks, which sdpa does not take."""
     if sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     if mask is None and query.shape[2] > 1:
-        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    mask = _added(mask, query.dtype)
     eager = sys.modules[type(module).__module__].eager_attention_forward
     return eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, s_aux=sinks, **kwargs)
 
 
-def mask(*args, dtype: torch.dtype = torch.float32, **kwargs) -> torch.Tensor | None:
-    """What attention() adds to the logits, [batch, 1, queries, keys]: 0, or the least number of dtype where nothing is seen.
+def mask(*args, **kwargs) -> torch.Tensor | None:
+    """Which keys a query sees, bool [batch, 1, queries, keys], or None if one query sees all, or each all up to its own.
 
-    The arguments are those of transformers' sdpa_mask(). None: all keys up to the query's own are seen.
+    The arguments are those of transformers' sdpa_mask(), which makes it.
     """
     seen = sdpa_mask(*args, **kwargs)
-    if seen is None or (seen.shape[2] == 1 and not torch.compiler.is_compiling() and bool(seen.all())):
+    if seen is not None and seen.shape[2] == 1 and not torch.compiler.is_compiling() and bool(seen.all()):
         return None
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    return seen
 
 
 AttentionInterface.register(NAME, attention)

@@ -36,7 +36,9 @@ class _Room:
     def _start(self, kept: torch.Tensor) -> int | None:
         """The token of the buffer at which kept begins; None if it is no view of its tokens."""
         buffer = self._buffer
-        if buffer is None or kept.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+        if buffer is None or (buffer.is_inference() and not torch.is_inference_mode_enabled()):
+            return None  # torch allows no writing into it
+        if kept.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
             return None
         same = kept.shape[:2] == buffer.shape[:2] and kept.shape[3] == buffer.shape[3] and kept.stride() == buffer.stride()
         start, rest = divmod(kept.storage_offset(), buffer.shape[3])
@@ -44,8 +46,8 @@ class _Room:
 
 
 def _can_grow(layer: DynamicLayer, new: torch.Tensor) -> bool:
-    """Whether new may be written behind the layer's tokens: not if gradients flow through these, or the dtypes differ."""
-    return not (torch.is_grad_enabled() and new.requires_grad) and layer.dtype == new.dtype and layer.device == new.device
+    """Whether new may be written behind the layer's tokens: not if gradients may need these, or dtype or device differ."""
+    return not torch.is_grad_enabled() and layer.dtype == new.dtype and layer.device == new.device
 
 
 class GrowingLayer(DynamicLayer):
@@ -58,7 +60,9 @@ class GrowingLayer(DynamicLayer):
         super().__init__(**kwargs)
         self._rooms = _Room(), _Room()
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values, with the new ones behind them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -76,7 +80,9 @@ class GrowingSlidingLayer(DynamicSlidingWindowLayer):
         super().__init__(sliding_window, **kwargs)
         self._rooms = _Room(), _Room()
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values that the new tokens may see, and the new ones behind them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -95,15 +101,13 @@ class GrowingSlidingLayer(DynamicSlidingWindowLayer):
 
 
 def grow(cache: DynamicCache) -> DynamicCache:
-    """The same cache, whose layers grow in place. Layers of other kinds, and layers that hold tokens already, stay as they are."""
+    """The same cache, whose layers grow in place. Those of other kinds, and those that hold tokens, stay as they are."""
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = GrowingLayer
     for index, layer in enumerate(cache.layers):
-        if layer.is_initialized:
-            continue
-        if type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer and not layer.is_initialized:
             cache.layers[index] = GrowingLayer()
-        elif type(layer) is DynamicSlidingWindowLayer:
+        elif type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized:
             cache.layers[index] = GrowingSlidingLayer(layer.sliding_window)
             cache.layers[index].record_past = layer.record_past
     return cache
@@ -112,8 +116,7 @@ def grow(cache: DynamicCache) -> DynamicCache:
 def _before_forward(model: PreTrainedModel, args: tuple, kwargs: dict) -> None:
     cache = kwargs.get("past_key_values")
     if type(cache) is DynamicCache and not cache.offloading:
-        if not (cache.layers and cache.layers[0].is_initialized):
-            grow(cache)
+        grow(cache)
 
 
 def grow_caches(model: PreTrainedModel) -> None:
