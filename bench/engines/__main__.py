@@ -1,4 +1,4 @@
-"""`python -m bench.engines`: measure generate() of transformers, or show a result."""
+"""`python -m bench.engines`: measure generate() of transformers and llama.cpp, or show or draw a result."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import json
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from bench import runs
-from bench.engines import report
+from bench.engines import report, whole, whole_report
 from bench.engines.session import about, compare
-from bench.engines.shapes import engines
-from bench.engines.ways import COMPARISONS
+from bench.engines.shapes import Engine, engines
+from bench.engines.ways import COMPARISONS, OF_WHOLE
 from bench.peers import environments
 from bench.peers.__main__ import progress_line
+from bench.peers.peers import LLAMA
 from bench.peers.processes import WorkerError
 
 RESULT = runs.STORAGE / "engines.json"
+#: Where each owner's processes run.
+ENVIRONMENTS = {"ktmoe": environments.ENGINES, "transformers": environments.ENGINES, "llama.cpp": LLAMA}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,13 +48,23 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=list(COMPARISONS),
         default=list(COMPARISONS),
-        help="beside: transformers' own experts take part; alone: ktmoe alone, with more layers; "
-        "threads: ktmoe with and without OMP_WAIT_POLICY=passive",
+        help="whole: the whole model beside llama.cpp; contexts: the same after long texts; beside: transformers' own experts "
+        "take part; alone: ktmoe alone, with more layers; threads: ktmoe with and without OMP_WAIT_POLICY=passive",
     )
-    run.add_argument("--layers", metavar="N", type=int, help="of each model; as many as fit into memory by default")
+    run.add_argument(
+        "--layers",
+        metavar="N",
+        type=_layers,
+        help="of each model, or all; by default as many as fit into memory beside each other",
+    )
+    run.add_argument("--prompts", metavar="N", type=int, nargs="+", default=[512, 1024], help="of whole: tokens (512 1024)")
+    run.add_argument("--contexts", metavar="N", type=int, nargs="+", default=[4096, 16384], help="of contexts (4096 16384)")
     run.add_argument("--rounds", metavar="N", type=int, default=5, help="(%(default)s)")
     run.add_argument("--folder", metavar="DIR", type=Path, help="for checkpoints of up to 20 GB, removed afterwards")
     run.add_argument("--save", metavar="FILE", type=Path, default=RESULT, help="(%(default)s)")
+    run.add_argument(
+        "--add", action="store_true", help="keep what the file has of other models and comparisons, of the same commit"
+    )
     run.set_defaults(run=_run)
     show = commands.add_parser("show", help="print the tables of a saved result")
     show.add_argument("result", type=Path)
@@ -58,28 +72,64 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _layers(text: str) -> int | str:
+    return text if text == "all" else int(text)
+
+
 def _run(options: argparse.Namespace) -> int:
-    if options.rounds < 1 or (options.layers is not None and options.layers < 1):
+    if options.rounds < 1 or (options.layers not in (None, "all") and options.layers < 1):
         raise ValueError(f"expected --rounds and --layers above 0, found {options.rounds} and {options.layers}")
+    others = set(options.comparisons) - set(OF_WHOLE)
+    if options.layers == "all" and others:
+        raise ValueError(
+            f"expected --layers all with --comparisons of {', '.join(OF_WHOLE)}, found {', '.join(sorted(others))}"
+        )
     result = about() | {"comparisons": []}
+    kept = _others(options, result)
     options.save.parent.mkdir(parents=True, exist_ok=True)
     with progress_line() as progress:
-        python = environments.python(environments.ENGINES, progress)
         for comparison in options.comparisons:
             for name in options.models:
                 with tempfile.TemporaryDirectory(prefix="ktmoe-engines-", dir=options.folder) as folder:
-                    result["comparisons"].append(
-                        compare(engines()[name], comparison, options, python, Path(folder) / "model", progress)
-                    )
+                    found = _compared(engines()[name], comparison, options, Path(folder) / "model", progress)
+                result["comparisons"].append(found)
                 # each is minutes of work
-                options.save.write_text(json.dumps(result, indent=1) + "\n")
-    report.show(result)
+                options.save.write_text(json.dumps(result | {"comparisons": kept + result["comparisons"]}, indent=1) + "\n")
+    _print(result)
     print(f"saved: {options.save}")
     return 1 if report.wrong(result) else 0
 
 
+def _compared(
+    engine: Engine, comparison: str, options: argparse.Namespace, folder: Path, progress: Callable[[str], object]
+) -> dict:
+    def python(owner: str) -> Path:
+        return environments.python(ENVIRONMENTS[owner], progress)
+
+    if comparison in OF_WHOLE:
+        return whole.compare(engine, comparison, options, python, folder, progress)
+    return compare(engine, comparison, options, python("ktmoe"), folder, progress)
+
+
+def _others(options: argparse.Namespace, result: dict) -> list[dict]:
+    """The comparisons of the file that stay. Raises ValueError if they were made elsewhere or of another commit."""
+    if not options.add or not options.save.exists():
+        return []
+    saved = json.loads(options.save.read_text())
+    for name in ("cpu", "commit"):
+        if saved[name] != result[name]:
+            raise ValueError(f"{options.save}: expected results of this {name} to add to, found another: {saved[name]}")
+    made = {(model, comparison) for model in options.models for comparison in options.comparisons}
+    return [found for found in saved["comparisons"] if (found["model"], found["comparison"]) not in made]
+
+
+def _print(result: dict) -> None:
+    report.show(result)
+    whole_report.show(result)
+
+
 def _show(options: argparse.Namespace) -> int:
-    report.show(json.loads(options.result.read_text()))
+    _print(json.loads(options.result.read_text()))
     return 0
 
 

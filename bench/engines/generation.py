@@ -7,6 +7,11 @@ import time
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from bench.engines import texts
+
+#: Longer prompts are read in parts: eager attention holds a number for each head and pair of a part's tokens and all tokens.
+LONG_PROMPT, CHUNK = 2048, 512
+
 
 class Script(LogitsProcessor):
     """Dictates the tokens, so that all ways go on with the same ones, and notes when each was asked for.
@@ -57,7 +62,7 @@ class ExpertsClock:
 
 def tokens(model: PreTrainedModel, batch: int, count: int, seed: int) -> torch.Tensor:
     """Random ones, [batch, count]."""
-    return torch.randint(model.config.vocab_size, (batch, count), generator=torch.Generator().manual_seed(seed))
+    return torch.from_numpy(texts.tokens(model.config.vocab_size, batch, count, seed))
 
 
 def generate(model: PreTrainedModel, batch: int, prompt: int, new: int, seed: int) -> dict:
@@ -67,7 +72,8 @@ def generate(model: PreTrainedModel, batch: int, prompt: int, new: int, seed: in
     """
     words = tokens(model, batch, prompt + new, seed)
     script = Script(words[:, prompt:])
-    settings = GenerationConfig(max_new_tokens=new, do_sample=False, use_cache=True)
+    chunks = {"prefill_chunk_size": CHUNK} if prompt > LONG_PROMPT else {}
+    settings = GenerationConfig(max_new_tokens=new, do_sample=False, use_cache=True, **chunks)
     inputs = {"inputs": words[:, :prompt], "attention_mask": torch.ones(batch, prompt, dtype=torch.long)}
     with ExpertsClock(model) as clock:
         began = time.perf_counter()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from bench import tables
+from bench.engines.ways import OF_WHOLE
 
 NONE = "-"
 
@@ -71,6 +72,8 @@ def wrong(result: dict) -> list[str]:
 def show(result: dict, console: Console | None = None) -> None:
     console = console or tables.console(160)
     for comparison in result["comparisons"]:
+        if comparison["comparison"] in OF_WHOLE:
+            continue
         console.print(_table(comparison))
         for note in _notes(comparison):
             console.print(note, highlight=False, markup=False, soft_wrap=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,8 +71,12 @@ class Participant:
 
     def generate(self, way: str, call: Call, seed: int) -> dict | None:
         fields = {"batch": call.batch, "prompt": call.prompt, "new": call.new}
-        found = self.ask(way, do="generate", implementation=self.process.ways[way], seed=seed, **fields)
+        found = self.ask(way, do="generate", implementation=self.process.ways[way], seed=seed, patience=PATIENCE, **fields)
         return found and {**fields, **found}
+
+    def close(self) -> None:
+        if self.worker:
+            self.worker.close()
 
 
 def about() -> dict:
@@ -96,19 +101,18 @@ def compare(
     config = engine.config(layers)
     title = f"{engine.name}, {layers} layers"
     progress(f"{title}: writing")
-    _write(python, folder, config)
+    write(python, folder, config)
     participants = [Participant(process) for process in taking_part]
     try:
         for participant in participants:
             progress(f"{title}: loading {participant.process.name}")
-            _load(participant, python, folder, config)
+            load(participant, python, folder, config)
         progress(f"{title}: checking")
         _check(participants, folder)
         rounds = list(_rounds(engine, participants, options.rounds, lambda text: progress(f"{title}: {text}")))
     finally:
         for participant in participants:
-            if participant.worker:
-                participant.worker.close()
+            participant.close()
     return {
         "model": engine.name,
         "comparison": comparison,
@@ -117,13 +121,13 @@ def compare(
         "vocabulary": config["vocab_size"],
         "base": OURS.name,
         "ways": {
-            name: _described(engine, participant, name) for participant in participants for name in participant.process.ways
+            name: described(engine, participant, name) for participant in participants for name in participant.process.ways
         },
         "rounds": rounds,
     }
 
 
-def _described(engine: Engine, participant: Participant, way: str) -> dict:
+def described(engine: Engine, participant: Participant, way: str) -> dict:
     process, failures = participant.process, participant.failures
     return {
         "weights": process.weights,
@@ -135,25 +139,25 @@ def _described(engine: Engine, participant: Participant, way: str) -> dict:
     }
 
 
-def _start(python: Path, folder: Path, log: str, environment: dict[str, str]) -> processes.Process:
+def start(python: Path, folder: Path, log: str, environment: dict[str, str], worker: str = "worker") -> processes.Process:
     threads = str(ktmoe.get_num_threads())
-    command = [python, "-m", "bench.engines.worker", folder, threads]
+    command = [python, "-m", f"bench.engines.{worker}", folder, threads]
     fixed = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     return processes.Process(command, folder.parent / f"{log}.log".replace(" ", "-"), fixed | environment)
 
 
-def _write(python: Path, folder: Path, config: dict) -> None:
-    worker = _start(python, folder, "write", {})
+def write(python: Path, folder: Path, config: dict) -> None:
+    worker = start(python, folder, "write", {})
     try:
         worker.ask(do="write", config=config, patience=PATIENCE)
     finally:
         worker.close()
 
 
-def _load(participant: Participant, python: Path, folder: Path, config: dict) -> None:
+def load(participant: Participant, python: Path, folder: Path, config: dict) -> None:
     process = participant.process
-    participant.worker = _start(python, folder, process.name, process.environment)
-    fields = {"owner": process.owner, "weights": process.weights}
+    participant.worker = start(python, folder, process.name, process.environment)
+    fields = {"owner": process.owner, "weights": process.weights} | ({"dense": process.dense} if process.dense else {})
     participant.loaded = participant.ask("", do="load", config=config, **fields, patience=PATIENCE) or {}
 
 
@@ -175,7 +179,12 @@ def _check(participants: list[Participant], folder: Path) -> None:
     for way, (participant, logits) in found.items():
         error = participant.errors[way] = median_error(logits, expected)
         if not error <= MOST_ERROR:
-            participant.failures[way] = f"WRONG: the median token's logits differ by {error:.2%}, more than {MOST_ERROR:.0%}"
+            participant.failures[way] = wrong(error)
+
+
+def wrong(error: float) -> str:
+    """Why a way is out whose logits are."""
+    return f"WRONG: the median token's logits differ by {error:.2%}, more than {MOST_ERROR:.0%}"
 
 
 def median_error(logits: np.ndarray, expected: np.ndarray) -> float:
@@ -185,27 +194,33 @@ def median_error(logits: np.ndarray, expected: np.ndarray) -> float:
 
 def _rounds(engine: Engine, participants: list[Participant], count: int, progress: Callable[[str], object]):
     """Each round's own read bandwidth and calls. A round before them is for warming up."""
-    experts = engine.experts.make(min(16, engine.experts.experts))
-    backend, table = next(iter(measuring.backends_for(experts).items()))
-    with ktmoe.MoELayer(experts, backend) as layer:
-        limits = measuring.settled(layer, table)
+    with reading(engine) as limits:
         for number in range(count + 1):
             record = {"read": limits.read(LIMIT_SECONDS), "read_streams": limits.streams, "ways": {}}
             for participant in participants[:: -1 if number % 2 else 1]:
                 for way in participant.ways:
                     progress(f"round {number} of {count}, {way}")
-                    if found := _turn(participant, way, number):
+                    if found := turn(participant, way, number, CALLS):
                         record["ways"][way] = found
             if number:
                 yield record
 
 
-def _turn(participant: Participant, way: str, number: int) -> list[dict] | None:
+@contextmanager
+def reading(engine: Engine) -> Iterator[measuring.LimitMeter]:
+    """What measures the read bandwidth, on experts that no participant reads."""
+    experts = engine.experts.make(min(16, engine.experts.experts))
+    backend, table = next(iter(measuring.backends_for(experts).items()))
+    with ktmoe.MoELayer(experts, backend) as layer:
+        yield measuring.settled(layer, table)
+
+
+def turn(participant: Participant, way: str, number: int, calls: Sequence[Call]) -> list[dict] | None:
     """All calls of one way; None if one failed."""
     if participant.generate(way, WARM, number) is None:  # wakes its threads
         return None
     found = []
-    for call in CALLS:
+    for call in calls:
         answer = participant.generate(way, call, number)
         if answer is None:
             return None

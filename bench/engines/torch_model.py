@@ -16,12 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 import ktmoe
+import ktmoe.torch
 from bench.peers.workers.weights import bfloat16_weights
 from ktmoe import synthetic
 from ktmoe.experts import ExpertWeights
 from ktmoe.loaders.checkpoint import INDEX_NAME
+from ktmoe.synthetic.quantized import Published
+from ktmoe.weights.formats import MXFP4
 
 _EXPERTS = re.compile(r"\.layers\.(\d+)\.mlp\.experts$")
+#: Qwen3's experts in MXFP4, as Quark and ModelOpt store them.
+_QWEN3 = Published("mxfp4", MXFP4, {"codes": (".weight", "U8"), "scales": (".weight_scale", "U8")}, {}, 2048, 768)
 #: Random numbers that all parameters are made of, from different places on: drawing each would take minutes.
 _POOL = (1 << 24) + 1
 
@@ -30,12 +35,16 @@ def write(folder: Path, config: dict) -> None:
     """A checkpoint with random weights in a new folder: experts as ktmoe.synthetic has them, all else in bfloat16."""
     model = _empty(config)
     sizes = {"layers": config["num_hidden_layers"], "hidden": config["hidden_size"], "top_k": config["num_experts_per_tok"]}
-    if config["model_type"] == "gpt_oss":
-        sizes |= {"num_experts": config["num_local_experts"], "intermediate": config["intermediate_size"]}
-        synthetic.write_gpt_oss(folder, **sizes)
-    else:
-        sizes |= {"num_experts": config["n_routed_experts"], "intermediate": config["moe_intermediate_size"]}
-        synthetic.write_deepseek_v4(folder, **sizes)
+    match config["model_type"]:
+        case "gpt_oss":
+            sizes |= {"num_experts": config["num_local_experts"], "intermediate": config["intermediate_size"]}
+            synthetic.write_gpt_oss(folder, **sizes)
+        case "qwen3_moe":
+            sizes |= {"num_experts": config["num_experts"], "intermediate": config["moe_intermediate_size"]}
+            _QWEN3.write(folder, **sizes)
+        case _:
+            sizes |= {"num_experts": config["n_routed_experts"], "intermediate": config["moe_intermediate_size"]}
+            synthetic.write_deepseek_v4(folder, **sizes)
     of_experts = json.loads((folder / "config.json").read_text())
     others = {name: _filled(name, tensor) for name, tensor in model.state_dict().items() if not _of_experts(name)}
     model.save_pretrained(folder / "others", state_dict=others)  # under the names that the published files have
@@ -61,6 +70,27 @@ def made(folder: Path, config: dict) -> PreTrainedModel:
         if found := _EXPERTS.search(name):
             _fill_experts(module, ktmoe.load_experts(folder, int(found[1])))
     return model.eval().requires_grad_(False)
+
+
+def held_bytes(model: PreTrainedModel) -> dict[str, int]:
+    """{"experts": bytes, "dense": bytes of all else but the embeddings, "embedding": bytes}, packed where ktmoe holds them."""
+    found, counted = {"experts": 0, "dense": 0, "embedding": 0}, set()
+    for name, module in model.named_modules():
+        of_experts = _EXPERTS.search(f".{name}")
+        part = "embedding" if isinstance(module, torch.nn.Embedding) else "experts" if of_experts else "dense"
+        held = [*module.parameters(recurse=False), *_packed(module)]
+        found[part] += sum(one.nbytes for one in held if id(one) not in counted)
+        counted |= {id(one) for one in held}
+    return found
+
+
+def _packed(module: torch.nn.Module) -> list[ktmoe.MoELayer | ktmoe.Linear]:
+    """What ktmoe holds for a module."""
+    if layer := getattr(module, "ktmoe_layer", None):
+        return [layer]
+    if isinstance(module, ktmoe.torch.DenseGroupedLinear):
+        return list(module.group.linears)
+    return [module.linear] if isinstance(module, ktmoe.torch.DenseLinear | ktmoe.torch.DenseEmbedding) else []
 
 
 def _empty(config: dict) -> PreTrainedModel:

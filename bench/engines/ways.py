@@ -1,4 +1,4 @@
-"""Ways to generate text with the same model: what computes the experts, and from which weights."""
+"""Ways to generate text with the same model: what computes it, and from which weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 class Process:
     """One process and the ways that it measures, one after the other, on one copy of the weights.
 
-    owner: "ktmoe" or "transformers". weights: "MXFP4" or "BF16". implementations: names of transformers, each of which is
-    a way. environment: of the process. note: told apart by it.
+    owner: "ktmoe", "transformers" or "llama.cpp". weights: of experts, "MXFP4" or "BF16". implementations: names of
+    transformers, each of which is a way. environment: of the process. note: told apart by it. dense: how matrices besides the
+    experts' are held, as load() has it, or a GGUF file's format; None: what the owner does by itself.
     """
 
     owner: str
@@ -23,16 +24,18 @@ class Process:
     implementations: tuple[str, ...] = ("ktmoe",)
     environment: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    dense: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.owner} {self.weights}" + (f", {self.note}" if self.note else "")
+        more = (self.note, f"dense {self.dense}" if self.dense else "")
+        return ", ".join((f"{self.owner} {self.weights}", *filter(None, more)))
 
     @property
     def ways(self) -> dict[str, str]:
-        """{name of a way: transformers' name of the implementation}."""
-        if self.owner == "ktmoe":
-            return {self.name: "ktmoe"}
+        """{name of a way: transformers' name of the implementation, or the owner}."""
+        if self.owner != "transformers":
+            return {self.name: self.owner}
         return {f"{self.owner} {name}, {self.weights}": name for name in self.implementations}
 
     def nbytes(self, engine: Engine, layers: int) -> int:
@@ -46,8 +49,21 @@ THEIRS = Process("transformers", "BF16", ("eager", "grouped_mm"))
 SPINNING = Process("ktmoe", "MXFP4", note="torch's threads spin")
 #: What takes part beside transformers' own experts where the memory is enough for a layer of it, too.
 OTHERS = (Process("ktmoe", "BF16", environment=PASSIVE),)
+#: The whole model: the dense matrices as ktmoe can hold them, and llama.cpp on the same numbers. The first is the judge.
+PACKED, INT8, TORCH = (Process("ktmoe", "MXFP4", environment=PASSIVE, dense=dense) for dense in ("packed", "int8", "torch"))
+LLAMA_BF16, LLAMA_Q8_0 = (Process("llama.cpp", "MXFP4", dense=dense) for dense in ("BF16", "Q8_0"))
+WHOLE = (PACKED, LLAMA_BF16, INT8, LLAMA_Q8_0, TORCH)
+#: Whose time is compared with whose: llama.cpp's where it reads the same bytes.
+SAME_BYTES = {PACKED.name: LLAMA_BF16.name, INT8.name: LLAMA_Q8_0.name, TORCH.name: LLAMA_BF16.name}
+#: Comparisons of whole models, which whole.py makes.
+OF_WHOLE = ("whole", "contexts")
 #: How each comparison is called, and who must take part.
-COMPARISONS = {"beside": (OURS, THEIRS), "alone": (OURS,), "threads": (OURS, SPINNING)}
+COMPARISONS = {**dict.fromkeys(OF_WHOLE, WHOLE), "beside": (OURS, THEIRS), "alone": (OURS,), "threads": (OURS, SPINNING)}
+
+
+def must_take_part(engine: Engine, comparison: str) -> tuple[Process, ...]:
+    """llama.cpp only with models that the bench writes as GGUF."""
+    return tuple(process for process in COMPARISONS[comparison] if process.owner != "llama.cpp" or engine.as_gguf)
 
 
 def layers_that_fit(engine: Engine, processes: tuple[Process, ...], nbytes: int) -> int:
@@ -63,7 +79,7 @@ def who_fits(engine: Engine, comparison: str, nbytes: int, layers: int | None = 
 
     Raises ValueError if those who must take part do not fit.
     """
-    must = COMPARISONS[comparison]
+    must = must_take_part(engine, comparison)
     if (most := layers_that_fit(engine, must, nbytes)) < (layers or 1):
         needed = sum(process.nbytes(engine, layers or 1) for process in must)
         raise ValueError(
@@ -75,3 +91,22 @@ def who_fits(engine: Engine, comparison: str, nbytes: int, layers: int | None = 
         if (fitting := layers_that_fit(engine, (*taking_part, other), nbytes)) >= (layers or 1):
             taking_part, most = (*taking_part, other), fitting
     return taking_part, layers or most
+
+
+def whole_fits(
+    engine: Engine, comparison: str, nbytes: int, layers: int | None = None
+) -> tuple[tuple[Process, ...], int, bool]:
+    """The same of the whole model, and whether the processes can have their turns in the same rounds.
+
+    With more layers than fit beside each other, one process follows the other. Raises ValueError if one alone does not fit.
+    """
+    must = must_take_part(engine, comparison)
+    most = layers_that_fit(engine, must, nbytes)
+    wanted = layers or max(most, 1)
+    needed = max(process.nbytes(engine, wanted) for process in must)
+    if needed > nbytes:
+        raise ValueError(
+            f"{engine.name}, {wanted} layers: expected {needed / 1e9:.1f} GB of memory for {comparison}, one process after the "
+            f"other, found {nbytes / 1e9:.1f} GB"
+        )
+    return must, wanted, wanted <= most

@@ -2,8 +2,11 @@
 
 {"do": "write", "config": {...}}                    -> {}    a checkpoint into FOLDER
 {"do": "write_bf16", "config": {...}, "into": folder} -> {}   the same numbers in bfloat16, into a folder of its own
+{"do": "write_gguf", "into": file, "dense": "BF16"}    -> {"experts": bytes, "dense": bytes, "embedding": bytes}
+                                                          the same numbers as GGUF, into FOLDER
 {"do": "load", "config": {...}, "owner": name,
- "weights": name}                                   -> {"seconds": 1.2, "peak": bytes, "about": {...}}
+ "weights": name, "dense": "packed"}                -> {"seconds": 1.2, "peak": bytes, "resident": bytes, "mapped": bytes,
+                                                        "bytes": {...}, "about": {...}}    bytes: as of write_gguf
 {"do": "logits", "implementation": name,
  "tokens": 64, "into": file}                        -> {}    float32 [tokens, vocabulary] as .npy in FOLDER
 {"do": "generate", "implementation": name,
@@ -12,7 +15,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from importlib.metadata import version
@@ -24,10 +26,12 @@ import transformers
 
 import ktmoe
 import ktmoe.transformers
-from bench.engines import generation, torch_model
+from bench.engines import generation, gguf_model, torch_model
+from bench.engines.memory import mapped, peak, reset_peak, resident
 from bench.peers.workers.protocol import answer_all
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+#: A text to write before memory is looked at: pages of files that are mapped come with the first one. batch, prompt, new, seed.
+SHORT = (1, 16, 3, 0)
 
 
 class Session:
@@ -46,6 +50,8 @@ class Session:
             case "write_bf16":
                 torch_model.made(self._folder, message["config"]).save_pretrained(message["into"])
                 return {}
+            case "write_gguf":
+                return gguf_model.write(self._folder, self._folder / message["into"], message["dense"])
             case "load":
                 return self._load(**message)
             case "logits":
@@ -54,11 +60,12 @@ class Session:
                 return self._generate(**message)
         raise ValueError(f"unknown message {message}")
 
-    def _load(self, config: dict, owner: str, weights: str) -> dict:
+    def _load(self, config: dict, owner: str, weights: str, dense: str | None = None) -> dict:
         reset_peak()
-        start = time.perf_counter()
+        before, mapped_before, start = resident(), mapped(), time.perf_counter()
         if (owner, weights) == ("ktmoe", "MXFP4"):
-            self._model = ktmoe.transformers.load(self._folder, threads=self._threads)
+            held = {"dense": dense} if dense else {}
+            self._model = ktmoe.transformers.load(self._folder, threads=self._threads, **held)
         else:
             self._model = torch_model.made(self._folder, config)
             if owner == "ktmoe":
@@ -67,7 +74,10 @@ class Session:
         layers = [module.ktmoe_layer for module in self._model.modules() if hasattr(module, "ktmoe_layer")]
         kernels = sorted({f"{layer.backend} {layer.activations}" for layer in layers})
         about = {"torch": version("torch"), "transformers": version("transformers"), "kernels": kernels}
-        return {"seconds": seconds, "peak": peak(), "about": about}
+        most = peak()
+        generation.generate(self._model, *SHORT)
+        memory = {"peak": most, "resident": resident() - before, "mapped": mapped() - mapped_before}
+        return {"seconds": seconds, **memory, "about": about, "bytes": torch_model.held_bytes(self._model)}
 
     def _logits(self, implementation: str, tokens: int, into: str) -> dict:
         self._model.set_experts_implementation(implementation)
@@ -78,15 +88,6 @@ class Session:
         self._model.set_experts_implementation(implementation)
         reset_peak()
         return {**generation.generate(self._model, batch, prompt, new, seed), "peak": peak()}
-
-
-def reset_peak() -> None:
-    CLEAR.write_text("5")
-
-
-def peak() -> int:
-    """Bytes of memory that were resident at once, at most, since reset_peak()."""
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())[1])
 
 
 if __name__ == "__main__":

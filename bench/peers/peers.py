@@ -97,3 +97,11 @@ PEERS = (
         },
     ),
 )
+
+#: llama-cpp-python's own module, of which the peer ggml has the libraries alone: what importing it needs.
+LLAMA = Environment(
+    "llama",
+    "llama.cpp",
+    (("diskcache", "jinja2", "typing_extensions"),),
+    base=next(peer for peer in PEERS if peer.name == "ggml"),
+)
