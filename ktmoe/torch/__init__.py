@@ -1,5 +1,5 @@
-"""PyTorch modules of weights that stay packed: MoEExperts, with LoRA by add_lora() and loras(); DenseLinear, with
-share_input(); DenseGroupedLinear; DenseEmbedding. Needs torch.
+"""PyTorch modules of weights that stay packed: MoEExperts, with add_lora() and loras(); DenseLinear, with share_input();
+DenseGroupedLinear; DenseEmbedding. Needs torch.
 
 docs/fine-tuning.md says how to use them.
 """

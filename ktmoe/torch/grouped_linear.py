@@ -10,6 +10,7 @@ from ktmoe.linear_group import LinearGroup
 from ktmoe.messages import show
 from ktmoe.torch.absent_weight import LinearWithoutWeight
 from ktmoe.torch.linear import Product, copied, on_cpu, outside_of_graphs
+from ktmoe.torch.operators import handle_of, operator
 from ktmoe.torch.products import grouped_products, is_plain
 
 
@@ -31,6 +32,7 @@ class DenseGroupedLinear(LinearWithoutWeight):
         self.n_groups = len(group.linears)
         super().__init__(group.linears[0].name, k, self.n_groups * n)
         self.group = group
+        self._handle = handle_of(group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n_groups, out_features / n_groups] of x's dtype and device. x: [..., n_groups, in_features], as DenseLinear's.
@@ -38,11 +40,17 @@ class DenseGroupedLinear(LinearWithoutWeight):
         Raises InputError, ClosedError, UnavailableError, as DenseLinear.
         """
         if torch.compiler.is_compiling():
-            return outside_of_graphs(self, x)
+            n, k = self.out_features // self.n_groups, self.in_features
+            return on_cpu(self._traced, x, (self.n_groups, k), (self.n_groups, n))
         n, k = self.group.linears[0].shape
         if is_plain(x) and x.shape[-2:] == (self.n_groups, k):
             return grouped_products(self.group, x)
         return on_cpu(self._product, x, (self.n_groups, k), (self.n_groups, n))
+
+    def _traced(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return outside_of_graphs(self, x)
+        return _operator(x, self.out_features // self.n_groups, self._handle)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         n, k = self.group.linears[0].shape
@@ -58,3 +66,11 @@ class DenseGroupedLinear(LinearWithoutWeight):
     def __deepcopy__(self, memo: dict) -> DenseGroupedLinear:
         """As any module's, but for the group, which copies share."""
         return copied(self, memo, self.group)
+
+
+_operator = operator(
+    "grouped_linear",
+    "Tensor x, SymInt outputs",
+    lambda group, x, outputs: grouped_products(group, x),
+    lambda x, outputs: x.new_empty((*x.shape[:-1], outputs)),
+)

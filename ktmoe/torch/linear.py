@@ -12,6 +12,7 @@ from ktmoe import arrays
 from ktmoe.errors import InputError
 from ktmoe.linear import Linear
 from ktmoe.torch.absent_weight import LinearWithoutWeight
+from ktmoe.torch.operators import handle_of, operator
 from ktmoe.torch.products import is_plain, products
 from ktmoe.torch.shared_input import SharedInput
 
@@ -36,6 +37,7 @@ class DenseLinear(LinearWithoutWeight):
         self.linear = linear
         self._shared: SharedInput | None = None
         self._index = 0  # among those that share
+        self._handle = handle_of(linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of x's dtype and device.
@@ -45,7 +47,7 @@ class DenseLinear(LinearWithoutWeight):
         Raises InputError; ClosedError; UnavailableError, which says why, if x requires grad and the Linear has no gradient.
         """
         if torch.compiler.is_compiling():
-            return outside_of_graphs(self, x)
+            return on_cpu(self._traced, x, (self.in_features,), (self.out_features,))
         if is_plain(x) and x.shape[-1:] == self.linear.shape[1:]:
             if self._shared is not None:
                 y = self._shared.take(self._index, x)
@@ -53,6 +55,11 @@ class DenseLinear(LinearWithoutWeight):
                     return y
             return products((self.linear,), x)[0]
         return on_cpu(self._product, x, (self.linear.shape[1],), (self.linear.shape[0],))
+
+    def _traced(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return outside_of_graphs(self, x)
+        return _operator(x, self.out_features, self._handle)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
@@ -102,7 +109,8 @@ def on_cpu(product, x: torch.Tensor, inputs: tuple[int, ...], outputs: tuple[int
         return x.new_empty((*x.shape[: x.dim() - len(inputs)], *outputs))
     given = x.cpu()
     given = given.float() if x.dtype == torch.float16 else given
-    arrays.view(given, "x")  # refuses other layouts before torch does anything with them
+    if not torch.compiler.is_compiling():
+        arrays.view(given, "x")  # refuses other layouts before torch does anything with them
     return product(given).to(x)
 
 
@@ -112,6 +120,14 @@ def copied(module: torch.nn.Module, memo: dict, *kept):
     memo[id(module)] = other = type(module).__new__(type(module))
     other.__dict__.update(copy.deepcopy(module.__dict__, memo))
     return other
+
+
+_operator = operator(
+    "linear",
+    "Tensor x, SymInt outputs",
+    lambda linear, x, outputs: products((linear,), x)[0],
+    lambda x, outputs: x.new_empty((*x.shape[:-1], outputs)),
+)
 
 
 @torch.compiler.disable

@@ -105,7 +105,10 @@ def share_inputs(model: torch.nn.Module) -> None:
 
 def output_of_embedding(model: torch.nn.Module) -> tuple[str, str] | None:
     """The names of the output layer and of the input embedding, if both are plain and have one matrix."""
-    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    try:
+        output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    except NotImplementedError:  # a part of a model
+        return None
     if type(output) is not torch.nn.Linear or type(embedding) is not torch.nn.Embedding:
         return None
     if output.weight is not embedding.weight:
@@ -117,3 +120,5 @@ def output_of_embedding(model: torch.nn.Module) -> tuple[str, str] | None:
 def put_embedding(model: torch.nn.Module, name: str, linear: Linear) -> None:
     """Put rows of the packed output layer in the place of the embedding of that name."""
     model.set_submodule(name, DenseEmbedding(linear, model.get_submodule(name).weight.dtype))
+    apart = {key: source for key, source in model.all_tied_weights_keys.items() if source != f"{name}.weight"}
+    model.all_tied_weights_keys = apart  # there is no parameter left to tie

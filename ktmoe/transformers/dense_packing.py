@@ -21,6 +21,7 @@ from ktmoe.loaders.dense import find_matrix
 from ktmoe.loaders.one_matrix import StoredMatrix
 from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
+from ktmoe.matrix_rows import check_rows
 from ktmoe.transformers.dense_modules import (
     DenseModule,
     dense_module,
@@ -173,11 +174,13 @@ def pack_matrix(
 
 
 def _checked(stored: StoredMatrix, dense: DenseModule) -> StoredMatrix:
-    """Raises CheckpointError for a matrix that is not what the module has."""
+    """Raises CheckpointError for a matrix that is not what the module has, FormatError where groups cut what shares a scale."""
     if stored.shape != dense.shape or stored.has_bias != (dense.module.bias is not None):
         without = {True: "with", False: "without"}
         raise CheckpointError(
             f"{stored.name}: expected [n, k] = {list(dense.shape)} {without[dense.module.bias is not None]} a bias, "
             f"found {list(stored.shape)} {without[stored.has_bias]} one"
         )
+    if dense.groups:
+        check_rows(stored.name, stored.format, stored.shape[0], 0, stored.shape[0] // dense.groups)
     return stored

@@ -18,6 +18,7 @@ from ktmoe.layer import MoELayer
 from ktmoe.machine.numa import placement_of
 from ktmoe.torch.counting import count
 from ktmoe.torch.function import differentiable
+from ktmoe.torch.operators import handle_of, operator
 from ktmoe.training import Training
 from ktmoe.transformers.gpu_experts import added
 from ktmoe.transformers.modules import Experts, examine
@@ -27,7 +28,6 @@ from ktmoe.transformers.options import Options, Reporting
 NAME = "ktmoe"
 
 
-@torch.compiler.disable
 def experts_forward(
     self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -40,6 +40,19 @@ def experts_forward(
     Raises UnavailableError for a module that ktmoe does not compute, InputError for inputs that require grad of a layer that
     rounds activations.
     """
+    if not torch.compiler.is_compiling():
+        return _computed(self, hidden_states, top_k_index, top_k_weights)
+    handle = getattr(self, "ktmoe_handle", None)
+    grad = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
+    if grad or handle is None:
+        return _outside_of_graphs(self, hidden_states, top_k_index, top_k_weights)
+    return _operator(hidden_states, top_k_index, top_k_weights, handle)
+
+
+def _computed(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """experts_forward(), outside of what torch compiles."""
     if getattr(self, "ktmoe_layer", None) is None:
         _first_call.pack(self)
     ids = top_k_index.cpu()
@@ -65,6 +78,15 @@ def experts_forward(
         finally:
             on_cpu = job.result()
     return added(on_cpu, outputs, chosen).to(hidden_states)
+
+
+_outside_of_graphs = torch.compiler.disable(_computed)
+_operator = operator(
+    "moe_experts",
+    "Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights",
+    _computed,
+    lambda hidden_states, top_k_index, top_k_weights: torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
+)
 
 
 def check_packable(found: Iterable[Experts], options: Options) -> None:
@@ -109,6 +131,7 @@ def attach(experts: Experts, layer: MoELayer) -> None:
     """Give a module that was adopted what computes it."""
     experts.module.register_module("gpu_experts", None)
     experts.module.ktmoe_layer = layer
+    experts.module.ktmoe_handle = handle_of(experts.module)
 
 
 class _FirstCall:

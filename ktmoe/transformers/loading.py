@@ -71,9 +71,9 @@ def load(
     them (docs/packed-caches.md).
     dense: who computes the other matrices: of attention, dense MLPs, shared experts, and the output layer. "packed": ktmoe, and
     no weight is rounded. It reads the checkpoint's own bytes where a loader has their scheme, else bfloat16 parameters.
-    "torch": torch, as transformers reads them. A target of ktmoe.quantize, such as "int8" (a scale for 32 weights) or "mxfp8": ktmoe,
-    and matrices of 16 bits and more are rounded to that format. Torch always computes routers, norms and tiny matrices, and
-    unquantized matrices in another dtype than bfloat16.
+    "torch": torch, as transformers reads them. A target of ktmoe.quantize, such as "int8" (a scale for 32 weights) or "mxfp8":
+    ktmoe, and matrices of 16 bits and more are rounded to that format. Torch always computes routers, norms and tiny matrices,
+    and unquantized matrices in another dtype than bfloat16.
     from_pretrained: more arguments for transformers' from_pretrained(), such as dtype, which is "auto" by default.
 
     The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import copy
 
-import ml_dtypes
 import peft
 import pytest
 import torch
+from dense_models import matrix
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
-from ktmoe import Linear, LinearGroup, Matrix
+from ktmoe import Linear, LinearGroup
 from ktmoe.torch import DenseGroupedLinear, DenseLinear, share_input
-from ktmoe.weights.formats import BF16
 
 N, K, GROUPS = 48, 64, 4
-
-
-def matrix(linear: torch.nn.Linear, name: str) -> Matrix:
-    codes = linear.weight.detach().bfloat16().contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    bias = None if linear.bias is None else linear.bias.detach().float().numpy()
-    return Matrix(name, BF16, tuple(linear.weight.shape), bias=bias, codes=codes)
 
 
 def random(*shape, seed=1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import dense_models
 import engine_models
 import numpy as np
 import peft
@@ -12,7 +13,7 @@ import torch
 import transformers
 from engine_models import experts, prompts
 from environments import ROOT
-from serving import packed, switched
+from serving import eager, eager_float32, packed, switched
 from training_runs import RANK, STEPS, by_ktmoe, by_pytorch, loaded, texts, train
 
 import ktmoe.transformers as served
@@ -130,6 +131,26 @@ def test_attention_alone(checkpoint):
     off_losses, off_changes = found.difference(expected)
     assert off_losses < 2**-9
     assert off_changes < 2**-6
+
+
+def test_attention_of_packed_matrices(checkpoint, tmp_path):
+    """Their gradients go on to the layers before them, as near to PyTorch in float32 as those of PyTorch in bfloat16. What peft
+    saves is loaded onto packed matrices again."""
+    folder, again = checkpoint("qwen3_moe"), loaded(checkpoint("qwen3_moe"))
+    model = loaded(folder)
+    with dense_models.packed(model), dense_models.packed(again):
+        model = with_peft(model)
+        found = train(model.train())
+        assert len(found.changes) == 2 * 2 * engine_models.LAYERS
+        assert found.losses[-1] < found.losses[0]
+        exact, bfloat16 = (train(with_peft(model).train()) for model in (eager_float32(folder), eager(folder)))
+        for own, other in zip(found.difference(exact), bfloat16.difference(exact), strict=True):
+            assert own < 1.5 * other
+        model.save_pretrained(tmp_path)
+        ids = prompts()
+        assert not torch.equal(engine_models.logits(again.eval(), ids), engine_models.logits(model.eval(), ids))
+        again = peft.PeftModel.from_pretrained(again, tmp_path).eval()
+        assert torch.equal(engine_models.logits(again, ids), engine_models.logits(model, ids))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,0 +1,125 @@
+"""Attention by torch's flash kernel for CPUs, with sinks, for models that transformers computes in small steps or with copies.
+
+A sink is one more logit of each head that takes its share of the softmax and has no value. With the log-sum-exp of the other
+logits, which the kernel returns, softmax with a sink is softmax without one, times sigmoid(lse - sink).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "ktmoe"
+
+#: Models whose eager attention is softmax with a sink for each head, and nothing else.
+WITH_SINKS = ("gpt_oss",)
+
+_ROWS = 256  # queries of one block
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What transformers asks of an attention: [batch, queries, heads, value dim], and the weights or None.
+
+    query: [batch, heads, queries, dim]. key, value: [batch, key heads, keys, dim]. attention_mask: as mask() makes it. s_aux:
+    the sinks [heads]. Gradients, other devices and what this kernel lacks are left to transformers' own attention.
+    """
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
+    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+    if trains or special or dropout or not same or query.device.type != "cpu" or torch.compiler.is_compiling():
+        return _by_transformers(module, query, key, value, attention_mask, dropout, scaling, s_aux, **kwargs)
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    output, lse = _attend(query, key, value, attention_mask, bool(causal), scaling)
+    if s_aux is not None:
+        output = output * torch.sigmoid(lse - s_aux.float()[:, None])[..., None].to(output.dtype)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention without sinks, [batch, heads, queries, dim], and the log-sum-exp, float32 [batch, heads, queries]."""
+    batch, heads, queries, dim = query.shape
+    shared = heads // key.shape[1]
+    if queries == 1:
+        # the heads that share keys are rows of one head: each key is read once
+        query = query.reshape(batch, heads // shared, shared, dim)
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.reshape(mask.shape[0], heads // shared, shared, -1)
+        output, lse = _flash(query, key, value, 0.0, False, attn_mask=_added(mask, query.dtype), scale=scaling)
+        return output.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
+    if shared > 1:
+        key, value = (states.repeat_interleave(shared, 1) for states in (key, value))
+    if mask is None:
+        return _flash(query, key, value, 0.0, causal, scale=scaling)
+    parts = [
+        _flash(query[:, :, rows], key[:, :, seen], value[:, :, seen], 0.0, False, attn_mask=added, scale=scaling)
+        for rows, seen, added in _blocks(mask, query.dtype)
+    ]
+    return torch.cat([output for output, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def _blocks(mask: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Some queries at a time, the keys from the first to the last that any of them sees, and what is added to their logits.
+
+    A window of 128 keys in a prompt of 16,384 tokens is 1 % of the products then, and the mask in numbers is small.
+    """
+    for start in range(0, mask.shape[2], _ROWS):
+        rows = slice(start, start + _ROWS)
+        added = _added(mask[:, :, rows], dtype)
+        columns = (added > torch.finfo(dtype).min).flatten(0, 2).any(0).nonzero()
+        seen = slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 1)
+        yield rows, seen, added[..., seen]
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask as numbers that are added to logits: of a boolean one 0, or the least number of dtype where nothing is seen."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def _by_transformers(
+    module, query, key, value, mask, dropout, scaling, sinks, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' own attention of this module: sdpa, or eager if it has sinks, which sdpa does not take."""
+    if sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    mask = _added(mask, query.dtype)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, s_aux=sinks, **kwargs)
+
+
+def mask(*args, **kwargs) -> torch.Tensor | None:
+    """Which keys a query sees, bool [batch, 1, queries, keys], or None if one query sees all, or each all up to its own.
+
+    The arguments are those of transformers' sdpa_mask(), which makes it.
+    """
+    seen = sdpa_mask(*args, **kwargs)
+    if seen is not None and seen.shape[2] == 1 and not torch.compiler.is_compiling() and bool(seen.all()):
+        return None
+    return seen
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
