@@ -24,6 +24,7 @@ from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.modules import find
 from ktmoe.transformers.options import Options
 from ktmoe.transformers.place import put
+from ktmoe.transformers.step import prepare
 
 #: Arguments of from_pretrained() that say where config.json is.
 _WHERE = (
@@ -187,6 +188,7 @@ def pack(
             pack_module(experts, options, report)
         pack_parameters(model, options, report)
     model.set_experts_implementation(NAME)
+    prepare(model)
     model.requires_grad_(False)
     put(model, {experts.name: experts.module for experts in found}, on_gpu)  # last: if it fails, the model works on the CPU
     return model

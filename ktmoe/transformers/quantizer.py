@@ -27,6 +27,7 @@ from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.joined_progress import JoinedProgress
 from ktmoe.transformers.modules import Experts, check_same, find
 from ktmoe.transformers.place import put
+from ktmoe.transformers.step import prepare
 
 #: The most parameters in a byte: where each has 2 bits.
 _MOST_IN_A_BYTE = 4
@@ -48,6 +49,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         self._rest = _quantizer_of_the_rest(quantization_config.inner) if dense == "torch" else None
         self._found: list[Experts] = []
         self._dense: DenseFromCheckpoint | None = None
+        self._attention_chosen = False
         self._on_gpu: list[np.ndarray] = []
         self._source: FromCheckpoint | FromParameters | None = None
         self._dtype: torch.dtype | None = None
@@ -65,6 +67,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         return self._rest.update_device_map(device_map) if self._rest else device_map
 
     def update_attn_implementation(self, config):
+        self._attention_chosen = config._attn_implementation is not None
         return self._rest.update_attn_implementation(config) if self._rest else config
 
     def adjust_max_memory(self, max_memory):
@@ -195,6 +198,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         with replace(options, progress=None).reporting(0) as report:
             pack_parameters(model, options, report)
         self._progress.close()
+        prepare(model, attend=not self._attention_chosen)
         _warn_of_other_dtypes(model, self._dtype)
         put(model, {experts.name: experts.module for experts in self._found}, self._on_gpu)
         model.config.quantization_config = Config(**self.quantization_config.to_dict())  # without progress, which is over
