@@ -22,7 +22,7 @@ def prepare(model: PreTrainedModel, *, attend: bool = True) -> None:
     nor one with sinks that is known keeps its own.
     """
     if attend and _attends_alike(model):
-        model.set_attn_implementation({"": attention.NAME} if model.config.sub_configs else attention.NAME)
+        model.set_attn_implementation(attention.NAME)
     grow_caches(model)
 
 
@@ -30,5 +30,8 @@ def _attends_alike(model: PreTrainedModel) -> bool:
     chosen = model.config._attn_implementation
     if chosen == "eager":
         return model.config.model_type in attention.WITH_SINKS
-    source = inspect.getsource(sys.modules[type(model).__module__])
+    try:
+        source = inspect.getsource(sys.modules[type(model).__module__])
+    except (OSError, TypeError):  # a class without a file
+        return False
     return chosen == "sdpa" and not model.config.sub_configs and not _ASKS.search(source)
