@@ -12,12 +12,19 @@ from collections.abc import Iterator
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 NAME = "ktmoe"
+#: The same for models that append numbers to the mask before they attend: it has to be one of numbers, and never None.
+NAME_OF_ADDED = "ktmoe_added_mask"
 
-#: Models whose eager attention is softmax with a sink for each head, and nothing else.
-WITH_SINKS = ("gpt_oss",)
+#: Models whose eager attention is softmax with a sink for each head, and nothing else, and which name computes it.
+WITH_SINKS = {
+    "gpt_oss": NAME,
+    "granitemoe_swa": NAME,
+    "mimo_v2_flash": NAME,
+    "deepseek_v4": NAME_OF_ADDED,
+}
 
 _ROWS = 256  # queries of one block
 
@@ -37,17 +44,21 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What transformers asks of an attention: [batch, queries, heads, value dim], and the weights or None.
 
-    query: [batch, heads, queries, dim]. key, value: [batch, key heads, keys, dim]. attention_mask: as mask() makes it. s_aux:
-    the sinks [heads]. Gradients, other devices and what this kernel lacks are left to transformers' own attention.
+    query: [batch, heads, queries, dim]. key: [batch, key heads, keys, dim]. value: of at most that dim. attention_mask: as
+    mask() makes it, or numbers. s_aux: the sinks [heads]. Gradients, other devices and what this kernel lacks are left to transformers' own attention.
     """
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-    if trains or special or dropout or not same or query.device.type != "cpu" or torch.compiler.is_compiling():
+    fits = query.dtype == key.dtype == value.dtype and query.shape[-1] >= value.shape[-1]
+    if trains or special or dropout or not fits or query.device.type != "cpu" or torch.compiler.is_compiling():
         return _by_transformers(module, query, key, value, attention_mask, dropout, scaling, s_aux, **kwargs)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # the kernel wants one dim; sdpa without it converts all keys to float32
+        value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
     output, lse = _attend(query, key, value, attention_mask, bool(causal), scaling)
+    output = output[..., :width]
     if s_aux is not None:
         output = output * torch.sigmoid(lse - s_aux.float()[:, None])[..., None].to(output.dtype)
     return output.transpose(1, 2).contiguous(), None
@@ -66,7 +77,9 @@ def _attend(
             mask = mask.reshape(mask.shape[0], heads // shared, shared, -1)
         output, lse = _flash(query, key, value, 0.0, False, attn_mask=_added(mask, query.dtype), scale=scaling)
         return output.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
-    if shared > 1:
+    if key.shape[1] == 1:
+        key, value = (states.expand(-1, heads, -1, -1) for states in (key, value))
+    elif shared > 1:
         key, value = (states.repeat_interleave(shared, 1) for states in (key, value))
     if mask is None:
         return _flash(query, key, value, 0.0, causal, scale=scaling)
@@ -123,3 +136,5 @@ def mask(*args, **kwargs) -> torch.Tensor | None:
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
+AttentionInterface.register(NAME_OF_ADDED, attention)
+AttentionMaskInterface.register(NAME_OF_ADDED, eager_mask)

@@ -18,8 +18,19 @@ from ktmoe.torch.linear import DenseLinear, share_input
 _FEWEST_OUTPUTS = 16
 #: The last parts of routers' names. A router's picks decide more than its bytes.
 _ROUTERS = {"gate", "router", "wg"}
-#: Modules of one parent that most models call with the same input, by the last parts of their names.
+#: Modules that most models call with the same input, by their names in one parent.
 _SAME_INPUT = (
+    (  # DeepSeek-V4's compressed sparse attention, and what is left of it in its other layers
+        "q_a_proj",
+        "kv_proj",
+        "compressor.kv_proj",
+        "compressor.gate_proj",
+        "compressor.indexer.kv_proj",
+        "compressor.indexer.gate_proj",
+        "compressor.indexer.scorer.weights_proj",
+    ),
+    ("q_a_proj", "kv_proj", "compressor.kv_proj", "compressor.gate_proj"),
+    ("q_b_proj", "compressor.indexer.q_b_proj"),
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -95,12 +106,17 @@ def put_packed(model: torch.nn.Module, name: str, packed: Linear | LinearGroup) 
 
 def share_inputs(model: torch.nn.Module) -> None:
     """Compute packed matrices that take the same input together: one dispatch of the threads for q, k and v."""
-    for parent in model.modules():
-        children = {name: child for name, child in parent.named_children() if type(child) is DenseLinear}
+    modules = {name: module for name, module in model.named_modules() if type(module) is DenseLinear}
+    parents = {name.removesuffix(last) for names in _SAME_INPUT for last in names for name in modules if name.endswith(last)}
+    shared: set[str] = set()
+    for parent in sorted(parents):
         for names in _SAME_INPUT:
-            together = [children[last] for last in names if last in children]
-            if len(together) == len(names) and len({each.in_features for each in together}) == 1:
+            together = [modules.get(parent + last) for last in names]
+            if None in together or not shared.isdisjoint(parent + last for last in names):
+                continue
+            if len({each.in_features for each in together}) == 1:
                 share_input(together)
+                shared |= {parent + last for last in names}
 
 
 def output_of_embedding(model: torch.nn.Module) -> tuple[str, str] | None:

@@ -21,17 +21,18 @@ def prepare(model: PreTrainedModel, *, attend: bool = True) -> None:
     attend: False leaves the attention, for callers that have chosen one. A model whose attention is neither transformers' sdpa
     nor one with sinks that is known keeps its own.
     """
-    if attend and _attends_alike(model):
-        model.set_attn_implementation(attention.NAME)
+    if attend and (name := _attends_alike(model)):
+        model.set_attn_implementation(name)
     grow_caches(model)
 
 
-def _attends_alike(model: PreTrainedModel) -> bool:
+def _attends_alike(model: PreTrainedModel) -> str | None:
+    """The name of the attention that computes what the model's own does; None if it has to keep its own."""
     chosen = model.config._attn_implementation
     if chosen == "eager":
-        return model.config.model_type in attention.WITH_SINKS
+        return attention.WITH_SINKS.get(model.config.model_type)
     try:
         source = inspect.getsource(sys.modules[type(model).__module__])
     except (OSError, TypeError):  # a class without a file
-        return False
-    return chosen == "sdpa" and not model.config.sub_configs and not _ASKS.search(source)
+        return None
+    return attention.NAME if chosen == "sdpa" and not model.config.sub_configs and not _ASKS.search(source) else None
