@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 
 import ktmoe
 import ktmoe.torch
+from bench.engines import fp8_dense
 from bench.peers.workers.weights import bfloat16_weights
 from ktmoe import synthetic
 from ktmoe.experts import ExpertWeights
@@ -31,8 +32,11 @@ _QWEN3 = Published("mxfp4", MXFP4, {"codes": (".weight", "U8"), "scales": (".wei
 _POOL = (1 << 24) + 1
 
 
-def write(folder: Path, config: dict) -> None:
-    """A checkpoint with random weights in a new folder: experts as ktmoe.synthetic has them, all else in bfloat16."""
+def write(folder: Path, config: dict, dense: str = "BF16") -> None:
+    """A checkpoint with random weights in a new folder: experts as ktmoe.synthetic has them, all else in bfloat16.
+
+    dense: "FP8" for DeepSeek-V4's dense matrices as they are published. made() has no such model.
+    """
     model = _empty(config)
     sizes = {"layers": config["num_hidden_layers"], "hidden": config["hidden_size"], "top_k": config["num_experts_per_tok"]}
     match config["model_type"]:
@@ -48,6 +52,9 @@ def write(folder: Path, config: dict) -> None:
     of_experts = json.loads((folder / "config.json").read_text())
     others = {name: _filled(name, tensor) for name, tensor in model.state_dict().items() if not _of_experts(name)}
     model.save_pretrained(folder / "others", state_dict=others)  # under the names that the published files have
+    if dense == "FP8":
+        for file in (folder / "others").glob("*.safetensors"):
+            fp8_dense.store(file)
     settings = json.loads((folder / "others" / "config.json").read_text())
     kept = {name: of_experts[name] for name in ("quantization_config", "expert_dtype") if name in of_experts}
     (folder / "config.json").write_text(json.dumps(settings | kept))
