@@ -20,7 +20,7 @@ _FEWEST_OUTPUTS = 16
 _ROUTERS = {"gate", "router", "wg"}
 #: Modules that most models call with the same input, by their names in one parent.
 _SAME_INPUT = (
-    (  # DeepSeek-V4's compressed sparse attention, and what is left of it in its other layers
+    (  # DeepSeek-V4's compressed sparse attention; the next one is its heavily compressed attention
         "q_a_proj",
         "kv_proj",
         "compressor.kv_proj",
@@ -106,17 +106,16 @@ def put_packed(model: torch.nn.Module, name: str, packed: Linear | LinearGroup) 
 
 def share_inputs(model: torch.nn.Module) -> None:
     """Compute packed matrices that take the same input together: one dispatch of the threads for q, k and v."""
-    modules = {name: module for name, module in model.named_modules() if type(module) is DenseLinear}
-    parents = {name.removesuffix(last) for names in _SAME_INPUT for last in names for name in modules if name.endswith(last)}
+    packed = {name: module for name, module in model.named_modules() if type(module) is DenseLinear}
     shared: set[str] = set()
-    for parent in sorted(parents):
+    for parent, _ in model.named_modules():
         for names in _SAME_INPUT:
-            together = [modules.get(parent + last) for last in names]
-            if None in together or not shared.isdisjoint(parent + last for last in names):
+            full = [f"{parent}.{name}".removeprefix(".") for name in names]
+            if not packed.keys() >= set(full) or not shared.isdisjoint(full):
                 continue
-            if len({each.in_features for each in together}) == 1:
-                share_input(together)
-                shared |= {parent + last for last in names}
+            if len({packed[name].in_features for name in full}) == 1:
+                share_input([packed[name] for name in full])
+                shared.update(full)
 
 
 def output_of_embedding(model: torch.nn.Module) -> tuple[str, str] | None:

@@ -21,12 +21,12 @@ def prepare(model: PreTrainedModel, *, attend: bool = True) -> None:
     attend: False leaves the attention, for callers that have chosen one. A model whose attention is neither transformers' sdpa
     nor one with sinks that is known keeps its own.
     """
-    if attend and (name := _attends_alike(model)):
+    if attend and (name := _attention_of(model)):
         model.set_attn_implementation(name)
     grow_caches(model)
 
 
-def _attends_alike(model: PreTrainedModel) -> str | None:
+def _attention_of(model: PreTrainedModel) -> str | None:
     """The name of the attention that computes what the model's own does; None if it has to keep its own."""
     chosen = model.config._attn_implementation
     if chosen == "eager":

@@ -12,10 +12,10 @@ from ktmoe.transformers.step import prepare
 
 
 def reference(query, key, value, sees, sinks, scaling):
-    """[batch, queries, heads, dim] in float64, one head at a time. sees: bool [batch, queries, keys]."""
-    batch, heads, queries, dim = query.shape
+    """[batch, queries, heads, value dim] in float64, one head at a time. sees: bool [batch, queries, keys]."""
+    batch, heads, queries, _ = query.shape
     shared = heads // key.shape[1]
-    output = np.zeros((batch, queries, heads, dim))
+    output = np.zeros((batch, queries, heads, value.shape[-1]))
     for text in range(batch):
         for head in range(heads):
             logits = query[text, head] @ key[text, head // shared].T * scaling
@@ -44,6 +44,9 @@ CASES = {
     "a window": {"queries": 600, "keys": 600, "window": 16},
     "a window behind a cache": {"queries": 300, "keys": 600, "window": 16, "padding": 9},
     "each head its keys": {"queries": 1, "keys": 70, "key_heads": 8},
+    "one head of keys": {"queries": 20, "keys": 70, "key_heads": 1},
+    "one token, values of fewer numbers": {"queries": 1, "keys": 70, "value_dim": 24},
+    "a prompt, values of fewer numbers": {"queries": 70, "keys": 70, "padding": 9, "value_dim": 24},
 }
 
 
@@ -51,11 +54,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_it_is_nearer_to_float64_than_eager(name, sinks):
-    case = {"padding": 0, "window": None, "key_heads": 2} | CASES[name]
+    case = {"padding": 0, "window": None, "key_heads": 2, "value_dim": 32} | CASES[name]
     queries, keys, heads, dim = case["queries"], case["keys"], 8, 32
     generator = torch.Generator().manual_seed(5)
     query = 2 * torch.randn(2, heads, queries, dim, generator=generator).bfloat16()
-    key, value = (torch.randn(2, case["key_heads"], keys, dim, generator=generator).bfloat16() for _ in range(2))
+    key, value = (
+        torch.randn(2, case["key_heads"], keys, width, generator=generator).bfloat16() for width in (dim, case["value_dim"])
+    )
     sink = torch.randn(heads, generator=generator).bfloat16() if sinks else torch.full([heads], -1e4).bfloat16()
     positions = torch.arange(queries)[:, None] + keys - queries
     sees = torch.arange(keys) <= positions

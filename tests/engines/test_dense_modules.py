@@ -7,11 +7,13 @@ import copy
 import peft
 import pytest
 import torch
-from dense_models import matrix
+from dense_models import matrix, packed
+from engine_models import logits, make, prompts
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 from ktmoe import Linear, LinearGroup
 from ktmoe.torch import DenseGroupedLinear, DenseLinear, share_input
+from ktmoe.transformers.dense_modules import share_inputs
 
 N, K, GROUPS = 48, 64, 4
 
@@ -33,6 +35,31 @@ def test_the_grouped_matrix_of_deepseek_v4():
         for ahead in ((3,), (2, 3)):
             x = random(*ahead, GROUPS, K)
             torch.testing.assert_close(mine(x), theirs(x), rtol=2**-7, atol=2**-9)
+
+
+@torch.no_grad()
+def test_inputs_that_deepseek_v4_shares():
+    """Its layers call these modules with the very same tensor, in a prompt and in a step: no output is left, no bit changes."""
+    model = make("deepseek_v4", {"index_n_heads": 16, "q_lora_rank": 24})
+    with packed(model):
+        expected = logits(model, prompts())
+        share_inputs(model)
+        groups = {}
+        for name, module in model.named_modules():
+            if isinstance(module, DenseLinear) and module._shared is not None:
+                groups.setdefault(module._shared, []).append(name)
+        found = {names[0].removeprefix("model."): len(names) for names in groups.values() if ".self_attn." in names[0]}
+        attention = "layers.{}.self_attn.{}".format
+        assert found == {
+            **{attention(layer, "q_a_proj"): 7 if layer != 1 else 4 for layer in range(3)},
+            **{attention(layer, "q_b_proj"): 2 for layer in (0, 2)},
+        }
+        output = model(prompts(), use_cache=True)
+        torch.testing.assert_close(output.logits, expected, atol=0, rtol=0)
+        model(prompts()[:, :1], past_key_values=output.past_key_values)
+        for shared in groups:
+            assert shared._wasted == 0
+            assert shared._local.kept.left == 0
 
 
 class Attention(torch.nn.Module):
