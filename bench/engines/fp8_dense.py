@@ -1,4 +1,4 @@
-"""Dense matrices of DeepSeek-V4 in FP8, as the published model has them: E4M3, and a power of two for each 128x128. Needs torch."""
+"""Dense matrices of DeepSeek-V4 in FP8, as they are published: E4M3, and a power of two for each 128x128. Needs torch."""
 
 from __future__ import annotations
 

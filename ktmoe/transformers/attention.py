@@ -45,7 +45,8 @@ def attention(
     """What transformers asks of an attention: [batch, queries, heads, value dim], and the weights or None.
 
     query: [batch, heads, queries, dim]. key: [batch, key heads, keys, dim]. value: of at most that dim. attention_mask: as
-    mask() makes it, or numbers. s_aux: the sinks [heads]. Gradients, other devices and what this kernel lacks are left to transformers' own attention.
+    mask() makes it, or numbers. s_aux: the sinks [heads]. Gradients, other devices and what this kernel lacks are left to
+    transformers' own attention.
     """
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))

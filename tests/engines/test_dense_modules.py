@@ -13,6 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Group
 
 from ktmoe import Linear, LinearGroup
 from ktmoe.torch import DenseGroupedLinear, DenseLinear, share_input
+from ktmoe.torch import shared_input as of_shared
 from ktmoe.transformers.dense_modules import share_inputs
 
 N, K, GROUPS = 48, 64, 4
@@ -38,28 +39,26 @@ def test_the_grouped_matrix_of_deepseek_v4():
 
 
 @torch.no_grad()
-def test_inputs_that_deepseek_v4_shares():
-    """Its layers call these modules with the very same tensor, in a prompt and in a step: no output is left, no bit changes."""
+def test_inputs_that_deepseek_v4_shares(monkeypatch):
+    """Its layers call these modules with the very same tensor: one product each, in a prompt and in a step, of the same bits."""
     model = make("deepseek_v4", {"index_n_heads": 16, "q_lora_rank": 24})
+    calls, products = [], of_shared.products
+
+    def noted(linears, *args):
+        calls.append(sorted(linear.name.removeprefix("model.layers.") for linear in linears))
+        return products(linears, *args)
+
+    monkeypatch.setattr(of_shared, "products", noted)
     with packed(model):
         expected = logits(model, prompts())
         share_inputs(model)
-        groups = {}
-        for name, module in model.named_modules():
-            if isinstance(module, DenseLinear) and module._shared is not None:
-                groups.setdefault(module._shared, []).append(name)
-        found = {names[0].removeprefix("model."): len(names) for names in groups.values() if ".self_attn." in names[0]}
-        attention = "layers.{}.self_attn.{}".format
-        assert found == {
-            **{attention(layer, "q_a_proj"): 7 if layer != 1 else 4 for layer in range(3)},
-            **{attention(layer, "q_b_proj"): 2 for layer in (0, 2)},
-        }
         output = model(prompts(), use_cache=True)
         torch.testing.assert_close(output.logits, expected, atol=0, rtol=0)
+        of_prompt, calls[:] = [*calls], []
         model(prompts()[:, :1], past_key_values=output.past_key_values)
-        for shared in groups:
-            assert shared._wasted == 0
-            assert shared._local.kept.left == 0
+    of_attention = [names for names in calls if ".self_attn." in names[0]]
+    assert calls == of_prompt
+    assert [(names[0][0], len(names)) for names in of_attention] == [("0", 7), ("0", 2), ("1", 4), ("2", 7), ("2", 2)]
 
 
 class Attention(torch.nn.Module):
