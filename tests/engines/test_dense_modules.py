@@ -40,7 +40,7 @@ def test_the_grouped_matrix_of_deepseek_v4():
 
 @torch.no_grad()
 def test_inputs_that_deepseek_v4_shares(monkeypatch):
-    """Its layers call these modules with the very same tensor: one product each, in a prompt and in a step, of the same bits."""
+    """Its layers call these modules with the very same tensor: one product each, of the same bits."""
     model = make("deepseek_v4", {"index_n_heads": 16, "q_lora_rank": 24})
     calls, products = [], of_shared.products
 
