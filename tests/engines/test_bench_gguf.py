@@ -41,7 +41,7 @@ def test_the_same_numbers(tmp_path, kind, dense):
             if kind == "gpt_oss":
                 np.testing.assert_array_equal(numbers.pop(f"{stem}.bias"), [matrix.bias for matrix in matrices])
     with safe_open(next(folder.glob("others-*.safetensors")), "pt") as tensors:
-        held = {name: tensors.get_tensor(name).float().numpy() for name in tensors.keys()}
+        held = {name: tensors.get_tensor(name).float().numpy() for name in list(tensors.keys())}
     assert len(held) == len(numbers)  # besides experts, each once
     pairs = {"lm_head.weight": "output.weight", "model.layers.1.self_attn.o_proj.weight": "blk.1.attn_output.weight"}
     for theirs, ours in pairs.items():
