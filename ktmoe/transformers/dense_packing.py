@@ -19,6 +19,7 @@ from ktmoe.linear_weights import LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
 from ktmoe.loaders.one_matrix import StoredMatrix
+from ktmoe.machine import memory
 from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
 from ktmoe.matrix_rows import check_rows
@@ -144,6 +145,7 @@ def pack_parameters(model: PreTrainedModel, options: Options, report: Reporting)
         if tied and name == tied[0]:
             put_embedding(model, tied[1], packed)
     share_inputs(model)
+    memory.give_back()
 
 
 def _packable(model: torch.nn.Module, options: Options) -> dict[str, int]:
