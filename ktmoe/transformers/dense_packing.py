@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -86,7 +87,8 @@ class DenseFromCheckpoint:
                 if cache is not None and base in cache.matrices and not dense.groups:
                     weights = self._weights(matrix)
                     self._arenas[dense.name] = cache.matrix(base, weights, placement_of(weights, options.numa_nodes))
-            self._ignored = [rf"^{base}\." for base in stored.values()] + [rf"^{name}\." for name in self._by_name]
+            names = {each for name, (_, matrix) in self._by_name.items() for each in (name, matrix.name)}
+            self._ignored = [rf"^{re.escape(name)}\." for name in names]
             self._resources = resources.pop_all()
 
     @property
