@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import runs
-from bench.engines import report, whole, whole_report
+from bench import runs, tables
+from bench.engines import assisted, report, whole, whole_report
 from bench.engines.session import about, compare
 from bench.engines.shapes import Engine, engines
 from bench.engines.ways import COMPARISONS, OF_WHOLE
@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the tables of a saved result")
     show.add_argument("result", type=Path)
     show.set_defaults(run=_show)
+    with_help = commands.add_parser("assisted", help="measure prompt lookup and an assistant model beside plain decoding")
+    with_help.add_argument("--model", choices=list(engines()), default="gpt-oss-20b", help="(%(default)s)")
+    with_help.add_argument("--layers", metavar="N", type=int, default=6, help="(%(default)s)")
+    with_help.add_argument("--rounds", metavar="N", type=int, default=3, help="(%(default)s)")
+    with_help.set_defaults(run=_assisted)
     plot = commands.add_parser("plot", help="draw whole models of a saved result")
     plot.add_argument("result", type=Path)
     plot.add_argument("--into", metavar="FOLDER", type=Path, default=runs.STORAGE, help="(%(default)s)")
@@ -135,6 +140,16 @@ def _print(result: dict) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     _print(json.loads(options.result.read_text()))
+    return 0
+
+
+def _assisted(options: argparse.Namespace) -> int:
+    engine = engines()[options.model]
+    with progress_line() as progress, tempfile.TemporaryDirectory(prefix="ktmoe-engines-") as folder:
+        python = environments.python(environments.ENGINES, progress)
+        found = assisted.compare(engine, options.layers, options.rounds, python, Path(folder) / "model", progress)
+    title = f"{engine.name}, {options.layers} layers; assistant: {assisted.ASSISTANT_LAYERS} layer"
+    tables.console(100).print(assisted.table(title, found))
     return 0
 
 

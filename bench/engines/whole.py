@@ -114,7 +114,7 @@ class _Run:
     def rounds(
         self, participants: list[Participant], count: int, warm: tuple[Call, ...], made: tuple[Call, ...]
     ) -> Iterator[dict]:
-        """Each round's own read bandwidth and calls of those that take turns. A round before them is for warming up."""
+        """Each round's calls, and the read bandwidth before each turn. A round before them is for warming up."""
         for participant in participants:
             if participant.ways:
                 self.load(participant)
@@ -122,11 +122,11 @@ class _Run:
             return
         with session.reading(self._engine) as limits:
             for number in range(count + 1):
-                read = limits.read(session.LIMIT_SECONDS)
-                record = {"number": number, "read": read, "read_streams": limits.streams, "ways": {}}
+                record = {"number": number, "reads": {}, "read_streams": limits.streams, "ways": {}}
                 for participant in participants[:: -1 if number % 2 else 1]:
                     for way in participant.ways:
                         self._progress(f"round {number} of {count}, {way}")
+                        record["reads"][way] = limits.read(session.LIMIT_SECONDS)  # a round takes minutes
                         if found := session.turn(participant, way, number, made if number else warm):
                             record["ways"][way] = found
                 if number:

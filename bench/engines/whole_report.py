@@ -58,14 +58,14 @@ def _rates(comparison: dict, way: str, index: int, phase: str, tokens: int) -> d
 
 
 def _of_limit(comparison: dict, way: str, row: dict, index: int) -> float | None:
-    """The time to read what a call's steps read, at the bandwidth that its round measured, as a share of the call's time."""
+    """The time to read what a call's steps read, at the bandwidth measured before it, as a share of the call's time."""
     chosen = _chosen(comparison, row["number"], index)
     if chosen is None:
         return None
     call, about = row["ways"][way][index], comparison["ways"][way]
     cache = call["batch"] * comparison["cache_bytes"][str(call["prompt"])]
     nbytes = chosen * about["expert_bytes"] + (call["new"] - 1) * (about["load"]["bytes"]["dense"] + cache)
-    return nbytes / row["read"] / call["decode"]["seconds"]
+    return nbytes / row["reads"][way] / call["decode"]["seconds"]
 
 
 def _chosen(comparison: dict, number: int, index: int) -> int | None:
@@ -119,7 +119,7 @@ def _notes(comparison: dict) -> Iterator[str]:
         if comparison["by_turns"]
         else "one process after the other, which rounds of one number pair"
     )
-    yield f"{count} rounds, {how}. %: of the limit, which is the time to read a step's bytes at its round's read bandwidth"
+    yield f"{count} rounds, {how}. %: of the limit, the time to read a step's bytes at the read bandwidth before the turn"
     yield "(x): as fast as llama.cpp with dense matrices of as many bytes, the median of the rounds' own ratios"
     yield f"{PACKED.name} / {TORCH.name}: {', '.join(_of_torch(comparison)) or NONE}"
     yield from comparison["notes"]

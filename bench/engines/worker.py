@@ -11,6 +11,7 @@
  "tokens": 64, "into": file}                        -> {}    float32 [tokens, vocabulary] as .npy in FOLDER
 {"do": "generate", "implementation": name,
  "batch": 1, "prompt": 128, "new": 32, "seed": 0}   -> {"prefill": ..., "decode": ..., "peak": bytes}
+{"do": "assisted", "assistant": folder, "rounds": 3} -> {"plain": {"seconds": 1.2, ...}, ...}
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import transformers
 
 import ktmoe
 import ktmoe.transformers
-from bench.engines import generation, gguf_model, torch_model
+from bench.engines import assisted, generation, gguf_model, torch_model
 from bench.engines.memory import mapped, peak, reset_peak, resident
 from bench.peers.workers.protocol import answer_all
 
@@ -58,6 +59,9 @@ class Session:
                 return self._logits(**message)
             case "generate":
                 return self._generate(**message)
+            case "assisted":
+                assistant = ktmoe.transformers.load(message["assistant"], threads=self._threads)
+                return assisted.measure(self._model, assistant, message["rounds"])
         raise ValueError(f"unknown message {message}")
 
     def _load(self, config: dict, owner: str, weights: str, dense: str | None = None) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -19,6 +20,7 @@ from ktmoe.linear_weights import LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
 from ktmoe.loaders.one_matrix import StoredMatrix
+from ktmoe.machine import memory
 from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
 from ktmoe.matrix_rows import check_rows
@@ -85,7 +87,8 @@ class DenseFromCheckpoint:
                 if cache is not None and base in cache.matrices and not dense.groups:
                     weights = self._weights(matrix)
                     self._arenas[dense.name] = cache.matrix(base, weights, placement_of(weights, options.numa_nodes))
-            self._ignored = [rf"^{base}\." for base in stored.values()] + [rf"^{name}\." for name in self._by_name]
+            names = {each for name, (_, matrix) in self._by_name.items() for each in (name, matrix.name)}
+            self._ignored = [rf"^{re.escape(name)}\." for name in names]
             self._resources = resources.pop_all()
 
     @property
@@ -144,6 +147,7 @@ def pack_parameters(model: PreTrainedModel, options: Options, report: Reporting)
         if tied and name == tied[0]:
             put_embedding(model, tied[1], packed)
     share_inputs(model)
+    memory.give_back()
 
 
 def _packable(model: torch.nn.Module, options: Options) -> dict[str, int]:

@@ -115,8 +115,8 @@ MODELS = {
     "qwen3_moe": ({}, NAME),
     "mixtral": ({}, NAME),
     "granitemoe_swa": (_SMALL_WINDOW, NAME),
-    "mimo_v2_flash": (_SMALL_WINDOW, NAME),
-    "deepseek_v3": ({}, NAME),
+    "mimo_v2_flash": (_SMALL_WINDOW | {"v_head_dim": 8}, NAME),
+    "deepseek_v3": ({"v_head_dim": 8}, NAME),
     "deepseek_v4": (_SMALL_WINDOW | {"index_topk": 3}, NAME_OF_ADDED),  # fewer than the compressed entries of these texts
 }
 
