@@ -10,7 +10,7 @@ from pathlib import Path
 import checkpoints
 import integer_checkpoints as integers
 import numpy as np
-from quantized_checkpoints import _BLOCKS, _FP8_CONFIG, Packed, Tensors, fp8, int4, write_packed
+from quantized_checkpoints import BLOCKS, FP8_CONFIG, Packed, Tensors, fp8, int4, write_packed
 from safetensors.numpy import save_file
 
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -92,7 +92,7 @@ _INT4_GROUPS = {
     }
 }
 _GLM = "glm4_moe"  # with a dense MLP, shared experts and biases in attention
-#: name -> the checkpoint, what a matrix's tensors mean, and the description of its format.
+#: name -> the checkpoint, what a matrix's tensors mean, and the bits of a code.
 WHOLE: dict[str, tuple[Packed, Meaning, int]] = {
     "AWQ": (
         Packed(
@@ -130,7 +130,7 @@ WHOLE: dict[str, tuple[Packed, Meaning, int]] = {
         _int4_numbers,
         4,
     ),
-    "Qwen3-MoE FP8": (Packed("qwen3_moe", _FP8_CONFIG, {_MATRICES: _fp8}, exact=False, sizes=_BLOCKS), _fp8_numbers, 8),
+    "Qwen3-MoE FP8": (Packed("qwen3_moe", FP8_CONFIG, {_MATRICES: _fp8}, exact=False, sizes=BLOCKS), _fp8_numbers, 8),
 }
 
 
