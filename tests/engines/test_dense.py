@@ -13,8 +13,8 @@ from loading_models import own_threads, wait_for_threads
 from quantized_checkpoints import PACKED, write
 from safetensors.torch import load_file, save_file
 from serving import assert_served, eager, packed
-from test_whole_quantized import distance, formats
 from transformers import AutoModelForCausalLM, core_model_loading
+from whole_quantized import distance, formats
 
 import ktmoe.transformers as served
 from ktmoe.cache.packing import pack
@@ -113,7 +113,7 @@ def test_what_does_not_fit_stays_exact(tmp_path):
 @pytest.mark.smoke
 def test_names(checkpoint):
     for wrong in ("q8_0", "", None, 8):
-        with pytest.raises(InputError, match="dense must be one of packed, torch, .*int8.*, found"):
+        with pytest.raises(InputError, match=r"dense must be one of packed, torch, .*int8.*, found"):
             served.load(checkpoint("qwen3_moe"), dense=wrong)
     model = served.load(checkpoint("qwen3_moe"), dense="torch")
     assert_served(model)

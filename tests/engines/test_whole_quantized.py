@@ -8,10 +8,9 @@ import whole_quantized
 from engine_models import logits, prompts
 from serving import assert_served, recorded, replayed
 from transformers import AutoModelForCausalLM
-from whole_quantized import WHOLE
+from whole_quantized import WHOLE, distance, formats
 
 import ktmoe.transformers as served
-from ktmoe.torch import DenseGroupedLinear, DenseLinear
 
 #: The largest error, as a multiple of that of eager bfloat16 on the same numbers.
 AT_MOST = 1.2
@@ -30,17 +29,6 @@ def whole(tmp_path_factory):
         return folders[name]
 
     return folder
-
-
-def formats(model) -> dict:
-    """The format of each packed matrix, by its module's name."""
-    modules = dict(model.named_modules())
-    found = {name: module.linear.format for name, module in modules.items() if isinstance(module, DenseLinear)}
-    return found | {name: m.group.linears[0].format for name, m in modules.items() if isinstance(m, DenseGroupedLinear)}
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.smoke("one")

@@ -10,10 +10,12 @@ from pathlib import Path
 import checkpoints
 import integer_checkpoints as integers
 import numpy as np
+import torch
 from quantized_checkpoints import BLOCKS, FP8_CONFIG, Packed, Tensors, fp8, int4, write_packed
 from safetensors.numpy import save_file
 
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.torch import DenseGroupedLinear, DenseLinear
 
 _GROUP = 32
 #: Every matrix but the router's, the embedding's and the output layer's.
@@ -163,3 +165,14 @@ _DTYPES = {"I32": np.int32, "F16": np.float16, "F32": np.float32, "BF16": intege
 def array_of(checkpoint: Checkpoint, name: str) -> np.ndarray:
     info = checkpoint.info(name)
     return np.array(checkpoint.read(name)).view(np.uint8).reshape(-1).view(_DTYPES[info.dtype]).reshape(info.shape)
+
+
+def formats(model) -> dict:
+    """The format of each packed matrix, by its module's name."""
+    modules = dict(model.named_modules())
+    found = {name: module.linear.format for name, module in modules.items() if isinstance(module, DenseLinear)}
+    return found | {name: m.group.linears[0].format for name, m in modules.items() if isinstance(m, DenseGroupedLinear)}
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
