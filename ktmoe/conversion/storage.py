@@ -15,8 +15,8 @@ from ktmoe.matrix import Matrix
 from ktmoe.weights.formats import MXFP4, WeightFormat, ZeroPoint
 
 _OF_MODELOPT = (
-    "transformers does not know the quant_method modelopt: neither it nor ktmoe chat nor ktmoe serve loads the result; ktmoe's "
-    "load the one of the rule compressed-tensors"
+    "transformers does not know the quant_method modelopt: by itself it does not load the result; ktmoe chat, ktmoe serve and "
+    "ktmoe.transformers.load() do, but for dense='torch'"
 )
 #: Scale kinds by how compressed-tensors' loaders want them stored.
 _DTYPES = {"ue8m0": "U8", "e4m3": "F8_E4M3", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}

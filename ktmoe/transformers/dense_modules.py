@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,5 +136,10 @@ def output_of_embedding(model: torch.nn.Module) -> tuple[str, str] | None:
 def put_embedding(model: torch.nn.Module, name: str, linear: Linear) -> None:
     """Put rows of the packed output layer in the place of the embedding of that name."""
     model.set_submodule(name, DenseEmbedding(linear, model.get_submodule(name).weight.dtype))
+    # there is no parameter left to tie, now or when tie_weights() asks each model within this one
     apart = {key: source for key, source in model.all_tied_weights_keys.items() if source != f"{name}.weight"}
-    model.all_tied_weights_keys = apart  # there is no parameter left to tie
+    model.all_tied_weights_keys = apart
+    for owner, module in model.named_modules():
+        if isinstance(tied := getattr(module, "_tied_weights_keys", None), dict):
+            source = f"{name}.weight".removeprefix(f"{owner}.")
+            module._tied_weights_keys = {key: pattern for key, pattern in tied.items() if not re.match(pattern, source)}

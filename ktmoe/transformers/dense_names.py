@@ -33,9 +33,14 @@ def stored_names(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, st
 
 
 def is_plain(checkpoint: Checkpoint, base: str) -> bool:
-    """Whether a matrix is stored as one tensor of numbers, which transformers reads by itself."""
-    there = set(one_matrix.endings(checkpoint, base)) - {".bias"}
-    return there == {".weight"} and checkpoint.info(f"{base}.weight").dtype in ("BF16", "F16", "F32")
+    """Whether a matrix is stored as one tensor of numbers, which transformers reads by itself.
+
+    A module may have more tensors, such as a router's e_score_correction_bias, if none says what the numbers mean.
+    """
+    there = set(one_matrix.endings(checkpoint, base))
+    if ".weight" not in there or checkpoint.info(f"{base}.weight").dtype not in ("BF16", "F16", "F32"):
+        return False
+    return not any(ending.startswith(".weight_") or "scale" in ending or "zero" in ending for ending in there)
 
 
 def _weight(name: str, bases: set[str]) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ktmoe.backends.base import Arenas, Progress
 from ktmoe.background.tasks import BackgroundTasks
 from ktmoe.cache.opened import Cache
-from ktmoe.errors import CheckpointError, KtmoeError
+from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError
 from ktmoe.linear import Linear
 from ktmoe.linear_group import LinearGroup
 from ktmoe.linear_weights import LinearWeights
@@ -51,6 +51,8 @@ class DenseFromCheckpoint:
     parameter with the embedding, that no scheme reads, or whose model has another dtype than bfloat16.
     needs_quantizer: whether what is left has matrices that only the checkpoint's own quantization method reads. refused: why
     no scheme of ktmoe reads the first of them.
+    Raises MissingTensorError for a matrix that lacks a tensor where others of its checkpoint are whole: transformers would read
+    its codes as if they were numbers.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class DenseFromCheckpoint:
         self._options = options
         self._by_name: dict[str, tuple[DenseModule, StoredMatrix]] = {}
         self._arenas: dict[str, Arenas] = {}
-        self.needs_quantizer, self.refused = False, None
+        self.needs_quantizer, self.refused, whole = False, None, False
         with ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
             stored = stored_names(model, checkpoint)
@@ -84,9 +86,12 @@ class DenseFromCheckpoint:
                     self.refused = self.refused or (None if plain else error)
                     continue
                 self._by_name[dense.name] = dense, matrix
+                whole |= not plain
                 if cache is not None and base in cache.matrices and not dense.groups:
                     weights = self._weights(matrix)
                     self._arenas[dense.name] = cache.matrix(base, weights, placement_of(weights, options.numa_nodes))
+            if whole and isinstance(self.refused, MissingTensorError):
+                raise self.refused
             names = {each for name, (_, matrix) in self._by_name.items() for each in (name, matrix.name)}
             self._ignored = [rf"^{re.escape(name)}\." for name in names]
             self._resources = resources.pop_all()

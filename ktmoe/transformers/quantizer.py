@@ -138,6 +138,8 @@ class KtmoeHfQuantizer(HfQuantizer):
         try:
             self._dense = DenseFromCheckpoint(path, model, found, config.options, dtype, cached)
             refused, needed = self._dense.refused, self._dense.needs_quantizer
+        except MissingTensorError:  # the scheme is known, and something is missing
+            raise
         except CheckpointError as error:  # transformers reads it all, or says what is wrong
             refused = error
         if config.inner is not None and needed:

@@ -88,10 +88,10 @@ class Packed:
     sizes: dict = field(default_factory=dict)
 
 
-_FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _PROJECTIONS = r"(?:gate|up|down)_proj"
 #: DeepSeek-V3's sizes, so that a matrix has several blocks of 128x128.
-_BLOCKS = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128}
+BLOCKS = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128}
 #: The formats that people have.
 PACKED = {
     "gpt-oss MXFP4": Packed(
@@ -110,7 +110,7 @@ PACKED = {
     ),
     "DeepSeek-V4 FP4": Packed(
         "deepseek_v4",
-        _FP8_CONFIG | {"scale_fmt": "ue8m0"},
+        FP8_CONFIG | {"scale_fmt": "ue8m0"},
         {
             r"(.*\.ffn\.experts\.\d+\.w[123])\.weight": _deepseek_v4,
             r"(.*\.attn\.(?:wq_a|wq_b|wkv|wo_a|wo_b)|.*\.shared_experts\.w[123])\.weight": _fp8(".scale", "F8_E8M0"),
@@ -119,10 +119,10 @@ PACKED = {
     ),
     "DeepSeek-V3 FP8": Packed(
         "deepseek_v3",
-        _FP8_CONFIG,
+        FP8_CONFIG,
         {rf"(.*\.self_attn\.\w+proj\w*|.*\.{_PROJECTIONS})\.weight": _fp8(".weight_scale_inv", "F32")},
         exact=False,
-        sizes=_BLOCKS,
+        sizes=BLOCKS,
     ),
     "Kimi INT4": Packed(
         "deepseek_v3",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import dense_models
 import engine_models
 import numpy as np
 import peft
@@ -19,7 +18,7 @@ from training_runs import RANK, STEPS, by_ktmoe, by_pytorch, loaded, texts, trai
 import ktmoe.transformers as served
 from ktmoe import synthetic
 from ktmoe.errors import InputError, UnavailableError
-from ktmoe.torch import MoEExperts, add_lora, loras
+from ktmoe.torch import DenseLinear, MoEExperts, add_lora, loras
 
 #: Checkpoints in formats that people have, and in bfloat16.
 CHECKPOINTS = ("DeepSeek-V4 FP4", "qwen3_moe", "gpt-oss MXFP4")
@@ -41,7 +40,7 @@ def test_a_plain_loop(checkpoint, name):
     """20 steps. Beside PyTorch on dequantised weights that rounds where ktmoe does; and not farther from PyTorch in float32
     than PyTorch's own experts in bfloat16 are."""
     folder = checkpoint(name)
-    found = train(by_ktmoe(folder))
+    found = train(by_ktmoe(folder, dense="torch"))
     assert len(found.losses) == STEPS
     assert found.losses[-1] < 0.8 * found.losses[0]
     rounded = train(by_pytorch(folder, torch.float64, rounded=True))
@@ -125,7 +124,7 @@ def test_beside_peft(checkpoint, tmp_path):
 def test_attention_alone(checkpoint):
     """Experts without adapters are differentiable as they were loaded; as in PyTorch."""
     folder = checkpoint("qwen3_moe")
-    found = train(with_peft(loaded(folder)).train())
+    found = train(with_peft(loaded(folder, dense="torch")).train())
     expected = train(with_peft(by_pytorch(folder, torch.float64, rounded=True, adapted=False)).train())
     assert found.losses[-1] < found.losses[0]
     off_losses, off_changes = found.difference(expected)
@@ -136,21 +135,20 @@ def test_attention_alone(checkpoint):
 def test_attention_of_packed_matrices(checkpoint, tmp_path):
     """Their gradients go on to the layers before them, as near to PyTorch in float32 as those of PyTorch in bfloat16. What peft
     saves is loaded onto packed matrices again."""
-    folder, again = checkpoint("qwen3_moe"), loaded(checkpoint("qwen3_moe"))
-    model = loaded(folder)
-    with dense_models.packed(model), dense_models.packed(again):
-        model = with_peft(model)
-        found = train(model.train())
-        assert len(found.changes) == 2 * 2 * engine_models.LAYERS
-        assert found.losses[-1] < found.losses[0]
-        exact, bfloat16 = (train(with_peft(model).train()) for model in (eager_float32(folder), eager(folder)))
-        for own, other in zip(found.difference(exact), bfloat16.difference(exact), strict=True):
-            assert own < 1.5 * other
-        model.save_pretrained(tmp_path)
-        ids = prompts()
-        assert not torch.equal(engine_models.logits(again.eval(), ids), engine_models.logits(model.eval(), ids))
-        again = peft.PeftModel.from_pretrained(again, tmp_path).eval()
-        assert torch.equal(engine_models.logits(again, ids), engine_models.logits(model, ids))
+    folder = checkpoint("qwen3_moe")
+    model, again = with_peft(loaded(folder)), loaded(folder)
+    assert all(isinstance(module, DenseLinear) for name, module in again.named_modules() if name.endswith("_proj"))
+    found = train(model.train())
+    assert len(found.changes) == 2 * 2 * engine_models.LAYERS
+    assert found.losses[-1] < found.losses[0]
+    exact, bfloat16 = (train(with_peft(model).train()) for model in (eager_float32(folder), eager(folder)))
+    for own, other in zip(found.difference(exact), bfloat16.difference(exact), strict=True):
+        assert own < 1.5 * other
+    model.save_pretrained(tmp_path)
+    ids = prompts()
+    assert not torch.equal(engine_models.logits(again.eval(), ids), engine_models.logits(model.eval(), ids))
+    again = peft.PeftModel.from_pretrained(again, tmp_path).eval()
+    assert torch.equal(engine_models.logits(again, ids), engine_models.logits(model, ids))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

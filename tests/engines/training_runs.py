@@ -56,13 +56,17 @@ def weights_of(folder: Path, name: str) -> tuple[int, ktmoe.ExpertWeights]:
     return layer, ktmoe.load_experts(folder, layer)
 
 
-def loaded(folder: Path) -> PreTrainedModel:
-    """Packed experts, and the rest of the model in float32."""
-    return nn.Module.float(served.load(folder, activations="bf16"))  # transformers has no such method for what was packed
+def loaded(folder: Path, dense: str = "packed") -> PreTrainedModel:
+    """Packed experts, and the rest of the model in float32: what enters packed matrices is rounded to bfloat16.
+
+    dense: load()'s. "torch" is for what is compared with a model that rounds nothing but what enters its experts.
+    """
+    model = served.load(folder, activations="bf16", dense=dense)
+    return nn.Module.float(model)  # transformers has no such method for what was packed
 
 
-def by_ktmoe(folder: Path) -> PreTrainedModel:
-    model = loaded(folder)
+def by_ktmoe(folder: Path, dense: str = "packed") -> PreTrainedModel:
+    model = loaded(folder, dense)
     given = {layer: started(weights.spec, layer) for layer, weights in (weights_of(folder, n) for n, _ in experts(model))}
     ktmoe.torch.add_lora(model, given=given)
     return model.train()
