@@ -18,7 +18,7 @@ from ktmoe.layer import MoELayer
 from ktmoe.machine.numa import placement_of
 from ktmoe.torch.counting import count
 from ktmoe.torch.function import differentiable
-from ktmoe.torch.operators import handle_of, operator
+from ktmoe.torch.operators import handle_of, held_operator
 from ktmoe.training import Training
 from ktmoe.transformers.gpu_experts import added
 from ktmoe.transformers.modules import Experts, examine
@@ -81,7 +81,7 @@ def _computed(
 
 
 _outside_of_graphs = torch.compiler.disable(_computed)
-_operator = operator(
+_operator = held_operator(
     "moe_experts",
     "Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights",
     _computed,
