@@ -12,6 +12,7 @@ import numpy as np
 from ktmoe.errors import InputError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+_KIND_OF = {np.dtype(np.uint16): "uint16 array", np.dtype(np.float32): "float32 array"}  # str(dtype) is 12 calls of Python
 _KINDS = "bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32, or a torch CPU tensor of bfloat16 or float32"
 
 
@@ -30,8 +31,8 @@ def view(value, name: str) -> FloatArray:
     if isinstance(value, np.ndarray):
         if value.dtype == BF16:
             return FloatArray(value.view(np.uint16), "bfloat16 array", bfloat16_like(value))
-        if value.dtype in (np.uint16, np.float32):
-            return FloatArray(value, f"{value.dtype} array", lambda a: a)
+        if value.dtype in _KIND_OF:
+            return FloatArray(value, _KIND_OF[value.dtype], lambda a: a)
         raise InputError(f"{name} must be {_KINDS}; found an array of {value.dtype}")
     if is_torch(value):
         return _view_torch(value, name)

@@ -15,7 +15,7 @@ from ktmoe.machine import numa
 from ktmoe.synthetic import write_deepseek_v4
 
 EXAMPLES = {
-    "README.md": lambda: re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1],
+    "README.md": lambda: re.search(r"without torch:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1],
     "help(ktmoe)": lambda: re.search(r"\n\n(?=    )(.*?)\n\n(?! )", inspect.getdoc(ktmoe), re.DOTALL)[1],
 }
 

@@ -10,7 +10,7 @@ from ktmoe.linear_group import LinearGroup
 from ktmoe.messages import show
 from ktmoe.torch.absent_weight import LinearWithoutWeight
 from ktmoe.torch.linear import Product, copied, on_cpu, outside_of_graphs
-from ktmoe.torch.operators import handle_of, operator
+from ktmoe.torch.operators import handle_of, held_operator
 from ktmoe.torch.products import grouped_products, is_plain
 
 
@@ -68,7 +68,7 @@ class DenseGroupedLinear(LinearWithoutWeight):
         return copied(self, memo, self.group)
 
 
-_operator = operator(
+_operator = held_operator(
     "grouped_linear",
     "Tensor x, SymInt outputs",
     lambda group, x, outputs: grouped_products(group, x),

@@ -12,7 +12,7 @@ from ktmoe import arrays
 from ktmoe.errors import InputError
 from ktmoe.linear import Linear
 from ktmoe.torch.absent_weight import LinearWithoutWeight
-from ktmoe.torch.operators import handle_of, operator
+from ktmoe.torch.operators import handle_of, held_operator
 from ktmoe.torch.products import is_plain, products
 from ktmoe.torch.shared_input import SharedInput
 
@@ -122,7 +122,7 @@ def copied(module: torch.nn.Module, memo: dict, *kept):
     return other
 
 
-_operator = operator(
+_operator = held_operator(
     "linear",
     "Tensor x, SymInt outputs",
     lambda linear, x, outputs: products((linear,), x)[0],

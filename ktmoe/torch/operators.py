@@ -25,18 +25,23 @@ def handle_of(holder) -> torch.Tensor:
         return torch.tensor(number, device="cpu")
 
 
+def held_operator(name: str, arguments: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]):
+    """operator() of the arguments (arguments, Tensor handle). compute: called as compute(holder, *arguments)."""
+    return operator(
+        name,
+        f"{arguments}, Tensor handle",
+        lambda *given: compute(_holders[given[-1].item()], *given[:-1]),
+        lambda *given: fake(*given[:-1]),
+    )
+
+
 def operator(name: str, arguments: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]):
-    """Register torch.ops.ktmoe.<name>(arguments, Tensor handle) -> Tensor, which has no gradient, and return it.
+    """Register torch.ops.ktmoe.<name>(arguments) -> Tensor, which has no gradient, and return it.
 
-    compute: called as compute(holder, *arguments); it returns a tensor of its own. fake: called as fake(*arguments); it returns
-    an empty one of that shape, dtype and device.
+    compute: called as compute(*arguments); it returns a tensor of its own. fake: called alike; it returns an empty one of that
+    shape, dtype and device.
     """
-    _library.define(f"{name}({arguments}, Tensor handle) -> Tensor")
-
-    def computed(*given):
-        *given, handle = given
-        return compute(_holders[handle.item()], *given)
-
-    _library.impl(name, computed, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ktmoe::{name}", lambda *given: fake(*given[:-1]), lib=_library)
+    _library.define(f"{name}({arguments}) -> Tensor")
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ktmoe::{name}", fake, lib=_library)
     return getattr(torch.ops.ktmoe, name).default

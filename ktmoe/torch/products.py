@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ktmoe.layer import MoELayer
 from ktmoe.linear import Linear, compute
 from ktmoe.linear_group import LinearGroup
 
@@ -45,6 +46,14 @@ def grouped_products(group: LinearGroup, x: torch.Tensor) -> torch.Tensor:
     columns, ys = [i * k for i in range(count)], [outs[:, i * n : (i + 1) * n] for i in range(count)]
     compute(group.linears, rows, columns, ys, group.dispatches)
     return out
+
+
+def experts_product(layer: MoELayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[tokens, hidden] of x's dtype, of a layer's experts. x: plain. ids, weights: [tokens, top_k] on the CPU."""
+    bits = NUMPY_DTYPES[x.dtype]
+    weights = weights.detach() if weights.requires_grad else weights
+    y = layer.forward(_rows(x, bits), ids.numpy(), weights.float().numpy())
+    return torch.from_numpy(y if bits is torch.float32 else y.view(np.int16)).view(x.dtype)
 
 
 def _rows(x: torch.Tensor, bits: torch.dtype, joined: int = 1) -> np.ndarray:

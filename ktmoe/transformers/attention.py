@@ -14,6 +14,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
+from ktmoe.torch.operators import operator
+
 NAME = "ktmoe"
 #: The same for models that append numbers to the mask before they attend: it has to be one of numbers, and never None.
 NAME_OF_ADDED = "ktmoe_added_mask"
@@ -51,18 +53,42 @@ def attention(
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     fits = query.dtype == key.dtype == value.dtype and query.shape[-1] >= value.shape[-1]
-    if trains or special or dropout or not fits or query.device.type != "cpu" or torch.compiler.is_compiling():
+    if trains or special or dropout or not fits or query.device.type != "cpu":
         return _by_transformers(module, query, key, value, attention_mask, dropout, scaling, s_aux, **kwargs)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    computed = _operator if torch.compiler.is_compiling() else _with_sinks
+    return computed(query, key, value, attention_mask, s_aux, bool(causal), scaling), None
+
+
+def _with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    scaling: float | None,
+) -> torch.Tensor:
+    """[batch, queries, heads, value dim], contiguous."""
     width = value.shape[-1]
     if width < query.shape[-1]:  # the kernel wants one dim; sdpa without it converts all keys to float32
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-    output, lse = _attend(query, key, value, attention_mask, bool(causal), scaling)
+    output, lse = _attend(query, key, value, mask, causal, scaling)
     output = output[..., :width]
-    if s_aux is not None:
-        output = output * torch.sigmoid(lse - s_aux.float()[:, None])[..., None].to(output.dtype)
-    return output.transpose(1, 2).contiguous(), None
+    if sinks is not None:
+        output = output * torch.sigmoid(lse - sinks.float()[:, None])[..., None].to(output.dtype)
+    return output.transpose(1, 2).contiguous()
+
+
+def _in_graphs(query, key, value, mask, sinks, causal, scaling) -> torch.Tensor:
+    """_with_sinks(), of the masks that transformers makes where torch.compile traces it: there it never leaves one out."""
+    if mask is not None and mask.dtype == torch.bool and causal:
+        queries, keys = mask.shape[2:]
+        plain = torch.ones(queries, keys, dtype=torch.bool).tril() if queries > 1 else mask.new_ones(1)
+        if queries in (1, keys) and bool((mask == plain).all()):
+            mask = None
+    return _with_sinks(query, key, value, mask, sinks, causal, scaling)
 
 
 def _attend(
@@ -109,6 +135,14 @@ def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+_operator = operator(
+    "attention",
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, bool causal, float? scaling",
+    _in_graphs,
+    lambda query, key, value, *others: query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])),
+)
 
 
 def _by_transformers(

@@ -18,7 +18,8 @@ from ktmoe.layer import MoELayer
 from ktmoe.machine.numa import placement_of
 from ktmoe.torch.counting import count
 from ktmoe.torch.function import differentiable
-from ktmoe.torch.operators import handle_of, operator
+from ktmoe.torch.operators import handle_of, held_operator
+from ktmoe.torch.products import experts_product, is_plain
 from ktmoe.training import Training
 from ktmoe.transformers.gpu_experts import added
 from ktmoe.transformers.modules import Experts, examine
@@ -63,6 +64,8 @@ def _computed(
     if chosen is None:
         if grad:
             return differentiable(Training(self.ktmoe_layer), hidden_states, ids, top_k_weights)
+        if top_k_weights.is_cpu and hidden_states.dim() == 2 and is_plain(hidden_states):
+            return experts_product(self.ktmoe_layer, hidden_states, ids, top_k_weights)  # without what other tensors need
         x = hidden_states.cpu()
         x = x if x.dtype == torch.bfloat16 else x.float()
         return self.ktmoe_layer.forward(x, ids, top_k_weights.cpu().float()).to(hidden_states)
@@ -81,7 +84,7 @@ def _computed(
 
 
 _outside_of_graphs = torch.compiler.disable(_computed)
-_operator = operator(
+_operator = held_operator(
     "moe_experts",
     "Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights",
     _computed,

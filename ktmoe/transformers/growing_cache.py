@@ -46,8 +46,11 @@ class _Room:
 
 
 def _can_grow(layer: DynamicLayer, new: torch.Tensor) -> bool:
-    """Whether new may be written behind the layer's tokens: not if gradients may need these, or dtype or device differ."""
-    return not torch.is_grad_enabled() and layer.dtype == new.dtype and layer.device == new.device
+    """Whether new may be written behind the layer's tokens: not if gradients may need these, or dtype or device differ, nor
+    where torch.compile traces it, which cannot know whose memory a tensor is."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return layer.dtype == new.dtype and layer.device == new.device
 
 
 class GrowingLayer(DynamicLayer):

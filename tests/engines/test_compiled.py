@@ -6,6 +6,7 @@ import dense_models
 import engine_models
 import pytest
 import torch
+from transformers import DynamicCache
 
 import ktmoe.transformers
 from ktmoe.torch import DenseGroupedLinear, DenseLinear
@@ -53,7 +54,26 @@ def test_one_graph_of_the_same_bits(backend, name):
         assert (found == expected).all()
         assert len(backend.graphs) == 1
         assert backend.count("moe_experts") == 2
+        assert backend.count("attention") == 2
         assert backend.count("linear") == sum(isinstance(module, DenseLinear) for module in model.modules()) >= 2 * 4 + 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_cache_in_graphs(backend, name):
+    """Steps after a prompt have the bits of eager ones, an eager one among them. A step's graph serves the next ones."""
+    model, ids = made(name), engine_models.prompts()
+    step = torch.full((len(ids), 1), 7)
+    with dense_models.packed(model), torch.no_grad():
+        compiled = torch.compile(model, dynamic=True, backend=backend)
+        found = []
+        for call in (model, compiled):
+            cache = DynamicCache(config=model.config)
+            logits = [model(input_ids=ids, past_key_values=cache).logits]
+            logits += [call(input_ids=step, past_key_values=cache).logits for _ in range(6)]
+            logits.append(model(input_ids=step, past_key_values=cache).logits)
+            found.append(torch.cat(logits, 1))
+        assert torch.equal(*found)
+        assert 0 < len(backend.graphs) <= 4
 
 
 def test_layers_share_what_was_compiled(backend):
