@@ -146,10 +146,10 @@ def start(python: Path, folder: Path, log: str, environment: dict[str, str], wor
     return processes.Process(command, folder.parent / f"{log}.log".replace(" ", "-"), fixed | environment)
 
 
-def write(python: Path, folder: Path, config: dict) -> None:
+def write(python: Path, folder: Path, config: dict, dense: str = "BF16") -> None:
     worker = start(python, folder, "write", {})
     try:
-        worker.ask(do="write", config=config, patience=PATIENCE)
+        worker.ask(do="write", config=config, dense=dense, patience=PATIENCE)
     finally:
         worker.close()
 

@@ -34,6 +34,11 @@ class Engine:
         """Whether gguf_model.py writes it."""
         return self.kind in ARCHITECTURES
 
+    @property
+    def published_dense(self) -> str:
+        """What the published dense matrices are stored in."""
+        return "FP8" if self.kind == "deepseek_v4" else "BF16"
+
     def vocabulary_of(self, layers: int) -> int:
         """The same share of the vocabulary as of the layers: else the output layer would take most of the time."""
         return max(64, self.vocabulary * layers // self.experts.layers // 64 * 64)

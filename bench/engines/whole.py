@@ -90,7 +90,7 @@ class _Run:
 
     def write(self) -> None:
         self._progress("writing")
-        session.write(self._python("ktmoe"), self._folder, self._config)
+        session.write(self._python("ktmoe"), self._folder, self._config, self._engine.published_dense)
 
     def load(self, participant: Participant) -> None:
         """Start a participant's process. A GGUF file is there while its process is."""

@@ -1,6 +1,6 @@
 """`python -m bench.engines.worker FOLDER THREADS`: runs a model in a process of its own, as the driver asks. Needs torch.
 
-{"do": "write", "config": {...}}                    -> {}    a checkpoint into FOLDER
+{"do": "write", "config": {...}, "dense": "BF16"}   -> {}    a checkpoint into FOLDER
 {"do": "write_bf16", "config": {...}, "into": folder} -> {}   the same numbers in bfloat16, into a folder of its own
 {"do": "write_gguf", "into": file, "dense": "BF16"}    -> {"experts": bytes, "dense": bytes, "embedding": bytes}
                                                           the same numbers as GGUF, into FOLDER
