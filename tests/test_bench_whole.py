@@ -24,7 +24,7 @@ from bench.results_file import Results
 
 GB = 10**9
 SMALL = Engine(Model("small", "MXFP4", 128, 96, experts=8, top_k=2, layers=6), "gpt_oss", 6000, 1000)
-OPTIONS = {"layers": 3, "rounds": 2, "prompts": [512], "contexts": [4096]}
+OPTIONS = {"dense": None, "layers": 3, "rounds": 2, "prompts": [512], "contexts": [4096]}
 
 
 def test_who_takes_part_and_how():
@@ -34,6 +34,7 @@ def test_who_takes_part_and_how():
     assert whole_fits(engine, "whole", beside) == (WHOLE, 4, True)
     assert whole_fits(engine, "whole", beside, 2) == (WHOLE, 2, True)
     assert whole_fits(engine, "whole", beside, 5) == (WHOLE, 5, False)
+    assert whole_fits(engine, "whole", beside, 4, ["packed", "BF16"]) == ((PACKED, LLAMA_BF16), 4, True)
     with pytest.raises(ValueError, match=r"gpt-oss-20b, 24 layers: expected 1\d\.\d GB of memory for whole, one process after"):
         whole_fits(engine, "whole", 12 * GB, 24)
     assert whole_fits(engines()["V4-Flash"], "whole", 20 * GB, 1)[0] == (PACKED, INT8, TORCH)

@@ -14,7 +14,7 @@ from bench import runs, tables
 from bench.engines import assisted, report, whole, whole_report
 from bench.engines.session import about, compare
 from bench.engines.shapes import Engine, engines
-from bench.engines.ways import COMPARISONS, OF_WHOLE
+from bench.engines.ways import COMPARISONS, OF_WHOLE, WHOLE
 from bench.peers import environments
 from bench.peers.__main__ import progress_line
 from bench.peers.peers import LLAMA
@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--prompts", metavar="N", type=int, nargs="+", default=[512, 1024], help="of whole: tokens (512 1024)")
     run.add_argument("--contexts", metavar="N", type=int, nargs="+", default=[4096, 16384], help="of contexts (4096 16384)")
+    named = [process.dense for process in WHOLE]
+    run.add_argument("--dense", nargs="+", choices=named, default=named, help="ways of whole and contexts, by dense matrices")
     run.add_argument("--rounds", metavar="N", type=int, default=5, help="(%(default)s)")
     run.add_argument("--folder", metavar="DIR", type=Path, help="for checkpoints of up to 20 GB, removed afterwards")
     run.add_argument("--save", metavar="FILE", type=Path, default=RESULT, help="(%(default)s)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.engines.shapes import Engine
@@ -61,9 +62,10 @@ OF_WHOLE = ("whole", "contexts")
 COMPARISONS = {**dict.fromkeys(OF_WHOLE, WHOLE), "beside": (OURS, THEIRS), "alone": (OURS,), "threads": (OURS, SPINNING)}
 
 
-def must_take_part(engine: Engine, comparison: str) -> tuple[Process, ...]:
-    """llama.cpp only with models that the bench writes as GGUF."""
-    return tuple(process for process in COMPARISONS[comparison] if process.owner != "llama.cpp" or engine.as_gguf)
+def must_take_part(engine: Engine, comparison: str, dense: Sequence[str] | None = None) -> tuple[Process, ...]:
+    """llama.cpp only with models that the bench writes as GGUF. dense: those of whole models alone; None: all."""
+    named = [process for process in COMPARISONS[comparison] if dense is None or process.dense in dense]
+    return tuple(process for process in named if process.owner != "llama.cpp" or engine.as_gguf)
 
 
 def layers_that_fit(engine: Engine, processes: tuple[Process, ...], nbytes: int) -> int:
@@ -94,13 +96,13 @@ def who_fits(engine: Engine, comparison: str, nbytes: int, layers: int | None = 
 
 
 def whole_fits(
-    engine: Engine, comparison: str, nbytes: int, layers: int | None = None
+    engine: Engine, comparison: str, nbytes: int, layers: int | None = None, dense: Sequence[str] | None = None
 ) -> tuple[tuple[Process, ...], int, bool]:
-    """The same of the whole model, and whether the processes can have their turns in the same rounds.
+    """The same of the whole model, and whether the processes can have their turns in the same rounds. dense: as above.
 
     With more layers than fit beside each other, one process follows the other. Raises ValueError if one alone does not fit.
     """
-    must = must_take_part(engine, comparison)
+    must = must_take_part(engine, comparison, dense)
     most = layers_that_fit(engine, must, nbytes)
     wanted = layers or max(most, 1)
     needed = max(process.nbytes(engine, wanted) for process in must)

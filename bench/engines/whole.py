@@ -47,7 +47,9 @@ def compare(
     participants are part of the result. Raises ValueError if one alone does not fit, WorkerError if nothing could be written.
     """
     layers = engine.experts.layers if options.layers == "all" else options.layers
-    taking_part, layers, by_turns = whole_fits(engine, comparison, machine.usable_bytes(session.SHARE_OF_MEMORY), layers)
+    taking_part, layers, by_turns = whole_fits(
+        engine, comparison, machine.usable_bytes(session.SHARE_OF_MEMORY), layers, options.dense
+    )
     run = _Run(engine, layers, python, folder, lambda text: progress(f"{engine.name}, {layers} layers: {text}"))
     participants = [Participant(process) for process in taking_part]
     _check(engine, participants, python, folder.with_name("checked"), progress)
