@@ -50,7 +50,9 @@ def attention(
     mask() makes it, or numbers. s_aux: the sinks [heads]. Gradients, other devices and what this kernel lacks are left to
     transformers' own attention.
     """
-    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    # in training all layers attend alike, also those before the first adapter, whose queries require no grad
+    asked = module.training or query.requires_grad or key.requires_grad or value.requires_grad
+    trains = torch.is_grad_enabled() and asked
     special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     fits = query.dtype == key.dtype == value.dtype and query.shape[-1] >= value.shape[-1]
     if trains or special or dropout or not fits or query.device.type != "cpu":
