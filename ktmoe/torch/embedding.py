@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 
 from ktmoe import arrays
 from ktmoe.errors import InputError
 from ktmoe.linear import Linear
+from ktmoe.torch.linear import copied
 
 
 class DenseEmbedding(torch.nn.Module):
@@ -59,7 +58,4 @@ class DenseEmbedding(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict) -> DenseEmbedding:
         """As any module's, but for the Linear, which copies share."""
-        memo[id(self.linear)] = self.linear
-        memo[id(self)] = other = type(self).__new__(type(self))
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return other
+        return copied(self, memo, self.linear)
