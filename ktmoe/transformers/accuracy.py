@@ -25,8 +25,7 @@ from ktmoe.layer import MoELayer
 from ktmoe.torch import DenseLinear
 from ktmoe.transformers import load
 from ktmoe.transformers.activation import recognise
-from ktmoe.transformers.answer import load_tokenizer
-from ktmoe.transformers.folder import folder_of
+from ktmoe.transformers.folder import model_folder
 from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler, weights_of
 from ktmoe.transformers.options import Options
 from ktmoe.transformers.perplexity import Logits, Mean, Scores, Window, require_space, score, windows

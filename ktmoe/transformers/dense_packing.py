@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -18,12 +20,13 @@ from ktmoe.linear import Linear
 from ktmoe.linear_group import LinearGroup
 from ktmoe.linear_weights import LinearWeights
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.dense import find_matrix
+from ktmoe.loaders.gguf_model import is_gguf
 from ktmoe.loaders.one_matrix import StoredMatrix
 from ktmoe.machine import memory
 from ktmoe.machine.numa import placement_of
 from ktmoe.matrix import Matrix
 from ktmoe.matrix_rows import check_rows
+from ktmoe.torch.embedding import DenseEmbedding
 from ktmoe.transformers.dense_modules import (
     DenseModule,
     dense_module,
@@ -33,8 +36,10 @@ from ktmoe.transformers.dense_modules import (
     put_packed,
     share_inputs,
     take_away,
+    untie,
 )
-from ktmoe.transformers.dense_names import is_plain, stored_names
+from ktmoe.transformers.dense_names import StoredParameter, stored_parameters
+from ktmoe.transformers.gguf.names import EMBEDDING, OUTPUT, parameters
 from ktmoe.transformers.modules import bfloat16
 from ktmoe.transformers.options import Options, Reporting
 from ktmoe.weights.formats import BF16
@@ -43,16 +48,26 @@ from ktmoe.weights.formats import BF16
 _AT_ONCE = 2
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """What takes the place of a module: the rows of these stored matrices, in that order. dense: None for an embedding."""
+
+    dense: DenseModule | None
+    parts: tuple[StoredMatrix, ...]
+    order: np.ndarray | None = None
+
+
 class DenseFromCheckpoint:
     """Dense matrices that ktmoe reads from a checkpoint in the background, while transformers loads the rest.
 
     found: those of the model that may be packed. dtype: the model's. cached: whether Options.cache is of this checkpoint.
     Those that are not in `names` are left to transformers: matrices that it changes while it reads them, that share their
-    parameter with the embedding, that no scheme reads, or whose model has another dtype than bfloat16.
+    parameter with the embedding, that no scheme reads, or whose model has another dtype than bfloat16. Of a GGUF file nothing
+    is left to it, and the embedding is packed, too.
     needs_quantizer: whether what is left has matrices that only the checkpoint's own quantization method reads. refused: why
     no scheme of ktmoe reads the first of them.
     Raises MissingTensorError for a matrix that lacks a tensor where others of its checkpoint are whole: transformers would read
-    its codes as if they were numbers.
+    its codes as if they were numbers. Raises why a matrix of a GGUF file cannot be packed.
     """
 
     def __init__(
@@ -64,73 +79,122 @@ class DenseFromCheckpoint:
         dtype: torch.dtype,
         cached: bool,
     ):
-        self._options = options
-        self._by_name: dict[str, tuple[DenseModule, StoredMatrix]] = {}
-        self._arenas: dict[str, Arenas] = {}
-        self.needs_quantizer, self.refused, whole = False, None, False
+        self._options, self._dtype = options, dtype
+        self._planned: dict[str, _Planned] = {}
+        self._arenas: dict[tuple[str, int], Arenas] = {}
+        self.needs_quantizer, self.refused = False, None
         with ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
-            stored = stored_names(model, checkpoint)
             cache = Cache(options.cache, checkpoint) if cached and options.dense == "packed" else None
-            tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
             by_parameter = {each.parameter: each for each in found}
-            for parameter, base in stored.items():
-                plain, dense = is_plain(checkpoint, base), by_parameter.get(parameter)
-                if dense is None or parameter in tied or (plain and dtype != torch.bfloat16):
-                    self.needs_quantizer |= not plain
-                    continue
-                try:
-                    matrix = _checked(find_matrix(checkpoint, base), dense)
-                except KtmoeError as error:
-                    self.needs_quantizer |= not plain
-                    self.refused = self.refused or (None if plain else error)
-                    continue
-                self._by_name[dense.name] = dense, matrix
-                whole |= not plain
-                if cache is not None and base in cache.matrices and not dense.groups:
-                    weights = self._weights(matrix)
-                    self._arenas[dense.name] = cache.matrix(base, weights, placement_of(weights, options.numa_nodes))
-            if whole and isinstance(self.refused, MissingTensorError):
-                raise self.refused
-            names = {each for name, (_, matrix) in self._by_name.items() for each in (name, matrix.name)}
+            if is_gguf(checkpoint):
+                stored = parameters(checkpoint).matrices
+                self._plan_gguf(model, stored, by_parameter)
+            else:
+                stored = stored_parameters(model, checkpoint)
+                self._plan(model, stored, by_parameter)
+            self._bases = {name: stored[f"{name}.weight"].bases for name in self._planned}
+            self._find_cached(cache)
+            names = {each for name, planned in self._planned.items() for each in (name, *(part.name for part in planned.parts))}
             self._ignored = [rf"^{re.escape(name)}\." for name in names]
             self._resources = resources.pop_all()
+
+    def _plan(
+        self, model: PreTrainedModel, stored: Mapping[str, StoredParameter], by_parameter: Mapping[str, DenseModule]
+    ) -> None:
+        tied, whole = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}, False
+        for parameter, of in stored.items():
+            dense = by_parameter.get(parameter)
+            if dense is None or parameter in tied or (of.plain and self._dtype != torch.bfloat16):
+                self.needs_quantizer |= not of.plain
+                continue
+            try:
+                self._planned[dense.name] = _checked(dense, of)
+            except KtmoeError as error:
+                self.needs_quantizer |= not of.plain
+                self.refused = self.refused or (None if of.plain else error)
+            else:
+                whole |= not of.plain
+        if whole and isinstance(self.refused, MissingTensorError):
+            raise self.refused
+
+    def _plan_gguf(
+        self, model: PreTrainedModel, stored: Mapping[str, StoredParameter], by_parameter: Mapping[str, DenseModule]
+    ) -> None:
+        for parameter, dense in by_parameter.items():
+            if parameter in stored:
+                self._planned[dense.name] = _checked(dense, stored[parameter])
+        embedding = f"{EMBEDDING}.weight"
+        if by_parameter and embedding in stored:
+            (table,) = stored[embedding].find()
+            check_shape(table, tuple(model.get_parameter(embedding).shape))
+            self._planned[EMBEDDING] = _Planned(None, (table,))
+
+    def _find_cached(self, cache: Cache | None) -> None:
+        for name, planned in self._planned.items() if cache is not None else ():
+            for index, (base, part) in enumerate(zip(self._bases[name], planned.parts, strict=False)):
+                if base in cache.matrices and not (planned.dense and planned.dense.groups):
+                    weights = _weights(part)
+                    placement = placement_of(weights, self._options.numa_nodes)
+                    self._arenas[name, index] = cache.matrix(base, weights, placement)
 
     @property
     def names(self) -> list[str]:
         """The modules' names."""
-        return list(self._by_name)
+        return list(self._planned)
 
     @property
     def nbytes(self) -> int:
         """Bytes of these matrices in the checkpoint."""
-        return sum(matrix.nbytes for _, matrix in self._by_name.values())
+        return sum(self._sizes.values())
+
+    @property
+    def _sizes(self) -> dict[tuple[str, int], int]:
+        """Bytes of each matrix that is made, by module and place. An embedding that is the output layer, too, is made once."""
+        return {
+            (name, index): part.nbytes
+            for name, planned in self._planned.items()
+            if not self._is_output(name)
+            for index, part in enumerate(planned.parts)
+        }
+
+    def _is_output(self, name: str) -> bool:
+        """Whether a module is the embedding, and the output layer has its matrix."""
+        return name == EMBEDDING and OUTPUT in self._planned and self._bases[name] == self._bases[OUTPUT]
 
     def start(self, model: PreTrainedModel, progress: Progress | None) -> None:
         """Take the modules out of the model, so that transformers does not read their tensors, and begin to read them."""
         take_away(model, self.names)
+        if EMBEDDING in self._planned:
+            untie(model, EMBEDDING)
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*known, *self._ignored}
-        sizes = {name: matrix.nbytes for name, (_, matrix) in self._by_name.items()}
-        self._loading = BackgroundTasks("matrix", sizes, self._make, _AT_ONCE, progress, self._resources)
+        self._loading = BackgroundTasks("matrix", self._sizes, self._make, _AT_ONCE, progress, self._resources)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Wait until all are packed, and put them into the model. Raises what reading and packing raise."""
         self._loading.wait()
-        for name in self._by_name:
-            put_packed(model, name, self._loading.get(name))
+        for name, planned in self._planned.items():
+            made = [self._loading.get((OUTPUT if self._is_output(name) else name, i)) for i in range(len(planned.parts))]
+            if planned.dense is None:
+                model.set_submodule(name, DenseEmbedding(made[0], self._dtype))
+            else:
+                put_packed(model, name, made[0] if planned.dense.groups else made, planned.order)
         share_inputs(model)
 
     def close(self) -> None:
         """Close what was opened, if start() was not called."""
         self._resources.close()
 
-    def _weights(self, stored: StoredMatrix) -> LinearWeights:
-        return LinearWeights.of_headers(stored.name, stored.format, stored.shape, stored.read)
+    def _make(self, key: tuple[str, int], progress: Progress) -> Linear | LinearGroup:
+        name, index = key
+        planned = self._planned[name]
+        groups = planned.dense.groups if planned.dense else 0
+        return pack_matrix(groups, _weights(planned.parts[index]), self._options, progress, self._arenas.get(key))
 
-    def _make(self, name: str, progress: Progress) -> Linear | LinearGroup:
-        dense, stored = self._by_name[name]
-        return pack_matrix(dense, self._weights(stored), self._options, progress, self._arenas.get(name))
+
+def _weights(stored: StoredMatrix) -> LinearWeights:
+    return LinearWeights.of_headers(stored.name, stored.format, stored.shape, stored.read)
 
 
 def packable_nbytes(model: torch.nn.Module, options: Options) -> int:
@@ -167,29 +231,36 @@ def _pack_module(dense: DenseModule, options: Options, progress: Progress | None
     weight, bias = dense.module.weight.detach(), dense.module.bias
     bias = None if bias is None else bias.detach().float().numpy()
     matrix = Matrix(dense.name, BF16, dense.shape, bfloat16(weight.contiguous()), bias=bias)
-    return pack_matrix(dense, LinearWeights(matrix), options, progress, None)
+    return pack_matrix(dense.groups, LinearWeights(matrix), options, progress, None)
 
 
 def pack_matrix(
-    dense: DenseModule, weights: LinearWeights, options: Options, progress: Progress | None, arenas: Arenas | None
+    groups: int, weights: LinearWeights, options: Options, progress: Progress | None, arenas: Arenas | None
 ) -> Linear | LinearGroup:
-    """One matrix, packed as it is or rounded, as the options say. Raises what Linear does."""
+    """One matrix, packed as it is or rounded, as the options say. groups: DenseModule's. Raises what Linear does."""
     weights = options.rounded(weights)
     common = {"tuned_for": options.tuned_for, "numa_nodes": options.numa_nodes}
     backend = options.dense_backend
-    if dense.groups:
-        return LinearGroup.of_rows(weights.matrix(0, "weight"), dense.groups, backend, progress=progress, **common)
+    if groups:
+        return LinearGroup.of_rows(weights.matrix(0, "weight"), groups, backend, progress=progress, **common)
     return Linear(weights, backend, progress=progress, arenas=arenas, **common)
 
 
-def _checked(stored: StoredMatrix, dense: DenseModule) -> StoredMatrix:
+def _checked(dense: DenseModule, of: StoredParameter) -> _Planned:
     """Raises CheckpointError for a matrix that is not what the module has, FormatError where groups cut what shares a scale."""
-    if stored.shape != dense.shape or stored.has_bias != (dense.module.bias is not None):
-        without = {True: "with", False: "without"}
-        raise CheckpointError(
-            f"{stored.name}: expected [n, k] = {list(dense.shape)} {without[dense.module.bias is not None]} a bias, "
-            f"found {list(stored.shape)} {without[stored.has_bias]} one"
-        )
+    parts = tuple(of.find())
+    shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    check_shape(parts[0], dense.shape, shape)
+    if any(part.has_bias != (dense.module.bias is not None) for part in parts):
+        expected, found = ("a bias", "none") if dense.module.bias is not None else ("no bias", "one")
+        raise CheckpointError(f"{parts[0].name}: expected {expected}, found {found}")
     if dense.groups:
-        check_rows(stored.name, stored.format, stored.shape[0], 0, stored.shape[0] // dense.groups)
-    return stored
+        check_rows(parts[0].name, parts[0].format, shape[0], 0, shape[0] // dense.groups)
+    return _Planned(dense, parts, of.order)
+
+
+def check_shape(stored: StoredMatrix, expected: tuple[int, int], found: tuple[int, int] | None = None) -> None:
+    """Raise CheckpointError for a matrix of another shape. found: of all its parts together."""
+    found = found or stored.shape
+    if found != expected:
+        raise CheckpointError(f"{stored.name}: expected [n, k] = {list(expected)}, found {list(found)}")

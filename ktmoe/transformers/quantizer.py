@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError, UnavailableError
+from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.transformers.config import Config
+from ktmoe.transformers.folder import is_gguf_model
 from ktmoe.transformers.dense_modules import find_dense, without
 from ktmoe.transformers.dense_packing import DenseFromCheckpoint, pack_parameters
 from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
@@ -26,6 +29,7 @@ from ktmoe.transformers.function import NAME
 from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.joined_progress import JoinedProgress
 from ktmoe.transformers.modules import Experts, check_same, find
+from ktmoe.transformers.options import on_cpu
 from ktmoe.transformers.place import put
 from ktmoe.transformers.step import prepare
 
@@ -99,7 +103,8 @@ class KtmoeHfQuantizer(HfQuantizer):
         """Refuse everything that can be refused, before any weight is read."""
         options = self.quantization_config.options
         self._found = find(model)
-        _check_size(model, self._found, checkpoint_files)
+        files = [*(checkpoint_files or ()), *gguf_files(self.quantization_config.path)]
+        _check_size(model, self._found, files)
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
         warn_of_spinning()
@@ -109,6 +114,8 @@ class KtmoeHfQuantizer(HfQuantizer):
                 self._find_dense(model, dtype, device_map, checkpoint_files)
                 if self._dense:
                     resources.callback(self._dense.close)
+            if len(files) > len(checkpoint_files or ()):
+                self._check_all_there(model, checkpoint_files)
             if self._rest:
                 apart = {experts.name: experts.module for experts in self._found}
                 apart |= {name: model.get_submodule(name) for name in (self._dense.names if self._dense else ())}
@@ -131,16 +138,17 @@ class KtmoeHfQuantizer(HfQuantizer):
     def _find_dense(self, model: PreTrainedModel, dtype, device_map, checkpoint_files: Sequence[str] | None) -> None:
         """Find out which dense matrices ktmoe reads. Others may need the checkpoint's own quantization method."""
         config = self.quantization_config
-        read, elsewhere = self._where(checkpoint_files)
-        path = _folder(checkpoint_files) if elsewhere else read
-        found = find_dense(model) if _on_cpu(device_map) else []
-        refused, needed, cached = None, True, config.options.cache is not None and not elsewhere
+        path, elsewhere = self._where(checkpoint_files)
+        found = find_dense(model) if on_cpu(device_map) else []
+        refused, needed, cached = None, True, config.options.cache is not None and config.experts is None
         try:
             self._dense = DenseFromCheckpoint(path, model, found, config.options, dtype, cached)
             refused, needed = self._dense.refused, self._dense.needs_quantizer
         except MissingTensorError:  # the scheme is known, and something is missing
             raise
         except CheckpointError as error:  # transformers reads it all, or says what is wrong
+            if elsewhere:
+                raise
             refused = error
         if config.inner is not None and needed:
             try:
@@ -150,8 +158,19 @@ class KtmoeHfQuantizer(HfQuantizer):
             except UnavailableError as error:
                 raise error from refused
 
+    def _check_all_there(self, model: PreTrainedModel, checkpoint_files: Sequence[str]) -> None:
+        """Raise MissingTensorError for a parameter that no tensor of a GGUF file makes up: transformers would draw it at random."""
+        taken = tuple(f"{name}." for name in (*(each.name for each in self._found), *(self._dense.names if self._dense else ())))
+        with Checkpoint(_folder(checkpoint_files)) as written:
+            there = set(written.names())
+        there |= {key for key, source in model.all_tied_weights_keys.items() if source in there}
+        for parameter in model.state_dict():
+            if parameter not in there and not parameter.startswith(taken):
+                path = self.quantization_config.path
+                raise MissingTensorError(f"{path}: expected a tensor for {parameter} of {type(model).__name__}, found none")
+
     def _where(self, checkpoint_files: Sequence[str] | None) -> tuple[str | os.PathLike, bool]:
-        """Where experts are read, and whether transformers reads other files."""
+        """Where ktmoe reads weights, and whether transformers reads other files."""
         path = self.quantization_config.path
         if path is None:
             return _folder(checkpoint_files), False
@@ -162,6 +181,8 @@ class KtmoeHfQuantizer(HfQuantizer):
         config, refused = self.quantization_config, None
         # transformers reads its own files: experts of others come from ktmoe's loaders, or not at all
         read, elsewhere = self._where(checkpoint_files)
+        if config.experts is not None:
+            read, elsewhere = config.experts, True
         if config.source == "parameters":
             if config.options.cache is not None:
                 raise UnavailableError(f'{read}: a packed cache is for source="checkpoint", found source="parameters"')
@@ -170,7 +191,7 @@ class KtmoeHfQuantizer(HfQuantizer):
                 raise UnavailableError(f'{read}: source="parameters": expected an unquantized checkpoint, found {found}')
             if elsewhere:
                 expected = "expected the folder that transformers reads, found another"
-                raise UnavailableError(f'{read}: path with source="parameters": {expected}')
+                raise UnavailableError(f'{read}: source="parameters": {expected}')
         else:
             try:
                 weights = readable(read, self._found)
@@ -247,10 +268,12 @@ def _rest_needs(inner: dict) -> Iterator[None]:
         ) from error
 
 
-def _on_cpu(device_map: object) -> bool:
-    """Whether transformers puts a whole model on the CPU."""
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    return all(str(place or "cpu") == "cpu" for place in places)
+def gguf_files(path: str | os.PathLike | None) -> list[Path]:
+    """The files of a GGUF checkpoint; none of another one."""
+    if path is None or not is_gguf_model(path):
+        return []
+    with Checkpoint(path) as checkpoint:
+        return checkpoint.files
 
 
 def _folder(checkpoint_files: Sequence[str] | None) -> str:
