@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -111,6 +112,13 @@ def _sentence_piece(metadata: Mapping[str, object], vocabulary: Vocabulary) -> d
 
 
 def _pre_tokenizer(metadata: Mapping[str, object], name: str) -> PreTokenizer:
+    if "tokenizer.ggml.pre" not in metadata:
+        warnings.warn(
+            f"{name}: it has no tokenizer.ggml.pre, as files of before May of 2024: text is split as llama.cpp's default does it, "
+            "which may not be the model's way",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise CheckpointError(f"{name}: tokenizer.ggml.pre: expected one of {', '.join(PRE_TOKENIZERS)}, found {show(pre)}")
@@ -151,7 +159,7 @@ def _merges_of_scores(metadata: Mapping[str, object], vocabulary: Vocabulary) ->
     if squares > _SQUARES_LIMIT:
         longest = max(len(tokens[id]) for id in made)
         raise CheckpointError(
-            f"{vocabulary.name}: tokenizer.ggml.tokens: expected shorter tokens, found {len(made)} of up to {longest} characters"
+            f"{vocabulary.name}: tokenizer.ggml.tokens: expected shorter ones, found {len(made)} of up to {longest} characters"
         )
     merges = []
     for id in sorted(made, key=lambda id: -scores[id]):

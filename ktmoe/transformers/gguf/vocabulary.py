@@ -1,4 +1,4 @@
-"""The vocabulary that a GGUF file's metadata states, checked: metadata is input, and transformers would not say what is wrong."""
+"""The vocabulary that a GGUF file's metadata states, checked: transformers would not say what is wrong with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError
 from ktmoe.messages import show
+from ktmoe.transformers.gguf.known_tokens import CONTROL_TEXTS
 
 #: tokenizer.ggml.model: bytes merged as GPT-2 does, and SentencePiece's BPE, which merges by scores.
 GPT_2, LLAMA = "gpt2", "llama"
@@ -29,21 +30,6 @@ SPECIAL = {
 }
 #: The ids of a SentencePiece vocabulary that states none.
 _LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
-
-#: Texts by which llama.cpp knows the tokens that end an answer, whatever their type is.
-ENDS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> "
-    "[EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
-)
-#: Texts of tokens for filling in the middle of code, which llama.cpp takes for control tokens; those that end an answer, too.
-FILL_ENDS = frozenset(
-    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>".split()
-)
-_FILL = FILL_ENDS | frozenset(
-    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> <|fim_suffix|> <fim-suffix> "
-    "<fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> "
-    "▁<MID> <|code_middle|> <|middle|>".split()
-)
 
 
 @dataclass(frozen=True)
@@ -148,6 +134,6 @@ def _types(metadata: Mapping[str, object], tokens: Sequence[str], name: str) -> 
             raise CheckpointError(f"{name}: {key}: expected 0 to {BYTE}, found {show(found[id].item())} for token {id}")
         types = [kind or NORMAL for kind in found.astype(np.int64).tolist()]
     for id, token in enumerate(tokens):
-        if token in ENDS or token in _FILL:
+        if token in CONTROL_TEXTS:
             types[id] = CONTROL
     return types
