@@ -66,11 +66,11 @@ def command(
         choose_backend(backend, None, mode)  # raises, before anything is loaded
     engine.start()
     from ktmoe.transformers.accuracy import accuracy
-    from ktmoe.transformers.folder import folder_of
+    from ktmoe.transformers.folder import model_folder
     from ktmoe.transformers.refusals import in_one_line
 
-    folder = folder_of(model)  # a download draws bars of its own
-    with in_one_line(str(folder), "run"), progress_bar.steps() as step:
+    # first, since a download draws bars of its own
+    with model_folder(model, everything=dense == "torch") as folder, in_one_line(model, "run"), progress_bar.steps() as step:
         found = accuracy(
             folder,
             text,

@@ -105,20 +105,22 @@ def _answer(model: str, prompt: str, system: str | None, generation: dict, chose
     engine.start()
     import ktmoe.transformers
     from ktmoe.transformers import answer
-    from ktmoe.transformers.folder import folder_of
+    from ktmoe.transformers.folder import model_folder
     from ktmoe.transformers.refusals import in_one_line
 
-    folder, trust = folder_of(model), {"trust_remote_code": trusted}
-    tokenizer = answer.load_tokenizer(folder, **trust)
-    with in_one_line(str(folder), "encode the prompt for"):
-        inputs = answer.encode(tokenizer, prompt, system)
-    if not tokenizer.chat_template:
-        click.echo(f"ktmoe: {printable(model)} has no chat template: the prompt is continued as it is", err=True)
-    start = time.perf_counter()
-    with in_one_line(str(folder)):
-        loaded = ktmoe.transformers.load(folder, progress=True, **chosen, **trust)
-    seconds = time.perf_counter() - start
-    with in_one_line(str(folder), "generate text with"):
+    trust = {"trust_remote_code": trusted}
+    with model_folder(model, everything=chosen["dense"] == "torch") as folder:
+        name = str(folder) if os.path.isdir(os.path.expanduser(model)) else model
+        tokenizer = ktmoe.transformers.load_tokenizer(folder, **trust)
+        with in_one_line(name, "encode the prompt for"):
+            inputs = answer.encode(tokenizer, prompt, system)
+        if not tokenizer.chat_template:
+            click.echo(f"ktmoe: {printable(model)} has no chat template: the prompt is continued as it is", err=True)
+        start = time.perf_counter()
+        with in_one_line(name):
+            loaded = ktmoe.transformers.load(folder, progress=True, **chosen, **trust)
+        seconds = time.perf_counter() - start
+    with in_one_line(name, "generate text with"):
         found = answer.answer(loaded, tokenizer, inputs, _no_text if as_json else _print, **generation)
     if as_json:
         output.print_json({"path": printable(model), "load_seconds": seconds, **found.data()})
@@ -147,12 +149,12 @@ def _words(found) -> str:
 
 def _converse(model: str, system: str | None, generation: dict, chosen: dict, trusted: bool) -> None:
     engine.start(server=True)
-    from ktmoe.transformers import answer, serving
+    from ktmoe.transformers import load_tokenizer, serving
     from ktmoe.transformers.view import view
 
     save_folder = Path.cwd() / "chat_history"
     with signals_as_exit(), _quiet(), view(model, progress=True, **chosen) as made:
-        if not answer.load_tokenizer(made.folder, trust_remote_code=trusted).chat_template:
+        if not load_tokenizer(made.folder, trust_remote_code=trusted).chat_template:
             raise InputError(f"{model} has no chat template, so it cannot converse; with a PROMPT it continues that")
         further = ["--log-level", "error", *(["--trust-remote-code"] if trusted else [])]
         context = serving.parse(serving.arguments(made, "127.0.0.1", 0, further), "ktmoe chat")

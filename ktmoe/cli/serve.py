@@ -71,7 +71,7 @@ def command(
     engine.start(server=True)
     import typer
 
-    from ktmoe.transformers import answer, serving
+    from ktmoe.transformers import load_tokenizer, serving
     from ktmoe.transformers.view import view
 
     chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads, "dense": dense}
@@ -81,7 +81,7 @@ def command(
             parsed = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")
             given = parsed.params
             serving.check_address(given["host"], given["port"])
-            tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=given["trust_remote_code"])
+            tokenizer = load_tokenizer(made.folder, trust_remote_code=given["trust_remote_code"])
             with serving.serving(made, parsed, serving.ServerLimits(context, request_timeout)) as found:
                 _warn(given["host"], found, context)
                 url = found.url

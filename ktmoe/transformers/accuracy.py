@@ -26,6 +26,7 @@ from ktmoe.torch import DenseLinear
 from ktmoe.transformers import load
 from ktmoe.transformers.activation import recognise
 from ktmoe.transformers.folder import model_folder
+from ktmoe.transformers.tokenizer import load_tokenizer
 from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler, weights_of
 from ktmoe.transformers.options import Options
 from ktmoe.transformers.perplexity import Logits, Mean, Scores, Window, require_space, score, windows
@@ -98,7 +99,7 @@ def accuracy(
     layers: bool = True,
     step: Callable,
 ) -> Accuracy:
-    """Run a text through a checkpoint's model, exactly and with each activation mode. path: a folder, or a Hub id.
+    """Run a text through a checkpoint's model, exactly and with each activation mode. path: as load() has it.
 
     activations: the modes to compare with "bf16"; None: those of ktmoe.modes.MODES that the chosen backend has for all layers.
     rounding: "folded" adds a run with "bf16" whose weights may be rounded. dense: another name than "packed" adds a run with
@@ -109,7 +110,22 @@ def accuracy(
     for the model, OutOfSpaceError if the exact run's logits do not fit onto the disk, UnavailableError for a mode that cannot
     run or does not exist, and what ktmoe.transformers.load() raises.
     """
-    folder = folder_of(path)
+    with model_folder(path, everything=dense == "torch") as folder:
+        return _accuracy(folder, text, backend, activations, rounding, dense, tokens, context, layers, step)
+
+
+def _accuracy(
+    folder: Path,
+    text: str,
+    backend: str,
+    activations: Sequence[str] | None,
+    rounding: str,
+    dense: str,
+    tokens: int | None,
+    context: int,
+    layers: bool,
+    step: Callable,
+) -> Accuracy:
     config = AutoConfig.from_pretrained(folder).get_text_config()
     read = _tokens(folder, text, config)[:tokens]
     longest = getattr(config, "max_position_embeddings", None)

@@ -7,8 +7,7 @@ transformers. Names that all rows share are in names.py. An architecture without
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from ktmoe.errors import FormatError
 from ktmoe.loaders.checkpoint import Checkpoint
@@ -31,9 +30,9 @@ class TextArchitecture:
     """
 
     config: Callable[[GgufMetadata], dict]
-    names: Mapping[str, str] = MappingProxyType({})
-    orders: Mapping[str, Order] = MappingProxyType({})
-    changes: Mapping[str, Change] = MappingProxyType({})
+    names: Mapping[str, str] = field(default_factory=dict)
+    orders: Mapping[str, Order] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
 
 
 def find(checkpoint: Checkpoint) -> TextArchitecture:

@@ -18,7 +18,8 @@ from ktmoe.transformers.gguf import architectures
 from ktmoe.transformers.gguf.metadata import GgufMetadata
 from ktmoe.transformers.gguf.names import parameters
 from ktmoe.transformers.gguf.tensors import write_tensors
-from ktmoe.transformers.gguf.tokenizer import generation_config, write_tokenizer
+from ktmoe.transformers.gguf.generation import generation_config
+from ktmoe.transformers.gguf.tokenizer import write_tokenizer
 
 #: How the name of a split model's file ends.
 _SPLIT = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
@@ -51,7 +52,7 @@ def write_gguf_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     first = checkpoint.files[0]
     metadata = read_metadata(first)
     write_tokenizer(metadata, folder, str(first))
-    _write(folder / "generation_config.json", generation_config(metadata))
+    _write(folder / "generation_config.json", generation_config(metadata, str(first)))
 
 
 def model_name(path: str | os.PathLike) -> str:
