@@ -37,6 +37,7 @@ adds in each layer. The modes run one after the other. It needs torch and transf
     help="folded: also bf16 with weights that may be rounded to bfloat16.",
 )
 @click.option("--dense", metavar="NAME", default="packed", help="Such as int8 or torch: also bf16 with other dense matrices.")
+@options.EXPERTS
 @click.option("--tokens", metavar="N", type=click.IntRange(2), help="Take the text's first N tokens; by default all.")
 @click.option(
     "--context",
@@ -55,6 +56,7 @@ def command(
     activations: str | None,
     rounding: str,
     dense: str,
+    experts: str | None,
     tokens: int | None,
     context: int,
     layers: bool,
@@ -78,6 +80,7 @@ def command(
             activations=modes,
             rounding=rounding,
             dense=dense,
+            experts=experts,
             tokens=tokens,
             context=context,
             layers=layers,

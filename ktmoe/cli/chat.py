@@ -40,6 +40,7 @@ that ends with it. A model without a chat template continues the bare PROMPT.
 @options.THREADS
 @options.CACHE
 @options.DENSE
+@options.EXPERTS
 @click.option("--trust-remote-code", "trusted", is_flag=True, help="Run Python code of the checkpoint, if it has some.")
 @options.JSON
 def command(
@@ -55,13 +56,14 @@ def command(
     threads: int | None,
     cache: str | None,
     dense: str,
+    experts: str | None,
     trusted: bool,
     as_json: bool,
 ) -> None:
     if greedy and temperature is not None:
         raise click.UsageError("--greedy and --temperature exclude each other")
     chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads, "dense": dense}
-    chosen["cache"] = cache and os.path.abspath(cache)
+    chosen |= {"cache": cache and os.path.abspath(cache), "experts": experts and os.path.abspath(experts)}
     generation = {"max_new_tokens": max_new_tokens, **_sampling(temperature, greedy)}
     if prompt is None and not sys.stdin.isatty():
         prompt = _piped()

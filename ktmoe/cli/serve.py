@@ -54,6 +54,7 @@ ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists
 @options.THREADS
 @options.CACHE
 @options.DENSE
+@options.EXPERTS
 def command(
     model: str,
     arguments: tuple[str, ...],
@@ -67,6 +68,7 @@ def command(
     threads: int | None,
     cache: str | None,
     dense: str,
+    experts: str | None,
 ) -> None:
     engine.start(server=True)
     import typer
@@ -75,7 +77,7 @@ def command(
     from ktmoe.transformers.view import view
 
     chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads, "dense": dense}
-    chosen["cache"] = cache and os.path.abspath(cache)
+    chosen |= {"cache": cache and os.path.abspath(cache), "experts": experts and os.path.abspath(experts)}
     with signals_as_exit(), view(model, progress=True, **chosen) as made:
         try:
             parsed = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,12 +16,12 @@ from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError, UnavailableError
-from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.messages import show
 from ktmoe.transformers.config import Config
-from ktmoe.transformers.folder import is_gguf_model
+from ktmoe.transformers.dense_from_checkpoint import DenseFromCheckpoint
 from ktmoe.transformers.dense_modules import find_dense, without
-from ktmoe.transformers.dense_packing import DenseFromCheckpoint, pack_parameters
+from ktmoe.transformers.dense_packing import pack_parameters
+from ktmoe.transformers.files import check_all_there, check_size, folder_of_files, gguf_files, has_files
 from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
 from ktmoe.transformers.from_parameters import FromParameters
 from ktmoe.transformers.function import NAME
@@ -32,9 +31,6 @@ from ktmoe.transformers.modules import Experts, check_same, find
 from ktmoe.transformers.options import on_cpu
 from ktmoe.transformers.place import put
 from ktmoe.transformers.step import prepare
-
-#: The most parameters in a byte: where each has 2 bits.
-_MOST_IN_A_BYTE = 4
 
 
 @register_quantizer(NAME)
@@ -104,7 +100,7 @@ class KtmoeHfQuantizer(HfQuantizer):
         options = self.quantization_config.options
         self._found = find(model)
         files = [*(checkpoint_files or ()), *gguf_files(self.quantization_config.path)]
-        _check_size(model, self._found, files)
+        check_size(model, self._found, files)
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
         warn_of_spinning()
@@ -115,7 +111,8 @@ class KtmoeHfQuantizer(HfQuantizer):
                 if self._dense:
                     resources.callback(self._dense.close)
             if len(files) > len(checkpoint_files or ()):
-                self._check_all_there(model, checkpoint_files)
+                taken = [*(each.name for each in self._found), *(self._dense.names if self._dense else ())]
+                check_all_there(self.quantization_config.path, model, checkpoint_files, taken)
             if self._rest:
                 apart = {experts.name: experts.module for experts in self._found}
                 apart |= {name: model.get_submodule(name) for name in (self._dense.names if self._dense else ())}
@@ -158,23 +155,12 @@ class KtmoeHfQuantizer(HfQuantizer):
             except UnavailableError as error:
                 raise error from refused
 
-    def _check_all_there(self, model: PreTrainedModel, checkpoint_files: Sequence[str]) -> None:
-        """Raise MissingTensorError for a parameter that no tensor of a GGUF file makes up: transformers would draw it at random."""
-        taken = tuple(f"{name}." for name in (*(each.name for each in self._found), *(self._dense.names if self._dense else ())))
-        with Checkpoint(_folder(checkpoint_files)) as written:
-            there = set(written.names())
-        there |= {key for key, source in model.all_tied_weights_keys.items() if source in there}
-        for parameter in model.state_dict():
-            if parameter not in there and not parameter.startswith(taken):
-                path = self.quantization_config.path
-                raise MissingTensorError(f"{path}: expected a tensor for {parameter} of {type(model).__name__}, found none")
-
     def _where(self, checkpoint_files: Sequence[str] | None) -> tuple[str | os.PathLike, bool]:
         """Where ktmoe reads weights, and whether transformers reads other files."""
         path = self.quantization_config.path
         if path is None:
-            return _folder(checkpoint_files), False
-        return path, not _has_files(path, checkpoint_files)
+            return folder_of_files(checkpoint_files), False
+        return path, not has_files(path, checkpoint_files)
 
     def _take_from(self, checkpoint_files: Sequence[str] | None) -> FromCheckpoint | FromParameters:
         """Where the experts come from. Raises why they cannot."""
@@ -266,47 +252,6 @@ def _rest_needs(inner: dict) -> Iterator[None]:
         raise UnavailableError(
             f"the rest of the model is quantized ({method}), for which a package is missing: {error}"
         ) from error
-
-
-def gguf_files(path: str | os.PathLike | None) -> list[Path]:
-    """The files of a GGUF checkpoint; none of another one."""
-    if path is None or not is_gguf_model(path):
-        return []
-    with Checkpoint(path) as checkpoint:
-        return checkpoint.files
-
-
-def _folder(checkpoint_files: Sequence[str] | None) -> str:
-    """Where transformers found the checkpoint."""
-    if not checkpoint_files:
-        raise UnavailableError("expected a checkpoint's files, found a state_dict or none")
-    return os.path.dirname(checkpoint_files[0])
-
-
-def _check_size(model: PreTrainedModel, found_experts: Sequence[Experts], files: Sequence[str] | None) -> None:
-    """Raise CheckpointError for a model that is larger than all its files can be.
-
-    transformers would make such parameters, at random, before it says that their sizes are not those of the checkpoint. Experts
-    do not count: other files may have them.
-    """
-    experts = {f"{each.name}.{name}" for each in found_experts for name in each.parameters}
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in experts}
-    nbytes = sum(os.path.getsize(file) for file in files or ())
-    if files and (found := sum(sizes.values())) > _MOST_IN_A_BYTE * nbytes:
-        largest = max(sizes, key=sizes.get)
-        shape = list(model.get_parameter(largest).shape)
-        raise CheckpointError(
-            f"{_folder(files)}: expected at most {_MOST_IN_A_BYTE} parameters for each of {nbytes} bytes, found {found} by "
-            f"config.json, such as {largest} {shape}"
-        )
-
-
-def _has_files(path: str | os.PathLike, files: Sequence[str] | None) -> bool:
-    """Whether a folder has these very files, which may be links to it, as a view's are."""
-    try:
-        return all(os.path.samefile(os.path.join(path, os.path.basename(file)), file) for file in files or ())
-    except OSError:
-        return False
 
 
 def _warn_of_other_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:

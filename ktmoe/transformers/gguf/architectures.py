@@ -1,7 +1,7 @@
-"""GGUF architectures that become models of transformers: a row each, with what config.json would say and other names of tensors.
+"""GGUF architectures that become models of transformers: a row each, with what config.json would say, and names of tensors.
 
-The facts are those of llama.cpp (conversion/ and src/models/ of what llama-cpp-python 0.3.36 ships) and of the models' classes in
-transformers. Names that all rows share are in names.py. An architecture without a row is refused.
+The facts are those of llama.cpp (conversion/ and src/models/ of what llama-cpp-python 0.3.36 ships) and of the models' classes
+in transformers. Names that all rows share are in names.py. An architecture without a row is refused.
 """
 
 from __future__ import annotations
@@ -109,6 +109,11 @@ def _gating(of: GgufMetadata, known: Mapping[int, str], default: int) -> str:
     return known[found]
 
 
+def _biased(of: GgufMetadata) -> bool:
+    """Whether q, k and v have biases."""
+    return of.has("attn_q.bias") or of.has("attn_qkv.bias")
+
+
 def _dense_layers(of: GgufMetadata) -> list[int]:
     """Layers without a router, which have a dense MLP."""
     return [layer for layer in range(of.layers) if f"blk.{layer}.ffn_gate_inp.weight" not in of.checkpoint]
@@ -135,7 +140,7 @@ def _gpt_oss(of: GgufMetadata) -> dict:
         "num_local_experts": of.count("expert_count"),
         "intermediate_size": _experts_width(of, found),
         "sliding_window": of.count("attention.sliding_window"),
-        "attention_bias": of.has("attn_q.bias") or of.has("attn_qkv.bias"),
+        "attention_bias": _biased(of),
     }
 
 
@@ -150,7 +155,7 @@ def _qwen(of: GgufMetadata, model_type: str, normalised: bool, **more: object) -
         "norm_topk_prob": normalised,
         "mlp_only_layers": _dense_layers(of),
         "decoder_sparse_step": 1,
-        "attention_bias": of.has("attn_q.bias") or of.has("attn_qkv.bias"),
+        "attention_bias": _biased(of),
         "use_sliding_window": False,
         **more,
     }
@@ -161,10 +166,12 @@ def _stored_width(of: GgufMetadata) -> int:
     return of.rows("blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight")
 
 
+def _shared_width(of: GgufMetadata) -> int:
+    return of.count("expert_shared_feed_forward_length", 0) or of.rows("blk.0.ffn_gate_shexp.weight")
+
+
 def _qwen2moe(of: GgufMetadata) -> dict:
-    shared = of.count("expert_shared_feed_forward_length", 0) or of.rows("blk.0.ffn_gate_shexp.weight")
-    biased = of.has("attn_q.bias") or of.has("attn_qkv.bias")
-    return _qwen(of, "qwen2_moe", False, shared_expert_intermediate_size=shared, qkv_bias=biased)
+    return _qwen(of, "qwen2_moe", False, shared_expert_intermediate_size=_shared_width(of), qkv_bias=_biased(of))
 
 
 def _qwen3moe(of: GgufMetadata) -> dict:
@@ -180,7 +187,7 @@ def _qwen3next(of: GgufMetadata) -> dict:
         of,
         "qwen3_next",
         True,
-        shared_expert_intermediate_size=of.count("expert_shared_feed_forward_length", 0) or of.rows("blk.0.ffn_gate_shexp.weight"),
+        shared_expert_intermediate_size=_shared_width(of),
         linear_conv_kernel_dim=of.count("ssm.conv_kernel"),
         linear_key_head_dim=of.count("ssm.state_size"),
         linear_value_head_dim=of.count("ssm.inner_size") // max(1, values),
@@ -216,7 +223,7 @@ def _glm4moe(of: GgufMetadata) -> dict:
         | {
             "model_type": "glm4_moe",
             "norm_topk_prob": of.flag("expert_weights_norm", False),
-            "attention_bias": of.has("attn_q.bias") or of.has("attn_qkv.bias"),
+            "attention_bias": _biased(of),
             "use_qk_norm": of.has("attn_q_norm.weight"),
         }
     )
@@ -232,7 +239,7 @@ def _dots1(of: GgufMetadata) -> dict:
             "model_type": "dots1",
             "head_dim": _head_dim(of, found),
             "norm_topk_prob": of.flag("expert_weights_norm", False),
-            "attention_bias": of.has("attn_q.bias") or of.has("attn_qkv.bias"),
+            "attention_bias": _biased(of),
             "sliding_window": None,
         }
     )

@@ -40,7 +40,7 @@ def _by_key_heads(of: GgufMetadata, rows: int) -> np.ndarray:
     heads, size = of.count("ssm.group_count"), of.count("ssm.state_size")
     values = of.count("ssm.inner_size")
     if not heads or values % heads or rows != 2 * heads * size + 2 * values:
-        expected = f"{2 * heads * size + 2 * values} rows of q, k, v and z by ssm.group_count, ssm.state_size and ssm.inner_size"
+        expected = f"{2 * heads * size + 2 * values} rows of q, k, v and z, as ssm.group_count and others say"
         raise CheckpointError(f"{of.checkpoint.path}: expected {expected}, found {rows}")
     parts = np.split(np.arange(rows), np.cumsum([heads * size, heads * size, values]))
     return np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).reshape(-1)

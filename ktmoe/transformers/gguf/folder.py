@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_file import read_metadata
 from ktmoe.transformers.gguf import architectures
+from ktmoe.transformers.gguf.generation import generation_config
 from ktmoe.transformers.gguf.metadata import GgufMetadata
 from ktmoe.transformers.gguf.names import parameters
 from ktmoe.transformers.gguf.tensors import write_tensors
-from ktmoe.transformers.gguf.generation import generation_config
 from ktmoe.transformers.gguf.tokenizer import write_tokenizer
 
 #: How the name of a split model's file ends.
@@ -30,9 +31,9 @@ def gguf_folder(path: str | os.PathLike, everything: bool = False) -> Iterator[P
     """A temporary folder with what transformers reads of a GGUF model: all but the experts and the dense matrices.
 
     path: a .gguf file, the first of a split model, or a folder of them. config.json names ktmoe, which reads the rest from
-    there, so ktmoe.transformers must have been imported by whoever loads it. The folder has the file's name, without its ending.
+    there, so ktmoe.transformers must have been imported by whoever loads it. The folder has the file's name without its ending.
     everything: the dense matrices, too, in bfloat16.
-    Raises FormatError, before a weight is read, for an architecture, a tokenizer or a tensor that is not known; CheckpointError.
+    Raises FormatError for an architecture, a tokenizer or a tensor that is not known, before a weight is read; CheckpointError.
     """
     with Checkpoint(path) as checkpoint, tempfile.TemporaryDirectory(prefix="ktmoe-gguf-") as root:
         folder = Path(root, model_name(path))
@@ -40,10 +41,12 @@ def gguf_folder(path: str | os.PathLike, everything: bool = False) -> Iterator[P
         found = parameters(checkpoint)
         config = architectures.find(checkpoint).config(GgufMetadata(checkpoint))
         ours = {"quant_method": "ktmoe", "path": os.path.abspath(path), "inner": None}
-        named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]], "quantization_config": ours}
-        _write(folder / "config.json", config | named)
+        class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
+        _write(folder / "config.json", config | {"architectures": [class_name], "quantization_config": ours})
         write_gguf_tokenizer(checkpoint, folder)
-        write_tensors(found, folder / "model.safetensors", str(path), everything)
+        of = getattr(transformers, class_name)
+        kept = {*(of._keep_in_fp32_modules or ()), *(of._keep_in_fp32_modules_strict or ())}
+        write_tensors(found, folder / "model.safetensors", str(path), everything, kept)
         yield folder
 
 

@@ -31,14 +31,14 @@ class GgufMetadata:
             raise self._error("nextn_predict_layers", f"a number below block_count, {blocks}", more)
         self.layers = blocks - more
 
-    def count(self, key: str, default: int | None | object = _NEEDED) -> int | None:
+    def count(self, key: str, default: int | object | None = _NEEDED) -> int | None:
         """An integer, 0 or more."""
         found = self._value(key, default)
         if found is not default and (type(found) is not int or not 0 <= found <= _MOST):
             raise self._error(key, "a number, 0 or more", found)
         return found
 
-    def number(self, key: str, default: float | None | object = _NEEDED) -> float | None:
+    def number(self, key: str, default: float | object | None = _NEEDED) -> float | None:
         """A finite number, as a float."""
         found = self._value(key, default)
         if found is default:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import ml_dtypes
@@ -18,14 +18,14 @@ from ktmoe.transformers.gguf.names import OUTPUT, Parameters
 logger = logging.getLogger(__name__)
 
 
-def write_tensors(found: Parameters, file: Path, name: str, everything: bool) -> None:
+def write_tensors(found: Parameters, file: Path, name: str, everything: bool, kept: Collection[str]) -> None:
     """Write the small tensors, in float32: norms, routers, sinks. The model takes them in its own dtype.
 
     everything: also the matrices and their biases, in bfloat16, for a model whose dense part torch computes. name: the GGUF
-    file's, for the log, which says if bfloat16 rounds a small tensor.
+    file's, for the log, which says if bfloat16 rounds a small tensor. kept: parts of names that the model keeps in float32.
     """
     small = {parameter: read() for parameter, read in found.values.items()}
-    rounded = [parameter for parameter, values in small.items() if _rounds(values)]
+    rounded = [name for name, values in small.items() if _rounds(values) and not set(name.split(".")) & set(kept)]
     if rounded:
         logger.warning(
             "%s: bfloat16 rounds numbers of %d small tensors, such as %s; dtype=torch.float32 keeps them",
