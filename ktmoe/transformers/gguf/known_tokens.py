@@ -10,7 +10,7 @@ ENDS = frozenset(
         *("<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["),
     )
 )
-#: What ends an answer where it is a control token.
+#: What ends an answer where it is a control or a user-defined token.
 CONTROL_ENDS = frozenset({"</s>"})
 #: Tokens for filling in the middle of code that end an answer: padding, a repository's name, a file's end.
 FILL_ENDS = frozenset(

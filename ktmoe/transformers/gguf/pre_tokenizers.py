@@ -88,23 +88,14 @@ _DEEPSEEK_LLM = (
     r"\p{N}+",
 )
 
+_GPT_2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _GPT_2 = PreTokenizer([_bytes(use_regex=True)])
 _STARCODER = PreTokenizer([_DIGITS, _bytes(use_regex=True)])
 _LLAMA = PreTokenizer(_splits(_LLAMA_3), ignore_merges=True, add_bos=True)
 _OF_DEEPSEEK_3 = PreTokenizer(_splits(*_DEEPSEEK_3))
-_FALCON = [
-    {"type": "Punctuation", "behavior": "Contiguous"},
-    _bytes(use_regex=True),
-    {"type": "Digits", "individual_digits": False},
-    _split("[0-9][0-9][0-9]"),
-]
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2_WORDS, "[0-9][0-9][0-9]")
 #: What llama.cpp does for files that name none, which are of before May of 2024.
-_DEFAULT = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    "[0-9][0-9][0-9]",
-)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer(_splits(*_DEFAULT)),
@@ -112,7 +103,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ("gpt-2", "phi-2", "gigachat", "mellum", "exaone4", "trillion", "jais", "mpt", "olmo", "granite-docling"), _GPT_2
     ),
     **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2", "command-r"), _STARCODER),
-    "falcon": PreTokenizer(_FALCON),
+    "falcon": PreTokenizer(_splits(*_FALCON)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer(_splits(_LLAMA_3))),
     **dict.fromkeys(("glm4", "glm5"), PreTokenizer(_splits(_LLAMA_3), ignore_merges=True)),

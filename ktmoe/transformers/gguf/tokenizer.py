@@ -114,7 +114,7 @@ def _sentence_piece(metadata: Mapping[str, object], vocabulary: Vocabulary) -> d
 def _pre_tokenizer(metadata: Mapping[str, object], name: str) -> PreTokenizer:
     if "tokenizer.ggml.pre" not in metadata:
         warnings.warn(
-            f"{name}: it has no tokenizer.ggml.pre, as files of before May of 2024: text is split as llama.cpp's default does it, "
+            f"{name}: no tokenizer.ggml.pre, as in files of before May of 2024: text is split as llama.cpp's default does it, "
             "which may not be the model's way",
             RuntimeWarning,
             stacklevel=4,

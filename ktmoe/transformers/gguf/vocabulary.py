@@ -9,7 +9,7 @@ import numpy as np
 
 from ktmoe.errors import CheckpointError
 from ktmoe.messages import show
-from ktmoe.transformers.gguf.known_tokens import CONTROL_TEXTS
+from ktmoe.transformers.gguf.known_tokens import CONTROL_ENDS, CONTROL_TEXTS
 
 #: tokenizer.ggml.model: bytes merged as GPT-2 does, and SentencePiece's BPE, which merges by scores.
 GPT_2, LLAMA = "gpt2", "llama"
@@ -134,6 +134,6 @@ def _types(metadata: Mapping[str, object], tokens: Sequence[str], name: str) -> 
             raise CheckpointError(f"{name}: {key}: expected 0 to {BYTE}, found {show(found[id].item())} for token {id}")
         types = [kind or NORMAL for kind in found.astype(np.int64).tolist()]
     for id, token in enumerate(tokens):
-        if token in CONTROL_TEXTS:
+        if token in CONTROL_TEXTS or (token in CONTROL_ENDS and types[id] == USER_DEFINED):
             types[id] = CONTROL
     return types
