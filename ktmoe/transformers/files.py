@@ -58,15 +58,26 @@ def check_size(model: PreTrainedModel, found_experts: Sequence[Experts], files: 
         )
 
 
-def check_all_there(path: str | os.PathLike, model: PreTrainedModel, files: Sequence[str], taken: Collection[str]) -> None:
-    """Raise MissingTensorError for a parameter that no tensor makes up: transformers would draw it at random.
+def check_parameters(path: str | os.PathLike, model: PreTrainedModel, files: Sequence[str], taken: Collection[str]) -> None:
+    """Check that the files have each parameter of a model, in its shape, and no others.
 
-    path: of the model, for the message. taken: modules that ktmoe fills.
+    transformers would draw a missing one at random, and leave out another one. path: of the model, for messages. taken: modules
+    that ktmoe fills. Raises MissingTensorError, CheckpointError.
     """
+    name = type(model).__name__
     with Checkpoint(folder_of_files(files)) as written:
-        there = set(written.names())
-    there |= {key for key, source in model.all_tied_weights_keys.items() if source in there}
-    others = tuple(f"{name}." for name in taken)
-    for parameter in model.state_dict():
-        if parameter not in there and not parameter.startswith(others):
-            raise MissingTensorError(f"{path}: expected a tensor for {parameter} of {type(model).__name__}, found none")
+        shapes = {each: written.info(each).shape for each in written.names()}
+    for key, source in model.all_tied_weights_keys.items():
+        if source in shapes:
+            shapes[key] = shapes[source]
+    others, expected = tuple(f"{each}." for each in taken), model.state_dict()
+    for parameter, tensor in expected.items():
+        if parameter.startswith(others):
+            continue
+        if parameter not in shapes:
+            raise MissingTensorError(f"{path}: expected a tensor for {parameter} of {name}, found none")
+        if shapes[parameter] != tuple(tensor.shape):
+            found = f"{list(tensor.shape)}, found {list(shapes[parameter])}"
+            raise CheckpointError(f"{path}: the tensor for {parameter} of {name}: expected {found}")
+    if other := min(shapes.keys() - expected.keys(), default=None):
+        raise CheckpointError(f"{path}: expected tensors for the parameters of {name}, found one for {other}")

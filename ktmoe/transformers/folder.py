@@ -52,7 +52,7 @@ def is_folder(path: str | os.PathLike) -> bool:
         return True
     ending = os.path.splitext(name)[1].lower()
     if os.path.lexists(os.path.expanduser(name)) or ending in (_GGUF, ".safetensors"):
-        found = "a file" if os.path.isfile(os.path.expanduser(name)) else "no folder"
+        found = "another file" if os.path.isfile(os.path.expanduser(name)) else "neither"
         raise CheckpointError(f"{name}: expected a .gguf file, or a model's folder with {CONFIG_NAME}, found {found}")
     try:
         validate_repo_id(name)

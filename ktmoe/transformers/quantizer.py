@@ -21,7 +21,7 @@ from ktmoe.transformers.config import Config
 from ktmoe.transformers.dense_from_checkpoint import DenseFromCheckpoint
 from ktmoe.transformers.dense_modules import find_dense, without
 from ktmoe.transformers.dense_packing import pack_parameters
-from ktmoe.transformers.files import check_all_there, check_size, folder_of_files, gguf_files, has_files
+from ktmoe.transformers.files import check_parameters, check_size, folder_of_files, gguf_files, has_files
 from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
 from ktmoe.transformers.from_parameters import FromParameters
 from ktmoe.transformers.function import NAME
@@ -112,7 +112,7 @@ class KtmoeHfQuantizer(HfQuantizer):
                     resources.callback(self._dense.close)
             if len(files) > len(checkpoint_files or ()):
                 taken = [*(each.name for each in self._found), *(self._dense.names if self._dense else ())]
-                check_all_there(self.quantization_config.path, model, checkpoint_files, taken)
+                check_parameters(self.quantization_config.path, model, checkpoint_files, taken)
             if self._rest:
                 apart = {experts.name: experts.module for experts in self._found}
                 apart |= {name: model.get_submodule(name) for name in (self._dense.names if self._dense else ())}

@@ -30,7 +30,7 @@ def test_the_checkpoints_bytes_and_parameters(checkpoint, monkeypatch, name):
     """The same matrices are packed, whoever reads them; and by pack() they are those of the model in memory."""
     folder, ids = checkpoint(name), prompts()
     first = served.load(folder)
-    monkeypatch.setattr("ktmoe.transformers.dense_packing.stored_names", lambda *_: {})
+    monkeypatch.setattr("ktmoe.transformers.dense_from_checkpoint.stored_parameters", lambda *_: {})
     others = [served.load(folder), served.load(folder, source="parameters"), packed(folder)]
     expected = formats(first)
     assert expected

@@ -18,6 +18,8 @@ from ktmoe.transformers.gguf.metadata import GgufMetadata
 
 #: Values of expert_gating_func.
 _SOFTMAX, _SIGMOID = 1, 2
+#: Special tokens of config.json, and GGUF's words for them.
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,14 @@ def _common(of: GgufMetadata) -> dict:
         "tie_word_embeddings": tied,
         "hidden_act": "silu",
         "dtype": "bfloat16",
+        **{f"{what}_token_id": _token(of, key) for what, key in _TOKENS.items()},
     }
+
+
+def _token(of: GgufMetadata, key: str) -> int | None:
+    """A token's id, as the tokenizer has checked it; None, so that no model's own default stays."""
+    found = of.checkpoint.config.get(f"tokenizer.ggml.{key}_token_id")
+    return found if type(found) is int else None
 
 
 def _rope(of: GgufMetadata) -> dict:

@@ -13,6 +13,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ktmoe.errors import CheckpointError
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_file import read_metadata
 from ktmoe.transformers.gguf import architectures
@@ -43,19 +44,30 @@ def gguf_folder(path: str | os.PathLike, everything: bool = False) -> Iterator[P
         ours = {"quant_method": "ktmoe", "path": os.path.abspath(path), "inner": None}
         class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
         _write(folder / "config.json", config | {"architectures": [class_name], "quantization_config": ours})
-        write_gguf_tokenizer(checkpoint, folder)
+        _check_tokens(checkpoint, write_gguf_tokenizer(checkpoint, folder), config["vocab_size"])
         of = getattr(transformers, class_name)
         kept = {*(of._keep_in_fp32_modules or ()), *(of._keep_in_fp32_modules_strict or ())}
         write_tensors(found, folder / "model.safetensors", str(path), everything, kept)
         yield folder
 
 
-def write_gguf_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write tokenizer.json and the files beside it, and generation_config.json. Raises what write_tokenizer() raises."""
+def write_gguf_tokenizer(checkpoint: Checkpoint, folder: Path) -> int:
+    """Write tokenizer.json and the files beside it, and generation_config.json. The number of tokens.
+
+    Raises what write_tokenizer() raises.
+    """
     first = checkpoint.files[0]
     metadata = read_metadata(first)
     write_tokenizer(metadata, folder, str(first))
     _write(folder / "generation_config.json", generation_config(metadata, str(first)))
+    return len(metadata["tokenizer.ggml.tokens"])
+
+
+def _check_tokens(checkpoint: Checkpoint, found: int, rows: int) -> None:
+    """Raise CheckpointError for more tokens than the embedding has."""
+    if found > rows:
+        expected = f"at most {rows}, as token_embd.weight has rows"
+        raise CheckpointError(f"{checkpoint.path}: tokenizer.ggml.tokens: expected {expected}, found {found}")
 
 
 def model_name(path: str | os.PathLike) -> str:

@@ -27,6 +27,10 @@ class GgufMetadata:
         self.checkpoint = checkpoint
         self.architecture = str(checkpoint.config.get(ARCHITECTURE))
         blocks, more = self.count("block_count"), self.count("nextn_predict_layers", 0)
+        numbers = (name.split(".", 2)[1] for name in checkpoint.names() if name.startswith("blk."))
+        stored = 1 + max((int(number) for number in numbers if number.isdecimal() and len(number) < 7), default=-1)
+        if blocks > stored:  # what follows counts up to it
+            raise self._error("block_count", f"at most {stored}, as tensors are of so many layers", blocks)
         if more >= blocks:
             raise self._error("nextn_predict_layers", f"a number below block_count, {blocks}", more)
         self.layers = blocks - more

@@ -117,7 +117,7 @@ def _place(name: str, row: TextArchitecture, of: GgufMetadata, found: Parameters
         return
     if stem == _QKV and _QKV not in row.names:
         if ending == "weight":
-            found.matrices |= {f"{prefix}{module}.weight": each for module, each in _split(of, row, base)}
+            found.matrices.update({f"{prefix}{module}.weight": each for module, each in _split(of, row, base)})
         return
     module = known.get(stem)
     if module is None or ending not in ("weight", "bias", "scale"):
