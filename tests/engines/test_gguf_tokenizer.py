@@ -200,3 +200,22 @@ def test_beside_any_config(tmp_path, model_type):
     assert type(tokenizer).__name__ == "TokenizersBackend"
     assert tokenizer.encode(TEXT) == expected
     assert AutoTokenizer.from_pretrained(Path(tmp_path)).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_the_first_of_equal_merges_counts(tmp_path):
+    """As in llama.cpp; the library takes the last."""
+    tokens = ["a", "b", "c", "ab", "bc"]
+    more = {"tokens": tokens, "token_type": [1] * 5, "merges": ["a b", "b c", "a b"], "bos_token_id": 0, "eos_token_id": 0}
+    assert load(byte_level(**more), tmp_path).tokenize("abc") == ["ab", "c"]
+
+
+def test_unknown_and_undefined_tokens(tmp_path):
+    """<unk> is found where special tokens are. A token of type 0 is a normal one."""
+    metadata = sentence_piece()
+    types = metadata["tokenizer.ggml.token_type"]
+    more = sentence_piece(token_type=[0 if kind == 1 else kind for kind in types])
+    parsed = load(metadata, tmp_path / "parsed")
+    not_parsed = load(more, tmp_path / "not", split_special_tokens=True)
+    assert 0 in parsed.encode("a<unk>")
+    assert 0 not in not_parsed.encode("a<unk>")
+    assert not_parsed.encode(TEXTS[0]) == parsed.encode(TEXTS[0])
