@@ -19,7 +19,7 @@ from ktmoe.experts import PROJECTIONS
 from ktmoe.loaders import gguf_header
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.gguf_file import GgufFile
+from ktmoe.loaders.gguf_file import GgufFile, read_metadata
 from ktmoe.weights.ggml import TYPES
 
 KEY = text("k")
@@ -69,6 +69,29 @@ def test_a_sound_file(tmp_path):
     }
     with Checkpoint(path) as checkpoint:
         assert (checkpoint.read("a").tobytes(), checkpoint.read("b").tobytes()) == (b"123456789abc", b"xy")
+
+
+def test_all_metadata(tmp_path):
+    """What GgufFile leaves out is there, too: long texts, strings that lie across windows, long arrays of numbers."""
+    rng = np.random.default_rng(1)
+    tokens = ["größe 🚀"[: int(n) % 8] * int(n) for n in rng.integers(0, 60, 30_000)]
+    tokens[7] = "x" * 700_000  # longer than a window
+    scores = rng.standard_normal(3000).astype(np.float32)
+    keys = {
+        "tokens": array(8, [text(token) for token in tokens]),
+        "template": string("Ω" * 5000),
+        "bad": string(b"a\xffb" * 2000),
+    }
+    keys |= {"scores": array(6, [scores.tobytes()], 3000), "flags": array(7, [b"\1" * 2000], 2000), "empty": array(8, [])}
+    keys |= {"few": array(4, [struct.pack("<I", 9)] * 3), "wrong": array(8, [text(b"\xff"), text("b")]), "last": u32(7)}
+    keys["nested"] = array(9, [struct.pack("<IQ", 8, 1) + text("in"), struct.pack("<IQ", 6, 2000) + bytes(8000)])
+    path = write(tmp_path / "m.gguf", keys, {"a": (F32, (1,), b"1234")})
+    found = read_metadata(path)
+    np.testing.assert_array_equal(found.pop("scores"), scores)
+    np.testing.assert_array_equal(found.pop("flags"), np.ones(2000, np.uint8))
+    expected = {"tokens": tokens, "template": "Ω" * 5000, "bad": "a\ufffdb" * 2000, "empty": [], "few": [9, 9, 9]}
+    assert found == expected | {"wrong": ["\ufffd", "b"], "last": 7}
+    assert GgufFile(path).metadata == {"few": [9, 9, 9], "last": 7}
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -239,6 +262,34 @@ def test_cut_off_anywhere(tmp_path):
             Checkpoint(path)
     path.write_bytes(data)
     assert len(Checkpoint(path)) == 3
+
+
+def test_all_metadata_of_a_damaged_file(tmp_path, monkeypatch):
+    """Cut off anywhere, with bits turned, or too large: all of it, or an error of ours."""
+    path = tmp_path / "m.gguf"
+    data = header([text("t") + array(8, [text("abc"), text("d" * 300)]), text("n") + array(0, [bytes(2000)], 2000)], [])
+    for length in [*range(0, 450, 3), len(data) - 1]:
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"truncated|magic|git-lfs"):
+            read_metadata(path)
+    rng = random.Random(5)
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with suppress(CheckpointError):
+            assert len(read_metadata(path)) == 2
+    path.write_bytes(data)
+    for limit, value, words in (
+        ("HEADER_LIMIT_BYTES", 200, "expected a header of at most 200 bytes"),
+        ("ITEMS_LIMIT", 1999, "expected at most 1999 items in all arrays"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_header, limit, value)
+            with pytest.raises(CheckpointError, match=words):
+                read_metadata(path)
+    with pytest.raises(CheckpointError, match="readable file"):
+        read_metadata(tmp_path / "none.gguf")
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

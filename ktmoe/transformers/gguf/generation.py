@@ -10,13 +10,14 @@ from ktmoe.messages import show
 from ktmoe.transformers.gguf.known_tokens import CONTROL_ENDS, ENDS, FILL_ENDS
 from ktmoe.transformers.gguf.vocabulary import CONTROL, Vocabulary, read_vocabulary, token_id
 
-#: What transformers calls the keys of general.sampling, and their least and greatest values. It has none for the others.
+#: What transformers calls the keys of general.sampling, and their least and greatest values. It has none for the others. A
+#: top_k of 0 or less is none.
 _SAMPLING = {
     "temp": ("temperature", 0.0, math.inf),
-    "top_k": ("top_k", 0, 2**31 - 1),
+    "top_k": ("top_k", -(2**31), 2**31 - 1),
     "top_p": ("top_p", 0.0, 1.0),
     "min_p": ("min_p", 0.0, 1.0),
-    "penalty_repeat": ("repetition_penalty", 0.0, math.inf),
+    "penalty_repeat": ("repetition_penalty", 0.01, 100.0),
 }
 
 
@@ -65,7 +66,7 @@ def _sampling(metadata: Mapping[str, object], name: str) -> dict[str, object]:
             kind = "an integer" if isinstance(least, int) else "a number"
             bounds = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
             raise CheckpointError(f"{name}: {key}: expected {kind} {bounds}, found {show(value)}")
-        found[to] = value
+        found[to] = max(0, value) if short == "top_k" else value
     if found.get("temperature") == 0:
         return {"do_sample": False}
     return {"do_sample": True, **found} if found else {}

@@ -1,9 +1,15 @@
 """How text is split before it is merged: a row for each value of tokenizer.ggml.pre.
 
-A row has the regular expressions of the models' own tokenizer.json, in the form of the `tokenizers` library. llama.cpp adapts
-some of them to its own engine, so that its ids may differ for rare characters. No row normalizes text: llama.cpp does not,
-though the own tokenizers of some models compose it (NFC). A value that is not here is refused. What llama.cpp makes of each
-stands in llama_vocab::impl::load() and in llm_tokenizer_bpe.
+A row has the regular expressions of the models' own tokenizer.json, in the form of the `tokenizers` library. What llama.cpp
+makes of each value stands in llama_vocab::impl::load() and in llm_tokenizer_bpe. Its expressions are adapted to its own engine,
+so that ids differ from the models' own, and from these, in such places:
+
+- gpt-4o, minimax-m2, tekken, kimi-k2: it takes combining marks for no part of a word, as of Thai and Devanagari.
+- kimi-k2: it splits some words of several capitals elsewhere.
+- deepseek-llm, deepseek-coder: it does not find spaces such as U+3000 and U+2028 in lists of characters.
+
+No row normalizes text, as llama.cpp does not and its own texts with ids demand, though the own tokenizers of Qwen, OLMo and
+Command R compose it (NFC). A value that is not here is refused.
 """
 
 from __future__ import annotations
@@ -92,6 +98,7 @@ _GPT_2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 _GPT_2 = PreTokenizer([_bytes(use_regex=True)])
 _STARCODER = PreTokenizer([_DIGITS, _bytes(use_regex=True)])
 _LLAMA = PreTokenizer(_splits(_LLAMA_3), ignore_merges=True, add_bos=True)
+_QWEN = PreTokenizer(_splits(_QWEN_2))
 _OF_DEEPSEEK_3 = PreTokenizer(_splits(*_DEEPSEEK_3))
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2_WORDS, "[0-9][0-9][0-9]")
 #: What llama.cpp does for files that name none, which are of before May of 2024.
@@ -107,8 +114,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer(_splits(_LLAMA_3))),
     **dict.fromkeys(("glm4", "glm5"), PreTokenizer(_splits(_LLAMA_3), ignore_merges=True)),
-    **dict.fromkeys(("qwen2", "megrez", "deepseek-r1-qwen", "f2llmv2"), PreTokenizer(_splits(_QWEN_2))),
-    **dict.fromkeys(("hunyuan", "stablelm2", "grok-2", "solar-open", "kormo"), PreTokenizer(_splits(_QWEN_2))),
+    **dict.fromkeys(("qwen2", "megrez", "deepseek-r1-qwen", "f2llmv2", "kormo"), _QWEN),
+    **dict.fromkeys(("hunyuan", "stablelm2", "grok-2", "solar-open"), _QWEN),
     "qwen35": PreTokenizer(_splits(_QWEN_35)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), PreTokenizer(_splits(_GPT_4O))),
     "tekken": PreTokenizer(_splits(_TEKKEN), ignore_merges=True, add_bos=True),

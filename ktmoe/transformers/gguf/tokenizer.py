@@ -161,6 +161,11 @@ def _merges_of_scores(metadata: Mapping[str, object], vocabulary: Vocabulary) ->
         raise CheckpointError(
             f"{vocabulary.name}: tokenizer.ggml.tokens: expected shorter ones, found {len(made)} of up to {longest} characters"
         )
+    lacking = next((tokens[id] for id in made if not all(map(ids.__contains__, tokens[id]))), None)
+    if lacking is not None:  # SentencePiece makes such a token, too, but a merge is of two tokens
+        raise CheckpointError(
+            f"{vocabulary.name}: tokenizer.ggml.tokens: expected every character of a token to be one, found {show(lacking)}"
+        )
     merges = []
     for id in sorted(made, key=lambda id: -scores[id]):
         token = tokens[id]

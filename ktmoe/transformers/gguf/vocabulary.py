@@ -61,7 +61,7 @@ class Vocabulary:
 def read_vocabulary(metadata: Mapping[str, object], name: str) -> Vocabulary:
     """metadata: of read_metadata(). name: the file, for messages. Raises CheckpointError for what is not possible."""
     model = metadata.get("tokenizer.ggml.model")
-    if model not in (GPT_2, LLAMA):
+    if not isinstance(model, str) or model not in (GPT_2, LLAMA):
         raise CheckpointError(f"{name}: tokenizer.ggml.model: expected 'gpt2' or 'llama', found {show(model)}")
     tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(texts(metadata, "tokenizer.ggml.tokens", name, TOKENS_LIMIT))]
     if not tokens:
