@@ -152,7 +152,9 @@ def test_a_split_file_and_a_folder(tmp_path, file):
 def test_the_tokenizer(file):
     tokenizer = served.load_tokenizer(file)
     assert tokenizer.convert_ids_to_tokens(tokenizer("the th").input_ids) == ["th", "e", "Ġ", "th"]
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|im_start|>user\nhi<|im_end|>\n"
+    )
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.name_or_path) == ("<|end|>", "<pad>", str(file))
     model = served.load(file)
     assert model.generation_config.eos_token_id == [0]

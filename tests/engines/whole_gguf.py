@@ -11,8 +11,9 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from transformers import PreTrainedModel
 
+from ktmoe.synthetic.chat import TEMPLATE
+
 F32, BF16 = GGMLQuantizationType.F32, GGMLQuantizationType.BF16
-TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
 #: model_type -> general.architecture.
 ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
