@@ -17,6 +17,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from ktmoe.transformers.gguf.pre_tokenizers import PRE_TOKENIZERS
 
+TOKENS = byte_level()["tokenizer.ggml.tokens"]
 #: A text, and how each row of the table splits it, by what the models' own regular expressions say.
 TEXT = "I'M we'll 12345 aBC สวัสดี字 好\n\n  x +=\n/y"
 PIECES = {
@@ -200,6 +201,15 @@ def test_beside_any_config(tmp_path, model_type):
     assert type(tokenizer).__name__ == "TokenizersBackend"
     assert tokenizer.encode(TEXT) == expected
     assert AutoTokenizer.from_pretrained(Path(tmp_path)).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_a_normal_token_stays_one(tmp_path):
+    """Also where the file says that texts begin or end with it."""
+    tokenizer = load(byte_level(bos_token_id=TOKENS.index("o"), eos_token_id=TOKENS.index("e"), add_bos_token=True), tmp_path)
+    usual = load(byte_level(), tmp_path / "usual")
+    assert tokenizer.encode("Hello") == [TOKENS.index("o"), *usual.encode("Hello")]
+    assert tokenizer.decode(tokenizer.encode("Hello"), skip_special_tokens=True) == "oHello"
+    assert list(tokenizer.added_tokens_decoder) == list(usual.added_tokens_decoder)
 
 
 def test_the_first_of_equal_merges_counts(tmp_path):

@@ -58,7 +58,8 @@ def write_tokenizer(metadata: Mapping[str, object], folder: Path, name: str) -> 
         "tokenizer_class": "TokenizersBackend",
         "clean_up_tokenization_spaces": False,
         "added_tokens_decoder": added,
-        **{what: vocabulary.tokens[id] for what, id in vocabulary.special.items()},
+        # transformers makes special tokens of these: not of a comma, say, which some files call their first token
+        **{what: vocabulary.tokens[id] for what, id in vocabulary.special.items() if id in added},
     }
     length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if type(length) is int and length > 0:
