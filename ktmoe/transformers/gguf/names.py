@@ -14,7 +14,6 @@ from ktmoe.errors import CheckpointError, FormatError
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.dense import find_matrix
 from ktmoe.loaders.gguf import matrix_of_rows
-from ktmoe.loaders.gguf_model import ARCHITECTURE
 from ktmoe.loaders.one_matrix import StoredMatrix
 from ktmoe.loaders.scheme import float32
 from ktmoe.matrix import Matrix
@@ -69,7 +68,7 @@ _EXPERTS = re.compile(r"ffn_(?:gate|up|down|gate_up)_exps\..+|ffn_(?:gate|up|dow
 
 
 @dataclass(frozen=True)
-class Parameters:
+class GgufParameters:
     """The parameters that a file's tensors make up, but for the routed experts'. No weight has been read.
 
     matrices: those that ktmoe can pack, each with its bias. values: functions that give the others' numbers, float32.
@@ -79,10 +78,10 @@ class Parameters:
     values: dict[str, Callable[[], np.ndarray]]
 
 
-def parameters(checkpoint: Checkpoint) -> Parameters:
+def parameters(checkpoint: Checkpoint) -> GgufParameters:
     """Raises FormatError for another architecture, and for a tensor whose meaning is not known; CheckpointError."""
     row, of = architectures.find(checkpoint), GgufMetadata(checkpoint)
-    found = Parameters({}, {})
+    found = GgufParameters({}, {})
     stems: dict[str, list[str]] = defaultdict(list)  # of matrices, by module
     for name in checkpoint.names():
         if not _skipped(name, of.layers):
@@ -100,7 +99,7 @@ def _skipped(name: str, layers: int) -> bool:
     return bool(match) and (int(match[1]) >= layers or _EXPERTS.fullmatch(match[2]) is not None)
 
 
-def _place(name: str, row: TextArchitecture, of: GgufMetadata, found: Parameters, stems: dict[str, list[str]]) -> None:
+def _place(name: str, row: TextArchitecture, of: GgufMetadata, found: GgufParameters, stems: dict[str, list[str]]) -> None:
     """Find out what a tensor is."""
     match = _TENSOR.fullmatch(name)
     prefix, rest, known = (f"model.layers.{match[1]}.", match[2], _LAYER | row.names) if match else ("", name, _MODEL)
@@ -214,6 +213,3 @@ def _keys_and_values(of: GgufMetadata, prefix: str) -> StoredParameter:
         return Matrix(name, weight_format, shape, joined.astype(weight_format.arrays(*shape)["codes"][0]))
 
     return StoredParameter((), False, lambda: [StoredMatrix(name, weight_format, shape, False, read)], None)
-
-
-__all__ = ["ARCHITECTURE", "EMBEDDING", "OUTPUT", "Parameters", "parameters"]

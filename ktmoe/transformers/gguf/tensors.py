@@ -13,12 +13,12 @@ from ktmoe.dequantization import dequantize
 from ktmoe.files.safetensors_writer import SafetensorsWriter
 from ktmoe.messages import printable
 from ktmoe.transformers.dense_names import StoredParameter
-from ktmoe.transformers.gguf.names import OUTPUT, Parameters
+from ktmoe.transformers.gguf.names import OUTPUT, GgufParameters
 
 logger = logging.getLogger(__name__)
 
 
-def write_tensors(found: Parameters, file: Path, name: str, everything: bool, kept: Collection[str]) -> None:
+def write_tensors(found: GgufParameters, file: Path, name: str, everything: bool, kept: Collection[str]) -> None:
     """Write the small tensors, in float32: norms, routers, sinks. The model takes them in its own dtype.
 
     everything: also the matrices and their biases, in bfloat16, for a model whose dense part torch computes. name: the GGUF
@@ -47,7 +47,7 @@ def _rounds(values: np.ndarray) -> bool:
     return bool((values.astype(ml_dtypes.bfloat16).astype(np.float32) != values).any())
 
 
-def _matrices(found: Parameters) -> dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]:
+def _matrices(found: GgufParameters) -> dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]:
     """Shapes and readers of matrices and biases. An output layer that is the embedding, too, is not there twice."""
     made: dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]] = {}
     seen = set()
