@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ktmoe.errors import CheckpointError, KtmoeError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.loaders import gguf_file
+from ktmoe.loaders import gguf_header
 from ktmoe.loaders.base import find_loader
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_file import GgufFile
@@ -296,7 +296,7 @@ def test_limits(tmp_path, monkeypatch):
         ("ITEMS_LIMIT", 1, "expected at most 1 items in all arrays"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(gguf_file, limit, value)
+            patch.setattr(gguf_header, limit, value)
             with pytest.raises(CheckpointError, match=words):
                 GgufFile(path)
     assert len(GgufFile(path).tensors) == 3

@@ -37,6 +37,7 @@ adds in each layer. The modes run one after the other. It needs torch and transf
     help="folded: also bf16 with weights that may be rounded to bfloat16.",
 )
 @click.option("--dense", metavar="NAME", default="packed", help="Such as int8 or torch: also bf16 with other dense matrices.")
+@options.EXPERTS
 @click.option("--tokens", metavar="N", type=click.IntRange(2), help="Take the text's first N tokens; by default all.")
 @click.option(
     "--context",
@@ -55,6 +56,7 @@ def command(
     activations: str | None,
     rounding: str,
     dense: str,
+    experts: str | None,
     tokens: int | None,
     context: int,
     layers: bool,
@@ -66,11 +68,11 @@ def command(
         choose_backend(backend, None, mode)  # raises, before anything is loaded
     engine.start()
     from ktmoe.transformers.accuracy import accuracy
-    from ktmoe.transformers.folder import folder_of
+    from ktmoe.transformers.folder import model_folder
     from ktmoe.transformers.refusals import in_one_line
 
-    folder = folder_of(model)  # a download draws bars of its own
-    with in_one_line(str(folder), "run"), progress_bar.steps() as step:
+    # first, since a download draws bars of its own
+    with model_folder(model, everything=dense == "torch") as folder, in_one_line(model, "run"), progress_bar.steps() as step:
         found = accuracy(
             folder,
             text,
@@ -78,6 +80,7 @@ def command(
             activations=modes,
             rounding=rounding,
             dense=dense,
+            experts=experts,
             tokens=tokens,
             context=context,
             layers=layers,

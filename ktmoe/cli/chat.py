@@ -40,6 +40,7 @@ that ends with it. A model without a chat template continues the bare PROMPT.
 @options.THREADS
 @options.CACHE
 @options.DENSE
+@options.EXPERTS
 @click.option("--trust-remote-code", "trusted", is_flag=True, help="Run Python code of the checkpoint, if it has some.")
 @options.JSON
 def command(
@@ -55,13 +56,14 @@ def command(
     threads: int | None,
     cache: str | None,
     dense: str,
+    experts: str | None,
     trusted: bool,
     as_json: bool,
 ) -> None:
     if greedy and temperature is not None:
         raise click.UsageError("--greedy and --temperature exclude each other")
     chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads, "dense": dense}
-    chosen["cache"] = cache and os.path.abspath(cache)
+    chosen |= {"cache": cache and os.path.abspath(cache), "experts": experts and os.path.abspath(experts)}
     generation = {"max_new_tokens": max_new_tokens, **_sampling(temperature, greedy)}
     if prompt is None and not sys.stdin.isatty():
         prompt = _piped()
@@ -105,20 +107,22 @@ def _answer(model: str, prompt: str, system: str | None, generation: dict, chose
     engine.start()
     import ktmoe.transformers
     from ktmoe.transformers import answer
-    from ktmoe.transformers.folder import folder_of
+    from ktmoe.transformers.folder import model_folder
     from ktmoe.transformers.refusals import in_one_line
 
-    folder, trust = folder_of(model), {"trust_remote_code": trusted}
-    tokenizer = answer.load_tokenizer(folder, **trust)
-    with in_one_line(str(folder), "encode the prompt for"):
-        inputs = answer.encode(tokenizer, prompt, system)
-    if not tokenizer.chat_template:
-        click.echo(f"ktmoe: {printable(model)} has no chat template: the prompt is continued as it is", err=True)
-    start = time.perf_counter()
-    with in_one_line(str(folder)):
-        loaded = ktmoe.transformers.load(folder, progress=True, **chosen, **trust)
-    seconds = time.perf_counter() - start
-    with in_one_line(str(folder), "generate text with"):
+    trust = {"trust_remote_code": trusted}
+    with model_folder(model, everything=chosen["dense"] == "torch") as folder:
+        name = str(folder) if os.path.isdir(os.path.expanduser(model)) else model
+        tokenizer = ktmoe.transformers.load_tokenizer(folder, **trust)
+        with in_one_line(name, "encode the prompt for"):
+            inputs = answer.encode(tokenizer, prompt, system)
+        if not tokenizer.chat_template:
+            click.echo(f"ktmoe: {printable(model)} has no chat template: the prompt is continued as it is", err=True)
+        start = time.perf_counter()
+        with in_one_line(name):
+            loaded = ktmoe.transformers.load(folder, progress=True, **chosen, **trust)
+        seconds = time.perf_counter() - start
+    with in_one_line(name, "generate text with"):
         found = answer.answer(loaded, tokenizer, inputs, _no_text if as_json else _print, **generation)
     if as_json:
         output.print_json({"path": printable(model), "load_seconds": seconds, **found.data()})
@@ -147,12 +151,12 @@ def _words(found) -> str:
 
 def _converse(model: str, system: str | None, generation: dict, chosen: dict, trusted: bool) -> None:
     engine.start(server=True)
-    from ktmoe.transformers import answer, serving
+    from ktmoe.transformers import load_tokenizer, serving
     from ktmoe.transformers.view import view
 
     save_folder = Path.cwd() / "chat_history"
     with signals_as_exit(), _quiet(), view(model, progress=True, **chosen) as made:
-        if not answer.load_tokenizer(made.folder, trust_remote_code=trusted).chat_template:
+        if not load_tokenizer(made.folder, trust_remote_code=trusted).chat_template:
             raise InputError(f"{model} has no chat template, so it cannot converse; with a PROMPT it continues that")
         further = ["--log-level", "error", *(["--trust-remote-code"] if trusted else [])]
         context = serving.parse(serving.arguments(made, "127.0.0.1", 0, further), "ktmoe chat")

@@ -52,6 +52,12 @@ SECONDS = click.option(
 CACHE = click.option(
     "--cache", metavar="OUT", type=PathType(), help="A folder that `ktmoe pack` has made of DIR: its weights are mapped."
 )
+EXPERTS = click.option(
+    "--experts",
+    metavar="FILE",
+    type=PathType(),
+    help="Another checkpoint of the model, such as a .gguf file: the routed experts are read from there, the rest from DIR.",
+)
 DENSE = click.option(
     "--dense",
     metavar="NAME",

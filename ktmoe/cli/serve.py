@@ -54,6 +54,7 @@ ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists
 @options.THREADS
 @options.CACHE
 @options.DENSE
+@options.EXPERTS
 def command(
     model: str,
     arguments: tuple[str, ...],
@@ -67,21 +68,22 @@ def command(
     threads: int | None,
     cache: str | None,
     dense: str,
+    experts: str | None,
 ) -> None:
     engine.start(server=True)
     import typer
 
-    from ktmoe.transformers import answer, serving
+    from ktmoe.transformers import load_tokenizer, serving
     from ktmoe.transformers.view import view
 
     chosen = {"backend": backend, "activations": activations, "tuned_for": tuned_for, "threads": threads, "dense": dense}
-    chosen["cache"] = cache and os.path.abspath(cache)
+    chosen |= {"cache": cache and os.path.abspath(cache), "experts": experts and os.path.abspath(experts)}
     with signals_as_exit(), view(model, progress=True, **chosen) as made:
         try:
             parsed = serving.parse(serving.arguments(made, host, port, arguments), "ktmoe serve DIR --")
             given = parsed.params
             serving.check_address(given["host"], given["port"])
-            tokenizer = answer.load_tokenizer(made.folder, trust_remote_code=given["trust_remote_code"])
+            tokenizer = load_tokenizer(made.folder, trust_remote_code=given["trust_remote_code"])
             with serving.serving(made, parsed, serving.ServerLimits(context, request_timeout)) as found:
                 _warn(given["host"], found, context)
                 url = found.url

@@ -14,6 +14,7 @@ projections in Q6_K. What experts compute and whether they have biases follows f
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -65,6 +66,16 @@ class GgufTensors(Scheme):
     def tensors(self, headers: Headers, weight_format: WeightFormat, shape: tuple[int, int]) -> dict[str, np.ndarray]:
         factor = {"factor": np.ones(1, np.float32)} if weight_format.factor and "factor" not in headers.arrays else {}
         return super().tensors(headers, weight_format, shape) | factor
+
+
+def matrix_of_rows(checkpoint: Checkpoint, name: str) -> Matrix:
+    """A tensor of any number of dimensions as a matrix of all its rows. Raises FormatError for a type that is not computed."""
+    info = checkpoint.info(name)
+    weight_format = _format(info, False)
+    shape = (math.prod(info.shape[:-1]), info.shape[-1] if info.shape else 1)
+    dtype, stored = weight_format.arrays(*shape)["codes"]
+    codes = checkpoint.read(name, release=True).view(dtype).reshape(stored)
+    return Matrix(name.removesuffix(".weight"), weight_format, shape, codes)
 
 
 class Gguf(Loader):

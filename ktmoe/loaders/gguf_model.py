@@ -74,6 +74,11 @@ def config(files: Mapping[str, TensorFile]) -> dict:
     return metadata | {"model_type": architecture} | {key: value for key, value in found.items() if type(value) is int}
 
 
+def is_gguf(checkpoint) -> bool:
+    """Whether a checkpoint is of GGUF files."""
+    return ARCHITECTURE in checkpoint.config
+
+
 def key(name: str, found: Mapping[str, object]) -> str:
     """The key of metadata that config() calls `name`. found: what it gave."""
     return next((key.format(found.get(ARCHITECTURE)) for key, to in _KEYS.items() if to == name), name)

@@ -16,6 +16,7 @@ try:
     from ktmoe.transformers.counting import count_experts
     from ktmoe.transformers.loading import load, pack
     from ktmoe.transformers.place import place
+    from ktmoe.transformers.tokenizer import load_tokenizer
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     installs = {
@@ -30,4 +31,4 @@ except ImportError as error:
         raise
     raise UnavailableError(f"ktmoe.transformers needs transformers 5.23 or newer: {error}") from error
 
-__all__ = ["Config", "count_experts", "load", "pack", "place"]
+__all__ = ["Config", "count_experts", "load", "load_tokenizer", "pack", "place"]

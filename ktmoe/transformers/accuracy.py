@@ -25,11 +25,11 @@ from ktmoe.layer import MoELayer
 from ktmoe.torch import DenseLinear
 from ktmoe.transformers import load
 from ktmoe.transformers.activation import recognise
-from ktmoe.transformers.answer import load_tokenizer
-from ktmoe.transformers.folder import folder_of
+from ktmoe.transformers.folder import model_folder
 from ktmoe.transformers.layer_errors import Difference, LayerErrors, Sampler, weights_of
 from ktmoe.transformers.options import Options
 from ktmoe.transformers.perplexity import Logits, Mean, Scores, Window, require_space, score, windows
+from ktmoe.transformers.tokenizer import load_tokenizer
 from ktmoe.weights.activation import SILU
 
 #: The activation mode that rounds nothing.
@@ -94,30 +94,47 @@ def accuracy(
     activations: Sequence[str] | None = None,
     rounding: str = "exact",
     dense: str = "packed",
+    experts: str | os.PathLike | None = None,
     tokens: int | None = None,
     context: int = 512,
     layers: bool = True,
     step: Callable,
 ) -> Accuracy:
-    """Run a text through a checkpoint's model, exactly and with each activation mode. path: a folder, or a Hub id.
+    """Run a text through a checkpoint's model, exactly and with each activation mode. path: as load() has it.
 
     activations: the modes to compare with "bf16"; None: those of ktmoe.modes.MODES that the chosen backend has for all layers.
     rounding: "folded" adds a run with "bf16" whose weights may be rounded. dense: another name than "packed" adds a run with
-    "bf16" whose dense matrices are computed so. tokens: the text's first so many; None: all.
+    "bf16" whose dense matrices are computed so. experts: load()'s. tokens: the text's first so many; None: all.
     context: of the windows, see ktmoe.transformers.perplexity. layers: the errors of each layer, too.
     step: of ktmoe.progress_bar.steps.
     Raises CheckpointError without a model or a tokenizer, InputError for a text that is too short or a context that is too long
     for the model, OutOfSpaceError if the exact run's logits do not fit onto the disk, UnavailableError for a mode that cannot
     run or does not exist, and what ktmoe.transformers.load() raises.
     """
-    folder = folder_of(path)
+    with model_folder(path, everything=dense == "torch") as folder:
+        return _accuracy(folder, text, backend, activations, rounding, dense, experts, tokens, context, layers, step)
+
+
+def _accuracy(
+    folder: Path,
+    text: str,
+    backend: str,
+    activations: Sequence[str] | None,
+    rounding: str,
+    dense: str,
+    experts: str | os.PathLike | None,
+    tokens: int | None,
+    context: int,
+    layers: bool,
+    step: Callable,
+) -> Accuracy:
     config = AutoConfig.from_pretrained(folder).get_text_config()
     read = _tokens(folder, text, config)[:tokens]
     longest = getattr(config, "max_position_embeddings", None)
     if longest and context > longest:
         raise InputError(f"context must be at most {longest} tokens, which this model has positions for, found {context}")
     Options(dense=dense)  # raises, before anything is loaded
-    work = _Work(folder, backend, read, windows(len(read), context), step)
+    work = _Work(folder, backend, experts, read, windows(len(read), context), step)
     with tempfile.TemporaryFile() as file:
         exact, modes, found = work.exact(Logits(file), config.vocab_size, activations, rounding, dense, layers)
         runs = [exact, *(work.run(mode, Logits(file), found) for mode in modes)]
@@ -130,6 +147,7 @@ class _Work:
 
     folder: Path
     backend: str
+    experts: str | os.PathLike | None
     tokens: torch.Tensor
     windows: list[Window]
     step: Callable
@@ -177,7 +195,7 @@ class _Work:
         start = time.perf_counter()
         with self.step(f"{mode.label}: load") as draw:
             options = {"activations": mode.activations, "rounding": mode.rounding, "dense": mode.dense}
-            model = load(self.folder, backend=self.backend, **options, progress=draw).eval()
+            model = load(self.folder, backend=self.backend, experts=self.experts, **options, progress=draw).eval()
         layers = {name: module.ktmoe_layer for name, module in model.named_modules() if hasattr(module, "ktmoe_layer")}
         try:
             yield model, layers, time.perf_counter() - start

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from ktmoe.errors import CheckpointError, InputError
-from ktmoe.transformers.refusals import in_one_line
+from ktmoe.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -57,18 +55,6 @@ class _Streamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._write(text)
-
-
-def load_tokenizer(folder: Path, **options) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint's folder. options: from_pretrained()'s.
-
-    Raises CheckpointError if there is none, and UnavailableError if transformers cannot read it.
-    """
-    with in_one_line(f"the tokenizer of {folder}"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    if tokenizer.vocab_size <= 1:  # what transformers makes of no files
-        raise CheckpointError(f"{folder}: expected a tokenizer, found none")
-    return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | None) -> dict[str, torch.Tensor]:

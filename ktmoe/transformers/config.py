@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,10 @@ class Config(QuantizationConfigMixin):
     source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
     the second where no loader reads an unquantized checkpoint.
-    path: the checkpoint's folder; None: where transformers finds its files. If the experts cannot be taken from there, loading
-    raises why. inner: the checkpoint's own quantization_config, by which transformers reads the rest of the model. Those two
-    are for a config.json that names ktmoe as its quant_method.
+    experts: another checkpoint of the same model, of which ktmoe reads the routed experts, as load() has it.
+    path: the checkpoint of which ktmoe reads weights; None: where transformers finds its files. If the experts cannot be taken
+    from there, loading raises why. inner: the checkpoint's own quantization_config, by which transformers reads the rest of the
+    model. Those two are for a config.json that names ktmoe as its quant_method.
     Raises InputError.
     """
 
@@ -50,6 +51,7 @@ class Config(QuantizationConfigMixin):
         source: str = "auto",
         cache: str | os.PathLike | None = None,
         dense: str = "packed",
+        experts: str | os.PathLike | None = None,
         path: str | os.PathLike | None = None,
         inner: dict | None = None,
         quant_method: str = NAME,
@@ -61,6 +63,7 @@ class Config(QuantizationConfigMixin):
             backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache, dense
         )
         self.source = source
+        self.experts = experts
         self.path = path
         self.inner = inner
 
@@ -72,10 +75,26 @@ class Config(QuantizationConfigMixin):
         gpu_experts = read(options["gpu_experts"])
         options["gpu_experts"] = gpu_experts if isinstance(gpu_experts, int) else gpu_experts.tolist()
         options["cache"] = None if options["cache"] is None else os.fspath(options["cache"])
-        path = None if self.path is None else os.fspath(self.path)
-        own = {"quant_method": self.quant_method, "source": self.source, "path": path, "inner": self.inner}
+        paths = {name: None if path is None else os.fspath(path) for name, path in self._paths.items()}
+        own = {"quant_method": self.quant_method, "source": self.source, "inner": self.inner} | paths
         return copy.deepcopy(options | own)
+
+    @property
+    def _paths(self) -> dict[str, str | os.PathLike | None]:
+        return {"path": self.path, "experts": self.experts}
 
     def __deepcopy__(self, memo: dict) -> Config:
         """The same object, since nothing changes it: transformers copies configs, and a progress bar cannot be copied."""
         return self
+
+
+def stated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Config's path and inner, by what a config.json says of the checkpoint's own quantization.
+
+    Models of text and images may say it in text_config.
+    """
+    nested = config.get("text_config")
+    found = config.get("quantization_config") or (nested.get("quantization_config") if isinstance(nested, dict) else None)
+    if found and found.get("quant_method") == NAME:
+        return {"path": found.get("path"), "inner": found.get("inner")}
+    return {"path": None, "inner": found or None}

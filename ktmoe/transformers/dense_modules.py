@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ktmoe.linear import Linear
 from ktmoe.linear_group import LinearGroup
 from ktmoe.torch.embedding import DenseEmbedding
 from ktmoe.torch.grouped_linear import DenseGroupedLinear
+from ktmoe.torch.joined_linear import JoinedLinear
 from ktmoe.torch.linear import DenseLinear, share_input
 
 #: A module of fewer outputs is tiny, or a gate of the whole layer: it stays torch's.
@@ -71,13 +73,16 @@ def find_dense(model: torch.nn.Module) -> list[DenseModule]:
 
 def dense_module(name: str, module: torch.nn.Module) -> DenseModule | None:
     """A module of that name; None if it is to stay as it is."""
-    if not isinstance(module, torch.nn.Linear) or name.rpartition(".")[2] in _ROUTERS:
-        return None
-    if module.out_features < _FEWEST_OUTPUTS:
+    if not isinstance(module, torch.nn.Linear) or is_small(name, module.out_features):
         return None
     if type(module) is torch.nn.Linear:
         return DenseModule(name, module, 0)
     return DenseModule(name, module, module.n_groups) if type(module).__name__ == "DeepseekV4GroupedLinear" else None
+
+
+def is_small(name: str, outputs: int) -> bool:
+    """Whether a module of that name is a router, or has few outputs: it stays torch's."""
+    return name.rpartition(".")[2] in _ROUTERS or outputs < _FEWEST_OUTPUTS
 
 
 @contextmanager
@@ -99,23 +104,34 @@ def take_away(model: torch.nn.Module, names: Iterable[str]) -> None:
         model.set_submodule(name, empty)
 
 
-def put_packed(model: torch.nn.Module, name: str, packed: Linear | LinearGroup) -> None:
-    """Put a packed matrix in the place of the module of that name."""
-    made = DenseLinear(packed) if isinstance(packed, Linear) else DenseGroupedLinear(packed)
+def put_packed(
+    model: torch.nn.Module, name: str, packed: Linear | LinearGroup | Sequence[Linear], order: np.ndarray | None = None
+) -> None:
+    """Put a packed matrix in the place of the module of that name. Of several, its rows are theirs. order: JoinedLinear's."""
+    if isinstance(packed, LinearGroup):
+        made = DenseGroupedLinear(packed)
+    elif isinstance(packed, Linear):
+        made = DenseLinear(packed)
+    elif len(packed) == 1 and order is None:
+        made = DenseLinear(packed[0])
+    else:
+        made = JoinedLinear(name, [DenseLinear(each) for each in packed], order)
     model.set_submodule(name, made.eval())
 
 
 def share_inputs(model: torch.nn.Module) -> None:
     """Compute packed matrices that take the same input together: one dispatch of the threads for q, k and v."""
-    packed = {name: module for name, module in model.named_modules() if type(module) is DenseLinear}
+    packed = {name: [module] for name, module in model.named_modules() if type(module) is DenseLinear}
+    packed |= {name: [*module.parts] for name, module in model.named_modules() if type(module) is JoinedLinear}
     shared: set[str] = set()
     for parent, _ in model.named_modules():
         for names in _SAME_INPUT:
             full = [f"{parent}.{name}".removeprefix(".") for name in names]
             if not packed.keys() >= set(full) or not shared.isdisjoint(full):
                 continue
-            if len({packed[name].in_features for name in full}) == 1:
-                share_input([packed[name] for name in full])
+            modules = [module for name in full for module in packed[name]]
+            if len({module.in_features for module in modules}) == 1:
+                share_input(modules)
                 shared.update(full)
 
 
@@ -136,6 +152,11 @@ def output_of_embedding(model: torch.nn.Module) -> tuple[str, str] | None:
 def put_embedding(model: torch.nn.Module, name: str, linear: Linear) -> None:
     """Put rows of the packed output layer in the place of the embedding of that name."""
     model.set_submodule(name, DenseEmbedding(linear, model.get_submodule(name).weight.dtype))
+    untie(model, name)
+
+
+def untie(model: torch.nn.Module, name: str) -> None:
+    """Tie nothing to the embedding of that name any more."""
     # there is no parameter left to tie, now or when tie_weights() asks each model within this one
     apart = {key: source for key, source in model.all_tied_weights_keys.items() if source != f"{name}.weight"}
     model.all_tied_weights_keys = apart

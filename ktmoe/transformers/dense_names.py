@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from ktmoe.loaders import one_matrix
 from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.loaders.dense import find_matrix
+from ktmoe.loaders.one_matrix import StoredMatrix
 
 
-def stored_names(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
-    """{a parameter's name: the matrix's in the checkpoint}, for matrices that a parameter takes as they are.
+@dataclass(frozen=True)
+class StoredParameter:
+    """A model's matrix as a checkpoint has it.
+
+    bases: what the names of its tensors begin with; empty for parts of stored matrices. plain: whether transformers reads it by
+    itself. find: gives the stored matrices whose rows, one after another, are its rows. It raises a KtmoeError.
+    order: which of these rows each row of the parameter is; None: they are in order.
+    """
+
+    bases: tuple[str, ...]
+    plain: bool
+    find: Callable[[], list[StoredMatrix]]
+    order: np.ndarray | None = None
+
+
+def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, StoredParameter]:
+    """By the parameter's name, the matrices that a parameter takes as they are.
 
     Those that transformers splits, joins or transposes are left out. A matrix of any scheme counts as its weight.
     """
@@ -28,7 +49,9 @@ def stored_names(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, st
             renamed, converter = rename_source_key(weight, [], [], prefix, parameters)
         base = weight.removesuffix(".weight")
         if converter is None and renamed in parameters and base in bases:
-            found[renamed] = base
+            found[renamed] = StoredParameter(
+                (base,), is_plain(checkpoint, base), lambda base=base: [find_matrix(checkpoint, base)]
+            )
     return found
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -17,6 +18,7 @@ from ktmoe.loaders.checkpoint import INDEX_NAME, Checkpoint
 from ktmoe.loaders.safetensors_file import read_json_object
 from ktmoe.loaders.tensor_file import open_regular
 from ktmoe.messages import printable, show
+from ktmoe.transformers.gguf.folder import gguf_folder
 
 CONFIG_NAME = "config.json"
 #: What a model on the Hub needs. Copies of the weights in other formats are in its subfolders or have other names.
@@ -25,7 +27,7 @@ _NEEDED = ("*.safetensors", *_BESIDE)
 _NOT_NEEDED = ("*/*", "consolidated*")
 #: torch's own files, which transformers reads where there is neither the usual file of safetensors nor an index.
 _PICKLED = "pytorch_model*.bin"
-_GGUF_EXPERTS = "text from GGUF files is not supported; ktmoe.MoEModel.from_checkpoint() reads their experts"
+_GGUF = ".gguf"
 
 #: Numbers of config.json that transformers counts up to, in Python, before a weight is read; and the most of them. The deepest
 #: model known has 126 layers.
@@ -49,16 +51,37 @@ def is_folder(path: str | os.PathLike) -> bool:
     if os.path.isdir(os.path.expanduser(name)):
         return True
     ending = os.path.splitext(name)[1].lower()
-    if os.path.lexists(os.path.expanduser(name)) or ending in (".gguf", ".safetensors"):
+    if os.path.lexists(os.path.expanduser(name)) or ending in (_GGUF, ".safetensors"):
         found = "a file" if os.path.isfile(os.path.expanduser(name)) else "no folder"
-        advice = f": {_GGUF_EXPERTS}" if ending == ".gguf" else ""
-        raise CheckpointError(f"{name}: expected a model's folder with {CONFIG_NAME}, found {found}{advice}")
+        raise CheckpointError(f"{name}: expected a .gguf file, or a model's folder with {CONFIG_NAME}, found {found}")
     try:
         validate_repo_id(name)
     except HFValidationError:
         raise CheckpointError(f"{name}: expected a folder or the id of a model on the Hub, found neither") from None
     logger.warning("%s is no folder here: asking the Hugging Face Hub for it", printable(name))
     return False
+
+
+def is_gguf_model(path: str | os.PathLike) -> bool:
+    """Whether a path is a .gguf file, or a folder whose weights are in such files alone."""
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        return place.suffix.lower() == _GGUF and place.exists()
+    return any(place.glob(f"*{_GGUF}")) and not any(any(place.glob(other)) for other in ("*.safetensors", _PICKLED))
+
+
+@contextmanager
+def model_folder(path: str | os.PathLike, *, everything: bool = False) -> Iterator[Path]:
+    """A model's folder, as transformers reads it; for GGUF a temporary one, which is removed afterwards.
+
+    path: a folder, a .gguf file, or the id of a model on the Hub. everything: gguf_folder()'s.
+    Raises what folder_of() and gguf_folder() raise.
+    """
+    if is_gguf_model(path):
+        with gguf_folder(Path(path).expanduser(), everything) as folder:
+            yield folder
+    else:
+        yield folder_of(path)
 
 
 def folder_of(path: str | os.PathLike) -> Path:
@@ -93,10 +116,8 @@ def read_config(folder: Path) -> dict:
     fetched.
     """
     file = folder / CONFIG_NAME
-    gguf = any(folder.glob("*.gguf")) and not any(any(folder.glob(other)) for other in ("*.safetensors", _PICKLED))
-    if gguf or not file.is_file():
-        found = f"GGUF files: {_GGUF_EXPERTS}" if gguf else "no such file"
-        raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found {found}")
+    if not file.is_file():
+        raise CheckpointError(f"{folder}: expected a model's folder with {CONFIG_NAME}, found no such file")
     config = read_json_object(file)
     files, layers = _weights(folder)
     _check_fetched(files)

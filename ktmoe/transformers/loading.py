@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from ktmoe.backends.base import Progress
 from ktmoe.errors import UnavailableError
 from ktmoe.progress_bar import bytes_done
 from ktmoe.transformers import quantizer  # noqa: F401  registers itself
-from ktmoe.transformers.config import Config
+from ktmoe.transformers.config import Config, stated
 from ktmoe.transformers.dense_packing import pack_parameters, packable_nbytes
-from ktmoe.transformers.folder import check_numbers, is_folder, read_config
+from ktmoe.transformers.folder import check_numbers, is_folder, is_gguf_model, model_folder, read_config
 from ktmoe.transformers.function import NAME, check_packable, pack_module
 from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.modules import find
-from ktmoe.transformers.options import Options
+from ktmoe.transformers.options import Options, on_cpu
 from ktmoe.transformers.place import put
 from ktmoe.transformers.step import prepare
 
@@ -53,11 +54,13 @@ def load(
     source: str = "auto",
     cache: str | os.PathLike | None = None,
     dense: str = "packed",
+    experts: str | os.PathLike | None = None,
     **from_pretrained,
 ) -> PreTrainedModel:
     """A checkpoint as a transformers model that ktmoe computes, straight from the checkpoint's own weights.
 
-    path: a folder, or an id of the Hugging Face Hub. The class is the one that config.json names in "architectures".
+    path: a folder, an id of the Hugging Face Hub, or a .gguf file, of a split model any of them. The class is the one that
+    config.json names in "architectures".
     backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them. threads: of ktmoe in this process; None leaves
     them.
     gpu_experts: which experts torch computes on the device of their layer, dequantized, while ktmoe computes the others. A
@@ -75,11 +78,40 @@ def load(
     "torch": torch, as transformers reads them. A target of ktmoe.quantize, such as "int8" (a scale for 32 weights) or "mxfp8":
     ktmoe, and matrices of 16 bits and more are rounded to that format. Torch always computes routers, norms and tiny matrices,
     and unquantized matrices in another dtype than bfloat16.
+    experts: another checkpoint of the same model, such as a .gguf file: the routed experts are read from there, with ktmoe's
+    loaders, and the rest from path. cache is then of that checkpoint.
     from_pretrained: more arguments for transformers' from_pretrained(), such as dtype, which is "auto" by default.
 
     The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,
     CheckpointError for a path that is no model's, and what MoEModel.from_checkpoint and from_pretrained() raise.
     """
+    named = functools.partial(
+        Config,
+        backend=backend,
+        activations=activations,
+        rounding=rounding,
+        tuned_for=tuned_for,
+        threads=threads,
+        numa_nodes=numa_nodes,
+        gpu_experts=gpu_experts,
+        source=source,
+        cache=cache,
+        dense=dense,
+        experts=experts,
+    )
+    if not is_gguf_model(path):
+        return _load(path, named, progress, from_pretrained)
+    everything = dense == "torch" or not on_cpu(from_pretrained.get("device_map"))
+    with model_folder(path, everything=everything) as folder:
+        model = _load(folder, named, progress, from_pretrained)
+    model.name_or_path = model.config._name_or_path = os.fspath(path)
+    return model
+
+
+def _load(
+    path: str | os.PathLike, named: Callable[..., Config], progress: Progress | bool | None, from_pretrained: dict
+) -> PreTrainedModel:
+    """A folder's model, or one of the Hub. named: Config, without path and inner."""
     here = is_folder(path)
     path = os.path.expanduser(path) if here else path
     config = from_pretrained.pop("config", None)
@@ -91,23 +123,10 @@ def load(
     else:
         config = copy.deepcopy(config)
     check_numbers(config.to_dict(), type(config).__name__)
-    inner = _quantization(config)
-    named = Config(
-        backend=backend,
-        activations=activations,
-        rounding=rounding,
-        tuned_for=tuned_for,
-        threads=threads,
-        numa_nodes=numa_nodes,
-        gpu_experts=gpu_experts,
-        source=source,
-        cache=cache,
-        dense=dense,
-        **inner,
-    )
+    ours = named(**_stated(config))
     model_class = _model_class(config)
     with _ended_by_errors(progress) as report:
-        config.quantization_config = named.to_dict() | {"progress": report}
+        config.quantization_config = ours.to_dict() | {"progress": report}
         return model_class.from_pretrained(path, config=config, **{"dtype": "auto"} | from_pretrained)
 
 
@@ -141,14 +160,11 @@ def _ended_by_errors(progress: Progress | bool | None) -> Iterator[Progress]:
             raise
 
 
-def _quantization(config: PreTrainedConfig) -> dict:
+def _stated(config: PreTrainedConfig) -> dict:
     """Config's path and inner: what config.json says of the checkpoint's own quantization."""
     found = getattr(config, "quantization_config", None)
     found = getattr(config.get_text_config(decoder=True), "quantization_config", None) if found is None else found
-    found = found if found is None or isinstance(found, dict) else found.to_dict()
-    if found and found.get("quant_method") == NAME:
-        return {"path": found.get("path"), "inner": found.get("inner")}
-    return {"inner": found}
+    return stated({"quantization_config": found if found is None or isinstance(found, dict) else found.to_dict()})
 
 
 def pack(

@@ -38,6 +38,12 @@ _FROM_BITS = 16
 Reporting = Callable[[int], Progress | None]
 
 
+def on_cpu(device_map: object) -> bool:
+    """Whether transformers puts a whole model on the CPU. device_map: from_pretrained()'s."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    return all(str(place or "cpu") == "cpu" for place in places)
+
+
 @dataclass(frozen=True)
 class Options:
     """backend, activations, rounding, tuned_for, numa_nodes: as MoELayer has them.

@@ -18,19 +18,19 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from ktmoe.errors import CheckpointError, KtmoeError, MissingTensorError, UnavailableError
 from ktmoe.messages import show
 from ktmoe.transformers.config import Config
+from ktmoe.transformers.dense_from_checkpoint import DenseFromCheckpoint
 from ktmoe.transformers.dense_modules import find_dense, without
-from ktmoe.transformers.dense_packing import DenseFromCheckpoint, pack_parameters
+from ktmoe.transformers.dense_packing import pack_parameters
+from ktmoe.transformers.files import check_all_there, check_size, folder_of_files, gguf_files, has_files
 from ktmoe.transformers.from_checkpoint import FromCheckpoint, readable
 from ktmoe.transformers.from_parameters import FromParameters
 from ktmoe.transformers.function import NAME
 from ktmoe.transformers.idle_threads import warn_of_spinning
 from ktmoe.transformers.joined_progress import JoinedProgress
 from ktmoe.transformers.modules import Experts, check_same, find
+from ktmoe.transformers.options import on_cpu
 from ktmoe.transformers.place import put
 from ktmoe.transformers.step import prepare
-
-#: The most parameters in a byte: where each has 2 bits.
-_MOST_IN_A_BYTE = 4
 
 
 @register_quantizer(NAME)
@@ -99,7 +99,8 @@ class KtmoeHfQuantizer(HfQuantizer):
         """Refuse everything that can be refused, before any weight is read."""
         options = self.quantization_config.options
         self._found = find(model)
-        _check_size(model, self._found, checkpoint_files)
+        files = [*(checkpoint_files or ()), *gguf_files(self.quantization_config.path)]
+        check_size(model, self._found, files)
         self._on_gpu = options.on_gpu(self._found, model)
         options.set_threads()
         warn_of_spinning()
@@ -109,6 +110,9 @@ class KtmoeHfQuantizer(HfQuantizer):
                 self._find_dense(model, dtype, device_map, checkpoint_files)
                 if self._dense:
                     resources.callback(self._dense.close)
+            if len(files) > len(checkpoint_files or ()):
+                taken = [*(each.name for each in self._found), *(self._dense.names if self._dense else ())]
+                check_all_there(self.quantization_config.path, model, checkpoint_files, taken)
             if self._rest:
                 apart = {experts.name: experts.module for experts in self._found}
                 apart |= {name: model.get_submodule(name) for name in (self._dense.names if self._dense else ())}
@@ -131,16 +135,17 @@ class KtmoeHfQuantizer(HfQuantizer):
     def _find_dense(self, model: PreTrainedModel, dtype, device_map, checkpoint_files: Sequence[str] | None) -> None:
         """Find out which dense matrices ktmoe reads. Others may need the checkpoint's own quantization method."""
         config = self.quantization_config
-        read, elsewhere = self._where(checkpoint_files)
-        path = _folder(checkpoint_files) if elsewhere else read
-        found = find_dense(model) if _on_cpu(device_map) else []
-        refused, needed, cached = None, True, config.options.cache is not None and not elsewhere
+        path, elsewhere = self._where(checkpoint_files)
+        found = find_dense(model) if on_cpu(device_map) else []
+        refused, needed, cached = None, True, config.options.cache is not None and config.experts is None
         try:
             self._dense = DenseFromCheckpoint(path, model, found, config.options, dtype, cached)
             refused, needed = self._dense.refused, self._dense.needs_quantizer
         except MissingTensorError:  # the scheme is known, and something is missing
             raise
         except CheckpointError as error:  # transformers reads it all, or says what is wrong
+            if elsewhere:
+                raise
             refused = error
         if config.inner is not None and needed:
             try:
@@ -151,17 +156,19 @@ class KtmoeHfQuantizer(HfQuantizer):
                 raise error from refused
 
     def _where(self, checkpoint_files: Sequence[str] | None) -> tuple[str | os.PathLike, bool]:
-        """Where experts are read, and whether transformers reads other files."""
+        """Where ktmoe reads weights, and whether transformers reads other files."""
         path = self.quantization_config.path
         if path is None:
-            return _folder(checkpoint_files), False
-        return path, not _has_files(path, checkpoint_files)
+            return folder_of_files(checkpoint_files), False
+        return path, not has_files(path, checkpoint_files)
 
     def _take_from(self, checkpoint_files: Sequence[str] | None) -> FromCheckpoint | FromParameters:
         """Where the experts come from. Raises why they cannot."""
         config, refused = self.quantization_config, None
         # transformers reads its own files: experts of others come from ktmoe's loaders, or not at all
         read, elsewhere = self._where(checkpoint_files)
+        if config.experts is not None:
+            read, elsewhere = config.experts, True
         if config.source == "parameters":
             if config.options.cache is not None:
                 raise UnavailableError(f'{read}: a packed cache is for source="checkpoint", found source="parameters"')
@@ -170,7 +177,7 @@ class KtmoeHfQuantizer(HfQuantizer):
                 raise UnavailableError(f'{read}: source="parameters": expected an unquantized checkpoint, found {found}')
             if elsewhere:
                 expected = "expected the folder that transformers reads, found another"
-                raise UnavailableError(f'{read}: path with source="parameters": {expected}')
+                raise UnavailableError(f'{read}: source="parameters": {expected}')
         else:
             try:
                 weights = readable(read, self._found)
@@ -245,45 +252,6 @@ def _rest_needs(inner: dict) -> Iterator[None]:
         raise UnavailableError(
             f"the rest of the model is quantized ({method}), for which a package is missing: {error}"
         ) from error
-
-
-def _on_cpu(device_map: object) -> bool:
-    """Whether transformers puts a whole model on the CPU."""
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    return all(str(place or "cpu") == "cpu" for place in places)
-
-
-def _folder(checkpoint_files: Sequence[str] | None) -> str:
-    """Where transformers found the checkpoint."""
-    if not checkpoint_files:
-        raise UnavailableError("expected a checkpoint's files, found a state_dict or none")
-    return os.path.dirname(checkpoint_files[0])
-
-
-def _check_size(model: PreTrainedModel, found_experts: Sequence[Experts], files: Sequence[str] | None) -> None:
-    """Raise CheckpointError for a model that is larger than all its files can be.
-
-    transformers would make such parameters, at random, before it says that their sizes are not those of the checkpoint. Experts
-    do not count: other files may have them.
-    """
-    experts = {f"{each.name}.{name}" for each in found_experts for name in each.parameters}
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in experts}
-    nbytes = sum(os.path.getsize(file) for file in files or ())
-    if files and (found := sum(sizes.values())) > _MOST_IN_A_BYTE * nbytes:
-        largest = max(sizes, key=sizes.get)
-        shape = list(model.get_parameter(largest).shape)
-        raise CheckpointError(
-            f"{_folder(files)}: expected at most {_MOST_IN_A_BYTE} parameters for each of {nbytes} bytes, found {found} by "
-            f"config.json, such as {largest} {shape}"
-        )
-
-
-def _has_files(path: str | os.PathLike, files: Sequence[str] | None) -> bool:
-    """Whether a folder has these very files, which may be links to it, as a view's are."""
-    try:
-        return all(os.path.samefile(os.path.join(path, os.path.basename(file)), file) for file in files or ())
-    except OSError:
-        return False
 
 
 def _warn_of_other_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
