@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+import gguf_tokenizers
+
 #: Ids of a tokenizer and some that it has no token for.
 VOCABULARY = 640
 EXPERTS = 8
@@ -199,7 +201,7 @@ MODELS: dict[str, tuple[str, dict, dict, str]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
         {},
-        "llama-bpe",
+        gguf_tokenizers.SENTENCEPIECE,
     ),
     "olmoe": (
         "olmoe",
@@ -215,11 +217,12 @@ MODELS: dict[str, tuple[str, dict, dict, str]] = {
         "olmo",
     ),
     "granitemoe": ("granitemoe", _GRANITE, {}, "refact"),
-    "granitemoeshared": ("granitemoeshared", _GRANITE | {"shared_intermediate_size": 512}, {}, "refact"),
+    "granitemoeshared": ("granitemoeshared", _GRANITE | {"shared_intermediate_size": 512}, {}, "llama-bpe"),
     "dots1": (
         "dots1",
         _COMMON
         | {
+            "num_key_value_heads": 4,  # llama.cpp takes no others
             "n_routed_experts": EXPERTS,
             "intermediate_size": 512,
             "moe_intermediate_size": 256,
@@ -232,11 +235,34 @@ MODELS: dict[str, tuple[str, dict, dict, str]] = {
             "routed_scaling_factor": 2.5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0},
         },
-        # published: noaux_tc, which this converter refuses
         {"scoring_func": "sigmoid"},
         "qwen2",
     ),
 }
+_OTHER: dict[str, tuple[str, dict, dict]] = {
+    "gpt_oss_published": ("gpt_oss", {}, {}),
+    "deepseek_v2_groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, {}),
+    # what llama.cpp and its converter refuse, and would take with the config above
+    "deepseek_v2_small": ("deepseek_v2_lite", {"num_hidden_layers": 3}, {}),
+    "dots1_published": ("dots1", {}, {"scoring_func": "noaux_tc"}),
+}
+MODELS |= {
+    name: (MODELS[of][0], MODELS[of][1] | config, MODELS[of][2] | published, MODELS[of][3])
+    for name, (of, config, published) in _OTHER.items()
+}
+#: Those whose experts are published in MXFP4.
+MXFP4 = ("gpt_oss_published",)
+#: What files are made of a model, if not of each type. F16 has experts in MXFP4 if they are published so.
+TYPES = ("F16", "Q8_0", "Q4_K_M", "MXFP4")
+FEWER = {
+    "gpt_oss_published": ("F16",),
+    "deepseek_v2_groups": ("F16",),
+    "deepseek_v2_small": ("F16",),
+    "deepseek_v2_lite": ("F16", "Q4_K_M"),
+    "dots1_published": (),
+}
+#: What a config would say if it meant what llama.cpp computes.
+AS_LLAMA_CPP = {name: {"truncate": True} for name in ("gpt_oss", "gpt_oss_published")}
 
 
 def make(name: str):
@@ -264,6 +290,8 @@ def make(name: str):
 ROUTER = r"(mlp\.gate|router|router\.layer)\.weight$"
 
 
+#: What is added to what a router reads, in parts of it. llama.cpp's rounding of what Q4_K multiplies adds 0.03.
+NOISE = 0.08
 #: A matrix or bias whose result is added to the residual stream.
 WRITES = r"(o_proj|out_proj|down_proj|output_linear)(\.weight|\.bias|_bias)?$"
 
@@ -302,23 +330,37 @@ def _values(key: str, shape, generator, model_type: str):
         values *= shape[-1] ** -0.5
         values *= 3 if key.endswith("lm_head.weight") else 2 if "gate_up_proj" in key else 1
     if re.search(WRITES, key):
-        if model_type == "gpt_oss" and key.endswith("experts.down_proj") or len(shape) == 1 or key.endswith("_bias"):
-            values[..., :EXPERTS] *= 0.1
+        if (model_type == "gpt_oss" and key.endswith("experts.down_proj")) or len(shape) == 1 or key.endswith("_bias"):
+            values[..., :EXPERTS] *= 0.05
         else:
-            values[..., :EXPERTS, :] *= 0.1
+            values[..., :EXPERTS, :] *= 0.05
     return values
 
 
 def text(model):
     """Token ids, int64 [TOKENS], for which each router chooses the same experts if what it reads is a little another.
 
-    model: in float32.
+    model: in float32. Raises ValueError if none is found.
     """
     import torch
 
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randperm(600, generator=generator)
-    steady = torch.ones(len(ids), dtype=torch.bool)
+    ids = torch.randperm(gguf_tokenizers.TRAINED, generator=generator)
+    usual = ids[_steady(model, ids)]
+    ids = usual[torch.randint(len(usual), (TOKENS,), generator=generator)]
+    for _ in range(20):
+        bad = ~_steady(model, ids)
+        if not bad.any():
+            return ids.numpy()
+        ids[bad] = usual[torch.randint(len(usual), (int(bad.sum()),), generator=generator)]
+    raise ValueError(f"{type(model).__name__}: {bad.sum()} tokens are not steady")
+
+
+def _steady(model, ids):
+    """For each token of a text, whether noise changes no router's choice: bool [tokens]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(8)
     read = []
     routers = [module for module in model.modules() if re.search("Top[kK]Router$", type(module).__name__)]
     hooks = [router.register_forward_pre_hook(lambda module, given: read.append((module, given))) for router in routers]
@@ -326,14 +368,13 @@ def text(model):
         model(ids[None])
         for hook in hooks:
             hook.remove()
-        for router, given in read:
-            usual, (hidden, *rest) = _chosen(router, *given), given
+        good = torch.ones(len(ids), dtype=torch.bool)
+        for router, (hidden, *rest) in read:
+            usual = _chosen(router, hidden, *rest)
             for _ in range(4):
-                noise = 0.1 * hidden.square().mean().sqrt() * torch.randn(hidden.shape, generator=generator)
-                steady &= (_chosen(router, hidden + noise, *rest) == usual).all(-1)
-    if steady.sum() < TOKENS:
-        raise ValueError(f"{type(model).__name__}: {steady.sum()} tokens are steady")
-    return ids[steady][:TOKENS].numpy()
+                noise = NOISE * hidden.square().mean().sqrt() * torch.randn(hidden.shape, generator=generator)
+                good &= (_chosen(router, hidden + noise, *rest) == usual).all(-1)
+    return good
 
 
 def _chosen(router, *given):

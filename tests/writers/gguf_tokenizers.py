@@ -19,6 +19,8 @@ SPECIAL = (
 )
 #: Added tokens that are no special ones.
 OTHER = ("<think>", "</think>")
+#: Stands for no value of `tokenizer.ggml.pre`: a tokenizer.model of sentencepiece.
+SENTENCEPIECE = "sentencepiece"
 #: Those of `tokenizer.ggml.pre` whose texts begin with SPECIAL[1].
 BEGINS = ("llama-bpe", "deepseek-llm", "deepseek-v3")
 
@@ -26,11 +28,11 @@ TEXTS = (
     "The quick brown fox jumps over the lazy dog, and 3 33 333 3333 dogs don't care; they've seen IT'S worse.",
     "Über die Straße ging ein Mädchen; l'été où naïveté coûte 1.234,56 €.\n\n\tEinrückung  zwei   drei    vier\r\nEnde \n",
     "Привет, мир! Съешь ещё этих мягких французских булок да выпей чаю. Καλημέρα κόσμε, τι κάνεις;",
-    "我想在apple工作1314151天～ 今天天气很好。東京へ行きました、カタカナも。안녕하세요 세계, 반갑습니다.",
+    "我想在apple工作1314151天\uff5e 今天天气很好。東京へ行きました、カタカナも。안녕하세요 세계, 반갑습니다.",
     "مرحبا بالعالم كيف حالك؟ שלום עולם नमस्ते दुनिया สวัสดีชาวโลก កាន់តែពិសេសអាច Xin chào thế giới",
     "🚀 (normal) 😶‍🌫️ (multiple emojis concatenated) ✅ 🦙🦙 e\u0301 n\u0303 \u1e9b\u0323 ﬁ ½ ²",
     "def f(x):\n    return x**2 + 1  # comment\n\nfor i in range(10):\n\tprint(f(i), '\\n', sep=\"\")\n",
-    "I'VE 'told HE'S there, 'RE you sure? WE'LL see. CamelCase HTMLParser iPhone ﷺ Ǆungla ʼn",
+    "I'VE 'told HE'S there, 'RE you sure? WE'LL see. CamelCase HTMLParser iPhone ﷺ Ǆungla \u02bcn",
     "------======= ......!!!!!!?????? \u00a0\u2003\u3000 a\u200bb \x00\x7f \ufffd",
 )
 #: With added tokens in it.
@@ -73,16 +75,16 @@ SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
         (
             "[\r\n]",
             rf"\s?[{_LETTERS}]+",
-            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"\s+$",
-            "[一-龥ࠀ-一가-퟿]+",
+            "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
         ),
         True,
     ),
     "deepseek-v3": (
         (
             r"\p{N}{1,3}",
-            "[一-龥぀-ゟ゠-ヿ]+",
+            "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
             r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
             r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         ),
@@ -94,7 +96,49 @@ SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
 
 
 def write(folder: Path, pre: str) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them."""
+    """tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja, as they are published."""
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    if pre == SENTENCEPIECE:
+        _write_sentencepiece(folder)
+    else:
+        _write_bpe(folder, pre)
+
+
+def _write_sentencepiece(folder: Path) -> None:
+    """As Mixtral's: BPE with a token for each byte."""
+    import io
+
+    from sentencepiece import SentencePieceTrainer
+
+    made = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in TEXTS for line in text.splitlines()] * 2),
+        model_writer=made,
+        model_type="bpe",
+        vocab_size=TRAINED,
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(made.getvalue())
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "legacy": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _write_bpe(folder: Path, pre: str) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     splits, digits = SPLITS[pre]
@@ -127,4 +171,3 @@ def write(folder: Path, pre: str) -> None:
     }
     config |= {"bos_token": SPECIAL[1], "add_bos_token": True} if begins else {"bos_token": None}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)

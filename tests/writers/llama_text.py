@@ -1,7 +1,8 @@
-"""`llama_text.py FOLDER NAME-TYPE...`: llama.cpp's quantiser makes FOLDER/NAME/TYPE.gguf, and its engine runs it.
+"""`llama_text.py FOLDER quantise NAME-TYPE...`: llama.cpp's quantiser makes FOLDER/NAME/TYPE.gguf of F16.gguf beside it.
+`llama_text.py FOLDER run NAME-TYPE...`: its engine runs the file.
 
-TYPE-llama.npz is then: logits, float32 [tokens, vocabulary], of FOLDER/NAME/ids.npy. `llama.json` beside it: tokens of the texts
-of texts.json; TYPE-llama.error why there is no file: what llama.cpp wrote.
+TYPE-llama.npz: logits, float32 [tokens, vocabulary], of the ids of TYPE-reference.npz. TYPE-llama.json: tokens of the texts of
+FOLDER/texts.json. TYPE-llama.error: why there is nothing, with what llama.cpp wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import llama_cpp as llama
 import numpy as np
 
 TYPES = {
-    "F16": None,
     "Q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
     "Q4_K_M": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M,
     "MXFP4": llama.LLAMA_FTYPE_MOSTLY_MXFP4_MOE,
@@ -33,35 +33,37 @@ def _log(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 def main() -> None:
     llama.llama_log_set(_log, None)
     llama.llama_backend_init()
-    for case in sys.argv[2:]:
+    for case in sys.argv[3:]:
         name, _, kind = case.rpartition("-")
         said.clear()
         try:
-            run(FOLDER / name, kind)
+            {"quantise": quantise, "run": run}[sys.argv[2]](FOLDER / name, kind)
         except Exception as error:
             (FOLDER / name / f"{kind}-llama.error").write_text(f"{error}\n{''.join(said)}")
 
 
+def quantise(folder: Path, kind: str) -> None:
+    settings = llama.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = TYPES[kind], 2
+    files = [str(folder / f"{of}.gguf").encode() for of in ("F16", kind)]
+    if status := llama.llama_model_quantize(*files, settings):
+        raise RuntimeError(f"llama_model_quantize returned {status}")
+
+
 def run(folder: Path, kind: str) -> None:
-    file = folder / f"{kind}.gguf"
-    if not file.exists():
-        settings = llama.llama_model_quantize_default_params()
-        settings.ftype, settings.nthread = TYPES[kind], 2
-        if status := llama.llama_model_quantize(str(folder / "F16.gguf").encode(), str(file).encode(), settings):
-            raise RuntimeError(f"llama_model_quantize returned {status}")
-    model = llama.llama_model_load_from_file(str(file).encode(), llama.llama_model_default_params())
+    model = llama.llama_model_load_from_file(str(folder / f"{kind}.gguf").encode(), llama.llama_model_default_params())
     if not model:
         raise RuntimeError("llama_model_load_from_file returned nothing")
     vocabulary = llama.llama_model_get_vocab(model)
-    np.savez(folder / f"{kind}-llama.npz", logits=logits(model, vocabulary, np.load(folder / "ids.npy")))
+    with np.load(folder / f"{kind}-reference.npz") as reference:
+        np.savez(folder / f"{kind}-llama.npz", logits=logits(model, vocabulary, reference["ids"]))
     texts = json.loads((FOLDER / "texts.json").read_text())
-    (folder / "llama.json").write_text(json.dumps([tokens(vocabulary, text) for text in texts]))
+    (folder / f"{kind}-llama.json").write_text(json.dumps([tokens(vocabulary, text) for text in texts]))
     llama.llama_model_free(model)
 
 
 def logits(model, vocabulary, ids: np.ndarray) -> np.ndarray:
-    """After every token. All are read at once, with the keys and values in float32 and without flash attention, whose own
-    rounding would be the largest."""
+    """After every token; all are read at once."""
     settings = llama.llama_context_default_params()
     settings.n_ctx, settings.n_batch, settings.n_ubatch = 256, 256, 256
     settings.n_threads = settings.n_threads_batch = 2
