@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.peers import environments  # noqa: E402
-from bench.peers.environments import TORCH, Environment, SetUpError  # noqa: E402
+from bench.peers.environments import ENGINES, TORCH, Environment, SetUpError  # noqa: E402
+from bench.peers.peers import LLAMA  # noqa: E402
 
 WRITERS = (
     TORCH,
@@ -24,6 +25,23 @@ WRITERS = (
     Environment("quark", "Quark", (("amd-quark==0.13",),), base=TORCH),
     Environment("torchao", "torchao", (("--no-deps", "torchao==0.18.0"),), base=TORCH),
     Environment("gptqmodel", "GPTQModel", (("gptqmodel==7.6.0",),), base=TORCH),
+    # llama.cpp's sources, with the converter to GGUF: the wheel is told to take them and to compile nothing. Neither may pip
+    # keep it for the environment that compiles
+    Environment(
+        "llama-converter",
+        "llama.cpp's converter",
+        (
+            ("sentencepiece==0.2.2",),
+            (
+                *("--no-deps", "--no-cache-dir", "--no-compile"),
+                *("-C", "wheel.cmake=false", "-C", "wheel.packages=vendor/llama.cpp"),
+                "llama-cpp-python==0.3.36",
+            ),
+        ),
+        base=TORCH,
+    ),
+    LLAMA,
+    ENGINES,
 )
 
 
