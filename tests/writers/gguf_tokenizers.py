@@ -63,7 +63,7 @@ _LETTERS = (
     "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-#: tokenizer.ggml.pre -> regular expressions, one after the other, and whether digits are split, in the published tokenizer.json.
+#: tokenizer.ggml.pre -> regular expressions, one after the other, and whether digits are split, as published.
 #: No expression: GPT-2's own.
 SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     "qwen2": ((_QWEN2,), False),
