@@ -196,7 +196,7 @@ def test_a_dtype_that_transformers_does_not_give(checkpoint, dtype):
     expected = str(dtype).removeprefix("torch.")
     folder = checkpoint("DeepSeek-V3 FP8")
     with pytest.warns(RuntimeWarning, match=rf"expected parameters of {expected}, found \d+ of \d+ in bfloat16, such as model"):
-        served.load(folder, dtype=dtype)
+        served.load(folder, dtype=dtype, dense="torch")
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3 FP8", "gpt-oss MXFP4", "DeepSeek-V4 FP4", "Kimi INT4", "qwen3_moe"])

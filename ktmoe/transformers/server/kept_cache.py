@@ -8,8 +8,10 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from ktmoe.transformers.growing_cache import GrowingLayer, GrowingSlidingLayer
+
 #: Layers that keep all tokens, each for itself. What else is derived from them may have states that crop() does not know.
-_WHOLE_TEXT = (DynamicLayer, DynamicIndexedLayer, DummyLayer)
+_WHOLE_TEXT = (DynamicLayer, GrowingLayer, DynamicIndexedLayer, DummyLayer)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class KeptCache:
         return length
 
     def _crops(self, layer: object) -> bool:
-        if type(layer) is DynamicSlidingWindowLayer:
+        if type(layer) in (DynamicSlidingWindowLayer, GrowingSlidingLayer):
             return layer.get_seq_length() < layer.get_max_length()  # it has lost nothing yet
         if type(layer) is DynamicIndexedLayer:
             return self._whole  # else the keys of its indexer may be one step ahead
