@@ -68,8 +68,8 @@ print(json.dumps({"began": now, "imported": now + 3, "loaded": now + 3 + load, "
 """
 
 
-@pytest.fixture
-def made(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
     """A comparison of two rounds, as it is after a trip through JSON; the disk reads at the file's size a second."""
     run = subprocess.run
 
@@ -77,11 +77,13 @@ def made(tmp_path, monkeypatch):
         fake = words[2] == "bench.engines.first_token"
         return run([sys.executable, "-c", STARTED, *map(str, words[1:])] if fake else words, **options)
 
-    monkeypatch.setattr(cold.subprocess, "run", started)
-    monkeypatch.setattr(cold.reading, "read", lambda *_: 1.0)
-    monkeypatch.setattr(cold.reading, "cached_share", lambda folder: 0.0)
-    options = Namespace(layers=2, rounds=2)
-    found = cold.compare(SMALL, options, lambda owner: Path(sys.executable), tmp_path / "model", lambda text: None)
+    folder = tmp_path_factory.mktemp("cold") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cold.subprocess, "run", started)
+        patch.setattr(cold.reading, "read", lambda *_: 1.0)
+        patch.setattr(cold.reading, "cached_share", lambda folder: 0.0)
+        options = Namespace(layers=2, rounds=2)
+        found = cold.compare(SMALL, options, lambda owner: Path(sys.executable), folder, lambda text: None)
     return json.loads(json.dumps(found))
 
 
