@@ -69,7 +69,7 @@ bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch besid
 bench-linear: $(STAMPS)/native $(STAMPS)/bench ## dense matrices by ktmoe, torch and ggml: first installs them, then about 30 minutes
 	@$(PY) -m bench.linear $(ARGS)
 
-bench-engines: $(STAMPS)/native $(STAMPS)/bench ## text of whole models by ktmoe, transformers and llama.cpp: first installs them, then 2 hours; ARGS="--comparisons whole"
+bench-engines: $(STAMPS)/native $(STAMPS)/bench ## text of whole models by ktmoe, transformers and llama.cpp: first installs them, then 3 hours; ARGS="--comparisons gguf"
 	@$(PY) -m bench.engines run $(ARGS)
 
 bench-vllm: $(STAMPS)/native $(STAMPS)/bench ## text by vLLM with the plug-in and without it: first installs vLLM, then about 5 minutes

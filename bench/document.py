@@ -15,6 +15,7 @@ from pathlib import Path
 from bench import cost_model, explain, modes, readme
 from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
+from bench.engines import cold_report
 from bench.engines import page as whole
 from bench.explain import Call
 from bench.linear import page as linear
@@ -301,6 +302,8 @@ TABLES: Tables = {
     "linear": linear.table,
     "linear peers": linear.peers_table,
     "whole": whole.table,
+    "gguf": functools.partial(whole.table, section="gguf"),
+    "cold": cold_report.page_table,
     "pool": pool,
     "loading": loading,
     **{f"peers {weights}": functools.partial(peers, weights) for weights in FORMATS},

@@ -18,9 +18,10 @@ import sys
 from pathlib import Path
 
 from bench import document, explain, modes, runs
+from bench.engines import cold_report
 from bench.engines import page as whole_page
 from bench.engines import report as engines_report
-from bench.engines.ways import OF_WHOLE
+from bench.engines.ways import COLD, OF_EXPERTS, OF_GGUF, OF_MXFP4
 from bench.linear import page as linear_page
 from bench.linear import report as linear_report
 from bench.models import models
@@ -119,7 +120,7 @@ def engines(saved: dict) -> dict | None:
 
     Ways that failed are left out.
     """
-    kept = [comparison for comparison in saved["comparisons"] if comparison["comparison"] not in OF_WHOLE]
+    kept = [comparison for comparison in saved["comparisons"] if comparison["comparison"] in OF_EXPERTS]
     if not kept:
         return None
     streams = _streams([row for comparison in kept for row in comparison["rounds"]])
@@ -185,7 +186,7 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
     if saved and (saved["cpu"]["name"], saved["cpu"]["threads"]) == (cpu["name"], cpu["threads"]):
         data |= _of_engines(saved)
     data |= _linear_peers(cpu)
-    for section in ("engines", "whole", "modes", "vllm", "linear", "linear_peers"):
+    for section in ("engines", "whole", "gguf", "cold", "modes", "vllm", "linear", "linear_peers"):
         if section in old:
             data.setdefault(section, old[section])
     check(data, "the run")
@@ -206,7 +207,8 @@ def engines_alone(saved: dict, folder: Path = FOLDER) -> Results:
 
 
 def _of_engines(saved: dict) -> dict[str, dict]:
-    found = {"engines": engines(saved), "whole": whole_page.section(saved)}
+    found = {"engines": engines(saved), "whole": whole_page.section(saved, OF_MXFP4)}
+    found |= {"gguf": whole_page.section(saved, (OF_GGUF,)), COLD: cold_report.section(saved)}
     return {name: section for name, section in found.items() if section}
 
 

@@ -5,6 +5,7 @@ python -m bench.reading FOLDER THREADS reuse|keep prints the seconds.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -17,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 PIECE_BYTES = 1 << 22
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def files(folder: Path) -> list[Path]:
     """The files with the weights."""
-    return sorted(folder.glob("*.safetensors"))
+    return sorted((*folder.glob("*.safetensors"), *folder.glob("*.gguf")))
 
 
 def total_bytes(folder: Path) -> int:
@@ -38,6 +40,22 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
+
+
+def cached_share(folder: Path) -> float:
+    """The share of the files' pages that are in the page cache."""
+    pages = there = 0
+    for file in files(folder):
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            known = np.empty(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
+            view = np.frombuffer(mapped, np.uint8)
+            if _LIBC.mincore(
+                ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped)), known.ctypes.data_as(ctypes.c_void_p)
+            ):
+                raise OSError(ctypes.get_errno(), f"{file}: mincore failed")
+            del view  # else the file stays mapped
+            pages, there = pages + len(known), there + int(np.count_nonzero(known & 1))
+    return there / pages
 
 
 def touch(nbytes: int) -> None:

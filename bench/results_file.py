@@ -29,6 +29,34 @@ LOADING = (
     "peak_rss_of_packed",
     "packed_of_checkpoint",
 )
+#: Text of whole models. file: the types of a GGUF file.
+TEXTS = {
+    "date": datetime.date,
+    "commit?": str,
+    "source": str,
+    "comparison": [
+        {
+            "model": str,
+            "file?": str,
+            "layers": int,
+            "of_layers": int,
+            "vocabulary": int,
+            "by_turns": bool,
+            "way": [
+                {
+                    "name": str,
+                    "error?": float,
+                    "resident_gb": float,
+                    "mapped_gb": float,
+                    "packed_gb": float,
+                    "load_s": float,
+                    "prefill": [{"tokens": int, "tokens_s": float, "ratio?": float}],
+                    "decode": [{"texts": int, "after": int, "tokens_s": float, "ratio?": float, "of_limit?": float}],
+                }
+            ],
+        }
+    ],
+}
 #: A dict has these fields, and those with a question mark if they are known. [kind] is a list, {str: kind} has any names.
 SCHEMA = {
     "date": datetime.date,
@@ -187,27 +215,32 @@ SCHEMA = {
             }
         ],
     },
-    "whole?": {
+    "whole?": TEXTS,
+    "gguf?": TEXTS,
+    "cold?": {
         "date": datetime.date,
         "commit?": str,
         "source": str,
         "comparison": [
             {
                 "model": str,
+                "file": str,
                 "layers": int,
                 "of_layers": int,
                 "vocabulary": int,
-                "by_turns": bool,
+                "file_gb": float,
+                "disk_gb_s": float,
                 "way": [
                     {
                         "name": str,
-                        "error?": float,
-                        "resident_gb": float,
-                        "mapped_gb": float,
-                        "packed_gb": float,
+                        "read": str,
+                        "before_s": float,
                         "load_s": float,
-                        "prefill": [{"tokens": int, "tokens_s": float, "ratio?": float}],
-                        "decode": [{"texts": int, "after": int, "tokens_s": float, "ratio?": float, "of_limit?": float}],
+                        "token_s": float,
+                        "of_disk?": float,
+                        "total_s": float,
+                        "ratio?": float,
+                        "ratio_after?": float,
                     }
                 ],
             }

@@ -18,7 +18,7 @@ from bench.engines import __main__ as command
 from bench.engines import page, session, whole, whole_report
 from bench.engines.session import Call
 from bench.engines.shapes import Engine, engines
-from bench.engines.ways import INT8, LLAMA_BF16, LLAMA_Q8_0, PACKED, TORCH, WHOLE, whole_fits
+from bench.engines.ways import INT8, LLAMA_BF16, LLAMA_GGUF, LLAMA_Q8_0, OURS_GGUF, PACKED, TORCH, WHOLE, whole_fits
 from bench.models import Model
 from bench.results_file import Results
 
@@ -68,8 +68,8 @@ def answer(message):
             (folder / message["into"]).touch()
             return {"experts": 10, "dense": 20, "embedding": 5}
         case "load":
-            name = message.get("dense") or message["file"]
-            assert "file" not in message or (folder / name).exists()
+            name = message.get("dense") or message.get("owner", message["file"])
+            assert "file" not in message or (folder / message["file"]).exists()
             if name == "int8":
                 raise ValueError("the moon is not full")
             held = {} if "file" in message else {"bytes": {"experts": 10, "dense": 30, "embedding": 5}}
@@ -79,8 +79,9 @@ def answer(message):
             return {}
     with log.open("a") as file:
         file.write(f"{name} {message['batch']} {message['prompt']} {message['seed']}\\n")
-    part = {"seconds": {"packed": 1.0, "BF16.gguf": 3.0, "torch": 2.0}[name] * (1 + message["seed"])}
-    decode = part if name.endswith("gguf") else part | {"experts": {"seconds": 0.5, "experts": 4}}
+    seconds = {"packed": 1.0, "BF16.gguf": 3.0, "torch": 2.0, "ktmoe": 1.0, "model.gguf": 2.0}
+    part = {"seconds": seconds[name] * (1 + message["seed"])}
+    decode = part if name.endswith("gguf") else part | {"experts": {"seconds": 0.5, "experts": [1, 2, 1]}}
     return {"prefill": part, "decode": decode, "peak": 2}
 
 answer_all(answer)
@@ -154,16 +155,37 @@ def test_long_contexts_alone(tmp_path, monkeypatch):
     assert list(whole_report.figures(made, TORCH.name)["decode"]) == [(1, 4096)]
 
 
+def test_one_file_is_loaded_by_all(tmp_path, monkeypatch):
+    """The limit is of the file's own bytes for both: each layer's experts have as many as their types say."""
+    made, asked = compared(tmp_path, monkeypatch, 40 * GB, "gguf")
+    assert list(dict.fromkeys(line.split()[0] for line in asked)) == ["ktmoe", "model.gguf"]
+    expert = 3 * 128 * 96 * 17 // 32 + 4 * (96 + 96 + 128)  # MXFP4, and biases
+    assert (made["file"], made["layers"]) == ("MXFP4", 3)
+    for way, seconds in ((OURS_GGUF.name, 1.0), (LLAMA_GGUF.name, 2.0)):
+        assert made["ways"][way]["expert_bytes"] == [expert] * 3
+        found, held = whole_report.figures(made, way), made["ways"][way]["load"]["bytes"]
+        assert held["experts"] == 3 * 8 * expert
+        nbytes = 4 * expert + 32 * (held["dense"] + made["cache_bytes"]["128"])
+        assert found["decode"][1, 128]["of_limit"] == pytest.approx(nbytes / 1000 / seconds * (1 / 2 + 1 / 3) / 2)
+    assert whole_report.figures(made, OURS_GGUF.name)["prefill"][512]["ratio"] == 2
+    result = saved(made)
+    assert page.section(result, ("whole",)) is None
+    section = publish.engines_alone(result, tmp_path).data["gguf"]
+    heads, rows = page.table([Results({"cpu": result["cpu"], "gguf": section})], "gguf")
+    assert [row[1:4] for row in rows] == [("small MXFP4", "3 of 6", name) for name in (OURS_GGUF.name, LLAMA_GGUF.name)]
+    assert rows[0][heads.index("prefill, 512 tokens")].endswith("2.00 x llama.cpp")
+
+
 def test_the_limit_is_what_the_bytes_of_the_steps_take(by_turns):
     """By hand: the experts that ktmoe counted, for all ways; of each step a way's own dense bytes and each text's cache."""
     made = copy.deepcopy(by_turns[0])
     made["cache_bytes"] = {"128": 7, "32": 3}
     for about in made["ways"].values():
-        about["expert_bytes"] = 100
+        about["expert_bytes"] = [100, 50, 100]
     ours, theirs = (whole_report.figures(made, way) for way in (PACKED.name, LLAMA_BF16.name))
-    seconds = (4 * 100 + 16 * (30 + 4 * 7)) / 1000  # rounds took 2 and 3 s
+    seconds = (3 * 100 + 16 * (30 + 4 * 7)) / 1000  # rounds took 2 and 3 s
     assert ours["decode"][4, 128]["of_limit"] == pytest.approx((seconds / 2 + seconds / 3) / 2)
-    seconds = (4 * 100 + 16 * (20 + 16 * 3)) / 1000
+    seconds = (3 * 100 + 16 * (20 + 16 * 3)) / 1000
     assert theirs["decode"][16, 32]["of_limit"] == pytest.approx((seconds / 6 + seconds / 9) / 2)
     assert ours["decode"][4, 128]["rate"] == pytest.approx(4 * 16 / 2.5)
     assert (ours["decode"][1, 128]["ratio"], theirs["decode"][1, 128]["ratio"]) == (3, None)
@@ -212,7 +234,7 @@ def test_what_becomes_of_it(by_turns, tmp_path):
     fewer["layers"], after["layers"] = 2, 4
     for row in after["rounds"]:
         row["ways"] = {way: calls[:1] for way, calls in row["ways"].items()}
-    both = page.section(result | {"comparisons": [fewer, by_turns[0], after]})
+    both = page.section(result | {"comparisons": [fewer, by_turns[0], after]}, ("whole",))
     heads, rows = page.first_table([Results({"cpu": result["cpu"], "whole": both})])
     assert heads[0] == "model, on AMD EPYC 9754 25-160, 8 threads"
     assert [row[:2] for row in rows] == [("small", "3 of 6")] * 3
@@ -222,6 +244,7 @@ def test_what_becomes_of_it(by_turns, tmp_path):
 
 def test_pages_have_the_tables():
     assert document.TABLES["whole"] is page.table
+    assert {"gguf", "cold"} <= set(document.TABLES)
 
 
 def test_results_are_added_to_those_of_the_same_commit(tmp_path, by_turns):

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import runs, tables
-from bench.engines import assisted, report, whole, whole_report
+from bench.engines import assisted, cold, cold_report, report, whole, whole_report
 from bench.engines.session import about, compare
 from bench.engines.shapes import Engine, engines
-from bench.engines.ways import COMPARISONS, OF_WHOLE, WHOLE
+from bench.engines.ways import COLD, COMPARISONS, OF_GGUF, OF_WHOLE, WHOLE
 from bench.peers import environments
 from bench.peers.__main__ import progress_line
 from bench.peers.peers import LLAMA
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(COMPARISONS),
         default=[name for name in COMPARISONS if name != "contexts"],
         help="all but contexts by default. whole: the whole model beside llama.cpp; contexts: the same after long texts; "
+        "gguf: ktmoe and llama.cpp on one GGUF file; cold: until the first token of such a file; "
         "beside: transformers' own experts take part; alone: ktmoe alone, with more layers; threads: ktmoe with and without "
         "OMP_WAIT_POLICY=passive",
     )
@@ -91,10 +92,11 @@ def _layers(text: str) -> int | str:
 def _run(options: argparse.Namespace) -> int:
     if options.rounds < 1 or (options.layers not in (None, "all") and options.layers < 1):
         raise ValueError(f"expected --rounds and --layers above 0, found {options.rounds} and {options.layers}")
-    others = set(options.comparisons) - set(OF_WHOLE)
+    whole_ones = (*OF_WHOLE, COLD)
+    others = set(options.comparisons) - set(whole_ones)
     if options.layers == "all" and others:
         raise ValueError(
-            f"expected --layers all with --comparisons of {', '.join(OF_WHOLE)}, found {', '.join(sorted(others))}"
+            f"expected --layers all with --comparisons of {', '.join(whole_ones)}, found {', '.join(sorted(others))}"
         )
     result = about() | {"comparisons": []}
     kept = _others(options, result)
@@ -102,6 +104,8 @@ def _run(options: argparse.Namespace) -> int:
     with progress_line() as progress:
         for comparison in options.comparisons:
             for name in options.models:
+                if comparison in (OF_GGUF, COLD) and not engines()[name].as_gguf:
+                    continue
                 with tempfile.TemporaryDirectory(prefix="ktmoe-engines-", dir=options.folder) as folder:
                     found = _compared(engines()[name], comparison, options, Path(folder) / "model", progress)
                 result["comparisons"].append(found)
@@ -118,6 +122,8 @@ def _compared(
     def python(owner: str) -> Path:
         return environments.python(ENVIRONMENTS[owner], progress)
 
+    if comparison == COLD:
+        return cold.compare(engine, options, python, folder, progress)
     if comparison in OF_WHOLE:
         return whole.compare(engine, comparison, options, python, folder, progress)
     return compare(engine, comparison, options, python("ktmoe"), folder, progress)
@@ -138,6 +144,7 @@ def _others(options: argparse.Namespace, result: dict) -> list[dict]:
 def _print(result: dict) -> None:
     report.show(result)
     whole_report.show(result)
+    cold_report.show(result)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -30,11 +30,12 @@ class Script(LogitsProcessor):
 
 
 class ExpertsClock:
-    """Notes each call of a model's modules of experts: when it began and ended, and the ids that it was given."""
+    """Notes each call of a model's modules of experts: when it began and ended, its layer, and the ids that it was given."""
 
     def __init__(self, model: PreTrainedModel):
-        self.calls: list[tuple[float, float, torch.Tensor]] = []
+        self.calls: list[tuple[float, float, int, torch.Tensor]] = []
         modules = [module for name, module in model.named_modules() if name.endswith(".experts")]
+        self._layers = {module: layer for layer, module in enumerate(modules)}
         self._handles = [module.register_forward_pre_hook(self._begin) for module in modules]
         self._handles += [module.register_forward_hook(self._end) for module in modules]
 
@@ -49,15 +50,15 @@ class ExpertsClock:
         self._began = time.perf_counter()
 
     def _end(self, module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        self.calls.append((self._began, time.perf_counter(), inputs[1]))
+        self.calls.append((self._began, time.perf_counter(), self._layers[module], inputs[1]))
 
     def of(self, begin: float, end: float) -> dict:
-        """Seconds of the calls between two times, and the distinct experts of each, added up."""
+        """Seconds of the calls between two times, and the distinct experts of each, added up for each layer."""
         calls = [call for call in self.calls if begin <= call[0] < end]
-        return {
-            "seconds": sum(ended - began for began, ended, _ in calls),
-            "experts": sum(ids.unique().numel() for _, _, ids in calls),
-        }
+        experts = [0] * len(self._layers)
+        for _, _, layer, ids in calls:
+            experts[layer] += ids.unique().numel()
+        return {"seconds": sum(ended - began for began, ended, *_ in calls), "experts": experts}
 
 
 def tokens(model: PreTrainedModel, batch: int, count: int, seed: int) -> torch.Tensor:

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 
 from bench.engines import whole_report
-from bench.engines.ways import OF_WHOLE
 from bench.results_file import Results, digits
 
 NONE = "-"
 
 
-def section(saved: dict) -> dict | None:
-    """A results file's `whole`, of what make bench-engines saved; None if it has nothing of whole models.
+def section(saved: dict, comparisons: Sequence[str]) -> dict | None:
+    """A results file's `whole` or `gguf`, of these comparisons that make bench-engines saved; None if it has none of them.
 
     Ways that failed are left out.
     """
-    comparisons = [
+    found = [
         {
             **{name: comparison[name] for name in ("model", "layers", "of_layers", "vocabulary", "by_turns")},
+            **({"file": comparison["file"]} if "file" in comparison else {}),
             "way": [
-                _way(name, about, found)
+                _way(name, about, figures)
                 for name, about in comparison["ways"].items()
-                if not about["failure"] and (found := whole_report.figures(comparison, name))
+                if not about["failure"] and (figures := whole_report.figures(comparison, name))
             ],
         }
         for comparison in saved["comparisons"]
-        if comparison["comparison"] in OF_WHOLE
+        if comparison["comparison"] in comparisons
     ]
-    if not comparisons:
+    if not found:
         return None
     commit = {"commit": saved["commit"]} if saved["commit"] else {}
     date = datetime.date.fromisoformat(saved["date"])
-    return {"date": date, **commit, "source": "make bench-engines", "comparison": comparisons}
+    return {"date": date, **commit, "source": "make bench-engines", "comparison": found}
 
 
 def _way(name: str, about: dict, found: dict) -> dict:
@@ -50,12 +51,12 @@ def _way(name: str, about: dict, found: dict) -> dict:
     }
 
 
-def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """A line for each way; columns for the numbers of texts and of tokens."""
+def table(found: list[Results], section: str = "whole") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A line for each way; columns for the numbers of texts and of tokens. section: "whole" or "gguf"."""
     entries = [
         (results.label, comparison, way)
         for results in found
-        for comparison in results.data.get("whole", {}).get("comparison", ())
+        for comparison in results.data.get(section, {}).get("comparison", ())
         for way in comparison["way"]
     ]
     texts = sorted({(row["texts"], row["after"]) for *_, way in entries for row in way["decode"]}, key=lambda at: at[::-1])
@@ -68,7 +69,8 @@ def table(found: list[Results]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         cells = [_cell(decode.get(at)) for at in texts] + [_cell(prefill.get(count)) for count in tokens]
         mapped = f", {way['mapped_gb']:.2g} of it mapped" if way["mapped_gb"] > way["packed_gb"] / 100 else ""
         memory = f"{way['resident_gb']:.3g} GB, {way['resident_gb'] / way['packed_gb']:.2f} x{mapped}"
-        name = comparison["model"], f"{comparison['layers']} of {comparison['of_layers']}", way["name"]
+        model = " ".join(filter(None, (comparison["model"], comparison.get("file"))))
+        name = model, f"{comparison['layers']} of {comparison['of_layers']}", way["name"]
         rows.append((label, *name, *cells, memory, f"{way['load_s']:.2g} s"))
     heads = (*(_texts(*at) for at in texts), *(f"prefill, {count:,} tokens" for count in tokens))
     return ("CPU", "model", "layers", "way", *heads, "memory", "loading"), rows

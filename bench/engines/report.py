@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from bench import tables
-from bench.engines.ways import OF_WHOLE
+from bench.engines.ways import OF_EXPERTS
 
 NONE = "-"
 
@@ -56,7 +56,7 @@ def _phase(comparison: dict, way: str, index: int, phase: str, tokens: int) -> d
 
 
 def _read(about: dict, experts: dict) -> float:
-    return experts["experts"] * about["expert_bytes"] / experts["seconds"]
+    return sum(experts["experts"]) * about["expert_bytes"] / experts["seconds"]
 
 
 def wrong(result: dict) -> list[str]:
@@ -72,7 +72,7 @@ def wrong(result: dict) -> list[str]:
 def show(result: dict, console: Console | None = None) -> None:
     console = console or tables.console(160)
     for comparison in result["comparisons"]:
-        if comparison["comparison"] in OF_WHOLE:
+        if comparison["comparison"] not in OF_EXPERTS:
             continue
         console.print(_table(comparison))
         for note in _notes(comparison):

@@ -121,17 +121,18 @@ def compare(
         "vocabulary": config["vocab_size"],
         "base": OURS.name,
         "ways": {
-            name: described(engine, participant, name) for participant in participants for name in participant.process.ways
+            name: described(participant, name) | {"expert_bytes": engine.expert_bytes(participant.process.weights)}
+            for participant in participants
+            for name in participant.process.ways
         },
         "rounds": rounds,
     }
 
 
-def described(engine: Engine, participant: Participant, way: str) -> dict:
+def described(participant: Participant, way: str) -> dict:
     process, failures = participant.process, participant.failures
     return {
         "weights": process.weights,
-        "expert_bytes": engine.expert_bytes(process.weights),
         "environment": process.environment,
         "failure": failures.get(way, failures.get("")),
         "error": participant.errors.get(way),

@@ -44,7 +44,7 @@ class Engine:
         return max(64, self.vocabulary * layers // self.experts.layers // 64 * 64)
 
     def expert_bytes(self, weights: str) -> int:
-        """Bytes of one expert. weights: "MXFP4" or "BF16"."""
+        """Bytes of one expert, of no GGUF file. weights: "MXFP4" or "BF16"."""
         experts = self.experts
         return experts.expert_bytes if weights == "MXFP4" else 2 * 3 * experts.hidden * experts.intermediate
 

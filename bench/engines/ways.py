@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.engines.shapes import Engine
+from bench.engines import published_gguf
+from bench.engines.shapes import PROCESS_BYTES, Engine
 
 #: torch's idle threads spin for milliseconds after each of its operations, on the CPUs of ktmoe's. With this they sleep.
 PASSIVE = {"OMP_WAIT_POLICY": "passive"}
@@ -15,9 +16,9 @@ PASSIVE = {"OMP_WAIT_POLICY": "passive"}
 class Process:
     """One process and the ways that it measures, one after the other, on one copy of the weights.
 
-    owner: "ktmoe", "transformers" or "llama.cpp". weights: of experts, "MXFP4" or "BF16". implementations: names of
-    transformers, each of which is a way. environment: of the process. note: told apart by it. dense: how matrices besides the
-    experts' are held, as load() has it, or a GGUF file's format; None: what the owner does by itself.
+    owner: "ktmoe", "transformers" or "llama.cpp". weights: of experts, "MXFP4" or "BF16"; "GGUF": all of a file's.
+    implementations: names of transformers, each of which is a way. environment: of the process. note: told apart by it. dense:
+    how matrices besides the experts' are held, as load() has it, or a GGUF file's format; None: what the owner does by itself.
     """
 
     owner: str
@@ -41,6 +42,8 @@ class Process:
 
     def nbytes(self, engine: Engine, layers: int) -> int:
         """Memory that it takes at most, about."""
+        if self.weights == "GGUF":
+            return PROCESS_BYTES + published_gguf.nbytes(engine, layers)
         packing = engine.layer_bytes(self.weights) if (self.owner, self.weights) == ("ktmoe", "BF16") else 0
         return engine.process_bytes(self.weights, layers) + packing
 
@@ -54,17 +57,30 @@ OTHERS = (Process("ktmoe", "BF16", environment=PASSIVE),)
 PACKED, INT8, TORCH = (Process("ktmoe", "MXFP4", environment=PASSIVE, dense=dense) for dense in ("packed", "int8", "torch"))
 LLAMA_BF16, LLAMA_Q8_0 = (Process("llama.cpp", "MXFP4", dense=dense) for dense in ("BF16", "Q8_0"))
 WHOLE = (PACKED, LLAMA_BF16, INT8, LLAMA_Q8_0, TORCH)
+#: One GGUF file by both. The first is the judge.
+OURS_GGUF, LLAMA_GGUF = Process("ktmoe", "GGUF", environment=PASSIVE), Process("llama.cpp", "GGUF")
 #: Whose time is compared with whose: llama.cpp's where it reads the same bytes.
 SAME_BYTES = {PACKED.name: LLAMA_BF16.name, INT8.name: LLAMA_Q8_0.name, TORCH.name: LLAMA_BF16.name}
-#: Comparisons of whole models, which whole.py makes.
-OF_WHOLE = ("whole", "contexts")
+SAME_BYTES |= {OURS_GGUF.name: LLAMA_GGUF.name}
+#: Comparisons of whole models, which whole.py makes: those of experts in MXFP4, and that of a GGUF file.
+OF_MXFP4, OF_GGUF = ("whole", "contexts"), "gguf"
+OF_WHOLE = (*OF_MXFP4, OF_GGUF)
+#: The time to the first token, which cold.py measures, of one process after the other.
+COLD = "cold"
+#: Comparisons of the experts' implementations, which session.py makes.
+OF_EXPERTS = ("beside", "alone", "threads")
 #: How each comparison is called, and who must take part.
-COMPARISONS = {**dict.fromkeys(OF_WHOLE, WHOLE), "beside": (OURS, THEIRS), "alone": (OURS,), "threads": (OURS, SPINNING)}
+COMPARISONS = {
+    **dict.fromkeys(OF_MXFP4, WHOLE),
+    OF_GGUF: (OURS_GGUF, LLAMA_GGUF),
+    COLD: (OURS_GGUF,),
+    **dict(zip(OF_EXPERTS, ((OURS, THEIRS), (OURS,), (OURS, SPINNING)), strict=True)),
+}
 
 
 def must_take_part(engine: Engine, comparison: str, dense: Sequence[str] | None = None) -> tuple[Process, ...]:
-    """llama.cpp only with models that the bench writes as GGUF. dense: those of whole models alone; None: all."""
-    named = [process for process in COMPARISONS[comparison] if dense is None or process.dense in dense]
+    """llama.cpp only with models that the bench writes as GGUF. dense: of "whole" and "contexts", those alone; None: all."""
+    named = [process for process in COMPARISONS[comparison] if dense is None or process.dense in (None, *dense)]
     return tuple(process for process in named if process.owner != "llama.cpp" or engine.as_gguf)
 
 

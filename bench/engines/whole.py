@@ -1,4 +1,4 @@
-"""The measurement of whole models: tokens a second of ktmoe in transformers and of llama.cpp on the same numbers."""
+"""The measurement of whole models: tokens a second of ktmoe in transformers and of llama.cpp on the same numbers, or file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from bench import machine
-from bench.engines import session
+from bench.engines import published_gguf, session
 from bench.engines.session import Call, Participant
 from bench.engines.shapes import Engine
-from bench.engines.ways import SAME_BYTES, whole_fits
+from bench.engines.ways import OF_GGUF, SAME_BYTES, whole_fits
 
 #: Of a text or several: 16 texts have short prompts, since theirs are as long as all together.
 CALLS = (Call(1, 128, 33), Call(4, 128, 17), Call(16, 32, 17))
@@ -23,6 +23,8 @@ AFTER_CONTEXT = 17
 #: Layers of the model whose logits are compared. Random models' routers have many near ties: after eight layers one rounding or
 #: another has sent most tokens elsewhere, and the median token differs by 20 %.
 CHECKED_LAYERS = 2
+#: The file of a run of one GGUF file.
+FILE = "model.gguf"
 NO_GGUF = "llama.cpp: the bench writes no GGUF file of this architecture"
 
 
@@ -50,12 +52,16 @@ def compare(
     taking_part, layers, by_turns = whole_fits(
         engine, comparison, machine.usable_bytes(session.SHARE_OF_MEMORY), layers, options.dense
     )
-    run = _Run(engine, layers, python, folder, lambda text: progress(f"{engine.name}, {layers} layers: {text}"))
+    kind = _RunOfFile if comparison == OF_GGUF else _Run
+    run = kind(engine, layers, python, folder, lambda text: progress(f"{engine.name}, {layers} layers: {text}"))
     participants = [Participant(process) for process in taking_part]
-    _check(engine, participants, python, folder.with_name("checked"), progress)
+    checked = folder.with_name("checked")
+    _check(
+        kind(engine, CHECKED_LAYERS, python, checked, lambda text: progress(f"{engine.name}, checking: {text}")), participants
+    )
     run.write()
     made = calls(comparison, options)
-    warm = WARM_CALLS if comparison == "whole" else ()
+    warm = () if comparison == "contexts" else WARM_CALLS
     try:
         groups = [participants] if by_turns else [[participant] for participant in participants]
         rounds = [record for group in groups for record in run.rounds(group, options.rounds, warm, made)]
@@ -65,20 +71,22 @@ def compare(
     return {
         "model": engine.name,
         "comparison": comparison,
+        **({"file": published_gguf.TYPES[engine.kind]} if comparison == OF_GGUF else {}),
         "layers": layers,
         "of_layers": engine.experts.layers,
         "vocabulary": engine.vocabulary_of(layers),
         "by_turns": by_turns,
-        "ways": {p.process.name: _described(engine, p) for p in participants},
+        "ways": {p.process.name: _described(p) | {"expert_bytes": run.expert_bytes()} for p in participants},
         "cache_bytes": {str(call.prompt): engine.cache_bytes(layers, call.prompt + call.new // 2) for call in made},
         "notes": [] if engine.as_gguf else [NO_GGUF],
         "rounds": rounds,
     }
 
 
-def _described(engine: Engine, participant: Participant) -> dict:
-    found = session.described(engine, participant, participant.process.name)
-    return found | {"owner": participant.process.owner, "beside": SAME_BYTES.get(participant.process.name)}
+def _described(participant: Participant) -> dict:
+    process = participant.process
+    found = session.described(participant, process.name)
+    return found | {"owner": process.owner, "beside": SAME_BYTES.get(process.name)}
 
 
 class _Run:
@@ -87,8 +95,16 @@ class _Run:
     def __init__(
         self, engine: Engine, layers: int, python: Callable[[str], Path], folder: Path, progress: Callable[[str], object]
     ):
-        self._engine, self._python, self._folder, self._progress = engine, python, folder, progress
+        self._engine, self._layers, self._python, self._folder, self._progress = engine, layers, python, folder, progress
         self._config = engine.config(layers)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def expert_bytes(self) -> list[int]:
+        """Bytes of an expert of each layer."""
+        return [self._engine.expert_bytes("MXFP4")] * self._layers
 
     def write(self) -> None:
         self._progress("writing")
@@ -137,21 +153,37 @@ class _Run:
             participant.close()
 
 
-def _check(
-    engine: Engine,
-    participants: list[Participant],
-    python: Callable[[str], Path],
-    folder: Path,
-    progress: Callable[[str], object],
-) -> None:
+class _RunOfFile(_Run):
+    """A GGUF file with so many layers, which all load."""
+
+    def expert_bytes(self) -> list[int]:
+        return published_gguf.expert_bytes(self._engine, self._layers)
+
+    def write(self) -> None:
+        self._progress("writing")
+        self._folder.mkdir()
+        published_gguf.write(self._engine, self._layers, self._folder / FILE)
+
+    def load(self, participant: Participant) -> None:
+        process = participant.process
+        self._progress(f"loading {process.name}")
+        theirs = process.owner == "llama.cpp"
+        fields = {} if theirs else {"owner": process.owner, "weights": process.weights}
+        python, worker = self._python(process.owner), "worker_llama" if theirs else "worker"
+        participant.worker = session.start(python, self._folder, process.name, process.environment, worker)
+        found = participant.ask("", do="load", file=FILE, patience=session.PATIENCE, **fields)
+        nbytes = published_gguf.parts(published_gguf.tensors(self._engine, self._layers))
+        participant.loaded = found | {"bytes": nbytes} if found else {}
+
+
+def _check(run: _Run, participants: list[Participant]) -> None:
     """Whoever's logits differ from the first's is out: of a model of few layers, which each loads by itself."""
-    run = _Run(engine, CHECKED_LAYERS, python, folder, lambda text: progress(f"{engine.name}, checking: {text}"))
     run.write()
     expected = None
     for participant in participants:
         tried = Participant(participant.process)
         try:
-            logits = _logits(run, tried, folder / "logits.npy")
+            logits = _logits(run, tried, run.folder / "logits.npy")
         finally:
             tried.close()
         participant.failures |= tried.failures

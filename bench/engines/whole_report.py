@@ -64,12 +64,13 @@ def _of_limit(comparison: dict, way: str, row: dict, index: int) -> float | None
         return None
     call, about = row["ways"][way][index], comparison["ways"][way]
     cache = call["batch"] * comparison["cache_bytes"][str(call["prompt"])]
-    nbytes = chosen * about["expert_bytes"] + (call["new"] - 1) * (about["load"]["bytes"]["dense"] + cache)
+    experts = sum(count * nbytes for count, nbytes in zip(chosen, about["expert_bytes"], strict=True))
+    nbytes = experts + (call["new"] - 1) * (about["load"]["bytes"]["dense"] + cache)
     return nbytes / row["reads"][way] / call["decode"]["seconds"]
 
 
-def _chosen(comparison: dict, number: int, index: int) -> int | None:
-    """Distinct experts of each layer and step of a call's decode, added up. llama.cpp does not say, and has the same tokens."""
+def _chosen(comparison: dict, number: int, index: int) -> list[int] | None:
+    """Distinct experts of each step of a call's decode, added up for each layer. llama.cpp has the same tokens."""
     for row in comparison["rounds"]:
         for calls in row["ways"].values() if row["number"] == number else ():
             if "experts" in calls[index]["decode"]:
@@ -101,7 +102,8 @@ def _table(comparison: dict) -> object:
         memory = f"{found['resident'] / 1e9:.2f} ({found['resident'] / found['packed']:.2f}x{mapped})"
         error = comparison["ways"][way]["error"]
         rows.append((way, *cells, memory, f"{found['load']:.1f}", NONE if error is None else f"{error:.2%}"))
-    title = f"{comparison['model']}, {comparison['layers']} of {comparison['of_layers']} layers, tokens a second"
+    model = " ".join(filter(None, (comparison["model"], comparison.get("file"))))
+    title = f"{model}, {comparison['layers']} of {comparison['of_layers']} layers, tokens a second"
     return tables.table(("way", *heads, "memory, GB\n(of packed)", "loading\ns", "error"), rows, title=title)
 
 
@@ -120,8 +122,10 @@ def _notes(comparison: dict) -> Iterator[str]:
         else "one process after the other, which rounds of one number pair"
     )
     yield f"{count} rounds, {how}. %: of the limit, the time to read a step's bytes at the read bandwidth before the turn"
-    yield "(x): as fast as llama.cpp with dense matrices of as many bytes, the median of the rounds' own ratios"
-    yield f"{PACKED.name} / {TORCH.name}: {', '.join(_of_torch(comparison)) or NONE}"
+    which = "on the same file" if "file" in comparison else "with dense matrices of as many bytes"
+    yield f"(x): as fast as llama.cpp {which}, the median of the rounds' own ratios"
+    if TORCH.name in comparison["ways"]:
+        yield f"{PACKED.name} / {TORCH.name}: {', '.join(_of_torch(comparison)) or NONE}"
     yield from comparison["notes"]
     for way, about in comparison["ways"].items():
         if about["failure"]:

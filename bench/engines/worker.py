@@ -5,8 +5,9 @@
 {"do": "write_gguf", "into": file, "dense": "BF16"}    -> {"experts": bytes, "dense": bytes, "embedding": bytes}
                                                           the same numbers as GGUF, into FOLDER
 {"do": "load", "config": {...}, "owner": name,
- "weights": name, "dense": "packed"}                -> {"seconds": 1.2, "peak": bytes, "resident": bytes, "mapped": bytes,
-                                                        "bytes": {...}, "about": {...}}    bytes: as of write_gguf
+ "weights": name, "dense": "packed", "file": name}  -> {"seconds": 1.2, "peak": bytes, "resident": bytes, "mapped": bytes,
+                                                        "bytes": {...}, "about": {...}}    bytes: as of write_gguf.
+                                                          file: a GGUF file in FOLDER
 {"do": "logits", "implementation": name,
  "tokens": 64, "into": file}                        -> {}    float32 [tokens, vocabulary] as .npy in FOLDER
 {"do": "generate", "implementation": name,
@@ -64,12 +65,14 @@ class Session:
                 return assisted.measure(self._model, assistant, message["rounds"])
         raise ValueError(f"unknown message {message}")
 
-    def _load(self, config: dict, owner: str, weights: str, dense: str | None = None) -> dict:
+    def _load(
+        self, owner: str, weights: str, config: dict | None = None, dense: str | None = None, file: str | None = None
+    ) -> dict:
         reset_peak()
         before, mapped_before, start = resident(), mapped(), time.perf_counter()
-        if (owner, weights) == ("ktmoe", "MXFP4"):
+        if (owner, weights) == ("ktmoe", "MXFP4") or file:
             held = {"dense": dense} if dense else {}
-            self._model = ktmoe.transformers.load(self._folder, threads=self._threads, **held)
+            self._model = ktmoe.transformers.load(self._folder / (file or ""), threads=self._threads, **held)
         else:
             self._model = torch_model.made(self._folder, config)
             if owner == "ktmoe":

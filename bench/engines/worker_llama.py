@@ -42,6 +42,18 @@ def _log(level: int, text: bytes, data: ctypes.c_void_p) -> None:
         sys.stderr.write(text.decode(errors="replace"))
 
 
+def opened(file: Path, *, mapped: bool = True) -> tuple[ctypes.c_void_p, int]:
+    """A model and how many tokens it knows. mapped: its pages are those of the file, where its kernels need no copy."""
+    llama.llama_log_set(_log, None)
+    llama.llama_backend_init()
+    settings = llama.llama_model_default_params()
+    settings.use_mmap = mapped
+    model = llama.llama_model_load_from_file(str(file).encode(), settings)
+    if not model:
+        raise RuntimeError(f"llama.cpp could not load {file.name}; its log is this process's")
+    return model, llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+
+
 class Texts:
     """Texts that are read and continued at once. room: tokens of each."""
 
@@ -87,8 +99,6 @@ class Texts:
 class Session:
     def __init__(self, folder: Path, threads: int):
         self._folder, self._threads = folder, threads
-        llama.llama_log_set(_log, None)
-        llama.llama_backend_init()
 
     def answer(self, message: dict) -> dict:
         message.pop("implementation", None)  # there is one alone
@@ -96,11 +106,8 @@ class Session:
 
     def _load(self, file: str) -> dict:
         before, mapped_before, start = resident(), mapped(), time.perf_counter()
-        self._model = llama.llama_model_load_from_file(str(self._folder / file).encode(), llama.llama_model_default_params())
-        if not self._model:
-            raise RuntimeError(f"llama.cpp could not load {file}; its log is this process's")
+        self._model, self._vocabulary = opened(self._folder / file)
         seconds = time.perf_counter() - start
-        self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         self._generate(*SHORT)
         memory = {"resident": resident() - before, "mapped": mapped() - mapped_before}
         return {"seconds": seconds, **memory, "about": {"llama_cpp": version("llama-cpp-python")}}

@@ -133,9 +133,9 @@ def _model(types: str, num_experts: int, hidden: int, intermediate: int, layers:
     for layer in range(layers):
         for projection in PROJECTIONS:
             n, k = (hidden, intermediate) if projection == "down" else (intermediate, hidden)
-            name = better if projection == "down" and _gets_more(layer, layers) else usual
+            name = better if projection == "down" and gets_more(layer, layers) else usual
             stem = f"blk.{layer}.ffn_{projection}_exps"
-            tensors.append(GgufTensor(f"{stem}.weight", name, (num_experts, n, k), _weights(GGML[name], k), num_experts))
+            tensors.append(GgufTensor(f"{stem}.weight", name, (num_experts, n, k), weights(GGML[name], k), num_experts))
             if GGML[name].factor:
                 tensors.append(GgufTensor(f"{stem}.scale", "F32", (num_experts,), _factors(k)))
     metadata = {ARCHITECTURE: _ARCHITECTURE, "general.type": "model", "general.alignment": ALIGNMENT}
@@ -144,13 +144,13 @@ def _model(types: str, num_experts: int, hidden: int, intermediate: int, layers:
     return Model("gguf", metadata | {f"{_ARCHITECTURE}.{key}": value for key, value in numbers_of.items()}, tensors)
 
 
-def _gets_more(layer: int, layers: int) -> bool:
+def gets_more(layer: int, layers: int) -> bool:
     """Whether llama.cpp gives a layer's down projections more bits: the first and last eighths, and every third between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _weights(weight_format: WeightFormat, k: int) -> Shaper:
+def weights(weight_format: WeightFormat, k: int) -> Shaper:
     """Random weights with a standard deviation of about 1/sqrt(k)."""
     if weight_format.element.family in NUMBERS:
         size = math.sqrt(3 / k)
