@@ -21,7 +21,8 @@ ALLOWED = (
     r"matplotlib is not installed",
     r"needs two CPUs",
     r"IPv6 cannot be used here",
-    r"(kt-kernel|SGLang|compressed-tensors|modelopt|autoawq|quark|gptqmodel|torchao|llama|engines) is not installed",
+    r"(kt-kernel|SGLang|compressed-tensors|modelopt|autoawq|quark|gptqmodel|torchao) is not installed",
+    r"(llama|llama-converter|engines) is not installed",
     r"this CPU lacks what kt-kernel's \w+ needs",
 )
 
