@@ -43,6 +43,9 @@ def main() -> None:
             if name in gguf_models.MXFP4:
                 pack_experts(checkpoint)
             convert(name, checkpoint, folder / "F16.gguf", "f16")
+            if name in gguf_models.SPLIT:
+                (folder / "split").mkdir()
+                convert(name, checkpoint, folder / "split" / "model.gguf", "f16", "--split-max-tensors", "20")
         except (Exception, SystemExit):
             (folder / "error").write_text(traceback.format_exc())
 
@@ -112,10 +115,10 @@ def write_maps(name: str, checkpoint: Path, folder: Path) -> None:
         (other / "model.safetensors").unlink()
 
 
-def convert(name: str, folder: Path, file: Path, kind: str) -> None:
+def convert(name: str, folder: Path, file: Path, kind: str, *more: str) -> None:
     """By llama.cpp's script. It knows a pre-tokenizer by a hash of a text's tokens, which a tokenizer of here does not have."""
     TextModel.get_vocab_base_pre = lambda *_: gguf_models.MODELS[name][3]
-    sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(file), "--outtype", kind]
+    sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(file), "--outtype", kind, *more]
     runpy.run_path(str(LLAMA_CPP / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
