@@ -18,6 +18,7 @@ LLAMA_CPP, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 sys.path.insert(0, str(LLAMA_CPP / "gguf-py"))
 
 import gguf_models  # noqa: E402
+import gguf_weights  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -54,9 +55,9 @@ def run(folder: Path, file: Path) -> dict[str, np.ndarray]:
         model = transformers.AutoModelForCausalLM.from_pretrained(made, dtype=dtype, attn_implementation="eager").eval()
         model.set_experts_implementation("eager")
         if groups and way == "as_llama":
-            gguf_models.score_groups(model, groups)
+            gguf_weights.score_groups(model, groups)
         if way == "logits":
-            found["ids"] = gguf_models.text(model)
+            found["ids"] = gguf_weights.text(model)
             found["counted"] = logits(model, np.arange(gguf_models.TOKENS))
         found[way] = logits(model, found["ids"])
     shutil.rmtree(made)

@@ -22,6 +22,7 @@ sys.path[:0] = [str(LLAMA_CPP), str(LLAMA_CPP / "gguf-py")]
 
 import gguf_models  # noqa: E402
 import gguf_tokenizers  # noqa: E402
+import gguf_weights  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from conversion.base import TextModel  # noqa: E402
@@ -52,7 +53,7 @@ def main() -> None:
 
 def write_checkpoint(name: str, folder: Path) -> None:
     _, _, published, pre = gguf_models.MODELS[name]
-    model = gguf_models.make(name)
+    model = gguf_weights.make(name)
     if name in gguf_models.MXFP4:
         with torch.no_grad():
             for key, value in model.named_parameters():
@@ -64,7 +65,7 @@ def write_checkpoint(name: str, folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | published, indent=1))
     gguf_tokenizers.write(folder, pre)
     tensors = load_file(folder / "model.safetensors")
-    if more := gguf_models.beside(name, tensors):
+    if more := gguf_weights.beside(name, tensors):
         save_file(tensors | more, folder / "model.safetensors", {"format": "pt"})
     ids = torch.arange(gguf_models.TOKENS)[None]
     with torch.no_grad():
