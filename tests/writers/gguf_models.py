@@ -1,13 +1,9 @@
-"""Tiny models of the architectures that ktmoe reads from one GGUF file: their configs as published, and random weights.
+"""Tiny models of the architectures that ktmoe reads from one GGUF file: their configs, as published.
 
-Hidden sizes are multiples of 256, so that Q4_K has rows to quantise. Weights are such that an error shows: norms and biases
-are no identities, logits have spread. And such that rounding decides nothing: eight dimensions of the residual stream say
-which two experts a token likes best, all routers read them, and no layer writes much into them.
+Hidden sizes are multiples of 256, so that Q4_K has rows to quantise. gguf_weights.py has the numbers.
 """
 
 from __future__ import annotations
-
-import re
 
 import gguf_tokenizers
 
@@ -252,6 +248,8 @@ MODELS |= {
 }
 #: Those whose experts are published in MXFP4.
 MXFP4 = ("gpt_oss_published",)
+#: Those of which the converter makes a split file, too.
+SPLIT = ("qwen2_moe",)
 #: What files are made of a model, if not of each type. F16 has experts in MXFP4 if they are published so.
 TYPES = ("F16", "Q8_0", "Q4_K_M", "MXFP4")
 FEWER = {
@@ -261,150 +259,7 @@ FEWER = {
     "deepseek_v2_lite": ("F16", "Q4_K_M"),
     "dots1_published": (),
 }
-#: What a config would say if it meant what llama.cpp computes.
-AS_LLAMA_CPP = {name: {"truncate": True} for name in ("gpt_oss", "gpt_oss_published")}
-
-
-def make(name: str):
-    """The model, in bfloat16, as checkpoints are published."""
-    import torch
-    import transformers
-
-    model_type, config, _, _ = MODELS[name]
-    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
-    model = transformers.AutoModelForCausalLM.from_config(kind(**config), dtype=torch.bfloat16).eval()
-    model.set_experts_implementation("eager")
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    sigmoid = any("correction_bias" in key for key in model.state_dict())
-    depth = model.config.num_hidden_layers / 3
-    with torch.no_grad():
-        for key, value in [*model.named_parameters(), *model.named_buffers()]:
-            if re.search(ROUTER, key):
-                value.copy_(_router(value.shape, 0.6 if sigmoid else 2.0, generator))
-            elif not re.search(r"inv_freq|A_log", key):
-                value.copy_(_values(key, value.shape, generator, model_type) / (depth if re.search(WRITES, key) else 1))
-    return model
-
-
-#: A router's matrix.
-ROUTER = r"(mlp\.gate|router|router\.layer)\.weight$"
-
-
-#: What is added to what a router reads, in parts of it. llama.cpp's rounding of what Q4_K multiplies adds 0.03.
-NOISE = 0.08
-#: A matrix or bias whose result is added to the residual stream.
-WRITES = r"(o_proj|out_proj|down_proj|output_linear)(\.weight|\.bias|_bias)?$"
-
-
-def _router(shape, size: float, generator):
-    """Each expert reads one of the first dimensions, and a little of all."""
-    import torch
-
-    values = 0.15 * shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
-    for expert, dimension in enumerate(torch.randperm(EXPERTS, generator=generator)[: len(values)]):
-        values[expert, dimension] += size
-    return values
-
-
-def _values(key: str, shape, generator, model_type: str):
-    """Of a parameter or a buffer of that name, in float32."""
-    import torch
-
-    values = torch.randn(shape, generator=generator)
-    qwen3_next = model_type == "qwen3_next"
-    if key.endswith("correction_bias"):
-        # one expert is chosen for its bias alone, and one never
-        first, last = torch.randperm(len(values), generator=generator)[:2]
-        values *= 0.01
-        values[first] += 1
-        values[last] -= 1
-    elif key.endswith("norm.weight"):
-        values = 0.2 * values.clamp(-3, 3) + (0 if qwen3_next and "linear_attn" not in key else 1)
-    elif key.endswith("embed_tokens.weight"):
-        grades = torch.arange(EXPERTS, dtype=torch.float32) - 3
-        for row in values:
-            row[:EXPERTS] = 0.9 * grades[torch.randperm(EXPERTS, generator=generator)]
-    elif len(shape) == 1 or key.endswith("_bias"):
-        values *= 0.3
-    else:
-        values *= shape[-1] ** -0.5
-        values *= 3 if key.endswith("lm_head.weight") else 2 if "gate_up_proj" in key else 1
-    if re.search(WRITES, key):
-        if (model_type == "gpt_oss" and key.endswith("experts.down_proj")) or len(shape) == 1 or key.endswith("_bias"):
-            values[..., :EXPERTS] *= 0.05
-        else:
-            values[..., :EXPERTS, :] *= 0.05
-    return values
-
-
-def text(model):
-    """Token ids, int64 [TOKENS], for which each router chooses the same experts if what it reads is a little another.
-
-    model: in float32. Raises ValueError if none is found.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randperm(gguf_tokenizers.TRAINED, generator=generator)
-    usual = ids[_steady(model, ids)]
-    ids = usual[torch.randint(len(usual), (TOKENS,), generator=generator)]
-    for _ in range(20):
-        bad = ~_steady(model, ids)
-        if not bad.any():
-            return ids.numpy()
-        ids[bad] = usual[torch.randint(len(usual), (int(bad.sum()),), generator=generator)]
-    raise ValueError(f"{type(model).__name__}: {bad.sum()} tokens are not steady")
-
-
-def _steady(model, ids):
-    """For each token of a text, whether noise changes no router's choice: bool [tokens]."""
-    import torch
-
-    generator = torch.Generator().manual_seed(8)
-    read = []
-    routers = [module for module in model.modules() if re.search("Top[kK]Router$", type(module).__name__)]
-    hooks = [router.register_forward_pre_hook(lambda module, given: read.append((module, given))) for router in routers]
-    with torch.no_grad():
-        model(ids[None])
-        for hook in hooks:
-            hook.remove()
-        good = torch.ones(len(ids), dtype=torch.bool)
-        for router, (hidden, *rest) in read:
-            usual = _chosen(router, hidden, *rest)
-            for _ in range(4):
-                noise = NOISE * hidden.square().mean().sqrt() * torch.randn(hidden.shape, generator=generator)
-                good &= (_chosen(router, hidden + noise, *rest) == usual).all(-1)
-    return good
-
-
-def _chosen(router, *given):
-    """Experts of each token, sorted: int64 [tokens, experts]."""
-    *_, chosen = router(*given)
-    return chosen.reshape(-1, chosen.shape[-1]).sort(-1).values
-
-
-def beside(name: str, tensors: dict) -> dict:
-    """What a published checkpoint has and transformers leaves out: a layer that predicts the token after next."""
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(torch.bfloat16)
-
-    def layer(last: int, into: str):
-        return {
-            key.replace(f"model.layers.{last}.", into): value.clone()
-            for key, value in tensors.items()
-            if f"layers.{last}." in key
-        }
-
-    if name in ("glm4_moe", "deepseek_v3"):
-        into = "model.layers.3."
-        more = {f"{into}{key}.weight": normal(256) for key in ("enorm", "hnorm", "shared_head.norm")}
-        more |= {f"{into}{key}.weight": normal(VOCABULARY, 256) for key in ("embed_tokens", "shared_head.head")}
-        return layer(2, into) | more | {f"{into}eh_proj.weight": normal(256, 512)}
-    if name == "qwen3_next":
-        more = {f"mtp.{key}.weight": normal(256) for key in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-        return layer(3, "mtp.layers.0.") | more | {"mtp.fc.weight": normal(256, 512)}
-    return {}
+#: Models of which llama.cpp computes something else than transformers does: what a config would say if it meant that, ...
+AS_LLAMA_CPP = {name: {"rope_parameters": {"truncate": True}} for name in ("gpt_oss", "gpt_oss_published")}
+#: ... and how a group of experts is scored, whose probabilities are [..., experts of it].
+GROUP_SCORES = {"deepseek_v2_groups": lambda scores: scores.topk(2, -1).values.sum(-1)}

@@ -29,13 +29,21 @@ def main() -> None:
 
 
 def run(folder: Path, kind: str) -> None:
-    model = ktmoe.transformers.load(folder / f"{kind}.gguf", threads=2)
-    with np.load(folder / f"{kind}-reference.npz") as reference, torch.no_grad():
+    file = folder / "split" if kind == "split" else folder / f"{kind}.gguf"
+    model = ktmoe.transformers.load(file, threads=2)
+    of = "F16" if kind == "split" else kind
+    with np.load(folder / f"{of}-reference.npz") as reference, torch.no_grad():
         logits = model(torch.from_numpy(reference["ids"])[None]).logits[0].float().numpy()
     np.savez(folder / f"{kind}-ktmoe.npz", logits=logits)
-    tokenizer = ktmoe.transformers.load_tokenizer(folder / f"{kind}.gguf")
+    tokenizer = ktmoe.transformers.load_tokenizer(file)
     texts = json.loads((FOLDER / "texts.json").read_text())
-    (folder / f"{kind}-ktmoe.json").write_text(json.dumps([tokenizer(text)["input_ids"] for text in texts]))
+    messages = [{"role": "user", "content": "Hi"}]
+    said = {
+        "tokens": [tokenizer(text)["input_ids"] for text in texts],
+        "ends": sorted(np.atleast_1d(model.generation_config.eos_token_id).tolist()),
+        "chat": tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+    }
+    (folder / f"{kind}-ktmoe.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

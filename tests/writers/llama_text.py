@@ -2,7 +2,7 @@
 `llama_text.py FOLDER run NAME-TYPE...`: its engine runs the file.
 
 TYPE-llama.npz: logits, float32 [tokens, vocabulary], of the ids of TYPE-reference.npz. TYPE-llama.json: tokens of the texts of
-FOLDER/texts.json. TYPE-llama.error: why there is nothing, with what llama.cpp wrote.
+FOLDER/texts.json, and the tokens that end a text. TYPE-llama.error: why there is nothing, with what llama.cpp wrote.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def run(folder: Path, kind: str) -> None:
     with np.load(folder / f"{kind}-reference.npz") as reference:
         np.savez(folder / f"{kind}-llama.npz", logits=logits(model, vocabulary, reference["ids"]))
     texts = json.loads((FOLDER / "texts.json").read_text())
-    (folder / f"{kind}-llama.json").write_text(json.dumps([tokens(vocabulary, text) for text in texts]))
+    ends = [token for token in range(llama.llama_vocab_n_tokens(vocabulary)) if llama.llama_vocab_is_eog(vocabulary, token)]
+    said_of = {"tokens": [tokens(vocabulary, text) for text in texts], "ends": ends}
+    (folder / f"{kind}-llama.json").write_text(json.dumps(said_of))
     llama.llama_model_free(model)
 
 

@@ -1,8 +1,8 @@
 """`reference_text.py LLAMA_CPP FOLDER NAME-TYPE...`: transformers, in float32 and in bfloat16, on what a GGUF file has.
 
 The weights are those that llama.cpp's own package gguf dequantises, at the places of numbers.gguf and places.gguf (see
-write_gguf_text.py). FOLDER/NAME/TYPE-reference.npz: ids of a text, whose experts no rounding changes; logits, bf16, as_llama
-with gguf_models.AS_LLAMA_CPP; counted, of tokens 0, 1, .... All float32 [tokens, vocabulary].
+write_gguf_text.py). FOLDER/NAME/TYPE-reference.npz: ids of a text, whose experts no rounding changes; logits, bf16, as_llama of
+what llama.cpp computes instead; counted, of tokens 0, 1, .... All float32 [tokens, vocabulary].
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ LLAMA_CPP, FOLDER = Path(sys.argv[1]), Path(sys.argv[2])
 sys.path.insert(0, str(LLAMA_CPP / "gguf-py"))
 
 import gguf_models  # noqa: E402
+import gguf_weights  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -44,16 +45,19 @@ def run(folder: Path, file: Path) -> dict[str, np.ndarray]:
     made.mkdir(exist_ok=True)
     save_file(checkpoint(folder, file), made / "model.safetensors", {"format": "pt"})
     ways = {"logits": (torch.float32, {}), "bf16": (torch.bfloat16, {})}
-    if folder.name in gguf_models.AS_LLAMA_CPP:
-        ways["as_llama"] = (torch.float32, gguf_models.AS_LLAMA_CPP[folder.name])
+    groups = gguf_models.GROUP_SCORES.get(folder.name)
+    if groups or folder.name in gguf_models.AS_LLAMA_CPP:
+        ways["as_llama"] = (torch.float32, gguf_models.AS_LLAMA_CPP.get(folder.name, {}))
     found = {}
-    for way, (dtype, rope) in ways.items():
-        changed = config | {"rope_parameters": config["rope_parameters"] | rope}
+    for way, (dtype, changes) in ways.items():
+        changed = config | {key: config[key] | value for key, value in changes.items()}
         (made / "config.json").write_text(json.dumps(changed))
         model = transformers.AutoModelForCausalLM.from_pretrained(made, dtype=dtype, attn_implementation="eager").eval()
         model.set_experts_implementation("eager")
+        if groups and way == "as_llama":
+            gguf_weights.score_groups(model, groups)
         if way == "logits":
-            found["ids"] = gguf_models.text(model)
+            found["ids"] = gguf_weights.text(model)
             found["counted"] = logits(model, np.arange(gguf_models.TOKENS))
         found[way] = logits(model, found["ids"])
     shutil.rmtree(made)

@@ -22,6 +22,7 @@ sys.path[:0] = [str(LLAMA_CPP), str(LLAMA_CPP / "gguf-py")]
 
 import gguf_models  # noqa: E402
 import gguf_tokenizers  # noqa: E402
+import gguf_weights  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from conversion.base import TextModel  # noqa: E402
@@ -43,13 +44,16 @@ def main() -> None:
             if name in gguf_models.MXFP4:
                 pack_experts(checkpoint)
             convert(name, checkpoint, folder / "F16.gguf", "f16")
+            if name in gguf_models.SPLIT:
+                (folder / "split").mkdir()
+                convert(name, checkpoint, folder / "split" / "model.gguf", "f16", "--split-max-tensors", "20")
         except (Exception, SystemExit):
             (folder / "error").write_text(traceback.format_exc())
 
 
 def write_checkpoint(name: str, folder: Path) -> None:
     _, _, published, pre = gguf_models.MODELS[name]
-    model = gguf_models.make(name)
+    model = gguf_weights.make(name)
     if name in gguf_models.MXFP4:
         with torch.no_grad():
             for key, value in model.named_parameters():
@@ -61,7 +65,7 @@ def write_checkpoint(name: str, folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | published, indent=1))
     gguf_tokenizers.write(folder, pre)
     tensors = load_file(folder / "model.safetensors")
-    if more := gguf_models.beside(name, tensors):
+    if more := gguf_weights.beside(name, tensors):
         save_file(tensors | more, folder / "model.safetensors", {"format": "pt"})
     ids = torch.arange(gguf_models.TOKENS)[None]
     with torch.no_grad():
@@ -112,10 +116,10 @@ def write_maps(name: str, checkpoint: Path, folder: Path) -> None:
         (other / "model.safetensors").unlink()
 
 
-def convert(name: str, folder: Path, file: Path, kind: str) -> None:
+def convert(name: str, folder: Path, file: Path, kind: str, *more: str) -> None:
     """By llama.cpp's script. It knows a pre-tokenizer by a hash of a text's tokens, which a tokenizer of here does not have."""
     TextModel.get_vocab_base_pre = lambda *_: gguf_models.MODELS[name][3]
-    sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(file), "--outtype", kind]
+    sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(file), "--outtype", kind, *more]
     runpy.run_path(str(LLAMA_CPP / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
