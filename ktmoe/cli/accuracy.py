@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -9,15 +10,16 @@ import click
 from ktmoe import progress_bar
 from ktmoe.backends.choice import choose_backend
 from ktmoe.cli import accuracy_report, engine, options, output
+from ktmoe.cli.signals import signals_as_exit
 from ktmoe.errors import InputError
 from ktmoe.messages import printable
 from ktmoe.modes import MODES
 
 HELP = """Measure what activation modes change.
 
-DIR is a checkpoint with its tokenizer, FILE a text in UTF-8. The text's perplexity with each activation mode stands beside
-the exact one, "bf16". So do the divergence of the next token's distribution from the exact one, and the error that each mode
-adds in each layer. The modes run one after the other. It needs torch and transformers.
+DIR is a checkpoint with its tokenizer, or a .gguf file; FILE is a text in UTF-8. The text's perplexity with each activation
+mode stands beside the exact one, "bf16". So do the divergence of the next token's distribution from the exact one, and the
+error that each mode adds in each layer. The modes run one after the other. It needs torch and transformers.
 """
 
 
@@ -72,7 +74,11 @@ def command(
     from ktmoe.transformers.refusals import in_one_line
 
     # first, since a download draws bars of its own
-    with model_folder(model, everything=dense == "torch") as folder, in_one_line(model, "run"), progress_bar.steps() as step:
+    with ExitStack() as resources:
+        resources.enter_context(signals_as_exit())
+        resources.enter_context(in_one_line(model, "run"))
+        folder = resources.enter_context(model_folder(model, everything=dense == "torch"))
+        step = resources.enter_context(progress_bar.steps())
         found = accuracy(
             folder,
             text,

@@ -19,9 +19,9 @@ from ktmoe.messages import printable
 
 HELP = """Talk to a model.
 
-DIR is a checkpoint's folder, or the id of a model on the Hugging Face Hub. PROMPT, or what a pipe brings, gets one
-answer, on stdout; tokens and times go to stderr. Without either, a conversation begins: `transformers chat`, with a server
-that ends with it. A model without a chat template continues the bare PROMPT.
+DIR is a checkpoint's folder, a .gguf file, or the id of a model on the Hugging Face Hub. PROMPT, or what a pipe brings,
+gets one answer, on stdout; tokens and times go to stderr. Without either, a conversation begins: `transformers chat`, with
+a server that ends with it. A model without a chat template continues the bare PROMPT.
 """
 
 
@@ -111,7 +111,8 @@ def _answer(model: str, prompt: str, system: str | None, generation: dict, chose
     from ktmoe.transformers.refusals import in_one_line
 
     trust = {"trust_remote_code": trusted}
-    with model_folder(model, everything=chosen["dense"] == "torch") as folder:
+    everything = chosen["dense"] == "torch"
+    with signals_as_exit(), in_one_line(model), model_folder(model, everything=everything) as folder:
         name = str(folder) if os.path.isdir(os.path.expanduser(model)) else model
         tokenizer = ktmoe.transformers.load_tokenizer(folder, **trust)
         with in_one_line(name, "encode the prompt for"):

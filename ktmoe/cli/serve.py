@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 HELP = """An OpenAI-compatible server for one model.
 
-DIR is a checkpoint's folder, or the id of a model on the Hugging Face Hub. The server is `transformers serve`, with its
-streaming, tools and chat templates. It loads the model first. Clients name it by the folder's name, or by its Hub id.
+DIR is a checkpoint's folder, a .gguf file, or the id of a model on the Hugging Face Hub. The server is `transformers
+serve`, with its streaming, tools and chat templates. It loads the model first. Clients name it by the folder's name, by the
+file's without .gguf, or by its Hub id.
 It has no password. Ctrl-C ends it.
 
 ARGUMENTS after -- go to `transformers serve`; `ktmoe serve DIR -- --help` lists them. Paths in them must be absolute.

@@ -151,7 +151,7 @@ class Checkpoint:
             self.folder = self.path.parent
             if about := (_OTHER_FILES | _BESIDE).get(self.path.suffix):
                 raise CheckpointError(f"{self.path}: expected {_EXPECTED}, found {self.path.suffix}: {about}")
-            if self.path.suffix == ".gguf":
+            if self.path.suffix.lower() == ".gguf":
                 gguf_model.open_file(self.path, files)
             else:
                 files[self.path.name] = SafetensorsFile(self.path)

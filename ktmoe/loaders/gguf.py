@@ -25,7 +25,7 @@ from ktmoe.experts import PROJECTIONS, ExpertWeights
 from ktmoe.loaders import architectures, checks, model_config, naming, registry
 from ktmoe.loaders.base import Loader
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.gguf_model import ARCHITECTURE
+from ktmoe.loaders.gguf_model import ARCHITECTURE, is_gguf
 from ktmoe.loaders.scheme import FACTORS, Endings, Headers, Scheme, float32
 from ktmoe.loaders.tensor_file import TensorInfo
 from ktmoe.matrix import Matrix
@@ -47,7 +47,7 @@ class GgufTensors(Scheme):
     stored = (Endings({"codes": ".weight", "factor": ".scale"}), Endings({"codes": ".weight"}))
 
     def reads(self, headers: Headers) -> bool:
-        return ARCHITECTURE in headers.checkpoint.config
+        return is_gguf(headers.checkpoint.config)
 
     def format(self, headers: Headers) -> WeightFormat:
         return _format(headers.info("codes"), "factor" in headers.arrays)

@@ -74,9 +74,9 @@ def config(files: Mapping[str, TensorFile]) -> dict:
     return metadata | {"model_type": architecture} | {key: value for key, value in found.items() if type(value) is int}
 
 
-def is_gguf(checkpoint) -> bool:
-    """Whether a checkpoint is of GGUF files."""
-    return ARCHITECTURE in checkpoint.config
+def is_gguf(config: Mapping[str, object]) -> bool:
+    """Whether a checkpoint is of GGUF files, by its config."""
+    return ARCHITECTURE in config
 
 
 def key(name: str, found: Mapping[str, object]) -> str:

@@ -80,7 +80,7 @@ class DenseFromCheckpoint:
             checkpoint = resources.enter_context(Checkpoint(path))
             cache = Cache(options.cache, checkpoint) if cached and options.dense == "packed" else None
             by_parameter = {each.parameter: each for each in found}
-            if is_gguf(checkpoint):
+            if is_gguf(checkpoint.config):
                 stored = parameters(checkpoint).matrices
                 self._plan_gguf(model, stored, by_parameter)
             else:
@@ -120,7 +120,7 @@ class DenseFromCheckpoint:
         embedding = f"{EMBEDDING}.weight"
         if by_parameter and embedding in stored:
             (table,) = stored[embedding].find()
-            check_shape(table, tuple(model.get_parameter(embedding).shape))
+            _check_shape(table, tuple(model.get_parameter(embedding).shape))
             self._planned[EMBEDDING] = _Planned(None, (table,))
 
     def _find_cached(self, cache: Cache | None) -> None:
@@ -196,7 +196,7 @@ def _checked(dense: DenseModule, of: StoredParameter) -> _Planned:
     """Raises CheckpointError for a matrix that is not what the module has, FormatError where groups cut what shares a scale."""
     parts = tuple(of.find())
     shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    check_shape(parts[0], dense.shape, shape)
+    _check_shape(parts[0], dense.shape, shape)
     if any(part.has_bias != (dense.module.bias is not None) for part in parts):
         expected, found = ("a bias", "none") if dense.module.bias is not None else ("no bias", "one")
         raise CheckpointError(f"{parts[0].name}: expected {expected}, found {found}")
@@ -205,7 +205,7 @@ def _checked(dense: DenseModule, of: StoredParameter) -> _Planned:
     return _Planned(dense, parts, of.order)
 
 
-def check_shape(stored: StoredMatrix, expected: tuple[int, int], found: tuple[int, int] | None = None) -> None:
+def _check_shape(stored: StoredMatrix, expected: tuple[int, int], found: tuple[int, int] | None = None) -> None:
     """Raise CheckpointError for a matrix of another shape. found: of all its parts together."""
     found = found or stored.shape
     if found != expected:

@@ -82,7 +82,12 @@ def dense_module(name: str, module: torch.nn.Module) -> DenseModule | None:
 
 def is_small(name: str, outputs: int) -> bool:
     """Whether a module of that name is a router, or has few outputs: it stays torch's."""
-    return name.rpartition(".")[2] in _ROUTERS or outputs < _FEWEST_OUTPUTS
+    return is_router(name) or outputs < _FEWEST_OUTPUTS
+
+
+def is_router(name: str) -> bool:
+    """Whether a module of that name is a router."""
+    return name.rpartition(".")[2] in _ROUTERS
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def load(
         source=source,
         cache=cache,
         dense=dense,
-        experts=experts,
+        experts=None if experts is None else os.path.expanduser(experts),
     )
     if not is_gguf_model(path):
         return _load(path, named, progress, from_pretrained)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import time
 
 import commands
 import engine_models
@@ -86,3 +89,16 @@ def test_an_architecture_that_is_refused(command, tmp_path, run):
     assert status == 1
     assert "text needs one of" in err
     assert "Traceback" not in err
+
+
+def test_a_signal_while_it_loads(file, tmp_path):
+    """The temporary folder is removed."""
+    process = commands.start(["chat", str(file), PROMPT, "--max-new-tokens", "5"], tmp_path, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + commands.PATIENCE
+    while not list(tmp_path.glob("ktmoe-gguf-*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(commands.PATIENCE) in (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert list(tmp_path.iterdir()) == []

@@ -176,6 +176,31 @@ REFUSED = {
     "missing embedding": (drop("token_embd.weight"), {}, r"expected a tensor token_embd\.weight, found none"),
     "missing experts": (drop("blk.1.ffn_up_exps.weight"), {}, r"blk\.1\.ffn_up_exps\.weight: expected with the layer's others"),
     "another tensor": (put("blk.0.attn_other.weight", (64, 64)), {}, r"'blk\.0\.attn_other\.weight': expected none beside"),
+    "3-D output": (put("output.weight", (2, 64, 64)), {}, r"lm_head\.weight of Qwen3Moe.*: expected \[128, 64\]"),
+    "scale of nothing": (put("blk.0.attn_other.scale", (1,)), {}, r"attn_other\.scale': expected none beside"),
+    "scale of a router": (put("blk.0.ffn_gate_inp.scale", (1,)), {}, r"ffn_gate_inp\.scale': expected none beside"),
+    "scale without weights": (
+        lambda tensors: (drop("output.weight")(tensors), put("output.scale", (1,))(tensors)),
+        {},
+        r"'output\.scale': expected none beside",
+    ),
+    "bias of the embedding": (put("token_embd.bias", (128,)), {}, r"'token_embd\.bias': expected none beside"),
+    "bias without weights": (put("blk.0.attn_qkv.bias", (128,)), {}, r"attn_qkv\.bias': expected none beside"),
+    "values without keys": (put("blk.0.attn_v_b.weight", (4, 16, 8)), {}, r"attn_v_b\.weight': expected none beside"),
+    "q twice": (
+        put("blk.0.attn_qkv.weight", (128, 64)),
+        {},
+        r"expected one tensor for model\.layers\.0\.self_attn\.[qkv]_proj",
+    ),
+    "qkv of three dimensions": (
+        lambda tensors: (
+            [drop(f"blk.0.attn_{part}.weight")(tensors) for part in "qkv"]
+            and put("blk.0.attn_qkv.weight", (2, 64, 64))(tensors)
+        ),
+        {},
+        r"blk\.0\.attn_qkv: expected 64 \+ 32 \+ 32 rows of q, k and v, found \[2, 64, 64\]",
+    ),
+    "norm twice": (put("blk.0.post_attention_norm.weight", (64,)), {}, r"expected one tensor for .*post_attention_layernorm"),
     "another bias": (
         put("blk.0.ffn_norm.bias", (64,)),
         {},
@@ -194,10 +219,29 @@ REFUSED = {
         r"\.input_layernorm\.weight of Qwen3Moe.*: expected \[64\], found \[32\]",
     ),
     "rope": (None, {"rope.scaling.type": "longrope"}, r"qwen3moe\.rope\.scaling\.type: expected 'none', 'linear' or 'yarn'"),
-    "heads": (None, {"attention.head_count": "many"}, r"qwen3moe\.attention\.head_count: expected a number, 0 or more"),
+    "attention to all": (None, {"attention.causal": False}, r"attention\.causal: expected none, or True, found False"),
+    "temperature": (None, {"attention.temperature_scale": 0.1}, r"attention\.temperature_scale: expected none, or 0"),
+    "attention factor": (None, {"rope.scaling.attn_factor": 1.5}, r"rope\.scaling\.attn_factor: expected none, or 1"),
+    "base": (None, {"rope.freq_base": 0.0}, r"rope\.freq_base: expected a finite number above 1, found 0\.0"),
+    "epsilon": (None, {"attention.layer_norm_rms_epsilon": -1.0}, r"layer_norm_rms_epsilon: expected a finite number above 0"),
+    "yarn's context": (
+        None,
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 0},
+        r"rope\.scaling\.original_context_length: expected a number, 1 or more, found 0",
+    ),
+    "yarn's range": (
+        None,
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": -1.0},
+        r"yarn_beta_fast: expected a finite number above 0",
+    ),
+    "no key-value heads": (None, {"attention.head_count_kv": 0}, r"head_count_kv: expected a number from 1 to 4, found 0"),
+    "key-value heads": (None, {"attention.head_count_kv": 3}, r"head_count_kv: expected a divisor of .*, 4, found 3"),
+    "rotation": (None, {"rope.dimension_count": 7}, r"rope\.dimension_count: expected 16, as attention\.key_length, and even"),
+    "experts of a token": (None, {"expert_used_count": 9}, r"expert_used_count: expected a number from 1 to 8, found 9"),
+    "heads": (None, {"attention.head_count": "many"}, r"qwen3moe\.attention\.head_count: expected a number, 1 or more"),
     "values": (None, {"attention.value_length": 8}, r"attention\.value_length: expected 16, as attention\.key_length, found 8"),
-    "weights scale": (None, {"expert_weights_scale": 2.5}, r"expert_weights_scale: expected 1, found 2\.5"),
-    "layers": (None, {"block_count": 2**31 - 1}, r"block_count: expected at most 3, as tensors are of so many layers"),
+    "weights scale": (None, {"expert_weights_scale": 2.5}, r"expert_weights_scale: expected none, or 0 or 1, found 2\.5"),
+    "layers": (None, {"block_count": 2**31 - 1}, r"block_count: expected at most 3, as tensors are of 3 layers"),
     "prediction": (None, {"nextn_predict_layers": 3}, r"nextn_predict_layers: expected a number below block_count, 3"),
 }
 
@@ -208,6 +252,75 @@ def test_refused(tmp_path, name):
     made = whole_gguf.write(make("qwen3_moe"), tmp_path / "model.gguf", change=change, keys=keys)
     with pytest.raises(KtmoeError, match=message):
         served.load(made)
+
+
+#: Of DeepSeek's kind.
+REFUSED_DEEPSEEK = {
+    "norm of a softmax": (
+        {"expert_gating_func": 1, "expert_weights_norm": True},
+        r"expert_weights_norm: expected none, or False",
+    ),
+    "groups": ({"expert_group_count": 3}, r"expert_group_count: expected groups of equally many of 8 experts"),
+    "groups of one": ({"expert_group_count": 8}, r"expert_group_count: expected groups of equally many of 8 experts"),
+    "chosen groups": (
+        {"expert_group_count": 2, "expert_group_used_count": 3},
+        r"expert_group_used_count: expected a number from 0 to 2",
+    ),
+    "rotation": ({"rope.dimension_count": 200}, r"rope\.dimension_count: expected a number from 2 to 15, found 200"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_DEEPSEEK)
+def test_refused_of_deepseek(tmp_path, name):
+    keys, message = REFUSED_DEEPSEEK[name]
+    made = whole_gguf.write(make("deepseek_v3"), tmp_path / "model.gguf", keys=keys)
+    with pytest.raises(KtmoeError, match=message):
+        served.load(made)
+
+
+def test_a_router_that_does_not_say_its_function(tmp_path):
+    """Files of some models leave it out: tensors that correct the choice of experts tell a sigmoid."""
+    model = make("deepseek_v3")
+    made = whole_gguf.write(model, tmp_path / "model.gguf", without=("expert_gating_func",))
+    expected = served.load(whole_gguf.write(model, tmp_path / "whole.gguf"))
+    assert torch.equal(logits(served.load(made), prompts()), logits(expected, prompts()))
+
+
+def test_prediction_layers_that_are_counted_and_left_out(tmp_path, file):
+    keys = {"block_count": 4, "nextn_predict_layers": 1}
+    made = whole_gguf.write(make("qwen3_moe"), tmp_path / "model.gguf", keys=keys)
+    assert torch.equal(logits(served.load(made), prompts()), logits(served.load(file), prompts()))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fused"),
+    [
+        ("mixtral", {"num_key_value_heads": 1, "head_dim": 8}, False),
+        ("mixtral", {"num_key_value_heads": 1, "head_dim": 8}, True),
+        ("granitemoeshared", GRANITE | {"shared_intermediate_size": 6}, False),
+        ("granitemoeshared", GRANITE | {"shared_intermediate_size": 10}, False),
+    ],
+)
+def test_modules_of_few_rows(tmp_path, name, changes, fused):
+    """torch computes those of fewer than 16 rows: what the converter did to rows is undone there, too."""
+    model = engine_models.make(name, changes)
+    found = served.load(whole_gguf.write(model, tmp_path / "model.gguf", fused=fused))
+    expected = served.load(engine_models.save(model, tmp_path / "folder"))
+    assert torch.equal(logits(found, prompts()), logits(expected, prompts()))
+
+
+def test_one_tensor_an_expert(tmp_path):
+    """As files of Mixtral from 2023 have them."""
+    model = make("mixtral")
+
+    def apart(tensors):
+        for name in [name for name in tensors if "_exps" in name]:
+            for number, values in enumerate(tensors.pop(name)):
+                tensors[name.replace("_exps.weight", f".{number}.weight")] = values
+
+    found = served.load(whole_gguf.write(model, tmp_path / "model.gguf", change=apart))
+    expected = served.load(whole_gguf.write(model, tmp_path / "whole.gguf"))
+    assert torch.equal(logits(found, prompts()), logits(expected, prompts()))
 
 
 def test_an_architecture_without_a_row(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import gguf
@@ -60,6 +60,7 @@ def write(
     fused: bool = False,
     types: Mapping[str, GGMLQuantizationType] | None = None,
     keys: Mapping[str, object] | None = None,
+    without: Collection[str] = (),
     change=None,
     architecture: str | None = None,
     split_max_tensors: int = 0,
@@ -67,18 +68,22 @@ def write(
     """Write a model, whose matrices stay bfloat16.
 
     fused: q, k and v are one tensor. types: of tensors by parts of their names, in the place of bfloat16. keys: more metadata,
-    behind the architecture's name. change: called with the tensors, float32, before they are written. split_max_tensors: of a
-    file of several, 0 for one file.
+    behind the architecture's name; without: less of it. change: called with the tensors, float32, before they are written.
+    split_max_tensors: of a file of several, 0 for one file.
     """
     config = model.config.to_dict()
     architecture = architecture or ARCHITECTURES[config["model_type"]]
     tensors = {name: array for name, array in _tensors(model, config) if array is not None}
     if fused:
         _fuse(tensors, config["num_hidden_layers"])
+    made = dict(tensors)
     if change:
         change(tensors)
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split_max_tensors)
-    for key, value in (_metadata(config, tensors) | dict(keys or {})).items():
+    metadata = _metadata(config, made) | dict(keys or {})
+    for key, value in metadata.items():
+        if key in without:
+            continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{architecture}.{key}", value)
     add_tokenizer(writer, config["vocab_size"])

@@ -1,6 +1,6 @@
 """GGUF architectures that become models of transformers: a row each. An architecture without a row is refused.
 
-configs.py says what config.json would say. Names that all rows share are in names.py.
+configs.py and deepseek_configs.py say what config.json would say. Names that all rows share are in names.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ktmoe.errors import FormatError
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_model import ARCHITECTURE
 from ktmoe.messages import show
-from ktmoe.transformers.gguf import configs
+from ktmoe.transformers.gguf import configs, deepseek_configs
 from ktmoe.transformers.gguf.changes import BY_KEY_HEADS, INTERLEAVED, QWEN3_NEXT, Change, Order
 from ktmoe.transformers.gguf.metadata import GgufMetadata
 
@@ -22,8 +22,8 @@ class TextArchitecture:
     """config: of the metadata, what config.json would have; with model_type.
 
     names: modules of a layer by GGUF's stems, or parameters by GGUF's names, where they are not those of names.py. If several
-    stems are one module, its rows are theirs in this order. orders, changes: what the converter did to modules and parameters
-    of a layer, see changes.py.
+    stems are one module, its rows are theirs in this order. orders: what the converter did to rows, by the first stem. changes:
+    what it did to numbers, by parameters of a layer. See changes.py.
     """
 
     config: Callable[[GgufMetadata], dict]
@@ -48,9 +48,9 @@ def find(checkpoint: Checkpoint) -> TextArchitecture:
 _SHARED_EXPERT = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
 #: By general.architecture.
 ARCHITECTURES = {
-    "deepseek2": TextArchitecture(configs.deepseek2),
-    "dots1": TextArchitecture(configs.dots1),
-    "glm4moe": TextArchitecture(configs.glm4moe),
+    "deepseek2": TextArchitecture(deepseek_configs.deepseek2),
+    "dots1": TextArchitecture(deepseek_configs.dots1),
+    "glm4moe": TextArchitecture(deepseek_configs.glm4moe),
     "gpt-oss": TextArchitecture(configs.gpt_oss, {"ffn_gate_inp": "mlp.router"}),
     "granitemoe": TextArchitecture(
         configs.granitemoe,
@@ -69,7 +69,12 @@ ARCHITECTURES = {
     "qwen3moe": TextArchitecture(configs.qwen3moe),
     "qwen3next": TextArchitecture(
         configs.qwen3next,
-        _SHARED_EXPERT | {"attn_qkv": "linear_attn.in_proj_qkvz", "attn_gate": "linear_attn.in_proj_qkvz"},
+        _SHARED_EXPERT
+        | {
+            "attn_qkv": "linear_attn.in_proj_qkvz",
+            "attn_gate": "linear_attn.in_proj_qkvz",
+            "ssm_in": "linear_attn.in_proj_qkvz",
+        },
         BY_KEY_HEADS,
         QWEN3_NEXT,
     ),

@@ -28,10 +28,10 @@ def _halves(heads_key: str) -> Order:
     return order
 
 
-#: By modules of a layer: q and k of models with llama.cpp's first kind of rotary embedding.
+#: By GGUF's stems: q and k of models with llama.cpp's first kind of rotary embedding.
 INTERLEAVED: Mapping[str, Order] = {
-    "self_attn.q_proj": _halves("attention.head_count"),
-    "self_attn.k_proj": _halves("attention.head_count_kv"),
+    "attn_q": _halves("attention.head_count"),
+    "attn_k": _halves("attention.head_count_kv"),
 }
 
 
@@ -46,7 +46,8 @@ def _by_key_heads(of: GgufMetadata, rows: int) -> np.ndarray:
     return np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).reshape(-1)
 
 
-BY_KEY_HEADS: Mapping[str, Order] = {"linear_attn.in_proj_qkvz": _by_key_heads}
+#: By the first of GGUF's stems that are one module. Older files have one tensor, ssm_in, in the model's own order.
+BY_KEY_HEADS: Mapping[str, Order] = {"attn_qkv": _by_key_heads}
 
 
 def one_row(values: np.ndarray) -> np.ndarray:

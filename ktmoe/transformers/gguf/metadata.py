@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ktmoe.errors import CheckpointError
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_model import ARCHITECTURE
@@ -29,27 +31,35 @@ class GgufMetadata:
         blocks, more = self.count("block_count"), self.count("nextn_predict_layers", 0)
         numbers = (name.split(".", 2)[1] for name in checkpoint.names() if name.startswith("blk."))
         stored = 1 + max((int(number) for number in numbers if number.isdecimal() and len(number) < 7), default=-1)
-        if blocks > stored:  # what follows counts up to it
-            raise self._error("block_count", f"at most {stored}, as tensors are of so many layers", blocks)
         if more >= blocks:
             raise self._error("nextn_predict_layers", f"a number below block_count, {blocks}", more)
         self.layers = blocks - more
+        if self.layers > stored:  # what follows counts up to it
+            raise self._error("block_count", f"at most {stored + more}, as tensors are of {stored} layers", blocks)
 
-    def count(self, key: str, default: int | object | None = _NEEDED) -> int | None:
-        """An integer, 0 or more."""
+    def count(self, key: str, default: int | object | None = _NEEDED, least: int = 0, most: int = _MOST) -> int | None:
+        """An integer from least to most."""
         found = self._value(key, default)
-        if found is not default and (type(found) is not int or not 0 <= found <= _MOST):
-            raise self._error(key, "a number, 0 or more", found)
+        if found is not default and (type(found) is not int or not least <= found <= most):
+            expected = f"a number, {least} or more" if most == _MOST else f"a number from {least} to {most}"
+            raise self._error(key, expected, found)
         return found
 
-    def number(self, key: str, default: float | object | None = _NEEDED) -> float | None:
-        """A finite number, as a float."""
+    def number(self, key: str, default: float | object | None = _NEEDED, above: float = -math.inf) -> float | None:
+        """A finite number above another one, as a float."""
         found = self._value(key, default)
         if found is default:
             return found
-        if type(found) not in (int, float) or not math.isfinite(found):
-            raise self._error(key, "a finite number", found)
+        if type(found) not in (int, float) or not math.isfinite(found) or not above < found:
+            expected = "a finite number" if above == -math.inf else f"a finite number above {above:g}"
+            raise self._error(key, expected, found)
         return _shortest(found)
+
+    def without(self, key: str, *neutral: object) -> None:
+        """Refuse a value that changes what is computed. neutral: those that do not, beside none."""
+        found = self._value(key, None)
+        if found is not None and found not in neutral:
+            raise self._error(key, f"none, or {' or '.join(map(str, neutral))}", found)
 
     def flag(self, key: str, default: bool) -> bool:
         found = self._value(key, default)
@@ -83,7 +93,7 @@ class GgufMetadata:
         raise CheckpointError(f"{self.checkpoint.path}: expected a tensor {' or '.join(names)}, found none")
 
     def has(self, ending: str) -> bool:
-        """Whether the first layer that could have it has a tensor of that name, such as "attn_q.bias"."""
+        """Whether a layer has a tensor of that name, such as "attn_q.bias"."""
         return any(f"blk.{layer}.{ending}" in self.checkpoint for layer in range(self.layers))
 
     def refuse(self, key: str, expected: str) -> CheckpointError:
@@ -103,7 +113,5 @@ class GgufMetadata:
 
 def _shortest(number: float) -> float:
     """The decimal number that a float32 stands for: 1e-06 and not 9.999999974752427e-07."""
-    import numpy as np
-
     short = float(str(np.float32(number)))
     return short if np.float32(number) == number else float(number)

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ktmoe.dequantization import dequantize
-from ktmoe.errors import CheckpointError, FormatError
+from ktmoe.errors import FormatError
 from ktmoe.loaders.checkpoint import Checkpoint
-from ktmoe.loaders.dense import find_matrix
-from ktmoe.loaders.gguf import matrix_of_rows
-from ktmoe.loaders.one_matrix import StoredMatrix
-from ktmoe.loaders.scheme import float32
-from ktmoe.matrix import Matrix
-from ktmoe.matrix_rows import check_rows, take_rows
 from ktmoe.messages import show
-from ktmoe.transformers.dense_modules import is_small
+from ktmoe.transformers.dense_modules import is_router
 from ktmoe.transformers.dense_names import StoredParameter
 from ktmoe.transformers.gguf import architectures
 from ktmoe.transformers.gguf.architectures import TextArchitecture
-from ktmoe.transformers.gguf.changes import one_row
+from ktmoe.transformers.gguf.changes import Change, one_row
 from ktmoe.transformers.gguf.metadata import GgufMetadata
-from ktmoe.weights.formats import BF16, F16, F32
+from ktmoe.transformers.gguf.stored import keys_and_values, small_values, split_qkv, stored_matrix
 
 EMBEDDING, OUTPUT = "model.embed_tokens", "lm_head"
 _MODEL = {"token_embd": EMBEDDING, "output_norm": "model.norm", "output": OUTPUT}
@@ -61,8 +53,10 @@ _LAYER = {
     "ssm_a": "linear_attn.A_log",
 }
 _QKV = "attn_qkv"
-#: What DeepSeek's converter makes of kv_b_proj: keys [heads, latents, keys], transposed, and values [heads, values, latents].
+#: What DeepSeek's converter makes of kv_b_proj, see keys_and_values().
 _K_B, _V_B, _KV_B = "attn_k_b.weight", "attn_v_b.weight", "self_attn.kv_b_proj"
+#: What may stand beside a matrix. The last one is for activations, and not used.
+_OF_MATRICES = ("bias", "scale", "input_scale")
 _TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 _EXPERTS = re.compile(r"ffn_(?:gate|up|down|gate_up)_exps\..+|ffn_(?:gate|up|down)\.[0-9]+\.weight")
 
@@ -71,145 +65,96 @@ _EXPERTS = re.compile(r"ffn_(?:gate|up|down|gate_up)_exps\..+|ffn_(?:gate|up|dow
 class GgufParameters:
     """The parameters that a file's tensors make up, but for the routed experts'. No weight has been read.
 
-    matrices: those that ktmoe can pack, each with its bias. values: functions that give the others' numbers, float32.
+    matrices: of modules that multiply by one, each with its bias; and the embedding. values: functions that give the others'
+    numbers, float32.
     """
 
-    matrices: dict[str, StoredParameter]
-    values: dict[str, Callable[[], np.ndarray]]
+    matrices: dict[str, StoredParameter] = field(default_factory=dict)
+    values: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
 
 
 def parameters(checkpoint: Checkpoint) -> GgufParameters:
     """Raises FormatError for another architecture, and for a tensor whose meaning is not known; CheckpointError."""
-    row, of = architectures.find(checkpoint), GgufMetadata(checkpoint)
-    found = GgufParameters({}, {})
-    stems: dict[str, list[str]] = defaultdict(list)  # of matrices, by module
+    placing = _Placing(architectures.find(checkpoint), GgufMetadata(checkpoint))
     for name in checkpoint.names():
-        if not _skipped(name, of.layers):
-            _place(name, row, of, found, stems)
-    for module, bases in stems.items():
-        found.matrices[f"{module}.weight"] = _matrix(module, bases, row, of)
-    if f"{OUTPUT}.weight" not in found.matrices and f"{EMBEDDING}.weight" in found.matrices:
-        found.matrices[f"{OUTPUT}.weight"] = found.matrices[f"{EMBEDDING}.weight"]
-    return found
+        placing.place(name)
+    return placing.placed()
 
 
-def _skipped(name: str, layers: int) -> bool:
-    """Whether a tensor is an expert's, or of layers that predict tokens beyond the next one."""
-    match = _TENSOR.fullmatch(name)
-    return bool(match) and (int(match[1]) >= layers or _EXPERTS.fullmatch(match[2]) is not None)
+class _Placing:
+    """Finds out what each tensor is."""
 
+    def __init__(self, row: TextArchitecture, of: GgufMetadata):
+        self._row, self._of = row, of
+        self._found = GgufParameters()
+        self._stems: dict[str, list[str]] = {}  # what the names of a module's matrices begin with, by the module
 
-def _place(name: str, row: TextArchitecture, of: GgufMetadata, found: GgufParameters, stems: dict[str, list[str]]) -> None:
-    """Find out what a tensor is."""
-    match = _TENSOR.fullmatch(name)
-    prefix, rest, known = (f"model.layers.{match[1]}.", match[2], _LAYER | row.names) if match else ("", name, _MODEL)
-    if rest in known:
-        parameter = known[rest]
-        found.values[prefix + parameter] = _values(of.checkpoint, name, row.changes.get(parameter))
-        return
-    stem, _, ending = rest.rpartition(".")
-    base = name.removesuffix(f".{ending}")
-    if rest == _V_B:  # with keys
-        return
-    if rest == _K_B:
-        found.matrices[f"{prefix}{_KV_B}.weight"] = _keys_and_values(of, base.removesuffix("attn_k_b"))
-        return
-    if stem == _QKV and _QKV not in row.names:
-        if ending == "weight":
-            found.matrices.update({f"{prefix}{module}.weight": each for module, each in _split(of, row, base)})
-        return
-    module = known.get(stem)
-    if module is None or ending not in ("weight", "bias", "scale"):
-        where = f"{of.checkpoint.path}: tensor {show(name)}"
-        raise FormatError(f"{where}: expected none beside those of {of.architecture!r} that are known, found one")
-    parameter = f"{module}.{ending}"
-    if ending == "weight" and not _is_matrix(of.checkpoint, name, module, parameter in row.changes):
-        change = one_row if module.endswith("_gate") else row.changes.get(parameter)
-        found.values[prefix + parameter] = _values(of.checkpoint, name, change)
-    elif ending == "weight":
-        stems[prefix + module].append(base)
-    elif ending == "bias" and not _is_matrix(of.checkpoint, f"{base}.weight", module, False):
-        found.values[prefix + parameter] = _values(of.checkpoint, name, None)
+    def place(self, name: str) -> None:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            return self._place("", "", name, _MODEL)
+        # of layers that predict tokens beyond the next one, and of experts
+        if int(match[1]) >= self._of.layers or _EXPERTS.fullmatch(match[2]):
+            return None
+        return self._place(f"model.layers.{match[1]}.", f"blk.{match[1]}.", match[2], _LAYER | self._row.names)
 
+    def placed(self) -> GgufParameters:
+        known = list(self._row.names)
+        for module, bases in self._stems.items():
+            # in the order of the architecture's names
+            bases.sort(key=lambda base: known.index(stem) if (stem := base.rpartition(".")[2]) in known else -1)
+            order = self._row.orders.get(bases[0].rpartition(".")[2])
+            self._add(self._found.matrices, f"{module}.weight", stored_matrix(self._of, bases, order), bases[0])
+        matrices, output = self._found.matrices, f"{OUTPUT}.weight"
+        if output not in self._found.values and f"{EMBEDDING}.weight" in matrices:
+            matrices.setdefault(output, matrices[f"{EMBEDDING}.weight"])
+        return self._found
 
-def _is_matrix(checkpoint: Checkpoint, name: str, module: str, changed: bool) -> bool:
-    """Whether ktmoe packs a weight."""
-    shape = checkpoint.info(name).shape if name in checkpoint else ()
-    return len(shape) == 2 and not changed and not is_small(module, shape[0])
+    def _place(self, to: str, block: str, rest: str, known: dict[str, str]) -> None:
+        """to, block: what parameters of a layer, and its tensors, begin with. rest: the tensor's name behind that."""
+        name, (stem, _, ending) = block + rest, rest.rpartition(".")
+        module, checkpoint = known.get(stem), self._of.checkpoint
+        if rest in known:
+            self._add_values(to + known[rest], name, self._row.changes.get(known[rest]))
+        elif rest == _K_B and block + _V_B in checkpoint:
+            self._add(self._found.matrices, f"{to}{_KV_B}.weight", keys_and_values(self._of, block), name)
+        elif rest == _V_B and block + _K_B in checkpoint:
+            pass  # with the keys
+        elif rest == f"{_QKV}.weight" and _QKV not in self._row.names:
+            for part, matrix in split_qkv(self._of, block + _QKV, self._row.orders):
+                self._add(self._found.matrices, f"{to}{known[part]}.weight", matrix, name)
+        elif module is not None and ending == "weight":
+            self._add_weight(to, module, name)
+        elif module is not None and ending in _OF_MATRICES and self._is_matrix(module, block + stem):
+            if module == EMBEDDING and ending == "bias":
+                raise self._strange(name)  # else read with its matrix
+        elif module is not None and ending == "bias" and f"{block}{stem}.weight" in checkpoint:
+            self._add_values(f"{to}{module}.bias", name, None)
+        elif rest != f"{_QKV}.bias" or f"{block}{_QKV}.weight" not in checkpoint:  # else read with the weights
+            raise self._strange(name)
 
-
-def _values(checkpoint: Checkpoint, name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
-        info = checkpoint.info(name)
-        if info.dtype in ("F32", "F16", "BF16"):
-            values = float32(checkpoint.read(name), info).reshape(info.shape)
+    def _add_weight(self, to: str, module: str, name: str) -> None:
+        if self._is_matrix(module, name.removesuffix(".weight")):
+            self._stems.setdefault(to + module, []).append(name.removesuffix(".weight"))
         else:
-            values = dequantize(matrix_of_rows(checkpoint, name)).astype(np.float32).reshape(info.shape)
-        return values if change is None else change(values)
+            change = one_row if module.endswith("_gate") else self._row.changes.get(f"{module}.weight")
+            self._add_values(f"{to}{module}.weight", name, change)
 
-    return read
+    def _is_matrix(self, module: str, base: str) -> bool:
+        """Whether a module multiplies by a tensor, or takes rows of it."""
+        checkpoint, name = self._of.checkpoint, f"{base}.weight"
+        shape = checkpoint.info(name).shape if name in checkpoint else ()
+        return len(shape) == 2 and not is_router(module) and f"{module}.weight" not in self._row.changes
 
+    def _add_values(self, parameter: str, name: str, change: Change | None) -> None:
+        self._add(self._found.values, parameter, small_values(self._of.checkpoint, name, change), name)
 
-def _matrix(module: str, bases: list[str], row: TextArchitecture, of: GgufMetadata) -> StoredParameter:
-    """A matrix of these tensors' rows, in the order of the architecture's names."""
-    within = module.split(".", 3)[-1] if module.startswith("model.layers.") else module
-    known = list(row.names)
-    bases = sorted(bases, key=lambda base: known.index(stem) if (stem := base.rpartition(".")[2]) in known else -1)
-    order = row.orders.get(within)
+    def _add(self, to: dict, parameter: str, found: object, name: str) -> None:
+        if parameter in self._found.matrices or parameter in self._found.values:
+            where = f"{self._of.checkpoint.path}: tensor {show(name)}"
+            raise FormatError(f"{where}: expected one tensor for {parameter}, found another one, too")
+        to[parameter] = found
 
-    def find() -> list[StoredMatrix]:
-        return [find_matrix(of.checkpoint, base) for base in bases]
-
-    rows = sum(of.checkpoint.info(f"{base}.weight").shape[0] for base in bases)
-    return StoredParameter(tuple(bases), False, find, None if order is None else order(of, rows))
-
-
-def _split(of: GgufMetadata, row: TextArchitecture, base: str) -> Iterator[tuple[str, StoredParameter]]:
-    """q, k and v of one tensor, whose rows come in this order."""
-    heads = of.count("attention.head_count")
-    shared = of.count("attention.head_count_kv", heads)
-    key = of.count("attention.key_length", of.count("embedding_length") // max(1, heads))
-    value = of.count("attention.value_length", key)
-    counts, (n, k) = (heads * key, shared * key, shared * value), of.checkpoint.info(f"{base}.weight").shape
-    if sum(counts) != n:
-        raise CheckpointError(f"{base}: expected {' + '.join(map(str, counts))} rows of q, k and v, found {n}")
-    first = 0
-    for module, count in zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), counts, strict=True):
-
-        def find(first: int = first, last: int = first + count) -> list[StoredMatrix]:
-            whole = find_matrix(of.checkpoint, base)
-            check_rows(whole.name, whole.format, n, first, last)
-            name = f"{base}[{first}:{last}]"
-            read = lambda: take_rows(whole.read(), first, last, name)  # noqa: E731
-            return [StoredMatrix(name, whole.format, (last - first, k), whole.has_bias, read, whole, (first, last))]
-
-        order = row.orders.get(module)
-        yield module, StoredParameter((), False, find, None if order is None else order(of, count))
-        first += count
-
-
-def _keys_and_values(of: GgufMetadata, prefix: str) -> StoredParameter:
-    """DeepSeek's kv_b_proj: of each head, rows of keys and then rows of values.
-
-    Keys were transposed before they were quantised. So what shares a scale in the file lies across this matrix's rows: it is
-    float32, the numbers that the file stands for, unless the file has 16 bits.
-    """
-    keys, values = prefix + _K_B, prefix + _V_B
-    infos = [of.checkpoint.info(name) for name in (keys, values)]
-    (heads, latents, key), (heads_too, value, latents_too) = (
-        info.shape if len(info.shape) == 3 else (0, 0, 0) for info in infos
-    )
-    if (heads, latents) != (heads_too, latents_too) or not heads:
-        expected = "[heads, latents, keys] and [heads, values, latents]"
-        raise CheckpointError(f"{keys}: expected {expected}, found {list(infos[0].shape)} and {list(infos[1].shape)}")
-    types = {info.dtype for info in infos}
-    weight_format = {("F16",): F16, ("BF16",): BF16}.get(tuple(types), F32)
-    name, shape = f"{prefix}attn_kv_b", (heads * (key + value), latents)
-
-    def read() -> Matrix:
-        transposed = dequantize(matrix_of_rows(of.checkpoint, keys)).reshape(heads, latents, key).swapaxes(1, 2)
-        straight = dequantize(matrix_of_rows(of.checkpoint, values)).reshape(heads, value, latents)
-        joined = np.concatenate([transposed, straight], axis=1).reshape(shape)
-        return Matrix(name, weight_format, shape, joined.astype(weight_format.arrays(*shape)["codes"][0]))
-
-    return StoredParameter((), False, lambda: [StoredMatrix(name, weight_format, shape, False, read)], None)
+    def _strange(self, name: str) -> FormatError:
+        where = f"{self._of.checkpoint.path}: tensor {show(name)}"
+        return FormatError(f"{where}: expected none beside those of {self._of.architecture!r} that are known, found one")

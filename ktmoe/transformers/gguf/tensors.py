@@ -11,9 +11,11 @@ import numpy as np
 
 from ktmoe.dequantization import dequantize
 from ktmoe.files.safetensors_writer import SafetensorsWriter
+from ktmoe.matrix import Matrix
 from ktmoe.messages import printable
+from ktmoe.transformers.dense_modules import is_small
 from ktmoe.transformers.dense_names import StoredParameter
-from ktmoe.transformers.gguf.names import OUTPUT, GgufParameters
+from ktmoe.transformers.gguf.names import EMBEDDING, OUTPUT, GgufParameters
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ def write_tensors(found: GgufParameters, file: Path, name: str, everything: bool
     file's, for the log, which says if bfloat16 rounds a small tensor. kept: parts of names that the model keeps in float32.
     """
     small = {parameter: read() for parameter, read in found.values.items()}
+    small |= {name: _rows(of, _numbers) for name, of in found.matrices.items() if _is_small(name, of)}
     rounded = [name for name, values in small.items() if _rounds(values) and not set(name.split(".")) & set(kept)]
     if rounded:
         logger.warning(
@@ -33,14 +36,20 @@ def write_tensors(found: GgufParameters, file: Path, name: str, everything: bool
             len(rounded),
             rounded[0],
         )
-    matrices = _matrices(found) if everything else {}
+    matrices = {name: each for name, each in _matrices(found).items() if name not in small} if everything else {}
     entries = [(parameter, "F32", values.shape) for parameter, values in small.items()]
     entries += [(parameter, "BF16", shape) for parameter, (shape, _) in matrices.items()]
     with SafetensorsWriter(file, entries, {"format": "pt"}) as writer:
         for parameter, values in small.items():
             writer.write(np.ascontiguousarray(values, np.float32), parameter)
         for parameter, (_, read) in matrices.items():
-            writer.write(read(), parameter)
+            writer.write(read().astype(ml_dtypes.bfloat16), parameter)
+
+
+def _is_small(parameter: str, of: StoredParameter) -> bool:
+    """Whether torch multiplies by it in any model."""
+    module = parameter.removesuffix(".weight")
+    return module != EMBEDDING and is_small(module, sum(part.shape[0] for part in of.find()))
 
 
 def _rounds(values: np.ndarray) -> bool:
@@ -57,13 +66,17 @@ def _matrices(found: GgufParameters) -> dict[str, tuple[tuple[int, ...], Callabl
         seen.add(of.bases)
         parts = of.find()
         shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        made[parameter] = shape, lambda of=of: _rows(of, lambda matrix: dequantize(matrix).astype(np.float32))
+        made[parameter] = shape, lambda of=of: _rows(of, _numbers)
         if parts[0].has_bias:
             bias = f"{parameter.removesuffix('weight')}bias"
             made[bias] = shape[:1], lambda of=of: _rows(of, lambda matrix: matrix.bias)
     return made
 
 
-def _rows(of: StoredParameter, values: Callable) -> np.ndarray:
-    rows = np.concatenate([values(part.read()) for part in of.find()]).astype(ml_dtypes.bfloat16)
+def _numbers(matrix: Matrix) -> np.ndarray:
+    return dequantize(matrix).astype(np.float32)
+
+
+def _rows(of: StoredParameter, values: Callable[[Matrix], np.ndarray]) -> np.ndarray:
+    rows = np.concatenate([values(part.read()) for part in of.find()])
     return rows if of.order is None else np.ascontiguousarray(rows[of.order])
