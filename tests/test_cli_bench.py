@@ -119,8 +119,8 @@ def test_shares_that_cannot_be(run, monkeypatch, backend, activations):
     monkeypatch.setattr(measuring.LimitMeter, "peak", lambda limits, seconds: 1.0)
     monkeypatch.setattr(measuring.LimitMeter, "read", lambda limits, seconds: 1e15)
     options = "--experts", 8, "--backend", backend, "--activations", activations
-    disturbed = activations == "bf16"
     status, out, _ = run(*options, "--json")
+    disturbed = activations == "bf16" or json.loads(out)["layer"]["isa"] != "avx2"  # AVX-VNNI's have one
     assert (status, [call["disturbed"] for call in json.loads(out)["calls"]]) == (0, [disturbed] * 3)
     status, out, _ = run(*options)
     words = r"decode: 3 tokens: \d+% of peak: others used the machine while this limit was measured"

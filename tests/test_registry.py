@@ -52,6 +52,7 @@ def test_built_in_names():
         "direct_io",
         "fused",
         "gguf_file",
+        "gguf_header",
         "gguf_model",
         "model_config",
         "naming",
