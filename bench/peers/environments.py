@@ -17,7 +17,7 @@ from tools.requirements import PYPROJECT, requirements
 
 FOLDER = Path(__file__).resolve().parents[2] / ".venv-peers"
 #: Seconds that one pip command may take.
-PATIENCE = 1200
+PATIENCE = 600
 
 
 class SetUpError(Exception):
