@@ -62,7 +62,10 @@ def split_qkv(of: GgufMetadata, base: str, orders: Mapping[str, Order]) -> Itera
             whole = find_matrix(of.checkpoint, base)
             check_rows(whole.name, whole.format, n, first, last)
             name = f"{base}[{first}:{last}]"
-            read = lambda: take_rows(whole.read(), first, last, name)  # noqa: E731
+
+            def read() -> Matrix:
+                return take_rows(whole.read(), first, last, name)
+
             return [StoredMatrix(name, whole.format, (last - first, k), whole.has_bias, read, whole, (first, last))]
 
         order = orders.get(stem)
