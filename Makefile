@@ -63,7 +63,7 @@ bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2
 bench-compare: $(STAMPS)/bench ## the last saved benchmarks against those before; ARGS="3 1": number 3 against number 1
 	@$(PY) -m bench.compare $(ARGS)
 
-bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe in 5 formats: first installs them, then about 30 minutes
+bench-peers: $(STAMPS)/native $(STAMPS)/bench ## kt-kernel, ggml and torch beside ktmoe in 10 formats: first installs them, then about 50 minutes; ARGS="--formats 'GGUF Q2_K'" is one
 	@$(PY) -m bench.peers run $(ARGS)
 
 bench-linear: $(STAMPS)/native $(STAMPS)/bench ## dense matrices by ktmoe, torch and ggml: first installs them, then about 30 minutes

@@ -29,6 +29,8 @@ PAGE, ENGINES, VLLM = DOCS / "performance.md", DOCS / "transformers.md", DOCS / 
 Row = tuple[str, ...]
 Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
 NONE = "-"
+#: What stands behind the names of ktmoe's ways that other libraries are compared with, by the field that has the name.
+MARKS = {"auto": "auto", "auto for int8": "int8"}
 #: Where no more were tried.
 ONE_STREAM = "1 alone"
 
@@ -183,13 +185,14 @@ def peers(weights: str, found: list[Results]) -> tuple[Row, list[Row]]:
             cells = (_call(calls[count]) if count in calls else NONE for count in tokens)
             errors = dict.fromkeys(f"{100 * library[name]:.2g}" for name in ("least_error", "most_error") if name in library)
             error = f"{' to '.join(errors)} %" if errors else NONE
-            name = library["name"] + (", auto" if library["name"] == entry.get("auto") else "")
+            name = library["name"] + "".join(f", {mark}" for mark, of in MARKS.items() if library["name"] == entry.get(of))
             rows.append((results.label, f"{entry['experts']}", name, library["activations"], *cells, error))
     return ("CPU", "experts", "library", "activations", *words, "distance from float64"), rows
 
 
 def _call(call: dict) -> str:
-    return f"{_three_digits(call['ms'])} ms" + (f", {call['lead']:.1f} x" if "lead" in call else "")
+    lead = f", {call['lead']:.1f} x" if "lead" in call else ""
+    return f"{_three_digits(call['ms'])} ms{lead}" + (f", int8 {call['int8_lead']:.1f} x" if "int8_lead" in call else "")
 
 
 def engines(found: list[Results]) -> tuple[Row, list[Row]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from ktmoe import measuring, synthetic
 from ktmoe.experts import ExpertWeights
+from ktmoe.weights.ggml import GGML
 
 FILE = Path(__file__).with_name("models.toml")
 _MAKERS = {
@@ -16,7 +17,8 @@ _MAKERS = {
     "MXFP4, biases": synthetic.gpt_oss_experts,
     "INT4": synthetic.kimi_k2_experts,
     "BF16": synthetic.qwen3_experts,
-    **{name: published.experts for name, published in (synthetic.PUBLISHED | synthetic.GGUF).items()},
+    **{name: published.experts for name, published in synthetic.PUBLISHED.items()},
+    **{f"GGUF {name}": partial(synthetic.gguf_experts, types=name) for name in GGML},
 }
 
 

@@ -3,6 +3,7 @@
 python -m bench.publish [RUN ...]     # by default the last saved run; several are joined, if they are of one commit and CPU
 python -m bench.publish --engines     # what make bench-engines saved, and nothing else, into that CPU's file
 python -m bench.publish --vllm        # what make bench-vllm saved, likewise
+python -m bench.publish --peers       # what make bench-peers saved on this CPU, likewise
 python -m bench.publish --modes [RUN] # what a saved run has of activation modes, and nothing else, into that CPU's file
 python -m bench.publish --linear [RUN] # what a saved run has of dense matrices, and what make bench-linear saved, likewise
 python -m bench.publish --tables      # the tables alone
@@ -17,7 +18,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench import document, explain, modes, runs
+import ktmoe
+from bench import document, explain, machine, modes, runs
 from bench.engines import cold_report
 from bench.engines import page as whole_page
 from bench.engines import report as engines_report
@@ -100,6 +102,7 @@ def peers(saved: dict) -> dict:
                 "tokens": point["tokens"],
                 "ms": digits(found["seconds"] * 1e3),
                 **({"lead": digits(found["ratio"])} if found["ratio"] else {}),
+                **({"int8_lead": digits(found["int8_ratio"])} if found["int8_ratio"] else {}),
             }
             for point, found in measured
             if found
@@ -112,7 +115,8 @@ def peers(saved: dict) -> dict:
     commit = {"commit": saved["commit"]} if saved.get("commit") else {}
     date = datetime.date.fromisoformat(saved["date"])
     shape = {name: saved["shape"][name] for name in ("weights", "experts")}
-    return {**shape, "date": date, **commit, "source": "make bench-peers", "auto": saved["base"], "library": libraries}
+    bases = {"auto": saved["base"], **({"int8": saved["int8_base"]} if saved.get("int8_base") else {})}
+    return {**shape, "date": date, **commit, "source": "make bench-peers", **bases, "library": libraries}
 
 
 def engines(saved: dict) -> dict | None:
@@ -175,13 +179,8 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
     cpu, file = results.data["cpu"], folder / results.file_name
     data = dict(results.data)
     old = read(file).data if file.exists() else {}
-    found = {entry["weights"]: entry for entry in old.get("peers", ())}
-    for weights, path in PEERS.items():
-        saved = json.loads(path.read_text()) if path.exists() else None
-        if saved and (saved["machine"]["cpu"], saved["machine"]["threads"]) == (cpu["name"], cpu["threads"]):
-            found[weights] = peers(saved)
-    if found:
-        data["peers"] = [found[weights] for weights in FORMATS if weights in found]
+    if found := _with_peers(old, cpu):
+        data["peers"] = found
     saved = json.loads(ENGINES.read_text()) if ENGINES.exists() else None
     if saved and (saved["cpu"]["name"], saved["cpu"]["threads"]) == (cpu["name"], cpu["threads"]):
         data |= _of_engines(saved)
@@ -189,6 +188,33 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
     for section in ("engines", "whole", "gguf", "cold", "modes", "vllm", "linear", "linear_peers"):
         if section in old:
             data.setdefault(section, old[section])
+    check(data, "the run")
+    return Results(data)
+
+
+def _with_peers(old: dict, cpu: dict) -> list[dict]:
+    """A file's `peers`: those that it has, and in their place what make bench-peers saved last of each format on this CPU."""
+    found = {entry["weights"]: entry for entry in old.get("peers", ())}
+    for weights, path in PEERS.items():
+        saved = json.loads(path.read_text()) if path.exists() else None
+        if saved and (saved["machine"]["cpu"], saved["machine"]["threads"]) == (cpu["name"], cpu["threads"]):
+            found[weights] = peers(saved)
+    return [found[weights] for weights in FORMATS if weights in found]
+
+
+def peers_alone(cpu: dict, folder: Path = FOLDER) -> Results:
+    """The file of a CPU (bench.machine.cpu_fields()) with what make bench-peers saved on it; a new one has nothing else.
+
+    Raises ResultsError where nothing was saved.
+    """
+    file = folder / Results({"cpu": cpu}).file_name
+    old = read(file).data if file.exists() else {}
+    found = _with_peers(old, cpu)
+    if not found:
+        raise ResultsError("nothing of this CPU: expected what make bench-peers saves")
+    newest = max(found, key=lambda entry: entry["date"])
+    new = {"date": newest["date"], "source": newest["source"], "commit": newest.get("commit", "unknown")}
+    data = (old or new | {"ktmoe": ktmoe.__version__, "cpu": cpu}) | {"peers": found}
     check(data, "the run")
     return Results(data)
 
@@ -351,6 +377,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="saved runs: files, or the numbers that their names begin with")
     parser.add_argument("--engines", action="store_true", help="only what make bench-engines saved")
     parser.add_argument("--vllm", action="store_true", help="only what make bench-vllm saved")
+    parser.add_argument("--peers", action="store_true", help="only what make bench-peers saved on this CPU")
     parser.add_argument("--modes", action="store_true", help="only what the runs have of activation modes")
     parser.add_argument(
         "--linear", action="store_true", help="only dense matrices: of the runs, and what make bench-linear saved"
@@ -362,6 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"written: {write(engines_alone(json.loads(ENGINES.read_text())))}")
         elif options.vllm:
             print(f"written: {write(vllm_alone(json.loads(VLLM.read_text())))}")
+        elif options.peers:
+            print(f"written: {write(peers_alone(machine.cpu_fields()))}")
         elif not options.tables:
             paths = [runs.named(name) for name in options.runs] or [runs.last()]
             saved = [json.loads(path.read_text()) for path in paths]

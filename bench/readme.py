@@ -13,7 +13,7 @@ from ktmoe import backends
 from ktmoe.backends.native import NativeBackend, load_table
 from ktmoe.weights.elements import E2M1, E4M3, INT4, INT8, INT8_PLUS_128, UINT4
 from ktmoe.weights.formats import Minimum, WeightFormat
-from ktmoe.weights.records import Records
+from ktmoe.weights.records import RecordOrder
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
 FILE = Path(__file__).with_name("weights.toml")
@@ -113,7 +113,7 @@ def _rate(call: dict, rate: str, unit: str, of: str, what: str = "") -> str:
 
 def _kind(weight_format: WeightFormat) -> tuple:
     """What tells rows apart: of integers neither how scales are stored nor how many weights share one; of records nothing."""
-    if isinstance(weight_format.order, Records):
+    if isinstance(weight_format.order, RecordOrder):
         return ("records",)
     name = _SAME.get(weight_format.element, weight_format.element).name
     scale = weight_format.scale

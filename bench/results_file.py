@@ -177,6 +177,7 @@ SCHEMA = {
             "source": str,
             "experts": int,
             "auto?": str,
+            "int8?": str,
             "library": [
                 {
                     "name": str,
@@ -184,7 +185,7 @@ SCHEMA = {
                     "activations": str,
                     "least_error?": float,
                     "most_error?": float,
-                    "calls": [{"tokens": int, "ms": float, "lead?": float}],
+                    "calls": [{"tokens": int, "ms": float, "lead?": float, "int8_lead?": float}],
                 }
             ],
         }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -25,6 +27,7 @@ from bench.peers.peers import BF16, INT8, PEERS, Peer, Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.workers import protocol, weights
 from ktmoe import reference
+from ktmoe.weights.ggml import TYPES
 
 MODEL = Model("small", "MXFP4", hidden=128, intermediate=96, experts=8, top_k=2)
 WORKER = """
@@ -204,6 +207,30 @@ def test_the_table_has_all_of_them(result):
         assert word in text
 
 
+def test_a_peer_of_int8_is_compared_with_ktmoes_int8_too():
+    seconds = {"ktmoe exact": 2.0, "ktmoe int8": 1.0, "peer bf16": 4.0, "peer int8": 3.0}
+    numerics = {"peer int8": "int8, per 256"}
+    result = {
+        "shape": {"bytes an expert": 10},
+        "base": "ktmoe exact",
+        "int8_base": "ktmoe int8",
+        "participants": {key: {"about": {}, "numerics": numerics.get(key, key.split()[1])} for key in seconds},
+    }
+    point = {"flops": 4.0, "tokens": 4, "experts": [6], "rounds": [{"batch": 0, "read": 60.0, "peaks": {}, "seconds": seconds}]}
+    found = {key: rounds.figures(result, point, key) for key in seconds}
+    assert [found[key]["ratio"] for key in seconds] == [None, 0.5, 2.0, 1.5]
+    assert [found[key]["int8_ratio"] for key in seconds] == [None, None, None, 3.0]
+
+
+def test_ktmoes_int8_is_what_it_runs_if_int8_is_asked_for():
+    ours = [rounds.Participant("ktmoe", Way(name, name.split()[1], 4), bound=True) for name in ("a bf16", "b int8", "c int8")]
+    peer = rounds.Participant("ggml", Way("plain", INT8, 4))
+    assert session._int8([peer, *ours]) is ours[1]
+    ours[1].fail("it fell ill")
+    assert session._int8([peer, *ours]) is ours[2]
+    assert session._int8([peer, ours[0]]) is None
+
+
 def test_a_ratio_is_the_median_of_rounds_ratios():
     """Not a ratio of medians, which the machine's changes between rounds would be part of."""
     seconds = [(1.0, 2.0), (3.0, 9.0), (8.0, 8.0)]
@@ -225,7 +252,12 @@ def test_a_ratio_is_the_median_of_rounds_ratios():
     assert (ours["read_share"], ours["peak_share"], theirs["peak_share"]) == (1 / 3, 1 / 3, None)
 
 
-@pytest.fixture(params=formats.FORMATS)
+FORMATS = [*formats.FORMATS]
+#: Those that peers take in bfloat16.
+IN_BFLOAT16 = [name for name in FORMATS if any("BF16" in {way.name for way in peer.ways.get(name, ())} for peer in PEERS)]
+
+
+@pytest.fixture(params=FORMATS)
 def checkpoint(request, tmp_path):
     """(what a worker has of a format's checkpoint, what ktmoe loads of it). FP8's last blocks are cut."""
     cut = 8 if request.param == "FP8" else 0
@@ -237,6 +269,7 @@ def checkpoint(request, tmp_path):
 
 
 @pytest.mark.parametrize("projection", ["gate", "up", "down"])
+@pytest.mark.parametrize("checkpoint", IN_BFLOAT16, indirect=True)
 def test_peers_get_the_same_weights_in_bfloat16(checkpoint, projection):
     """Exactly, or rounded once where that is said."""
     model, experts = checkpoint
@@ -265,6 +298,22 @@ def test_ggml_gets_the_same_weights_in_blocks(checkpoint):
     assert np.array_equal((table[codes] * scales).reshape(expected.shape), expected)
 
 
+@pytest.mark.parametrize("checkpoint", [name for name in FORMATS if name.startswith("GGUF")], indirect=True)
+def test_ggml_gets_the_records_of_a_gguf_file(checkpoint, monkeypatch):
+    """As they are, with their type's own number, and a share of memory that is theirs."""
+    monkeypatch.syspath_prepend(session.WORKERS)
+    worker = importlib.import_module("worker_ggml")
+    model, experts = checkpoint
+    own, number, blocks = worker.OWN[model.weights]
+    assert (f"GGUF {own}", own) == (model.weights, TYPES[number].name)
+    for projection in protocol.PROJECTIONS:
+        matrix = experts.matrix(1, projection)
+        records = blocks(*model.matrix(1, projection))
+        assert records.tobytes() == matrix.codes.tobytes()
+        ways = next(peer for peer in PEERS if peer.name == "ggml").ways[model.weights]
+        assert {way.bits for way in ways} == {8 * records.nbytes / math.prod(matrix.shape)}
+
+
 def test_a_scale_that_q4_0_does_not_have_is_refused():
     scales = np.float32([[2.0**-30]]).astype(ml_dtypes.bfloat16).view(np.uint16)
     with pytest.raises(ValueError, match="Q4_0 has float16 scales"):
@@ -279,8 +328,9 @@ def test_numbers_round_to_bfloat16_as_ties_to_even():
 
 def test_every_format_has_participants_and_a_shape():
     for name in formats.FORMATS:
-        without = {"kt-kernel"} if name == "GGUF Q4_K" else set()
-        assert {peer.name for peer in PEERS if peer.ways[name]} == {"kt-kernel", "ggml", "torch"} - without
+        without = {"GGUF Q4_K": {"kt-kernel"}}.get(name, {"kt-kernel", "torch"} if name.startswith("GGUF") else set())
+        assert {peer.name for peer in PEERS if peer.ways.get(name)} == {"kt-kernel", "ggml", "torch"} - without
+    for name in FORMATS:
         tokens = [point.tokens for point in session.points(replace(MODEL, weights=name, experts=64, top_k=6), None)]
         assert tokens == [1, 4, 16, 64, 256, 1024]
 
@@ -360,7 +410,8 @@ def test_stopped_workers_end_with_their_driver(echo, tmp_path, how):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "--formats", "FP4"], "expected --formats of MXFP4, BF16, FP8, INT4, GGUF Q4_K, found 'FP4'"),
+        (["run", "--formats", "FP4"], "expected --formats of MXFP4, BF16, FP8, INT4, GGUF Q2_K, GGUF Q3_K, GGUF Q4_K"),
+        (["run", "--formats", "FP4"], "found 'FP4'"),
         (["run", "--points", "decode-3"], "nothing to measure: no point is of these names; there are decode-1, decode-4"),
         (["run", "--experts", "5"], "top_k: expected at most the 5 experts, found 6"),
         (["run", "--rounds", "0"], "expected --rounds and --seconds above 0, found 0 and 20"),

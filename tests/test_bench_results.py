@@ -322,6 +322,23 @@ def test_what_the_peers_took():
     assert document.peers("FP8", [results])[1] == []
 
 
+def test_the_page_compares_a_peer_of_int8_with_ktmoes_int8_too():
+    made_of = peers_run()
+    for row in made_of["points"][0]["rounds"]:
+        row["seconds"]["ktmoe avx2 int8"] = row["seconds"]["ktmoe avx2 int16"] / 2
+    made_of["points"][0]["participants"]["ktmoe avx2 int8"] = {"error": 0.01}
+    made_of["participants"]["ktmoe avx2 int8"] = {"numerics": "int8", "about": {}, "failure": ""}
+    made_of["participants"]["ktmoe avx2 int16"]["numerics"] = "int16"
+    saved = publish.peers(made_of | {"int8_base": "ktmoe avx2 int8"})
+    assert saved["int8"] == "ktmoe avx2 int8"
+    _, rows = document.peers("MXFP4", [Results(made(peers=[saved]))])
+    assert [(row[2], row[4]) for row in rows] == [
+        ("ktmoe avx2 int16, auto", "1.5 ms"),
+        ("ktmoe avx2 int8, auto for int8", "0.75 ms, 0.5 x"),
+        ("ggml repack", "3 ms, 2.0 x, int8 4.0 x"),
+    ]
+
+
 def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypatch):
     """Each format by itself."""
     monkeypatch.chdir(tmp_path)
@@ -330,6 +347,8 @@ def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypa
     old = [publish.peers(peers_run(weights)) | {"commit": "876543210"} for weights in ("MXFP4", "INT4")]
     publish.write(Results(made(peers=old)), tmp_path)
     assert publish.with_others(fresh, tmp_path).data["peers"] == old
+    with pytest.raises(ResultsError, match="make bench-peers"):
+        publish.peers_alone(fresh.data["cpu"], tmp_path / "elsewhere")
     runs.STORAGE.mkdir()
     publish.PEERS["INT4"].write_text(json.dumps(peers_run("INT4", cpu="another CPU")))
     assert publish.with_others(fresh, tmp_path).data["peers"] == old
@@ -337,6 +356,10 @@ def test_peers_stay_in_the_file_until_they_are_measured_again(tmp_path, monkeypa
         publish.PEERS[weights].write_text(json.dumps(peers_run(weights)))
     new = [publish.peers(peers_run(weights)) for weights in ("BF16", "INT4")]
     assert publish.with_others(fresh, tmp_path).data["peers"] == [old[0], *new]
+    beside = publish.peers_alone(fresh.data["cpu"], tmp_path).data
+    assert (beside["peers"], beside["date"]) == ([old[0], *new], made()["date"])
+    alone = publish.peers_alone(fresh.data["cpu"], tmp_path / "elsewhere").data
+    assert (alone["peers"], alone["source"]) == (new, "make bench-peers")
 
 
 def test_engines_stay_in_the_file_that_make_bench_writes_again(tmp_path, monkeypatch):

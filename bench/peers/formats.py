@@ -17,6 +17,9 @@ class Format:
     experts: int
 
 
+#: The types of GGUF files that are compared, with 2 to 6.6 bits a weight.
+GGUF = ("Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ2_XXS", "IQ3_XXS")
+
 #: The formats, by the name that bench/models.py gives the weights. All have SwiGLU without a limit, as not every peer has one.
 #: BF16 has half as many experts, so that every participant's own copy of them fits into 24 GB.
 FORMATS = {
@@ -24,7 +27,7 @@ FORMATS = {
     "BF16": Format(synthetic.write_qwen3, 32),
     "FP8": Format(synthetic.write_fp8, 64),
     "INT4": Format(synthetic.write_kimi_k2, 64),
-    "GGUF Q4_K": Format(functools.partial(synthetic.write_gguf, types="Q4_K"), 64),
+    **{f"GGUF {name}": Format(functools.partial(synthetic.write_gguf, types=name), 64) for name in GGUF},
 }
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bench.peers.environments import TORCH, Environment
+from bench.peers.formats import GGUF
+from ktmoe.weights.ggml import TYPES
 
 #: A way's numerics, and the error that they explain: see check.py.
 BF16, INT8, INT8_PER_256 = "bf16", "int8", "int8, per 256"
@@ -32,6 +34,18 @@ class Peer(Environment):
 
 _DEQUANTISED = Way("BF16", BF16, 16)
 _ROUNDED = "weights that a peer has in bfloat16 are rounded to it: a code times its scale has more bits"
+
+#: The types of GGUF whose rows ggml interleaves on x86-64. It does so with Q2_K if it was built for AVX-512; else the worker
+#: says that it cannot.
+_REPACKED = ("Q2_K", "Q4_K")
+
+
+def _of_gguf(name: str) -> tuple[Way, ...]:
+    """ggml's ways for records of a GGUF type, which it takes as they are."""
+    of = next(of for of in TYPES.values() if of.name == name)
+    ways = ("repack", "plain") if name in _REPACKED else ("plain",)
+    return tuple(Way(way, INT8_PER_256, 8 * of.nbytes / of.weights) for way in ways)
+
 
 PEERS = (
     Peer(
@@ -70,12 +84,13 @@ PEERS = (
             "BF16": (_DEQUANTISED,),
             "FP8": (_DEQUANTISED,),
             "INT4": (Way("repack", INT8, 4.5), Way("plain", INT8, 4.5)),
-            "GGUF Q4_K": (Way("repack", INT8_PER_256, 4.5), Way("plain", INT8_PER_256, 4.5)),
+            **{f"GGUF {name}": _of_gguf(name) for name in GGUF},
         },
         notes={
             "MXFP4": ("ggml's buffer type AMX is left out: it has no MXFP4 and no mul_mat_id",),
             "FP8": ("ggml has no FP8, so that it has BF16", _ROUNDED),
             "INT4": ("ggml has INT4 as Q4_0, whose float16 scales are the same numbers",),
+            **{f"GGUF {name}": (f"ggml's repack has no {name} on x86-64",) for name in GGUF if name not in _REPACKED},
         },
     ),
     Peer(

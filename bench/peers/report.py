@@ -13,7 +13,7 @@ from bench import tables
 from bench.peers.rounds import figures
 
 NAMES = ("\npoint", "\nparticipant", "\nrun as")
-HEADS = ("\nms", "\ntokens/s", "\nGB/s", "of\nread", "\nGFLOP/s", "of\npeak", "our\nlead", "\nerror", "\nrounds")
+HEADS = ("\nms", "\ntokens/s", "\nGB/s", "of\nread", "\nGFLOP/s", "of\npeak", "our\nlead", "int8\nlead", "\nerror", "\nrounds")
 
 
 def show(result: dict, console: Console | None = None) -> None:
@@ -51,6 +51,7 @@ def _table(result: dict) -> Table:
                 _number(row["flops_rate"] / 1e9),
                 f"{row['peak_share']:.0%}" if row["peak_share"] else "",
                 f"{row['ratio']:.2f}x" if row["ratio"] else "1",
+                f"{row['int8_ratio']:.2f}x" if row["int8_ratio"] else "1" if key == result.get("int8_base") else "",
                 f"{entry['error']:.2%}",
                 str(row["rounds"]),
             )
@@ -65,6 +66,8 @@ def _notes(result: dict) -> Iterator[str]:
         f", the same {shape['weights']} weights for all; {machine['cpu']}, {machine['threads']} threads; {result['date']}"
     )
     yield f'our lead: of {result["base"]}, which "auto" takes here; the median of the rounds\' own ratios, below 1 is behind'
+    if int8 := result.get("int8_base"):
+        yield f"int8 lead: the same of {int8}, beside others that round activations to 8 bits"
     yield f"GB/s: of the distinct experts' packed {shape['weights']} weights, whatever a participant reads"
     yield "of read, of peak: of limits measured in the same rounds"
     yield "error: norm of sampled outputs' differences from float64, of the outputs' norm"

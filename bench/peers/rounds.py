@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.peers import check
-from bench.peers.peers import Way
+from bench.peers.peers import INT8, Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.workers.protocol import Batches
 from ktmoe import measuring
@@ -67,7 +67,7 @@ def run_point(
     point: Point,
     experts: ExpertWeights,
     participants: list[Participant],
-    base: Participant,
+    bases: list[Participant],
     limits: Process,
     folder: Path,
     *,
@@ -78,9 +78,9 @@ def run_point(
 ) -> dict:
     """Check, then measure all that can run here: rounds for about so many seconds, at most so many. The record is JSON.
 
-    base: whose calls the others are compared with: it takes part in each round. limits: the process that measures them, at the
-    beginning of each, which also takes the last round's weights out of the caches. Whoever would take more than its share of
-    the seconds takes part in fewer.
+    bases: whose calls the others are compared with: they take part in each round. limits: the process that measures them, at
+    the beginning of each, which also takes the last round's weights out of the caches. Whoever would take more than its share
+    of the seconds takes part in fewer.
     """
     calls = batches(experts, point.tokens, top_k)
     inputs = f"{point.tokens}.npz"
@@ -102,7 +102,7 @@ def run_point(
         if "failure" not in entry:
             ready.append(participant)
     if ready:
-        record["rounds"] = list(_rounds(point, record["participants"], ready, base, limits, seconds, most, progress))
+        record["rounds"] = list(_rounds(point, record["participants"], ready, bases, limits, seconds, most, progress))
     return record
 
 
@@ -132,7 +132,7 @@ def _rounds(
     point: Point,
     entries: dict[str, dict],
     ready: list[Participant],
-    base: Participant,
+    bases: list[Participant],
     limits: Process,
     seconds: float,
     most: int,
@@ -140,9 +140,8 @@ def _rounds(
 ) -> Iterable[dict]:
     share = seconds / len(ready)
     turns = {p.key: min(most, max(LEAST_ROUNDS, int(share / entries[p.key]["seconds"]))) for p in ready}
-    if base in ready:
-        turns[base.key] = max(turns.values())
     total = max(turns.values())
+    turns |= {p.key: total for p in ready if p in bases}
     shortest = min(entries[p.key]["seconds"] for p in ready)
     for_limits = min(max(measuring.LEAST_SECONDS, measuring.SHARE_OF_CALL * shortest), measuring.MOST_SECONDS)
     for number in range(total):
@@ -168,16 +167,16 @@ def _has_turn(number: int, turns: int, total: int) -> bool:
 def figures(result: dict, point: dict, key: str) -> dict | None:
     """Medians over the rounds of one participant at one point; None if it has none.
 
-    ratio: by how much the base's call is faster, the median of the rounds' own ratios; None for the base itself.
+    ratio: by how much the base's call is faster, the median of the rounds' own ratios; None for the base itself. int8_ratio: of
+    one that rounds to int8, too, the same beside ktmoe's int8.
     """
     took = [row for row in point["rounds"] if key in row["seconds"]]
     if not took:
         return None
     expert = result["shape"]["bytes an expert"]
-    base = result["base"]
+    rounds_to_int8 = result["participants"][key].get("numerics", "").startswith(INT8)
     seconds = [row["seconds"][key] for row in took]
     nbytes = [point["experts"][row["batch"]] * expert for row in took]
-    ratios = [row["seconds"][key] / row["seconds"][base] for row in took if base in row["seconds"]]
     kernels = result["participants"][key]["about"].get("kernels")
     peaks = [point["flops"] / row["seconds"][key] / row["peaks"][kernels] for row in took if kernels in row["peaks"]]
     return {
@@ -186,8 +185,14 @@ def figures(result: dict, point: dict, key: str) -> dict | None:
         "flops_rate": point["flops"] / statistics.median(seconds),
         "tokens_rate": point["tokens"] / statistics.median(seconds),
         "intensity": statistics.median(point["flops"] / b for b in nbytes),
-        "ratio": statistics.median(ratios) if ratios and key != base else None,
+        "ratio": _ratio(took, key, result["base"]),
+        "int8_ratio": _ratio(took, key, result.get("int8_base")) if rounds_to_int8 else None,
         "read_share": statistics.median(b / s / row["read"] for b, s, row in zip(nbytes, seconds, took, strict=True)),
         "peak_share": statistics.median(peaks) if peaks else None,
         "rounds": len(took),
     }
+
+
+def _ratio(took: list[dict], key: str, base: str | None) -> float | None:
+    ratios = [row["seconds"][key] / row["seconds"][base] for row in took if base in row["seconds"]]
+    return statistics.median(ratios) if ratios and key != base else None

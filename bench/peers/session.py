@@ -17,7 +17,7 @@ from bench import machine
 from bench.models import Model
 from bench.peers import environments
 from bench.peers.formats import FORMATS
-from bench.peers.peers import PEERS, Way
+from bench.peers.peers import INT8, PEERS, Way
 from bench.peers.processes import Process, WorkerError
 from bench.peers.rounds import Participant, Point, batches, run_point
 from bench.peers.workers.protocol import LISTING
@@ -53,7 +53,8 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
             participants.append(participant)
             progress(f"loading {participant.key}")
             _load(participant, worker, interpreter, experts, folder, model.weights)
-        base = _base(experts, participants)
+        base, int8 = _base(experts, participants), _int8(participants)
+        bases = [base] if int8 in (None, base) else [base, int8]
         measured = []
         for point in wanted_points:
             living = [participant for participant in participants if not participant.failure]
@@ -62,7 +63,7 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
                     point,
                     experts,
                     living,
-                    base,
+                    bases,
                     limits,
                     folder,
                     top_k=model.top_k,
@@ -86,6 +87,7 @@ def measure_all(model: Model, options: Namespace, folder: Path, progress: Callab
         },
         "shape": {**sizes, "weights": model.weights, "experts": model.experts, **about},
         "base": base.key,
+        "int8_base": bases[1].key if bases[1:] else None,
         "participants": {
             p.key: {"owner": p.owner, "numerics": p.way.numerics, "about": p.about, "failure": p.failure} for p in participants
         },
@@ -160,6 +162,11 @@ def _base(experts: ExpertWeights, participants: list[Participant]) -> Participan
     if not living:
         raise WorkerError("; ".join(f"{p.key}: {p.failure}" for p in participants) or "no participant is of these names")
     return next((participant for participant in living if participant.key == auto), living[0])
+
+
+def _int8(participants: list[Participant]) -> Participant | None:
+    """What ktmoe runs if int8 is asked for: they come in the order in which "auto" chooses."""
+    return next((p for p in participants if p.bound and p.way.numerics == INT8 and not p.failure), None)
 
 
 def _weights(experts: ExpertWeights) -> int:

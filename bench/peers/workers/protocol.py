@@ -32,8 +32,8 @@ FEW_TOKENS = 16
 PR_SET_PDEATHSIG = 1
 #: The file in the folder that has the layer's sizes, and of each tensor its file, where it begins, its bytes and its shape.
 LISTING = "peers.json"
-#: What the names of a matrix's tensors begin with, by its projection, and their endings, by format. Without an expert's number,
-#: a tensor holds all experts.
+#: What the names of a matrix's tensors begin with, by its projection, and their endings, by the format's first word. Without an
+#: expert's number, a tensor holds all experts.
 PROJECTIONS = ("gate", "up", "down")
 NAMES = {name: f"model.layers.0.mlp.experts.{{expert}}.{name}_proj." for name in PROJECTIONS}
 NUMBERED = {name: f"layers.0.ffn.experts.{{expert}}.w{number}." for name, number in zip(PROJECTIONS, (1, 3, 2), strict=True)}
@@ -42,7 +42,7 @@ TENSORS = {
     "BF16": (NAMES, {"weight": np.uint16}),
     "FP8": (NAMES, {"weight": np.uint8, "weight_scale_inv": np.float32}),
     "INT4": (NAMES, {"weight_packed": np.uint8, "weight_scale": np.uint16}),
-    "GGUF Q4_K": ({name: f"blk.0.ffn_{name}_exps." for name in PROJECTIONS}, {"weight": np.uint8}),
+    "GGUF": ({name: f"blk.0.ffn_{name}_exps." for name in PROJECTIONS}, {"weight": np.uint8}),
 }
 
 
@@ -112,7 +112,7 @@ class Worker:
 
 
 class Model:
-    """The checkpoint in a folder: one layer of experts. weights: their format, one of TENSORS."""
+    """The checkpoint in a folder: one layer of experts. weights: their format, whose first word TENSORS has."""
 
     def __init__(self, folder: Path, weights: str):
         self.folder, self.weights = folder, weights
@@ -128,7 +128,7 @@ class Model:
         FP8: E4M3 uint8 [n, k], and scales float32 of 128 x 128. INT4: codes plus 8, uint8 [n, k / 2], and scales, the bits
         of bfloat16, uint16 [n, k / 32]. GGUF: records, uint8 [n, bytes of a row].
         """
-        names, tensors = TENSORS[self.weights]
+        names, tensors = TENSORS[self.weights.split()[0]]
         return tuple(self._read(names[projection], ending, dtype, expert) for ending, dtype in tensors.items())
 
     def _read(self, name: str, ending: str, dtype: type, expert: int) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 Ways: "repack", the buffer type that interleaves rows for its gemm kernels, which llama.cpp takes by itself where it can;
 "plain", blocks as in a GGUF file. MXFP4 is its own type. INT4 is its Q4_0, and both round x and h to 8 bits with a scale
-per 32 (Q8_0). Q4_K is its own, too, and x and h have a scale per 256 (Q8_K). "BF16", as in a GGUF file: it rounds x and h to
-bfloat16.
+per 32 (Q8_0). GGUF's types are its own, too, and x and h have a scale per 256 (Q8_K). "BF16", as in a GGUF file: it rounds x
+and h to bfloat16.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from protocol import Batches, Calls, Model, Worker, count, serve, thread_counts
 from weights import bfloat16_weights, float32, mxfp4_blocks, q4_0_blocks
 
 F32, I32 = 0, 26  # enum ggml_type
+#: The types of GGUF's records, by their numbers there.
+GGUF = {"Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q6_K": 14, "IQ2_XXS": 16, "IQ3_XXS": 18}
 #: ggml's own type for a checkpoint's weights, with its number, and what makes a matrix's blocks, by the weights.
 OWN = {
     "MXFP4": ("MXFP4", 39, mxfp4_blocks),
     "INT4": ("Q4_0", 2, q4_0_blocks),
-    "GGUF Q4_K": ("Q4_K", 12, lambda records: records),
+    **{f"GGUF {name}": (name, number, lambda records: records) for name, number in GGUF.items()},
 }
 
 
@@ -119,6 +121,8 @@ class GgmlWorker(Worker):
             self.weights[name] = ggml.new_tensor_3d(context, number, k, n, model.experts)
         if not ggml.backend_alloc_ctx_tensors_from_buft(context, extra["CPU_REPACK"] if way == "repack" else plain):
             raise MemoryError("ggml could not allocate the weights")
+        if not self._supported():  # setting such weights ends with a segmentation fault
+            raise RuntimeError(f"ggml's CPU backend has no mul_mat_id of {own} for {way} on this CPU")
         for name, tensor in self.weights.items():
             data = np.concatenate([blocks(*model.matrix(expert, name)) for expert in range(model.experts)])
             if data.nbytes != ggml.nbytes(tensor):
@@ -130,6 +134,18 @@ class GgmlWorker(Worker):
             "built for": ggml.features,
             "extra buffer types": sorted(extra),
         }
+
+    def _supported(self) -> bool:
+        """Whether it multiplies by all matrices where they lie."""
+        ggml, context = self.ggml, self.ggml.context(7)
+        ids = ggml.new_tensor_2d(context, I32, 1, 1)
+        calls = []
+        for name, matrix in self.weights.items():
+            k = self.model.intermediate if name == "down" else self.model.hidden
+            calls.append(ggml.mul_mat_id(context, matrix, ggml.new_tensor_3d(context, F32, k, 1, 1), ids))
+        supported = all(ggml.backend_supports_op(self.backend, call) for call in calls)
+        ggml.free(context)
+        return supported
 
     def settings(self, tokens: int) -> list[str]:
         return [count(threads) for threads in thread_counts(self.threads, tokens)]
@@ -156,9 +172,6 @@ class GgmlCalls(Calls):
         gate = ggml.mul_mat_id(c, weights["gate"], self.x, self.ids)
         h = ggml.swiglu_split(c, gate, up)
         down = ggml.mul_mat_id(c, weights["down"], h, self.ids)
-        for node in (up, gate, down):
-            if not ggml.backend_supports_op(worker.backend, node):
-                raise RuntimeError("ggml's CPU backend does not support mul_mat_id on these weights in this buffer type")
         experts = ggml.mul(c, down, self.router)
         ggml.build_forward_expand(self.graph, experts)
         row = 4 * model.hidden
