@@ -26,7 +26,7 @@ def read_rows(packed: core.PackedLinear, weight_format: WeightFormat, ids: np.nd
     Only what the packed panels have of these rows is read.
     """
     own = _of_rows(weight_format)
-    if NUMBERS.get(own.family) == (np.float32 if out.dtype == np.float32 else arrays.BF16) and not own.factor:
+    if NUMBERS.get(own.element.family) == (np.float32 if out.dtype == np.float32 else arrays.BF16) and not own.factor:
         packed.read_rows(ids, {"codes": out})
         return
     count, k = out.shape
@@ -45,13 +45,15 @@ def read_rows_of_export(matrix: Matrix, ids: np.ndarray, out: np.ndarray) -> Non
 
 
 def _of_rows(weight_format: WeightFormat) -> WeightFormat:
-    """The format of rows as PackedLinear.read_rows() gives them: each has scales and a factor of its own."""
+    """The format of rows as PackedLinear.read_rows() gives them: each has scales and a factor of its own; records that are
+    packed as they stand come so."""
     scale, offset, factor = weight_format.scale, weight_format.offset, weight_format.factor
+    order = weight_format.order if weight_format.order.packed else ROWS
     if scale and scale.extent[0] > 1:
         scale = Scale("fp32", (1, scale.extent[1]))
     if isinstance(offset, ZeroPoint):
         offset = ZeroPoint(offset.extent)
-    return replace(weight_format, scale=scale, offset=offset, factor=factor and Factor(True, factor.divides), order=ROWS)
+    return replace(weight_format, scale=scale, offset=offset, factor=factor and Factor(True, factor.divides), order=order)
 
 
 def _in_turns(count: int, k: int):

@@ -13,7 +13,7 @@ from ktmoe.errors import FormatError
 from ktmoe.messages import show
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.formats import WeightFormat, ZeroPoint
-from ktmoe.weights.order import SourceOrder
+from ktmoe.weights.order import Order, SourceOrder
 
 #: The arrays that a Matrix may have besides its bias.
 ARRAYS = ("codes", "scales", "super_scales", "offsets", "super_offsets", "factor")
@@ -92,7 +92,8 @@ class Matrix:
             _refuse(f"{self.name}: {label.removesuffix('s')}", groups[label], scale.numbers)
         if at := self.format.order.first_spare(self.codes):
             raise FormatError(f"{self.name}: record {at[0]} has bits that mean nothing in byte {at[1]}, which is {at[2]}")
-        if element.family in NUMBERS or None in element.values:
+        too_wide = element.bits < element.row_bits and isinstance(self.format.order, Order)  # records have no such codes
+        if element.family in NUMBERS or None in element.values or too_wide:
             _refuse(f"{self.name}: weight", self.codes, element.numbers)
         if self.format.factor:
             _refuse(f"{self.name}: factor", self.factor)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
-from helpers import BF16
+from helpers import BF16, integers, minima_of, super_scaled
 
 from ktmoe import MXFP4, ExpertWeights, GatedActivation, Matrix, MoELayer
 from ktmoe.experts import PROJECTIONS
@@ -20,6 +20,16 @@ ALPHA = 2.0**30
 
 #: The largest values that int16 knows.
 SIXTEENS = WeightFormat(Element("sixteens", "q4", (-16.0, 16.0, *INT4.values[2:])), Scale("bf16", (1, 64)))
+#: Integers of fewer than 8 bits whose code of 0 is no GGUF type's, where kernels may decode alike what they add up in two ways.
+OTHER_ZEROS = {
+    "int2 less 3, minima": super_scaled(integers(2, 3), 16, True, "uint4"),
+    "int2 less 2": WeightFormat(integers(2, 2), Scale("fp16", (1, 256))),
+    "int3 less 0": super_scaled(integers(3, 0), 16, kind="int6"),
+    "int5 less 7": WeightFormat(integers(5, 7), Scale("fp16", (1, 32))),
+    "int5 less 16, minima": minima_of(integers(5, 16)),
+    "int5 less 31, super-32 minima": super_scaled(integers(5, 31), 32, True),
+    "int6 less 0": super_scaled(integers(6, 0), 16),
+}
 #: E4M3's codes that are numbers.
 E4M3_CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
 
@@ -47,7 +57,7 @@ def weights_of(codes, scales, weight_format=MXFP4, zero_points=None):
         return codes.astype(float)
     if weight_format.family == "f8":
         values = codes.view(ml_dtypes.float8_e4m3fn).astype(float)
-    elif weight_format.family == "i8":
+    elif weight_format.element.name.startswith("INT8"):
         values = codes.view(np.int8).astype(float) if weight_format.element.name == "INT8" else codes.astype(float) - 128
     else:
         values = np.array(weight_format.element.values)[codes]
@@ -161,20 +171,20 @@ def shift_for(byte):
 
 
 def random_codes(rng, n, k, weight_format):
-    """Codes [n, k]; where these are numbers, integers of at most 4 bits; for i8 any; for f8 four exponents next to each
+    """Codes [n, k]; where these are numbers, integers of at most 4 bits; for int any; for f8 four exponents next to each
     other, of which all is a multiple of one power of two, by at most 7 bits."""
     if not weight_format.element.values:
         return rng.integers(-15, 16, (n, k)).astype(weight_format.element.codes_dtype)
     if weight_format.family == "f8":
         fields = rng.integers(0, 12) + rng.integers(0, 4, (n, k))
         return (rng.integers(0, 2, (n, k)) << 7 | fields << 3 | rng.integers(0, 8, (n, k))).astype(np.uint8)
-    return rng.integers(0, 256 if weight_format.family == "i8" else 16, (n, k), dtype=np.uint8)
+    return rng.integers(0, 1 << weight_format.element.bits, (n, k), dtype=np.uint8)
 
 
 def odd_scales(rng, n, k, weight_format, largest=7, powers=1):
-    """Scales with as many significant bits as largest has, of both signs, times 2 to the power of less than `powers`; some are
-    zero, unless rows share them. UE8M0's, which have no bits, in five exponents. None without scales. All arrays of groups, by
-    name, where there are super-scales, powers of two, or minima, which are like scales."""
+    """Scales with as many significant bits as largest has, of both signs if the kind has any, times 2 to the power of less than
+    `powers`; some are zero, unless rows share them. UE8M0's, which have no bits, in five exponents. None without scales. All
+    arrays of groups, by name, where there are super-scales, powers of two, or minima, which are like scales."""
     scale, offset = weight_format.scale, weight_format.offset
     if weight_format.super_scale or isinstance(offset, Minimum):
         plain = replace(weight_format, super_scale=None, offset=None)
@@ -190,7 +200,8 @@ def odd_scales(rng, n, k, weight_format, largest=7, powers=1):
     shape = scale.shape(n, k)
     if scale.kind == "ue8m0":
         return rng.integers(125, 130, shape).astype(np.uint8)
-    values = rng.choice([v for v in range(-largest, largest + 1) if v % 2 or (v == 0 and scale.extent[0] == 1)], shape)
+    least = 0 if scale.kind == "uint4" else -largest
+    values = rng.choice([v for v in range(least, largest + 1) if v % 2 or (v == 0 and scale.extent[0] == 1)], shape)
     values = np.ldexp(values.astype(float), rng.integers(0, powers, shape))
     return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) if scale.kind == "e4m3" else values.astype(scale.dtype)
 

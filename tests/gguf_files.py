@@ -7,7 +7,7 @@ import struct
 import numpy as np
 
 #: Numbers of ggml's types, and (weights, bytes) of their records.
-F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ2_XXS, BF16, MXFP4, NVFP4 = 0, 1, 2, 8, 12, 14, 16, 30, 39, 40
+F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, BF16, MXFP4, NVFP4, Q1_0 = 0, 1, 2, 8, 12, 14, 30, 39, 40, 41
 RECORDS = {
     F32: (1, 4),
     F16: (1, 2),
@@ -15,10 +15,10 @@ RECORDS = {
     Q8_0: (32, 34),
     Q4_K: (256, 144),
     Q6_K: (256, 210),
-    IQ2_XXS: (256, 66),
     BF16: (1, 2),
     MXFP4: (32, 17),
     NVFP4: (64, 36),
+    Q1_0: (128, 18),
 }
 
 

@@ -16,7 +16,7 @@ from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS
 from ktmoe.machine import numa
 from ktmoe.weights import formats
-from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, INT8, INT8_PLUS_128, UINT4, Element
+from ktmoe.weights.elements import E2M1, E4M3, E5M2, INT4, INT8_PLUS_128, UINT4, Element
 from ktmoe.weights.formats import F16, F32, FP8_PER_ROW, MXFP8, Factor, Minimum, ZeroPoint, fp8, int8, nvfp4, uint4
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED
 
@@ -32,28 +32,35 @@ LONGEST = int4(GROUPS[-1])
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 
 
+def integers(bits: int, zero: int) -> Element:
+    """Integers of so many bits, stored plus `zero`."""
+    return Element(f"{bits} bits less {zero}", "int", tuple(float(code - zero) for code in range(1 << bits)))
+
+
 def minima_of(element: Element) -> WeightFormat:
     """fp16 scales and minima of 32, which are added."""
     scale = Scale("fp16", (1, 32))
     return WeightFormat(element, scale, offset=Minimum(scale, added=True))
 
 
-def super_scaled(element: Element, group: int, minima: bool = False) -> WeightFormat:
-    """Integers of 8 bits as scales, and as minima, with fp16 super-scales of 256."""
-    scales = Scale("int8", (1, group)), Scale("fp16", (1, 256))
+def super_scaled(element: Element, group: int, minima: bool = False, kind: str = "int8") -> WeightFormat:
+    """Integers as scales, and as minima, with fp16 super-scales of 256."""
+    scales = Scale(kind, (1, group)), Scale("fp16", (1, 256))
     return WeightFormat(element, *scales, offset=Minimum(*scales) if minima else None)
 
 
-#: Minima and super-scales: what rows carry sums for, or has headers of two levels.
+#: Minima and super-scales: what rows carry sums for, or has headers of two levels. Integers of fewer than 8 bits, in planes.
 SUPER_SCALED = {
     "fp16 minima": minima_of(UINT4),
     "super-32": super_scaled(INT4, 32),
     "super-32 minima": super_scaled(UINT4, 32, True),
-    "super-16": super_scaled(INT4, 16),
-    "super-16 minima": super_scaled(UINT4, 16, True),
-    "i8 fp16 minima": minima_of(INT8),
-    "i8 super-32 minima": super_scaled(INT8, 32, True),
-    "i8 super-16": super_scaled(INT8, 16),
+    "int6 super-16": super_scaled(integers(6, 32), 16),
+    "int5 fp16": WeightFormat(integers(5, 16), Scale("fp16", (1, 32))),
+    "int5 fp16 minima": minima_of(integers(5, 0)),
+    "int5 super-32 minima": super_scaled(integers(5, 0), 32, True),
+    "int3 super-16": super_scaled(integers(3, 4), 16, kind="int6"),
+    "int2 super-16 minima": super_scaled(integers(2, 0), 16, True, "uint4"),
+    "int2 super-256": WeightFormat(integers(2, 1), Scale("fp16", (1, 256))),
 }
 #: What ktmoe's kernels have.
 FORMATS = {
@@ -81,7 +88,7 @@ FORMATS = {
 #: Codes of 8 bits and more in the other order that they may have: packing differs, kernels do not.
 TURNED = {
     f"{name} transposed": replace(FORMATS[name], order=TRANSPOSED)
-    for name in ("b16", "f16", "f32", "fp8", "fp8-bf16", "fp8-row", "mxfp8", "int8-64")
+    for name in ("b16", "f16", "f32", "fp8", "fp8-bf16", "fp8-row", "mxfp8", "int8-64", "int5 fp16")
 }
 #: All formats: FORMATS, TURNED and the loaders' own, and some of no loader and no kernel, which the reference has.
 ALL_FORMATS = {
@@ -108,8 +115,8 @@ WEIGHTS = {
 KINDS = {
     name: WEIGHTS[name]
     for name in (
-        *("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "super-32 minima", "mxfp8", "fp8", "int8-row", "i8 super-16"),
-        *("b16", "all three"),
+        *("folded", "unfolded", "int4-64", "gptq-128", "nvfp4", "super-32 minima", "mxfp8", "fp8", "int8-row", "int6 super-16"),
+        *("int3 super-16", "int2 super-16 minima", "b16", "all three"),
     )
 }
 #: More of those that differ by projection.
@@ -122,10 +129,17 @@ MIXED = {
     "unfolded and int4": {"formats": {"gate": MXFP4, "up": MXFP4, "down": int4(32)}, "fold": False},
     "f8": {"formats": {"gate": fp8(), "up": FP8_PER_ROW, "down": MXFP8}},
     "q4 and f8": {"formats": {"gate": nvfp4(), "up": fp8("bf16"), "down": nvfp4(divides=True)}},
-    "i8": {"formats": {"gate": int8(), "up": int8(32), "down": int8(64, "fp16", INT8_PLUS_128)}},
+    "int": {
+        "formats": {
+            "gate": SUPER_SCALED["int5 super-32 minima"],
+            "up": SUPER_SCALED["int3 super-16"],
+            "down": SUPER_SCALED["int2 super-256"],
+        }
+    },
+    "int8": {"formats": {"gate": int8(), "up": int8(32), "down": int8(64, "fp16", INT8_PLUS_128)}},
     "orders": {"formats": {"gate": uint4(64, order=GPTQ, plus=1), "up": uint4(128, order=AWQ), "down": int4(32, "fp16")}},
     "sums of x and none": {
-        "formats": {"gate": SUPER_SCALED["super-32 minima"], "up": int4(32), "down": SUPER_SCALED["i8 super-16"]}
+        "formats": {"gate": SUPER_SCALED["super-32 minima"], "up": int4(32), "down": SUPER_SCALED["int6 super-16"]}
     },
     "transposed": {"formats": {"gate": TURNED["b16 transposed"], "up": B16, "down": TURNED["fp8-row transposed"]}},
 }
@@ -136,6 +150,8 @@ FLOATS = {
     "fp32": (np.dtype(np.float32), 8, 23),
     "e4m3": (np.dtype(np.uint8), 4, 3),
 }
+#: Scale kinds that are integers: the least and the greatest.
+WHOLE = {"int8": (-128, 127), "int6": (-32, 31), "uint4": (0, 15)}
 #: The same of codes that are numbers, by family.
 NUMBERS = {"b16": "bf16", "f16": "fp16", "f32": "fp32"}
 MANY_THREADS = 2 * (os.cpu_count() or 1)
@@ -184,7 +200,7 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
     """The arrays of so many matrices [n, k] of any format, by name, [count, ...] each; scales, fold: random_experts()'s."""
     low, high = scales
     element, expected = weight_format.element, weight_format.arrays(n, k)
-    if element.bits == 8:  # as large weights as q4's
+    if element.family in ("f8", "int"):  # as large weights as q4's
         shift = int(np.log2(max(abs(value) for value in element.values if value is not None))) - 2
         low, high = max(low - shift, 0), max(high - shift, 0)
     middle = 127
@@ -197,15 +213,16 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
         if scale.kind in FLOATS:
             # a zero for many rows would hide too much
             return random_floats(rng, scale.kind, shape, low, high, zeros=scale.extent[0] == 1)
-        if scale.kind == "int8":  # its super-scale is as much smaller
-            return rng.integers(-128, 127, shape, dtype=np.int8, endpoint=True)
+        if scale.kind in WHOLE:  # its super-scale is as much smaller
+            return rng.integers(*WHOLE[scale.kind], shape, dtype=scale.dtype, endpoint=True)
         stored = rng.integers(low, high, shape, dtype=np.uint8, endpoint=True)
         if label == "scales" and not fold:
             stored[:, 0, 0] = 0
         return stored
 
     def supers(scale):
-        return (low - 7, high - 7) if scale.kind == "int8" else (125, 126)
+        less = int(WHOLE[scale.kind][1]).bit_length() if scale.kind in WHOLE else 0
+        return (low - less, high - less) if less else (125, 126)
 
     def any_bits(label):
         dtype, shape = expected[label]
@@ -222,6 +239,8 @@ def random_arrays(rng, weight_format: WeightFormat, count, n, k, scales=SCALES, 
         arrays["codes"] = rng.choice(known, (count, *expected["codes"][1]))
     else:
         arrays["codes"] = any_bits("codes")
+        if element.family == "int":
+            arrays["codes"] &= arrays["codes"].dtype.type((1 << element.bits) - 1)
     if weight_format.super_scale:
         arrays["super_scales"] = numbers("super_scales", weight_format.super_scale, *supers(weight_format.scale))
     if isinstance(weight_format.offset, Minimum):

@@ -10,7 +10,7 @@ from ktmoe import Linear, Matrix, reference, set_num_threads
 from ktmoe.modes import mode_of
 from ktmoe.reference import Reference, round_bfloat16
 from ktmoe.reference.operands import flush_to_zero
-from ktmoe.weights.records import Records
+from ktmoe.weights.records import RecordOrder
 
 #: Every format that kernels have: those of safetensors and GGUF's records.
 DENSE_FORMATS = FORMATS | {f"gguf {name}": weight_format for name, weight_format in ggml_records.IN_RECORDS.items()}
@@ -20,7 +20,11 @@ DENSE_KINDS = {
     "mxfp4 unfolded": {"fold": False},
     **{
         name: {"weight_format": FORMATS[name]}
-        for name in ("int4-64", "gptq-128", "nvfp4", "super-32 minima", "mxfp8", "fp8", "int8-row", "i8 super-16", "b16", "f32")
+        for name in ("int4-64", "gptq-128", "nvfp4", "super-32 minima", "mxfp8", "fp8", "int8-row", "int6 super-16")
+    },
+    **{
+        name: {"weight_format": FORMATS[name]}
+        for name in ("int5 super-32 minima", "int3 super-16", "int2 super-16 minima", "int2 super-256", "b16", "f32")
     },
 }
 
@@ -28,7 +32,7 @@ DENSE_KINDS = {
 def random_matrix(rng, n, k, weight_format=FORMATS["mxfp4"], *, scales=SCALES, fold=True, bias=False, name="w") -> Matrix:
     """Of n outputs and k inputs, rounded up to whole items of the arrays. scales, fold: as random_experts() has them."""
     n, k = (-(-size // unit) * unit for size, unit in zip((n, k), weight_format.code_unit, strict=True))
-    if isinstance(weight_format.order, Records):
+    if isinstance(weight_format.order, RecordOrder):
         stored = {"codes": ggml_records.random_codes(rng, weight_format, 1, n, k)[0]}
         if weight_format.factor:
             stored["factor"] = rng.uniform(0.5, 2, weight_format.factor.shape(n)).astype(np.float32)

@@ -56,7 +56,7 @@ def number(kind, stored):
         return Fraction(2) ** (int(stored) - 127)
     if kind == "e4m3":
         return e4m3(int(stored))
-    if kind == "int8":
+    if kind in ("int8", "int6", "uint4"):
         return Fraction(int(stored))
     exponent, significand, unsigned = {"bf16": (8, 7, np.uint16), "fp16": (5, 10, np.uint16), "fp32": (8, 23, np.uint32)}[kind]
     return float_of(int(stored.view(unsigned)), exponent, significand)
@@ -113,7 +113,7 @@ def weight_of(matrix, row, k, rounded=False):
     at = (row, k) if format.order.name == "rows" else (k, row)
     if not format.element.values:
         return Fraction(float(matrix.codes[at]))
-    code = int(matrix.codes[at]) if format.element.bits == 8 else four_bits(format.order.name, matrix.codes, row, k)
+    code = int(matrix.codes[at]) if format.element.row_bits == 8 else four_bits(format.order.name, matrix.codes, row, k)
     value = value_of(format.element, code) - (zero_point(matrix, row, k) if hasattr(offset, "plus") else 0)
     scaled = value * shared(matrix, "scales", format.scale, row, k)
     scaled *= shared(matrix, "super_scales", format.super_scale, row, k)

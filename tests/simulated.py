@@ -2,7 +2,7 @@
 
 import ml_dtypes
 import numpy as np
-from helpers import SUPER_SCALED
+from helpers import SUPER_SCALED, WHOLE
 from reference_experts import BFLOAT16
 
 from ktmoe import reference
@@ -239,7 +239,7 @@ def simulated_linear(matrix, a, kind, shard=None):
             if kind in INTEGERS:
                 sums = integers[:, at] @ (weights[:, at] / unit).astype(np.int64).T
                 assert np.abs(sums).max() < (2**24 if matrix.format.family == "q4" or kind == "int8" else 2**28)
-            if kind == "int8" and matrix.format.family == "i8":
+            if kind == "int8" and matrix.format.family == "int":
                 total = fma(sums.astype(np.float32), steps[:, start // 32, None] * factor, total)
             elif kind in INTEGERS:
                 total = fma(sums.astype(np.float32) * steps[:, start // 32, None], factor * unit, total)
@@ -379,15 +379,15 @@ FORMATS = (
 
 def kinds_of(format):
     if format.scale is None:
-        return ("portable", "fma", "vdpbf16ps", "amx", *(INTEGERS if format.family in ("q4", "i8") else ()))
-    plain = format.family in ("q4", "i8") and set(format.arrays(8, 8)) == {"codes", "scales"}
+        return ("portable", "fma", "vdpbf16ps", "amx", *(INTEGERS if format.family in ("q4", "int") else ()))
+    plain = format.family in ("q4", "int") and set(format.arrays(8, 8)) == {"codes", "scales"}
     plain = plain and format.scale.extent[1] % 32 == 0
-    integers = format.family in ("q4", "i8") and format.scale.kind in ("ue8m0", "e4m3", "bf16", "fp16", "int8")
+    integers = format.family in ("q4", "int") and format.scale.kind in ("ue8m0", "e4m3", "bf16", "fp16", *WHOLE)
     integers = integers and format.scale.extent[0] == 1 and format.scale.extent[1] % 16 == 0
     absent = {
         "fma by 32": format.scale.extent[1] <= 32 or isinstance(format.offset, Minimum),
-        "amx folded": not plain or format.family == "i8" or format.scale.kind not in ("bf16", "fp16"),
-        "amx terms": not plain or format.family == "i8" or format.scale.kind != "bf16",
+        "amx folded": not plain or format.family == "int" or format.scale.kind not in ("bf16", "fp16"),
+        "amx terms": not plain or format.family == "int" or format.scale.kind != "bf16",
         **dict.fromkeys(INTEGERS, not integers),
     }
     return tuple(kind for kind in KINDS if not absent.get(kind))
@@ -420,7 +420,7 @@ def edges_of(format):
     """The cases of EDGES that a format's scales can have: fp16's are 2**-24 to 2**15, and a factor comes after large sums."""
     if format.scale is None and format.factor:
         return tuple(name for name in EDGES if name != "no scale folds")
-    if format.scale is None or format.scale.kind not in ("fp16", "int8"):
+    if format.scale is None or format.scale.kind not in ("fp16", *WHOLE):
         return tuple(EDGES)
     return tuple(name for name, (scales, down, _) in EDGES.items() if all(103 <= v <= 142 for v in (*scales, *down)))
 

@@ -338,7 +338,7 @@ def test_layers_that_are_not_here(whole_model, inspect, capsys):
 
 def test_a_token_of_gguf(tmp_path, inspect):
     """The output layer is the embedding; the experts, of a type that ktmoe does not compute, count all the same."""
-    kinds = dict.fromkeys(PROJECTIONS, gguf_files.IQ2_XXS)
+    kinds = dict.fromkeys(PROJECTIONS, gguf_files.Q1_0)
     tensors = gguf_files.layer(0, kinds, experts=8)
     for name, kind, shape in (
         ("token_embd", gguf_files.Q4_K, (100, 256)),
@@ -349,7 +349,7 @@ def test_a_token_of_gguf(tmp_path, inspect):
     keys = gguf_files.metadata(block_count=1, expert_count=8, expert_used_count=2)
     status, data = inspect(gguf_files.write(tmp_path / "model.gguf", keys, tensors), "--no-measure")
     assert (status, data["groups"], data["top_k"]) == (1, [], 2)
-    assert data["token"]["routed_bytes"] == 2 * 3 * 256 * 512 * 66 / 256
+    assert data["token"]["routed_bytes"] == 2 * 3 * 256 * 512 * 18 / 128
     assert data["token"]["output_layer_bytes"] == 100 * 144
     assert data["token"]["dense_bytes"] == 100 * 144 + 256 * 8 * 34 + 8 * 256 * 4
     assert data["token"]["not_read"] == []

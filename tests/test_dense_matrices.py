@@ -6,7 +6,7 @@ import pytest
 from checkpoints import BF16, HIDDEN, INTERMEDIATE, PROJ, SCHEMES, W, check_matrix, e4m3, write, write_index, zeros
 from ggml_records import random_codes
 from gguf_files import BF16 as GGUF_BF16
-from gguf_files import F32, IQ2_XXS, NVFP4, Q8_0, metadata, records
+from gguf_files import F32, NVFP4, Q1_0, Q8_0, metadata, records
 from gguf_files import write as write_gguf
 
 from ktmoe import load_matrix, load_mlp
@@ -137,8 +137,8 @@ def test_a_matrix_of_one_row_in_gguf(tmp_path):
 
 
 def test_a_type_of_gguf_that_is_not_computed(tmp_path):
-    write_gguf(tmp_path / "m.gguf", metadata(), {"output.weight": (IQ2_XXS, (2, 256), bytes(132))})
-    with pytest.raises(FormatError, match=r"output.weight: type: expected one of .*Q4_K.*, found IQ2_XXS \[2, 256\]"):
+    write_gguf(tmp_path / "m.gguf", metadata(), {"output.weight": (Q1_0, (2, 256), bytes(72))})
+    with pytest.raises(FormatError, match=r"output.weight: type: expected one of .*Q4_K.*, found Q1_0 \[2, 256\]"):
         load_matrix(tmp_path, "output")
 
 

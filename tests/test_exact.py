@@ -240,7 +240,7 @@ def test_every_weight_of_other_formats_by_itself(backend, projection, shape, wei
     rng = np.random.default_rng(shape)
     n, size = shape
     codes, scales = random_codes(rng, *shape, weight_format), odd_scales(rng, *shape, weight_format)
-    bias = (1024 if weight_format.family == "i8" else 64) if projection == "gate" else 0
+    bias = (1024 if weight_format.family == "int" else 64) if projection == "gate" else 0
     k = np.arange(size) if size < 100 else np.unique([0, 31, 32, 63, 64, 127, 128, 255, 256, size - 1, *rng.choice(size, 30)])
     expected = (weights_of(codes, scales, weight_format).T[k] + bias).astype(BF16).astype(float)
     with visible_layer(backend, projection, codes, scales, weight_format, bias or 1) as layer:

@@ -10,6 +10,7 @@ import pytest
 import ways
 from exact import (
     E4M3_CODES,
+    OTHER_ZEROS,
     down_layer,
     forward,
     odd_scales,
@@ -50,6 +51,7 @@ PER_MATRIX, PER_ROW = Factor(per_row=False), Factor(per_row=True)
 DIVIDED, DIVIDED_PER_ROW = Factor(per_row=False, divides=True), Factor(per_row=True, divides=True)
 SERVED = {
     **FORMATS,
+    **OTHER_ZEROS,
     "no scales": WeightFormat(E2M1),
     "no scales, f8": WeightFormat(E4M3),
     "int4-fp16-128": int4(128, "fp16"),
@@ -69,7 +71,7 @@ SERVED = {
     "fp8-e4m3": fp8("e4m3"),
     "fp8-ue8m0": fp8("ue8m0"),
     "fp8-fp16": fp8("fp16"),
-    "no scales, i8": WeightFormat(INT8),
+    "no scales, int8": WeightFormat(INT8),
     "int8-block-bf16": int8(64, "bf16", rows=64),
     "int8 divided": replace(int8(32, "fp16"), factor=DIVIDED),
     "b16 factor": replace(FORMATS["b16"], factor=PER_ROW),
@@ -85,8 +87,8 @@ SHAPES = [(48, 16), (72, 48), (130, 66), (136, 80), (264, 136), (320, 200)]
 
 
 def arrays_of(rng, weight_format, n, k, powers=2):
-    """codes, scales, zero points of a matrix whose sums with x of 3 bits are exact in every order: f8 has 7 bits of code and i8
-    8, both 3 of scale; the others have 5 and 5; 9 are of length. n, k are rounded up to what the format can have."""
+    """codes, scales, zero points of a matrix whose sums with x of 3 bits are exact in every order: f8 has 7 bits of code and
+    int8 8, both 3 of scale; the others have 5 and 5; 9 are of length. n, k are rounded up to what the format can have."""
     rows, columns = weight_format.code_unit
     n, k = -(-n // rows) * rows, -(-k // columns) * columns
     largest = 3 if weight_format.element.bits == 8 or weight_format.super_scale else 7
@@ -148,7 +150,7 @@ def test_every_weight_by_itself(backend, name, projection):
     factor = None if weight_format.factor is None else np.full(weight_format.factor.shape(n), -0.5, np.float32)
     if factor is not None:
         expected = expected / -0.5 if weight_format.factor.divides else expected * -0.5
-    if projection == "up":  # 8 bits of i8 times a scale
+    if projection == "up":  # 8 bits of int8 times a scale
         expected = rounded(expected)
     make = (
         down_layer if projection == "down" else lambda backend, *matrix, **more: visible_layer(backend, "up", *matrix, **more)
@@ -341,7 +343,11 @@ def test_the_bias_comes_after_the_factor(backend, name, factor):
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize(
-    "name", ["nvfp4", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128", "int8-block", "gptq-32", "awq-128", "int4-fp16"]
+    "name",
+    [
+        *("nvfp4", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128", "int8-block"),
+        *("int5 fp16", "int2 super-256", "gptq-32", "awq-128", "int4-fp16"),
+    ],
 )
 def test_the_largest_sums(backend, name, tokens):
     """x of 255, all of one sign, the codes that are farthest from 0 (or from their zero points), of one sign or of both, with
@@ -394,6 +400,8 @@ MADE = {
     "int8+128": ("code", "sign", "k", "group", "row", "last bit"),
     "gptq-32": ("code", "k", "pairs", "group", "row", "last bit", "zero point", "zero points"),
     "int4-fp16": ("code", "sign", "group", "last bit"),
+    "int5 fp16": ("code", "column", "k", "pairs", "group", "row", "last bit"),
+    "int2 super-256": ("code", "column", "k", "pairs", "row", "last bit"),
 }
 
 

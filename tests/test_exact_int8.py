@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ways
 from exact import (
+    OTHER_ZEROS,
     SIXTEENS,
     down_layer,
     forward,
@@ -33,7 +34,8 @@ from ktmoe.weights.order import AWQ
 INTEGERS = {name: weight_format for name, weight_format in FORMATS.items() if weight_format.family == "q4"}
 INTEGERS |= {"int4-row": int4(), "zero points, bf16": uint4(32, "bf16"), "nvfp4, awq": replace(nvfp4(), order=AWQ)}
 INTEGERS |= {"int8": WeightFormat(INT8), "int8-64": FORMATS["int8-64"], "int8+128": FORMATS["int8+128"]}
-INTEGERS |= {name: weight_format for name, weight_format in SUPER_SCALED.items() if weight_format.family == "i8"}
+INTEGERS |= {name: weight_format for name, weight_format in SUPER_SCALED.items() if weight_format.family == "int"}
+INTEGERS |= OTHER_ZEROS
 #: Rows of an expert that are served apart: few() in passes of each size, many() in tiles of each.
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 21)
 
@@ -53,10 +55,12 @@ def integers(rng, tokens, k, power=0):
 
 
 def scales_of(rng, n, k, weight_format):
-    """Odd ones; powers of two for 8-bit codes, so that 127 * 128 * 2 * 290 < 2**24. None without scales."""
+    """Odd ones; powers of two for codes of 5 to 8 bits, so that 127 * 128 * 2 * 290 < 2**24. None without scales."""
     if weight_format.super_scale:
-        return odd_scales(rng, n, k, weight_format, 1 if weight_format.family == "i8" else 3)
-    return odd_scales(rng, n, k, weight_format, *((1, 2) if weight_format.family == "i8" else ()))
+        return odd_scales(rng, n, k, weight_format, 1 if weight_format.element.bits > 4 else 3)
+    return odd_scales(
+        rng, n, k, weight_format, *((1, 2) if weight_format.element.bits > 4 and weight_format.family == "int" else ())
+    )
 
 
 def arrays_of(rng, n, k, weight_format):

@@ -6,7 +6,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import ALL_FORMATS, DEEPSEEK, TURNED, assert_right, random_batch, random_experts
+from helpers import ALL_FORMATS, DEEPSEEK, TURNED, assert_right, integers, random_batch, random_experts
 
 from ktmoe import BF16, MXFP4, ExpertWeights, Matrix, MoELayer, Scale, WeightFormat, backends, int4
 from ktmoe.errors import FormatError
@@ -124,7 +124,7 @@ def test_a_value_that_is_no_bfloat16_number_is_refused(value):
 
 
 def test_elements_that_are_refused():
-    with pytest.raises(FormatError, match=r"five: weight family 'q5' is unknown; known are q4, f8, i8, b16"):
+    with pytest.raises(FormatError, match=r"five: weight family 'q5' is unknown; known are q4, f8, int, b16"):
         Element("five", "q5", E2M1.values)
     with pytest.raises(FormatError, match="short: a q4 element has 16 values, found 15"):
         Element("short", "q4", E2M1.values[:15])
@@ -134,11 +134,28 @@ def test_elements_that_are_refused():
         Element("given", "b16", E2M1.values)
     with pytest.raises(FormatError, match="holes: every code of a q4 element must have a value"):
         Element("holes", "q4", (*E2M1.values[:15], None))
-    for values in (tuple(reversed(INT8.values)), (*INT8.values[:255], None), tuple(v / 2 for v in INT8.values)):
-        with pytest.raises(FormatError, match="other: an i8 element's values are -128 to 127, in two's complement or plus 128"):
-            Element("other", "i8", values)
-    assert Element("mine", "i8", INT8.values).padding == 0
-    assert Element("mine", "i8", INT8_PLUS_128.values).padding == 128
+    with pytest.raises(FormatError, match="seven: a int element has 4, 8, 32, 64, 256 values, found 128"):
+        Element("seven", "int", tuple(float(v) for v in range(128)))
+    of_8_bits = tuple(reversed(INT8.values)), (*INT8.values[:255], None), tuple(v / 2 for v in INT8.values)
+    for values in (
+        *of_8_bits,
+        tuple(float(v) for v in range(256)),
+        (1.0, 2.0, 3.0, 4.0),
+        (0.0, 1.0, 2.0, 4.0),
+        (0.0, -1.0, -2.0, -3.0),
+    ):
+        with pytest.raises(
+            FormatError,
+            match="other: an int element's values are neighbouring integers with 0 among them; of 8 bits, -128 to 127, in "
+            "two's complement or plus 128",
+        ):
+            Element("other", "int", values)
+    assert Element("mine", "int", INT8.values).padding == 0
+    assert Element("mine", "int", INT8_PLUS_128.values).padding == 128
+    for bits in (2, 3, 5, 6):
+        for zero in (0, 1, (1 << bits) - 1):
+            element = integers(bits, zero)
+            assert (element.bits, element.row_bits, element.padding) == (bits, 8, zero)
 
 
 def test_parts_that_do_not_go_together():

@@ -47,3 +47,11 @@ def test_every_instruction_set_has_all_formats():
 
 def test_packed_weights_grow_by_at_most_one_percent():
     assert all(float(growth.split()[0]) <= 1 for *_, growth in rows(FORMATS))
+
+
+def test_packed_records_grow_by_at_most_three_percent():
+    """Each code has as many bits as in its file; scales of 6 bits per 32 have bytes. Nor does any lose anything."""
+    growths = {name: float(growth.split()[0]) for name, *_, growth in rows(ggml.GGML)}
+    assert {"Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "TQ2_0"} <= set(growths)
+    assert all(0 <= growth <= 3 for growth in growths.values())
+    assert {name for name, growth in growths.items() if growth} == {"Q4_K", "Q5_K", "IQ4_XS"}

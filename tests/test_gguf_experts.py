@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from gguf_files import F32, IQ2_XXS, Q4_0, Q8_0, layer, metadata, records, write
+from gguf_files import F32, Q1_0, Q4_0, Q8_0, layer, metadata, records, write
 from helpers import assert_right, random_batch, same_bits
 from kt_wrappers import REVERSED, batch, wrapper
 
@@ -83,14 +83,14 @@ def test_a_layer_of_another_type(tmp_path, capsys):
     tensors = {name: tensor for number in range(4) for name, tensor in layer(number, kinds).items()}
     tensors = {name: (kind, s, bytes(len(data))) for name, (kind, s, data) in tensors.items()}  # numbers that are finite
     path = write(
-        tmp_path / "m.gguf", metadata(), tensors | {"blk.2.ffn_up_exps.weight": (IQ2_XXS, shape, records(0, IQ2_XXS, shape))}
+        tmp_path / "m.gguf", metadata(), tensors | {"blk.2.ffn_up_exps.weight": (Q1_0, shape, records(0, Q1_0, shape))}
     )
     words = r"blk\.2\.ffn_up_exps\.weight: type: expected .*; the other layers can be read: pass layers=, or --layers 0-1,3"
     with pytest.raises(FormatError, match=words):
         MoEModel.from_checkpoint(path)
     with MoEModel.from_checkpoint(path, [0, 1, 3]) as model:
         assert list(model) == [0, 1, 3]
-    with pytest.raises(FormatError, match=r"found IQ2_XXS \[2, 512, 256\]$"):  # which was asked for
+    with pytest.raises(FormatError, match=r"found Q1_0 \[2, 512, 256\]$"):  # which was asked for
         MoEModel.from_checkpoint(path, [0, 2])
     assert cli.main(["pack", str(path), str(tmp_path / "cache")]) == 1
     assert "or --layers 0-1,3 to a command" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_inspect(tmp_path, capsys):
     tensors = layer(0, kinds) | layer(1, kinds)
     for number in (2, 3):
         shape = (2, 512, 256)
-        tensors |= layer(number, kinds) | {f"blk.{number}.ffn_up_exps.weight": (IQ2_XXS, shape, records(0, IQ2_XXS, shape))}
+        tensors |= layer(number, kinds) | {f"blk.{number}.ffn_up_exps.weight": (Q1_0, shape, records(0, Q1_0, shape))}
     write(tmp_path / "m.gguf", metadata(expert_used_count=1, block_count=4), tensors)
     assert cli.main(["inspect", str(tmp_path), "--no-measure", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -114,7 +114,7 @@ def test_inspect(tmp_path, capsys):
     (refused,) = found["not_served"]
     assert refused["layers"] == [2, 3]
     assert "blk.2.ffn_up_exps.weight: type: expected one of Q4_0, " in refused["reason"]
-    assert "found IQ2_XXS [2, 512, 256]" in refused["reason"]
+    assert "found Q1_0 [2, 512, 256]" in refused["reason"]
 
 
 # ktmoe.synthetic
@@ -151,7 +151,7 @@ def test_mixed_types(tmp_path):
 
 def test_what_cannot_be_made(tmp_path):
     for given, message in (
-        ({"types": "IQ1_S"}, "types: expected one of Q4_K_M, .*, found 'IQ1_S'"),
+        ({"types": "Q1_0"}, "types: expected one of Q4_K_M, .*, found 'Q1_0'"),
         ({"hidden": 128}, "hidden: expected a positive multiple of 256, found 128"),
         ({"splits": 0}, "splits: expected a positive multiple of 1, found 0"),
     ):

@@ -54,7 +54,9 @@ def library(tmp_path_factory):
         patch.setitem(
             isa.ISAS,
             "made_up",
-            isa.Isa(1, kernels=("b16_f32", "f16_f32", "f32_f32", "i8_f32", "f8_f32", "q4_f32"), implies=("portable",)),
+            isa.Isa(
+                1, kernels=("b16_f32", "f16_f32", "f32_f32", "int_f32", "f8_f32", "q4_f32", "grid_f32"), implies=("portable",)
+            ),
         )
         for source in isa.sources("made_up"):
             flags = [*(flag for flag in isa.C_FLAGS if "visibility" not in flag), *isa.compile_flags("made_up"), "-O0"]

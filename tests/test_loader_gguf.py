@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 from checkpoints import scores
-from gguf_files import BF16, F16, F32, IQ2_XXS, NVFP4, Q4_0, Q8_0, layer, metadata, records, write
+from gguf_files import BF16, F16, F32, NVFP4, Q1_0, Q4_0, Q8_0, layer, metadata, records, write
 
 from ktmoe import SILU, MoEModel, cli, load_experts
 from ktmoe.dequantization import dequantize
@@ -233,9 +233,9 @@ WRONG = {
     ),
     "another scale": (changed(f"{UP}.scale", f32(2)), FormatError, [f"{UP}.scale", "one factor per expert", "[2]"]),
     "a type without kernels": (
-        changed(f"{UP}.weight", (IQ2_XXS, (EXPERTS, 128, 256), records(0, IQ2_XXS, (EXPERTS, 128, 256)))),
+        changed(f"{UP}.weight", (Q1_0, (EXPERTS, 128, 256), records(0, Q1_0, (EXPERTS, 128, 256)))),
         FormatError,
-        [f"{UP}.weight: type: expected one of Q4_0, ", "found IQ2_XXS [3, 128, 256]"],
+        [f"{UP}.weight: type: expected one of Q4_0, ", "found Q1_0 [3, 128, 256]"],
     ),
     "other experts": (changed(f"{UP}.weight", f32(2, 128, 64)), CheckpointError, [UP, "[3, 128, 64]", "found [2, 128, 64]"]),
     "other rows": (changed(f"{UP}.weight", f32(3, 64, 64)), CheckpointError, [UP, "[3, 128, 64]", "found [3, 64, 64]"]),

@@ -37,7 +37,7 @@ BATCHES = {
     "mostly skipped": lambda rng, tokens: np.array([SKIPPED] * (tokens - 1) + [rng.integers(POOL)]),
 }
 #: Each with one of the forms, in turn.
-KINDS_OF_LAYERS = {**KINDS, **{name: MIXED[name] for name in ("b16 and int4", "int4 and mxfp4", "q4 and f8", "i8")}}
+KINDS_OF_LAYERS = {**KINDS, **{name: MIXED[name] for name in ("b16 and int4", "int4 and mxfp4", "q4 and f8", "int")}}
 FORMS = list(itertools.product(ROUTER_WEIGHTS, (BF16, np.float32)))
 #: CPUs of each node.
 NODES = {

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from cpus import ALL_FEATURES, BEST, CPUS, OF_MODES, experts_of
-from helpers import B16, FORMATS, GROUPS, random_experts, super_scaled
+from helpers import B16, FORMATS, GROUPS, WHOLE, integers, minima_of, random_experts, super_scaled
 
 from ktmoe import MXFP4, MoELayer, Scale, WeightFormat, backends, int4
 from ktmoe._native import core, isa
@@ -29,7 +29,7 @@ def modes_of(backend, experts):
 
 @pytest.mark.parametrize("row", isa.ISAS)
 def test_what_a_table_serves(row):
-    """All formats in bf16; those of 4 bits and integers of 8 in int16 and int8 where those exist; folded scales where weights
+    """All formats in bf16; those of 4 bits and integers in int16 and int8 where those exist; folded scales where weights
     are bfloat16, of amx rounded ones and sums of two, too. Or integers alone."""
     table = native.load_table(row)
     keys = core.kernels(table)
@@ -39,14 +39,18 @@ def test_what_a_table_serves(row):
     expected = {("q4", *scale, mode, False, "none") for mode in modes for scale in of_4_bits}
     expected |= {("q4", kind, longest, mode, False, "zero_point") for mode in modes for kind in ("bf16", "fp16")}
     of_integers = {("none", 0), ("bf16", longest), ("fp16", longest)}
-    expected |= {("i8", *scale, mode, False, "none") for mode in modes for scale in of_integers}
-    super_scaled = {("q4", "int8", group, offset) for group in (16, 32) for offset in ("none", "minimum")}
-    super_scaled |= {("i8", "int8", 16, "none"), ("i8", "int8", 32, "minimum")}
-    of_16_bits = {(family, "fp16", 32, "minimum") for family in ("q4", "i8")}
+    expected |= {("int", *scale, mode, False, "none") for mode in modes for scale in of_integers}
+    super_scaled = {("q4", "int8", 32, offset) for offset in ("none", "minimum")}
+    super_scaled |= {("int", "int8", 16, "none"), ("int", "int8", 32, "minimum"), ("int", "int6", 16, "none")}
+    super_scaled |= {("int", "uint4", 16, "minimum"), ("int", "fp16", 256, "none")}
+    super_scaled |= {("grid", "odd", 16, "none"), ("grid", "odd", 32, "none"), ("ternary", "fp16", 256, "none")}
+    of_16_bits = {("q4", "fp16", 32, "minimum"), ("int", "fp16", 32, "minimum"), ("int", "fp16", 32, "none")}
     expected |= {(*scale, mode, False, offset) for mode in modes for *scale, offset in super_scaled | of_16_bits}
+    wide = {("q4", "fp16", 32, mode, False, "none") for mode in modes if mode != "bf16"}  # IQ4's values, of two kinds of scales
+    expected |= wide
     if "bf16" in modes:
         expected |= {("f8", *scale, "bf16", False, "none") for scale in (("none", 0), ("ue8m0", 32), ("panel", longest))}
-        expected |= {("i8", "panel", longest, "bf16", False, "none")}
+        expected |= {("int", "panel", longest, "bf16", False, "none")}
         expected |= {(family, "none", 0, "bf16", False, "none") for family in ("b16", "f16", "f32")}
     if row in ("avx512_bf16", "amx"):
         expected |= {(family, "ue8m0", 32, "bf16", True, "none") for family in ("q4", "f8")}
@@ -54,8 +58,8 @@ def test_what_a_table_serves(row):
         expected |= {("q4", *scale, "bf16", True, "none") for scale in (("bf16", longest), ("fp16", longest), ("e4m3", 16))}
         expected |= {("q4", "bf16", longest, "bf16", 2, "none")}
     assert set(keys) == expected
-    # i8 without scales: on tiles and, since i8_f32 has them, in fp32
-    assert len(keys) == len(expected) + (row == "amx")
+    # int8 without scales: on tiles and, as int_f32 has them, in fp32. int8 scales of super-scales: of values up to 16, and 127.
+    assert len(keys) == len(expected) + (row == "amx") + len(wide)
     for weight_format in FORMATS.values():
         assert table.serves(weight_format, "bf16") == ("bf16" in modes)
         for mode in ("int16", "int8"):
@@ -68,8 +72,8 @@ def test_what_a_table_serves(row):
 
 def has_integers(weight_format):
     """Whether the modes of integers have these weights."""
-    if weight_format.family == "i8":
-        return weight_format.scale is None or weight_format.scale.kind in ("bf16", "fp16", "int8")
+    if weight_format.family == "int":
+        return weight_format.scale is None or weight_format.scale.kind in ("bf16", "fp16", *WHOLE)
     return weight_format.family == "q4"
 
 
@@ -85,8 +89,8 @@ UNSERVED = {
     "fp32 a row": (WeightFormat(INT4, Scale("fp32", (1, 32))), "fp32 scales"),
     "e4m3 per 32": (WeightFormat(E2M1, Scale("e4m3", (1, 32))), "scale groups of 32"),
     "f8 with bf16 per 32": (WeightFormat(E4M3, Scale("bf16", (1, 32))), "bf16 scales"),
-    "i8 with ue8m0": (WeightFormat(INT8, Scale("ue8m0", (1, 32))), "ue8m0 scales"),
-    "i8 per 16": (WeightFormat(INT8, Scale("bf16", (1, 16))), "scale groups of 16"),
+    "int8 with ue8m0": (WeightFormat(INT8, Scale("ue8m0", (1, 32))), "ue8m0 scales"),
+    "int8 per 16": (WeightFormat(INT8, Scale("bf16", (1, 16))), "scale groups of 16"),
     "E5M2": (WeightFormat(E5M2, Scale("ue8m0", (1, 32))), "element E5M2"),
     "fp16 times fp16": (WeightFormat(INT4, Scale("fp16", (1, 32)), Scale("fp16", (1, 256))), "fp16 super-scales"),
     "int8 times fp32": (WeightFormat(INT4, Scale("int8", (1, 32)), Scale("fp32", (1, 256))), "fp32 super-scales"),
@@ -97,11 +101,37 @@ UNSERVED = {
         WeightFormat(INT8, Scale("fp32", (128, 128)), Scale("fp16", (1, 256))),
         "super-scales with scales shared by 128 rows",
     ),
-    "i8, supers of 32": (
-        WeightFormat(INT8, Scale("int8", (1, 32)), Scale("fp16", (1, 256))),
-        "weights without zero points or minima",
+    "supers of 16, of q4": (super_scaled(INT4, 16), "scale groups of 16"),
+    "supers and minima of 16, of q4": (super_scaled(UINT4, 16, True), "scale groups of 16"),
+    "int6 scales of q4": (super_scaled(INT4, 16, kind="int6"), "int6 scales"),
+    "fp16 per 256 of q4": (WeightFormat(INT4, Scale("fp16", (1, 256))), "scale groups of 256"),
+    "int8 with supers": (super_scaled(INT8, 32), "int8 scales"),
+    "int8 with fp16 minima": (minima_of(INT8), "minima"),
+    "int6 alone": (WeightFormat(integers(6, 32)), "weights without scales"),
+    "int6 with fp16": (WeightFormat(integers(6, 32), Scale("fp16", (1, 32))), "fp16 scales"),
+    "int6, supers of 32": (super_scaled(integers(6, 32), 32), "scale groups of 32"),
+    "int6, supers of 16 and minima": (super_scaled(integers(6, 0), 16, True), "minima"),
+    "int5 with bf16": (WeightFormat(integers(5, 16), Scale("bf16", (1, 32))), "bf16 scales"),
+    "int5, fp16 per 64": (WeightFormat(integers(5, 16), Scale("fp16", (1, 64))), "scale groups of 64"),
+    "int5, supers without minima": (super_scaled(integers(5, 0), 32), "weights without zero points or minima"),
+    "int3, int8 scales": (super_scaled(integers(3, 4), 16), "int8 scales"),
+    "int3, supers of 32": (super_scaled(integers(3, 4), 32, kind="int6"), "int6 scales per 1x32, only int6 scales per 1x16"),
+    "int3, int6 scales alone": (
+        WeightFormat(integers(3, 4), Scale("int6", (1, 16))),
+        "int6 scales per 1x16 with super",
     ),
-    "i8, minima of 16": (super_scaled(INT8, 16, True), "minima"),
+    "int2, supers without minima": (super_scaled(integers(2, 0), 16, kind="uint4"), "weights without zero points or minima"),
+    "int2, supers of 32": (
+        super_scaled(integers(2, 0), 32, True, "uint4"),
+        "uint4 scales per 1x32, only uint4",
+    ),
+    "int3, int6 minima": (super_scaled(integers(3, 0), 16, True, "int6"), "minima beside int6 scales"),
+    "int2, fp16 per 128": (WeightFormat(integers(2, 1), Scale("fp16", (1, 128))), "scale groups of 128"),
+    "int2, fp16 per 256 and minima": (
+        WeightFormat(integers(2, 1), Scale("fp16", (1, 256)), offset=Minimum(Scale("fp16", (1, 256)))),
+        "scale groups of 256, only of 16, 32, 64 and 128 along k, or fp16 ones of 256 alone",
+    ),
+    "int2, fp16 per 256 of two rows": (WeightFormat(integers(2, 1), Scale("fp16", (2, 256))), "scale groups of 256"),
     "minima of 64": (WeightFormat(UINT4, Scale("fp16", (1, 64)), offset=Minimum(Scale("fp16", (1, 64)))), "minima"),
     "bf16 minima": (WeightFormat(UINT4, Scale("bf16", (1, 32)), offset=Minimum(Scale("bf16", (1, 32)))), "minima"),
     "minima alone": (WeightFormat(UINT4, offset=Minimum(Scale("fp16", (1, 32)))), "minima without scales"),

@@ -1,20 +1,37 @@
 """The packed layouts: their addressing formulas, golden bytes, exact inverses, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import B16, BF16, FORMATS, LONGEST, MIXED, TURNED, WEIGHTS, bits, random_arrays, random_experts
+from helpers import (
+    B16,
+    BF16,
+    FORMATS,
+    LONGEST,
+    MIXED,
+    SUPER_SCALED,
+    TURNED,
+    WEIGHTS,
+    WHOLE,
+    bits,
+    random_arrays,
+    random_experts,
+)
 
 from ktmoe import MXFP4, SILU, ExpertWeights, Matrix, MoELayer, int4, set_num_threads
 from ktmoe._native import core
 from ktmoe.backends import native
 from ktmoe.backends.base import Plan
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
-from ktmoe.weights.elements import E2M1, Element
+from ktmoe.quantization import source
+from ktmoe.weights.elements import E2M1, FAMILIES, Element
 from ktmoe.weights.formats import F16, F32, MXFP8, Minimum, Scale, WeightFormat, fp8, int8, uint4
+from ktmoe.weights.ggml import GRIDS
 from ktmoe.weights.order import Order
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,9 +49,13 @@ def pack(weight_format, shape, **stored):
 
 
 #: The bit of k % 8 in its column's dword: k0 k2 k4 k6 | k1 k3 k5 k7; of k % 4 of f8, its byte: k0 k2 k1 k3; of k % 8
-#: of i8, its byte in two lines: k0 k4 k1 k5 | k2 k6 k3 k7.
+#: of int, its byte in two dwords: k0 k4 k1 k5 | k2 k6 k3 k7.
 NIBBLES, BYTES = np.array([0, 16, 4, 20, 8, 24, 12, 28]), np.array([0, 2, 1, 3])
-BYTES_OF_EIGHT = np.array([0, 2, 64, 66, 1, 3, 65, 67])
+BYTES_OF_EIGHT = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+#: The bits of the planes of int's codes, by those of a code.
+PLANES = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2), 8: (8,)}
+#: The bits of scales that are packed in fewer than 8, by kind.
+PACKED_BITS = {"uint4": 4, "int6": 6}
 
 
 def place(family, c, kk):
@@ -44,11 +65,28 @@ def place(family, c, kk):
         return (c // 16) * 256 + (kk % 32 // 8) * 64 + (c % 16) * 4 + bit // 8, bit % 8
     if family == "f8":
         return (c // 16) * 512 + (kk % 32 // 4) * 64 + (c % 16) * 4 + BYTES[kk % 4], 0 * kk
-    if family == "i8":
-        return (c // 16) * 512 + (kk % 32 // 8) * 128 + (c % 16) * 4 + BYTES_OF_EIGHT[kk % 8], 0 * kk
     if family == "f32":
         return (kk % 32) * 256 + c * 4, 0 * kk
     return (kk % 32 // 2) * 256 + c * 4 + (kk % 2) * 2, 0 * kk
+
+
+def place_in_plane(plane, c, kk):
+    """The same in a plane of so many bits. Of 8 dwords of a column, neighbours are pieces of a dword's bytes."""
+    dword, byte = np.divmod(kk % 32 // 8 * 8 + BYTES_OF_EIGHT[kk % 8], 4)
+    line, piece = np.divmod(dword, 8 // plane)
+    return (c // 16) * 64 * plane + line * 64 + (c % 16) * 4 + byte, piece * plane
+
+
+def planes_of(weight_format, codes, c, kk):
+    """(pieces of codes, bytes in the block, bits in these) of what a code is in pieces, but for bytes above the first."""
+    if weight_format.family != "int":
+        return [(codes, *place(weight_format.family, c, kk))]
+    found, shift, start = [], 0, 0
+    for plane in PLANES[weight_format.element.bits]:
+        byte, bit = place_in_plane(plane, c, kk)
+        found.append((codes >> shift & (1 << plane) - 1, start + byte, bit))
+        shift, start = shift + plane, start + 256 * plane
+    return found
 
 
 def codes_of(weight_format, stored, n, k):
@@ -60,7 +98,7 @@ def codes_of(weight_format, stored, n, k):
         return bits(codes)
     if weight_format.family == "f8":
         return codes
-    if weight_format.family == "i8":
+    if weight_format.family == "int":
         return codes.astype(np.uint16) + (128 if weight_format.element.name == "INT8" else 0) & 255
     order = weight_format.order
     if not order.transposed:
@@ -74,10 +112,14 @@ def codes_of(weight_format, stored, n, k):
 
 def by_formula(weight_format, stored, n, k):
     """The packed bytes, number by number, from LAYOUT of pack/layout.h."""
-    block_bytes = {"q4": 1024, "f8": 2048, "i8": 2048, "b16": 4096, "f16": 4096, "f32": 8192}[weight_format.family]
+    block_bytes = {"q4": 1024, "f8": 2048, "b16": 4096, "f16": 4096, "f32": 8192}.get(weight_format.family)
+    block_bytes = block_bytes or 256 * weight_format.element.bits
     panels, blocks = -(-n // PANEL), -(-k // BLOCK)
     scale, offset, minima = weight_format.scale, weight_format.offset, isinstance(weight_format.offset, Minimum)
-    header = per = above = 0
+    small = PACKED_BITS.get(scale.kind) if scale else None
+    per, above, header, upper, of_256 = 0, 0, 0, 128 * (1 + minima), "super_scales"
+    if scale and scale.extent[1] == 256:  # as super-scales stand
+        of_256, scale, above = "scales", None, 128
     if scale:
         rows, group = scale.extent
         scales = stored["scales"].T if weight_format.order.transposed else stored["scales"]
@@ -86,20 +128,21 @@ def by_formula(weight_format, stored, n, k):
             scales, one = scale.numbers(scales).astype(np.float32), np.ones(1, np.float32)
         halves, per = (2, 1) if group == 16 else (1, group // BLOCK)
         row_bytes = 64 if rows > 1 else 64 * scale.dtype.itemsize
-        header = halves * row_bytes * (1 + minima) + (64 if offset and not minima else 0)
-        above = 128 * (1 + minima) if weight_format.super_scale else 0
+        header = (1 if small else halves) * row_bytes * (1 + minima) + (64 if offset and not minima else 0)
+        above = upper + (256 if small == 6 else 0) if weight_format.super_scale else 0
     headers, supers = -(-blocks // per) if per else 0, -(-blocks // 8) if above else 0
     packed = np.zeros((panels, blocks * block_bytes + headers * header + supers * above), np.uint8)
-    padding = 128 if weight_format.family == "i8" else weight_format.element.padding
+    padding = 128 if weight_format.element.name.startswith("INT8") else weight_format.element.padding
     codes = np.full((panels * PANEL, blocks * BLOCK), padding, np.uint32)
     codes[:n, :k] = codes_of(weight_format, stored, n, k)
     all_panels, all_c = np.divmod(np.arange(panels * PANEL)[:, None], PANEL)
     kk = np.arange(blocks * BLOCK)
-    byte, bit = place(weight_format.family, all_c, kk)
-    byte = byte + kk // BLOCK * block_bytes + (kk // BLOCK // per + 1 if per else 0) * header + (kk // 256 + 1) * above
-    for first in np.unique(bit):  # each byte once
-        column, k_of = np.nonzero(np.broadcast_to(bit == first, codes.shape))
-        packed[all_panels[column, 0], byte[column, k_of]] |= (codes[column, k_of] << first & 255).astype(np.uint8)
+    before = kk // BLOCK * block_bytes + (kk // BLOCK // per + 1 if per else 0) * header + (kk // 256 + 1) * above
+    for pieces, byte, bit in planes_of(weight_format, codes, all_c, kk):
+        byte = byte + before
+        for first in np.unique(bit):  # each byte once
+            column, k_of = np.nonzero(np.broadcast_to(bit == first, codes.shape))
+            packed[all_panels[column, 0], byte[column, k_of]] |= (pieces[column, k_of] << first & 255).astype(np.uint8)
     for more in range(1, weight_format.element.bits // 8):
         packed[all_panels, byte + more] = codes >> 8 * more & 255
     for column in range(panels * PANEL):
@@ -112,6 +155,15 @@ def by_formula(weight_format, stored, n, k):
                 value = scales[column // rows, g] if inside else one[0]
                 if rows > 1 and (column >= n or c >= 16):
                     continue  # a line has 16 copies, by any of the panel's columns
+                if small:
+                    number = int(value) + (32 if small == 6 else 0)
+                    packed[panel, at + c] |= (number & 15) << 4 * half
+                    if small == 6:
+                        above_all = b // 8 * (8 * (header + block_bytes) + above) + upper + 4 * c
+                        packed[panel, above_all + b % 8 // 2] |= number >> 4 << (b % 2 * 4 + 2 * half)
+                    if minima and inside:
+                        packed[panel, at + row_bytes + c] |= int(stored["offsets"][column, g]) << 4 * half
+                    continue
                 stored_bytes = np.array([value]).view(np.uint8)
                 first = at + half * row_bytes + c * len(stored_bytes)
                 packed[panel, first : first + len(stored_bytes)] = stored_bytes
@@ -123,10 +175,9 @@ def by_formula(weight_format, stored, n, k):
                 z = zero_points(weight_format, stored, n)[column, b // per]
                 packed[panel, at + row_bytes + c] = (z + offset.plus) % 16
         for s in range(supers):
-            at = s * (8 * block_bytes + 8 // per * header + above) + 2 * c
-            packed[panel, at : at + 2] = np.array([stored["super_scales"][column, s] if column < n else 1], np.float16).view(
-                np.uint8
-            )
+            at = s * (8 * block_bytes + (8 // per if per else 0) * header + above) + 2 * c
+            of_scales = stored[of_256].T if weight_format.order.transposed else stored[of_256]
+            packed[panel, at : at + 2] = np.array([of_scales[column, s] if column < n else 1], np.float16).view(np.uint8)
             if minima and column < n:
                 of_minima = subtracted(weight_format, stored, "super_offsets")[column, s : s + 1]
                 packed[panel, at + 128 : at + 130] = of_minima.view(np.uint8)
@@ -173,7 +224,17 @@ SHAPES = [(1, 2), (64, 32), (63, 32), (65, 34), (1, 258), (100, 100), (66, 288),
 ODD_SHAPES = [(1, 1), (65, 33), (3, 7), (64, 31), (5, 289)]
 PACKED = FORMATS | TURNED
 CASES = {f"{name}-{n}x{k}": (name, *fits(w, n, k)) for name, w in FORMATS.items() for n, k in SHAPES}
-ODD = ("b16", "f16", "f32", "mxfp8", "fp8", "fp8-row", "int8-row", "int8+128")
+ODD = (
+    "b16",
+    "f16",
+    "f32",
+    "mxfp8",
+    "fp8",
+    "fp8-row",
+    "int8-row",
+    "int8+128",
+    *(name for name in FORMATS if re.match(r"int\d ", name)),
+)
 CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in ODD for n, k in ODD_SHAPES}
 CASES |= {f"{name}-{n}x{k}": (name, n, k) for name in TURNED for n, k in [*ODD_SHAPES, (64, 64), (130, 100)]}
 every_case = pytest.mark.parametrize(("name", "n", "k"), CASES.values(), ids=CASES)
@@ -200,6 +261,7 @@ def golden_source(weight_format, n, k):
         with np.errstate(invalid="ignore"):  # a signalling NaN is one of these
             return np.where(np.isfinite(numbers), numbers, dtype.type(1))
 
+    order = weight_format.order
     of_codes = {"b16": (28657, 65536), "f16": (28657, 65536), "f32": (2654435761, 2**32)}
     steps = {"codes": of_codes.get(weight_format.family, (89, 256)), "scales": (28657, 65536)}
     if weight_format == MXFP4:
@@ -208,7 +270,18 @@ def golden_source(weight_format, n, k):
         steps["scales"] = 37, 127
     if weight_format.family == "f8":
         steps |= {"codes": (89, 127), "scales": (37, 255)}
-    return {label: words(*array, *steps[label]) for label, array in weight_format.arrays(n, k).items()}
+    steps |= dict.fromkeys(("super_scales", "offsets", "super_offsets"), (46368, 65536))
+    for label, scale in weight_format.scales.items():
+        if scale.kind in PACKED_BITS:
+            steps[label] = 5 if label == "scales" else 3, 1 << PACKED_BITS[scale.kind]
+    arrays = {label: words(*array, *steps[label]) for label, array in weight_format.arrays(n, k).items()}
+    if order.packed:
+        upper = (order.scales if order.packed == "ternary" else order.super_scales).items[0][-1]
+        arrays["codes"].reshape(-1, order.nbytes)[:, upper.byte] &= 0xBF
+    if weight_format.family == "int":
+        arrays["codes"] >>= 8 - weight_format.element.bits
+    less = {label: WHOLE[scale.kind][0] for label, scale in weight_format.scales.items() if scale.kind in PACKED_BITS}
+    return {label: array + array.dtype.type(less.get(label, 0)) if label in less else array for label, array in arrays.items()}
 
 
 NVFP4_LIKE = WeightFormat(E2M1, Scale("e4m3", (1, 16)))
@@ -217,10 +290,17 @@ GOLDEN_FORMATS = {
     "q4_bf16": (int4(64), 66),
     "q4_e4m3": (NVFP4_LIKE, 66),
     "f8": (MXFP8, 35),
-    "i8": (int8(64), 35),
+    "int8": (int8(64), 35),
+    "int6": (SUPER_SCALED["int6 super-16"], 35),
+    "int5": (SUPER_SCALED["int5 fp16 minima"], 35),
+    "int3": (SUPER_SCALED["int3 super-16"], 291),
+    "int2": (SUPER_SCALED["int2 super-16 minima"], 291),
+    "int2_alone": (SUPER_SCALED["int2 super-256"], 291),
     "b16": (B16, 35),
     "f16": (F16, 35),
     "f32": (F32, 35),
+    "grid": (GRIDS["IQ2_XS"], 512),
+    "ternary": (GRIDS["TQ1_0"], 512),
 }
 
 
@@ -238,9 +318,12 @@ def test_golden_bytes(name):
 
 def test_layout_versions():
     """One of each family, and a golden file of each version that there was."""
-    assert {weight_format.family for weight_format in FORMATS.values()} == set(core.LAYOUT_VERSIONS)
-    for family, version in core.LAYOUT_VERSIONS.items():
-        assert all((GOLDEN / f"{family}_layout_v{v}.json").exists() for v in range(1, version + 1))
+    for name, (weight_format, _) in GOLDEN_FORMATS.items():
+        version = core.LAYOUT_VERSIONS[weight_format.family]
+        assert all((GOLDEN / f"{name}_layout_v{v}.json").exists() for v in range(1, version + 1))
+    assert {weight_format.family for weight_format, _ in GOLDEN_FORMATS.values()} == set(core.LAYOUT_VERSIONS)
+    sizes = {weight_format.element.bits for weight_format, _ in GOLDEN_FORMATS.values() if weight_format.family == "int"}
+    assert sizes == set(FAMILIES["int"]) == set(PLANES)
 
 
 @pytest.mark.cover("values")
@@ -384,6 +467,49 @@ def test_a_factor_that_is_no_number_or_divides_by_zero_is_refused(backend, name,
     experts.matrix(1, "down").factor[at] = wrong
     with pytest.raises(FormatError, match=rf"experts\.1\.down: factor \[{at}\] is "):
         MoELayer(experts, backend)
+
+
+INTEGERS_IN_PLANES = [name for name, weight_format in SUPER_SCALED.items() if weight_format.family == "int"]
+
+
+@pytest.mark.parametrize("at", [(0, 0), (37, 31), (64, 66), (66, 290)])
+@pytest.mark.parametrize("name", INTEGERS_IN_PLANES)
+def test_a_code_that_has_more_bits_is_refused(name, at):
+    """By each of the bits that its element has not. The greatest code is taken."""
+    weight_format, shape = FORMATS[name], (67, 291)
+    stored = random_stored(np.random.default_rng(3), *shape, weight_format)
+    element, codes = weight_format.element, stored["codes"]
+    codes[at] = (1 << element.bits) - 1
+    same_stored(core.unpack(pack(weight_format, shape, **stored), 0, "gate"), stored)
+    for bit in range(element.bits, 8):
+        codes[at] = 1 << bit
+        with pytest.raises(FormatError, match=rf"^w: weight \[{at[0]}, {at[1]}\] is byte {1 << bit}"):
+            pack(weight_format, shape, **stored)
+    matrix = Matrix("w", weight_format, shape, **stored)
+    with pytest.raises(FormatError, match=rf"^w: weight \[{at[0]}, {at[1]}\] is byte 128"):
+        dequantize(matrix)
+    if not (weight_format.super_scale or weight_format.offset):  # these are rounded by way of dequantize()
+        assert core.weights_extremes(source.read(matrix), 1, 1) is None  # quantize() refuses it then
+
+
+@pytest.mark.parametrize("at", [(0, 0), (37, 1), (64, 16), (66, 18)])
+@pytest.mark.parametrize(
+    ("name", "label"), [("int3 super-16", "scales"), ("int2 super-16 minima", "scales"), ("int2 super-16 minima", "offsets")]
+)
+def test_a_packed_scale_out_of_range_is_refused(name, label, at):
+    """Its least and its greatest are taken; every other number is no number of its kind."""
+    weight_format, shape = FORMATS[name], (67, 291)
+    stored = random_stored(np.random.default_rng(3), *shape, weight_format)
+    kind, numbers = weight_format.scale.kind, stored[label]
+    least, most = WHOLE[kind]
+    for number in (least, most):
+        numbers[at] = number
+        same_stored(core.unpack(pack(weight_format, shape, **stored), 0, "gate"), stored)
+    of_dtype = np.iinfo(numbers.dtype)
+    for number in (*range(of_dtype.min, least), *range(most + 1, of_dtype.max + 1)):
+        numbers[at] = number
+        with pytest.raises(FormatError, match=rf"^w: {label.removesuffix('s')} \[{at[0]}, {at[1]}\] is (byte )?{number}"):
+            pack(weight_format, shape, **stored)
 
 
 def test_a_zero_point_beyond_15_is_refused():

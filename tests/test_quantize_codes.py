@@ -15,7 +15,7 @@ from ktmoe.quantization import RULES, Error, Quantizer, source, steps
 from ktmoe.weights.elements import E2M1, E4M3, FP16, FP32
 from ktmoe.weights.formats import FORMATS
 from ktmoe.weights.ggml import GGML
-from ktmoe.weights.records import Records
+from ktmoe.weights.records import RecordOrder
 
 KEYS = list(RULES)
 
@@ -108,7 +108,7 @@ SOURCES = {name: FORMATS[name] for name in FORMATS if name != "BF16"} | {
 def of_format(name: str) -> Matrix:
     """Any weights."""
     rng, format_ = np.random.default_rng(5), SOURCES[name]
-    if not isinstance(format_.order, Records):
+    if not isinstance(format_.order, RecordOrder):
         return random_experts(rng, 1, 256, 128, formats=format_).matrix(0, "up")
     _, shape = format_.arrays(128, 256)["codes"]
     records = rng.integers(0, 256, shape, np.uint8) & np.uint8(0x3F)  # so no fp16 number in them is NaN

@@ -13,13 +13,13 @@ from bench import readme
 from ktmoe.experts import ExpertWeights
 from ktmoe.synthetic import write_gguf
 from ktmoe.weights.ggml import GGML
-from ktmoe.weights.records import Records
+from ktmoe.weights.records import RecordOrder
 
 #: Zero points need a config.json that says so.
 ASYMMETRIC = {"quantization_config": {"sym": False}}
 ALL = SCHEMES | {"gptq with zero points": per_expert("gptq", gptq, gptq_meaning)}
 #: The types of GGUF, which is no safetensors' scheme, that have records.
-TYPES = [name for name, weight_format in GGML.items() if isinstance(weight_format.order, Records)]
+TYPES = [name for name, weight_format in GGML.items() if isinstance(weight_format.order, RecordOrder)]
 ROWS = {row.name: row for row in readme.weights()}
 
 
@@ -61,7 +61,7 @@ def of_size_one(experts):
     def read(expert, projection):
         matrix = experts.matrix(expert, projection)
         scale = matrix.format.scale
-        if isinstance(matrix.format.order, Records):
+        if isinstance(matrix.format.order, RecordOrder):
             return matrix
         return replace(matrix, scales=matrix.scales % 16 + 119) if scale and scale.kind == "ue8m0" else matrix
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ggml_records import IN_RECORDS, random_codes, random_experts
-from helpers import assert_right, random_batch, same_bits
+from helpers import assert_right, integers, random_batch, same_bits
 
 from ktmoe import ExpertWeights, Matrix, MoELayer, Scale, WeightFormat
 from ktmoe._native import core, isa
@@ -17,18 +17,23 @@ from ktmoe.weights.elements import INT4, INT8
 from ktmoe.weights.formats import Factor
 from ktmoe.weights.ggml import GGML
 from ktmoe.weights.order import ROWS
-from ktmoe.weights.records import Field, Piece, Plane, Records
+from ktmoe.weights.records import Field, Piece, Plane, Records, plain
 
 BACKEND = "fp32_lut"
 PER_ROW = Factor(per_row=True)
 #: Records of no checkpoint: runs of every length; numbers whose bits are scattered; bits that mean nothing.
 OTHERS = {
-    "one code after another": WeightFormat(INT4, factor=PER_ROW, order=Records("a", 24, 6, 4, (Plane(0, 2, 1),), 7)),
-    "runs of four": WeightFormat(INT8, factor=PER_ROW, order=Records("b", 8, 9, 8, (Plane(1, 4, 4), Plane(5, 4, 2, 4)), -9)),
+    "one code after another": WeightFormat(INT4, factor=PER_ROW, order=Records("a", 24, 6, 4, (Plane(0, 2, 1),))),
+    "runs of four": WeightFormat(INT8, factor=PER_ROW, order=Records("b", 8, 9, 8, (Plane(1, 4, 4), Plane(5, 4, 2, 4)))),
     "single bits": WeightFormat(
         INT8, factor=PER_ROW, order=Records("c", 16, 6, 8, (Plane(0, 1, 1), Plane(2, 1, 2, 3), Plane(4, 1, 1, 7)))
     ),
-    "runs of words": WeightFormat(INT8, factor=PER_ROW, order=Records("d", 64, 24, 8, (Plane(0, 2, 8), Plane(16, 1, 8, 5)), 3)),
+    "runs of words": WeightFormat(INT8, factor=PER_ROW, order=Records("d", 64, 24, 8, (Plane(0, 2, 8), Plane(16, 1, 8, 5)))),
+    "five bits in three planes": WeightFormat(
+        integers(5, 9),
+        Scale("fp16", (1, 32)),
+        order=Records("g", 32, 22, 8, (Plane(0, 1, 4, 4), Plane(4, 2, 2, 2), Plane(12, 2, 8)), scales=plain(20, 1, 2)),
+    ),
     "runs of 24": WeightFormat(INT4, factor=PER_ROW, order=Records("e", 96, 50, 4, (Plane(1, 4, 24),))),
     "scattered scales": WeightFormat(
         INT4,
@@ -71,9 +76,14 @@ def test_packed_bytes_are_those_of_rows_and_records_come_back(name, n, records):
     k = records * weight_format.order.weights
     stored = stored_of(np.random.default_rng(n), weight_format, n, k)
     packed = pack(weight_format, n, k, stored)
-    in_rows = replace(weight_format, order=ROWS)
-    rows = {label: np.ascontiguousarray(array) for label, array in weight_format.rows(stored, n, k).items()}
-    assert np.array_equal(packed.packed_bytes(0, "gate"), pack(in_rows, n, k, rows).packed_bytes(0, "gate"))
+    if weight_format.order.packed:  # byte by byte, 64 columns side by side
+        panels = np.zeros((-(-n // 64) * 64, stored["codes"].shape[1]), np.uint8)
+        panels[:n] = stored["codes"]
+        expected = panels.reshape(-1, 64, panels.shape[1]).transpose(0, 2, 1)
+    else:
+        rows = {label: np.ascontiguousarray(array) for label, array in weight_format.rows(stored, n, k).items()}
+        expected = pack(replace(weight_format, order=ROWS), n, k, rows).packed_bytes(0, "gate")
+    assert packed.packed_bytes(0, "gate").tobytes() == expected.tobytes()
     back = core.unpack(packed, 0, "gate")
     assert back.keys() == stored.keys()
     assert all(np.array_equal(back[label], stored[label]) for label in stored)

@@ -252,7 +252,7 @@ def test_wrong_inputs_are_refused():
 
 @pytest.mark.parametrize(
     "format",
-    [BF16, WeightFormat(Element("77/256", "q4", (77 / 256, *[0.0] * 15)), MXFP4.scale), int4(64, "fp32"), MXFP8],
+    [BF16, WeightFormat(Element("129/256", "q4", (129 / 256, *[0.0] * 15)), MXFP4.scale), int4(64, "fp32"), MXFP8],
     ids=lambda v: v.description,
 )
 def test_integers_are_refused_where_they_do_not_exist(format):

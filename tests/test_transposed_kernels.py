@@ -17,6 +17,8 @@ from ktmoe.backends.base import Plan
 from ktmoe.dequantization import read
 from ktmoe.errors import InputError
 from ktmoe.reference.weights import ROUNDED_KINDS, round_bfloat16
+from ktmoe.synthetic import gguf
+from ktmoe.weights.ggml import GRIDS
 
 PANEL, BLOCK = 64, 32
 #: (folded, tuned_for) of the kernels that a format may have.
@@ -50,6 +52,10 @@ def made(weight_format, n, k):
     rng = np.random.default_rng((n, k))
     rows, columns = weight_format.code_unit
     n, k = -(-n // rows) * rows, -(-k // columns) * columns
+    if weight_format.order.packed:
+        codes = rng.integers(0, 256, weight_format.arrays(n, k)["codes"][1], np.uint8)
+        gguf.weights(weight_format, k)(codes)
+        return Matrix("w", weight_format, (n, k), codes)
     stored = {label: array[0] for label, array in random_arrays(rng, weight_format, 1, n, k).items()}
     return Matrix("w", weight_format, (n, k), **stored)
 
@@ -78,7 +84,7 @@ def served(table, weight_format):
     return [key for key in listed if key != (1, "prefill") or (1, "decode") not in listed]
 
 
-@pytest.mark.parametrize("weight_format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("weight_format", (FORMATS | GRIDS).values(), ids=FORMATS | GRIDS)
 def test_every_operand(table, weight_format):
     """Each kernel of a table; of both panels, each 64 k, those beyond the last k included."""
     for shape in SHAPES:

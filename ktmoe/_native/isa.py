@@ -38,17 +38,42 @@ class Isa:
 
 
 ISAS = {
-    "portable": Isa(100, kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "f16_f32", "f32_f32")),
+    "portable": Isa(100, kernels=("q4_f32", "grid_f32", "f8_f32", "int_f32", "b16_f32", "f16_f32", "f32_f32")),
     "avx2": Isa(
         200,
-        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "f16_f32", "f32_f32", "q4_int16", "i8_int16", "q4_int8", "i8_int8"),
+        kernels=(
+            "q4_f32",
+            "grid_f32",
+            "f8_f32",
+            "int_f32",
+            "b16_f32",
+            "f16_f32",
+            "f32_f32",
+            "q4_int16",
+            "q4_wide_int16",
+            "grid_int16",
+            "int_int16",
+            "q4_int8",
+            "q4_wide_int8",
+            "grid_int8",
+            "int_int8",
+        ),
         flags=("-mavx2", "-mfma"),
         requires=("avx2", "fma"),
         implies=("portable",),
     ),
     "avx_vnni": Isa(
         210,
-        kernels=("q4_int16", "i8_int16", "q4_int8", "i8_int8"),
+        kernels=(
+            "q4_int16",
+            "q4_wide_int16",
+            "grid_int16",
+            "int_int16",
+            "q4_int8",
+            "q4_wide_int8",
+            "grid_int8",
+            "int_int8",
+        ),
         flags=("-mavxvnni",),
         requires=("avx_vnni",),
         implies=("avx2",),
@@ -56,14 +81,14 @@ ISAS = {
     ),
     "avx512f": Isa(
         250,
-        kernels=("q4_f32", "f8_f32", "i8_f32", "b16_f32", "f16_f32", "f32_f32"),
+        kernels=("q4_f32", "grid_f32", "f8_f32", "int_f32", "b16_f32", "f16_f32", "f32_f32"),
         flags=("-mavx512f",),
         requires=("avx512f",),
         implies=("avx2",),
     ),
     "avx512_vnni": Isa(
         260,
-        kernels=("q4_int8", "i8_int8"),
+        kernels=("q4_int8", "q4_wide_int8", "grid_int8", "int_int8"),
         flags=("-mavx512bw", "-mavx512vnni"),
         requires=("avx512bw", "avx512_vnni"),
         implies=("avx512f",),
@@ -71,7 +96,7 @@ ISAS = {
     "avx512_bf16": Isa(
         300,
         # Weights of fp16 and fp32 are no bfloat16 numbers.
-        kernels=("q4_bf16", "f8_bf16", "i8_bf16", "b16_bf16", "f16_f32", "f32_f32"),
+        kernels=("q4_bf16", "grid_bf16", "f8_bf16", "int_bf16", "b16_bf16", "f16_f32", "f32_f32"),
         flags=("-mavx512bw", "-mavx512vl", "-mavx512bf16"),
         requires=("avx512bw", "avx512vl", "avx512_bf16"),
         implies=("avx512f",),
@@ -83,17 +108,19 @@ ISAS = {
     ),
     "amx": Isa(
         400,
-        # Scales of q4 and i8 that are not in weights multiply fp32 sums of scale groups: on CPUs with AMX, FMAs beat VDPBF16PS.
+        # Scales of q4 and int that are not in weights multiply fp32 sums of scale groups: on CPUs with AMX, FMAs beat
+        # VDPBF16PS. Records of a grid become q4's blocks by instructions that avx512f does not have.
         # Weights of fp16 and fp32 are no bfloat16 numbers.
         kernels=(
             "q4_amx",
             "q4_amx_products",
             "q4_amx_terms",
             "f8_amx",
-            "i8_amx",
+            "int_amx",
             "b16_amx",
             "q4_f32",
-            "i8_f32",
+            "grid_f32",
+            "int_f32",
             "f16_f32",
             "f32_f32",
         ),
@@ -101,7 +128,7 @@ ISAS = {
         requires=("avx512vbmi", "gfni", "amx_tile", "amx_bf16"),
         implies=("avx512_bf16",),
         shared=("f32_f32", "activation", "dense", "rows"),
-        operands=("q4_f32", "i8_f32", "f16_f32"),
+        operands=("q4_f32", "int_f32", "f16_f32"),
     ),
 }
 
@@ -144,6 +171,13 @@ def loops_of(name: str, source: str) -> str:
     return loops_of(nearest(owner, source), source) if source in ISAS[owner].operands else owner
 
 
+def rows_of(name: str, source: str) -> str:
+    """The row whose object of rows.c a kernel file of a row names: that of its loops. Those of fp32 name one object, that of
+    f32_f32, so that x is encoded once."""
+    first = "f32_f32" if source.endswith("_f32") and "f32_f32" in ISAS[name].kernels else source
+    return compiled_for(loops_of(name, first), "rows")
+
+
 def nearest(name: str, source: str) -> str | None:
     """The nearest row that a row implies, and that has a file of kernels/."""
     for other in ISAS[name].implies:
@@ -156,7 +190,7 @@ def definitions(name: str, source: str) -> tuple[str, ...]:
     """What the compiler is told of a row besides its flags: whose objects it uses. Only the table has to know the kernels'."""
     loops = loops_of(name, source)
     owners = (f"-DKT_{common.upper()}={compiled_for(name, common)}" for common in ("activation", "dense"))
-    flags = (f"-DKT_ISA={name}", f"-DKT_SOURCE={source}", f"-DKT_ROWS={compiled_for(loops, 'rows')}", *owners)
+    flags = (f"-DKT_ISA={name}", f"-DKT_SOURCE={source}", f"-DKT_ROWS={rows_of(name, source)}", *owners)
     if source in ISAS[name].operands:
         return (*flags, f"-DKT_LOOPS={loops}")
     if source != "table":

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Changes whenever a struct below or a packed layout does; core refuses a table built for another one. */
-#define KT_ABI_VERSION 9
+#define KT_ABI_VERSION 10
 
 enum {
     KT_PANEL = 64,            /* output columns of a panel */
@@ -22,16 +22,44 @@ enum {
     KT_ROWS_MAX = 192         /* rows that one kernel call sees at most: its fp32 results stay in L2. Whole tiles */
 };
 
-/* The 16 values of a 4-bit element in the forms that kernels look up. The bf16 tables stand there twice, since VPERMW reads five index
- * bits and the fifth is the neighbour's. */
+/* Some bits of a byte of a record: four copies of the byte, rotated to the left, and those that `mask` has. */
+typedef struct kt_bits {
+    uint32_t byte, rotate, mask;
+} kt_bits;
+/* A byte that is put together of the bits of two; of one, the second has no mask. */
+typedef struct kt_byte {
+    kt_bits of[2];
+} kt_byte;
+
+enum { KT_GRID_INDICES = 64, KT_GRID_SCALES = 16, KT_GRID_COUNT_MAX = 2048 };
+/* Records of KT_SUPER_GROUP weights, whose codes are entries of a grid, by their indices, and signs; ktmoe/weights/grid_records.py
+ * says what is in them. A code of 4 bits has a magnitude in the lower three and the sign above it. Records of digits to base 3
+ * have record_bytes and super alone. */
+typedef struct kt_grid {
+    size_t record_bytes;
+    size_t weights; /* of an entry: 8, its code of k at bits 2k and 2k + 1; or 4, nibbles k0 k2 k1 k3 */
+    size_t count;   /* of entries, a power of two: 256 to KT_GRID_COUNT_MAX */
+    const uint16_t *entries;
+    int sign_bits;                     /* of 8 weights: 8; 7, the eighth is their parity; or 1 for all of them */
+    int scales;                        /* 8 or 16: s is of 2 s + 1 times the super-scale */
+    kt_byte index[2][KT_GRID_INDICES]; /* the lower and the upper byte of each index, along k */
+    kt_byte sign[KT_SUPER_GROUP / 8];  /* from the lowest bit up, along k */
+    kt_byte scale[KT_GRID_SCALES];
+    kt_byte super[2]; /* of the fp16 super-scale, or of the only scale */
+} kt_grid;
+
+/* The values of an element of up to 6 bits in the forms that kernels look up. The bf16 tables have them over and over, since VPERMW
+ * reads five index bits and VPERMI2W six, and those above a code are its neighbour's. */
 typedef struct kt_codebook {
-    uint16_t plain[32];   /* bf16 bits of the value */
+    uint16_t plain[64];   /* bf16 bits of the value; of 4-bit elements in the first 32, of integers of other sizes in all */
     uint16_t folded[32];  /* sign | (bf16 bits of |value| + (126 << 7)), zero for zero: minus (253 - b) << 7, saturating,
                             is the bf16 of value * 2^(b-127), exactly, for the b of codebook.fold_range() */
     uint16_t signed5[32]; /* of the integers 0 to 15, -16 to -1: what a code less its zero point is, by its low five bits */
     float value[16];
-    int8_t whole[16]; /* value = whole * unit, |whole| <= 16 */
-    float unit;       /* a power of two, 2^-8 to 1; 0 where there is none */
+    int8_t whole[16];    /* value = whole * unit, |whole| <= 127 */
+    float unit;          /* a power of two, 2^-8 to 1; 0 where there is none */
+    int32_t zero;        /* of integers in planes of bits: the packed code of 0; a value is its code less this */
+    const kt_grid *grid; /* of records that are packed as they stand; NULL: codes are */
 } kt_codebook;
 
 /* What a kernel takes as a row of k inputs: block_bytes for each block of them. Kernels that share one object of these share the
@@ -61,7 +89,7 @@ typedef struct kt_dot {
     const uint8_t *w[2];         /* packed panels */
     size_t panels;               /* 1, or 2: gate and up, or neighbours of down */
     size_t scale_group;          /* k that share a scale; the last group may be shorter. 0 without scales */
-    const kt_codebook *codebook; /* of 4-bit codes */
+    const kt_codebook *codebook; /* of codes of up to 6 bits, and of integers */
     /* The panels that this thread is likely to be given next, as many as these, and their bytes: for a kernel to fetch while it
      * computes. next[0] NULL: none. */
     const uint8_t *next[2];
@@ -85,10 +113,13 @@ typedef struct kt_transposing {
 /* One kernel: the weights and the form of rows, and the functions that serve them. */
 typedef struct kt_kernel {
     const char *family;  /* of ktmoe/weights/elements.py */
+    int bits;            /* of a code, where the family has several sizes; else 0 */
     const char *element; /* the only one that it decodes, "E4M3"; NULL: any of the family */
-    const char *
-        scale; /* as it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16", "int8"; "none"; "panel", one fp32 for all columns */
-    size_t scale_group_min; /* the shortest and the longest scale group that it takes; 0 without scales */
+    /* As it stands in a packed panel: "ue8m0", "e4m3", "bf16", "fp16", "int8", "uint4", "int6"; "odd" in records; "none"; "panel", one fp32
+     * for all columns. */
+    const char *scale;
+    /* The shortest and the longest scale group that it takes; 0 without scales. KT_SUPER_GROUP: such scales stand as super-scales do. */
+    size_t scale_group_min;
     size_t scale_group_max;
     const char *super_scale; /* of what multiplies the scales of KT_SUPER_GROUP k: "fp16", or NULL: none */
     const char *offset;      /* "zero_point"; "minimum", stored as the scales are, super-scales included; or NULL: none */
@@ -96,7 +127,7 @@ typedef struct kt_kernel {
     /* 0: takes any scale. Else scales are in the weights, where all scales of a matrix allow it (folding.py): a weight is 1 bf16
      * number, or the sum of 2, which needs scales that are not negative. */
     int folded;
-    int whole; /* 1: needs 4-bit values that have a unit */
+    int whole; /* needs 4-bit values that have a unit, of which none is more than so many; 0: takes any values */
     /* "prefill": only for layers that are tuned for that, since it is slower for one row and has another order of sums. NULL: for
      * all layers. */
     const char *tuned_for;

@@ -1,5 +1,5 @@
 # What native backends cimport: the types of ktmoe.h.
-from libc.stdint cimport int8_t, uint8_t, uint16_t, uint32_t
+from libc.stdint cimport int8_t, uint8_t, uint16_t, uint32_t, int32_t
 
 
 cdef extern from "ktmoe.h":
@@ -12,14 +12,37 @@ cdef extern from "ktmoe.h":
         KT_SUPER_GROUP
         KT_TILE_ROWS
         KT_ROWS_MAX
+        KT_GRID_INDICES
+        KT_GRID_SCALES
+        KT_GRID_COUNT_MAX
+
+    ctypedef struct kt_bits:
+        uint32_t byte, rotate, mask
+
+    ctypedef struct kt_byte:
+        kt_bits of[2]
+
+    ctypedef struct kt_grid:
+        size_t record_bytes
+        size_t weights
+        size_t count
+        const uint16_t *entries
+        int sign_bits
+        int scales
+        kt_byte index[2][64]
+        kt_byte sign[32]
+        kt_byte scale[16]
+        kt_byte super[2]
 
     ctypedef struct kt_codebook:
-        uint16_t plain[32]
+        uint16_t plain[64]
         uint16_t folded[32]
         uint16_t signed5[32]
         float value[16]
         int8_t whole[16]
         float unit
+        int32_t zero
+        const kt_grid *grid
 
     ctypedef struct kt_rows:
         const char *form
@@ -52,6 +75,7 @@ cdef extern from "ktmoe.h":
 
     ctypedef struct kt_kernel:
         const char *family
+        int bits
         const char *element
         const char *scale
         size_t scale_group_min

@@ -44,8 +44,8 @@ class SourceMatrix:
 def read(matrix: Matrix) -> SourceMatrix:
     """A matrix of any format. Raises FormatError for a zero point that is none."""
     matrix_format = matrix.format
-    if matrix_format.family in _NUMBERS and not matrix_format.factor and matrix_format.order.rows:
-        return SourceMatrix(matrix.name, matrix.shape, _NUMBERS[matrix_format.family], matrix.codes)
+    if matrix_format.element.family in _NUMBERS and not matrix_format.factor and matrix_format.order.rows:
+        return SourceMatrix(matrix.name, matrix.shape, _NUMBERS[matrix_format.element.family], matrix.codes)
     return _coded(matrix) if _rounded_once(matrix_format) else _in_float64(matrix)
 
 
@@ -71,10 +71,12 @@ def _coded(matrix: Matrix) -> SourceMatrix:
     arrays = matrix_format.rows(matrix.stored, n, k)
     given = {}
     if matrix_format.element.values:
-        given["values"] = np.array([math.nan if v is None else v for v in matrix_format.element.values], np.float32)
+        values = np.full(1 << matrix_format.element.row_bits, math.nan, np.float32)  # bytes may hold more than a code has bits
+        values[: len(matrix_format.element.values)] = [math.nan if v is None else v for v in matrix_format.element.values]
+        given["values"] = values
         stored = "nibbles" if matrix_format.element.bits == 4 else "bytes"
     else:
-        stored = _NUMBERS[matrix_format.family]
+        stored = _NUMBERS[matrix_format.element.family]
     if matrix_format.scale:
         with np.errstate(invalid="ignore"):
             numbers = SCALE_KINDS[matrix_format.scale.kind].numbers(arrays["scales"])

@@ -14,7 +14,17 @@ from ktmoe.matrix import Matrix
 from ktmoe.modes import mode_of
 from ktmoe.reference.errors import MAX_FLOAT32, after_rounding, gamma
 from ktmoe.reference.operands import flush_to_zero
-from ktmoe.reference.weights import BLOCK, TINY, denormal_weights, folds, integer_unit, round_bfloat16, splits, term_sizes
+from ktmoe.reference.weights import (
+    BLOCK,
+    TINY,
+    denormal_weights,
+    folds,
+    integer_unit,
+    round_bfloat16,
+    small_integers,
+    splits,
+    term_sizes,
+)
 from ktmoe.weights.formats import Minimum, WeightFormat
 
 #: Scale kinds that a backend may fold into weights that are bfloat16 numbers then, exactly.
@@ -78,7 +88,7 @@ def linear(
                 unscaled = np.where(smallest > 0, in_group / smallest, sizes * given.largest)
             overflow |= (unscaled / unit >= limit) | (largest > MAX_FLOAT32)
             flush = flush * np.maximum(largest, 1.0)
-            if format.family == "i8" and integers:  # it may multiply the scale of x first, which is below |x|
+            if format.element.family == "int" and integers:  # it may multiply the scale of x first, which is below |x|
                 overflow |= size.max(axis=1, keepdims=True) * largest >= limit
             if format.super_scale:  # what rounding its product with a scale changes, where that is denormal
                 lost = (smallest < TINY) * 2.0**-149 * sizes * given.largest
@@ -110,9 +120,11 @@ def linear(
 
 def _before_the_fma(format: WeightFormat, activations: str) -> int:
     """Roundings of an exact sum of integers, or of the scales that multiply it, before an FMA adds it to the total."""
-    of_float32 = format.family == "i8" and activations == "int16"  # such a sum has more than 24 bits
-    of_scales = format.super_scale is not None and format.family == "i8" and activations == "int8"  # that of x times the others
-    return of_float32 + of_scales + (format.super_scale is not None)
+    integers, bits = format.element.family == "int", format.element.bits
+    of_float32 = integers and bits > 4 and activations == "int16"  # such a sum has more than 24 bits
+    of_scales = integers and format.super_scale is not None and activations == "int8"  # that of x times the others
+    of_wide = not integers and not small_integers(format)  # a sum, or its product with the scale of x, has more than 24 bits
+    return of_float32 + of_scales + of_wide + (format.super_scale is not None)
 
 
 def _groups(group: int | None, format: WeightFormat, k: int, block: int) -> tuple[int, int]:

@@ -218,8 +218,8 @@ def _scale_bits(scale, super_scale) -> tuple[bool, int]:
 
 def value_bits(format: WeightFormat) -> int:
     """Significant bits of a value less its zero point."""
-    if format.family in NUMBERS:
-        return ml_dtypes.finfo(NUMBERS[format.family]).nmant + 1
+    if format.element.family in NUMBERS:
+        return ml_dtypes.finfo(NUMBERS[format.element.family]).nmant + 1
     values = np.array([value for value in format.element.values if value is not None])
     if isinstance(format.offset, ZeroPoint):
         values = np.subtract.outer(values, np.arange(16))

@@ -19,7 +19,7 @@ TINY = 2.0**-126
 #: A backend adds blocks of this many products in ascending k; within a block any order will do. Integers are quantised by it.
 BLOCK = 32
 #: Scale kinds that sums of integers can be multiplied by; those with which rounding="folded" rounds weights.
-INTEGER_KINDS = ("ue8m0", "e4m3", "bf16", "fp16", "int8")
+INTEGER_KINDS = ("ue8m0", "e4m3", "bf16", "fp16", "int8", "int6", "uint4", "odd")
 ROUNDED_KINDS = ("bf16", "fp16")
 
 
@@ -36,7 +36,7 @@ def round_bfloat16(a: np.ndarray) -> np.ndarray:
 def _plain(format: WeightFormat, family: str, kinds: tuple[str, ...]) -> bool:
     """Whether a format is values of this family times scales of these kinds, each of whole blocks of one row."""
     scale = format.scale
-    if format.family != family or scale is None or format.super_scale or format.offset:
+    if format.element.family != family or scale is None or format.super_scale or format.offset:
         return False
     return scale.kind in kinds and scale.extent[0] == 1 and scale.extent[1] % BLOCK == 0
 
@@ -45,26 +45,31 @@ def integer_unit(format: WeightFormat) -> float | None:
     """What a format's values, less its zero points, are multiples of where sums of integers can be made of them; None where
     they cannot.
 
-    8-bit integers: 1. 4 bits: the largest power of two, 2**-8 to 1, of which all these are multiples, by 16 at most. Both
-    without scales, or with scales of half blocks or of whole ones, of INTEGER_KINDS.
+    Integers of family int: 1. 4 bits: the largest power of two, 2**-8 to 1, of which all these are multiples, by 127 at most,
+    or by 16 where there are zero points. Both without scales, or with scales of half blocks or of whole ones, of INTEGER_KINDS.
     """
     scale = format.scale
-    if format.family not in ("q4", "i8"):
+    if format.element.family not in ("q4", "int"):
         return None
     if scale is not None:
         whole = scale.extent[1] == BLOCK // 2 or scale.extent[1] % BLOCK == 0
         if scale.kind not in INTEGER_KINDS or scale.extent[0] != 1 or not whole:
             return None
-    if format.family == "i8":
+    if format.element.family == "int":
         return 1.0
-    values = np.array(format.element.values)
+    values, most = np.array(format.element.values), 127
     if isinstance(format.offset, ZeroPoint):
-        values = np.subtract.outer(values, np.arange(16))
+        values, most = np.subtract.outer(values, np.arange(16)), 16
     for unit in 2.0 ** -np.arange(9):
         wholes = values / unit
-        if (wholes == np.rint(wholes)).all() and np.abs(wholes).max() <= 16:
+        if (wholes == np.rint(wholes)).all() and np.abs(wholes).max() <= most:
             return float(unit)
     return None
+
+
+def small_integers(format: WeightFormat) -> bool:
+    """Whether the integers that a format's values are multiples of a unit by need at most 5 bits and a sign: 16 and less."""
+    return np.abs(np.array(format.element.values)).max() <= 16 * integer_unit(format)
 
 
 def folds(matrix: Matrix) -> bool:

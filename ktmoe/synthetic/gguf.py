@@ -20,6 +20,8 @@ from ktmoe.synthetic.tensors import Shaper, Tensor, numbers
 from ktmoe.weights.elements import NUMBERS
 from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.ggml import GGML, TYPES
+from ktmoe.weights.records import Field
+from ktmoe.weights.scales import SCALE_KINDS
 
 #: llama.cpp's names of mixed types, that of most tensors, and that of the down projections of some layers.
 MIXED = {"Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K"), "Q3_K_M": ("Q3_K", "Q5_K")}
@@ -160,46 +162,56 @@ def weights(weight_format: WeightFormat, k: int) -> Shaper:
     def shape(out: np.ndarray) -> None:
         records = out.reshape(-1, order.nbytes)
         records &= ~order.spare
-        for own, shaper in fields:
-            stored = np.ascontiguousarray(records[:, own])
-            shaper(stored.reshape(-1))
-            records[:, own] = stored
+        _balance(weight_format, records)
+        for field, dtype, shaper in fields:
+            stored = field.read(records, dtype)
+            shaper(stored.view(np.uint8).reshape(-1))
+            field.write(records, stored)
 
     return shape
 
 
-def _fields(weight_format: WeightFormat, k: int) -> list[tuple[slice, Shaper]]:
-    """The scales that are not random bits: their bytes of a record, and what they become."""
+def _balance(weight_format: WeightFormat, records: np.ndarray) -> None:
+    """Give TQ2_0's random records no code 3, which its writers do not have, so that weights are -1, 0 and 1."""
+    if weight_format == GGML["TQ2_0"]:
+        (plane,) = weight_format.order.planes
+        codes = records[:, plane.offset : plane.offset + weight_format.order.weights // plane.pieces]
+        codes &= ~((codes & codes >> 1 & np.uint8(0x55)) << 1)
+
+
+def _fields(weight_format: WeightFormat, k: int) -> list[tuple[Field, np.dtype, Shaper]]:
+    """The scales that are not random bits: their field of a record, their dtype, and what they become."""
     spread, ratio = _sizes(weight_format)
     unit = 1 / math.sqrt(k) / spread / math.sqrt(1.75)  # the mean square from 0.5 to 2 is 1.75
     fields = []
     for label, field in weight_format.order.fields.items():
-        kind = weight_format.scales[label].kind
-        first = field.items[0][0].byte
-        if kind == "fp16":
+        scale = weight_format.scales[label]
+        if scale.kind == "fp16":
             size = unit * (ratio if "offsets" in label else 1)
-            fields.append((slice(first, first + 2), numbers(np.float16, *sorted((0.5 * size, 2 * size)))))
-        elif kind == "ue8m0":
-            fields.append((slice(first, first + 1), _bytes(3, 127 + round(math.log2(unit)) - 2)))
-        elif kind == "e4m3":
-            fields.append((slice(first, first + len(field.items)), _bytes(15, 0x30)))
+            fields.append((field, scale.dtype, numbers(np.float16, *sorted((0.5 * size, 2 * size)))))
+        elif scale.kind == "ue8m0":
+            fields.append((field, scale.dtype, _bytes(3, 127 + round(math.log2(unit)) - 2)))
+        elif scale.kind == "e4m3":
+            fields.append((field, scale.dtype, _bytes(15, 0x30)))
     return fields
 
 
 @cache
 def _sizes(weight_format: WeightFormat) -> tuple[float, float]:
     """(standard deviation, ratio) of weights of random records, whose minima are multiplied by `ratio` so that their mean is 0,
-    where the records' scales of other kinds than int8 are 1.
+    where the records' scales that are no integers are 1.
     """
     order = weight_format.order
     records = np.random.default_rng(0).integers(0, 256, (_SAMPLE, order.nbytes), np.uint8)
-    stored = weight_format.rows({"codes": records & ~order.spare}, _SAMPLE, order.weights)
+    records &= ~order.spare
+    _balance(weight_format, records)
+    stored = weight_format.rows({"codes": records}, _SAMPLE, order.weights)
     codes_of = stored["codes"]
     if weight_format.element.bits == 4:
         codes_of = np.stack([codes_of & 15, codes_of >> 4], axis=-1).reshape(_SAMPLE, -1)
     terms, minima = weight_format.element.numbers(codes_of), np.zeros(codes_of.shape)
     for label, scale in weight_format.scales.items():
-        whole = scale.kind == "int8"
+        whole = not SCALE_KINDS[scale.kind].field
         spread = scale.spread(stored[label], *codes_of.shape) if whole else np.ones(codes_of.shape)
         if label in ("scales", "super_scales"):
             terms = terms * spread

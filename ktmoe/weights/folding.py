@@ -42,7 +42,7 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact", terms: int 
         return (0, 254) if rounded else _NONE
     low, high = min(exponents), max(exponents)
     if scale.kind == "ue8m0":
-        if weight_format.family == "f8":
+        if weight_format.element.family == "f8":
             return 1 - low, 254 - high
         # kt_codebook.folded holds the exponent field of a normal number raised by 126; beyond 255 it would run into the sign.
         # What is subtracted from it, (253 - byte) << 7, must not be negative.
@@ -62,7 +62,7 @@ def fold_range(weight_format: WeightFormat, rounding: str = "exact", terms: int 
 
 
 def _terms_range(weight_format: WeightFormat) -> tuple[int, int]:
-    if weight_format.scale.kind != "bf16" or weight_format.family != "q4":
+    if weight_format.scale.kind != "bf16" or weight_format.element.family != "q4":
         return _NONE
     sums = [two_terms(value) for value in weight_format.element.values]
     if None in sums:
@@ -89,11 +89,11 @@ def two_terms(value: float) -> tuple[float, float] | None:
     return None
 
 
-def unit(values: Sequence[float]) -> float:
-    """The largest power of two from 2**-8 to 1 of which every value is a multiple, by at most 16; 0.0 if there is none."""
+def unit(values: Sequence[float], most: int) -> float:
+    """The largest power of two from 2**-8 to 1 of which every value is a multiple, by at most `most`; 0.0 if there is none."""
     for exponent in range(0, -9, -1):
         wholes = [value / 2.0**exponent for value in values]
-        if all(whole == int(whole) and abs(whole) <= 16 for whole in wholes):
+        if all(whole == int(whole) and abs(whole) <= most for whole in wholes):
             return 2.0**exponent
     return 0.0
 

@@ -124,7 +124,8 @@ class WeightFormat:
 
     @property
     def family(self) -> str:
-        return self.element.family
+        """What packs such a matrix, and the kernels that decode it: by default its element's family."""
+        return self.order.packed or self.element.family
 
     @property
     def description(self) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktmoe.weights.elements import E2M1, INT4, INT8, UINT4, Element
+from ktmoe.weights.elements import E2M1, INT4, INT8, UINT4, Element, integers
 from ktmoe.weights.formats import BF16, F16, F32, Factor, Minimum, WeightFormat
-from ktmoe.weights.records import Field, Piece, Plane, Records, plain
+from ktmoe.weights.grid_records import GridRecords, TernaryRecords
+from ktmoe.weights.grids import IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, Grid
+from ktmoe.weights.records import Field, Piece, Plane, Records, plain, span
 from ktmoe.weights.scales import Scale
 
 
@@ -67,9 +69,13 @@ _BY_NAME = {of.name: of for of in TYPES.values()}
 IQ4 = Element("IQ4", "q4", tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))))
 
 
-def _records(name: str, code_bits: int, *planes: Plane, plus: int = 0, **fields: Field) -> Records:
+_INT3, _INT5, _INT6 = integers("INT3", 3, 4), integers("INT5", 5, 16), integers("INT6", 6, 32)
+_UINT2, _UINT5, _TERNARY = integers("UINT2", 2, 0), integers("UINT5", 5, 0), integers("INT2 + 1", 2, 1)
+
+
+def _records(name: str, code_bits: int, *planes: Plane, **fields: Field) -> Records:
     of = _BY_NAME[name]
-    return Records(name, of.weights, of.nbytes, code_bits, planes, plus, **fields)
+    return Records(name, of.weights, of.nbytes, code_bits, planes, **fields)
 
 
 def _half(byte: int) -> Field:
@@ -102,7 +108,7 @@ def _nibbles(first: int, byte: int) -> Field:
 
 _HALF = Scale("fp16", (1, 32))
 _SUPER = Scale("fp16", (1, 256))
-_INT32, _INT16 = Scale("int8", (1, 32)), Scale("int8", (1, 16))
+_INT32, _INT16, _UINT4_PER_16 = Scale("int8", (1, 32)), Scale("int8", (1, 16)), Scale("uint4", (1, 16))
 
 #: The formats of the types that can be computed, by the type's name.
 GGML = {
@@ -113,22 +119,22 @@ GGML = {
         offset=Minimum(_HALF, added=True),
         order=_records("Q4_1", 4, Plane(4, 4, 16), scales=_half(0), offsets=_half(2)),
     ),
-    "Q5_0": WeightFormat(INT8, _HALF, order=_records("Q5_0", 8, Plane(6, 4, 16), Plane(2, 1, 1, 4), plus=-16, scales=_half(0))),
+    "Q5_0": WeightFormat(_INT5, _HALF, order=_records("Q5_0", 8, Plane(6, 4, 16), Plane(2, 1, 1, 4), scales=_half(0))),
     "Q5_1": WeightFormat(
-        INT8,
+        _UINT5,
         _HALF,
         offset=Minimum(_HALF, added=True),
         order=_records("Q5_1", 8, Plane(8, 4, 16), Plane(4, 1, 1, 4), scales=_half(0), offsets=_half(2)),
     ),
     "Q8_0": WeightFormat(INT8, _HALF, order=_records("Q8_0", 8, Plane(2, 8, 32), scales=_half(0))),
     "Q2_K": WeightFormat(
-        UINT4,
-        _INT16,
+        _UINT2,
+        _UINT4_PER_16,
         _SUPER,
-        Minimum(_INT16, _SUPER),
+        Minimum(_UINT4_PER_16, _SUPER),
         order=_records(
             "Q2_K",
-            4,
+            8,
             Plane(16, 2, 32),
             scales=_nibbles(0, 0),
             super_scales=_half(80),
@@ -136,11 +142,11 @@ GGML = {
             super_offsets=_half(82),
         ),
     ),
-    "Q3_K": WeightFormat(  # c - 4 is INT4's c + 4
-        INT4,
-        _INT16,
+    "Q3_K": WeightFormat(
+        _INT3,
+        Scale("int6", (1, 16)),
         _SUPER,
-        order=_records("Q3_K", 4, Plane(32, 2, 32), Plane(0, 1, 32, 2), plus=4, scales=_Q3_K_SCALES, super_scales=_half(108)),
+        order=_records("Q3_K", 8, Plane(32, 2, 32), Plane(0, 1, 32, 2), scales=_Q3_K_SCALES, super_scales=_half(108)),
     ),
     "Q4_K": WeightFormat(
         UINT4,
@@ -158,7 +164,7 @@ GGML = {
         ),
     ),
     "Q5_K": WeightFormat(
-        INT8,
+        _UINT5,
         _INT32,
         _SUPER,
         Minimum(_INT32, _SUPER),
@@ -174,17 +180,16 @@ GGML = {
         ),
     ),
     "Q6_K": WeightFormat(
-        INT8,
+        _INT6,
         _INT16,
         _SUPER,
-        order=_records(
-            "Q6_K", 8, Plane(0, 4, 64), Plane(128, 2, 32, 4), plus=-32, scales=plain(192, 16, 1), super_scales=_half(208)
-        ),
+        order=_records("Q6_K", 8, Plane(0, 4, 64), Plane(128, 2, 32, 4), scales=plain(192, 16, 1), super_scales=_half(208)),
     ),
     "IQ4_NL": WeightFormat(IQ4, _HALF, order=_records("IQ4_NL", 4, Plane(2, 4, 16), scales=_half(0))),
     "IQ4_XS": WeightFormat(
         IQ4, _INT32, _SUPER, order=_records("IQ4_XS", 4, Plane(8, 4, 16), scales=_IQ4_XS_SCALES, super_scales=_half(0))
     ),
+    "TQ2_0": WeightFormat(_TERNARY, _SUPER, order=_records("TQ2_0", 8, Plane(0, 2, 32), scales=_half(64))),
     "MXFP4": WeightFormat(E2M1, Scale("ue8m0", (1, 32)), order=_records("MXFP4", 4, Plane(1, 4, 16), scales=plain(0, 1, 1))),
     # UE4M3: ggml does not look at the sign bit, which is 0 where a writer was right. The factor is the tensor's `.scale`.
     "NVFP4": WeightFormat(
@@ -197,3 +202,120 @@ GGML = {
     "F16": F16,
     "F32": F32,
 }
+
+
+def _signed(*magnitudes: float) -> tuple[float, ...]:
+    """The values of codes with a sign in bit 3; 0 for those that do not occur."""
+    values = magnitudes + (0.0,) * (8 - len(magnitudes))
+    return values + tuple(-value if value else 0.0 for value in values)
+
+
+#: What the codes of grids stand for. ggml has 8, 25, 43 and 4, 12, ... 62, multiplied by a scale of s + 1/2, and by 1/4 or 1/2.
+#: Here the scale is 2 s + 1.
+IQ2 = Element("IQ2", "q4", _signed(8 / 8, 25 / 8, 43 / 8))
+IQ3_XXS_VALUES = Element("IQ3_XXS", "q4", _signed(1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.5))
+IQ3_S_VALUES = Element("IQ3_S", "q4", _signed(1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0))
+#: -1, 0 and 1, plus 1/8, or with bit 3 minus 1/8.
+IQ1 = Element("IQ1", "q4", (-7 / 8, 1 / 8, 9 / 8, *(0.0,) * 5, -9 / 8, -1 / 8, 7 / 8, *(0.0,) * 5))
+TERNARY = Element("TERNARY", "q4", (-1.0, 0.0, 1.0, *(0.0,) * 13))
+
+
+def _words(byte: int, nbytes: int, count: int, items: int, bits: int, first: int = 0, step: int = 0, shift: int = 0) -> Field:
+    """A field of numbers in so many words of so many bytes, from `byte` on, each with so many items of so many bits.
+
+    first: a word's bit where they begin. step: how many bits apart they are; 0: these bits are all of them.
+    shift: the bit of the item where these bits begin.
+    """
+    places = [(byte + nbytes * word, first + step * item) for word in range(count) for item in range(items)]
+    return Field(tuple(span(*place, bits, shift) for place in places))
+
+
+def _both(low: Field, high: Field) -> Field:
+    """The field whose items have the pieces of both."""
+    return Field(tuple(of_low + of_high for of_low, of_high in zip(low.items, high.items, strict=True)))
+
+
+def _in_grid(name: str, element: Element, grid: Grid, sign_bits: int, **fields: Field) -> WeightFormat:
+    order = GridRecords(name, _BY_NAME[name].nbytes, grid, sign_bits=sign_bits, **fields)
+    return WeightFormat(element, Scale("odd", (1, 256 // len(fields["scales"].items))), _SUPER, order=order)
+
+
+#: The formats of the types whose codes are a grid's entries, or digits to base 3.
+GRIDS = {
+    "IQ2_XXS": _in_grid(
+        "IQ2_XXS",
+        IQ2,
+        IQ2_XXS,
+        7,
+        index=_words(2, 8, 8, 4, 8, step=8),
+        signs=_words(6, 8, 8, 4, 7, step=7),
+        scales=_words(6, 8, 8, 1, 4, first=28),
+        super_scales=_half(0),
+    ),
+    "IQ2_XS": _in_grid(
+        "IQ2_XS",
+        IQ2,
+        IQ2_XS,
+        7,
+        index=_words(2, 2, 32, 1, 9),
+        signs=_words(2, 2, 32, 1, 7, first=9),
+        scales=_words(66, 1, 8, 2, 4, step=4),
+        super_scales=_half(0),
+    ),
+    "IQ2_S": _in_grid(
+        "IQ2_S",
+        IQ2,
+        IQ2_S,
+        8,
+        index=_both(plain(2, 32, 1), _words(66, 1, 8, 4, 2, step=2, shift=8)),
+        signs=plain(34, 32, 1),
+        scales=_words(74, 1, 8, 2, 4, step=4),
+        super_scales=_half(0),
+    ),
+    "IQ3_XXS": _in_grid(
+        "IQ3_XXS",
+        IQ3_XXS_VALUES,
+        IQ3_XXS,
+        7,
+        index=plain(2, 64, 1),
+        signs=_words(66, 4, 8, 4, 7, step=7),
+        scales=_words(66, 4, 8, 1, 4, first=28),
+        super_scales=_half(0),
+    ),
+    "IQ3_S": _in_grid(
+        "IQ3_S",
+        IQ3_S_VALUES,
+        IQ3_S,
+        8,
+        index=_both(plain(2, 64, 1), _words(66, 1, 8, 8, 1, step=1, shift=8)),
+        signs=plain(74, 32, 1),
+        scales=_words(106, 1, 4, 2, 4, step=4),
+        super_scales=_half(0),
+    ),
+    "IQ1_S": _in_grid(
+        "IQ1_S",
+        IQ1,
+        IQ1_S,
+        1,
+        index=_both(plain(2, 32, 1), _words(34, 2, 8, 4, 3, step=3, shift=8)),
+        signs=_words(34, 2, 8, 4, 1, first=15),
+        scales=_words(34, 2, 8, 1, 3, first=12),
+        super_scales=_half(0),
+    ),
+    "IQ1_M": _in_grid(
+        "IQ1_M",
+        IQ1,
+        IQ1_S,
+        1,
+        index=_both(plain(0, 32, 1), _words(32, 1, 16, 2, 3, step=4, shift=8)),
+        signs=_words(32, 1, 16, 2, 1, first=3, step=4),
+        scales=_words(48, 2, 4, 4, 3, step=3),
+        super_scales=Field((tuple(Piece(49 + 2 * i, 4, 4, 4 * i) for i in range(4)),)),
+    ),
+    "TQ1_0": WeightFormat(
+        TERNARY,
+        _SUPER,
+        order=TernaryRecords("TQ1_0", _BY_NAME["TQ1_0"].nbytes, ((0, 32, 5), (32, 16, 5), (48, 4, 4)), scales=_half(52)),
+    ),
+}
+GGML |= GRIDS

@@ -35,12 +35,14 @@ class SourceOrder(ABC):
     """How a matrix [n, k] stands in a checkpoint's arrays: its codes and the numbers of groups, but not its factor.
 
     name: for messages. rows: whether all arrays are rows as they stand. transposed: whether k is the first axis of each array.
-    The driver has Order and Records in C, and takes from any other what to_rows() and from_rows() give.
+    packed: the family that matrices of this order are packed as, as they stand: only GridRecords and TernaryRecords have one.
+    The driver has these, Order and Records in C, and takes from any other what to_rows() and from_rows() give.
     """
 
     name: str
     rows: bool = False
     transposed: bool = False
+    packed: str | None = None
 
     @property
     def description(self) -> str:

@@ -1,11 +1,13 @@
 """Records: an order in which codes and their scales stand together, so many weights along k in so many bytes.
 
 A record is what GGUF's files call a block or a super-block. All of it is data: planes say where the bits of codes stand, fields
-where those of scales and minima do. Here numpy says what that means, and the inverse, bit for bit.
+where those of scales and minima do. Here numpy says what that means, and the inverse, bit for bit. Records whose codes are no
+planes of bits are in ktmoe.weights.grid_records.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,13 +91,19 @@ class Field:
         return items.view(dtype)
 
     def write(self, records: np.ndarray, items: np.ndarray) -> None:
-        """The inverse of read(); bits are added to those that a record has."""
+        """The inverse of read(). Other bits of the records stay."""
         unsigned = np.dtype(f"u{items.dtype.itemsize}")
         stored = np.ascontiguousarray(items).view(unsigned) - unsigned.type(self.plus % (1 << 8 * unsigned.itemsize))
         for i, pieces in enumerate(self.items):
             for p in pieces:
                 bits = (stored[:, i] >> unsigned.type(p.shift) & unsigned.type((1 << p.bits) - 1)).astype(np.uint8)
-                records[:, p.byte] |= bits << np.uint8(p.first)
+                others = np.uint8(255 - (((1 << p.bits) - 1) << p.first))
+                records[:, p.byte] = records[:, p.byte] & others | bits << np.uint8(p.first)
+
+    def bits(self) -> list[slice]:
+        """The bits of a record that its pieces are, each as often as a piece has it."""
+        pieces = [piece for item in self.items for piece in item]
+        return [slice(8 * p.byte + p.first, 8 * p.byte + p.first + p.bits) for p in pieces]
 
     def moves(self, itemsize: int) -> list[tuple[int, int, int, int, int, int]]:
         """The moves of bits to items of so many bytes.
@@ -127,60 +135,52 @@ class Field:
 FIELDS = ("scales", "super_scales", "offsets", "super_offsets")
 
 
-@dataclass(frozen=True)
-class Records(SourceOrder):
-    """An order of codes and their scales in records along k.
+class RecordOrder(SourceOrder):
+    """What all orders of records have: the matrix is one array, its records as bytes [n, k / weights * nbytes].
 
-    weights, nbytes: of a record. code_bits: of a code in rows, 4 or 8. planes: the bits of codes. plus: what is added to these.
-    scales, super_scales, offsets, super_offsets: the fields of those that the format has.
-    Raises FormatError where planes and fields are not within a record, or two have the same bits.
+    weights, nbytes: of a record. code_bits: of a code in rows, 4 or 8. The fields are attributes of the names in FIELDS.
     """
 
-    name: str
     weights: int
     nbytes: int
     code_bits: int
-    planes: tuple[Plane, ...]
-    plus: int = 0
-    scales: Field | None = None
-    super_scales: Field | None = None
-    offsets: Field | None = None
-    super_offsets: Field | None = None
 
-    def __post_init__(self):
-        if self.code_bits not in (4, 8):
-            raise FormatError(f"records {self.name!r}: codes must have 4 or 8 bits, found {self.code_bits}")
-        top = self.plus + sum((1 << plane.bits + plane.shift) - (1 << plane.shift) for plane in self.planes)
-        for plane in self.planes:
-            if plane.bits not in (1, 2, 4, 8) or plane.run < 1 or self.weights * plane.bits % (8 * plane.run):
-                raise FormatError(f"records {self.name!r}: {self.weights} weights are no whole runs of {plane}")
-        if (
-            not self.planes
-            or self.weights % 2
-            or top - self.plus > 255
-            or (self.code_bits == 4 and not 0 <= self.plus <= top <= 15)
-        ):
-            raise FormatError(
-                f"records {self.name!r}: {len(self.planes)} planes make no codes of {self.code_bits} bits, up to {top}"
-            )
+    @abstractmethod
+    def _read_codes(self, records: np.ndarray) -> np.ndarray:
+        """The codes of records [records, nbytes], uint8 [records, weights]."""
+
+    @abstractmethod
+    def _write_codes(self, records: np.ndarray, codes: np.ndarray) -> None:
+        """The inverse of _read_codes(), for new records; anything for a code that they have no bits for."""
+
+    @abstractmethod
+    def _code_places(self) -> list[slice]:
+        """The bits of a record that are its codes'."""
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The fields that the records have, by the names of a Matrix's arrays."""
+        return {label: field for label in FIELDS if (field := getattr(self, label, None))}
+
+    def _places(self) -> list[slice]:
+        """All bits of a record that mean something."""
+        return self._code_places() + [bits for field in self.fields.values() for bits in field.bits()]
+
+    def _check_places(self) -> None:
+        """Raise FormatError for bits that are not within a record, and for those that are used twice."""
         used = np.zeros(8 * self.nbytes, np.int64)
-        for bits in self._bits():
+        for bits in self._places():
             if not 0 <= bits.start < bits.stop <= len(used):
                 raise FormatError(f"records {self.name!r}: bits {bits.start} to {bits.stop} are not within {self.nbytes} bytes")
             used[bits] += 1
         if (used > 1).any():
             raise FormatError(f"records {self.name!r}: byte {int(np.argmax(used > 1)) // 8} is used twice")
 
-    def _bits(self) -> list[slice]:
-        planes = [slice(8 * plane.offset, 8 * plane.offset + plane.bits * self.weights) for plane in self.planes]
-        pieces = [piece for field in self.fields.values() for pieces in field.items for piece in pieces]
-        return planes + [slice(8 * p.byte + p.first, 8 * p.byte + p.first + p.bits) for p in pieces]
-
     @cached_property
     def spare(self) -> np.ndarray:
         """Bits of a record that mean nothing, uint8 [bytes]. They must be 0."""
         used = np.zeros(8 * self.nbytes, bool)
-        for bits in self._bits():
+        for bits in self._places():
             used[bits] = True
         return np.packbits(~used, bitorder="little")
 
@@ -205,16 +205,12 @@ class Records(SourceOrder):
         return Field(tuple(items)) if items else None
 
     @property
-    def fields(self) -> dict[str, Field]:
-        """The fields that the records have, by the names of a Matrix's arrays."""
-        return {label: field for label in FIELDS if (field := getattr(self, label))}
-
-    @property
     def description(self) -> str:
         return f"in {self.name} records"
 
     def check(self, components: Components) -> None:
-        if self.code_bits != components.element.bits or components.element.family in NUMBERS or components.points:
+        element = components.element
+        if self.code_bits != element.row_bits or element.family in NUMBERS or components.points:
             raise FormatError(f"{self.name} records have codes of {self.code_bits} bits and no zero points")
         for label, scale in components.scales.items():
             if label in self.fields and not self.fields[label].fits(scale.dtype):
@@ -235,25 +231,15 @@ class Records(SourceOrder):
         n, nbytes = codes_shape
         return n, nbytes // self.nbytes * self.weights
 
-    def _records(self, stored: np.ndarray) -> np.ndarray:
-        return stored.reshape(-1, self.nbytes)
-
     def to_rows(self, components: Components, stored: Mapping[str, np.ndarray], n: int, k: int) -> Arrays:
-        return {"codes": self._code_rows(stored["codes"], n, k)} | self.group_rows(components, stored)
-
-    def _code_rows(self, stored: np.ndarray, n: int, k: int) -> np.ndarray:
-        """The codes of records as rows, uint8 [n, k/2] or [n, k]."""
-        records = self._records(stored)
-        codes = np.full((len(records), self.weights), self.plus % 256, np.uint8)
-        for plane in self.planes:
-            codes += plane.read(records, self.weights)
-        codes = codes.reshape(n, k)
-        return codes[:, 0::2] | codes[:, 1::2] << 4 if self.code_bits == 4 else codes
+        codes = self._read_codes(stored["codes"].reshape(-1, self.nbytes)).reshape(n, k)
+        rows = codes[:, 0::2] | codes[:, 1::2] << 4 if self.code_bits == 4 else codes
+        return {"codes": rows} | self.group_rows(components, stored)
 
     def group_rows(self, components: Components, stored: Mapping[str, np.ndarray]) -> Arrays:
         """The numbers of each field, [n, those of a row], by name."""
         codes = stored["codes"]
-        records = self._records(codes)
+        records = codes.reshape(-1, self.nbytes)
         fields = {label: field.read(records, components.scales[label].dtype) for label, field in self.fields.items()}
         return {label: numbers.reshape(len(codes), -1) for label, numbers in fields.items()}
 
@@ -265,10 +251,9 @@ class Records(SourceOrder):
         """Records of these arrays."""
         rows = arrays["codes"]
         codes = np.stack([rows & 15, rows >> 4], axis=-1) if self.code_bits == 4 else rows
-        codes = codes.reshape(-1, self.weights) - np.uint8(self.plus % 256)
+        codes = codes.reshape(-1, self.weights)
         records = np.zeros((len(codes), self.nbytes), np.uint8)
-        for plane in self.planes:
-            plane.write(records, codes)
+        self._write_codes(records, codes)
         for label, field in self.fields.items():
             field.write(records, arrays[label].reshape(len(records), -1))
         stored = {"codes": records.reshape(n, -1)}
@@ -278,6 +263,72 @@ class Records(SourceOrder):
         return stored
 
 
-def plain(byte: int, count: int, itemsize: int, bits: int = 8) -> Field:
-    """Items of so many bytes one after another; of one byte, they may have fewer bits."""
-    return Field(tuple(tuple(Piece(byte + i * itemsize + b, 0, bits, 8 * b) for b in range(itemsize)) for i in range(count)))
+@dataclass(frozen=True)
+class Records(RecordOrder):
+    """An order of codes and their scales in records along k, whose codes are planes of bits.
+
+    weights, nbytes: of a record. code_bits: of a code in rows, 4 or 8. planes: the bits of codes.
+    scales, super_scales, offsets, super_offsets: the fields of those that the format has.
+    Raises FormatError where planes and fields are not within a record, or two have the same bits.
+    """
+
+    name: str
+    weights: int
+    nbytes: int
+    code_bits: int
+    planes: tuple[Plane, ...]
+    scales: Field | None = None
+    super_scales: Field | None = None
+    offsets: Field | None = None
+    super_offsets: Field | None = None
+
+    def __post_init__(self):
+        if self.code_bits not in (4, 8):
+            raise FormatError(f"records {self.name!r}: codes must have 4 or 8 bits, found {self.code_bits}")
+        for plane in self.planes:
+            if plane.bits not in (1, 2, 4, 8) or plane.run < 1 or self.weights * plane.bits % (8 * plane.run):
+                raise FormatError(f"records {self.name!r}: {self.weights} weights are no whole runs of {plane}")
+        if not self.planes or self.weights % 2 or self._top >= 1 << self.code_bits:
+            raise FormatError(
+                f"records {self.name!r}: {len(self.planes)} planes make no codes of {self.code_bits} bits, up to {self._top}"
+            )
+        self._check_places()
+
+    @cached_property
+    def _top(self) -> int:
+        """The largest code that the planes have bits for."""
+        return sum((1 << plane.bits + plane.shift) - (1 << plane.shift) for plane in self.planes)
+
+    def check(self, components: Components) -> None:
+        super().check(components)
+        element = components.element
+        if self._top >= 1 << element.bits:
+            raise FormatError(f"{self.name} records have codes up to {self._top}, {element.name} has {element.bits} bits")
+
+    def _code_places(self) -> list[slice]:
+        return [slice(8 * plane.offset, 8 * plane.offset + plane.bits * self.weights) for plane in self.planes]
+
+    def _read_codes(self, records: np.ndarray) -> np.ndarray:
+        codes = np.zeros((len(records), self.weights), np.uint8)
+        for plane in self.planes:
+            codes += plane.read(records, self.weights)
+        return codes
+
+    def _write_codes(self, records: np.ndarray, codes: np.ndarray) -> None:
+        for plane in self.planes:
+            plane.write(records, codes)
+
+
+def span(byte: int, first: int, bits: int, shift: int = 0) -> tuple[Piece, ...]:
+    """So many bits, from bit `first` of a byte on and then of the next ones: pieces of an item, from its bit `shift` up."""
+    pieces, at, end = [], 8 * byte + first, 8 * byte + first + bits
+    while at < end:
+        taken = min(8 - at % 8, end - at)
+        pieces.append(Piece(at // 8, at % 8, taken, shift))
+        at, shift = at + taken, shift + taken
+    return tuple(pieces)
+
+
+def plain(byte: int, count: int, itemsize: int, bits: int | None = None) -> Field:
+    """Items of so many bytes one after another, of which they may have fewer bits."""
+    return Field(tuple(span(byte + i * itemsize, 0, bits or 8 * itemsize) for i in range(count)))

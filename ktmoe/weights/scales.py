@@ -21,6 +21,7 @@ class ScaleKind:
     field: the bits of the exponent; with all of them set, an item is no real number. 0: every item is one.
     signed: whether the highest bit is a sign.
     bits: the significant bits that a product has more by it; a power of two adds none.
+    packed_bits: those of an integer that is packed in fewer than 8; else 0. least: the least of these integers.
     numbers: such an array as float64, NaN or infinite where an item is no real number. stored: the inverse.
     """
 
@@ -31,6 +32,8 @@ class ScaleKind:
     bits: int = 24
     numbers: Callable[[np.ndarray], np.ndarray] = field(default=lambda stored: stored.astype(np.float64), compare=False)
     stored: Callable[[np.ndarray], np.ndarray] | None = field(default=None, compare=False)
+    packed_bits: int = 0
+    least: int = 0
 
     @property
     def magnitude(self) -> int:
@@ -59,19 +62,35 @@ def _of_e4m3(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
+def _within(least: int, most: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Stored integers as float64, NaN where one is not within these."""
+    return lambda stored: np.where((stored >= least) & (stored <= most), stored.astype(np.float64), np.nan)
+
+
 def _e4m3(stored: np.ndarray) -> np.ndarray:
     return stored.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
+def _of_odd(numbers: np.ndarray) -> np.ndarray:
+    return ((numbers - 1) / 2).astype(np.uint8)
+
+
+def _odd(stored: np.ndarray) -> np.ndarray:
+    return 2 * stored.astype(np.float64) + 1
+
+
 #: "ue8m0": one byte b that means 2**(b - 127); 255 is NaN (OCP MX v1.0, 5.4.1). "e4m3": one byte, OCP E4M3, 0x7F and 0xFF are
-#: NaN. "int8": an integer. The others are the numbers themselves. A plugin may add a kind of its own: packing follows from the
-#: row; a kernel has to load it.
+#: NaN. "int8", "int6", "uint4": an integer. "odd": one byte s, below 16, that means 2 * s + 1. The others are the numbers
+#: themselves. A plugin may add a kind of its own: packing follows from the row; a kernel has to load it.
 SCALE_KINDS = {
     kind.name: kind
     for kind in (
         ScaleKind("ue8m0", np.dtype(np.uint8), 0xFF, False, 0, _ue8m0, _of_ue8m0),
         ScaleKind("e4m3", np.dtype(np.uint8), 0x7F, True, 4, _e4m3, _of_e4m3),
         ScaleKind("int8", np.dtype(np.int8), 0, bits=7),
+        ScaleKind("int6", np.dtype(np.int8), 0, bits=6, packed_bits=6, least=-32, numbers=_within(-32, 31)),
+        ScaleKind("uint4", np.dtype(np.uint8), 0, False, bits=4, packed_bits=4, numbers=_within(0, 15)),
+        ScaleKind("odd", np.dtype(np.uint8), 0, False, 5, numbers=_odd, stored=_of_odd),
         ScaleKind("bf16", _BF16, 0x7F80, bits=8),
         ScaleKind("fp16", np.dtype(np.float16), 0x7C00, bits=11),
         ScaleKind("fp32", np.dtype(np.float32), 0x7F800000, bits=24),

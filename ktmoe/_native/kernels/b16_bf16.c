@@ -7,7 +7,7 @@
 #include "kernels/common/bf16.h"
 #include "kernels/common/isa.h"
 
-enum { IN_PLACE = 1, AS_PACKED = 1, FEW_ROWS = 6 };
+enum { IN_PLACE = 1, AS_PACKED = 1, FEW_ROWS = 6, FEW_MAX = 12, EIGHTS_APART = 0 };
 
 #include "kernels/loops/panel.h"
 

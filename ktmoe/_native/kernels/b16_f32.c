@@ -6,7 +6,7 @@
 #include "kernels/common/b16_layout.h"
 #include "kernels/common/f32.h"
 #include "kernels/common/isa.h"
-#include "kernels/common/no_fold.h"
+#include "kernels/common/no_table.h"
 
 enum { AS_PACKED = 1 };
 

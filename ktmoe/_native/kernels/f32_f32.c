@@ -6,7 +6,7 @@
 #define PACKED_FLOATS 1
 #include "kernels/common/f32.h"
 #include "kernels/common/isa.h"
-#include "kernels/common/no_fold.h"
+#include "kernels/common/no_table.h"
 #include "kernels/common/place.h"
 #include "kernels/common/scales.h"
 

@@ -8,7 +8,7 @@
 #include "kernels/common/f8_words.h"
 #include "kernels/common/isa.h"
 
-enum { IN_PLACE = 0, FEW_ROWS = 12 };
+enum { IN_PLACE = 0, FEW_ROWS = 12, FEW_MAX = 12, EIGHTS_APART = 0 };
 
 #include "kernels/loops/panel.h"
 

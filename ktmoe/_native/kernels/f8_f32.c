@@ -8,7 +8,7 @@
 #include "kernels/common/f32.h"
 #include "kernels/common/f8_layout.h"
 #include "kernels/common/isa.h"
-#include "kernels/common/no_fold.h"
+#include "kernels/common/no_table.h"
 
 /* The bits by which the byte of k moves up to a dword's top. */
 INLINE int up(const int k) { return k % 4 == 0 ? 24 : k % 4 == 1 ? 8 : k % 4 == 2 ? 16 : 0; }

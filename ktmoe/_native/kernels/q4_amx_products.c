@@ -77,7 +77,7 @@ INLINE __m512i mantissas_e4m3(const __m512i scales) {
 
 INLINE tile_fold load_tile_fold(const weights *w, const size_t step, const int n) {
     const uint8_t *header = header_of(&w->at, step);
-    if (kind_of(w->how) != E4M3) return (tile_fold){.scale = load_scales(header, n, 0, w->how)};
+    if (kind_of(w->how) != E4M3) return (tile_fold){.scale = load_scale(header, n, (in_group){0}, NULL, w->how)};
     const __m512i first = spread_e4m3(header + 16 * n), second = spread_e4m3(header + KT_PANEL + 16 * n);
     return (tile_fold){
         .bits = w->bits && !_mm512_cmplt_epi8_mask(_mm512_min_epi8(first, second), _mm512_set1_epi8(8)),

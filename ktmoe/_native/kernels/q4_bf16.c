@@ -8,7 +8,7 @@
 #include "kernels/common/isa.h"
 #include "kernels/common/q4_words.h"
 
-enum { IN_PLACE = 0, FEW_ROWS = 12 };
+enum { IN_PLACE = 0, FEW_ROWS = 12, FEW_MAX = 12, EIGHTS_APART = 0 };
 
 #include "kernels/loops/panel.h"
 

@@ -1,4 +1,5 @@
 /* Packing f32, weights of 32 bits: rows of dwords to panels and back, exactly; layout.h has the layout. Padding is zero. */
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/layout.h"
 #include "pack/pack.h"
@@ -23,8 +24,9 @@ ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t st
     return infinite & 0x80000000;
 }
 
-ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *block, size_t column, uint8_t *to, size_t stride_bytes) {
     (void)f;
+    const uint8_t *from = block + column_at(column);
     for (int four = 0; four < KT_BLOCK / 4; four++) {
         u32x4 v[4];
         for (int j = 0; j < 4; j++) memcpy(&v[j], from + (four * 4 + j) * K_BYTES, sizeof v[j]);
@@ -32,6 +34,11 @@ ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t 
     }
 }
 
+ALWAYS_INLINE void stream_lines(const kt_format *f, uint8_t *block, size_t column, const uint8_t *lines) {
+    (void)f;
+    kt_stream(block + column_at(column), LINE_STEP, lines, BLOCK_BYTES / 64 * KT_LINE_COLUMNS / KT_PANEL);
+}
+
 #include "pack/panels.h"
 
-const kt_packing kt_pack_f32 = {"f32", 1, 32, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};
+const kt_packing kt_pack_f32 = {"f32", 0, 1, 32, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};

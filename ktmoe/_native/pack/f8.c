@@ -3,6 +3,7 @@
  * LAYOUT is layout.h's: a 64-byte vector holds 4 k of 16 columns, and the upper and the lower bytes of each column's two words are the
  * k-pairs (2,3) and (0,1): the pair order of VDPBF16PS and TDPBF16PS.
  */
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/layout.h"
 #include "pack/pack.h"
@@ -27,8 +28,9 @@ ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t st
     return wrong;
 }
 
-ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *block, size_t column, uint8_t *to, size_t stride_bytes) {
     (void)f;
+    const uint8_t *from = block + column_at(column);
     for (int half = 0; half < 2; half++) {
         u32x4 v[4];
         for (int j = 0; j < 4; j++) {
@@ -39,6 +41,11 @@ ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t 
     }
 }
 
+ALWAYS_INLINE void stream_lines(const kt_format *f, uint8_t *block, size_t column, const uint8_t *lines) {
+    (void)f;
+    kt_stream(block + column_at(column), LINE_STEP, lines, BLOCK_BYTES / 64 * KT_LINE_COLUMNS / KT_PANEL);
+}
+
 #include "pack/panels.h"
 
-const kt_packing kt_pack_f8 = {"f8", 1, 8, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};
+const kt_packing kt_pack_f8 = {"f8", 0, 1, 8, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};

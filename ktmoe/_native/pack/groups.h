@@ -8,8 +8,9 @@
 typedef struct kt_groups {
     kt_layout at;
     size_t blocks;                  /* of a panel */
-    size_t halves;                  /* rows of scales in a header: 2 for scales of 16 k, else 1 */
+    size_t halves;                  /* of a block that have scales of their own: 2 for scales of 16 k, else 1 */
     size_t places[KT_GROUP_ARRAYS]; /* of an array's first row, in its header or among the super-scales */
+    size_t upper_place;             /* of the upper bits of scales of 6 bits, behind the super-scales */
 } kt_groups;
 
 kt_groups kt_groups_of(const kt_format *format, size_t k);

@@ -125,7 +125,9 @@ int kt_pack(const kt_placement *placement, const kt_shard_matrix *matrices, kt_s
     return error ? error : j.error;
 }
 
-size_t kt_codes_bytes(const kt_format *f, size_t columns) { return columns * f->packing->code_bits / 8; }
+size_t kt_codes_bytes(const kt_format *f, size_t columns) {
+    return f->grid ? columns / KT_SUPER_GROUP * f->grid->record_bytes : columns * f->packing->code_bits / 8;
+}
 
 /* The bytes of so many columns in a row of an array of groups; a NULL: in a row of codes. */
 static size_t row_bytes(const kt_format *f, const kt_group_array *a, size_t columns) {

@@ -3,6 +3,7 @@
 #define KT_PACK_H
 
 #include "base/placement.h"
+#include "ktmoe.h"
 #include "pack/order.h"
 
 typedef struct kt_packing kt_packing;
@@ -17,15 +18,17 @@ typedef struct kt_group_array {
     size_t bytes;     /* 1, 2; 4 only in lines */
     uint32_t padding; /* the bits of what pads */
     uint32_t magnitude,
-        field;    /* all bits but a sign; those of the exponent: with all of them it is no real number. 0: it always is */
-    bool negated; /* they are packed with the other sign, since kernels subtract minima; of 2 bytes */
+        field;          /* all bits but a sign; those of the exponent: with all of them it is no real number. 0: it always is */
+    bool negated;       /* they are packed with the other sign, since kernels subtract minima; of 2 bytes */
+    uint8_t bits, plus; /* of items that are packed in fewer bits, 4 or 6: so many, and what is added before; else 0 */
 } kt_group_array;
 
 typedef struct kt_format {
     const kt_packing *packing; /* the family's */
     kt_order order;            /* of its codes */
     kt_group_array groups[KT_GROUP_ARRAYS];
-    uint8_t padding; /* a code: of 0, where one is */
+    uint8_t padding;     /* a code: of 0, where one is */
+    const kt_grid *grid; /* of families of records, which are packed as they stand, numbers of groups and all; NULL: of codes */
 } kt_format;
 
 /* A whole matrix [n][k] in the checkpoint's own bytes: codes in their order, the arrays of groups by row, along k. */
@@ -56,15 +59,17 @@ size_t kt_packed_bytes(const kt_shard_matrix *m);
 /* One family's layout. Panels are packed one by one, by any thread; scan is that thread's own and is added to. */
 struct kt_packing {
     const char *family;
-    int version; /* of the layout, golden-tested */
-    size_t code_bits, block_bytes;
+    size_t bits;        /* of a code, where the family has several sizes; else 0 */
+    int version;        /* of the layout, golden-tested */
+    size_t code_bits;   /* in a row of codes */
+    size_t block_bytes; /* of records both are 0: kt_format.grid says their size */
     /* rows: the panel's codes, row i at rows + i * stride_bytes; from `count` on there are none. */
     bool (*pack_codes)(const kt_shard_matrix *m, const uint8_t *rows, size_t stride_bytes, size_t count, uint8_t *packed);
     void (*unpack_codes)(const kt_format *format, const uint8_t *packed, size_t count, size_t k, uint8_t *rows);
     /* One column of a panel, which is a row of codes. */
     void (*unpack_row)(const kt_format *format, const uint8_t *packed, size_t column, size_t k, uint8_t *row);
 };
-#define KT_FAMILIES(X) X(q4) X(f8) X(i8) X(b16) X(f16) X(f32)
+#define KT_FAMILIES(X) X(q4) X(f8) X(int2) X(int3) X(int5) X(int6) X(int8) X(b16) X(f16) X(f32) X(grid) X(ternary)
 #define DECLARE(family) extern const kt_packing kt_pack_##family;
 KT_FAMILIES(DECLARE)
 #undef DECLARE

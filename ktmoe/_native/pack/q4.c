@@ -3,6 +3,7 @@
  * LAYOUT is layout.h's: a 64-byte vector holds 8 k of 16 columns, and its words shifted right by 0, 4, 8, 12 hold the k-pairs (0,1),
  * (2,3), (4,5), (6,7) in the low bits of each column's two words: the pair order of VDPBF16PS and TDPBF16PS.
  */
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/layout.h"
 #include "pack/pack.h"
@@ -34,8 +35,9 @@ ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t st
     return (u32x4){0}; /* every code is a number */
 }
 
-ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *block, size_t column, uint8_t *to, size_t stride_bytes) {
     (void)f;
+    const uint8_t *from = block + column_at(column);
     u32x4 v[4];
     for (int j = 0; j < 4; j++) {
         memcpy(&v[j], from + j * 64, sizeof v[j]);
@@ -44,6 +46,11 @@ ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t 
     store_transposed(v, to, stride_bytes);
 }
 
+ALWAYS_INLINE void stream_lines(const kt_format *f, uint8_t *block, size_t column, const uint8_t *lines) {
+    (void)f;
+    kt_stream(block + column_at(column), LINE_STEP, lines, BLOCK_BYTES / 64 * KT_LINE_COLUMNS / KT_PANEL);
+}
+
 #include "pack/panels.h"
 
-const kt_packing kt_pack_q4 = {"q4", 1, 4, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};
+const kt_packing kt_pack_q4 = {"q4", 0, 1, 4, BLOCK_BYTES, pack_codes, unpack_codes, unpack_row};

@@ -1,7 +1,7 @@
 /* Records to codes and arrays of scales, and back.
  *
  * SHAPES      records [n][k / weights] of so many bytes; codes, one a byte, [weights]; items of a field [item_bytes]
- * DEFINITION  code = plus + sum over planes of (piece << shift);  byte of an item = plus + sum over moves of (bits << shift)
+ * DEFINITION  code = sum over planes of (piece << shift);  byte of an item = plus + sum over moves of (bits << shift)
  * LAYOUT      byte c * run + i of a plane has, from its lowest bits up, the pieces of weights (c * pieces + p) * run + i, p = 0, 1 ...
  * REGULARITIES a plane's runs are most often 8 bytes or more: then whole words, or vectors, of bytes are shifted and masked alike.
  */
@@ -37,19 +37,18 @@ ALWAYS_INLINE u8x16 piece_of(u8x16 v, unsigned from, const size_t bits, unsigned
     return (u8x16)((u16x8)((u8x16)((u16x8)v >> (uint16_t)from) & splat((1u << bits) - 1)) << (uint16_t)to);
 }
 
-/* Adds a plane's bits to the codes of so many records; the first plane's bits are added to o->plus. The plane's runs are whole
+/* Adds a plane's bits to the codes of so many records; the first plane's are all that there is. The plane's runs are whole
  * vectors. */
 ALWAYS_INLINE void vectors_to_codes(const kt_plane p, const kt_records *o, const uint8_t *from, size_t records, uint8_t *codes,
                                     const size_t bits, const bool first) {
     const size_t pieces = 8 / bits, bytes = o->weights / pieces, step = o->bytes, run = p.run;
-    const u8x16 plus = splat(o->plus);
     for (const uint8_t *end = from + records * step; from < end; from += step)
         for (size_t chunk = 0; chunk < bytes; chunk += run, codes += run * pieces)
             for (size_t i = 0; i < run; i += 16) {
                 const u8x16 v = load_ahead(from + p.offset + chunk + i);
                 for (size_t piece = 0; piece < pieces; piece++) {
                     uint8_t *to = codes + piece * run + i;
-                    store(to, (first ? plus : load(to)) + piece_of(v, piece * bits, bits, p.shift));
+                    store(to, (first ? splat(0) : load(to)) | piece_of(v, piece * bits, bits, p.shift));
                 }
             }
 }
@@ -75,8 +74,8 @@ static void bytes_to_codes(const kt_plane p, const kt_records *o, const uint8_t 
         for (size_t chunk = 0; chunk < bytes; chunk += p.run)
             for (size_t piece = 0; piece < pieces; piece++)
                 for (size_t i = 0; i < p.run; i++, codes++)
-                    *codes = (uint8_t)((first ? o->plus : *codes) +
-                                       ((from[p.offset + chunk + i] >> piece * p.bits & mask) << p.shift));
+                    *codes =
+                        (uint8_t)((first ? 0 : *codes) | ((from[p.offset + chunk + i] >> piece * p.bits & mask) << p.shift));
 }
 
 static void bytes_from_codes(const kt_plane p, const kt_records *o, const uint8_t *codes, size_t records, uint8_t *to) {
@@ -102,7 +101,7 @@ static void bits_to_codes(const kt_plane p, const kt_records *o, const uint8_t *
             const u64x2 eights[2] = {{four[0] * EACH, four[1] * EACH}, {four[2] * EACH, four[3] * EACH}};
             for (size_t half = 0; half < 2; half++, codes += 16) {
                 const u8x16 set = (u8x16)(((u8x16)eights[half] & own) == own) & bit;
-                store(codes, (first ? splat(o->plus) : load(codes)) + set);
+                store(codes, (first ? splat(0) : load(codes)) | set);
             }
         }
 }
@@ -207,17 +206,17 @@ static void codes_to_nibbles(const uint8_t *codes, size_t bytes, uint8_t *rows) 
     for (; i < bytes; i++) rows[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
 }
 
-static void codes_from_nibbles(const uint8_t *rows, size_t bytes, uint8_t plus, uint8_t *codes) {
+static void codes_from_nibbles(const uint8_t *rows, size_t bytes, uint8_t *codes) {
     for (size_t i = 0; i < bytes; i++) {
-        codes[2 * i] = (uint8_t)((rows[i] & 15) - plus);
-        codes[2 * i + 1] = (uint8_t)((rows[i] >> 4) - plus);
+        codes[2 * i] = rows[i] & 15;
+        codes[2 * i + 1] = rows[i] >> 4;
     }
 }
 
 void kt_records_to_rows(const kt_records *o, const uint8_t *from, size_t records, uint8_t *rows) {
     uint8_t buffer[TOGETHER];
     const kt_plane *p = o->plane;
-    if (o->code_bits == 4 && p->bits == 4 && !o->plus && (p->run == 8 || p->run % 16 == 0) && o->weights % 32 == 0) {
+    if (o->code_bits == 4 && p->bits == 4 && (p->run == 8 || p->run % 16 == 0) && o->weights % 32 == 0) {
         plane_to_nibbles(*p, o, from, records, rows);
         return;
     }
@@ -236,11 +235,9 @@ void kt_records_from_rows(const kt_records *o, const uint8_t *rows, size_t recor
     for (size_t most = records_at_a_time(o), many; records; records -= many, to += many * o->bytes) {
         many = records < most ? records : most;
         const size_t codes = many * o->weights;
-        if (o->code_bits == 4)
-            codes_from_nibbles(rows, codes / 2, o->plus, buffer);
-        else
-            for (size_t i = 0; i < codes; i++) buffer[i] = (uint8_t)(rows[i] - o->plus);
-        for (size_t i = 0; i < o->planes; i++) plane_from_codes(o->plane[i], o, buffer, many, to);
+        if (o->code_bits == 4) codes_from_nibbles(rows, codes / 2, buffer);
+        const uint8_t *from = o->code_bits == 4 ? buffer : rows;
+        for (size_t i = 0; i < o->planes; i++) plane_from_codes(o->plane[i], o, from, many, to);
         rows += codes * o->code_bits / 8;
     }
 }

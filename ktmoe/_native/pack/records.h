@@ -28,7 +28,6 @@ typedef struct kt_move {
 typedef struct kt_records {
     uint16_t weights, bytes; /* of a record; 0 bytes: codes do not stand in records */
     uint8_t code_bits;       /* of codes in rows: 4 or 8 */
-    uint8_t plus;            /* to what the planes have */
     uint8_t planes;
     uint8_t spares;
     kt_plane plane[KT_PLANES_MAX];

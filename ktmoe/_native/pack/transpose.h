@@ -36,12 +36,18 @@ static inline u32x4 swap_middle(u32x4 v) { return swap_bits(v, 0x0000FF00, 8); }
 /* a[i] b[i] a[i+1] b[i+1]. */
 #define INTERLEAVE(a, b, i) SHUFFLE(u32x4, a, b, i, (i) + 4, (i) + 1, (i) + 5)
 
-/* v[i][j] to dword i at to + j * stride: four rows of four dwords to four cache lines. */
-static inline void store_transposed(const u32x4 v[4], uint8_t *to, size_t stride) {
+/* Four rows of four dwords become columns. */
+static inline void transpose_four(u32x4 v[4]) {
     const u32x4 low02 = INTERLEAVE(v[0], v[2], 0), low13 = INTERLEAVE(v[1], v[3], 0);
     const u32x4 high02 = INTERLEAVE(v[0], v[2], 2), high13 = INTERLEAVE(v[1], v[3], 2);
-    const u32x4 columns[4] = {INTERLEAVE(low02, low13, 0), INTERLEAVE(low02, low13, 2), INTERLEAVE(high02, high13, 0),
-                              INTERLEAVE(high02, high13, 2)};
+    v[0] = INTERLEAVE(low02, low13, 0), v[1] = INTERLEAVE(low02, low13, 2);
+    v[2] = INTERLEAVE(high02, high13, 0), v[3] = INTERLEAVE(high02, high13, 2);
+}
+
+/* v[i][j] to dword i at to + j * stride: four rows of four dwords to four cache lines. */
+static inline void store_transposed(const u32x4 v[4], uint8_t *to, size_t stride) {
+    u32x4 columns[4] = {v[0], v[1], v[2], v[3]};
+    transpose_four(columns);
     for (int j = 0; j < 4; j++) memcpy(to + j * stride, &columns[j], sizeof columns[j]);
 }
 

@@ -4,6 +4,7 @@
 #ifndef KT_WORDS_H
 #define KT_WORDS_H
 
+#include "base/stream.h"
 #include "ktmoe.h"
 #include "pack/layout.h"
 #include "pack/pack.h"
@@ -32,13 +33,19 @@ ALWAYS_INLINE u32x4 pack_four(const kt_format *f, const uint8_t *from, size_t st
     return infinite & 0x80008000;
 }
 
-ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *from, uint8_t *to, size_t stride_bytes) {
+ALWAYS_INLINE void unpack_four(const kt_format *f, const uint8_t *block, size_t column, uint8_t *to, size_t stride_bytes) {
     (void)f;
+    const uint8_t *from = block + column_at(column);
     for (int four = 0; four < 4; four++) {
         u32x4 v[4];
         for (int j = 0; j < 4; j++) memcpy(&v[j], from + (four * 4 + j) * PAIR_BYTES, sizeof v[j]);
         store_transposed(v, to + four * sizeof v[0], stride_bytes);
     }
+}
+
+ALWAYS_INLINE void stream_lines(const kt_format *f, uint8_t *block, size_t column, const uint8_t *lines) {
+    (void)f;
+    kt_stream(block + column_at(column), LINE_STEP, lines, BLOCK_BYTES / 64 * KT_LINE_COLUMNS / KT_PANEL);
 }
 
 #include "pack/panels.h"

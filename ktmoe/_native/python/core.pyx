@@ -36,11 +36,12 @@ from ktmoe._native.python.driver.quantize cimport *
 from ktmoe._native.python.probe.driver cimport *
 
 from ktmoe.weights import folding
-from ktmoe.weights.elements import ELEMENTS, UINT4
+from ktmoe.weights.elements import ELEMENTS, FAMILIES, UINT4
 from ktmoe.weights.formats import Minimum, ZeroPoint
+from ktmoe.weights.grid_records import GridRecords, TernaryRecords
 from ktmoe.weights.order import ROWS, Order
 from ktmoe.weights.records import Records
-from ktmoe.weights.scales import SCALE_KINDS
+from ktmoe.weights.scales import SCALE_KINDS, Scale
 from ktmoe.errors import CacheError, ClosedError, FormatError, InputError, OutOfMemoryError, UnavailableError
 from ktmoe.experts import PROJECTIONS
 
@@ -50,7 +51,8 @@ def _layout_versions():
     versions = {}
     cdef const kt_packing *const *packing = kt_packings
     while packing[0] != NULL:
-        versions[packing[0].family.decode()] = packing[0].version
+        family = packing[0].family.decode()
+        versions[family] = max(versions.get(family, 0), packing[0].version)  # a family's sizes have one version
         packing += 1
     return versions
 
@@ -97,6 +99,7 @@ include "placement.pxi"
 include "pool.pxi"
 include "tables.pxi"
 include "records.pxi"
+include "grids.pxi"
 include "formats.pxi"
 include "blocks.pxi"
 include "batches.pxi"

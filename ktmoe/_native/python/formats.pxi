@@ -9,6 +9,8 @@ cdef tuple packed_scale(weight_format):
     scale, super_scale, offset = weight_format.scale, weight_format.super_scale, weight_format.offset
     minima = isinstance(offset, Minimum)
     offsets = "minima" if minima else "zero points"
+    if weight_format.order.packed:  # records as they stand
+        return scale.kind, scale.extent[1]
     if scale is None:
         if offset:
             raise FormatError(f"no kernel has {offsets} without scales")
@@ -16,8 +18,14 @@ cdef tuple packed_scale(weight_format):
     if super_scale and super_scale.extent != (1, KT_SUPER_GROUP):
         raise FormatError(f"no kernel has {super_scale.description} that multiply scales, only per 1x{KT_SUPER_GROUP}")
     rows, columns = scale.extent
-    if columns not in (KT_SCALE_GROUP_MIN, 32, 64, KT_SCALE_GROUP_MAX):
-        raise FormatError(f"no kernel has scale groups of {columns}, only of 16, 32, 64 and {KT_SCALE_GROUP_MAX} along k")
+    alone = columns == KT_SUPER_GROUP and scale == Scale("fp16", (1, columns)) and not super_scale and not offset
+    if columns not in (KT_SCALE_GROUP_MIN, 32, 64, KT_SCALE_GROUP_MAX) and not alone:
+        raise FormatError(f"no kernel has scale groups of {columns}, only of 16, 32, 64 and {KT_SCALE_GROUP_MAX} along k, "
+                          f"or fp16 ones of {KT_SUPER_GROUP} alone")
+    if SCALE_KINDS[scale.kind].packed_bits and (scale.extent != (1, KT_SCALE_GROUP_MIN) or not super_scale):
+        raise FormatError(f"no kernel has {scale.description}, only {scale.kind} scales per 1x{KT_SCALE_GROUP_MIN} with super-scales")
+    if minima and scale.kind == "int6":
+        raise FormatError("no kernel has minima beside int6 scales")
     if minima and (offset.scale, offset.super_scale) != (scale, super_scale):
         raise FormatError("no kernel has minima that are stored in another way than the scales")
     if offset and not minima and offset.extent != scale.extent:
@@ -31,16 +39,22 @@ cdef tuple packed_scale(weight_format):
     return "panel", columns
 
 
-cdef void _fill_codebook(kt_codebook *book, weight_format):
+cdef _fill_codebook(kt_codebook *book, weight_format):
     cdef int i
     cdef uint16_t sign, magnitude
     memset(book, 0, sizeof(kt_codebook))
-    if weight_format.family != "q4":
+    values = weight_format.element.values
+    if weight_format.element.family == "int":
+        book.zero = 128 if len(values) == 256 else -int(values[0])
+        for i in range(64 if len(values) <= 64 else 0):
+            book.plain[i] = np.float32(values[i % len(values)]).view(np.uint32) >> 16
+    if weight_format.element.family != "q4":
         return
+    book.grid = _grid_of(weight_format)
     values = np.asarray(weight_format.element.values, np.float32)
     bits = values.view(np.uint32) >> 16
     signed5 = np.array([*range(16), *range(-16, 0)], np.float32).view(np.uint32) >> 16
-    book.unit = folding.unit(weight_format.element.values)
+    book.unit = folding.unit(weight_format.element.values, 127)
     for i in range(32):
         book.plain[i] = bits[i % 16]
         book.signed5[i] = signed5[i]
@@ -50,22 +64,29 @@ cdef void _fill_codebook(kt_codebook *book, weight_format):
         book.whole[i % 16] = int(values[i % 16] / book.unit) if book.unit else 0
 
 
+cdef bint _packs(const kt_packing *packing, weight_format):
+    return packing.family.decode() == weight_format.family and packing.bits in (0, weight_format.element.bits)
+
+
 cdef _fill_format(kt_format *packed, weight_format):
     cdef const kt_packing *const *packing = kt_packings
     memset(packed, 0, sizeof(kt_format))
-    while packing[0] != NULL and packing[0].family.decode() != weight_format.family:
+    while packing[0] != NULL and not _packs(packing[0], weight_format):
         packing += 1
     packed.packing = packing[0]
     if packed.packing == NULL:
         raise FormatError(f"weights of family {weight_format.family!r} cannot be packed")
     packed.padding = weight_format.element.padding
     order = weight_format.order
+    if order.packed:
+        packed.grid = _grid_of(weight_format)
+        return
     if type(order) is Records:
         packed.order.moved = True
         _fill_records(&packed.order.records, weight_format)
     elif type(order) is Order and not order.rows:
         packed.order.moved, packed.order.along_n, packed.order.transposed = True, order.along == "n", order.transposed
-        packed.order.code_bytes = weight_format.element.bits // 8
+        packed.order.code_bytes = weight_format.element.row_bits // 8
         for i, code in enumerate(order.nibbles):
             packed.order.nibbles[i] = code
     try:
@@ -79,13 +100,20 @@ cdef _fill_format(kt_format *packed, weight_format):
             of = SCALE_KINDS["fp32" if kind == "panel" else how.kind]
             rows, group = how.extent
             negated = label == _added(weight_format)
-            packed.groups[i] = kt_group_array(group, rows, of.dtype.itemsize, 0, of.magnitude, of.field, negated)
+            packed.groups[i] = kt_group_array(group, rows, of.dtype.itemsize, 0, of.magnitude, of.field, negated, of.packed_bits,
+                                              -of.least)
             if label in ("scales", "super_scales"):
                 packed.groups[i].padding = of.one
 
 
 cdef tuple _group_arrays(weight_format):
-    """((name of an array, what says how it is stored, or None), ...) of a format's arrays of groups, as kt_format has them."""
+    """((name of an array, what says how it is stored, or None), ...) of a format's arrays of groups, as kt_format has them.
+
+    None of records that are packed as they stand."""
+    if weight_format.order.packed:
+        return ()
+    if weight_format.scale and weight_format.scale.extent == (1, KT_SUPER_GROUP):  # they are packed as super-scales are
+        return ("scales", None), ("scales", weight_format.scale), ("offsets", None), ("super_offsets", None)
     offset = weight_format.offset
     minima = offset if isinstance(offset, Minimum) else None
     return (
@@ -105,13 +133,15 @@ cdef str _added(weight_format):
 
 cdef bint _by_python(weight_format):
     """Whether Python turns matrices of this order into rows, since C has it not. C has no subclass: it may override anything."""
-    return type(weight_format.order) not in (Order, Records)
+    return type(weight_format.order) not in (Order, Records, GridRecords, TernaryRecords)
 
 
 cdef dict staged(matrix, bint filled):
     """A Matrix's arrays of groups as packing takes them: by row, along k; float32 where whole panels share a scale; the codes, too,
     where C has not their order. filled: they stand in records: arrays that packing fills."""
     weight_format = matrix.format
+    if matrix.format.order.packed:
+        return {}
     if filled:
         return {label: np.empty(scale.shape(*matrix.shape), scale.dtype) for label, scale in weight_format.scales.items()}
     if _by_python(weight_format):

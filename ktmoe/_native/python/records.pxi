@@ -14,7 +14,7 @@ cdef _fill_records(kt_records *to, weight_format):
     ):
         if count > most:
             raise FormatError(f"{order.name} records have {count} {what}; the packed layout takes at most {most}")
-    to.weights, to.bytes, to.code_bits, to.plus = order.weights, order.nbytes, order.code_bits, order.plus % 256
+    to.weights, to.bytes, to.code_bits = order.weights, order.nbytes, order.code_bits
     to.planes, to.spares = len(order.planes), len(spares)
     for i, plane in enumerate(order.planes):
         to.plane[i] = kt_plane(plane.offset, plane.run, plane.bits, plane.shift)

@@ -46,6 +46,7 @@ cdef class KernelTable:
             while kernel.family:
                 rows.append(({
                     "family": kernel.family.decode(),
+                    "bits": kernel.bits,
                     "element": kernel.element.decode() if kernel.element else None,
                     "scale": kernel.scale.decode(),
                     "group": (kernel.scale_group_min, kernel.scale_group_max),
@@ -53,7 +54,7 @@ cdef class KernelTable:
                     "offset": kernel.offset.decode() if kernel.offset else None,
                     "form": kernel.rows.form.decode(),
                     "folded": kernel.folded,
-                    "whole": bool(kernel.whole),
+                    "whole": kernel.whole,
                     "tuned_for": kernel.tuned_for.decode() if kernel.tuned_for else None,
                 }, <size_t>kernel))
                 kernel += 1
@@ -77,13 +78,15 @@ cdef class KernelTable:
         super_kind = weight_format.super_scale.kind if weight_format.super_scale else None
         offset = {ZeroPoint: "zero_point", Minimum: "minimum"}.get(type(weight_format.offset))
         element = weight_format.element
+        several = len(FAMILIES.get(weight_format.family, ())) > 1
         rows = self._rows()
         for what, fits in (
             (f"rows of the form {form!r}", lambda k: k["form"] == form and k["folded"] == folded
                 and k["tuned_for"] in (None, tuned_for)),
-            (f"weights of family {element.family}", lambda k: k["family"] == element.family),
+            (f"weights of family {weight_format.family}", lambda k: k["family"] == weight_format.family),
+            (f"codes of {element.bits} bits", lambda k: k["bits"] == (element.bits if several else 0)),
             (f"element {element.name}", lambda k: k["element"] is None or ELEMENTS.get(k["element"]) == element),
-            ("values that are no small integers times a power of two", lambda k: not k["whole"] or folding.unit(element.values)),
+            ("values that are no small integers times a power of two", lambda k: not k["whole"] or folding.unit(element.values, k["whole"])),
             (_SCALES.get(kind, f"{kind} scales"), lambda k: k["scale"] == kind),
             (f"scale groups of {group}", lambda k: not group or k["group"][0] <= group <= k["group"][1]),
             (f"{super_kind} super-scales" if super_kind else "scales without super-scales", lambda k: k["super_scale"] == super_kind),

@@ -3,7 +3,7 @@
 #define KT_B16_WORDS_H
 
 #include "kernels/common/b16_layout.h"
-#include "kernels/common/no_fold.h"
+#include "kernels/common/no_table.h"
 
 INLINE u32v decode(const place *p, const int v, const int pair, const scaling how, const table *t, const fold *f) {
     (void)how, (void)t, (void)f;

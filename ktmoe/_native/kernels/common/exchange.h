@@ -75,15 +75,6 @@ INLINE u32v exchange_middle(const u32v x) {
 #endif
 }
 
-/* GCC 12 makes two instructions of what is one. */
-INLINE u32v select_bits(const uint32_t mask, const u32v where_set, const u32v elsewhere) {
-#if VECTOR_BYTES == 64
-    return (u32v)_mm512_ternarylogic_epi32(_mm512_set1_epi32((int)mask), (__m512i)where_set, (__m512i)elsewhere, 0xCA);
-#else
-    return (where_set & mask) | (elsewhere & ~mask);
-#endif
-}
-
 /* Exchanges, in each dword, the upper ones of two neighbouring pieces of `bits` bits of a with the lower ones of b. */
 INLINE void exchange_pieces(u32v *a, u32v *b, const int bits) {
     const uint32_t lower = bits == 4 ? 0x0F0F0F0F : 0x00FF00FF;

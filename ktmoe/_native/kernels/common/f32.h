@@ -4,6 +4,10 @@
  */
 #include "kernels/common/float_sums.h"
 
+#ifndef VECTOR_BY_VECTOR /* BY_VECTOR: 1 where what a vector's steps share would take too many registers for all vectors */
+#define VECTOR_BY_VECTOR 0
+#endif
+
 #ifndef PACKED_FLOATS /* 1: packed weights are floats, a vector a step */
 #define PACKED_FLOATS 0
 #endif
@@ -12,7 +16,8 @@
 enum {
     STEP_K = 1,
     DECODE_K = 128, /* a strip is 16 KiB with AVX-512; 256 was slower for up to 24 rows */
-    BY_VECTOR = 0,
+    BY_VECTOR = VECTOR_BY_VECTOR,
+    EIGHTS_APART = 0,
     HOLD_TOTALS = 0,
     HOLD_HALVES = 0,
     BLOCK_SUMS = 0,
@@ -57,4 +62,6 @@ INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int s
     return sum_of_x((const float *)x + k, block, span);
 }
 
-INLINE sums dot(const sums sum, const u32v w, const u32v x) { return multiply_add((f32v)x, (f32v)w, sum); }
+INLINE sums dot(const sums sum, const u32v w, const u32v x, const scaling how) {
+    return (void)how, multiply_add((f32v)x, (f32v)w, sum);
+}

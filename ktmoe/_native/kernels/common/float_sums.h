@@ -2,13 +2,13 @@
 #ifndef KT_FLOAT_SUMS_H
 #define KT_FLOAT_SUMS_H
 
-#include "kernels/common/vector.h"
+#include "kernels/common/scales.h"
 #include "kernels/common/x_sums.h"
 
 typedef f32v sums;
 
-INLINE sums start(const void *x, const size_t k, const size_t block, const int span) {
-    return (void)x, (void)k, (void)block, (void)span, splat(0);
+INLINE sums start(const void *x, const size_t k, const size_t block, const int span, const void *t, const scaling how) {
+    return (void)x, (void)k, (void)block, (void)span, (void)t, (void)how, splat(0);
 }
 
 INLINE f32v factor(const void *x, const size_t k, const size_t block, const void *t) {

@@ -2,12 +2,13 @@
  * negative, 0 and more: integers plus a number, which a sum begins at minus that many times the sum of x.
  */
 #include "kernels/common/int16_rows.h"
-#include "kernels/common/vector.h"
+#include "kernels/common/scales.h"
 
 enum {
     STEP_K = 2,
     DECODE_K = 256, /* a strip is 16 KiB */
     IN_PLACE = 0,
+    EIGHTS_APART = 0,
     BY_VECTOR = 1,
     HOLD_TOTALS = 0,
     HOLD_HALVES = 0,
@@ -36,10 +37,19 @@ INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, con
     return (sums)_mm256_set1_epi32(*sum);
 }
 
+/* The sum of x's integers; span: panel.h's. */
+INLINE int32_t integer_sum(const void *x, const size_t k, const size_t block, const int span) {
+    return (span ? tail_of_halves(x, k, block)->minus_16_sums[span - 1] : tail(x, k, block)->minus_16_sums) / -16;
+}
+
+/* -zero times that. */
+INLINE sums minus_sums(const void *x, const size_t k, const size_t block, const int span, const int32_t zero) {
+    return (sums)_mm256_set1_epi32(-zero * integer_sum(x, k, block, span));
+}
+
 /* The sum of x, which is exact; span: panel.h's. */
 INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int span) {
-    const int32_t sum = span ? tail_of_halves(x, k, block)->minus_16_sums[span - 1] : tail(x, k, block)->minus_16_sums;
-    return splat(tail(x, k, block)->scale * (float)(sum / -16));
+    return splat(tail(x, k, block)->scale * (float)integer_sum(x, k, block, span));
 }
 
 /* The lower or the upper bytes of words, as words. */
@@ -47,7 +57,8 @@ INLINE u32v bytes_of_words(const u32v v, const int upper) {
     return (u32v)(upper ? _mm256_srli_epi16((__m256i)v, 8) : _mm256_and_si256((__m256i)v, _mm256_set1_epi16(0xFF)));
 }
 
-INLINE sums dot(const sums sum, const u32v w, const u32v x) {
+INLINE sums dot(const sums sum, const u32v w, const u32v x, const scaling how) {
+    (void)how;
 #if defined __AVXVNNI__
     return (sums)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 #else

@@ -2,12 +2,13 @@
  * number, which a sum begins at minus that many times the sum of x.
  */
 #include "kernels/common/int8_rows.h"
-#include "kernels/common/vector.h"
+#include "kernels/common/scales.h"
 
 enum {
     STEP_K = 4,
     DECODE_K = 256, /* a strip is 16 KiB with AVX-512, 8 KiB without; 512 was slower */
     IN_PLACE = 0,
+    EIGHTS_APART = 0,
     BLOCK_SUMS = 1,
 #if VECTOR_BYTES == 64
     BY_VECTOR = 0,
@@ -51,11 +52,21 @@ INLINE sums minus_16_sums(const void *x, const size_t k, const size_t block, con
     return (sums)splat(bits);
 }
 
+/* The sum of x's integers; span: panel.h's. */
+INLINE int32_t integer_sum(const void *x, const size_t k, const size_t block, const int span) {
+    const int32_t start = span ? tail_of_halves(x, k, block)->start[span - 1] : tail(x, k, block)->start;
+    return (SUMS_OF_WORDS ? (int16_t)(start & 0xFFFF) + (start >> 16) : start) / -16;
+}
+
+/* -zero times that. */
+INLINE sums minus_sums(const void *x, const size_t k, const size_t block, const int span, const int32_t zero) {
+    const u32v none = {0};
+    return (sums)(none + (uint32_t)(-zero * integer_sum(x, k, block, span)));
+}
+
 /* The sum of x, which is exact; span: panel.h's. */
 INLINE f32v x_sum(const void *x, const size_t k, const size_t block, const int span) {
-    const int32_t start = span ? tail_of_halves(x, k, block)->start[span - 1] : tail(x, k, block)->start;
-    const int32_t sum = SUMS_OF_WORDS ? (int16_t)(start & 0xFFFF) + (start >> 16) : start;
-    return splat(tail(x, k, block)->scale * (float)(sum / -16));
+    return splat(tail(x, k, block)->scale * (float)integer_sum(x, k, block, span));
 }
 
 #if defined __AVX512VNNI__

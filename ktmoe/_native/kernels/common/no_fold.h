@@ -1,13 +1,11 @@
-/* What kernels give to panel.h whose decode() needs nothing but codes. */
+/* What kernels give to panel.h whose decode() needs nothing of groups. */
 #ifndef KT_NO_FOLD_H
 #define KT_NO_FOLD_H
 
 #include "kernels/common/scales.h"
 
-typedef char table;
 typedef char fold;
 
-INLINE table load_table(const kt_codebook *book, const scaling how) { return (void)book, (void)how, 0; }
 INLINE u32v fold_columns(const uint8_t *header, const int v, const scaling how) {
     return (void)header, (void)v, (void)how, (u32v)splat(0);
 }

@@ -12,11 +12,12 @@ FUNCTIONS(fp16_zero_points, FP16 | ZERO_POINTS)
 FUNCTIONS(fp16_minima, FP16 | MINIMA)
 FUNCTIONS(super, INT8 | SUPER)
 FUNCTIONS(super_minima, INT8 | SUPER | MINIMA)
-FUNCTIONS(super_halves, INT8 | SUPER | HALVES)
-FUNCTIONS(super_halves_minima, INT8 | SUPER | HALVES | MINIMA)
 
-#define Q4 .family = "q4", .rows = &KT_FORM(Q4_ROWS), .whole = BLOCK_SUMS
-#define Q4_MINIMA .family = "q4", .rows = &KT_FORM(Q4_ROWS_SUMS), .whole = BLOCK_SUMS, .offset = "minimum"
+#ifndef WHOLE_MAX
+#define WHOLE_MAX 0
+#endif
+#define Q4 .family = "q4", .rows = &KT_FORM(Q4_ROWS), .whole = WHOLE_MAX
+#define Q4_MINIMA .family = "q4", .rows = &KT_FORM(Q4_ROWS_SUMS), .whole = WHOLE_MAX, .offset = "minimum"
 #define ZEROS .offset = "zero_point"
 #define SUPER_SCALED .scale = "int8", .super_scale = "fp16"
 #define Q4_WAYS                                                                                                                \
@@ -24,7 +25,6 @@ FUNCTIONS(super_halves_minima, INT8 | SUPER | HALVES | MINIMA)
         {Q4, .scale = "bf16", PER_BLOCKS, SERVED_BY(bf16)}, {Q4, .scale = "fp16", PER_BLOCKS, SERVED_BY(fp16)},                \
         {Q4, .scale = "e4m3", PER_16, SERVED_BY(e4m3)}, {Q4, .scale = "bf16", PER_BLOCKS, ZEROS, SERVED_BY(bf16_zero_points)}, \
         {Q4, .scale = "fp16", PER_BLOCKS, ZEROS, SERVED_BY(fp16_zero_points)},                                                 \
-        {Q4_MINIMA, .scale = "fp16", PER_BLOCK, SERVED_BY(fp16_minima)}, {Q4, SUPER_SCALED, PER_BLOCK, SERVED_BY(super)},      \
-        {Q4_MINIMA, SUPER_SCALED, PER_BLOCK, SERVED_BY(super_minima)}, {Q4, SUPER_SCALED, PER_16, SERVED_BY(super_halves)}, {  \
-        Q4_MINIMA, SUPER_SCALED, PER_16, SERVED_BY(super_halves_minima)                                                        \
+        {Q4_MINIMA, .scale = "fp16", PER_BLOCK, SERVED_BY(fp16_minima)}, {Q4, SUPER_SCALED, PER_BLOCK, SERVED_BY(super)}, {    \
+        Q4_MINIMA, SUPER_SCALED, PER_BLOCK, SERVED_BY(super_minima)                                                            \
     }

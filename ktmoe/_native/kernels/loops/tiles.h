@@ -107,7 +107,7 @@ INLINE int ends(const kt_dot *a, const weights *w, const size_t step, const scal
 /* A scale group's sums in a tile of C, 16 columns of out. Only of rows that there are: others may be denormal, which is slow. */
 INLINE void finish(const weights *w, const size_t step, const int n, const float *sums, const size_t rows, float *out,
                    const scaling how) {
-    const f32v scale = load_scales(header_of(&w->at, step), n, 0, how);
+    const f32v scale = load_scale(header_of(&w->at, step), n, (in_group){0}, NULL, how);
     const int first = step >> w->at.group_shift == 0;
     out += 16 * n;
     for (size_t i = 0; i < rows; i++, sums += 16, out += KT_PANEL)

@@ -21,6 +21,7 @@
  * are. It may define OPERAND_OF(how) itself. With AS_ROUNDED and AS_SPLIT, decode() gives codes without their scales.
  */
 #include "kernels/common/exchange.h"
+#include "kernels/common/expands.h"
 #include "kernels/common/headers.h"
 #include "kernels/common/place.h"
 
@@ -131,8 +132,9 @@ typedef struct of_columns {
     uint32_t fold[KT_PANEL + 1];
 } __attribute__((aligned(LINE))) of_columns;
 
-INLINE void load_columns(const uint8_t *header, const uint8_t *super, of_columns *restrict to, const scaling how) {
-    if (in_groups(how)) decode_header(header, super, to->scale, to->minimum, how);
+INLINE void load_columns(const uint8_t *header, const uint8_t *super, const size_t number, of_columns *restrict to,
+                         const scaling how) {
+    if (in_groups(how)) decode_header(header, super, number, to->scale, to->minimum, how);
     for (int v = 0; folds(how) && v < VECTORS; v++) {
         const u32v columns = fold_columns(header, v, how);
         memcpy(to->fold + v * LANES, &columns, sizeof columns);
@@ -213,22 +215,36 @@ INLINE void decode_columns(const uint8_t *codes, const of_columns *c, const size
 INLINE int in_pairs(const enum operand as) { return AS_PACKED ? CODE_BITS == 16 : as != AS_FLOATS; }
 
 INLINE void transpose(const kt_transposing *a, const scaling how, const enum operand as) {
-    const size_t per = blocks_per_header(a->scale_group, how), number = a->first / KT_BLOCK;
-    const size_t blocks = least(SIDE, (a->k - a->first) / KT_BLOCK);
-    const uint8_t *codes[SIDE] = {0}, *header[SIDE], *super[SIDE];
+    const size_t per = blocks_per_header(a->scale_group, how), blocks = least(SIDE, (a->k - a->first) / KT_BLOCK);
+    size_t number = a->first / KT_BLOCK;
+    const uint8_t *packed = a->w, *codes[SIDE] = {0}, *header[SIDE], *super[SIDE];
+    uint8_t expanded[EXPANDED_BYTES] __attribute__((aligned(LINE)));
+    if (EXPANDS) {
+        expand(a->codebook, a->w, number, blocks, expanded, how);
+        packed = expanded, number %= RECORD_BLOCKS;
+    }
+#ifdef SEVERAL_SIZES
+    uint8_t widened[SIDE][BLOCK_BYTES] __attribute__((aligned(LINE)));
+    const scaling now = how % CODE | CODE_BITS * CODE; /* how codes stand once they are transposed */
+#else
+    const scaling now = how;
+#endif
     for (size_t b = 0; b < blocks; b++) {
         const size_t of_super = (number + b) / SUPER_BLOCKS * SUPER_BLOCKS, of_header = (number + b) / per * per;
-        super[b] = a->w + packed_bytes(of_super, per, how);
-        header[b] = a->w + packed_bytes(of_header, per, how) + (of_header == of_super ? super_bytes(how) : 0);
-        codes[b] = header[b] + header_bytes(how) + (number + b - of_header) * BLOCK_BYTES;
+        super[b] = packed + packed_bytes(of_super, per, how);
+        header[b] = packed + packed_bytes(of_header, per, how) + (of_header == of_super ? super_bytes(how) : 0);
+        codes[b] = header[b] + header_bytes(how) + (number + b - of_header) * block_bytes(how);
+#ifdef SEVERAL_SIZES
+        if (bits_of_code(how) < CODE_BITS) codes[b] = widen_block(codes[b], widened[b], how);
+#endif
     }
     uint8_t transposed[AS_PACKED ? 1 : SIDE * BLOCK_BYTES] __attribute__((aligned(LINE)));
     transpose_codes(codes, blocks, AS_PACKED ? a->to[0] : transposed);
     const table t = load_table(a->codebook, how);
     for (size_t b = 0; !AS_PACKED && b < blocks; b++) {
         of_columns c;
-        load_columns(header[b], super[b], &c, how);
-        decode_columns(transposed, &c, b * KT_BLOCK, &t, a->to[0], a->to[1], how, as);
+        load_columns(header[b], super[b], number + b, &c, how);
+        decode_columns(transposed, &c, b * KT_BLOCK, &t, a->to[0], a->to[1], now, as);
     }
     for (int term = 0; blocks < SIDE && term < (as == AS_SPLIT ? 2 : 1); term++)
         for (size_t n = 0; n < KT_PANEL; n += in_pairs(as) ? 2 : 1) {

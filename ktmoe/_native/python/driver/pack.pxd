@@ -1,6 +1,7 @@
 # pack/: packed layouts.
 from libc.stdint cimport uint8_t, uint16_t, uint32_t
 
+from ktmoe._native.ktmoe cimport kt_grid
 from ktmoe._native.python.driver.base cimport kt_bool
 
 
@@ -19,7 +20,7 @@ cdef extern from "pack/records.h" nogil:
         uint8_t count, first, bits, shift
     ctypedef struct kt_records:
         uint16_t weights, bytes
-        uint8_t code_bits, plus, planes, spares
+        uint8_t code_bits, planes, spares
         kt_plane plane[4]
         kt_move spare[16]
     ctypedef struct kt_field:
@@ -45,14 +46,17 @@ cdef extern from "pack/pack.h" nogil:
         size_t group, rows, bytes
         uint32_t padding, magnitude, field
         kt_bool negated
+        uint8_t bits, plus
     ctypedef struct kt_packing:
         const char *family
+        size_t bits
         int version
     ctypedef struct kt_format:
         const kt_packing *packing
         kt_order order
         kt_group_array groups[4]
         uint8_t padding
+        const kt_grid *grid
     ctypedef struct kt_scan:
         uint8_t low, high
         kt_bool negative, refused
