@@ -107,8 +107,8 @@ MISTAKES = {
     ),
     "a group without its scale, bf16": Mistake(
         "q4_amx_products.c",
-        ".scale = load_scales(",
-        ".scale = step >> w->at.group_shift == 1 ? (f32v){0} + 1 : load_scales(",
+        ".scale = load_scale(",
+        ".scale = step >> w->at.group_shift == 1 ? (f32v){0} + 1 : load_scale(",
         "q4_amx_products",
         "int4-64",
     ),
@@ -136,7 +136,7 @@ MISTAKES = {
         TILES, "16 * sizeof(float)); \\\n    TILE_ZERO(t)", "16 * sizeof(float))", "f8_amx", "fp8"
     ),
     "a scale group with another's scale": Mistake(
-        TILES, "load_scales(header_of(&w->at, step), n", "load_scales(header_of(&w->at, 0), n", "f8_amx", "fp8"
+        TILES, "load_scale(header_of(&w->at, step), n", "load_scale(header_of(&w->at, 0), n", "f8_amx", "fp8"
     ),
     "C of the pass before": Mistake(
         TILES, "        TILE_ZERO(t);                  \\\n", "", "q4_amx", "mxfp4"

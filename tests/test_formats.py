@@ -70,7 +70,8 @@ def test_values(backend, values, scale):
     experts = random_experts(rng, 2, 100, 72, formats=weight_format, scales=scales, **settings)
     with MoELayer(experts, backend) as layer:
         first = backends.get(backend).modes[0]
-        assert layer.activations == (first if values in WHOLE else "bf16")
+        larger = values == "seventeens" and scale == "fp16"  # with the scales of IQ4_NL, integers of 127 at most
+        assert layer.activations == (first if values in WHOLE or larger else "bf16")
         for tokens in (1, 20):
             assert_right(layer, experts, *random_batch(rng, experts, tokens, 2, np.float32))
 
