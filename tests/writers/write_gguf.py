@@ -20,8 +20,9 @@ HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
 }
-MADE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "BF16", "F16", "F32")
+MADE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4", "BF16", "F16", "F32")
 
 
 def stored(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
@@ -32,6 +33,10 @@ def stored(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np
     records = random.integers(0, 256, (*shape[:-1], shape[-1] // weights, nbytes), np.uint8)
     if name == "NVFP4":
         records[..., :4] %= 0x7F  # no sign, and no NaN
+    if name == "IQ1_M":  # its fp16 number is in the upper nibbles of four bytes
+        halves = random.uniform(-0.1, 0.1, records.shape[:-1]).astype(np.float16).view(np.uint16)
+        for i in range(4):
+            records[..., 49 + 2 * i] = records[..., 49 + 2 * i] & 15 | (halves >> 4 * i & 15) << 4
     for byte in HALVES.get(name, ()):
         halves = random.uniform(-0.1, 0.1, records.shape[:-1]).astype(np.float16)
         records[..., byte : byte + 2] = halves[..., None].view(np.uint8)
@@ -69,7 +74,7 @@ def write(folder: Path, names: tuple[str, str, str], **writer) -> dict[str, np.n
 
 
 if __name__ == "__main__":
-    cases = {name: partial(write, names=(name,) * 3) for name in (*MADE, *HALVES, "NVFP4")}
+    cases = {name: partial(write, names=(name,) * 3) for name in (*MADE, *HALVES, "IQ1_M", "NVFP4")}
     cases["Q4_K_M"] = partial(write, names=("Q4_K", "Q4_K", "Q6_K"))
     cases["split"] = partial(write, names=("Q8_0", "Q4_0", "Q5_0"), split_max_tensors=2)
     writing.main(cases)
