@@ -37,6 +37,9 @@ class Isa:
     rank_with: tuple[tuple[str, int], ...] = ()
 
 
+#: The kernels for rows of integers on vectors of 256 bits.
+_OF_INTEGERS = ("q4_int16", "q4_wide_int16", "grid_int16", "int_int16", "q4_int8", "q4_wide_int8", "grid_int8", "int_int8")
+
 ISAS = {
     "portable": Isa(100, kernels=("q4_f32", "grid_f32", "f8_f32", "int_f32", "b16_f32", "f16_f32", "f32_f32")),
     "avx2": Isa(
@@ -49,14 +52,7 @@ ISAS = {
             "b16_f32",
             "f16_f32",
             "f32_f32",
-            "q4_int16",
-            "q4_wide_int16",
-            "grid_int16",
-            "int_int16",
-            "q4_int8",
-            "q4_wide_int8",
-            "grid_int8",
-            "int_int8",
+            *_OF_INTEGERS,
         ),
         flags=("-mavx2", "-mfma"),
         requires=("avx2", "fma"),
@@ -64,16 +60,7 @@ ISAS = {
     ),
     "avx_vnni": Isa(
         210,
-        kernels=(
-            "q4_int16",
-            "q4_wide_int16",
-            "grid_int16",
-            "int_int16",
-            "q4_int8",
-            "q4_wide_int8",
-            "grid_int8",
-            "int_int8",
-        ),
+        kernels=_OF_INTEGERS,
         flags=("-mavxvnni",),
         requires=("avx_vnni",),
         implies=("avx2",),
