@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 
 from ktmoe.transformers.server.keeping import Keeping
-from ktmoe.transformers.server.refusal import Refusal, in_words
+from ktmoe.transformers.server.refusal import Refusal, refusal_of
 
 #: Tokens of an answer where neither the client nor the checkpoint says how many.
 DEFAULT_TOKENS = 1024
@@ -22,7 +22,7 @@ DEFAULT_TOKENS = 1024
 class PendingAnswer:
     """An answer that a client waits for. begun: whether it is its turn. stopped: why it must end.
 
-    made: set, in the server's loop, when the model has made it.
+    made: set, in the server's loop, when the model has made it. failed: the error that ended a stream.
     """
 
     def __init__(self):
@@ -30,6 +30,7 @@ class PendingAnswer:
         self.begun = False
         self.made = asyncio.Event()
         self.stopped: Refusal | None = None
+        self.failed: Refusal | None = None
 
 
 #: What a handler of transformers' server works for.
@@ -46,6 +47,7 @@ class Generations(GenerateManager):
         self._idle = threading.Event()
         self._idle.set()
         self._answer: PendingAnswer | None = None
+        self._maker: int | None = None
         self._hook = None
         self._closed: Refusal | None = None
         self._keeping: Keeping | None = None
@@ -57,7 +59,7 @@ class Generations(GenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
         self._bound(inputs, gen_config)
-        model = _Streamed(self._kept(model))
+        model = _Streamed(self._kept(model), current.get())
         return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
@@ -88,7 +90,7 @@ class Generations(GenerateManager):
 
     def _make(self, answer: PendingAnswer, fn: Callable, *args, **kwargs) -> object:
         with self._changing:
-            self._answer = answer
+            self._answer, self._maker = answer, threading.get_ident()
             self._idle.clear()
             self._interrupt()
         try:
@@ -124,15 +126,16 @@ class Generations(GenerateManager):
         return self._answer and (self._closed or self._answer.stopped)
 
     def _refuse(self, *_: object) -> None:
-        if (reason := self._reason()) is not None:
+        """Raise in the thread that makes the answer. Hooks are the process's: other threads may be in models of their own."""
+        if threading.get_ident() == self._maker and (reason := self._reason()) is not None:
             raise reason
 
 
 class _Streamed:
-    """A model whose errors can stand between the quotes of JSON: in a stream, transformers puts them there as they are."""
+    """A model whose errors are those of its answer: in a stream, transformers keeps no more of them than the text."""
 
-    def __init__(self, model):
-        self._model = model
+    def __init__(self, model, answer: PendingAnswer):
+        self._model, self._answer = model, answer
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
@@ -143,5 +146,5 @@ class _Streamed:
         except _GenerationCancelled:
             raise
         except Exception as error:
-            words = str(error) if isinstance(error, Refusal) else in_words(error)
-            raise RuntimeError(words.replace("\\", "/").replace('"', "'")) from error
+            self._answer.failed = error if isinstance(error, Refusal) else refusal_of(error)
+            raise self._answer.failed from None
