@@ -112,6 +112,7 @@ def converse(name: str, url: str, *, flags: Sequence[str], system: str | None, s
 def _reason(error: Exception) -> str:
     """What the server says of an error, in the form of OpenAI's if it could answer at all."""
     try:
-        return error.response.json()["error"]["message"]
-    except (AttributeError, KeyError, TypeError, ValueError):
+        said = error.args[0] if isinstance(error, TextGenerationError) else error.response.json()["error"]
+        return said["message"]
+    except (AttributeError, LookupError, TypeError, ValueError):
         return str(error).strip()

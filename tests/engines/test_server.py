@@ -46,8 +46,9 @@ def test_only_the_model_is_served(server):
     ):
         assert server.ask(path, method)[0] == 404, path
     for path in (*POSTS, "/load_model"):
-        found, content = server.ask(path, model="elsewhere/other", prompt="x", messages=[], input="x")
-        assert (found, content["error"]["code"]) == (404, "model_not_found"), path
+        for name in ("elsewhere/other", "tiny@main"):
+            found, content = server.ask(path, model=name, prompt="x", messages=[], input="x")
+            assert (found, content["error"]["code"]) == (404, "model_not_found"), path
     connection = server.send("/load_model", model="tiny")  # transformers' chat client begins with that
     assert connection.getresponse().read() == b'data: {"status": "ready", "cached": true}\n\n'
     connection.close()
@@ -102,13 +103,10 @@ MESSAGE = {"role": "user", "content": "x"}
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/v1/chat/completions", {}, "KeyError: 'messages'"),
-        ("/v1/chat/completions", {"messages": [1]}, "TypeError"),
-        ("/v1/chat/completions", {"messages": [MESSAGE], "tools": 5}, "TypeError"),
-        ("/v1/chat/completions", {"messages": [MESSAGE], "temperature": 10**400}, "OverflowError"),
-        ("/v1/chat/completions", {"messages": [MESSAGE], "logit_bias": {"-1": 1}}, "positive integers"),
-        ("/v1/completions", {}, "the prompt has no tokens"),
-        ("/v1/responses", {}, "KeyError: 'input'"),
+        ("/v1/chat/completions", {"messages": [MESSAGE | {"tool_calls": [{}]}]}, "KeyError: 'arguments'"),
+        ("/v1/chat/completions", {"messages": [MESSAGE], "logit_bias": {"10000": 1}}, "token"),
+        ("/v1/completions", {"prompt": ""}, "the prompt has no tokens"),
+        ("/v1/responses", {"input": [MESSAGE, {"type": "another"}]}, "Unsupported input item type: 'another'"),
     ],
 )
 def test_what_transformers_does_not_check(server, path, body, words, caplog):
@@ -137,17 +135,20 @@ def test_an_error_of_the_model(server, caplog):
 
 
 def test_an_error_in_a_stream(server):
-    """It is JSON, whatever the error says."""
+    """It is what it would be without a stream, after what was sent before."""
 
     def fail(module, _arguments) -> None:
         raise RuntimeError('no "room"\nfor \\ it')
 
-    with hooked(fail):
-        connection = server.send("/v1/completions", prompt="x", max_tokens=1, stream=True)
-        with connection.getresponse() as response:
-            lines = response.read().decode().split()
-        connection.close()
-    assert json.loads(" ".join(lines).removeprefix("data: ")) == {"error": "RuntimeError: no 'room' for / it"}
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [MESSAGE]})):
+        with hooked(fail):
+            _, expected = server.ask(path, max_tokens=1, **body)
+            connection = server.send(path, max_tokens=1, stream=True, **body)
+            with connection.getresponse() as response:
+                *_, last = response.read().decode().strip().split("\n\n")
+            connection.close()
+        assert json.loads(last.removeprefix("data: ")) == expected
+        assert expected["error"]["message"] == 'the model cannot answer: RuntimeError: no "room" for \\ it'
 
 
 def test_a_template_of_the_client(server):
@@ -192,6 +193,18 @@ def test_a_connection_with_a_long_answer(server, monkeypatch):
 def test_a_conversation_that_the_server_ends(server, monkeypatch, tmp_path):
     monkeypatch.setattr(RichInterface, "input", lambda _: "x" * CONTEXT)
     with pytest.raises(UnavailableError, match=r"^the conversation ends: the prompt has \d+ tokens: expected fewer than 1500"):
+        serving.converse("tiny", server.found.url, flags=[], system=None, save_folder=tmp_path)
+
+
+def test_a_conversation_that_the_model_ends(server, monkeypatch, tmp_path):
+    """In the middle of a stream."""
+
+    def fail(module, _arguments) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(RichInterface, "input", lambda _: "x")
+    words = "^the conversation ends: the model cannot answer: RuntimeError: no room$"
+    with hooked(fail), pytest.raises(UnavailableError, match=words):
         serving.converse("tiny", server.found.url, flags=[], system=None, save_folder=tmp_path)
 
 

@@ -47,7 +47,7 @@ class Front:
         self.generations = Generations(100)
         self.work = work
         self.guard = guard.Guard(
-            self._app, Access("localhost", cors=False), Fields("tiny", 100, frozenset(), ()), self.generations, seconds
+            self._app, Access("localhost", cors=False), Fields("tiny", 100, frozenset(), (), False), self.generations, seconds
         )
 
     async def _app(self, scope, receive, send) -> None:
@@ -61,7 +61,7 @@ class Front:
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def ask(self, *chunks: bytes, whole: bool = True, gone: asyncio.Event | None = None, send=None):
-        sent, left, gone = [], list(chunks or [b"{}"]), gone or asyncio.Event()
+        sent, left, gone = [], list(chunks or [b'{"prompt": "x"}']), gone or asyncio.Event()
 
         async def receive() -> dict:
             if left:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ktmoe.messages import show
+from ktmoe.transformers.server.content import check_input, check_messages, check_prompt, check_tools, media_of
+from ktmoe.transformers.server.parameters import served
 from ktmoe.transformers.server.refusal import Refusal
 
 #: Characters of a request for each token of the context. Text has 2 to 5; this bounds what is tokenized.
@@ -32,23 +34,30 @@ GENERATION = {
     "typical_p",
 }
 _COUNTS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_MEDIA = {"image_url", "input_image", "video_url", "audio_url", "input_audio"}
+#: Numbers: their type, the least and the most.
+_NUMBERS = {
+    "frequency_penalty": ((int, float), -2, 2),
+    "seed": (int, -(2**63), 2**63 - 1),
+    "temperature": ((int, float), 0, 2),
+    "top_p": ((int, float), 0, 1),
+}
 
 
 @dataclass(frozen=True)
 class Fields:
     """name: the model's. context: tokens of prompt and answer together. variables: what the model's chat template reads.
 
-    media: parts of a message that the model reads besides text, such as image_url.
+    media: parts of a message that the model reads besides text, such as image_url. tools: whether its template reads tools.
     """
 
     name: str
     context: int
     variables: frozenset[str]
     media: Collection[str]
+    tools: bool
 
-    def parse(self, body: bytes) -> dict:
-        """The request that a body holds, checked. Raises Refusal."""
+    def parse(self, path: str, body: bytes) -> dict:
+        """The request that a body holds, checked: the fields that ask for something. Raises Refusal."""
         try:
             request = json.loads(body)
             text = json.dumps(request, ensure_ascii=False)
@@ -58,8 +67,9 @@ class Fields:
         if not isinstance(request, dict):
             raise Refusal(400, f"expected an object of JSON, found {show(request)}")
         if request.get("model", self.name) != self.name:
-            raise Refusal(404, f"model: expected {show(self.name)}, found {show(request['model'])}", "model_not_found")
-        length = len(text) - sum(len(medium) for medium in _media(request, self.media))
+            words = f"model: expected {show(self.name)}, found {show(request['model'])}"
+            raise Refusal(404, words, "model_not_found", param="model")
+        length = len(text) - sum(len(medium) for medium in media_of(request, self.media))
         if length > CHARACTERS * self.context:
             raise Refusal(
                 400,
@@ -67,32 +77,80 @@ class Fields:
                 f" may have {self.context} tokens together",
                 "context_length_exceeded",
             )
-        self._check(request)
+        request = served(path, request)
+        self._check_text(path, request)
+        self._check_choice(request)
         return request
 
-    def _check(self, request: dict) -> None:
-        _check_counts(request)
-        _check_stops(request.get("stop"))
-        if (config := request.get("generation_config")) is not None:
-            _check_generation(config)
-        given = request.get("chat_template_kwargs") or {}
+    def _check_text(self, path: str, request: dict) -> None:
+        """What the model is asked to read."""
+        if path == "/v1/chat/completions":
+            check_messages(request.get("messages"), self.media)
+        elif path == "/v1/completions":
+            if isinstance(request.get("prompt"), list) and len(request["prompt"]) == 1:  # as some clients send one text
+                [request["prompt"]] = request["prompt"]
+            check_prompt(request.get("prompt"))
+        elif path == "/v1/responses":
+            check_input(request.get("input"), self.media)
+            if not isinstance(request.get("instructions", ""), str):
+                found = show(request["instructions"])
+                raise Refusal(400, f"instructions: expected a text, found {found}", param="instructions")
+            request.setdefault("stream", False)  # transformers streams where OpenAI does not
+        if "tools" in request:
+            check_tools(request["tools"], read=self.tools)
+        given = request.get("chat_template_kwargs", {})
         if not isinstance(given, dict) or not given.keys() <= self.variables:
             allowed = f"variables of the model's template ({', '.join(sorted(self.variables)) or 'none'})"
-            raise Refusal(400, f"chat_template_kwargs: expected {allowed}, found {show(given)}")
+            words = f"chat_template_kwargs: expected {allowed}, found {show(given)}"
+            raise Refusal(400, words, param="chat_template_kwargs")
+
+    def _check_choice(self, request: dict) -> None:
+        """How tokens are chosen, how many, and how they are sent."""
+        _check_counts(request)
+        for name in _NUMBERS:
+            if name in request:
+                _check_number(name, request[name])
+        if not isinstance(request.get("stream", False), bool):
+            raise Refusal(400, f"stream: expected true or false, found {show(request['stream'])}", param="stream")
+        if "stop" in request:
+            _check_stops(request["stop"])
+        if "logit_bias" in request:
+            request["logit_bias"] = _biases(request["logit_bias"])
+        if "generation_config" in request:
+            _check_generation(request["generation_config"])
 
 
-def _check_counts(values: dict, names: tuple[str, ...] = _COUNTS) -> None:
+def _check_counts(values: dict, names: tuple[str, ...] = _COUNTS, *, within: str | None = None) -> None:
+    """within: the field that holds them, if they are no fields of the request."""
     for name in names:
         value = values.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise Refusal(400, f"{name}: expected a number of tokens, 1 or more, found {show(value)}")
+            words = f"{name}: expected a number of tokens, 1 or more, found {show(value)}"
+            raise Refusal(400, words, param=within or name)
+
+
+def _check_number(name: str, value: object) -> None:
+    kinds, least, most = _NUMBERS[name]
+    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+        number = "an integer" if kinds is int else "a number"
+        raise Refusal(400, f"{name}: expected {number} from {least} to {most}, found {show(value)}", param=name)
+
+
+def _biases(value: object) -> dict[str, float]:
+    """`logit_bias` as transformers takes it: OpenAI's clients give integers, too."""
+    fits = isinstance(value, dict) and all(token.isascii() and token.isdecimal() for token in value)
+    if not fits or not all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values()):
+        expected = "an object of token ids and numbers from -100 to 100"
+        raise Refusal(400, f"logit_bias: expected {expected}, found {show(value)}", param="logit_bias")
+    return {token: float(bias) for token, bias in value.items()}
 
 
 def _check_stops(stops: object) -> None:
-    texts = [stops] if isinstance(stops, str) else stops or []
+    texts = [stops] if isinstance(stops, str) else stops
     fits = isinstance(texts, list) and len(texts) <= STOPS
     if not fits or not all(isinstance(text, str) and len(text) <= STOP_LENGTH for text in texts):
-        raise Refusal(400, f"stop: expected up to {STOPS} texts of up to {STOP_LENGTH} characters, found {show(stops)}")
+        expected = f"up to {STOPS} texts of up to {STOP_LENGTH} characters"
+        raise Refusal(400, f"stop: expected {expected}, found {show(stops)}", param="stop")
 
 
 def _check_generation(text: object) -> None:
@@ -101,41 +159,10 @@ def _check_generation(text: object) -> None:
     except (TypeError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise Refusal(400, f"generation_config: expected an object of JSON, as text, found {show(text)}")
-    if unknown := sorted(config.keys() - GENERATION):
-        raise Refusal(400, f"generation_config: expected some of {', '.join(sorted(GENERATION))}, found {show(unknown)}")
-    _check_counts(config, ("max_new_tokens",))
-
-
-def _media(request: dict, kinds: Collection[str]) -> Iterator[str]:
-    """Images, sounds and videos, of kinds that the model reads.
-
-    Raises Refusal for another kind, which transformers would drop, and for one that is elsewhere: it would fetch it, or read
-    a file.
-    """
-    found: list[object] = [request]
-    while found:
-        value = found.pop()
-        if isinstance(value, dict):
-            kind = value.get("type")
-            if isinstance(kind, str) and kind in _MEDIA:
-                if kind not in kinds:
-                    raise Refusal(400, f"{kind}: expected {', '.join(['text', *sorted(kinds)])}, which this model reads")
-                yield _medium(kind, value)
-            found += value.values()
-        elif isinstance(value, list):
-            found += value
-
-
-def _medium(kind: str, part: dict) -> str:
-    value = part.get("image_url" if kind == "input_image" else kind)
-    if kind == "input_audio":
-        # without a format, transformers takes the data for a path
-        data, form = (value.get(name) if isinstance(value, dict) else None for name in ("data", "format"))
-        if isinstance(data, str) and isinstance(form, str) and form.isalnum():
-            return data
-        raise Refusal(400, f"input_audio: expected data and their format, found {show(value)}")
-    url = value.get("url") if isinstance(value, dict) else value
-    if not isinstance(url, str) or not url.startswith("data:"):
-        raise Refusal(400, f"{kind}: expected a URL that begins with data:, found {show(url)}")
-    return url
+        words = f"expected an object of JSON, as text, found {show(text)}"
+    elif unknown := sorted(config.keys() - GENERATION):
+        words = f"expected some of {', '.join(sorted(GENERATION))}, found {show(unknown)}"
+    else:
+        _check_counts(config, ("max_new_tokens",), within="generation_config")
+        return
+    raise Refusal(400, f"generation_config: {words}", param="generation_config")

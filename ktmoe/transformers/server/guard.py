@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 BODY_BYTES, BODY_SECONDS, TAKING_SECONDS = 10_000_000, 30, 60
 #: Requests at a time, of which one is answered while the others wait.
 REQUESTS = 32
+#: How an error begins in a stream of transformers'. No text of an answer can hold it: JSON would have a \ before each ".
+_ERROR = b'data: {"error": "'
 
 Receive = Callable[[], Awaitable[dict]]
 Send = Callable[[dict], Awaitable[None]]
@@ -58,15 +61,15 @@ class Guard:
         try:
             body = await _body(receive)
             if body is not None:
-                self._fields.parse(body)
-                await self._answer(scope, body, receive, send)
+                request = self._fields.parse(scope["path"], body)
+                await self._answer(scope, json.dumps(request).encode(), receive, send)
         finally:
             self._requests -= 1
 
     async def _answer(self, scope: dict, body: bytes, receive: Receive, send: Send) -> None:
         """Answer a request, until the answer was sent or its client has gone."""
         answer, gone = PendingAnswer(), asyncio.create_task(_gone(receive))
-        sent = asyncio.create_task(self._in_turn(answer, scope, _once(body, gone), send))
+        sent = asyncio.create_task(self._in_turn(answer, scope, _once(body, gone), _told(answer, send)))
         try:
             await asyncio.wait({sent, gone}, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not sent.done():
@@ -133,3 +136,15 @@ def _once(body: bytes, gone: asyncio.Task) -> Receive:
         return {"type": "http.disconnect"}
 
     return receive
+
+
+def _told(answer: PendingAnswer, send: Send) -> Send:
+    """What an application sends. An error in a stream gets the form of OpenAI's: transformers has a text in its place."""
+
+    async def told(message: dict) -> None:
+        before, error, _ = message.get("body", b"").rpartition(_ERROR)
+        if error and answer.failed is not None:
+            message = message | {"body": before + f"data: {json.dumps(answer.failed.content())}\n\n".encode()}
+        await send(message)
+
+    return told

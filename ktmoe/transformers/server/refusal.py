@@ -17,16 +17,24 @@ _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504
 
 
 class Refusal(Exception):
-    """status: of HTTP. code: a word for programs, such as "model_not_found"."""
+    """status: of HTTP. code: a word for programs, such as "model_not_found". param: the field that is at fault."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, *, headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        *,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(printable(message))
-        self.status, self.code, self.headers = status, code, headers or {}
+        self.status, self.code, self.param, self.headers = status, code, param, headers or {}
 
     def content(self) -> dict:
         """The body of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     async def send(self, send: Callable[[dict], Awaitable[None]]) -> None:
         """Answer by ASGI."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from transformers import GenerationConfig
 from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import Modality
+from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from ktmoe.errors import KtmoeError, UnavailableError
@@ -61,7 +63,9 @@ class Server(Serve):
         # uvicorn may be missing where this module is imported
         from ktmoe.transformers.server.connections import Connection
 
-        model, processor = self._model_manager.load_model_and_processor(self._model_manager.process_model_name(name))
+        manager = self._model_manager
+        load = functools.partial(manager.load_model_and_processor, manager.process_model_name(name))
+        model, processor = load()
         config = self.server.config
         try:
             context = context_of(model, limits.context)
@@ -69,11 +73,14 @@ class Server(Serve):
             if not hasattr(self._generation_state, "get_manager"):  # else nothing would be bounded, without a word
                 raise UnavailableError("expected transformers' GenerationState to have get_manager(), found another version")
             self._generation_state.get_manager = lambda *_, **__: generations
+            for handler in (self._chat_handler, self._completion_handler, self._response_handler):
+                _hold(handler, name, load)
             _add_routes(config.app, name)
             _add_errors(config.app)
             media = _MEDIA.get(self._model_manager.get_model_modality(model, processor=processor), set())
-            access, fields = Access(config.host, cors=cors), Fields(name, context, _variables(processor), media)
-            config.app = Guard(config.app, access, fields, generations, limits.seconds)
+            read = _variables(processor)
+            fields = Fields(name, context, _free(read, processor), media, "tools" in read)
+            config.app = Guard(config.app, Access(config.host, cors=cors), fields, generations, limits.seconds)
             config.http, config.ws, config.timeout_graceful_shutdown = Connection, "none", GRACE
         except BaseException:
             self._model_manager.shutdown()
@@ -101,11 +108,33 @@ class Server(Serve):
 
 
 def _variables(processor) -> frozenset[str]:
-    """What a client may set for the model's chat template; the rest of what it reads is transformers' to give."""
+    """What the model's chat template reads."""
     templates = processor.chat_template
     templates = templates.values() if isinstance(templates, dict) else [templates]
-    found = frozenset().union(*(_get_template_variables(template) for template in templates))
-    return found - inspect.signature(processor.apply_chat_template).parameters.keys() - {"messages"}
+    return frozenset().union(*(_get_template_variables(template) for template in templates))
+
+
+def _free(variables: frozenset[str], processor) -> frozenset[str]:
+    """Those that a client may set; the rest is transformers' to give."""
+    return variables - inspect.signature(processor.apply_chat_template).parameters.keys() - {"messages"}
+
+
+def _hold(handler: BaseHandler, name: str, load: Callable[[], tuple]) -> None:
+    """Let a handler know one model, by the name that clients use: alone it loads what is asked for, and answers as NAME@main.
+
+    load: gives the model and its processor.
+    """
+    build = handler._build_generation_config
+
+    def sampling(body: dict, *arguments, **options) -> GenerationConfig:
+        """Sample if the client asks for it. transformers ignores both fields where the checkpoint itself would not sample."""
+        config = build(body, *arguments, **options)
+        if body.get("temperature", body.get("top_p")):
+            config.do_sample = True
+        return config
+
+    handler._resolve_model = lambda _: (name, *load())
+    handler._build_generation_config = sampling
 
 
 def _add_routes(app, name: str) -> None:
@@ -134,7 +163,8 @@ def _add_errors(app) -> None:
         return JSONResponse(refusal.content(), refusal.status, refusal.headers)
 
     def translated(request, error: HTTPException) -> JSONResponse:
-        return answer(request, Refusal(error.status_code, str(error.detail)))
+        status = 400 if error.status_code == 422 else error.status_code  # as OpenAI's
+        return answer(request, Refusal(status, str(error.detail)))
 
     def of_another_type(request, _: RequestValidationError) -> JSONResponse:
         """The guard has read the body already: only its declared type is left."""
