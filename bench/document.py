@@ -22,6 +22,7 @@ from bench.linear import page as linear
 from bench.models import models
 from bench.peers.formats import FORMATS
 from bench.results_file import LOADING, Results, read_all
+from bench.vllm import dense, servers_report
 from bench.vllm import report as vllm_report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -223,7 +224,22 @@ def engines(found: list[Results]) -> tuple[Row, list[Row]]:
 
 def vllm(found: list[Results]) -> tuple[Row, list[Row]]:
     """A line for each way to generate text in vLLM."""
-    tables = [(results, entry, *vllm_report.table(entry)) for results in found if (entry := results.data.get("vllm"))]
+    return _of_vllm(found, "vllm", vllm_report.table)
+
+
+def vllm_servers(found: list[Results]) -> tuple[Row, list[Row]]:
+    """A line for each server with each number of users."""
+    return _of_vllm(found, "vllm_servers", servers_report.table)
+
+
+def vllm_dense(found: list[Results]) -> tuple[Row, list[Row]]:
+    """A line for each dense layer: how many times as fast as vLLM ktmoe is."""
+    made = [(results.label, *dense.table(entry)) for results in found if (entry := results.data.get("vllm_dense"))]
+    return ("CPU", *(made[0][1] if made else ())), [(label, *row) for label, _, rows in made for row in rows]
+
+
+def _of_vllm(found: list[Results], section: str, table: Callable[[dict], tuple[Row, list[Row]]]) -> tuple[Row, list[Row]]:
+    tables = [(results, entry, *table(entry)) for results in found if (entry := results.data.get(section))]
     heads = ("CPU", "model", "layers", *(tables[0][2] if tables else ()))
     return heads, [
         (results.label, entry["model"], f"{entry['layers']} of {entry['of_layers']}", *row)
@@ -317,6 +333,6 @@ TABLES: Tables = {
 PAGES: dict[Path, Tables] = {
     PAGE: TABLES,
     ENGINES: {"engines": engines},
-    VLLM: {"vllm": vllm},
+    VLLM: {"vllm": vllm, "vllm-servers": vllm_servers, "vllm-dense": vllm_dense},
     readme.PAGE: {"text": whole.first_table, "weights": readme.table},
 }

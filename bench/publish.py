@@ -185,7 +185,8 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
     if saved and (saved["cpu"]["name"], saved["cpu"]["threads"]) == (cpu["name"], cpu["threads"]):
         data |= _of_engines(saved)
     data |= _linear_peers(cpu)
-    for section in ("engines", "whole", "gguf", "cold", "modes", "vllm", "linear", "linear_peers"):
+    kept = ("engines", "whole", "gguf", "cold", "modes", "vllm", "vllm_servers", "vllm_dense", "linear", "linear_peers")
+    for section in kept:
         if section in old:
             data.setdefault(section, old[section])
     check(data, "the run")
@@ -239,8 +240,10 @@ def _of_engines(saved: dict) -> dict[str, dict]:
 
 
 def vllm_alone(saved: dict, folder: Path = FOLDER) -> Results:
-    """The same of make bench-vllm."""
-    return _alone({"vllm": vllm_report.published(saved)}, _about(saved), folder)
+    """The same of make bench-vllm. Raises ResultsError where no part was saved."""
+    if not (found := vllm_report.published(saved)):
+        raise ResultsError("no part of vLLM: expected what make bench-vllm saves")
+    return _alone(found, _about(saved), folder)
 
 
 def _about(saved: dict) -> dict:

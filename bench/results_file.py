@@ -267,6 +267,47 @@ SCHEMA = {
             }
         ],
     },
+    "vllm_servers?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "version": str,
+        "model": str,
+        "layers": int,
+        "of_layers": int,
+        "prompt": int,
+        "new": int,
+        "read_gb_s": float,
+        "read_streams": int,
+        "server": [
+            {
+                "name": str,
+                "weights": str,
+                "of": str,
+                "options": str,
+                "environment?": {str: str},
+                "users": [
+                    {
+                        "users": int,
+                        "texts": int,
+                        "first_s": float,
+                        "decode_tokens_s": float,
+                        "decode_lead?": float,
+                        "tokens_s": float,
+                        "lead?": float,
+                    }
+                ],
+            }
+        ],
+    },
+    "vllm_dense?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "layer": [
+            {"name": str, "n": int, "k": int, "gb_s": float, "tokens": [{"tokens": int, "lead": float}]},
+        ],
+    },
     "cost?": [{"isa": str, "activations": str, "decode_ns": float, "efficiency": float, "overlap": float}],
 }
 

@@ -1,7 +1,8 @@
 """A checkpoint of torch_model.write() as GGUF files, with the same numbers. Needs torch, and the package gguf.
 
 Experts keep their MXFP4, in ggml's blocks. Dense matrices are bfloat16, as in the checkpoint, or rounded to Q8_0 by gguf.
-Routers, norms and biases are float32, which holds the same numbers, as in llama.cpp's own files. No file has a tokenizer.
+Routers, norms and biases are float32, which holds the same numbers, as in llama.cpp's own files. A tokenizer is there if one
+is asked for, which is byte_tokenizer.py's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors import safe_open
 
 import ktmoe
+from bench.engines import byte_tokenizer
 from bench.engines.shapes import ARCHITECTURES
 from bench.peers.workers.weights import mxfp4_blocks
 from ktmoe.experts import ExpertWeights
@@ -59,8 +61,8 @@ class Tensor:
         return int(np.prod(self.shape)) // block * nbytes
 
 
-def write(folder: Path, file: Path, dense: str) -> dict:
-    """Write a checkpoint as GGUF, tensor by tensor. dense: "BF16" or "Q8_0".
+def write(folder: Path, file: Path, dense: str, tokenizer: bool = False) -> dict:
+    """Write a checkpoint as GGUF, tensor by tensor. dense: "BF16" or "Q8_0". tokenizer: whether it has one, as a server needs.
 
     {"experts": bytes, "dense": bytes of all else but the embeddings, "embedding": bytes}.
     """
@@ -69,6 +71,7 @@ def write(folder: Path, file: Path, dense: str) -> dict:
     found += [tensor for layer in range(config["num_hidden_layers"]) for tensor in _expert_tensors(folder, layer)]
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     _describe(writer, config)
+    _add_tokenizer(writer, config["vocab_size"] if tokenizer else 0)
     for tensor in found:
         stored = tensor.shape if tensor.kind == F32 else (*tensor.shape[:-1], tensor.nbytes // int(np.prod(tensor.shape[:-1])))
         dtype = np.float32 if tensor.kind == F32 else np.uint8
@@ -107,7 +110,15 @@ def _describe(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokens: int) -> None:
+    """tokens: how many it knows; 0 for none."""
+    writer.add_tokenizer_model("gpt2" if tokens else "no_vocab")
+    if tokens:
+        writer.add_tokenizer_pre("gpt-4o")
+        writer.add_token_list(byte_tokenizer.tokens(tokens, characters=True))
+        writer.add_token_merges([" ".join(byte_tokenizer.MERGE)])
 
 
 def _dense_tensors(folder: Path, kind: str, dense: GGMLQuantizationType) -> Iterator[Tensor]:

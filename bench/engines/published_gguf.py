@@ -7,11 +7,11 @@ one pair of them; the rest of the vocabulary is made up, and no token ends a tex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from bench.engines import byte_tokenizer
 from bench.engines.shapes import ARCHITECTURES, Engine
 from ktmoe.synthetic.gguf import ALIGNMENT, GgufTensor, gets_more, header, weights
 from ktmoe.synthetic.tensors import Shaper, numbers
@@ -138,22 +138,12 @@ def _metadata(engine: Engine, layers: int) -> dict[str, object]:
             "rope.scaling.original_context_length": 4096,
         }
     name = ARCHITECTURES[engine.kind]
-    tokens = list(_tokens(engine.vocabulary_of(layers)))
     return {
         "general.architecture": name,
         "general.alignment": ALIGNMENT,
         **{f"{name}.{key}": value for key, value in fields.items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": _PRE_TOKENIZERS[engine.kind],
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": ["t h"],
+        "tokenizer.ggml.tokens": byte_tokenizer.tokens(engine.vocabulary_of(layers)),
+        "tokenizer.ggml.merges": [" ".join(byte_tokenizer.MERGE)],
     }
-
-
-def _tokens(count: int) -> Iterator[str]:
-    """The 256 bytes as GPT-2 writes them, "th", and what no text becomes; count of them."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    known = [*map(chr, printable), *(chr(0x100 + place) for place in range(256 - len(printable))), "th"]
-    yield from known
-    for number in range(len(known), count):
-        yield f"<unused {number}>"

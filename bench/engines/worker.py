@@ -2,7 +2,8 @@
 
 {"do": "write", "config": {...}, "dense": "BF16"}   -> {}    a checkpoint into FOLDER
 {"do": "write_bf16", "config": {...}, "into": folder} -> {}   the same numbers in bfloat16, into a folder of its own
-{"do": "write_gguf", "into": file, "dense": "BF16"}    -> {"experts": bytes, "dense": bytes, "embedding": bytes}
+{"do": "write_gguf", "into": file, "dense": "BF16",
+ "tokenizer": false}                                 -> {"experts": bytes, "dense": bytes, "embedding": bytes}
                                                           the same numbers as GGUF, into FOLDER
 {"do": "load", "config": {...}, "owner": name,
  "weights": name, "dense": "packed", "file": name}  -> {"seconds": 1.2, "peak": bytes, "resident": bytes, "mapped": bytes,
@@ -53,7 +54,7 @@ class Session:
                 torch_model.made(self._folder, message["config"]).save_pretrained(message["into"])
                 return {}
             case "write_gguf":
-                return gguf_model.write(self._folder, self._folder / message["into"], message["dense"])
+                return gguf_model.write(self._folder, self._folder / message.pop("into"), **message)
             case "load":
                 return self._load(**message)
             case "logits":

@@ -16,8 +16,8 @@ from pathlib import Path
 from tools.requirements import PYPROJECT, requirements
 
 FOLDER = Path(__file__).resolve().parents[2] / ".venv-peers"
-#: Seconds that one pip command may take.
-PATIENCE = 600
+#: Seconds that one pip command may take, and one step of building a program.
+PATIENCE, BUILD_PATIENCE = 600, 3600
 
 
 class SetUpError(Exception):
@@ -28,7 +28,8 @@ class SetUpError(Exception):
 class Environment:
     """name: of its folder. title: for messages. installs: pip's arguments, one command each. variables: for pip's builds.
 
-    base: an environment whose packages this one sees, too, so that large ones are installed once.
+    base: an environment whose packages this one sees, too, so that large ones are installed once. builds: commands that make a
+    program after that, in the environment's folder, with its own programs first.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Environment:
     installs: tuple[tuple[str, ...], ...]
     variables: dict[str, str] = field(default_factory=dict)
     base: Environment | None = None
+    builds: tuple[tuple[str, ...], ...] = ()
 
 
 #: What several share: torch, and what packages that use it need.
@@ -111,9 +113,19 @@ def python(environment: Environment, progress: Callable[[str], object], folder: 
             (packages(environment, folder) / "base.pth").write_text(f"{packages(environment.base, folder)}\n")
         variables = os.environ | environment.variables | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
         for arguments in environment.installs:
-            _install(interpreter, arguments, variables, home / "install.log")
+            command = (str(interpreter), "-m", "pip", "install", *arguments)
+            _run(f"pip install {' '.join(arguments)}", command, PATIENCE, home, variables)
+        if environment.builds:
+            progress(f"building {environment.title}")
+        for command in environment.builds:
+            _run(" ".join(command), command, BUILD_PATIENCE, home, variables | {"PATH": f"{home / 'bin'}:{variables['PATH']}"})
         stamp.write_text(wanted)
     return interpreter
+
+
+def program(environment: Environment, name: str, progress: Callable[[str], object]) -> Path:
+    """A program of an environment, which is made if need be. Raises SetUpError."""
+    return python(environment, progress).with_name(name)
 
 
 def describe_ktmoe(folder: Path) -> None:
@@ -134,14 +146,16 @@ def packages(environment: Environment, folder: Path = FOLDER) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / environment.name)}))
 
 
-def _install(interpreter: Path, arguments: tuple[str, ...], variables: dict[str, str], file: Path) -> None:
-    what = f"pip install {' '.join(arguments)}"
+def _run(what: str, command: tuple[str, ...], patience: float, home: Path, variables: dict[str, str]) -> None:
+    """A command in an environment's folder. what: its name in messages."""
+    file = home / "install.log"
     with file.open("a+") as log:
-        command = [interpreter, "-m", "pip", "install", *arguments]
         try:
-            done = subprocess.run(command, env=variables, stdout=log, stderr=log, check=False, timeout=PATIENCE)
+            done = subprocess.run(command, cwd=home, env=variables, stdout=log, stderr=log, check=False, timeout=patience)
+        except FileNotFoundError as error:
+            raise SetUpError(f"{what} failed: {error} ({file})") from None
         except subprocess.TimeoutExpired:
-            raise SetUpError(f"{what} took more than {PATIENCE} seconds ({file})") from None
+            raise SetUpError(f"{what} took more than {patience} seconds ({file})") from None
         if done.returncode:
             log.seek(0)
             raise SetUpError(f"{what} failed: {''.join(log.read().strip().splitlines()[-1:])} ({file})")
@@ -149,6 +163,7 @@ def _install(interpreter: Path, arguments: tuple[str, ...], variables: dict[str,
 
 def _fingerprint(environment: Environment) -> str:
     """What an environment was made from: if it is another, the environment is made again."""
-    made_from = (sys.version_info[:2], environment.installs, environment.variables)
+    made_from: tuple[object, ...] = (sys.version_info[:2], environment.installs, environment.variables)
+    made_from += (environment.builds,) if environment.builds else ()
     base = _fingerprint(environment.base) if environment.base else ""
     return hashlib.sha256((repr(made_from) + base).encode()).hexdigest()

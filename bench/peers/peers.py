@@ -14,6 +14,12 @@ from ktmoe.weights.ggml import TYPES
 BF16, INT8, INT8_PER_256 = "bf16", "int8", "int8, per 256"
 
 
+#: The package whose source has llama.cpp, and ggml in it.
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+#: For CMake: no more compilers than CPUs.
+PARALLEL = {"CMAKE_BUILD_PARALLEL_LEVEL": str(len(os.sched_getaffinity(0)))}
+
+
 @dataclass(frozen=True)
 class Way:
     """numerics: of x and h. bits: of memory for a weight, in all copies that it has for its settings."""
@@ -75,9 +81,9 @@ PEERS = (
     Peer(
         "ggml",
         "ggml",
-        (("numpy",), ("--no-deps", "llama-cpp-python==0.3.36")),
+        (("numpy",), ("--no-deps", LLAMA_CPP)),
         # for the build of its sdist: neither multimodal models nor more compilers than CPUs
-        {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": str(len(os.sched_getaffinity(0)))},
+        {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", **PARALLEL},
         worker="worker_ggml.py",
         ways={
             "MXFP4": (Way("repack", INT8, 4.25), Way("plain", INT8, 4.25)),
@@ -119,4 +125,35 @@ LLAMA = Environment(
     "llama.cpp",
     (("diskcache", "jinja2", "typing_extensions"),),
     base=next(peer for peer in PEERS if peer.name == "ggml"),
+)
+
+_SOURCE = LLAMA_CPP.replace("-", "_").replace("==", "-")
+_OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "BUILD_SHARED_LIBS": "OFF",  # one file, which can be moved
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_APP": "OFF",
+    "LLAMA_BUILD_UI": "OFF",  # building the web page needs npm, and the built one is downloaded
+    "LLAMA_USE_PREBUILT_UI": "OFF",
+    "LLAMA_OPENSSL": "OFF",
+}
+#: llama.cpp's server, for this CPU and with OpenMP where there is one, as the peer ggml: both are llama.cpp's defaults.
+LLAMA_SERVER = Environment(
+    "llama-server",
+    "llama.cpp's server",
+    (("cmake", "ninja"),),
+    PARALLEL,
+    builds=(
+        # describing the package needs its build system, but builds nothing
+        ("python", "-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-python", LLAMA_CPP),
+        ("python", "-m", "tarfile", "-e", f"{_SOURCE}.tar.gz", "source"),
+        (
+            *("cmake", "-G", "Ninja", "-S", f"source/{_SOURCE}/vendor/llama.cpp", "-B", "made"),
+            *(f"-D{name}={value}" for name, value in _OPTIONS.items()),
+        ),
+        ("cmake", "--build", "made", "--target", "llama-server"),
+        ("cmake", "-E", "copy", "made/bin/llama-server", "bin/llama-server"),
+        ("cmake", "-E", "rm", "-r", "made", "source", f"{_SOURCE}.tar.gz"),
+    ),
 )

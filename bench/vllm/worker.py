@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import vllm
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from bench.peers.workers.protocol import answer_all
 
@@ -54,7 +55,8 @@ class Session:
 
 def packed_layers(model) -> int:
     """Layers whose experts ktmoe computes."""
-    return sum(getattr(getattr(module, "quant_method", None), "packed", None) is not None for module in model.modules())
+    experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    return sum(getattr(module.quant_method, "packed", None) is not None for module in experts)
 
 
 def own_memory() -> int:
