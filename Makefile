@@ -27,7 +27,7 @@ else
 endif
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(STAMPS)/native ## write a layer, load, check and measure it; MODEL=dir LAYER=3 takes a real one
 	@$(PY) -m ktmoe demo $(if $(MODEL),--model "$(MODEL)") $(if $(LAYER),--layer "$(LAYER)")
@@ -57,6 +57,9 @@ test-engines: $(STAMPS)/native $(STAMPS)/test ## generating text in transformers
 test-sglang: $(STAMPS)/native $(STAMPS)/test ## SGLang's own layer on ktmoe: first installs it, about 2 minutes
 	@$(PY) tools/test_sglang.py $(ARGS)
 
+test-avx2: $(STAMPS)/native $(STAMPS)/test ## vLLM's tests in a QEMU guest without AVX-512: needs root, first installs QEMU and a kernel, over an hour without KVM; ARGS=lscpu runs that
+	@$(PY) tools/avx2_guest.py $(ARGS)
+
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2 cores, saved; ARGS="--full" is everything
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
@@ -72,7 +75,7 @@ bench-linear: $(STAMPS)/native $(STAMPS)/bench ## dense matrices by ktmoe, torch
 bench-engines: $(STAMPS)/native $(STAMPS)/bench ## text of whole models by ktmoe, transformers and llama.cpp: first installs them, then 3 hours; ARGS="--comparisons gguf"
 	@$(PY) -m bench.engines run $(ARGS)
 
-bench-vllm: $(STAMPS)/native $(STAMPS)/bench ## text by vLLM with the plug-in and without it: first installs vLLM, then about 5 minutes
+bench-vllm: $(STAMPS)/native $(STAMPS)/bench ## text by vLLM with the plug-in and without it, and servers beside llama.cpp's: first installs them, then about 40 minutes
 	@$(PY) -m bench.vllm $(ARGS)
 
 bench-training: $(STAMPS)/native $(STAMPS)/bench ## a step of LoRA, forward and backward, by ktmoe, kt-kernel and torch: first installs them, then 10 minutes
@@ -104,7 +107,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-training bench-graphs simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang test-avx2 bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE
