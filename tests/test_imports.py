@@ -49,7 +49,7 @@ ONLY_FOR = {
     "cli": {"cli", "__main__"},
     "measuring": {"measuring", "cli"},
     "synthetic": {"synthetic", "cli"},
-    "torch": {"torch", "transformers"},
+    "torch": {"torch", "transformers", "vllm"},
     "transformers": {"transformers", "cli"},
     "vllm": {"vllm"},
 }

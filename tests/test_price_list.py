@@ -57,7 +57,7 @@ def test_what_a_gguf_type_costs(name):
 
 
 def test_what_a_format_of_vllms_costs():
-    methods = set(re.findall(r"\b_row\(\s*(\w+),", SOURCES["vllm/quantized.py"]))
+    methods = set(re.findall(r"\b_row\(\s*(\w+),", SOURCES["vllm/experts_formats.py"]))
     assert len(methods) > 10
     for method in methods:
         assert naming(rf"\b{method}\b") <= paths(ROWS["a format of vLLM's"])

@@ -1,14 +1,18 @@
-"""ktmoe.vllm.parameters without vLLM: stacked arrays of all experts, and what is wrong with some."""
+"""ktmoe.vllm.parameters without vLLM: stacked arrays of experts, merged ones of a dense layer, and what is wrong with some."""
 
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import random_experts
+from helpers import random_experts, same_bits
+from linears import random_matrix
 
+from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
 from ktmoe.experts import PROJECTIONS
-from ktmoe.vllm.parameters import Parameters, scale_kind
-from ktmoe.weights.formats import FORMATS, MXFP4, fp8, int4
+from ktmoe.vllm.parameters import Parameters
+from ktmoe.weights.elements import INT4
+from ktmoe.weights.formats import FORMATS, MXFP4, Factor, WeightFormat, fp8, int4, uint4
+from ktmoe.weights.order import GPTQ
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 3
@@ -73,10 +77,68 @@ def test_what_is_refused():
 
 def test_the_kind_of_scales():
     """The first that has all the numbers; one array is enough to rule a kind out."""
+    parameters = Parameters(int4(32), {"codes": "codes", "scales": "s"}, kinds=("bf16", "fp16"))
+
+    def kind(*arrays):
+        named = dict(zip(("w13_s", "w2_s"), arrays, strict=True))
+        return parameters.fitted(named, ("w13_", "w2_"), "layer").format.scale.kind
+
     both, wide = np.array([[1.5]], np.float32), np.array([[2.0**20]], np.float32)
     fine = np.array([[1 + 2.0**-10]], np.float32)
-    assert scale_kind("s", [both, wide], ("bf16", "fp16")) == "bf16"
-    assert scale_kind("s", [both, fine], ("bf16", "fp16")) == "fp16"
-    assert scale_kind("s", [both, np.array([[np.nan]], np.float32)], ("bf16", "fp16")) == "bf16"
-    with pytest.raises(FormatError, match="s: expected scales that are all bf16 or all fp16 numbers, found others"):
-        scale_kind("s", [fine, wide], ("bf16", "fp16"))
+    assert kind(both, wide) == "bf16"
+    assert kind(both, fine) == "fp16"
+    assert kind(both, np.array([[np.nan]], np.float32)) == "bf16"
+    with pytest.raises(FormatError, match="layer: s: expected scales that are all bf16 or all fp16 numbers, found others"):
+        kind(fine, wide)
+    assert parameters.fitted({"s": fine}).format.scale.kind == "fp16"  # of a dense layer
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_dense_matrix(name):
+    """Of any format: alone, and of two matrices that vLLM has merged, each with its own factor."""
+    weight_format, rng = FORMATS[name], np.random.default_rng(0)
+    parts = [random_matrix(rng, n, HIDDEN, weight_format) for n in (INTERMEDIATE, 2 * INTERMEDIATE)]
+    endings = {label: f"weight_{label}" for label in parts[0].stored}
+    bias = rng.standard_normal(3 * INTERMEDIATE).astype(np.float32)
+    columns = weight_format.order.transposed
+    merged = {
+        f"weight_{label}": np.concatenate([part.stored[label] for part in parts], int(columns and label != "factor"))
+        for label in endings
+    }
+    sizes = [part.shape[0] for part in parts]
+    found = Parameters(weight_format, endings).matrix(merged, (sum(sizes), HIDDEN), sizes, "layer", bias)
+    assert (found.name, found.bias is bias) == ("layer", True)
+    np.testing.assert_array_equal(dequantize(found), np.concatenate([dequantize(part) for part in parts]))
+    named = {f"weight_{label}": array for label, array in parts[1].stored.items()}
+    alone = Parameters(weight_format, endings).matrix(named, parts[1].shape, sizes[1:], "layer", None)
+    assert (alone.format, alone.bias) == (weight_format, None)
+    for label, array in parts[1].stored.items():
+        assert same_bits(alone.stored[label], array)
+
+
+def test_scales_that_are_no_numbers_of_the_kind():
+    """vLLM has them in float32, whatever the checkpoint's dtype is; one matrix's own kind is not looked for."""
+    arrays = {"weight": np.zeros((8, 16), np.uint8), "scale": np.full((8, 1), 1.1, np.float32)}
+    parameters = Parameters(int4(32), {"codes": "weight", "scales": "scale"})
+    with pytest.raises(FormatError, match="layer: scale: expected scales that are bf16 numbers, found others"):
+        parameters.matrix(arrays, (8, 32), [8], "layer", None)
+    found = parameters.matrix(arrays | {"scale": np.full((8, 1), 1.5, np.float32)}, (8, 32), [8], "layer", None)
+    assert same_bits(found.scales, np.full((8, 1), 1.5, BF16))
+
+
+def test_zero_points_in_words():
+    """Eight of a column in 32 bits: the last word of ten rows has two."""
+    points = np.random.default_rng(0).integers(0, 16, (16, 3), np.uint32)
+    words = np.bitwise_or.reduce(points.reshape(2, 8, 3) << np.arange(0, 32, 4, dtype=np.uint32)[:, None], axis=1)
+    arrays = {"weight": np.zeros((10, 12), np.int32), "scale": np.ones((10, 3), np.float32), "point": words.view(np.int32)}
+    endings = {"codes": "weight", "scales": "scale", "offsets": "point"}
+    found = Parameters(uint4(32, "bf16"), endings, words=("codes", "offsets")).matrix(arrays, (10, 96), [10], "layer", None)
+    np.testing.assert_array_equal(found.offsets, points[:10])
+
+
+def test_what_stays_together():
+    """Where processes may cut a matrix, and where one may end that another is merged with."""
+    assert Parameters(fp8(), {}).units == (128, 128)
+    assert Parameters(uint4(32, "bf16"), {}, words=("codes", "offsets")).units == (8, 32)
+    assert Parameters(WeightFormat(INT4, factor=Factor(per_row=True)), {}, words=("codes",)).units == (1, 8)
+    assert Parameters(int4(32, order=GPTQ), {}, unread={"qzeros": "points"}).units == (8, 32)

@@ -1,4 +1,4 @@
-"""The plug-in for vLLM: ktmoe computes the routed experts of models that vLLM runs on the CPU. Needs vLLM.
+"""The plug-in for vLLM: ktmoe computes the routed experts and the dense layers of models that vLLM runs on the CPU. Needs vLLM.
 
 vLLM finds register() by its entry point group "vllm.general_plugins", and calls it in each of its processes.
 """
@@ -15,7 +15,7 @@ SWITCH = "KTMOE_VLLM"
 
 
 def register() -> None:
-    """Let ktmoe compute the experts of layers that vLLM makes from now on. A second call does nothing.
+    """Let ktmoe compute the layers that vLLM makes from now on. A second call does nothing.
 
     It uses vLLM's own hooks for out-of-tree code alone. Nothing is changed where vLLM is not for CPUs. A version of vLLM that
     lacks what the plug-in needs stays as it is, too, and the log says so. Raises UnavailableError if vLLM is not installed.

@@ -1,46 +1,46 @@
-"""The torch operator that computes a layer's experts. torch.compile takes it as it is, and does not look into it."""
+"""The torch operators that compute a layer's experts, and a dense layer. torch.compile does not look into them."""
 
 from __future__ import annotations
-
-import itertools
-import weakref
 
 import torch
 
 from ktmoe.layer import MoELayer
+from ktmoe.linear import Linear
+from ktmoe.torch.operators import handle_of, held_operator
+from ktmoe.torch.products import NUMPY_DTYPES, experts_product, products
 
-_NAME = "ktmoe::experts"
-_layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 
+def hold(module: torch.nn.Module, packed: MoELayer | Linear) -> None:
+    """Let operators find what computes a module by the module's buffer `ktmoe`. The module's method holds it.
 
-def handle(layer: MoELayer) -> torch.Tensor:
-    """int64 [1]: what experts() finds the layer by, as long as somebody holds it.
-
-    It is a tensor, so that a compiled graph has no layer's number in it and is the same for all layers and processes.
+    It stays the same tensor when weights are loaded again: a compiled graph may have it.
     """
-    number = next(_numbers)
-    _layers[number] = layer
-    return torch.tensor([number], dtype=torch.int64, device="cpu")
+    handle, new = module.__dict__.get("ktmoe_handle"), handle_of(packed)
+    if handle is None:
+        handle = module.__dict__["ktmoe_handle"] = new
+    else:
+        handle.copy_(new)
+    module.register_buffer("ktmoe", handle, persistent=False)  # again: vLLM takes it away before it loads again
 
 
-def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
-    """y [tokens, hidden] in x's dtype, which goes by way of float32 if it is neither bfloat16 nor float32.
-
-    x: [tokens, hidden]. ids, weights: [tokens, top_k]; an id outside the experts adds zero. layer: of handle().
-    """
-    return torch.ops.ktmoe.experts(x, ids, weights, layer)
+def _experts(layer: MoELayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return experts_product(layer, _taken(x), ids, weights).to(x.dtype)
 
 
-def _experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
-    given = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
-    return _layers[layer.item()].forward(given, ids, weights.float()).to(x.dtype)
+def _product(linear: Linear, x: torch.Tensor, outputs: int) -> torch.Tensor:
+    return products((linear,), _taken(x))[0].to(x.dtype)
 
 
-def _shape(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape)
+def _taken(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in NUMPY_DTYPES else x.float()
 
 
-torch.library.define(_NAME, "(Tensor x, Tensor ids, Tensor weights, Tensor layer) -> Tensor")
-torch.library.impl(_NAME, "cpu", _experts)
-torch.library.register_fake(_NAME, _shape)
+#: (x [tokens, hidden], ids [tokens, top_k], weights [tokens, top_k], module.ktmoe) -> y [tokens, hidden] in x's dtype, which
+#: goes by way of float32 if it is neither bfloat16 nor float32. An id outside the experts adds zero.
+experts = held_operator(
+    "experts", "Tensor x, Tensor ids, Tensor weights", _experts, lambda x, ids, weights: x.new_empty(x.shape)
+)
+#: (x [..., k], n, module.ktmoe) -> y [..., n], likewise.
+product = held_operator(
+    "product", "Tensor x, SymInt outputs", _product, lambda x, outputs: x.new_empty((*x.shape[:-1], outputs))
+)

@@ -1,13 +1,14 @@
-"""What the parameters of vLLM's routed experts mean: tensors that hold all experts of a layer become ExpertWeights.
+"""What the parameters of vLLM's layers mean: those of routed experts become ExpertWeights, those of a dense layer a Matrix.
 
-vLLM keeps gate and up in one parameter, w13_*, and down in another, w2_*. It has a parameter of each kind for codes, scales,
-zero points and biases. Only numpy is needed here.
+vLLM has a parameter of each kind for codes, scales, zero points and biases. Of routed experts it keeps gate and up in one
+parameter, w13_*, and down in another, w2_*. Only numpy is needed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,8 @@ from ktmoe.weights.activation import SILU, GatedActivation
 from ktmoe.weights.formats import WeightFormat
 from ktmoe.weights.scales import SCALE_KINDS
 
+#: What the names of the parameters of routed experts begin with: gate and up, and down.
+STEMS = ("w13", "w2")
 #: Arrays whose items vLLM may keep in a wider dtype than the checkpoint has. The others are bytes, which are viewed.
 _NUMBERS = ("scales", "factor", "bias")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -26,19 +29,73 @@ _FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat
 
 @dataclass(frozen=True)
 class Parameters:
-    """How a layer's parameters are its experts' matrices.
+    """How a layer's parameters are its matrices.
 
-    format: the matrices'. endings: what stands behind w13_ and w2_ in the parameters' names, by the array's name in Matrix;
-    "bias" may be among them. interleaved: rows of gate and up alternate in w13, g0, u0, g1, u1; else all of gate's come first.
+    format: the matrices'. endings: the parameters' names, by the array's name in Matrix; those of experts have w13_ and w2_
+    before them. "bias" may be among them. kinds: those of SCALE_KINDS that the scales may be of, if the format's is not known
+    before they are loaded. words: arrays whose codes are in items of 32 bits. unread: other parameters that vLLM's loaders may
+    fill, and what they are: "points", as zero points of GPTQ, "inputs", one scale for each matrix, or "shape". interleaved:
+    rows of gate and up alternate in w13, g0, u0, g1, u1; else all of gate's come first.
     """
 
     format: WeightFormat
     endings: Mapping[str, str]
+    kinds: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
     interleaved: bool = False
 
+    @property
+    def units(self) -> tuple[int, int]:
+        """(rows, columns) of a dense layer's matrix that stay together when vLLM cuts or merges its parameters."""
+        rows, columns = self.format.unit
+        if "codes" in self.words:
+            columns = math.lcm(columns, 32 // self.format.element.bits)
+        if "offsets" in self.words or "points" in self.unread.values():
+            rows = math.lcm(rows, 8)
+        return rows, columns
+
+    def fitted(self, arrays: Mapping[str, np.ndarray], stems: Sequence[str] = ("",), name: str = "") -> Parameters:
+        """The same, with the first of kinds that has all numbers of the scales.
+
+        vLLM makes parameters of scales in one dtype, whatever the checkpoint's is. Raises FormatError if there is none.
+        """
+        if not self.kinds:
+            return self
+        found = [arrays[f"{stem}{self.endings['scales']}"] for stem in stems]
+        for kind in self.kinds:
+            if all(_fits(scales, kind) for scales in found):
+                scale = replace(self.format.scale, kind=kind)
+                return replace(self, format=replace(self.format, scale=scale), kinds=())
+        kinds = " or all ".join(self.kinds)
+        raise FormatError(f"{name}: {self.endings['scales']}: expected scales that are all {kinds} numbers, found others")
+
+    def matrix(
+        self, arrays: Mapping[str, np.ndarray], shape: tuple[int, int], rows: Sequence[int], name: str, bias: np.ndarray | None
+    ) -> Matrix:
+        """The matrix [n, k] of a dense layer, which shares the arrays' memory where it can.
+
+        arrays: by the names in endings, as experts() takes them. rows: of the matrices that vLLM has merged into this one,
+        one below the other: each has a factor of its own. bias: float32 [n], or None.
+        """
+        form, (n, k) = self.format, shape
+        found = {label: arrays[name] for label, name in self.endings.items()}
+        if form.factor and not form.factor.per_row and len(rows) > 1:
+            form = replace(form, factor=replace(form.factor, per_row=True))
+            found["factor"] = np.repeat(found["factor"].astype(np.float32), rows)
+        if form.scale:
+            self._check_scales(f"{name}: {self.endings['scales']}", found["scales"])
+        expected = form.arrays(n, k)
+        stored = {label: self._array(label, array, *expected[label]) for label, array in found.items()}
+        return Matrix(name, form, (n, k), **stored, bias=bias)
+
+    def without_inputs(self) -> Parameters:
+        """The same, for checkpoints that have no scales of the layer's input."""
+        return replace(self, unread={name: what for name, what in self.unread.items() if what != "inputs"})
+
     def names(self) -> Iterable[str]:
-        """The names of all parameters that are read."""
-        return (f"{stem}_{ending}" for ending in self.endings.values() for stem in ("w13", "w2"))
+        """The names of all parameters of experts that are read."""
+        return (f"{stem}_{ending}" for ending in self.endings.values() for stem in STEMS)
 
     def experts(
         self,
@@ -58,7 +115,7 @@ class Parameters:
         """
         if missing := [parameter for parameter in self.names() if parameter not in arrays]:
             raise FormatError(f"{name}: expected parameters {', '.join(missing)}, found {', '.join(sorted(arrays))}")
-        for parameter in (f"{stem}_{self.endings['scales']}" for stem in ("w13", "w2") if "scales" in self.endings):
+        for parameter in (f"{stem}_{self.endings['scales']}" for stem in STEMS if "scales" in self.endings):
             self._check_scales(f"{name}: {parameter}", arrays[parameter])
         count = len(arrays[f"w2_{self.endings['codes']}"])
 
@@ -88,6 +145,7 @@ class Parameters:
         array = np.ascontiguousarray(array)
         if label == "offsets" and array.dtype != dtype:  # eight an int32, along n
             array = (array.view("<u4")[:, None, :] >> 4 * np.arange(8, dtype=np.uint32)[:, None] & 15).astype(np.uint8)
+            array = np.ascontiguousarray(array.reshape(-1, array.shape[2])[: shape[0]])
         array = array.astype(dtype) if label in _NUMBERS and array.dtype in _FLOATS else array.view(dtype)
         return array.reshape(shape) if array.size == np.prod(shape) else array
 
@@ -95,18 +153,6 @@ class Parameters:
         kind = self.format.scale.kind
         if scales.dtype in _FLOATS and not _fits(scales, kind):
             raise FormatError(f"{where}: expected scales that are {kind} numbers, found others")
-
-
-def scale_kind(name: str, arrays: Iterable[np.ndarray], kinds: Iterable[str]) -> str:
-    """The first of these kinds, keys of SCALE_KINDS, that has all numbers of these arrays [experts, ...].
-
-    vLLM makes parameters of scales in one dtype, whatever the checkpoint's is. Raises FormatError if there is none.
-    """
-    arrays, kinds = list(arrays), list(kinds)
-    for kind in kinds:
-        if all(_fits(scales, kind) for scales in arrays):
-            return kind
-    raise FormatError(f"{name}: expected scales that are all {' or all '.join(kinds)} numbers, found others")
 
 
 def _fits(scales: np.ndarray, kind: str) -> bool:

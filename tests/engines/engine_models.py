@@ -46,18 +46,25 @@ ARCHITECTURES = {
 }
 
 
-def make(model_type: str, changes: dict | None = None, **sizes: object) -> PreTrainedModel:
+def make(model_type: str, changes: dict | None = None, seed: int = 2, **sizes: object) -> PreTrainedModel:
     """A model in bfloat16, the same each time.
 
-    changes: what its config is told besides those of ARCHITECTURES. sizes: more of them, of which it takes those that it knows.
+    changes: what its config is told besides those of ARCHITECTURES. seed: of its numbers. sizes: more of them, of which it
+    takes those that it knows.
     """
     changes = ARCHITECTURES.get(model_type, {}) | (changes or {})
     model = tiny_models.make(model_type, changes, tiny_models.SIZES | SIZES | sizes)
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     embedding = model.get_input_embeddings()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             _fill(parameter.data, generator, module is embedding, getattr(module, "is_transposed", False), name)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name == "tid2eid":  # of each token, other experts
+                of_tokens = torch.rand(len(buffer), model.config.n_routed_experts, generator=generator)
+                buffer.copy_(of_tokens.argsort(1)[:, : buffer.shape[1]])
+            elif name == "e_score_correction_bias":  # choose among the first few: of many, some are nearly as good as others
+                buffer[EXPERTS:] = -4
     return model.eval()
 
 

@@ -78,7 +78,9 @@ class Packed:
     """model_type, sizes: engine_models.make()'s. config: the checkpoint's quantization_config.
 
     rules: regular expression of a tensor's name, whose group 1 is the stem -> what the tensor becomes, by the stem's endings.
-    exact: whether every weight, scale included, is a bfloat16 number.
+    exact: whether every weight, scale included, is a bfloat16 number. changes: what the model's config is told besides.
+    more: what config.json says besides; None takes a key away.
+    published: what a tensor is called, where transformers saves it by another name.
     """
 
     model_type: str
@@ -86,6 +88,9 @@ class Packed:
     rules: Mapping[str, Callable[[np.ndarray], Tensors]]
     exact: bool
     sizes: dict = field(default_factory=dict)
+    changes: dict = field(default_factory=dict)
+    more: dict = field(default_factory=dict)
+    published: Callable[[str], str] = str
 
 
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -153,7 +158,7 @@ def write(name: str, folder: Path, **sizes: object) -> Path:
 
 def write_packed(packed: Packed, folder: Path, **sizes: object) -> Path:
     """Write a checkpoint with packed weights. folder / "bfloat16" is what it was made from."""
-    plain = engine_models.save(engine_models.make(packed.model_type, **packed.sizes | sizes), folder / "bfloat16")
+    plain = _write_plain(packed, folder / "bfloat16", sizes)
     checkpoint, tensors = Checkpoint(plain), {}
     for tensor in checkpoint.names():
         info = checkpoint.info(tensor)
@@ -165,6 +170,22 @@ def write_packed(packed: Packed, folder: Path, **sizes: object) -> Path:
                 break
         else:
             tensors[tensor] = [info.dtype, array.reshape(*info.shape[:-1], -1)]
-    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": packed.config}
+    config = json.loads((plain / "config.json").read_text())
+    checkpoints.write(folder, tensors, config | ({"quantization_config": packed.config} if packed.config else {}))
+    return folder
+
+
+def _write_plain(packed: Packed, folder: Path, sizes: dict) -> Path:
+    changes = {"changes": packed.changes} if packed.changes else {}
+    model = engine_models.make(packed.model_type, **packed.sizes | changes | sizes)
+    engine_models.save(model, folder)
+    config = json.loads((folder / "config.json").read_text()) | packed.more
+    config = {key: value for key, value in config.items() if value is not None or key not in packed.more}
+    checkpoint = Checkpoint(folder)
+    tensors = {}
+    for name in checkpoint.names():
+        info = checkpoint.info(name)
+        array = np.array(checkpoint.read(name)).reshape(*info.shape, -1)
+        tensors[packed.published(name)] = [info.dtype, array.reshape(*info.shape[:-1], -1)]
     checkpoints.write(folder, tensors, config)
     return folder

@@ -33,33 +33,33 @@ def _from_zero(weights: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray,
     return codes.reshape(weights.shape).astype(np.uint8), zeros.astype(np.uint8), scales
 
 
-def _dwords(codes: np.ndarray, places=range(8)) -> np.ndarray:
+def dwords(codes: np.ndarray, places=range(8)) -> np.ndarray:
     """[rows, n] -> int32 [rows, n / 8], the code of n = 8i + j at 4 * places[j] of dword i."""
-    dwords = np.zeros((len(codes), codes.shape[1] // 8), np.uint32)
+    packed = np.zeros((len(codes), codes.shape[1] // 8), np.uint32)
     for j, place in enumerate(places):
-        dwords |= codes[:, j::8].astype(np.uint32) << np.uint32(4 * place)
-    return dwords.view(np.int32)
+        packed |= codes[:, j::8].astype(np.uint32) << np.uint32(4 * place)
+    return packed.view(np.int32)
 
 
-def _awq(weights: np.ndarray) -> Tensors:
+def awq(weights: np.ndarray) -> Tensors:
     codes, zeros, scales = _from_zero(weights, 0)
-    packed, offsets = (_dwords(each.T, integers.AWQ_PLACES) for each in (codes, zeros))
+    packed, offsets = (dwords(each.T, integers.AWQ_PLACES) for each in (codes, zeros))
     return {".qweight": ["I32", packed], ".qzeros": ["I32", offsets], ".scales": ["F16", scales.T]}
 
 
-def _awq_numbers(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def awq_numbers(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     codes, zeros = (integers.along_n(arrays[name], integers.AWQ_PLACES) for name in (".qweight", ".qzeros"))
     return ((codes - zeros.repeat(_GROUP, 0)) * arrays[".scales"].astype(np.float64).repeat(_GROUP, 0)).T
 
 
 def _gptq(weights: np.ndarray) -> Tensors:
     codes, zeros, scales = _from_zero(weights, 1)
-    packed, offsets = np.ascontiguousarray(_dwords(codes).T), _dwords(np.ascontiguousarray(zeros.T) - 1)
+    packed, offsets = np.ascontiguousarray(dwords(codes).T), dwords(np.ascontiguousarray(zeros.T) - 1)
     index = np.arange(weights.shape[1], dtype=np.int32) // _GROUP
     return {".qweight": ["I32", packed], ".qzeros": ["I32", offsets], ".scales": ["F16", scales.T], ".g_idx": ["I32", index]}
 
 
-def _gptq_numbers(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def gptq_numbers(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     zeros = integers.along_n(arrays[".qzeros"]) + 1
     codes = integers.along_k(arrays[".qweight"])
     return ((codes - zeros.repeat(_GROUP, 0)) * arrays[".scales"].astype(np.float64).repeat(_GROUP, 0)).T
@@ -71,17 +71,17 @@ def _int4(weights: np.ndarray) -> Tensors:
     return {".weight_packed": ["I32", packed], ".weight_scale": ["BF16", scales], ".weight_shape": ["I64", shape]}
 
 
-def _int4_numbers(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def int4_numbers(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     scales = arrays[".weight_scale"].astype(np.float64)
     return (integers.along_n(arrays[".weight_packed"]) - 8) * scales.repeat(_GROUP, 1)
 
 
-def _fp8(weights: np.ndarray) -> Tensors:
+def fp8_of_blocks(weights: np.ndarray) -> Tensors:
     codes, scales = fp8(weights, power_of_two=False)
     return {".weight": ["F8_E4M3", codes], ".weight_scale_inv": ["F32", scales]}
 
 
-def _fp8_numbers(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def fp8_numbers(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     return checkpoints.blocks(arrays[".weight"], arrays[".weight_scale_inv"])
 
 
@@ -100,10 +100,10 @@ WHOLE: dict[str, tuple[Packed, Meaning, int]] = {
         Packed(
             _GLM,
             {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "version": "gemm", "zero_point": True},
-            {_MATRICES: _awq},
+            {_MATRICES: awq},
             exact=False,
         ),
-        _awq_numbers,
+        awq_numbers,
         4,
     ),
     "GPTQ": (
@@ -113,7 +113,7 @@ WHOLE: dict[str, tuple[Packed, Meaning, int]] = {
             {_MATRICES: _gptq},
             exact=False,
         ),
-        _gptq_numbers,
+        gptq_numbers,
         4,
     ),
     "compressed-tensors INT4": (
@@ -129,10 +129,10 @@ WHOLE: dict[str, tuple[Packed, Meaning, int]] = {
             {_MATRICES: _int4},
             exact=False,
         ),
-        _int4_numbers,
+        int4_numbers,
         4,
     ),
-    "Qwen3-MoE FP8": (Packed("qwen3_moe", FP8_CONFIG, {_MATRICES: _fp8}, exact=False, sizes=BLOCKS), _fp8_numbers, 8),
+    "Qwen3-MoE FP8": (Packed("qwen3_moe", FP8_CONFIG, {_MATRICES: fp8_of_blocks}, exact=False, sizes=BLOCKS), fp8_numbers, 8),
 }
 
 
@@ -140,26 +140,48 @@ def write(name: str, folder: Path) -> Path:
     """One of WHOLE. folder / "float32" is a checkpoint of the numbers that it stands for."""
     packed, meaning, _ = WHOLE[name]
     write_packed(packed, folder)
+    write_float32(folder, {_MATRICES: meaning})
+    return folder
+
+
+def write_float32(folder: Path, meanings: Mapping[str, Meaning]) -> Path:
+    """Write folder / "float32" beside what write_packed() has written into folder.
+
+    meanings: regular expression of a matrix's name, whose group 1 is the stem -> what the stem's tensors mean, by their
+    endings.
+    """
     plain, quantized, tensors = Checkpoint(folder / "bfloat16"), Checkpoint(folder), {}
+    packed = [name for name in quantized.names() if not name.endswith(("bias", ".weight_shape"))]
     for tensor in plain.names():
         info = plain.info(tensor)
-        if found := re.fullmatch(_MATRICES, tensor):
-            arrays = {}
-            for other in quantized.names():
-                if other.rpartition(".")[0] == found[1] and not other.endswith((".bias", ".weight_shape")):
-                    arrays[other.removeprefix(found[1])] = array_of(quantized, other)
-            tensors[tensor] = meaning(arrays).astype(np.float32)
-            assert tensors[tensor].shape == tuple(info.shape)
+        for pattern, meaning in meanings.items():
+            if found := re.fullmatch(pattern, tensor):
+                stem = found[1]
+                arrays = {n.removeprefix(stem): array_of(quantized, n) for n in packed if re.fullmatch(stem + r"[._]\w+", n)}
+                tensors[tensor] = meaning(arrays).astype(np.float32)
+                assert tensors[tensor].shape == tuple(info.shape)
+                break
         else:
-            tensors[tensor] = array_of(plain, tensor).astype(np.float32)
+            array = array_of(plain, tensor)
+            tensors[tensor] = array if array.dtype == np.int64 else array.astype(np.float32)
     (folder / "float32").mkdir()
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "float32" / "model.safetensors")
     config = json.loads((folder / "bfloat16" / "config.json").read_text()) | {"dtype": "float32"}
     (folder / "float32" / "config.json").write_text(json.dumps(config))
-    return folder
+    return folder / "float32"
 
 
-_DTYPES = {"I32": np.int32, "F16": np.float16, "F32": np.float32, "BF16": integers.BF16, "F8_E4M3": np.uint8}
+_DTYPES = {
+    "I8": np.uint8,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
+    "F16": np.float16,
+    "F32": np.float32,
+    "BF16": integers.BF16,
+    "F8_E4M3": np.uint8,
+    "F8_E8M0": np.uint8,
+}
 
 
 def array_of(checkpoint: Checkpoint, name: str) -> np.ndarray:

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from ktmoe.experts import ExpertWeights
-from ktmoe.vllm.layers import Layer
-from ktmoe.vllm.served import Served
+from ktmoe.vllm.experts_layer import Layer
+from ktmoe.vllm.experts_method import Served
 
 #: The dtypes of a safetensors header -> torch's. The others are vLLM's tensors of the same bytes.
 DTYPES = {

@@ -203,3 +203,8 @@ def config_of(case: Case) -> dict:
     model = {"gpt_oss": {"model_type": "gpt_oss"}, "deepseek_v4": {"swiglu_limit": 10.0}}.get(case.scheme, {})
     count = checkpoints.SCHEMES[case.scheme].count
     return {count: checkpoints.EXPERTS, "hidden_act": "silu", "quantization_config": case.stated, **model}
+
+
+def said(caplog) -> list[str]:
+    """The lines about layers that are vLLM's."""
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("ktmoe leaves")]

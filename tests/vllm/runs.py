@@ -10,14 +10,17 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import deepseek_v4_on_cpus
 
 from bench.peers import environments
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Seconds that a process may take.
-PATIENCE = 300
+#: Seconds that a process may take, and more for each of its models. An emulated machine needs more, see tools/avx2_guest.py.
+PATIENCE, MORE = int(os.environ.get("KTMOE_TEST_PATIENCE", "300")), 20
 #: New tokens of each prompt, and the tokens of the prompts.
 NEW, PROMPTS = 16, ([5, 9, 40, 33, 7, 12, 101, 66, 2], list(range(60, 90)))
 #: What begins the output of each job.
@@ -28,10 +31,16 @@ OPTIONS = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "bfloat1
 
 @dataclass(frozen=True)
 class Job:
-    """folder: of a model. options: of vllm.LLM besides OPTIONS."""
+    """folder: of a model. options: of vllm.LLM besides OPTIONS.
+
+    prompts: in the place of PROMPTS, one after the other, and judged() runs them. plugin: whether ktmoe's plug-in is there.
+    Those without come first.
+    """
 
     folder: str
     options: dict = field(default_factory=dict)
+    prompts: list[list[int]] = field(default_factory=list)
+    plugin: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,8 +48,12 @@ class Result:
     """tokens: greedy, [prompts, NEW]. logprobs: of each of them {token: logprob} for the likeliest few.
 
     calls: {a MoELayer's name: how many calls of its forward() there were in the second of two runs}; in one process only.
-    left: bytes of the experts' parameters after loading; in one process only. anonymous: bytes of the process's memory then.
+    left: bytes of parameters of experts, and of dense layers that ktmoe computes, after loading; in one process only.
+    anonymous: bytes of the process's memory then.
     log: what the plug-in said. error: what was raised, instead of all this.
+    dense: how many dense layers ktmoe computes; in one process only.
+    routing: of a Job with prompts, {a layer's number: the experts of each position}; one for each prompt. Its logprobs are
+    those of all positions, of the prompt's but the first too.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -50,6 +63,8 @@ class Result:
     anonymous: int = 0
     log: list[str] = field(default_factory=list)
     error: str = ""
+    dense: int = 0
+    routing: list[dict[int, list[list[int]]]] = field(default_factory=list)
 
 
 def prepared(folder: Path) -> dict[str, str]:
@@ -61,6 +76,7 @@ def prepared(folder: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_WAIT_POLICY": "passive",  # as docs/engines.md recommends: idle threads leave the CPUs to others
         "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler would take longer than all the rest
     }
 
@@ -68,11 +84,19 @@ def prepared(folder: Path) -> dict[str, str]:
 def start(jobs: list[Job], folder: Path, **variables: str) -> list[Result]:
     """Run jobs one after the other in one process, in which vLLM finds the plug-in as an installed one. variables: of it."""
     environment = prepared(folder) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if not jobs[0].plugin:
+        environment["KTMOE_VLLM"] = "0"
     (folder / "jobs").write_text(json.dumps([asdict(job) for job in jobs]))
     command = [sys.executable, __file__, str(folder / "jobs"), str(folder / "results")]
     with (folder / "output").open("w+") as output:
         done = subprocess.run(
-            command, env=environment | variables, stdout=output, stderr=output, check=False, timeout=PATIENCE, cwd=folder
+            command,
+            env=environment | variables,
+            stdout=output,
+            stderr=output,
+            check=False,
+            timeout=PATIENCE + MORE * len(jobs),
+            cwd=folder,
         )
         output.seek(0)
         text = output.read()
@@ -83,11 +107,22 @@ def start(jobs: list[Job], folder: Path, **variables: str) -> list[Result]:
 
 
 def main(jobs: str, results: str) -> None:
-    found = []
-    for job in json.loads(Path(jobs).read_text()):
+    found, plugin = [], True
+    for job in [Job(**each) for each in json.loads(Path(jobs).read_text())]:
         print(NEXT, flush=True)
-        found.append(asdict(run(Job(**job))))
+        if job.plugin and not plugin:
+            switch_on()
+        plugin = job.plugin
+        found.append(asdict(run(job)))
     Path(results).write_text(json.dumps(found))
+
+
+def switch_on() -> None:
+    """Let vLLM look for plug-ins again, in a process that had ktmoe's switched off."""
+    import vllm.plugins
+
+    del os.environ["KTMOE_VLLM"]
+    vllm.plugins.plugins_loaded = False
 
 
 def run(job: Job) -> Result:
@@ -99,6 +134,8 @@ def run(job: Job) -> Result:
         llm = LLM(job.folder, **OPTIONS | job.options)
         left = sum(llm.apply_model(bytes_of_experts)) if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" else 0
         anonymous = own_memory()
+        if job.prompts:
+            return judged(llm, job.prompts, left)
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         sampling = SamplingParams(temperature=0, max_tokens=NEW, logprobs=4, ignore_eos=True)
         llm.generate(prompts, sampling, use_tqdm=False)
@@ -112,6 +149,7 @@ def run(job: Job) -> Result:
             anonymous,
         )
     except Exception as error:
+        traceback.print_exc()
         return Result(error=f"{type(error).__name__}: {error}")
     finally:
         del llm
@@ -119,9 +157,63 @@ def run(job: Job) -> Result:
         cleanup_dist_env_and_memory()
 
 
+def judged(llm, prompts: list[list[int]], left: int) -> Result:
+    """Each prompt by itself, so that a row of a layer's input is a position."""
+    from vllm import SamplingParams
+
+    deepseek_v4_on_cpus.complete()
+    calls, tokens, logprobs, routing = count_calls(), [], [], []
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, logprobs=8, prompt_logprobs=8, ignore_eos=True)
+    for prompt in prompts:
+        _rows.clear()
+        llm.apply_model(record_routing)
+        [request] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        [output] = request.outputs
+        given = [*request.prompt_logprobs[1:], *output.logprobs]
+        tokens.append(list(output.token_ids))
+        logprobs.append([{token: found.logprob for token, found in each.items()} for each in given])
+        routing.append({layer: rows[: len(given)] for layer, rows in _rows.items()})
+    [dense] = llm.apply_model(count_dense)
+    return Result(tokens, logprobs, dict(calls), left, dense=dense, routing=routing)
+
+
+#: {a layer's number: the experts of each position}
+_rows: dict[int, list[list[int]]] = {}
+
+
+def record_routing(model) -> None:
+    """Let the routers of a model's layers fill _rows.
+
+    vLLM's router for CPUs has no sigmoid without groups, which MiniMax-M2 asks for, and fails: one group is the same choice.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            router, rows = module.router, _rows.setdefault(module.layer_id, [])
+            router.set_capture_fn(lambda ids, rows=rows: rows.extend(ids.tolist()))
+            if router.scoring_func == "sigmoid" and not router.use_grouped_topk:
+                router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+
 def bytes_of_experts(model) -> int:
+    """And of dense layers that ktmoe computes, but for biases, which vLLM may need."""
     named = model.named_parameters()
-    return sum(parameter.nbytes for name, parameter in named if name.rpartition(".")[2].startswith(("w13_", "w2_")))
+    found = sum(parameter.nbytes for name, parameter in named if name.rpartition(".")[2].startswith(("w13_", "w2_")))
+    for module in dense_layers(model):
+        if getattr(module, "_cpu_skip_gemm_dispatch", False):  # MLA's kv_b_proj, whose parameters vLLM reads itself
+            continue
+        found += sum(parameter.nbytes for name, parameter in module.named_parameters(recurse=False) if name != "bias")
+    return found
+
+
+def dense_layers(model) -> list:
+    """The modules of dense layers that ktmoe computes."""
+    return [module for module in model.modules() if hasattr(module, "ktmoe") and not hasattr(module, "moe_config")]
+
+
+def count_dense(model) -> int:
+    return len(dense_layers(model))
 
 
 def own_memory() -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,15 +15,22 @@ import time
 import urllib.request
 from contextlib import suppress
 
+import models
 import pytest
+import quantized_checkpoints
 import runs
 
 from ktmoe import synthetic
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.machine import memory
 from ktmoe.synthetic.chat import LIKELY
+from ktmoe.vllm import __main__
 
 SECTION = (runs.ROOT / "docs" / "engines.md").read_text().partition("\n## vLLM\n")[2].partition("\n## ")[0]
 LAYERS, TOKENS = 2, 12
 COMPUTED = f"ktmoe computes the experts of {LAYERS} layers (UnquantizedFusedMoEMethod: BF16, backend "
+#: Seconds from Ctrl-C to the end.
+SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +46,30 @@ def block(beginning: str) -> str:
     return found
 
 
-def ask(url: str, body: dict) -> dict:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+def read(url: str, body: dict | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+        return answer.read().decode()
 
 
 def listens(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+    with suppress(OSError):
+        read(f"{url}/health")
+        return True
+    return False
 
 
 def test_server(model, tmp_path):
-    variable, *command = shlex.split(block("OMP_WAIT_POLICY"))
-    name, _, value = variable.partition("=")
-    assert command[:1] == ["python"]
-    command = [sys.executable, *(model if word == "MODEL" else word for word in command[1:])]
+    """It answers, has vLLM's metrics, and Ctrl-C ends it in seconds."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager", "--max-model-len", "128"]
+    words = {"python": sys.executable, "MODEL": model, "8000": port}
+    command = [words.get(word, word) for word in shlex.split(block("python -m ktmoe.vllm"))]
     url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
     with log.open("w") as output:
-        environment = runs.prepared(tmp_path / "run") | {name: value}
         options = {"stdout": output, "stderr": output, "cwd": tmp_path, "start_new_session": True}
+        environment = runs.prepared(tmp_path / "run") | {"TORCHDYNAMO_DISABLE": "0"}  # with compiled graphs, as the page says
         server = subprocess.Popen(command, env=environment, **options)
         try:
             deadline = time.monotonic() + runs.PATIENCE
@@ -72,16 +78,61 @@ def test_server(model, tmp_path):
                 assert time.monotonic() < deadline, log.read_text()[-5000:]
                 time.sleep(0.2)
             asked = {"model": model, "prompt": "Hello", "max_tokens": TOKENS, "temperature": 0}
-            text = ask(f"{url}/v1/completions", asked)["choices"][0]["text"]
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
+            text = json.loads(read(f"{url}/v1/completions", asked))["choices"][0]["text"]
+            metrics = read(f"{url}/metrics")
+            os.killpg(server.pid, signal.SIGINT)  # as a terminal does it: to all of its processes
+            assert server.wait(SECONDS) in (0, -signal.SIGINT, 128 + signal.SIGINT)
         finally:
             with suppress(ProcessLookupError):  # its processes, too, if something failed
                 os.killpg(server.pid, signal.SIGKILL)
             server.wait()
     assert len(text) == TOKENS
     assert set(text.encode()) <= set(LIKELY)
+    assert "vllm:generation_tokens_total" in metrics
     assert COMPUTED in log.read_text()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: shutil.rmtree(folder), "{folder}: expected a folder, or the id of a model on the Hugging Face Hub"),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            "{folder}: expected a folder with config.json or params.json, found none",
+        ),
+        (lambda folder: os.truncate(folder / "model.safetensors", 500_000), "{folder}/model.safetensors: truncated: expected"),
+        (lambda folder: None, "{folder} needs "),  # memory
+    ],
+    ids=["none", "config", "truncated", "memory"],
+)
+def test_models_that_cannot_be_served(model, tmp_path, capfd, monkeypatch, change, words):
+    """The start ends with one line, before vLLM is started."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    change(folder)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    assert __main__.main([str(folder), "--port", "0"]) == 1
+    found = capfd.readouterr()
+    [line] = found.err.splitlines()
+    assert line.startswith(f"ktmoe: {words.format(folder=folder)}")
+
+
+def test_a_scale_that_is_no_number(model, tmp_path):
+    """What only packing finds: one line names the place, above the tracebacks of vLLM's processes."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    quantized_checkpoints.write_packed(quantized_checkpoints.PACKED["gpt-oss MXFP4"], folder, **models.SIZES)
+    with Checkpoint(folder) as checkpoint:
+        scales = checkpoint.info("model.layers.1.mlp.experts.down_proj_scales")
+    with scales.file.open("r+b") as file:
+        file.seek(scales.offset)
+        file.write(b"\xff")
+    [found] = runs.start([runs.Job(str(folder))], tmp_path / "run")
+    assert found.error.startswith("FormatError: ")
+    [line] = [line for line in found.log if "cannot load" in line]
+    assert line.startswith("ktmoe cannot load the model: model.layers.1.mlp.experts.")
+    assert "NaN" in line
 
 
 @pytest.mark.smoke

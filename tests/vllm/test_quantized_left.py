@@ -6,7 +6,7 @@ import pickle
 from contextlib import suppress
 
 import pytest
-from quantized_layers import BLOCKS, CASES, INT4, NAME, TOKENS, compressed
+from quantized_layers import BLOCKS, CASES, INT4, NAME, TOKENS, compressed, said
 
 #: What ktmoe does not read -> (vLLM's name of it, config.json's, what the log says).
 LEFT = {
@@ -26,11 +26,6 @@ LEFT = {
         "expected GPTQ of 4 bits, found 8",
     ),
 }
-
-
-def said(caplog) -> list[str]:
-    """The lines about layers that are vLLM's."""
-    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("ktmoe leaves")]
 
 
 @pytest.mark.smoke
@@ -67,7 +62,7 @@ def test_other_processes_get_these_configs(layers):
     """vLLM pickles its config for the process that runs a model."""
     for name, stated in {case.quantization: case.stated for case in CASES.values()}.items():
         config = layers.quantization(name, stated)
-        assert type(config).__module__ == "ktmoe.vllm.quantized_configs"
+        assert type(config).__module__ == "ktmoe.vllm.configs"
         assert type(pickle.loads(pickle.dumps(config))) is type(config)
 
 

@@ -21,11 +21,9 @@ Scales of an expert's input may be there and are not read: activations stay bflo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import ml_dtypes
-import numpy as np
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from vllm.config import get_current_vllm_config
@@ -51,15 +49,14 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod, 
 from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkOCP_MX_MoEMethod
 
 from ktmoe.backends.choice import choose_backend
-from ktmoe.errors import FormatError, UnavailableError
+from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.matrix import Matrix
-from ktmoe.vllm.layers import Layer
-from ktmoe.vllm.parameters import Parameters, scale_kind
-from ktmoe.vllm.served import Format, Served
-from ktmoe.weights.elements import INT4, INT8_PLUS_128
-from ktmoe.weights.formats import FP8_PER_MATRIX, FP8_PER_ROW, MXFP4, MXFP8, Factor, WeightFormat, fp8, int4, int8, nvfp4, uint4
-from ktmoe.weights.order import AWQ, GPTQ
+from ktmoe.vllm import schemes
+from ktmoe.vllm.experts_layer import Layer
+from ktmoe.vllm.experts_method import Format, Served
+from ktmoe.vllm.parameters import Parameters
+from ktmoe.vllm.tensors import arrays_of
 
 CompressedTensorsW4A4Mxfp4MoEMethod = compressed_tensors_moe_w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod
 CompressedTensorsW4A4Nvfp4MoEMethod = compressed_tensors_moe_w4a4_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod
@@ -67,14 +64,8 @@ CompressedTensorsW8A8Fp8MoEMethod = compressed_tensors_moe_w8a8_fp8.CompressedTe
 CompressedTensorsW8A8Mxfp8MoEMethod = compressed_tensors_moe_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod
 CompressedTensorsWNA16MoEMethod = compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod
 
-#: Kinds of scales that integers of 4 and 8 bits have.
-_KINDS = ("bf16", "fp16")
-_ELEMENTS = {4: INT4, 8: INT8_PLUS_128}
-_MODELOPT = {"codes": "weight", "scales": "weight_scale"}
-_PACKED = {"codes": "weight_packed", "scales": "weight_scale"}
-
-#: A layer's method and its parameters -> what they are. Before there are parameters, none are given.
-_Read = Callable[[FusedMoEMethodBase, Mapping[str, np.ndarray]], Parameters]
+#: A layer's method -> what its parameters are.
+_Read = Callable[[FusedMoEMethodBase], Parameters]
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class _Made:
         sizes = num_experts, hidden_size, intermediate_size_per_partition
         if self.refused is None:
             try:
-                choose_backend("auto", ExpertWeights(*sizes, _unread, self.format.read(self, {}).format), "auto")
+                choose_backend("auto", ExpertWeights(*sizes, _unread, self.format.read(self).format), "auto")
             except UnavailableError as error:
                 self.refused = str(error)
         dummy = get_current_vllm_config().load_config.load_format == "dummy"  # random numbers, which would be no bfloat16
@@ -121,77 +112,39 @@ def _unread(expert: int, projection: str) -> Matrix:
 
 def _weights(read: _Read, layer: Layer) -> ExpertWeights:
     """The layer's experts. Raises FormatError for parameters that are not what read() says."""
-    named = layer.module.named_parameters(recurse=False)
-    arrays = {name: _array(parameter) for name, parameter in named if name.startswith(("w13_", "w2_"))}
-    try:
-        found = read(layer.module.quant_method, arrays)
-    except FormatError as error:
-        raise FormatError(f"{layer.name}: {error}") from None
+    arrays = arrays_of(layer.module, ("w13_", "w2_"))
     biased = any(arrays[name].any() for name in ("w13_bias", "w2_bias") if name in arrays)  # GPTQ's are always there
-    endings = {**found.endings, **({"bias": "bias"} if biased else {})}
-    sizes = layer.hidden, layer.intermediate
-    found = Parameters(found.format, endings, layer.interleaved)
-    return found.experts(arrays, *sizes, layer.activation, layer.name, layer.router_weight)
-
-
-def _array(parameter: torch.Tensor) -> np.ndarray:
-    """A parameter as an array that shares its memory; bfloat16 as ml_dtypes', dtypes of 8 bits that numpy has not as bytes."""
-    tensor = parameter.detach()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return (tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor).numpy()
-
-
-def _kind(arrays: Mapping[str, np.ndarray], ending: str) -> str:
-    """The kind of scales; without scales, it may be any of _KINDS."""
-    if not arrays:
-        return _KINDS[0]
-    return scale_kind(ending, (arrays[f"w13_{ending}"], arrays[f"w2_{ending}"]), _KINDS)
+    found = read(layer.module.quant_method).fitted(arrays, ("w13_", "w2_"), layer.name)
+    found = replace(schemes.biased(found) if biased else found, interleaved=layer.interleaved)
+    return found.experts(arrays, layer.hidden, layer.intermediate, layer.activation, layer.name, layer.router_weight)
 
 
 def _always(parameters: Parameters) -> _Read:
-    return lambda method, arrays: parameters
+    return lambda method: parameters
 
 
-def _fp8(method: Fp8MoEMethod, arrays: Mapping[str, np.ndarray]) -> Parameters:
+def _fp8(method: Fp8MoEMethod) -> Parameters:
+    scales = method.weight_scale_name
+    return schemes.fp8_of_blocks(method.moe_block_shape, scales) if method.block_quant else schemes.fp8_of_matrices(scales)
+
+
+def _compressed_fp8(method: CompressedTensorsW8A8Fp8MoEMethod) -> Parameters:
     if method.block_quant:
-        return Parameters(_blocks(method.moe_block_shape), {"codes": "weight", "scales": method.weight_scale_name})
-    return Parameters(FP8_PER_MATRIX, {"codes": "weight", "factor": method.weight_scale_name})
-
-
-def _blocks(shape: list[int]) -> WeightFormat:
-    return fp8("fp32", (shape[0], shape[1]))
-
-
-def _compressed_fp8(method: CompressedTensorsW8A8Fp8MoEMethod, arrays: Mapping[str, np.ndarray]) -> Parameters:
-    if method.block_quant:
-        return Parameters(_blocks(method.weight_block_size), _MODELOPT)
+        return schemes.fp8_of_blocks(method.weight_block_size)
     per_row = method.weight_quant.strategy == QuantizationStrategy.CHANNEL
-    return Parameters(FP8_PER_ROW if per_row else FP8_PER_MATRIX, {"codes": "weight", "factor": "weight_scale"})
+    return schemes.fp8_of_rows() if per_row else schemes.fp8_of_matrices()
 
 
-def _integers(method: CompressedTensorsWNA16MoEMethod, arrays: Mapping[str, np.ndarray]) -> Parameters:
-    if method.strategy == QuantizationStrategy.CHANNEL:
-        per_row = WeightFormat(_ELEMENTS[method.num_bits], factor=Factor(per_row=True))
-        return Parameters(per_row, {"codes": "weight_packed", "factor": "weight_scale"})
-    kind = _kind(arrays, "weight_scale")
-    if not method.symmetric:
-        return Parameters(uint4(method.group_size, kind), {**_PACKED, "offsets": "weight_zero_point"})
-    four = method.num_bits == 4
-    return Parameters(int4(method.group_size, kind) if four else int8(method.group_size, kind, INT8_PLUS_128), _PACKED)
+def _integers(method: CompressedTensorsWNA16MoEMethod) -> Parameters:
+    return schemes.integers(method.num_bits, method.strategy, method.group_size, method.symmetric)
 
 
-def _gptq(method: AutoGPTQMoEMethod, arrays: Mapping[str, np.ndarray]) -> Parameters:
-    size = method.quant_config.group_size
-    if size == -1:
-        per_row = WeightFormat(INT4, factor=Factor(per_row=True), order=GPTQ)
-        return Parameters(per_row, {"codes": "qweight", "factor": "scales"})
-    return Parameters(int4(size, _kind(arrays, "scales"), GPTQ), {"codes": "qweight", "scales": "scales"})
+def _gptq(method: AutoGPTQMoEMethod) -> Parameters:
+    return schemes.gptq(4, method.quant_config.group_size)
 
 
-def _awq(method: AutoAWQMoEMethod, arrays: Mapping[str, np.ndarray]) -> Parameters:
-    found = uint4(method.quant_config.group_size, _kind(arrays, "scales"), AWQ)
-    return Parameters(found, {"codes": "qweight", "scales": "scales", "offsets": "qzeros"})
+def _awq(method: AutoAWQMoEMethod) -> Parameters:
+    return schemes.awq(4, method.quant_config.group_size)
 
 
 def _row(
@@ -204,28 +157,20 @@ def _row(
 #: The backend decides how sizes are padded: as for CPUs, to multiples of 32.
 _MXFP4_BACKEND = {"mxfp4_backend": Mxfp4MoeBackend.CPU}
 FORMATS = (
-    _row(GptOssMxfp4MoEMethod, _always(Parameters(MXFP4, _MODELOPT)), **_MXFP4_BACKEND),
-    _row(Mxfp4MoEMethod, _always(Parameters(MXFP4, _MODELOPT)), **_MXFP4_BACKEND),
-    _row(CompressedTensorsW4A4Mxfp4MoEMethod, _always(Parameters(MXFP4, _PACKED))),
-    _row(QuarkOCP_MX_MoEMethod, _always(Parameters(MXFP4, _MODELOPT)), **_MXFP4_BACKEND),
-    _row(ModelOptMxFp8FusedMoE, _always(Parameters(MXFP8, _MODELOPT))),
-    _row(CompressedTensorsW8A8Mxfp8MoEMethod, _always(Parameters(MXFP8, _MODELOPT))),
+    _row(GptOssMxfp4MoEMethod, _always(schemes.MXFP4_WEIGHT), **_MXFP4_BACKEND),
+    _row(Mxfp4MoEMethod, _always(schemes.MXFP4_WEIGHT), **_MXFP4_BACKEND),
+    _row(CompressedTensorsW4A4Mxfp4MoEMethod, _always(schemes.MXFP4_PACKED)),
+    _row(QuarkOCP_MX_MoEMethod, _always(schemes.MXFP4_WEIGHT), **_MXFP4_BACKEND),
+    _row(ModelOptMxFp8FusedMoE, _always(schemes.MXFP8_WEIGHT)),
+    _row(CompressedTensorsW8A8Mxfp8MoEMethod, _always(schemes.MXFP8_WEIGHT)),
     _row(Fp8MoEMethod, _fp8),
     _row(CompressedTensorsW8A8Fp8MoEMethod, _compressed_fp8),
-    _row(ModelOptFp8MoEMethod, _always(Parameters(FP8_PER_MATRIX, {"codes": "weight", "factor": "weight_scale"}))),
+    _row(ModelOptFp8MoEMethod, _always(schemes.fp8_of_matrices())),
     _row(CompressedTensorsWNA16MoEMethod, _integers, exact_scales=True, once=True),
     _row(AutoGPTQMoEMethod, _gptq, exact_scales=True, once=True),
     _row(AutoAWQMoEMethod, _awq, exact_scales=True),
-    _row(
-        CompressedTensorsW4A4Nvfp4MoEMethod,
-        _always(Parameters(nvfp4(divides=True), {**_PACKED, "factor": "weight_global_scale"})),
-        use_global_sf=False,
-    ),
-    _row(
-        ModelOptNvFp4FusedMoE,
-        _always(Parameters(nvfp4(), {**_MODELOPT, "factor": "weight_scale_2"})),
-        use_global_sf=False,
-    ),
+    _row(CompressedTensorsW4A4Nvfp4MoEMethod, _always(schemes.NVFP4_PACKED), use_global_sf=False),
+    _row(ModelOptNvFp4FusedMoE, _always(schemes.NVFP4_WEIGHT), use_global_sf=False),
 )
 #: vLLM's class -> the one that stands before it.
 SERVED = {row.method: row.served() for row in FORMATS}

@@ -10,8 +10,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.matrix import Matrix
-from ktmoe.vllm.layers import Layer
-from ktmoe.vllm.served import Format
+from ktmoe.vllm.experts_layer import Layer
+from ktmoe.vllm.experts_method import Format
 from ktmoe.weights.formats import BF16
 
 

@@ -14,7 +14,7 @@ from ktmoe.errors import UnavailableError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
 from ktmoe.vllm import cpus, operator
-from ktmoe.vllm.layers import Layer, refusal
+from ktmoe.vllm.experts_layer import Layer, refusal
 from ktmoe.vllm.report import REPORT
 
 
@@ -85,8 +85,8 @@ class Served:
                 if self._error is not None:
                     raise self._error
                 super().process_weights_after_loading(layer)
-        except BaseException:
-            REPORT.say()
+        except BaseException as error:
+            REPORT.failed(error)
             raise
         REPORT.done(self)
 
@@ -132,9 +132,6 @@ class Served:
         for parameter in layer.parameters:
             parameter.data = parameter.data.new_empty(0)
         if self.packed is None:
-            self._handle = operator.handle(packed)
-            REPORT.served(self._class, packed)
-        else:
-            self._handle.copy_(operator.handle(packed))  # a compiled graph may hold the tensor
-        module.register_buffer("ktmoe", self._handle, persistent=False)  # again: vLLM takes it away before it loads again
+            REPORT.experts(self._class, packed)
         self.packed = packed
+        operator.hold(module, packed)

@@ -18,6 +18,8 @@ from ktmoe.matrix import Matrix
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import WeightFormat
 
+#: Why no layer of a model is ktmoe's.
+LORA = "LoRA adapters are enabled"
 #: What vLLM's kernels of gpt-oss's activation have built in.
 _GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
 
@@ -28,7 +30,7 @@ def refusal(moe: FusedMoEConfig) -> str | None:
     if activation_of(moe) is None:
         return f"expected SwiGLU as activation, found {moe.activation.value}"
     if moe.is_lora_enabled:
-        return "LoRA adapters are enabled"
+        return LORA
     if parallel.enable_eplb:
         return "experts move between processes (EPLB)"
     if parallel.use_all2all_kernels:
