@@ -36,17 +36,17 @@ for module in virtio_pci 9pnet_virtio 9p overlay; do modprobe $module; done
 mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=512000 host /host
 mount -t tmpfs -o size=60% written /written
 mkdir /written/files /written/work
-mount -t overlay -o lowerdir=/host,upperdir=/written/files,workdir=/written/work root /root
-mount -t proc proc /root/proc
-mount -t sysfs sys /root/sys
-mount -t devtmpfs dev /root/dev
-mkdir -p /root/dev/shm /root/dev/pts
-mount -t tmpfs shm /root/dev/shm
-mount -t devpts pts /root/dev/pts
+mount -t overlay -o lowerdir=/host,upperdir=/written/files,workdir=/written/work tree /tree
+mount -t proc proc /tree/proc
+mount -t sysfs sys /tree/sys
+mount -t devtmpfs dev /tree/dev
+mkdir -p /tree/dev/shm /tree/dev/pts
+mount -t tmpfs shm /tree/dev/shm
+mount -t devpts pts /tree/dev/pts
 ifconfig lo 127.0.0.1 up
 stty -F /dev/ttyS1 raw
-cp /command /root/command
-chroot /root /bin/sh /command </dev/null >/dev/ttyS1 2>&1
+cp /command /tree/command
+chroot /tree /bin/sh /command </dev/null >/dev/ttyS1 2>&1
 echo $? >/dev/ttyS2
 poweroff -f
 """
@@ -151,11 +151,11 @@ def qemu(folder: Path, accelerator: str, cpus: int = 2, memory: str = "10G", mor
 def initramfs(folder: Path, command: str) -> None:
     """Write the guest's first file system: it mounts this machine's files and runs the command there."""
     tree = folder / "tree"
-    for made in ("bin", "proc", "dev", "host", "written", "root"):
+    for made in ("bin", "proc", "dev", "host", "written", "tree"):
         (tree / made).mkdir(parents=True)
     shutil.copy(str(shutil.which("busybox")), tree / "bin" / "busybox")
     shutil.copytree(FOLDER / "lib", tree / "lib")
-    (tree / "command").write_text(f"export PATH='{os.environ['PATH']}' HOME=/root TMPDIR=/tmp\ncd '{ROOT}'\n{command}\n")
+    (tree / "command").write_text(f"export PATH='{os.environ['PATH']}' HOME=/tmp TMPDIR=/tmp\ncd '{ROOT}'\n{command}\n")
     (tree / "init").write_text(INIT)
     (tree / "init").chmod(0o755)
     version = kernels()[-1].name.removeprefix("vmlinuz-")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.logger import init_logger
-from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -89,14 +87,6 @@ def _is_read(config: VllmConfig) -> bool:
     return config.speculative_config is not None or (model is not None and getattr(model, "head_dtype", None) == torch.float32)
 
 
-def register() -> None:
-    """Tell vLLM, once. A class that another plug-in has replaced stays that plug-in's."""
-    for base in CLASSES:
-        taken = op_registry_oot.get(base.__name__)
-        if taken is None:
-            # the same name: configs of checkpoints may match layers by their classes' names
-            PluggableLayer.register_oot(type(base.__name__, (DenseLayer, base), {}), name=base.__name__)
-        elif not issubclass(taken, DenseLayer):
-            init_logger("vllm.ktmoe").warning(
-                "ktmoe leaves dense layers to another plug-in: %s is %s.%s", base.__name__, taken.__module__, taken.__name__
-            )
+def replacement(base: type) -> type:
+    """A class for one of CLASSES. Its name is the same: configs of checkpoints may match layers by their classes' names."""
+    return type(base.__name__, (DenseLayer, base), {})

@@ -239,6 +239,20 @@ def test_an_output_layer_that_is_the_embedding(dense, by_assignment):
     assert torch.equal(embedding(torch.tensor([3]))[0], embedding.weight[3])
 
 
+@pytest.mark.parametrize(("name", "value"), [("speculative_config", object()), ("model_config", None)])
+def test_output_layers_that_vllm_reads(dense, monkeypatch, name, value):
+    """With a model that drafts, or logits in float32, the weight stays where vLLM looks for it."""
+    from types import SimpleNamespace
+
+    from vllm.config import get_current_vllm_config
+
+    config, kind = get_current_vllm_config(), dense.KINDS["head"]
+    assert dense.ours(dense.make(CASES["bfloat16"], kind))
+    given = value or SimpleNamespace(**vars(config.model_config), head_dtype=torch.float32)
+    monkeypatch.setattr(config, name, given)
+    assert not dense.ours(dense.make(CASES["bfloat16"], kind))
+
+
 def test_layers_whose_parameters_a_model_reads(dense):
     """MLA's kv_b_proj, which may be called, too, and wo_a of DeepSeek-V4: they stay as vLLM's method would leave them."""
     kind = dense.KINDS["column"]

@@ -103,8 +103,12 @@ def test_server(model, tmp_path):
         ),
         (lambda folder: os.truncate(folder / "model.safetensors", 500_000), "{folder}/model.safetensors: truncated: expected"),
         (lambda folder: None, "{folder} needs "),  # memory
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"),
+            "{folder}: expected safetensors files, found GGUF, which vLLM does not read",
+        ),
     ],
-    ids=["none", "config", "truncated", "memory"],
+    ids=["none", "config", "truncated", "memory", "gguf"],
 )
 def test_models_that_cannot_be_served(model, tmp_path, capfd, monkeypatch, change, words):
     """The start ends with one line, before vLLM is started."""
@@ -116,6 +120,19 @@ def test_models_that_cannot_be_served(model, tmp_path, capfd, monkeypatch, chang
     found = capfd.readouterr()
     [line] = found.err.splitlines()
     assert line.startswith(f"ktmoe: {words.format(folder=folder)}")
+
+
+@pytest.mark.parametrize("further", [[], ["--tensor-parallel-size", "2"], ["--load-format", "dummy"]])
+def test_what_is_started(tmp_path, monkeypatch, further):
+    """One process for engine and model, unless the user asks for several; with a load format the folder may have no weights."""
+    monkeypatch.setattr(os, "execv", lambda program, command: command)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    (tmp_path / "config.json").write_text("{}")
+    command = __main__.main([str(tmp_path), *further])
+    assert command[:5] == [sys.executable, "-m", __main__.SERVER, "--model", str(tmp_path)]
+    assert ("uni" in command) == ("--tensor-parallel-size" not in further)
+    assert command[len(command) - len(further) :] == further
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
 
 
 def test_a_scale_that_is_no_number(model, tmp_path):
