@@ -15,7 +15,7 @@ from ktmoe.linear import Linear, compute, differentiate
 from ktmoe.linear_arrays import checked, fitting_each, gradient_target, items_of, new_output, target_of
 from ktmoe.machine.numa import Placement
 from ktmoe.matrix import Matrix
-from ktmoe.matrix_rows import take_rows
+from ktmoe.matrix_cuts import take_rows
 from ktmoe.messages import show
 
 #: What the matrices of a LinearGroup take: all of them the same x, or each an x of its own.

@@ -231,7 +231,7 @@ def test_as_many_linears_as_a_call_takes(linear, x):
     assert all(same_bits(y, linear.forward(x)) for y in ys)
 
 
-def test_a_group_of_a_matrix_rows():
+def test_a_group_of_a_matrix_cuts():
     """Rows that cannot be dealt out are refused by what they are, before any is packed; progress is that of all matrices; and
     close() closes every Linear."""
     calls = []

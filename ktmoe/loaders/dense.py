@@ -18,7 +18,7 @@ from ktmoe.loaders.gguf_model import ARCHITECTURE
 from ktmoe.loaders.one_matrix import StoredMatrix
 from ktmoe.loaders.pairs import GateUpReader
 from ktmoe.matrix import Matrix
-from ktmoe.matrix_rows import take_rows
+from ktmoe.matrix_cuts import take_rows
 from ktmoe.messages import show
 from ktmoe.weights.activation import GatedActivation
 

@@ -10,7 +10,7 @@ from ktmoe.errors import CheckpointError
 from ktmoe.loaders import model_config, one_matrix
 from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.one_matrix import StoredMatrix
-from ktmoe.matrix_rows import check_rows, join_rows, joined_format, take_rows
+from ktmoe.matrix_cuts import check_rows, join_rows, joined_format, take_rows
 from ktmoe.messages import show
 
 #: The last part of a fused name, and of those that it holds, in the order of its rows.

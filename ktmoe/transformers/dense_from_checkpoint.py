@@ -23,7 +23,7 @@ from ktmoe.loaders.checkpoint import Checkpoint
 from ktmoe.loaders.gguf_model import is_gguf
 from ktmoe.loaders.one_matrix import StoredMatrix
 from ktmoe.machine.numa import placement_of
-from ktmoe.matrix_rows import check_rows
+from ktmoe.matrix_cuts import check_rows
 from ktmoe.torch.embedding import DenseEmbedding
 from ktmoe.transformers.dense_modules import (
     DenseModule,

@@ -14,7 +14,7 @@ from ktmoe.loaders.gguf import matrix_of_rows
 from ktmoe.loaders.one_matrix import StoredMatrix
 from ktmoe.loaders.scheme import float32
 from ktmoe.matrix import Matrix
-from ktmoe.matrix_rows import check_rows, take_rows
+from ktmoe.matrix_cuts import check_rows, take_rows
 from ktmoe.transformers.dense_names import StoredParameter
 from ktmoe.transformers.gguf.changes import Change, Order
 from ktmoe.transformers.gguf.metadata import GgufMetadata

@@ -1,4 +1,4 @@
-"""Rows of a matrix and matrices joined: the same numbers and bytes, in every format and order; what cannot be cut or joined."""
+"""Rows and columns of a matrix, and matrices joined: the same numbers and bytes, in every format and order; what cannot be."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from helpers import random_arrays
 from ktmoe import BF16, FP8_PER_MATRIX, FP8_PER_ROW, Matrix, fp8, int4, nvfp4, uint4
 from ktmoe.dequantization import dequantize
 from ktmoe.errors import FormatError
-from ktmoe.matrix_rows import join_rows, joined_format, take_rows
+from ktmoe.matrix_cuts import join_rows, joined_format, take_columns, take_rows
 from ktmoe.weights.formats import FORMATS, Factor
 from ktmoe.weights.order import AWQ, GPTQ, TRANSPOSED
 
@@ -44,6 +44,26 @@ def test_rows(name):
         assert (taken.name, taken.format, taken.shape) == (f"m[{first}:{last}]", matrix.format, (last - first, K))
         np.testing.assert_array_equal(dequantize(taken), weights[first:last])
         np.testing.assert_array_equal(taken.bias, matrix.bias[first:last])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_columns(name):
+    """Some in the middle, and the last ones, which may be fewer than share a scale."""
+    k = 768 if name in IN_RECORDS else 776
+    matrix = made(ALL[name], 256, k=k, bias=True)
+    weights = dequantize(matrix)
+    for first, last in ((256, 512), (512, k), (0, k)):
+        taken = take_columns(matrix, first, last)
+        assert (taken.name, taken.format, taken.shape) == (f"m[:, {first}:{last}]", matrix.format, (256, last - first))
+        np.testing.assert_array_equal(dequantize(taken), weights[:, first:last])
+        np.testing.assert_array_equal(taken.bias, matrix.bias)
+
+
+@pytest.mark.parametrize(("first", "last"), [(16, 64), (0, 48), (64, 64), (0, 257), (-32, 32)])
+def test_columns_that_cannot_be_cut(first, last):
+    message = rf"^m: .*: expected columns within 0 to 256 in multiples of 32, found {first} to {last}$"
+    with pytest.raises(FormatError, match=message):
+        take_columns(made(FORMATS["MXFP4"], 64), first, last)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,4 +1,4 @@
-"""Some rows of a matrix, and matrices joined row after row, with the checkpoint's own bytes in every source order."""
+"""Some rows or columns of a matrix, and matrices joined row after row, with the checkpoint's own bytes in every order."""
 
 from __future__ import annotations
 
@@ -31,18 +31,44 @@ def take_rows(matrix: Matrix, first: int, last: int, name: str | None = None) ->
     """
     weight_format, (n, k) = matrix.format, matrix.shape
     check_rows(matrix.name, weight_format, n, first, last)
-    begins = weight_format.arrays(first, k) if first else {}
-    arrays = {"bias": None if matrix.bias is None else matrix.bias[first:last]}
-    for label, (_, shape) in weight_format.arrays(last, k).items():
-        array = getattr(matrix, label)
-        if label == "factor":
-            arrays[label] = array[first:last] if weight_format.factor.per_row else array
-            continue
-        axis = int(weight_format.order.transposed)
-        begin = begins[label][1][axis] if first else 0
-        rows = (slice(None),) * axis + (slice(begin, shape[axis]),)
-        arrays[label] = np.ascontiguousarray(array[rows])
+    arrays = _cut(matrix, 0, (first, k), (last, k))
+    if weight_format.factor and weight_format.factor.per_row:
+        arrays["factor"] = matrix.factor[first:last]
+    arrays["bias"] = None if matrix.bias is None else matrix.bias[first:last]
     return Matrix(f"{matrix.name}[{first}:{last}]" if name is None else name, weight_format, (last - first, k), **arrays)
+
+
+def take_columns(matrix: Matrix, first: int, last: int) -> Matrix:
+    """Columns [first, last) of a matrix, as one of the same format, with its factor and its bias.
+
+    Raises FormatError, which names the matrix, where that would cut what shares a scale, or an item of an array.
+    """
+    weight_format, (n, k) = matrix.format, matrix.shape
+    unit = weight_format.unit[1]
+    if not 0 <= first < last <= k or first % unit or (last % unit and last != k):
+        raise FormatError(
+            f"{matrix.name}: {weight_format.description}: expected columns within 0 to {k} in multiples of {unit}, "
+            f"found {first} to {last}"
+        )
+    arrays = _cut(matrix, 1, (n, first), (n, last)) | {"bias": matrix.bias}
+    return Matrix(f"{matrix.name}[:, {first}:{last}]", weight_format, (n, last - first), **arrays)
+
+
+def _cut(matrix: Matrix, dimension: int, first: tuple[int, int], last: tuple[int, int]) -> dict[str, np.ndarray]:
+    """A matrix's arrays from the end of a smaller one of shape `first` to that of one of shape `last`; the factor whole.
+
+    dimension: of n and k, the one in which both differ.
+    """
+    weight_format, arrays = matrix.format, {}
+    axis = dimension ^ int(weight_format.order.transposed)
+    begins = weight_format.arrays(*first) if first[dimension] else {}
+    for label, (_, shape) in weight_format.arrays(*last).items():
+        array = getattr(matrix, label)
+        if label != "factor":
+            begin = begins[label][1][axis] if begins else 0
+            array = np.ascontiguousarray(array[(slice(None),) * axis + (slice(begin, shape[axis]),)])
+        arrays[label] = array
+    return arrays
 
 
 def joined_format(matrices: Sequence[tuple[str, WeightFormat, tuple[int, int]]]) -> WeightFormat:
