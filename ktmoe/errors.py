@@ -56,6 +56,10 @@ class OutOfMemoryError(KtmoeError, MemoryError):
     """The operating system refused memory; nothing was kept of what was being built."""
 
 
+class RankError(KtmoeError, RuntimeError):
+    """Another process of a distributed layer raised an error, is gone, or calls something else."""
+
+
 class NotCopyableError(KtmoeError, TypeError):
     """A layer, a dense matrix or a model was to be copied or pickled."""
 

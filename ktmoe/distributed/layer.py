@@ -1,0 +1,180 @@
+"""DistributedLayer: the routed experts of one layer on several processes, each of which has a part of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ktmoe.backends.base import Progress
+from ktmoe.distributed.communicator import Alone, Communicator
+from ktmoe.distributed.division import Division
+from ktmoe.distributed.local_experts import LocalExperts
+from ktmoe.distributed.messages import AT_ONCE
+from ktmoe.distributed.own_tokens import OwnTokens
+from ktmoe.distributed.parts import parts_of
+from ktmoe.distributed.same_tokens import SameTokens
+from ktmoe.distributed.together import together
+from ktmoe.errors import InputError, NotCopyableError
+from ktmoe.experts import ExpertSpec, ExpertWeights, checked_experts
+from ktmoe.layer import MoELayer
+from ktmoe.loaders import naming
+from ktmoe.loaders.base import find_loader
+from ktmoe.loaders.checkpoint import Checkpoint
+from ktmoe.messages import show
+
+#: Whose tokens a rank's call has.
+TOKENS = {"same": SameTokens, "own": OwnTokens}
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How layers are divided among processes. All processes give the same, but for the communicator, which is their own.
+
+    communicator: a Communicator, such as ktmoe.distributed.gloo.GlooCommunicator() or ktmoe.distributed.mpi.MpiCommunicator().
+    shards: virtual shards, 1 to 64. A token's output is the sum of one partial sum for each, added in one order, so that its
+    bits do not depend on the number of processes. It is at least that number; equal shares need a multiple of it.
+    cut: 1: experts are dealt. shards: the intermediate dimension is cut, and each process has a piece of every expert. Between
+    them: groups of experts, each cut into so many pieces.
+    tokens: "same": all processes call a layer with the same tokens, and all get the output. "own": each calls it with tokens of
+    its own, or with none, and gets theirs.
+    replicas: {layer: {expert: ranks}}, copies of experts that are chosen often, on further ranks.
+    gathered: tokens of a call for which the first message has room. More take another round of messages.
+    Raises InputError.
+    """
+
+    communicator: Communicator = field(default_factory=Alone)
+    shards: int = 8
+    cut: int = 1
+    tokens: str = "same"
+    replicas: Mapping[int | str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+    gathered: int = 1
+
+    def __post_init__(self):
+        if self.tokens not in TOKENS:
+            raise InputError(f"tokens must be one of {tuple(TOKENS)}, found {show(self.tokens)}")
+        if not 0 <= self.gathered <= AT_ONCE:
+            raise InputError(f"gathered must be 0 to {AT_ONCE}, found {show(self.gathered)}")
+
+    def division(self, experts: ExpertWeights, layer: int | str | None = None) -> Division:
+        """Which process has what of a layer. Raises InputError where its experts cannot be divided like this."""
+        return Division(experts.num_experts, self.shards, self.cut, self.communicator.size, self.replicas.get(layer, {}))
+
+    def own_part(self, experts: ExpertWeights, layer: int | str | None = None) -> list[ExpertWeights]:
+        """What this process has of a layer's experts. Raises InputError."""
+        return [part.weights for part in parts_of(experts, self.division(experts, layer), self.communicator.rank)]
+
+    def __deepcopy__(self, memo: dict) -> Distribution:
+        """The same object: copies of a model share its connections."""
+        return self
+
+
+class DistributedLayer:
+    """The routed experts of one layer, of which this process packs its part alone.
+
+    experts: ExpertWeights of the whole layer; the matrices of this process' part are read, here. layer: its number or name, for
+    the distribution's replicas. The other arguments are MoELayer's. Making it sends no message.
+
+    Attributes: distribution, division: who has what.
+
+    Raises what MoELayer raises, and InputError where the experts cannot be divided like this.
+    """
+
+    def __init__(
+        self,
+        experts: ExpertWeights,
+        distribution: Distribution,
+        backend: str = "auto",
+        activations: str = "auto",
+        *,
+        layer: int | str | None = None,
+        rounding: str = "exact",
+        tuned_for: str = "decode",
+        router_weight: str | None = None,
+        numa_nodes: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ):
+        checked_experts(experts)
+        self.distribution = distribution
+        self.division = distribution.division(experts, layer)
+        self._local = LocalExperts(
+            experts.spec,
+            self.division,
+            parts_of(experts, self.division, distribution.communicator.rank),
+            progress,
+            backend=backend,
+            activations=activations,
+            rounding=rounding,
+            tuned_for=tuned_for,
+            router_weight=router_weight,
+            numa_nodes=numa_nodes,
+        )
+        self._way = TOKENS[distribution.tokens](self._local, distribution.communicator, distribution.gathered)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike,
+        layer: int | str,
+        distribution: Distribution,
+        backend: str = "auto",
+        activations: str = "auto",
+        *,
+        loader: str = "auto",
+        **options,
+    ) -> DistributedLayer:
+        """One layer of a checkpoint. All processes call it; where one of them raises, all do.
+
+        path, layer, loader: as MoELayer.from_checkpoint has them. options: more arguments of DistributedLayer.
+        Raises what MoELayer.from_checkpoint raises, RankError where another process raised.
+        """
+        with together(distribution.communicator, f"layer {layer}"), Checkpoint(path) as checkpoint:
+            experts = find_loader(checkpoint, loader, layer).load(checkpoint, layer)
+            return cls(experts, distribution, backend, activations, layer=naming.layer_key(layer), **options)
+
+    @property
+    def spec(self) -> ExpertSpec:
+        """Of the whole layer."""
+        return self._local.spec
+
+    @property
+    def layers(self) -> tuple[MoELayer, ...]:
+        """What this process has, packed: experts of these layers are pieces of the whole layer's. Empty after close()."""
+        return tuple(self._local.layers or ())
+
+    @property
+    def nbytes(self) -> int:
+        """Of this process' packed weights."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def forward(self, x, expert_ids, expert_weights, out=None):
+        """y [tokens, hidden], in x's kind and dtype. All processes call it, layer after layer in the same order.
+
+        The arguments are MoELayer.forward's: with tokens="same" the same on all processes, with "own" each process' own, which
+        may be of 0 tokens.
+        Raises what MoELayer.forward raises, on the process where it happens. RankError: another process raised, is gone, calls
+        another layer, or has other arguments where they have to be the same.
+        """
+        with self._lock:
+            return self._way.forward(x, expert_ids, expert_weights, out)
+
+    def close(self) -> None:
+        """Give this process' packed weights back. The communicator stays open."""
+        self._local.close()
+
+    def __enter__(self) -> DistributedLayer:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol):
+        raise NotCopyableError(
+            f"{self.spec.name}: a DistributedLayer cannot be copied or pickled: its weights are memory of this process"
+        )
+
+    def __repr__(self) -> str:
+        rank, size = self.distribution.communicator.rank, self.distribution.communicator.size
+        return f"DistributedLayer({self.spec.name}: {self.spec.description}; rank {rank} of {size}, {self.nbytes} bytes)"
