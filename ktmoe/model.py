@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from ktmoe.backends.base import Arenas
 from ktmoe.backends.choice import choose_backend
 from ktmoe.background.tasks import BackgroundTasks, Progress
 from ktmoe.cache.opened import open_cache
+from ktmoe.distributed.layer import DistributedLayer, Distribution
+from ktmoe.distributed.together import together
 from ktmoe.errors import InputError, MissingTensorError, NotCopyableError, OutOfMemoryError
 from ktmoe.experts import ExpertWeights
 from ktmoe.layer import MoELayer
@@ -65,6 +67,7 @@ class MoEModel:
         progress: Progress | bool | None = None,
         wait: bool = True,
         cache: str | os.PathLike | None = None,
+        distribution: Distribution | None = None,
     ) -> MoEModel:
         """All layers of a checkpoint folder (or one .safetensors or .gguf file), or those named by `layers`.
 
@@ -76,10 +79,15 @@ class MoEModel:
         is kept then.
         cache: a folder that `ktmoe pack` has made of this checkpoint: all layers are mapped from there, and need not fit into
         memory (docs/packed-caches.md).
+        distribution: how layers are divided among processes, each of which packs its part alone; they are DistributedLayers
+        then. All processes call this, and where one of them raises, all do, unless wait is False. It excludes cache.
         The other arguments are MoELayer.from_checkpoint's.
         Raises what that raises, OutOfMemoryError if the layers do not fit, and what progress raises.
         """
-        with ExitStack() as resources:
+        if distribution is not None and cache is not None:
+            raise InputError("cache must be None with a distribution: a packed cache has whole layers")
+        at_the_end = together(distribution.communicator, "loading") if distribution and wait else nullcontext()
+        with at_the_end, ExitStack() as resources:
             checkpoint = resources.enter_context(Checkpoint(path))
             opened = None if cache is None else open_cache(cache, checkpoint, physical_to_logical)
             everything = opened.all_layers if opened else None
@@ -95,13 +103,16 @@ class MoEModel:
                 maps = _maps(physical_to_logical, len(names))
                 experts = {name: experts[name].take(ids) for name, ids in zip(names, maps, strict=True)}
             chosen = {name: choose_backend(backend, experts[name], activations).name for name in names}
-            sizes = {name: weights.nbytes for name, weights in experts.items()}
+            own = {name: [weights] for name, weights in experts.items()}
+            if distribution:
+                own = {name: distribution.own_part(weights, name) for name, weights in experts.items()}
+            sizes = {name: sum(weights.nbytes for weights in of) for name, of in own.items()}
             placements = {name: placement_of(weights, numa_nodes) for name, weights in experts.items()}
             arenas: dict[int | str, Arenas] = {}
             if opened:
                 arenas = {name: opened.layer(name, experts[name], placements[name]) for name in names}
             else:
-                packed = [backends.get(chosen[name]).packed_nbytes(experts[name], placements[name]) for name in names]
+                packed = [_packed_nbytes(chosen[name], own[name], numa_nodes) for name in names]
                 _require_memory(path, packed, experts.values())
             options = {
                 "rounding": rounding,
@@ -110,22 +121,25 @@ class MoEModel:
                 "numa_nodes": numa_nodes,
             }
 
-            def make(name: int | str, progress: Progress) -> MoELayer:
+            def make(name: int | str, progress: Progress) -> MoELayer | DistributedLayer:
+                if distribution:
+                    which = experts[name], distribution, chosen[name], activations
+                    return DistributedLayer(*which, layer=name, **options, progress=progress)
                 return MoELayer(experts[name], chosen[name], activations, **options, progress=progress, arenas=arenas.get(name))
 
             if progress is True:
                 progress = resources.enter_context(progress_bar.bytes_done("loading"))
             loading = BackgroundTasks(f"{path}: layer", sizes, make, AT_ONCE, progress or None, resources.pop_all())
-        model = cls(path, loading, names)
-        if wait:
-            try:
-                model.wait()
-            except BaseException:
-                model.close()
-                raise
+            model = cls(path, loading, names)
+            if wait:
+                try:
+                    model.wait()
+                except BaseException:
+                    model.close()
+                    raise
         return model
 
-    def __getitem__(self, layer: int | str) -> MoELayer:
+    def __getitem__(self, layer: int | str) -> MoELayer | DistributedLayer:
         """A layer, once it is loaded. Raises its error if it could not be; MissingTensorError if there is none of that name."""
         if layer not in self:
             raise MissingTensorError(f"{self.path}: layer {show(layer)}: expected one of {naming.listed(self.layers)}")
@@ -207,6 +221,11 @@ def _maps(physical_to_logical, layers: int) -> np.ndarray:
         expected = f"integers [slots] or [{layers} layers, slots]"
         raise InputError(f"physical_to_logical: expected {expected}, found {maps.dtype} {list(maps.shape)}")
     return np.broadcast_to(maps, (layers, maps.shape[-1]))
+
+
+def _packed_nbytes(backend: str, parts: Iterable[ExpertWeights], numa_nodes: Sequence[int] | None) -> int:
+    """Bytes of a layer's experts, or of the parts of them that this process has."""
+    return sum(backends.get(backend).packed_nbytes(part, placement_of(part, numa_nodes)) for part in parts)
 
 
 def memory_needed(packed: Sequence[int], experts: Iterable[ExpertWeights]) -> tuple[int, int]:

@@ -140,6 +140,19 @@ class DistributedLayer:
         return self._local.spec
 
     @property
+    def num_experts(self) -> int:
+        """Of the whole layer, as all sizes are."""
+        return self.spec.num_experts
+
+    @property
+    def hidden(self) -> int:
+        return self.spec.hidden
+
+    @property
+    def intermediate(self) -> int:
+        return self.spec.intermediate
+
+    @property
     def layers(self) -> tuple[MoELayer, ...]:
         """What this process has, packed: experts of these layers are pieces of the whole layer's. Empty after close()."""
         return tuple(self._local.layers or ())

@@ -11,6 +11,7 @@ import numpy as np
 from transformers.quantizers import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ktmoe.distributed.layer import Distribution
 from ktmoe.errors import InputError
 from ktmoe.messages import show
 from ktmoe.transformers.function import NAME
@@ -25,8 +26,8 @@ SOURCES = ("auto", "checkpoint", "parameters")
 class Config(QuantizationConfigMixin):
     """A quantization_config for from_pretrained(): ktmoe computes the routed experts and the dense matrices.
 
-    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache, dense: as
-    ktmoe.transformers.load() has them.
+    backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache, dense,
+    distributed: as ktmoe.transformers.load() has them; distributed as a Distribution, or None.
     source: "checkpoint": ktmoe's loaders read the experts' own weights from the checkpoint's files. "parameters": transformers
     reads them in any naming that it knows, layer by layer, and ktmoe packs them; they must be bfloat16. "auto": the first, and
     the second where no loader reads an unquantized checkpoint.
@@ -51,6 +52,7 @@ class Config(QuantizationConfigMixin):
         source: str = "auto",
         cache: str | os.PathLike | None = None,
         dense: str = "packed",
+        distributed: Distribution | None = None,
         experts: str | os.PathLike | None = None,
         path: str | os.PathLike | None = None,
         inner: dict | None = None,
@@ -60,7 +62,7 @@ class Config(QuantizationConfigMixin):
             raise InputError(f"source must be one of {SOURCES}, found {show(source)}")
         self.quant_method = quant_method
         self.options = Options(
-            backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache, dense
+            backend, activations, rounding, tuned_for, threads, numa_nodes, gpu_experts, progress, cache, dense, distributed
         )
         self.source = source
         self.experts = experts
@@ -68,9 +70,8 @@ class Config(QuantizationConfigMixin):
         self.inner = inner
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: all but progress."""
-        options = dict(vars(self.options))
-        del options["progress"]
+        """What JSON can hold: all but progress and distributed."""
+        options = {name: option for name, option in vars(self.options).items() if name not in ("progress", "distributed")}
         options["numa_nodes"] = None if options["numa_nodes"] is None else np.asarray(options["numa_nodes"]).tolist()
         gpu_experts = read(options["gpu_experts"])
         options["gpu_experts"] = gpu_experts if isinstance(gpu_experts, int) else gpu_experts.tolist()

@@ -35,7 +35,13 @@ class FromCheckpoint:
         self._found = found
         layers = [experts.layer for experts in found]
         self._loading = MoEModel.from_checkpoint(
-            path, layers, **options.packing, progress=progress, wait=False, cache=options.cache
+            path,
+            layers,
+            **options.packing,
+            progress=progress,
+            wait=False,
+            cache=options.cache,
+            distribution=options.distributed,
         )
 
     def start(self, model: PreTrainedModel) -> None:

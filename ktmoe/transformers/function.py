@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktmoe import forks
 from ktmoe.backends.choice import choose_backend
+from ktmoe.distributed.layer import DistributedLayer
 from ktmoe.errors import UnavailableError
 from ktmoe.layer import MoELayer
 from ktmoe.machine.numa import placement_of
@@ -115,9 +116,14 @@ def pack_module(experts: Experts, options: Options, report: Reporting) -> None:
     experts.module.register_state_dict_pre_hook(_refuse_saving)
 
 
-def pack_tensors(experts: Experts, tensors: Mapping[str, torch.Tensor], options: Options, report: Reporting) -> MoELayer:
+def pack_tensors(
+    experts: Experts, tensors: Mapping[str, torch.Tensor], options: Options, report: Reporting
+) -> MoELayer | DistributedLayer:
     """What attach() takes, from bfloat16 tensors of the names and shapes of a module's parameters."""
-    return MoELayer(experts.weights(tensors), **options.packing, progress=report(experts.nbytes))
+    weights, common = experts.weights(tensors), {**options.packing, "progress": report(experts.nbytes)}
+    if options.distributed is not None:
+        return DistributedLayer(weights, options.distributed, layer=experts.layer, **common)
+    return MoELayer(weights, **common)
 
 
 def adopt(experts: Experts) -> None:
@@ -130,7 +136,7 @@ def adopt(experts: Experts) -> None:
     module.ktmoe_layer = None
 
 
-def attach(experts: Experts, layer: MoELayer) -> None:
+def attach(experts: Experts, layer: MoELayer | DistributedLayer) -> None:
     """Give a module that was adopted what computes it."""
     experts.module.register_module("gpu_experts", None)
     experts.module.ktmoe_layer = layer

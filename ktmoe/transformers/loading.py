@@ -14,11 +14,13 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ktmoe.backends.base import Progress
+from ktmoe.distributed.layer import Distribution
 from ktmoe.errors import UnavailableError
 from ktmoe.progress_bar import bytes_done
 from ktmoe.transformers import quantizer  # noqa: F401  registers itself
 from ktmoe.transformers.config import Config, stated
 from ktmoe.transformers.dense_packing import pack_parameters, packable_nbytes
+from ktmoe.transformers.distributed import distribution_of, together_loaded
 from ktmoe.transformers.folder import check_numbers, is_folder, is_gguf_model, model_folder, read_config
 from ktmoe.transformers.function import NAME, check_packable, pack_module
 from ktmoe.transformers.idle_threads import warn_of_spinning
@@ -55,6 +57,7 @@ def load(
     cache: str | os.PathLike | None = None,
     dense: str = "packed",
     experts: str | os.PathLike | None = None,
+    distributed: Distribution | bool | None = None,
     **from_pretrained,
 ) -> PreTrainedModel:
     """A checkpoint as a transformers model that ktmoe computes, straight from the checkpoint's own weights.
@@ -80,11 +83,15 @@ def load(
     and unquantized matrices in another dtype than bfloat16.
     experts: another checkpoint of the same model, such as a .gguf file: the routed experts are read from there, with ktmoe's
     loaders, and the rest from path. cache is then of that checkpoint.
+    distributed: True: the experts are divided among the processes that torchrun started. A ktmoe.distributed.Distribution says
+    how. Each process packs its part of them, has all other weights, and computes the same text. All get one seed of torch.
+    Where loading raises on one process, it raises on all. It excludes gpu_experts and cache.
     from_pretrained: more arguments for transformers' from_pretrained(), such as dtype, which is "auto" by default.
 
     The model is frozen: it has no parameter that requires grad. Raises UnavailableError for a model that ktmoe cannot serve,
     CheckpointError for a path that is no model's, and what MoEModel.from_checkpoint and from_pretrained() raise.
     """
+    distribution = distribution_of(distributed)
     named = functools.partial(
         Config,
         backend=backend,
@@ -97,15 +104,17 @@ def load(
         source=source,
         cache=cache,
         dense=dense,
+        distributed=distribution,
         experts=None if experts is None else os.path.expanduser(experts),
     )
-    if not is_gguf_model(path):
-        return _load(path, named, progress, from_pretrained)
-    everything = dense == "torch" or not on_cpu(from_pretrained.get("device_map"))
-    with model_folder(path, everything=everything) as folder:
-        model = _load(folder, named, progress, from_pretrained)
-    model.name_or_path = model.config._name_or_path = os.fspath(path)
-    return model
+    with together_loaded(distribution):
+        if not is_gguf_model(path):
+            return _load(path, named, progress, from_pretrained)
+        everything = dense == "torch" or not on_cpu(from_pretrained.get("device_map"))
+        with model_folder(path, everything=everything) as folder:
+            model = _load(folder, named, progress, from_pretrained)
+        model.name_or_path = model.config._name_or_path = os.fspath(path)
+        return model
 
 
 def _load(
@@ -126,7 +135,7 @@ def _load(
     ours = named(**_stated(config))
     model_class = _model_class(config)
     with _ended_by_errors(progress) as report:
-        config.quantization_config = ours.to_dict() | {"progress": report}
+        config.quantization_config = ours.to_dict() | {"progress": report, "distributed": ours.options.distributed}
         return model_class.from_pretrained(path, config=config, **{"dtype": "auto"} | from_pretrained)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ktmoe import backends
 from ktmoe.backends.base import Progress
+from ktmoe.distributed.layer import Distribution
 from ktmoe.errors import InputError
 from ktmoe.linear_weights import LinearWeights
 from ktmoe.machine.threads import set_num_threads
@@ -53,6 +54,7 @@ class Options:
     progress: called with (done_bytes, total_bytes), from threads, one at a time. True: a bar on stderr, which needs rich.
     cache: a folder that `ktmoe pack` has made of the checkpoint, to map weights from; only where loaders read the checkpoint.
     dense: what computes the dense matrices, as ktmoe.transformers.load() has it. Raises InputError for another name.
+    distributed: how the experts are divided among processes, as ktmoe.transformers.load() has it; None: not at all.
     """
 
     backend: str = "auto"
@@ -65,10 +67,15 @@ class Options:
     progress: Progress | bool | None = None
     cache: str | os.PathLike | None = None
     dense: str = "packed"
+    distributed: Distribution | None = None
 
     def __post_init__(self):
         if self.dense not in DENSE:
             raise InputError(f"dense must be one of {', '.join(DENSE)}, found {show(self.dense)}")
+        if self.distributed is not None and self.cache is not None:
+            raise InputError(f"cache must be None for a distributed model, found {show(self.cache)}")
+        if self.distributed is not None and self.gpu_experts is not None and np.any(self.gpu_experts):
+            raise InputError(f"gpu_experts must be None for a distributed model, found {show(self.gpu_experts)}")
 
     @property
     def dense_backend(self) -> str:
