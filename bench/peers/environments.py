@@ -51,7 +51,15 @@ TORCH = Environment(
 ENGINES = Environment(
     "engines",
     "transformers",
-    ((*requirements(("package", "serve", "test")), "compressed-tensors==0.20.0", "peft==0.21.2", "mpi4py==4.1.2", "mpich==5.0.2"),),
+    (
+        (
+            *requirements(("package", "serve", "test")),
+            "compressed-tensors==0.20.0",
+            "peft==0.21.2",
+            "mpi4py==4.1.2",
+            "mpich==5.0.2",
+        ),
+    ),
     base=TORCH,
 )
 
