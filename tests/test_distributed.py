@@ -61,6 +61,8 @@ def test_same_bits_on_any_number_of_ranks(cut):
                 {"tokens": "own", "gathered": 0},
                 {"tokens": "own", "gathered": 4},
                 {"tokens": "own", "replicas": {None: COPIES}},
+                {"tokens": "same", "homes": ([*range(size)] * 8)[:8]},
+                {"tokens": "own", "homes": [0] * (9 - size) + [*range(1, size)]},
             ):
                 for y in outputs(experts, size, batch, cut=cut, **options):
                     np.testing.assert_array_equal(bits(y), expected, str((tokens, size, options)))

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 from distributed_layers import EXPERTS, HIDDEN, batch_of, made
-from helpers import bits
+from helpers import bits, in_child
 from ranks import Threads, raised
 
 from ktmoe import ExpertWeights, MoELayer
@@ -128,6 +128,8 @@ def test_together():
         ({"ranks": 9}, "shards must be at least the number of processes, 9, found 8"),
         ({"num_experts": 7}, "7 experts cannot form 8 groups; shards / cut must be at most their number"),
         ({"replicas": {16: [0]}}, r"replicas must be of experts in \[0, 16\), found 16"),
+        ({"homes": [0] * 8}, "homes must name a rank for each of 8 shards, and each of 2 ranks, found .*"),
+        ({"homes": [0, 1]}, r"homes must name a rank for each of 8 shards, and each of 2 ranks, found \[0, 1\]"),
         ({"replicas": {0: [2]}}, r"replicas of expert 0 must be on ranks in \[0, 2\), found 2"),
     ],
 )
@@ -165,6 +167,28 @@ def test_life():
     assert layer.layers == ()
     with pytest.raises(ClosedError, match=r"^experts: forward after close"):
         layer.forward(*batch_of(layer.spec, 1))
+
+
+def test_a_forked_child():
+    """It has no connections. A layer of one process goes on in it, even if a thread of the parent was calling it."""
+    experts = made()
+    batch = batch_of(experts, 1)
+
+    def on(communicator):
+        layer = DistributedLayer(experts, Distribution(communicator))
+
+        def in_the_child():
+            with pytest.raises(ClosedError, match="^experts: forward in a forked child, which has no connection to"):
+                layer.forward(*batch)
+
+        in_child(in_the_child)
+        return layer.forward(*batch)
+
+    assert not any(raised(Threads(2).run(on)))
+    alone = DistributedLayer(experts, Distribution())
+    expected = alone.forward(*batch)
+    with alone.distribution.lock:
+        in_child(lambda: np.testing.assert_array_equal(bits(alone.forward(*batch)), bits(expected)))
 
 
 def test_packing_that_fails_leaves_nothing():

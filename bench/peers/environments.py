@@ -47,7 +47,7 @@ TORCH = Environment(
     (("numpy", "torch==2.13.0", "transformers==5.23.0", "safetensors", "gguf", "accelerate", "datasets", "scipy"),),
 )
 
-#: transformers with its server, and all that ktmoe needs besides its native modules.
+#: transformers with its server, MPI, and all that ktmoe needs besides its native modules.
 ENGINES = Environment(
     "engines",
     "transformers",

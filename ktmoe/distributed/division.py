@@ -21,9 +21,9 @@ class Division:
     """A layer's experts in virtual shards, and these on ranks.
 
     num_experts: of the layer. shards: virtual ones. cut: pieces of the intermediate dimension. The experts form shards / cut
-    groups of neighbours; shard g * cut + p has piece p of group g's experts. ranks: processes; each has neighbouring shards.
+    groups of neighbours; shard g * cut + p has piece p of group g's experts. ranks: processes.
     replicas: {expert: ranks that have it besides its own}, in all pieces.
-    Raises InputError.
+    homes: the rank that has each shard; None: neighbours, as many on each rank. Raises InputError.
     """
 
     num_experts: int
@@ -31,6 +31,7 @@ class Division:
     cut: int
     ranks: int
     replicas: Mapping[int, Sequence[int]]
+    homes: Sequence[int] | None = None
 
     def __post_init__(self):
         if not 1 <= self.shards <= MOST:
@@ -43,6 +44,11 @@ class Division:
             raise InputError(
                 f"{self.num_experts} experts cannot form {self.groups} groups; shards / cut must be at most their number"
             )
+        if self.homes is not None:
+            homes = [operator.index(rank) for rank in self.homes]
+            if len(homes) != self.shards or set(homes) != set(range(self.ranks)):
+                expected = f"a rank for each of {self.shards} shards, and each of {self.ranks} ranks"
+                raise InputError(f"homes must name {expected}, found {show(homes)}")
         for expert, ranks in self.replicas.items():
             if not 0 <= operator.index(expert) < self.num_experts:
                 raise InputError(f"replicas must be of experts in [0, {self.num_experts}), found {show(expert)}")
@@ -63,7 +69,9 @@ class Division:
 
     @cached_property
     def home(self) -> np.ndarray:
-        """The rank that has each shard, ascending, int64 [shards]."""
+        """The rank that has each shard, int64 [shards]."""
+        if self.homes is not None:
+            return np.array(self.homes, np.int64)
         sizes = [len(part) for part in np.array_split(np.arange(self.shards), self.ranks)]
         return np.repeat(np.arange(self.ranks), sizes)
 

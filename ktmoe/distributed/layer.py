@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ktmoe import forks
 from ktmoe.backends.base import Progress
 from ktmoe.distributed.communicator import Alone, Communicator
 from ktmoe.distributed.division import Division
@@ -16,7 +17,7 @@ from ktmoe.distributed.own_tokens import OwnTokens
 from ktmoe.distributed.parts import parts_of
 from ktmoe.distributed.same_tokens import SameTokens
 from ktmoe.distributed.together import together
-from ktmoe.errors import InputError, NotCopyableError
+from ktmoe.errors import ClosedError, InputError, NotCopyableError
 from ktmoe.experts import ExpertSpec, ExpertWeights, checked_experts
 from ktmoe.layer import MoELayer
 from ktmoe.loaders import naming
@@ -28,7 +29,7 @@ from ktmoe.messages import show
 TOKENS = {"same": SameTokens, "own": OwnTokens}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Distribution:
     """How layers are divided among processes. All processes give the same, but for the communicator, which is their own.
 
@@ -40,6 +41,8 @@ class Distribution:
     tokens: "same": all processes call a layer with the same tokens, and all get the output. "own": each calls it with tokens of
     its own, or with none, and gets theirs.
     replicas: {layer: {expert: ranks}}, copies of experts that are chosen often, on further ranks.
+    homes: the rank that has each shard, such as [0, 0, 0, 0, 0, 0, 1, 1] where the first machine has more memory. None: as many
+    neighbours on each.
     gathered: tokens of a call for which the first message has room. More take another round of messages.
     Raises InputError.
     """
@@ -49,17 +52,26 @@ class Distribution:
     cut: int = 1
     tokens: str = "same"
     replicas: Mapping[int | str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+    homes: Sequence[int] | None = None
     gathered: int = 1
+    #: Held while a layer is called: threads take turns.
+    lock: threading.Lock = field(init=False, repr=False)
 
     def __post_init__(self):
         if self.tokens not in TOKENS:
             raise InputError(f"tokens must be one of {tuple(TOKENS)}, found {show(self.tokens)}")
         if not 0 <= self.gathered <= AT_ONCE:
             raise InputError(f"gathered must be 0 to {AT_ONCE}, found {show(self.gathered)}")
+        self.after_fork()
+        forks.watch(self)
+
+    def after_fork(self) -> None:
+        object.__setattr__(self, "lock", threading.Lock())
 
     def division(self, experts: ExpertWeights, layer: int | str | None = None) -> Division:
         """Which process has what of a layer. Raises InputError where its experts cannot be divided like this."""
-        return Division(experts.num_experts, self.shards, self.cut, self.communicator.size, self.replicas.get(layer, {}))
+        copies = self.replicas.get(layer, {})
+        return Division(experts.num_experts, self.shards, self.cut, self.communicator.size, copies, self.homes)
 
     def own_part(self, experts: ExpertWeights, layer: int | str | None = None) -> list[ExpertWeights]:
         """What this process has of a layer's experts. Raises InputError."""
@@ -97,6 +109,7 @@ class DistributedLayer:
     ):
         checked_experts(experts)
         self.distribution = distribution
+        self._process = os.getpid()
         self.division = distribution.division(experts, layer)
         self._local = LocalExperts(
             experts.spec,
@@ -111,7 +124,6 @@ class DistributedLayer:
             numa_nodes=numa_nodes,
         )
         self._way = TOKENS[distribution.tokens](self._local, distribution.communicator, distribution.gathered)
-        self._lock = threading.Lock()
 
     @classmethod
     def from_checkpoint(
@@ -168,9 +180,11 @@ class DistributedLayer:
         The arguments are MoELayer.forward's: with tokens="same" the same on all processes, with "own" each process' own, which
         may be of 0 tokens.
         Raises what MoELayer.forward raises, on the process where it happens. RankError: another process raised, is gone, calls
-        another layer, or has other arguments where they have to be the same.
+        another layer, or has other arguments where they have to be the same. ClosedError in a forked child.
         """
-        with self._lock:
+        if os.getpid() != self._process and self.distribution.communicator.size > 1:
+            raise ClosedError(f"{self.spec.name}: forward in a forked child, which has no connection to other processes")
+        with self.distribution.lock:
             return self._way.forward(x, expert_ids, expert_weights, out)
 
     def close(self) -> None:
