@@ -178,7 +178,7 @@ def test_a_forked_child():
         layer = DistributedLayer(experts, Distribution(communicator))
 
         def in_the_child():
-            with pytest.raises(ClosedError, match="^experts: forward in a forked child, which has no connection to"):
+            with pytest.raises(ClosedError, match=r"^experts: forward in a forked child, which has no connection to"):
                 layer.forward(*batch)
 
         in_child(in_the_child)

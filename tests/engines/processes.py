@@ -14,25 +14,60 @@ import sys
 import time
 from pathlib import Path
 
+from bench.namespaces import Machines
+
 #: Seconds that all processes of a run may take.
 PATIENCE = 120
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(size: int, communicator: str, *arguments: object) -> list[subprocess.Popen]:
-    """Ranks by torchrun's variables; or mpiexec alone, with communicator "mpi"."""
+def start(
+    size: int, communicator: str, *arguments: object, machines: Machines | None = None, folder: Path | None = None
+) -> list[subprocess.Popen]:
+    """Ranks by torchrun's variables; or mpiexec alone, with communicator "mpi".
+
+    machines: one for each rank. folder: where mpiexec then finds the program that starts processes on machines.
+    """
     script = [sys.executable, __file__, communicator, *map(str, arguments)]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "engines")))
     variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if communicator == "mpi":
-        mpiexec = Path(sys.executable).with_name("mpiexec")
-        return [subprocess.Popen([mpiexec, "-n", str(size), *script], env=variables, **pipes)]
+        mpiexec = [Path(sys.executable).with_name("mpiexec"), "-n", str(size)]
+        if machines is None:
+            return [subprocess.Popen([*mpiexec, *script], env=variables, **pipes)]
+        hosts = [
+            "-launcher",
+            "ssh",
+            "-launcher-exec",
+            _ssh(machines, folder / "ssh"),
+            "-hosts",
+            ",".join(machines.addresses),
+            "-ppn",
+            "1",
+        ]
+        return [machines.start(0, [*mpiexec, *hosts, *script], env=variables, **pipes)]
+    variables |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    if machines is not None:
+        variables |= {"MASTER_ADDR": machines.addresses[0], "GLOO_SOCKET_IFNAME": machines.interface}
+        return [machines.start(rank, script, env=variables | {"RANK": str(rank)}, **pipes) for rank in range(size)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables["MASTER_PORT"] = str(free.getsockname()[1])
     return [subprocess.Popen(script, env=variables | {"RANK": str(rank)}, **pipes) for rank in range(size)]
+
+
+def _ssh(machines: Machines, program: Path) -> Path:
+    """The program, written: mpiexec starts processes on machines with it, as with ssh: [options] ADDRESS COMMAND."""
+    cases = []
+    for machine, address in enumerate(machines.addresses):
+        holder = machines.start(machine, ["sleep", "infinity"])
+        cases.append(f"{address}) pid={holder.pid};;")
+    enter = 'exec nsenter --target "$pid" --net --mount --uts --ipc env --chdir=/ sh -c "$*"'
+    lines = ["#!/bin/sh", "while :; do case $1 in -*) shift;; *) break;; esac; done", "to=$1", "shift", "case $to in"]
+    program.write_text("\n".join([*lines, *cases, "esac", enter, ""]))
+    program.chmod(0o755)
+    return program
 
 
 def found(processes: list[subprocess.Popen]) -> dict[int, list]:
@@ -48,8 +83,9 @@ def found(processes: list[subprocess.Popen]) -> dict[int, list]:
     return ranks
 
 
-def run(size: int, communicator: str, *arguments: object) -> dict[int, list]:
-    return found(start(size, communicator, *arguments))
+def run(size: int, communicator: str, *arguments: object, **where: object) -> dict[int, list]:
+    """found() of what start() gives."""
+    return found(start(size, communicator, *arguments, **where))
 
 
 def say(communicator, what: object) -> None:
