@@ -19,12 +19,13 @@ HEADER = np.dtype(
     [
         ("raised", "S400"),
         ("layer", np.uint32),
+        ("digest", np.uint32),
         ("tokens", np.int64),
         ("top_k", np.int64),
-        ("digest", np.uint32),
         ("rows", np.int64),
         ("later", np.bool_),
-    ]
+    ],
+    align=True,  # float32 follows
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,36 +48,42 @@ class SameTokens:
             sums = self._local.partial_sums(bits, ids, weights, *np.nonzero(mine))
             at = numbered(mine)
             add(at, mine | ~wanted, sums)
-            tokens, _ = here = np.nonzero(at >= 0)
+            here = np.nonzero(at >= 0)
             sums = sums[at[here]]
         except Exception as error:
             raised = error
         call = {"tokens": len(ids), "top_k": ids.shape[1], "digest": digest(bits, ids, weights)}
         received = self._first_messages(raised, sums if few else None, **call)
-        hidden = self._local.spec.hidden
-        places = [
-            here if other == rank else sent(wanted, wanted & (owners == other)) for other in range(self._communicator.size)
-        ]
+        of_ranks = range(self._communicator.size)
+        places = [here if other == rank else sent(wanted, wanted & (owners == other)) for other in of_ranks]
         if few:
-            parts = [
-                sums if other == rank else message[HEADER.itemsize :].view(np.float32).reshape(-1, hidden)[: len(place[0])]
-                for other, (message, place) in enumerate(zip(received, places, strict=True))
-            ]
+            parts = [_rows(message[HEADER.itemsize :], self._local.spec.hidden) for message in received]
+            parts = [rows[: len(place[0])] for rows, place in zip(parts, places, strict=True)]
             target[...] = rounded_like(added(parts, places, *wanted.shape), target)
-            return
-        # each process adds the sums of some tokens
-        ends = np.linspace(0, len(ids), self._communicator.size + 1).astype(int)
-        spans = np.searchsorted(tokens, ends)
+        else:
+            self._add_by_turns(sums, places, wanted.shape, target)
+
+    def _add_by_turns(
+        self, sums: np.ndarray, places: Sequence[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int], target: np.ndarray
+    ) -> None:
+        """Each process adds the sums of some of the tokens, and tells the others.
+
+        sums: this rank's. places: (tokens, shards) of each rank's. shape: (tokens, shards) of all.
+        """
+        rank, size, hidden = self._communicator.rank, self._communicator.size, self._local.spec.hidden
+        ends = np.linspace(0, shape[0], size + 1).astype(int)
+        spans = np.searchsorted(places[rank][0], ends)
         outgoing = [as_bytes(sums[start:end]) for start, end in itertools.pairwise(spans)]
         first, last = ends[rank : rank + 2]
-        places = [(t[chosen] - first, s[chosen]) for t, s in places for chosen in [(t >= first) & (t < last)]]
-        received = self._communicator.exchange(outgoing, [len(place[0]) * hidden * 4 for place in places])
-        parts = [message.view(np.float32).reshape(-1, hidden) for message in received]
-        own = rounded_like(added(parts, places, last - first, wanted.shape[1]), target)
+        chosen = [(tokens >= first) & (tokens < last) for tokens, _ in places]
+        places = [(tokens[own] - first, shards[own]) for (tokens, shards), own in zip(places, chosen, strict=True)]
+        received = self._communicator.exchange(outgoing, [len(tokens) * hidden * 4 for tokens, _ in places])
+        parts = [_rows(message, hidden) for message in received]
+        own = rounded_like(added(parts, places, last - first, shape[1]), target)
         nbytes = own.dtype.itemsize * hidden
-        received = self._communicator.exchange([as_bytes(own)] * self._communicator.size, (np.diff(ends) * nbytes).tolist())
-        for other, message in enumerate(received):
-            target[ends[other] : ends[other + 1]] = message.view(own.dtype).reshape(-1, hidden)
+        received = self._communicator.exchange([as_bytes(own)] * size, (np.diff(ends) * nbytes).tolist())
+        for message, (start, end) in zip(received, itertools.pairwise(ends), strict=True):
+            target[start:end] = _rows(message, hidden, own.dtype)
 
     def _first_messages(self, raised: Exception | None, sums: np.ndarray | None = None, **call: int) -> list[np.ndarray]:
         """What all ranks say first, after it was looked at. Messages have the same size in every call, whatever happened."""
@@ -106,3 +113,8 @@ class SameTokens:
         if division.replicas:
             return len({shard for shard, _ in division.held(rank)})
         return len(sent(np.ones((1, division.shards), bool), (division.home == rank)[None])[0])
+
+
+def _rows(message: np.ndarray, hidden: int, dtype: np.dtype | type = np.float32) -> np.ndarray:
+    """What bytes hold, [any, hidden]."""
+    return message.view(dtype).reshape(-1, hidden)

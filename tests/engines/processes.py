@@ -36,17 +36,9 @@ def start(
         mpiexec = [Path(sys.executable).with_name("mpiexec"), "-n", str(size)]
         if machines is None:
             return [subprocess.Popen([*mpiexec, *script], env=variables, **pipes)]
-        hosts = [
-            "-launcher",
-            "ssh",
-            "-launcher-exec",
-            _ssh(machines, folder / "ssh"),
-            "-hosts",
-            ",".join(machines.addresses),
-            "-ppn",
-            "1",
-        ]
-        return [machines.start(0, [*mpiexec, *hosts, *script], env=variables, **pipes)]
+        hosts = ["-hosts", ",".join(machines.addresses), "-ppn", "1"]
+        ssh = ["-launcher", "ssh", "-launcher-exec", _ssh(machines, folder / "ssh")]
+        return [machines.start(0, [*mpiexec, *hosts, *ssh, *script], env=variables, **pipes)]
     variables |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     if machines is not None:
         variables |= {"MASTER_ADDR": machines.addresses[0], "GLOO_SOCKET_IFNAME": machines.interface}
