@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from helpers import BF16, random_batch, random_experts
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 16, 96, 256, 4
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, SHARDS = 16, 96, 256, 4, 8
 #: What a token may choose: four experts, one of them twice, none at all, and ids that no expert has.
 ODD = [[3, 3, 1, 14], [-1, EXPERTS, 2**40, -(2**40)], [5, -1, EXPERTS, 5]]
 
