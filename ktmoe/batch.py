@@ -98,11 +98,12 @@ def checked_batch(
     return Batch(given, ids, weights, checked_mask(spec, mask), num_shared, shared_weights)
 
 
-def checked_out(out, batch: Batch) -> np.ndarray:
-    """Where the output is written: out's memory, or new memory where it is None. Raises InputError."""
+def checked_out(out, batch: Batch, float32: bool = False) -> np.ndarray:
+    """Where the output is written: out's memory, or new memory where it is None. float32: out may be of that. Raises
+    InputError."""
     if out is None:
         return np.empty(batch.x.array.shape, batch.x.array.dtype)
-    target = checked_output(out, batch.x, batch.x.array.shape, in_place=True)
+    target = checked_output(out, batch.x, batch.x.array.shape, in_place=True, float32=float32)
     for name, array in (("expert_ids", batch.ids), ("expert_weights", batch.weights), ("expert_mask", batch.mask)):
         if np.may_share_memory(target, array):
             raise InputError(f"out must not overlap {name}: it is written before all of them have been read")

@@ -148,8 +148,9 @@ class MoELayer(PackedWeights):
         x: [tokens, hidden]: bfloat16 (ml_dtypes), uint16 holding bfloat16 bits, float32 (rounded to bfloat16 once, to nearest
         even), or a torch CPU tensor of bfloat16 or float32. expert_ids: integers [tokens, top_k]; an id outside
         [0, num_experts) or masked adds zero; a repeated one counts twice. expert_weights: float32 [tokens, top_k].
-        out: written and returned if given; x's kind, dtype and shape, C-contiguous and aligned; x itself, or no overlap with
-        any argument. The other arrays are copied if they are not aligned to their items.
+        out: written and returned if given; of x's kind, dtype and shape, or float32, which is y before it would be rounded;
+        C-contiguous and aligned; x itself, or no overlap with any argument. The other arrays are copied if they are not aligned
+        to their items.
         shared_weights: float32 [tokens, num_shared], for models that gate their shared experts; they multiply what router
         weights do (router_weight). None: 1.
         Raises InputError, which names the argument, what was expected and what was found; ClosedError after close();
@@ -157,7 +158,7 @@ class MoELayer(PackedWeights):
         """
         packed = self._open_for("forward")
         batch = checked_batch(self.spec, self.expert_mask, x, expert_ids, expert_weights, self.num_shared, shared_weights)
-        target = checked_out(out, batch)
+        target = checked_out(out, batch, float32=True)
         if batch.slots == 0:
             target[...] = 0
         else:

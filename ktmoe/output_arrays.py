@@ -31,7 +31,7 @@ def checked_output(
     expect_shape(name, like.array, shape)
     expect_native(name, like.array)
     if np.may_share_memory(like.array, given.array):
-        if not in_place:
+        if not in_place or like.array.dtype != given.array.dtype:
             raise InputError(f"{name} must not overlap {of}")
         starts = {array.__array_interface__["data"][0] for array in (like.array, given.array)}
         if len(starts) > 1 or not given.array.flags.c_contiguous:

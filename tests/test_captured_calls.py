@@ -58,7 +58,7 @@ class Replayed:
             None if earlier is None else earlier.record,
             self.scratch,
         )
-        slots = self.scratch[2 * tokens * HIDDEN * 4 :][: 3 * tokens * TOP_K * 8].view(np.int64).reshape(3, tokens, TOP_K)
+        slots = self.scratch[: 3 * tokens * TOP_K * 8].view(np.int64).reshape(3, tokens, TOP_K)
         self.now, self.later = slots[1:]
 
     def run(self):

@@ -325,7 +325,11 @@ def test_out(backend, hidden, dtype):
         out = np.full_like(x, 0x7FC0 if dtype == np.uint16 else np.nan)
         assert layer.forward(x, ids, weights, out=out) is out
         assert same_bits(out, y)
+        exact = layer.forward(x.view(BF16 if dtype == np.uint16 else dtype).astype(np.float32), ids, weights)
         core.tune(scratch_bytes=1)  # in chunks: a chunk's output must not be another one's input
+        unrounded = np.full(x.shape, np.nan, np.float32)
+        assert layer.forward(x, ids, weights, out=unrounded) is unrounded
+        assert same_bits(unrounded, exact)
         in_place = x.copy()
         assert layer.forward(in_place, ids, weights, out=in_place) is in_place
         assert same_bits(in_place, y)

@@ -88,8 +88,9 @@ class Packed(ABC):
 
     @abstractmethod
     def forward(self, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, mask: np.ndarray, out: np.ndarray) -> None:
-        """Write y into out. x, out: uint16 (bfloat16 bits) or float32, alike, [tokens, hidden]; ids: int64 [tokens, top_k];
-        weights: float32 [tokens, top_k]; mask: uint8 [num_experts], 0 = skip. C-contiguous; tokens and top_k at least 1."""
+        """Write y into out. x: uint16 (bfloat16 bits) or float32 [tokens, hidden]; out: of x's dtype or float32, likewise;
+        ids: int64 [tokens, top_k]; weights: float32 [tokens, top_k]; mask: uint8 [num_experts], 0 = skip. C-contiguous; tokens
+        and top_k at least 1."""
 
     @abstractmethod
     def close(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ktmoe.backends.base import Progress
 from ktmoe.batch import Batch, checked_batch, checked_out
 from ktmoe.distributed.division import Division
-from ktmoe.distributed.numbers import bfloat16_bits, float32_of
+from ktmoe.distributed.numbers import bfloat16_bits
 from ktmoe.distributed.parts import Part
 from ktmoe.errors import ClosedError
 from ktmoe.experts import ExpertSpec
@@ -69,13 +69,12 @@ class LocalExperts:
 
         bits, ids, weights: as Arguments has them. tokens, shards: of each sum.
         """
-        x = float32_of(bits)
         if len(self._parts) == 1:
-            return self._parts[0].compute(self.layers[0], x, ids, weights, tokens, shards)
+            return self._parts[0].compute(self.layers[0], bits, ids, weights, tokens, shards)
         sums = np.empty((len(tokens), self.spec.hidden), np.float32)
         for part, layer in zip(self._parts, self.layers, strict=True):
             chosen = np.flatnonzero(np.isin(shards, part.shards))
-            sums[chosen] = part.compute(layer, x, ids, weights, tokens[chosen], shards[chosen])
+            sums[chosen] = part.compute(layer, bits, ids, weights, tokens[chosen], shards[chosen])
         return sums
 
     def close(self) -> None:

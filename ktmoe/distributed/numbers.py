@@ -1,4 +1,4 @@
-"""Activations as they travel: bits of bfloat16, which layers take as float32 so that they give float32 sums."""
+"""Numbers as they travel: x in bits of bfloat16, sums in float32, y in its own dtype."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from ktmoe.arrays import BF16
 def bfloat16_bits(x: np.ndarray) -> np.ndarray:
     """uint16 of x, which is such bits or float32, then rounded to nearest even; C-contiguous."""
     return np.ascontiguousarray(x if x.dtype == np.uint16 else x.astype(BF16).view(np.uint16))
-
-
-def float32_of(bits: np.ndarray) -> np.ndarray:
-    """The numbers that bits of bfloat16 stand for."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded_like(y: np.ndarray, target: np.ndarray) -> np.ndarray:

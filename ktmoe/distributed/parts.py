@@ -52,10 +52,11 @@ class Part:
     ) -> np.ndarray:
         """Partial sums of some tokens' shards, float32 [len(tokens), hidden]. layer: of self.weights.
 
-        x: float32 [any, hidden]. ids, weights: [any, top_k], num_experts is no expert. tokens, shards: of each sum; the shards
-        are of this part.
+        x: bits of bfloat16, uint16 [any, hidden]. ids, weights: [any, top_k], num_experts is no expert. tokens, shards: of each
+        sum; the shards are of this part.
         """
-        return layer.forward(x[tokens], self._slots[shards[:, None], ids[tokens]], weights[tokens])
+        sums = np.empty((len(tokens), layer.hidden), np.float32)
+        return layer.forward(x[tokens], self._slots[shards[:, None], ids[tokens]], weights[tokens], sums)
 
 
 def parts_of(experts: ExpertWeights, division: Division, rank: int) -> list[Part]:

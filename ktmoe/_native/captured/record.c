@@ -79,10 +79,8 @@ static enum kt_outcome add(const kt_record *r, kt_batch batch, int *error) {
     const kt_record_scratch *s = &r->scratch;
     const uint16_t *deferred = r->earlier->late;
     uint16_t *y = r->batch.y;
-    for (size_t i = 0; i < numbers(r); i++) s->x[i] = kt_bf16_to_f32(((const uint16_t *)r->batch.x)[i]);
-    batch.x = s->x;
     batch.y = s->y;
-    batch.dtype = KT_F32;
+    batch.y_dtype = KT_F32;
     const enum kt_outcome outcome = forward(r, &batch, error);
     if (outcome != KT_DONE) return outcome;
     const unsigned state = kt_fp_enter();

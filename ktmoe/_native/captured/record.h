@@ -10,7 +10,7 @@
 typedef struct kt_record_scratch {
     int64_t *ids, *now, *later; /* [tokens][top_k]: as they are when the call begins; which of them run now, and which later */
     uint8_t *on_gpu, *urgent;   /* [num_experts] */
-    float *x, *y;               /* [tokens][hidden], for a sum with what was deferred */
+    float *y;                   /* [tokens][hidden], for a sum with what was deferred */
 } kt_record_scratch;
 
 typedef struct kt_record {

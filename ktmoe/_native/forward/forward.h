@@ -26,8 +26,9 @@ typedef struct kt_batch {
     const int64_t *ids;   /* [tokens][top_k] */
     const float *weights; /* [tokens][top_k] */
     const uint8_t *mask;  /* [num_experts], 0 = skip; read once */
-    void *y;              /* [tokens][hidden], same dtype as x */
-    bool x_rounded;       /* x is what the layer's rule of x gives */
+    void *y;              /* [tokens][hidden] */
+    enum kt_dtype y_dtype;
+    bool x_rounded; /* x is what the layer's rule of x gives */
     enum kt_stages stages;
     /* KT_GATE_UP and KT_DOWN: the h of a pair is row rows[token][slot] of h, bf16 [][all of the intermediate columns]. After
      * KT_GATE_UP it is not rounded by the layer's rule of h; KT_DOWN does not round it. The former does not look at y, the

@@ -62,7 +62,7 @@ static int chunk(kt_job *j) {
     kt_route_fill(r, &j->batch, j->layer->num_experts, r->num_ranges);
     j->x.together = j->together;
     if (!r->num_slots) {
-        if (kt_sums(j)) memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * kt_number_bytes(j->batch.dtype));
+        if (kt_sums(j)) memset(j->batch.y, 0, j->batch.tokens * j->layer->hidden * kt_number_bytes(j->batch.y_dtype));
         return 0;
     }
     kt_schedule_fill(&j->schedule, r);
@@ -126,11 +126,11 @@ int kt_moe_forward(const kt_layer *l, const kt_batch *batch) {
     if (!kt_scratch_have(&j, most)) return ENOMEM;
     memcpy(j.route.active, batch->mask, l->num_experts); /* once: its owner may change it while we run */
 
-    const size_t row_bytes = l->hidden * kt_number_bytes(batch->dtype);
+    const size_t x_bytes = l->hidden * kt_number_bytes(batch->dtype), y_bytes = l->hidden * kt_number_bytes(batch->y_dtype);
     for (size_t t = 0; t < batch->tokens; t += most) {
         j.batch.tokens = batch->tokens - t < most ? batch->tokens - t : most;
-        if (batch->x) j.batch.x = (const uint8_t *)batch->x + t * row_bytes;
-        if (batch->y) j.batch.y = (uint8_t *)batch->y + t * row_bytes;
+        if (batch->x) j.batch.x = (const uint8_t *)batch->x + t * x_bytes;
+        if (batch->y) j.batch.y = (uint8_t *)batch->y + t * y_bytes;
         j.batch.ids = batch->ids + t * batch->top_k;
         j.batch.weights = batch->weights + t * batch->top_k;
         if (batch->rows)

@@ -73,7 +73,7 @@ static float output_weight(const kt_job *j, size_t slot) {
 
 static void store(const kt_job *j, size_t token, size_t panel, const float *y) {
     const size_t hidden = j->layer->hidden, first = panel * KT_PANEL, left = hidden - first;
-    kt_store(y, left < KT_PANEL ? left : KT_PANEL, j->batch.y, j->batch.dtype, token * hidden + first);
+    kt_store(y, left < KT_PANEL ? left : KT_PANEL, j->batch.y, j->batch.y_dtype, token * hidden + first);
 }
 
 static kt_panel_row *sums_of(const kt_job *j, const kt_shard_job *p, size_t panel) { return p->sums + panel * j->batch.tokens; }

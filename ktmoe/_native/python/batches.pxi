@@ -39,29 +39,29 @@ cdef class _Batch:
         if x.dtype == np.float32:
             self.x32 = x
             self.batch.dtype, self.batch.x = KT_F32, &self.x32[0, 0]
-            return self._check("x", self.batch.x, self.x32.shape[0], self.x32.shape[1], hidden)
+            return self._check("x", self.batch.x, KT_F32, self.x32.shape[0], self.x32.shape[1], hidden)
         self.x16 = x
         self.batch.dtype, self.batch.x = KT_BF16, &self.x16[0, 0]
-        return self._check("x", self.batch.x, self.x16.shape[0], self.x16.shape[1], hidden)
+        return self._check("x", self.batch.x, KT_BF16, self.x16.shape[0], self.x16.shape[1], hidden)
 
-    cdef int take_y(self, y, size_t hidden) except -1:
-        """Take y, which is like x: of its dtype if there is an x."""
+    cdef int take_y(self, y, size_t hidden, bint float32=False) except -1:
+        """Take y, uint16 or float32 [tokens, hidden]: of x's dtype, if there is an x, or float32 where that may be."""
         cdef kt_dtype dtype = KT_F32 if y.dtype == np.float32 else KT_BF16
-        if self.batch.x != NULL and dtype != self.batch.dtype:
+        if self.batch.x != NULL and dtype != self.batch.dtype and not (float32 and dtype == KT_F32):
             raise InputError(f"x and out must be alike, found {y.dtype} as the latter's dtype")
-        self.batch.dtype = dtype
+        self.batch.y_dtype = dtype
         if dtype == KT_F32:
             self.y32 = y
             self.batch.y = &self.y32[0, 0]
-            return self._check("out", self.batch.y, self.y32.shape[0], self.y32.shape[1], hidden)
+            return self._check("out", self.batch.y, KT_F32, self.y32.shape[0], self.y32.shape[1], hidden)
         self.y16 = y
         self.batch.y = &self.y16[0, 0]
-        return self._check("out", self.batch.y, self.y16.shape[0], self.y16.shape[1], hidden)
+        return self._check("out", self.batch.y, KT_BF16, self.y16.shape[0], self.y16.shape[1], hidden)
 
-    cdef int _check(self, str name, const void *address, size_t tokens, size_t columns, size_t hidden) except -1:
-        """address: of numbers of the batch's dtype."""
+    cdef int _check(self, str name, const void *address, kt_dtype dtype, size_t tokens, size_t columns, size_t hidden) except -1:
+        """address: of numbers of that dtype."""
         if not self.empty:
-            _expect_aligned(name, address, sizeof(float) if self.batch.dtype == KT_F32 else sizeof(uint16_t))
+            _expect_aligned(name, address, sizeof(float) if dtype == KT_F32 else sizeof(uint16_t))
         if tokens != self.batch.tokens or columns != hidden:
             raise InputError(f"{name} must be {[self.batch.tokens, hidden]}, found {[tokens, columns]}")
         return 0

@@ -60,25 +60,24 @@ cdef class CallRecord:
             raise InputError(f"scratch is too small: {scratch.shape[0]} bytes")
         r.experts, r.batch, r.on_gpu, r.urgent_slots = &layer.experts, batch.batch, &on_gpu[0], batch.batch.top_k
         if late is not None:
-            batch._check("late", &late[0, 0], late.shape[0], late.shape[1], hidden)
+            batch._check("late", &late[0, 0], KT_BF16, late.shape[0], late.shape[1], hidden)
             r.urgent_slots, r.late = urgent_slots, &late[0, 0]
         if earlier is not None:
             if earlier.record.late == NULL or earlier.record.batch.tokens != tokens or earlier._layer.experts.layer.hidden != hidden:
                 raise InputError("earlier must be a call that defers experts, of the same shape")
             r.earlier = &earlier.record
         _expect_aligned("scratch", &scratch[0], sizeof(int64_t))
-        s.x = <float *>&scratch[0]
-        s.y = s.x + tokens * hidden
-        s.ids = <int64_t *>(s.y + tokens * hidden)
+        s.ids = <int64_t *>&scratch[0]
         s.now, s.later = s.ids + slots, s.ids + 2 * slots
-        s.on_gpu = <uint8_t *>(s.ids + 3 * slots)
+        s.y = <float *>(s.ids + 3 * slots)
+        s.on_gpu = <uint8_t *>(s.y + tokens * hidden)
         s.urgent = s.on_gpu + num_experts
         self._batch, self._layer, self.earlier, self._held = batch, layer, earlier, [on_gpu, late, scratch]
 
     @staticmethod
     def scratch_bytes(size_t tokens, size_t top_k, size_t hidden, size_t num_experts):
         """Bytes of scratch memory that calls of this shape need."""
-        return 2 * tokens * hidden * sizeof(float) + 3 * tokens * top_k * sizeof(int64_t) + 2 * num_experts
+        return tokens * hidden * sizeof(float) + 3 * tokens * top_k * sizeof(int64_t) + 2 * num_experts
 
     def __dealloc__(self):
         with nogil:

@@ -48,10 +48,10 @@ cdef class PackedLayer(_PackedExperts):
         return 0
 
     def forward(self, x, ids, weights, mask, out):
-        """y into out. x, out: uint16 (bf16 bits) or float32 [tokens, hidden], C-contiguous, alike; tokens and top_k above 0."""
+        """y into out. x: uint16 (bf16 bits) or float32 [tokens, hidden]. out: of x's dtype or float32. C-contiguous; tokens and top_k above 0."""
         batch = _Batch(ids, weights, mask, self.experts.layer.num_experts)
         batch.take_x(x, self.experts.layer.hidden)
-        batch.take_y(out, self.experts.layer.hidden)
+        batch.take_y(out, self.experts.layer.hidden, True)
         self._compute(batch)
 
     def stages(self):

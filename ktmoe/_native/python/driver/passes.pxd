@@ -36,6 +36,7 @@ cdef extern from "forward/forward.h" nogil:
         const float *weights
         const uint8_t *mask
         void *y
+        kt_dtype y_dtype
         kt_bool x_rounded
         kt_stages stages
         const uint32_t *rows
@@ -108,7 +109,6 @@ cdef extern from "captured/record.h" nogil:
         int64_t *later
         uint8_t *on_gpu
         uint8_t *urgent
-        float *x
         float *y
     ctypedef struct kt_record:
         const kt_experts *experts
