@@ -336,6 +336,7 @@ SCHEMA = {
                         "tokens": str,
                         "count": int,
                         "ms": float,
+                        "messages_ms": float,
                         "compute_ms": float,
                         "host_ms": float,
                         "model_ms": float,

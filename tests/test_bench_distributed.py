@@ -98,8 +98,8 @@ def test_a_recorder_gives_what_was_given_and_asks_nobody():
         calls = group.calls
         recorder.replay()
         again = layer.forward(*batch)
-        start, *times, end = 0.0, *recorder.times, recorder.times[-1] + 1
-        assert recorder.segments(start, end) == pytest.approx(np.subtract([*times[::2], end], [start, *times[1::2]]))
+        assert len(recorder.times) == 2 * 3
+        assert sorted(recorder.times) == recorder.times
         return y.tobytes() == again.tobytes(), calls
 
     results = group.run(on)
@@ -124,7 +124,11 @@ def test_a_round_takes_what_was_measured():
 
 
 def test_a_call_is_its_slowest_stretches_and_its_rounds():
-    assert model.compute_seconds([[1.0, 5.0, 0.0], [2.0, 1.0, 0.5]]) == 2 + 5 + 0.5
+    edges = [[0.0, 1.0, 2.5, 7.5, 8.5, 8.5], [0.0, 2.0, 3.0, 4.0, 9.0, 9.5]]
+    assert model.compute_seconds(edges) == 2 + 5 + 0.5
+    assert model.messages_seconds(edges) == (3.0 - 2.0) + (9.0 - 7.5)
+    assert model.call_seconds(edges) == 9.5
+    assert (model.compute_seconds([[0.0, 3.0]]), model.messages_seconds([[0.0, 3.0]])) == (3, 0)
     rounds = [np.array([[9, 1, 2], [4, 9, 1], [5, 0, 9]]), np.full((3, 3), 500_000)]
     assert [traffic.most_bytes(sent) for sent in rounds] == [9, 1_000_000]  # rank 0 receives most, then all send alike
     assumed = model.Network.assumed(1.0, 1e6)
@@ -206,10 +210,10 @@ def test_a_measurement(measured):
     assert {size: len(seconds) for size, seconds in two["exchange"].items()} == {"64": 6, "1024": 6}
     (rounds,) = two["points"][0]["calls"][0]["rounds"]
     assert rounds[0][1] == rounds[1][0] > 4 * TINY.hidden
-    assert [len(each) for each in two["points"][1]["calls"][0]["segments"]] == [4, 4]
-    assert all(
-        call["seconds"] > 0 and call["alone"] > 0 for group in (alone, two) for p in group["points"] for call in p["calls"]
-    )
+    assert [len(each) for each in two["points"][1]["calls"][0]["replayed"]] == [8, 8]
+    calls = [call for group in (alone, two) for point in group["points"] for call in point["calls"]]
+    assert all(sorted(edges) == edges for call in calls for edges in call["edges"] + call["replayed"])
+    assert all(call["alone"] > 0 for call in calls)
 
 
 def test_other_bytes_than_the_formulas_say_are_seen(measured, monkeypatch, tmp_path):
@@ -231,13 +235,10 @@ def test_each_rank_has_as_many_cpus(monkeypatch):
 
 #: A call of 2 ranks that sent two rounds.
 ROUNDS = [[[7, 1000], [1000, 7]], [[7, 3000], [1000, 7]]]
-CALL = {
-    "seconds": 10e-3,
-    "segments": [[4e-3, 1e-3, 0.0], [5e-3, 0.5e-3, 0.0]],
-    "experts": 4e-3,
-    "alone": 12e-3,
-    "rounds": ROUNDS,
-}
+EDGES = [[0.0, 4e-3, 6e-3, 7e-3, 9e-3, 9e-3], [0.0, 5e-3, 7e-3, 7.5e-3, 9e-3, 10e-3]]
+REPLAYED = [[0.0, 4e-3, 4e-3, 5e-3, 5e-3, 5e-3], [0.0, 5e-3, 5e-3, 5.5e-3, 5.5e-3, 5.5e-3]]
+CALL = {"edges": EDGES, "replayed": REPLAYED, "experts": 4e-3, "alone": 12e-3, "rounds": ROUNDS}
+LONG = {**CALL, "edges": [[0.0, 0.03, 0.03, 0.03, 0.03, 0.04]] * 2, "replayed": [[0.0, *[0.021] * 5]] * 2}
 SAVED = {
     "date": "2026-11-27",
     "commit": "0123456789",
@@ -257,7 +258,7 @@ SAVED = {
             "exchange": {"500": [1e-3, 1e-3, 9e-3], "2500": [3e-3] * 3},
             "points": [
                 {"tokens": "same", "count": 1, "calls": [CALL] * 3},
-                {"tokens": "same", "count": 512, "calls": [{**CALL, "segments": [[21e-3, 0, 0]] * 2, "seconds": 40e-3}] * 3},
+                {"tokens": "same", "count": 512, "calls": [LONG] * 3},
                 {"tokens": "own", "count": 4, "calls": [CALL]},
             ],
         }
@@ -270,7 +271,16 @@ def test_figures():
     (group,) = found["group"]
     assert (group["latency_us"], group["gb_s"], group["packed_gb"]) == (1000, 1e-3, 2)
     call = group["call"][0]
-    expected = {"ms": 10, "compute_ms": 6, "host_ms": 2, "alone_ms": 12, "ratio": 1.2, "rounds": 2, "bytes": 4000}
+    expected = {
+        "ms": 10,
+        "messages_ms": 3.5,
+        "compute_ms": 6,
+        "host_ms": 2,
+        "alone_ms": 12,
+        "ratio": 1.2,
+        "rounds": 2,
+        "bytes": 4000,
+    }
     assert {name: call[name] for name in expected} == expected
     assert call["model_ms"] == 6 + 1.5 + 3.5  # rounds of 1000 and 3000 bytes, which rank 0 sends or rank 1 receives
     assert report.error(call) == pytest.approx(0.1)
@@ -307,7 +317,7 @@ def test_what_is_printed():
     console = Console(width=250, record=True)
     report.show(SAVED, console)
     text = console.export_text()
-    assert "the model is off by -35%: loopback, 2 ranks, same 512" in text
+    assert "the model is off by -35%: loopback, 2 ranks, same 512: messages 0 ms, expected 5 ms" in text
     assert "off by +10%" not in text
     assert "out: 1gbit: network namespaces need root" in text
 

@@ -1,7 +1,7 @@
 """The time of a distributed call, as a model: what the slowest rank computes, and what the network takes for each round.
 
-A network is known by exchanges of messages alone, of several sizes, on the same ranks: a small one says its latency, a large
-one its bandwidth. Between the sizes, time is interpolated.
+A network is known by exchanges of messages of several sizes on the same ranks, from when the last rank comes until the last one
+has everything. A small message says the latency, a large one the bandwidth. Between the sizes, time is interpolated.
 """
 
 from __future__ import annotations
@@ -52,6 +52,21 @@ def exchange_seconds(network: Network, rounds: Sequence[np.ndarray]) -> float:
     return sum(network.round_seconds(most_bytes(sent)) for sent in rounds)
 
 
-def compute_seconds(segments: Sequence[Sequence[float]]) -> float:
-    """What all ranks wait for: the slowest rank between two rounds each. segments: of each rank, as many of each."""
-    return float(np.max(np.asarray(segments), axis=0).sum())
+def compute_seconds(edges: Sequence[Sequence[float]]) -> float:
+    """Of a call without its exchanges: what all ranks wait for, the slowest rank between two exchanges each.
+
+    edges: of each rank, [start, when an exchange began, when it ended, ..., end].
+    """
+    edges = np.asarray(edges)
+    return float((edges[:, 1::2] - edges[:, ::2]).max(axis=0).sum())
+
+
+def messages_seconds(edges: Sequence[Sequence[float]]) -> float:
+    """Of a call's exchanges, each from when the last rank came until the last one had everything."""
+    edges = np.asarray(edges)
+    return float((edges[:, 2::2].max(axis=0) - edges[:, 1:-1:2].max(axis=0)).sum())
+
+
+def call_seconds(edges: Sequence[Sequence[float]]) -> float:
+    """Until the last rank has ended."""
+    return max(of[-1] for of in edges)

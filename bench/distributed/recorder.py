@@ -45,10 +45,5 @@ class Recorder:
         self.times += [began, time.monotonic()]
         return received
 
-    def segments(self, start: float, end: float) -> list[float]:
-        """Seconds between the exchanges of a call, with those before the first and after the last."""
-        edges = [start, *self.times, end]
-        return [after - before for before, after in zip(edges[::2], edges[1::2], strict=True)]
-
     def close(self) -> None:
         self._communicator.close()

@@ -21,8 +21,9 @@ AIM = 0.15
 def published(saved: dict) -> dict:
     """A results file's `distributed`. Times are medians over the calls.
 
-    ms: of a call, until its last rank has ended. compute_ms: the same without its rounds of messages, of which host_ms is not
-    the kernels' own time. model_ms: compute_ms and what the network is expected to take. alone_ms: of one process on as many
+    ms: of a call, until its last rank has ended, of which messages_ms went by in rounds of messages. compute_ms: of the same
+    call without the other ranks, of which host_ms is not the kernels' own time. model_ms: compute_ms and what rounds are
+    expected to take. alone_ms: of one process on as many
     CPUs as a rank has, with the tokens of all ranks; ratio: how many times as long as the ranks it takes, the median of the
     calls' own. bytes: that the rank sends which sends most.
     """
@@ -55,7 +56,8 @@ def _group(group: dict) -> dict:
 
 def _call(point: dict, network: model.Network | None) -> dict:
     calls = point["calls"]
-    computed = [model.compute_seconds(call["segments"]) for call in calls]
+    took = [model.call_seconds(call["edges"]) for call in calls]
+    computed = [model.compute_seconds(call["replayed"]) for call in calls]
     rounds = [[np.array(each) for each in call["rounds"]] for call in calls]
     exchanged = [model.exchange_seconds(network, each) if network else 0.0 for each in rounds]
     hosts = [max(0.0, seconds - call["experts"]) for seconds, call in zip(computed, calls, strict=True)]
@@ -66,12 +68,13 @@ def _call(point: dict, network: model.Network | None) -> dict:
     return {
         "tokens": point["tokens"],
         "count": point["count"],
-        "ms": ms(call["seconds"] for call in calls),
+        "ms": ms(took),
+        "messages_ms": ms(model.messages_seconds(call["edges"]) for call in calls),
         "compute_ms": ms(computed),
         "host_ms": ms(hosts),
         "model_ms": ms(a + b for a, b in zip(computed, exchanged, strict=True)),
         "alone_ms": ms(call["alone"] for call in calls),
-        "ratio": digits(statistics.median(call["alone"] / call["seconds"] for call in calls)),
+        "ratio": digits(statistics.median(call["alone"] / seconds for call, seconds in zip(calls, took, strict=True))),
         "rounds": len(rounds[0]),
         "bytes": round(statistics.median(map(_most_sent, rounds))),
     }
@@ -90,7 +93,7 @@ def error(call: dict) -> float:
 def calls(found: list[Results]) -> tuple[Row, list[Row]]:
     """A line for each number of ranks and tokens in each network."""
     heads = ("CPU", "network", "ranks", "tokens", "call", "one process", "ratio", "computing", "of it outside of kernels")
-    heads += ("rounds", "a rank sends", "model", "its error")
+    heads += ("rounds", "a rank sends", "messages", "model", "its error")
     return heads, [
         (
             label,
@@ -104,6 +107,7 @@ def calls(found: list[Results]) -> tuple[Row, list[Row]]:
             _ms(call["host_ms"]),
             f"{call['rounds']}",
             _bytes(call["bytes"]),
+            _ms(call["messages_ms"]),
             _ms(call["model_ms"]),
             f"{100 * error(call):+.0f} %",
         )
@@ -167,6 +171,8 @@ def show(saved: dict, console: Console | None = None) -> None:
     off = [(group, call) for _, group in _groups(found) for call in group["call"] if abs(error(call)) > AIM]
     for group, call in off:
         where = f"{group['network']}, {group['ranks']} ranks, {call['tokens']} {call['count']}"
-        console.print(f"the model is off by {error(call):+.0%}: {where}", highlight=False, markup=False, soft_wrap=True)
+        messages = f"messages {_ms(call['messages_ms'])}, expected {_ms(call['model_ms'] - call['compute_ms'])}"
+        text = f"the model is off by {error(call):+.0%}: {where}: {messages}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     for name, why in saved["absent"].items():
         console.print(f"out: {name}: {why}", highlight=False, markup=False, soft_wrap=True)

@@ -107,12 +107,14 @@ def _group(network: Network, ranks: int, most_ranks: int, rounds: int, python: P
         "cpus": len(cpus[0]),
         "shared": len({cpu for of in cpus for cpu in of}) < sum(map(len, cpus)),
         "nbytes": max(of["nbytes"] for of in by_rank),
-        "exchange": {
-            size: [max(seconds) for seconds in zip(*(of["exchange"][size] for of in by_rank), strict=True)]
-            for size in by_rank[0]["exchange"]
-        },
+        "exchange": {size: _exchanges([of["exchange"][size] for of in by_rank]) for size in by_rank[0]["exchange"]},
         "points": [_point(job, seed, point, [of["points"][seed] for of in by_rank]) for seed, point in enumerate(points)],
     }
+
+
+def _exchanges(by_rank: Sequence[list[list[float]]]) -> list[float]:
+    """Seconds from when the last rank came until the last one had everything."""
+    return [max(ended for _, ended in of) - max(began for began, _ in of) for of in zip(*by_rank, strict=True)]
 
 
 def _point(job: dict, seed: int, point: tuple, by_rank: Sequence[list[dict]]) -> dict:
@@ -130,8 +132,8 @@ def _point(job: dict, seed: int, point: tuple, by_rank: Sequence[list[dict]]) ->
             raise WorkerError(f"{count} tokens, {tokens}: ranks sent other bytes than bench/distributed/traffic.py says")
         calls.append(
             {
-                "seconds": max(each["seconds"] for each in of),
-                "segments": [each["segments"] for each in of],
+                "edges": [each["edges"] for each in of],
+                "replayed": [each["replayed"] for each in of],
                 "experts": max(each["experts"] for each in of),
                 "alone": of[0]["alone"],
                 "rounds": [each.tolist() for each in rounds] if len(of) > 1 else [],

@@ -2,8 +2,9 @@
 
 JOB: {"communicator": "gloo", "model": {...}, "layers": 2, "cpus": [[0], [1]], "points": [["same", 1, 3], ...], "rounds": 15,
       "sizes": [512, ...], "exchanges": 3, "shards": 8}.       A point: whose tokens, how many, calls of it in a round.
-rank-R.json: {"nbytes": of its packed weights, "points": [[call, ...], ...], "exchange": {"512": [seconds, ...]}}, and a call is
-{"seconds": from the common start, "segments": [...], "experts": seconds, "sent": [[...], ...], "alone": of one process}.
+rank-R.json: {"nbytes": of its packed weights, "points": [[call, ...], ...], "exchange": {"512": [[began, ended], ...]}}. A call is
+{"edges": [0, when an exchange began, when it ended, ..., the end], "replayed": the same without other ranks, "experts": seconds
+of it in kernels, "sent": [[bytes to each rank], ...], "alone": seconds of one process}. Times count from a common start.
 Raises AssertionError where ranks do not give the bits that one process gives.
 """
 
@@ -61,6 +62,8 @@ class Rank:
         if communicator.rank == 0:
             self._whole = [DistributedLayer(experts, Distribution(shards=shards)) for _ in range(count)]
         self._turn = itertools.count()
+        held = next(iter(self._layers.values()))[0].layers[0].num_experts
+        self._own = measuring.random_batches(1, self._model.top_k, held, self._model.hidden)
 
     def run(self) -> dict:
         job = self._job
@@ -89,9 +92,9 @@ class Rank:
         mine = arguments if tokens == "same" else [array[own] for array in arguments]
         turn = next(self._turn)
         found = {"alone": self._alone(arguments, turn)}
-        y, found["seconds"], _ = self._timed(self._recorder.live, tokens, turn + 1, mine)
+        y, found["edges"] = self._timed(self._recorder.live, tokens, turn + 1, mine)
         found["sent"] = self._recorder.sent
-        _, _, found["segments"] = self._timed(self._recorder.replay, tokens, turn + 2, mine)
+        _, found["replayed"] = self._timed(self._recorder.replay, tokens, turn + 2, mine)
         found["experts"] = self._experts[tokens][(turn + 2) % self._job["layers"]].seconds
         if check and self._whole:
             expected = self._whole[0].forward(*arguments)[slice(None) if tokens == "same" else own]
@@ -108,22 +111,31 @@ class Rank:
         layer.forward(*arguments)
         return time.monotonic() - start
 
-    def _timed(self, way, tokens: str, turn: int, arguments) -> tuple[np.ndarray, float, list[float]]:
-        """(y, seconds since the common start, seconds between the messages) of a call."""
+    def _timed(self, way, tokens: str, turn: int, arguments) -> tuple[np.ndarray, list[float]]:
+        """(y, edges) of a call."""
         turn %= self._job["layers"]
         self._experts[tokens][turn].seconds = 0.0
         way()
         start = self._meet()
         y = self._layers[tokens][turn].forward(*arguments)
         end = time.monotonic()
-        return y, end - start, self._recorder.segments(start, end)
+        return y, [0.0, *(at - start for at in (*self._recorder.times, end))]
 
-    def _exchange(self, nbytes: int) -> float:
-        """Seconds since the common start of messages of one size to all."""
+    def _exchange(self, nbytes: int) -> tuple[float, float]:
+        """When an exchange of messages of one size began and ended, since the common start.
+
+        A token is computed before it, as before every exchange of a call: that takes out of the caches what sends messages.
+        """
         messages = [np.zeros(nbytes, np.uint8) for _ in range(self._communicator.size)]
+        layer, token = (
+            self._layers[self._job["points"][0][0]][next(self._turn) % self._job["layers"]].layers[0],
+            next(self._own),
+        )
         start = self._meet()
+        layer.forward(token.x, token.ids, token.weights)
+        began = time.monotonic()
         self._communicator.exchange(messages, [nbytes] * self._communicator.size)
-        return time.monotonic() - start
+        return began - start, time.monotonic() - start
 
     def _meet(self) -> float:
         """Wait for a moment that all ranks know, and return it."""
