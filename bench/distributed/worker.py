@@ -2,7 +2,7 @@
 
 JOB: {"communicator": "gloo", "model": {...}, "layers": 2, "cpus": [[0], [1]], "points": [["same", 1, 3], ...], "rounds": 15,
       "sizes": [512, ...], "exchanges": 3, "shards": 8}.       A point: whose tokens, how many, calls of it in a round.
-rank-R.json: {"nbytes": of its packed weights, "points": [[call, ...], ...], "exchange": {"512": [[began, ended], ...]}}. A call is
+rank-R.json: {"nbytes": of its packed weights, "points": [[call, ...], ...], "exchange": {"512": [[began, ended], ...]}}. A call:
 {"edges": [0, when an exchange began, when it ended, ..., the end], "replayed": the same without other ranks, "experts": seconds
 of it in kernels, "sent": [[bytes to each rank], ...], "alone": seconds of one process}. Times count from a common start.
 Raises AssertionError where ranks do not give the bits that one process gives.
