@@ -9,6 +9,9 @@ import numpy as np
 
 from ktmoe.distributed import Communicator
 
+#: Seconds of an exchange that is replayed. A rank that has waited, for another one or for a moment, goes on slower at first.
+WAIT = 2e-4
+
 
 class Recorder:
     """Around another communicator.
@@ -36,6 +39,7 @@ class Recorder:
     def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[int]) -> list[np.ndarray]:
         began = time.monotonic()
         if self._replays:
+            time.sleep(WAIT)
             received = list(self._received[len(self.times) // 2])
             received[self.rank] = outgoing[self.rank]
         else:

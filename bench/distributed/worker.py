@@ -2,7 +2,7 @@
 
 JOB: {"communicator": "gloo", "model": {...}, "layers": 2, "cpus": [[0], [1]], "points": [["same", 1, 3], ...], "rounds": 15,
       "sizes": [512, ...], "exchanges": 3, "shards": 8}.       A point: whose tokens, how many, calls of it in a round.
-rank-R.json: {"nbytes": of its packed weights, "points": [[call, ...], ...], "exchange": {"512": [[began, ended], ...]}}. A call:
+rank-R.json: {"nbytes": of its packed weights, "points": [[call, ...], ...], "exchange": {"512": [[began, end], ...]}}. A call:
 {"edges": [0, when an exchange began, when it ended, ..., the end], "replayed": the same without other ranks, "experts": seconds
 of it in kernels, "sent": [[bytes to each rank], ...], "alone": seconds of one process}. Times count from a common start.
 Raises AssertionError where ranks do not give the bits that one process gives.
@@ -91,11 +91,12 @@ class Rank:
         own = slice(*ends(len(batch.x), self._communicator.size)[self._communicator.rank :][:2])
         mine = arguments if tokens == "same" else [array[own] for array in arguments]
         turn = next(self._turn)
-        found = {"alone": self._alone(arguments, turn)}
+        found = {"alone": self._alone(arguments, turn) if turn % 2 else None}
         y, found["edges"] = self._timed(self._recorder.live, tokens, turn + 1, mine)
         found["sent"] = self._recorder.sent
         _, found["replayed"] = self._timed(self._recorder.replay, tokens, turn + 2, mine)
         found["experts"] = self._experts[tokens][(turn + 2) % self._job["layers"]].seconds
+        found["alone"] = found["alone"] or self._alone(arguments, turn + 3)
         if check and self._whole:
             expected = self._whole[0].forward(*arguments)[slice(None) if tokens == "same" else own]
             assert y.tobytes() == expected.tobytes(), f"{len(mine[0])} tokens, {tokens}: ranks give other bits than one process"
