@@ -78,7 +78,7 @@ bench-engines: $(STAMPS)/native $(STAMPS)/bench ## text of whole models by ktmoe
 bench-vllm: $(STAMPS)/native $(STAMPS)/bench ## text by vLLM with the plug-in and without it, and servers beside llama.cpp's: first installs them, then about 40 minutes
 	@$(PY) -m bench.vllm $(ARGS)
 
-bench-distributed: $(STAMPS)/native $(STAMPS)/bench ## a layer on 1, 2 and 4 processes over several networks, beside a model of its time: first installs torch and mpi4py, then about 12 minutes
+bench-distributed: $(STAMPS)/native $(STAMPS)/bench ## a layer on 1, 2 and 4 processes over several networks, beside a model of its time: first installs torch and mpi4py, then about 8 minutes
 	@$(PY) -m bench.distributed $(ARGS)
 
 bench-training: $(STAMPS)/native $(STAMPS)/bench ## a step of LoRA, forward and backward, by ktmoe, kt-kernel and torch: first installs them, then 10 minutes

@@ -125,9 +125,8 @@ def machines_needed(shape: Model, gigabytes: int) -> int:
 
 def table(found: list[Results]) -> tuple[Row, list[Row]]:
     """tokens/s by 1, 2, 4 and 8 machines. What Python takes is of the results file that was measured last."""
-    counts = " / ".join(map(str, COUNTS))
-    heads = ("model", "experts", f"machines of {' / '.join(map(str, MEMORIES))} GB needed", "a machine reads", "network")
-    heads += tuple(f"{tokens} token{'s' * (tokens > 1)}: tokens/s of {counts} machines" for tokens in TOKENS)
+    heads = ("model", "experts", f"needed with {' / '.join(map(str, MEMORIES))} GB", "a machine reads", "network", "machines")
+    heads += tuple(f"tokens/s, {tokens} at a time" for tokens in TOKENS)
     host = _host(found)
     if host is None:
         return heads, []
@@ -135,7 +134,7 @@ def table(found: list[Results]) -> tuple[Row, list[Row]]:
     for shape, (reads, machine), (name, network) in itertools.product(MODELS, MACHINES.items(), NETWORKS.items()):
         needed = " / ".join(str(machines_needed(shape, memory)) for memory in MEMORIES)
         cells = (_rates(shape, tokens, machine, network, host) for tokens in TOKENS)
-        rows.append((shape.name, f"{shape.nbytes / 1e9:.0f} GB", needed, reads, name, *cells))
+        rows.append((shape.name, f"{shape.nbytes / 1e9:.0f} GB", needed, reads, name, " / ".join(map(str, COUNTS)), *cells))
     return heads, rows
 
 

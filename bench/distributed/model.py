@@ -38,8 +38,8 @@ class Network:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second, between the two largest."""
-        return (self.nbytes[-1] - self.nbytes[-2]) / max(self.seconds[-1] - self.seconds[-2], 1e-12)
+        """Bytes a second, of what is more in the largest message than in the smallest."""
+        return (self.nbytes[-1] - self.nbytes[0]) / max(self.seconds[-1] - self.seconds[0], 1e-12)
 
     def round_seconds(self, nbytes: float) -> float:
         if nbytes > self.nbytes[-1]:

@@ -157,7 +157,7 @@ def _digits(value: float) -> str:
 
 def show(saved: dict, console: Console | None = None) -> None:
     """The tables of a result, and how near the model is."""
-    console = console or tables.console(180)
+    console = console or tables.console(200)
     found = [Results({"cpu": saved["cpu"], "date": saved["date"], "distributed": published(saved)})]
     what = f"{saved['model']['name']}, {saved['model']['weights']}, {saved['shards']} virtual shards"
     for title, make in (

@@ -36,6 +36,8 @@ SIZES = (512, 4096, 16384, 65536, 1 << 18, 1 << 20, 1 << 22)
 EXCHANGES = 3
 #: Seconds until a group of ranks must have ended.
 PATIENCE = 600.0
+#: And until those that were asked to end are killed.
+END_PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -156,19 +158,25 @@ def _run(network: Network, ranks: int, command: list, variables: dict[str, str],
         started = list(_started(network, ranks, command, variables, place, stack))
         until = time.monotonic() + PATIENCE
         try:
-            while any(process.poll() is None for process in started) and time.monotonic() < until:
-                if any(process.poll() for process in started):
-                    time.sleep(1)  # the others notice
-                    break
+            while None in (codes := [process.poll() for process in started]) and time.monotonic() < until:
+                if any(codes):
+                    break  # the others would wait for it
                 time.sleep(0.05)
         finally:
             for process in started:
-                process.kill()
-                process.wait()
-    for process, log in zip(started, sorted(place.glob("*.log")), strict=True):
-        if process.returncode:
+                process.terminate()  # mpiexec ends its ranks then
+            for process in started:
+                try:
+                    process.wait(END_PATIENCE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    for code, log in zip(codes, sorted(place.glob("*.log")), strict=True):
+        if code:
             said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            raise WorkerError(f"{network.name}, {ranks} ranks: status {process.returncode}: {''.join(said[-1:])}")
+            raise WorkerError(f"{network.name}, {ranks} ranks: {log.stem} ended with status {code}: {''.join(said[-1:])}")
+    if None in codes:
+        raise WorkerError(f"{network.name}, {ranks} ranks: no result within {PATIENCE:.0f} s")
 
 
 def _started(
