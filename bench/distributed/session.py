@@ -186,7 +186,7 @@ def _started(
         log = stack.enter_context((place / "ranks.log").open("w"))
         mpiexec = shutil.which("mpiexec", path=Path(command[0]).parent)
         if not mpiexec:
-            raise FileNotFoundError("mpiexec is not there: pip install mpi4py mpich, into the environment of transformers")
+            raise FileNotFoundError("mpiexec is not in the environment of transformers, which has mpi4py and mpich")
         words = [mpiexec, "-n", str(ranks), *map(str, command)]
         yield subprocess.Popen(words, cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log)
         return
