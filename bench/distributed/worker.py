@@ -37,9 +37,9 @@ class Timed:
         self.seconds = 0.0
         self._forward, layer.forward = layer.forward, self._timed
 
-    def _timed(self, *arguments):
+    def _timed(self, *arguments, **options):
         start = time.monotonic()
-        y = self._forward(*arguments)
+        y = self._forward(*arguments, **options)
         self.seconds += time.monotonic() - start
         return y
 
