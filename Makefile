@@ -78,6 +78,9 @@ bench-engines: $(STAMPS)/native $(STAMPS)/bench ## text of whole models by ktmoe
 bench-vllm: $(STAMPS)/native $(STAMPS)/bench ## text by vLLM with the plug-in and without it, and servers beside llama.cpp's: first installs them, then about 40 minutes
 	@$(PY) -m bench.vllm $(ARGS)
 
+bench-distributed: $(STAMPS)/native $(STAMPS)/bench ## a layer on 1, 2 and 4 processes over several networks, beside a model of its time: first installs torch and mpi4py, then about 8 minutes
+	@$(PY) -m bench.distributed $(ARGS)
+
 bench-training: $(STAMPS)/native $(STAMPS)/bench ## a step of LoRA, forward and backward, by ktmoe, kt-kernel and torch: first installs them, then 10 minutes
 	@$(PY) -m bench.training $(ARGS)
 
@@ -107,7 +110,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang test-avx2 bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-training bench-graphs simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang test-avx2 bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

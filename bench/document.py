@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, docs/transformers.md, docs/engines.md and README, from all files of bench/results.
+"""The tables of docs/performance.md, of other pages and of README, from all files of bench/results.
 
 Each stands between marks that name it.
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 from bench import cost_model, explain, modes, readme
 from bench.cases import EVERYWHERE
 from bench.cost_model import Machine
+from bench.distributed import forecast
+from bench.distributed import report as distributed
 from bench.engines import cold_report
 from bench.engines import page as whole
 from bench.explain import Call
@@ -27,6 +29,7 @@ from bench.vllm import report as vllm_report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, ENGINES, VLLM = DOCS / "performance.md", DOCS / "transformers.md", DOCS / "engines.md"
+DISTRIBUTED = DOCS / "several-machines.md"
 Row = tuple[str, ...]
 Tables = dict[str, Callable[[list[Results]], tuple[Row, list[Row]]]]
 NONE = "-"
@@ -334,5 +337,11 @@ PAGES: dict[Path, Tables] = {
     PAGE: TABLES,
     ENGINES: {"engines": engines},
     VLLM: {"vllm": vllm, "vllm-servers": vllm_servers, "vllm-dense": vllm_dense},
+    DISTRIBUTED: {
+        "distributed": distributed.calls,
+        "distributed networks": distributed.networks,
+        "distributed forecast": forecast.table,
+        "distributed assumptions": forecast.assumptions,
+    },
     readme.PAGE: {"text": whole.first_table, "weights": readme.table},
 }

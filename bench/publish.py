@@ -3,6 +3,7 @@
 python -m bench.publish [RUN ...]     # by default the last saved run; several are joined, if they are of one commit and CPU
 python -m bench.publish --engines     # what make bench-engines saved, and nothing else, into that CPU's file
 python -m bench.publish --vllm        # what make bench-vllm saved, likewise
+python -m bench.publish --distributed # what make bench-distributed saved, likewise
 python -m bench.publish --peers       # what make bench-peers saved on this CPU, likewise
 python -m bench.publish --modes [RUN] # what a saved run has of activation modes, and nothing else, into that CPU's file
 python -m bench.publish --linear [RUN] # what a saved run has of dense matrices, and what make bench-linear saved, likewise
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import ktmoe
 from bench import document, explain, machine, modes, runs
+from bench.distributed import report as distributed_report
 from bench.engines import cold_report
 from bench.engines import page as whole_page
 from bench.engines import report as engines_report
@@ -34,7 +36,7 @@ from bench.vllm import report as vllm_report
 
 #: Where make bench-peers, by format, and the others save what they measured.
 PEERS = {weights: runs.STORAGE / f"{file_stem('peers', weights)}.json" for weights in FORMATS}
-ENGINES, VLLM, LINEAR = (runs.STORAGE / f"{name}.json" for name in ("engines", "vllm", "linear"))
+ENGINES, VLLM, LINEAR, DISTRIBUTED = (runs.STORAGE / f"{name}.json" for name in ("engines", "vllm", "linear", "distributed"))
 
 LISTS = {"decode": "decode", "prefill": "prefill"}  # by a layer's work; all other work is "per_expert"
 CALL = {
@@ -186,6 +188,7 @@ def with_others(results: Results, folder: Path = FOLDER) -> Results:
         data |= _of_engines(saved)
     data |= _linear_peers(cpu)
     kept = ("engines", "whole", "gguf", "cold", "modes", "vllm", "vllm_servers", "vllm_dense", "linear", "linear_peers")
+    kept += ("distributed",)
     for section in kept:
         if section in old:
             data.setdefault(section, old[section])
@@ -244,6 +247,11 @@ def vllm_alone(saved: dict, folder: Path = FOLDER) -> Results:
     if not (found := vllm_report.published(saved)):
         raise ResultsError("no part of vLLM: expected what make bench-vllm saves")
     return _alone(found, _about(saved), folder)
+
+
+def distributed_alone(saved: dict, folder: Path = FOLDER) -> Results:
+    """The same of make bench-distributed."""
+    return _alone({"distributed": distributed_report.published(saved)}, _about(saved), folder)
 
 
 def _about(saved: dict) -> dict:
@@ -380,6 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="saved runs: files, or the numbers that their names begin with")
     parser.add_argument("--engines", action="store_true", help="only what make bench-engines saved")
     parser.add_argument("--vllm", action="store_true", help="only what make bench-vllm saved")
+    parser.add_argument("--distributed", action="store_true", help="only what make bench-distributed saved")
     parser.add_argument("--peers", action="store_true", help="only what make bench-peers saved on this CPU")
     parser.add_argument("--modes", action="store_true", help="only what the runs have of activation modes")
     parser.add_argument(
@@ -392,6 +401,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"written: {write(engines_alone(json.loads(ENGINES.read_text())))}")
         elif options.vllm:
             print(f"written: {write(vllm_alone(json.loads(VLLM.read_text())))}")
+        elif options.distributed:
+            print(f"written: {write(distributed_alone(json.loads(DISTRIBUTED.read_text())))}")
         elif options.peers:
             print(f"written: {write(peers_alone(machine.cpu_fields()))}")
         elif not options.tables:

@@ -308,6 +308,47 @@ SCHEMA = {
             {"name": str, "n": int, "k": int, "gb_s": float, "tokens": [{"tokens": int, "lead": float}]},
         ],
     },
+    "distributed?": {
+        "date": datetime.date,
+        "commit?": str,
+        "source": str,
+        "model": str,
+        "weights": str,
+        "experts": int,
+        "top_k": int,
+        "hidden": int,
+        "intermediate": int,
+        "shards": int,
+        "absent": {str: str},
+        "group": [
+            {
+                "network": str,
+                "communicator": str,
+                "ranks": int,
+                "cpus": int,
+                "shared": bool,
+                "latency_us?": float,
+                "gb_s?": float,
+                "packed_gb": float,
+                "exchange": [{"bytes": int, "us": float}],
+                "call": [
+                    {
+                        "tokens": str,
+                        "count": int,
+                        "ms": float,
+                        "messages_ms": float,
+                        "compute_ms": float,
+                        "host_ms": float,
+                        "model_ms": float,
+                        "alone_ms": float,
+                        "ratio": float,
+                        "rounds": int,
+                        "bytes": int,
+                    }
+                ],
+            }
+        ],
+    },
     "cost?": [{"isa": str, "activations": str, "decode_ns": float, "efficiency": float, "overlap": float}],
 }
 
