@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ktmoe.distributed.sums import added, sent
+from ktmoe.distributed.sums import All, Own, sent
 
 
 def tree(leaves):
@@ -24,10 +24,12 @@ def test_added(shards):
         owner = rng.integers(0, ranks, (50, shards))
         parts, places = [], []
         for rank in range(ranks):
-            at = np.nonzero(wanted & (owner == rank))
-            parts.append(values[at])
-            places.append(at)
-        y = added(parts, places, 50, shards)
+            own = Own.of(wanted, wanted & (owner == rank))
+            parts.append(own.run(values[own.computed]))
+            places.append(own.sent)
+            for found, expected in zip(sent(wanted, wanted & (owner == rank)), own.sent, strict=True):
+                np.testing.assert_array_equal(found, expected)
+        y = All.of(places, 50, shards).run(parts, 50)
         for token in range(50):
             whole = tree([values[token, shard] if wanted[token, shard] else None for shard in range(shards)])
             np.testing.assert_array_equal(y[token], 0 if whole is None else whole)

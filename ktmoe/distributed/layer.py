@@ -109,7 +109,7 @@ class DistributedLayer:
     ):
         checked_experts(experts)
         self.distribution = distribution
-        self._process = os.getpid()
+        self._made_in = os.getpid()
         self.division = distribution.division(experts, layer)
         self._local = LocalExperts(
             experts.spec,
@@ -182,7 +182,7 @@ class DistributedLayer:
         Raises what MoELayer.forward raises, on the process where it happens. RankError: another process raised, is gone, calls
         another layer, or has other arguments where they have to be the same. ClosedError in a forked child.
         """
-        if os.getpid() != self._process and self.distribution.communicator.size > 1:
+        if os.getpid() != self._made_in and self.distribution.communicator.size > 1:
             raise ClosedError(f"{self.spec.name}: forward in a forked child, which has no connection to other processes")
         with self.distribution.lock:
             return self._way.forward(x, expert_ids, expert_weights, out)

@@ -11,7 +11,7 @@ from ktmoe.distributed.communicator import Communicator
 from ktmoe.distributed.local_experts import LocalExperts
 from ktmoe.distributed.messages import AT_ONCE, HEADER, header, headers, raise_any
 from ktmoe.distributed.numbers import as_bytes, rounded_like
-from ktmoe.distributed.sums import add, added, numbered, sent
+from ktmoe.distributed.sums import All, Own, Places, sent
 
 #: Experts of a token for which the first message has room. Calls with more take another message.
 TOP_K_ROOM = 16
@@ -22,7 +22,7 @@ class _Sending(NamedTuple):
 
     tokens: np.ndarray
     rows: np.ndarray
-    sums: tuple[np.ndarray, np.ndarray]
+    sums: Places
 
 
 class OwnTokens:
@@ -60,7 +60,8 @@ class OwnTokens:
         answers = self._answers(rows, sending)
         parts = [answer.view(np.float32).reshape(-1, self._local.spec.hidden) for answer in answers]
         places = [to.sums for to in sending]
-        target[...] = rounded_like(added(parts, places, len(ids), self._local.division.shards), target)
+        y = All.of(places, len(ids), self._local.division.shards).run(parts, len(ids))
+        target[...] = rounded_like(y, target)
         return going_on
 
     def _sending(self, bits: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> list[_Sending]:
@@ -117,15 +118,12 @@ class OwnTokens:
         wanted = division.wanted(ids)
         shards = np.concatenate([of["shards"] for of in rows])
         mine = (shards[:, None] & _BITS[: division.shards]) != 0
-        here = sent(wanted, mine)
-        spans = np.searchsorted(here[0], ends)  # of each rank's sums
-        sums = np.zeros((len(here[0]), hidden), np.float32)
+        own = Own.of(wanted, mine)
+        spans = np.searchsorted(own.sent[0], ends)  # of each rank's sums
+        sums = np.zeros((len(own.order), hidden), np.float32)
         try:
             bits = np.concatenate([of["x"] for of in rows])
-            computed = self._local.partial_sums(bits, ids, weights, *np.nonzero(mine))
-            at = numbered(mine)
-            add(at, mine | ~wanted, computed)
-            np.take(computed, at[here], axis=0, out=sums)
+            sums = own.run(self._local.partial_sums(bits, ids, weights, *own.computed))
         except Exception as error:
             raised = error
         told = header(self._local.spec.name, raised)

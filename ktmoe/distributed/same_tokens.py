@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +12,19 @@ from ktmoe.distributed.communicator import Communicator
 from ktmoe.distributed.local_experts import LocalExperts
 from ktmoe.distributed.messages import AT_ONCE, HEADER, digest, header, headers, raise_any
 from ktmoe.distributed.numbers import as_bytes, rounded_like
-from ktmoe.distributed.sums import add, added, numbered, sent
+from ktmoe.distributed.sums import All, Own, Places, sent
 from ktmoe.errors import RankError
+
+#: Patterns of a few tokens' shards that are kept: 256 are all of one token with 8 shards.
+MOST_PATTERNS = 1024
+
+
+class _Pattern(NamedTuple):
+    """What a call adds, by the shards that its tokens need. places: of each rank's sums. all: of a few tokens."""
+
+    own: Own
+    places: list[Places]
+    all: All | None
 
 
 class SameTokens:
@@ -23,6 +35,7 @@ class SameTokens:
 
     def __init__(self, local: LocalExperts, communicator: Communicator, gathered: int):
         self._local, self._communicator, self._gathered = local, communicator, gathered
+        self._patterns: dict[tuple[bytes, bytes], _Pattern] = {}
         # rows of one token, at most, in a message of each rank
         self._rows = [self._most_rows(rank) for rank in range(self._communicator.size)]
 
@@ -39,39 +52,42 @@ class SameTokens:
 
     def _round(self, bits: np.ndarray, ids: np.ndarray, weights: np.ndarray, target: np.ndarray) -> None:
         """Write the outputs of at most AT_ONCE tokens into target."""
-        division, rank, raised = self._local.division, self._communicator.rank, None
-        few, sums = len(ids) <= self._gathered, None
+        few, sums, raised = len(ids) <= self._gathered, None, None
         try:
-            wanted = division.wanted(ids)
-            owners = division.owners(ids, wanted)
-            mine = wanted & (owners == rank)
-            sums = self._local.partial_sums(bits, ids, weights, *np.nonzero(mine))
-            at = numbered(mine)
-            add(at, mine | ~wanted, sums)
-            here = np.nonzero(at >= 0)
-            sums = sums[at[here]]
+            pattern = self._pattern(ids, few)
+            sums = pattern.own.run(self._local.partial_sums(bits, ids, weights, *pattern.own.computed))
         except Exception as error:
             raised = error
         call = {"tokens": len(ids), "top_k": ids.shape[1], "digest": digest(bits, ids, weights)}
         received = self._first_messages(raised, sums if few else None, **call)
-        of_ranks = range(self._communicator.size)
-        places = [here if other == rank else sent(wanted, wanted & (owners == other)) for other in of_ranks]
         if few:
             parts = [_rows(message[HEADER.itemsize :], self._local.spec.hidden) for message in received]
-            parts = [rows[: len(place[0])] for rows, place in zip(parts, places, strict=True)]
-            target[...] = rounded_like(added(parts, places, *wanted.shape), target)
+            parts = [rows[: len(tokens)] for rows, (tokens, _) in zip(parts, pattern.places, strict=True)]
+            target[...] = rounded_like(pattern.all.run(parts, len(ids)), target)
         else:
-            self._add_by_turns(sums, places, wanted.shape, target)
+            self._add_by_turns(sums, pattern.places, target)
 
-    def _add_by_turns(
-        self, sums: np.ndarray, places: Sequence[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int], target: np.ndarray
-    ) -> None:
-        """Each process adds the sums of some of the tokens, and tells the others.
+    def _pattern(self, ids: np.ndarray, few: bool) -> _Pattern:
+        division, size = self._local.division, self._communicator.size
+        wanted = division.wanted(ids)
+        owners = division.owners(ids, wanted)
+        key = wanted.tobytes(), owners.tobytes() if division.replicas else b""
+        if few and key in self._patterns:
+            return self._patterns[key]
+        computed = [wanted & (owners == rank) for rank in range(size)]
+        own = Own.of(wanted, computed[self._communicator.rank])
+        places = [own.sent if rank == self._communicator.rank else sent(wanted, computed[rank]) for rank in range(size)]
+        pattern = _Pattern(own, places, All.of(places, *wanted.shape) if few else None)
+        if few:
+            if len(self._patterns) >= MOST_PATTERNS:
+                self._patterns.clear()
+            self._patterns[key] = pattern
+        return pattern
 
-        sums: this rank's. places: (tokens, shards) of each rank's. shape: (tokens, shards) of all.
-        """
+    def _add_by_turns(self, sums: np.ndarray, places: Sequence[Places], target: np.ndarray) -> None:
+        """Each process adds the sums of some of the tokens, and tells the others. sums: this rank's. places: of each rank's."""
         rank, size, hidden = self._communicator.rank, self._communicator.size, self._local.spec.hidden
-        ends = np.linspace(0, shape[0], size + 1).astype(int)
+        ends = np.linspace(0, len(target), size + 1).astype(int)
         spans = np.searchsorted(places[rank][0], ends)
         outgoing = [as_bytes(sums[start:end]) for start, end in itertools.pairwise(spans)]
         first, last = ends[rank : rank + 2]
@@ -79,7 +95,8 @@ class SameTokens:
         places = [(tokens[own] - first, shards[own]) for (tokens, shards), own in zip(places, chosen, strict=True)]
         received = self._communicator.exchange(outgoing, [len(tokens) * hidden * 4 for tokens, _ in places])
         parts = [_rows(message, hidden) for message in received]
-        own = rounded_like(added(parts, places, last - first, shape[1]), target)
+        y = All.of(places, last - first, self._local.division.shards).run(parts, last - first)
+        own = rounded_like(y, target)
         nbytes = own.dtype.itemsize * hidden
         received = self._communicator.exchange([as_bytes(own)] * size, (np.diff(ends) * nbytes).tolist())
         for message, (start, end) in zip(received, itertools.pairwise(ends), strict=True):
