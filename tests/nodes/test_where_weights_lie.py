@@ -12,7 +12,7 @@ from helpers import KINDS, random_batch, random_experts
 from linears import DENSE_KINDS, random_matrix, random_x
 from nodes_of_pages import PAGE_BYTES, nodes_by_shard, nodes_of
 
-from ktmoe import Linear, LinearGroup, MoELayer, MoEModel, synthetic
+from ktmoe import Linear, LinearGroup, MoELayer, MoEModel, set_num_threads, synthetic
 from ktmoe._native import core
 from ktmoe.experts import PROJECTIONS
 
@@ -98,13 +98,14 @@ def test_a_model_whose_layers_are_loaded_by_several_threads(tmp_path, chosen):
     assert done == [4]
 
 
-def test_scratch_memory_of_layers(several_nodes):
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_scratch_memory_of_layers(tokens, several_nodes):
     """Of layers by turns that are on the same nodes in another order, whose shards' scratch memory is not the same."""
     experts = experts_of("folded", num_experts=4)
     nodes = list(several_nodes)
     with MoELayer(experts, numa_nodes=nodes) as one, MoELayer(experts, numa_nodes=nodes[::-1]) as other:
         for layer in (one, other, one):
-            call(layer, tokens=300)
+            call(layer, tokens)
             assert_scratch_is_on(layer.placement.nodes)
 
 
@@ -123,6 +124,15 @@ def assert_scratch_is_on(nodes):
     assert found
     for shard, on in found.items():
         assert on - {None} == {nodes[shard]}
+
+
+def test_fewer_threads_than_nodes(several_nodes):
+    """One thread packs all shards, and yet each is on its node."""
+    nodes = tuple(several_nodes)
+    set_num_threads(1)
+    with MoELayer(experts_of("b16"), numa_nodes=nodes) as layer:
+        call(layer)
+        assert_on_its_nodes(layer)
 
 
 def test_what_is_looked_at_may_lie_elsewhere(several_nodes):
