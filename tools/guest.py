@@ -1,6 +1,6 @@
 """What boots a guest: QEMU, a kernel of Debian's and this machine's files. The other *_guest.py say what runs in one.
 
-What a guest writes stays in its memory. It has no network.
+What a guest writes stays in its memory. It has no network, unless a tool gives it one.
 """
 
 import os
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "guest"
 #: Debian's packages, and the program that is needed of each.
 PACKAGES = {"qemu-system-x86": "qemu-system-x86_64", "busybox-static": "busybox", "kmod": "depmod"}
-#: What is taken of the kernel's package, which is 400 MB: this machine's files, and a disk of the guest's own.
+#: What is taken of the kernel's package, which is 400 MB: for this machine's files, a disk in memory, a network.
 DRIVERS = (
     *("net/9p/*", "fs/9p/*", "fs/netfs/*", "fs/fscache/*", "fs/overlayfs/*", "drivers/virtio/*"),
     *("fs/ext4/*", "fs/jbd2/*", "fs/mbcache.ko", "lib/crc16.ko", "crypto/crc32c*.ko", "drivers/block/loop.ko"),
+    *("drivers/net/virtio_net.ko", "drivers/net/net_failover.ko", "net/core/failover.ko", "net/sched/sch_netem.ko"),
 )
 TAKEN = ("./boot/vmlinuz-*", "*/modules.order", "*/modules.builtin*", *(f"*/kernel/{driver}" for driver in DRIVERS))
 #: It has AVX2, FMA and F16C, and nothing newer that kernels ask for. What is taken from it here, an emulator would warn of.
@@ -66,8 +67,9 @@ def attempt(work: Callable[[], int], *more: type[Exception]) -> int:
         return 0
 
 
-def install() -> None:
-    lacking = [package for package, program in PACKAGES.items() if not shutil.which(program)]
+def install(more: Mapping[str, str] | None = None) -> None:
+    """Have QEMU and a kernel. more: what else is needed, as PACKAGES has it. Raises Missing."""
+    lacking = [package for package, program in (PACKAGES | dict(more or {})).items() if not shutil.which(program)]
     if lacking and os.geteuid():
         raise Missing(f"only root can install {', '.join(lacking)}")
     if (lacking or not fetched()) and not shutil.which("apt-get"):
@@ -128,10 +130,15 @@ def run(command: str, arguments: Sequence[str] = ("-smp", "2", "-m", "10G"), mod
         folder = Path(name)
         initramfs(folder, command, modules)
         subprocess.run(qemu(folder, accelerator(), arguments), stdin=subprocess.DEVNULL, check=False)
-        code = (folder / "code").read_text().strip() if (folder / "code").exists() else ""
-        if not code:
-            print("ktmoe: the guest ended before its command did. Its kernel said last:", flush=True)
-            print("\n".join((folder / "kernel").read_text(errors="replace").splitlines()[-20:]), flush=True)
+        return code_of(folder)
+
+
+def code_of(folder: Path) -> int:
+    """The exit code of the command of a guest that has ended."""
+    code = (folder / "code").read_text().strip() if (folder / "code").exists() else ""
+    if not code:
+        print("ktmoe: the guest ended before its command did. Its kernel said last:", flush=True)
+        print("\n".join((folder / "kernel").read_text(errors="replace").splitlines()[-20:]), flush=True)
     return int(code or 1)
 
 
