@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import random_batch, random_experts
-from topology import masks, workers
 
 from ktmoe import MoELayer, set_num_threads
 from ktmoe._native import core
@@ -31,18 +30,30 @@ def spec(intermediate=256, num_experts=2):
 def threads_of_nodes(layer, count, several_nodes):
     """How many of the workers are kept to each of the layer's nodes, the caller counted to the first."""
     core.release()
-    before, own = masks(), os.sched_getaffinity(0)
+    before, own = running(), os.sched_getaffinity(0)
     old = core.tune(by_turns=True)  # a thread that came too late for a call might not be kept anywhere yet
     layer.forward(*random_batch(np.random.default_rng(2), layer.spec, 3, 2))
     core.tune(**old)
     assert os.sched_getaffinity(0) == own
     found = [0] * len(layer.placement.nodes)
     found[0] = 1
-    for mask in workers(count - 1, before):
-        on = [i for i, node in enumerate(layer.placement.nodes) if numbers(mask) <= several_nodes[node]]
+    started = running() - before  # by number: one that has ended may linger, and may have had the same mask
+    for mask in map(mask_of, started):
+        on = [i for i, node in enumerate(layer.placement.nodes) if mask <= several_nodes[node]]
         assert len(on) == 1, f"a thread may run on CPUs {mask}"
         found[on[0]] += 1
+    assert sum(found) == count
     return tuple(found)
+
+
+def running() -> set[int]:
+    """The numbers of this process's threads."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def mask_of(thread: int) -> set[int]:
+    lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+    return numbers(next(line.partition(":\t")[2] for line in lines if line.startswith("Cpus_allowed_list")))
 
 
 def test_threads_by_default(chosen, several_nodes):
@@ -70,11 +81,6 @@ def test_threads_follow_the_layer_that_is_computed(several_nodes):
         for layer, node in ((one, first), (other, last), (one, first)):
             cores = len(several_nodes[node])
             assert threads_of_nodes(layer, cores, several_nodes) == (cores,)
-
-
-def mask_of(thread: int) -> set[int]:
-    lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
-    return numbers(next(line.partition(":\t")[2] for line in lines if line.startswith("Cpus_allowed_list")))
 
 
 def test_the_caller_is_on_the_first_node_while_it_computes(several_nodes):
