@@ -60,7 +60,7 @@ test-sglang: $(STAMPS)/native $(STAMPS)/test ## SGLang's own layer on ktmoe: fir
 test-avx2: $(STAMPS)/native $(STAMPS)/test ## vLLM's tests in a QEMU guest without AVX-512: needs root, first installs QEMU and a kernel, over an hour without KVM; ARGS=lscpu runs that
 	@$(PY) tools/avx2_guest.py $(ARGS)
 
-test-numa: $(STAMPS)/native $(STAMPS)/test ## tests on two and four NUMA nodes in QEMU guests: needs root, first installs QEMU and a kernel, about 8 minutes without KVM; ARGS="two -- lscpu" runs that in one
+test-numa: $(STAMPS)/native $(STAMPS)/test ## tests on two and four NUMA nodes in QEMU guests: needs root, first installs QEMU and a kernel, 10 to 20 minutes without KVM; ARGS="two -- lscpu" runs that in one
 	@$(PY) tools/numa_guest.py $(ARGS)
 
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2 cores, saved; ARGS="--full" is everything
