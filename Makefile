@@ -60,6 +60,9 @@ test-sglang: $(STAMPS)/native $(STAMPS)/test ## SGLang's own layer on ktmoe: fir
 test-avx2: $(STAMPS)/native $(STAMPS)/test ## vLLM's tests in a QEMU guest without AVX-512: needs root, first installs QEMU and a kernel, over an hour without KVM; ARGS=lscpu runs that
 	@$(PY) tools/avx2_guest.py $(ARGS)
 
+test-numa: $(STAMPS)/native $(STAMPS)/test ## tests on two and four NUMA nodes in QEMU guests: needs root, first installs QEMU and a kernel, 10 to 20 minutes without KVM; ARGS="two -- lscpu" runs that in one
+	@$(PY) tools/numa_guest.py $(ARGS)
+
 bench: $(STAMPS)/native $(STAMPS)/bench ## the benchmarks, about 20 minutes on 2 cores, saved; ARGS="--full" is everything
 	@$(PY) -m pytest -q bench --benchmark-quiet --benchmark-autosave -W ignore::pytest_benchmark.logger.PytestBenchmarkWarning $(ARGS)
 
@@ -110,7 +113,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang test-avx2 bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

@@ -7,73 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from exact import down_layer, forward, odd_scales, random_codes, random_factor, scaled_by, weights_of
-from helpers import BF16, KINDS, assert_right, crowd, group_extents, random_batch, random_experts, same_bits, shards_of
+from helpers import BF16, KINDS, assert_right, crowd, random_batch, random_experts, same_bits, shards_of
+from shards import added_up
 from topology import CPUS, masks, workers
 
 from ktmoe import BF16 as B16
-from ktmoe import ExpertWeights, Matrix, MoELayer, backends, config, int4, set_num_threads
+from ktmoe import MoELayer, backends, config, int4, set_num_threads
 from ktmoe._native import core
 from ktmoe.errors import InputError, OutOfMemoryError
 from ktmoe.experts import ROUTER_WEIGHTS
 from ktmoe.machine import numa
 from ktmoe.weights.formats import FP8_PER_ROW, Factor, fp8, nvfp4
-from ktmoe.weights.order import ROWS
 
 pytestmark = pytest.mark.usefixtures("three_nodes")
 #: Fewer threads than shards, as many, uneven teams, more than one a CPU.
 THREADS = (1, 2, 3, 7)
-
-
-def shard_of(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
-    """The experts with the intermediate dimension from first to last only, in rows; the bias of down goes with 0, and a factor
-    that is not of the rows that are cut with every shard."""
-    formats = {projection: replace(weight_format, order=ROWS) for projection, weight_format in experts.formats.items()}
-    size = last - first
-
-    def read(expert: int, projection: str) -> Matrix:
-        matrix = experts.matrix(expert, projection)
-        weight_format = matrix.format
-        extents = {"codes": (1, 2 if weight_format.family == "q4" else 1), **group_extents(weight_format)}
-
-        def cut(label, array):
-            if label == "factor":
-                return array[first:last] if weight_format.factor.per_row and projection != "down" else array
-            rows, columns = extents[label]
-            if projection == "down":
-                return np.ascontiguousarray(array[:, first // columns : -(-last // columns)])
-            return array[first // rows : -(-last // rows)]
-
-        bias = matrix.bias
-        if bias is not None:
-            bias = bias[first:last] if projection != "down" else None if first else bias
-        shape = (experts.hidden, size) if projection == "down" else (size, experts.hidden)
-        arrays = weight_format.rows(matrix.stored, *matrix.shape)
-        arrays = {label: cut(label, array) for label, array in arrays.items()}
-        return Matrix(matrix.name, formats[projection], shape, bias=bias, **arrays)
-
-    return ExpertWeights(experts.num_experts, experts.hidden, size, read, formats, experts.activation, experts.name)
-
-
-def partial_outputs(experts: ExpertWeights, shards: list[tuple[int, int]], batch, backend: str, **settings) -> np.ndarray:
-    """float32 [shards, tokens, hidden], each from a layer of its own."""
-    x, ids, weights = batch
-    of_shards = []
-    for first, last in shards:
-        with MoELayer(shard_of(experts, first, last), backend, **settings) as layer:
-            of_shards.append(layer.forward(x.astype(np.float32), ids, weights))
-    return np.array(of_shards)
-
-
-def added_up(experts, nodes, batch, backend, **settings):
-    """The sum of what a layer of its own gives for each shard."""
-    settings["numa_nodes"] = [0]
-    of_shards = partial_outputs(
-        experts, numa.split(experts.intermediate, experts.shard_unit, nodes), batch, backend, **settings
-    )
-    y = of_shards[0]
-    for of_shard in of_shards[1:]:
-        y = y + of_shard
-    return y
 
 
 # Bits

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <linux/mempolicy.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -33,6 +34,16 @@ void *kt_os_map(size_t bytes) {
     if (span - before - bytes) munmap(p + before + bytes, span - before - bytes);
     p += before;
     madvise(p, bytes, MADV_HUGEPAGE); /* advice: where it is refused, 4 KiB pages serve */
+    return p;
+}
+
+void *kt_os_map_on(int node, size_t bytes) {
+    enum { NODES = 1024, BITS = 8 * sizeof(unsigned long) }; /* as many as Linux can be built for */
+    unsigned long wanted[NODES / BITS] = {0};
+    void *p = kt_os_map(bytes);
+    if (!p || node < 0 || node >= NODES) return p;
+    wanted[node / BITS] = 1ul << node % BITS;
+    syscall(SYS_mbind, p, mapped_bytes(bytes), MPOL_PREFERRED, wanted, NODES + 1ul, 0);
     return p;
 }
 

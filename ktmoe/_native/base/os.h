@@ -9,6 +9,9 @@
 
 enum { KT_PAGE_BYTES = 4096, KT_HUGE_BYTES = 2 << 20 }; /* of pages: the least that can be mapped, and huge ones */
 void *kt_os_map(size_t bytes);                          /* zeroed, 2 MiB aligned, huge pages asked for; NULL when refused */
+/* The same in a NUMA node's memory while it has some, whoever touches it first. Below 0, or where a container forbids the system call,
+ * it is as kt_os_map(). */
+void *kt_os_map_on(int node, size_t bytes);
 void kt_os_unmap(void *p, size_t bytes);
 
 /* A file as it is now, by its descriptor. */

@@ -20,8 +20,10 @@ typedef struct kt_placement {
     size_t threads;  /* unless the user chose a number */
     size_t num_cpus; /* of all shards */
     size_t num_domains;
-    kt_domain *domains; /* shard by shard, each of which has one at least */
+    kt_domain *domains;       /* shard by shard, each of which has one at least */
+    int nodes[KT_SHARDS_MAX]; /* whose memory each shard's is; below 0: whoever touches it first decides */
 } kt_placement;
 static inline size_t kt_shards_of(const kt_placement *placement) { return placement ? placement->shards : 1; }
+static inline int kt_node_of(const kt_placement *placement, size_t shard) { return placement ? placement->nodes[shard] : -1; }
 
 #endif

@@ -1,5 +1,5 @@
-/* Memory that a pass needs while it computes, kept between calls: one arena of what all threads use, and one of each shard, which its
- * own threads touch first. With the pool's lock held. */
+/* Memory that a pass needs while it computes, kept between calls: one arena of what all threads use, and one of each shard, in its
+ * node's memory. With the pool's lock held. */
 #ifndef KT_ARENAS_H
 #define KT_ARENAS_H
 
@@ -12,7 +12,7 @@ typedef struct kt_arena {
 
 typedef struct kt_arenas {
     kt_arena common, of[KT_SHARDS_MAX];
-    const kt_placement *placement; /* that of[] was first touched on */
+    const kt_placement *placement; /* that of[] is on */
 } kt_arenas;
 
 /* What a call needs: bytes of the common arena and of each shard's; more than `bound` is held only if that is needed. */

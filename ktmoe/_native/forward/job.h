@@ -42,7 +42,7 @@ typedef struct kt_shard_job {
     _Atomic uint8_t *met;       /* [strips][inter_panels]: whether one of the two halves is there */
     kt_count *arrived;          /* [hidden_panels]: strips whose d is there */
     kt_worker_scratch *workers; /* [team's] */
-    /* These are in memory that the shard's own threads touch first, as what the workers have is: */
+    /* These are in memory that the shard's own threads alone touch, as what the workers have is: */
     uint8_t *h;           /* [slots] rows */
     kt_panel_row *halves; /* [2][inter_panels][slots]: g and u that wait for each other */
     kt_panel_row *d;      /* [slots][hidden_panels]; none where phase B is by panel */
@@ -62,6 +62,7 @@ typedef struct kt_job {
     size_t num_forms;
     kt_gate begun;      /* workers that are not there yet: tuning.by_turns waits for all */
     kt_staging staging; /* of x, in all forms, by the workers */
+    uint16_t *row;      /* [k_hidden]: a row of x before it is encoded, where the caller stages it */
     uint8_t *together;  /* [slots]: see kt_x */
     kt_count *summed;   /* [ranges][hidden_panels]: shards whose sums are there */
     kt_lowered lowered[KT_PHASES];

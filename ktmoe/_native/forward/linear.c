@@ -51,6 +51,7 @@ typedef struct job {
     size_t first, tokens; /* of the call: a chunk */
     size_t strip_rows, num_strips;
     uint64_t *cost; /* [num_strips + 1]: of one item of each strip before */
+    uint16_t *row;  /* [longest_row]: of x before it is encoded, where the caller stages it */
     size_t longest_row, kernel_scratch_bytes;
     const kt_isa *isa; /* the one of the call's instruction sets that has state, or any */
     kt_staging staging;
@@ -119,6 +120,7 @@ static void plan(job *j, size_t tokens) {
 static size_t lay_out(job *j, uint8_t *base) {
     kt_carver c = {base, 0};
     j->cost = kt_carve(&c, j->num_strips + 1, sizeof *j->cost);
+    j->row = kt_carve(&c, j->longest_row, sizeof *j->row);
     for (size_t i = 0; i < j->call->count; i++) {
         source *s = &j->sources[i];
         if (!is_first(j, i)) continue;
@@ -199,7 +201,7 @@ static void point_x(job *j) {
     kt_staging_begin(&j->staging, bytes > KT_STAGE_ALONE_BYTES ? rows : 0);
     if (j->staging.rows || !rows) return;
     const unsigned state = kt_fp_enter();
-    stage(j, (kt_run){0, rows}, j->shards[0].workers[0].row);
+    stage(j, (kt_run){0, rows}, j->row);
     kt_fp_leave(state);
 }
 

@@ -53,7 +53,7 @@ static void point_x(kt_job *j) {
     if (j->staging.rows || !rows) return;
     const unsigned state = kt_fp_enter();
     for (const kt_x_form *form = j->forms; form < j->forms + j->num_forms; form++)
-        kt_x_stage(&j->x, form, 0, kt_x_rows(&j->x, form), j->shards[0].workers[0].row);
+        kt_x_stage(&j->x, form, 0, kt_x_rows(&j->x, form), j->row);
     kt_fp_leave(state);
 }
 

@@ -30,6 +30,7 @@ static size_t lay_out(kt_job *j, uint8_t *base, size_t tokens) {
         form->staged = kt_carve(&c, form->by_slot ? slots : tokens, form->stride_bytes);
         kt_carve(&c, form->rows->tiled, KT_TILE_ROWS * form->rows->block_bytes); /* may be read */
     }
+    j->row = kt_carve(&c, j->k_hidden, sizeof *j->row);
     j->together = kt_carve(&c, slots, sizeof *j->together);
     j->summed = kt_carve(&c, ranges * j->hidden_panels, sizeof *j->summed);
     for (size_t p = 0; j->batch.adapter && p < KT_MATRICES; p++)

@@ -1,5 +1,5 @@
 /* SHARDS      A shard has some columns of h: so many rows of gate and up, and so many columns of down; or rows of a dense matrix. Its arena holds its part of
- *             every expert, gate, up and down one after another, and is first touched by its own threads when they pack; or a file
+ *             every expert, gate, up and down one after another, in its node's memory, and its own threads pack it; or a file
  *             holds it, and the page cache has what is touched.
  */
 #include <errno.h>
@@ -55,7 +55,7 @@ static bool lay_out(kt_experts *e, const size_t (*columns)[2]) {
 bool kt_experts_map(kt_experts *e, const size_t (*columns)[2]) {
     if (!lay_out(e, columns)) return false;
     for (size_t s = 0; s < kt_shards_of(e->layer.placement); s++)
-        if (!(e->memory[s].arena = kt_os_map(e->memory[s].arena_bytes))) return false;
+        if (!(e->memory[s].arena = kt_os_map_on(kt_node_of(e->layer.placement, s), e->memory[s].arena_bytes))) return false;
     return true;
 }
 
@@ -150,7 +150,7 @@ static enum kt_outcome copy_bias_and_factor(const kt_shard_matrix *s, const kt_g
 static bool place(kt_experts *e, size_t expert, bool replaces, size_t shard, kt_shard_matrix *matrices) {
     kt_shard_memory *m = &e->memory[shard];
     if (replaces && !m->spare_map) {
-        m->spare_map = m->spare = kt_os_map(m->expert_bytes);
+        m->spare_map = m->spare = kt_os_map_on(kt_node_of(e->layer.placement, shard), m->expert_bytes);
         if (!m->spare_map) return false;
     }
     uint8_t *to = replaces ? m->spare : m->arena + expert * m->expert_bytes;

@@ -44,7 +44,7 @@ cdef class _PackedExperts:
         layer.num_experts, layer.hidden = experts.num_experts, experts.hidden
         self.experts.intermediate, self.experts.matrices = experts.intermediate, len(self._names)
         layer.isa = table.isa
-        layer.placement = _placed(plan.placement.domains, threads) if plan.placement.nodes else NULL
+        layer.placement = _placed(plan.placement.domains, threads, plan.placement.nodes) if plan.placement.nodes else NULL
         self.num_shards = len(ranges)
         assert self.num_shards == plan.placement.shards
         self._columns = [last - first for first, last in ranges]

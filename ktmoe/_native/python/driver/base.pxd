@@ -41,6 +41,7 @@ cdef extern from "base/placement.h" nogil:
     ctypedef struct kt_placement:
         size_t shards, threads, num_cpus, num_domains
         kt_domain *domains
+        int nodes[32]
 
 
 cdef extern from "base/pool.h" nogil:

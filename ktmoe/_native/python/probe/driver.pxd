@@ -44,11 +44,21 @@ cdef extern from "layer/layer.h" nogil:
     bint kt_layer_use(kt_layer *layer, kt_matrix *matrix, kt_bool down, const kt_kernel *kernel)
 
 
+cdef extern from "forward/arenas.h" nogil:
+    ctypedef struct kt_arena:
+        uint8_t *base
+        size_t bytes
+    ctypedef struct kt_arenas:
+        kt_arena of[32]
+    kt_arenas *kt_forward_arenas()
+
+
 cdef extern from "forward/forward.h" nogil:
     size_t kt_moe_scratch_bytes()
 
 
 cdef extern from "backward/backward.h" nogil:
+    kt_arenas *kt_backward_arenas()
     size_t kt_backward_scratch_bytes()
 
 

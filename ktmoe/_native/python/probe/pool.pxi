@@ -61,6 +61,18 @@ def scratch_bytes():
     return held
 
 
+def scratch_at():
+    """[(shard, address, bytes)] of the scratch memory that each shard's own threads use, of forward and of backward passes."""
+    cdef kt_arenas of[2]
+    cdef size_t i, s
+    with nogil:
+        kt_pool_lock()
+        of[0], of[1] = kt_forward_arenas()[0], kt_backward_arenas()[0]
+        kt_pool_unlock()
+    return [(s, <size_t>of[i].of[s].base, of[i].of[s].bytes)
+            for i in range(2) for s in range(<size_t>KT_SHARDS_MAX) if of[i].of[s].base]
+
+
 def submit_captured(size_t address):
     """What submit_function does; for those who replay by hand."""
     with nogil:

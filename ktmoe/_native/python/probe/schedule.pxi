@@ -14,7 +14,7 @@ cdef class Teams:
         made_up = tuple(tuple((frozenset(range(cores)),) * 2 for cores in own) for own in domains)
         if not made_up or not all(own and all(cpus for cpus, _ in own) for own in made_up) or not 1 <= threads <= 4096:
             raise InputError(f"needs L3 caches with cores for each shard and 1 to 4096 threads, found {domains} and {threads}")
-        self._placement = _Placement(made_up, threads)
+        self._placement = _Placement(made_up, threads, ())
         if kt_teams_make(&self.teams, &self._placement.placement, threads):
             raise OutOfMemoryError("the system refused memory for teams")
 
