@@ -20,6 +20,7 @@ ALLOWED = (
     r"torch has no CUDA device here",
     r"matplotlib is not installed",
     r"needs two CPUs",
+    r"there can be no network namespaces here: ",
     r"IPv6 cannot be used here",
     r"(kt-kernel|SGLang|compressed-tensors|modelopt|autoawq|quark|gptqmodel|torchao) is not installed",
     r"(llama|llama-converter|engines) is not installed",
