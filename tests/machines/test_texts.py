@@ -1,0 +1,111 @@
+"""The same text on two machines as on one: of two processes, a sum is the same by whatever way its parts come."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import models
+import pytest
+import whole_models
+from model_hosts import Hosts, Text, serving
+
+from bench.engines import byte_tokenizer
+from bench.namespaces import Machines
+
+#: Tokens that a server's tokenizer has, too.
+VOCABULARY = 192
+#: Halves of each matrix are a number of scales, too.
+_FP8 = replace(whole_models.MODELS["Qwen3-MoE FP8"], sizes={"moe_intermediate_size": 256, "num_key_value_heads": 4})
+EXPERTS = "--enable-expert-parallel"
+#: Of vLLM's log: it lets two processes of one machine share memory. On two machines it must not.
+NO_SHARED_MEMORY = "CPU SHM communicator disabled for group tp:0"
+#: Two roundings of a model's bfloat16 differ in log-likelihoods by less, as on one machine.
+CLOSE = 0.06
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, monkeypatch_module):
+    """{a name: the folder of a model with a tokenizer}."""
+    folder = tmp_path_factory.mktemp("models")
+    monkeypatch_module.setitem(whole_models.SIZES, "vocab_size", VOCABULARY)
+    made = {
+        "BF16": models.write("qwen3_moe", folder / "bf16", vocab_size=VOCABULARY),
+        "FP8": whole_models.write(_FP8, folder / "fp8"),
+        "MXFP4": whole_models.write(whole_models.MODELS["gpt-oss MXFP4"], folder / "mxfp4"),
+    }
+    for each in made.values():
+        byte_tokenizer.write(each, VOCABULARY)
+    return made
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def check_log(hosts: Hosts, layers: int, dense: int) -> None:
+    """Each host says that ktmoe computes all of its layers."""
+    for host in hosts.all:
+        [line] = host.lines("ktmoe computes ")
+        assert line.startswith(f"ktmoe computes the experts of {layers} layers (")
+        assert f", and {dense} dense layers (" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rate", "layers", "dense"),
+    [
+        pytest.param("BF16", [], None, 3, 7, marks=pytest.mark.smoke("all"), id="BF16-tensors"),
+        pytest.param("FP8", [EXPERTS], "1gbit", 2, 4, id="FP8-experts-1gbit"),
+        pytest.param("MXFP4", [], None, 2, 5, id="MXFP4-tensors"),
+    ],
+)
+def test_two_machines(folders, tmp_path, name, options, rate, layers, dense):
+    (tmp_path / "one").mkdir()
+    with serving(1, folders[name], tmp_path / "one", *options) as host:
+        expected = host.texts()
+        assert not host.all[0].lines(NO_SHARED_MEMORY)
+    (tmp_path / "two").mkdir()
+    with serving(2, folders[name], tmp_path / "two", *options, rate=rate) as hosts:
+        assert hosts.texts() == expected
+        assert all(host.lines(NO_SHARED_MEMORY) for host in hosts.all)
+        check_log(hosts, layers, dense)
+
+
+def test_data_parallel_experts(folders, tmp_path):
+    """Each host has half of the experts, and computes them for its own tokens and the other's, which are more or fewer."""
+    prompts = [list(range(60, 60 + length)) for length in (3, 17, 30, 5)]
+    with Machines(1) as machines:
+        (tmp_path / "one").mkdir()
+        host = Hosts(machines, folders["BF16"], tmp_path / "one")
+        host.start()
+        host.wait()
+        expected = [Text.of(host.begin(prompt)) for prompt in prompts]
+    with Machines(2) as machines:
+        hosts = Hosts(machines, folders["BF16"], tmp_path)
+        count = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", EXPERTS]
+        where = ["--data-parallel-address", machines.addresses[0], "--data-parallel-rpc-port", "29550"]
+        hosts.start(*count, *where, "--api-server-count", "1")
+        hosts.start(*count, *where, "--data-parallel-start-rank", "1", "--headless")
+        hosts.wait()
+        texts = [Text.of(request) for request in [hosts.begin(prompt) for prompt in prompts]]
+        with hosts.ask("/metrics") as request:
+            metrics = request.stdout.read()
+        check_log(hosts, 3, 7)
+    for found, wanted in zip(texts, expected, strict=True):
+        check_close(found, wanted)
+    counts = re.findall(r'^vllm:generation_tokens_total\{engine="(\d)".*\} (\S+)$', metrics, re.MULTILINE)
+    assert {rank for rank, count in counts if float(count)} == {"0", "1"}
+
+
+def check_close(found: Text, expected: Text) -> None:
+    """Token by token, until two of them were as likely but for rounding: what follows is another text."""
+    for step, (ours, theirs) in enumerate(zip(found.logprobs, expected.logprobs, strict=True)):
+        shared = ours.keys() & theirs.keys()
+        assert all(abs(ours[token] - theirs[token]) < CLOSE for token in shared), step
+        if found.tokens[step] != expected.tokens[step]:
+            likeliest = sorted(theirs.values())
+            assert likeliest[-1] - likeliest[-2] < CLOSE, step
+            break
+    assert found.tokens[0] == expected.tokens[0]  # or it would be no test
