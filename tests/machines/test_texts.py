@@ -8,41 +8,38 @@ from dataclasses import replace
 import models
 import pytest
 import whole_models
-from model_hosts import Hosts, Text, serving
+from model_hosts import NEW, Hosts, Text, serving
 
 from bench.engines import byte_tokenizer
 from bench.namespaces import Machines
 
 #: Tokens that a server's tokenizer has, too.
 VOCABULARY = 192
-#: Halves of each matrix are a number of scales, too.
-_FP8 = replace(whole_models.MODELS["Qwen3-MoE FP8"], sizes={"moe_intermediate_size": 256, "num_key_value_heads": 4})
+#: Of which a half of each matrix has whole scales, too.
+FP8 = {"moe_intermediate_size": 256, "num_key_value_heads": 4}
 EXPERTS = "--enable-expert-parallel"
 #: Of vLLM's log: it lets two processes of one machine share memory. On two machines it must not.
 NO_SHARED_MEMORY = "CPU SHM communicator disabled for group tp:0"
-#: Two roundings of a model's bfloat16 differ in log-likelihoods by less, as on one machine.
+#: Two roundings of a model's bfloat16 differ in log-probabilities by less, as on one machine.
 CLOSE = 0.06
+#: Steps that may differ more, since a router chose another expert at a near tie.
+REROUTED = 4
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, monkeypatch_module):
+def folders(tmp_path_factory):
     """{a name: the folder of a model with a tokenizer}."""
     folder = tmp_path_factory.mktemp("models")
-    monkeypatch_module.setitem(whole_models.SIZES, "vocab_size", VOCABULARY)
+    vocabulary = {"vocab_size": VOCABULARY}
+    fp8, mxfp4 = (whole_models.MODELS[name] for name in ("Qwen3-MoE FP8", "gpt-oss MXFP4"))
     made = {
-        "BF16": models.write("qwen3_moe", folder / "bf16", vocab_size=VOCABULARY),
-        "FP8": whole_models.write(_FP8, folder / "fp8"),
-        "MXFP4": whole_models.write(whole_models.MODELS["gpt-oss MXFP4"], folder / "mxfp4"),
+        "BF16": models.write("qwen3_moe", folder / "bf16", **vocabulary),
+        "FP8": whole_models.write(replace(fp8, sizes=FP8 | vocabulary), folder / "fp8"),
+        "MXFP4": whole_models.write(replace(mxfp4, sizes=vocabulary), folder / "mxfp4"),
     }
     for each in made.values():
         byte_tokenizer.write(each, VOCABULARY)
     return made
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module():
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
 
 
 def check_log(hosts: Hosts, layers: int, dense: int) -> None:
@@ -93,19 +90,21 @@ def test_data_parallel_experts(folders, tmp_path):
         with hosts.ask("/metrics") as request:
             metrics = request.stdout.read()
         check_log(hosts, 3, 7)
-    for found, wanted in zip(texts, expected, strict=True):
-        check_close(found, wanted)
+    apart = [step for found, wanted in zip(texts, expected, strict=True) for step in compared(found, wanted)]
+    assert len(apart) >= len(prompts) * NEW // 2  # or it would be no test
+    assert sum(difference >= CLOSE for difference in apart) <= REROUTED, apart
     counts = re.findall(r'^vllm:generation_tokens_total\{engine="(\d)".*\} (\S+)$', metrics, re.MULTILINE)
     assert {rank for rank, count in counts if float(count)} == {"0", "1"}
 
 
-def check_close(found: Text, expected: Text) -> None:
-    """Token by token, until two of them were as likely but for rounding: what follows is another text."""
+def compared(found: Text, expected: Text) -> list[float]:
+    """The largest difference of log-probabilities at each step, until two tokens were as likely but for rounding: what follows
+    is another text."""
+    apart = []
     for step, (ours, theirs) in enumerate(zip(found.logprobs, expected.logprobs, strict=True)):
-        shared = ours.keys() & theirs.keys()
-        assert all(abs(ours[token] - theirs[token]) < CLOSE for token in shared), step
+        apart.append(max(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()))
         if found.tokens[step] != expected.tokens[step]:
             likeliest = sorted(theirs.values())
             assert likeliest[-1] - likeliest[-2] < CLOSE, step
             break
-    assert found.tokens[0] == expected.tokens[0]  # or it would be no test
+    return apart
