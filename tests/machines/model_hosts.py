@@ -26,7 +26,8 @@ _ASK = """
 import sys, urllib.request
 request = urllib.request.Request(sys.argv[1], sys.argv[2].encode() or None, {"Content-Type": "application/json"})
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-print(opener.open(request, timeout=float(sys.argv[3])).read().decode())
+for line in opener.open(request, timeout=float(sys.argv[3])):
+    print(line.decode(), end="", flush=True)
 """
 
 
@@ -106,8 +107,9 @@ class Hosts:
         command = [sys.executable, "-c", _ASK, f"http://127.0.0.1:{PORT}{path}", body, str(patience)]
         return self.machines.start(0, command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
-    def begin(self, prompt: list[int], new: int = NEW) -> subprocess.Popen:
-        fields = {"prompt": prompt, "max_tokens": new, "temperature": 0, "logprobs": 4, "ignore_eos": True}
+    def begin(self, prompt: list[int], new: int = NEW, *, stream: bool = False) -> subprocess.Popen:
+        """stream: whether the answer comes token by token, a line of it for each."""
+        fields = {"prompt": prompt, "max_tokens": new, "temperature": 0, "logprobs": 4, "ignore_eos": True, "stream": stream}
         return self.ask("/v1/completions", fields | {"return_token_ids": True})
 
     def texts(self) -> list[Text]:
