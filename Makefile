@@ -45,7 +45,7 @@ test verify: $(STAMPS)/native $(STAMPS)/test
 	  KTMOE_TEST_EMULATE_AMX=1 $(PY) -m pytest -q $(PROCESSES) $(CASES) $(ARGS); \
 	fi
 
-test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, for this and the next three
+test-kt-kernel: $(STAMPS)/native $(STAMPS)/test ## kt-kernel itself beside ktmoe: first installs it; ARGS=--smoke is a few cases, for this and the next four
 	@$(PY) tools/test_kt_kernel.py $(ARGS)
 
 test-writers: $(STAMPS)/native $(STAMPS)/test ## loaders on what other projects' writers write: first installs those, about 5 minutes
@@ -53,6 +53,9 @@ test-writers: $(STAMPS)/native $(STAMPS)/test ## loaders on what other projects'
 
 test-engines: $(STAMPS)/native $(STAMPS)/test ## generating text in transformers and in vLLM: first installs them, about 8 minutes
 	@$(PY) tools/test_engines.py $(PROCESSES) $(ARGS)
+
+test-machines: $(STAMPS)/native $(STAMPS)/test ## one model in vLLM on two machines made of network namespaces: needs root, first installs vLLM, about 10 minutes
+	@$(PY) tools/test_machines.py $(ARGS)
 
 test-sglang: $(STAMPS)/native $(STAMPS)/test ## SGLang's own layer on ktmoe: first installs it, about 2 minutes
 	@$(PY) tools/test_sglang.py $(ARGS)
@@ -113,7 +116,7 @@ clean: ## remove .venv, the peers' environments and everything that was built
 	@rm -rf $(VENV) .venv-peers build dist .benchmarks ktmoe.egg-info ktmoe/_native/*.so .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-sglang test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
+.PHONY: help demo demo-chat test verify test-kt-kernel test-writers test-engines test-machines test-sglang test-avx2 test-numa bench bench-compare bench-peers bench-linear bench-engines bench-vllm bench-distributed bench-training bench-graphs simulation results lint format config clean FORCE
 
 ifneq ($(or $(if $(HAVE),,none),$(filter-out $(WANT),$(HAVE))),)
 $(STAMPS)/venv: FORCE

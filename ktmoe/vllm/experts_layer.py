@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_dp_group
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.matrix import Matrix
+from ktmoe.vllm.communicator import Communicator
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import WeightFormat
 
@@ -33,9 +35,16 @@ def refusal(moe: FusedMoEConfig) -> str | None:
         return LORA
     if parallel.enable_eplb:
         return "experts move between processes (EPLB)"
-    if parallel.use_all2all_kernels:
+    if parallel.use_all2all_kernels and not _tokens_are_exchanged(parallel):
         return "tokens are sent between processes"
     return None
+
+
+def _tokens_are_exchanged(parallel: FusedMoEParallelConfig) -> bool:
+    """Whether processes get each other's tokens, and add up what comes of them, outside of a layer's method."""
+    return not (parallel.is_sequence_parallel or parallel.pcp_size > 1) and isinstance(
+        get_dp_group().device_communicator, Communicator
+    )
 
 
 def activation_of(moe: FusedMoEConfig) -> GatedActivation | None:

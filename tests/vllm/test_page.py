@@ -122,7 +122,27 @@ def test_models_that_cannot_be_served(model, tmp_path, capfd, monkeypatch, chang
     assert line.startswith(f"ktmoe: {words.format(folder=folder)}")
 
 
-@pytest.mark.parametrize("further", [[], ["--tensor-parallel-size", "2"], ["--load-format", "dummy"]])
+@pytest.mark.parametrize(
+    ("further", "needed"),
+    [
+        ([], 1.0),
+        (["--nnodes", "2", "-tp", "2"], 0.5),
+        (["-n", "4", "-tp", "4", "--node-rank=1"], 0.25),
+        (["--nnodes", "two"], None),
+        (["--data-parallel-size", "2"], None),
+        (["--config", "options.yaml"], None),
+    ],
+)
+def test_memory_that_a_host_needs(model, monkeypatch, further, needed):
+    """Its part of the weights. With what may be on how many hosts, nothing is known before."""
+    asked = []
+    monkeypatch.setattr(memory, "require", lambda nbytes, what: asked.append(nbytes))
+    __main__.check(model)
+    __main__.check(model, __main__.hosts(further))
+    assert asked[1:] == ([] if needed is None else [int(asked[0] * needed)])
+
+
+@pytest.mark.parametrize("further", [[], ["--tensor-parallel-size", "2"], ["--load-format", "dummy"], ["--nnodes", "2"]])
 def test_what_is_started(tmp_path, monkeypatch, further):
     """One process for engine and model, unless the user asks for several; with a load format the folder may have no weights."""
     monkeypatch.setattr(os, "execv", lambda program, command: command)
@@ -130,7 +150,7 @@ def test_what_is_started(tmp_path, monkeypatch, further):
     (tmp_path / "config.json").write_text("{}")
     command = __main__.main([str(tmp_path), *further])
     assert command[:5] == [sys.executable, "-m", __main__.SERVER, "--model", str(tmp_path)]
-    assert ("uni" in command) == ("--tensor-parallel-size" not in further)
+    assert ("uni" in command) == (not further or "--load-format" in further)
     assert command[len(command) - len(further) :] == further
     assert os.environ["OMP_WAIT_POLICY"] == "active"
 
