@@ -10,7 +10,7 @@ from torch import distributed
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 
-class Communicator(CpuCommunicator):
+class UnevenCommunicator(CpuCommunicator):
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from ktmoe.errors import InputError
 from ktmoe.experts import ExpertWeights
 from ktmoe.matrix import Matrix
-from ktmoe.vllm.communicator import Communicator
+from ktmoe.vllm.communicator import UnevenCommunicator
 from ktmoe.weights.activation import GatedActivation
 from ktmoe.weights.formats import WeightFormat
 
@@ -43,7 +43,7 @@ def refusal(moe: FusedMoEConfig) -> str | None:
 def _tokens_are_exchanged(parallel: FusedMoEParallelConfig) -> bool:
     """Whether processes get each other's tokens, and add up what comes of them, outside of a layer's method."""
     return not (parallel.is_sequence_parallel or parallel.pcp_size > 1) and isinstance(
-        get_dp_group().device_communicator, Communicator
+        get_dp_group().device_communicator, UnevenCommunicator
     )
 
 

@@ -2,7 +2,7 @@
 
 When a process of one host has gone, those of the others end, too. vLLM's own worker notices a broken connection when it next
 computes with the others. A host without a server is then not asked to, and waits for ever. Data parallel ranks exchange tokens
-by a Communicator.
+by a UnevenCommunicator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_dp_group
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ktmoe.vllm.communicator import Communicator
+from ktmoe.vllm.communicator import UnevenCommunicator
 
 # vLLM shows what its own loggers say
 _logger = init_logger("vllm.ktmoe")
@@ -38,7 +38,7 @@ class HostWorker(CPUWorker):
             raise
         data_parallel = get_dp_group()
         if data_parallel.world_size > 1:
-            data_parallel.device_communicator = Communicator(
+            data_parallel.device_communicator = UnevenCommunicator(
                 data_parallel.cpu_group, data_parallel.device, data_parallel.device_group, data_parallel.unique_name
             )
         elsewhere = ranks_elsewhere(self.parallel_config, distributed.get_rank())

@@ -12,12 +12,12 @@ def main(file: str, rank: int) -> dict[str, list]:
     import torch
     from torch import distributed
 
-    from ktmoe.vllm.communicator import Communicator
+    from ktmoe.vllm.communicator import UnevenCommunicator
 
     store = distributed.FileStore(file, len(SIZES))
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=len(SIZES))
     world = distributed.group.WORLD
-    ours = Communicator(world, torch.device("cpu"), world, "dp:0")
+    ours = UnevenCommunicator(world, torch.device("cpu"), world, "dp:0")
     rows = torch.full((SIZES[rank], 2), rank + 1.0, dtype=torch.bfloat16)
     ids = torch.arange(SIZES[rank]) + 10 * rank
     gathered = ours.all_gatherv([rows, ids], 0, SIZES)
